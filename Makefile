@@ -1,0 +1,106 @@
+# From a fresh clone, `make train` and `make test` need nothing but Python with its venv module: they set up .venv themselves.
+# A stamp in .venv says which pins it was made from, so a second call starts at once.
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help train test lint lock clean
+MAKEFLAGS += --no-print-directory
+
+# Small enough for a laptop without a GPU; `make train ARGS="--seed 2"` adds to them, ARGS winning.
+TRAIN_FLAGS ?= --num-envs 32 --network nature
+ARGS ?=
+
+# The first that fits is taken; `make train PYTHON=/path/to/python3.12` names one.
+PYTHON ?= python3.13 python3.12 python3.11 python3
+FITS := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))
+
+help: ## list these targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s %s\n", $$1, $$2 }' Makefile
+
+train: .venv/.run-ready ## train PPO on Breakout for 100,000 steps; ARGS adds flags, PYTHON names the Python
+	@.venv/bin/python -m cleanba ppo --env-id Breakout-v5 --total-timesteps 100000 $(TRAIN_FLAGS) $(ARGS)
+
+test: .venv/.dev-ready ## run the tests; ARGS goes to pytest (ARGS="-m 'not slow'")
+	@.venv/bin/python -m pytest $(ARGS)
+
+lint: .venv/.dev-ready ## check style, format and types
+	@.venv/bin/python -m ruff check .
+	@.venv/bin/python -m ruff format --check .
+	@.venv/bin/python -m mypy
+
+lock: .venv-lock/.ready ## refresh poetry.lock and requirements/ from pyproject.toml; ARGS=--regenerate upgrades all
+	@echo "Resolving the dependencies into poetry.lock"
+	@$(POETRY) lock $(ARGS)
+	$(call export,run,--only main)
+	$(call export,dev,--with dev)
+
+clean: ## remove .venv and every cache; runs/ stays
+	@rm -rf .venv .venv-lock .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.venv/.run-ready: requirements/run.txt pyproject.toml
+	$(call create,.venv)
+	@echo "Installing requirements/run.txt into .venv (minutes the first time)"
+	$(call install,.venv,-r requirements/run.txt)
+	$(call install,.venv,--no-deps --editable .)
+	@rm .venv/.unfinished && touch $@
+
+.venv/.dev-ready: requirements/dev.txt pyproject.toml
+	$(call create,.venv)
+	@echo "Installing requirements/dev.txt into .venv (minutes the first time)"
+	$(call install,.venv,-r requirements/dev.txt)
+	$(call install,.venv,--no-deps --editable .)
+	@rm .venv/.unfinished && touch .venv/.run-ready $@  # dev.txt holds all of run.txt
+
+.venv-lock/.ready: requirements/lock.txt
+	$(call create,.venv-lock)
+	@echo "Installing Poetry into .venv-lock"
+	$(call install,.venv-lock,-r requirements/lock.txt)
+	@rm .venv-lock/.unfinished && touch $@
+
+# create FOLDER: a sound virtual environment, marked unfinished. One that was left unfinished, or cannot run, is made anew.
+define create
+@set -e; \
+if [ -e $(1)/.unfinished ] || ! $(1)/bin/python -c 'import pip; $(FITS)' >/dev/null 2>&1; then \
+	fits=; found=; \
+	for python in $(PYTHON); do \
+		"$$python" -c '$(FITS)' >/dev/null 2>&1 || continue; \
+		fits=$$python; \
+		if "$$python" -c 'import ensurepip, venv' >/dev/null 2>&1; then found=$$python; break; fi; \
+	done; \
+	if [ -z "$$fits" ]; then \
+		echo "Cleanba needs Python 3.11, 3.12 or 3.13, but none of these is one: $(PYTHON). Name one with PYTHON=/path/to/python." >&2; exit 1; \
+	elif [ -z "$$found" ]; then \
+		version=$$("$$fits" -c 'import sys; print("%d.%d" % sys.version_info[:2])'); \
+		echo "Python $$version has no venv module here: install it, for example with 'sudo apt-get install python$$version-venv'." >&2; exit 1; \
+	fi; \
+	echo "Creating $(1) with $$("$$found" --version)"; \
+	rm -rf $(1); mkdir $(1); touch $(1)/.unfinished; \
+	"$$found" -m venv $(1); \
+fi; \
+touch $(1)/.unfinished
+endef
+
+# install FOLDER,WHAT: pip. One that fails, for want of a network say, leaves the folder as good as it was; one that is
+# interrupted may leave half a package, so the mark stays.
+define install
+@trap 'exit 130' HUP INT TERM; \
+$(1)/bin/python -m pip -qq --disable-pip-version-check install $(2) || \
+{ status=$$?; [ $$status -gt 128 ] || rm -f $(1)/.unfinished; exit $$status; }
+endef
+
+# Poetry looks where pip looks, mirrors included; the lock does not say where. Installing is left to pip.
+POETRY = POETRY_VIRTUALENVS_CREATE=false \
+	POETRY_PYPI_MIRROR_URL="$${POETRY_PYPI_MIRROR_URL:-$$(.venv-lock/bin/python -c '$(INDEX)')}" \
+	.venv-lock/bin/python -m poetry --no-interaction
+INDEX := from pip._internal.commands import create_command as c; print(c("install").parse_args([])[0].index_url)
+
+# export NAME,GROUPS: write requirements/NAME.txt; left untouched where nothing changed, so that nothing is installed again.
+define export
+@echo "Exporting requirements/$(1).txt"
+@{ echo "# Made by 'make lock' from poetry.lock."; \
+$(POETRY) export --format requirements.txt --without-hashes --without-urls $(2); } >requirements/$(1).txt.new || \
+{ rm requirements/$(1).txt.new; exit 1; }; \
+if cmp -s requirements/$(1).txt.new requirements/$(1).txt; then rm requirements/$(1).txt.new; \
+else mv requirements/$(1).txt.new requirements/$(1).txt; fi
+endef

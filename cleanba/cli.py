@@ -1,0 +1,252 @@
+"""The command `cleanba`: flags, errors and exit codes."""
+
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import tyro
+
+from cleanba import ppo
+from cleanba.config import Experiment, Partition, Placement, Run, differences, from_json, require, resolve, to_json
+from cleanba.errors import UsageError
+
+
+class Recipe(NamedTuple):
+    """An algorithm as the command knows it."""
+
+    name: str
+    about: str
+    experiment: type[Experiment]
+    check: Callable[..., None]
+    make: Callable[..., Any]
+
+
+RECIPES = {
+    "ppo": Recipe("ppo", "train with proximal policy optimisation", ppo.PPO, ppo.check, ppo.make),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command and leave by its exit code: 0 done, 1 failed, 2 wrong use, 128 + n ended by signal n."""
+    argv = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        code, stuck = dispatch(argv)
+    except UsageError as error:
+        print(f"cleanba: {error}", file=sys.stderr)
+        code, stuck = 2, False
+    except KeyboardInterrupt:
+        print("cleanba: interrupted", file=sys.stderr)
+        code, stuck = 130, False
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if stuck or code:
+        os._exit(code)  # a thread may sit in a long computation, or the runtime wait for peers that are gone
+    sys.exit(code)
+
+
+def dispatch(argv: list[str]) -> tuple[int, bool]:
+    """The command's words -> exit code, and whether a thread is stuck."""
+    commands = "\n".join(f"  {r.name:10} {r.about}" for r in RECIPES.values())
+    usage = f"usage: cleanba COMMAND [FLAGS]\n\ncommands:\n{commands}\n\n`cleanba COMMAND --help` explains its flags."
+    if argv and argv[0] in ("--version", "-V"):
+        from cleanba import __version__
+
+        print(f"cleanba {__version__}")
+        return 0, False
+    if not argv or argv[0] in ("-h", "--help"):
+        print(usage)
+        return (0 if argv else 2), False
+    if argv[0] not in RECIPES:
+        from cleanba.errors import closest_names
+
+        close = closest_names(argv[0], RECIPES)
+        raise UsageError(
+            f"there is no command {argv[0]!r}; " + (f"did you mean {close}?" if close else f"try {', '.join(RECIPES)}")
+        )
+    return train_command(RECIPES[argv[0]], argv[1:])
+
+
+def train_command(recipe: Recipe, argv: list[str]) -> tuple[int, bool]:
+    """`cleanba ppo …`: parse, refuse what does not fit, train."""
+    config = parse(recipe, argv)
+    from cleanba.runtime.placement import initialise
+
+    initialise(config.placement)
+    return train(recipe, config)
+
+
+@dataclass(frozen=True)
+class Config:
+    """All flags of a training command."""
+
+    experiment: Experiment
+    placement: Placement = field(default_factory=Placement)
+    run: Run = field(default_factory=Run)
+
+
+def config_type(recipe: Recipe) -> type:
+    """`Config` with the experiment of one algorithm."""
+    from dataclasses import make_dataclass
+
+    return make_dataclass(
+        "Config",
+        [
+            ("experiment", recipe.experiment, field(default_factory=recipe.experiment)),
+            ("placement", Placement, field(default_factory=Placement)),
+            ("run", Run, field(default_factory=Run)),
+        ],
+        frozen=True,
+        namespace={"__doc__": f"{recipe.about[0].upper()}{recipe.about[1:]}."},
+    )
+
+
+def parse(recipe: Recipe, argv: list[str]) -> Config:
+    """Flags -> configuration.  tyro prints its own message and exits with 2 for flags it cannot read.
+
+    Raises:
+        UsageError: --experiment names no run of this algorithm, or comes with flags that change the experiment.
+    """
+    kind = config_type(recipe)
+    earlier = earlier_experiment(recipe, argv)
+    default = kind(experiment=earlier) if earlier else kind()
+    parsed: Any = tyro.cli(
+        kind,
+        args=argv,
+        prog=f"cleanba {recipe.name}",
+        default=default,
+        config=(tyro.conf.OmitArgPrefixes,),
+    )
+    if earlier:
+        changed = differences(to_json(earlier), to_json(parsed.experiment))
+        require(
+            not changed,
+            f"--experiment takes the whole experiment from {parsed.run.experiment_from}, but flags change it "
+            f"({'; '.join(changed)}); leave them out, or leave --experiment out",
+        )
+    run = replace(parsed.run, exp_name=parsed.run.exp_name or recipe.name)
+    return Config(parsed.experiment, parsed.placement, run)
+
+
+def earlier_experiment(recipe: Recipe, argv: list[str]) -> Experiment | None:
+    """The experiment that --experiment names, if it is among the flags."""
+    for i, word in enumerate(argv):
+        flag, eq, value = word.partition("=")
+        if flag != "--experiment":
+            continue
+        if not eq:
+            require(i + 1 < len(argv), "--experiment needs the directory of an earlier run")
+            value = argv[i + 1]
+        from cleanba.runtime.rundir import read_experiment
+
+        values = read_experiment(Path(value))
+        algorithm = values.pop("algorithm")
+        require(
+            algorithm == recipe.name,
+            f"--experiment {value} is a run of {algorithm}; use `cleanba {algorithm}` instead of `cleanba {recipe.name}`",
+        )
+        return from_json(recipe.experiment, values)
+    return None
+
+
+def train(recipe: Recipe, config: Config) -> tuple[int, bool]:
+    """Everything between flags and exit code.  Raises `UsageError` before anything is compiled."""
+    import jax
+
+    from cleanba.envs import env_spec
+    from cleanba.runtime.metrics import Display, Status, Writers, write_json
+    from cleanba.runtime.placement import find_devices
+    from cleanba.runtime.rundir import Finished, default_name, open_run
+    from cleanba.runtime.train import Interrupted, make_training, run_training
+
+    devices = find_devices(config.placement)
+    processes = devices.num_processes
+    e = resolve(config.experiment, len(devices.actors) * processes, devices.mesh.size, processes)
+    assert e.num_actors is not None and e.num_shards is not None
+    partition = Partition(e.num_envs, e.num_actors, e.num_shards, processes, len(devices.learners))
+    require(
+        e.num_updates >= 1,
+        f"total_timesteps={e.total_timesteps} is less than one update's {e.batch_size} "
+        f"({e.num_envs} environments x {e.num_steps} steps); try --total-timesteps {e.batch_size}",
+    )
+    require(config.run.log_frequency >= 1, f"log_frequency={config.run.log_frequency} must be at least 1")
+    recipe.check(e, partition)
+    spec = env_spec(e)
+    algorithm = recipe.make(e, spec, devices.platform)
+
+    run_dir = config.run.run_dir or Path("runs") / default_name(e, config.run)
+    status = Status(f"{recipe.name} on {e.env_id}, seed {e.seed}", e.num_updates, e.num_updates * e.batch_size)
+    writers: Writers | None = None
+    if devices.is_main:
+        try:
+            saved = open_run(run_dir, recipe.name, e, config.placement, config.run)
+        except Finished as done:
+            print(f"cleanba: {done}")
+            return 0, False
+        r = config.run
+        writers = Writers(run_dir, r.track, r.wandb_project_name, r.wandb_entity, run_dir.name, saved)
+    display = Display(status, enabled=devices.is_main)
+    kinds = jax.local_devices()[0].device_kind
+    display.say(
+        f"{recipe.name} on {e.env_id}: {e.num_envs} environments, {e.num_actors} actors, {e.num_shards} shards, "
+        f"{e.num_updates} updates of {e.batch_size} steps\n"
+        f"actors on {kinds} {list(config.placement.actor_device_ids)}, learners on "
+        f"{list(config.placement.learner_device_ids)}, {processes} process{'es' if processes > 1 else ''}; run: {run_dir}"
+    )
+
+    def log(update: int, global_step: int, seconds: float, values: dict[str, Any]) -> None:
+        if writers is not None:
+            writers.write(update, global_step, seconds, values)
+
+    training = make_training(algorithm, e, partition, devices, spec, config.run.log_frequency)
+    try:
+        outcome = run_training(training, display, status, log)
+    finally:
+        display.close()
+        if writers is not None:
+            writers.close()
+
+    error = outcome.error
+    if devices.is_main:
+        if config.run.save_model and outcome.result["status"] == "finished":
+            save_model(run_dir / "model.msgpack", algorithm.actor_params(outcome.state))
+        write_json(run_dir / "result.json", outcome.result)
+        print(closing_words(run_dir, outcome.result))
+    if error is None:
+        return 0, outcome.stuck
+    if isinstance(error, Interrupted):
+        print(f"cleanba: {error}", file=sys.stderr)
+        return 128 + error.signum, outcome.stuck
+    if isinstance(error, UsageError):
+        raise error
+    traceback.print_exception(error)
+    print(f"cleanba: the run failed: {type(error).__name__}: {error}", file=sys.stderr)
+    return 1, outcome.stuck
+
+
+def save_model(path: Path, params: Any) -> None:
+    """The parameters in Flax's msgpack form, there whole or not at all."""
+    import flax.serialization
+    import jax
+
+    scratch = path.with_name(path.name + ".tmp")
+    scratch.write_bytes(flax.serialization.to_bytes(jax.device_get(params)))
+    os.replace(scratch, path)
+
+
+def closing_words(run_dir: Path, result: dict[str, Any]) -> str:
+    """Where the run is and how to look at it."""
+    figures = [f"{result['global_step']:,} steps", f"{time.strftime('%H:%M:%S', time.gmtime(result['seconds']))} h"]
+    if result["sps"]:
+        figures.insert(1, f"{result['sps']:,.0f} steps/s")
+    if result["episodic_return"] is not None:
+        figures.append(f"mean return of the last episodes {result['episodic_return']:.4g}")
+    return (
+        f"{result['status']}: {', '.join(figures)}\n"
+        f"run:     {run_dir}  (result.json, metrics.jsonl, config.json)\n"
+        f"curves:  tensorboard --logdir {run_dir}"
+    )

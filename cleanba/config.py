@@ -1,0 +1,298 @@
+"""What is trained (experiment), where it runs (placement), and what is kept of it (run): three frozen dataclasses.
+
+An algorithm's experiment derives from `Experiment` and adds its own hyperparameters.
+"""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import tyro
+
+from cleanba.errors import UsageError, nearest
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """What is trained: together these decide every bit of the trained parameters."""
+
+    env_id: str = "Breakout-v5"
+    """EnvPool environment with discrete actions"""
+    seed: int = 1
+    """seed of environments, parameters, actions and minibatches"""
+    total_timesteps: int = 50_000_000
+    """environment steps in all (an Atari step is 4 frames)"""
+    num_envs: int = 120
+    """environments over the whole experiment"""
+    num_actors: int | None = None
+    """actor threads over the whole experiment (None: two per actor device, or the nearest number that fits)"""
+    num_shards: int | None = None
+    """parts of the batch whose gradients are computed alone (None: one per learner device)"""
+    num_steps: int = 128
+    """steps per environment and rollout"""
+    concurrency: bool = True
+    """collect rollout k+1 while update k runs, with a policy exactly one version behind; off: take turns"""
+    checkpoint_frequency: int = 500
+    """updates between checkpoints; the environments start afresh at each (0: never)"""
+
+    repeat_action_probability: float = 0.25
+    """Atari: probability that the emulator repeats the last action (sticky actions)"""
+    full_action_space: bool = True
+    """Atari: all 18 actions rather than the game's minimal set"""
+    episodic_life: bool = False
+    """Atari: end the training episode at the loss of a life"""
+    max_episode_steps: int | None = None
+    """steps after which an episode is truncated (None: 27,000 for Atari, elsewhere the environment's own)"""
+    reward_clip: bool | None = None
+    """clip training rewards to [-1, 1]; reported returns stay raw (None: for Atari only)"""
+    env_options: tuple[str, ...] = ()
+    """further EnvPool options, as name=value (frame_skip=2 noop_max=1)"""
+
+    learning_rate: float = 2.5e-4
+    """optimiser's step size at the start"""
+    anneal_lr: bool = True
+    """decrease the learning rate linearly to 0 over the run"""
+    gamma: float = 0.99
+    """discount per step"""
+    ent_coef: float = 0.01
+    """weight of the entropy bonus"""
+    vf_coef: float = 0.5
+    """weight of the value loss"""
+    max_grad_norm: float = 0.5
+    """global norm to which gradients are clipped"""
+    num_minibatches: int = 4
+    """minibatches that each epoch cuts the batch into"""
+
+    network: Literal["auto", "nature", "impala", "mlp"] = "auto"
+    """torso: Nature CNN, IMPALA ResNet, MLP; auto takes IMPALA for images and MLP otherwise"""
+    channels: tuple[int, ...] = (16, 32, 32)
+    """channels of the IMPALA ResNet's sections"""
+    hiddens: tuple[int, ...] = (256,)
+    """units of the dense layers after the convolutions, or of the MLP"""
+    core: Literal["none", "lstm"] = "none"
+    """memory between torso and heads"""
+    lstm_size: int = 256
+    """units of the LSTM"""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """number format that the network computes in (parameters stay float32)"""
+
+    @property
+    def batch_size(self) -> int:
+        """Transitions per update."""
+        return self.num_envs * self.num_steps
+
+    @property
+    def num_updates(self) -> int:
+        """Updates in the run."""
+        return self.total_timesteps // self.batch_size
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where it runs: no flag here changes the trained parameters."""
+
+    actor_device_ids: tuple[int, ...] = (0,)
+    """this process's devices that act, by local index"""
+    learner_device_ids: tuple[int, ...] = (0,)
+    """this process's devices that learn, by local index"""
+    distributed: bool = False
+    """one of several processes; peers are found through Slurm, Open MPI or Kubernetes, or by the next three flags"""
+    coordinator_address: str | None = None
+    """host:port of process 0, where no cluster tells"""
+    num_processes: int | None = None
+    """number of processes, where no cluster tells"""
+    process_id: int | None = None
+    """this process's number, from 0, where no cluster tells"""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is kept and shown of it."""
+
+    exp_name: str = ""
+    """name of the experiment, part of the run directory's default name (default: the algorithm)"""
+    run_dir: Path | None = None
+    """directory of the run (default: runs/<env>__<exp-name>__<seed>__<time>)"""
+    experiment_from: Annotated[str | None, tyro.conf.arg(name="experiment", metavar="RUN_DIR")] = None
+    """take the whole experiment from this earlier run's config.json; only other flags may be added"""
+    log_frequency: int = 10
+    """updates between entries in the logs"""
+    track: bool = False
+    """log to Weights & Biases too"""
+    wandb_project_name: str = "cleanba"
+    """Weights & Biases project"""
+    wandb_entity: str | None = None
+    """Weights & Biases entity (team)"""
+    save_model: bool = False
+    """keep the final parameters in model.msgpack"""
+
+
+E = TypeVar("E", bound=Experiment)
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise `UsageError(message)` unless `condition`."""
+    if not condition:
+        raise UsageError(message)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _check_numbers(e: Experiment) -> None:
+    for name in ("total_timesteps", "num_envs", "num_steps", "num_minibatches", "num_actors", "num_shards", "lstm_size"):
+        value = getattr(e, name)
+        require(value is None or value >= 1, f"{name}={value} must be at least 1; set {_flag(name)} to 1 or more")
+    for name in ("learning_rate", "max_grad_norm"):
+        value = getattr(e, name)
+        require(0 < value < float("inf"), f"{name}={value} must be positive; set {_flag(name)} above 0")
+    for name in ("gamma", "repeat_action_probability"):
+        value = getattr(e, name)
+        require(0 <= value <= 1, f"{name}={value} must lie in [0, 1]; set {_flag(name)} accordingly")
+    for name in ("ent_coef", "vf_coef"):
+        value = getattr(e, name)
+        require(0 <= value < float("inf"), f"{name}={value} must not be negative; set {_flag(name)} to 0 or more")
+    require(0 <= e.seed < 2**31, f"seed={e.seed} must lie in [0, 2^31); try --seed {abs(e.seed) % 2**31}")
+    require(
+        e.checkpoint_frequency >= 0,
+        f"checkpoint_frequency={e.checkpoint_frequency} must not be negative; 0 means never",
+    )
+    require(
+        e.max_episode_steps is None or e.max_episode_steps >= 1,
+        f"max_episode_steps={e.max_episode_steps} must be at least 1; leave it out for the environment's own limit",
+    )
+    for name in ("channels", "hiddens"):
+        value = getattr(e, name)
+        require(
+            len(value) > 0 and min(value) >= 1,
+            f"{name}={value} must be one or more positive numbers; try {_flag(name)} 16 32",
+        )
+
+
+def resolve(e: E, actor_devices: int, learner_devices: int, num_processes: int = 1) -> E:
+    """The experiment with `num_actors` and `num_shards` filled in for that many devices over all processes.
+
+    Defaults are two actors per actor device and one shard per learner device.  One of the two numbers must divide the
+    other; where two per device do not fit the shards, the nearest number of actors that fits is taken, at least one
+    per actor device if there is such a number.
+
+    Raises:
+        UsageError: a number is out of its range.
+    """
+    _check_numbers(e)
+    shards = e.num_shards or learner_devices
+    if e.num_actors is not None:
+        return dataclasses.replace(e, num_shards=shards)
+
+    def fits(a: int) -> bool:
+        return (a % shards == 0 or shards % a == 0) and e.num_envs % a == 0 and a % num_processes == 0
+
+    wanted = 2 * actor_devices
+    candidates = [a for a in range(1, max(wanted, shards) + wanted + 1) if fits(a)] or [wanted]
+    enough = [a for a in candidates if a >= actor_devices] or candidates
+    actors = min(enough, key=lambda a: (abs(a - wanted), -a))
+    return dataclasses.replace(e, num_actors=actors, num_shards=shards)
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Which actor, shard and process owns which environments: equal, contiguous index ranges."""
+
+    num_envs: int
+    num_actors: int
+    num_shards: int
+    num_processes: int = 1
+    learners_per_process: int = 1
+
+    def __post_init__(self) -> None:
+        n, a, k, p = self.num_envs, self.num_actors, self.num_shards, self.num_processes
+        for count, what in ((a, "actors"), (k, "shards")):
+            options = nearest(n, lambda m, c=count: m % c == 0)  # type: ignore[misc]
+            require(n % count == 0, f"num_envs={n} cannot be split over {count} {what}; try --num-envs {options}")
+        for count, name in ((a, "num_actors"), (k, "num_shards")):
+            options = nearest(count, lambda m: m % p == 0 and n % m == 0)
+            require(
+                count % p == 0, f"{name}={count} cannot be split over {p} processes; try {_flag(name)} {options or p}"
+            )
+        options = nearest(a, lambda m: (m % k == 0 or k % m == 0) and m % p == 0 and n % m == 0, n + a)
+        require(
+            a % k == 0 or k % a == 0,
+            f"num_actors={a} and num_shards={k} do not fit: one must divide the other; try --num-actors {options}",
+        )
+        local, learners = k // p, self.learners_per_process
+        options = nearest(k, lambda m: m % (p * learners) == 0 and (a % m == 0 or m % a == 0) and n % m == 0, n + k)
+        fewer = [d for d in range(1, local + 1) if local % d == 0]
+        require(
+            local % learners == 0,
+            f"num_shards={k} gives each process {local}, which cannot be split over its {learners} learner devices; "
+            f"use {' or '.join(map(str, fewer))} of them"
+            + (f", or --num-shards {options} for another experiment" if options else ""),
+        )
+
+    @property
+    def num_blocks(self) -> int:
+        """The largest groups of environments that share both actor and shard; the unit in which rollouts travel."""
+        return max(self.num_actors, self.num_shards)
+
+    @property
+    def envs_per_actor(self) -> int:
+        return self.num_envs // self.num_actors
+
+    @property
+    def envs_per_shard(self) -> int:
+        return self.num_envs // self.num_shards
+
+    @property
+    def blocks_per_actor(self) -> int:
+        return self.num_blocks // self.num_actors
+
+    @property
+    def blocks_per_shard(self) -> int:
+        return self.num_blocks // self.num_shards
+
+    @property
+    def shards_per_learner(self) -> int:
+        return self.num_shards // (self.num_processes * self.learners_per_process)
+
+    def actor_envs(self, actor: int) -> range:
+        return range(actor * self.envs_per_actor, (actor + 1) * self.envs_per_actor)
+
+    def shard_envs(self, shard: int) -> range:
+        return range(shard * self.envs_per_shard, (shard + 1) * self.envs_per_shard)
+
+    def process_actors(self, process: int) -> range:
+        n = self.num_actors // self.num_processes
+        return range(process * n, (process + 1) * n)
+
+    def process_shards(self, process: int) -> range:
+        n = self.num_shards // self.num_processes
+        return range(process * n, (process + 1) * n)
+
+
+def to_json(config: Any) -> dict[str, Any]:
+    """A frozen dataclass as JSON values."""
+    return {k: str(v) if isinstance(v, Path) else v for k, v in dataclasses.asdict(config).items()}
+
+
+def from_json(cls: type[E], values: dict[str, Any]) -> E:
+    """The dataclass that `to_json` wrote; fields of another version are named.
+
+    Raises:
+        UsageError: a field is missing from `values`, or unknown.
+    """
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    require(
+        set(values) == set(fields),
+        f"the experiment was written by another version of Cleanba: "
+        f"its fields differ in {', '.join(sorted(set(values) ^ set(fields)))}; repeat the flags instead",
+    )
+    return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+
+
+def differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
+    """The fields in which two experiments differ, as "name: value in a, value in b"."""
+    a, b = (json.loads(json.dumps(x)) for x in (a, b))
+    return [f"{k}: {a.get(k)}, now {b.get(k)}" for k in sorted(set(a) | set(b)) if a.get(k) != b.get(k)]

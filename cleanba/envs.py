@@ -1,0 +1,216 @@
+"""EnvPool environments: what they look like, how they are seeded, and one way to step them."""
+
+import ast
+import contextlib
+import os
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from cleanba.config import Experiment
+from cleanba.errors import UsageError, closest_names
+from cleanba.rollout import PyTree
+
+
+@dataclass(frozen=True)
+class ObsSpec:
+    """One array of an observation.  A leaf, where observations are trees."""
+
+    kind: Literal["image", "grid", "vector", "discrete"]
+    """image: uint8 pictures; grid: uint8 codes; vector: numbers; discrete: one integer in [0, count)"""
+    shape: tuple[int, ...]
+    dtype: str
+    count: int = 0
+
+
+class EnvSpec(NamedTuple):
+    """What an environment shows and takes."""
+
+    env_id: str
+    obs: PyTree
+    """an `ObsSpec`, or a dictionary of them"""
+    num_actions: int
+    is_atari: bool
+    clip_reward: bool
+    options: dict[str, Any]
+    """what EnvPool is asked for"""
+
+
+class Step(NamedTuple):
+    """What one step of B environments delivered.  `obs` belongs to the caller."""
+
+    obs: PyTree  # [B, ...]
+    reward: np.ndarray  # [B]  float32, what is trained on (clipped if asked)
+    raw_reward: np.ndarray  # [B]  float32, what the environment paid
+    terminated: np.ndarray  # [B]  bool
+    truncated: np.ndarray  # [B]  bool
+    over: np.ndarray  # [B]  bool: the game is over; differs from the two above under --episodic-life
+
+
+# EnvPool spells these families' seeds, images and rewards alike; only Atari has options and rewards of its own.
+@cache
+def _registry() -> dict[str, Any]:
+    with _quiet():
+        import envpool
+
+        return {name: None for name in envpool.list_all_envs()}
+
+
+@contextlib.contextmanager
+def _quiet() -> Any:
+    """Without Gymnasium's remarks on the precision of bounds, which a user can do nothing about."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def env_seed(seed: int, env: int, epoch: int, num_envs: int) -> int:
+    """The seed of environment `env` in its `epoch`: unique over all environments and epochs of an experiment.
+
+    A Feistel permutation of the 30-bit integers, keyed by `np.random.SeedSequence(seed)`, applied to
+    epoch * num_envs + env.  A hash would collide now and then, and two environments would play the same games.
+    """
+    n = epoch * num_envs + env
+    if n >= 2**30:
+        raise UsageError(f"environment {env} of epoch {epoch} is beyond the 2^30 seeds; raise --checkpoint-frequency")
+    left, right = n >> 15, n & 0x7FFF
+    for key in np.random.SeedSequence((seed, 0xE9)).generate_state(6, np.uint32).tolist():
+        mixed = ((right ^ key) * 0x9E3779B1 + (key >> 7)) & 0xFFFFFFFF
+        left, right = right, left ^ (mixed >> 13 & 0x7FFF)
+    return left << 15 | right
+
+
+def _parse_options(options: Sequence[str]) -> dict[str, Any]:
+    parsed = {}
+    for option in options:
+        name, eq, value = option.partition("=")
+        if not eq or not name.isidentifier():
+            raise UsageError(f"env_options={option!r} must have the form name=value; try --env-options frame_skip=2")
+        try:
+            parsed[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            parsed[name] = value
+    return parsed
+
+
+def _obs_spec(space: Any, sample: np.ndarray) -> ObsSpec:
+    shape, dtype = sample.shape[1:], str(sample.dtype)
+    if hasattr(space, "n"):
+        return ObsSpec("discrete", shape, dtype, int(space.n) + int(getattr(space, "start", 0)))
+    if dtype == "uint8" and len(shape) == 3:
+        # Pictures have two long sides; grids of codes, as MiniGrid's 7 x 7, are short.
+        return ObsSpec("image" if sorted(shape)[1] >= 32 else "grid", shape, dtype)
+    return ObsSpec("grid" if dtype == "uint8" else "vector", shape, dtype)
+
+
+def env_spec(e: Experiment) -> EnvSpec:
+    """Look an environment up and make one to see its spaces.
+
+    Raises:
+        UsageError: EnvPool has no such environment, it lacks a system library, an option is unknown, or its actions
+            are not discrete.
+    """
+    import gymnasium
+
+    if e.env_id not in _registry():
+        close = closest_names(e.env_id, _registry())
+        raise UsageError(
+            f"env_id={e.env_id!r} is not an EnvPool environment; "
+            + (f"the closest names are {close}" if close else "names look like Breakout-v5 or CartPole-v1")
+        )
+    with _quiet():
+        import envpool
+        from envpool.registration import registry
+
+        is_atari = "atari" in str(registry.specs[e.env_id][0])
+    options: dict[str, Any] = {}
+    if is_atari:
+        options = dict(
+            repeat_action_probability=e.repeat_action_probability,
+            full_action_space=e.full_action_space,
+            episodic_life=e.episodic_life,
+            max_episode_steps=27_000,
+        )
+    if e.max_episode_steps is not None:
+        options["max_episode_steps"] = e.max_episode_steps
+    options |= _parse_options(e.env_options)
+    for reserved in ("num_envs", "batch_size", "seed", "num_threads", "env_type", "reward_clip"):
+        if reserved in options:
+            raise UsageError(f"env_options: {reserved} is set by Cleanba; use its own flag, or leave it out")
+    try:
+        with _quiet():
+            probe = envpool.make(e.env_id, env_type="gymnasium", num_envs=1, seed=[0], **options)
+            obs_space, action_space = probe.observation_space, probe.action_space
+            if not isinstance(action_space, gymnasium.spaces.Discrete):
+                raise UsageError(
+                    f"env_id={e.env_id!r} has actions {action_space}, but this algorithm needs discrete ones; "
+                    "try CartPole-v1 or Breakout-v5"
+                )
+            sample, _ = probe.reset()
+            probe.close()
+    except UsageError:
+        raise
+    except Exception as error:  # EnvPool raises what comes to hand: TypeError, AssertionError, ImportError, KeyError …
+        reason = " ".join(str(error).split()) or type(error).__name__
+        given = ", ".join(f"{k}={v}" for k, v in options.items()) or "no options"
+        raise UsageError(f"env_id={e.env_id!r} cannot be made with {given}: {reason}") from error
+
+    if isinstance(obs_space, gymnasium.spaces.Dict):
+        obs: PyTree = {name: _obs_spec(space, sample[name]) for name, space in obs_space.spaces.items()}
+    else:
+        obs = _obs_spec(obs_space, sample)
+    clip = is_atari if e.reward_clip is None else e.reward_clip
+    return EnvSpec(e.env_id, obs, int(action_space.n), is_atari, clip, options)
+
+
+class Envs:
+    """A block of environments, each with a seed of its own; steps all of them at once, in order."""
+
+    def __init__(self, spec: EnvSpec, seeds: Sequence[int], num_threads: int = 0):
+        self.num_envs = len(seeds)
+        self._spec = spec
+        with _quiet():
+            import envpool
+
+            self._pool = envpool.make(
+                spec.env_id,
+                env_type="gymnasium",
+                num_envs=self.num_envs,
+                seed=list(seeds),
+                num_threads=min(num_threads, self.num_envs),
+                **spec.options,
+            )
+
+    def reset(self) -> PyTree:
+        """Start all environments afresh -> obs [B, ...]."""
+        obs, _ = self._pool.reset()
+        return obs
+
+    def step(self, action: np.ndarray) -> Step:
+        """[B] int32 -> what they delivered.  An environment whose episode ended ignores its action and resets."""
+        obs, reward, terminated, truncated, info = self._pool.step(action)
+        raw = np.asarray(info.get("reward", reward), np.float32)
+        # Atari reports the end of the game, not of a life, under this name.
+        over = np.asarray(info["terminated"]).astype(bool) if self._spec.is_atari else terminated
+        return Step(obs, train_reward(self._spec, raw), raw, terminated, truncated, over | truncated)
+
+    def close(self) -> None:
+        """Stop the emulators' threads.  May be called twice."""
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.close()
+
+
+def train_reward(spec: EnvSpec, raw: Any) -> Any:
+    """What is trained on: the raw reward, clipped to [-1, 1] if the experiment clips.  [...] -> [...]."""
+    return raw.clip(-1.0, 1.0) if spec.clip_reward else raw
+
+
+def threads_per_actor(local_actors: int) -> int:
+    """Emulator threads for each of this process's actors: the cores it may use, shared out."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // local_actors)

@@ -1,0 +1,103 @@
+"""What is seen, as a vector: [N, ...] observations -> [N, D] features."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from cleanba.networks.layers import Conv, ConvKind, max_pool
+
+
+def orthogonal(scale: float) -> Any:
+    """Orthogonal initialisation (Saxe et al. 2014), scaled."""
+    return nn.initializers.orthogonal(scale)
+
+
+def channels_last(x: jax.Array) -> jax.Array:
+    """Images as EnvPool delivers them, [N, C, H, W] or [N, H, W, C], whichever; told apart by the short side."""
+    return x.transpose(0, 2, 3, 1) if x.shape[1] < x.shape[3] else x
+
+
+class Dense(nn.Module):
+    """x W + b."""
+
+    features: int
+    scale: float
+    dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return nn.Dense(self.features, kernel_init=orthogonal(self.scale), dtype=self.dtype)(x)
+
+
+class NatureCNN(nn.Module):
+    """Three convolutions and dense layers (Mnih et al. 2015); initialised as CleanRL's.  uint8 images -> features."""
+
+    hiddens: Sequence[int] = (512,)
+    dtype: Any = jnp.float32
+    kind: ConvKind = "xla"
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = channels_last(x)
+        for features, size, stride, scale in ((32, 8, 4, 1 / 255), (64, 4, 2, 1.0), (64, 3, 1, 1.0)):
+            init = orthogonal(2**0.5)
+            x = nn.relu(Conv(features, size, stride, "VALID", self.dtype, self.kind, init, input_scale=scale)(x))
+        x = x.reshape(x.shape[0], -1)
+        for units in self.hiddens:
+            x = nn.relu(Dense(units, 2**0.5, self.dtype)(x))
+        return x
+
+
+class Residual(nn.Module):
+    """x + conv(relu(conv(relu(x)))) (Espeholt et al. 2018, figure 3)."""
+
+    channels: int
+    dtype: Any
+    kind: ConvKind
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = x
+        for _ in range(2):
+            y = Conv(self.channels, 3, padding="SAME", dtype=self.dtype, kind=self.kind)(nn.relu(y))
+        return x + y
+
+
+class ImpalaResNet(nn.Module):
+    """The deep residual network of IMPALA (Espeholt et al. 2018, figure 3, right).  uint8 images -> features."""
+
+    channels: Sequence[int] = (16, 32, 32)
+    hiddens: Sequence[int] = (256,)
+    dtype: Any = jnp.float32
+    kind: ConvKind = "xla"
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = channels_last(x)
+        for i, channels in enumerate(self.channels):
+            scale = 1 / 255 if i == 0 else 1.0
+            x = Conv(channels, 3, padding="SAME", dtype=self.dtype, kind=self.kind, input_scale=scale)(x)
+            x = max_pool(x, self.kind)
+            for _ in range(2):
+                x = Residual(channels, self.dtype, self.kind)(x)
+        x = nn.relu(x).reshape(x.shape[0], -1)
+        for units in self.hiddens:
+            x = nn.relu(Dense(units, 2**0.5, self.dtype)(x))
+        return x
+
+
+class MLP(nn.Module):
+    """Dense layers with tanh, initialised as CleanRL's.  Numbers [N, ...] -> features."""
+
+    hiddens: Sequence[int] = (64, 64)
+    dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = x.reshape(x.shape[0], -1).astype(self.dtype)
+        for units in self.hiddens:
+            x = nn.tanh(Dense(units, 2**0.5, self.dtype)(x))
+        return x

@@ -1,0 +1,33 @@
+"""Per-transition losses.  None of them takes a mean: the caller weights by `valid` and sums in shard order."""
+
+import chex
+import jax
+import jax.numpy as jnp
+
+
+def log_prob_and_entropy(logits: jax.Array, action: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Of a categorical policy.  logits [..., A], action [...] int -> log pi(action) [...], entropy [...]."""
+    chex.assert_equal_shape_prefix([logits, action], action.ndim)
+    log_pi = jax.nn.log_softmax(logits)
+    chosen = jnp.take_along_axis(log_pi, action[..., None].astype(jnp.int32), axis=-1)[..., 0]
+    # exp(log_pi) is 0 where log_pi is -inf (a masked action): 0 * -inf must count as 0.
+    plogp = jnp.where(jnp.isneginf(log_pi), 0.0, jnp.exp(log_pi) * log_pi)
+    return chosen, -plogp.sum(-1)
+
+
+def ppo_policy_loss(log_ratio: jax.Array, advantage: jax.Array, clip_coef: float) -> jax.Array:
+    """-min(r A, clip(r, 1 - eps, 1 + eps) A) (Schulman et al. 2017, eq. 7).  [...], [...] -> [...]."""
+    chex.assert_equal_shape([log_ratio, advantage])
+    ratio = jnp.exp(log_ratio)
+    return -jnp.minimum(ratio * advantage, jnp.clip(ratio, 1 - clip_coef, 1 + clip_coef) * advantage)
+
+
+def squared_error(prediction: jax.Array, target: jax.Array) -> jax.Array:
+    """(prediction - target)^2 / 2.  [...], [...] -> [...]."""
+    chex.assert_equal_shape([prediction, target])
+    return 0.5 * jnp.square(prediction - target)
+
+
+def kl_estimate(log_ratio: jax.Array) -> jax.Array:
+    """The low-variance estimate (r - 1) - log r of KL(old || new) at old samples (Schulman 2020).  [...] -> [...]."""
+    return jnp.expm1(log_ratio) - log_ratio

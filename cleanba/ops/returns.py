@@ -1,0 +1,94 @@
+"""Return and advantage estimators over the time index of `rollout.py`.
+
+All of them bootstrap with the value of the next observation unless the step *terminated* its episode, and cut the
+recursion wherever an episode ended, terminated or truncated.
+"""
+
+from typing import NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def discounted_sum(x: jax.Array, discount: jax.Array) -> jax.Array:
+    """y_t = x_t + d_t y_{t+1}, with y_T = 0 (Sutton & Barto 2018, eq. 3.9).  [T, B], [T, B] -> [T, B]."""
+    chex.assert_equal_shape([x, discount])
+
+    def step(y, inputs):
+        x_t, d_t = inputs
+        y = x_t + d_t * y
+        return y, y
+
+    _, y = lax.scan(step, jnp.zeros_like(x[0]), (x, discount), reverse=True)
+    return y
+
+
+def td_errors(
+    value: jax.Array, reward: jax.Array, terminated: jax.Array, gamma: float
+) -> tuple[jax.Array, jax.Array]:
+    """Bootstrapped targets r_t + gamma (1 - terminated_t) V(s_{t+1}) and their difference to V(s_t).
+
+    value [T+1, B], reward [T, B], terminated [T, B] bool -> target [T, B], error [T, B].
+    """
+    chex.assert_equal_shape([value[1:], reward, terminated])
+    target = reward + gamma * jnp.where(terminated, 0.0, value[1:])
+    return target, target - value[:-1]
+
+
+def gae(
+    value: jax.Array, reward: jax.Array, terminated: jax.Array, truncated: jax.Array, gamma: float, lam: float
+) -> jax.Array:
+    """Generalised advantage estimation (Schulman et al. 2016, eq. 16), over episodes that end inside the rollout.
+
+        A_t = delta_t + gamma lam (1 - ended_t) A_{t+1},   delta_t = r_t + gamma (1 - terminated_t) V_{t+1} - V_t
+
+    value [T+1, B]; reward, terminated, truncated [T, B] -> advantage [T, B].  What it gives at a step whose action
+    was ignored means nothing, reaches no other step, and is for the caller to mask.
+    """
+    chex.assert_equal_shape([value[1:], reward, terminated, truncated])
+    _, delta = td_errors(value, reward, terminated, gamma)
+    return discounted_sum(delta, jnp.where(terminated | truncated, 0.0, gamma * lam))
+
+
+class VTrace(NamedTuple):
+    value: jax.Array  # [T, B]  v_s, the target of the value function
+    advantage: jax.Array  # [T, B]  rho_s (r_s + gamma v_{s+1} - V(x_s)), the policy gradient's weight
+
+
+def vtrace(
+    value: jax.Array,
+    log_ratio: jax.Array,
+    reward: jax.Array,
+    terminated: jax.Array,
+    truncated: jax.Array,
+    gamma: float,
+    lam: float = 1.0,
+    rho_bar: float = 1.0,
+    c_bar: float = 1.0,
+    pg_rho_bar: float | None = None,
+) -> VTrace:
+    """V-trace targets and advantages (Espeholt et al. 2018, eq. 1 and section 4.2).
+
+        v_s = V(x_s) + sum_{t >= s} gamma^{t-s} (prod_{i=s}^{t-1} c_i) delta_t V
+        delta_t V = rho_t (r_t + gamma V(x_{t+1}) - V(x_t)),  rho_t = min(rho_bar, ratio_t),  c_i = lam min(c_bar, ratio_i)
+
+    value [T+1, B]; log_ratio [T, B] is log pi(a_t|x_t) - log mu(a_t|x_t); reward, terminated, truncated [T, B].
+    `rho_bar`, `c_bar` may be infinite for no clipping; `pg_rho_bar` clips the policy gradient's ratio and defaults to
+    `rho_bar`.  After an episode's end, or beyond the rollout, v_{s+1} is the plain V(x_{s+1}), or 0 if terminated.
+    """
+    chex.assert_equal_shape([value[1:], log_ratio, reward, terminated, truncated])
+    ratio = jnp.exp(log_ratio)
+    rho, c = jnp.minimum(rho_bar, ratio), lam * jnp.minimum(c_bar, ratio)
+    pg_rho = rho if pg_rho_bar is None else jnp.minimum(pg_rho_bar, ratio)
+    ended = terminated | truncated
+
+    _, delta = td_errors(value, reward, terminated, gamma)
+    correction = discounted_sum(rho * delta, jnp.where(ended, 0.0, gamma * c))  # v_s - V(x_s)
+    target = value[:-1] + correction
+
+    next_correction = jnp.concatenate([correction[1:], jnp.zeros_like(correction[:1])])
+    v_next = value[1:] + jnp.where(ended, 0.0, next_correction)
+    advantage = pg_rho * (reward + gamma * jnp.where(terminated, 0.0, v_next) - value[:-1])
+    return VTrace(target, advantage)

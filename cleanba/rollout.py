@@ -1,0 +1,61 @@
+"""The data that crosses from acting to learning, and its time index.
+
+          t          t+1         t+2        t+3
+    obs       s_t        s_t+1       s_t+2*     s_0'        s_t+2* is the terminal observation of its episode
+    action    a_t        a_t+1       (ignored)  a_0'        EnvPool resets on the step after an episode's end,
+    reward    r_t        r_t+1       0          r_0'        and ignores that action; r_t is the reward of a_t
+    terminated/truncated 1 at t+1                           delivered by the step that took a_t+1
+    valid     1          1           0          1           0 where the action was ignored
+    first     0          0           0          1           1 where obs is the first of an episode
+
+So `first[t + 1]` is exactly `not valid[t]`: the step that ignores its action is the one that resets.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+PyTree = Any
+
+
+class Rollout(NamedTuple):
+    """`T` consecutive steps of a block of `B` environments, and the observation after them.
+
+    A minibatch of transitions has the same fields, with T = 1 for a feed-forward policy.
+    """
+
+    obs: PyTree  # [T+1, B, ...]  uint8 for images; what the environment delivered
+    first: jax.Array  # [T+1, B]  bool
+    action: jax.Array  # [T, B]  int32
+    reward: jax.Array  # [T, B]  float32, clipped if the experiment clips
+    terminated: jax.Array  # [T, B]  bool: the episode ended, nothing comes after
+    truncated: jax.Array  # [T, B]  bool: the episode was cut off, its last state still has a value
+    valid: jax.Array  # [T, B]  bool: the action was executed
+    extras: PyTree  # [T, B, ...]  what the policy wants to remember of acting (log-probabilities)
+    carry: PyTree  # [B, ...]  recurrent state before obs[0]; () for a feed-forward policy
+
+
+class Episode(NamedTuple):
+    """A finished episode: the sum of its raw, unclipped rewards and its length in steps."""
+
+    ret: float
+    length: int
+
+
+class EpisodeTracker:
+    """Sums rewards and steps per environment until its episode ends.  Lives on the host, one per actor."""
+
+    def __init__(self, num_envs: int):
+        self.ret = np.zeros(num_envs, np.float64)
+        self.length = np.zeros(num_envs, np.int64)
+
+    def add(self, raw_reward: np.ndarray, valid: np.ndarray, over: np.ndarray) -> list[Episode]:
+        """[B] raw rewards, [B] bool, [B] bool: the game is over -> the episodes that ended, by environment number."""
+        self.ret += np.where(valid, raw_reward, 0.0)
+        self.length += valid
+        ended = np.flatnonzero(over & valid)
+        episodes = [Episode(float(self.ret[i]), int(self.length[i])) for i in ended]
+        self.ret[ended] = 0.0
+        self.length[ended] = 0
+        return episodes

@@ -1,0 +1,95 @@
+"""The body of an actor thread: take parameters, collect a rollout, hand it to the learner."""
+
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from cleanba.envs import Envs
+from cleanba.rollout import Episode, PyTree, Rollout
+from cleanba.runtime.channels import Channel, Stop
+from cleanba.runtime.collect import Collector, Times
+from cleanba.runtime.learner import action_key
+
+
+class Params(NamedTuple):
+    """What actors act with; version k+1 is what update k made."""
+
+    version: int
+    params: PyTree
+
+
+class Parcel(NamedTuple):
+    """One actor's rollout, as it reaches the learner."""
+
+    rollout: int  # its number, from 1
+    policy_version: int
+    blocks: list[Rollout]  # on the devices that learn from them
+    steps: int
+    episodes: list[Episode]
+    times: Times
+
+
+class Schedule(NamedTuple):
+    """Which rollouts there are, and which policy and which environments each is collected with."""
+
+    first: int  # number of the first rollout to collect: 1, or later after a resume
+    last: int
+    concurrency: bool
+    checkpoint_frequency: int  # in updates; 0 for never
+
+    def policy_version(self, rollout: int) -> int:
+        """With concurrency rollout k+1 is collected while update k runs, with the version from before it."""
+        return max(1, rollout - 1) if self.concurrency else rollout
+
+    def lag(self, rollout: int) -> int:
+        """How many versions the learner is ahead when it learns from that rollout."""
+        return rollout - self.policy_version(rollout)
+
+    def epoch(self, rollout: int) -> int:
+        """Environments start afresh at every checkpoint: the number of checkpoints before that rollout."""
+        return (rollout - 1) // self.checkpoint_frequency if self.checkpoint_frequency else 0
+
+    def starts_epoch(self, rollout: int) -> bool:
+        """Whether the environments start afresh before that rollout."""
+        return rollout == self.first or self.epoch(rollout) != self.epoch(rollout - 1)
+
+
+def run_actor(
+    actor: int,
+    seed: int,
+    schedule: Schedule,
+    collector: Collector,
+    make_envs: Callable[[int], Envs],
+    params_channel: Channel[Params],
+    rollout_channel: Channel[Parcel],
+    send: Callable[[Rollout, int], list[Rollout]],
+    stop: Stop,
+) -> None:
+    """Collect every rollout of the schedule.  Ends when done, or by `Closed` when the run ends.
+
+    `make_envs` takes an epoch; `send` takes a rollout and the actor's number and returns its blocks.
+    """
+    params: Params | None = None
+    try:
+        for rollout in range(schedule.first, schedule.last + 1):
+            times = Times()
+            start = time.perf_counter()
+            needed = schedule.policy_version(rollout)
+            while params is None or params.version < needed:
+                params, waited = params_channel.get()
+                times.params_wait += waited
+            assert params.version == needed, f"rollout {rollout} needs version {needed}, was given {params.version}"
+            if schedule.starts_epoch(rollout):
+                collector.restart(make_envs(schedule.epoch(rollout)))
+            collected = collector(params.params, action_key(seed, actor, rollout), times)
+            before_send = time.perf_counter()
+            blocks = send(collected.rollout, actor)
+            times.transfer = time.perf_counter() - before_send
+            times.rollout = time.perf_counter() - start
+            stop.check()
+            rollout_channel.put(
+                Parcel(rollout, params.version, blocks, collected.steps, collected.episodes, times)
+            )
+            del blocks, collected  # the learner's now: their memory goes back as soon as it has learnt from them
+    finally:
+        collector.close()

@@ -1,0 +1,92 @@
+"""Queues of one place that never wait for ever: closing one wakes everybody."""
+
+import threading
+import time
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Closed(Exception):
+    """The run is ending; whoever waits at a channel stops."""
+
+
+class Stop:
+    """One signal for the whole run, and the first error that caused it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._event = threading.Event()
+        self._channels: list[Channel] = []
+        self.error: BaseException | None = None
+
+    def __call__(self, error: BaseException | None = None) -> None:
+        """End the run: every channel closes.  The first error given is kept."""
+        with self._lock:
+            if error is not None and self.error is None:
+                self.error = error
+            self._event.set()
+            channels = list(self._channels)
+        for channel in channels:
+            channel.wake()
+
+    def add(self, channel: "Channel") -> None:
+        with self._lock:
+            self._channels.append(channel)
+
+    @property
+    def is_set(self) -> bool:
+        return self._event.is_set()
+
+    def wait(self, seconds: float) -> bool:
+        """Sleep, but not past the signal.  True once it is set."""
+        return self._event.wait(seconds)
+
+    def check(self) -> None:
+        """Raise `Closed` once the signal is set."""
+        if self._event.is_set():
+            raise Closed
+
+
+class Channel(Generic[T]):
+    """A queue with room for one item, whose waits end when the run does."""
+
+    def __init__(self, name: str, stop: Stop):
+        self.name = name
+        self._stop = stop
+        self._changed = threading.Condition()
+        self._items: list[T] = []
+        stop.add(self)
+
+    def put(self, item: T) -> float:
+        """Wait for room, then leave the item.  Returns the seconds waited.
+
+        Raises:
+            Closed: the run is ending.
+        """
+        return self._exchange(lambda: not self._items, lambda: self._items.append(item))[1]
+
+    def get(self) -> tuple[T, float]:
+        """Wait for an item, then take it.  Returns it and the seconds waited.
+
+        Raises:
+            Closed: the run is ending.
+        """
+        return self._exchange(lambda: bool(self._items), self._items.pop)
+
+    def _exchange(self, ready, do):  # type: ignore[no-untyped-def]
+        start = time.perf_counter()
+        with self._changed:
+            self._changed.wait_for(lambda: ready() or self._stop.is_set)
+            self._stop.check()
+            result = do()
+            self._changed.notify_all()
+        return result, time.perf_counter() - start
+
+    def wake(self) -> None:
+        """Let everybody who waits look at the stop signal."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def __len__(self) -> int:
+        return len(self._items)

@@ -1,0 +1,164 @@
+"""The update over the learner mesh (jit + shard_map), and the way rollouts and parameters travel to and from it."""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from cleanba.algorithm import Algorithm, Metrics
+from cleanba.config import Partition
+from cleanba.rollout import PyTree, Rollout
+from cleanba.runtime.placement import MESH_AXIS, Devices
+from cleanba.shards import ShardAxis
+
+
+def split_rollout(rollout: Rollout, blocks: int) -> list[Rollout]:
+    """Cut a rollout along its environments.  Leaves [T, B, ...] -> `blocks` rollouts of leaves [1, T, B / blocks, ...].
+
+    The leading axis of length one is the one that the learner devices are laid along.
+    """
+
+    def cut(i: int) -> Rollout:
+        def along(axis: int) -> Any:
+            def part(x: jax.Array) -> jax.Array:
+                n = x.shape[axis] // blocks
+                return jax.lax.slice_in_dim(x, i * n, (i + 1) * n, axis=axis)[None]
+
+            return part
+
+        body = jax.tree.map(along(1), rollout._replace(carry=()))
+        return body._replace(carry=jax.tree.map(along(0), rollout.carry))
+
+    return [cut(i) for i in range(blocks)]
+
+
+def join_blocks(blocks: Sequence[Rollout], per_shard: int) -> Rollout:
+    """The inverse on a learner device: consecutive blocks -> its shards, leaves [K', T, B, ...]."""
+
+    def join(axis: int) -> Any:
+        def parts(*xs: jax.Array) -> jax.Array:
+            shards = [jnp.concatenate(xs[i : i + per_shard], axis) for i in range(0, len(xs), per_shard)]
+            return jnp.concatenate(shards, 0)
+
+        return parts
+
+    body = jax.tree.map(join(2), *[b._replace(carry=()) for b in blocks])
+    return body._replace(carry=jax.tree.map(join(1), *[b.carry for b in blocks]))
+
+
+class Learner:
+    """Holds the compiled update.  All processes construct one and call `update` equally often."""
+
+    def __init__(self, algorithm: Algorithm, partition: Partition, devices: Devices, seed: int):
+        self._algorithm = algorithm
+        self._partition = partition
+        self._devices = devices
+        self._seed = seed
+        self._replicated = NamedSharding(devices.mesh, PartitionSpec())
+        self._sharded = NamedSharding(devices.mesh, PartitionSpec(MESH_AXIS))
+        self._compiled: Any = None
+        self.blocks_per_device = partition.shards_per_learner * partition.blocks_per_shard
+        self._split = jax.jit(split_rollout, static_argnums=1)
+        self.compile_seconds = 0.0
+
+    def init(self) -> PyTree:
+        """The learner's state before the first update, on every learner device."""
+        key = jax.random.fold_in(jax.random.key(self._seed), _use("init"))
+        return self.replicate(jax.jit(self._algorithm.init)(jax.device_put(key, self._devices.learners[0])))
+
+    def replicate(self, tree: PyTree) -> PyTree:
+        """Arrays of this process -> the same arrays on all learner devices (of all processes)."""
+
+        def put(x: Any) -> jax.Array:
+            copies = [jax.device_put(x, d, may_alias=False) for d in self._devices.learners]
+            return jax.make_array_from_single_device_arrays(np.shape(x), self._replicated, copies)
+
+        return jax.tree.map(put, tree)
+
+    def send(self, rollout: Rollout, actor: int) -> list[Rollout]:
+        """An actor's rollout, cut into blocks, each on its way to the device that will learn from it."""
+        per_actor = self._partition.blocks_per_actor
+        first_local = self._devices.process * self._partition.num_blocks // self._devices.num_processes
+        sent = []
+        for i, block in enumerate(self._split(rollout, per_actor)):
+            local_block = actor * per_actor + i - first_local
+            sent.append(jax.device_put(block, self._devices.learners[local_block // self.blocks_per_device]))
+        return sent
+
+    def _global_blocks(self, blocks: Sequence[Rollout]) -> tuple[Rollout, ...]:
+        """This process's blocks in order -> arrays over the mesh, one for each place a block has on a device."""
+        learners = len(self._devices.learners)
+        total = self._devices.mesh.size
+
+        def over_mesh(*parts: jax.Array) -> jax.Array:
+            shape = (total, *parts[0].shape[1:])
+            return jax.make_array_from_single_device_arrays(shape, self._sharded, list(parts))
+
+        n = self.blocks_per_device
+        return tuple(jax.tree.map(over_mesh, *[blocks[d * n + i] for d in range(learners)]) for i in range(n))
+
+    def compile(self, state: PyTree, block: Rollout) -> None:
+        """Compile the update for rollouts whose blocks have these shapes."""
+        start = time.perf_counter()
+        place = lambda s: lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
+        total = self._devices.mesh.size
+        widen = lambda x: jax.ShapeDtypeStruct((total, *x.shape[1:]), x.dtype, sharding=self._sharded)
+        args = (
+            jax.tree.map(place(self._replicated), state),
+            tuple(jax.tree.map(widen, block) for _ in range(self.blocks_per_device)),
+            jax.ShapeDtypeStruct((), jnp.int32, sharding=self._replicated),
+        )
+        self._compiled = self._jitted().lower(*args).compile()
+        self.compile_seconds = time.perf_counter() - start
+
+    def _jitted(self) -> Any:
+        p, algorithm, seed = self._partition, self._algorithm, self._seed
+
+        def update(state: PyTree, blocks: tuple[Rollout, ...], number: jax.Array) -> tuple[PyTree, Metrics]:
+            local = jnp.arange(p.shards_per_learner, dtype=jnp.int32)
+            shards = ShardAxis(
+                num_shards=p.num_shards,
+                index=jax.lax.axis_index(MESH_AXIS) * p.shards_per_learner + local,
+                always=number > 0,  # updates are counted from 1
+                mesh_axis=MESH_AXIS,
+            )
+            key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), _use("update")), number)
+            return algorithm.update(state, join_blocks(blocks, p.blocks_per_shard), shards, key)
+
+        everywhere = PartitionSpec()
+        mapped = jax.shard_map(
+            update,
+            mesh=self._devices.mesh,
+            in_specs=(everywhere, PartitionSpec(MESH_AXIS), everywhere),
+            out_specs=everywhere,
+            check_vma=False,
+        )
+        return jax.jit(mapped, donate_argnums=0)
+
+    def update(self, state: PyTree, blocks: Sequence[Rollout], number: int) -> tuple[PyTree, Metrics]:
+        """Update `number` with this process's blocks in order: state -> state and metrics, as promises of them."""
+        return self._compiled(state, self._global_blocks(blocks), self.replicate(np.int32(number)))
+
+    def local(self, tree: PyTree) -> PyTree:
+        """This process's first copy of replicated arrays."""
+        return jax.tree.map(lambda x: x.addressable_data(0), tree)
+
+    def publish(self, state: PyTree) -> dict[jax.Device, PyTree]:
+        """A copy of what acting needs for every actor device of this process; the state itself may be donated."""
+        params = self.local(self._algorithm.actor_params(state))
+        return {d: jax.device_put(params, SingleDeviceSharding(d), may_alias=False) for d in self._devices.actors}
+
+
+def action_key(seed: int, actor: int, rollout: int) -> jax.Array:
+    """The key of an actor's rollout; steps fold their number in."""
+    key = jax.random.fold_in(jax.random.key(seed), _use("act"))
+    return jax.random.fold_in(jax.random.fold_in(key, actor), rollout)
+
+
+def _use(name: str) -> int:
+    """A number for what a key is used for."""
+    return {"init": 0, "act": 1, "update": 2}[name]

@@ -1,0 +1,205 @@
+"""What the user sees of a run: the console, JSON lines, TensorBoard, Weights & Biases.  Nothing else writes metrics."""
+
+import contextlib
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+PLAIN_LINE_SECONDS = 5.0
+
+
+def write_json(path: Path, values: Mapping[str, Any]) -> None:
+    """Write a JSON file so that it is there whole or not at all."""
+    scratch = path.with_name(path.name + ".tmp")
+    scratch.write_text(json.dumps(finite(values), indent=2) + "\n")
+    os.replace(scratch, path)
+
+
+def finite(values: Any) -> Any:
+    """JSON knows no NaN and no infinity: null stands for both, in trees of dictionaries, lists and numbers."""
+    if isinstance(values, Mapping):
+        return {k: finite(v) for k, v in values.items()}
+    if isinstance(values, list | tuple):
+        return [finite(v) for v in values]
+    if isinstance(values, float) and not math.isfinite(values):
+        return None
+    return values
+
+
+@dataclass
+class Status:
+    """What the console shows; the training loop fills it in."""
+
+    title: str
+    num_updates: int
+    total_steps: int
+    phase: str = "starting"
+    update: int = 0
+    global_step: int = 0
+    sps: float = math.nan
+    sps_recent: float = math.nan
+    episodes: int = 0
+    episodic_return: float = math.nan
+    episodic_length: float = math.nan
+    losses: dict[str, float] = field(default_factory=dict)
+    actor_times: dict[str, float] = field(default_factory=dict)  # share of the actors' time, by activity
+    learner_times: dict[str, float] = field(default_factory=dict)
+    bottleneck: str = ""
+
+    @property
+    def eta(self) -> float:
+        """Seconds to the end at the recent speed."""
+        return (self.total_steps - self.global_step) / self.sps_recent if self.sps_recent else math.nan
+
+
+def _duration(seconds: float) -> str:
+    if not math.isfinite(seconds):
+        return "-"
+    minutes, s = divmod(max(0, round(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{s:02d}"
+
+
+def _number(x: float) -> str:
+    if not math.isfinite(x):
+        return "-"
+    return f"{x:,.0f}" if abs(x) >= 1000 else f"{x:.4g}"
+
+
+def plain_line(s: Status) -> str:
+    """The state of the run in one line, for logs and pipes."""
+    if s.phase != "training":
+        return f"{s.title} | {s.phase}"
+    parts = [
+        f"update {s.update}/{s.num_updates}",
+        f"step {s.global_step:,}",
+        f"{_number(s.sps_recent)} steps/s (overall {_number(s.sps)})",
+        f"return {_number(s.episodic_return)}",
+        f"length {_number(s.episodic_length)}",
+        f"episodes {s.episodes}",
+        f"ETA {_duration(s.eta)}",
+    ]
+    if s.bottleneck:
+        parts.append(f"bottleneck: {s.bottleneck}")
+    return " | ".join(parts)
+
+
+def panel(s: Status) -> Panel:
+    """The state of the run as a panel for a terminal."""
+    bar = Table.grid(expand=True, padding=(0, 1))
+    bar.add_column(ratio=1)
+    bar.add_column(justify="right")
+    done = s.update / max(1, s.num_updates)
+    pulse = s.phase != "training"
+    note = s.phase if pulse else f"{done:4.0%}  update {s.update}/{s.num_updates}  ETA {_duration(s.eta)}"
+    bar.add_row(ProgressBar(total=1.0, completed=done, pulse=pulse), note)
+
+    figures = Table.grid(padding=(0, 2))
+    for _ in range(6):
+        figures.add_column(justify="left")
+    figures.add_row(
+        "steps", f"{s.global_step:,}", "steps/s", _number(s.sps_recent), "overall", _number(s.sps)
+    )
+    figures.add_row(
+        "return", _number(s.episodic_return), "length", _number(s.episodic_length), "episodes", f"{s.episodes:,}"
+    )
+    losses = list(s.losses.items())
+    for i in range(0, len(losses), 3):
+        figures.add_row(*[cell for name, value in losses[i : i + 3] for cell in (name, _number(value))])
+
+    rows: list[Any] = [bar, figures]
+    for who, times in (("actors", s.actor_times), ("learner", s.learner_times)):
+        if times:
+            rows.append(Text(f"{who:8}" + "   ".join(f"{what} {share:.0%}" for what, share in times.items())))
+    if s.bottleneck:
+        rows.append(Text(f"bottleneck: {s.bottleneck}", style="bold"))
+    return Panel(Group(*rows), title=s.title, title_align="left", width=min(100, Console().width))
+
+
+class Display:
+    """A live panel in a terminal, a plain line every few seconds elsewhere; nothing unless `enabled`."""
+
+    def __init__(self, status: Status, enabled: bool = True, console: Console | None = None):
+        self._status = status
+        self._console = console or Console(file=sys.stdout)
+        self._enabled = enabled
+        self._last_line = -math.inf
+        self._last_phase = ""
+        self._live: Live | None = None
+        if enabled and self._console.is_terminal:
+            self._live = Live(get_renderable=lambda: panel(self._status), console=self._console, refresh_per_second=4)
+            self._live.start()
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        if self._enabled:
+            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def refresh(self) -> None:
+        """Show the status, if it is time to."""
+        if not self._enabled or self._live is not None:
+            return
+        s, now = self._status, time.monotonic()
+        if s.phase != self._last_phase or now - self._last_line >= PLAIN_LINE_SECONDS:
+            self._last_phase, self._last_line = s.phase, now
+            self.say(plain_line(s))
+
+    def close(self) -> None:
+        """Leave the last state on the screen.  May be called twice."""
+        live, self._live = self._live, None
+        if live is not None:
+            live.stop()
+        elif self._enabled and self._status.phase == "training" and self._last_line > -math.inf:
+            self._last_line = -math.inf
+            self.refresh()
+            self._last_line = -math.inf
+        self._enabled = self._enabled and live is None
+
+
+class Writers:
+    """The files and services that metrics go to; only the main process has any."""
+
+    def __init__(self, run_dir: Path, track: bool, project: str, entity: str | None, name: str, config: dict[str, Any]):
+        from tensorboardX import SummaryWriter
+
+        self._lines = open(run_dir / "metrics.jsonl", "a", buffering=1)  # noqa: SIM115  closed by close()
+        with contextlib.redirect_stdout(None):
+            self._tensorboard = SummaryWriter(str(run_dir))
+        self._tensorboard.add_text("config", "```json\n" + json.dumps(config, indent=2) + "\n```")
+        self._wandb: Any = None
+        if track:
+            import wandb
+
+            self._wandb = wandb.init(
+                project=project, entity=entity, name=name, dir=str(run_dir), config=config, save_code=False
+            )
+
+    def write(self, update: int, global_step: int, seconds: float, values: Mapping[str, Any]) -> None:
+        """One log point: numbers go everywhere, text (digests) only to the JSON lines."""
+        row = {"update": update, "global_step": global_step, "seconds": round(seconds, 3), **values}
+        self._lines.write(json.dumps(finite(row)) + "\n")
+        numbers = {k: v for k, v in values.items() if isinstance(v, int | float) and math.isfinite(v)}
+        for name, value in numbers.items():
+            self._tensorboard.add_scalar(name, value, global_step)
+        if self._wandb is not None:
+            self._wandb.log({**numbers, "global_step": global_step, "update": update}, step=update)
+
+    def close(self) -> None:
+        """Flush and close everything."""
+        self._lines.close()
+        self._tensorboard.close()
+        if self._wandb is not None:
+            self._wandb.finish()

@@ -1,0 +1,142 @@
+"""Devices by role.  Nothing else in the project asks JAX for devices."""
+
+import os
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from cleanba.config import Placement, require
+
+MESH_AXIS = "learner"
+
+
+class Devices(NamedTuple):
+    """This process's devices, and the mesh of everybody's learner devices."""
+
+    actors: tuple[jax.Device, ...]
+    learners: tuple[jax.Device, ...]
+    mesh: Mesh
+    process: int
+    num_processes: int
+
+    @property
+    def platform(self) -> str:
+        """What kind of device learns: "cpu", "gpu" …"""
+        return self.learners[0].platform
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the process that writes logs and results."""
+        return self.process == 0
+
+
+def initialise(p: Placement) -> None:
+    """Join the other processes, if the placement is distributed.  Comes before anything that touches a device.
+
+    Raises:
+        UsageError: the flags contradict each other, or no cluster was found and no address given.
+        RuntimeError: the coordinator could not be reached.
+    """
+    manual = {
+        "--coordinator-address": p.coordinator_address,
+        "--num-processes": p.num_processes,
+        "--process-id": p.process_id,
+    }
+    given = [flag for flag, value in manual.items() if value is not None]
+    if not p.distributed:
+        require(not given, f"{', '.join(given)} need --distributed; add it, or leave them out")
+        return
+    if given:
+        missing = [flag for flag, value in manual.items() if value is None]
+        require(not missing, f"{', '.join(given)} were given without {', '.join(missing)}; give all three or none")
+        n, i = p.num_processes or 0, p.process_id or 0
+        require(n >= 1, f"num_processes={n} must be at least 1; set --num-processes")
+        require(0 <= i < n, f"process_id={i} must lie in [0, {n}); set --process-id")
+    try:
+        # Each process sees all its local devices; which of them act and learn is for the two id flags to say.
+        jax.distributed.initialize(p.coordinator_address, p.num_processes, p.process_id)
+    except ValueError as error:
+        require(
+            False,
+            "--distributed found no cluster (Slurm, Open MPI or Kubernetes) to join; "
+            f"add --coordinator-address, --num-processes and --process-id ({error})",
+        )
+
+
+def find_devices(p: Placement) -> Devices:
+    """The devices that the placement names.
+
+    Raises:
+        UsageError: a device does not exist or is named twice, or the processes name different numbers of learners.
+    """
+    local = jax.local_devices()
+
+    def pick(ids: Sequence[int], name: str) -> tuple[jax.Device, ...]:
+        there = ", ".join(f"{i} ({d.device_kind})" for i, d in enumerate(local))
+        hint = (
+            "; JAX_NUM_CPU_DEVICES=8 in the environment makes eight CPU devices" if local[0].platform == "cpu" else ""
+        )
+        require(len(ids) > 0, f"{name} names no device; this process has {there}")
+        for i in ids:
+            require(0 <= i < len(local), f"{name}: there is no device {i}; this process has {there}{hint}")
+        require(len(set(ids)) == len(ids), f"{name}={' '.join(map(str, ids))} names a device twice; name each once")
+        return tuple(local[i] for i in ids)
+
+    actors = pick(p.actor_device_ids, "--actor-device-ids")
+    learners = pick(p.learner_device_ids, "--learner-device-ids")
+    if jax.process_count() == 1:
+        return Devices(actors, learners, Mesh(np.array(learners), (MESH_AXIS,)), 0, 1)
+
+    from jax.experimental import multihost_utils
+
+    slots = 64  # ids travel as a fixed-size row, padded by -1
+    row = np.full(slots, -1, np.int32)
+    row[: len(learners)] = [d.id for d in learners]
+    rows = np.asarray(multihost_utils.process_allgather(row)).reshape(jax.process_count(), slots)
+    counts = (rows >= 0).sum(1)
+    require(
+        bool((counts == counts[0]).all()),
+        f"the processes name {', '.join(map(str, counts))} learner devices, but all must name equally many",
+    )
+    by_id = {d.id: d for d in jax.devices()}
+    everyone = [by_id[i] for i in rows[rows >= 0].tolist()]  # process by process: shards lie in this order
+    return Devices(actors, learners, Mesh(np.array(everyone), (MESH_AXIS,)), jax.process_index(), jax.process_count())
+
+
+def describe_devices() -> dict[str, object]:
+    """What a later reader needs to know of the hardware and the packages' versions."""
+    from importlib.metadata import version
+
+    packages = ("cleanba", "jax", "jaxlib", "flax", "optax", "envpool", "numpy", "orbax-checkpoint")
+    return {
+        "packages": {name: version(name) for name in packages if _installed(name)},
+        "python": ".".join(map(str, __import__("sys").version_info[:3])),
+        "device_kind": jax.local_devices()[0].device_kind,
+        "local_devices": len(jax.local_devices()),
+        "num_processes": jax.process_count(),
+        "cpu_cores": os.cpu_count(),
+    }
+
+
+def _installed(name: str) -> bool:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        version(name)
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+def gather_over_processes(x: np.ndarray) -> np.ndarray:
+    """Everybody's array, [P, ...]; all processes must call this in the same order."""
+    if jax.process_count() == 1:
+        return x[None]
+    from jax.experimental import multihost_utils
+
+    # As bytes: JAX would round float64 to float32.
+    gathered = np.asarray(multihost_utils.process_allgather(np.ascontiguousarray(x).view(np.uint8)))
+    return gathered.reshape(jax.process_count(), -1).view(x.dtype).reshape(jax.process_count(), *x.shape)

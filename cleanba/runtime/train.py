@@ -1,0 +1,429 @@
+"""The loop: collect, update, publish, log.
+
+Three kinds of threads: actors collect rollouts, the learner thread runs `learn` below, and the main thread supervises:
+it shows progress, hears signals, and ends everything soon after anything fails.
+"""
+
+import hashlib
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from cleanba.algorithm import Algorithm
+from cleanba.config import Experiment, Partition
+from cleanba.envs import Envs, EnvSpec, env_seed, threads_per_actor
+from cleanba.rollout import Episode, PyTree, Rollout
+from cleanba.runtime.actor import Params, Parcel, Schedule, run_actor
+from cleanba.runtime.channels import Channel, Closed, Stop
+from cleanba.runtime.collect import Collector, SteppedCollector, Times, make_steppers
+from cleanba.runtime.learner import Learner
+from cleanba.runtime.metrics import Display, Status
+from cleanba.runtime.placement import Devices, gather_over_processes
+
+GRACE_SECONDS = 3.0  # for threads to notice that the run ends
+EPISODES_SHOWN = 100  # returns and lengths are means over the last so many episodes
+
+
+class Interrupted(Exception):
+    """A signal asked the run to end."""
+
+    def __init__(self, signum: int):
+        super().__init__(f"interrupted by {signal.Signals(signum).name}")
+        self.signum = signum
+
+
+class Outcome(NamedTuple):
+    """How a run ended."""
+
+    result: dict[str, Any]  # what result.json says
+    state: PyTree  # the learner's last state, or None if it was lost
+    error: BaseException | None
+    stuck: bool  # a thread is still inside a long computation; leave by os._exit
+
+
+def params_digest(params: PyTree) -> str:
+    """SHA-256 over the bytes of all parameter arrays, in the order of their paths."""
+    leaves = jax.tree_util.tree_flatten_with_path(params)[0]
+    digest = hashlib.sha256()
+    for _, leaf in sorted((jax.tree_util.keystr(path), np.asarray(leaf)) for path, leaf in leaves):
+        digest.update(np.ascontiguousarray(leaf).tobytes())
+    return f"sha256:{digest.hexdigest()}"
+
+
+def abstract_block(algorithm: Algorithm, spec: EnvSpec, num_steps: int, envs: int) -> Rollout:
+    """The shapes of one block of a rollout, [1, T(+1), B, ...], without collecting one."""
+    shape = lambda o, lead: jax.ShapeDtypeStruct((*lead, *o.shape), jax.dtypes.canonicalize_dtype(o.dtype))
+    obs = jax.tree.map(lambda o: shape(o, (envs,)), spec.obs)
+    first = jax.ShapeDtypeStruct((envs,), jnp.bool)
+
+    def one_step(key: jax.Array, obs: PyTree, first: jax.Array) -> PyTree:
+        carry = algorithm.initial_carry(envs)
+        action, _, extras = algorithm.act(algorithm.actor_params(algorithm.init(key)), carry, obs, first, key, True)
+        return action, extras, carry
+
+    action, extras, carry = jax.eval_shape(one_step, jax.random.key(0), obs, first)
+    over_time = lambda n: lambda x: jax.ShapeDtypeStruct((1, n, *x.shape), x.dtype)
+    flag = jax.ShapeDtypeStruct((1, num_steps, envs), jnp.bool)
+    return Rollout(
+        obs=jax.tree.map(over_time(num_steps + 1), obs),
+        first=over_time(num_steps + 1)(first),
+        action=over_time(num_steps)(action),
+        reward=jax.ShapeDtypeStruct((1, num_steps, envs), jnp.float32),
+        terminated=flag,
+        truncated=flag,
+        valid=flag,
+        extras=jax.tree.map(over_time(num_steps), extras),
+        carry=jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), carry),
+    )
+
+
+@dataclass
+class Statistics:
+    """Steps, episodes and times of this process since the last log point, and of everybody before it."""
+
+    global_step: int = 0
+    episodes: int = 0
+    recent: deque[Episode] = field(default_factory=lambda: deque(maxlen=EPISODES_SHOWN))
+    new_steps: int = 0
+    new_episodes: list[Episode] = field(default_factory=list)
+    times: list[Times] = field(default_factory=list)
+    learner_wait: float = 0.0
+    learner_update: float = 0.0
+
+    def add(self, parcels: Sequence[Parcel]) -> None:
+        for parcel in parcels:
+            self.new_steps += parcel.steps
+            self.new_episodes += parcel.episodes
+            self.times.append(parcel.times)
+
+    def gather(self) -> int:
+        """Combine with the other processes, which must all call this after the same update.  Returns the new steps."""
+        row = np.zeros(2 + 2 * EPISODES_SHOWN, np.float64)
+        last = self.new_episodes[-EPISODES_SHOWN:]
+        row[0], row[1] = self.new_steps, len(self.new_episodes)
+        row[2 : 2 + 2 * len(last)] = np.asarray(last, np.float64).ravel()
+        rows = gather_over_processes(row)
+        for r in rows:
+            count = min(int(r[1]), EPISODES_SHOWN)
+            self.recent.extend(Episode(float(a), int(b)) for a, b in r[2 : 2 + 2 * count].reshape(-1, 2))
+        new_steps = int(rows[:, 0].sum())
+        self.global_step += new_steps
+        self.episodes += int(rows[:, 1].sum())
+        self.new_steps, self.new_episodes = 0, []
+        return new_steps
+
+    def take_times(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Mean seconds per rollout of the actors' activities, and of the learner's, since the last call."""
+        n = max(1, len(self.times))
+        names = ("emulators", "inference", "transfer", "params_wait", "rollout")
+        actor = {name: sum(getattr(t, name) for t in self.times) / n for name in names}
+        learner = {"rollout_wait": self.learner_wait, "update": self.learner_update}
+        self.times, self.learner_wait, self.learner_update = [], 0.0, 0.0
+        return actor, learner
+
+    @property
+    def mean_return(self) -> float | None:
+        return float(np.mean([e.ret for e in self.recent])) if self.recent else None
+
+    @property
+    def mean_length(self) -> float | None:
+        return float(np.mean([e.length for e in self.recent])) if self.recent else None
+
+
+def name_bottleneck(actor: dict[str, float], learner: dict[str, float], concurrency: bool) -> str:
+    """Which part, made faster, would make the whole faster.  Seconds per rollout and per log interval, by activity."""
+    acting = max(("emulators", "inference", "transfer"), key=lambda name: actor[name])
+    if not concurrency:  # nothing overlaps, so the largest part is the one to shorten
+        return "learner" if learner["update"] > learner["rollout_wait"] else acting
+    return acting if learner["rollout_wait"] > 0.1 * learner["update"] else "learner"
+
+
+@dataclass
+class Progress:
+    """What the learner thread leaves for the supervisor, so that a run that ends early can still be described."""
+
+    status: Status
+    statistics: Statistics = field(default_factory=Statistics)
+    state: PyTree = None  # None while an update has it
+    update: int = 0
+    lag: int | None = None
+    sps: float | None = None
+
+
+LogPoint = Callable[[int, int, float, dict[str, Any]], None]
+
+
+@dataclass(frozen=True)
+class Training:
+    """One run's fixed parts, as the threads share them."""
+
+    algorithm: Algorithm
+    experiment: Experiment
+    partition: Partition
+    devices: Devices
+    spec: EnvSpec
+    log_frequency: int
+    make_envs: Callable[[Sequence[int], int], Envs]
+    """seeds, epoch -> environments; tests put scripted ones here"""
+
+    @property
+    def schedule(self) -> Schedule:
+        e = self.experiment
+        return Schedule(1, e.num_updates, e.concurrency, e.checkpoint_frequency)
+
+    @property
+    def local_actors(self) -> range:
+        return self.partition.process_actors(self.devices.process)
+
+    def envs_of(self, actor: int) -> Callable[[int], Envs]:
+        """epoch -> this actor's environments, with the seeds that are theirs wherever the actor runs."""
+        e, p = self.experiment, self.partition
+
+        def make(epoch: int) -> Envs:
+            seeds = [env_seed(e.seed, i, epoch, p.num_envs) for i in p.actor_envs(actor)]
+            return self.make_envs(seeds, epoch)
+
+        return make
+
+
+def make_training(
+    algorithm: Algorithm,
+    experiment: Experiment,
+    partition: Partition,
+    devices: Devices,
+    spec: EnvSpec,
+    log_frequency: int = 10,
+    make_envs: Callable[[Sequence[int], int], Envs] | None = None,
+) -> Training:
+    """The fixed parts of a run over EnvPool's environments, or over those that `make_envs` makes."""
+    threads = threads_per_actor(partition.num_actors // partition.num_processes)
+    pools = lambda seeds, epoch: Envs(spec, seeds, threads)
+    return Training(algorithm, experiment, partition, devices, spec, log_frequency, make_envs or pools)
+
+
+def learn(
+    training: Training,
+    learner: Learner,
+    params_channels: Sequence[tuple[jax.Device, Channel[Params]]],
+    rollout_channels: Sequence[Channel[Parcel]],
+    progress: Progress,
+    log: LogPoint,
+    stop: Stop,
+) -> None:
+    """The learner thread: the updates, in order.  Actors follow through their channels."""
+    e, schedule = training.experiment, training.schedule
+    clock = time.perf_counter
+    start = clock()
+    statistics, status = progress.statistics, progress.status
+
+    status.phase = "compiling the update"
+    state = progress.state = learner.init()
+    envs = training.partition.num_envs // training.partition.num_blocks
+    learner.compile(state, abstract_block(training.algorithm, training.spec, e.num_steps, envs))
+    stop.check()
+    status.phase = "collecting the first rollout"
+
+    timed_from, timed_steps = clock(), 0
+    last_log, steps_at_last_log = clock(), 0
+    for update in range(schedule.first, schedule.last + 1):
+        # Version `update` is what update-1 made.  With concurrency it serves the next rollout, without it this one.
+        if schedule.policy_version(update) == update or schedule.policy_version(update + 1) == update < schedule.last:
+            published = learner.publish(state)
+            for device, params_channel in params_channels:
+                params_channel.put(Params(update, published[device]))
+            del published
+
+        before = clock()
+        parcels = [rollout_channel.get()[0] for rollout_channel in rollout_channels]
+        statistics.learner_wait += clock() - before
+        for parcel in parcels:
+            assert parcel.rollout == update, f"update {update} was given rollout {parcel.rollout}"
+            lag = update - parcel.policy_version
+            assert lag == schedule.lag(update), f"update {update}: policy lag {lag}, promised {schedule.lag(update)}"
+        statistics.add(parcels)
+
+        before = clock()
+        blocks = [block for parcel in parcels for block in parcel.blocks]
+        lag = update - parcels[0].policy_version
+        del parcels
+        progress.state = None
+        state, metrics = learner.update(state, blocks, update)
+        del blocks
+        jax.block_until_ready(state)
+        stop.check()
+        statistics.learner_update += clock() - before
+        progress.state, progress.update, progress.lag = state, update, lag
+
+        at_checkpoint = e.checkpoint_frequency > 0 and update % e.checkpoint_frequency == 0
+        status.phase, status.update = "training", update
+        first = update == schedule.first
+        if first or at_checkpoint or update % training.log_frequency == 0 or update == schedule.last:
+            new_steps = statistics.gather()
+            now = clock()
+            if first:  # the first update's time is mostly compilation, so the clock starts after it
+                timed_from, timed_steps = now, statistics.global_step
+            sps = (statistics.global_step - timed_steps) / (now - timed_from) if not first else None
+            if schedule.first == schedule.last:  # nothing but the first update to go by
+                sps = new_steps / (now - start)
+            recent = (statistics.global_step - steps_at_last_log) / (now - last_log)
+            interval = now - last_log
+            last_log, steps_at_last_log = now, statistics.global_step
+            progress.sps = sps
+            values = log_values(statistics, metrics, sps, recent if sps is not None else None, lag)
+            actor_times, learner_times = statistics.take_times()
+            values |= {f"stats/{name}_time": seconds for name, seconds in actor_times.items()}
+            values |= {f"stats/learner_{name}_time": seconds for name, seconds in learner_times.items()}
+            bottleneck = name_bottleneck(actor_times, learner_times, e.concurrency)
+            values["stats/bottleneck"] = bottleneck
+            if at_checkpoint or update == schedule.last:
+                values["params_digest"] = params_digest(learner.local(training.algorithm.actor_params(state)))
+            log(update, statistics.global_step, now - start, values)
+            fill_status(status, statistics, values, actor_times, learner_times, interval, bottleneck)
+
+
+def log_values(
+    statistics: Statistics, metrics: dict[str, Any], sps: float | None, recent: float | None, lag: int
+) -> dict[str, Any]:
+    """The numbers of one log point, by CleanRL's names; what is not known yet is left out."""
+    values: dict[str, Any] = {
+        "charts/SPS": sps,
+        "charts/SPS_recent": recent,
+        "charts/episodic_return": statistics.mean_return,
+        "charts/episodic_length": statistics.mean_length,
+        "charts/episodes": statistics.episodes,
+        "stats/policy_lag": lag,
+    }
+    values |= {name: float(np.asarray(jax.device_get(value))) for name, value in metrics.items()}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def fill_status(
+    status: Status,
+    statistics: Statistics,
+    values: dict[str, Any],
+    actor_times: dict[str, float],
+    learner_times: dict[str, float],
+    interval: float,
+    bottleneck: str,
+) -> None:
+    """Show a log point on the console."""
+    nan = float("nan")
+    status.global_step, status.episodes = statistics.global_step, statistics.episodes
+    status.sps, status.sps_recent = values.get("charts/SPS", nan), values.get("charts/SPS_recent", nan)
+    status.episodic_return = values.get("charts/episodic_return", nan)
+    status.episodic_length = values.get("charts/episodic_length", nan)
+    status.losses = {name.removeprefix("losses/"): v for name, v in values.items() if name.startswith("losses/")}
+    whole = max(actor_times["rollout"], 1e-9)
+    words = {"params_wait": "waiting for parameters"}
+    status.actor_times = {words.get(k, k): s / whole for k, s in actor_times.items() if k != "rollout"}
+    words = {"rollout_wait": "waiting for rollouts"}
+    status.learner_times = {words.get(k, k): s / max(interval, 1e-9) for k, s in learner_times.items()}
+    status.bottleneck = bottleneck
+
+
+@contextmanager
+def hear_signals(stop: Stop) -> Iterator[None]:
+    """Ctrl-C and SIGTERM end the run; a second Ctrl-C ends the process at once.  Only works in the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    heard: list[int] = []
+
+    def hear(signum: int, frame: Any) -> None:
+        if heard and signum == signal.SIGINT:
+            import os
+
+            os._exit(128 + signum)
+        heard.append(signum)
+        # Not here: a handler runs between any two instructions, perhaps inside a lock that stopping needs.
+        threading.Thread(target=stop, args=(Interrupted(signum),), daemon=True).start()
+
+    previous = {s: signal.signal(s, hear) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for s, handler in previous.items():
+            signal.signal(s, handler)
+
+
+def run_training(training: Training, display: Display, status: Status, log: LogPoint) -> Outcome:
+    """Run all threads to the end of the experiment, or to the first error or signal."""
+    e, devices = training.experiment, training.devices
+    stop = Stop()
+    progress = Progress(status)
+    started = time.perf_counter()
+    learner = Learner(training.algorithm, training.partition, devices, e.seed)
+    steppers = make_steppers(training.algorithm, e.num_steps)
+
+    def guarded(body: Callable[..., None], *args: Any) -> None:
+        try:
+            body(*args)
+        except Closed:
+            pass
+        except BaseException as error:  # whatever it was, the others must hear of it
+            stop(error)
+
+    threads: list[threading.Thread] = []
+    params_channels: list[tuple[jax.Device, Channel[Params]]] = []
+    rollout_channels: list[Channel[Parcel]] = []
+    actors = training.local_actors
+    for i, actor in enumerate(actors):
+        device = devices.actors[i * len(devices.actors) // len(actors)]
+        collector: Collector = SteppedCollector(training.algorithm, steppers, e.num_steps, device, stop)
+        to_actor: Channel[Params] = Channel(f"parameters for actor {actor}", stop)
+        to_learner: Channel[Parcel] = Channel(f"rollouts of actor {actor}", stop)
+        args = (
+            actor, e.seed, training.schedule, collector, training.envs_of(actor), to_actor, to_learner, learner.send, stop
+        )  # fmt: skip
+        threads.append(
+            threading.Thread(target=guarded, args=(run_actor, *args), name=f"actor {actor}", daemon=True)
+        )
+        params_channels.append((device, to_actor))
+        rollout_channels.append(to_learner)
+    learn_args = (training, learner, params_channels, rollout_channels, progress, log, stop)
+    threads.append(threading.Thread(target=guarded, args=(learn, *learn_args), name="learner", daemon=True))
+
+    with hear_signals(stop):
+        for thread in threads:
+            thread.start()
+        while any(t.is_alive() for t in threads) and not stop.is_set:
+            threads[-1].join(0.1) if threads[-1].is_alive() else stop.wait(0.02)
+            display.refresh()
+        deadline = time.perf_counter() + GRACE_SECONDS
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.perf_counter()) if stop.is_set else None)
+
+    stuck = any(t.is_alive() for t in threads)
+    error = stop.error
+    if error is None:
+        word = "finished"
+    else:
+        word = "interrupted" if isinstance(error, Interrupted) else "failed"
+    statistics = progress.statistics
+    result: dict[str, Any] = {
+        "status": word,
+        "update": progress.update,
+        "global_step": statistics.global_step,
+        "sps": progress.sps,
+        "episodic_return": statistics.mean_return,
+        "episodic_length": statistics.mean_length,
+        "episodes": statistics.episodes,
+        "policy_lag": progress.lag,
+        "params_digest": None,
+        "seconds": round(time.perf_counter() - started, 3),
+    }
+    state = progress.state
+    if state is not None:
+        result["params_digest"] = params_digest(learner.local(training.algorithm.actor_params(state)))
+    if error is not None:
+        result["error"] = f"{type(error).__name__}: {error}" if not isinstance(error, Interrupted) else str(error)
+    return Outcome(result, state, error, stuck)

@@ -1,0 +1,56 @@
+"""Map over the shards of a batch and combine their results, so that the bits do not depend on the devices.
+
+A batch is cut into `num_shards` equal parts along the environment axis.  Each part is always computed alone and the
+results are always combined in shard order, whichever device holds which part.  An algorithm says *what* to compute
+per shard (`map`) and *how* to combine (`sum`); it never asks how many devices there are.
+
+Three things could still let the placement into the bits, and each has its answer here:
+
+* the order of a sum: an all-reduce adds in an order of its own; we gather and add shard 0, 1, 2, ...
+* fusion: with one shard per device XLA would inline the loop over shards and fuse its body with the code around it,
+  which rounds differently; a `lax.cond` whose predicate is true, but only known at run time, is compiled by itself
+* randomness: a key that a shard uses is derived from the shard's number, never from the device's
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from cleanba.rollout import PyTree
+
+
+class ShardAxis(NamedTuple):
+    """The axis along which a batch is cut; the leading axis of what an algorithm's `update` is given."""
+
+    num_shards: int
+    """K, over all devices of all processes"""
+    index: jax.Array
+    """[K'] int32: the numbers of the shards that this device holds"""
+    always: jax.Array
+    """bool scalar: true, but the compiler cannot know"""
+    mesh_axis: str
+    """name of the mesh axis that the learner devices lie along"""
+
+    def isolate(self, fn: Callable, *args: PyTree) -> PyTree:
+        """fn(*args), compiled by itself: its bits depend on its arguments and on nothing around it."""
+        out = jax.eval_shape(fn, *args)
+        zeros = lambda *_: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), out)  # noqa: E731  never taken
+        return lax.cond(self.always, fn, zeros, *args)
+
+    def map(self, fn: Callable, *trees: PyTree) -> PyTree:
+        """fn on each of this device's shards, one after the other.  Leaves [K', ...] -> leaves [K', ...]."""
+        return lax.map(lambda shard: self.isolate(fn, *shard), trees)
+
+    def sum(self, tree: PyTree) -> PyTree:
+        """The sum over all shards of all devices, in shard order.  Leaves [K', ...] -> leaves [...], replicated."""
+        gathered = jax.tree.map(lambda x: lax.all_gather(x, self.mesh_axis, axis=0, tiled=True), tree)
+        return self.isolate(lambda g: jax.tree.map(self._ordered_sum, g), gathered)
+
+    def _ordered_sum(self, x: jax.Array) -> jax.Array:
+        if self.num_shards == 1:
+            return x[0]
+        total, _ = lax.scan(lambda total, part: (total + part, None), x[0], x[1:])
+        return total
