@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import tyro
 
-from cleanba import ppo
+from cleanba import impala, ppo
 from cleanba.config import Experiment, Partition, Placement, Run, differences, from_json, require, resolve, to_json
 from cleanba.errors import UsageError
 
@@ -28,6 +28,7 @@ class Recipe(NamedTuple):
 
 RECIPES = {
     "ppo": Recipe("ppo", "train with proximal policy optimisation", ppo.PPO, ppo.check, ppo.make),
+    "impala": Recipe("impala", "train with IMPALA and V-trace", impala.IMPALA, impala.check, impala.make),
 }
 
 

@@ -88,6 +88,17 @@ class Experiment:
         """Updates in the run."""
         return self.total_timesteps // self.batch_size
 
+    def check_minibatches(self, size: int, what: str) -> None:
+        """Raise `UsageError` unless the minibatches cut the `size` parts of a shard evenly."""
+        m = self.num_minibatches
+        divisors = [d for d in range(1, size + 1) if size % d == 0]
+        nearest_fits = sorted(sorted(divisors, key=lambda d: abs(d - m))[:2])
+        require(
+            size % m == 0,
+            f"num_minibatches={m} cannot cut a shard's {what} evenly; "
+            f"try --num-minibatches {' or '.join(map(str, nearest_fits))}",
+        )
+
 
 @dataclass(frozen=True)
 class Placement:
@@ -143,7 +154,15 @@ def _flag(name: str) -> str:
 
 
 def _check_numbers(e: Experiment) -> None:
-    for name in ("total_timesteps", "num_envs", "num_steps", "num_minibatches", "num_actors", "num_shards", "lstm_size"):
+    for name in (
+        "total_timesteps",
+        "num_envs",
+        "num_steps",
+        "num_minibatches",
+        "num_actors",
+        "num_shards",
+        "lstm_size",
+    ):
         value = getattr(e, name)
         require(value is None or value >= 1, f"{name}={value} must be at least 1; set {_flag(name)} to 1 or more")
     for name in ("learning_rate", "max_grad_norm"):
@@ -289,7 +308,8 @@ def from_json(cls: type[E], values: dict[str, Any]) -> E:
         f"the experiment was written by another version of Cleanba: "
         f"its fields differ in {', '.join(sorted(set(values) ^ set(fields)))}; repeat the flags instead",
     )
-    return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+    arguments: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+    return cls(**arguments)
 
 
 def differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:

@@ -134,6 +134,7 @@ def env_spec(e: Experiment) -> EnvSpec:
             full_action_space=e.full_action_space,
             episodic_life=e.episodic_life,
             max_episode_steps=27_000,
+            noop_max=1,  # sticky actions take the place of random no-ops at the start
         )
     if e.max_episode_steps is not None:
         options["max_episode_steps"] = e.max_episode_steps
@@ -176,7 +177,7 @@ class Envs:
         with _quiet():
             import envpool
 
-            self._pool = envpool.make(
+            self._pool: Any = envpool.make(
                 spec.env_id,
                 env_type="gymnasium",
                 num_envs=self.num_envs,

@@ -13,7 +13,7 @@ Three things could still let the placement into the bits, and each has its answe
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,8 @@ from jax import lax
 from cleanba.rollout import PyTree
 
 
-class ShardAxis(NamedTuple):
+@dataclass(frozen=True)
+class ShardAxis:
     """The axis along which a batch is cut; the leading axis of what an algorithm's `update` is given."""
 
     num_shards: int
@@ -35,14 +36,22 @@ class ShardAxis(NamedTuple):
     """name of the mesh axis that the learner devices lie along"""
 
     def isolate(self, fn: Callable, *args: PyTree) -> PyTree:
-        """fn(*args), compiled by itself: its bits depend on its arguments and on nothing around it."""
+        """Call fn(*args), compiled by itself: its bits depend on its arguments and on nothing around it."""
         out = jax.eval_shape(fn, *args)
-        zeros = lambda *_: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), out)  # noqa: E731  never taken
+        zeros = lambda *_: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), out)  # never taken
         return lax.cond(self.always, fn, zeros, *args)
 
     def map(self, fn: Callable, *trees: PyTree) -> PyTree:
-        """fn on each of this device's shards, one after the other.  Leaves [K', ...] -> leaves [K', ...]."""
-        return lax.map(lambda shard: self.isolate(fn, *shard), trees)
+        """Call fn on each of this device's shards, one after the other.  Leaves [K', ...] -> leaves [K', ...]."""
+        return self.map_from(lambda i: jax.tree.map(lambda x: x[i], trees), fn)
+
+    def map_from(self, load: Callable[[jax.Array], tuple], fn: Callable) -> PyTree:
+        """As `map`, but fn's arguments for this device's i-th shard are what `load(i)` gives.
+
+        For taking parts out of large arrays, such as a minibatch, without a copy of the whole shard.  `load` only
+        moves data; what it computes is not isolated.
+        """
+        return lax.map(lambda i: self.isolate(fn, *load(i)), jnp.arange(self.index.shape[0]))
 
     def sum(self, tree: PyTree) -> PyTree:
         """The sum over all shards of all devices, in shard order.  Leaves [K', ...] -> leaves [...], replicated."""

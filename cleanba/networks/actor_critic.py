@@ -10,6 +10,8 @@ import jax.numpy as jnp
 from cleanba.errors import UsageError
 from cleanba.networks import cores, torsos
 from cleanba.networks.layers import ConvKind
+from cleanba.ops.losses import log_prob_and_entropy
+from cleanba.rollout import PyTree
 
 
 class Output(NamedTuple):
@@ -33,7 +35,7 @@ class ActorCritic(nn.Module):
 
     @nn.compact
     def __call__(self, obs: Any, first: jax.Array, carry: Any) -> Output:
-        """obs [T, B, ...], first [T, B] bool, carry [B, ...] -> `Output`."""
+        """Obs [T, B, ...], first [T, B] bool, carry [B, ...] -> `Output`."""
         t, b = first.shape
         x = self._torso(jax.tree.map(lambda o: o.reshape(t * b, *o.shape[2:]), obs)).reshape(t, b, -1)
         if self.core == "lstm":
@@ -41,6 +43,33 @@ class ActorCritic(nn.Module):
         logits = torsos.Dense(self.num_actions, 0.01, self.dtype, name="policy")(x)
         value = torsos.Dense(1, 1.0, self.dtype, name="value")(x)
         return Output(logits.astype(jnp.float32), value[..., 0].astype(jnp.float32), carry)
+
+    def initial_params(self, key: jax.Array) -> PyTree:
+        """Random parameters."""
+        obs = jax.tree.map(lambda o: jnp.zeros((1, 1, *o.shape), o.dtype), self.obs_spec)
+        return self.init(key, obs, jnp.zeros((1, 1), bool), self.initial_carry(1))
+
+    def initial_carry(self, batch: int) -> PyTree:
+        """The core's memory before anything was seen; () without a core."""
+        return cores.initial_carry(self.core, self.lstm_size, batch)
+
+    def outputs(self, params: PyTree, obs: PyTree, first: jax.Array, carry: PyTree) -> Output:
+        """`__call__` with these parameters."""
+        out: Any = self.apply(params, obs, first, carry)
+        return out
+
+    def act(
+        self, params: PyTree, carry: PyTree, obs: PyTree, first: jax.Array, key: jax.Array, explore: bool
+    ) -> tuple[jax.Array, PyTree, PyTree]:
+        """One step of B environments: obs [B, ...], first [B] -> action [B], carry, {"log_prob": [B]}.
+
+        The action is a sample of the policy, or its likeliest if not `explore`.
+        """
+        out = self.outputs(params, jax.tree.map(lambda o: o[None], obs), first[None], carry)
+        logits = out.logits[0]
+        action = (jax.random.categorical(key, logits) if explore else logits.argmax(-1)).astype(jnp.int32)
+        log_prob, _ = log_prob_and_entropy(logits, action)
+        return action, out.carry, {"log_prob": log_prob}
 
     def _torso(self, obs: Any) -> jax.Array:
         if self.network == "nature":

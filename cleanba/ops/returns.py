@@ -25,9 +25,7 @@ def discounted_sum(x: jax.Array, discount: jax.Array) -> jax.Array:
     return y
 
 
-def td_errors(
-    value: jax.Array, reward: jax.Array, terminated: jax.Array, gamma: float
-) -> tuple[jax.Array, jax.Array]:
+def td_errors(value: jax.Array, reward: jax.Array, terminated: jax.Array, gamma: float) -> tuple[jax.Array, jax.Array]:
     """Bootstrapped targets r_t + gamma (1 - terminated_t) V(s_{t+1}) and their difference to V(s_t).
 
     value [T+1, B], reward [T, B], terminated [T, B] bool -> target [T, B], error [T, B].

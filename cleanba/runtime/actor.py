@@ -87,9 +87,7 @@ def run_actor(
             times.transfer = time.perf_counter() - before_send
             times.rollout = time.perf_counter() - start
             stop.check()
-            rollout_channel.put(
-                Parcel(rollout, params.version, blocks, collected.steps, collected.episodes, times)
-            )
+            rollout_channel.put(Parcel(rollout, params.version, blocks, collected.steps, collected.episodes, times))
             del blocks, collected  # the learner's now: their memory goes back as soon as it has learnt from them
     finally:
         collector.close()

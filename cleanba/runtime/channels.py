@@ -2,7 +2,8 @@
 
 import threading
 import time
-from typing import Generic, TypeVar
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
@@ -74,7 +75,7 @@ class Channel(Generic[T]):
         """
         return self._exchange(lambda: bool(self._items), self._items.pop)
 
-    def _exchange(self, ready, do):  # type: ignore[no-untyped-def]
+    def _exchange(self, ready: Callable[[], bool], do: Callable[[], Any]) -> Any:
         start = time.perf_counter()
         with self._changed:
             self._changed.wait_for(lambda: ready() or self._stop.is_set)

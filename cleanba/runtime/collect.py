@@ -73,7 +73,7 @@ def make_steppers(algorithm: Algorithm, num_steps: int) -> Steppers:
         empty = lambda n, tree: jax.tree.map(lambda x: jnp.empty((n, *x.shape), x.dtype), tree)
         return Recording(empty(num_steps + 1, obs), empty(num_steps + 1, first), *empty(num_steps, (out[0], out[2])))
 
-    def step(params, recording, carry, obs, first, key, t):  # type: ignore[no-untyped-def]
+    def step(params, recording, carry, obs, first, key, t):
         action, carry, extras = algorithm.act(params, carry, obs, first, jax.random.fold_in(key, t), True)
         return action, carry, write(recording, t, Recording(obs, first, action, extras))
 
@@ -147,11 +147,13 @@ class SteppedCollector:
             then, now = now, clock()
             times.emulators += now - then
         assert recording is not None
+        executed = int(valid.sum())
         last = jax.device_put(self._obs, self.device)
         recording = self.steppers.finish(recording, last, self._first)
-        rest = jax.device_put((reward, terminated, truncated, valid), self.device)
+        reward, terminated, truncated, valid = jax.device_put((reward, terminated, truncated, valid), self.device)
+        r = recording
         rollout = Rollout(
-            recording.obs, recording.first, recording.action, *rest, extras=recording.extras, carry=start_carry
+            r.obs, r.first, r.action, reward, terminated, truncated, valid, extras=r.extras, carry=start_carry
         )
         times.inference += clock() - now
-        return Collected(rollout, int(valid.sum()), episodes)
+        return Collected(rollout, executed, episodes)

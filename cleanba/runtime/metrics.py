@@ -110,9 +110,7 @@ def panel(s: Status) -> Panel:
     figures = Table.grid(padding=(0, 2))
     for _ in range(6):
         figures.add_column(justify="left")
-    figures.add_row(
-        "steps", f"{s.global_step:,}", "steps/s", _number(s.sps_recent), "overall", _number(s.sps)
-    )
+    figures.add_row("steps", f"{s.global_step:,}", "steps/s", _number(s.sps_recent), "overall", _number(s.sps))
     figures.add_row(
         "return", _number(s.episodic_return), "length", _number(s.episodic_length), "episodes", f"{s.episodes:,}"
     )

@@ -59,7 +59,7 @@ def open_run(run_dir: Path, algorithm: str, e: Experiment, placement: Placement,
         Finished: the same experiment has finished there.
         UsageError: another experiment lives there, or the directory cannot be written.
     """
-    config = {
+    config: dict[str, Any] = {
         "experiment": {"algorithm": algorithm, **to_json(e)},
         "placement": to_json(placement),
         "run": to_json(run),
@@ -86,6 +86,7 @@ def open_run(run_dir: Path, algorithm: str, e: Experiment, placement: Placement,
         write_json(path, config)
     except OSError as error:
         raise UsageError(
-            f"run directory {run_dir} cannot be written: {os.strerror(error.errno or errno.EIO)}; choose another --run-dir"
+            f"run directory {run_dir} cannot be written: {os.strerror(error.errno or errno.EIO)}; "
+            "choose another --run-dir"
         ) from None
     return config

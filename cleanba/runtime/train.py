@@ -59,8 +59,9 @@ def params_digest(params: PyTree) -> str:
     return f"sha256:{digest.hexdigest()}"
 
 
-def abstract_block(algorithm: Algorithm, spec: EnvSpec, num_steps: int, envs: int) -> Rollout:
+def abstract_block(algorithm: Algorithm, spec: EnvSpec, num_steps: int, envs: int) -> Any:
     """The shapes of one block of a rollout, [1, T(+1), B, ...], without collecting one."""
+    step: Any = Rollout  # filled with shapes in place of arrays
     shape = lambda o, lead: jax.ShapeDtypeStruct((*lead, *o.shape), jax.dtypes.canonicalize_dtype(o.dtype))
     obs = jax.tree.map(lambda o: shape(o, (envs,)), spec.obs)
     first = jax.ShapeDtypeStruct((envs,), jnp.bool)
@@ -73,7 +74,7 @@ def abstract_block(algorithm: Algorithm, spec: EnvSpec, num_steps: int, envs: in
     action, extras, carry = jax.eval_shape(one_step, jax.random.key(0), obs, first)
     over_time = lambda n: lambda x: jax.ShapeDtypeStruct((1, n, *x.shape), x.dtype)
     flag = jax.ShapeDtypeStruct((1, num_steps, envs), jnp.bool)
-    return Rollout(
+    return step(
         obs=jax.tree.map(over_time(num_steps + 1), obs),
         first=over_time(num_steps + 1)(first),
         action=over_time(num_steps)(action),
@@ -185,7 +186,7 @@ class Training:
         return self.partition.process_actors(self.devices.process)
 
     def envs_of(self, actor: int) -> Callable[[int], Envs]:
-        """epoch -> this actor's environments, with the seeds that are theirs wherever the actor runs."""
+        """From an epoch: this actor's environments, with the seeds that are theirs wherever the actor runs."""
         e, p = self.experiment, self.partition
 
         def make(epoch: int) -> Envs:
@@ -381,12 +382,9 @@ def run_training(training: Training, display: Display, status: Status, log: LogP
         collector: Collector = SteppedCollector(training.algorithm, steppers, e.num_steps, device, stop)
         to_actor: Channel[Params] = Channel(f"parameters for actor {actor}", stop)
         to_learner: Channel[Parcel] = Channel(f"rollouts of actor {actor}", stop)
-        args = (
-            actor, e.seed, training.schedule, collector, training.envs_of(actor), to_actor, to_learner, learner.send, stop
-        )  # fmt: skip
-        threads.append(
-            threading.Thread(target=guarded, args=(run_actor, *args), name=f"actor {actor}", daemon=True)
-        )
+        make_envs = training.envs_of(actor)
+        args = (actor, e.seed, training.schedule, collector, make_envs, to_actor, to_learner, learner.send, stop)
+        threads.append(threading.Thread(target=guarded, args=(run_actor, *args), name=f"actor {actor}", daemon=True))
         params_channels.append((device, to_actor))
         rollout_channels.append(to_learner)
     learn_args = (training, learner, params_channels, rollout_channels, progress, log, stop)

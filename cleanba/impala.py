@@ -1,0 +1,146 @@
+"""IMPALA (Espeholt et al. 2018), top to bottom: experiment, network, losses, update.
+
+The sections are those of `ppo.py`; what differs between the files is what differs between the algorithms.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from cleanba.algorithm import Algorithm, Metrics
+from cleanba.config import Experiment, Partition, require
+from cleanba.envs import EnvSpec
+from cleanba.networks import make_actor_critic
+from cleanba.ops.losses import log_prob_and_entropy, squared_error
+from cleanba.ops.returns import vtrace
+from cleanba.optimiser import State, descend, learning_rate
+from cleanba.rollout import PyTree, Rollout
+from cleanba.shards import ShardAxis
+
+
+@dataclass(frozen=True)
+class IMPALA(Experiment):
+    """What is trained: together these decide every bit of the trained parameters."""
+
+    num_steps: int = 20
+    """steps per environment and rollout"""
+    learning_rate: float = 6e-4
+    """optimiser's step size at the start"""
+    max_grad_norm: float = 40.0
+    """global norm to which gradients are clipped"""
+    loss_scale: float = 640.0
+    """factor of the mean loss; 640 keeps the step that Cleanba's sum over its default minibatch makes"""
+    vtrace_lambda: float = 1.0
+    """lambda of V-trace"""
+    rho_clip: float = 1.0
+    """V-trace's bound on importance ratios (rho-bar); decides what the value function converges to"""
+    c_clip: float = 1.0
+    """V-trace's bound on trace coefficients (c-bar); decides how fast it converges"""
+    rmsprop_decay: float = 0.99
+    """RMSProp: decay of the mean squared gradient"""
+    rmsprop_eps: float = 0.01
+    """RMSProp: added to the root of the mean squared gradient, as PyTorch does"""
+
+
+def check(e: IMPALA, partition: Partition) -> None:
+    """Raise `UsageError` for hyperparameters that do not fit."""
+    require(
+        0 <= e.vtrace_lambda <= 1,
+        f"vtrace_lambda={e.vtrace_lambda} must lie in [0, 1]; set --vtrace-lambda accordingly",
+    )
+    for name in ("loss_scale", "rho_clip", "c_clip", "rmsprop_eps"):
+        value = getattr(e, name)
+        require(value > 0, f"{name}={value} must be positive; set --{name.replace('_', '-')} above 0")
+    require(0 <= e.rmsprop_decay < 1, f"rmsprop_decay={e.rmsprop_decay} must lie in [0, 1); try --rmsprop-decay 0.99")
+    e.check_minibatches(partition.envs_per_shard, f"{partition.envs_per_shard} environments")
+
+
+class Minibatch(NamedTuple):
+    """All steps of some environments of one shard."""
+
+    obs: PyTree  # [T+1, B', ...]
+    first: jax.Array  # [T+1, B']
+    carry: PyTree  # [B', ...]
+    action: jax.Array  # [T, B']
+    reward: jax.Array
+    terminated: jax.Array
+    truncated: jax.Array
+    valid: jax.Array
+    log_prob: jax.Array
+
+
+def make(e: IMPALA, spec: EnvSpec, platform: str) -> Algorithm:
+    """IMPALA on environments that look like `spec`, on devices of kind `platform` ("cpu", "gpu" …)."""
+    network = make_actor_critic(spec, e, platform)
+    optimiser = optax.chain(
+        optax.clip_by_global_norm(e.max_grad_norm),
+        optax.scale_by_rms(e.rmsprop_decay, e.rmsprop_eps, eps_in_sqrt=False),
+    )
+
+    def init(key: jax.Array) -> State:
+        params = network.initial_params(key)
+        return State(params, optimiser.init(params), jnp.int32(0))
+
+    def take(rollout: Rollout, shard: jax.Array, m: jax.Array) -> Minibatch:
+        """The m-th of `num_minibatches` equal groups of environments of one of this device's shards [K', T, B, ...]."""
+        size = rollout.valid.shape[2] // e.num_minibatches
+        group = lambda axis: lambda x: lax.dynamic_slice_in_dim(x[shard], m * size, size, axis)
+        at = group(1)
+        return Minibatch(
+            obs=jax.tree.map(at, rollout.obs),
+            first=at(rollout.first),
+            carry=jax.tree.map(group(0), rollout.carry),
+            action=at(rollout.action),
+            reward=at(rollout.reward),
+            terminated=at(rollout.terminated),
+            truncated=at(rollout.truncated),
+            valid=at(rollout.valid),
+            log_prob=at(rollout.extras["log_prob"]),
+        )
+
+    def loss(params: PyTree, mb: Minibatch, valid: jax.Array) -> tuple[jax.Array, Metrics]:
+        """This shard's part of the mean over the `valid` transitions of the minibatch, all shards together."""
+        out = network.outputs(params, mb.obs, mb.first, mb.carry)  # the last value only bootstraps
+        log_prob, entropy = log_prob_and_entropy(out.logits[:-1], mb.action)
+        log_ratio = jnp.where(mb.valid, log_prob - mb.log_prob, 0.0)
+        estimate = lax.stop_gradient(
+            vtrace(
+                out.value, log_ratio, mb.reward, mb.terminated, mb.truncated,
+                e.gamma, e.vtrace_lambda, e.rho_clip, e.c_clip,
+            )
+        )  # fmt: skip
+        mean = lambda x: jnp.where(mb.valid, x, 0.0).sum() / valid
+        policy_loss = mean(-log_prob * estimate.advantage)
+        value_loss = mean(squared_error(out.value[:-1], estimate.value))
+        entropy = mean(entropy)
+        total = policy_loss - e.ent_coef * entropy + e.vf_coef * value_loss
+        return e.loss_scale * total, {
+            "losses/loss": total,
+            "losses/policy_loss": policy_loss,
+            "losses/value_loss": value_loss,
+            "losses/entropy": entropy,
+            "losses/importance_ratio": mean(jnp.exp(log_ratio)),
+        }
+
+    def update(state: State, rollout: Rollout, shards: ShardAxis, key: jax.Array) -> tuple[State, Metrics]:
+        rate = learning_rate(e, state.updates)
+
+        def minibatch(state: State, m: jax.Array) -> tuple[State, Metrics]:
+            load = lambda i: (take(rollout, i, m),)
+            count = lambda valid: valid.sum().astype(jnp.float32)
+            valid = jnp.maximum(shards.sum(shards.map_from(lambda i: (load(i)[0].valid,), count)), 1.0)
+            of_shard = lambda mb: jax.grad(loss, has_aux=True)(state.params, mb, valid)
+            gradient, metrics = shards.sum(shards.map_from(load, of_shard))
+            state, norm = shards.isolate(partial(descend, optimiser), rate, state, gradient)
+            return state, metrics | {"losses/grad_norm": norm}
+
+        state, metrics = lax.scan(minibatch, state, jnp.arange(e.num_minibatches))
+        metrics = {name: x.mean() for name, x in metrics.items()} | {"charts/learning_rate": rate}
+        return state._replace(updates=state.updates + 1), metrics
+
+    return Algorithm(init, network.initial_carry, network.act, update, actor_params=lambda state: state.params)
