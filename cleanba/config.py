@@ -34,6 +34,8 @@ class Experiment:
     """steps per environment and rollout"""
     concurrency: bool = True
     """collect rollout k+1 while update k runs, with a policy exactly one version behind; off: take turns"""
+    collector: Literal["stepped", "scanned"] | None = None
+    """rollouts stepped from Python, or scanned inside one jit (None: the faster one, see docs/recurrent.md)"""
     checkpoint_frequency: int = 500
     """updates between checkpoints; the environments start afresh at each (0: never)"""
 
@@ -203,6 +205,7 @@ def resolve(e: E, actor_devices: int, learner_devices: int, num_processes: int =
     """
     _check_numbers(e)
     shards = e.num_shards or learner_devices
+    e = dataclasses.replace(e, collector=e.collector or "stepped")
     if e.num_actors is not None:
         return dataclasses.replace(e, num_shards=shards)
 

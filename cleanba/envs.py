@@ -4,7 +4,7 @@ import ast
 import contextlib
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal, NamedTuple
@@ -198,6 +198,22 @@ class Envs:
         # Atari reports the end of the game, not of a life, under this name.
         over = np.asarray(info["terminated"]).astype(bool) if self._spec.is_atari else terminated
         return Step(obs, train_reward(self._spec, raw), raw, terminated, truncated, over | truncated)
+
+    def xla(self) -> tuple[Any, Callable[[Any, Any], tuple[Any, Step]]]:
+        """EnvPool's XLA interface: a handle, and `step(handle, action [B]) -> handle, Step` for use under `jit`.
+
+        The handle is threaded through so that steps keep their order.  Compiled code belongs to this pool alone.
+        """
+        handle, _, _, pool_step = self._pool.xla()
+        spec = self._spec
+
+        def step(handle: Any, action: Any) -> tuple[Any, Step]:
+            handle, (obs, reward, terminated, truncated, info) = pool_step(handle, action)
+            raw = info.get("reward", reward).astype("float32")
+            over = info["terminated"].astype(bool) if spec.is_atari else terminated
+            return handle, Step(obs, train_reward(spec, raw), raw, terminated, truncated, over | truncated)
+
+        return handle, step
 
     def close(self) -> None:
         """Stop the emulators' threads.  May be called twice."""

@@ -22,6 +22,7 @@ class Times:
 
     emulators: float = 0.0
     inference: float = 0.0  # copying observations to the device, the policy, and copying actions back
+    scan: float = 0.0  # both of these, where they run in one scan
     transfer: float = 0.0  # handing the rollout to the learner devices
     params_wait: float = 0.0  # waiting for parameters
     rollout: float = 0.0  # all of it
@@ -46,12 +47,22 @@ class Collector(Protocol):
 
 
 class Recording(NamedTuple):
-    """What the device remembers while a rollout is being collected; written in place, step by step."""
+    """What the device remembers of acting while a rollout is being collected; written in place, step by step."""
 
     obs: PyTree  # [T+1, B, ...]
     first: jax.Array  # [T+1, B]
     action: jax.Array  # [T, B]
     extras: PyTree  # [T, B, ...]
+
+
+def write(buffers: PyTree, t: Any, values: PyTree) -> PyTree:
+    """Leaves [T, B, ...] with row t replaced by leaves [B, ...]."""
+    return jax.tree.map(lambda b, v: lax.dynamic_update_index_in_dim(b, v.astype(b.dtype), t, 0), buffers, values)
+
+
+def blank(num_steps: int, values: PyTree) -> PyTree:
+    """Buffers for `num_steps` rows like these: leaves [B, ...] -> leaves [T, B, ...]."""
+    return jax.tree.map(lambda x: jnp.empty((num_steps, *x.shape), x.dtype), values)
 
 
 class Steppers(NamedTuple):
@@ -65,23 +76,27 @@ class Steppers(NamedTuple):
 def make_steppers(algorithm: Algorithm, num_steps: int) -> Steppers:
     """Compile acting and recording into one call per step."""
 
-    def write(buffer: PyTree, t: jax.Array, value: PyTree) -> PyTree:
-        return jax.tree.map(lambda b, v: lax.dynamic_update_index_in_dim(b, v.astype(b.dtype), t, 0), buffer, value)
-
     def start(params: PyTree, carry: PyTree, obs: PyTree, first: jax.Array) -> Recording:
-        out = jax.eval_shape(lambda: algorithm.act(params, carry, obs, first, jax.random.key(0), True))
-        empty = lambda n, tree: jax.tree.map(lambda x: jnp.empty((n, *x.shape), x.dtype), tree)
-        return Recording(empty(num_steps + 1, obs), empty(num_steps + 1, first), *empty(num_steps, (out[0], out[2])))
+        acted = jax.eval_shape(lambda: algorithm.act(params, carry, obs, first, jax.random.key(0), True))
+        return Recording(*blank(num_steps + 1, (obs, first)), *blank(num_steps, (acted[0], acted[2])))
 
-    def step(params, recording, carry, obs, first, key, t):
+    def step(
+        params: PyTree,
+        recording: Recording,
+        carry: PyTree,
+        obs: PyTree,
+        first: jax.Array,
+        key: jax.Array,
+        t: jax.Array,
+    ) -> tuple[jax.Array, PyTree, Recording]:
         action, carry, extras = algorithm.act(params, carry, obs, first, jax.random.fold_in(key, t), True)
         return action, carry, write(recording, t, Recording(obs, first, action, extras))
 
-    def write_all(recording: Recording, obs: PyTree, first: jax.Array) -> Recording:
-        t = jnp.int32(num_steps)
-        return recording._replace(obs=write(recording.obs, t, obs), first=write(recording.first, t, first))
+    def finish(recording: Recording, obs: PyTree, first: jax.Array) -> Recording:
+        rows = write((recording.obs, recording.first), num_steps, (obs, first))
+        return recording._replace(obs=rows[0], first=rows[1])
 
-    return Steppers(jax.jit(start), jax.jit(step, donate_argnums=1), jax.jit(write_all, donate_argnums=0))
+    return Steppers(jax.jit(start), jax.jit(step, donate_argnums=1), jax.jit(finish, donate_argnums=0))
 
 
 @dataclass
@@ -157,3 +172,121 @@ class SteppedCollector:
         )
         times.inference += clock() - now
         return Collected(rollout, executed, episodes)
+
+
+class Outcomes(NamedTuple):
+    """What the environments answered, as the scanned collector records it beside `Recording`.  Leaves [T, B]."""
+
+    reward: jax.Array
+    raw_reward: jax.Array
+    terminated: jax.Array
+    truncated: jax.Array
+    valid: jax.Array
+    over: jax.Array
+
+
+class ScanState(NamedTuple):
+    """What goes from one step of the scan to the next, and from one rollout to the next."""
+
+    handle: jax.Array  # EnvPool's; keeps the steps in order
+    obs: PyTree  # [B, ...]
+    done: jax.Array  # [B]  the last step ended an episode, so the next one is ignored
+    first: jax.Array  # [B]
+    carry: PyTree
+
+
+SCAN_STEPS = 32  # at most so many steps per call into XLA: between calls the collector can be stopped
+
+
+@dataclass
+class ScannedCollector:
+    """Policy, recurrent core and emulators as one `lax.scan` under `jit`, through EnvPool's XLA interface.
+
+    A rollout is one call into XLA, or a few if it is long, so that the end of the run is noticed in time.  The
+    compiled code belongs to one pool of environments: fresh environments are compiled for again.
+    """
+
+    algorithm: Algorithm
+    num_steps: int
+    device: jax.Device
+    stop: Stop
+    _envs: Envs | None = None
+    _state: ScanState | None = None
+    _scan: Any = None
+    _tracker: EpisodeTracker = field(default_factory=lambda: EpisodeTracker(0))
+
+    def restart(self, envs: Envs) -> None:
+        self.close()
+        self._envs = envs
+        n = envs.num_envs
+        obs = envs.reset()
+        handle, step = envs.xla()
+        state: Any = (handle, obs, np.zeros(n, bool), np.ones(n, bool), self.algorithm.initial_carry(n))
+        self._state = ScanState(*jax.device_put(state, self.device))
+        self._scan = self._make_scan(step)
+        self._tracker = EpisodeTracker(n)
+
+    def close(self) -> None:
+        if self._envs is not None:
+            self._envs.close()
+
+    def _make_scan(self, env_step: Callable[..., Any]) -> Any:
+        algorithm, num_steps = self.algorithm, self.num_steps
+        length = max(d for d in range(1, min(SCAN_STEPS, num_steps) + 1) if num_steps % d == 0)
+
+        def step(params: PyTree, key: jax.Array, state: ScanState, t: jax.Array) -> tuple[ScanState, Any]:
+            action, carry, extras = algorithm.act(
+                params, state.carry, state.obs, state.first, jax.random.fold_in(key, t), True
+            )
+            handle, out = env_step(state.handle, action)
+            executed = ~state.done
+            terminated, truncated = out.terminated & executed, out.truncated & executed
+            outcome = Outcomes(
+                jnp.where(executed, out.reward, 0.0), out.raw_reward, terminated, truncated, executed, out.over
+            )
+            recorded = Recording(state.obs, state.first, action, extras)
+            return ScanState(handle, out.obs, terminated | truncated, state.done, carry), (recorded, outcome)
+
+        def start(params: PyTree, key: jax.Array, state: ScanState) -> tuple[Recording, Outcomes]:
+            _, (recorded, outcome) = jax.eval_shape(step, params, key, state, jnp.int32(0))
+            r = recorded
+            recording = Recording(*blank(num_steps + 1, (r.obs, r.first)), *blank(num_steps, (r.action, r.extras)))
+            return recording, blank(num_steps, outcome)
+
+        def scan(params: PyTree, key: jax.Array, buffers: Any, state: ScanState, t: jax.Array) -> Any:
+            def body(carried: Any, t: jax.Array) -> Any:
+                state, buffers = carried
+                state, recorded = step(params, key, state, t)
+                return (state, write(buffers, t, recorded)), None
+
+            (state, (recording, outcome)), _ = lax.scan(body, (state, buffers), t + jnp.arange(length))
+            # The observation after these steps; the next call overwrites it with the same, the last call leaves it.
+            obs, first = write((recording.obs, recording.first), t + length, (state.obs, state.first))
+            return state, (recording._replace(obs=obs, first=first), outcome)
+
+        compiled_scan = jax.jit(scan, donate_argnums=2)
+        compiled_start = jax.jit(start)
+
+        def run(params: PyTree, key: jax.Array, state: ScanState) -> Any:
+            buffers = compiled_start(params, key, state)
+            for t in range(0, num_steps, length):
+                self.stop.check()
+                state, buffers = compiled_scan(params, key, buffers, state, np.int32(t))
+                jax.block_until_ready(state)
+            return state, buffers
+
+        return run
+
+    def __call__(self, params: PyTree, key: jax.Array, times: Times) -> Collected:
+        assert self._state is not None, "restart() comes first"
+        start = time.perf_counter()
+        start_carry = self._state.carry
+        self._state, (r, outcome) = self._scan(params, key, self._state)
+        raw_reward, valid, over = jax.device_get((outcome.raw_reward, outcome.valid, outcome.over))
+        episodes = [e for t in range(self.num_steps) for e in self._tracker.add(raw_reward[t], valid[t], over[t])]
+        o = outcome
+        rollout = Rollout(
+            r.obs, r.first, r.action, o.reward, o.terminated, o.truncated, o.valid, extras=r.extras, carry=start_carry
+        )
+        times.scan += time.perf_counter() - start
+        return Collected(rollout, int(valid.sum()), episodes)

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 import jax
@@ -24,7 +24,7 @@ from cleanba.envs import Envs, EnvSpec, env_seed, threads_per_actor
 from cleanba.rollout import Episode, PyTree, Rollout
 from cleanba.runtime.actor import Params, Parcel, Schedule, run_actor
 from cleanba.runtime.channels import Channel, Closed, Stop
-from cleanba.runtime.collect import Collector, SteppedCollector, Times, make_steppers
+from cleanba.runtime.collect import Collector, ScannedCollector, SteppedCollector, Times, make_steppers
 from cleanba.runtime.learner import Learner
 from cleanba.runtime.metrics import Display, Status
 from cleanba.runtime.placement import Devices, gather_over_processes
@@ -125,7 +125,7 @@ class Statistics:
     def take_times(self) -> tuple[dict[str, float], dict[str, float]]:
         """Mean seconds per rollout of the actors' activities, and of the learner's, since the last call."""
         n = max(1, len(self.times))
-        names = ("emulators", "inference", "transfer", "params_wait", "rollout")
+        names = [f.name for f in fields(Times)]
         actor = {name: sum(getattr(t, name) for t in self.times) / n for name in names}
         learner = {"rollout_wait": self.learner_wait, "update": self.learner_update}
         self.times, self.learner_wait, self.learner_update = [], 0.0, 0.0
@@ -142,7 +142,8 @@ class Statistics:
 
 def name_bottleneck(actor: dict[str, float], learner: dict[str, float], concurrency: bool) -> str:
     """Which part, made faster, would make the whole faster.  Seconds per rollout and per log interval, by activity."""
-    acting = max(("emulators", "inference", "transfer"), key=lambda name: actor[name])
+    acting = max(("emulators", "inference", "scan", "transfer"), key=lambda name: actor[name])
+    acting = {"scan": "acting (emulators and inference in one scan)"}.get(acting, acting)
     if not concurrency:  # nothing overlaps, so the largest part is the one to shorten
         return "learner" if learner["update"] > learner["rollout_wait"] else acting
     return acting if learner["rollout_wait"] > 0.1 * learner["update"] else "learner"
@@ -325,7 +326,7 @@ def fill_status(
     status.losses = {name.removeprefix("losses/"): v for name, v in values.items() if name.startswith("losses/")}
     whole = max(actor_times["rollout"], 1e-9)
     words = {"params_wait": "waiting for parameters"}
-    status.actor_times = {words.get(k, k): s / whole for k, s in actor_times.items() if k != "rollout"}
+    status.actor_times = {words.get(k, k): s / whole for k, s in actor_times.items() if k != "rollout" and s > 0}
     words = {"rollout_wait": "waiting for rollouts"}
     status.learner_times = {words.get(k, k): s / max(interval, 1e-9) for k, s in learner_times.items()}
     status.bottleneck = bottleneck
@@ -379,7 +380,11 @@ def run_training(training: Training, display: Display, status: Status, log: LogP
     actors = training.local_actors
     for i, actor in enumerate(actors):
         device = devices.actors[i * len(devices.actors) // len(actors)]
-        collector: Collector = SteppedCollector(training.algorithm, steppers, e.num_steps, device, stop)
+        collector: Collector
+        if e.collector == "scanned":
+            collector = ScannedCollector(training.algorithm, e.num_steps, device, stop)
+        else:
+            collector = SteppedCollector(training.algorithm, steppers, e.num_steps, device, stop)
         to_actor: Channel[Params] = Channel(f"parameters for actor {actor}", stop)
         to_learner: Channel[Parcel] = Channel(f"rollouts of actor {actor}", stop)
         make_envs = training.envs_of(actor)
