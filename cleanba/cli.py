@@ -148,7 +148,7 @@ def earlier_experiment(recipe: Recipe, argv: list[str]) -> Experiment | None:
         algorithm = values.pop("algorithm")
         require(
             algorithm == recipe.name,
-            f"--experiment {value} is a run of {algorithm}; use `cleanba {algorithm}` instead of `cleanba {recipe.name}`",
+            f"--experiment {value} is a run of {algorithm}; use `cleanba {algorithm}`",
         )
         return from_json(recipe.experiment, values)
     return None
@@ -161,7 +161,7 @@ def train(recipe: Recipe, config: Config) -> tuple[int, bool]:
     from cleanba.envs import env_spec
     from cleanba.runtime.metrics import Display, Status, Writers, write_json
     from cleanba.runtime.placement import find_devices
-    from cleanba.runtime.rundir import Finished, default_name, open_run
+    from cleanba.runtime.rundir import Finished, default_name, lock, open_run, rewind_logs
     from cleanba.runtime.train import Interrupted, make_training, run_training
 
     devices = find_devices(config.placement)
@@ -182,34 +182,46 @@ def train(recipe: Recipe, config: Config) -> tuple[int, bool]:
     run_dir = config.run.run_dir or Path("runs") / default_name(e, config.run)
     status = Status(f"{recipe.name} on {e.env_id}, seed {e.seed}", e.num_updates, e.num_updates * e.batch_size)
     writers: Writers | None = None
+    held: Any = None
     if devices.is_main:
+        held = lock(run_dir)
         try:
-            saved = open_run(run_dir, recipe.name, e, config.placement, config.run)
+            saved_config = open_run(run_dir, recipe.name, e, config.placement, config.run)
         except Finished as done:
             print(f"cleanba: {done}")
             return 0, False
+    checkpoints, saved = open_checkpoints(run_dir, algorithm, config.run.keep_checkpoints)
+    if devices.is_main:
+        history = rewind_logs(run_dir, saved.update if saved else 0)
         r = config.run
-        writers = Writers(run_dir, r.track, r.wandb_project_name, r.wandb_entity, run_dir.name, saved)
+        writers = Writers(run_dir, r.track, r.wandb_project_name, r.wandb_entity, saved_config, history)
     display = Display(status, enabled=devices.is_main)
     kinds = jax.local_devices()[0].device_kind
     display.say(
         f"{recipe.name} on {e.env_id}: {e.num_envs} environments, {e.num_actors} actors, {e.num_shards} shards, "
         f"{e.num_updates} updates of {e.batch_size} steps\n"
         f"actors on {kinds} {list(config.placement.actor_device_ids)}, learners on "
-        f"{list(config.placement.learner_device_ids)}, {processes} process{'es' if processes > 1 else ''}; run: {run_dir}"
+        f"{list(config.placement.learner_device_ids)}, {processes} process{'es' if processes > 1 else ''}\n"
+        f"run: {run_dir}"
     )
+
+    if saved is not None:
+        display.say(f"going on after update {saved.update}, step {saved.counters['global_step']:,}")
 
     def log(update: int, global_step: int, seconds: float, values: dict[str, Any]) -> None:
         if writers is not None:
             writers.write(update, global_step, seconds, values)
 
-    training = make_training(algorithm, e, partition, devices, spec, config.run.log_frequency)
+    training = make_training(
+        algorithm, e, partition, devices, spec, config.run.log_frequency, checkpoints=checkpoints, saved=saved
+    )
     try:
         outcome = run_training(training, display, status, log)
     finally:
         display.close()
         if writers is not None:
             writers.close()
+        checkpoints.close()
 
     error = outcome.error
     if devices.is_main:
@@ -217,6 +229,13 @@ def train(recipe: Recipe, config: Config) -> tuple[int, bool]:
             save_model(run_dir / "model.msgpack", algorithm.actor_params(outcome.state))
         write_json(run_dir / "result.json", outcome.result)
         print(closing_words(run_dir, outcome.result))
+        if error is not None:
+            repeated = outcome.result["update"] - outcome.saved_update
+            print(
+                f"the same command goes on after update {outcome.saved_update}"
+                + (f" and repeats {repeated} update{'s' * (repeated != 1)}" if repeated else "")
+            )
+        held.close()
     if error is None:
         return 0, outcome.stuck
     if isinstance(error, Interrupted):
@@ -227,6 +246,31 @@ def train(recipe: Recipe, config: Config) -> tuple[int, bool]:
     traceback.print_exception(error)
     print(f"cleanba: the run failed: {type(error).__name__}: {error}", file=sys.stderr)
     return 1, outcome.stuck
+
+
+def open_checkpoints(run_dir: Path, algorithm: Any, keep: int) -> tuple[Any, Any]:
+    """The run's checkpoints, and the newest sound one if there is one.  All processes must call this."""
+    import jax
+    import numpy as np
+
+    from cleanba.runtime.checkpoint import Checkpoints
+    from cleanba.runtime.placement import gather_over_processes
+
+    checkpoints = Checkpoints(run_dir, keep)
+    like_state = jax.eval_shape(algorithm.init, jax.random.key(0))
+    like_params = jax.eval_shape(algorithm.actor_params, like_state)
+    saved, warnings = checkpoints.restore(like_state, like_params)
+    for warning in warnings:
+        print(f"cleanba: {warning}", file=sys.stderr)
+    updates = gather_over_processes(np.array([saved.update if saved else 0]))[:, 0]
+    require(
+        bool((updates == updates[0]).all()),
+        f"the processes see different checkpoints in {run_dir} ({', '.join(map(str, updates))}); "
+        "give all of them the same --run-dir on a shared file system",
+    )
+    if jax.process_index() == 0:
+        checkpoints.forget_after(saved.update if saved else 0)
+    return checkpoints, saved
 
 
 def save_model(path: Path, params: Any) -> None:

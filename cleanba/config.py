@@ -130,6 +130,8 @@ class Run:
     """directory of the run (default: runs/<env>__<exp-name>__<seed>__<time>)"""
     experiment_from: Annotated[str | None, tyro.conf.arg(name="experiment", metavar="RUN_DIR")] = None
     """take the whole experiment from this earlier run's config.json; only other flags may be added"""
+    keep_checkpoints: int = 2
+    """newest checkpoints to keep"""
     log_frequency: int = 10
     """updates between entries in the logs"""
     track: bool = False

@@ -147,9 +147,8 @@ class Learner:
         """This process's first copy of replicated arrays."""
         return jax.tree.map(lambda x: x.addressable_data(0), tree)
 
-    def publish(self, state: PyTree) -> dict[jax.Device, PyTree]:
+    def publish(self, params: PyTree) -> dict[jax.Device, PyTree]:
         """A copy of what acting needs for every actor device of this process; the state itself may be donated."""
-        params = self.local(self._algorithm.actor_params(state))
         return {d: jax.device_put(params, SingleDeviceSharding(d), may_alias=False) for d in self._devices.actors}
 
 

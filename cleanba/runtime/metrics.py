@@ -6,7 +6,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -170,30 +170,46 @@ class Display:
 class Writers:
     """The files and services that metrics go to; only the main process has any."""
 
-    def __init__(self, run_dir: Path, track: bool, project: str, entity: str | None, name: str, config: dict[str, Any]):
+    def __init__(
+        self,
+        run_dir: Path,
+        track: bool,
+        project: str,
+        entity: str | None,
+        config: dict[str, Any],
+        history: Sequence[Mapping[str, Any]] = (),
+    ):
+        """`history` holds the rows that metrics.jsonl has already, of a run that goes on."""
         from tensorboardX import SummaryWriter
 
         self._lines = open(run_dir / "metrics.jsonl", "a", buffering=1)  # noqa: SIM115  closed by close()
         with contextlib.redirect_stdout(None):
             self._tensorboard = SummaryWriter(str(run_dir))
         self._tensorboard.add_text("config", "```json\n" + json.dumps(config, indent=2) + "\n```")
+        for row in history:
+            self._add_scalars(row, row["global_step"])
         self._wandb: Any = None
         if track:
             import wandb
 
             self._wandb = wandb.init(
-                project=project, entity=entity, name=name, dir=str(run_dir), config=config, save_code=False
+                project=project, entity=entity, name=run_dir.name, dir=str(run_dir), config=config, save_code=False
             )
 
     def write(self, update: int, global_step: int, seconds: float, values: Mapping[str, Any]) -> None:
         """One log point: numbers go everywhere, text (digests) only to the JSON lines."""
         row = {"update": update, "global_step": global_step, "seconds": round(seconds, 3), **values}
         self._lines.write(json.dumps(finite(row)) + "\n")
-        numbers = {k: v for k, v in values.items() if isinstance(v, int | float) and math.isfinite(v)}
-        for name, value in numbers.items():
-            self._tensorboard.add_scalar(name, value, global_step)
+        numbers = self._add_scalars(values, global_step)
         if self._wandb is not None:
             self._wandb.log({**numbers, "global_step": global_step, "update": update}, step=update)
+
+    def _add_scalars(self, values: Mapping[str, Any], global_step: int) -> dict[str, float]:
+        named = {k: v for k, v in values.items() if "/" in k}  # charts/SPS, not update
+        numbers = {k: v for k, v in named.items() if isinstance(v, int | float) and math.isfinite(v)}
+        for name, value in numbers.items():
+            self._tensorboard.add_scalar(name, value, global_step)
+        return numbers
 
     def close(self) -> None:
         """Flush and close everything."""

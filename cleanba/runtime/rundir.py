@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
 import time
@@ -78,15 +79,57 @@ def open_run(run_dir: Path, algorithm: str, e: Experiment, placement: Placement,
             raise Finished(f"{run_dir} is finished; nothing to do")
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        for leftover in ("result.json", "metrics.jsonl"):
-            with contextlib.suppress(FileNotFoundError):
-                os.remove(run_dir / leftover)
-        for events in run_dir.glob("events.out.tfevents.*"):
-            events.unlink()
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(run_dir / "result.json")
         write_json(path, config)
     except OSError as error:
-        raise UsageError(
-            f"run directory {run_dir} cannot be written: {os.strerror(error.errno or errno.EIO)}; "
-            "choose another --run-dir"
-        ) from None
+        raise unwritable(run_dir, error) from None
     return config
+
+
+def unwritable(run_dir: Path, error: OSError) -> UsageError:
+    """The message for a directory that cannot be written."""
+    reason = os.strerror(error.errno or errno.EIO)
+    return UsageError(f"run directory {run_dir} cannot be written: {reason}; choose another --run-dir")
+
+
+def lock(run_dir: Path) -> Any:
+    """Keep other processes out of a run directory for as long as the returned file is open.
+
+    Raises:
+        UsageError: another process is in it, or the directory cannot be written.
+    """
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        file = open(run_dir / ".lock", "w")  # noqa: SIM115  open until the process ends
+    except OSError as error:
+        raise unwritable(run_dir, error) from None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        raise UsageError(
+            f"another process is running in {run_dir}; wait for it to end, or choose another --run-dir"
+        ) from None
+    return file
+
+
+def rewind_logs(run_dir: Path, update: int) -> list[dict[str, Any]]:
+    """Forget what was logged after `update`, which will be logged again.  Returns the rows that stay.
+
+    TensorBoard's files are removed: they are made anew from the rows.
+    """
+    path = run_dir / "metrics.jsonl"
+    rows = []
+    if path.exists() and update > 0:
+        for line in path.read_text().splitlines():
+            with contextlib.suppress(ValueError):  # the last line may have been cut short
+                row = json.loads(line)
+                if row["update"] <= update:
+                    rows.append(row)
+    scratch = path.with_name(path.name + ".tmp")
+    scratch.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    os.replace(scratch, path)
+    for events in run_dir.glob("events.out.tfevents.*"):
+        events.unlink()
+    return rows

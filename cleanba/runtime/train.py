@@ -24,6 +24,7 @@ from cleanba.envs import Envs, EnvSpec, env_seed, threads_per_actor
 from cleanba.rollout import Episode, PyTree, Rollout
 from cleanba.runtime.actor import Params, Parcel, Schedule, run_actor
 from cleanba.runtime.channels import Channel, Closed, Stop
+from cleanba.runtime.checkpoint import Checkpoints, Saved
 from cleanba.runtime.collect import Collector, ScannedCollector, SteppedCollector, Times, make_steppers
 from cleanba.runtime.learner import Learner
 from cleanba.runtime.metrics import Display, Status
@@ -47,6 +48,7 @@ class Outcome(NamedTuple):
     result: dict[str, Any]  # what result.json says
     state: PyTree  # the learner's last state, or None if it was lost
     error: BaseException | None
+    saved_update: int  # the last update that a checkpoint holds
     stuck: bool  # a thread is still inside a long computation; leave by os._exit
 
 
@@ -131,6 +133,17 @@ class Statistics:
         self.times, self.learner_wait, self.learner_update = [], 0.0, 0.0
         return actor, learner
 
+    def counters(self, seconds: float) -> dict[str, Any]:
+        """What a checkpoint keeps of this."""
+        recent = [list(episode) for episode in self.recent]
+        return {"global_step": self.global_step, "episodes": self.episodes, "recent": recent, "seconds": seconds}
+
+    @classmethod
+    def from_counters(cls, counters: dict[str, Any]) -> "Statistics":
+        """The inverse."""
+        recent = deque((Episode(r, length) for r, length in counters["recent"]), maxlen=EPISODES_SHOWN)
+        return cls(counters["global_step"], counters["episodes"], recent)
+
     @property
     def mean_return(self) -> float | None:
         return float(np.mean([e.ret for e in self.recent])) if self.recent else None
@@ -159,6 +172,7 @@ class Progress:
     update: int = 0
     lag: int | None = None
     sps: float | None = None
+    saved_update: int = 0  # the last update that a checkpoint holds
 
 
 LogPoint = Callable[[int, int, float, dict[str, Any]], None]
@@ -176,11 +190,16 @@ class Training:
     log_frequency: int
     make_envs: Callable[[Sequence[int], int], Envs]
     """seeds, epoch -> environments; tests put scripted ones here"""
+    checkpoints: Checkpoints | None = None
+    """where checkpoints go; None to keep none"""
+    saved: Saved | None = None
+    """the checkpoint to go on from"""
 
     @property
     def schedule(self) -> Schedule:
         e = self.experiment
-        return Schedule(1, e.num_updates, e.concurrency, e.checkpoint_frequency)
+        first = self.saved.update + 1 if self.saved else 1
+        return Schedule(first, e.num_updates, e.concurrency, e.checkpoint_frequency)
 
     @property
     def local_actors(self) -> range:
@@ -205,11 +224,15 @@ def make_training(
     spec: EnvSpec,
     log_frequency: int = 10,
     make_envs: Callable[[Sequence[int], int], Envs] | None = None,
+    checkpoints: Checkpoints | None = None,
+    saved: Saved | None = None,
 ) -> Training:
     """The fixed parts of a run over EnvPool's environments, or over those that `make_envs` makes."""
     threads = threads_per_actor(partition.num_actors // partition.num_processes)
     pools = lambda seeds, epoch: Envs(spec, seeds, threads)
-    return Training(algorithm, experiment, partition, devices, spec, log_frequency, make_envs or pools)
+    return Training(
+        algorithm, experiment, partition, devices, spec, log_frequency, make_envs or pools, checkpoints, saved
+    )
 
 
 def learn(
@@ -224,25 +247,30 @@ def learn(
     """The learner thread: the updates, in order.  Actors follow through their channels."""
     e, schedule = training.experiment, training.schedule
     clock = time.perf_counter
-    start = clock()
-    statistics, status = progress.statistics, progress.status
+    statistics, status, saved = progress.statistics, progress.status, training.saved
+    params_of = training.algorithm.actor_params
+    start = clock() - (saved.counters["seconds"] if saved else 0.0)
 
     status.phase = "compiling the update"
-    state = progress.state = learner.init()
+    state = progress.state = learner.replicate(saved.state) if saved else learner.init()
     envs = training.partition.num_envs // training.partition.num_blocks
     learner.compile(state, abstract_block(training.algorithm, training.spec, e.num_steps, envs))
     stop.check()
     status.phase = "collecting the first rollout"
 
+    def publish(version: int, params: PyTree) -> None:
+        published = learner.publish(params)
+        for device, params_channel in params_channels:
+            params_channel.put(Params(version, published[device]))
+
+    if saved and schedule.first <= schedule.last and schedule.policy_version(schedule.first) == saved.update:
+        publish(saved.update, saved.older_params)  # the rollout that was under way while update `saved.update` ran
     timed_from, timed_steps = clock(), 0
-    last_log, steps_at_last_log = clock(), 0
+    last_log, steps_at_last_log = clock(), statistics.global_step
     for update in range(schedule.first, schedule.last + 1):
         # Version `update` is what update-1 made.  With concurrency it serves the next rollout, without it this one.
         if schedule.policy_version(update) == update or schedule.policy_version(update + 1) == update < schedule.last:
-            published = learner.publish(state)
-            for device, params_channel in params_channels:
-                params_channel.put(Params(update, published[device]))
-            del published
+            publish(update, learner.local(params_of(state)))
 
         before = clock()
         parcels = [rollout_channel.get()[0] for rollout_channel in rollout_channels]
@@ -257,6 +285,9 @@ def learn(
         blocks = [block for parcel in parcels for block in parcel.blocks]
         lag = update - parcels[0].policy_version
         del parcels
+        at_checkpoint = e.checkpoint_frequency > 0 and update % e.checkpoint_frequency == 0
+        saving = (at_checkpoint or update == schedule.last) and training.checkpoints is not None
+        older_params = jax.device_get(learner.local(params_of(state))) if saving else None
         progress.state = None
         state, metrics = learner.update(state, blocks, update)
         del blocks
@@ -265,7 +296,6 @@ def learn(
         statistics.learner_update += clock() - before
         progress.state, progress.update, progress.lag = state, update, lag
 
-        at_checkpoint = e.checkpoint_frequency > 0 and update % e.checkpoint_frequency == 0
         status.phase, status.update = "training", update
         first = update == schedule.first
         if first or at_checkpoint or update % training.log_frequency == 0 or update == schedule.last:
@@ -287,9 +317,16 @@ def learn(
             bottleneck = name_bottleneck(actor_times, learner_times, e.concurrency)
             values["stats/bottleneck"] = bottleneck
             if at_checkpoint or update == schedule.last:
-                values["params_digest"] = params_digest(learner.local(training.algorithm.actor_params(state)))
+                values["params_digest"] = params_digest(learner.local(params_of(state)))
             log(update, statistics.global_step, now - start, values)
             fill_status(status, statistics, values, actor_times, learner_times, interval, bottleneck)
+        if saving and training.checkpoints is not None and training.devices.is_main:
+            host_state = jax.device_get(learner.local(state))
+            training.checkpoints.save(Saved(update, host_state, older_params, statistics.counters(clock() - start)))
+            progress.saved_update = update
+    if training.checkpoints is not None:
+        status.phase = "writing the last checkpoint"
+        training.checkpoints.wait()
 
 
 def log_values(
@@ -363,6 +400,12 @@ def run_training(training: Training, display: Display, status: Status, log: LogP
     stop = Stop()
     progress = Progress(status)
     started = time.perf_counter()
+    if (saved := training.saved) is not None:
+        progress.statistics = Statistics.from_counters(saved.counters)
+        progress.update = progress.saved_update = status.update = saved.update
+        progress.lag = training.schedule.lag(saved.update)
+        status.global_step = progress.statistics.global_step
+        started -= saved.counters["seconds"]
     learner = Learner(training.algorithm, training.partition, devices, e.seed)
     steppers = make_steppers(training.algorithm, e.num_steps)
 
@@ -429,4 +472,4 @@ def run_training(training: Training, display: Display, status: Status, log: LogP
         result["params_digest"] = params_digest(learner.local(training.algorithm.actor_params(state)))
     if error is not None:
         result["error"] = f"{type(error).__name__}: {error}" if not isinstance(error, Interrupted) else str(error)
-    return Outcome(result, state, error, stuck)
+    return Outcome(result, state, error, progress.saved_update, stuck)

@@ -1,0 +1,147 @@
+"""Checkpoints by Orbax: save without stopping anybody, keep the newest, restore the newest that is sound.
+
+A checkpoint is taken between two updates, where the environments start afresh; so it needs no emulator's state, and
+a run that goes on from it makes the same bits as one that was never interrupted.  It holds the learner's state, the
+parameters one version older (which the next rollout is collected with), and what the logs count.
+"""
+
+import hashlib
+import logging
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from cleanba.rollout import PyTree
+
+COUNTERS = "counters"
+ARRAYS = "arrays"
+
+
+class Saved(NamedTuple):
+    """What a checkpoint holds."""
+
+    update: int
+    """the last update that is in it"""
+    state: PyTree
+    """the learner's state after that update, on the host"""
+    older_params: PyTree
+    """what acting needs, from before that update"""
+    counters: dict[str, Any]
+    """steps, episodes and seconds so far"""
+
+
+def tree_digest(tree: PyTree) -> str:
+    """SHA-256 over the bytes, shapes and types of all arrays, in the order of their paths."""
+    digest = hashlib.sha256()
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        x = np.asarray(leaf)
+        digest.update(f"{jax.tree_util.keystr(path)} {x.dtype} {x.shape}".encode())
+        digest.update(np.ascontiguousarray(x).tobytes())
+    return f"sha256:{digest.hexdigest()}"
+
+
+class Checkpoints:
+    """The folder `checkpoints/` of a run.  Every process may read it; only the main process writes."""
+
+    def __init__(self, run_dir: Path, keep: int):
+        import orbax.checkpoint as ocp
+
+        logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax tells of every step; we tell of damage
+        self._ocp = ocp
+        self._folder = (run_dir / "checkpoints").absolute()
+        me = jax.process_index()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._manager = ocp.CheckpointManager(
+            self._folder,
+            item_names=(ARRAYS, COUNTERS),
+            options=ocp.CheckpointManagerOptions(
+                max_to_keep=keep,
+                create=False,
+                # No process waits for another: the state is the same everywhere, so one of them can write it alone.
+                multiprocessing_options=ocp.options.MultiprocessingOptions(
+                    primary_host=me, active_processes={me}, barrier_sync_key_prefix=f"cleanba{me}"
+                ),
+            ),
+        )
+
+    def save(self, saved: Saved) -> None:
+        """Begin to write a checkpoint; returns as soon as the arrays may change again.
+
+        Raises:
+            OSError: this one or the one before could not be written.
+        """
+        arrays = {"state": saved.state, "older_params": saved.older_params}
+        counters = {**saved.counters, "digest": tree_digest(arrays)}
+        leaves = {f"{i:05d}": np.asarray(x) for i, x in enumerate(jax.tree.leaves(arrays))}
+        self._guarded(
+            lambda: self._manager.save(
+                saved.update,
+                args=self._ocp.args.Composite(
+                    **{ARRAYS: self._ocp.args.StandardSave(leaves), COUNTERS: self._ocp.args.JsonSave(counters)}
+                ),
+            )
+        )
+
+    def wait(self) -> None:
+        """Wait until everything is on disk.
+
+        Raises:
+            OSError: a checkpoint could not be written.
+        """
+        self._guarded(self._manager.wait_until_finished)
+
+    def _guarded(self, do: Any) -> None:
+        try:
+            do()
+        except Exception as error:
+            raise OSError(
+                f"a checkpoint could not be written to {self._folder.parent.name}/checkpoints ({error}); "
+                "free some space or choose another disk, then give the same command again to go on"
+            ) from error
+
+    def close(self) -> None:
+        """Let go of the folder."""
+        self._manager.close()
+
+    def restore(self, like_state: PyTree, like_params: PyTree) -> tuple[Saved | None, list[str]]:
+        """The newest checkpoint that is sound, or None, and a warning for each that is not.
+
+        `like_state` and `like_params` give the structure, shapes and types to expect.
+        """
+        warnings = []
+        arrays_like = {"state": like_state, "older_params": like_params}
+        leaves_like, structure = jax.tree.flatten(arrays_like)
+        for update in sorted(self._manager.all_steps(read=True), reverse=True):
+            try:
+                restored = self._manager.restore(
+                    update,
+                    args=self._ocp.args.Composite(
+                        **{
+                            ARRAYS: self._ocp.args.StandardRestore(
+                                {f"{i:05d}": np.zeros(x.shape, x.dtype) for i, x in enumerate(leaves_like)}
+                            ),
+                            COUNTERS: self._ocp.args.JsonRestore(),
+                        }
+                    ),
+                )
+                counters = dict(restored[COUNTERS])
+                leaves = [np.asarray(restored[ARRAYS][f"{i:05d}"]) for i in range(len(leaves_like))]
+                arrays = jax.tree.unflatten(structure, leaves)
+                if counters.pop("digest") != tree_digest(arrays):
+                    raise ValueError("its checksum does not match")
+            except Exception as error:  # whatever is wrong with it, an older one may be sound
+                reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
+                warnings.append(f"checkpoint {update} is damaged and left out: {reason}")
+                continue
+            return Saved(update, arrays["state"], arrays["older_params"], counters), warnings
+        return None, warnings
+
+    def forget_after(self, update: int) -> None:
+        """Remove checkpoints newer than `update`: damaged ones, which the run is about to write again."""
+        for newer in self._manager.all_steps(read=True):
+            if newer > update:
+                shutil.rmtree(self._folder / str(newer), ignore_errors=True)
+        self._manager.reload()
