@@ -13,7 +13,7 @@ import tyro
 
 from cleanba import impala, ppo
 from cleanba.config import Experiment, Partition, Placement, Run, differences, from_json, require, resolve, to_json
-from cleanba.errors import UsageError
+from cleanba.errors import UsageError, closest_names
 
 
 class Recipe(NamedTuple):
@@ -52,7 +52,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def dispatch(argv: list[str]) -> tuple[int, bool]:
     """The command's words -> exit code, and whether a thread is stuck."""
-    commands = "\n".join(f"  {r.name:10} {r.about}" for r in RECIPES.values())
+    names = {r.name: r.about for r in RECIPES.values()} | {
+        "resume": "go on with a run, on the same placement or another",
+        "diff": "tell whether two runs trained the same bits",
+    }
+    commands = "\n".join(f"  {name:10} {about}" for name, about in names.items())
     usage = f"usage: cleanba COMMAND [FLAGS]\n\ncommands:\n{commands}\n\n`cleanba COMMAND --help` explains its flags."
     if argv and argv[0] in ("--version", "-V"):
         from cleanba import __version__
@@ -62,23 +66,50 @@ def dispatch(argv: list[str]) -> tuple[int, bool]:
     if not argv or argv[0] in ("-h", "--help"):
         print(usage)
         return (0 if argv else 2), False
-    if argv[0] not in RECIPES:
-        from cleanba.errors import closest_names
+    name, *flags = argv
+    if name in RECIPES:
+        return train_command(RECIPES[name], flags)
+    if name == "resume":
+        return resume_command(flags)
+    if name == "diff":
+        from cleanba.diff import diff_command
 
-        close = closest_names(argv[0], RECIPES)
-        raise UsageError(
-            f"there is no command {argv[0]!r}; " + (f"did you mean {close}?" if close else f"try {', '.join(RECIPES)}")
-        )
-    return train_command(RECIPES[argv[0]], argv[1:])
+        return diff_command(flags)
+    close = closest_names(name, names)
+    raise UsageError(
+        f"there is no command {name!r}; " + (f"did you mean {close}?" if close else f"try {', '.join(names)}")
+    )
 
 
-def train_command(recipe: Recipe, argv: list[str]) -> tuple[int, bool]:
+def train_command(recipe: Recipe, argv: list[str], default: Any = None) -> tuple[int, bool]:
     """`cleanba ppo …`: parse, refuse what does not fit, train."""
-    config = parse(recipe, argv)
-    from cleanba.runtime.placement import initialise
+    config = parse(recipe, argv, default)
+    from cleanba.runtime.placement import initialise, make_deterministic
 
+    if config.experiment.deterministic:
+        make_deterministic()
     initialise(config.placement)
     return train(recipe, config)
+
+
+def resume_command(argv: list[str]) -> tuple[int, bool]:
+    """`cleanba resume RUN_DIR …`: a run's own flags as the defaults, other placement flags on top."""
+    if not argv or argv[0].startswith("-"):
+        words = "usage: cleanba resume RUN_DIR [FLAGS]\n\nGoes on with a run; flags may place it elsewhere."
+        require(bool(argv) and argv[0] in ("-h", "--help"), f"resume needs the directory of a run\n{words}")
+        print(words)
+        return 0, False
+    from cleanba.runtime.rundir import read_json
+
+    run_dir = Path(argv[0])
+    saved = read_json(run_dir / "config.json")
+    recipe, experiment = read_recipe(run_dir)
+    default = config_type(recipe)(
+        experiment=experiment,
+        placement=from_json(Placement, saved["placement"]),
+        run=replace(from_json(Run, saved["run"]), run_dir=run_dir),
+    )
+    return train_command(recipe, argv[1:], default)
 
 
 @dataclass(frozen=True)
@@ -106,62 +137,81 @@ def config_type(recipe: Recipe) -> type:
     )
 
 
-def parse(recipe: Recipe, argv: list[str]) -> Config:
+def parse(recipe: Recipe, argv: list[str], default: Any = None) -> Config:
     """Flags -> configuration.  tyro prints its own message and exits with 2 for flags it cannot read.
 
+    `default` holds the configuration of a run to go on with.
+
     Raises:
-        UsageError: --experiment names no run of this algorithm, or comes with flags that change the experiment.
+        UsageError: --experiment names no run of this algorithm, or flags change an experiment that was given whole.
     """
     kind = config_type(recipe)
-    earlier = earlier_experiment(recipe, argv)
-    default = kind(experiment=earlier) if earlier else kind()
+    source = word_after("--experiment", argv)
+    if default is None and source is not None:
+        earlier_recipe, experiment = read_recipe(Path(source))
+        name = earlier_recipe.name
+        require(name == recipe.name, f"--experiment {source} is a run of {name}; use `cleanba {name}`")
+        default = kind(experiment=experiment)
     parsed: Any = tyro.cli(
         kind,
         args=argv,
         prog=f"cleanba {recipe.name}",
-        default=default,
+        default=default or kind(),
         config=(tyro.conf.OmitArgPrefixes,),
     )
-    if earlier:
-        changed = differences(to_json(earlier), to_json(parsed.experiment))
+    if default is not None:
+        changed = differences(to_json(default.experiment), to_json(parsed.experiment))
         require(
             not changed,
-            f"--experiment takes the whole experiment from {parsed.run.experiment_from}, but flags change it "
-            f"({'; '.join(changed)}); leave them out, or leave --experiment out",
+            f"the whole experiment is taken from {source or default.run.run_dir}, but flags change it "
+            f"({'; '.join(changed)}); leave these flags out, or start an experiment of its own",
         )
     run = replace(parsed.run, exp_name=parsed.run.exp_name or recipe.name)
     return Config(parsed.experiment, parsed.placement, run)
 
 
-def earlier_experiment(recipe: Recipe, argv: list[str]) -> Experiment | None:
-    """The experiment that --experiment names, if it is among the flags."""
+def word_after(flag: str, argv: list[str]) -> str | None:
+    """The value of a flag, read before tyro reads them all."""
     for i, word in enumerate(argv):
-        flag, eq, value = word.partition("=")
-        if flag != "--experiment":
-            continue
-        if not eq:
-            require(i + 1 < len(argv), "--experiment needs the directory of an earlier run")
-            value = argv[i + 1]
-        from cleanba.runtime.rundir import read_experiment
-
-        values = read_experiment(Path(value))
-        algorithm = values.pop("algorithm")
-        require(
-            algorithm == recipe.name,
-            f"--experiment {value} is a run of {algorithm}; use `cleanba {algorithm}`",
-        )
-        return from_json(recipe.experiment, values)
+        name, eq, value = word.partition("=")
+        if name == flag:
+            require(bool(eq) or i + 1 < len(argv), f"{flag} needs a value")
+            return value if eq else argv[i + 1]
     return None
+
+
+def read_recipe(run_dir: Path) -> tuple[Recipe, Experiment]:
+    """An earlier run's algorithm and experiment.
+
+    Raises:
+        UsageError: there is no such run, or it was written by another version.
+    """
+    from cleanba.runtime.rundir import read_experiment
+
+    values = read_experiment(run_dir)
+    algorithm = values.pop("algorithm")
+    require(algorithm in RECIPES, f"{run_dir} is a run of {algorithm!r}; this version knows {', '.join(RECIPES)}")
+    recipe = RECIPES[algorithm]
+    return recipe, from_json(recipe.experiment, values)
 
 
 def train(recipe: Recipe, config: Config) -> tuple[int, bool]:
     """Everything between flags and exit code.  Raises `UsageError` before anything is compiled."""
     import jax
+    import numpy as np
 
     from cleanba.envs import env_spec
     from cleanba.runtime.metrics import Display, Status, Writers, write_json
-    from cleanba.runtime.placement import find_devices
-    from cleanba.runtime.rundir import Finished, default_name, lock, open_run, rewind_logs
+    from cleanba.runtime.placement import find_devices, gather_over_processes
+    from cleanba.runtime.rundir import (
+        Finished,
+        default_name,
+        differing_machines,
+        lock,
+        open_run,
+        read_json,
+        rewind_logs,
+    )
     from cleanba.runtime.train import Interrupted, make_training, run_training
 
     devices = find_devices(config.placement)
@@ -183,19 +233,30 @@ def train(recipe: Recipe, config: Config) -> tuple[int, bool]:
     status = Status(f"{recipe.name} on {e.env_id}, seed {e.seed}", e.num_updates, e.num_updates * e.batch_size)
     writers: Writers | None = None
     held: Any = None
+    opened: Any = None
+    refusal: Exception | None = None
     if devices.is_main:
-        held = lock(run_dir)
         try:
-            saved_config = open_run(run_dir, recipe.name, e, config.placement, config.run)
-        except Finished as done:
-            print(f"cleanba: {done}")
-            return 0, False
+            held = lock(run_dir)
+            opened = open_run(run_dir, recipe.name, e, config.placement, config.run)
+        except (UsageError, Finished) as why:
+            refusal = why
+    refused = gather_over_processes(np.array([refusal is not None])).any()
+    if isinstance(refusal, Finished):
+        print(f"cleanba: {refusal}")
+    elif refusal is not None:
+        raise refusal
+    if refused:
+        return (0 if not devices.is_main or isinstance(refusal, Finished) else 2), False
     checkpoints, saved = open_checkpoints(run_dir, algorithm, config.run.keep_checkpoints)
-    if devices.is_main:
-        history = rewind_logs(run_dir, saved.update if saved else 0)
-        r = config.run
-        writers = Writers(run_dir, r.track, r.wandb_project_name, r.wandb_entity, saved_config, history)
     display = Display(status, enabled=devices.is_main)
+    if devices.is_main:
+        r = config.run
+        history = rewind_logs(run_dir, saved.update if saved else 0)
+        writers = Writers(run_dir, r.track, r.wandb_project_name, r.wandb_entity, opened.config, history)
+        earlier = read_json(Path(r.experiment_from) / "config.json") if r.experiment_from else opened.earlier
+        for warning in differing_machines(earlier, opened.config):
+            display.say(f"warning: {warning}")
     kinds = jax.local_devices()[0].device_kind
     display.say(
         f"{recipe.name} on {e.env_id}: {e.num_envs} environments, {e.num_actors} actors, {e.num_shards} shards, "

@@ -77,6 +77,8 @@ class Experiment:
     """memory between torso and heads"""
     lstm_size: int = 256
     """units of the LSTM"""
+    deterministic: bool = True
+    """on GPUs, only kernels that give the same bits every time (docs/determinism.md)"""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """number format that the network computes in (parameters stay float32)"""
 
@@ -301,7 +303,7 @@ def to_json(config: Any) -> dict[str, Any]:
     return {k: str(v) if isinstance(v, Path) else v for k, v in dataclasses.asdict(config).items()}
 
 
-def from_json(cls: type[E], values: dict[str, Any]) -> E:
+def from_json(cls: type[Any], values: dict[str, Any]) -> Any:
     """The dataclass that `to_json` wrote; fields of another version are named.
 
     Raises:

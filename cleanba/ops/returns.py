@@ -70,7 +70,8 @@ def vtrace(
     """V-trace targets and advantages (Espeholt et al. 2018, eq. 1 and section 4.2).
 
         v_s = V(x_s) + sum_{t >= s} gamma^{t-s} (prod_{i=s}^{t-1} c_i) delta_t V
-        delta_t V = rho_t (r_t + gamma V(x_{t+1}) - V(x_t)),  rho_t = min(rho_bar, ratio_t),  c_i = lam min(c_bar, ratio_i)
+        delta_t V = rho_t (r_t + gamma V(x_{t+1}) - V(x_t))
+        rho_t = min(rho_bar, ratio_t),  c_i = lam min(c_bar, ratio_i)
 
     value [T+1, B]; log_ratio [T, B] is log pi(a_t|x_t) - log mu(a_t|x_t); reward, terminated, truncated [T, B].
     `rho_bar`, `c_bar` may be infinite for no clipping; `pg_rho_bar` clips the policy gradient's ratio and defaults to

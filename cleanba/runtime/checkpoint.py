@@ -145,3 +145,22 @@ class Checkpoints:
             if newer > update:
                 shutil.rmtree(self._folder / str(newer), ignore_errors=True)
         self._manager.reload()
+
+
+def steps(run_dir: Path) -> list[int]:
+    """The updates that a run keeps checkpoints of."""
+    folder = run_dir / "checkpoints"
+    return sorted(int(p.name) for p in folder.iterdir() if p.name.isdecimal()) if folder.is_dir() else []
+
+
+def read_arrays(run_dir: Path, update: int) -> list[np.ndarray]:
+    """All arrays of one checkpoint, in their order, without knowing what they mean."""
+    import orbax.checkpoint as ocp
+
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    with ocp.StandardCheckpointer() as checkpointer:
+        metadata = checkpointer.metadata((run_dir / "checkpoints" / str(update) / ARRAYS).absolute())
+        tree = getattr(metadata, "item_metadata", metadata)
+        like = {k: np.zeros(v.shape, v.dtype) for k, v in dict(tree).items()}
+        restored = checkpointer.restore((run_dir / "checkpoints" / str(update) / ARRAYS).absolute(), like)
+    return [np.asarray(restored[k]) for k in sorted(restored)]

@@ -7,7 +7,7 @@ import json
 import os
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from cleanba.config import Experiment, Placement, Run, differences, to_json
 from cleanba.errors import UsageError
@@ -53,8 +53,26 @@ def read_experiment(run_dir: Path) -> dict[str, Any]:
     return experiment
 
 
-def open_run(run_dir: Path, algorithm: str, e: Experiment, placement: Placement, run: Run) -> dict[str, Any]:
-    """Make the directory and write config.json, or look at what is there already.  Returns the configuration.
+class Opened(NamedTuple):
+    config: dict[str, Any]
+    """what config.json says now"""
+    earlier: dict[str, Any] | None
+    """what it said before, if the run goes on"""
+
+
+def differing_machines(earlier: dict[str, Any] | None, now: dict[str, Any]) -> list[str]:
+    """In what the machines of two runs differ that may change bits: packages, kind of device, cores of a CPU."""
+    if earlier is None:
+        return []
+    a, b = ({**c.get("packages", {}), "device kind": c.get("device_kind")} for c in (earlier, now))
+    if b["device kind"] == "cpu":
+        a["CPU cores"], b["CPU cores"] = earlier.get("cpu_cores"), now.get("cpu_cores")
+    changed = differences(a, b)
+    return [f"the bits may differ from the earlier run's, which had other {'; '.join(changed)}"] if changed else []
+
+
+def open_run(run_dir: Path, algorithm: str, e: Experiment, placement: Placement, run: Run) -> Opened:
+    """Make the directory and write config.json, or look at what is there already.
 
     Raises:
         Finished: the same experiment has finished there.
@@ -67,7 +85,8 @@ def open_run(run_dir: Path, algorithm: str, e: Experiment, placement: Placement,
         **describe_devices(),
     }
     path = run_dir / "config.json"
-    if path.exists():
+    earlier = read_json(path) if path.exists() else None
+    if earlier is not None:
         changed = differences(read_experiment(run_dir), config["experiment"])
         if changed:
             raise UsageError(
@@ -84,7 +103,7 @@ def open_run(run_dir: Path, algorithm: str, e: Experiment, placement: Placement,
         write_json(path, config)
     except OSError as error:
         raise unwritable(run_dir, error) from None
-    return config
+    return Opened(config, earlier)
 
 
 def unwritable(run_dir: Path, error: OSError) -> UsageError:

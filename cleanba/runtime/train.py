@@ -297,15 +297,15 @@ def learn(
         progress.state, progress.update, progress.lag = state, update, lag
 
         status.phase, status.update = "training", update
-        first = update == schedule.first
-        if first or at_checkpoint or update % training.log_frequency == 0 or update == schedule.last:
+        if update == schedule.first:  # its time was mostly compilation, so the clock starts after it
+            new = statistics.new_steps * training.devices.num_processes
+            timed_from, timed_steps = clock(), statistics.global_step + new
+        if update == 1 or at_checkpoint or update % training.log_frequency == 0 or update == schedule.last:
             new_steps = statistics.gather()
             now = clock()
-            if first:  # the first update's time is mostly compilation, so the clock starts after it
-                timed_from, timed_steps = now, statistics.global_step
-            sps = (statistics.global_step - timed_steps) / (now - timed_from) if not first else None
+            sps = (statistics.global_step - timed_steps) / (now - timed_from) if update > schedule.first else None
             if schedule.first == schedule.last:  # nothing but the first update to go by
-                sps = new_steps / (now - start)
+                sps = new_steps / (now - last_log)
             recent = (statistics.global_step - steps_at_last_log) / (now - last_log)
             interval = now - last_log
             last_log, steps_at_last_log = now, statistics.global_step

@@ -1,0 +1,104 @@
+"""`cleanba diff RUN_A RUN_B`: whether two runs trained the same bits, and if not, from where on they differ."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from cleanba.config import differences
+from cleanba.errors import UsageError
+from cleanba.runtime.rundir import differing_machines, read_experiment, read_json
+
+USAGE = """usage: cleanba diff RUN_A RUN_B
+
+Says whether two runs are the same experiment, and whether, from which update on and by how much their parameters and
+metrics differ.  Exit code 0 when identical, 1 when not."""
+
+# What depends on where and when a run was made, not on what it trained.
+NOT_TRAINED = ("stats/", "charts/SPS", "seconds")
+
+
+def read_rows(run_dir: Path) -> dict[int, dict[str, Any]]:
+    """metrics.jsonl by update, without what depends on the placement.
+
+    Raises:
+        UsageError: it cannot be read.
+    """
+    rows = {}
+    try:
+        for line in (run_dir / "metrics.jsonl").read_text().splitlines():
+            row = json.loads(line)
+            rows[row["update"]] = {k: v for k, v in row.items() if not k.startswith(NOT_TRAINED)}
+    except (OSError, ValueError, KeyError) as error:
+        raise UsageError(f"{run_dir}/metrics.jsonl cannot be read ({error}); name the directory of a run") from None
+    return rows
+
+
+def compare_metrics(a: dict[int, dict[str, Any]], b: dict[int, dict[str, Any]]) -> list[str]:
+    """One line per metric that differs at an update that both runs logged: where first, and by how much at most."""
+    first: dict[str, int] = {}
+    largest: dict[str, float] = {}
+    for update in sorted(set(a) & set(b)):
+        for name in sorted(set(a[update]) & set(b[update]) - {"params_digest"}):
+            x, y = a[update][name], b[update][name]
+            if x == y:
+                continue
+            first.setdefault(name, update)
+            numeric = isinstance(x, int | float) and isinstance(y, int | float)
+            largest[name] = max(largest.get(name, 0.0), abs(x - y) if numeric else math.inf)
+    by_how_much = lambda d: f", by up to {d:.3g}" if math.isfinite(d) else ""
+    return [f"{name}: from update {update} on{by_how_much(largest[name])}" for name, update in first.items()]
+
+
+def compare_parameters(a: Path, b: Path) -> str:
+    """How far the newest parameters that both runs keep a checkpoint of lie apart."""
+    from cleanba.runtime.checkpoint import read_arrays, steps
+
+    common = sorted(set(steps(a)) & set(steps(b)))
+    if not common:
+        return "no checkpoint of the same update is kept by both runs, so parameters cannot be compared one by one"
+    update = common[-1]
+    x, y = read_arrays(a, update), read_arrays(b, update)
+    if [v.shape for v in x] != [v.shape for v in y]:
+        return f"the arrays in the checkpoints of update {update} have different shapes"
+    apart = max((float(abs(p.astype("float64") - q).max()) for p, q in zip(x, y, strict=True) if p.size), default=0.0)
+    return f"largest difference in the learner's state after update {update}: {apart:.3g}"
+
+
+def diff_command(argv: list[str]) -> tuple[int, bool]:
+    """`cleanba diff` -> exit code, and False as no thread is stuck."""
+    if argv and argv[0] in ("-h", "--help"):
+        print(USAGE)
+        return 0, False
+    if len(argv) != 2:
+        raise UsageError(f"diff takes two run directories, but was given {len(argv)}\n{USAGE}")
+    a, b = map(Path, argv)
+    changed = differences(read_experiment(a), read_experiment(b))
+    print("same experiment" if not changed else f"different experiments: {'; '.join(changed)}")
+    for line in differing_machines(read_json(a / "config.json"), read_json(b / "config.json")):
+        print(line)
+
+    rows_a, rows_b = read_rows(a), read_rows(b)
+    digests_a, digests_b = ({u: r["params_digest"] for u, r in rows.items() if "params_digest" in r}
+                            for rows in (rows_a, rows_b))  # fmt: skip
+    both = sorted(set(digests_a) & set(digests_b))
+    wrong = [u for u in both if digests_a[u] != digests_b[u]]
+    if not both:
+        print("parameters: no update at which both runs took a digest")
+    elif wrong:
+        fine = [u for u in both if u < wrong[0]]
+        since = f", the same at update {fine[-1]}" if fine else ""
+        print(f"parameters differ from update {wrong[0]} on{since}; {compare_parameters(a, b)}")
+    else:
+        print(f"parameters are identical at all {len(both)} digests, the last at update {both[-1]}")
+    lines = compare_metrics(rows_a, rows_b)
+    shared = len(set(rows_a) & set(rows_b))
+    print("\n".join(["metrics differ:", *("  " + line for line in lines)]) if lines else
+          f"metrics are identical at all {shared} common log points")  # fmt: skip
+
+    last_a, last_b = max(rows_a, default=0), max(rows_b, default=0)
+    if last_a != last_b:
+        print(f"the runs reach different updates: {last_a} and {last_b}")
+    identical = bool(both) and not changed and not wrong and not lines and last_a == last_b
+    print("identical" if identical else "not identical")
+    return (0 if identical else 1), False
