@@ -1,0 +1,41 @@
+"""What the tests share: eight CPU devices, and a mesh of some of them."""
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")  # both are read when JAX is first imported
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def on_devices():
+    """on_devices(fn, num_shards, num_devices) -> jitted (replicated, *sharded) -> fn(shards, replicated, *sharded).
+
+    Leaves of `sharded` are [num_shards, ...]; `fn` sees those of its device, and returns what is equal everywhere.
+    """
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.sharding import Mesh, PartitionSpec
+
+    from cleanba.shards import ShardAxis
+
+    def spread(fn, num_shards, num_devices):
+        per_device = num_shards // num_devices
+        everywhere, cut = PartitionSpec(), PartitionSpec("learner")
+
+        def body(number, replicated, sharded):
+            index = jax.lax.axis_index("learner") * per_device + jnp.arange(per_device, dtype=jnp.int32)
+            shards = ShardAxis(num_shards=num_shards, index=index, always=number > 0, mesh_axis="learner")
+            return fn(shards, replicated, *sharded)
+
+        mesh = Mesh(np.array(jax.devices()[:num_devices]), ("learner",))
+        mapped = jax.jit(
+            jax.shard_map(
+                body, mesh=mesh, in_specs=(everywhere, everywhere, cut), out_specs=everywhere, check_vma=False
+            )
+        )
+        return lambda replicated, *sharded: mapped(jnp.int32(1), replicated, sharded)
+
+    return spread

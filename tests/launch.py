@@ -1,0 +1,178 @@
+"""Starts runs for tests: through the library, through the command in this process, and as processes of their own."""
+
+import atexit
+import contextlib
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import jax
+import numpy as np
+from jax.experimental.compilation_cache import compilation_cache
+
+from cleanba import cli, ppo
+from cleanba.algorithm import Algorithm
+from cleanba.config import Experiment, Partition, Placement, resolve
+from cleanba.envs import EnvSpec, env_spec
+from cleanba.runtime.metrics import Display, Status
+from cleanba.runtime.placement import find_devices
+from cleanba.runtime.train import Training, make_training, run_training
+
+ROOT = Path(__file__).parents[1]
+
+# Most runs here compile the same few programs: once is enough for all tests and the processes that they start.
+CACHE = Path(os.environ.get("JAX_COMPILATION_CACHE_DIR") or tempfile.mkdtemp(prefix="cleanba-tests-"))
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    atexit.register(shutil.rmtree, CACHE, ignore_errors=True)
+ENVIRONMENT = {
+    "JAX_COMPILATION_CACHE_DIR": str(CACHE),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+}
+jax.config.update("jax_compilation_cache_dir", str(CACHE))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+compilation_cache.reset_cache()
+
+# An experiment of a moment: flags for the command.
+TINY = "--env-id Catch-v0 --num-envs 8 --num-actors 2 --num-shards 1 --num-steps 8 --hiddens 8".split()
+TINY += "--num-minibatches 2 --update-epochs 1 --total-timesteps 320 --log-frequency 1".split()
+
+
+class Record(NamedTuple):
+    """A run that has ended."""
+
+    result: dict[str, Any]  # as result.json
+    rows: list[dict[str, Any]]  # as the lines of metrics.jsonl
+    error: BaseException | None
+    state: Any
+
+    def column(self, name: str) -> list[Any]:
+        return [row[name] for row in self.rows]
+
+
+def build(
+    experiment: Experiment,
+    actors: Sequence[int] = (0,),
+    learners: Sequence[int] = (0,),
+    *,
+    spec: EnvSpec | None = None,
+    make_envs: Callable | None = None,
+    wrap: Callable[[Algorithm], Algorithm] = lambda algorithm: algorithm,
+    log_frequency: int = 1,
+    recipe: Any = ppo,
+) -> Training:
+    """A run on these devices of this process, ready to start.  `spec` and `make_envs` replace EnvPool's."""
+    devices = find_devices(Placement(tuple(actors), tuple(learners)))
+    processes = devices.num_processes
+    e = resolve(experiment, len(actors) * processes, devices.mesh.size, processes)
+    partition = Partition(e.num_envs, e.num_actors, e.num_shards, processes, len(learners))
+    recipe.check(e, partition)
+    spec = spec or env_spec(e)
+    algorithm = wrap(recipe.make(e, spec, devices.platform))
+    return make_training(algorithm, e, partition, devices, spec, log_frequency, make_envs)
+
+
+def train(*args: Any, **kwargs: Any) -> Record:
+    """Run what `build` makes of these arguments, to its end."""
+    rows: list[dict[str, Any]] = []
+
+    def log(update: int, global_step: int, seconds: float, values: dict[str, Any]) -> None:
+        rows.append({"update": update, "global_step": global_step, **values})
+
+    status = Status("test", 1, 1)
+    outcome = run_training(build(*args, **kwargs), Display(status, enabled=False), status, log)
+    return Record(outcome.result, rows, outcome.error, outcome.state)
+
+
+def finished(*args: Any, **kwargs: Any) -> Record:
+    """As `train`, for runs that must not fail."""
+    record = train(*args, **kwargs)
+    if record.error is not None:
+        raise record.error
+    return record
+
+
+def digest(*args: Any, **kwargs: Any) -> str:
+    """The SHA-256 of the parameters that a run ends with."""
+    return finished(*args, **kwargs).result["params_digest"]
+
+
+class Ended(NamedTuple):
+    """A command that has ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+@dataclass
+class _Exit(BaseException):
+    code: int
+
+
+def command(*words: str | Path) -> Ended:
+    """`cleanba WORDS`, in this process: what it printed, and the code with which it would have left."""
+    out, err = io.StringIO(), io.StringIO()
+
+    def leave(code: int) -> None:
+        raise _Exit(code)
+
+    with (
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        mock.patch("os._exit", leave),
+        mock.patch.dict(os.environ),
+    ):
+        try:
+            cli.main([str(word) for word in words])
+            code = 0
+        except SystemExit as end:
+            code = end.code or 0
+        except _Exit as end:
+            code = end.code
+    return Ended(code, out.getvalue(), err.getvalue())
+
+
+def python(*words: str | Path, **env: str) -> subprocess.Popen:
+    """`python WORDS` as a process of its own, with what it prints on pipes."""
+    return subprocess.Popen(
+        [sys.executable, *map(str, words)],
+        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", **env},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen, seconds: float = 120) -> Ended:
+    """Wait for a process; kill it when the time is over."""
+    try:
+        out, err = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        out, err = process.communicate()
+        raise AssertionError(f"still running after {seconds} s:\n{out}\n{err}") from None
+    return Ended(process.returncode, out, err)
+
+
+def read_result(run_dir: Path) -> dict[str, Any]:
+    return json.loads((run_dir / "result.json").read_text())
+
+
+def read_rows(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def same_arrays(a: Any, b: Any) -> bool:
+    """Whether two trees of arrays are equal, element by element."""
+    return all(jax.tree.leaves(jax.tree.map(lambda x, y: np.array_equal(np.asarray(x), np.asarray(y)), a, b)))

@@ -1,0 +1,27 @@
+"""One process of several that train the same experiments, one after the other, on placements of their own.
+
+    python placements.py COORDINATOR PROCESSES THIS RUNS
+
+RUNS is JSON: [experiment's fields, actor devices, learner devices] for each run.  Prints the digest of each run's final
+parameters, one a line.
+"""
+
+import json
+import sys
+
+from launch import digest
+
+from cleanba.config import Placement
+from cleanba.ppo import PPO
+from cleanba.runtime.placement import initialise
+
+
+def main(coordinator: str, processes: str, this: str, runs: str) -> None:
+    initialise(Placement((), (), True, coordinator, int(processes), int(this)))
+    for fields, actors, learners in json.loads(runs):
+        fields = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
+        print(digest(PPO(**fields), actors, learners), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

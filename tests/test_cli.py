@@ -1,0 +1,321 @@
+"""The command: what it refuses and how it says so, what it offers, and what it does with a run that is already there."""
+
+import dataclasses
+import json
+import re
+
+import jax
+import pytest
+from launch import TINY, command, finish, python, read_result
+
+from cleanba.ppo import PPO
+
+COMPILED: list[str] = []
+jax.monitoring.register_event_duration_secs_listener(
+    lambda event, *_, **__: COMPILED.append(event) if "backend_compile" in event else None
+)
+
+
+class Accepted(Exception):
+    """The command has nothing against its flags and would train now."""
+
+
+@pytest.fixture
+def accept(monkeypatch):
+    """Runs the command up to where it would train: True if it gets there."""
+
+    def stop(*_, **__):
+        raise Accepted
+
+    monkeypatch.setattr("cleanba.runtime.train.run_training", stop)
+
+    def tried(*words) -> bool:
+        try:
+            command("ppo", *words)
+        except Accepted:
+            return True
+        return False
+
+    return tried
+
+
+def refusal(*words) -> str:
+    """The one sentence with which the command refuses, before it has compiled anything."""
+    COMPILED.clear()
+    ended = command(*words)
+    assert ended.code == 2, ended
+    assert "Traceback" not in ended.err
+    assert ended.out == ""
+    assert ended.err.startswith("cleanba: ") and ended.err.count("\n") == 1, f"more than one line: {ended.err!r}"
+    assert COMPILED == [], "refused only after compiling"
+    return ended.err.removeprefix("cleanba: ").rstrip("\n")
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """A finished run."""
+    run_dir = tmp_path_factory.mktemp("runs") / "done"
+    COMPILED.clear()
+    assert command("ppo", *TINY, "--run-dir", run_dir).code == 0
+    assert COMPILED, "compilations are not counted"
+    return run_dir
+
+
+# -------------------------------------------------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        ("--env-id Pnog-v5", ["'Pnog-v5'", "Pong-v5"]),
+        ("--env-id seaquest", ["'seaquest'", "Seaquest-v5"]),
+        ("--env-id Pendulum-v1", ["discrete", "CartPole-v1"]),
+        ("--env-options nonsense=3", ["Catch-v0", "nonsense"]),
+        ("--env-options nonsense", ["'nonsense'", "name=value"]),
+        ("--env-options num_envs=3", ["num_envs"]),
+        ("--network nature", ["network=nature", "images", "--network mlp"]),
+        # devices: there are eight, 0 to 7
+        ("--actor-device-ids 8", ["--actor-device-ids", "no device 8", "0 (cpu), 1 (cpu)", "7 (cpu)"]),
+        ("--learner-device-ids 0 9", ["--learner-device-ids", "no device 9", "0 (cpu), 1 (cpu)", "7 (cpu)"]),
+        ("--learner-device-ids -1", ["no device -1"]),
+        ("--actor-device-ids 1 1", ["twice"]),
+        ("--learner-device-ids", ["names no device"]),
+        # numbers that do not divide
+        ("--num-envs 10 --num-actors 4", ["num_envs=10", "4 actors", "--num-envs 8 or 12"]),
+        ("--num-envs 10 --num-actors 1 --num-shards 4", ["num_envs=10", "4 shards", "--num-envs 8 or 12"]),
+        ("--num-envs 12 --num-actors 2 --num-shards 3", ["num_actors=2", "num_shards=3", "--num-actors 1 or 3"]),
+        ("--num-minibatches 5", ["num_minibatches=5", "8 environments x 8 steps", "--num-minibatches 2 or 4"]),
+        ("--num-shards 2 --learner-device-ids 0 1 2", ["num_shards=2", "3 learner devices", "1 or 2"]),
+        # values out of range
+        ("--total-timesteps 63", ["total_timesteps=63", "64", "--total-timesteps 64"]),
+        ("--num-envs 0", ["num_envs=0", "--num-envs"]),
+        ("--num-steps -1", ["num_steps=-1", "--num-steps"]),
+        ("--learning-rate 0", ["learning_rate=0", "--learning-rate"]),
+        ("--learning-rate nan", ["learning_rate=nan", "--learning-rate"]),
+        ("--gamma 1.5", ["gamma=1.5", "[0, 1]"]),
+        ("--gae-lambda -0.1", ["gae_lambda=-0.1", "[0, 1]"]),
+        ("--clip-coef 0", ["clip_coef=0", "--clip-coef"]),
+        ("--update-epochs 0", ["update_epochs=0", "--update-epochs"]),
+        ("--seed -3", ["seed=-3", "--seed 3"]),
+        ("--hiddens 0", ["hiddens=(0,)", "--hiddens"]),
+        ("--checkpoint-frequency -1", ["checkpoint_frequency=-1"]),
+        ("--max-episode-steps 0", ["max_episode_steps=0"]),
+        ("--log-frequency 0", ["log_frequency=0"]),
+        # several processes
+        ("--coordinator-address localhost:1", ["--coordinator-address", "--distributed"]),
+        ("--num-processes 2 --process-id 0", ["--num-processes", "--process-id", "--distributed"]),
+        ("--distributed --process-id 0", ["--process-id", "without --coordinator-address, --num-processes"]),
+        ("--distributed --coordinator-address a:1 --num-processes 2 --process-id 2", ["process_id=2", "[0, 2)"]),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_one_sentence(flags, said, tmp_path):
+    message = refusal("ppo", *TINY, *flags.split(), "--run-dir", tmp_path / "run")
+    for words in said:
+        assert words in message, message
+    assert not (tmp_path / "run").exists(), "a refused run leaves nothing behind"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--num-envs 10 --num-actors 4",
+        "--num-envs 10 --num-actors 1 --num-shards 4",
+        "--num-envs 12 --num-actors 2 --num-shards 3",
+        "--num-minibatches 5",
+        "--num-minibatches 63",
+        "--total-timesteps 63",
+        "--seed -3",
+        "--num-shards 6 --num-actors 6 --num-envs 12 --learner-device-ids 0 1 2 3",
+    ],
+)
+def test_every_remedy_that_a_refusal_names_works(flags, tmp_path, accept):
+    message = refusal("ppo", *TINY, *flags.split(), "--run-dir", tmp_path / "run")
+    remedies = [
+        f"{flag} {value}"
+        for flag, values in re.findall(r"(--[a-z-]+) (\d+(?: or \d+)*)", message)
+        for value in values.split(" or ")
+    ]
+    assert remedies, message
+    for number, remedy in enumerate(remedies):
+        words = [*TINY, *flags.split(), *remedy.split(), "--run-dir", tmp_path / f"run {number}"]
+        assert accept(*words), f"{message}\n{remedy}: {command('ppo', *words).err}"
+
+
+def test_the_numbers_of_learner_devices_that_a_refusal_names_work(tmp_path, accept):
+    words = [*TINY, "--num-shards", "4", "--num-actors", "4", "--run-dir", tmp_path / "run", "--learner-device-ids"]
+    assert "use 1 or 2 or 4 of them" in refusal("ppo", *words, "0", "1", "2")
+    for count in (1, 2, 4):
+        assert accept(*words, *map(str, range(count)))
+
+
+def test_flags_that_fit_are_accepted(tmp_path, accept):
+    assert accept(*TINY, "--run-dir", tmp_path / "run")
+    assert accept("--env-id", "Catch-v0", "--run-dir", tmp_path / "defaults")  # with every default
+
+
+def test_an_unknown_command_is_refused_with_the_closest_one():
+    message = refusal("pppo", "--env-id", "Catch-v0")
+    assert "'pppo'" in message and "did you mean ppo" in message
+
+
+def test_an_unknown_flag_is_refused_with_the_closest_one():
+    COMPILED.clear()
+    ended = command("ppo", *TINY, "--learning-rat", "1")
+    assert ended.code == 2
+    assert "--learning-rat" in ended.err and "--learning-rate" in ended.err
+    assert "Traceback" not in ended.err
+    assert COMPILED == []
+
+
+def test_a_value_of_the_wrong_kind_is_refused():
+    ended = command("ppo", *TINY, "--num-steps", "many")
+    assert ended.code == 2
+    assert "--num-steps" in ended.err and "many" in ended.err
+    assert "Traceback" not in ended.err
+
+
+# ---------------------------------------------------------------------------------------------------------- run directories
+
+
+@pytest.mark.parametrize("below", ["", "runs/x"])
+def test_a_run_directory_that_cannot_be_made_is_refused(below, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    message = refusal("ppo", *TINY, "--run-dir", tmp_path / "file" / below)
+    assert str(tmp_path / "file") in message and "--run-dir" in message
+    assert (tmp_path / "file").read_text() == "in the way"
+
+
+def test_a_run_directory_of_another_experiment_is_refused_with_the_fields_that_differ(done):
+    before = {path.name: path.read_bytes() for path in done.iterdir() if path.is_file()}
+    message = refusal("ppo", *TINY, "--run-dir", done, "--seed", "7", "--gamma", "0.5")
+    assert str(done) in message and "--run-dir" in message
+    assert "seed: 1, now 7" in message and "gamma: 0.99, now 0.5" in message
+    assert "num_envs" not in message
+    assert {path.name: path.read_bytes() for path in done.iterdir() if path.is_file()} == before
+
+
+def test_a_run_directory_whose_config_is_broken_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text("{")
+    message = refusal("ppo", *TINY, "--run-dir", tmp_path)
+    assert "config.json cannot be read" in message
+
+
+@pytest.mark.parametrize("placement", [[], ["--actor-device-ids", "1", "--learner-device-ids", "2"]])
+def test_a_finished_run_is_left_alone(done, placement):
+    before = {path.name: path.read_bytes() for path in done.iterdir() if path.is_file()}
+    COMPILED.clear()
+    ended = command("ppo", *TINY, "--run-dir", done, *placement)
+    assert ended.code == 0
+    assert f"{done} is finished" in ended.out
+    assert ended.err == ""
+    assert COMPILED == []
+    assert {path.name: path.read_bytes() for path in done.iterdir() if path.is_file()} == before
+
+
+def test_the_default_run_directory_names_environment_and_seed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert command("ppo", *TINY, "--total-timesteps", "64", "--seed", "5", "--exp-name", "mine").code == 0
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    assert re.fullmatch(r"Catch-v0__mine__5__\d+", run_dir.name)
+    assert read_result(run_dir)["status"] == "finished"
+
+
+# ------------------------------------------------------------------------------------------------------------- --experiment
+
+
+def test_experiment_takes_everything_from_an_earlier_run(done, tmp_path):
+    placement = ["--actor-device-ids", "1", "2", "--learner-device-ids", "3"]
+    ended = command("ppo", "--experiment", done, "--run-dir", tmp_path / "again", *placement)
+    assert ended.code == 0, ended.err
+    one, two = (json.loads((run / "config.json").read_text()) for run in (done, tmp_path / "again"))
+    assert one["experiment"] == two["experiment"]
+    assert two["placement"]["actor_device_ids"] == [1, 2]
+    assert read_result(tmp_path / "again")["params_digest"] == read_result(done)["params_digest"]
+
+
+def test_experiment_with_a_flag_that_changes_it_is_refused(done, tmp_path, accept):
+    flags = ["--experiment", done, "--run-dir", tmp_path / "run"]
+    message = refusal("ppo", *flags, "--learning-rate", "0.1")
+    assert "learning_rate: 0.00025, now 0.1" in message and "--experiment" in message
+    assert not (tmp_path / "run").exists()
+    assert accept(*flags, "--num-envs", "8"), "a flag that repeats the earlier value changes nothing"
+
+
+def test_experiment_without_a_run_is_refused(tmp_path):
+    assert "does not exist" in refusal("ppo", "--experiment", tmp_path / "nowhere")
+    assert "needs the directory" in refusal("ppo", "--experiment")
+    (tmp_path / "config.json").write_text("{}")
+    assert "holds no experiment" in refusal("ppo", f"--experiment={tmp_path}")
+
+
+def test_experiment_of_another_algorithm_is_refused(done, tmp_path):
+    config = json.loads((done / "config.json").read_text())
+    config["experiment"]["algorithm"] = "impala"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert "cleanba impala" in refusal("ppo", "--experiment", tmp_path)
+
+
+def test_experiment_of_another_version_is_refused_with_its_fields(done, tmp_path):
+    config = json.loads((done / "config.json").read_text())
+    config["experiment"]["forgotten"] = config["experiment"].pop("gamma")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    message = refusal("ppo", "--experiment", tmp_path)
+    assert "forgotten, gamma" in message and "another version" in message
+
+
+# --------------------------------------------------------------------------------------------------------- what is offered
+
+FLAGS = """
+    --exp-name --seed --track --wandb-project-name --wandb-entity --save-model --log-frequency --env-id --total-timesteps
+    --learning-rate --num-steps --anneal-lr --gamma --gae-lambda --num-minibatches --update-epochs --norm-adv --clip-coef
+    --ent-coef --vf-coef --max-grad-norm --channels --hiddens --actor-device-ids --learner-device-ids --distributed
+    --concurrency --num-envs --num-actors --num-shards --network --core --collector --dtype --experiment --run-dir
+    --checkpoint-frequency --repeat-action-probability --full-action-space --episodic-life --max-episode-steps
+    --reward-clip --coordinator-address --num-processes --process-id
+""".split()
+
+
+def test_help_explains_every_flag_in_three_groups():
+    ended = command("ppo", "--help")
+    assert ended.code == 0
+    text = " ".join(re.sub(r"[│╭╰─╮╯]|-{3,}", " ", ended.out).split())  # boxes are drawn with lines or with hyphens
+    groups = re.findall(r"(\w+) options (?=[A-Z])", text)
+    assert groups == ["experiment", "placement", "run"]
+    for flag in FLAGS:
+        assert re.search(rf"{flag}(?=[ ,])", text), f"{flag} is not in --help"
+    # every flag is followed by more than its default
+    for flag, rest in re.findall(r"(--[a-z][a-z-]+)(?:, --no-[a-z-]+)? (.*?)(?= --[a-z]|$)", text):
+        words = re.sub(r"\(default:.*?\)|\[.*?\]|\{.*?\}|[A-Z_|]+(?= )", "", rest).split()
+        assert len(words) >= 2, f"{flag} is not explained: {rest}"
+
+
+def test_the_defaults_are_those_of_the_original_on_atari():
+    expected = dict(
+        total_timesteps=50_000_000, learning_rate=2.5e-4, anneal_lr=True, num_steps=128, num_minibatches=4, update_epochs=4,
+        clip_coef=0.1, ent_coef=0.01, vf_coef=0.5, max_grad_norm=0.5, gamma=0.99, gae_lambda=0.95, norm_adv=True,
+        network="auto", channels=(16, 32, 32), hiddens=(256,), concurrency=True, num_envs=120,
+        repeat_action_probability=0.25, full_action_space=True, episodic_life=False,
+    )  # fmt: skip
+    values = dataclasses.asdict(PPO())
+    assert {name: values[name] for name in expected} == expected
+
+
+def test_the_bare_command_lists_its_commands():
+    asked, bare = command("--help"), command()
+    assert (asked.code, bare.code) == (0, 2)
+    assert "ppo" in asked.out and asked.out == bare.out
+    assert re.fullmatch(r"cleanba \d+\.\d+\.\d+\n", command("--version").out)
+
+
+def test_python_m_cleanba_is_the_command(tmp_path):
+    """Three processes; in the last, JAX must not have touched a device before it is told that it is one of several."""
+    run_dir = tmp_path / "run"
+    good = python("-m", "cleanba", "--help")
+    bad = python("-m", "cleanba", "ppo", *TINY, "--num-minibatches", "5", "--run-dir", run_dir)
+    alone = python("-m", "cleanba", "ppo", *TINY, "--distributed", "--run-dir", run_dir)
+    good, bad, alone = finish(good), finish(bad), finish(alone)
+    assert good.code == 0 and good.out == command("--help").out
+    assert bad.code == alone.code == 2
+    assert bad.err.startswith("cleanba: num_minibatches=5") and bad.err.count("\n") == 1
+    assert "found no cluster" in alone.err and "--coordinator-address" in alone.err and alone.err.count("\n") == 1
+    assert not run_dir.exists()

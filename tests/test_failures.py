@@ -1,0 +1,235 @@
+"""Whatever breaks, the process ends soon, says why once, and leaves nothing running."""
+
+import os
+import random
+import signal
+import threading
+import time
+
+import pytest
+from launch import TINY, command, finish, python, read_result, read_rows
+from scripted import Planted
+
+from cleanba.envs import Envs
+from cleanba.runtime.learner import Learner
+from cleanba.runtime.metrics import Writers
+
+SOON = 5.0  # seconds
+ENDLESS = [*TINY, "--total-timesteps", "1000000000", "--collector", "stepped"]
+
+
+@pytest.fixture
+def pools(monkeypatch):
+    """Watches EnvPool: environments that were made -> whether they were closed."""
+    made: dict[Envs, bool] = {}
+    init, close = Envs.__init__, Envs.close
+
+    def watched_init(self, *args, **kwargs):
+        init(self, *args, **kwargs)
+        made[self] = False
+
+    def watched_close(self):
+        close(self)
+        if self in made:
+            made[self] = True
+
+    monkeypatch.setattr(Envs, "__init__", watched_init)
+    monkeypatch.setattr(Envs, "close", watched_close)
+    return made
+
+
+class Bomb:
+    """Calls through until the n-th call, which raises."""
+
+    def __init__(self, target, n: int):
+        self.target, self.n, self.calls, self.lock = target, n, 0, threading.Lock()
+        self.exploded_at = 0.0
+
+    def plant(self, monkeypatch, owner, name: str) -> "Bomb":
+        monkeypatch.setattr(owner, name, lambda *args, **kwargs: self.explode(*args, **kwargs))
+        return self
+
+    def explode(self, *args, **kwargs):
+        with self.lock:
+            self.calls += 1
+            mine = self.calls == self.n
+        if mine:
+            self.exploded_at = time.perf_counter()
+            raise Planted("the bomb went off")
+        return self.target(*args, **kwargs)
+
+
+def assert_nothing_is_left(pools) -> None:
+    assert not [t.name for t in threading.enumerate() if t.name.startswith(("actor", "learner"))]
+    assert all(pools.values()), "EnvPool was not closed"
+
+
+SOME_STEP = random.Random(2).randint(20, 200)
+
+
+@pytest.mark.parametrize(
+    "owner, name, call",
+    [
+        pytest.param(Envs, "step", 1, id="first step of an environment"),
+        pytest.param(Envs, "step", SOME_STEP, id="some step of an environment"),
+        pytest.param(Envs, "__init__", 2, id="making the second actor's environments"),
+        pytest.param(Envs, "__init__", 4, id="making environments after a checkpoint"),
+        pytest.param(Learner, "compile", 1, id="compiling the update"),
+        pytest.param(Learner, "update", 1, id="first update"),
+        pytest.param(Learner, "update", 5, id="later update"),
+        pytest.param(Learner, "publish", 3, id="publishing parameters"),
+        pytest.param(Learner, "send", 4, id="sending a rollout"),
+        pytest.param(Writers, "write", 2, id="writing metrics"),
+    ],
+)
+def test_an_error_anywhere_ends_the_run_soon_and_is_reported_once(owner, name, call, tmp_path, monkeypatch, pools):
+    bomb = Bomb(getattr(owner, name), call).plant(monkeypatch, owner, name)
+    ended = command("ppo", *ENDLESS, "--run-dir", tmp_path / "run", "--checkpoint-frequency", "3")
+    assert time.perf_counter() - bomb.exploded_at < SOON
+
+    assert ended.code == 1
+    assert ended.err.count("Traceback (most recent call last)") == 1
+    assert ended.err.count('raise Planted("the bomb went off")') == 1, "the traceback must lead to the culprit"
+    assert ended.err.count("in explode") == 1
+    result = read_result(tmp_path / "run")
+    assert result["status"] == "failed"
+    assert result["error"] == "Planted: the bomb went off"
+    assert_nothing_is_left(pools)
+
+
+@pytest.mark.parametrize("signum, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["Ctrl-C", "SIGTERM"])
+@pytest.mark.parametrize("moment", ["compiling", "training"])
+def test_a_signal_ends_the_run_soon_and_cleanly(signum, code, moment, tmp_path, monkeypatch, pools):
+    sent = []
+    method = {"compiling": "compile", "training": "update"}[moment]
+    original = getattr(Learner, method)
+
+    def signalling(*args):
+        if len(args) < 4 or args[3] == 3:  # compile, or update 3
+            sent.append(time.perf_counter())
+            os.kill(os.getpid(), signum)
+        return original(*args)
+
+    monkeypatch.setattr(Learner, method, signalling)
+    handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    ended = command("ppo", *ENDLESS, "--run-dir", tmp_path / "run")
+    if moment == "training":  # a compilation may finish first
+        assert time.perf_counter() - sent[0] < SOON
+
+    assert len(sent) == 1
+    assert ended.code == code
+    assert "Traceback" not in ended.err
+    assert ended.err.strip() == f"cleanba: interrupted by {signum.name}"
+    result = read_result(tmp_path / "run")
+    assert result["status"] == "interrupted"
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
+    assert_nothing_is_left(pools)
+    if moment == "training":
+        assert result["update"] in (2, 3)
+        assert len(pools) == 2
+
+
+def test_ctrl_c_before_training_ends_without_a_traceback(tmp_path, monkeypatch):
+    def press(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("cleanba.envs.env_spec", press)
+    ended = command("ppo", *ENDLESS, "--run-dir", tmp_path / "run")
+    assert (ended.code, ended.err) == (130, "cleanba: interrupted\n")
+
+
+# ------------------------------------------------------------------------------------------------- as processes of their own
+
+HANGS = """
+import sys, time
+from pathlib import Path
+from cleanba import cli
+from cleanba.envs import Envs
+
+marker, step, count = Path(sys.argv[1]), Envs.step, 0
+
+def hang(self, action):
+    global count
+    count += 1
+    if count > 100:
+        marker.touch()
+        time.sleep(600)
+    return step(self, action)
+
+Envs.step = hang
+cli.main(sys.argv[2:])
+"""
+
+FAILS = HANGS.replace("time.sleep(600)", "raise RuntimeError('planted')")
+
+
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory):
+    """Runs as processes, started together because starting takes longest: name -> process, directory, sign of life."""
+    root = tmp_path_factory.mktemp("processes")
+    started = {}
+    for name, script in {"plain 1": None, "plain 2": None, "hangs 1": HANGS, "hangs 2": HANGS, "fails": FAILS}.items():
+        run_dir, marker = root / name, root / f"{name} marker"
+        words = ["ppo", *ENDLESS, "--run-dir", run_dir]
+        process = python("-m", "cleanba", *words) if script is None else python("-c", script, marker, *words)
+        started[name] = process, run_dir, (run_dir / "metrics.jsonl" if script is None else marker)
+    yield started
+    for process, _, _ in started.values():
+        process.kill()
+        process.communicate()
+
+
+def once_running(processes, name: str):
+    """The process and its directory, once it trains or has come as far as its script lets it."""
+    process, run_dir, sign = processes[name]
+    wait_for(lambda: sign.exists() and (sign.suffix != ".jsonl" or sign.stat().st_size > 0), 120)
+    return process, run_dir
+
+
+def wait_for(condition, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} s"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("name, signum, code", [("plain 1", signal.SIGINT, 130), ("plain 2", signal.SIGTERM, 143)])
+def test_a_signal_ends_the_process(processes, name, signum, code):
+    process, run_dir = once_running(processes, name)
+    assert process.poll() is None
+    process.send_signal(signum)
+    ended = finish(process, SOON)
+    assert ended.code == code
+    assert ended.err.strip() == f"cleanba: interrupted by {signum.name}"
+    assert read_result(run_dir)["status"] == "interrupted"
+    assert read_rows(run_dir), "lines of metrics.jsonl are whole"
+
+
+def test_a_signal_ends_a_process_whose_environment_hangs(processes):
+    process, run_dir = once_running(processes, "hangs 1")
+    process.send_signal(signal.SIGTERM)
+    ended = finish(process, SOON)
+    assert ended.code == 143
+    assert "Traceback" not in ended.err
+    assert read_result(run_dir)["status"] == "interrupted"
+
+
+def test_a_second_ctrl_c_ends_the_process_at_once(processes):
+    process, run_dir = once_running(processes, "hangs 2")
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    assert process.poll() is None, "the first one waits for threads"
+    process.send_signal(signal.SIGINT)
+    ended = finish(process, 2.0)
+    assert ended.code == 130
+    assert "Traceback" not in ended.err
+    assert not (run_dir / "result.json").exists()
+
+
+def test_an_error_in_an_actor_ends_the_process(processes):
+    process, run_dir = once_running(processes, "fails")
+    ended = finish(process, SOON)
+    assert ended.code == 1
+    assert ended.err.count("Traceback (most recent call last)") == ended.err.count("in hang") == 1
+    assert ended.err.endswith("cleanba: the run failed: RuntimeError: planted\n")
+    assert read_result(run_dir)["status"] == "failed"

@@ -1,0 +1,392 @@
+"""Networks: shapes, sizes counted by hand, two forms of one convolution, and memory that forgets when it must."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.linen import OptimizedLSTMCell
+
+from cleanba.config import Experiment
+from cleanba.envs import EnvSpec, ObsSpec
+from cleanba.errors import UsageError
+from cleanba.networks import make_actor_critic
+from cleanba.networks.actor_critic import as_vector
+from cleanba.networks.cores import LSTM, LSTMCarry, initial_carry
+from cleanba.networks.layers import Conv, max_pool
+from cleanba.networks.torsos import ImpalaResNet, NatureCNN, channels_last
+
+ATARI = ObsSpec("image", (4, 84, 84), "uint8")
+SMALL_IMAGE = ObsSpec("image", (3, 36, 36), "uint8")
+VECTOR = ObsSpec("vector", (5,), "float32")
+DISCRETE = ObsSpec("discrete", (), "int32", 16)
+MINIGRID = {
+    "image": ObsSpec("grid", (7, 7, 3), "uint8"),
+    "direction": ObsSpec("discrete", (), "int32", 4),
+    "mission": ObsSpec("grid", (96,), "uint8"),
+}
+
+
+def build(obs, platform="cpu", num_actions=6, **experiment):
+    spec = EnvSpec("test", obs, num_actions, False, False, {})
+    return make_actor_critic(spec, Experiment(**experiment), platform)
+
+
+def observe(obs, *lead: int, seed: int = 0):
+    """Random observations [*lead, ...]."""
+    rng = np.random.default_rng(seed)
+
+    def one(o: ObsSpec):
+        high = o.count or (12 if o.kind == "grid" else 256)
+        whole = rng.integers(high, size=(*lead, *o.shape)).astype(o.dtype)
+        return rng.normal(size=whole.shape).astype(o.dtype) if o.kind == "vector" else whole
+
+    return jax.tree.map(one, obs)
+
+
+def some_params(network, bias: float = 0.1):
+    """Random parameters of a sensible scale; much faster to make than orthogonal ones."""
+    rng = np.random.default_rng(0)
+
+    def draw(p):
+        scale = bias if len(p.shape) == 1 else np.prod(p.shape[:-1]) ** -0.5
+        return (scale * rng.normal(size=p.shape)).astype(p.dtype)
+
+    return jax.tree.map(draw, jax.eval_shape(network.initial_params, jax.random.key(0)))
+
+
+def close(a, b, rtol=1e-4, atol=1e-5):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=rtol, atol=atol), a, b)
+
+
+# ------------------------------------------------------------------------------------------ shapes and sizes
+
+SMALL = dict(hiddens=(8,), channels=(4, 6), lstm_size=5)
+
+
+@pytest.mark.parametrize("core", ["none", "lstm"])
+@pytest.mark.parametrize(
+    "obs, network",
+    [(SMALL_IMAGE, "nature"), (SMALL_IMAGE, "impala"), (SMALL_IMAGE, "mlp"), (VECTOR, "mlp"), (DISCRETE, "mlp"),
+     (MINIGRID, "mlp"), (ATARI, "auto"), (MINIGRID, "auto")],
+)  # fmt: skip
+def test_outputs_have_a_logit_per_action_and_a_value_for_every_step_and_environment(obs, network, core):
+    net = build(obs, network=network, core=core, **SMALL)
+
+    def run(key):
+        shape = lambda o: jnp.zeros((3, 2, *o.shape), o.dtype)
+        out = net.outputs(net.initial_params(key), jax.tree.map(shape, obs), jnp.zeros((3, 2), bool), carry)
+        return out.logits, out.value, out.carry
+
+    carry = net.initial_carry(2)
+    logits, value, last = jax.eval_shape(run, jax.random.key(0))
+    assert (logits.shape, value.shape) == ((3, 2, 6), (3, 2))
+    assert logits.dtype == value.dtype == jnp.float32
+    assert jax.tree.map(jnp.shape, last) == jax.tree.map(jnp.shape, carry)
+    assert [x.shape for x in jax.tree.leaves(last)] == ([(2, 5)] * 2 if core == "lstm" else [])
+
+
+def head(features: int, actions: int) -> int:
+    return features * actions + actions + features + 1
+
+
+def lstm(features: int, units: int) -> int:
+    return (features + units + 1) * 4 * units
+
+
+# 84 -> 20 -> 9 -> 7: strides 4, 2, 1 of kernels 8, 4, 3
+NATURE = (8 * 8 * 4 * 32 + 32) + (4 * 4 * 32 * 64 + 64) + (3 * 3 * 64 * 64 + 64) + (7 * 7 * 64 * 512 + 512)
+# A section: one convolution to its channels, four among them.  84 -> 42 -> 21 -> 11: pooled in steps of 2.
+SECTION = lambda before, c: (9 * before * c + c) + 4 * (9 * c * c + c)
+IMPALA = SECTION(4, 16) + SECTION(16, 32) + SECTION(32, 32) + (11 * 11 * 32 * 256 + 256)
+MLP = (5 * 64 + 64) + (64 * 32 + 32)
+
+COUNTS = [
+    (ATARI, dict(network="nature", hiddens=(512,)), NATURE + head(512, 6)),
+    (ATARI, dict(network="impala", hiddens=(256,)), IMPALA + head(256, 6)),
+    (ATARI, dict(network="auto", hiddens=(256,)), IMPALA + head(256, 6)),
+    (VECTOR, dict(network="mlp", hiddens=(64, 32)), MLP + head(32, 6)),
+    (VECTOR, dict(network="auto", hiddens=(64, 32)), MLP + head(32, 6)),
+    (ATARI, dict(network="nature", hiddens=(512,), core="lstm"), NATURE + lstm(512, 256) + head(256, 6)),
+    (ATARI, dict(network="impala", hiddens=(256,), core="lstm"), IMPALA + lstm(256, 256) + head(256, 6)),
+    (VECTOR, dict(network="mlp", hiddens=(64, 32), core="lstm", lstm_size=7), MLP + lstm(32, 7) + head(7, 6)),
+    (DISCRETE, dict(hiddens=(10,)), (16 * 10 + 10) + head(10, 6)),
+    (MINIGRID, dict(hiddens=(10,)), ((147 + 4 + 96) * 10 + 10) + head(10, 6)),
+]
+
+
+@pytest.mark.parametrize("obs, options, expected", COUNTS)
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_networks_have_as_many_parameters_as_counted_by_hand(obs, options, expected, platform):
+    shapes = jax.eval_shape(build(obs, platform, **options).initial_params, jax.random.key(0))
+    assert sum(x.size for x in jax.tree.leaves(shapes)) == expected
+    assert {x.dtype for x in jax.tree.leaves(shapes)} == {jnp.dtype("float32")}
+
+
+def test_the_counts_are_those_of_the_papers_networks():
+    assert NATURE + head(512, 6) == 1_687_719
+    assert IMPALA + head(256, 6) == 9_872 + 41_632 + 46_240 + 991_488 + 1_542 + 257
+
+
+def test_heads_are_orthogonal_of_scale_one_hundredth_and_one_and_biases_are_zero():
+    p = jax.jit(build(VECTOR, hiddens=(32,)).initial_params)(jax.random.key(0))["params"]
+    policy, value = p["policy"]["Dense_0"], p["value"]["Dense_0"]
+    close(policy["kernel"].T @ policy["kernel"], 1e-4 * np.eye(6), atol=1e-8)
+    close(value["kernel"].T @ value["kernel"], np.eye(1))
+    assert not np.any(policy["bias"]) and not np.any(value["bias"])
+
+
+@pytest.mark.parametrize("network", ["nature", "impala"])
+@pytest.mark.parametrize("obs", [VECTOR, DISCRETE, MINIGRID])
+def test_convolutions_over_what_is_no_image_are_refused(network, obs):
+    with pytest.raises(UsageError, match=f"network={network} needs images.*--network mlp"):
+        build(obs, network=network)
+
+
+# -------------------------------------------------------------------- one convolution, computed in two ways
+
+
+def conv_both(x, **options):
+    """Outputs and gradients of one convolution, computed both ways with the same parameters."""
+    params = jax.jit(Conv(**options).init)(jax.random.key(0), x)
+    params = jax.tree.map(lambda p: p + 0.1 * jax.random.normal(jax.random.key(1), p.shape), params)
+
+    def run(params, x, kind):
+        y = Conv(**options, kind=kind).apply(params, x)
+        return (y * jnp.sin(jnp.arange(y.size).reshape(y.shape))).sum(), y
+
+    wrt = (0, 1) if x.dtype == np.float32 else 0
+    grad = jax.jit(jax.grad(run, wrt, has_aux=True), static_argnums=2)
+    return grad(params, x, "xla"), grad(params, x, "patches")
+
+
+@pytest.mark.parametrize("padding", ["VALID", "SAME"])
+@pytest.mark.parametrize("size, stride, hw", [(8, 4, (20, 28)), (4, 2, (9, 11)), (3, 1, (5, 7)), (3, 2, (8, 7))])
+def test_patches_compute_the_same_convolution_and_gradients_as_xla(size, stride, hw, padding):
+    if padding == "SAME" and stride > 1:
+        pytest.skip("no network pads a strided convolution")
+    x = np.random.default_rng(0).normal(size=(2, *hw, 3)).astype(np.float32)
+    xla, cut = conv_both(x, features=4, size=size, stride=stride, padding=padding)
+    close(cut, xla, rtol=1e-3, atol=1e-4)
+
+
+def test_patches_take_bytes_and_scale_them_as_xla_does():
+    x = observe(ObsSpec("image", (12, 12, 3), "uint8"), 2)
+    xla, cut = conv_both(x, features=4, size=4, stride=2, input_scale=1 / 255)
+    close(cut, xla, rtol=1e-3, atol=1e-4)
+    options = dict(features=4, size=4, stride=2)
+    params = Conv(**options).init(jax.random.key(0), x)
+    scaled = Conv(**options).apply(params, x.astype(np.float32) / 255)
+    close(Conv(**options, kind="patches", input_scale=1 / 255).apply(params, x), scaled)
+
+
+@pytest.mark.parametrize("hw", [(84, 84), (42, 21), (21, 11), (4, 5), (3, 3), (2, 1), (1, 1)], ids=str)
+def test_max_pool_equals_xlas_in_values_and_gradients(hw):
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, *hw, 3)) - 5, jnp.float32)  # padding must not win
+
+    def run(x, kind):
+        y = max_pool(x, kind)
+        return (y * jnp.cos(jnp.arange(y.size).reshape(y.shape))).sum(), y
+
+    grad = jax.jit(jax.grad(run, has_aux=True), static_argnums=1)
+    assert grad(x, "xla")[1].shape == (2, -(-hw[0] // 2), -(-hw[1] // 2), 3)
+    close(grad(x, "patches"), grad(x, "xla"))
+
+
+@pytest.mark.parametrize("network", ["nature", "impala"])
+def test_whole_networks_learn_the_same_from_patches_as_from_xla(network):
+    options = dict(network=network, hiddens=(16,), channels=(4, 8))
+    obs, first = observe(SMALL_IMAGE, 2, 2), np.zeros((2, 2), bool)
+    cpu, gpu = (build(SMALL_IMAGE, platform, **options) for platform in ("cpu", "gpu"))
+    assert (cpu.conv, gpu.conv) == ("patches", "xla")
+    params = some_params(cpu)
+
+    def run(network):
+        def loss(params):
+            out = network.outputs(params, obs, first, ())
+            return (out.logits**2).sum() + (out.value * jnp.float32([[1, -2], [3, 4]])).sum(), (out.logits, out.value)
+
+        return jax.jit(jax.grad(loss, has_aux=True))(params)
+
+    close(run(cpu), run(gpu), rtol=2e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(3, 64, 64), (4, 84, 84), (1, 40, 36)])
+def test_channels_may_come_first_or_last(shape):
+    x = observe(ObsSpec("image", shape, "uint8"), 2)
+    last = x.transpose(0, 2, 3, 1)
+    assert (channels_last(jnp.asarray(x)) == last).all() and (channels_last(jnp.asarray(last)) == last).all()
+
+
+@pytest.mark.parametrize("torso", [NatureCNN((8,)), ImpalaResNet((4,), (8,))], ids=["nature", "impala"])
+def test_networks_see_the_same_whether_channels_come_first_or_last(torso):
+    x = observe(ObsSpec("image", (3, 36, 40), "uint8"), 2)
+    params = torso.init(jax.random.key(0), x)
+    first, last = (jax.jit(torso.apply)(params, images) for images in (x, x.transpose(0, 2, 3, 1)))
+    assert first.shape == (2, 8) and np.ptp(first) > 0
+    close(first, last)
+
+
+@pytest.mark.parametrize("network", ["nature", "impala", "mlp"])
+def test_images_are_scaled_to_at_most_one(network):
+    net = build(SMALL_IMAGE, network=network, hiddens=(16,), channels=(4,))
+    params = some_params(net, bias=0.0)
+    apply = jax.jit(net.outputs)
+    first = np.zeros((1, 1), bool)
+    value = lambda level: float(
+        apply(params, np.full((1, 1, *SMALL_IMAGE.shape), level, np.uint8), first, ()).value[0, 0]
+    )
+    # Without biases networks of relus are linear along a ray, and that of tanhs nearly, for small inputs.
+    assert value(0) == 0
+    rtol = 0.02 if network == "mlp" else 1e-4
+    np.testing.assert_allclose(value(4), 2 * value(2), rtol=rtol)
+    assert 1e-4 < abs(value(255)) < 10
+
+
+# ------------------------------------------------------------------------------------------- other observations
+
+
+def test_as_vector_of_each_kind_of_observation():
+    rows = lambda x: np.asarray(x).tolist()
+    assert rows(as_vector(ObsSpec("discrete", (), "int32", 3), jnp.array([2, 0]))) == [[0, 0, 1], [1, 0, 0]]
+    assert rows(as_vector(ObsSpec("grid", (2, 1), "uint8"), jnp.uint8([[[8], [16]]]))) == [[0.5, 1.0]]
+    assert rows(as_vector(ObsSpec("vector", (2,), "int32"), jnp.array([[3, -4]]))) == [[3.0, -4.0]]
+    np.testing.assert_allclose(as_vector(ObsSpec("image", (1, 2), "uint8"), jnp.uint8([[[51, 255]]])), [[0.2, 1.0]])
+
+
+@pytest.mark.parametrize("name", list(MINIGRID))
+def test_every_part_of_a_dictionary_is_seen(name):
+    net = build(MINIGRID, hiddens=(8,))
+    params = some_params(net)
+    apply = jax.jit(net.outputs)
+    obs, first = observe(MINIGRID, 1, 2), np.zeros((1, 2), bool)
+    other = obs | {name: (obs[name] + 1) % 4}
+    before, after = apply(params, obs, first, ()).value, apply(params, other, first, ()).value
+    assert (abs(before - after) > 1e-5).all()
+
+
+def test_a_discrete_state_picks_its_row_of_the_first_layer():
+    net = build(DISCRETE, hiddens=(8,))
+    params = some_params(net)
+    out = net.outputs(params, jnp.arange(16)[None], np.zeros((1, 16), bool), ())
+    p = params["params"]
+    hidden = np.tanh(p["MLP_0"]["Dense_0"]["Dense_0"]["kernel"])
+    close(out.value[0], (hidden @ p["value"]["Dense_0"]["kernel"])[:, 0])
+
+
+# -------------------------------------------------------------------------------------------------------- memory
+
+UNITS, FEATURES, STEPS, ENVS = 6, 4, 7, 3
+
+
+@pytest.fixture(scope="module")
+def sequence():
+    """Parameters, inputs, carry and first steps; some episodes begin in the middle, one at the very start."""
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
+    params = {"w_x": draw(FEATURES, 4 * UNITS), "w_h": draw(UNITS, 4 * UNITS), "b": draw(4 * UNITS)}
+    first = np.zeros((STEPS, ENVS), bool)
+    first[[0, 3, 4, 6], [0, 1, 1, 2]] = True
+    return {"params": params}, draw(STEPS, ENVS, FEATURES), LSTMCarry(draw(ENVS, UNITS), draw(ENVS, UNITS)), first
+
+
+def stepped(cell, x, carry, first):
+    """(c, h), x -> (c, h), y one step at a time, from zeros where an episode begins."""
+    c, h = carry.c, carry.h
+    outputs = []
+    for x_t, first_t in zip(x, first, strict=True):
+        c, h = (np.where(first_t[:, None], 0.0, y) for y in (c, h))
+        (c, h), y = cell((c, h), x_t)
+        outputs.append(y)
+    return np.stack(outputs), LSTMCarry(h=h, c=c)
+
+
+def test_lstm_equals_flaxs_with_resets_in_the_middle(sequence):
+    params, x, carry, first = sequence
+    p = params["params"]
+    gates = zip("ifgo", *(np.split(p[name], 4, axis=-1) for name in ("w_x", "w_h", "b")), strict=True)
+    theirs = {}
+    for gate, w_x, w_h, b in gates:
+        theirs |= {f"i{gate}": {"kernel": w_x}, f"h{gate}": {"kernel": w_h, "bias": b}}
+    cell = lambda carry, x: OptimizedLSTMCell(UNITS).apply({"params": theirs}, carry, x)
+    close(LSTM(UNITS).apply(params, x, first, carry), stepped(cell, x, carry, first))
+
+
+def test_lstm_equals_pytorchs_with_resets_in_the_middle(sequence):
+    torch = pytest.importorskip("torch")
+    params, x, carry, first = sequence
+    theirs = torch.nn.LSTM(FEATURES, UNITS)
+    p = {name: torch.tensor(value) for name, value in params["params"].items()}
+    weights = {"weight_ih_l0": p["w_x"].T, "weight_hh_l0": p["w_h"].T, "bias_ih_l0": p["b"], "bias_hh_l0": 0 * p["b"]}
+    theirs.load_state_dict(weights)
+
+    def cell(carry, x):
+        c, h = (torch.tensor(np.float32(y))[None] for y in carry)
+        with torch.no_grad():
+            y, (h, c) = theirs(torch.tensor(x)[None], (h, c))
+        return (c[0].numpy(), h[0].numpy()), y[0].numpy()
+
+    close(LSTM(UNITS).apply(params, x, first, carry), stepped(cell, x, carry, first))
+
+
+def test_lstm_forgets_all_that_came_before_the_first_step_of_an_episode(sequence):
+    params, x, carry, first = sequence
+    before = LSTM(UNITS).apply(params, x, first, carry)
+    other = x.copy()
+    other[:3, 1] += 1.0  # the episode of environment 1 that ends before step 3
+    after = LSTM(UNITS).apply(params, other, first, jax.tree.map(lambda y: y - 1, carry))
+    assert (before[0][3:, 1] == after[0][3:, 1]).all() and (before[0][:, 0] == after[0][:, 0]).all()
+    assert (before[0][:3, 1] != after[0][:3, 1]).any() and (before[0][:6, 2] != after[0][:6, 2]).any()
+
+
+def test_no_gradient_crosses_the_start_of_an_episode(sequence):
+    params, x, carry, first = sequence
+    last_output = lambda x: LSTM(UNITS).apply(params, x, first, carry)[0][5].sum()
+    gradient = np.abs(jax.grad(last_output)(jnp.asarray(x))).sum(-1)  # [T, B]
+    assert (gradient > 0).tolist() == [[t <= 5 and (b != 1 or t >= 4) for b in range(ENVS)] for t in range(STEPS)]
+
+
+@pytest.mark.parametrize("core", ["none", "lstm"])
+def test_a_sequence_gives_what_acting_step_by_step_gave(core):
+    net = build(VECTOR, core=core, hiddens=(8,), lstm_size=5)
+    params = some_params(net)
+    obs, first = observe(VECTOR, 6, 3), np.zeros((6, 3), bool)
+    first[0], first[4, 1] = True, True
+    apply = jax.jit(net.outputs)
+    whole = apply(params, obs, first, net.initial_carry(3))
+    carry = net.initial_carry(3)
+    for t in range(6):
+        step = apply(params, obs[t : t + 1], first[t : t + 1], carry)
+        close((step.logits[0], step.value[0]), (whole.logits[t], whole.value[t]))
+        carry = step.carry
+    close(carry, whole.carry)
+
+
+def test_carries_begin_at_zero():
+    assert initial_carry("none", 5, 2) == ()
+    assert all(x.shape == (2, 5) and not x.any() for x in initial_carry("lstm", 5, 2))
+
+
+# -------------------------------------------------------------------------------------------------------- bfloat16
+
+
+@pytest.mark.parametrize("network", ["nature", "impala", "mlp"])
+def test_bfloat16_keeps_parameters_gradients_outputs_and_memory_in_float32(network):
+    net = build(SMALL_IMAGE, network=network, core="lstm", dtype="bfloat16", **SMALL)
+    obs, first = observe(SMALL_IMAGE, 3, 2), np.zeros((3, 2), bool)
+
+    def run(key):
+        params, carry = net.initial_params(key), net.initial_carry(2)
+        loss = lambda params: net.outputs(params, obs, first, carry).value.sum()
+        return params, jax.grad(loss)(params), net.outputs(params, obs, first, carry)
+
+    assert {x.dtype for x in jax.tree.leaves(jax.eval_shape(run, jax.random.key(0)))} == {jnp.dtype("float32")}
+
+
+@pytest.mark.parametrize("obs, network, core", [(SMALL_IMAGE, "nature", "none"), (VECTOR, "mlp", "lstm")])
+def test_bfloat16_computes_coarsely(obs, network, core):
+    options = dict(network=network, core=core, hiddens=(16,), lstm_size=8)
+    fine, coarse = build(obs, **options), build(obs, dtype="bfloat16", **options)
+    params, x, first, carry = some_params(fine), observe(obs, 3, 2), np.zeros((3, 2), bool), fine.initial_carry(2)
+    exact, out = (jax.jit(net.outputs)(params, x, first, carry) for net in (fine, coarse))
+    for leaf, theirs in zip(jax.tree.leaves(out), jax.tree.leaves(exact), strict=True):
+        assert 1e-5 < abs(leaf - theirs).max() < 0.05 * max(abs(theirs).max(), 0.1)

@@ -1,0 +1,409 @@
+"""PPO's and IMPALA's whole updates against numpy in float64 with finite differences, and what masks must hide."""
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.flatten_util import ravel_pytree
+from slowly import Data, finite_difference, log_softmax, slow_gae, slow_vtrace
+
+from cleanba import impala, ppo
+from cleanba.envs import EnvSpec, ObsSpec
+from cleanba.networks.cores import LSTMCarry
+from cleanba.rollout import Rollout
+
+OBS, ACTIONS, T, B = 3, 3, 6, 4
+SPEC = EnvSpec("tiny", ObsSpec("vector", (OBS,), "float32"), ACTIONS, False, False, {})
+
+# One letter per step and environment: `.` goes on, `T` terminates, `U` truncates, `x` is ignored.
+LAYOUT = np.array([list(column) for column in ("..Tx..", "xUx...", "......", ".....T")]).T
+
+
+def tiny(algorithm=ppo, **changes):
+    """An experiment of 28 parameters with a long step and one minibatch; of PPO one epoch."""
+    defaults = dict(
+        network="mlp",
+        hiddens=(3,),
+        lstm_size=3,
+        num_envs=B,
+        num_steps=T,
+        num_minibatches=1,
+        total_timesteps=10 * B * T,
+        learning_rate=0.02,
+        gamma=0.9,
+        ent_coef=0.05,
+        vf_coef=0.7,
+        max_grad_norm=1e9,
+    )
+    if algorithm is impala:
+        own = dict(max_grad_norm=1.0, loss_scale=3.0, vtrace_lambda=0.8, rho_clip=1.2, c_clip=0.9)
+        return impala.IMPALA(**(defaults | own | changes))
+    own = dict(update_epochs=1, gae_lambda=0.8, clip_coef=0.15)
+    return ppo.PPO(**(defaults | own | changes))
+
+
+def tiny_rollout(layout: np.ndarray = LAYOUT, seed: int = 0, recurrent: bool = False) -> Rollout:
+    """Random data [T, B] of that layout, as numpy; behaviour probabilities differ from the policy's."""
+    rng = np.random.default_rng(seed)
+    t, b = layout.shape
+    single = lambda *shape: rng.normal(size=shape).astype(np.float32)
+    valid = layout != "x"
+    first = np.concatenate([rng.random((1, b)) < 0.5, ~valid])
+    return Rollout(
+        obs=single(t + 1, b, OBS),
+        first=first,
+        action=rng.integers(ACTIONS, size=(t, b)).astype(np.int32),
+        reward=np.where(valid, 2 * single(t, b), 0),
+        terminated=layout == "T",
+        truncated=layout == "U",
+        valid=valid,
+        extras={"log_prob": np.float32(np.log(1 / 3)) + 0.2 * single(t, b)},
+        carry=LSTMCarry(h=single(b, 3), c=single(b, 3)) if recurrent else (),
+    )
+
+
+def cut(rollout: Rollout, shards: int) -> Rollout:
+    """Leaves [T, B, ...] -> [K, T, B / K, ...]; the carry's [B, ...] -> [K, B / K, ...]."""
+    along = lambda axis: lambda x: np.stack(np.split(x, shards, axis))
+    body = jax.tree.map(along(1), rollout._replace(carry=()))
+    return body._replace(carry=jax.tree.map(along(0), rollout.carry))
+
+
+class Problem:
+    """A compiled update and a state to start from."""
+
+    def __init__(self, on_devices, num_shards: int, num_devices: int, algorithm, **changes):
+        self.e, self.num_shards = tiny(algorithm, **changes), num_shards
+        self.algorithm = algorithm.make(self.e, SPEC, "cpu")
+
+        def init(key):
+            state = self.algorithm.init(key)
+            # Heads at their initial scale are nearly uniform; larger ones leave no term of the loss small.
+            grow = lambda p: p + 0.5 * jax.random.normal(jax.random.key(p.size), p.shape)
+            return state._replace(params=jax.tree.map(grow, state.params))
+
+        self.state = jax.jit(init)(jax.random.key(7))
+        update = lambda shards, start, rollout: self.algorithm.update(start[0], rollout, shards, start[1])
+        self._update = on_devices(update, num_shards, num_devices)
+
+    def update(self, rollout: Rollout, key: int = 0, updates: int = 0):
+        """The update after so many others -> state, metrics."""
+        state = self.state._replace(updates=jnp.int32(updates))
+        return self._update((state, jax.random.key(key)), cut(rollout, self.num_shards))
+
+
+@pytest.fixture(scope="module")
+def problem(on_devices):
+    """problem(num_shards, num_devices, algorithm, **changes) -> the `Problem` of that experiment, compiled once."""
+    make = cache(lambda changes, *args: Problem(on_devices, *args, **dict(changes)))
+    return lambda num_shards=1, num_devices=1, algorithm=ppo, **changes: make(
+        tuple(changes.items()), num_shards, num_devices, algorithm
+    )
+
+
+def same_bits(a, b) -> bool:
+    pairs = zip(*map(jax.tree.leaves, (a, b)), strict=True)
+    return all(np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in pairs)
+
+
+def flat(params) -> np.ndarray:
+    return np.asarray(ravel_pytree(params)[0], np.float64)
+
+
+def seen_gradient(p: Problem, state) -> np.ndarray:
+    """The clipped gradient of a first step, without its sign, as the optimiser's mean of squares remembers it."""
+    weight = 1 - (p.e.rmsprop_decay if isinstance(p.e, impala.IMPALA) else 0.999)
+    return np.sqrt(flat(optax.tree_utils.tree_get(state.optimiser, "nu")) / weight)
+
+
+# -------------------------------------------------------------------------------- the same update, in numpy
+
+
+def numpy_policy(params, obs):
+    """The MLP's log-probabilities [..., A] and values [...], in float64."""
+    p = jax.tree.map(lambda x: np.asarray(x, np.float64), params)["params"]
+    layer = lambda x, w: x @ w["kernel"] + w["bias"]
+    hidden = np.tanh(layer(obs, p["MLP_0"]["Dense_0"]["Dense_0"]))
+    return log_softmax(layer(hidden, p["policy"]["Dense_0"])), layer(hidden, p["value"]["Dense_0"])[..., 0]
+
+
+def data(r: Rollout, value, log_pi) -> Data:
+    """What the return estimators are given."""
+    return Data(value, chosen(log_pi, r) - r.extras["log_prob"], r.reward, r.terminated, r.truncated, r.valid)
+
+
+def chosen(log_pi, r: Rollout):
+    return np.take_along_axis(log_pi, r.action[..., None], -1)[..., 0]
+
+
+def unflat(x, like):
+    shapes, tree = jax.tree.flatten(jax.tree.map(np.shape, like), is_leaf=lambda x: isinstance(x, tuple))
+    parts = np.split(x, np.cumsum([int(np.prod(s)) for s in shapes])[:-1])
+    return tree.unflatten([part.reshape(s) for part, s in zip(parts, shapes, strict=True)])
+
+
+def total(e, terms):
+    return {"loss": terms["policy_loss"] - e.ent_coef * terms["entropy"] + e.vf_coef * terms["value_loss"]} | terms
+
+
+def ppo_losses(e, params, r, raw_advantage, target):
+    """All terms of PPO's loss as means over the valid steps of the batch."""
+    mean = lambda x: x[r.valid].mean()
+    log_pi, value = numpy_policy(params, r.obs[:-1])
+    log_ratio = chosen(log_pi, r) - r.extras["log_prob"]
+    ratio = np.exp(log_ratio)
+    scale = (mean(raw_advantage), raw_advantage[r.valid].std()) if e.norm_adv else (0, 1)
+    advantage = (raw_advantage - scale[0]) / scale[1]
+    surrogate = np.minimum(ratio * advantage, np.clip(ratio, 1 - e.clip_coef, 1 + e.clip_coef) * advantage)
+    terms = {
+        "policy_loss": mean(-surrogate),
+        "value_loss": mean((value - target) ** 2) / 2,
+        "entropy": mean(-(np.exp(log_pi) * log_pi).sum(-1)),
+        "approx_kl": mean(ratio - 1 - log_ratio),
+        "clipfrac": mean(abs(ratio - 1) > e.clip_coef),
+    }
+    return total(e, terms)
+
+
+def numpy_ppo(e, params, r):
+    """Every epoch one step of Adam along the clipped gradient of the whole batch -> parameters, gradient, metrics."""
+    log_pi, value = numpy_policy(params, r.obs)
+    advantage = slow_gae(data(r, value, log_pi[:-1]), e.gamma, e.gae_lambda)
+    target = advantage + value[:-1]
+    losses = lambda x: ppo_losses(e, unflat(x, params), r, advantage, target)
+    x = flat(params)
+    m, v = np.zeros_like(x), np.zeros_like(x)
+    for step in range(1, e.update_epochs + 1):
+        metrics = losses(x)
+        gradient, norm = clipped(e, finite_difference(lambda x: losses(x)["loss"], x))
+        m, v = 0.9 * m + 0.1 * gradient, 0.999 * v + 0.001 * gradient**2
+        x = x - e.learning_rate * (m / (1 - 0.9**step)) / (np.sqrt(v / (1 - 0.999**step)) + 1e-5)
+    variance = lambda x: x[r.valid].var()
+    metrics |= {"grad_norm": norm, "explained_variance": 1 - variance(target - value[:-1]) / variance(target)}
+    return x, gradient, metrics
+
+
+def clipped(e, gradient):
+    norm = np.sqrt((gradient**2).sum())
+    return gradient * min(1.0, e.max_grad_norm / norm), norm
+
+
+def numpy_impala(e, params, r):
+    """One step of RMSProp along the clipped gradient of the whole batch -> parameters, gradient, metrics."""
+    log_pi, value = numpy_policy(params, r.obs)
+    before = data(r, value, log_pi[:-1])
+    target, advantage = slow_vtrace(before, e.gamma, e.vtrace_lambda, e.rho_clip, e.c_clip)
+
+    def losses(x):
+        log_pi, value = numpy_policy(unflat(x, params), r.obs[:-1])
+        mean = lambda x: x[r.valid].mean()
+        terms = {
+            "policy_loss": mean(-advantage * chosen(log_pi, r)),
+            "value_loss": mean((value - target) ** 2) / 2,
+            "entropy": mean(-(np.exp(log_pi) * log_pi).sum(-1)),
+            "importance_ratio": mean(np.exp(before.log_ratio)),
+        }
+        return total(e, terms)
+
+    x = flat(params)
+    metrics = losses(x)
+    gradient, norm = clipped(e, e.loss_scale * finite_difference(lambda x: losses(x)["loss"], x))
+    mean_square = (1 - e.rmsprop_decay) * gradient**2
+    x = x - e.learning_rate * gradient / (np.sqrt(mean_square) + e.rmsprop_eps)
+    return x, gradient, metrics | {"grad_norm": norm}
+
+
+OTHERWISE = dict(norm_adv=False, max_grad_norm=0.1, ent_coef=0.0, anneal_lr=False)
+
+
+@pytest.mark.parametrize("changes", [dict(), OTHERWISE, dict(update_epochs=3, vf_coef=0.0)], ids=str)
+def test_ppo_equals_numpy_with_finite_differences(problem, changes):
+    p, rollout = problem(**changes), tiny_rollout()
+    state, metrics = p.update(rollout)
+    params, gradient, expected = numpy_ppo(p.e, p.state.params, rollout)
+    assert 0 < expected["clipfrac"] < 1 and expected["grad_norm"] > 0.1
+    for name, value in expected.items():
+        np.testing.assert_allclose(metrics[f"losses/{name}"], value, rtol=1e-4, atol=1e-6, err_msg=name)
+    if p.e.update_epochs == 1:
+        np.testing.assert_allclose(seen_gradient(p, state), abs(gradient), rtol=1e-3, atol=1e-5)
+    np.testing.assert_allclose(flat(state.params), params, atol=0.02 * p.e.learning_rate)
+
+
+def test_impala_equals_numpy_with_finite_differences(problem):
+    p, rollout = problem(algorithm=impala), tiny_rollout()
+    state, metrics = p.update(rollout)
+    params, gradient, expected = numpy_impala(p.e, p.state.params, rollout)
+    assert expected["grad_norm"] > 2 * p.e.max_grad_norm
+    for name, value in expected.items():
+        np.testing.assert_allclose(metrics[f"losses/{name}"], value, rtol=1e-4, atol=1e-6, err_msg=name)
+    np.testing.assert_allclose(seen_gradient(p, state), abs(gradient), rtol=1e-3, atol=1e-5)
+    np.testing.assert_allclose(flat(state.params), params, atol=1e-3 * p.e.learning_rate)
+
+
+@pytest.mark.parametrize("by", [1, -1], ids=["late", "early"])
+@pytest.mark.parametrize("name", ["obs", "action", "reward", "log_prob", "terminated", "truncated", "valid"])
+def test_numpy_tells_every_array_from_itself_one_step_off(problem, name, by):
+    off, rollout = lambda x: np.roll(x, by, axis=0), tiny_rollout()
+    if name == "log_prob":
+        wrong = rollout._replace(extras={"log_prob": off(rollout.extras["log_prob"])})
+    else:
+        wrong = rollout._replace(**{name: off(getattr(rollout, name))})
+    for p, numpy_update in ((problem(), numpy_ppo), (problem(algorithm=impala), numpy_impala)):
+        _, gradient, _ = numpy_update(p.e, p.state.params, wrong)
+        assert abs(seen_gradient(p, p.update(rollout)[0]) - abs(gradient)).max() > 1e-2
+
+
+# -------------------------------------------------------------------------------------------------- the mask
+
+
+ALGORITHMS = {
+    "ppo": dict(core="none", num_minibatches=2, update_epochs=2),
+    "ppo-lstm": dict(core="lstm", num_minibatches=2, update_epochs=2),
+    "impala": dict(algorithm=impala, core="none", num_minibatches=2),
+}
+
+
+@pytest.fixture(params=list(ALGORITHMS))
+def learner(request, problem):
+    """Two minibatches, of PPO two epochs of them."""
+    return problem(**ALGORITHMS[request.param])
+
+
+def rollout_for(p: Problem, **options) -> Rollout:
+    return tiny_rollout(recurrent=p.e.core == "lstm", **options)
+
+
+def changed(rollout: Rollout, name: str, where: np.ndarray) -> Rollout:
+    """The rollout with other numbers in one field, at those steps."""
+    if name == "log_prob":
+        return rollout._replace(extras={"log_prob": np.where(where, np.float32(-0.1), rollout.extras["log_prob"])})
+    x = getattr(rollout, name).copy()
+    if name == "obs":
+        x[:-1][where] = 50.0
+    else:
+        x[where] = {"action": (x[where] + 1) % ACTIONS, "reward": 100.0}[name]
+    return rollout._replace(**{name: x})
+
+
+def after(ended: np.ndarray) -> np.ndarray:
+    return np.concatenate([np.zeros((1, B), bool), ended[:-1]])
+
+
+@pytest.mark.parametrize("name", ["obs", "action", "reward", "log_prob"])
+def test_what_an_ignored_step_holds_does_not_move_a_bit(learner, name):
+    rollout = rollout_for(learner)
+    # The last observation of a truncated episode still has a value, so it does count.
+    where = after(rollout.terminated) if name == "obs" else ~rollout.valid
+    other = changed(rollout, name, where)
+    assert not same_bits(rollout, other)
+    assert same_bits(learner.update(rollout), learner.update(other))
+
+
+@pytest.mark.parametrize("name", ["obs", "action", "reward", "log_prob"])
+@pytest.mark.parametrize("t, b", [(0, 0), (2, 0), (5, 3), (4, 1)])
+def test_what_an_executed_step_holds_is_learnt_from(learner, name, t, b):
+    rollout = rollout_for(learner)
+    where = np.zeros((T, B), bool)
+    where[t, b] = True
+    assert not same_bits(learner.update(rollout), learner.update(changed(rollout, name, where)))
+
+
+def test_a_truncated_episode_bootstraps_with_its_last_observation(learner):
+    rollout = rollout_for(learner)
+    other = changed(rollout, "obs", after(rollout.truncated))
+    assert not same_bits(learner.update(rollout)[0].params, learner.update(other)[0].params)
+
+
+def test_the_observation_after_the_rollout_is_bootstrapped_with(learner):
+    rollout = rollout_for(learner)
+    for b in range(B):
+        obs = rollout.obs.copy()
+        obs[-1, b] += 1.0
+        terminated = rollout.terminated[-1, b]  # nothing comes after
+        assert same_bits(learner.update(rollout), learner.update(rollout._replace(obs=obs))) == terminated
+
+
+def test_memory_starts_from_the_rollouts_carry_unless_the_first_step_is_the_first_of_an_episode(problem):
+    p = problem(core="lstm")
+    rollout = rollout_for(p)
+    for forgets in (True, False):
+        first = rollout.first.copy()
+        first[0] = forgets
+        before = rollout._replace(first=first)
+        other = before._replace(carry=jax.tree.map(lambda x: x + 1, before.carry))
+        assert same_bits(p.update(before), p.update(other)) == forgets
+
+
+def test_a_rollout_without_a_valid_step_leaves_no_nan(learner):
+    rollout = rollout_for(learner)
+    state, _ = learner.update(rollout._replace(valid=np.zeros_like(rollout.valid)))
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(state.params))
+
+
+# ------------------------------------------------------------------------------- shards, minibatches, schedule
+
+
+def test_two_shards_learn_what_one_shard_learns(problem):
+    # Advantages are normalised, and means taken, over the valid steps of both, here 12 and 6, of different scale.
+    layout = np.array([list(column) for column in ("......", "......", "xTxTxT", "TxUxTx")]).T
+    rollout = tiny_rollout(layout)
+    other_scale = 3 * rollout.reward + 5 * rollout.valid
+    rollout = rollout._replace(reward=np.where(np.arange(B) < 2, rollout.reward, other_scale))
+    problems = [problem(*split) for split in [(1, 1), (2, 1), (2, 2)]]
+    one, two, apart = (p.update(rollout) for p in problems)
+    for name, value in one[1].items():
+        np.testing.assert_allclose(two[1][name], value, rtol=1e-4, atol=1e-6, err_msg=name)
+    gradients = [seen_gradient(p, state) for p, (state, _) in zip(problems, (one, two), strict=False)]
+    np.testing.assert_allclose(*gradients, rtol=1e-3, atol=1e-5)
+    assert same_bits(two, apart)
+
+
+@pytest.mark.parametrize("core", ["none", "lstm"])
+def test_minibatches_of_an_epoch_hold_every_step_once(problem, core):
+    whole, halves = problem(core=core), problem(**ALGORITHMS["ppo-lstm" if core == "lstm" else "ppo"])
+    rollout = rollout_for(whole, layout=np.full((T, B), "."))
+    # At the end of its schedule the learning rate is 0, so that all minibatches see the same policy.
+    expected, metrics = (p.update(rollout, updates=p.e.num_updates)[1] for p in (whole, halves))
+    assert abs(metrics["charts/learning_rate"]) < 1e-8
+    for name in ("value_loss", "entropy", "approx_kl", "clipfrac"):
+        np.testing.assert_allclose(metrics[f"losses/{name}"], expected[f"losses/{name}"], rtol=1e-4, err_msg=name)
+
+
+@pytest.mark.parametrize("core", ["none", "lstm"])
+def test_minibatches_are_drawn_by_the_key_alone(problem, core):
+    shuffled = problem(**ALGORITHMS["ppo-lstm" if core == "lstm" else "ppo"])
+    rollout = rollout_for(shuffled)
+    assert same_bits(shuffled.update(rollout, key=1), shuffled.update(rollout, key=1))
+    assert len({flat(shuffled.update(rollout, key=k)[0].params).tobytes() for k in range(8)}) > 1
+
+
+def test_learning_rate_falls_linearly_to_zero_and_scales_the_step(problem):
+    annealed, constant, rollout = problem(), problem(**OTHERWISE), tiny_rollout()
+    assert annealed.e.num_updates == 10
+
+    def rate_and_step(p, updates):
+        state, metrics = p.update(rollout, updates=updates)
+        assert state.updates == updates + 1
+        return metrics["charts/learning_rate"], flat(state.params) - flat(p.state.params)
+
+    for updates in (0, 1, 5, 9):
+        for p, left in ((annealed, 1 - updates / 10), (constant, 1.0)):
+            rate, step = rate_and_step(p, updates)
+            np.testing.assert_allclose(rate, 0.02 * left, rtol=1e-6)
+            np.testing.assert_allclose(step, rate_and_step(p, 0)[1] * left, atol=1e-6)
+
+
+def test_acting_samples_from_the_policy_and_remembers_its_log_probability(problem):
+    p = problem()
+    act = jax.jit(p.algorithm.act, static_argnums=5)
+    obs, first = np.tile(np.float32([[0.3, -1.0, 0.5]]), (4000, 1)), np.zeros(4000, bool)
+    action, carry, extras = act(p.state.params, (), obs, first, jax.random.key(0), True)
+    log_pi, _ = numpy_policy(p.state.params, obs[0])
+    assert action.dtype == jnp.int32 and carry == ()
+    np.testing.assert_allclose(extras["log_prob"], log_pi[np.asarray(action)], rtol=1e-4)
+    np.testing.assert_allclose(np.bincount(action, minlength=ACTIONS) / len(obs), np.exp(log_pi), atol=0.04)
+    greedy, _, _ = act(p.state.params, (), obs, first, jax.random.key(0), False)
+    assert (greedy == log_pi.argmax()).all()
