@@ -1,9 +1,7 @@
 """EnvPool environments: what they look like, how they are seeded, and one way to step them."""
 
 import ast
-import contextlib
 import os
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -51,21 +49,19 @@ class Step(NamedTuple):
     over: np.ndarray  # [B]  bool: the game is over; differs from the two above under --episodic-life
 
 
-# EnvPool spells these families' seeds, images and rewards alike; only Atari has options and rewards of its own.
 @cache
-def _registry() -> dict[str, Any]:
-    with _quiet():
-        import envpool
-
-        return {name: None for name in envpool.list_all_envs()}
+def _known() -> frozenset[str]:
+    return frozenset(_envpool().list_all_envs())
 
 
-@contextlib.contextmanager
-def _quiet() -> Any:
-    """Without Gymnasium's remarks on the precision of bounds, which a user can do nothing about."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+def _envpool() -> Any:
+    """EnvPool, without Gymnasium's remarks on the precision of bounds, which a user can do nothing about."""
+    import gymnasium
+
+    gymnasium.logger.min_level = gymnasium.logger.ERROR
+    import envpool
+
+    return envpool
 
 
 def env_seed(seed: int, env: int, epoch: int, num_envs: int) -> int:
@@ -116,17 +112,15 @@ def env_spec(e: Experiment) -> EnvSpec:
     """
     import gymnasium
 
-    if e.env_id not in _registry():
-        close = closest_names(e.env_id, _registry())
+    if e.env_id not in _known():
+        close = closest_names(e.env_id, sorted(_known()))
         raise UsageError(
             f"env_id={e.env_id!r} is not an EnvPool environment; "
             + (f"the closest names are {close}" if close else "names look like Breakout-v5 or CartPole-v1")
         )
-    with _quiet():
-        import envpool
-        from envpool.registration import registry
+    from envpool.registration import registry
 
-        is_atari = "atari" in str(registry.specs[e.env_id][0])
+    is_atari = "atari" in str(registry.specs[e.env_id][0])
     options: dict[str, Any] = {}
     if is_atari:
         options = dict(
@@ -143,16 +137,15 @@ def env_spec(e: Experiment) -> EnvSpec:
         if reserved in options:
             raise UsageError(f"env_options: {reserved} is set by Cleanba; use its own flag, or leave it out")
     try:
-        with _quiet():
-            probe = envpool.make(e.env_id, env_type="gymnasium", num_envs=1, seed=[0], **options)
-            obs_space, action_space = probe.observation_space, probe.action_space
-            if not isinstance(action_space, gymnasium.spaces.Discrete):
-                raise UsageError(
-                    f"env_id={e.env_id!r} has actions {action_space}, but this algorithm needs discrete ones; "
-                    "try CartPole-v1 or Breakout-v5"
-                )
-            sample, _ = probe.reset()
-            probe.close()
+        probe = _envpool().make(e.env_id, env_type="gymnasium", num_envs=1, seed=[0], **options)
+        obs_space, action_space = probe.observation_space, probe.action_space
+        if not isinstance(action_space, gymnasium.spaces.Discrete):
+            raise UsageError(
+                f"env_id={e.env_id!r} has actions {action_space}, but this algorithm needs discrete ones; "
+                "try CartPole-v1 or Breakout-v5"
+            )
+        sample, _ = probe.reset()
+        probe.close()
     except UsageError:
         raise
     except Exception as error:  # EnvPool raises what comes to hand: TypeError, AssertionError, ImportError, KeyError …
@@ -174,17 +167,14 @@ class Envs:
     def __init__(self, spec: EnvSpec, seeds: Sequence[int], num_threads: int = 0):
         self.num_envs = len(seeds)
         self._spec = spec
-        with _quiet():
-            import envpool
-
-            self._pool: Any = envpool.make(
-                spec.env_id,
-                env_type="gymnasium",
-                num_envs=self.num_envs,
-                seed=list(seeds),
-                num_threads=min(num_threads, self.num_envs),
-                **spec.options,
-            )
+        self._pool: Any = _envpool().make(
+            spec.env_id,
+            env_type="gymnasium",
+            num_envs=self.num_envs,
+            seed=list(seeds),
+            num_threads=min(num_threads, self.num_envs),
+            **spec.options,
+        )
 
     def reset(self) -> PyTree:
         """Start all environments afresh -> obs [B, ...]."""

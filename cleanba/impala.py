@@ -29,6 +29,8 @@ class IMPALA(Experiment):
 
     num_steps: int = 20
     """steps per environment and rollout"""
+    checkpoint_frequency: int = 3200
+    """updates between checkpoints; the environments start afresh at each (0: never)"""
     learning_rate: float = 6e-4
     """optimiser's step size at the start"""
     max_grad_norm: float = 40.0

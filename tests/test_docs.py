@@ -1,0 +1,94 @@
+"""What the documentation names exists: the places in the code, and the flags."""
+
+import ast
+import dataclasses
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from cleanba.cli import RECIPES, parse
+from cleanba.config import Placement, Run
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("README.md")])
+DETAILS = ROOT / "docs/details.md"
+
+REFERENCE = re.compile(r"`([\w/]+\.py): ([\w.]+)`")
+FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
+
+# Flags of other commands: pip, git, pytest, TensorBoard, Slurm, and this project's other commands, as they come.
+OTHERS = {"--logdir", "--help", "--version"}
+
+
+@cache
+def names_in(file: Path) -> frozenset[str]:
+    """Functions and classes of a file at any depth, its globals, and what its classes hold as `Class.name`."""
+    names = set()
+    tree = ast.parse(file.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        holder = {tree: ""}.get(node, f"{node.name}." if isinstance(node, ast.ClassDef) else None)
+        for child in node.body if holder is not None else ():
+            if isinstance(child, ast.FunctionDef):
+                names.add(holder + child.name)
+            elif isinstance(child, ast.AnnAssign) and isinstance(child.target, ast.Name):
+                names.add(holder + child.target.id)
+            elif isinstance(child, ast.Assign):
+                names |= {holder + target.id for target in child.targets if isinstance(target, ast.Name)}
+    return frozenset(names)
+
+
+def references(page: Path) -> list[tuple[str, str]]:
+    return sorted(set(REFERENCE.findall(page.read_text())))
+
+
+def test_the_details_name_many_places():
+    assert len(references(DETAILS)) >= 40
+    files = {file for file, _ in references(DETAILS)}
+    assert {"ppo.py", "impala.py", "optimiser.py", "ops/returns.py", "ops/losses.py", "envs.py"} <= files
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_place_that_is_named_exists(page):
+    missing = []
+    for file, name in references(page):
+        path = ROOT / "cleanba" / file
+        if not path.exists() or name not in names_in(path):
+            missing.append(f"{file}: {name}")
+    assert not missing
+
+
+def test_every_row_of_the_tables_has_as_many_cells_as_its_head():
+    for table in re.findall(r"(?:^\|.*\n)+", DETAILS.read_text(), re.M):
+        rows = [len(re.findall(r"(?<!\\)\|", row)) for row in table.splitlines()]
+        assert len(set(rows)) == 1, table.splitlines()[rows.index(max(rows))]
+
+
+@cache
+def known_flags() -> frozenset[str]:
+    """Flags of the training commands, and those that the Makefile knows."""
+    fields = {f.name: f for kind in (Placement, Run) for f in dataclasses.fields(kind)}
+    for recipe in RECIPES.values():
+        fields |= {f.name: f for f in dataclasses.fields(recipe.experiment)}
+    flags = {f"--{name.replace('_', '-')}" for name in fields}
+    flags |= {f"--no-{name.replace('_', '-')}" for name, f in fields.items() if isinstance(f.default, bool)}
+    flags = flags - {"--experiment-from"} | {"--experiment"}
+    return frozenset(flags | set(FLAG.findall((ROOT / "Makefile").read_text())) | OTHERS)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_known_flags_are_those_that_the_command_takes(recipe, capsys):
+    with pytest.raises(SystemExit):
+        parse(RECIPES[recipe], ["--help"])
+    helped = set(FLAG.findall(re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)))
+    own = {f"--{f.name.replace('_', '-')}" for f in dataclasses.fields(RECIPES[recipe].experiment)}
+    assert own <= helped
+    assert "--experiment" in helped and helped <= known_flags()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_flag_that_is_named_exists(page):
+    assert set(FLAG.findall(page.read_text())) - known_flags() == set()
