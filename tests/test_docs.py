@@ -16,10 +16,12 @@ PAGES = sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("README.md")])
 DETAILS = ROOT / "docs/details.md"
 
 REFERENCE = re.compile(r"`([\w/]+\.py): ([\w.]+)`")
-FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
+FLAG = re.compile(r"(?<![\w-])--(?!xla_)[a-z][a-z0-9_-]*")
 
-# Flags of other commands: pip, git, pytest, TensorBoard, Slurm, and this project's other commands, as they come.
-OTHERS = {"--logdir", "--help", "--version"}
+OTHERS = {"--help", "--version"}  # of every command
+OTHERS |= {"--logdir"}  # TensorBoard's
+OTHERS |= {"--local-num-envs", "--num-actor-threads", "--gradient-accumulation-steps"}  # the original Cleanba's
+OTHERS |= {"--clip-vloss", "--cuda", "--target-kl", "--torch-deterministic"}  # CleanRL's
 
 
 @cache

@@ -327,6 +327,7 @@ def learn(
     if training.checkpoints is not None:
         status.phase = "writing the last checkpoint"
         training.checkpoints.wait()
+        status.phase = "training"
 
 
 def log_values(
