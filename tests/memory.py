@@ -1,4 +1,4 @@
-"""A game of memory: the first observation names one of a few symbols, blanks follow, and the last action must repeat it.
+"""A game of memory: the first observation names a symbol, blanks follow, and the last action must repeat the symbol.
 
 A policy that sees only the present observation answers a blank, and a blank is always the same: whatever it does, it is
 right once in `symbols` times.

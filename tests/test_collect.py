@@ -1,0 +1,247 @@
+"""Both collectors record the same, and what they record is what the environments did."""
+
+import threading
+import time
+from functools import cache
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import pytest
+
+from cleanba import ppo
+from cleanba.algorithm import Algorithm
+from cleanba.envs import Envs, EnvSpec, env_seed, env_spec
+from cleanba.rollout import EpisodeTracker
+from cleanba.runtime.channels import Closed, Stop
+from cleanba.runtime.collect import Collected, Collector, ScannedCollector, SteppedCollector, Times, make_steppers
+from cleanba.runtime.learner import action_key
+
+COLLECTORS = ["stepped", "scanned"]
+
+
+class Case(NamedTuple):
+    """A policy, its environments, and how much is collected."""
+
+    env_id: str
+    core: str
+    envs: int
+    steps: int
+    rollouts: int = 3
+    network: str = "mlp"
+    max_episode_steps: int | None = None
+
+
+CASES = {
+    "cartpole": Case("CartPole-v1", "none", envs=5, steps=40, max_episode_steps=18),  # 40 = 2 calls of 20 steps
+    "cartpole-lstm": Case("CartPole-v1", "lstm", envs=5, steps=40, max_episode_steps=18),
+    "catch": Case("Catch-v0", "none", envs=3, steps=13),
+    "catch-lstm": Case("Catch-v0", "lstm", envs=3, steps=13),
+    "atari": Case("Breakout-v5", "none", envs=2, steps=5, rollouts=2, network="nature", max_episode_steps=3),
+    "atari-lstm": Case("Breakout-v5", "lstm", envs=2, steps=5, rollouts=2, network="nature", max_episode_steps=3),
+}
+
+
+@cache
+def prepare(case: Case) -> tuple[EnvSpec, Algorithm, Any]:
+    e = ppo.PPO(
+        env_id=case.env_id,
+        network=case.network,  # type: ignore[arg-type]
+        core=case.core,  # type: ignore[arg-type]
+        hiddens=(16,),
+        lstm_size=12,
+        num_envs=case.envs,
+        num_steps=case.steps,
+        max_episode_steps=case.max_episode_steps,
+    )
+    spec = env_spec(e)
+    algorithm = ppo.make(e, spec, "cpu")
+    # Far from the start, so that log-probabilities differ from one observation and one memory to the next.
+    lively = lambda p: p + 0.3 * jax.random.normal(jax.random.key(p.size), p.shape)
+    return spec, algorithm, jax.tree.map(lively, jax.jit(algorithm.init)(jax.random.key(0)).params)
+
+
+def environments(case: Case, epoch: int, actor: int = 0) -> Envs:
+    return Envs(prepare(case)[0], [env_seed(1, actor * 100 + i, epoch, 1000) for i in range(case.envs)], 1)
+
+
+def make(name: str, case: Case, stop: Stop | None = None, device: int = 0) -> Collector:
+    algorithm, to = prepare(case)[1], jax.local_devices()[device]
+    if name == "scanned":
+        return ScannedCollector(algorithm, case.steps, to, stop or Stop())
+    return SteppedCollector(algorithm, make_steppers(algorithm, case.steps), case.steps, to, stop or Stop())
+
+
+def collect(name: str, case: Case, actor: int = 0, device: int = 0) -> list[Collected]:
+    """Rollouts of one epoch, then one of the next, as numpy."""
+    collector = make(name, case, device=device)
+    params = jax.device_put(prepare(case)[2], jax.local_devices()[device])
+    collected = []
+    for epoch, rollouts in enumerate((case.rollouts, 1)):
+        collector.restart(environments(case, epoch, actor))
+        for _ in range(rollouts):
+            times = Times()
+            c = collector(params, action_key(1, actor, len(collected) + 1), times)
+            assert {d.id for x in jax.tree.leaves(c.rollout) for d in x.devices()} == {jax.local_devices()[device].id}
+            assert (times.scan > 0) == (name == "scanned") and (times.emulators > 0) == (name == "stepped")
+            collected.append(jax.tree.map(np.asarray, c))
+    collector.close()
+    return collected
+
+
+once = cache(collect)
+
+
+@pytest.fixture(params=CASES)
+def case(request) -> Case:
+    return CASES[request.param]
+
+
+def assert_same(a: list[Collected], b: list[Collected]) -> None:
+    """Equal in every bit, but for what is computed in floating point by the network."""
+    for one, two in zip(a, b, strict=True):
+        assert (one.steps, one.episodes) == (two.steps, two.episodes)
+        for name, x in one.rollout._asdict().items():
+            y = getattr(two.rollout, name)
+            if name in ("extras", "carry"):
+                close = lambda p, q: np.testing.assert_allclose(p, q, rtol=1e-4, atol=1e-5)
+                jax.tree.map(close, x, y)
+            else:
+                assert jax.tree.map(lambda p: (p.shape, p.dtype), x) == jax.tree.map(lambda q: (q.shape, q.dtype), y)
+                jax.tree.map(lambda p, q, name=name: np.testing.assert_array_equal(p, q, name), x, y)
+
+
+def test_same_seeds_give_the_same_rollouts(case):
+    assert_same(once("stepped", case), once("scanned", case))
+
+
+@pytest.mark.parametrize("name", COLLECTORS)
+def test_what_is_recorded_is_what_the_environments_did(case, name):
+    """Play the recorded actions again, step by step, on environments with the same seeds."""
+    spec, algorithm, params = prepare(case)
+    act = jax.jit(algorithm.act, static_argnums=5)
+    collected = once(name, case)
+    ended = {"terminated": 0, "truncated": 0}
+    for epoch, rollouts in enumerate((collected[: case.rollouts], collected[case.rollouts :])):
+        envs = environments(case, epoch)
+        obs, done, first = envs.reset(), np.zeros(case.envs, bool), np.ones(case.envs, bool)
+        carry, tracker = algorithm.initial_carry(case.envs), EpisodeTracker(case.envs)
+        for number, (r, steps, episodes) in enumerate(rollouts):
+            key = action_key(1, 0, number + 1 + epoch * case.rollouts)
+            assert steps == r.valid.sum()
+            played = []
+            jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5), r.carry, carry)
+            for t in range(case.steps):
+                np.testing.assert_array_equal(r.obs[t], obs)
+                np.testing.assert_array_equal(r.first[t], first)
+                action, carry, extras = act(params, carry, obs, first, jax.random.fold_in(key, t), True)
+                np.testing.assert_array_equal(r.action[t], action)
+                np.testing.assert_allclose(r.extras["log_prob"][t], extras["log_prob"], rtol=1e-4, atol=1e-5)
+                step = envs.step(r.action[t])
+                np.testing.assert_array_equal(r.valid[t], ~done)
+                np.testing.assert_array_equal(r.reward[t], np.where(done, 0, step.reward))
+                np.testing.assert_array_equal(r.terminated[t], step.terminated & ~done)
+                np.testing.assert_array_equal(r.truncated[t], step.truncated & ~done)
+                played += tracker.add(step.raw_reward, ~done, step.over)
+                obs, first = step.obs, done
+                done = (step.terminated | step.truncated) & ~done
+            assert episodes == played
+            np.testing.assert_array_equal(r.obs[-1], obs)
+            np.testing.assert_array_equal(r.first[-1], first)
+            for how in ended:
+                ended[how] += int(getattr(r, how).sum())
+        envs.close()
+    if case.env_id == "CartPole-v1":
+        assert min(ended.values()) > 0, ended  # both ways to end were seen
+    else:
+        assert ended["truncated" if case.max_episode_steps else "terminated"] > 0, ended
+
+
+@pytest.mark.parametrize("name", COLLECTORS)
+def test_fresh_environments_start_fresh_episodes_with_an_empty_memory(case, name):
+    *_, before, after = (c.rollout for c in once(name, case))
+    assert after.first[0].all()
+    assert not any(x.any() for x in jax.tree.leaves(after.carry))
+    assert case.core == "none" or before.carry.h.any()
+    assert not np.array_equal(after.action, before.action)  # another key
+
+
+@pytest.mark.parametrize("name", COLLECTORS)
+@pytest.mark.parametrize("label", ["cartpole-lstm", "catch"])
+def test_several_threads_on_several_devices_record_what_one_thread_does(label, name):
+    case, placed = CASES[label], [0, 0, 1, 2]  # actor -> device
+    together: dict[int, list[Collected]] = {}
+    errors = []
+
+    def run(actor: int) -> None:
+        try:
+            together[actor] = collect(name, case, actor, placed[actor])
+        except BaseException as error:
+            errors.append(error)
+
+    prepare(case)
+    threads = [threading.Thread(target=run, args=(actor,)) for actor in range(len(placed))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert not errors and len(together) == len(placed), errors
+    for actor, collected in together.items():
+        assert_same(collected, once("stepped", case, actor))
+    assert not np.array_equal(together[0][0].rollout.action, together[1][0].rollout.action)
+
+
+@pytest.mark.parametrize("steps", [37, 64, 96])  # a prime, whole calls, and calls that are not the longest ones
+def test_any_number_of_steps_is_scanned_whole(steps):
+    case = CASES["catch"]._replace(steps=steps, rollouts=1)
+    assert_same(collect("stepped", case), collect("scanned", case))
+
+
+class CountingStop(Stop):
+    """Counts how often the collector looked."""
+
+    looks = 0
+
+    def check(self) -> None:
+        self.looks += 1
+        super().check()
+
+
+@pytest.mark.parametrize("name", COLLECTORS)
+def test_a_long_rollout_ends_soon_after_the_run_does(name):
+    case = CASES["cartpole"]._replace(steps=1_000_000, envs=2)
+    stop = CountingStop()
+    collector = make(name, case, stop)
+    collector.restart(environments(case, 0))
+    ended: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            collector(prepare(case)[2], action_key(1, 0, 1), Times())
+        except BaseException as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    deadline = time.monotonic() + 60
+    while stop.looks < 10 and thread.is_alive() and time.monotonic() < deadline:  # compiled, and under way
+        time.sleep(0.01)
+    assert stop.looks >= 10 and thread.is_alive()
+    asked = time.monotonic()
+    stop()
+    thread.join(30)
+    assert not thread.is_alive()
+    assert time.monotonic() - asked < 5
+    assert isinstance(ended[0], Closed)
+    collector.close()
+
+
+def test_a_collector_that_was_told_to_stop_does_not_begin():
+    for name in COLLECTORS:
+        stop = Stop()
+        collector = make(name, CASES["catch"], stop)
+        collector.restart(environments(CASES["catch"], 0))
+        stop()
+        with pytest.raises(Closed):
+            collector(prepare(CASES["catch"])[2], action_key(1, 0, 1), Times())
+        collector.close()
