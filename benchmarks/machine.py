@@ -1,8 +1,6 @@
 """What every benchmark records beside its figures: the machine and the command."""
 
 import json
-import os
-import platform
 import statistics
 import sys
 from pathlib import Path
@@ -17,18 +15,7 @@ def describe() -> dict[str, Any]:
 
     from cleanba.runtime.placement import describe_devices
 
-    model = next(
-        (line.split(":", 1)[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")),
-        platform.machine(),
-    )
-    return {"cpu": model, "cores": os.cpu_count(), "device": jax.devices()[0].device_kind, **describe_devices()}
-
-
-def _lines(path: str) -> list[str]:
-    try:
-        return Path(path).read_text().splitlines()
-    except OSError:
-        return []
+    return {"device": jax.devices()[0].device_kind, **describe_devices()}
 
 
 def command() -> str:

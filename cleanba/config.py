@@ -78,7 +78,7 @@ class Experiment:
     lstm_size: int = 256
     """units of the LSTM"""
     deterministic: bool = True
-    """on GPUs, only kernels that give the same bits every time (docs/determinism.md)"""
+    """the same bits every time: GPU kernels that add in order, a fixed number of CPU threads (docs/determinism.md)"""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """number format that the network computes in (parameters stay float32)"""
 

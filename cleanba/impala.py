@@ -89,14 +89,19 @@ def make(e: IMPALA, spec: EnvSpec, platform: str) -> Algorithm:
         return State(params, optimiser.init(params), jnp.int32(0))
 
     def take(rollout: Rollout, shard: jax.Array, m: jax.Array) -> Minibatch:
-        """The m-th of `num_minibatches` equal groups of environments of one of this device's shards [K', T, B, ...]."""
-        size = rollout.valid.shape[2] // e.num_minibatches
-        group = lambda axis: lambda x: lax.dynamic_slice_in_dim(x[shard], m * size, size, axis)
-        at = group(1)
+        """Every `num_minibatches`-th environment, from the m-th on, of one of this device's shards [K', T, B, ...].
+
+        So a minibatch holds the same environments for every number of shards.
+        """
+        env = m + e.num_minibatches * jnp.arange(rollout.valid.shape[2] // e.num_minibatches)
+
+        def at(x: jax.Array) -> jax.Array:
+            return x[shard, jnp.arange(x.shape[1])[:, None], env]
+
         return Minibatch(
             obs=jax.tree.map(at, rollout.obs),
             first=at(rollout.first),
-            carry=jax.tree.map(group(0), rollout.carry),
+            carry=jax.tree.map(lambda c: c[shard, env], rollout.carry),
             action=at(rollout.action),
             reward=at(rollout.reward),
             terminated=at(rollout.terminated),

@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from cleanba.config import Experiment
@@ -19,7 +20,9 @@ class State(NamedTuple):
 
 def learning_rate(e: Experiment, updates: jax.Array) -> jax.Array:
     """The learning rate of the next update: constant, or falling linearly to 0 over the run."""
-    return e.learning_rate * (1.0 - updates / e.num_updates if e.anneal_lr else jax.numpy.float32(1.0))
+    # Never a constant that the compiler knows: it would fold it into the step, differently on different placements.
+    left = 1.0 - updates / e.num_updates if e.anneal_lr else jnp.where(updates >= 0, 1.0, jnp.nan)
+    return e.learning_rate * left
 
 
 def descend(

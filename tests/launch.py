@@ -102,15 +102,18 @@ def finished(*args: Any, **kwargs: Any) -> Record:
     return record
 
 
-def digest(*args: Any, **kwargs: Any) -> str:
-    """The SHA-256 of the parameters that a run ends with."""
-    return finished(*args, **kwargs).result["params_digest"]
+def digests(*args: Any, **kwargs: Any) -> dict[int, str]:
+    """The SHA-256 of a run's parameters at every checkpoint and at its end, by update."""
+    record = finished(*args, **kwargs)
+    found = {row["update"]: row["params_digest"] for row in record.rows if "params_digest" in row}
+    assert found[record.result["update"]] == record.result["params_digest"]
+    return found
 
 
 class Ended(NamedTuple):
     """A command that has ended."""
 
-    code: int
+    code: int | None
     out: str
     err: str
 
@@ -155,13 +158,13 @@ def python(*words: str | Path, **env: str) -> subprocess.Popen:
 
 
 def finish(process: subprocess.Popen, seconds: float = 120) -> Ended:
-    """Wait for a process; kill it when the time is over."""
+    """Wait for a process, and say how it ended; one that is still running then is killed, and its code None."""
     try:
         out, err = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
         process.kill()
         out, err = process.communicate()
-        raise AssertionError(f"still running after {seconds} s:\n{out}\n{err}") from None
+        return Ended(None, out, f"{err}\nstill running after {seconds} s")
     return Ended(process.returncode, out, err)
 
 

@@ -2,14 +2,14 @@
 
     python placements.py COORDINATOR PROCESSES THIS RUNS
 
-RUNS is JSON: [experiment's fields, actor devices, learner devices] for each run.  Prints the digest of each run's final
-parameters, one a line.
+RUNS is JSON: [experiment's fields, actor devices, learner devices] for each run.  Prints the digests of each run's
+parameters, one run a line.
 """
 
 import json
 import sys
 
-from launch import digest
+from launch import digests
 
 from cleanba.config import Placement
 from cleanba.ppo import PPO
@@ -20,7 +20,7 @@ def main(coordinator: str, processes: str, this: str, runs: str) -> None:
     initialise(Placement((), (), True, coordinator, int(processes), int(this)))
     for fields, actors, learners in json.loads(runs):
         fields = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
-        print(digest(PPO(**fields), actors, learners), flush=True)
+        print(json.dumps(digests(PPO(**fields), actors, learners)), flush=True)
 
 
 if __name__ == "__main__":

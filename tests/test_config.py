@@ -179,9 +179,9 @@ def test_default_actors_are_the_fitting_number_nearest_to_two_per_device(
     actor_devices, learner_devices = actor_devices * num_processes, learner_devices * num_processes
     n = learner_devices * envs_per_shard
     chosen = resolve(Experiment(num_envs=n), actor_devices, learner_devices, num_processes).num_actors
-    fitting = [
-        a for a in range(1, n + 1) if fits(n, a, learner_devices, num_processes, learner_devices // num_processes)
-    ]
+    reach = 2 * actor_devices + max(2 * actor_devices, learner_devices)  # a thread per environment helps nobody
+    split = (num_processes, learner_devices // num_processes)
+    fitting = [a for a in range(1, reach + 1) if fits(n, a, learner_devices, *split)]
     if any(a >= actor_devices for a in fitting):
         fitting = [a for a in fitting if a >= actor_devices]
     assert chosen in fitting

@@ -366,7 +366,13 @@ def test_metrics_jsonl_has_a_line_per_log_point(run_dir):
     assert [row["stats/policy_lag"] for row in rows] == [0, 1, 1, 1, 1]
     steps = [row["global_step"] for row in rows]
     assert steps == sorted(steps) and steps[-1] == read_result(run_dir)["global_step"]
-    for name in ("charts/SPS", "charts/episodic_return", "losses/policy_loss", "losses/value_loss", "stats/rollout_time"):
+    for name in (
+        "charts/SPS",
+        "charts/episodic_return",
+        "losses/policy_loss",
+        "losses/value_loss",
+        "stats/rollout_time",
+    ):
         assert isinstance(rows[-1][name], float), name
     rates = [row["charts/learning_rate"] for row in rows]
     np.testing.assert_allclose(rates, 2.5e-4 * (1 - np.arange(5) / 5), rtol=1e-6)

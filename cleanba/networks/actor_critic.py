@@ -40,9 +40,10 @@ class ActorCritic(nn.Module):
         x = self._torso(jax.tree.map(lambda o: o.reshape(t * b, *o.shape[2:]), obs)).reshape(t, b, -1)
         if self.core == "lstm":
             x, carry = cores.LSTM(self.lstm_size, self.dtype)(x, first, carry)
-        logits = torsos.Dense(self.num_actions, 0.01, self.dtype, name="policy")(x)
-        value = torsos.Dense(1, 1.0, self.dtype, name="value")(x)
-        return Output(logits.astype(jnp.float32), value[..., 0].astype(jnp.float32), carry)
+        x = x.astype(jnp.float32)  # the heads are small, and what they say is exponentiated and squared
+        logits = torsos.Dense(self.num_actions, 0.01, name="policy")(x)
+        value = torsos.Dense(1, 1.0, name="value")(x)
+        return Output(logits, value[..., 0], carry)
 
     def initial_params(self, key: jax.Array) -> PyTree:
         """Random parameters."""

@@ -1,9 +1,13 @@
-"""Convolution and pooling in the form that is fast on the device at hand.
+"""Convolution and pooling in the form that is fast on the device at hand.  Parameters are the same for both.
 
-On CPUs, XLA's own convolutions and their gradients are several times slower than gathering patches and multiplying
-matrices (`benchmarks/throughput.py` measures it); on GPUs cuDNN is hard to beat.  Parameters are the same for both.
+On GPUs that is XLA's own form, as cuDNN is hard to beat.  On CPUs XLA has a fast convolution (Eigen's), but outside
+of a program's top level, and all training is inside of a loop, takes it only for what is written as a plain one:
+[N, H, W, C] by [k, k, C, F], no dilated input, no reversed kernel.  The gradients that JAX derives are not, and fall
+back to scalar loops, a hundred times slower.  So "patches" writes each gradient as a plain convolution
+(`benchmarks/networks.py` measures it).
 """
 
+from functools import partial
 from typing import Any, Literal
 
 import flax.linen as nn
@@ -13,6 +17,62 @@ from jax import lax
 
 Initializer = Any
 ConvKind = Literal["xla", "patches"]
+Pads = tuple[tuple[int, int], tuple[int, int]]  # rows and columns of zeros: before and after
+
+
+def convolve(x: jax.Array, kernel: jax.Array, pads: Pads, stride: int = 1) -> jax.Array:
+    """y_hw = sum_ij x_{sh+i, sw+j} K_ij, as XLA does it.  [N, H, W, C], [k, k, C, F] -> [N, H', W', F]."""
+    return lax.conv_general_dilated(x, kernel, (stride, stride), pads, dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def plain_convolve(x: jax.Array, kernel: jax.Array, pads: Pads) -> jax.Array:
+    """`convolve` in steps of one, whose gradients are plain convolutions too.  x may be integers."""
+    return convolve(x.astype(kernel.dtype), kernel, pads)
+
+
+def _forward(x: jax.Array, kernel: jax.Array, pads: Pads) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return plain_convolve(x, kernel, pads), (x, kernel)
+
+
+def _backward(pads: Pads, saved: tuple[jax.Array, jax.Array], dy: jax.Array) -> tuple[jax.Array | None, jax.Array]:
+    """dx_hw = sum_ij dy_{h-i, w-j} K_ij^T: dy by the kernel turned round.  dK_ij = sum_nhw x_{h+i, w+j} dy_hw: x by dy,
+    with the images of the batch for channels.
+    """
+    x, kernel = saved
+    dk = convolve(x.astype(dy.dtype).transpose(3, 1, 2, 0), dy.transpose(1, 2, 0, 3), pads).transpose(1, 2, 0, 3)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return None, dk
+    # Without the barrier XLA would put the reversal back into the convolution.
+    turned = lax.optimization_barrier(kernel[::-1, ::-1].swapaxes(2, 3))
+    (top, bottom), (left, right) = pads
+    last = kernel.shape[0] - 1
+    return convolve(dy, turned, ((last - top, last - bottom), (last - left, last - right))), dk
+
+
+plain_convolve.defvjp(_forward, _backward)
+
+
+def cells(x: jax.Array, size: int, stride: int, pads: Pads) -> jax.Array:
+    """Cells of stride x stride pixels as one pixel each: what a kernel in such steps sees, for one in steps of one.
+
+    [N, H, W, C] -> [N, H' + k' - 1, W' + k' - 1, stride * stride * C], where k' = ceil(size / stride).
+    """
+    n, c = x.shape[0], x.shape[3]
+    count = [(d + sum(p) - size) // stride + -(-size // stride) for d, p in zip(x.shape[1:3], pads, strict=True)]
+    edges = [(p[0], m * stride - d - p[0], 0) for d, p, m in zip(x.shape[1:3], pads, count, strict=True)]
+    x = lax.pad(x, jnp.zeros((), x.dtype), ((0, 0, 0), *edges, (0, 0, 0)))
+    x = x.reshape(n, count[0], stride, count[1], stride, c).transpose(0, 1, 3, 2, 4, 5)
+    return x.reshape(n, *count, stride * stride * c)
+
+
+def cells_kernel(kernel: jax.Array, stride: int) -> jax.Array:
+    """A kernel for `cells`.  [k, k, C, F] -> [k', k', stride * stride * C, F], where k' = ceil(k / stride)."""
+    size, _, c, f = kernel.shape
+    count = -(-size // stride)
+    kernel = jnp.pad(kernel, ((0, count * stride - size), (0, count * stride - size), (0, 0), (0, 0)))
+    kernel = kernel.reshape(count, stride, count, stride, c, f).transpose(0, 2, 1, 3, 4, 5)
+    return kernel.reshape(count, count, stride * stride * c, f)
 
 
 def patches(x: jax.Array, size: int, stride: int) -> jax.Array:
@@ -63,36 +123,32 @@ class Conv(nn.Module):
         kernel = self.param("kernel", self.kernel_init, (self.size, self.size, x.shape[-1], self.features))
         bias = self.param("bias", nn.initializers.zeros_init(), (self.features,))
         kernel, bias = (kernel * self.input_scale).astype(self.dtype), bias.astype(self.dtype)
+        rows, columns = lax.padtype_to_pads(x.shape[1:3], kernel.shape[:2], (self.stride,) * 2, self.padding)
+        pads = (rows, columns)
         if self.kind == "xla":
-            x = x.astype(self.dtype)
-            y = lax.conv_general_dilated(
-                x, kernel, (self.stride,) * 2, self.padding, dimension_numbers=("NHWC", "HWIO", "NHWC")
-            )
-            return y + bias
-        if self.padding == "SAME":
-            pad = (self.size - 1) // 2
-            x = jnp.pad(x, ((0, 0), (pad, self.size - 1 - pad), (pad, self.size - 1 - pad), (0, 0)))
-        # The barrier keeps patches of bytes being bytes; XLA would convert before it copies, and copy four times more.
-        cut = lax.optimization_barrier(patches(x, self.size, self.stride)).astype(self.dtype)
-        return cut @ patch_kernel(kernel, self.stride) + bias
+            return convolve(x.astype(self.dtype), kernel, pads, self.stride) + bias
+        if self.stride > 1:
+            # The barrier keeps bytes being bytes; XLA would convert before it copies, and copy four times more.
+            x = lax.optimization_barrier(cells(x, self.size, self.stride, pads))
+            kernel, pads = cells_kernel(kernel, self.stride), ((0, 0), (0, 0))
+        return plain_convolve(x, kernel, pads) + bias
 
 
 def max_pool(x: jax.Array, kind: ConvKind) -> jax.Array:
-    """Maximum over 3 x 3 neighbourhoods in steps of 2, padded ("SAME").  [N, H, W, C] -> [N, ceil(H/2), ceil(W/2), C]."""
+    """Maxima of 3 x 3 pixels in steps of 2, padded ("SAME").  [N, H, W, C] -> [N, ceil(H/2), ceil(W/2), C]."""
     if kind == "xla":
         return nn.max_pool(x, (3, 3), strides=(2, 2), padding="SAME")
-    n, h, w, c = x.shape
-    rows, cols = -(-h // 2), -(-w // 2)
-    low = jnp.finfo(x.dtype).min
-    pad_h, pad_w = max((rows - 1) * 2 + 3 - h, 0), max((cols - 1) * 2 + 3 - w, 0)
-    x = jnp.pad(
-        x,
-        ((0, 0), (pad_h // 2, pad_h - pad_h // 2), (pad_w // 2, pad_w - pad_w // 2), (0, 0)),
-        constant_values=low,
-    )
 
-    def pool(x: jax.Array, axis: int, count: int) -> jax.Array:
-        taps = [lax.slice_in_dim(x, i, i + 2 * count - 1, 2, axis) for i in range(3)]
-        return jnp.maximum(jnp.maximum(taps[0], taps[1]), taps[2])
+    # Like XLA's, it sends a gradient to the first of equal maxima; `jnp.maximum` would split it, and be slower.
+    later_if_greater = lambda a, b: jnp.where(b > a, b, a)
 
-    return pool(pool(x, 1, rows), 2, cols)  # the maximum over rows, then over columns: 4 maxima instead of 8
+    def pool(x: jax.Array, axis: int) -> jax.Array:
+        count = -(-x.shape[axis] // 2)
+        extra = 2 * count + 1 - x.shape[axis]
+        edges = [(0, 0, 0)] * x.ndim
+        edges[axis] = (extra // 2, extra - extra // 2, 0)
+        x = lax.pad(x, jnp.array(-jnp.inf, x.dtype), edges)
+        a, b, c = (lax.slice_in_dim(x, i, i + 2 * count - 1, 2, axis) for i in range(3))
+        return later_if_greater(later_if_greater(a, b), c)
+
+    return pool(pool(x, 2), 1)  # the maximum over columns, then over rows: 4 comparisons instead of 8

@@ -1,6 +1,6 @@
 """What is seen, as a vector: [N, ...] observations -> [N, D] features."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -13,6 +13,27 @@ from cleanba.networks.layers import Conv, ConvKind, max_pool
 def orthogonal(scale: float) -> Any:
     """Orthogonal initialisation (Saxe et al. 2014), scaled."""
     return nn.initializers.orthogonal(scale)
+
+
+CHUNK = 32  # images
+
+
+def in_chunks(convolutions: Callable[[Any, jax.Array], jax.Array], torso: Any, x: jax.Array) -> jax.Array:
+    """`convolutions(torso, x)`, for a kind other than "xla" at most `CHUNK` images at a time.  [N, ...] -> [N, D].
+
+    What all layers hold of a few images stays in a CPU's caches; of a large batch it goes to memory and back, and
+    page-faults.  Batches that a policy acts on, and those that no such chunks make up, are left whole.
+    """
+    n = x.shape[0]
+    size = max(d for d in range(1, CHUNK + 1) if n % d == 0)
+    if torso.kind == "xla" or n <= 2 * CHUNK or 2 * size < CHUNK:
+        return convolutions(torso, x)
+    chunked = nn.scan(
+        lambda torso, _, chunk: (None, convolutions(torso, chunk)),
+        variable_broadcast="params",
+        split_rngs={"params": False},
+    )
+    return chunked(torso, None, x.reshape(n // size, size, *x.shape[1:]))[1].reshape(n, -1)
 
 
 def channels_last(x: jax.Array) -> jax.Array:
@@ -41,14 +62,17 @@ class NatureCNN(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
+        x = in_chunks(NatureCNN._convolutions, self, x)
+        for units in self.hiddens:
+            x = nn.relu(Dense(units, 2**0.5, self.dtype)(x))
+        return x
+
+    def _convolutions(self, x: jax.Array) -> jax.Array:
         x = channels_last(x)
         for features, size, stride, scale in ((32, 8, 4, 1 / 255), (64, 4, 2, 1.0), (64, 3, 1, 1.0)):
             init = orthogonal(2**0.5)
             x = nn.relu(Conv(features, size, stride, "VALID", self.dtype, self.kind, init, input_scale=scale)(x))
-        x = x.reshape(x.shape[0], -1)
-        for units in self.hiddens:
-            x = nn.relu(Dense(units, 2**0.5, self.dtype)(x))
-        return x
+        return x.reshape(x.shape[0], -1)
 
 
 class Residual(nn.Module):
@@ -76,6 +100,12 @@ class ImpalaResNet(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
+        x = in_chunks(ImpalaResNet._convolutions, self, x)
+        for units in self.hiddens:
+            x = nn.relu(Dense(units, 2**0.5, self.dtype)(x))
+        return x
+
+    def _convolutions(self, x: jax.Array) -> jax.Array:
         x = channels_last(x)
         for i, channels in enumerate(self.channels):
             scale = 1 / 255 if i == 0 else 1.0
@@ -83,10 +113,7 @@ class ImpalaResNet(nn.Module):
             x = max_pool(x, self.kind)
             for _ in range(2):
                 x = Residual(channels, self.dtype, self.kind)(x)
-        x = nn.relu(x).reshape(x.shape[0], -1)
-        for units in self.hiddens:
-            x = nn.relu(Dense(units, 2**0.5, self.dtype)(x))
-        return x
+        return nn.relu(x).reshape(x.shape[0], -1)
 
 
 class MLP(nn.Module):

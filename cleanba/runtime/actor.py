@@ -87,7 +87,9 @@ def run_actor(
             times.transfer = time.perf_counter() - before_send
             times.rollout = time.perf_counter() - start
             stop.check()
-            rollout_channel.put(Parcel(rollout, params.version, blocks, collected.steps, collected.episodes, times))
+            parcel = Parcel(rollout, params.version, blocks, collected.steps, collected.episodes, times)
             del blocks, collected  # the learner's now: their memory goes back as soon as it has learnt from them
+            rollout_channel.put(parcel)
+            del parcel
     finally:
         collector.close()

@@ -1,7 +1,9 @@
 """Devices by role.  Nothing else in the project asks JAX for devices."""
 
 import os
+import platform
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -35,14 +37,17 @@ class Devices(NamedTuple):
 
 # No kernels that add in an order of their own, and none chosen by a race at compile time.
 DETERMINISTIC_XLA_FLAGS = "--xla_gpu_deterministic_ops=true --xla_gpu_autotune_level=0"
+# XLA cuts large sums on a CPU into as many parts as it has threads, by default one per core or per simulated device.
+DETERMINISTIC_CPU_THREADS = "8"
 
 
 def make_deterministic() -> None:
-    """Have XLA make the same bits on a GPU every time.  Comes before anything that touches a device.
+    """Have XLA make the same bits every time.  Comes before anything that touches a device.
 
-    Flags that the user gave in XLA_FLAGS come last, and so win.
+    Flags that the user gave in XLA_FLAGS come last, and so win; a number of threads in PJRT_NPROC stays.
     """
     os.environ["XLA_FLAGS"] = f"{DETERMINISTIC_XLA_FLAGS} {os.environ.get('XLA_FLAGS', '')}".strip()
+    os.environ.setdefault("PJRT_NPROC", DETERMINISTIC_CPU_THREADS)
 
 
 def initialise(p: Placement) -> None:
@@ -125,12 +130,23 @@ def describe_devices() -> dict[str, object]:
     packages = ("cleanba", "jax", "jaxlib", "flax", "optax", "envpool", "numpy", "orbax-checkpoint")
     return {
         "packages": {name: version(name) for name in packages if _installed(name)},
-        "python": ".".join(map(str, __import__("sys").version_info[:3])),
+        "python": platform.python_version(),
         "device_kind": jax.local_devices()[0].device_kind,
         "local_devices": len(jax.local_devices()),
         "num_processes": jax.process_count(),
+        "cpu": _cpu_model(),
         "cpu_cores": os.cpu_count(),
+        "cpu_threads": os.environ.get("PJRT_NPROC"),
     }
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
 
 
 def _installed(name: str) -> bool:

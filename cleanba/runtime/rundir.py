@@ -61,12 +61,13 @@ class Opened(NamedTuple):
 
 
 def differing_machines(earlier: dict[str, Any] | None, now: dict[str, Any]) -> list[str]:
-    """In what the machines of two runs differ that may change bits: packages, kind of device, cores of a CPU."""
+    """In what the machines of two runs differ that may change bits: packages, kind of device or CPU."""
     if earlier is None:
         return []
     a, b = ({**c.get("packages", {}), "device kind": c.get("device_kind")} for c in (earlier, now))
     if b["device kind"] == "cpu":
-        a["CPU cores"], b["CPU cores"] = earlier.get("cpu_cores"), now.get("cpu_cores")
+        a["CPU"], b["CPU"] = earlier.get("cpu"), now.get("cpu")
+        a["PJRT_NPROC"], b["PJRT_NPROC"] = earlier.get("cpu_threads"), now.get("cpu_threads")
     changed = differences(a, b)
     return [f"the bits may differ from the earlier run's, which had other {'; '.join(changed)}"] if changed else []
 

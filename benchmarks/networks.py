@@ -1,0 +1,145 @@
+"""How fast the networks for images run: XLA's own convolutions, ours for CPUs, and PyTorch's, side by side.
+
+    python benchmarks/networks.py             # two minutes; results in benchmarks/results/
+
+Acting is one forward pass by itself.  Learning is forward and backward, one minibatch after another inside of a loop,
+as training has it; that matters, as XLA's gradients on CPUs are only fast outside of loops.  All forms take turns, so
+that whatever else the machine does slows all of them.  PyTorch takes part in what it can (Nature), if it is installed.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+from jax import lax
+from machine import save, spread
+from rich.console import Console
+from rich.table import Table
+
+from cleanba.networks.torsos import ImpalaResNet, NatureCNN
+
+NETWORKS = {
+    "nature": lambda kind: NatureCNN((512,), kind=kind),
+    "impala": lambda kind: ImpalaResNet((16, 32, 32), (256,), kind=kind),
+}
+
+
+@dataclass(frozen=True)
+class Flags:
+    """What is measured."""
+
+    networks: tuple[str, ...] = ("nature", "impala")
+    """of nature, impala"""
+    act: tuple[int, ...] = (16, 60)
+    """images in a forward pass"""
+    learn: tuple[int, ...] = (64,)
+    """images in a minibatch"""
+    minibatches: int = 2
+    """in a loop"""
+    forms: tuple[str, ...] = ("xla", "patches", "pytorch")
+    """which take turns; ratios are to the first"""
+    rounds: int = 20
+    """how often each takes its turn, at most"""
+    seconds: float = 6.0
+    """after which no further round begins"""
+
+
+def ours(name: str, kind: str, images: np.ndarray) -> tuple[Callable, Callable]:
+    """Acting and learning.  images: [M, B, 4, 84, 84] uint8, M minibatches."""
+    network, x = NETWORKS[name](kind), jnp.asarray(images)
+    params = jax.jit(network.init)(jax.random.key(0), x[0, :1])
+    loss = lambda params, x: jnp.square(network.apply(params, x)).mean()
+
+    @jax.jit
+    def learn(params: Any, x: jax.Array) -> Any:
+        step = lambda params, x: (jax.tree.map(lambda p, g: p - 1e-6 * g, params, jax.grad(loss)(params, x)), None)
+        return lax.scan(step, params, x)[0]
+
+    act = jax.jit(network.apply)
+    return lambda: jax.block_until_ready(act(params, x[0])), lambda: jax.block_until_ready(learn(params, x))
+
+
+def pytorch(images: np.ndarray) -> tuple[Callable, Callable] | None:
+    """The same for PyTorch's Nature CNN; None without PyTorch."""
+    try:
+        import torch
+    except ImportError:
+        return None
+    nn, x = torch.nn, torch.from_numpy(images)
+    network = nn.Sequential(
+        nn.Conv2d(4, 32, 8, 4), nn.ReLU(), nn.Conv2d(32, 64, 4, 2), nn.ReLU(), nn.Conv2d(64, 64, 3), nn.ReLU(),
+        nn.Flatten(), nn.Linear(3136, 512), nn.ReLU(),
+    )  # fmt: skip
+    optimiser = torch.optim.SGD(network.parameters(), 1e-6)
+
+    def act() -> None:
+        with torch.no_grad():
+            network(x[0] / 255.0)
+
+    def learn() -> None:
+        for images in x:
+            optimiser.zero_grad()
+            network(images / 255.0).square().mean().backward()
+            optimiser.step()
+
+    return act, learn
+
+
+def interleaved(runs: dict[str, Callable], flags: Flags) -> dict[str, list[float]]:
+    """Seconds of each run of each form, in turns; each has run once before."""
+    for run in runs.values():
+        run()
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    start = time.perf_counter()
+    while len(seconds[next(iter(runs))]) < flags.rounds and time.perf_counter() - start < flags.seconds:
+        for name, run in runs.items():
+            before = time.perf_counter()
+            run()
+            seconds[name].append(time.perf_counter() - before)
+    return seconds
+
+
+def measure(name: str, learning: bool, batch: int, flags: Flags) -> dict[str, Any]:
+    """Images per second of each form, and ratios to the first."""
+    minibatches = flags.minibatches if learning else 1
+    images = np.random.default_rng(0).integers(256, size=(minibatches, batch, 4, 84, 84), dtype=np.uint8)
+    runs = {}
+    for form in flags.forms:
+        if form != "pytorch":
+            runs[form] = ours(name, form, images)[learning]
+        elif name == "nature" and (both := pytorch(images)):
+            runs[form] = both[learning]
+    speed = {
+        form: spread([minibatches * batch / s for s in samples]) for form, samples in interleaved(runs, flags).items()
+    }
+    first = speed[next(iter(speed))]["median"]
+    ratio = {form: values["median"] / first for form, values in speed.items()}
+    return {
+        "network": name,
+        "pass": "forward and backward" if learning else "forward",
+        "images": batch,
+        "images_per_second": speed,
+        "ratio_of_medians": ratio,
+    }
+
+
+def main(flags: Flags) -> None:
+    cases = [(name, learning, batch) for name in flags.networks for learning in (False, True)
+             for batch in (flags.learn if learning else flags.act)]  # fmt: skip
+    rows = [measure(*case, flags) for case in cases]
+    table = Table("network", "pass", "images", *[f"{form} images/s" for form in flags.forms], title="median (ratio)")
+    for row in rows:
+        speed, ratio = row["images_per_second"], row["ratio_of_medians"]
+        cells = [f"{speed[f]['median']:,.0f} ({ratio[f]:.2f})" if f in speed else "" for f in flags.forms]
+        table.add_row(row["network"], row["pass"], str(row["images"]), *cells)
+    Console().print(table)
+    print(save(f"networks_{jax.default_backend()}", {"rows": rows}))
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Flags))

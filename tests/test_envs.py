@@ -1,0 +1,348 @@
+"""Seeds, what EnvPool is relied on for, and what users are told who ask for what there is not."""
+
+from itertools import pairwise
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cleanba.config import Experiment
+from cleanba.envs import Envs, EnvSpec, ObsSpec, Step, env_seed, env_spec, threads_per_actor, train_reward
+from cleanba.errors import UsageError
+from cleanba.runtime.learner import action_key
+
+# --------------------------------------------------------------------------------------------- seeds and keys
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**31 - 1])
+def test_every_environment_of_every_epoch_has_a_seed_of_its_own(seed):
+    seeds = [env_seed(seed, env, epoch, 120) for epoch in range(200) for env in range(120)]
+    assert len(set(seeds)) == len(seeds)
+    assert all(0 <= s < 2**30 for s in seeds)
+
+
+def test_seeds_do_not_repeat_where_their_numbers_are_large():
+    numbers = [2**30 - 1 - i for i in range(5000)] + list(range(2**15 - 2500, 2**15 + 2500))
+    assert len({env_seed(1, n, 0, 2**30) for n in numbers}) == len(numbers)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 2**31 - 1), st.integers(0, 99), st.integers(0, 1000))
+def test_a_seed_is_decided_by_the_experiments_seed_the_environment_and_the_epoch(seed, env, epoch):
+    assert env_seed(seed, env, epoch, 100) == env_seed(seed, env, epoch, 100)
+    assert env_seed(seed, env, epoch, 100) != env_seed(seed, env, epoch + 1, 100)
+    assert env_seed(seed, env, epoch, 100) != env_seed(seed, (env + 1) % 100, epoch, 100)
+
+
+def test_experiments_with_other_seeds_play_other_games():
+    games = [[env_seed(seed, env, 0, 500) for env in range(500)] for seed in range(20)]
+    for a, b in pairwise(games):
+        assert sum(x == y for x, y in zip(a, b, strict=True)) == 0
+        assert len(set(a) & set(b)) <= 2  # a few of 2^30 may coincide
+
+
+def test_seeds_look_random():
+    bits = np.array([[env_seed(1, env, 0, 4096) >> i & 1 for i in range(30)] for env in range(4096)])
+    assert abs(bits.mean(0) - 0.5).max() < 0.05
+    assert abs(np.corrcoef(bits.T) - np.eye(30)).max() < 0.08
+    assert abs(np.corrcoef(bits[1:, 0], bits[:-1, 0])[0, 1]) < 0.08
+
+
+def test_seeds_that_have_run_out_are_refused():
+    assert env_seed(1, 1, 2**29 - 1, 2) >= 0
+    with pytest.raises(UsageError, match="environment 0 of epoch 536870912.*--checkpoint-frequency"):
+        env_seed(1, 0, 2**29, 2)
+
+
+def test_every_actor_and_rollout_draws_actions_from_a_key_of_its_own():
+    key = lambda seed: jax.vmap(
+        jax.vmap(lambda a, r: jax.random.key_data(action_key(seed, a, r)), (None, 0)), (0, None)
+    )
+    keys = [np.asarray(key(seed)(np.arange(24), np.arange(1, 400))).reshape(-1, 2) for seed in (1, 2)]
+    assert len({tuple(k) for k in np.concatenate(keys).tolist()}) == 2 * 24 * 399
+
+
+def test_a_key_is_the_same_whoever_asks_for_it():
+    a, b = (jax.random.key_data(action_key(3, 2, 1)) for _ in range(2))
+    assert (a == b).all() and (a != jax.random.key_data(action_key(3, 1, 2))).any()
+
+
+# ------------------------------------------------------------------------------------------------- specifications
+
+MINIGRID = {
+    "direction": ObsSpec("discrete", (), "int32", 4),
+    "image": ObsSpec("grid", (7, 7, 3), "uint8"),
+    "mission": ObsSpec("grid", (96,), "uint8"),
+}
+
+
+@pytest.mark.parametrize(
+    "env_id, obs, num_actions",
+    [
+        ("CartPole-v1", ObsSpec("vector", (4,), "float32"), 2),
+        ("Catch-v0", ObsSpec("vector", (10, 5), "float32"), 3),
+        ("Taxi-v3", ObsSpec("discrete", (), "int32", 500), 6),
+        ("FrozenLake-v1", ObsSpec("discrete", (), "int32", 16), 4),
+        ("Blackjack-v1", ObsSpec("vector", (3,), "int32"), 2),
+        ("MiniGrid-Empty-5x5-v0", MINIGRID, 7),
+        ("Breakout-v5", ObsSpec("image", (4, 84, 84), "uint8"), 18),
+    ],
+)
+def test_what_environments_show_and_take(env_id, obs, num_actions):
+    spec = env_spec(Experiment(env_id=env_id))
+    assert (spec.obs, spec.num_actions) == (obs, num_actions)
+    envs = Envs(spec, [3, 4])
+    for delivered in (envs.reset(), envs.step(np.zeros(2, np.int32)).obs):
+        check = lambda o, x: (o.shape, o.dtype) == (x.shape[1:], str(x.dtype)) and len(x) == 2
+        assert all(jax.tree.leaves(jax.tree.map(check, spec.obs, delivered)))
+    envs.close()
+    envs.close()
+
+
+def test_atari_is_set_up_as_machado_et_al_recommend():
+    # Revisiting the Arcade Learning Environment (2018): all 18 actions, sticky with probability 0.25, and whole games
+    # as episodes, with no random no-ops at the start.
+    spec = env_spec(Experiment(env_id="Breakout-v5"))
+    assert spec.is_atari and spec.clip_reward
+    envs = Envs(spec, [1])
+    options = envs._pool.config
+    assert options["repeat_action_probability"] == 0.25
+    assert options["full_action_space"] is True and spec.num_actions == 18
+    assert options["max_episode_steps"] == 27_000  # of 4 frames at 60 Hz: half an hour
+    assert options["frame_skip"] == 4 and options["stack_num"] == 4
+    assert options["episodic_life"] is False and options["reward_clip"] is False
+    assert options["noop_max"] == 1
+    envs.close()
+
+
+def test_flags_and_options_reach_envpool():
+    flags = dict(repeat_action_probability=0.0, full_action_space=False, episodic_life=True, max_episode_steps=9)
+    spec = env_spec(Experiment(env_id="Breakout-v5", env_options=("frame_skip=2", "gray_scale=False"), **flags))
+    assert spec.num_actions == 4 and spec.obs.shape == (12, 84, 84)
+    envs = Envs(spec, [1])
+    assert {name: envs._pool.config[name] for name in flags} == flags
+    assert envs._pool.config["frame_skip"] == 2
+    envs.close()
+
+
+def test_only_atari_clips_rewards_unless_asked():
+    clips = lambda env_id, **flags: env_spec(Experiment(env_id=env_id, **flags)).clip_reward
+    assert (clips("Pong-v5"), clips("CartPole-v1")) == (True, False)
+    assert (clips("Pong-v5", reward_clip=False), clips("CartPole-v1", reward_clip=True)) == (False, True)
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        (dict(env_id="Breakot-v5"), ["env_id='Breakot-v5'", "Breakout-v5"]),
+        (dict(env_id="cartpole-v1"), ["env_id='cartpole-v1'", "CartPole-v1"]),
+        (dict(env_id="?"), ["env_id='?'", "names look like"]),
+        (dict(env_id="Pendulum-v1"), ["env_id='Pendulum-v1'", "Box", "needs discrete ones", "CartPole-v1"]),
+        (dict(env_options=("frame_skip",)), ["env_options='frame_skip'", "name=value", "--env-options frame_skip=2"]),
+        (dict(env_options=("2x=1",)), ["env_options='2x=1'", "name=value"]),
+        (dict(env_options=("speed=3",)), ["Breakout-v5", "speed=3", "speed"]),
+        (dict(env_options=("frame_skip=quick",)), ["Breakout-v5", "frame_skip=quick"]),
+        *((dict(env_options=(f"{name}=1",)), [name, "set by Cleanba"]) for name in ("seed", "num_envs", "reward_clip")),
+    ],
+)
+def test_what_cannot_be_made_is_refused_with_the_value_and_a_remedy(changes, words):
+    with pytest.raises(UsageError) as caught:
+        env_spec(Experiment(**changes))
+    message = str(caught.value)
+    assert all(word in message for word in words) and "\n" not in message, message
+
+
+# ------------------------------------------------------------------------------- what we rely on EnvPool to do
+
+LEFT = np.int32([0])
+
+
+def cartpole(seed: int = 3, **flags) -> Envs:
+    return Envs(env_spec(Experiment(env_id="CartPole-v1", **flags)), [seed])
+
+
+def elapsed(envs: Envs, action) -> tuple[Step, int]:
+    """A step as we deliver it, and EnvPool's own count of the episode's steps."""
+    seen = []
+    pool_step = envs._pool.step
+    envs._pool.step = lambda a: seen.append(pool_step(a)) or seen[-1]
+    try:
+        return envs.step(action), int(seen[0][-1]["elapsed_step"][0])
+    finally:
+        envs._pool.step = pool_step
+
+
+def until_over(envs: Envs) -> list[tuple[Step, int]]:
+    steps = [elapsed(envs, LEFT)]
+    while not (steps[-1][0].terminated[0] or steps[-1][0].truncated[0]):
+        steps.append(elapsed(envs, LEFT))
+    return steps
+
+
+def test_the_step_that_ends_an_episode_delivers_its_terminal_observation():
+    envs = cartpole()
+    envs.reset()
+    step, count = until_over(envs)[-1]
+    assert step.terminated[0] and not step.truncated[0] and step.over[0]
+    assert step.reward[0] == 1 and count > 0
+    assert abs(step.obs[0, 2]) > 0.2095  # the pole has fallen: no episode goes on, or starts, from here
+
+
+def test_the_step_after_an_end_resets_pays_nothing_and_ignores_its_action():
+    after = []
+    for action in (0, 1):
+        envs = cartpole()
+        envs.reset()
+        until_over(envs)
+        step, count = elapsed(envs, np.int32([action]))
+        assert count == 0 and step.reward[0] == 0
+        assert not step.terminated[0] and not step.truncated[0] and not step.over[0]
+        assert abs(step.obs).max() <= 0.05  # where CartPole starts
+        after.append(step.obs)
+        step, count = elapsed(envs, np.int32([action]))
+        assert count == 1 and step.reward[0] == 1
+    assert (after[0] == after[1]).all()
+
+
+def test_a_reset_starts_every_environment_at_step_zero():
+    envs = Envs(env_spec(Experiment(env_id="CartPole-v1")), [1, 2, 3])
+    _, info = envs._pool.reset()
+    assert info["elapsed_step"].tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("env_id", ["CartPole-v1", "Breakout-v5", "MiniGrid-Empty-5x5-v0"])
+def test_max_episode_steps_truncates_and_does_not_terminate(env_id):
+    envs = Envs(env_spec(Experiment(env_id=env_id, max_episode_steps=5)), [3])
+    envs.reset()
+    ends = []
+    for t in range(12):
+        step = envs.step(np.int32([t % 2]))
+        assert not step.terminated[0] and step.over[0] == step.truncated[0]
+        ends.append(bool(step.truncated[0]))
+    first = ends.index(True)
+    assert first in (4, 5)  # Atari counts the step that reset it
+    assert ends[first + 1 : 12] == (([False] * (first + 1) + [True]) * 2)[: 11 - first]
+
+
+def test_envpool_calls_it_truncation_alone_if_an_episode_terminates_at_its_last_permitted_step():
+    # So a terminal state is bootstrapped from in this one case.  If this fails, EnvPool has learnt to tell them apart.
+    envs = cartpole()
+    envs.reset()
+    length = len(until_over(envs))
+    envs = cartpole(max_episode_steps=length)
+    envs.reset()
+    step, count = until_over(envs)[-1]
+    assert count == length and abs(step.obs[0, 2]) > 0.2095
+    assert step.truncated[0] and not step.terminated[0]
+
+
+def stream(spec: EnvSpec, seeds: list[int], env: int, threads: int = 0, steps: int = 60):
+    """What one environment of a pool delivers, while each of them does as its own seed says."""
+    envs = Envs(spec, seeds, threads)
+    chosen = [np.random.default_rng(s).integers(spec.num_actions, size=steps) for s in seeds]
+    obs = [envs.reset()]
+    rest = []
+    for t in range(steps):
+        step = envs.step(np.array([c[t] for c in chosen], np.int32))
+        obs.append(step.obs)
+        rest.append([step.raw_reward[env], step.terminated[env], step.truncated[env]])
+    envs.close()
+    return jax.tree.map(lambda *xs: np.stack([x[env] for x in xs]), *obs), np.array(rest)
+
+
+@pytest.mark.parametrize("env_id", ["CartPole-v1", "MiniGrid-DoorKey-5x5-v0", "Breakout-v5"])
+def test_a_seeds_games_do_not_depend_on_the_pool_around_it_or_its_threads(env_id):
+    spec = env_spec(Experiment(env_id=env_id))
+    alone = stream(spec, [11], 0)
+    for seeds, env, threads in [([11, 12, 13, 14, 15], 0, 1), ([15, 14, 13, 12, 11], 4, 3)]:
+        same = jax.tree.map(np.array_equal, alone, stream(spec, seeds, env, threads))
+        assert all(jax.tree.leaves(same))
+
+
+@pytest.mark.parametrize("env_id", ["CartPole-v1", "MiniGrid-Empty-Random-5x5-v0"])
+def test_other_seeds_play_other_games(env_id):
+    spec = env_spec(Experiment(env_id=env_id))
+    first = lambda seed: jax.tree.leaves(Envs(spec, [seed]).reset())
+    games = [tuple(x.tobytes() for x in first(seed)) for seed in range(20)]
+    assert len(set(games)) > 5
+
+
+def still(seed: int, steps: int = 30, **flags) -> np.ndarray:
+    """Pictures of a game of Breakout that is always played alike."""
+    envs = Envs(env_spec(Experiment(env_id="Breakout-v5", full_action_space=False, **flags)), [seed])
+    envs.reset()
+    pictures = [envs.step(np.int32([1 + t % 3])).obs[0, -1] for t in range(steps)]
+    envs.close()
+    return np.stack(pictures)
+
+
+def test_actions_stick_at_random_exactly_if_asked():
+    assert (still(1, repeat_action_probability=0.0) == still(2, repeat_action_probability=0.0)).all()
+    assert (still(1) != still(2)).any()
+
+
+def test_losing_a_life_ends_an_episodic_life_but_not_the_game():
+    flags = dict(full_action_space=False, repeat_action_probability=0.0, episodic_life=True)
+    envs = Envs(env_spec(Experiment(env_id="Breakout-v5", **flags)), [1])
+    envs.reset()
+    ends = []
+    while len(ends) < 6:
+        step = envs.step(np.int32([1]))  # fire, and never move
+        if step.terminated[0]:
+            assert not step.truncated[0]
+            ends.append(bool(step.over[0]))
+    envs.close()
+    assert ends == [False, False, False, False, True, False]  # five lives
+
+
+def test_without_episodic_life_only_the_end_of_the_game_ends_an_episode():
+    envs = Envs(env_spec(Experiment(env_id="Breakout-v5", full_action_space=False, repeat_action_probability=0.0)), [1])
+    envs.reset()
+    lives, ends = [5], []
+    pool_step = envs._pool.step
+    envs._pool.step = lambda a: (lambda out: lives.append(int(out[-1]["lives"][0])) or out)(pool_step(a))
+    while not ends:
+        step = envs.step(np.int32([1]))
+        assert step.terminated[0] == step.over[0]
+        if step.terminated[0]:
+            ends.append(lives[-1])
+    envs.close()
+    assert ends == [0] and sorted(set(lives)) == [0, 1, 2, 3, 4, 5]
+
+
+def test_rewards_are_clipped_for_training_only():
+    spec = env_spec(Experiment(env_id="NChain-v0", reward_clip=True))
+    envs = Envs(spec, [1])
+    envs.reset()
+    steps = [envs.step(np.int32([0])) for _ in range(60)]
+    envs.close()
+    raw = np.array([s.raw_reward[0] for s in steps])
+    assert raw.max() > 1  # NChain pays 2 and 10
+    assert [s.reward[0] for s in steps] == np.clip(raw, -1, 1).tolist()
+    assert steps[0].reward.dtype == steps[0].raw_reward.dtype == np.float32
+
+
+def test_rewards_are_clipped_from_both_sides_if_at_all():
+    raw = np.float32([-3, -0.5, 0, 0.5, 3])
+    spec = EnvSpec("x", None, 2, False, True, {})
+    assert train_reward(spec, raw).tolist() == [-1, -0.5, 0, 0.5, 1]
+    assert train_reward(spec._replace(clip_reward=False), raw).tolist() == raw.tolist()
+
+
+def test_observations_belong_to_the_caller():
+    envs = cartpole()
+    seen = [envs.reset()] + [envs.step(LEFT).obs for _ in range(5)]
+    kept = [x.copy() for x in seen]
+    for _ in range(50):
+        envs.step(LEFT)
+    assert all((a == b).all() for a, b in zip(seen, kept, strict=True))
+    envs.close()
+
+
+def test_threads_are_shared_out_and_nobody_goes_without():
+    total = threads_per_actor(1)
+    assert total >= 1
+    assert threads_per_actor(10_000) == 1
+    assert all(1 <= threads_per_actor(n) <= max(1, total // n) for n in range(1, 9))
