@@ -7,6 +7,7 @@ as training has it; that matters, as XLA's gradients on CPUs are only fast outsi
 that whatever else the machine does slows all of them.  PyTorch takes part in what it can (Nature), if it is installed.
 """
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -131,14 +132,16 @@ def measure(name: str, learning: bool, batch: int, flags: Flags) -> dict[str, An
 def main(flags: Flags) -> None:
     cases = [(name, learning, batch) for name in flags.networks for learning in (False, True)
              for batch in (flags.learn if learning else flags.act)]  # fmt: skip
+    load = [os.getloadavg()[0]]  # what else ran, before and at the end: above the number of cores, figures mean little
     rows = [measure(*case, flags) for case in cases]
+    load.append(os.getloadavg()[0])
     table = Table("network", "pass", "images", *[f"{form} images/s" for form in flags.forms], title="median (ratio)")
     for row in rows:
         speed, ratio = row["images_per_second"], row["ratio_of_medians"]
         cells = [f"{speed[f]['median']:,.0f} ({ratio[f]:.2f})" if f in speed else "" for f in flags.forms]
         table.add_row(row["network"], row["pass"], str(row["images"]), *cells)
     Console().print(table)
-    print(save(f"networks_{jax.default_backend()}", {"rows": rows}))
+    print(save(f"networks_{jax.default_backend()}", {"load_average": load, "rows": rows}))
 
 
 if __name__ == "__main__":

@@ -311,14 +311,17 @@ def plot(rows: list[dict[str, Any]], flags: Flags, title: str, target: Path) -> 
         "batch": (flags.batches, "sequences per minibatch", f"{t} steps, episodes of {episode}"),
         "episode": (flags.episodes, "mean length of an episode", f"{t} steps, {b} sequences"),
     }
+    axes_of = {axis: value for axis, value in axes_of.items() if len(value[0]) > 1}
     centre = dict(steps=t, batch=b, episode=episode)
-    figure, grid = plt.subplots(2, 3, figsize=(11, 6.2), sharey="row", layout="constrained")
+    figure, grid = plt.subplots(
+        2, len(axes_of), figsize=(2 + 3 * max(2, len(axes_of)), 6.2), sharey="row", layout="constrained", squeeze=False
+    )
     for column, (axis, (ticks, label, subtitle)) in enumerate(axes_of.items()):
         fixed = {name: value for name, value in centre.items() if name != axis}
         some = [r for r in rows if all(r[name] == value for name, value in fixed.items())]
         for way, (name, colour, dash, marker) in styles.items():
             points = sorted((ticks.index(r[axis]), r) for r in some if r["way"] == way and r[axis] in ticks)
-            for line, value in ((0, "us_per_sample"), (1, "bytes_per_sample")):
+            for line, value in ((0, "times_scan"), (1, "bytes_per_sample")):
                 known = [(x, r[value] / (1 if line == 0 else 1024)) for x, r in points if r[value] is not None]
                 grid[line, column].plot(
                     *np.array(known).reshape(-1, 2).T, color=colour, linestyle=dash, marker=marker, markersize=6,
@@ -334,7 +337,7 @@ def plot(rows: list[dict[str, Any]], flags: Flags, title: str, target: Path) -> 
             ax.spines[["top", "right"]].set_visible(False)
         grid[0, column].set_title(subtitle, fontsize=10)
         grid[1, column].set_xlabel(label)
-    grid[0, 0].set_ylabel("µs per sample")
+    grid[0, 0].set_ylabel("time, as a multiple of the scan's")
     grid[1, 0].set_ylabel("KiB per sample")
     handles, labels = grid[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)

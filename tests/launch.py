@@ -44,8 +44,11 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 compilation_cache.reset_cache()
 
 # An experiment of a moment: flags for the command.
-TINY = "--env-id Catch-v0 --num-envs 8 --num-actors 2 --num-shards 1 --num-steps 8 --hiddens 8".split()
-TINY += "--num-minibatches 2 --update-epochs 1 --total-timesteps 320 --log-frequency 1".split()
+TINY = (
+    *("--env-id", "Catch-v0", "--num-envs", "8", "--num-actors", "2", "--num-shards", "1", "--num-steps", "8"),
+    *("--hiddens", "8", "--num-minibatches", "2", "--update-epochs", "1", "--total-timesteps", "320"),
+    *("--log-frequency", "1"),
+)
 
 
 class Record(NamedTuple):

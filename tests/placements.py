@@ -13,10 +13,11 @@ from launch import digests
 
 from cleanba.config import Placement
 from cleanba.ppo import PPO
-from cleanba.runtime.placement import initialise
+from cleanba.runtime.placement import initialise, make_deterministic
 
 
 def main(coordinator: str, processes: str, this: str, runs: str) -> None:
+    make_deterministic()
     initialise(Placement((), (), True, coordinator, int(processes), int(this)))
     for fields, actors, learners in json.loads(runs):
         fields = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}

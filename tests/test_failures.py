@@ -138,7 +138,7 @@ def test_ctrl_c_before_training_ends_without_a_traceback(tmp_path, monkeypatch):
     assert (ended.code, ended.err) == (130, "cleanba: interrupted\n")
 
 
-# ------------------------------------------------------------------------------------------------- as processes of their own
+# -------------------------------------------------------------------------------------------- as processes of their own
 
 HANGS = """
 import sys, time

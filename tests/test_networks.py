@@ -209,7 +209,7 @@ def assert_pools_alike(x):
     [("nature", 2, 2), ("nature", 3, 32), ("impala", 3, 32)],  # more than 64 images may be taken a few at a time
 )
 def test_whole_networks_learn_the_same_from_patches_as_from_xla(network, steps, envs):
-    options = dict(network=network, hiddens=(16,), channels=(4, 8))
+    options = dict(network=network, hiddens=(16,), channels=(4,))
     obs, first = observe(SMALL_IMAGE, steps, envs), np.zeros((steps, envs), bool)
     cpu, gpu = (build(SMALL_IMAGE, platform, **options) for platform in ("cpu", "gpu"))
     assert (cpu.conv, gpu.conv) == ("patches", "xla")

@@ -63,7 +63,7 @@ def test_memory_and_actors_of_several_shards_give_the_same_bits_too():
     assert digests(e, [0, 1], [2, 3, 4, 5, 6, 7]) == digests(e)
 
 
-# ------------------------------------------------------------------------------------------------------ several processes
+# ---------------------------------------------------------------------------------------------------- several processes
 
 
 def free_address() -> str:
@@ -105,7 +105,7 @@ def test_several_processes_give_the_same_bits(network, concurrency, placement):
     assert found == [reference(network, concurrency)] * processes
 
 
-# ----------------------------------------------------------------------------------------------- what the digest can tell
+# --------------------------------------------------------------------------------------------- what the digest can tell
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_the_same_experiment_gives_the_same_bits_again():
     assert list(again) == [2, 4] and again[2] != again[4]  # at every checkpoint
 
 
-# -------------------------------------------------------------------------------------------- broken on purpose, and seen
+# ------------------------------------------------------------------------------------------ broken on purpose, and seen
 
 
 def broken_digests() -> tuple[str, str]:

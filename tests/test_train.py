@@ -1,6 +1,7 @@
 """What a rollout records, which parameters collect it, and what a run leaves on disk."""
 
 import dataclasses
+import itertools
 import json
 import os
 import struct
@@ -45,7 +46,7 @@ def experiment(**changes) -> PPO:
     return PPO(**values, total_timesteps=updates * values["num_envs"] * values["num_steps"])
 
 
-# ------------------------------------------------------------------------------------------------------ what is recorded
+# ----------------------------------------------------------------------------------------------------- what is recorded
 
 
 def test_a_rollout_says_what_happened_also_across_its_boundaries():
@@ -109,7 +110,7 @@ def test_what_is_recorded_is_what_the_policy_saw_and_the_environment_was_given()
         np.testing.assert_array_equal(rollout.action, rollout.obs[:-1, :, 3] % 2)
         np.testing.assert_array_equal(rollout.carry, [5 * number] * 2)  # from before the rollout
     np.testing.assert_array_equal(np.concatenate([c.rollout.action for c in collected]), envs.actions)
-    for one, two in zip(collected, collected[1:], strict=False):  # where one ends, the next begins
+    for one, two in itertools.pairwise(collected):  # where one ends, the next begins
         np.testing.assert_array_equal(one.rollout.obs[-1], two.rollout.obs[0])
         np.testing.assert_array_equal(one.rollout.first[-1], two.rollout.first[0])
 
@@ -275,11 +276,11 @@ def test_an_actor_given_the_wrong_version_ends_the_run(monkeypatch):
     assert "rollout 1 needs version 1, was given 2" in str(record.error)
 
 
-# -------------------------------------------------------------------------------------------------- what a run counts
+# ---------------------------------------------------------------------------------------------------- what a run counts
 
 
 def test_global_step_counts_executed_steps_only():
-    # Of 8 steps, an environment with episodes of 3 ignores the 4th and the 8th, one with 2 the 3rd and the 6th, and so on.
+    # An environment with episodes of 3 steps ignores every 4th action, one with episodes of 2 every 3rd.
     scripts = Scripts(THREE_STEPS, TWO_STEPS)
     record = finished(experiment(num_steps=8, updates=3), spec=spec(), make_envs=scripts)
     three, two = [6, 12, 18], [6, 11, 16]
@@ -322,7 +323,7 @@ def test_threads_end_with_the_run():
     assert all(made.closed for made in scripts.made)
 
 
-# ------------------------------------------------------------------------------------------------ what a run leaves behind
+# --------------------------------------------------------------------------------------------- what a run leaves behind
 
 
 @pytest.fixture(scope="module")
