@@ -5,7 +5,7 @@ import json
 import pytest
 from launch import finish, python, read_rows
 
-# CartPole's returns reach 500, so value errors are large; a small weight keeps them from drowning the policy's gradient.
+# CartPole's returns reach 500, so value errors are large: a small weight keeps the policy's gradient visible.
 FLAGS = {
     ("ppo", "Catch-v0"): "--total-timesteps 150000 --num-envs 64 --num-steps 16 --learning-rate 1e-3",
     ("ppo", "CartPole-v1"): "--total-timesteps 400000 --num-envs 16 --num-steps 64 --learning-rate 1e-3 --clip-coef 0.2"
