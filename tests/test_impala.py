@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from jax.flatten_util import ravel_pytree
-from launch import digest, finished
+from launch import digests, finished
 from scripted import Play, Scripts, spec
 
 from cleanba import impala
@@ -522,7 +522,7 @@ def digest_on(placement: str, concurrency: bool, seed: int = 1) -> str:
         hiddens=(16,), core="lstm", lstm_size=8, total_timesteps=6 * 16 * 12, checkpoint_frequency=4,
         collector="stepped", concurrency=concurrency,
     )  # fmt: skip
-    return digest(e, *PLACEMENTS[placement], recipe=impala)
+    return str(digests(e, *PLACEMENTS[placement], recipe=impala))
 
 
 @pytest.mark.parametrize("concurrency", [True, False], ids=["concurrent", "in turns"])
