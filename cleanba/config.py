@@ -5,7 +5,7 @@ An algorithm's experiment derives from `Experiment` and adds its own hyperparame
 
 import dataclasses
 import json
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -234,29 +234,45 @@ class Partition:
     learners_per_process: int = 1
 
     def __post_init__(self) -> None:
-        n, a, k, p = self.num_envs, self.num_actors, self.num_shards, self.num_processes
+        n, a, k, p, learners = astuple(self)
         for count, what in ((a, "actors"), (k, "shards")):
-            options = nearest(n, lambda m, c=count: m % c == 0)  # type: ignore[misc]
-            require(n % count == 0, f"num_envs={n} cannot be split over {count} {what}; try --num-envs {options}")
+            require(n % count == 0, f"num_envs={n} cannot be split over {count} {what}; {self._remedy('num_envs')}")
         for count, name in ((a, "num_actors"), (k, "num_shards")):
-            options = nearest(count, lambda m: m % p == 0 and n % m == 0)
-            require(
-                count % p == 0, f"{name}={count} cannot be split over {p} processes; try {_flag(name)} {options or p}"
-            )
-        options = nearest(a, lambda m: (m % k == 0 or k % m == 0) and m % p == 0 and n % m == 0, n + a)
+            require(count % p == 0, f"{name}={count} cannot be split over {p} processes; {self._remedy(name)}")
         require(
             a % k == 0 or k % a == 0,
-            f"num_actors={a} and num_shards={k} do not fit: one must divide the other; try --num-actors {options}",
+            f"num_actors={a} and num_shards={k} do not fit: one must divide the other; {self._remedy('num_actors')}",
         )
-        local, learners = k // p, self.learners_per_process
-        options = nearest(k, lambda m: m % (p * learners) == 0 and (a % m == 0 or m % a == 0) and n % m == 0, n + k)
-        fewer = [d for d in range(1, local + 1) if local % d == 0]
+        fewer = [str(d) for d in range(1, k // p + 1) if self._fits(n, a, k, p, d)]
         require(
-            local % learners == 0,
-            f"num_shards={k} gives each process {local}, which cannot be split over its {learners} learner devices; "
-            f"use {' or '.join(map(str, fewer))} of them"
-            + (f", or --num-shards {options} for another experiment" if options else ""),
+            k // p % learners == 0,
+            f"num_shards={k} gives each process {k // p}, which cannot be split over its {learners} learner devices; "
+            + (f"use {' or '.join(fewer)} of them, or for another experiment " if fewer else "")
+            + self._remedy("num_shards"),
         )
+
+    @staticmethod
+    def _fits(n: int, a: int, k: int, p: int, learners: int) -> bool:
+        divides = n % a == 0 and n % k == 0 and a % p == 0 and k % p == 0 and (a % k == 0 or k % a == 0)
+        return divides and k // p % learners == 0
+
+    def _remedy(self, name: str) -> str:
+        """Values that fit: of that one number if there are such, else of all three."""
+        n, a, k, p, learners = astuple(self)
+        numbers = {"num_envs": n, "num_actors": a, "num_shards": k}
+        limit = 2 * (n + a + k) + p * learners
+
+        def fits(m: int) -> bool:
+            changed = numbers | {name: m}
+            return self._fits(changed["num_envs"], changed["num_actors"], changed["num_shards"], p, learners)
+
+        one = nearest(numbers[name], fits, limit)
+        if one:
+            return f"try {_flag(name)} {one}"
+        shards = p * learners * max(1, round(k / (p * learners)))
+        actors = p * max(d for d in range(1, shards // p + 1) if shards // p % d == 0 and p * d <= max(a, p))
+        envs = shards * max(1, round(n / shards))
+        return f"try --num-envs {envs} --num-actors {actors} --num-shards {shards}"
 
     @property
     def num_blocks(self) -> int:

@@ -1,9 +1,9 @@
 """One process of several that train the same experiments, one after the other, on placements of their own.
 
-    python placements.py COORDINATOR PROCESSES THIS RUNS
+    python placements.py COORDINATOR PROCESSES THIS RUNS RESULTS
 
-RUNS is JSON: [experiment's fields, actor devices, learner devices] for each run.  Prints the digests of each run's
-parameters, one run a line.
+RUNS is JSON: [experiment's fields, actor devices, learner devices] for each run.  Writes the digests of each run's
+parameters into the file RESULTS, one run a line.
 """
 
 import json
@@ -16,12 +16,13 @@ from cleanba.ppo import PPO
 from cleanba.runtime.placement import initialise, make_deterministic
 
 
-def main(coordinator: str, processes: str, this: str, runs: str) -> None:
+def main(coordinator: str, processes: str, this: str, runs: str, results: str) -> None:
     make_deterministic()
     initialise(Placement((), (), True, coordinator, int(processes), int(this)))
-    for fields, actors, learners in json.loads(runs):
-        fields = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
-        print(json.dumps(digests(PPO(**fields), actors, learners)), flush=True)
+    with open(results, "w") as file:  # standard output is Gloo's
+        for fields, actors, learners in json.loads(runs):
+            fields = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
+            print(json.dumps(digests(PPO(**fields), actors, learners)), file=file, flush=True)
 
 
 if __name__ == "__main__":

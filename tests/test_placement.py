@@ -82,26 +82,33 @@ RUNS_OF_PROCESSES = [
 ]
 
 
-@functools.cache
-def ended_processes(processes: int) -> tuple[list[tuple], list[Ended]]:
-    """Every run with so many processes, and how each process ended.  All runs share one start of the processes."""
-    runs = [run.values for run in RUNS_OF_PROCESSES if SEVERAL[run.values[2]][0] == processes]
-    words = json.dumps([({**EXPERIMENTS[n], "concurrency": c}, *SEVERAL[p][1:]) for n, c, p in runs])
-    script, address = Path(__file__).with_name("placements.py"), free_address()
-    started = [
-        python(script, address, str(processes), str(i), words, JAX_NUM_CPU_DEVICES="3") for i in range(processes)
-    ]
-    return runs, [finish(process, 400) for process in started]
+@pytest.fixture(scope="module")
+def run_processes(tmp_path_factory):
+    """run_processes(n) -> every run with n processes, their results, and how they ended.  All share one start."""
+
+    @functools.cache
+    def run(processes: int) -> tuple[list[tuple], list[Path], list[Ended]]:
+        runs = [run.values for run in RUNS_OF_PROCESSES if SEVERAL[run.values[2]][0] == processes]
+        words = json.dumps([({**EXPERIMENTS[n], "concurrency": c}, *SEVERAL[p][1:]) for n, c, p in runs])
+        script, address = Path(__file__).with_name("placements.py"), free_address()
+        results = [tmp_path_factory.mktemp("processes") / "results" for _ in range(processes)]
+        started = [
+            python(script, address, str(processes), str(i), words, file, JAX_NUM_CPU_DEVICES="3")
+            for i, file in enumerate(results)
+        ]
+        return runs, results, [finish(process, 400) for process in started]
+
+    return run
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("network, concurrency, placement", RUNS_OF_PROCESSES)
-def test_several_processes_give_the_same_bits(network, concurrency, placement):
+def test_several_processes_give_the_same_bits(network, concurrency, placement, run_processes):
     processes = SEVERAL[placement][0]
-    runs, ended = ended_processes(processes)
+    runs, results, ended = run_processes(processes)
     assert [e.code for e in ended] == [0] * processes, "\n".join(e.err for e in ended)
     line = runs.index((network, concurrency, placement))
-    found = [{int(k): v for k, v in json.loads(e.out.splitlines()[line]).items()} for e in ended]
+    found = [{int(k): v for k, v in json.loads(file.read_text().splitlines()[line]).items()} for file in results]
     assert found == [reference(network, concurrency)] * processes
 
 

@@ -1,6 +1,6 @@
 """A policy and its value function over one torso and one core."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -77,8 +77,8 @@ class ActorCritic(nn.Module):
             return torsos.NatureCNN(self.hiddens, self.dtype, self.conv)(obs)
         if self.network == "impala":
             return torsos.ImpalaResNet(self.channels, self.hiddens, self.dtype, self.conv)(obs)
-        specs = self.obs_spec if isinstance(self.obs_spec, dict) else {"": self.obs_spec}
-        parts = obs if isinstance(obs, dict) else {"": obs}
+        specs = self.obs_spec if isinstance(self.obs_spec, Mapping) else {"": self.obs_spec}
+        parts = obs if isinstance(obs, Mapping) else {"": obs}
         x = jnp.concatenate([as_vector(specs[name], parts[name]) for name in sorted(specs)], axis=-1)
         return torsos.MLP(self.hiddens, self.dtype)(x)
 

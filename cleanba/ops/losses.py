@@ -10,9 +10,10 @@ def log_prob_and_entropy(logits: jax.Array, action: jax.Array) -> tuple[jax.Arra
     chex.assert_equal_shape_prefix([logits, action], action.ndim)
     log_pi = jax.nn.log_softmax(logits)
     chosen = jnp.take_along_axis(log_pi, action[..., None].astype(jnp.int32), axis=-1)[..., 0]
-    # exp(log_pi) is 0 where log_pi is -inf (a masked action): 0 * -inf must count as 0.
-    plogp = jnp.where(jnp.isneginf(log_pi), 0.0, jnp.exp(log_pi) * log_pi)
-    return chosen, -plogp.sum(-1)
+    # A masked action has log pi = -inf; it must count as 0 here, and its gradient too.
+    possible = ~jnp.isneginf(log_pi)
+    log_pi = jnp.where(possible, log_pi, 0.0)
+    return chosen, -jnp.where(possible, jnp.exp(log_pi) * log_pi, 0.0).sum(-1)
 
 
 def ppo_policy_loss(log_ratio: jax.Array, advantage: jax.Array, clip_coef: float) -> jax.Array:
