@@ -39,3 +39,15 @@ def on_devices():
         return lambda replicated, *sharded: mapped(jnp.int32(1), replicated, sharded)
 
     return spread
+
+
+from hypothesis import HealthCheck, settings  # noqa: E402
+
+# The same examples every time: a test that fails does so for everybody.
+settings.register_profile(
+    "cleanba",
+    derandomize=True,
+    deadline=None,
+    suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow],
+)
+settings.load_profile("cleanba")

@@ -24,10 +24,12 @@ from cleanba.algorithm import Algorithm
 from cleanba.config import Experiment, Partition, Placement, resolve
 from cleanba.envs import EnvSpec, env_spec
 from cleanba.runtime.metrics import Display, Status
-from cleanba.runtime.placement import find_devices
+from cleanba.runtime.placement import find_devices, make_deterministic
 from cleanba.runtime.train import Training, make_training, run_training
 
 ROOT = Path(__file__).parents[1]
+
+make_deterministic()  # as the command does; here before JAX has looked for devices
 
 # Most runs here compile the same few programs: once is enough for all tests and the processes that they start.
 CACHE = Path(os.environ.get("JAX_COMPILATION_CACHE_DIR") or tempfile.mkdtemp(prefix="cleanba-tests-"))

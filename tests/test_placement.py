@@ -48,7 +48,7 @@ def reference(network: str, concurrency: bool) -> dict[int, str]:
     return digests(PPO(**EXPERIMENTS[network], concurrency=concurrency))
 
 
-@pytest.mark.parametrize("network", EXPERIMENTS)
+@pytest.mark.parametrize("network", ["mlp", pytest.param("nature", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("concurrency", [True, False], ids=["concurrent", "alternating"])
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_one_process_gives_the_same_bits_on_any_devices(placement, concurrency, network):
@@ -101,6 +101,7 @@ def run_processes(tmp_path_factory):
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("network, concurrency, placement", RUNS_OF_PROCESSES)
 def test_several_processes_give_the_same_bits(network, concurrency, placement, run_processes):

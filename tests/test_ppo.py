@@ -299,6 +299,16 @@ def test_two_shards_learn_what_one_shard_learns(problem):
 
 
 @pytest.mark.parametrize("core", ["none", "lstm"])
+def test_six_shards_learn_the_same_bits_on_one_device_and_on_six(problem, core):
+    # A single minibatch is the hard case: XLA then unrolls a loop, and knows numbers that it otherwise would not.
+    layout = np.tile(np.array([list(column) for column in ("..Tx..U.", "xUx.....", "........", ".....Tx.")]).T, (1, 6))
+    rollout = tiny_rollout(layout, recurrent=core == "lstm")
+    sizes = dict(num_envs=24, num_steps=8, hiddens=(16,))
+    one, six = (problem(6, n, core=core, max_grad_norm=0.5, **sizes).update(rollout) for n in (1, 6))
+    assert same_bits(one, six)
+
+
+@pytest.mark.parametrize("core", ["none", "lstm"])
 def test_minibatches_of_an_epoch_hold_every_step_once(problem, core):
     whole, halves = problem(core=core), problem(core=core, num_minibatches=2, update_epochs=2)
     rollout = rollout_for(whole, layout=np.full((T, B), "."))

@@ -131,7 +131,7 @@ def test_vtrace_follows_its_definition_for_any_shape(steps, envs, seed, draw):
     d = drawn_data(draw, steps, envs, seed)
     gamma = draw.draw(unit)
     options = dict(lam=draw.draw(unit), rho_bar=draw.draw(st.floats(0.1, 4.0)), c_bar=draw.draw(st.floats(0.1, 2.0)))
-    assert_equal_where_valid(d, our_vtrace(d, gamma, **options), slow_vtrace(d, gamma, **options), 1e-3, 1e-3)
+    assert_equal_where_valid(d, our_vtrace(d, gamma, **options), slow_vtrace(d, gamma, **options), 1e-3, 1e-2)
 
 
 # ------------------------------------------------------------------------------------------------------- rlax

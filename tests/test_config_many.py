@@ -1,0 +1,379 @@
+"""What is refused, what is filled in, who owns what, and what a file of it says."""
+
+import dataclasses
+import json
+import re
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from cleanba.config import (
+    Experiment,
+    Partition,
+    Placement,
+    Run,
+    differences,
+    from_json,
+    require,
+    resolve,
+    to_json,
+)
+from cleanba.errors import UsageError, closest_names, nearest
+from cleanba.impala import IMPALA
+from cleanba.impala import check as check_impala
+from cleanba.ppo import PPO
+from cleanba.ppo import check as check_ppo
+
+# ---------------------------------------------------------------------------------------------- who owns what
+
+splits = st.builds(
+    dict,
+    num_envs=st.integers(1, 130),
+    num_actors=st.integers(1, 13),
+    num_shards=st.integers(1, 13),
+    num_processes=st.integers(1, 4),
+    learners_per_process=st.integers(1, 4),
+)
+
+
+def fits(num_envs, num_actors, num_shards, num_processes, learners_per_process) -> bool:
+    """The rules of the split, written once more."""
+    return (
+        num_envs % num_actors == 0
+        and num_envs % num_shards == 0
+        and num_actors % num_processes == 0
+        and num_shards % (num_processes * learners_per_process) == 0
+        and (num_actors % num_shards == 0 or num_shards % num_actors == 0)
+    )
+
+
+def refusal(**split) -> str | None:
+    try:
+        Partition(**split)
+    except UsageError as error:
+        return str(error)
+    return None
+
+
+@st.composite
+def fitting_splits(draw):
+    processes, learners = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    shards = processes * learners * draw(st.integers(1, 3))
+    actors = shards * draw(st.integers(1, 3))
+    if draw(st.booleans()):
+        actors = processes * draw(st.sampled_from([d for d in range(1, 28) if (shards // processes) % d == 0]))
+    envs = max(actors, shards) * draw(st.integers(1, 4))
+    return Partition(envs, actors, shards, processes, learners)
+
+
+@settings(max_examples=1500, deadline=None)
+@given(fitting_splits())
+def test_every_environment_belongs_to_one_actor_one_shard_one_block_and_one_process(p):
+    everything = list(range(p.num_envs))
+    owned = lambda ranges: [env for r in ranges for env in r]
+    assert owned(p.actor_envs(a) for a in range(p.num_actors)) == everything
+    assert owned(p.shard_envs(s) for s in range(p.num_shards)) == everything
+    assert owned(p.process_actors(i) for i in range(p.num_processes)) == list(range(p.num_actors))
+    assert owned(p.process_shards(i) for i in range(p.num_processes)) == list(range(p.num_shards))
+    for i in range(p.num_processes):  # no rollout crosses processes
+        acted = owned(p.actor_envs(a) for a in p.process_actors(i))
+        learnt = owned(p.shard_envs(s) for s in p.process_shards(i))
+        assert acted == learnt == everything[i * len(acted) : (i + 1) * len(acted)]
+
+
+@settings(max_examples=1500, deadline=None)
+@given(fitting_splits())
+def test_a_block_lies_in_one_actor_and_one_shard(p):
+    assert p.num_envs % p.num_blocks == 0
+    size = p.num_envs // p.num_blocks
+    for block in range(p.num_blocks):
+        envs = set(range(block * size, (block + 1) * size))
+        assert envs <= set(p.actor_envs(block // p.blocks_per_actor))
+        assert envs <= set(p.shard_envs(block // p.blocks_per_shard))
+    assert p.envs_per_actor * p.num_actors == p.envs_per_shard * p.num_shards == p.num_envs
+    assert p.shards_per_learner * p.learners_per_process * p.num_processes == p.num_shards
+
+
+@settings(max_examples=1500, deadline=None)
+@given(splits)
+def test_splits_are_accepted_exactly_if_they_fit(split):
+    assert (refusal(**split) is None) == fits(**split)
+
+
+@st.composite
+def refused_splits(draw):
+    """Fitting splits with one number changed, or any that do not fit."""
+    split = dataclasses.asdict(draw(fitting_splits()))
+    wrong = (
+        split | {draw(st.sampled_from(sorted(split))): draw(st.integers(1, 40))}
+        if draw(st.booleans())
+        else draw(splits)
+    )
+    assume(not fits(**wrong))
+    return wrong
+
+
+def suggestions(message: str) -> dict[str, list[int]]:
+    """The flags that a message proposes, with the values for each."""
+    found = re.findall(r"--(num-[a-z]+) (\d+(?: or \d+)*)", message)
+    return {flag.replace("-", "_"): [int(v) for v in values.split(" or ")] for flag, values in found}
+
+
+@settings(max_examples=1500, deadline=None)
+@given(refused_splits())
+def test_every_value_that_a_refusal_suggests_is_accepted(split):
+    message = refusal(**split)
+    proposed = suggestions(message)
+    fewer = re.search(r"use (\d+(?: or \d+)*) of them", message)
+    assert proposed or fewer, message
+    alone = [split | {flag: value} for flag, values in proposed.items() for value in values]
+    if fewer:
+        alone += [split | {"learners_per_process": int(n)} for n in fewer[1].split(" or ")]
+    together = split | {flag: values[0] for flag, values in proposed.items()}
+    assert all(fits(**s) for s in alone) or fits(**together), message
+
+
+@settings(max_examples=1500, deadline=None)
+@given(refused_splits())
+def test_no_value_nearer_than_the_suggested_ones_would_fit(split):
+    proposed = suggestions(refusal(**split))
+    if len(proposed) > 1:  # no value of one number would do, so some that fit together are proposed
+        return
+    [(flag, values)] = proposed.items()
+    between = range(min([*values, split[flag]]) + 1, max([*values, split[flag]]))
+    assert not any(fits(**split | {flag: value}) for value in between if value not in values)
+
+
+@pytest.mark.parametrize(
+    "split, words",
+    [
+        (dict(num_envs=120, num_actors=1, num_shards=7), ["num_envs=120", "7 shards", "--num-envs 119 or 126"]),
+        (dict(num_envs=120, num_actors=7, num_shards=1), ["num_envs=120", "7 actors", "--num-envs 119 or 126"]),
+        (dict(num_envs=120, num_actors=2, num_shards=3), ["num_actors=2", "num_shards=3", "--num-actors 1 or 3"]),
+        (dict(num_envs=120, num_actors=4, num_shards=3, num_processes=2), ["num_shards=3", "2 processes"]),
+        (dict(num_envs=120, num_actors=3, num_shards=2, num_processes=2), ["num_actors=3", "2 processes"]),
+        (
+            dict(num_envs=120, num_actors=4, num_shards=4, learners_per_process=3),
+            ["num_shards=4", "3 learner devices", "use 1 or 2 or 4 of them", "--num-shards 12"],
+        ),
+    ],
+)
+def test_refusals_say_the_value_the_rule_and_the_remedy(split, words):
+    message = refusal(**split)
+    assert all(word in message for word in words), message
+
+
+# ---------------------------------------------------------------------------------------- what is filled in
+
+placements = given(
+    actor_devices=st.integers(1, 8),
+    learner_devices=st.integers(1, 8),
+    num_processes=st.integers(1, 3),
+    envs_per_shard=st.integers(1, 30),
+)
+
+
+@settings(max_examples=1500, deadline=None)
+@placements
+def test_defaults_fit_every_placement_whose_devices_divide_the_environments(
+    actor_devices, learner_devices, num_processes, envs_per_shard
+):
+    actor_devices, learner_devices = actor_devices * num_processes, learner_devices * num_processes
+    e = resolve(Experiment(num_envs=learner_devices * envs_per_shard), actor_devices, learner_devices, num_processes)
+    assert e.num_shards == learner_devices
+    Partition(e.num_envs, e.num_actors, e.num_shards, num_processes, learner_devices // num_processes)
+
+
+@settings(max_examples=1500, deadline=None)
+@placements
+def test_default_actors_are_the_fitting_number_nearest_to_two_per_device(
+    actor_devices, learner_devices, num_processes, envs_per_shard
+):
+    actor_devices, learner_devices = actor_devices * num_processes, learner_devices * num_processes
+    n = learner_devices * envs_per_shard
+    chosen = resolve(Experiment(num_envs=n), actor_devices, learner_devices, num_processes).num_actors
+    reach = 2 * actor_devices + max(2 * actor_devices, learner_devices)  # a thread per environment helps nobody
+    split = (num_processes, learner_devices // num_processes)
+    fitting = [a for a in range(1, reach + 1) if fits(n, a, learner_devices, *split)]
+    if any(a >= actor_devices for a in fitting):
+        fitting = [a for a in fitting if a >= actor_devices]
+    assert chosen in fitting
+    assert abs(chosen - 2 * actor_devices) == min(abs(a - 2 * actor_devices) for a in fitting)
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3, 4, 5, 6, 8])
+def test_the_default_number_of_environments_splits_over_usual_numbers_of_devices(devices):
+    e = resolve(PPO(), devices, devices)
+    p = Partition(e.num_envs, e.num_actors, e.num_shards, 1, devices)
+    assert (e.num_actors, e.num_shards, p.shards_per_learner) == (2 * devices, devices, 1) or devices == 8
+    check_ppo(e, p)
+
+
+def test_what_was_asked_for_is_kept():
+    e = resolve(PPO(num_actors=6, num_shards=3), 4, 1)
+    assert (e.num_actors, e.num_shards) == (6, 3)
+    assert resolve(PPO(num_shards=6), 1, 1).num_shards == 6
+    assert resolve(PPO(num_actors=6), 1, 3).num_actors == 6
+    assert resolve(e, 1, 1) == e  # resolved once, the placement does not matter any more
+
+
+def test_nothing_else_is_left_to_be_decided_by_the_placement():
+    a, b = resolve(PPO(), 1, 2), resolve(PPO(), 4, 4)
+    assert {line.split(":")[0] for line in differences(to_json(a), to_json(b))} == {"num_actors", "num_shards"}
+
+
+# ------------------------------------------------------------------------------------------------ what is refused
+
+INF, NAN = float("inf"), float("nan")
+
+OUT_OF_RANGE = [
+    *((name, value) for name in ("num_envs", "num_actors", "num_shards", "num_steps") for value in (0, -3)),
+    *((name, value) for name in ("total_timesteps", "num_minibatches", "lstm_size") for value in (0, -3)),
+    *((name, value) for name in ("learning_rate", "max_grad_norm") for value in (0.0, -1.0, INF, NAN)),
+    *((name, value) for name in ("gamma", "repeat_action_probability") for value in (-0.1, 1.1, NAN)),
+    *((name, value) for name in ("ent_coef", "vf_coef") for value in (-0.1, INF, NAN)),
+    *(("seed", value) for value in (-1, 2**31)),
+    ("checkpoint_frequency", -1),
+    ("max_episode_steps", 0),
+    *((name, value) for name in ("channels", "hiddens") for value in ((), (16, 0))),
+]
+
+
+@pytest.mark.parametrize("name, value", OUT_OF_RANGE)
+def test_numbers_out_of_range_are_refused_by_name(name, value):
+    with pytest.raises(UsageError) as caught:
+        resolve(Experiment(**{name: value}), 1, 1)
+    assert f"{name}={value}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [("gamma", 0.0), ("gamma", 1.0), ("ent_coef", 0.0), ("checkpoint_frequency", 0), ("seed", 2**31 - 1), ("seed", 0)],
+)
+def test_numbers_at_the_edge_of_their_range_are_accepted(name, value):
+    assert getattr(resolve(Experiment(**{name: value}), 1, 1), name) == value
+
+
+@pytest.mark.parametrize(
+    "check, e, name",
+    [
+        (check_ppo, PPO(gae_lambda=1.5), "gae_lambda"),
+        (check_ppo, PPO(update_epochs=0), "update_epochs"),
+        (check_ppo, PPO(clip_coef=0.0), "clip_coef"),
+        (check_impala, IMPALA(vtrace_lambda=-0.1), "vtrace_lambda"),
+        (check_impala, IMPALA(rho_clip=0.0), "rho_clip"),
+        (check_impala, IMPALA(c_clip=NAN), "c_clip"),
+        (check_impala, IMPALA(rmsprop_decay=1.0), "rmsprop_decay"),
+    ],
+)
+def test_hyperparameters_out_of_range_are_refused_by_name(check, e, name):
+    with pytest.raises(UsageError, match=f"{name}=.*--{name.replace('_', '-')}"):
+        check(e, Partition(120, 2, 1))
+
+
+@settings(max_examples=1500, deadline=None)
+@given(st.integers(1, 12), st.integers(1, 6), st.integers(1, 40), st.sampled_from(["none", "lstm"]))
+def test_minibatches_that_cut_no_shard_evenly_are_refused_with_numbers_that_do(envs, steps, minibatches, core):
+    e = PPO(num_envs=2 * envs, num_steps=steps, num_minibatches=minibatches, core=core)
+    partition = Partition(2 * envs, 2, 2)
+    size = envs * (steps if core == "none" else 1)
+    if size % minibatches == 0:
+        check_ppo(e, partition)
+        return
+    with pytest.raises(UsageError) as caught:
+        check_ppo(e, partition)
+    assert f"num_minibatches={minibatches}" in str(caught.value)
+    values = suggestions(str(caught.value))["num_minibatches"]
+    for value in values:
+        check_ppo(dataclasses.replace(e, num_minibatches=value), partition)
+    divisors = [d for d in range(1, size + 1) if size % d == 0]
+    assert min(abs(v - minibatches) for v in values) == min(abs(d - minibatches) for d in divisors)
+
+
+def test_require_raises_its_message_only_if_the_condition_fails():
+    require(True, "fine")
+    with pytest.raises(UsageError, match="not fine"):
+        require(False, "not fine")
+
+
+def test_derived_numbers():
+    e = Experiment(total_timesteps=1000, num_envs=6, num_steps=7)
+    assert (e.batch_size, e.num_updates) == (42, 23)
+
+
+# --------------------------------------------------------------------------------------------------- as a file
+
+
+@pytest.mark.parametrize("config", [Experiment(), PPO(), IMPALA(), Placement(), Run()], ids=lambda c: type(c).__name__)
+def test_a_configuration_survives_being_written_and_read(config):
+    assert from_json(type(config), json.loads(json.dumps(to_json(config)))) == config
+
+
+@settings(max_examples=1500, deadline=None)
+@given(
+    st.builds(
+        PPO,
+        seed=st.integers(0, 2**31 - 1),
+        learning_rate=st.floats(1e-9, 1.0),
+        num_actors=st.none() | st.integers(1, 99),
+        reward_clip=st.none() | st.booleans(),
+        hiddens=st.lists(st.integers(1, 999), min_size=1, max_size=4).map(tuple),
+        env_options=st.lists(st.text(max_size=9), max_size=3).map(tuple),
+        env_id=st.text(max_size=20),
+    )
+)
+def test_an_experiment_survives_being_written_and_read(e):
+    read = from_json(PPO, json.loads(json.dumps(to_json(e))))
+    assert read == e and hash(read) == hash(e)
+    assert differences(to_json(e), json.loads(json.dumps(to_json(read)))) == []
+
+
+def test_fields_of_another_version_are_named():
+    values = to_json(PPO())
+    values["temperature"] = values.pop("gamma")
+    with pytest.raises(UsageError, match="gamma, temperature"):
+        from_json(PPO, values)
+
+
+def test_differences_name_the_field_and_both_values():
+    a, b = to_json(PPO()), to_json(PPO(gamma=0.5, hiddens=(64, 64)))
+    assert differences(a, a) == []
+    assert differences(a, b) == ["gamma: 0.99, now 0.5", "hiddens: [256], now [64, 64]"]
+    assert differences({"old": 1}, {"new": 2}) == ["new: None, now 2", "old: 1, now None"]
+
+
+# ------------------------------------------------------------------------------------------------------ remedies
+
+
+@settings(max_examples=1500, deadline=None)
+@given(st.integers(1, 300), st.integers(1, 40))
+def test_nearest_gives_the_closest_on_each_side(value, divisor):
+    assume(value % divisor)
+    below, above = value - value % divisor, value - value % divisor + divisor
+    assert nearest(value, lambda n: n % divisor == 0) == (f"{below} or {above}" if below else f"{above}")
+
+
+def test_nearest_gives_nothing_where_nothing_fits():
+    assert nearest(5, lambda n: False, limit=50) == ""
+    assert nearest(5, lambda n: n == 3, limit=50) == "3"
+    assert nearest(5, lambda n: n in (0, 9), limit=50) == "9"
+
+
+@pytest.mark.parametrize(
+    "name, best",
+    [
+        ("Breakot-v5", "Breakout-v5"),
+        ("breakout-v5", "Breakout-v5"),
+        ("BREAKOUT", "Breakout-v5"),
+        ("cart", "CartPole-v1"),
+    ],
+)
+def test_closest_names_forgive_case_and_typing_errors(name, best):
+    known = ["Pong-v5", "CartPole-v1", "Breakout-v5", "Acrobot-v1"]
+    assert closest_names(name, known).split(", ")[0] == best
+
+
+def test_closest_names_are_few_and_none_if_nothing_is_alike():
+    assert len(closest_names("Env-v1", [f"Env{i}-v1" for i in range(9)]).split(", ")) == 3
+    assert closest_names("zzz", ["Pong-v5", "CartPole-v1"]) == ""
