@@ -3,6 +3,7 @@
 Its implementation details are those of the original Cleanba and of CleanRL, except where `docs/details.md` says so.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -129,7 +130,7 @@ def make(e: PPO, spec: EnvSpec, platform: str) -> Algorithm:
         out = network.outputs(params, mb.obs, mb.first, mb.carry)
         log_prob, entropy = log_prob_and_entropy(out.logits, mb.action)
         log_ratio = jnp.where(mb.valid, log_prob - mb.log_prob, 0.0)
-        advantage = (mb.advantage - scale.mean) / scale.std
+        advantage = (mb.advantage - scale.mean) / scale.std if e.norm_adv else mb.advantage
         mean = lambda x: jnp.where(mb.valid, x, 0.0).sum() / scale.valid
         policy_loss = mean(ppo_policy_loss(log_ratio, advantage, e.clip_coef))
         value_loss = mean(squared_error(out.value, mb.target))
@@ -151,7 +152,7 @@ def make(e: PPO, spec: EnvSpec, platform: str) -> Algorithm:
         def epoch(state: State, number: jax.Array) -> tuple[State, Metrics]:
             shard_key = lambda shard: jax.random.fold_in(jax.random.fold_in(key, number), shard)
             t, b = shards.map(lambda valid, shard: draw(shard_key(shard), valid), rollout.valid, shards.index)
-            scale = advantage_scale(shards, targets.advantage, rollout.valid, t, b, e.norm_adv)  # [M]
+            scale = advantage_scale(shards, targets.advantage, rollout.valid, t, b)  # [M]
 
             def minibatch(state: State, inputs: tuple[jax.Array, Scale]) -> tuple[State, Metrics]:
                 m, scale_m = inputs
@@ -174,29 +175,25 @@ def make(e: PPO, spec: EnvSpec, platform: str) -> Algorithm:
     return Algorithm(init, network.initial_carry, network.act, update, actor_params=lambda state: state.params)
 
 
-def advantage_scale(
-    shards: ShardAxis, advantage: jax.Array, valid: jax.Array, t: jax.Array, b: jax.Array, normalise: bool
-) -> Scale:
+def advantage_scale(shards: ShardAxis, advantage: jax.Array, valid: jax.Array, t: jax.Array, b: jax.Array) -> Scale:
     """Count, mean and standard deviation of the valid advantages of each minibatch, all shards together.
 
     advantage, valid [K', T, B]; t, b [K', M, T', B'] -> leaves [M].
     """
 
-    def moments(center: jax.Array) -> jax.Array:
+    def total(terms: Callable[[jax.Array], jax.Array]) -> jax.Array:
+        """Sums of terms(advantages) [..., M, T', B'] over each minibatch's valid transitions, all shards together."""
+
         def of_shard(advantage: jax.Array, valid: jax.Array, t: jax.Array, b: jax.Array) -> jax.Array:
-            x = advantage[t, b] - center[:, None, None]
-            terms = jnp.stack([jnp.ones_like(x), x, x * x])
-            return jnp.where(valid[t, b], terms, 0.0).sum((2, 3))
+            return jnp.where(valid[t, b], terms(advantage[t, b]), 0.0).sum((-2, -1))
 
         return shards.sum(shards.map(of_shard, advantage, valid, t, b))
 
-    zero = jnp.zeros(t.shape[1])
-    count, total, _ = moments(zero)
+    count, x = total(lambda x: jnp.stack([jnp.ones_like(x), x]))
     count = jnp.maximum(count, 1.0)
-    if not normalise:
-        return Scale(count, zero, zero + 1.0)
-    mean = total / count
-    return Scale(count, mean, jnp.sqrt(moments(mean)[2] / count) + 1e-8)
+    mean = x / count
+    square = total(lambda x: (x - mean[:, None, None]) ** 2)
+    return Scale(count, mean, jnp.sqrt(square / count) + 1e-8)
 
 
 def explained_variance(shards: ShardAxis, targets: Targets, valid: jax.Array) -> jax.Array:
@@ -207,7 +204,10 @@ def explained_variance(shards: ShardAxis, targets: Targets, valid: jax.Array) ->
         terms = jnp.stack([jnp.ones_like(error), error, error**2, targets.target, targets.target**2])
         return jnp.where(valid, terms, 0.0).sum((1, 2))
 
-    n, e1, e2, t1, t2 = shards.sum(shards.map(of_shard, targets, valid))
-    n = jnp.maximum(n, 1.0)
-    variance = t2 / n - (t1 / n) ** 2
-    return jnp.where(variance > 0, 1.0 - (e2 / n - (e1 / n) ** 2) / variance, jnp.nan)
+    def combine(total: jax.Array) -> jax.Array:
+        n, e1, e2, t1, t2 = total
+        n = jnp.maximum(n, 1.0)
+        variance = t2 / n - (t1 / n) ** 2
+        return jnp.where(variance > 0, 1.0 - (e2 / n - (e1 / n) ** 2) / variance, jnp.nan)
+
+    return shards.isolate(combine, shards.sum(shards.map(of_shard, targets, valid)))

@@ -4,11 +4,13 @@ A batch is cut into `num_shards` equal parts along the environment axis.  Each p
 results are always combined in shard order, whichever device holds which part.  An algorithm says *what* to compute
 per shard (`map`) and *how* to combine (`sum`); it never asks how many devices there are.
 
-Three things could still let the placement into the bits, and each has its answer here:
+Four things could still let the placement into the bits, and each has its answer here:
 
 * the order of a sum: an all-reduce adds in an order of its own; we gather and add shard 0, 1, 2, ...
 * fusion: with one shard per device XLA would inline the loop over shards and fuse its body with the code around it,
   which rounds differently; a `lax.cond` whose predicate is true, but only known at run time, is compiled by itself
+* small loops: on CPUs XLA compiles a short loop and all in its body as one function, within which sums are reordered;
+  `compiler_options` switches that off
 * randomness: a key that a shard uses is derived from the shard's number, never from the device's
 """
 
@@ -20,6 +22,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from cleanba.rollout import PyTree
+
+
+def compiler_options(platform: str) -> dict[str, str]:
+    """What to give `jax.jit` as `compiler_options` for code that maps over shards, on devices of this kind."""
+    return {"xla_disable_hlo_passes": "small-while-loop-hoisting"} if platform == "cpu" else {}
 
 
 @dataclass(frozen=True)

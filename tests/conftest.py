@@ -19,7 +19,7 @@ def on_devices():
     import numpy as np
     from jax.sharding import Mesh, PartitionSpec
 
-    from cleanba.shards import ShardAxis
+    from cleanba.shards import ShardAxis, compiler_options
 
     def spread(fn, num_shards, num_devices):
         per_device = num_shards // num_devices
@@ -34,7 +34,8 @@ def on_devices():
         mapped = jax.jit(
             jax.shard_map(
                 body, mesh=mesh, in_specs=(everywhere, everywhere, cut), out_specs=everywhere, check_vma=False
-            )
+            ),
+            compiler_options=compiler_options("cpu"),
         )
         return lambda replicated, *sharded: mapped(jnp.int32(1), replicated, sharded)
 

@@ -19,7 +19,7 @@ REFERENCE = re.compile(r"`([\w/]+\.py): ([\w.]+)`")
 FLAG = re.compile(r"(?<![\w-])--(?!xla_)[a-z][a-z0-9_-]*")
 
 OTHERS = {"--help", "--version"}  # of every command
-OTHERS |= {"--logdir", "--quick"}  # TensorBoard's, and the benchmarks'
+OTHERS |= {"--logdir"}  # TensorBoard's
 OTHERS |= {"--local-num-envs", "--num-actor-threads", "--gradient-accumulation-steps"}  # the original Cleanba's
 OTHERS |= {"--clip-vloss", "--cuda", "--target-kl", "--torch-deterministic"}  # CleanRL's
 
@@ -71,13 +71,15 @@ def test_every_row_of_the_tables_has_as_many_cells_as_its_head():
 
 @cache
 def known_flags() -> frozenset[str]:
-    """Flags of the training commands, and those that the Makefile knows."""
+    """Flags of the training commands, and those that the Makefile and the benchmarks know."""
     fields = {f.name: f for kind in (Placement, Run) for f in dataclasses.fields(kind)}
     for recipe in RECIPES.values():
         fields |= {f.name: f for f in dataclasses.fields(recipe.experiment)}
     flags = {f"--{name.replace('_', '-')}" for name in fields}
     flags |= {f"--no-{name.replace('_', '-')}" for name, f in fields.items() if isinstance(f.default, bool)}
     flags = flags - {"--experiment-from"} | {"--experiment"}
+    for path in (ROOT / "benchmarks").glob("*.py"):
+        flags |= {f"--{name.replace('_', '-')}" for name in re.findall(r"^    (\w+): ", path.read_text(), re.M)}
     return frozenset(flags | set(FLAG.findall((ROOT / "Makefile").read_text())) | OTHERS)
 
 

@@ -299,13 +299,20 @@ def test_two_shards_learn_what_one_shard_learns(problem):
 
 
 @pytest.mark.parametrize("core", ["none", "lstm"])
-def test_six_shards_learn_the_same_bits_on_one_device_and_on_six(problem, core):
+@pytest.mark.parametrize("shards, steps, per_shard, changes", [
     # A single minibatch is the hard case: XLA then unrolls a loop, and knows numbers that it otherwise would not.
-    layout = np.tile(np.array([list(column) for column in ("..Tx..U.", "xUx.....", "........", ".....Tx.")]).T, (1, 6))
+    (6, 8, 4, dict(hiddens=(16,))),
+    (4, 9, 5, dict(hiddens=(32, 16), norm_adv=False)),
+    (3, 4, 4, dict(hiddens=(), num_minibatches=2, update_epochs=2)),
+    # So few numbers that XLA would compile the loop over the shards as one function, and reorder its sums.
+    (2, 4, 2, dict(hiddens=())),
+])  # fmt: skip
+def test_shards_learn_the_same_bits_on_one_device_and_on_one_each(problem, core, shards, steps, per_shard, changes):
+    layout = np.random.default_rng(2).choice(list("....TUx"), size=(steps, shards * per_shard))
     rollout = tiny_rollout(layout, recurrent=core == "lstm")
-    sizes = dict(num_envs=24, num_steps=8, hiddens=(16,))
-    one, six = (problem(6, n, core=core, max_grad_norm=0.5, **sizes).update(rollout) for n in (1, 6))
-    assert same_bits(one, six)
+    sizes = dict(num_envs=shards * per_shard, num_steps=steps, max_grad_norm=0.5, core=core)
+    one, each = (problem(shards, n, **sizes, **changes).update(rollout) for n in (1, shards))
+    assert same_bits(one, each)
 
 
 @pytest.mark.parametrize("core", ["none", "lstm"])

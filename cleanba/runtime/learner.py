@@ -13,7 +13,7 @@ from cleanba.algorithm import Algorithm, Metrics
 from cleanba.config import Partition
 from cleanba.rollout import PyTree, Rollout
 from cleanba.runtime.placement import MESH_AXIS, Devices
-from cleanba.shards import ShardAxis
+from cleanba.shards import ShardAxis, compiler_options
 
 
 def split_rollout(rollout: Rollout, blocks: int) -> list[Rollout]:
@@ -139,7 +139,8 @@ class Learner:
             out_specs=everywhere,
             check_vma=False,
         )
-        return jax.jit(mapped, donate_argnums=0)
+        options = compiler_options(self._devices.learners[0].platform)
+        return jax.jit(mapped, donate_argnums=0, compiler_options=options)
 
     def update(self, state: PyTree, blocks: Sequence[Rollout], number: int) -> tuple[PyTree, Metrics]:
         """Update `number` with this process's blocks in order: state -> state and metrics, as promises of them."""
