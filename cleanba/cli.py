@@ -6,6 +6,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,12 +51,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sys.exit(code)
 
 
+class Command(NamedTuple):
+    """A word after `cleanba` that is no algorithm.  Where it lives is only imported when it is asked for."""
+
+    about: str
+    where: str
+    """module and function, which takes the words after the command -> exit code, and whether a thread is stuck"""
+
+
+COMMANDS = {
+    "resume": Command("go on with a run, on the same placement or another", "cleanba.cli:resume_command"),
+    "diff": Command("tell whether two runs trained the same bits", "cleanba.diff:diff_command"),
+}
+
+
 def dispatch(argv: list[str]) -> tuple[int, bool]:
     """The command's words -> exit code, and whether a thread is stuck."""
-    names = {r.name: r.about for r in RECIPES.values()} | {
-        "resume": "go on with a run, on the same placement or another",
-        "diff": "tell whether two runs trained the same bits",
-    }
+    names = {name: known.about for name, known in (RECIPES | COMMANDS).items()}
     commands = "\n".join(f"  {name:10} {about}" for name, about in names.items())
     usage = f"usage: cleanba COMMAND [FLAGS]\n\ncommands:\n{commands}\n\n`cleanba COMMAND --help` explains its flags."
     if argv and argv[0] in ("--version", "-V"):
@@ -69,12 +81,9 @@ def dispatch(argv: list[str]) -> tuple[int, bool]:
     name, *flags = argv
     if name in RECIPES:
         return train_command(RECIPES[name], flags)
-    if name == "resume":
-        return resume_command(flags)
-    if name == "diff":
-        from cleanba.diff import diff_command
-
-        return diff_command(flags)
+    if name in COMMANDS:
+        module, function = COMMANDS[name].where.split(":")
+        return getattr(import_module(module), function)(flags)
     close = closest_names(name, names)
     raise UsageError(
         f"there is no command {name!r}; " + (f"did you mean {close}?" if close else f"try {', '.join(names)}")
