@@ -60,6 +60,7 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
+    "eval": Command("play complete episodes with a trained agent", "cleanba.evaluate:eval_command"),
     "resume": Command("go on with a run, on the same placement or another", "cleanba.cli:resume_command"),
     "diff": Command("tell whether two runs trained the same bits", "cleanba.diff:diff_command"),
 }

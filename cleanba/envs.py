@@ -80,6 +80,11 @@ def env_seed(seed: int, env: int, epoch: int, num_envs: int) -> int:
     return left << 15 | right
 
 
+def eval_seed(seed: int, env: int, epoch: int, num_envs: int) -> int:
+    """The seed of an environment that evaluates.  Training's seeds all lie below 2^30, these above."""
+    return 2**30 + env_seed(seed, env, epoch, num_envs)
+
+
 def _parse_options(options: Sequence[str]) -> dict[str, Any]:
     parsed = {}
     for option in options:
@@ -164,15 +169,17 @@ def env_spec(e: Experiment) -> EnvSpec:
 class Envs:
     """A block of environments, each with a seed of its own; steps all of them at once, in order."""
 
-    def __init__(self, spec: EnvSpec, seeds: Sequence[int], num_threads: int = 0):
+    def __init__(self, spec: EnvSpec, seeds: Sequence[int], num_threads: int = 0, render: bool = False):
         self.num_envs = len(seeds)
         self._spec = spec
+        drawn = {"render_mode": "rgb_array"} if render else {}
         self._pool: Any = _envpool().make(
             spec.env_id,
             env_type="gymnasium",
             num_envs=self.num_envs,
             seed=list(seeds),
             num_threads=min(num_threads, self.num_envs),
+            **drawn,
             **spec.options,
         )
 
@@ -204,6 +211,25 @@ class Envs:
             return handle, Step(obs, train_reward(spec, raw), raw, terminated, truncated, over | truncated)
 
         return handle, step
+
+    def render(self, env: int) -> np.ndarray:
+        """What a person would see of one environment, after `reset`.  [H, W, 3] uint8.
+
+        Raises:
+            UsageError: EnvPool cannot draw this kind of environment.
+        """
+        try:
+            return self._pool.render(env_ids=[env])[0]
+        except RuntimeError as error:
+            raise UsageError(
+                f"EnvPool cannot draw {self._spec.env_id} ({error}), so there can be no video of it; leave --video "
+                "and --capture-video out, or film an Atari game or CartPole-v1"
+            ) from None
+
+    @property
+    def steps_per_second(self) -> float:
+        """How many steps are a second of a game played by a person."""
+        return 60 / self._pool.config["frame_skip"] if self._spec.is_atari else 30.0
 
     def close(self) -> None:
         """Stop the emulators' threads.  May be called twice."""

@@ -1,11 +1,24 @@
-"""What the user did wrong, as opposed to what broke: one sentence with the value, the rule and the remedy."""
+"""What ends a command other than a defect in the code: each is one sentence, shown without a stack trace."""
 
+import signal
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 
 
 class UsageError(ValueError):
-    """A request that cannot be carried out as written; the command prints its message and exits with code 2."""
+    """A request that cannot be carried out as written: the value, the rule and the remedy.  Exit code 2."""
+
+
+class Failure(RuntimeError):
+    """What broke around the code: a full disk, a dead process, numbers that are not finite.  Exit code 1."""
+
+
+class Interrupted(Exception):
+    """A signal asked the run to end; the command exits with 128 + its number."""
+
+    def __init__(self, signum: int, where: str = ""):
+        super().__init__(f"interrupted by {signal.Signals(signum).name}{where}")
+        self.signum = signum
 
 
 def nearest(value: int, fits: Callable[[int], bool], limit: int = 100_000) -> str:

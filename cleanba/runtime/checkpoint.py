@@ -6,6 +6,7 @@ parameters one version older (which the next rollout is collected with), and wha
 """
 
 import hashlib
+import json
 import logging
 import shutil
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from cleanba.errors import Failure
 from cleanba.rollout import PyTree
 
 COUNTERS = "counters"
@@ -71,7 +73,7 @@ class Checkpoints:
         """Begin to write a checkpoint; returns as soon as the arrays may change again.
 
         Raises:
-            OSError: this one or the one before could not be written.
+            Failure: this one or the one before could not be written.
         """
         arrays = {"state": saved.state, "older_params": saved.older_params}
         counters = {**saved.counters, "digest": tree_digest(arrays)}
@@ -89,7 +91,7 @@ class Checkpoints:
         """Wait until everything is on disk.
 
         Raises:
-            OSError: a checkpoint could not be written.
+            Failure: a checkpoint could not be written.
         """
         self._guarded(self._manager.wait_until_finished)
 
@@ -97,7 +99,7 @@ class Checkpoints:
         try:
             do()
         except Exception as error:
-            raise OSError(
+            raise Failure(
                 f"a checkpoint could not be written to {self._folder.parent.name}/checkpoints ({error}); "
                 "free some space or choose another disk, then give the same command again to go on"
             ) from error
@@ -164,3 +166,24 @@ def read_arrays(run_dir: Path, update: int) -> list[np.ndarray]:
         like = {k: np.zeros(v.shape, v.dtype) for k, v in dict(tree).items()}
         restored = checkpointer.restore((run_dir / "checkpoints" / str(update) / ARRAYS).absolute(), like)
     return [np.asarray(restored[k]) for k in sorted(restored)]
+
+
+def read(run_dir: Path, update: int, like_state: PyTree, like_params: PyTree) -> Saved:
+    """One checkpoint, without holding or changing the folder: its run may be going on.
+
+    Raises:
+        Failure: it is damaged, or just being removed.
+    """
+    leaves_like, structure = jax.tree.flatten({"state": like_state, "older_params": like_params})
+    try:
+        counters = json.loads((run_dir / "checkpoints" / str(update) / COUNTERS / "metadata").read_text())
+        leaves = read_arrays(run_dir, update)
+        if [x.shape for x in leaves] != [x.shape for x in leaves_like]:
+            raise ValueError("its arrays are not those of this network")
+        arrays = jax.tree.unflatten(structure, leaves)
+        if counters.pop("digest") != tree_digest(arrays):
+            raise ValueError("its checksum does not match")
+    except Exception as error:  # Orbax raises many kinds
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        raise Failure(f"checkpoint {update} of {run_dir} cannot be read: {reason}; try another --checkpoint") from error
+    return Saved(update, arrays["state"], arrays["older_params"], counters)

@@ -161,6 +161,11 @@ def action_key(seed: int, actor: int, rollout: int) -> jax.Array:
     return jax.random.fold_in(jax.random.fold_in(key, actor), rollout)
 
 
+def evaluation_key(seed: int, epoch: int) -> jax.Array:
+    """The key of an evaluation; steps fold their number in."""
+    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), _use("evaluate")), epoch)
+
+
 def _use(name: str) -> int:
     """A number for what a key is used for."""
-    return {"init": 0, "act": 1, "update": 2}[name]
+    return {"init": 0, "act": 1, "update": 2, "evaluate": 3}[name]

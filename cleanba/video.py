@@ -1,0 +1,188 @@
+"""A film of an agent: the emulator's picture, what the network sees, and what it makes of it, as an MP4."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import imageio.v2 as imageio
+import jax
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+from cleanba.errors import Failure
+from cleanba.evaluate import Agent
+from cleanba.rollout import PyTree
+
+GAP = 12  # pixels between the parts
+PICTURE = (480, 420)  # what the emulator's picture must fit into, width and height
+TILE = 168  # side of one picture that the network sees
+LINE = 22  # height of a line of text
+BARS = 250  # width of the column of probabilities
+MOST_NUMBERS = 16  # of a vector observation that are written out
+INK, DIM, PAPER, BAR, CHOSEN = "#e8e8e8", "#9a9a9a", "#15171c", "#4a6fa5", "#e0a030"
+
+# The 18 actions of the Atari console in the order of the full action space.
+ATARI_ACTIONS = (
+    *("noop", "fire", "up", "right", "left", "down", "up right", "up left", "down right", "down left"),
+    *("up fire", "right fire", "left fire", "down fire"),
+    *("up right fire", "up left fire", "down right fire", "down left fire"),
+)
+
+
+class Film:
+    """Frames of one environment's episode, written as they come.
+
+    Frame t shows step t before its action: the picture, the observation, value and action probabilities, the action,
+    and the score so far.  The last frame shows the end of the episode.  The file is there whole or not at all.
+    """
+
+    def __init__(self, path: Path, agent: Agent):
+        self.path = path
+        self.frames = 0
+        self._agent = agent
+        self._scratch = path.with_name(f".{path.stem}.tmp.mp4")
+        self._writer: Any = None
+        self._ended = False
+        n = agent.spec.num_actions
+        full = agent.spec.is_atari and n == len(ATARI_ACTIONS)
+        self._names = ATARI_ACTIONS if full else tuple(f"action {i}" for i in range(n))
+
+        def look(params: PyTree, obs: PyTree, first: jax.Array, carry: PyTree) -> tuple[jax.Array, jax.Array]:
+            obs, first, carry = jax.tree.map(lambda x: x[:1], (obs, first, carry))
+            out = agent.outputs(params, jax.tree.map(lambda x: x[None], obs), first[None], carry)
+            return jax.nn.softmax(out.logits[0, 0]), out.value[0, 0]
+
+        self._look = jax.jit(look)  # apart from acting, whose bits it must not change
+
+    def add(
+        self,
+        picture: np.ndarray,
+        fps: float,
+        params: PyTree,
+        obs: PyTree,
+        first: Any,
+        carry: PyTree,
+        action: Any,
+        score: float,
+    ) -> None:
+        """One step: the picture [H, W, 3]; the first of obs, first, carry, action [B, ...] is the one shown."""
+        probabilities, value = jax.device_get(self._look(params, obs, first, carry))
+        chosen = int(np.asarray(action)[0])
+        self._write(picture, fps, obs, score, f"{value:.2f}", probabilities, chosen)
+
+    def end(self, picture: np.ndarray, fps: float, obs: PyTree, score: float) -> None:
+        """The end of the episode: no action follows."""
+        self._write(picture, fps, obs, score, "–", np.zeros(len(self._names)), None)
+        self._ended = True
+
+    def _write(
+        self,
+        picture: np.ndarray,
+        fps: float,
+        obs: PyTree,
+        score: float,
+        value: str,
+        probabilities: np.ndarray,
+        chosen: int | None,
+    ) -> None:
+        parts = [
+            captioned(fit(picture, *PICTURE), f"step {self.frames}   score {score:g}"),
+            captioned(see(obs), "what the network sees"),
+            captioned(draw_policy(self._names, probabilities, chosen), f"value {value}"),
+        ]
+        frame = np.asarray(side_by_side(parts))
+        try:
+            if self._writer is None:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self._writer = imageio.get_writer(
+                    self._scratch,
+                    format="FFMPEG",
+                    fps=fps,
+                    codec="libx264",
+                    pixelformat="yuv420p",  # the one that all browsers play
+                    macro_block_size=2,
+                    output_params=["-movflags", "+faststart"],  # plays before all of it is there
+                )
+            self._writer.append_data(frame)
+        except OSError as error:
+            raise Failure(f"{self.path} cannot be written: {os.strerror(error.errno or 0)}") from error
+        self.frames += 1
+
+    def close(self) -> None:
+        """Finish the file, if the episode ended; else leave none."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+            if self._ended:
+                os.replace(self._scratch, self.path)
+            else:
+                self._scratch.unlink(missing_ok=True)
+
+
+def fit(picture: np.ndarray, width: int, height: int) -> Image.Image:
+    """A picture scaled into a box: small ones by a whole number, so that pixels stay pixels.  [H, W, 3] uint8."""
+    image = Image.fromarray(np.ascontiguousarray(picture))
+    scale = min(width / image.width, height / image.height)
+    if scale >= 1:
+        return image.resize((image.width * int(scale), image.height * int(scale)), Image.Resampling.NEAREST)
+    return image.resize((round(image.width * scale), round(image.height * scale)), Image.Resampling.LANCZOS)
+
+
+def see(obs: PyTree) -> Image.Image:
+    """What the network sees of the first environment: stacked pictures as tiles, oldest first, else numbers."""
+    x = obs[0] if isinstance(obs, np.ndarray) else None
+    if x is None or x.dtype != np.uint8 or x.ndim != 3 or min(x.shape[1:]) < 32:
+        return draw_numbers({"": x} if x is not None else {name: obs[name][0] for name in sorted(obs)})
+    # EnvPool stacks pictures along the first axis; of colour pictures three planes are one of them.
+    tiles = [x[i : i + 3].transpose(1, 2, 0) for i in range(0, len(x), 3)] if len(x) % 3 == 0 else list(x)
+    columns = 1 if len(tiles) == 1 else 2
+    rows = -(-len(tiles) // columns)
+    sheet = Image.new("RGB", (columns * (TILE + 4) - 4, rows * (TILE + 4) - 4), PAPER)
+    for i, tile in enumerate(tiles):
+        image = Image.fromarray(np.ascontiguousarray(tile)).convert("RGB").resize((TILE, TILE))
+        sheet.paste(image, (i % columns * (TILE + 4), i // columns * (TILE + 4)))
+    return sheet
+
+
+def draw_numbers(parts: dict[str, np.ndarray]) -> Image.Image:
+    """Numbers of an observation, one to a line."""
+    lines = [f"{name} {number:9.4g}".strip() for name, x in parts.items() for number in np.ravel(x)]
+    if len(lines) > MOST_NUMBERS:
+        lines = [*lines[:MOST_NUMBERS], f"… and {len(lines) - MOST_NUMBERS} more"]
+    image = Image.new("RGB", (2 * TILE, LINE * len(lines)), PAPER)
+    for i, line in enumerate(lines):
+        ImageDraw.Draw(image).text((0, i * LINE), line, INK, ImageFont.load_default(14))
+    return image
+
+
+def draw_policy(names: tuple[str, ...], probabilities: np.ndarray, chosen: int | None) -> Image.Image:
+    """A bar for each action as long as its probability; the action that was taken in another colour."""
+    image = Image.new("RGB", (BARS, LINE * len(names)), PAPER)
+    draw, font = ImageDraw.Draw(image), ImageFont.load_default(13)
+    for i, (name, p) in enumerate(zip(names, probabilities, strict=True)):
+        top = i * LINE
+        length = round(float(p) * (BARS - 110))
+        draw.rectangle((110, top + 2, 110 + length, top + LINE - 5), CHOSEN if i == chosen else BAR)
+        draw.text((0, top), name, INK if i == chosen else DIM, font)
+        draw.text((114, top), f"{p:.2f}", INK, font)
+    return image
+
+
+def captioned(image: Image.Image, caption: str) -> Image.Image:
+    """An image with a line of text above it."""
+    whole = Image.new("RGB", (max(image.width, 2 * TILE // 2), image.height + LINE + 4), PAPER)
+    ImageDraw.Draw(whole).text((0, 0), caption, INK, ImageFont.load_default(16))
+    whole.paste(image, (0, LINE + 4))
+    return whole
+
+
+def side_by_side(parts: list[Image.Image]) -> Image.Image:
+    """Images in a row, with a border; even numbers of pixels, as the codec needs."""
+    width = sum(part.width + GAP for part in parts) + GAP
+    height = max(part.height for part in parts) + 2 * GAP
+    whole = Image.new("RGB", (width + width % 2, height + height % 2), PAPER)
+    left = GAP
+    for part in parts:
+        whole.paste(part, (left, GAP))
+        left += part.width + GAP
+    return whole
