@@ -14,7 +14,7 @@ import tyro
 
 from cleanba import impala, ppo
 from cleanba.config import Experiment, Partition, Placement, Run, differences, from_json, require, resolve, to_json
-from cleanba.errors import UsageError, closest_names
+from cleanba.errors import Failure, Interrupted, UsageError, closest_names
 
 
 class Recipe(NamedTuple):
@@ -41,6 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except UsageError as error:
         print(f"cleanba: {error}", file=sys.stderr)
         code, stuck = 2, False
+    except Failure as error:
+        print(f"cleanba: {error}", file=sys.stderr)
+        code, stuck = 1, False
     except KeyboardInterrupt:
         print("cleanba: interrupted", file=sys.stderr)
         code, stuck = 130, False
@@ -61,8 +64,11 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "eval": Command("play complete episodes with a trained agent", "cleanba.evaluate:eval_command"),
+    "ls": Command("list runs", "cleanba.listing:ls_command"),
     "resume": Command("go on with a run, on the same placement or another", "cleanba.cli:resume_command"),
     "diff": Command("tell whether two runs trained the same bits", "cleanba.diff:diff_command"),
+    "plot": Command("draw learning curves, and Atari scores beside published ones", "cleanba.plot:plot_command"),
+    "sweep": Command("train environments x seeds x flags, here or under Slurm", "cleanba.sweep:sweep_command"),
 }
 
 
@@ -99,7 +105,17 @@ def train_command(recipe: Recipe, argv: list[str], default: Any = None) -> tuple
     if config.experiment.deterministic:
         make_deterministic()
     initialise(config.placement)
-    return train(recipe, config)
+    if not config.placement.distributed:
+        return train(recipe, config)
+    from cleanba.runtime.peers import Peers
+
+    with Peers(on_lost=leave) as peers:
+        return train(recipe, config, peers)
+
+
+def leave(error: BaseException) -> None:
+    """End this process at once, because another one is gone."""
+    os._exit(128 + error.signum if isinstance(error, Interrupted) else 1)
 
 
 def resume_command(argv: list[str]) -> tuple[int, bool]:
@@ -205,7 +221,27 @@ def read_recipe(run_dir: Path) -> tuple[Recipe, Experiment]:
     return recipe, from_json(recipe.experiment, values)
 
 
-def train(recipe: Recipe, config: Config) -> tuple[int, bool]:
+def fit(recipe: Recipe, config: Config, processes: int) -> tuple[Experiment, Partition]:
+    """The experiment with its defaults filled in, and who owns which environments, if the flags fit each other.
+
+    Raises:
+        UsageError: they do not.
+    """
+    actors, learners = len(config.placement.actor_device_ids), len(config.placement.learner_device_ids)
+    e = resolve(config.experiment, actors * processes, learners * processes, processes)
+    assert e.num_actors is not None and e.num_shards is not None
+    partition = Partition(e.num_envs, e.num_actors, e.num_shards, processes, learners)
+    require(
+        e.num_updates >= 1,
+        f"total_timesteps={e.total_timesteps} is less than one update's {e.batch_size} "
+        f"({e.num_envs} environments x {e.num_steps} steps); try --total-timesteps {e.batch_size}",
+    )
+    require(config.run.log_frequency >= 1, f"log_frequency={config.run.log_frequency} must be at least 1")
+    recipe.check(e, partition)
+    return e, partition
+
+
+def train(recipe: Recipe, config: Config, peers: Any = None) -> tuple[int, bool]:
     """Everything between flags and exit code.  Raises `UsageError` before anything is compiled."""
     import jax
     import numpy as np
@@ -222,20 +258,11 @@ def train(recipe: Recipe, config: Config) -> tuple[int, bool]:
         read_json,
         rewind_logs,
     )
-    from cleanba.runtime.train import Interrupted, make_training, run_training
+    from cleanba.runtime.train import make_training, run_training
 
     devices = find_devices(config.placement)
     processes = devices.num_processes
-    e = resolve(config.experiment, len(devices.actors) * processes, devices.mesh.size, processes)
-    assert e.num_actors is not None and e.num_shards is not None
-    partition = Partition(e.num_envs, e.num_actors, e.num_shards, processes, len(devices.learners))
-    require(
-        e.num_updates >= 1,
-        f"total_timesteps={e.total_timesteps} is less than one update's {e.batch_size} "
-        f"({e.num_envs} environments x {e.num_steps} steps); try --total-timesteps {e.batch_size}",
-    )
-    require(config.run.log_frequency >= 1, f"log_frequency={config.run.log_frequency} must be at least 1")
-    recipe.check(e, partition)
+    e, partition = fit(recipe, config, processes)
     spec = env_spec(e)
     algorithm = recipe.make(e, spec, devices.platform)
 
@@ -284,10 +311,12 @@ def train(recipe: Recipe, config: Config) -> tuple[int, bool]:
             writers.write(update, global_step, seconds, values)
 
     training = make_training(
-        algorithm, e, partition, devices, spec, config.run.log_frequency, checkpoints=checkpoints, saved=saved
-    )
+        algorithm, e, partition, devices, spec, config.run.log_frequency, checkpoints=checkpoints, saved=saved,
+        stall_timeout=config.run.stall_timeout, grace_period=config.run.grace_period,
+        stop_on_nonfinite=config.run.on_nonfinite == "stop",
+    )  # fmt: skip
     try:
-        outcome = run_training(training, display, status, log)
+        outcome = run_training(training, display, status, log, peers)
     finally:
         display.close()
         if writers is not None:
@@ -298,7 +327,10 @@ def train(recipe: Recipe, config: Config) -> tuple[int, bool]:
     if devices.is_main:
         if config.run.save_model and outcome.result["status"] == "finished":
             save_model(run_dir / "model.msgpack", algorithm.actor_params(outcome.state))
-        write_json(run_dir / "result.json", outcome.result)
+        try:
+            write_json(run_dir / "result.json", outcome.result)
+        except OSError as why:
+            error = error or Failure(f"{run_dir}/result.json cannot be written: {why.strerror}")
         print(closing_words(run_dir, outcome.result))
         if error is not None:
             repeated = outcome.result["update"] - outcome.saved_update
@@ -309,11 +341,12 @@ def train(recipe: Recipe, config: Config) -> tuple[int, bool]:
         held.close()
     if error is None:
         return 0, outcome.stuck
-    if isinstance(error, Interrupted):
+    if isinstance(error, Interrupted | Failure | UsageError) and (peers is None or error is not peers.error):
         print(f"cleanba: {error}", file=sys.stderr)
+    if isinstance(error, Interrupted):
         return 128 + error.signum, outcome.stuck
-    if isinstance(error, UsageError):
-        raise error
+    if isinstance(error, UsageError | Failure):
+        return (2 if isinstance(error, UsageError) else 1), outcome.stuck
     traceback.print_exception(error)
     print(f"cleanba: the run failed: {type(error).__name__}: {error}", file=sys.stderr)
     return 1, outcome.stuck

@@ -49,6 +49,11 @@ class Schedule(NamedTuple):
         """Environments start afresh at every checkpoint: the number of checkpoints before that rollout."""
         return (rollout - 1) // self.checkpoint_frequency if self.checkpoint_frequency else 0
 
+    def next_checkpoint(self, update: int) -> int:
+        """The first update after `update` that is followed by a checkpoint."""
+        f = self.checkpoint_frequency
+        return min(self.last, (update // f + 1) * f) if f else self.last
+
     def starts_epoch(self, rollout: int) -> bool:
         """Whether the environments start afresh before that rollout."""
         return rollout == self.first or self.epoch(rollout) != self.epoch(rollout - 1)

@@ -18,6 +18,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from cleanba.errors import Failure
+
 PLAIN_LINE_SECONDS = 5.0
 
 
@@ -199,7 +201,13 @@ class Writers:
     def write(self, update: int, global_step: int, seconds: float, values: Mapping[str, Any]) -> None:
         """One log point: numbers go everywhere, text (digests) only to the JSON lines."""
         row = {"update": update, "global_step": global_step, "seconds": round(seconds, 3), **values}
-        self._lines.write(json.dumps(finite(row)) + "\n")
+        try:
+            self._lines.write(json.dumps(finite(row)) + "\n")
+        except OSError as error:
+            raise Failure(
+                f"{self._lines.name} cannot be written: {error.strerror}; make room, or restore the directory, "
+                "then give the same command again to go on"
+            ) from None
         numbers = self._add_scalars(values, global_step)
         if self._wandb is not None:
             self._wandb.log({**numbers, "global_step": global_step, "update": update}, step=update)

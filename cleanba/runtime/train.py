@@ -5,9 +5,12 @@ it shows progress, hears signals, and ends everything soon after anything fails.
 """
 
 import hashlib
+import os
 import signal
+import sys
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +24,7 @@ import numpy as np
 from cleanba.algorithm import Algorithm
 from cleanba.config import Experiment, Partition
 from cleanba.envs import Envs, EnvSpec, env_seed, threads_per_actor
+from cleanba.errors import Failure, Interrupted
 from cleanba.rollout import Episode, PyTree, Rollout
 from cleanba.runtime.actor import Params, Parcel, Schedule, run_actor
 from cleanba.runtime.channels import Channel, Closed, Stop
@@ -28,18 +32,11 @@ from cleanba.runtime.checkpoint import Checkpoints, Saved
 from cleanba.runtime.collect import Collector, ScannedCollector, SteppedCollector, Times, make_steppers
 from cleanba.runtime.learner import Learner
 from cleanba.runtime.metrics import Display, Status
+from cleanba.runtime.peers import Peers
 from cleanba.runtime.placement import Devices, gather_over_processes
 
 GRACE_SECONDS = 3.0  # for threads to notice that the run ends
 EPISODES_SHOWN = 100  # returns and lengths are means over the last so many episodes
-
-
-class Interrupted(Exception):
-    """A signal asked the run to end."""
-
-    def __init__(self, signum: int):
-        super().__init__(f"interrupted by {signal.Signals(signum).name}")
-        self.signum = signum
 
 
 class Outcome(NamedTuple):
@@ -173,6 +170,8 @@ class Progress:
     lag: int | None = None
     sps: float | None = None
     saved_update: int = 0  # the last update that a checkpoint holds
+    update_seconds: float | None = None  # mean time of an update; None before the second
+    ending: Interrupted | None = None  # end after the next checkpoint
 
 
 LogPoint = Callable[[int, int, float, dict[str, Any]], None]
@@ -194,6 +193,12 @@ class Training:
     """where checkpoints go; None to keep none"""
     saved: Saved | None = None
     """the checkpoint to go on from"""
+    stall_timeout: float = float("inf")
+    """seconds without an update after which the run ends"""
+    grace_period: float = 0.0
+    """seconds that a signal leaves to reach the next checkpoint"""
+    stop_on_nonfinite: bool = True
+    """whether a loss or gradient that is not finite ends the run"""
 
     @property
     def schedule(self) -> Schedule:
@@ -226,12 +231,16 @@ def make_training(
     make_envs: Callable[[Sequence[int], int], Envs] | None = None,
     checkpoints: Checkpoints | None = None,
     saved: Saved | None = None,
+    **limits: Any,
 ) -> Training:
-    """The fixed parts of a run over EnvPool's environments, or over those that `make_envs` makes."""
+    """The fixed parts of a run over EnvPool's environments, or over those that `make_envs` makes.
+
+    `limits` are the last fields of `Training`.
+    """
     threads = threads_per_actor(partition.num_actors // partition.num_processes)
     pools = lambda seeds, epoch: Envs(spec, seeds, threads)
     return Training(
-        algorithm, experiment, partition, devices, spec, log_frequency, make_envs or pools, checkpoints, saved
+        algorithm, experiment, partition, devices, spec, log_frequency, make_envs or pools, checkpoints, saved, **limits
     )
 
 
@@ -294,12 +303,17 @@ def learn(
         jax.block_until_ready(state)
         stop.check()
         statistics.learner_update += clock() - before
+        if training.stop_on_nonfinite:
+            metrics = jax.device_get(metrics)
+            check_finite(update, metrics, progress.saved_update)
         progress.state, progress.update, progress.lag = state, update, lag
 
         status.phase, status.update = "training", update
         if update == schedule.first:  # its time was mostly compilation, so the clock starts after it
             new = statistics.new_steps * training.devices.num_processes
             timed_from, timed_steps = clock(), statistics.global_step + new
+        else:
+            progress.update_seconds = (clock() - timed_from) / (update - schedule.first)
         if update == 1 or at_checkpoint or update % training.log_frequency == 0 or update == schedule.last:
             new_steps = statistics.gather()
             now = clock()
@@ -324,6 +338,10 @@ def learn(
             host_state = jax.device_get(learner.local(state))
             training.checkpoints.save(Saved(update, host_state, older_params, statistics.counters(clock() - start)))
             progress.saved_update = update
+            if progress.ending is not None:
+                training.checkpoints.wait()
+                stop(progress.ending)
+                stop.check()
     if training.checkpoints is not None:
         status.phase = "writing the last checkpoint"
         training.checkpoints.wait()
@@ -370,24 +388,45 @@ def fill_status(
     status.bottleneck = bottleneck
 
 
+MAY_BE_NAN = {"losses/explained_variance"}  # where all returns are equal
+
+
+def check_finite(update: int, metrics: dict[str, Any], saved_update: int) -> None:
+    """Losses and gradients must be numbers.
+
+    Raises:
+        Failure: one is not.
+    """
+    for name, value in metrics.items():
+        if name.startswith("losses/") and name not in MAY_BE_NAN and not np.isfinite(value).all():
+            where = (
+                f"the checkpoint of update {saved_update} is the last good one" if saved_update else "none was saved"
+            )
+            raise Failure(
+                f"update {update}: {name} is {float(value)}, which is not a finite number; {where}. Try a smaller "
+                "--learning-rate or --max-grad-norm, or go on regardless with --on-nonfinite ignore"
+            )
+
+
 @contextmanager
-def hear_signals(stop: Stop) -> Iterator[None]:
-    """Ctrl-C and SIGTERM end the run; a second Ctrl-C ends the process at once.  Only works in the main thread."""
+def hear_signals(asked: Callable[[int], None]) -> Iterator[None]:
+    """Ctrl-C, SIGTERM and SIGUSR1 call `asked`, in another thread; a second Ctrl-C ends the process at once.
+
+    Only works in the main thread.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     heard: list[int] = []
 
     def hear(signum: int, frame: Any) -> None:
-        if heard and signum == signal.SIGINT:
-            import os
-
+        if signal.SIGINT in heard and signum == signal.SIGINT:
             os._exit(128 + signum)
         heard.append(signum)
         # Not here: a handler runs between any two instructions, perhaps inside a lock that stopping needs.
-        threading.Thread(target=stop, args=(Interrupted(signum),), daemon=True).start()
+        threading.Thread(target=asked, args=(signum,), daemon=True).start()
 
-    previous = {s: signal.signal(s, hear) for s in (signal.SIGINT, signal.SIGTERM)}
+    previous = {s: signal.signal(s, hear) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
     try:
         yield
     finally:
@@ -395,8 +434,64 @@ def hear_signals(stop: Stop) -> Iterator[None]:
             signal.signal(s, handler)
 
 
-def run_training(training: Training, display: Display, status: Status, log: LogPoint) -> Outcome:
-    """Run all threads to the end of the experiment, or to the first error or signal."""
+def end_by_signal(signum: int, training: Training, progress: Progress, stop: Stop, say: Callable[[str], None]) -> None:
+    """End the run after the next checkpoint, if that is near enough, else at once.  Ctrl-C never waits.
+
+    Emulators cannot be saved, so only a checkpoint's boundary resumes exactly: what was done since is repeated.
+    """
+    error = Interrupted(signum)
+    grace = training.grace_period if signum != signal.SIGINT and progress.ending is None else 0.0
+    ahead = training.schedule.next_checkpoint(progress.update) - progress.update
+    seconds = ahead * progress.update_seconds if progress.update_seconds is not None else float("inf")
+    if training.checkpoints is not None and seconds < grace:
+        progress.ending = error
+        say(f"{error}: ending after the checkpoint of update {progress.update + ahead}, in about {seconds:.0f} s")
+        stop.wait(grace)
+    stop(error)
+
+
+def stacks(channels: Sequence[Channel]) -> str:
+    """Where every thread stands, and what the queues hold."""
+    frames = sys._current_frames()
+    parts = []
+    for thread in threading.enumerate():
+        if thread.ident in frames and not thread.name.startswith(("ThreadPool", "Thread-")):
+            lines = traceback.format_stack(frames[thread.ident])[-6:]
+            parts.append(f"thread {thread.name!r}:\n{''.join(lines)}")
+    parts += [f"queue {channel.name!r}: {len(channel)} of 1" for channel in channels]
+    return "\n".join(parts)
+
+
+@dataclass
+class Watchdog:
+    """Notices that no update has come for too long."""
+
+    timeout: float
+    mark: Any = None
+    since: float = 0.0
+
+    def check(self, progress: Progress, channels: Sequence[Channel]) -> None:
+        """Look, every now and then.
+
+        Raises:
+            Failure: the run stalls; the stacks are on the error output.
+        """
+        now, mark = time.perf_counter(), (progress.update, progress.status.phase)
+        if mark != self.mark or progress.status.phase.startswith("compiling"):
+            self.mark, self.since = mark, now
+        elif now - self.since > self.timeout:
+            print(stacks(channels), file=sys.stderr)
+            raise Failure(
+                f"no update for {now - self.since:.0f} s after update {progress.update} ({progress.status.phase}); "
+                "the stacks above show where each thread stands. "
+                f"If nothing is wrong there, raise --stall-timeout above {self.timeout:g}"
+            )
+
+
+def run_training(
+    training: Training, display: Display, status: Status, log: LogPoint, peers: Peers | None = None
+) -> Outcome:
+    """Run all threads to the end of the experiment, or to the first error or signal, here or in another process."""
     e, devices = training.experiment, training.devices
     stop = Stop()
     progress = Progress(status)
@@ -416,7 +511,13 @@ def run_training(training: Training, display: Display, status: Status, log: LogP
         except Closed:
             pass
         except BaseException as error:  # whatever it was, the others must hear of it
-            stop(error)
+            stop(peers.explain(error) if peers else error)
+
+    def asked(signum: int) -> None:
+        if peers and not peers.is_first and signum != signal.SIGINT:
+            peers.ask(signum)  # one must decide for all; should it not answer, this process ends by itself
+            stop.wait(training.grace_period + GRACE_SECONDS)
+        end_by_signal(signum, training, progress, stop, display.say)
 
     threads: list[threading.Thread] = []
     params_channels: list[tuple[jax.Device, Channel[Params]]] = []
@@ -439,12 +540,23 @@ def run_training(training: Training, display: Display, status: Status, log: LogP
     learn_args = (training, learner, params_channels, rollout_channels, progress, log, stop)
     threads.append(threading.Thread(target=guarded, args=(learn, *learn_args), name="learner", daemon=True))
 
-    with hear_signals(stop):
+    if peers:
+        peers.on_lost, peers.on_asked = stop, asked
+        if peers.error is not None:
+            stop(peers.error)
+    watchdog = Watchdog(training.stall_timeout)
+    with hear_signals(asked):
         for thread in threads:
             thread.start()
         while any(t.is_alive() for t in threads) and not stop.is_set:
             threads[-1].join(0.1) if threads[-1].is_alive() else stop.wait(0.02)
             display.refresh()
+            try:
+                watchdog.check(progress, [*rollout_channels, *(channel for _, channel in params_channels)])
+            except Failure as stalled:
+                stop(stalled)
+        if peers and stop.error is not None:
+            peers.tell(stop.error)
         deadline = time.perf_counter() + GRACE_SECONDS
         for thread in threads:
             thread.join(max(0.0, deadline - time.perf_counter()) if stop.is_set else None)

@@ -1,0 +1,172 @@
+"""Every process of a distributed run hears within seconds that another has failed, died or stopped, and which.
+
+Collectives wait for ever, or fail with words about sockets, when a peer is gone.  So process 0 holds a TCP connection
+to each of the others.  Everybody says something every second; a connection that closes without a goodbye means that
+the process died, silence that its host did or that it was stopped.  Process 0 tells the rest.
+"""
+
+import contextlib
+import json
+import secrets
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TextIO
+
+import jax
+import numpy as np
+
+from cleanba.errors import Failure, Interrupted
+from cleanba.runtime.placement import gather_over_processes
+
+PING_SECONDS = 1.0
+SILENCE_SECONDS = 20.0  # a process that says nothing for so long is taken for dead
+JOIN_SECONDS = 30.0  # to connect in the beginning
+
+
+class Peers:
+    """The other processes of this run.  Use as a context: leaving it normally says goodbye, by an exception why."""
+
+    def __init__(self, on_lost: Callable[[BaseException], None]):
+        """All processes must call this at the same time.  `on_lost` is called once, in another thread,
+        after the loss has been printed.
+
+        Raises:
+            Failure: the processes cannot reach each other.
+        """
+        self.on_lost = on_lost
+        self.on_asked: Callable[[int], None] = lambda signum: None
+        self.error: BaseException | None = None
+        self._me, self._count = jax.process_index(), jax.process_count()
+        self._lock = threading.Lock()
+        self._lost = threading.Event()
+        self._over = threading.Event()
+        self._links: dict[int, socket.socket] = {}
+        self._lines: dict[int, TextIO] = {}
+        if self._count > 1:
+            self._connect()
+            for peer in self._links:
+                threading.Thread(target=self._listen, args=(peer,), name=f"process {peer}", daemon=True).start()
+            threading.Thread(target=self._ping, name="ping", daemon=True).start()
+
+    def _connect(self) -> None:
+        token = secrets.randbits(62) if self._me == 0 else 0
+        server = socket.create_server(("", 0), backlog=self._count) if self._me == 0 else None
+        port = server.getsockname()[1] if server else 0
+        port, token = (int(x) for x in gather_over_processes(np.array([port, token], np.int64))[0])
+        hello = f"{token} {self._me}\n"
+        if server is None:
+            try:
+                link = socket.create_connection((_coordinator_host(), port), timeout=JOIN_SECONDS)
+            except OSError as error:
+                raise Failure(f"process {self._me} cannot reach process 0 on port {port}: {error}") from None
+            link.sendall(hello.encode())
+            self._links[0], self._lines[0] = link, link.makefile()
+            return
+        server.settimeout(JOIN_SECONDS)
+        with server:
+            while len(self._links) < self._count - 1:
+                try:
+                    link, _ = server.accept()
+                    link.settimeout(JOIN_SECONDS)
+                    lines = link.makefile()
+                    words = lines.readline().split()
+                except OSError:
+                    missing = [str(i) for i in range(1, self._count) if i not in self._links]
+                    raise Failure(
+                        f"process {', '.join(missing)} did not connect to process 0 on port {port}; "
+                        "see whether a firewall stands between the hosts"
+                    ) from None
+                if len(words) == 2 and words[0] == str(token):
+                    self._links[int(words[1])], self._lines[int(words[1])] = link, lines
+                else:
+                    link.close()  # a stranger
+
+    def _ping(self) -> None:
+        while not self._over.wait(PING_SECONDS):
+            self._say({"ping": True})
+
+    def _say(self, message: dict[str, Any], but: int | None = None) -> None:
+        line = (json.dumps(message) + "\n").encode()
+        with self._lock:
+            for peer, link in self._links.items():
+                if peer != but:
+                    with contextlib.suppress(OSError):  # whoever listens there will notice
+                        link.sendall(line)
+
+    def _listen(self, peer: int) -> None:
+        self._links[peer].settimeout(SILENCE_SECONDS)
+        try:
+            for line in self._lines[peer]:
+                message = json.loads(line)
+                if message.get("bye"):
+                    return
+                if "asked" in message:
+                    threading.Thread(target=self.on_asked, args=(message["asked"],), daemon=True).start()
+                if "lost" in message:
+                    self._lose(message, peer)
+                    return
+            why = "died"
+        except TimeoutError:
+            why = f"said nothing for {SILENCE_SECONDS:.0f} s: it was stopped, or its host is gone"
+        except (OSError, ValueError):
+            why = "died"
+        self._lose({"lost": peer, "why": why}, peer)
+
+    def _lose(self, message: dict[str, Any], heard_from: int) -> None:
+        """The first loss counts; what follows is its consequence."""
+        with self._lock:
+            if self._lost.is_set() or self._over.is_set():
+                return
+            words = f"process {message['lost']} of {self._count} {message['why']}"
+            signum = message.get("signal")
+            self.error = Interrupted(signum, f" in process {message['lost']}") if signum else Failure(words)
+            self._lost.set()
+        # At once: when process 0 dies, JAX ends the others within a moment, with many words but without its name.
+        print(f"cleanba: {self.error}", file=sys.stderr, flush=True)
+        self._say(message, but=heard_from)
+        self.on_lost(self.error)
+
+    @property
+    def is_first(self) -> bool:
+        return self._me == 0
+
+    def ask(self, signum: int) -> None:
+        """Let process 0 decide how the run ends, having heard this signal: its `on_asked` is called."""
+        self._say({"asked": signum})
+
+    def tell(self, error: BaseException) -> None:
+        """Let the others know that this process ends, and why.  Does nothing once a loss is known."""
+        with self._lock:
+            if self._lost.is_set() or self._over.is_set():
+                return
+            self._lost.set()
+        why = f"failed: {type(error).__name__}: {error}" if not isinstance(error, Failure) else f"failed: {error}"
+        self._say({"lost": self._me, "why": why.splitlines()[0][:500], "signal": getattr(error, "signum", None)})
+
+    def explain(self, error: BaseException, seconds: float = 3.0) -> BaseException:
+        """The loss that lies behind an error of this process, if one becomes known soon; else the error itself."""
+        if self._count > 1:
+            deadline = time.monotonic() + seconds
+            while not self._lost.wait(0.05) and time.monotonic() < deadline:
+                pass
+        return self.error or error
+
+    def __enter__(self) -> "Peers":
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is not None and not isinstance(error, SystemExit):
+            self.tell(error)
+        else:
+            self._say({"bye": True})
+        self._over.set()
+
+
+def _coordinator_host() -> str:
+    """Where process 0 runs: it holds JAX's coordination service."""
+    from jax._src import distributed
+
+    return str(distributed.global_state.coordinator_address).rsplit(":", 1)[0].strip("[]")
