@@ -229,13 +229,26 @@ class Envs:
     @property
     def steps_per_second(self) -> float:
         """How many steps are a second of a game played by a person."""
-        return 60 / self._pool.config["frame_skip"] if self._spec.is_atari else 30.0
+        return 60 / self._pool.config["frame_skip"] if self._spec.is_atari else _gymnasium_speed(self._spec.env_id)
 
     def close(self) -> None:
         """Stop the emulators' threads.  May be called twice."""
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.close()
+
+
+def _gymnasium_speed(env_id: str) -> float:
+    """Gymnasium's steps per second of the environment of that name (50 for CartPole); 30 where it knows none."""
+    import gymnasium
+    from gymnasium.envs.registration import load_env_creator
+
+    try:
+        entry = gymnasium.spec(env_id).entry_point
+        made: Any = load_env_creator(entry) if isinstance(entry, str) else entry
+        return float(made.metadata["render_fps"])
+    except (gymnasium.error.Error, ImportError, AttributeError, KeyError, TypeError):
+        return 30.0
 
 
 def train_reward(spec: EnvSpec, raw: Any) -> Any:

@@ -1,6 +1,7 @@
 """A film of an agent: the emulator's picture, what the network sees, and what it makes of it, as an MP4."""
 
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -68,11 +69,11 @@ class Film:
         """One step: the picture [H, W, 3]; the first of obs, first, carry, action [B, ...] is the one shown."""
         probabilities, value = jax.device_get(self._look(params, obs, first, carry))
         chosen = int(np.asarray(action)[0])
-        self._write(picture, fps, obs, score, f"{value:.2f}", probabilities, chosen)
+        self._write(picture, fps, obs, score, f"value {value:.2f}", probabilities, chosen)
 
     def end(self, picture: np.ndarray, fps: float, obs: PyTree, score: float) -> None:
         """The end of the episode: no action follows."""
-        self._write(picture, fps, obs, score, "–", np.zeros(len(self._names)), None)
+        self._write(picture, fps, obs, score, "the end", np.zeros(len(self._names)), None)
         self._ended = True
 
     def _write(
@@ -81,14 +82,14 @@ class Film:
         fps: float,
         obs: PyTree,
         score: float,
-        value: str,
+        caption: str,
         probabilities: np.ndarray,
         chosen: int | None,
     ) -> None:
         parts = [
             captioned(fit(picture, *PICTURE), f"step {self.frames}   score {score:g}"),
             captioned(see(obs), "what the network sees"),
-            captioned(draw_policy(self._names, probabilities, chosen), f"value {value}"),
+            captioned(draw_policy(self._names, probabilities, chosen), caption),
         ]
         frame = np.asarray(side_by_side(parts))
         try:
@@ -103,7 +104,9 @@ class Film:
                     macro_block_size=2,
                     output_params=["-movflags", "+faststart"],  # plays before all of it is there
                 )
-            self._writer.append_data(frame)
+            with warnings.catch_warnings():  # JAX warns of every new process; this one only starts ffmpeg
+                warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)
+                self._writer.append_data(frame)
         except OSError as error:
             raise Failure(f"{self.path} cannot be written: {os.strerror(error.errno or 0)}") from error
         self.frames += 1
@@ -160,17 +163,17 @@ def draw_policy(names: tuple[str, ...], probabilities: np.ndarray, chosen: int |
     image = Image.new("RGB", (BARS, LINE * len(names)), PAPER)
     draw, font = ImageDraw.Draw(image), ImageFont.load_default(13)
     for i, (name, p) in enumerate(zip(names, probabilities, strict=True)):
-        top = i * LINE
-        length = round(float(p) * (BARS - 110))
-        draw.rectangle((110, top + 2, 110 + length, top + LINE - 5), CHOSEN if i == chosen else BAR)
-        draw.text((0, top), name, INK if i == chosen else DIM, font)
-        draw.text((114, top), f"{p:.2f}", INK, font)
+        top, colour = i * LINE, INK if i == chosen else DIM
+        draw.text((0, top), name, colour, font)
+        draw.text((105, top), f"{p:.2f}", colour, font)
+        length = round(float(p) * (BARS - 140))
+        draw.rectangle((139, top + 2, 139 + length, top + LINE - 5), CHOSEN if i == chosen else BAR)
     return image
 
 
 def captioned(image: Image.Image, caption: str) -> Image.Image:
     """An image with a line of text above it."""
-    whole = Image.new("RGB", (max(image.width, 2 * TILE // 2), image.height + LINE + 4), PAPER)
+    whole = Image.new("RGB", (max(image.width, TILE), image.height + LINE + 4), PAPER)
     ImageDraw.Draw(whole).text((0, 0), caption, INK, ImageFont.load_default(16))
     whole.paste(image, (0, LINE + 4))
     return whole
