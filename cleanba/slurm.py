@@ -1,0 +1,126 @@
+"""A sweep under Slurm: job arrays made from a template, and the states of their jobs."""
+
+import os
+import shlex
+import subprocess
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cleanba.config import require
+from cleanba.errors import UsageError
+
+if TYPE_CHECKING:
+    from cleanba.sweep import Planned
+
+LARGEST_ARRAY = 1000  # Slurm's MaxArraySize is 1001 unless it was raised
+QUEUED = ("PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "REQUEUED", "REQUEUE_HOLD", "STOPPED")
+
+
+def job_script(template: str, words_file: Path, name: str, size: int, at_a_time: int | None, log: Path) -> str:
+    """A template as the script of a job array: element i runs with line i + 1 of `words_file` as its words."""
+    options = [
+        f"#SBATCH --job-name={name}",
+        f"#SBATCH --array=0-{size - 1}" + (f"%{at_a_time}" if at_a_time else ""),
+        f"#SBATCH --output={log}",
+    ]
+    take_words = f'eval "set -- $(sed -n "$((SLURM_ARRAY_TASK_ID + 1))p" {shlex.quote(str(words_file))})"'
+    replaced = ("--job-name", "--array", "--output")
+    lines = [line for line in template.splitlines() if not line.startswith(tuple(f"#SBATCH {o}" for o in replaced))]
+    require(bool(lines) and lines[0].startswith("#!") and "bash" in lines[0], "a template must begin with #!/bin/bash")
+    is_code = lambda line: bool(line.strip()) and not line.startswith("#")
+    body = next((i for i, line in enumerate(lines) if is_code(line)), len(lines))
+    comment = ["# The words of this element of the array: those of one run of the sweep."]
+    return "\n".join([lines[0], *options, *lines[1:body], *comment, take_words, *lines[body:]]) + "\n"
+
+
+def submit(
+    runs: Sequence["Planned"], folder: Path, template: Path, argv: Sequence[str], at_a_time: int | None, dry_run: bool
+) -> int:
+    """Submit what is neither finished nor in the queue.  Returns the exit code.
+
+    Beside a template may lie `submit`, which is called in place of sbatch, with the job's script as its argument; it
+    adds what slurm/settings.sh says.
+    """
+    from cleanba.sweep import is_finished, read_manifest, write_manifest
+
+    require(template.is_file(), f"--slurm {template} does not exist; take one of slurm/, or a copy of your own")
+    earlier = read_manifest(folder)["runs"] if (folder / "sweep.json").exists() else {}
+    jobs = {name: run["job"] for name, run in earlier.items() if "job" in run}
+    states = {} if dry_run and not jobs else job_states(jobs.values())
+    busy = {name for name, job in jobs.items() if states.get(job, "").startswith(QUEUED)}
+    to_do = [run for run in runs if not is_finished(folder / run.name) and run.name not in busy]
+    print(
+        f"{folder}: {len(to_do)} of {len(runs)} runs to submit, {len([r for r in runs if r.name in busy])} in the "
+        f"queue, {sum(is_finished(folder / r.name) for r in runs)} finished"
+    )
+    submitter = template.parent / "submit"
+    sbatch = [str(submitter)] if os.access(submitter, os.X_OK) else ["sbatch"]
+    scripts = folder / "slurm"
+    first = 1 + max((int(p.stem.rpartition("-")[2]) for p in scripts.glob("array-*.sh")), default=0)
+    logs = (folder / "logs").absolute()
+    submitted: dict[str, str] = {}
+    for number, start in enumerate(range(0, len(to_do), LARGEST_ARRAY), first):
+        chunk = to_do[start : start + LARGEST_ARRAY]
+        script, words = scripts / f"array-{number}.sh", scripts / f"array-{number}.words"
+        log = logs / "%A_%a.log"
+        text = job_script(template.read_text(), words.absolute(), folder.name or "sweep", len(chunk), at_a_time, log)
+        lines = "".join(shlex.join(run.words) + "\n" for run in chunk)
+        if dry_run:
+            print(f"$ {shlex.join([*sbatch, str(script)])}\n\n{script}:\n{text}\n{words}:\n{lines}", end="")
+            continue
+        scripts.mkdir(parents=True, exist_ok=True)
+        logs.mkdir(parents=True, exist_ok=True)
+        script.write_text(text)
+        words.write_text(lines)
+        job = sbatch_job([*sbatch, str(script)])
+        submitted |= {run.name: f"{job}_{i}" for i, run in enumerate(chunk)}
+        write_manifest(folder, chunk, argv, submitted)  # at once: the next sbatch may fail
+        print(f"submitted {len(chunk)} runs as job array {job}; `cleanba sweep status {folder}` shows them")
+    return 0
+
+
+def sbatch_job(command: Sequence[str]) -> str:
+    """Run sbatch -> the job's number.
+
+    Raises:
+        UsageError: Slurm is not here, or refuses.
+    """
+    try:
+        done = subprocess.run([*command], capture_output=True, text=True, env={**os.environ, "SBATCH_PARSABLE": "1"})
+    except FileNotFoundError:
+        raise UsageError("sbatch was not found; call this where Slurm is, or add --dry-run") from None
+    words = done.stdout.split()
+    number = words[-1].partition(";")[0] if words else ""
+    require(done.returncode == 0 and number.isdigit(), f"sbatch refused: {(done.stderr or done.stdout).strip()}")
+    return number
+
+
+def job_states(jobs: Iterable[str]) -> dict[str, str]:
+    """Slurm's state of each job, as PENDING (Resources) or COMPLETED, by its number, as 12_3; or that it is unknown.
+
+    The queue knows jobs that wait, run, or ended minutes ago; older ones are looked up in the accounts, which a
+    cluster may not keep.
+    """
+    wanted = list(jobs)
+    if not wanted:
+        return {}
+    states = {}
+    for line in said(["squeue", "--noheader", "--array", "--states=all", "--format=%F_%K|%T|%r"]).splitlines():
+        job, state, reason = line.strip().split("|", 2)
+        states[job] = state if reason in ("None", "") or state != "PENDING" else f"{state} ({reason})"
+    missing = sorted({job.partition("_")[0] for job in wanted if job not in states})
+    if missing:
+        listed = said(["sacct", "-n", "-P", "-X", f"--jobs={','.join(missing)}", "--format=JobID,State"])
+        rows = (line.split("|") for line in listed.splitlines() if line.count("|") == 1)
+        states = {job: state for job, state in rows} | states
+    return {job: states.get(job, "no longer known") for job in wanted}
+
+
+def said(command: Sequence[str]) -> str:
+    """What a command of Slurm's printed; nothing where it failed or is not there."""
+    try:
+        done = subprocess.run([*command], capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""

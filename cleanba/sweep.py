@@ -1,0 +1,586 @@
+"""`cleanba sweep`: environments x seeds x flags, run here or submitted to Slurm; and what became of them."""
+
+import itertools
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr
+from dataclasses import dataclass, fields
+from hashlib import sha256
+from io import StringIO
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import tyro
+
+from cleanba.atari_scores import table
+from cleanba.cli import RECIPES, Recipe, fit, parse
+from cleanba.config import Experiment, Placement, Run, differences, require, to_json
+from cleanba.errors import UsageError, closest_names
+
+USAGE = """cleanba sweep --env-ids ENV ... [FLAGS] -- ppo [FLAGS OF EVERY RUN]
+cleanba sweep status DIR
+
+Trains every combination of environments, seeds and --set values.  The same command again skips what is finished and
+goes on with the rest.
+
+examples:
+  cleanba sweep --env-ids Breakout-v5 Pong-v5 --num-seeds 3 --set learning_rate=1e-4,2.5e-4 -- ppo --network nature
+  cleanba sweep --env-ids @atari5 --dir sweeps/five --slurm slurm/one-gpu.sh --dry-run -- impala
+  cleanba sweep status sweeps/five
+"""
+GRACE_SECONDS = 60.0  # for runs that were told to end, and may be writing a checkpoint
+POLL_SECONDS = 0.2
+GIVEN_BY_SWEEP = ("env_id", "seed", "run_dir", "experiment")
+WRONG_USE = 2  # the exit code of a run whose flags are refused: trying again would not help
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Train every combination of environments, seeds and --set values; each run's own flags follow after --."""
+
+    env_ids: tuple[str, ...]
+    """EnvPool environments, or sets of them: @atari57, @atari5 or @atari3 (Aitchison et al. 2023)"""
+    num_seeds: int = 3
+    """seeds of every combination: 1, 2 ..."""
+    set: tuple[str, ...] = ()
+    """flags with several values, as learning_rate=1e-4,2.5e-4; every combination of them is one variant"""
+    dir: Path | None = None
+    """folder of the sweep (default: sweeps/<algorithm>-<what it is made of>, the same for the same command)"""
+    workers: int | None = None
+    """runs at a time (None: as many as the GPUs here allow, else one; with --slurm as many as Slurm allows)"""
+    retries: int = 1
+    """how often a run that failed is tried again, going on from its last checkpoint (not with --slurm)"""
+    slurm: Path | None = None
+    """submit as job arrays made from this template, as slurm/one-gpu.sh"""
+    dry_run: bool = False
+    """only print what would run, or be submitted"""
+
+
+class Planned(NamedTuple):
+    """One run of a sweep."""
+
+    name: str  # of its folder
+    env_id: str
+    variant: str
+    seed: int
+    words: tuple[str, ...]  # what follows `cleanba`
+    updates: int
+
+
+def sweep_command(argv: list[str]) -> tuple[int, bool]:
+    """`cleanba sweep …` -> exit code 0, 1 if a run failed; and False."""
+    if not argv:
+        print(USAGE)
+        return 2, False
+    if argv[0] == "status":
+        return status_command(argv[1:]), False
+    cut = argv.index("--") if "--" in argv else len(argv)
+    own, rest = argv[:cut], argv[cut + 1 :]
+    flags = tyro.cli(Flags, args=own, prog="cleanba sweep", description=USAGE)
+    require(
+        bool(rest) and rest[0] in RECIPES,
+        f"a sweep needs to know what to run: end the command with -- {' or -- '.join(RECIPES)}, and that one's flags",
+    )
+    require(flags.workers is None or flags.workers >= 1, f"workers={flags.workers} must be at least 1; set --workers")
+    require(flags.retries >= 0, f"retries={flags.retries} must not be negative; 0 means never")
+    recipe, common = RECIPES[rest[0]], rest[1:]
+    folder = flags.dir or Path("sweeps") / default_name(flags, rest)
+    runs = plan(recipe, common, flags, folder)
+    if flags.slurm is not None:
+        from cleanba.slurm import submit
+
+        return submit(runs, folder, flags.slurm, argv, flags.workers, flags.dry_run), False
+    if flags.dry_run:
+        for run in runs:
+            print(shlex.join(["cleanba", *run.words]))
+        return 0, False
+    return run_here(recipe, common, runs, folder, argv, flags), False
+
+
+def default_name(flags: Flags, rest: Sequence[str]) -> str:
+    """A folder that the same command finds again; more seeds go to the same."""
+    parts = json.dumps([flags.env_ids, flags.set, list(rest)])
+    return f"{rest[0]}-{sha256(parts.encode()).hexdigest()[:6]}"
+
+
+# ---------------------------------------------------------------- what to run
+
+ATARI5 = ("BattleZone-v5", "DoubleDunk-v5", "NameThisGame-v5", "Phoenix-v5", "Qbert-v5")
+ATARI3 = ("BattleZone-v5", "NameThisGame-v5", "Phoenix-v5")
+
+
+def expand_sets(names: Sequence[str]) -> list[str]:
+    """Names of environments and of @sets -> environments, each once.
+
+    Raises:
+        UsageError: there is no such set.
+    """
+    sets = {"@atari57": tuple(table()), "@atari5": ATARI5, "@atari3": ATARI3}
+    envs: list[str] = []
+    for name in names:
+        require(name in sets or not name.startswith("@"), f"there is no set {name}; the sets are {', '.join(sets)}")
+        envs += sets.get(name, (name,))
+    return list(dict.fromkeys(envs))
+
+
+def variants(recipe: Recipe, settings: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """--set's words -> every combination of their values: its name, and its flags.
+
+    Raises:
+        UsageError: a word is no name=value,value, or there is no such flag.
+    """
+    kinds = {f.name: f.type for cls in (recipe.experiment, Placement, Run) for f in fields(cls)}
+    kinds.pop("experiment_from")
+    choices = []
+    for setting in settings:
+        written, eq, values = setting.partition("=")
+        name = written.lstrip("-").replace("-", "_")
+        require(bool(eq) and bool(values), f"--set {setting!r} must be name=value,value; as learning_rate=1e-4,2.5e-4")
+        require(name not in GIVEN_BY_SWEEP, f"--set {name}: the sweep itself sets that; use --env-ids or --num-seeds")
+        close = closest_names(name, kinds)
+        require(
+            name in kinds,
+            f"--set {name}: {recipe.name} has no such flag" + (f"; did you mean {close}?" if close else ""),
+        )
+        choices.append([(name, value.strip()) for value in values.split(",")])
+    names = [pairs[0][0] for pairs in choices]
+    require(len(set(names)) == len(names), f"--set names {', '.join(names)}: each flag once, its values after commas")
+    combinations = []
+    for pairs in itertools.product(*choices):
+        words: list[str] = []
+        for name, value in pairs:
+            flag = name.replace("_", "-")
+            if kinds[name] is bool:
+                require(value.lower() in ("true", "false"), f"--set {name}={value} must be true or false")
+                words.append(f"--{flag}" if value.lower() == "true" else f"--no-{flag}")
+            else:
+                words += [f"--{flag}", *value.split()]
+        combinations.append(("+".join(f"{name}={value}" for name, value in pairs) or recipe.name, words))
+    return combinations
+
+
+def plan(recipe: Recipe, common: list[str], flags: Flags, folder: Path) -> list[Planned]:
+    """All runs, each of which would start.
+
+    Raises:
+        UsageError: one would not: the message says which and why.
+    """
+    require(flags.num_seeds >= 1, f"num_seeds={flags.num_seeds} must be at least 1; set --num-seeds")
+    for word in common:
+        name = word.partition("=")[0].lstrip("-").replace("-", "_")
+        require(
+            not word.startswith("--") or name not in GIVEN_BY_SWEEP,
+            f"{word} stands after --, but the sweep itself sets it; use --env-ids, --num-seeds or --dir",
+        )
+    checked_parse(recipe, common)  # what is wrong with every run needs no run's name
+    runs = []
+    for env_id, (variant, words) in itertools.product(expand_sets(flags.env_ids), variants(recipe, flags.set)):
+        for seed in range(1, flags.num_seeds + 1):
+            name = safe(f"{env_id}__{variant}__s{seed}")
+            run_dir = folder / name
+            all_words = [*common, "--env-id", env_id, *words, "--seed", str(seed), "--run-dir", str(run_dir)]
+            try:
+                e = check(recipe, all_words, whole=seed == 1)
+            except UsageError as error:
+                raise UsageError(f"{env_id}, {variant}: {error}") from None
+            if (run_dir / "config.json").exists():
+                require_same(run_dir, recipe, e, given_shards=flags.slurm is None)
+            runs.append(Planned(name, env_id, variant, seed, (recipe.name, *all_words), e.num_updates))
+    twice = [name for name, group in itertools.groupby(sorted(r.name for r in runs)) if len(list(group)) > 1]
+    require(not twice, f"two runs would share the folder {', '.join(twice)}; write --set's values differently")
+    return runs
+
+
+def safe(name: str) -> str:
+    """A name that is one folder, and needs no quotes in a shell."""
+    return "".join(c if c.isalnum() or c in "._=+-" else "-" for c in name)
+
+
+def checked_parse(recipe: Recipe, words: list[str]) -> Any:
+    """`cli.parse`, with what tyro would print as one `UsageError`."""
+    printed = StringIO()
+    try:
+        with redirect_stderr(printed):
+            return parse(recipe, words)
+    except SystemExit as end:
+        require(end.code != 0, f"`cleanba {recipe.name} --help` explains the flags after --")
+        raise UsageError(f"after --: {tyro_sentence(printed.getvalue()) or shlex.join(words)}") from None
+
+
+def tyro_sentence(box: str) -> str:
+    """What tyro's message says, without its frame, its title, and all that follows the first rule."""
+    lines = [line.strip("│ ") for line in box.splitlines() if not line.startswith(("╭", "╰"))]
+    blocks = [
+        " ".join(block).strip() for rule, block in itertools.groupby(lines, lambda s: not s.strip("─-")) if not rule
+    ]
+    framed = box.startswith("╭")  # otherwise, as in a plain terminal, the title is a block of its own
+    return "".join(blocks[not framed :][:1]).rstrip(".")
+
+
+def check(recipe: Recipe, words: list[str], whole: bool) -> Experiment:
+    """The experiment of these flags, if it fits; with `whole` its environment and network are made, too."""
+    e, _ = fit(recipe, checked_parse(recipe, words), processes=1)
+    if whole:
+        from cleanba.envs import env_spec
+
+        recipe.make(e, env_spec(e), "cpu")
+    return e
+
+
+def require_same(run_dir: Path, recipe: Recipe, e: Experiment, given_shards: bool) -> None:
+    """Raise `UsageError` if another experiment lives in the run's folder."""
+    from cleanba.runtime.rundir import read_experiment
+
+    here = {"algorithm": recipe.name, **to_json(e)}
+    there = read_experiment(run_dir)
+    if not given_shards:  # a template's devices decide these
+        here |= {k: there.get(k) for k in ("num_actors", "num_shards")}
+    changed = differences(there, here)
+    require(
+        not changed,
+        f"{run_dir} holds another experiment ({'; '.join(changed)}); choose another --dir, or repeat the flags",
+    )
+
+
+# ---------------------------------------------------------------- the sweep on disk
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """`sweep.json`.
+
+    Raises:
+        UsageError: the folder holds no sweep.
+    """
+    path = folder / "sweep.json"
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        raise UsageError(f"{folder} holds no sweep.json; name the folder of a sweep") from None
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} cannot be read ({error}); call the sweep again to have it made anew") from None
+
+
+def write_manifest(folder: Path, runs: Sequence[Planned], argv: Sequence[str], jobs: dict[str, str]) -> None:
+    """Add these runs to `sweep.json`.  `jobs` are Slurm's, by run."""
+    from cleanba.runtime.metrics import write_json
+
+    path = folder / "sweep.json"
+    earlier = read_manifest(folder)["runs"] if path.exists() else {}
+    for run in runs:
+        entry = run._asdict() | {"words": list(run.words)}
+        earlier[run.name] = earlier.get(run.name, {}) | entry | ({"job": jobs[run.name]} if run.name in jobs else {})
+    write_json(path, {"command": shlex.join(["cleanba", "sweep", *argv]), "runs": earlier})
+
+
+def read_result(run_dir: Path) -> dict[str, Any]:
+    """result.json, or nothing where there is none yet."""
+    try:
+        return json.loads((run_dir / "result.json").read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+def last_row(run_dir: Path) -> dict[str, Any]:
+    """The newest complete line of metrics.jsonl, or nothing."""
+    try:
+        with open(run_dir / "metrics.jsonl", "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 16384))
+            lines = file.read().splitlines(keepends=True)
+        return json.loads(next(line for line in reversed(lines) if line.endswith(b"\n")))
+    except (OSError, ValueError, StopIteration):
+        return {}
+
+
+def is_finished(run_dir: Path) -> bool:
+    return read_result(run_dir).get("status") == "finished"
+
+
+# ---------------------------------------------------------------- running it here
+
+
+@dataclass
+class Job:
+    """A run, and how far it has come."""
+
+    run: Planned
+    run_dir: Path
+    log: Path
+    state: str = "waiting"
+    attempts: int = 0
+    code: int | None = None
+    worker: int | None = None
+    process: subprocess.Popen | None = None
+    started: float = 0.0
+    seconds: float = 0.0
+
+
+def visible_gpus() -> list[str]:
+    """The GPUs that a run of ours may use, as CUDA_VISIBLE_DEVICES names them."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if given is not None:
+        return [name for name in given.split(",") if name and name != "-1"]
+    if os.environ.get("JAX_PLATFORMS", "").startswith("cpu"):
+        return []
+    try:
+        listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    count = sum(line.startswith("GPU ") for line in listed.stdout.splitlines()) if listed.returncode == 0 else 0
+    return [str(i) for i in range(count)]
+
+
+def share_devices(gpus: Sequence[str], per_run: int, workers: int | None) -> list[dict[str, str]]:
+    """What to add to each worker's environment, so that workers take different GPUs as long as there are enough.
+
+    Raises:
+        UsageError: one run needs more GPUs than there are.
+    """
+    if not gpus:
+        return [{} for _ in range(workers or 1)]
+    require(
+        per_run <= len(gpus),
+        f"each run names {per_run} devices, but there are {len(gpus)} GPUs here; use fewer device ids",
+    )
+    groups = [",".join(gpus[i : i + per_run]) for i in range(0, len(gpus) - per_run + 1, per_run)]
+    workers = workers or len(groups)
+    shared_by = -(-workers // len(groups))
+    environments = []
+    for worker in range(workers):
+        environments.append({"CUDA_VISIBLE_DEVICES": groups[worker % len(groups)]})
+        if shared_by > 1:  # XLA would give most of a GPU's memory to the first that comes
+            environments[-1] |= {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{0.9 / shared_by:.2f}"} | {
+                k: v for k, v in os.environ.items() if k == "XLA_PYTHON_CLIENT_MEM_FRACTION"
+            }
+    return environments
+
+
+@contextmanager
+def hearing_signals() -> Iterator[list[int]]:
+    """The signals that asked this process to end, as they come."""
+    heard: list[int] = []
+    signals = (signal.SIGINT, signal.SIGTERM)
+    previous = {s: signal.signal(s, lambda signum, _: heard.append(signum)) for s in signals}
+    try:
+        yield heard
+    finally:
+        for s, handler in previous.items():
+            signal.signal(s, handler)
+
+
+def start(job: Job, worker: int, environment: dict[str, str]) -> None:
+    """Have a worker take a run up."""
+    job.log.parent.mkdir(parents=True, exist_ok=True)
+    job.worker, job.state, job.started = worker, "running", time.monotonic()
+    job.attempts += 1
+    with open(job.log, "a") as log:
+        log.write(f"$ {shlex.join(['cleanba', *job.run.words])}\n")
+        log.flush()
+        job.process = subprocess.Popen(
+            [sys.executable, "-m", "cleanba", *job.run.words],
+            env={**os.environ, **environment},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C is for us to pass on, so that a run hears it once
+        )
+
+
+def end_all(jobs: Sequence[Job], heard: Sequence[int]) -> None:
+    """Tell runs to end, and see that they do: at the latest after the grace, or a second signal."""
+    running = [job for job in jobs if job.process is not None]
+    for job in running:
+        assert job.process is not None
+        job.process.send_signal(heard[0] if heard else signal.SIGTERM)
+    deadline = time.monotonic() + GRACE_SECONDS
+    while any(j.process and j.process.poll() is None for j in running):
+        if time.monotonic() > deadline or len(heard) > 1:
+            for job in running:
+                assert job.process is not None
+                if job.process.poll() is None:
+                    os.killpg(job.process.pid, signal.SIGKILL)
+                    job.process.wait()
+        time.sleep(0.05)
+    for job in running:
+        job.state, job.process = "interrupted", None
+
+
+def run_here(
+    recipe: Recipe, common: list[str], runs: Sequence[Planned], folder: Path, argv: Sequence[str], flags: Flags
+) -> int:
+    """Run what is not finished yet, several at a time.  Returns the exit code."""
+    from cleanba.runtime.rundir import lock
+
+    placement = parse(recipe, common).placement
+    per_run = max((*placement.actor_device_ids, *placement.learner_device_ids)) + 1
+    environments = share_devices(visible_gpus(), per_run, flags.workers)
+    held = lock(folder)  # two sweeps in one folder would start each run twice
+    write_manifest(folder, runs, argv, {})
+    jobs = [Job(run, folder / run.name, folder / "logs" / f"{run.name}.log") for run in runs]
+    for job in jobs:
+        if is_finished(job.run_dir):
+            job.state = "finished"
+    skipped = sum(job.state == "finished" for job in jobs)
+    free = list(range(len(environments)))
+    waiting = [job for job in jobs if job.state == "waiting"]
+    with hearing_signals() as heard, Board(folder, jobs, len(environments)) as board:
+        if skipped:
+            board.say(f"{skipped} of {len(jobs)} runs are finished already")
+        try:
+            while (waiting or len(free) < len(environments)) and not heard:
+                while waiting and free:
+                    job = waiting.pop(0)
+                    start(job, worker := free.pop(0), environments[worker])
+                    board.say(f"{job.run.name}: {'started' if job.attempts == 1 else 'started again'}")
+                for job in jobs:
+                    if job.process is not None and (code := job.process.poll()) is not None:
+                        assert job.worker is not None
+                        free.append(job.worker)
+                        settle(job, code, flags.retries, waiting, board)
+                board.refresh()
+                time.sleep(POLL_SECONDS)
+        finally:
+            end_all(jobs, heard)
+            board.refresh()
+    held.close()
+    return report(folder, jobs, heard)
+
+
+def settle(job: Job, code: int, retries: int, waiting: list[Job], board: "Board") -> None:
+    """A run has ended: done, to be tried again, or failed."""
+    job.process, job.worker, job.code = None, None, code
+    job.seconds += time.monotonic() - job.started
+    if code == 0 and is_finished(job.run_dir):
+        job.state = "finished"
+        board.say(f"{job.run.name}: finished in {job.seconds:.0f} s")
+    elif code != WRONG_USE and job.attempts <= retries:
+        job.state = "waiting"
+        waiting.append(job)
+        board.say(f"{job.run.name}: ended with {code}; try {job.attempts} of {retries} follows")
+    else:
+        job.state = "failed"
+        board.say(f"{job.run.name}: failed with {code}; see {job.log}")
+
+
+def report(folder: Path, jobs: Sequence[Job], heard: Sequence[int]) -> int:
+    """Say how the sweep ended -> exit code."""
+    count = lambda state: sum(job.state == state for job in jobs)
+    failed = [job for job in jobs if job.state == "failed"]
+    left = len(jobs) - count("finished") - len(failed)
+    words = [f"{count('finished')} of {len(jobs)} runs finished"]
+    words += [f"{len(failed)} failed"] * bool(failed) + [f"{left} left to do"] * bool(left)
+    print(f"{folder}: {', '.join(words)}")
+    for job in failed:
+        tries = f" after {job.attempts} tries" if job.attempts > 1 else ""
+        print(f"failed: {job.run.name}, exit code {job.code}{tries}: {last_words(job.log)}\n        {job.log}")
+    if heard:
+        name = signal.Signals(heard[0]).name
+        print(f"cleanba: sweep interrupted by {name}; the same command goes on with it", file=sys.stderr)
+        return 128 + heard[0]
+    return 1 if failed else 0
+
+
+def last_words(log: Path) -> str:
+    """The last line of a log that says something."""
+    try:
+        lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
+    except OSError:
+        return "no log"
+    return next((line for line in reversed(lines) if line), "an empty log")
+
+
+# ---------------------------------------------------------------- showing it
+
+STYLES = {"running": "cyan", "failed": "bold red", "finished": "green", "interrupted": "yellow"}
+
+
+def progress(run_dir: Path, updates: int) -> tuple[str, str, str]:
+    """How far a run is, its speed, and its mean return, as the logs say."""
+    row = read_result(run_dir) or last_row(run_dir)
+    number = lambda *names: next((row[n] for n in names if row.get(n) is not None), None)
+    update, sps = number("update"), number("sps", "charts/SPS_recent", "charts/SPS")
+    value = number("episodic_return", "charts/episodic_return")
+    return (
+        f"{update or 0}/{updates}",
+        "" if sps is None else f"{sps:,.0f}",
+        "" if value is None else f"{value:.4g}",
+    )
+
+
+class Board:
+    """A live table of all runs in a terminal, a line for every change elsewhere."""
+
+    def __init__(self, folder: Path, jobs: Sequence[Job], workers: int):
+        from rich.console import Console
+        from rich.live import Live
+
+        self._folder, self._jobs, self._workers = folder, jobs, workers
+        self._console = Console(file=sys.stdout)
+        self._live = Live(console=self._console, auto_refresh=False) if self._console.is_terminal else None
+        self._next = 0.0
+
+    def __enter__(self) -> "Board":
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def say(self, text: str) -> None:
+        """A line that stays, where there is no table to see it in."""
+        if self._live is None:
+            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def refresh(self) -> None:
+        """Show how things stand, once a second."""
+        if self._live is not None and time.monotonic() >= self._next:
+            self._next = time.monotonic() + 1.0
+            self._live.update(self._table(), refresh=True)
+
+    def _table(self) -> Any:
+        from rich.table import Table
+
+        order = ("running", "interrupted", "failed", "waiting", "finished")
+        jobs = sorted(self._jobs, key=lambda job: order.index(job.state))
+        room = max(3, self._console.height - 6)
+        counts = ", ".join(f"{n} {s}" for s in order if (n := sum(job.state == s for job in jobs)))
+        title = f"{self._folder}: {counts}; {self._workers} at a time"
+        table = Table("run", "state", "update", "steps/s", "return", "tries", title=title, title_justify="left")
+        for job in jobs[:room]:
+            figures = ("", "", "") if job.state == "waiting" else progress(job.run_dir, job.run.updates)
+            table.add_row(job.run.name, job.state, *figures, str(job.attempts or ""), style=STYLES.get(job.state))
+        if len(jobs) > room:
+            table.caption = f"and {len(jobs) - room} more"
+        return table
+
+
+def status_command(argv: list[str]) -> int:
+    """`cleanba sweep status DIR`: every run's state, from Slurm and from its folder."""
+    require(len(argv) == 1 and not argv[0].startswith("-"), "usage: cleanba sweep status DIR")
+    from rich.console import Console
+    from rich.table import Table
+
+    from cleanba.slurm import job_states
+
+    folder = Path(argv[0])
+    runs = read_manifest(folder)["runs"]
+    states = job_states([run["job"] for run in runs.values() if "job" in run])
+    table = Table("run", "state", "update", "steps/s", "return", *(("job", "Slurm") if states else ()))
+    for name, run in runs.items():
+        run_dir = folder / name
+        state = read_result(run_dir).get("status") or ("begun" if (run_dir / "config.json").exists() else "not begun")
+        job = run.get("job", "")
+        slurm = (job, states.get(job, "")) if states else ()
+        table.add_row(name, state, *progress(run_dir, run["updates"]), *slurm, style=STYLES.get(state))
+    console = Console(file=sys.stdout)
+    if not console.is_terminal:
+        console.width = 200  # names stay whole in pipes
+    console.print(table)
+    return 0

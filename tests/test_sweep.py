@@ -1,0 +1,180 @@
+"""`cleanba sweep` on one machine: what is planned, refused, run, retried, interrupted, continued and reported."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from launch import TINY, command, finish, python, read_result, read_rows
+from rich.console import Console
+
+from cleanba.sweep import Board, Job, Planned, expand_sets, share_devices
+
+SHORT = [w for flag, w in zip(TINY[::2], TINY[1::2], strict=True) if flag != "--env-id" for w in (flag, w)]
+ENVS = ("--env-ids", "Catch-v0", "CartPole-v1")
+
+
+def names(*words: str) -> list[str]:
+    """The run folders that a sweep of these words plans."""
+    ended = command("sweep", *words, "--dry-run", "--", "ppo", *SHORT)
+    assert ended.code == 0, ended.err
+    return [line.rpartition("/")[2] for line in ended.out.splitlines()]
+
+
+def test_every_combination_has_a_folder_of_its_own():
+    planned = names(*ENVS, "--num-seeds", "2", "--set", "learning-rate=1e-4,2.5e-4", "hiddens=8 8,16")
+    assert len(planned) == len(set(planned)) == 2 * 2 * 2 * 2
+    assert planned[0] == "Catch-v0__learning_rate=1e-4+hiddens=8-8__s1"
+    assert planned[-1] == "CartPole-v1__learning_rate=2.5e-4+hiddens=16__s2"
+
+
+def test_a_set_value_reaches_the_run_as_its_flag_and_switches_as_theirs():
+    ended = command("sweep", "--env-ids", "Catch-v0", "--num-seeds", "1", "--dry-run",
+                    "--set", "anneal_lr=true,false", "hiddens=8 8", "--", "ppo", *SHORT)  # fmt: skip
+    on, off = ended.out.splitlines()
+    assert " --anneal-lr --hiddens 8 8 " in on and " --no-anneal-lr " in off
+
+
+def test_sets_of_atari_games_are_environments_that_exist():
+    import envpool
+
+    known = set(envpool.list_all_envs())
+    assert expand_sets(["@atari5"]) == ["BattleZone-v5", "DoubleDunk-v5", "NameThisGame-v5", "Phoenix-v5", "Qbert-v5"]
+    assert expand_sets(["@atari3"]) == ["BattleZone-v5", "NameThisGame-v5", "Phoenix-v5"]
+    assert len(set(expand_sets(["@atari57"]))) == 57 and set(expand_sets(["@atari57"])) <= known
+    assert set(expand_sets(["@atari5"])) < set(expand_sets(["@atari57"]))
+    assert expand_sets(["Phoenix-v5", "@atari3"]) == ["Phoenix-v5", "BattleZone-v5", "NameThisGame-v5"]
+
+
+@pytest.mark.parametrize(
+    "own, runs, said",
+    [
+        ([], ["ppo", "--bogus", "3"], "Unrecognized options: --bogus, 3"),
+        ([], ["ppo", "--network", "foo"], "invalid choice 'foo' for argument '--network'"),
+        ([], ["ppo", *SHORT, "--num-minibatches", "3"], "num_minibatches=3 cannot cut"),
+        ([], ["ppo", *SHORT, "--network", "nature"], "network=nature needs images"),
+        ([], ["ppo", *SHORT, "--seed", "7"], "--seed stands after --"),
+        ([], ["ppo", *SHORT, "--run_dir=x"], "--run_dir=x stands after --"),
+        ([], ["pop"], "a sweep needs to know what to run"),
+        ([], [], "a sweep needs to know what to run"),
+        (["--set", "learning_rat=1"], ["ppo", *SHORT], "did you mean learning_rate"),
+        (["--set", "learning_rate"], ["ppo", *SHORT], "must be name=value,value"),
+        (["--set", "learning_rate=1e-4,x"], ["ppo", *SHORT], "learning_rate=x: after --: Error parsing"),
+        (["--set", "gamma=0.9,1.1"], ["ppo", *SHORT], "gamma=1.1 must lie in [0, 1]"),
+        (["--set", "gamma=0.9", "gamma=0.8"], ["ppo", *SHORT], "each flag once"),
+        (["--set", "gamma=0.9,0.9"], ["ppo", *SHORT], "would share the folder"),
+        (["--set", "anneal_lr=maybe"], ["ppo", *SHORT], "anneal_lr=maybe must be true or false"),
+        (["--set", "seed=1,2"], ["ppo", *SHORT], "use --env-ids or --num-seeds"),
+        (["--env-ids", "Catch-v0", "Brekout-v5"], ["ppo", *SHORT], "the closest names are Breakout-v5"),
+        (["--env-ids", "@atari9"], ["ppo", *SHORT], "there is no set @atari9"),
+        (["--num-seeds", "0"], ["ppo", *SHORT], "num_seeds=0 must be at least 1"),
+        (["--workers", "0"], ["ppo", *SHORT], "workers=0 must be at least 1"),
+    ],
+)
+def test_what_would_not_run_is_refused_before_anything_starts(own, runs, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    envs = [] if "--env-ids" in own else ["--env-ids", "Catch-v0"]
+    ended = command("sweep", *envs, *own, *(["--", *runs] if runs else []))
+    assert ended.code == 2
+    assert said in ended.err and len(ended.err.splitlines()) == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_with_other_experiments_is_refused(tmp_path):
+    words = ["sweep", "--env-ids", "Catch-v0", "--num-seeds", "1", "--dir", tmp_path, "--", "ppo", *SHORT]
+    run = tmp_path / "Catch-v0__ppo__s1"
+    assert command("ppo", *TINY, "--run-dir", run).code == 0
+    assert command(*words).code == 0, "the same experiment, wherever it was started"
+    ended = command(*words, "--gamma", "0.5")
+    assert ended.code == 2 and "gamma: 0.99, now 0.5" in ended.err
+
+
+def test_workers_take_different_gpus_as_long_as_there_are_enough():
+    devices = lambda *args: [e["CUDA_VISIBLE_DEVICES"] for e in share_devices(*args)]
+    assert share_devices([], 1, 3) == [{}, {}, {}]
+    assert devices(["0", "1", "2", "3"], 1, None) == ["0", "1", "2", "3"]
+    assert devices(["4", "5", "6", "7"], 2, None) == ["4,5", "6,7"]
+    assert devices(["0", "1", "2"], 2, None) == ["0,1"]
+    assert devices(["0", "1"], 1, 3) == ["0", "1", "0"]
+    assert {e["XLA_PYTHON_CLIENT_MEM_FRACTION"] for e in share_devices(["0", "1"], 1, 3)} == {"0.45"}
+    with pytest.raises(ValueError, match="each run names 4 devices, but there are 2 GPUs here"):
+        share_devices(["0", "1"], 4, None)
+
+
+def test_the_live_table_shows_every_run_that_there_is_room_for(tmp_path):
+    jobs = [Job(Planned(f"run{i}", "Catch-v0", "ppo", i, (), 7), tmp_path / f"run{i}", tmp_path) for i in range(30)]
+    jobs[20].state = "running"
+    (tmp_path / "run20").mkdir()
+    (tmp_path / "run20" / "metrics.jsonl").write_text('{"update": 3, "charts/SPS": 1234.5}\n{"update": 4, "ch')
+    board = Board(tmp_path, jobs, 1)
+    console = board._console = Console(width=100, height=20, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    console.print(board._table())
+    shown = console.export_text()
+    assert "1 running, 29 waiting" in shown and "and 16 more" in shown
+    (row,) = [line for line in shown.splitlines() if "run20" in line]
+    assert "running" in row and "3/7" in row and "1,234" in row
+
+
+def children(parent: int) -> set[int]:
+    """Processes that `parent` started and that have not ended."""
+    found = set()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, ppid = stat.read_text().rpartition(")")[2].split()[:2]
+        except OSError:
+            continue
+        if int(ppid) == parent and state != "Z":
+            found.add(int(stat.parent.name))
+    return found
+
+
+@pytest.mark.slow
+def test_a_sweep_is_interrupted_continued_and_reports_its_failure(tmp_path):
+    """2 environments x 3 seeds, two at a time: Ctrl-C in the middle, then one run fails, then it is mended."""
+    longer = [*SHORT, "--total-timesteps", "25600", "--checkpoint-frequency", "40"]
+    words = ["sweep", *ENVS, "--workers", "2", "--dir", tmp_path / "s", "--", "ppo", *longer]
+    runs = {f"{env}__ppo__s{seed}": (env, seed) for env in ENVS[1:] for seed in (1, 2, 3)}
+    folder = {name: tmp_path / "s" / name for name in runs}
+    broken = folder["CartPole-v1__ppo__s2"]
+    broken.mkdir(parents=True)
+    (broken / "checkpoints").write_text("no folder: this run fails, and would when it is tried again")
+
+    sweep = python("-m", "cleanba", *words)
+    saved = lambda d: (d / "metrics.jsonl").exists() and any("params_digest" in r for r in read_rows(d))
+    deadline = time.monotonic() + 120
+    while not any(saved(d) for d in folder.values()):
+        assert sweep.poll() is None and time.monotonic() < deadline, finish(sweep, 5)
+        time.sleep(0.02)
+    started = children(sweep.pid)
+    assert 1 <= len(started) <= 2, "--workers 2"
+    sweep.send_signal(signal.SIGINT)
+    ended = finish(sweep, 60)
+    assert ended.code == 130 and "the same command goes on" in ended.err
+    assert not [pid for pid in started if Path(f"/proc/{pid}").exists()], "a run outlived its sweep"
+    cut = [d for d in folder.values() if (d / "result.json").exists() and read_result(d)["status"] == "interrupted"]
+    assert cut
+
+    ended = finish(python("-m", "cleanba", *words), 200)
+    assert ended.code == 1, ended
+    assert "5 of 6 runs finished, 1 failed" in ended.out
+    assert f"failed: {broken.name}, exit code 1 after 2 tries" in ended.out
+    status = command("sweep", "status", tmp_path / "s")
+    assert status.code == 0 and status.out.count("finished") == 5
+    log = (tmp_path / "s" / "logs" / f"{broken.name}.log").read_text()
+    assert log.count("$ cleanba ppo") == 2
+    resumed = [d for d in cut if "going on after update" in (tmp_path / "s" / "logs" / f"{d.name}.log").read_text()]
+    assert resumed
+
+    (broken / "checkpoints").unlink()
+    ended = finish(python("-m", "cleanba", *words), 60)
+    assert ended.code == 0 and "5 of 6 runs are finished already" in ended.out, ended
+    assert "6 of 6 runs finished" in ended.out
+    manifest = json.loads((tmp_path / "s" / "sweep.json").read_text())
+    assert set(manifest["runs"]) == set(runs)
+
+    env, seed = runs[resumed[0].name]
+    alone = command("ppo", *longer, "--env-id", env, "--seed", str(seed), "--run-dir", tmp_path / "alone")
+    assert alone.code == 0
+    assert read_result(tmp_path / "alone")["params_digest"] == read_result(resumed[0])["params_digest"]
