@@ -5,6 +5,7 @@ a run that goes on from it makes the same bits as one that was never interrupted
 parameters one version older (which the next rollout is collected with), and what the logs count.
 """
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -51,7 +52,8 @@ class Checkpoints:
     def __init__(self, run_dir: Path, keep: int):
         import orbax.checkpoint as ocp
 
-        logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax tells of every step; we tell of damage
+        for name in ("absl", "asyncio"):  # Orbax tells of every step; we tell of damage
+            logging.getLogger(name).setLevel(logging.CRITICAL)
         self._ocp = ocp
         self._folder = (run_dir / "checkpoints").absolute()
         me = jax.process_index()
@@ -75,6 +77,8 @@ class Checkpoints:
         Raises:
             Failure: this one or the one before could not be written.
         """
+        if not self._folder.is_dir():
+            raise Failure(f"{self._folder.parent} has gone; bring it back, then give the same command again to go on")
         arrays = {"state": saved.state, "older_params": saved.older_params}
         counters = {**saved.counters, "digest": tree_digest(arrays)}
         leaves = {f"{i:05d}": np.asarray(x) for i, x in enumerate(jax.tree.leaves(arrays))}
@@ -99,14 +103,17 @@ class Checkpoints:
         try:
             do()
         except Exception as error:
+            full = "No space left on device"
+            why = full if full in str(error) else (str(error).splitlines() or [type(error).__name__])[0][:300]
             raise Failure(
-                f"a checkpoint could not be written to {self._folder.parent.name}/checkpoints ({error}); "
-                "free some space or choose another disk, then give the same command again to go on"
+                f"a checkpoint could not be written to {self._folder} ({why}); "
+                "make room or repair the disk, then give the same command again to go on"
             ) from error
 
     def close(self) -> None:
-        """Let go of the folder."""
-        self._manager.close()
+        """Let go of the folder.  What `wait` has not reported yet is not reported any more."""
+        with contextlib.suppress(Exception):
+            self._manager.close()
 
     def restore(self, like_state: PyTree, like_params: PyTree) -> tuple[Saved | None, list[str]]:
         """The newest checkpoint that is sound, or None, and a warning for each that is not.

@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import os
+import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,9 @@ from rich.text import Text
 from cleanba.errors import Failure
 
 PLAIN_LINE_SECONDS = 5.0
+
+
+FLUSH_SECONDS = 5.0  # TensorBoard sees a log point after this long
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
@@ -182,12 +186,15 @@ class Writers:
         history: Sequence[Mapping[str, Any]] = (),
     ):
         """`history` holds the rows that metrics.jsonl has already, of a run that goes on."""
-        from tensorboardX import SummaryWriter
+        from tensorboardX.record_writer import RecordWriter
 
-        self._lines = open(run_dir / "metrics.jsonl", "a", buffering=1)  # noqa: SIM115  closed by close()
-        with contextlib.redirect_stdout(None):
-            self._tensorboard = SummaryWriter(str(run_dir))
-        self._tensorboard.add_text("config", "```json\n" + json.dumps(config, indent=2) + "\n```")
+        self._path = run_dir / "metrics.jsonl"
+        self._lines = open(self._path, "a", buffering=1)  # noqa: SIM115  closed by close()
+        # Not its SummaryWriter: that has a thread, which a full disk kills, and then waits for it for ever.
+        self._events = RecordWriter(str(run_dir / f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}"))
+        self._flushed = time.monotonic()
+        self._add_event(0, file_version="brain.Event:2")
+        self._add_config(config)
         for row in history:
             self._add_scalars(row, row["global_step"])
         self._wandb: Any = None
@@ -199,29 +206,50 @@ class Writers:
             )
 
     def write(self, update: int, global_step: int, seconds: float, values: Mapping[str, Any]) -> None:
-        """One log point: numbers go everywhere, text (digests) only to the JSON lines."""
+        """One log point: numbers go everywhere, text (digests) only to the JSON lines.
+
+        Raises:
+            Failure: the disk is full, or the run's directory has gone.
+        """
         row = {"update": update, "global_step": global_step, "seconds": round(seconds, 3), **values}
         try:
+            os.stat(self._path)  # a file that is open can be written even after it was removed
             self._lines.write(json.dumps(finite(row)) + "\n")
+            numbers = self._add_scalars(values, global_step)
         except OSError as error:
             raise Failure(
-                f"{self._lines.name} cannot be written: {error.strerror}; make room, or restore the directory, "
+                f"{self._path} cannot be written ({error.strerror}); make room, or bring the directory back, "
                 "then give the same command again to go on"
             ) from None
-        numbers = self._add_scalars(values, global_step)
         if self._wandb is not None:
             self._wandb.log({**numbers, "global_step": global_step, "update": update}, step=update)
 
     def _add_scalars(self, values: Mapping[str, Any], global_step: int) -> dict[str, float]:
+        from tensorboardX.proto.summary_pb2 import Summary
+
         named = {k: v for k, v in values.items() if "/" in k}  # charts/SPS, not update
         numbers = {k: v for k, v in named.items() if isinstance(v, int | float) and math.isfinite(v)}
-        for name, value in numbers.items():
-            self._tensorboard.add_scalar(name, value, global_step)
+        scalars = [Summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
+        self._add_event(global_step, summary=Summary(value=scalars))
         return numbers
 
+    def _add_config(self, config: dict[str, Any]) -> None:
+        from tensorboardX.summary import text
+
+        self._add_event(0, summary=text("config", "```json\n" + json.dumps(config, indent=2) + "\n```"))
+
+    def _add_event(self, step: int, **what: Any) -> None:
+        from tensorboardX.proto.event_pb2 import Event
+
+        self._events.write(Event(wall_time=time.time(), step=step, **what).SerializeToString())
+        if time.monotonic() - self._flushed > FLUSH_SECONDS:
+            self._events.flush()
+            self._flushed = time.monotonic()
+
     def close(self) -> None:
-        """Flush and close everything."""
-        self._lines.close()
-        self._tensorboard.close()
+        """Flush and close everything; what a full disk does not take is lost."""
+        for file in (self._lines, self._events):
+            with contextlib.suppress(OSError):
+                file.close()
         if self._wandb is not None:
             self._wandb.finish()
