@@ -124,14 +124,14 @@ def lock(run_dir: Path) -> Any:
         file = open(run_dir / ".lock", "w")  # noqa: SIM115  open until the process ends
     except OSError as error:
         raise unwritable(run_dir, error) from None
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        file.close()
-        raise UsageError(
-            f"another process is running in {run_dir}; wait for it to end, or choose another --run-dir"
-        ) from None
-    return file
+    for _ in range(3):  # `cleanba ls` may be trying the lock at just this moment
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return file
+        except OSError:
+            time.sleep(0.02)
+    file.close()
+    raise UsageError(f"another process is running in {run_dir}; wait for it to end, or choose another --run-dir")
 
 
 def rewind_logs(run_dir: Path, update: int) -> list[dict[str, Any]]:

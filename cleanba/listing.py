@@ -1,0 +1,163 @@
+"""`cleanba ls`: the runs of a directory at a glance."""
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import tyro
+
+from cleanba.config import require
+
+DEPTH = 3  # runs may lie in folders of folders
+TAIL = 1 << 16  # bytes at the end of metrics.jsonl that surely hold a whole row
+COLOURS = {"running": "cyan", "finished": "green", "interrupted": "yellow", "failed": "red"}
+
+
+@dataclass(frozen=True)
+class Ls:
+    """List the runs in a directory, those that changed last at the bottom."""
+
+    directory: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")] = Path("runs")
+    """where to look, folders within it included"""
+
+
+class Row(NamedTuple):
+    """One run."""
+
+    path: Path
+    status: str
+    """running, finished, interrupted, failed; unfinished: it ended without a word; damaged: its files make no sense"""
+    env_id: str = ""
+    algorithm: str = ""
+    seed: int | None = None
+    progress: float | None = None
+    """share of the updates that are done"""
+    mean_return: float | None = None
+    sps: float | None = None
+    """environment steps per second"""
+    when: float = 0.0
+    """seconds since the epoch of its last sign of life"""
+
+
+def find_runs(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
+    """Directories with a config.json, at most so many levels down; none within another."""
+    if (folder / "config.json").is_file():
+        yield folder
+    elif depth > 0:
+        try:
+            inside = sorted(entry.path for entry in os.scandir(folder) if entry.is_dir())
+        except OSError:  # not for us to read
+            return
+        for path in inside:
+            yield from find_runs(Path(path), depth - 1)
+
+
+def read_run(run_dir: Path) -> Row:
+    """One run, from the few bytes of it that tell; whatever its files hold."""
+    try:
+        e = json.loads((run_dir / "config.json").read_text())["experiment"]
+        path = run_dir / "result.json"
+        result = json.loads(path.read_text()) if path.exists() else {}
+        log = last_values(run_dir / "metrics.jsonl")
+        running = is_locked(run_dir)
+        update = (log if running else result or log).get("update") or 0
+        done = [run_dir / name for name in ("config.json", "metrics.jsonl", "result.json")]
+        return Row(
+            run_dir,
+            "running" if running else str(result.get("status", "unfinished")),
+            str(e["env_id"]),
+            str(e["algorithm"]),
+            int(e["seed"]),
+            update / max(1, e["total_timesteps"] // (e["num_envs"] * e["num_steps"])),
+            _number(result.get("episodic_return", log.get("charts/episodic_return"))),
+            _number(result.get("sps", log.get("charts/SPS_recent"))),
+            max(path.stat().st_mtime for path in done if path.exists()),
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError):
+        return Row(run_dir, "damaged")
+
+
+def _number(x: Any) -> float | None:
+    return None if x is None else float(x)
+
+
+def last_values(path: Path) -> dict[str, Any]:
+    """The newest value of every metric in the last rows of a metrics.jsonl; the very last may be cut short."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - TAIL))
+            lines = file.read().splitlines()
+    except FileNotFoundError:
+        return {}
+    values: dict[str, Any] = {}
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except ValueError:  # cut short at either end
+            continue
+        if isinstance(row, dict):
+            values |= row
+    return values
+
+
+def is_locked(run_dir: Path) -> bool:
+    """Whether a process is training there: it holds the lock (`runtime/rundir.py`)."""
+    try:
+        with (run_dir / ".lock").open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def ls_command(argv: list[str]) -> tuple[int, bool]:
+    """`cleanba ls` -> exit code, and False as no thread is stuck."""
+    folder = tyro.cli(Ls, args=argv, prog="cleanba ls").directory
+    require(folder.is_dir(), f"{folder} is not a directory; name one that holds runs (`cleanba ppo` makes runs/)")
+    rows = sorted((read_run(path) for path in find_runs(folder)), key=lambda row: (row.when, str(row.path)))
+    if rows:
+        show(rows, folder)
+    else:
+        print(f"no runs in {folder}")
+    return 0, False
+
+
+def show(rows: list[Row], folder: Path) -> None:
+    """Print the table; as wide as it needs to be where there is no terminal."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=max(len(str(row.path)) for row in rows) + 140)
+    table = Table(box=None, pad_edge=False, padding=(0, 1))
+    table.add_column("run", overflow="fold", min_width=20)
+    for name in ("status", "environment", "algorithm"):
+        table.add_column(name, no_wrap=True)
+    for name in ("seed", "done", "return", "steps/s", "changed"):
+        table.add_column(name, justify="right", no_wrap=True)
+    written = lambda form, x: "" if x is None else format(x, form)
+    for row in rows:
+        name = row.path.name if row.path == folder else str(row.path.relative_to(folder))
+        when = time.strftime("%b %d %H:%M", time.localtime(row.when)) if row.when else ""
+        table.add_row(
+            Text(name),
+            Text(row.status, style=COLOURS.get(row.status, "magenta")),
+            Text(row.env_id),
+            Text(row.algorithm),
+            written("d", row.seed),
+            written(".0%", row.progress),
+            written(".5g", row.mean_return),
+            written(",.0f", row.sps),
+            when,
+        )
+    console.print(table)
