@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cleanba.cli import RECIPES, parse
+from cleanba.cli import COMMANDS, RECIPES, parse
 from cleanba.config import Placement, Run
 
 ROOT = Path(__file__).parents[1]
@@ -71,14 +71,15 @@ def test_every_row_of_the_tables_has_as_many_cells_as_its_head():
 
 @cache
 def known_flags() -> frozenset[str]:
-    """Flags of the training commands, and those that the Makefile and the benchmarks know."""
+    """Flags of the commands, and those that the Makefile and the benchmarks know."""
     fields = {f.name: f for kind in (Placement, Run) for f in dataclasses.fields(kind)}
     for recipe in RECIPES.values():
         fields |= {f.name: f for f in dataclasses.fields(recipe.experiment)}
     flags = {f"--{name.replace('_', '-')}" for name in fields}
     flags |= {f"--no-{name.replace('_', '-')}" for name, f in fields.items() if isinstance(f.default, bool)}
     flags = flags - {"--experiment-from"} | {"--experiment"}
-    for path in (ROOT / "benchmarks").glob("*.py"):
+    modules = [ROOT / f"{c.where.split(':')[0].replace('.', '/')}.py" for c in COMMANDS.values()]
+    for path in [*(ROOT / "benchmarks").glob("*.py"), *modules]:
         flags |= {f"--{name.replace('_', '-')}" for name in re.findall(r"^    (\w+): ", path.read_text(), re.M)}
     return frozenset(flags | set(FLAG.findall((ROOT / "Makefile").read_text())) | OTHERS)
 

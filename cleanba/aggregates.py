@@ -1,0 +1,115 @@
+"""Human-normalised scores over several Atari games, as Agarwal et al. (2021) aggregate them, and published ones."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from cleanba.atari_scores import human_normalised, reference
+from cleanba.curves import RESAMPLES, Groups, variants_of, warn
+
+STATISTICS = ("median", "IQM", "mean", "optimality gap")
+
+
+class Estimate(NamedTuple):
+    """Statistics of one variant, [S] each, with 95% intervals."""
+
+    value: np.ndarray
+    low: np.ndarray  # NaN where no game has a second seed
+    high: np.ndarray
+
+
+class Summary(NamedTuple):
+    """One variant over all games."""
+
+    seeds: list[int]  # by game
+    aggregates: Estimate  # as STATISTICS
+    profile: Estimate  # share of the runs that score above each of `Aggregates.taus`
+
+
+class Aggregates(NamedTuple):
+    """All variants over the games that all of them have played."""
+
+    games: list[str]
+    taus: np.ndarray
+    variants: dict[str, Summary]
+    systems: dict[str, np.ndarray]  # published ones, over the means of the same games, as STATISTICS
+
+
+def aggregates(groups: Groups) -> Aggregates | None:
+    """Aggregate final returns over Atari games; None if fewer than two games were played by every variant."""
+    played = {env_id: variants for env_id, variants in groups.items() if reference(env_id) is not None}
+    names = variants_of(played)
+    games = [env_id for env_id, variants in played.items() if set(names) <= set(variants)]
+    if len(played) > 1 and len(games) < len(played):
+        missing = ", ".join(sorted(set(played) - set(games)))
+        consequence = "aggregates leave these games out" if len(games) > 1 else "so nothing is aggregated"
+        warn(f"not every variant has played {missing}; {consequence}")
+    if len(games) < 2:
+        return None
+    final = lambda env_id, name: np.array([human_normalised(env_id, c.returns[-1]) for c in played[env_id][name]])
+    scores = {name: [final(env_id, name) for env_id in games] for name in names}
+    best = max(float(s.max()) for by_game in scores.values() for s in by_game)
+    taus = np.linspace(0, min(8.0, max(2.0, best)), 101)
+    systems = {
+        name: statistics(np.array([[human_normalised(env_id, published(env_id, system)) for env_id in games]], float))
+        for system, name in published_systems().items()
+    }
+    return Aggregates(games, taus, {name: summarise(scores[name], taus) for name in names}, systems)
+
+
+def summarise(scores: Sequence[np.ndarray], taus: np.ndarray) -> Summary:
+    """One variant's scores, [seeds of the game] for each game."""
+    both = lambda matrix: np.concatenate([statistics(matrix), (matrix[..., None] > taus).mean((0, 1))])
+    value, low, high = stratified(scores, both)
+    s = len(STATISTICS)
+    parts = (Estimate(value[i], low[i], high[i]) for i in (slice(None, s), slice(s, None)))
+    return Summary([len(seeds) for seeds in scores], *parts)
+
+
+def square(scores: Sequence[np.ndarray]) -> np.ndarray:
+    """Games with different numbers of seeds as one matrix [seeds, games] in which every game weighs the same."""
+    rows = math.lcm(*(len(s) for s in scores))
+    return np.stack([np.tile(s, rows // len(s)) for s in scores], axis=1)
+
+
+def statistics(matrix: np.ndarray) -> np.ndarray:
+    """The numbers that STATISTICS names.  [seeds, games] -> [4]."""
+    from rliable import metrics  # type: ignore[import-untyped]
+
+    median, iqm, mean = metrics.aggregate_median, metrics.aggregate_iqm, metrics.aggregate_mean
+    return np.array([function(matrix) for function in (median, iqm, mean, metrics.aggregate_optimality_gap)])
+
+
+def stratified(scores: Sequence[np.ndarray], statistic: Callable[[np.ndarray], np.ndarray]) -> Estimate:
+    """A statistic of a matrix [seeds, games] -> [S], and its interval when every game's seeds are drawn anew.
+
+    rliable's own bootstrap cannot be seeded, and takes no games with different numbers of seeds.
+    """
+    value = statistic(square(scores))
+    if max(len(s) for s in scores) == 1:
+        return Estimate(value, np.full_like(value, np.nan), np.full_like(value, np.nan))
+    rng = np.random.default_rng(0)
+    draws = [s[rng.integers(len(s), size=(RESAMPLES, len(s)))] for s in scores]  # [RESAMPLES, seeds] for each game
+    drawn = np.stack([statistic(square([d[i] for d in draws])) for i in range(RESAMPLES)])
+    return Estimate(value, *np.percentile(drawn, (2.5, 97.5), axis=0))
+
+
+def published_systems() -> dict[str, str]:
+    """How the columns of a published system begin -> what to call it."""
+    prefixes = [name.removesuffix("_return_mean") for name in reference("Breakout-v5") or {} if "return_mean" in name]
+    words = {"cleanba": "Cleanba", "cleanrl": "CleanRL", "ppo": "PPO", "impala": "IMPALA", "sync": "(sync)"}
+
+    def spell(prefix: str) -> str:
+        *name, gpus, cpus = prefix.split("_")
+        return f"{' '.join(words.get(w, w) for w in name)}, {gpus.replace('x', ' ')}, {cpus.replace('cpu', ' CPU')}"
+
+    return {prefix: spell(prefix) for prefix in sorted(prefixes)}
+
+
+def published(env_id: str, system: str) -> float:
+    """A published final return: the mean over three seeds."""
+    row = reference(env_id)
+    assert row is not None
+    return row[f"{system}_return_mean"]

@@ -1,0 +1,251 @@
+"""What runs have logged, read for `cleanba plot` and `cleanba report`: curves, sorted by what is compared with what."""
+
+import json
+import math
+import os
+import sys
+import warnings
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from cleanba.config import require
+from cleanba.errors import UsageError
+from cleanba.runtime.rundir import read_experiment
+
+GRID = 256  # points of a band's axis
+RESAMPLES = 2000
+NEARLY = 0.97  # of the steps that the longest run of a group made: a run that got so far has not ended early
+
+
+class Curve(NamedTuple):
+    """What one run logged.  Arrays are [N], in the order of the steps, and not empty."""
+
+    run_dir: Path
+    experiment: dict[str, Any]
+    steps: np.ndarray  # environment steps
+    seconds: np.ndarray  # since the run began
+    returns: np.ndarray  # mean return of the last 100 episodes
+
+
+class Band(NamedTuple):
+    """Several runs on one axis.  Arrays are [GRID]."""
+
+    x: np.ndarray
+    mean: np.ndarray
+    low: np.ndarray  # NaN where there is only one run
+    high: np.ndarray
+
+
+class Interval(NamedTuple):
+    """A number and its 95% interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+# Reading
+
+
+def warn(text: str) -> None:
+    """A line for the user about something that is left out."""
+    print(f"cleanba: warning: {text}", file=sys.stderr)
+
+
+def find_runs(places: Iterable[Path]) -> list[Path]:
+    """All run directories at or under these places, without repetition.
+
+    Raises:
+        UsageError: a place does not exist, or holds no run.
+    """
+    found: dict[Path, Path] = {}
+    for place in places:
+        require(place.is_dir(), f"{place} is no directory; name run directories, or a folder that holds some")
+        here = []
+        for folder, below, files in os.walk(place, followlinks=True):
+            if "config.json" in files and "metrics.jsonl" in files:
+                here.append(Path(folder))
+                below.clear()
+            below.sort()
+        require(bool(here), f"{place} holds no run; name a directory with config.json and metrics.jsonl in it")
+        found |= {path.resolve(): path for path in here}
+    return list(found.values())
+
+
+def read_rows(run_dir: Path) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl in the order of their updates.  Lines that are damaged are left out with a warning.
+
+    Raises:
+        UsageError: the file cannot be read.
+    """
+    rows: dict[int, dict[str, Any]] = {}
+    damaged = []
+    try:
+        lines = (run_dir / "metrics.jsonl").read_bytes().splitlines()
+    except OSError as error:
+        raise UsageError(f"{run_dir}/metrics.jsonl cannot be read: {error.strerror}; name a run") from None
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+            for name in ("update", "global_step", "seconds"):
+                if not math.isfinite(row[name]):
+                    raise ValueError(name)
+            rows[row["update"]] = row
+        except (ValueError, KeyError, TypeError):
+            damaged.append(number)
+    if damaged:
+        which = ", ".join(map(str, damaged[:5])) + (" …" if len(damaged) > 5 else "")
+        warn(f"{run_dir}/metrics.jsonl: line{'s' * (len(damaged) > 1)} {which} damaged and left out")
+    return [rows[update] for update in sorted(rows)]
+
+
+def column(rows: Sequence[dict[str, Any]], name: str) -> np.ndarray:
+    """One metric as floats [N], NaN where a row has no such number."""
+    values = (row.get(name) for row in rows)
+    return np.array([v if isinstance(v, int | float) else math.nan for v in values], np.float64)
+
+
+def load(places: Iterable[Path]) -> list[Curve]:
+    """The curves of all runs there.  Runs without an episode, and repetitions of a run, are left out with a warning.
+
+    Raises:
+        UsageError: there is nothing to draw.
+    """
+    places = list(places)
+    curves: dict[str, Curve] = {}
+    for run_dir in find_runs(places):
+        try:
+            experiment, rows = read_experiment(run_dir), read_rows(run_dir)
+        except UsageError as error:
+            warn(f"{error}; left out")
+            continue
+        returns = column(rows, "charts/episodic_return")
+        there = np.isfinite(returns)
+        if not there.any():
+            warn(f"{run_dir} has finished no episode yet; left out")
+            continue
+        steps, seconds = column(rows, "global_step")[there], column(rows, "seconds")[there]
+        curve = Curve(run_dir, experiment, steps, np.maximum.accumulate(seconds), returns[there])
+        key = json.dumps(experiment, sort_keys=True)
+        other = curves.get(key)
+        if other is not None:  # the same bits: not another sample
+            curve, shorter = sorted((other, curve), key=lambda c: -c.steps[-1])
+            warn(f"{shorter.run_dir} is the same experiment and seed as {curve.run_dir}; left out")
+        curves[key] = curve
+    require(bool(curves), f"no run of {', '.join(map(str, places))} has finished an episode yet; train them longer")
+    return list(curves.values())
+
+
+# What is compared with what
+
+Groups = dict[str, dict[str, list[Curve]]]
+"""environment -> variant -> one curve per seed, all in the same order everywhere"""
+
+
+def group(curves: Sequence[Curve]) -> Groups:
+    """Sort curves by environment, and by variant: what differs between the experiments besides environment and seed.
+
+    A field counts if it differs between runs of one algorithm on one environment; what belongs to an algorithm or to
+    an environment makes no variant of its own.
+    """
+    values: dict[tuple[str, str], dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+    algorithms = defaultdict(set)
+    for c in curves:
+        e = c.experiment
+        algorithms[e["env_id"]].add(e["algorithm"])
+        for name, value in e.items():
+            if name not in ("env_id", "seed"):
+                values[e["env_id"], e["algorithm"]][name].add(json.dumps(value))
+    differ = sorted({name for fields in values.values() for name, seen in fields.items() if len(seen) > 1})
+    several = any(len(names) > 1 for names in algorithms.values()) or not differ
+
+    def shown(value: Any) -> str:
+        if isinstance(value, list):
+            return "x".join(map(shown, value))
+        return f"{value:.10g}" if isinstance(value, float) else str(value)
+
+    def label(e: dict[str, Any]) -> str:
+        parts = [f"{name}={shown(e[name])}" for name in differ if name in e]
+        return ", ".join([e["algorithm"]] * (several or not parts) + parts)
+
+    groups: Groups = defaultdict(lambda: defaultdict(list))
+    for c in sorted(curves, key=lambda c: (c.experiment["env_id"], c.experiment["seed"])):
+        groups[c.experiment["env_id"]][label(c.experiment)].append(c)
+    return {
+        env_id: {name: by_name[name] for name in sorted(by_name, key=natural)} for env_id, by_name in groups.items()
+    }
+
+
+def variants_of(groups: Groups) -> list[str]:
+    """All variants, in one order."""
+    return sorted({name: None for variants in groups.values() for name in variants}, key=natural)
+
+
+def natural(text: str) -> list[Any]:
+    """A key that sorts numbers within texts by size."""
+    parts: list[Any] = []
+    for word in text.replace("=", " = ").replace(",", " , ").split():
+        try:
+            parts.append((0, float(word), ""))
+        except ValueError:
+            parts.append((1, 0.0, word))
+    return parts
+
+
+# Statistics
+
+
+def resample_means(values: np.ndarray, resamples: int = RESAMPLES) -> np.ndarray:
+    """Means over bootstrap resamples of the rows, ignoring NaN.  [R, ...] -> [resamples, ...]."""
+    runs = len(values)
+    flat = values.reshape(runs, -1)
+    drawn = np.random.default_rng(0).multinomial(runs, np.full(runs, 1 / runs), resamples).astype(np.float64)
+    there = np.isfinite(flat)
+    count = drawn @ there
+    with np.errstate(invalid="ignore"):
+        means = np.where(count > 0, drawn @ np.where(there, flat, 0.0) / count, np.nan)
+    return means.reshape(resamples, *values.shape[1:])
+
+
+def interval(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """2.5th and 97.5th percentile of the mean of the rows under resampling.  [R, ...] -> [...], NaN for one row."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # a column that is NaN throughout
+        low, high = np.nanpercentile(resample_means(values), (2.5, 97.5), axis=0)
+    several = np.isfinite(values).sum(0) > 1
+    return np.where(several, low, np.nan), np.where(several, high, np.nan)
+
+
+def ends_early(curve: Curve, others: Sequence[Curve]) -> bool:
+    """Whether a run has made fewer steps than the others of its group."""
+    return curve.steps[-1] < NEARLY * max(c.steps[-1] for c in others)
+
+
+def band(curves: Sequence[Curve], axis: Literal["steps", "seconds"]) -> Band:
+    """Mean and 95% interval of runs, whose points lie at different places.
+
+    Between its points a curve is a straight line.  The axis begins where all runs have begun, and ends where the first
+    of those ends that did not end early; one that did counts as far as it got.
+    """
+    xs: list[np.ndarray] = [getattr(c, axis) for c in curves]
+    end = min(x[-1] for x, c in zip(xs, curves, strict=True) if not ends_early(c, curves))
+    start = max(x[0] for x in xs)
+    if start >= end:
+        start = min(x[0] for x in xs)
+    x = np.linspace(start, end, GRID)
+    y = np.stack([np.interp(x, xs[i], c.returns, left=np.nan, right=np.nan) for i, c in enumerate(curves)])  # [R, GRID]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # a gap between the ends of two runs
+        mean = np.nanmean(y, axis=0)
+    return Band(x, mean, *interval(y))
+
+
+def mean_interval(values: Sequence[float]) -> Interval:
+    """The mean of one number per seed."""
+    array = np.asarray(values, np.float64)
+    low, high = interval(array)
+    return Interval(float(array.mean()), float(low), float(high))

@@ -1,0 +1,338 @@
+"""`cleanba plot RUNS…`: learning curves over steps and over wall time; over several Atari games, aggregates as well.
+
+What the lines, bands and scores mean stands in docs/plots.md, and in one line below each figure.
+"""
+
+import math
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import tyro
+
+from cleanba.aggregates import STATISTICS, Aggregates, aggregates, published, published_systems
+from cleanba.atari_scores import human_normalised, reference
+from cleanba.curves import Groups, Interval, band, ends_early, group, load, mean_interval, variants_of
+from cleanba.errors import UsageError
+
+PUBLISHED_PROTOCOL: dict[str, Any] = {
+    "repeat_action_probability": 0.25,
+    "full_action_space": True,
+    "episodic_life": False,
+    "max_episode_steps": None,
+    "env_options": [],
+}
+CAPTION = (
+    "Line: mean over seeds. Band: 95% interval of that mean, from 2,000 bootstrap resamples of the seeds (none for one "
+    "seed). A point is the mean return of the last 100 training episodes; no other smoothing."
+)
+EARLY = " ✕: a run ended early there, and the others go on without it."
+
+# Okabe and Ito's palette, safe for colour-blind readers; styles and markers tell lines apart in black and white.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#56B4E9", "#E69F00")
+STYLES = ("-", "--", ":", "-.")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Draw the learning curves of runs, and for several Atari games their aggregate scores beside published ones."""
+
+    runs: tyro.conf.Positional[tuple[Path, ...]]
+    """run directories, or folders that hold runs at any depth"""
+    out: Path = Path("static/curves")
+    """where to write, without a suffix: NAME.png, NAME_time.png, NAME_aggregates.png, each as SVG too, and NAME.md"""
+
+
+def plot_command(argv: list[str]) -> tuple[int, bool]:
+    """`cleanba plot` -> exit code 0, and False as no thread is stuck."""
+    flags = tyro.cli(Flags, args=argv, prog="cleanba plot")
+    groups = group(load(flags.runs))
+    over_games = aggregates(groups)
+    text = tables(groups, over_games)
+    print(text)
+    out = flags.out.with_suffix("") if flags.out.suffix in (".png", ".svg", ".md") else flags.out
+    named = lambda ending: out.with_name(out.name + ending)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        named(".md").write_text(text)
+        written = [named(".md"), *save(draw_curves(groups, "steps"), out)]
+        written += save(draw_curves(groups, "seconds"), named("_time"))
+        if over_games is not None:
+            written += save(draw_aggregates(over_games), named("_aggregates"))
+    except OSError as error:
+        raise UsageError(f"--out {out} cannot be written: {error.strerror}; choose another place") from None
+    print("\n".join(f"wrote {path}" for path in written))
+    return 0, False
+
+
+# Tables
+
+
+def number(x: float) -> str:
+    """Four digits, and all of the whole ones."""
+    if not math.isfinite(x):
+        return "–"
+    return f"{x:,.0f}" if abs(x) >= 1000 else f"{x:.4g}"
+
+
+def with_interval(i: Interval, shown: Callable[[float], str] = number) -> str:
+    """A number, and its interval if there is one."""
+    return shown(i.value) + (f" [{shown(i.low)}, {shown(i.high)}]" if math.isfinite(i.low) else "")
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]], texts: int = 1) -> str:
+    """A table whose columns line up; all but the first `texts` hold numbers."""
+    lines = [[cell.replace("|", "\\|") for cell in line] for line in (head, *rows)]
+    widths = [max(3, *(len(line[i]) for line in lines)) for i in range(len(head))]
+    lines.insert(1, ["-" * w if i < texts else "-" * (w - 1) + ":" for i, w in enumerate(widths)])
+    pad = lambda i, cell: cell.ljust(widths[i]) if i < texts else cell.rjust(widths[i])
+    return "".join(f"| {' | '.join(pad(i, cell) for i, cell in enumerate(line))} |\n" for line in lines)
+
+
+def span(values: Iterable[float], scale: float = 1.0) -> str:
+    """Equal numbers as one, others as lowest to highest."""
+    low, high = min(shown := [v / scale for v in values]), max(shown)
+    return number(low) if number(low) == number(high) else f"{number(low)} to {number(high)}"
+
+
+def final_rows(groups: Groups) -> Iterator[list[str]]:
+    """The final return of every environment and variant."""
+    for env_id, variants in groups.items():
+        for name, curves in variants.items():
+            result = mean_interval([c.returns[-1] for c in curves])
+            score = human_normalised(env_id, result.value)
+            yield [
+                env_id,
+                name,
+                str(len(curves)),
+                span(c.steps[-1] for c in curves),
+                span((c.seconds[-1] for c in curves), 60),
+                with_interval(result),
+                "–" if score is None else f"{score:.3g}",
+            ]
+
+
+def tables(groups: Groups, over_games: Aggregates | None) -> str:
+    """What is drawn, in numbers, as Markdown."""
+    head = ("environment", "variant", "seeds", "steps", "minutes", "return", "human-normalised")
+    parts = [
+        "## Final returns\n",
+        "Mean over seeds of the mean return of the last 100 training episodes, with its 95% bootstrap interval.\n",
+        markdown(head, final_rows(groups), texts=2),
+    ]
+    games = [env_id for env_id in groups if reference(env_id) is not None]
+    if games:
+        names = variants_of({env_id: groups[env_id] for env_id in games})
+
+        def cell(env_id: str, value: float | None) -> str:
+            return "–" if value is None else f"{number(value)} ({human_normalised(env_id, value):.2f})"
+
+        def ours(env_id: str, name: str) -> float | None:
+            curves = groups[env_id].get(name)
+            return float(np.mean([c.returns[-1] for c in curves])) if curves else None
+
+        rows = [
+            [
+                env_id,
+                *(cell(env_id, ours(env_id, name)) for name in names),
+                *(cell(env_id, published(env_id, system)) for system in published_systems()),
+            ]
+            for env_id in games
+        ]
+        parts += [
+            "## Beside published systems\n",
+            "Return, with the human-normalised score in brackets (0: a random policy, 1: a human). The published "
+            "systems trained for 50 million steps with three seeds (Huang et al. 2023, arXiv:2310.00036).\n",
+            *protocol_notes(groups, games),
+            markdown(["game", *names, *published_systems().values()], rows),
+        ]
+    if over_games is not None:
+        rows = []
+        for name, summary in over_games.variants.items():
+            estimates = zip(*summary.aggregates, strict=True)
+            rows.append([name, *(with_interval(Interval(*map(float, e)), "{:.2f}".format) for e in estimates)])
+        rows += [[name, *(f"{v:.2f}" for v in values)] for name, values in over_games.systems.items()]
+        parts += [
+            f"## Aggregates over {len(over_games.games)} games\n",
+            "Of human-normalised scores, with 95% stratified bootstrap intervals. IQM: mean of the middle half of all "
+            "runs; of a published system, for which only means over seeds are known, of the middle half of the games. "
+            "Optimality gap: how far below 1 the scores lie on average, those above counting as 1.\n",
+            markdown(["", *STATISTICS], rows),
+        ]
+    return "\n".join(parts)
+
+
+def protocol_notes(groups: Groups, games: Sequence[str]) -> list[str]:
+    """A sentence where runs did not play by the rules of the published scores."""
+    curves = [c for env_id in games for runs in groups[env_id].values() for c in runs]
+    others = {
+        f"{name}={c.experiment[name]}"
+        for c in curves
+        for name, value in PUBLISHED_PROTOCOL.items()
+        if name in c.experiment and c.experiment[name] != value
+    }
+    return [f"These runs, or some of them, played by other rules: {', '.join(sorted(others))}.\n"] if others else []
+
+
+# Figures
+
+
+def look(i: int) -> dict[str, Any]:
+    """Colour, line style and marker of the i-th line; no two of the first 56 are alike."""
+    return {
+        "color": COLOURS[i % len(COLOURS)],
+        "linestyle": STYLES[i % len(STYLES)],
+        "marker": MARKERS[i % len(MARKERS)],
+    }
+
+
+def grid_of(count: int) -> tuple[int, int]:
+    """Rows and columns for that many panels: nearly square, with few places left over."""
+    if count <= 3:
+        return 1, count
+    least = math.ceil(math.sqrt(count))
+    columns = min((least, least + 1), key=lambda c: (-count % c, c))
+    return math.ceil(count / columns), columns
+
+
+def time_unit(seconds: float) -> tuple[float, str]:
+    """A unit in which a duration is a number of reasonable size, in seconds."""
+    return next(
+        (s, name) for s, name in ((3600.0, "hours"), (60.0, "minutes"), (1.0, "seconds")) if seconds > 3 * s or s == 1
+    )
+
+
+def legend_below(figure: Any, handles: Sequence[Any], caption: str) -> None:
+    """What the lines are and mean, in room of their own below all panels."""
+    width, height = figure.get_size_inches()
+    longest = max(len(h.get_label()) for h in handles)
+    columns = max(1, min(len(handles), int(width / (0.5 + 0.075 * longest))))
+    text = textwrap.fill(caption, int(width * 18))
+    for_text = 0.08 + 0.13 * (text.count("\n") + 1)
+    below = for_text + 0.1 + 0.17 * math.ceil(len(handles) / columns)  # inches
+    whole = height + below
+    figure.set_size_inches(width, whole)
+    figure.get_layout_engine().set(rect=(0, below / whole, 1, height / whole))
+    place = {"loc": "lower center", "bbox_to_anchor": (0.5, for_text / whole), "borderaxespad": 0.0}
+    figure.legend(handles=handles, ncols=columns, frameon=False, fontsize=8, borderpad=0.0, **place)
+    figure.text(0.5, 0.05 / whole, text, fontsize=7, color="0.35", ha="center", va="bottom")
+
+
+def draw_curves(groups: Groups, axis: Literal["steps", "seconds"]) -> Any:
+    """One panel per environment, one line per variant."""
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+    from matplotlib.ticker import EngFormatter
+
+    rows, columns = grid_of(len(groups))
+    names = variants_of(groups)
+    many = len(groups) > 6
+    width, height = (2.3, 1.75) if many else (6.4, 3.4) if len(groups) == 1 else (3.6, 2.7)
+    line, marker, text = (1.0, 2.5, 6.5) if many else (1.4, 4.5, 8.5)
+    faint = 0.2 / max(1, len(names) / 4)  # many bands lie on each other
+    figure = Figure(figsize=(max(5.0, width * columns), height * rows), layout="constrained")
+    panels = figure.subplots(rows, columns, squeeze=False)
+    early = False
+    for panel, (env_id, variants) in zip(panels.flat, groups.items(), strict=False):
+        longest = max(getattr(c, axis)[-1] for curves in variants.values() for c in curves)
+        unit, unit_name = time_unit(longest) if axis == "seconds" else (1.0, "environment steps")
+        for name, curves in variants.items():
+            i = names.index(name)
+            b = band(curves, axis)
+            x = b.x / unit
+            panel.plot(x, b.mean, linewidth=line, markersize=marker, markevery=(10 + 11 * i % 50, 61), **look(i))
+            panel.fill_between(x, b.low, b.high, color=look(i)["color"], alpha=faint, linewidth=0)
+            for end in (getattr(c, axis)[-1] for c in curves if ends_early(c, curves)):
+                early = True
+                panel.plot(
+                    end / unit, np.interp(end, b.x, b.mean), "x", color=look(i)["color"], markersize=1.5 * marker
+                )
+        panel.set_title(env_id, fontsize=text + 0.5)
+        dress(panel, text)
+        panel.set_xlim(left=0)
+        panel.locator_params(axis="x", nbins=5)
+        if axis == "steps":
+            panel.xaxis.set_major_formatter(EngFormatter(sep=""))
+        if panel in panels[:, 0]:
+            panel.set_ylabel("return", fontsize=text)
+        if axis == "seconds" or panel in panels.flat[max(0, len(groups) - columns) : len(groups)]:
+            panel.set_xlabel(f"wall time, {unit_name}" if axis == "seconds" else unit_name, fontsize=text)
+    for panel in panels.flat[len(groups) :]:
+        panel.set_visible(False)
+
+    def label(name: str) -> str:
+        counts = [len(variants[name]) for variants in groups.values() if name in variants]
+        return f"{name} ({span(counts)} seed{'s' * (max(counts) > 1)})"
+
+    handles = [Line2D([], [], label=label(name), markersize=4.5, **look(i)) for i, name in enumerate(names)]
+    legend_below(figure, handles, CAPTION + EARLY * early)
+    return figure
+
+
+def dress(panel: Any, size: float) -> None:
+    """A panel's frame, grid and small text."""
+    panel.tick_params(labelsize=size - 0.5)
+    panel.grid(alpha=0.25, linewidth=0.5)
+    panel.spines[["top", "right"]].set_visible(False)
+
+
+def draw_aggregates(over_games: Aggregates) -> Any:
+    """The aggregates with their intervals, the published systems below; under them the performance profiles."""
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+
+    labels = [*over_games.variants, *over_games.systems]
+    count = len(over_games.variants)
+    heights = (0.5 + 0.2 * len(labels), 2.6)
+    figure = Figure(figsize=(10.5, sum(heights)), layout="constrained")
+    grid = figure.add_gridspec(2, 1, height_ratios=heights)
+    panels = figure.add_subfigure(grid[0]).subplots(1, len(STATISTICS), sharey=True)
+    profiles = figure.add_subfigure(grid[1]).subplots()
+    for i, summary in enumerate(over_games.variants.values()):
+        style = look(i)
+        for panel, value, low, high in zip(panels, *summary.aggregates, strict=True):
+            panel.plot([low, high], [i, i], color=style["color"], linewidth=5, alpha=0.35, solid_capstyle="butt")
+            panel.plot(value, i, style["marker"], color=style["color"], markersize=6)
+        value, low, high = summary.profile
+        profiles.plot(over_games.taus, value, linewidth=1.4, markersize=4.5, markevery=(i * 3 % 12, 12), **style)
+        profiles.fill_between(over_games.taus, low, high, color=style["color"], alpha=0.2, linewidth=0)
+    for i, values in enumerate(over_games.systems.values(), count):
+        for panel, value in zip(panels, values, strict=True):
+            panel.plot(value, i, "o", markerfacecolor="none", markeredgecolor="0.35", markersize=5)
+    for panel, name in zip(panels, STATISTICS, strict=True):
+        panel.set_title(name, fontsize=9)
+        dress(panel, 8.5)
+        panel.axhline(count - 0.5, color="0.7", linewidth=0.6)
+    panels[0].set_yticks(range(len(labels)), labels)
+    panels[0].set_ylim(len(labels) - 0.5, -0.5)
+    dress(profiles, 8.5)
+    profiles.set(ylim=(0, 1.02), xlim=(0, over_games.taus[-1]))
+    profiles.set_xlabel("human-normalised score τ", fontsize=8.5)
+    profiles.set_ylabel("share of runs above τ", fontsize=8.5)
+    seeds = span(n for summary in over_games.variants.values() for n in summary.seeds)
+    caption = (
+        f"Human-normalised scores over {len(over_games.games)} Atari games, seeds per game: {seeds}. Bars and bands: "
+        "95% stratified bootstrap intervals (2,000 resamples of every game's seeds). Circles: published systems after "
+        "50M steps, of whose runs only the means are known. A smaller optimality gap is better."
+    )
+    handles = [Line2D([], [], label=name, markersize=4.5, **look(i)) for i, name in enumerate(over_games.variants)]
+    legend_below(figure, handles, caption)
+    return figure
+
+
+def save(figure: Any, path: Path) -> list[Path]:
+    """Write a figure as PNG and SVG."""
+    import matplotlib
+
+    written = []
+    with matplotlib.rc_context({"svg.hashsalt": "cleanba", "svg.fonttype": "path"}):
+        figure.draw_without_rendering()
+        figure.set_layout_engine("none")  # laid out once for both
+        for suffix in (".png", ".svg"):
+            written.append(path.with_name(path.name + suffix))
+            figure.savefig(written[-1], dpi=150, metadata={"Date": None} if suffix == ".svg" else None)
+    return written
