@@ -1,0 +1,45 @@
+# What all templates share; they source it inside the job.
+#
+# DEVICES   how many devices each task has
+# launch    runs Cleanba in every task, and has a job that was cut short come back and go on
+source "${CLEANBA_SLURM:-slurm}/settings.sh"
+
+tasks_here=${SLURM_NTASKS_PER_NODE:-1}
+if [ -n "${CLEANBA_CPU:-}" ]; then
+    DEVICES=$((4 / tasks_here > 0 ? 4 / tasks_here : 1))
+    export JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES=$DEVICES
+else
+    DEVICES=$((${SLURM_GPUS_ON_NODE:-$tasks_here} / tasks_here))
+fi
+
+# The actor has the first device for itself, if there are several.
+if [ "$DEVICES" -gt 1 ]; then LEARNERS=($(seq 1 $((DEVICES - 1)))); else LEARNERS=(0); fi
+
+# Every task may use all GPUs of its node, so that NCCL copies from one to another directly, but takes only its share.
+take_share='first=$((SLURM_LOCALID * DEVICES)); JAX_LOCAL_DEVICE_IDS=$(seq -s , $first $((first + DEVICES - 1)))
+export JAX_LOCAL_DEVICE_IDS; exec "$@"'
+
+# launch ppo FLAGS …
+launch() {
+    local code=0 begun=$SECONDS
+    prepare
+    export DEVICES
+    if [ -n "${SLURM_CPUS_PER_TASK:-}" ]; then
+        export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK # since Slurm 22.05 a step does not take it from its job
+    fi
+    trap : USR1 # for the tasks; `scancel --full` sends it to this shell too
+    echo "job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, restart ${SLURM_RESTART_COUNT:-0}"
+    # After one task has ended the others have a minute to reach a checkpoint, or to notice.
+    srun --wait=60 bash -c "$take_share" task "${CLEANBA[@]}" "$@" || code=$?
+    if [ "$code" -eq 138 ]; then # 128 + SIGUSR1: out of time, or preempted
+        if [ "${SLURM_RESTART_COUNT:-0}" -lt "$MAX_RESTARTS" ]; then
+            echo "cut short; job $SLURM_JOB_ID goes back into the queue and will go on from its last checkpoint"
+            scontrol requeue "$SLURM_JOB_ID" && exit "$code"
+        fi
+        echo "cut short, and not sent back into the queue after ${SLURM_RESTART_COUNT:-0} restarts" >&2
+    elif [ "$code" -ne 0 ]; then
+        echo "failed with exit code $code after $((SECONDS - begun)) s on $SLURM_JOB_NODELIST; the reason stands above." \
+            "The same command submitted again goes on from the last checkpoint" >&2
+    fi
+    exit "$code"
+}

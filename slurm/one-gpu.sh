@@ -1,0 +1,17 @@
+#!/bin/bash
+# One GPU, which acts and learns (a0-l0).
+#
+#     slurm/submit slurm/one-gpu.sh ppo --env-id Breakout-v5
+#SBATCH --job-name=cleanba
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=1
+#SBATCH --cpus-per-task=10
+#SBATCH --requeue
+#SBATCH --signal=USR1@120
+#SBATCH --open-mode=append
+# USR1 comes 120 seconds before the time limit: the run ends at the next checkpoint or, where that is far, at once; it is
+# requeued and goes on exactly.  Partition, account and so on: settings.sh.
+source "${CLEANBA_SLURM:-slurm}/launch.sh"
+
+launch "$1" --actor-device-ids 0 --learner-device-ids 0 "${@:2}"

@@ -1,0 +1,20 @@
+#!/bin/bash
+# One node with several GPUs in one process: the first acts, the others learn (of four, a0-l1,2,3).
+#
+#     slurm/submit slurm/one-node.sh ppo --env-id Breakout-v5
+#
+# GPUs per node and CPU cores are set in settings.sh.  --num-envs must split over the learners: its default, 120, does
+# over 1 to 6 and 8.
+#SBATCH --job-name=cleanba
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=4
+#SBATCH --cpus-per-task=32
+#SBATCH --requeue
+#SBATCH --signal=USR1@120
+#SBATCH --open-mode=append
+# USR1 comes 120 seconds before the time limit: the run ends at the next checkpoint or, where that is far, at once; it is
+# requeued and goes on exactly.
+source "${CLEANBA_SLURM:-slurm}/launch.sh"
+
+launch "$1" --actor-device-ids 0 --learner-device-ids "${LEARNERS[@]}" "${@:2}"

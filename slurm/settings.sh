@@ -1,0 +1,24 @@
+# All that depends on your cluster, in one place.  slurm/submit reads it when it calls sbatch, and every job when it
+# starts.  What is left empty is not asked for: the cluster's own default holds, or the line in the template.
+
+PARTITION=        # sbatch --partition
+ACCOUNT=          # sbatch --account
+QOS=              # sbatch --qos
+TIME=             # sbatch --time, such as 24:00:00; a job that runs out of it goes on in a next one by itself
+GPUS=             # GPUs per node, of the templates that use several
+GPU_TYPE=         # their kind, where a cluster has several, such as a100
+CPUS=             # CPU cores per task: these step the emulators
+MEMORY=           # sbatch --mem, per node, such as 64G
+NODES=            # nodes, of the templates that use several
+MORE=()           # further options of sbatch, such as (--constraint=ib --mail-type=FAIL)
+
+MAX_RESTARTS=100  # a job that was cut short so often gives up: see "Time limits" in docs/clusters.md
+
+# What a job does before anything else, in the folder it was submitted from: load modules, activate an environment …
+prepare() {
+    if [ -f .venv/bin/activate ]; then source .venv/bin/activate; fi
+}
+
+# How a task calls Cleanba.  In a container, for example:
+# CLEANBA=(apptainer exec --nv --bind "$PWD" cleanba.sif cleanba)
+CLEANBA=(python -m cleanba)

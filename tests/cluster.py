@@ -1,0 +1,172 @@
+"""A Slurm of one's own: controller, munge and two nodes on this machine, in a folder, on free ports.
+
+It shares nothing with a Slurm that may be installed here: its own configuration, key, socket, state and ports.
+"""
+
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+NODES = 2
+NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel")
+
+CONFIGURATION = """
+ClusterName=cleanba-tests
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ports[0]}
+SlurmUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.sock,cred_expire=2
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd-%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+MpiDefault=none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SlurmdParameters=config_overrides
+SchedulerParameters=sched_min_interval=0,batch_sched_delay=0
+ReturnToService=2
+SlurmdTimeout=300
+KillWait=2
+PlugStackConfig={folder}/plugstack.conf
+{nodes}
+PartitionName=all Nodes=ALL Default=YES State=UP MaxTime=INFINITE
+"""
+
+
+def why_not() -> str:
+    """Why no cluster can be started here, or nothing."""
+    missing = [name for name in NEEDED if shutil.which(name) is None]
+    if missing:
+        return f"Slurm is not installed ({', '.join(missing)} missing): apt-get install slurm-wlm munge"
+    return "" if os.geteuid() == 0 else "starting slurmd needs root"
+
+
+def wait_for(what: Callable[[], bool], seconds: float, name: str) -> None:
+    """Poll until `what()`; an AssertionError that names it when it takes too long."""
+    deadline = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < deadline, f"no {name} within {seconds} s"
+        time.sleep(0.1)
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [s.getsockname()[1] for s in sockets]
+    for s in sockets:
+        s.close()
+    return ports
+
+
+class Cluster:
+    """Start with `with`; the end of the block ends every daemon and job."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        # The first node has this machine's name: JAX's processes look their coordinator up by the name of its node.
+        host = socket.gethostname()
+        self.nodes = [host, f"{host}-second"]
+        self.env = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
+        for name in [n for n in self.env if n.startswith(("SLURM_", "SBATCH_", "SRUN_")) and n != "SLURM_CONF"]:
+            del self.env[name]
+        self._daemons: dict[str, subprocess.Popen] = {}
+        ports = free_ports(1 + NODES)
+        lines = [
+            f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=16 State=UNKNOWN"
+            for name, port in zip(self.nodes, ports[1:], strict=True)
+        ]
+        for made in ("state", *(f"spool-{name}" for name in self.nodes)):
+            (folder / made).mkdir()
+        (folder / "plugstack.conf").write_text("")
+        (folder / "munge.key").write_bytes(secrets.token_bytes(128))
+        (folder / "munge.key").chmod(0o400)
+        text = CONFIGURATION.format(folder=folder, host=host, ports=ports, nodes="\n".join(lines))
+        (folder / "slurm.conf").write_text(text)
+
+    def __enter__(self) -> "Cluster":
+        f = self.folder
+        munge = [f"--socket={f}/munge.sock", f"--key-file={f}/munge.key", f"--pid-file={f}/munged.pid"]
+        try:
+            self._start("munged", "munged", "--foreground", "--force", *munge, f"--log-file={f}/munged.log",
+                        f"--seed-file={f}/munged.seed")  # fmt: skip
+            wait_for((f / "munge.sock").exists, 20, "munge")
+            self._start("slurmctld", "slurmctld", "-D", "-c", "-f", f / "slurm.conf")
+            for node in self.nodes:
+                self.start_node(node)
+            wait_for(lambda: self.said("sinfo", "-h", "-o", "%D %t").split() == [str(NODES), "idle"], 60, "idle nodes")
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if "slurmctld" in self._daemons:
+            subprocess.run(["scancel", "--user=root"], env=self.env, timeout=30, check=False)
+            busy = lambda: self.said("squeue", "-h", "-t", "R,CG,S") != ""
+            deadline = time.monotonic() + 15
+            while busy() and time.monotonic() < deadline:
+                time.sleep(0.2)
+        for name in reversed(list(self._daemons)):
+            self._stop(name)
+
+    def _start(self, name: str, *words: object) -> None:
+        log = open(self.folder / f"{name}.out", "w")  # noqa: SIM115  the daemon's own
+        self._daemons[name] = subprocess.Popen(
+            [*map(str, words)], env=self.env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        )
+
+    def _stop(self, name: str) -> None:
+        process = self._daemons.pop(name)
+        process.terminate()
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+    def start_node(self, name: str) -> None:
+        self._start(f"slurmd-{name}", "slurmd", "-D", "-N", name, "-f", self.folder / "slurm.conf")
+
+    def stop_node(self, name: str) -> None:
+        """End a node's slurmd, which the controller does not notice for a while."""
+        self._stop(f"slurmd-{name}")
+
+    def run(self, *words: object, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess:
+        """A command of Slurm's, or one that calls them."""
+        return subprocess.run(
+            [*map(str, words)], env={**self.env, **env}, cwd=cwd, capture_output=True, text=True, timeout=60
+        )
+
+    def said(self, *words: object) -> str:
+        return self.run(*words).stdout.strip()
+
+    def state(self, job: str) -> dict[str, str]:
+        """What the controller knows of a job: JobState, Restarts, ExitCode, Reason …"""
+        words = self.said("scontrol", "show", "job", job).split()
+        return dict(word.partition("=")[::2] for word in words if "=" in word)
+
+    def wait(self, job: str, seconds: float = 120) -> str:
+        """Wait for a job's end -> its state."""
+        over = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
+        wait_for(lambda: self.state(job).get("JobState") in over, seconds, f"end of job {job}: {self.state(job)}")
+        return self.state(job)["JobState"]
+
+
+if __name__ == "__main__":  # a cluster to play with: python tests/cluster.py FOLDER
+    assert not why_not(), why_not()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    with Cluster(Path(sys.argv[1])) as cluster:
+        print(f"export SLURM_CONF={cluster.env['SLURM_CONF']}", flush=True)
+        signal.pause()
