@@ -139,25 +139,24 @@ def show(rows: list[Row], folder: Path) -> None:
     console = Console()
     if not console.is_terminal:
         console = Console(width=max(len(str(row.path)) for row in rows) + 140)
-    table = Table(box=None, pad_edge=False, padding=(0, 1))
-    table.add_column("run", overflow="fold", min_width=20)
-    for name in ("status", "environment", "algorithm"):
+    narrow = console.width < 110
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("run", overflow="fold", min_width=16)
+    table.add_column("status", no_wrap=True)
+    for name in () if narrow else ("environment", "algorithm"):  # names of runs tell, unless somebody chose them
         table.add_column(name, no_wrap=True)
     for name in ("seed", "done", "return", "steps/s", "changed"):
         table.add_column(name, justify="right", no_wrap=True)
     written = lambda form, x: "" if x is None else format(x, form)
     for row in rows:
-        name = row.path.name if row.path == folder else str(row.path.relative_to(folder))
-        when = time.strftime("%b %d %H:%M", time.localtime(row.when)) if row.when else ""
         table.add_row(
-            Text(name),
+            Text(row.path.name if row.path == folder else str(row.path.relative_to(folder))),
             Text(row.status, style=COLOURS.get(row.status, "magenta")),
-            Text(row.env_id),
-            Text(row.algorithm),
+            *(() if narrow else (Text(row.env_id), Text(row.algorithm))),
             written("d", row.seed),
             written(".0%", row.progress),
             written(".5g", row.mean_return),
             written(",.0f", row.sps),
-            when,
+            time.strftime("%b %d %H:%M", time.localtime(row.when)) if row.when else "",
         )
     console.print(table)

@@ -1,0 +1,322 @@
+"""Evaluation, films and the list of runs."""
+
+import fcntl
+import json
+import shutil
+from pathlib import Path
+
+import imageio.v2 as imageio
+import jax
+import numpy as np
+import pytest
+from launch import TINY, command, read_result, read_rows
+from scripted import Play, ScriptedEnvs, mirror, spec
+
+from cleanba import evaluate, listing, video
+from cleanba.atari_scores import human_normalised, reference, table
+from cleanba.config import Experiment
+from cleanba.envs import env_seed, eval_seed
+from cleanba.rollout import Episode
+from cleanba.runtime.checkpoint import steps
+
+SHORT, LONG = Play((1.0,)), Play((0.0,) * 39 + (10.0,))
+
+
+class DrawnEnvs(ScriptedEnvs):
+    """Scripted environments that can be filmed."""
+
+    steps_per_second = 10.0
+
+    def render(self, env: int) -> np.ndarray:
+        return np.full((30, 20, 3), 5 * self._step[env], np.uint8)
+
+
+def agent(algorithm=None, outputs=None) -> evaluate.Agent:
+    return evaluate.Agent(Experiment(), spec(), algorithm or mirror(), outputs, {}, 3, 100)
+
+
+def play_scripts(scripts, episodes, film=None, algorithm=None, outputs=None, **common):
+    """The episodes that were played, and the environments that played them."""
+    made = []
+
+    def make(seeds):
+        made.append(DrawnEnvs(seeds, 0, scripts, **common))
+        return made[-1]
+
+    them = agent(algorithm, outputs)
+    return evaluate.play(them, episodes, 1, jax.devices()[0], make_envs=make, film=film), made[0]
+
+
+def test_short_episodes_count_no_more_than_long_ones():
+    """Half of the environments play episodes of one step that return 1, the others of 40 steps that return 10."""
+    played, envs = play_scripts([[SHORT], [LONG]], 40)
+    assert envs.num_envs == evaluate.MAX_ENVS == 16
+    # 40 over 16 environments: three each for the first eight, two for the rest; even ones play the short game.
+    assert [e.ret for e in played] == [1.0] * 3 + [10.0] * 3 + ([1.0] * 3 + [10.0] * 3) * 3 + (
+        [1.0] * 2 + [10.0] * 2
+    ) * 4
+    assert evaluate.summary("Scripted-v0", False, played) == {
+        "episodes": 40,
+        "mean": 5.5,
+        "std": 4.5,
+        "median": 5.5,
+        "min": 1.0,
+        "max": 10.0,
+        "mean_length": 20.5,
+        "human_normalised_score": None,
+        "returns": [e.ret for e in played],
+        "lengths": [e.length for e in played],
+    }
+    assert envs.closed == 1
+
+
+def test_an_environment_with_episodes_of_both_kinds_plays_them_in_its_order():
+    played, _ = play_scripts([[LONG, SHORT, SHORT]], 1)
+    assert played == [Episode(10.0, 40)]
+    played, _ = play_scripts([[LONG, SHORT, SHORT]], 33)
+    first, second = [Episode(10.0, 40)], [Episode(1.0, 1)]
+    assert played == first + second * 2 + (first + second) * 15
+
+
+def test_returns_are_raw_and_whole():
+    """No clipping; what is paid at a reset is nobody's; the loss of a life ends no game."""
+    lives = [Play((5.0, -3.0), over=False), Play((7.0,), terminated=False, truncated=True)]
+    played, _ = play_scripts([lives], 2, clip_reward=True, reward_at_reset=100.0)
+    assert played == [Episode(9.0, 3)] * 2
+
+
+def test_first_marks_the_first_observation_of_each_episode():
+    seen = []
+
+    def act(params, carry, obs, first, key, explore):
+        jax.debug.callback(lambda o, f: seen.append((o[0, 2:].tolist(), bool(f[0]))), obs, first, ordered=True)
+        return obs[:, 3].astype("int32") * 0, carry, {}
+
+    play_scripts([[Play((1.0, 1.0)), SHORT, SHORT]], 17, algorithm=mirror()._replace(act=act))
+    jax.effects_barrier()
+    # [episode, step], first: what answers the terminal observation [0, 2] is ignored, and [1, 0] comes after it.
+    assert seen == [([0, 0], True), ([0, 1], False), ([0, 2], False), ([1, 0], True)]
+
+
+def test_evaluation_seeds_are_none_of_trainings():
+    training = {env_seed(1, i, epoch, 120) for i in range(120) for epoch in range(50)}
+    evaluation = [eval_seed(1, i, epoch, 16) for i in range(16) for epoch in range(50)]
+    assert max(training) < 2**30 <= min(evaluation)
+    assert max(evaluation) < 2**31  # EnvPool takes no more
+    assert len(set(evaluation)) == len(evaluation)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> dict[str, Path]:
+    """A feed-forward agent that has learnt Catch, and a recurrent one that was only begun."""
+    folder = tmp_path_factory.mktemp("runs")
+    learn = (
+        *("--env-id", "Catch-v0", "--total-timesteps", "80000", "--num-envs", "64", "--num-steps", "16"),
+        *("--num-actors", "1", "--hiddens", "64", "--learning-rate", "5e-3", "--checkpoint-frequency", "0"),
+    )
+    ended = command("ppo", *learn, "--run-dir", folder / "ff")
+    assert ended.code == 0, ended.err
+    recurrent = ("--core", "lstm", "--lstm-size", "8", "--checkpoint-frequency", "2")
+    ended = command(
+        "impala", *TINY[:-8], *TINY[-4:], *recurrent, "--num-minibatches", "2", "--run-dir", folder / "lstm"
+    )
+    assert ended.code == 0, ended.err
+    return {"ff": folder / "ff", "lstm": folder / "lstm"}
+
+
+def read_eval(run_dir: Path) -> dict:
+    return json.loads((run_dir / "eval.json").read_text())
+
+
+def test_a_trained_agent_plays_as_well_as_it_trained(runs):
+    ended = command("eval", runs["ff"], "--episodes", "200")
+    assert ended.code == 0, ended.err
+    evaluation, training = read_eval(runs["ff"]), read_result(runs["ff"])
+    assert training["episodic_return"] > 0.8
+    assert evaluation["mean"] == pytest.approx(training["episodic_return"], abs=0.12)
+    assert evaluation["mean_length"] == training["episodic_length"] == 9
+    assert evaluation["params_digest"] == training["params_digest"]
+    assert evaluation["update"] == training["update"] and evaluation["global_step"] == training["global_step"]
+    assert f"mean {evaluation['mean']:g}" in ended.out
+
+
+@pytest.mark.parametrize("name", ["ff", "lstm"])
+def test_the_same_seed_plays_the_same_games(runs, name):
+    def played(*words):
+        assert command("eval", runs[name], *words).code == 0
+        evaluation = read_eval(runs[name])
+        return evaluation["returns"], evaluation["lengths"]
+
+    # The barely trained one loses often enough for other games to show.
+    flags = ("--episodes", "40") if name == "lstm" else ("--episodes", "400")
+    first = played(*flags, "--seed", "5")
+    assert played(*flags, "--seed", "5") == first
+    assert played(*flags, "--seed", "6") != first
+    assert played(*flags, "--seed", "5", "--greedy") == played(*flags, "--seed", "5", "--greedy")
+
+
+def test_checkpoints_are_found_or_named(runs):
+    assert steps(runs["lstm"])[-1] == read_result(runs["lstm"])["update"]
+    first = steps(runs["lstm"])[0]
+    assert command("eval", runs["lstm"], "--episodes", "2", "--checkpoint", first).code == 0
+    assert read_eval(runs["lstm"])["update"] == first
+    missing = command("eval", runs["lstm"], "--checkpoint", "7777")
+    assert missing.code == 2
+    assert f"it has {', '.join(map(str, steps(runs['lstm'])))}" in missing.err
+    assert command("eval", runs["lstm"], "--checkpoint", "newest").code == 2
+    assert command("eval", runs["lstm"], "--episodes", "0").code == 2
+
+
+def test_a_damaged_checkpoint_is_passed_over(runs, tmp_path):
+    run_dir = tmp_path / "damaged"
+    shutil.copytree(runs["lstm"], run_dir)
+    older, newest = steps(run_dir)
+    for path in (run_dir / "checkpoints" / str(newest) / "arrays").rglob("*"):
+        if path.is_file() and path.parent.name == "d":
+            path.write_bytes(path.read_bytes()[:-20])
+    assert command("eval", run_dir, "--episodes", "2").code == 0
+    assert read_eval(run_dir)["update"] == older
+    ended = command("eval", run_dir, "--episodes", "2", "--checkpoint", newest)
+    assert ended.code == 1 and "cannot be read" in ended.err
+
+
+def test_what_is_no_run_is_refused(tmp_path):
+    ended = command("eval", tmp_path / "nowhere")
+    assert ended.code == 2 and "nowhere/config.json does not exist" in ended.err
+
+
+def test_a_run_without_checkpoints_is_played_from_its_model(runs, tmp_path):
+    run_dir = tmp_path / "model"
+    run_dir.mkdir()
+    shutil.copy(runs["ff"] / "config.json", run_dir)
+    ended = command("eval", run_dir)
+    assert ended.code == 2 and "has no checkpoint yet" in ended.err
+    from cleanba.cli import save_model
+
+    platform = jax.devices()[0].platform
+    save_model(run_dir / "model.msgpack", evaluate.make_agent(runs["ff"], "last", platform).params)
+    assert command("eval", run_dir, "--episodes", "20").code == 0
+    from_model = read_eval(run_dir)
+    assert command("eval", runs["ff"], "--episodes", "20").code == 0
+    assert from_model["returns"] == read_eval(runs["ff"])["returns"]
+    assert from_model["params_digest"] == read_eval(runs["ff"])["params_digest"]
+    (run_dir / "model.msgpack").write_bytes(b"no model")
+    assert command("eval", run_dir).code == 1
+
+
+def test_human_normalised_scores():
+    assert len(table()) == 57
+    breakout = reference("Breakout-v5")
+    assert (breakout["random"], breakout["human"]) == (1.7, 30.5)
+    assert human_normalised("Breakout-v5", 30.5) == 1 and human_normalised("Breakout-v5", 1.7) == 0
+    assert reference("CartPole-v1") is None and human_normalised("CartPole-v1", 1.0) is None
+    atari = evaluate.summary("Breakout-v5", True, [Episode(1.7, 5), Episode(59.3, 5)])
+    assert atari["human_normalised_score"] == pytest.approx(1)
+
+
+def uniform(params, obs, first, carry):
+    """Values and logits that say nothing, of a policy with two actions."""
+    from cleanba.networks.actor_critic import Output
+
+    return Output(jax.numpy.zeros((*first.shape, 2)), jax.numpy.zeros(first.shape), carry)
+
+
+def test_a_film_has_every_step_of_the_first_episode(tmp_path):
+    film = video.Film(tmp_path / "videos" / "film.mp4", agent(outputs=uniform))
+    played, _ = play_scripts([[LONG], [SHORT]], 40, film=film)
+    film.close()
+    assert played == play_scripts([[LONG], [SHORT]], 40)[0]
+    with imageio.get_reader(film.path) as reader:
+        meta = reader.get_meta_data()
+        assert reader.count_frames() == film.frames == 41  # before each of 40 actions, and the end
+    assert meta["codec"] == "h264" and meta["pix_fmt"].startswith("yuv420p")
+    assert meta["fps"] == 10
+    assert [path.name for path in film.path.parent.iterdir()] == ["film.mp4"]
+
+
+def test_an_episode_that_did_not_end_leaves_no_film(tmp_path):
+    film = video.Film(tmp_path / "film.mp4", agent(outputs=uniform))
+
+    steps_left = iter(range(5))
+
+    def interrupt():
+        if next(steps_left, None) is None:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        evaluate.play(
+            agent(outputs=uniform),
+            1,
+            1,
+            jax.devices()[0],
+            film=film,
+            make_envs=lambda seeds: DrawnEnvs(seeds, 0, [[LONG]]),
+            check=interrupt,
+        )
+    film.close()
+    assert film.frames == 5 and list(tmp_path.iterdir()) == []
+
+
+def test_frames_show_stacks_numbers_and_all_actions():
+    stack = np.arange(4, dtype=np.uint8)[None, :, None, None] * np.ones((1, 1, 84, 84), np.uint8) * 60
+    sheet = np.asarray(video.see(stack))
+    assert [sheet[y, x, 0] for y in (80, 250) for x in (80, 250)] == [0, 60, 120, 180]  # oldest first
+    colours = np.zeros((2, 6, 84, 84), np.uint8)
+    colours[0, 3] = 200  # red of the second picture
+    assert np.asarray(video.see(colours))[80, 250].tolist() == [200, 0, 0]
+    assert video.see(np.zeros((2, 4), np.float32)).height == 4 * video.LINE
+    assert video.see({"a": np.zeros((1, 100)), "b": np.zeros((1, 1))}).height == 17 * video.LINE
+    policy = np.asarray(video.draw_policy(video.ATARI_ACTIONS, np.eye(18)[17], 17))
+    assert policy.shape[0] <= video.PICTURE[1]
+    assert (policy[17 * video.LINE + 10, 200] > 100).any() and (policy[10, 200] < 50).all()
+
+
+def test_environments_that_cannot_be_drawn_are_named(runs):
+    ended = command("eval", runs["ff"], "--episodes", "2", "--video")
+    assert ended.code == 2 and "EnvPool cannot draw Catch-v0" in ended.err
+    assert not (runs["ff"] / "videos").exists() or not list((runs["ff"] / "videos").iterdir())
+
+
+def test_ls_shows_every_run_whatever_its_files_hold(runs, tmp_path):
+    for name, text in {"list": "[]", "cut": "{", "[bold]": '{"experiment": {}}'}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(text)
+    (tmp_path / "file").write_text("")
+    (tmp_path / "empty" / "deep").mkdir(parents=True)
+    shutil.copytree(runs["ff"], tmp_path / "sweep" / "done")
+    shutil.copytree(runs["lstm"], tmp_path / "killed")
+    (tmp_path / "killed" / "result.json").unlink()
+    rows = (tmp_path / "killed" / "metrics.jsonl").read_text().splitlines()
+    (tmp_path / "killed" / "metrics.jsonl").write_text("\n".join(rows[:2]) + '\n{"update": 3, "gl')
+
+    ended = command("ls", tmp_path)
+    assert ended.code == 0, ended.err
+    lines = {line.split()[0]: line.split()[1:] for line in ended.out.splitlines()}
+    assert {name: rest[0] for name, rest in lines.items()} == {
+        "run": "status", "list": "damaged", "cut": "damaged", "[bold]": "damaged",
+        "sweep/done": "finished", "killed": "unfinished",
+    }  # fmt: skip
+    result = read_result(runs["ff"])
+    assert lines["sweep/done"][:5] == ["finished", "Catch-v0", "ppo", "1", "100%"]
+    assert f"{result['episodic_return']:.5g}" in lines["sweep/done"]
+    killed, updates = listing.read_run(tmp_path / "killed"), read_result(runs["lstm"])["update"]
+    assert killed.progress == pytest.approx(read_rows(runs["lstm"])[1]["update"] / updates)
+
+    with (tmp_path / "killed" / ".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert listing.read_run(tmp_path / "killed").status == "running"
+    assert listing.read_run(tmp_path / "killed").status == "unfinished"
+
+
+def test_ls_of_nothing(tmp_path):
+    assert "no runs" in command("ls", tmp_path).out
+    assert command("ls", tmp_path / "nowhere").code == 2
+
+
+def test_ls_reads_only_the_end_of_a_log(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(
+        '{"update": 1, "old": 1}\n' * 100_000 + '{"update": 2, "charts/episodic_return": 3}\n{"update": 4}\n'
+    )
+    assert listing.last_values(path) == {"update": 4, "old": 1, "charts/episodic_return": 3}
+    assert listing.last_values(tmp_path / "none") == {}
