@@ -129,7 +129,7 @@ class Run:
     exp_name: str = ""
     """name of the experiment, part of the run directory's default name (default: the algorithm)"""
     run_dir: Path | None = None
-    """directory of the run (default: runs/<env>__<exp-name>__<seed>__<time>)"""
+    """directory of the run (default: runs/<env>__<exp-name>__<seed>__<time, or job of Slurm>)"""
     experiment_from: Annotated[str | None, tyro.conf.arg(name="experiment", metavar="RUN_DIR")] = None
     """take the whole experiment from this earlier run's config.json; only other flags may be added"""
     keep_checkpoints: int = 2

@@ -75,6 +75,9 @@ def initialise(p: Placement) -> None:
     try:
         # Each process sees all its local devices; which of them act and learn is for the two id flags to say.
         jax.distributed.initialize(p.coordinator_address, p.num_processes, p.process_id)
+        if "JAX_LOCAL_DEVICE_IDS" not in os.environ:  # under Slurm JAX would leave each process a single GPU
+            jax.config.update("jax_cuda_visible_devices", "all")
+            jax.config.update("jax_rocm_visible_devices", "all")
     except ValueError as error:
         require(
             False,
@@ -137,7 +140,22 @@ def describe_devices() -> dict[str, object]:
         "cpu": _cpu_model(),
         "cpu_cores": os.cpu_count(),
         "cpu_threads": os.environ.get("PJRT_NPROC"),
+        "slurm": slurm_job(),
     }
+
+
+def slurm_job() -> dict[str, str | int] | None:
+    """The job of Slurm that this process is a part of: its id, nodes, and how often it was restarted."""
+    if "SLURM_JOB_ID" not in os.environ:
+        return None
+    names = {
+        "array_job_id": "SLURM_ARRAY_JOB_ID",
+        "array_task_id": "SLURM_ARRAY_TASK_ID",
+        "nodes": "SLURM_JOB_NODELIST",
+    }
+    found: dict[str, str | int] = {"job_id": os.environ["SLURM_JOB_ID"]}
+    found |= {name: os.environ[variable] for name, variable in names.items() if variable in os.environ}
+    return found | {"restarts": int(os.environ.get("SLURM_RESTART_COUNT", 0))}
 
 
 def _cpu_model() -> str:

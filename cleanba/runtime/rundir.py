@@ -20,8 +20,22 @@ class Finished(Exception):
 
 
 def default_name(e: Experiment, run: Run) -> str:
-    """A directory name as CleanRL's users know it."""
-    return f"{e.env_id.replace('/', '-')}__{run.exp_name}__{e.seed}__{int(time.time())}"
+    """A directory name as CleanRL's users know it; in a batch job of Slurm's one that is the same after a requeue."""
+    return f"{e.env_id.replace('/', '-')}__{run.exp_name}__{e.seed}__{batch_job() or int(time.time())}"
+
+
+def batch_job() -> str | None:
+    """The number of the batch job of Slurm's that this process is a part of, as 12 or 12_3, and of a later step in it.
+
+    An interactive job has none: what is typed there twice is meant as two runs.
+    """
+    env = os.environ.get
+    if env("ENVIRONMENT") != "BATCH" or not env("SLURM_JOB_ID"):
+        return None
+    job, step = env("SLURM_JOB_ID"), env("SLURM_STEP_ID", "0")
+    if env("SLURM_ARRAY_JOB_ID"):
+        job = f"{env('SLURM_ARRAY_JOB_ID')}_{env('SLURM_ARRAY_TASK_ID')}"
+    return f"job{job}" + (f".{step}" if step != "0" else "")
 
 
 def read_json(path: Path) -> dict[str, Any]:
