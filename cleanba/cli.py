@@ -68,6 +68,7 @@ COMMANDS = {
     "resume": Command("go on with a run, on the same placement or another", "cleanba.cli:resume_command"),
     "diff": Command("tell whether two runs trained the same bits", "cleanba.diff:diff_command"),
     "plot": Command("draw learning curves, and Atari scores beside published ones", "cleanba.plot:plot_command"),
+    "report": Command("write one HTML page about a run, to be read offline", "cleanba.report:report_command"),
     "sweep": Command("train environments x seeds x flags, here or under Slurm", "cleanba.sweep:sweep_command"),
 }
 
@@ -247,6 +248,7 @@ def train(recipe: Recipe, config: Config, peers: Any = None) -> tuple[int, bool]
     import numpy as np
 
     from cleanba.envs import env_spec
+    from cleanba.runtime.checkpoint import steps
     from cleanba.runtime.metrics import Display, Status, Writers, write_json
     from cleanba.runtime.placement import find_devices, gather_over_processes
     from cleanba.runtime.rundir import (
@@ -333,9 +335,10 @@ def train(recipe: Recipe, config: Config, peers: Any = None) -> tuple[int, bool]
             error = error or Failure(f"{run_dir}/result.json cannot be written: {why.strerror}")
         print(closing_words(run_dir, outcome.result))
         if error is not None:
-            repeated = outcome.result["update"] - outcome.saved_update
+            saved_update = max(steps(run_dir), default=0)
+            repeated = outcome.result["update"] - saved_update
             print(
-                f"the same command goes on after update {outcome.saved_update}"
+                f"the same command goes on after update {saved_update}"
                 + (f" and repeats {repeated} update{'s' * (repeated != 1)}" if repeated else "")
             )
         held.close()

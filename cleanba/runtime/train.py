@@ -45,7 +45,6 @@ class Outcome(NamedTuple):
     result: dict[str, Any]  # what result.json says
     state: PyTree  # the learner's last state, or None if it was lost
     error: BaseException | None
-    saved_update: int  # the last update that a checkpoint holds
     stuck: bool  # a thread is still inside a long computation; leave by os._exit
 
 
@@ -585,4 +584,4 @@ def run_training(
         result["params_digest"] = params_digest(learner.local(training.algorithm.actor_params(state)))
     if error is not None:
         result["error"] = f"{type(error).__name__}: {error}" if not isinstance(error, Interrupted) else str(error)
-    return Outcome(result, state, error, progress.saved_update, stuck)
+    return Outcome(result, state, error, stuck)

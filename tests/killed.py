@@ -1,0 +1,56 @@
+"""`cleanba WORDS` in a process that kills itself, as `kill -9` would, at a chosen moment.
+
+    python killed.py MOMENT N WORDS
+
+It dies when it comes to MOMENT for the N-th time; see `MOMENTS`.
+"""
+
+import os
+import signal
+import sys
+from typing import Any
+
+from cleanba import cli
+from cleanba.runtime import rundir
+from cleanba.runtime.checkpoint import Checkpoints
+from cleanba.runtime.collect import ScannedCollector, SteppedCollector
+from cleanba.runtime.learner import Learner
+
+# Where it dies, and whether once that is done or just before.
+MOMENTS: dict[str, tuple[tuple[Any, ...], str, bool]] = {
+    "start": ((rundir,), "open_run", True),
+    "restore": ((Checkpoints,), "restore", True),
+    "compile": ((Learner,), "compile", False),
+    "collect": ((SteppedCollector, ScannedCollector), "__call__", True),
+    "update": ((Learner,), "update", True),  # the device is still busy with it
+    "save": ((Checkpoints,), "save", True),  # the files are being written
+}
+
+
+def main(moment: str, n: str, *words: str) -> None:
+    owners, name, done = MOMENTS[moment]
+    calls = 0
+
+    def plant(owner: Any) -> None:
+        original = getattr(owner, name)
+
+        def deadly(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            mine = calls == int(n)
+            if mine and not done:
+                os.kill(os.getpid(), signal.SIGKILL)
+            result = original(*args, **kwargs)
+            if mine:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return result
+
+        setattr(owner, name, deadly)
+
+    for owner in owners:
+        plant(owner)
+    cli.main(words)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

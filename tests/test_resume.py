@@ -1,0 +1,330 @@
+"""Nothing is lost: a run that was killed, interrupted or damaged ends in the bits of one that never was."""
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from launch import ROOT, TINY, command, finish, python, read_result, read_rows
+
+from cleanba.runtime import peers
+from cleanba.runtime.checkpoint import steps
+from cleanba.runtime.collect import SteppedCollector
+from cleanba.runtime.learner import Learner
+from cleanba.runtime.train import Schedule
+
+# 40 updates of 64 steps, and a checkpoint after every seventh.
+FLAGS = [*TINY, "--total-timesteps", "2560", "--checkpoint-frequency", "7", "--collector", "stepped"]
+EPOCHS = FLAGS.index("--update-epochs")  # which IMPALA does not have
+KINDS = {
+    "ppo": ["ppo", *FLAGS],
+    "impala": [
+        *("impala", *FLAGS[:EPOCHS], *FLAGS[EPOCHS + 2 :]),
+        *("--core", "lstm", "--lstm-size", "8", "--no-concurrency"),
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Kind -> directory of a run that nothing happened to."""
+    made: dict[str, Path] = {}
+
+    def run(kind: str) -> Path:
+        if kind not in made:
+            made[kind] = tmp_path_factory.mktemp("whole") / kind
+            ended = command(*KINDS[kind], "--run-dir", made[kind])
+            assert ended.code == 0, ended.err
+        return made[kind]
+
+    return run
+
+
+def assert_same_run(run: Path, reference: Path) -> None:
+    """Finished, with the same bits; and the logs tell of each update once, in order, with the same numbers."""
+    assert read_result(run)["status"] == "finished"
+    for name in ("params_digest", "update", "global_step", "episodes", "episodic_return"):
+        assert read_result(run)[name] == read_result(reference)[name], name
+    rows, expected = read_rows(run), read_rows(reference)
+    assert [row["update"] for row in rows] == [row["update"] for row in expected]
+    assert [row["seconds"] for row in rows] == sorted(row["seconds"] for row in rows)
+    for row, other in zip(rows, expected, strict=True):
+        for name in row.keys() & other.keys():
+            if name.startswith(("losses/", "charts/episod")) or name in ("global_step", "params_digest"):
+                assert row[name] == other[name], (row["update"], name)
+
+
+# -------------------------------------------------------------------------------------------------- kill -9
+
+
+KILLS = [("start", 1), ("compile", 1), ("collect", 19), ("restore", 1), ("update", 8), ("save", 1), ("save", 2)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_killed_again_and_again_it_ends_in_the_same_bits(kind, whole, tmp_path):
+    run = tmp_path / "run"
+    for moment, n in KILLS:
+        placement = ["--learner-device-ids", "1"] if moment == "update" else []
+        words = [*KINDS[kind], "--run-dir", run, *placement]
+        ended = finish(python(ROOT / "tests" / "killed.py", moment, str(n), *words))
+        assert ended.code == -signal.SIGKILL, f"{moment}: {ended}"
+        assert not (run / "result.json").exists()
+    ended = finish(python("-m", "cleanba", "resume", run, "--actor-device-ids", "2", "--learner-device-ids", "0"))
+    assert ended.code == 0, ended.err
+    assert "going on after update" in ended.out
+    assert_same_run(run, whole(kind))
+
+
+# ------------------------------------------------------------------------------------------- the same command
+
+
+def test_a_finished_run_is_left_alone(whole):
+    before = {p: p.stat().st_mtime_ns for p in whole("ppo").rglob("*") if p.is_file() and p.name != ".lock"}
+    for words in ([*KINDS["ppo"], "--run-dir", whole("ppo")], ["resume", whole("ppo")]):
+        ended = command(*words)
+        assert ended.code == 0 and "is finished; nothing to do" in ended.out
+    assert before == {p: p.stat().st_mtime_ns for p in whole("ppo").rglob("*") if p.is_file() and p.name != ".lock"}
+
+
+def test_another_experiment_is_refused_with_what_differs(whole):
+    ended = command(*KINDS["ppo"], "--seed", "7", "--gamma", "0.5", "--run-dir", whole("ppo"))
+    assert ended.code == 2 and "seed" in ended.err and "gamma" in ended.err and "Traceback" not in ended.err
+    ended = command(*KINDS["impala"], "--run-dir", whole("ppo"))
+    assert ended.code == 2 and "algorithm" in ended.err
+
+
+# -------------------------------------------------------------------------------------------------- signals
+
+
+def signalled(monkeypatch, signum: int, at: int) -> None:
+    """Have the process hear a signal when it comes to that update."""
+    update = Learner.update
+
+    def signalling(self, state, blocks, number):
+        if number == at:
+            os.kill(os.getpid(), signum)
+            time.sleep(0.2)  # for the signal to be heard
+        return update(self, state, blocks, number)
+
+    monkeypatch.setattr(Learner, "update", signalling)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_waits_for_a_checkpoint_that_is_near(signum, whole, tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        signalled(patch, signum, at=10)
+        ended = command(*KINDS["ppo"], "--run-dir", run)
+    assert ended.code == 128 + signum
+    assert "ending after the checkpoint of update 14" in ended.out + ended.err
+    assert read_result(run)["status"] == "interrupted" and read_result(run)["update"] == 14
+    assert "goes on after update 14\n" in ended.out
+    assert command("resume", run).code == 0
+    assert_same_run(run, whole("ppo"))
+
+
+@pytest.mark.parametrize("signum, grace", [(signal.SIGTERM, "0"), (signal.SIGINT, "60")])
+def test_a_signal_without_grace_ends_the_run_at_once(signum, grace, whole, tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        signalled(patch, signum, at=10)
+        ended = command(*KINDS["ppo"], "--grace-period", grace, "--run-dir", run)
+    assert ended.code == 128 + signum
+    assert read_result(run)["update"] < 14
+    repeated = read_result(run)["update"] - 7
+    assert re.search(rf"goes on after update 7 and repeats {repeated} update", ended.out)
+    assert command("resume", run).code == 0
+    assert_same_run(run, whole("ppo"))
+
+
+def test_the_next_checkpoint():
+    every, never = Schedule(1, 40, True, 7), Schedule(1, 40, True, 0)
+    assert [every.next_checkpoint(u) for u in (0, 6, 7, 13, 34, 35, 39)] == [7, 7, 14, 14, 35, 40, 40]
+    assert never.next_checkpoint(3) == 40
+
+
+# --------------------------------------------------------------------------------------------------- damage
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    path.write_bytes(bytes(data))
+
+
+DAMAGE = {
+    "flipped": flip,
+    "truncated": lambda path: path.write_bytes(path.read_bytes()[:10]),
+    "removed": lambda path: path.unlink(),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_checkpoint_is_left_out_for_the_one_before(damage, whole, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(whole("ppo"), run)
+    (run / "result.json").unlink()
+    assert steps(run) == [35, 40]
+    files = [p for p in (run / "checkpoints" / "40").rglob("*") if p.is_file()]
+    DAMAGE[damage](max(files, key=lambda p: p.stat().st_size))
+    ended = command("resume", run)
+    assert ended.code == 0 and "checkpoint 40 is damaged and left out" in ended.err
+    assert "Traceback" not in ended.err and "going on after update 35" in ended.out
+    assert_same_run(run, whole("ppo"))
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk of its own, of a megabyte."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("only root can mount a small disk")
+    yield disk
+    subprocess.run(["umount", "--lazy", disk], check=True)
+
+
+def test_a_full_disk_ends_the_run_and_keeps_the_checkpoint_before(small_disk, whole, monkeypatch):
+    run, filler = small_disk / "run", small_disk / "filler"
+    update = Learner.update
+
+    def filling(self, state, blocks, number):
+        if number == 18:  # the checkpoint of update 7 is written, that of 14 perhaps
+            with pytest.raises(OSError), open(filler, "wb", buffering=0) as file:
+                while True:
+                    file.write(bytes(4096))
+        return update(self, state, blocks, number)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Learner, "update", filling)
+        ended = command(*KINDS["ppo"], "--log-frequency", "1000", "--run-dir", run)
+    assert ended.code == 1 and "Traceback" not in ended.err
+    assert ended.err.count("cleanba:") == 1 and re.search("No space left on device.*make room", ended.err)
+    kept = steps(run)
+    assert kept in ([7], [7, 14])
+    filler.unlink()
+    ended = command("resume", run)
+    assert ended.code == 0 and f"going on after update {kept[-1]}" in ended.out
+    assert read_result(run)["params_digest"] == read_result(whole("ppo"))["params_digest"]
+
+
+def test_a_disk_that_cannot_be_written_is_refused(small_disk):
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    ended = command(*KINDS["ppo"], "--run-dir", small_disk / "run")
+    assert ended.code == 2 and "cannot be written" in ended.err and "Traceback" not in ended.err
+
+
+def test_a_directory_that_goes_away_ends_the_run(tmp_path, monkeypatch):
+    run, update = tmp_path / "run", Learner.update
+
+    def removing(self, state, blocks, number):
+        if number == 10:
+            shutil.rmtree(run)
+        return update(self, state, blocks, number)
+
+    monkeypatch.setattr(Learner, "update", removing)
+    ended = command(*KINDS["ppo"], "--run-dir", run)
+    assert ended.code == 1 and "Traceback" not in ended.err
+    assert "bring the directory back" in ended.err
+
+
+# ------------------------------------------------------------------------------------------- numbers and stalls
+
+
+def test_numbers_that_are_not_finite_end_the_run(tmp_path):
+    wild = [*KINDS["ppo"], "--learning-rate", "1e30", "--max-grad-norm", "1e30"]
+    ended = command(*wild, "--run-dir", tmp_path / "stop")
+    assert ended.code == 1 and "Traceback" not in ended.err
+    assert re.search(r"update \d+: losses/\w+ is (nan|inf)", ended.err) and "no checkpoint yet" in ended.err
+    assert steps(tmp_path / "stop") == []
+    ended = command(*wild, "--on-nonfinite", "ignore", "--run-dir", tmp_path / "go")
+    assert ended.code == 0, ended.err
+
+
+def test_a_stall_shows_where_each_thread_stands_and_ends_the_run(tmp_path, monkeypatch, capfd):
+    collect, calls = SteppedCollector.__call__, []
+
+    def hanging(self, *args):
+        calls.append(self)
+        if len(calls) == 9:
+            time.sleep(30)
+        return collect(self, *args)
+
+    monkeypatch.setattr(SteppedCollector, "__call__", hanging)
+    start = time.monotonic()
+    ended = command(*KINDS["ppo"], "--stall-timeout", "2", "--run-dir", tmp_path / "run")
+    assert ended.code == 1 and time.monotonic() - start < 20
+    assert "no update for 2 s after update" in ended.err
+    assert "thread 'actor 0'" in ended.err and "thread 'learner'" in ended.err and "time.sleep(30)" in ended.err
+    assert re.search(r"queue 'rollouts of actor \d': [01] of 1", ended.err)
+
+
+# ------------------------------------------------------------------------------------------- another process
+
+
+PEER_FLAGS = [*TINY, "--num-shards", "2", "--total-timesteps", "1000000000", "--distributed"]
+RAISING = """
+import sys
+from cleanba import cli
+from cleanba.runtime.collect import SteppedCollector
+collect, calls = SteppedCollector.__call__, []
+def raising(self, *args):
+    calls.append(self)
+    if len(calls) == 20:
+        raise OSError("the emulator is on fire")
+    return collect(self, *args)
+SteppedCollector.__call__ = raising
+cli.main(sys.argv[1:])
+"""
+# What happens to process 1 -> what process 0 says of it, within so many seconds, and its exit code.
+FATES = {
+    "killed": (signal.SIGKILL, "process 1 of 2 died", 10, 1),
+    "stopped": (signal.SIGSTOP, "process 1 of 2 said nothing for", peers.SILENCE_SECONDS + 10, 1),
+    "terminated": (signal.SIGTERM, "interrupted by SIGTERM", 10, 128 + signal.SIGTERM),
+    "raises": (None, "process 1 of 2 failed: OSError: the emulator is on fire", 10, 1),
+}
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    """Name -> two processes of one run; all started together, because starting takes longest."""
+    started = {}
+    for name in FATES:
+        run = tmp_path_factory.mktemp(name) / "run"
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            address = f"127.0.0.1:{free.getsockname()[1]}"
+        both = []
+        for i in ("0", "1"):
+            words = ["ppo", *PEER_FLAGS, "--coordinator-address", address, "--num-processes", "2", "--process-id", i]
+            words += ["--collector", "stepped", "--grace-period", "0", "--run-dir", str(run)]
+            how = ["-c", RAISING] if name == "raises" and i == "1" else ["-m", "cleanba"]
+            both.append(python(*how, *words))
+        started[name] = both, run
+    yield started
+    for both, _ in started.values():
+        for process in both:
+            process.kill()
+            process.communicate()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fate", FATES)
+def test_the_others_notice_when_a_process_is(fate, pairs):
+    (first, second), run = pairs[fate]
+    signum, words, limit, code = FATES[fate]
+    deadline = time.monotonic() + 120
+    while not (run / "metrics.jsonl").exists() or not read_rows(run):
+        assert time.monotonic() < deadline and (first.poll() is None or signum is None)
+        time.sleep(0.1)
+    if signum is not None:
+        second.send_signal(signum)
+    ended = finish(first, limit)
+    assert ended.code == code, ended.err
+    assert words in ended.err and ended.err.count(words) == 1
+    assert read_result(run)["status"] in ("failed", "interrupted")
