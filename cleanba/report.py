@@ -1,0 +1,374 @@
+"""`cleanba report RUN_DIR`: all there is to see of a run on one HTML page, which needs nothing but itself.
+
+The page holds its style, its figures (SVG) and the newest film of the run, runs no script, and its own security policy
+forbids it to fetch anything.  Figures take their colours from the style, so they follow the reader's light or dark.
+"""
+
+import base64
+import io
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tyro
+
+from cleanba.curves import column, read_rows
+from cleanba.errors import Failure, UsageError
+from cleanba.runtime.rundir import read_experiment, read_json
+
+LARGEST_FILM = 64 * 2**20  # bytes; browsers are slow with larger pages
+
+Rows = Sequence[dict[str, Any]]
+
+# Colours that no figure has otherwise; in the page the style's own stand in their place.
+INK, FAINT = "#010101", "#020202"
+LINES = tuple(f"#0000f{i}" for i in range(6))
+STYLED = {INK: "currentColor", FAINT: "var(--faint)"} | {c: f"var(--line{i})" for i, c in enumerate(LINES)}
+DASHES = ("-", "--", ":", "-.")
+
+STYLE = """
+:root { color-scheme: light dark; --paper: #ffffff; --ink: #1c1e21; --dim: #5c6268; --faint: #d9dce0; --card: #f5f6f8;
+  --line0: #0a5fa8; --line1: #d0601a; --line2: #17936b; --line3: #b05a92; --line4: #7fb8e6; --line5: #c9ccd1; }
+@media (prefers-color-scheme: dark) { :root { --paper: #14161a; --ink: #e6e8ea; --dim: #9aa1a8; --faint: #363b42;
+  --card: #1d2025; --line0: #5aa9ee; --line1: #f08a45; --line2: #3fc296; --line3: #dc8bc0; --line4: #2f6aa0;
+  --line5: #555b63; } }
+body { background: var(--paper); color: var(--ink); font: 15px/1.5 system-ui, sans-serif; max-width: 66rem;
+  margin: 2rem auto; padding: 0 1rem; }
+h1 { font-size: 1.6rem; margin: 0; overflow-wrap: anywhere; } h2 { font-size: 1.15rem; margin: 2.2rem 0 .6rem; }
+p, figcaption { color: var(--dim); margin: .2rem 0 .6rem; overflow-wrap: anywhere; }
+.facts, .figures { display: grid; gap: .8rem; grid-template-columns: repeat(auto-fit, minmax(7.5rem, 1fr)); }
+.figures { grid-template-columns: repeat(auto-fill, minmax(min(100%, 19rem), 1fr)); }
+.two { grid-template-columns: repeat(auto-fill, minmax(min(100%, 25rem), 1fr)); } .one { grid-template-columns: 1fr; }
+.facts div, figure { background: var(--card); border-radius: 6px; padding: .6rem .8rem; margin: 0; }
+.facts b { display: block; font-size: 1.2rem; overflow-wrap: anywhere; } .facts span { color: var(--dim); }
+figcaption { margin: 0 0 .3rem; color: var(--ink); } figure svg, video { width: 100%; height: auto; display: block; }
+.error { border-left: 4px solid var(--line1); padding-left: .8rem; color: var(--ink); white-space: pre-wrap; }
+.tables { display: grid; gap: 1.5rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 19rem), 1fr)); }
+table { border-collapse: collapse; width: 100%; } td, th { padding: .12rem .5rem .12rem 0; text-align: left;
+  vertical-align: top; border-bottom: 1px solid var(--faint); overflow-wrap: anywhere; }
+th { font-weight: normal; color: var(--dim); } code { font-size: .85em; }
+"""
+POLICY = "default-src 'none'; img-src data:; media-src data:; style-src 'unsafe-inline'"
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Write one HTML page about a run: configuration, curves, throughput, evaluation, film, packages and hardware."""
+
+    run_dir: tyro.conf.Positional[Path]
+    """directory of the run; it may still be training"""
+    out: Path | None = None
+    """where to write (default: report.html in the run)"""
+
+
+def report_command(argv: list[str]) -> tuple[int, bool]:
+    """`cleanba report` -> exit code 0, and False as no thread is stuck."""
+    flags = tyro.cli(Flags, args=argv, prog="cleanba report")
+    out = flags.out or flags.run_dir / "report.html"
+    text = page(flags.run_dir)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        scratch = out.with_name(out.name + ".tmp")
+        scratch.write_text(text, encoding="utf-8")
+        os.replace(scratch, out)
+    except OSError as error:
+        raise Failure(f"{out} cannot be written: {error.strerror}; choose another place with --out") from None
+    print(f"wrote {out}")
+    return 0, False
+
+
+def page(run_dir: Path) -> str:
+    """The whole page.
+
+    Raises:
+        UsageError: this is no run.
+    """
+    experiment, config = read_experiment(run_dir), read_json(run_dir / "config.json")
+    rows = read_rows(run_dir) if (run_dir / "metrics.jsonl").exists() else []
+    result = optional(run_dir / "result.json")
+    e = dict(experiment)
+    title = f"{e.pop('algorithm')} on {e.get('env_id')}, seed {e.get('seed')}"
+    machine = {k: v for k, v in config.items() if k not in ("experiment", "placement", "run", "packages")}
+    parts = [
+        f"<h1>{escape(title)}</h1><p>{escape(str(run_dir))}</p>",
+        overview(result, rows, experiment),
+        section("Learning", learning(rows)),
+        section("Evaluation", evaluation(run_dir, optional(run_dir / "eval.json"))),
+        section("Throughput", throughput(rows)),
+        section("Losses", losses(rows)),
+        section(
+            "Configuration",
+            tables(
+                ("experiment: what is trained", experiment),
+                ("placement: where it runs", config.get("placement", {})),
+                ("run: what is kept of it", config.get("run", {})),
+            ),
+        ),
+        section("Packages and hardware", tables(("packages", config.get("packages", {})), ("machine", machine))),
+    ]
+    return (
+        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<style>{STYLE}</style></head>\n<body>\n{''.join(parts)}\n</body></html>\n"
+    )
+
+
+def optional(path: Path) -> dict[str, Any]:
+    """A JSON file that may be missing or cut short."""
+    try:
+        return read_json(path)
+    except UsageError:
+        return {}
+
+
+# Parts of the page
+
+
+def section(title: str, content: str) -> str:
+    """A part with its heading."""
+    return f"\n<section><h2>{escape(title)}</h2>\n{content}</section>"
+
+
+def shown(value: Any) -> str:
+    """A value as text: numbers with thousands apart, lists by their elements."""
+    if value is None:
+        return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}" if abs(value) >= 10_000 else str(value)
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
+    if isinstance(value, list):
+        return ", ".join(map(shown, value)) or "none"
+    return str(value)
+
+
+def tables(*named: tuple[str, dict[str, Any]]) -> str:
+    """Dictionaries as tables of two columns, beside each other."""
+    row = lambda k, v: f"<tr><th>{escape(k)}</th><td>{escape(shown(v))}</td></tr>"
+    table = lambda name, values: (
+        f"<div><p>{escape(name)}</p><table>{''.join(row(k, v) for k, v in values.items())}</table></div>"
+    )
+    return f'<div class="tables">{"".join(table(name, values) for name, values in named)}</div>'
+
+
+def facts(values: Iterable[tuple[str, Any]]) -> str:
+    """A few figures to see at once."""
+    cells = (f"<div><span>{escape(name)}</span><b>{escape(shown(value))}</b></div>" for name, value in values)
+    return f'<div class="facts">{"".join(cells)}</div>'
+
+
+def duration(seconds: Any) -> str | None:
+    """Seconds as hours, minutes and seconds."""
+    if not isinstance(seconds, int | float):
+        return None
+    minutes, s = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{s:02d}"
+
+
+def overview(result: dict[str, Any], rows: Rows, experiment: dict[str, Any]) -> str:
+    """How far the run is and how it goes; from result.json, or from the last log point of one without."""
+    last = rows[-1] if rows else {}
+    known = lambda name, metric: result.get(name, last.get(metric))
+    steps, planned = known("global_step", "global_step"), experiment.get("total_timesteps")
+    words = facts(
+        [
+            ("status", result.get("status", "unfinished")),
+            ("steps", f"{shown(steps)} of {shown(planned)}"),
+            ("return, last 100 episodes", known("episodic_return", "charts/episodic_return")),
+            ("episodes", known("episodes", "charts/episodes")),
+            ("steps per second", known("sps", "charts/SPS")),
+            ("time", duration(known("seconds", "seconds"))),
+        ]
+    )
+    error = f'<p class="error">{escape(str(result["error"]))}</p>' if "error" in result else ""
+    digest = result.get("params_digest")
+    return words + error + (f"<p>parameters <code>{escape(str(digest))}</code></p>" if digest else "")
+
+
+def learning(rows: Rows) -> str:
+    """Return and length over the steps."""
+    steps = column(rows, "global_step") if rows else np.zeros(0)
+    named = (
+        ("return, mean of the last 100 episodes", "charts/episodic_return"),
+        ("episode length in steps, mean of the last 100 episodes", "charts/episodic_length"),
+    )
+    drawn = [figure(caption, lines(steps, {"": column(rows, name)}, STEPS)) for caption, name in named]
+    return figures(drawn, "No episode has ended yet.", "two")
+
+
+def losses(rows: Rows) -> str:
+    """Everything else that the update logs, each in a small figure."""
+    names = sorted({name for row in rows for name in row if name.startswith("losses/")})
+    names += sorted({name for row in rows for name in row if name in ("charts/learning_rate", "stats/policy_lag")})
+    steps = column(rows, "global_step")
+    drawn = [figure(name.split("/", 1)[1], lines(steps, {"": column(rows, name)}, STEPS)) for name in names]
+    return figures(drawn, "Nothing is logged yet.")
+
+
+def throughput(rows: Rows) -> str:
+    """Steps per second, what actors and learner spend their time on, and what the bottleneck is, over wall time."""
+    hours = column(rows, "seconds") / 3600
+    scale, unit = (1.0, "hours") if len(rows) and hours[-1] > 2 else (60.0, "minutes")
+    time, axis = hours * scale, f"wall time, {unit}"
+    speeds = {"overall": column(rows, "charts/SPS"), "since the log point before": column(rows, "charts/SPS_recent")}
+    drawn = [figure("environment steps per second", lines(time, speeds, axis, from_zero=True))]
+
+    rollout = column(rows, "stats/rollout_time")
+    words = {
+        "emulators": "emulators",
+        "inference": "inference",
+        "scan": "emulators and inference in one scan",
+        "transfer": "transfer",
+        "params_wait": "waiting for parameters",
+    }
+    shares = {word: column(rows, f"stats/{name}_time") / rollout for name, word in words.items()}
+    drawn.append(figure("what the actors spend their time on", stack(time, shares, axis)))
+    if len(rows) > 1:
+        interval = np.diff(column(rows, "seconds"), prepend=0.0)
+        interval[interval <= 0] = np.nan
+        words = {"rollout_wait": "waiting for rollouts", "update": "update"}
+        shares = {word: column(rows, f"stats/learner_{name}_time") / interval for name, word in words.items()}
+        drawn.append(figure("what the learner spends its time on", stack(time, shares, axis)))
+    drawn.append(figure("bottleneck: what, made faster, would make the whole faster", bottlenecks(rows, time, axis)))
+    return figures(drawn, "Nothing is logged yet.", "two")
+
+
+def evaluation(run_dir: Path, result: dict[str, Any]) -> str:
+    """What `cleanba eval` has measured, and the newest film."""
+    parts = []
+    if result:
+        names = ("mean", "std", "median", "min", "max", "mean_length", "episodes", "human_normalised_score")
+        parts.append(facts((name.replace("_", " "), result[name]) for name in names if result.get(name) is not None))
+        by = "likeliest actions" if result.get("greedy") else "actions drawn from the policy"
+        update = f"after update {shown(result['update'])}, " if result.get("update") is not None else ""
+        parts.append(f"<p>{escape(update)}{by}, seed {escape(shown(result.get('seed')))}</p>")
+    films = sorted((run_dir / "videos").glob("*.mp4"), key=lambda path: path.stat().st_mtime)
+    if films:
+        parts.append(film(films[-1]))
+    return "".join(parts) or "<p>Not evaluated yet: <code>cleanba eval</code> does it, with a film by --video.</p>"
+
+
+def film(path: Path) -> str:
+    """A film, embedded."""
+    size = path.stat().st_size
+    if size > LARGEST_FILM:
+        return f"<p>{escape(path.name)} is too large to be shown here ({size / 2**20:.0f} MiB).</p>"
+    data = base64.b64encode(path.read_bytes()).decode()
+    source = f"data:video/mp4;base64,{data}"
+    return (
+        f'<div class="figures one"><figure><figcaption>{escape(path.name)}</figcaption>'
+        f'<video controls loop muted preload="metadata" src="{source}"></video></figure></div>'
+    )
+
+
+def figures(drawn: Sequence[str], otherwise: str, size: str = "") -> str:
+    """Figures beside each other, of a size by the style's name; a sentence where none has anything to show."""
+    there = "".join(drawn)
+    return f'<div class="figures {size}">{there}</div>' if there else f"<p>{escape(otherwise)}</p>"
+
+
+def figure(caption: str, svg: str) -> str:
+    """A figure with its caption, or nothing."""
+    return f"<figure><figcaption>{escape(caption)}</figcaption>{svg}</figure>" if svg else ""
+
+
+# Figures
+
+STEPS = "environment steps"
+
+
+def lines(x: np.ndarray, named: dict[str, np.ndarray], axis: str, from_zero: bool = False) -> str:
+    """Lines over x [N] as SVG; nothing if there is no number in them.  A name of "" needs no legend."""
+    named = {name: y for name, y in named.items() if np.isfinite(y).any()}
+    if not named:
+        return ""
+
+    def draw(panel: Any) -> None:
+        for i, (name, y) in enumerate(named.items()):
+            there = np.isfinite(y)
+            dot = "o" if there.sum() == 1 else ""
+            panel.plot(
+                x[there], y[there], DASHES[i], marker=dot, markersize=4, color=LINES[i], linewidth=1.3, label=name
+            )
+        if from_zero:
+            panel.set_ylim(bottom=0)
+
+    return svg(draw, axis, legend=any(named))
+
+
+def stack(x: np.ndarray, named: dict[str, np.ndarray], axis: str) -> str:
+    """Shares of a whole over x [N], on top of each other, as SVG; nothing if there are fewer than two points."""
+    named = {name: np.clip(y, 0, 1) for name, y in named.items() if np.nanmax(y, initial=0.0) > 0}
+    there = np.isfinite(np.array([*named.values()])).all(0) if named else np.zeros(0, bool)
+    if there.sum() < 2:
+        return ""
+
+    def draw(panel: Any) -> None:
+        ys = [y[there] for y in named.values()]
+        panel.stackplot(x[there], ys, labels=list(named), colors=LINES, edgecolor=INK, linewidth=0.25)
+        panel.set_ylim(0, 1)
+        panel.set_xlim(x[there][0], x[there][-1])
+        panel.yaxis.set_major_formatter(lambda y, _: f"{y:.0%}")
+
+    return svg(draw, axis, legend=True)
+
+
+def bottlenecks(rows: Rows, time: np.ndarray, axis: str) -> str:
+    """A bar for every stretch of time, in the line of what was the bottleneck in it, as SVG."""
+    said = [(i, str(row["stats/bottleneck"])) for i, row in enumerate(rows) if row.get("stats/bottleneck")]
+    if not said:
+        return ""
+    names = sorted({name for _, name in said})
+
+    def draw(panel: Any) -> None:
+        for y, name in enumerate(names):
+            bars = [(time[i - 1] if i else 0.0, time[i] - (time[i - 1] if i else 0.0)) for i, n in said if n == name]
+            panel.broken_barh(bars, (y - 0.4, 0.8), color=LINES[y % len(LINES)], linewidth=0.6)
+        panel.set_yticks(range(len(names)), [name.split(" (")[0][:24] for name in names])
+        panel.set_ylim(-0.7, len(names) - 0.3)
+        panel.set_xlim(0, time[-1])
+
+    return svg(draw, axis, height=0.7 + 0.3 * len(names))
+
+
+def svg(draw: Any, axis: str, legend: bool = False, height: float = 2.3) -> str:
+    """What `draw(panel)` draws, as an SVG element in the colours of the page."""
+    import matplotlib
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
+
+    settings: Any = {
+        "svg.fonttype": "none",
+        "svg.hashsalt": "cleanba",
+        "text.parse_math": False,
+        "font.size": 8,
+        **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color", "axes.edgecolor"), INK),
+        **{"grid.color": FAINT, "axes.grid": True, "grid.linewidth": 0.6, "axes.axisbelow": True},
+        **{"axes.spines.top": False, "axes.spines.right": False},
+    }
+    out = io.StringIO()
+    with matplotlib.rc_context(settings):
+        drawn = Figure(figsize=(4.4, height), layout="constrained")
+        drawn.patch.set_visible(False)
+        panel = drawn.subplots()
+        panel.patch.set_visible(False)
+        draw(panel)
+        panel.set_xlabel(axis)
+        panel.locator_params(axis="x", nbins=6)
+        if axis == STEPS:
+            panel.xaxis.set_major_formatter(EngFormatter(sep=""))
+        if legend:
+            drawn.legend(loc="outside upper center", ncols=3, frameon=False, fontsize=7.5)
+        drawn.savefig(out, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    text = out.getvalue()
+    text = text[text.index("<svg") :]
+    for colour, style in STYLED.items():
+        text = text.replace(colour, style)
+    return text
