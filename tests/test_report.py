@@ -25,7 +25,7 @@ def write_run(folder: Path, rows: int = 40, **result) -> Path:
     config = {
         "experiment": {
             "algorithm": "ppo",
-            "env_id": env_id,
+            "env_id": "CartPole-v1",
             "seed": 3,
             "total_timesteps": 123_456,
             "hiddens": [64, 32],
