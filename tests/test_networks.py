@@ -344,6 +344,30 @@ def test_lstm_equals_pytorchs_with_resets_in_the_middle(sequence):
     close(LSTM(UNITS).apply(params, x, first, carry), stepped(cell, x, carry, first))
 
 
+def test_lstm_gradients_are_those_of_its_steps_differentiated_one_by_one(sequence):
+    params, x, carry, first = sequence
+    rng = np.random.default_rng(1)
+    weights = [
+        rng.normal(size=shape).astype(np.float32) for shape in ((STEPS, ENVS, UNITS), (ENVS, UNITS), (ENVS, UNITS))
+    ]
+
+    def slow(params, x, carry):
+        p, (h, c), out = params["params"], carry, []
+        for x_t, first_t in zip(x, first, strict=True):
+            h, c = (jnp.where(first_t[:, None], 0.0, y) for y in (h, c))
+            i, f, g, o = jnp.split(x_t @ p["w_x"] + h @ p["w_h"] + p["b"], 4, axis=-1)
+            c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+            h = jax.nn.sigmoid(o) * jnp.tanh(c)
+            out.append(h)
+        return jnp.stack(out), LSTMCarry(h, c)
+
+    def gradients(lstm):
+        total = lambda *args: sum((y * w).sum() for y, w in zip(jax.tree.leaves(lstm(*args)), weights, strict=True))
+        return jax.grad(total, argnums=(0, 1, 2))(params, jnp.asarray(x), carry)
+
+    close(gradients(lambda params, x, carry: LSTM(UNITS).apply(params, x, first, carry)), gradients(slow))
+
+
 def test_lstm_forgets_all_that_came_before_the_first_step_of_an_episode(sequence):
     params, x, carry, first = sequence
     before = LSTM(UNITS).apply(params, x, first, carry)

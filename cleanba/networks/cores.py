@@ -22,6 +22,54 @@ def initial_carry(core: str, units: int, batch: int) -> Any:
     return LSTMCarry(jnp.zeros((batch, units)), jnp.zeros((batch, units)))
 
 
+def cell(gates: jax.Array, c: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Pre-activations [B, 4 units] and the cell before [B, units] -> output and cell after."""
+    i, f, g, o = jnp.split(gates, 4, axis=-1)
+    c = nn.sigmoid(f) * c + nn.sigmoid(i) * nn.tanh(g)
+    return nn.sigmoid(o) * nn.tanh(c), c
+
+
+@jax.custom_vjp
+def recur(x_gates: jax.Array, first: jax.Array, carry: LSTMCarry, w_h: jax.Array) -> tuple[jax.Array, LSTMCarry]:
+    """The part of an LSTM that depends on the past: x W_x + b [T, B, 4 units], first [T, B] -> h [T, B, units], carry.
+
+    Its gradient is written by hand for one reason: the gradient of w_h is a single product over all steps, after the
+    scan backwards, where differentiation would add up one product for each step.
+    """
+    return _forward(x_gates, first, carry, w_h)[0]
+
+
+def _forward(x_gates: jax.Array, first: jax.Array, carry: LSTMCarry, w_h: jax.Array) -> Any:
+    def step(carry: LSTMCarry, inputs: tuple[jax.Array, jax.Array]) -> Any:
+        x_t, first_t = inputs
+        h, c = jax.tree.map(lambda y: jnp.where(first_t[:, None], 0.0, y), carry)
+        gates = (x_t + h.astype(w_h.dtype) @ w_h).astype(jnp.float32)
+        after = LSTMCarry(*cell(gates, c))
+        return after, (after.h, gates, h, c)
+
+    last, (out, *saved) = lax.scan(step, carry, (x_gates, first))
+    return (out, last), (*saved, first, w_h)
+
+
+def _backward(saved: Any, cotangent: Any) -> Any:
+    gates, h, c, first, w_h = saved
+    d_out, d_last = cotangent
+
+    def step(d_carry: LSTMCarry, inputs: tuple[jax.Array, ...]) -> Any:
+        d_out_t, gates_t, c_t, first_t = inputs
+        _, pull = jax.vjp(cell, gates_t, c_t)
+        d_gates, d_c = pull((d_carry.h + d_out_t, d_carry.c))
+        d_gates = d_gates.astype(w_h.dtype)
+        d_h = (d_gates @ w_h.T).astype(jnp.float32)
+        return jax.tree.map(lambda d: jnp.where(first_t[:, None], 0.0, d), LSTMCarry(d_h, d_c)), d_gates
+
+    d_carry, d_gates = lax.scan(step, d_last, (d_out, gates, c, first), reverse=True)
+    return d_gates, None, d_carry, jnp.einsum("tbu,tbg->ug", h.astype(w_h.dtype), d_gates)
+
+
+recur.defvjp(_forward, _backward)
+
+
 class LSTM(nn.Module):
     """Long short-term memory (Hochreiter & Schmidhuber 1997, with forget gates: Gers et al. 2000).
 
@@ -40,13 +88,5 @@ class LSTM(nn.Module):
         w_h = self.param("w_h", orthogonal(1.0), (self.units, 4 * self.units)).astype(self.dtype)
         b = self.param("b", nn.initializers.zeros_init(), (4 * self.units,)).astype(self.dtype)
 
-        def step(carry: LSTMCarry, inputs: tuple[jax.Array, jax.Array]) -> tuple[LSTMCarry, jax.Array]:
-            x_gates, first_t = inputs
-            h, c = jax.tree.map(lambda y: jnp.where(first_t[:, None], 0.0, y), carry)
-            i, f, g, o = jnp.split((x_gates + h.astype(self.dtype) @ w_h).astype(jnp.float32), 4, axis=-1)
-            c = nn.sigmoid(f) * c + nn.sigmoid(i) * nn.tanh(g)
-            h = nn.sigmoid(o) * nn.tanh(c)
-            return LSTMCarry(h, c), h
-
-        carry, h = lax.scan(step, carry, (x @ w_x + b, first))
+        h, carry = recur(x @ w_x + b, first, carry, w_h)
         return h, carry
