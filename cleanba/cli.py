@@ -247,8 +247,10 @@ def train(recipe: Recipe, config: Config, peers: Any = None) -> tuple[int, bool]
     import jax
     import numpy as np
 
+    from cleanba.background import Evaluations
     from cleanba.envs import env_spec
-    from cleanba.runtime.checkpoint import steps
+    from cleanba.evaluate import new_agent
+    from cleanba.runtime.checkpoint import save_model, steps
     from cleanba.runtime.metrics import Display, Status, Writers, write_json
     from cleanba.runtime.placement import find_devices, gather_over_processes
     from cleanba.runtime.rundir import (
@@ -273,9 +275,11 @@ def train(recipe: Recipe, config: Config, peers: Any = None) -> tuple[int, bool]
     writers: Writers | None = None
     held: Any = None
     opened: Any = None
+    evaluations: Any = None
     refusal: Exception | None = None
     if devices.is_main:
         try:
+            evaluations = Evaluations(run_dir, config.run, new_agent(e, spec, algorithm, devices.platform), devices)
             held = lock(run_dir)
             opened = open_run(run_dir, recipe.name, e, config.placement, config.run)
         except (UsageError, Finished) as why:
@@ -310,17 +314,28 @@ def train(recipe: Recipe, config: Config, peers: Any = None) -> tuple[int, bool]
 
     def log(update: int, global_step: int, seconds: float, values: dict[str, Any]) -> None:
         if writers is not None:
+            evaluations.log(writers, seconds)
             writers.write(update, global_step, seconds, values)
 
     training = make_training(
         algorithm, e, partition, devices, spec, config.run.log_frequency, checkpoints=checkpoints, saved=saved,
         stall_timeout=config.run.stall_timeout, grace_period=config.run.grace_period,
-        stop_on_nonfinite=config.run.on_nonfinite == "stop",
+        stop_on_nonfinite=config.run.on_nonfinite == "stop", after_update=evaluations and evaluations.after_update,
     )  # fmt: skip
     try:
+        if writers is not None:
+            evaluations.begin(saved, history)
         outcome = run_training(training, display, status, log, peers)
+        if writers is not None and outcome.error is None:
+            status.phase = "evaluating the last version"
+            display.refresh()
+            evaluations.finish(outcome.result, outcome.state)
+            evaluations.log(writers, outcome.result["seconds"])
+            status.phase = "training"
     finally:
         display.close()
+        if evaluations is not None:
+            evaluations.close()
         if writers is not None:
             writers.close()
         checkpoints.close()
@@ -378,16 +393,6 @@ def open_checkpoints(run_dir: Path, algorithm: Any, keep: int) -> tuple[Any, Any
     if jax.process_index() == 0:
         checkpoints.forget_after(saved.update if saved else 0)
     return checkpoints, saved
-
-
-def save_model(path: Path, params: Any) -> None:
-    """The parameters in Flax's msgpack form, there whole or not at all."""
-    import flax.serialization
-    import jax
-
-    scratch = path.with_name(path.name + ".tmp")
-    scratch.write_bytes(flax.serialization.to_bytes(jax.device_get(params)))
-    os.replace(scratch, path)
 
 
 def closing_words(run_dir: Path, result: dict[str, Any]) -> str:

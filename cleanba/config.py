@@ -142,6 +142,14 @@ class Run:
     """what to do when a loss or gradient is not a finite number"""
     log_frequency: int = 10
     """updates between entries in the logs"""
+    eval_frequency: int = 0
+    """updates between evaluations beside the training, which also keep the best parameters (0: never)"""
+    eval_episodes: int = 10
+    """complete episodes in each of these evaluations"""
+    eval_device_id: int | None = None
+    """device that acts in them, by local index (None: the last one that acts in training)"""
+    capture_video: bool = False
+    """film an episode when the run is finished (an MP4 in the run's videos/)"""
     track: bool = False
     """log to Weights & Biases too"""
     wandb_project_name: str = "cleanba"

@@ -28,7 +28,8 @@ def read_rows(run_dir: Path) -> dict[int, dict[str, Any]]:
     try:
         for line in (run_dir / "metrics.jsonl").read_text().splitlines():
             row = json.loads(line)
-            rows[row["update"]] = {k: v for k, v in row.items() if not k.startswith(NOT_TRAINED)}
+            if "eval/episodic_return" not in row:  # an evaluation has rows of its own, and trains nothing
+                rows[row["update"]] = {k: v for k, v in row.items() if not k.startswith(NOT_TRAINED)}
     except (OSError, ValueError, KeyError) as error:
         raise UsageError(f"{run_dir}/metrics.jsonl cannot be read ({error}); name the directory of a run") from None
     return rows

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from cleanba.rollout import Episode, PyTree
     from cleanba.video import Film
 
+BEST = "best"  # the folder of a run that holds the parameters which played best
 MAX_ENVS = 16  # more would mostly wait for those with the longest episodes
 
 
@@ -46,15 +47,29 @@ class Agent(NamedTuple):
     experiment: Experiment
     spec: "EnvSpec"
     algorithm: "Algorithm"
+    act: Callable[..., Any]
+    """params, carry, obs [B, ...], first [B], key, step, explore -> action [B], carry; compiled once"""
     outputs: Callable[..., Any]
     """params, obs [T, B, ...], first [T, B], carry -> logits and values; what `act` does not tell"""
-    params: "PyTree"
-    update: int | None
+    params: "PyTree" = None
+    update: int | None = None
     """the update that made the parameters; None for a model without its run"""
-    global_step: int | None
+    global_step: int | None = None
 
 
-def make_agent(run_dir: Path, checkpoint: str, platform: str) -> Agent:
+def new_agent(e: Experiment, spec: "EnvSpec", algorithm: "Algorithm", platform: str) -> Agent:
+    """An agent that has no parameters yet."""
+    import jax
+
+    from cleanba.networks import make_actor_critic
+
+    def act(params: Any, carry: Any, obs: Any, first: Any, key: Any, t: Any, explore: bool) -> Any:
+        return algorithm.act(params, carry, obs, first, jax.random.fold_in(key, t), explore)[:2]
+
+    return Agent(e, spec, algorithm, jax.jit(act, static_argnums=6), make_actor_critic(spec, e, platform).outputs)
+
+
+def load_agent(run_dir: Path, checkpoint: str, platform: str) -> Agent:
     """Network, environment and parameters, as the run's config.json and checkpoints have them.
 
     Raises:
@@ -65,7 +80,6 @@ def make_agent(run_dir: Path, checkpoint: str, platform: str) -> Agent:
 
     from cleanba.cli import read_recipe
     from cleanba.envs import env_spec
-    from cleanba.networks import make_actor_critic
 
     recipe, e = read_recipe(run_dir)
     spec = env_spec(e)
@@ -73,7 +87,7 @@ def make_agent(run_dir: Path, checkpoint: str, platform: str) -> Agent:
     like_state = jax.eval_shape(algorithm.init, jax.random.key(0))
     like_params = jax.eval_shape(algorithm.actor_params, like_state)
     params, update, global_step = read_params(run_dir, checkpoint, algorithm.actor_params, like_state, like_params)
-    return Agent(e, spec, algorithm, make_actor_critic(spec, e, platform).outputs, params, update, global_step)
+    return new_agent(e, spec, algorithm, platform)._replace(params=params, update=update, global_step=global_step)
 
 
 def read_params(
@@ -98,6 +112,10 @@ def read_params(
         )
         saved = ckpt.read(run_dir, int(checkpoint), like_state, like_params)
         return actor_params(saved.state), saved.update, saved.counters["global_step"]
+    if checkpoint == "best":
+        best = read_best(run_dir)
+        model = run_dir / BEST / f"{best['update']}.msgpack"
+        return ckpt.read_model(model, like_params), best["update"], best["global_step"]
     require(checkpoint == "last", f"checkpoint={checkpoint!r} must be the number of an update, best, or last; {listed}")
     damage: Failure | None = None
     for update in reversed(there):
@@ -113,26 +131,24 @@ def read_params(
         model.exists(),
         f"{run_dir} has no checkpoint yet: a run writes one every --checkpoint-frequency updates, and one at its end",
     )
-    return read_model(model, like_params), None, None
+    return ckpt.read_model(model, like_params), None, None
 
 
-def read_model(path: Path, like_params: "PyTree") -> "PyTree":
-    """Parameters in Flax's msgpack form.
+def read_best(run_dir: Path) -> dict[str, Any]:
+    """What best/best.json says: update, global_step and episodic_return of the best evaluation while training.
 
     Raises:
-        Failure: these are not the parameters of this network.
+        UsageError: there was none.
     """
-    import flax.serialization
-    import jax
-    import numpy as np
+    from cleanba.runtime.rundir import read_json
 
-    try:
-        zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), like_params)
-        params = flax.serialization.from_bytes(zeros, path.read_bytes())
-        jax.tree.map(np.testing.assert_array_equal, *(jax.tree.map(np.shape, tree) for tree in (zeros, params)))
-    except Exception as error:
-        raise Failure(f"{path} cannot be read: it does not hold the parameters of this network ({error})") from error
-    return params
+    path = run_dir / BEST / "best.json"
+    require(
+        path.exists(),
+        f"{run_dir} knows no best checkpoint, because nothing was evaluated while it trained; "
+        "train with --eval-frequency, or try --checkpoint last",
+    )
+    return read_json(path)
 
 
 def play(
@@ -164,11 +180,6 @@ def play(
     quota = [episodes // n + (i < episodes % n) for i in range(n)]
     seeds = [eval_seed(seed, i, epoch, n) for i in range(n)]
     pool = lambda seeds: Envs(agent.spec, seeds, threads_per_actor(1), render=film is not None)
-    act = jax.jit(
-        lambda params, carry, obs, first, key, t: agent.algorithm.act(
-            params, carry, obs, first, jax.random.fold_in(key, t), not greedy
-        )[:2]
-    )
     key, params = jax.device_put((evaluation_key(seed, epoch), agent.params), device)
     envs = (make_envs or pool)(seeds)
     try:
@@ -179,7 +190,7 @@ def play(
         t = 0
         while any(len(mine) < most for mine, most in zip(played, quota, strict=True)):
             check()
-            action, next_carry = act(params, carry, obs, first, key, np.int32(t))
+            action, next_carry = agent.act(params, carry, obs, first, key, np.int32(t), not greedy)
             filming = film if not played[0] and not done[0] else None
             if filming is not None:
                 filming.add(envs.render(0), envs.steps_per_second, params, obs, first, carry, action, tracker.ret[0])
@@ -196,6 +207,20 @@ def play(
     finally:
         envs.close()
     return [episode for mine, most in zip(played, quota, strict=True) for episode in mine[:most]]
+
+
+def record(
+    run_dir: Path, agent: Agent, seed: int, episodes: int, device: "jax.Device", greedy: bool = False
+) -> tuple[list["Episode"], Path]:
+    """As `play`, with a film of the first episode of the first environment in the run's videos/."""
+    from cleanba.video import Film
+
+    name = f"update-{agent.update}" if agent.update is not None else "model"
+    film = Film(run_dir / "videos" / f"{name}-seed-{seed}{'-greedy' * greedy}.mp4", agent)
+    try:
+        return play(agent, episodes, seed, device, greedy=greedy, film=film), film.path
+    finally:
+        film.close()
 
 
 def summary(env_id: str, is_atari: bool, episodes: Sequence["Episode"]) -> dict[str, Any]:
@@ -236,20 +261,14 @@ def eval_command(argv: list[str]) -> tuple[int, bool]:
     if e.deterministic:
         make_deterministic()
     devices = find_devices(Placement())
-    agent = make_agent(run_dir, options.checkpoint, devices.platform)
+    agent = load_agent(run_dir, options.checkpoint, devices.platform)
     from cleanba.runtime.train import params_digest
 
     film = None
     if options.video:
-        from cleanba.video import Film
-
-        name = f"update-{agent.update}" if agent.update is not None else "model"
-        film = Film(run_dir / "videos" / f"{name}-seed-{options.seed}{'-greedy' * options.greedy}.mp4", agent)
-    try:
-        episodes = play(agent, options.episodes, options.seed, devices.actors[0], greedy=options.greedy, film=film)
-    finally:
-        if film is not None:
-            film.close()
+        episodes, film = record(run_dir, agent, options.seed, options.episodes, devices.actors[0], options.greedy)
+    else:
+        episodes = play(agent, options.episodes, options.seed, devices.actors[0], greedy=options.greedy)
     result = {
         "env_id": e.env_id,
         "algorithm": recipe.name,
@@ -258,7 +277,7 @@ def eval_command(argv: list[str]) -> tuple[int, bool]:
         "seed": options.seed,
         "greedy": options.greedy,
         "params_digest": params_digest(agent.params),
-        "video": str(film.path.relative_to(run_dir)) if film is not None else None,
+        "video": str(film.relative_to(run_dir)) if film is not None else None,
         **summary(e.env_id, agent.spec.is_atari, episodes),
     }
     try:

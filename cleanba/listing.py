@@ -102,7 +102,8 @@ def last_values(path: Path) -> dict[str, Any]:
         except ValueError:  # cut short at either end
             continue
         if isinstance(row, dict):
-            values |= row
+            newest = max(values.get("update", 0), row.get("update", 0))  # an evaluation is logged after its update
+            values |= {**row, "update": newest}
     return values
 
 

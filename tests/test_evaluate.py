@@ -32,7 +32,9 @@ class DrawnEnvs(ScriptedEnvs):
 
 
 def agent(algorithm=None, outputs=None) -> evaluate.Agent:
-    return evaluate.Agent(Experiment(), spec(), algorithm or mirror(), outputs, {}, 3, 100)
+    algorithm = algorithm or mirror()
+    act = lambda params, carry, obs, first, key, t, explore: algorithm.act(params, carry, obs, first, key, explore)[:2]
+    return evaluate.Agent(Experiment(), spec(), algorithm, jax.jit(act, static_argnums=6), outputs, {}, 3, 100)
 
 
 def play_scripts(scripts, episodes, film=None, algorithm=None, outputs=None, **common):
@@ -191,10 +193,10 @@ def test_a_run_without_checkpoints_is_played_from_its_model(runs, tmp_path):
     shutil.copy(runs["ff"] / "config.json", run_dir)
     ended = command("eval", run_dir)
     assert ended.code == 2 and "has no checkpoint yet" in ended.err
-    from cleanba.cli import save_model
+    from cleanba.runtime.checkpoint import save_model
 
     platform = jax.devices()[0].platform
-    save_model(run_dir / "model.msgpack", evaluate.make_agent(runs["ff"], "last", platform).params)
+    save_model(run_dir / "model.msgpack", evaluate.load_agent(runs["ff"], "last", platform).params)
     assert command("eval", run_dir, "--episodes", "20").code == 0
     from_model = read_eval(run_dir)
     assert command("eval", runs["ff"], "--episodes", "20").code == 0

@@ -9,7 +9,9 @@ import contextlib
 import hashlib
 import json
 import logging
+import os
 import shutil
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +23,17 @@ from cleanba.rollout import PyTree
 
 COUNTERS = "counters"
 ARRAYS = "arrays"
+
+
+def _hush_tensorstore() -> None:
+    """After a read that failed, TensorStore goes on reporting to an event loop that Orbax has closed by then."""
+    before = sys.unraisablehook
+
+    def hook(unraisable: Any) -> None:
+        if str(unraisable.exc_value) != "Event loop is closed":
+            before(unraisable)
+
+    sys.unraisablehook = hook
 
 
 class Saved(NamedTuple):
@@ -142,6 +155,7 @@ class Checkpoints:
                 if counters.pop("digest") != tree_digest(arrays):
                     raise ValueError("its checksum does not match")
             except Exception as error:  # whatever is wrong with it, an older one may be sound
+                _hush_tensorstore()
                 reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
                 warnings.append(f"checkpoint {update} is damaged and left out: {reason}")
                 continue
@@ -191,6 +205,34 @@ def read(run_dir: Path, update: int, like_state: PyTree, like_params: PyTree) ->
         if counters.pop("digest") != tree_digest(arrays):
             raise ValueError("its checksum does not match")
     except Exception as error:  # Orbax raises many kinds
+        _hush_tensorstore()
         reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
         raise Failure(f"checkpoint {update} of {run_dir} cannot be read: {reason}; try another --checkpoint") from error
     return Saved(update, arrays["state"], arrays["older_params"], counters)
+
+
+def save_model(path: Path, params: PyTree) -> None:
+    """What acting needs, in Flax's msgpack form, there whole or not at all."""
+    import flax.serialization
+
+    scratch = path.with_name(path.name + ".tmp")
+    scratch.write_bytes(flax.serialization.to_bytes(jax.device_get(params)))
+    os.replace(scratch, path)
+
+
+def read_model(path: Path, like_params: PyTree) -> PyTree:
+    """The inverse; `like_params` gives the structure and shapes to expect.
+
+    Raises:
+        Failure: these are not the parameters of this network.
+    """
+    import flax.serialization
+
+    try:
+        zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), like_params)
+        params = flax.serialization.from_bytes(zeros, path.read_bytes())
+        if jax.tree.map(np.shape, params) != jax.tree.map(np.shape, zeros):
+            raise ValueError("its arrays have other shapes")
+    except Exception as error:  # msgpack and Flax raise many kinds
+        raise Failure(f"{path} does not hold the parameters of this network: {error}") from error
+    return params

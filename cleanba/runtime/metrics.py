@@ -198,6 +198,7 @@ class Writers:
         for row in history:
             self._add_scalars(row, row["global_step"])
         self._wandb: Any = None
+        self._newest = 0
         if track:
             import wandb
 
@@ -222,7 +223,9 @@ class Writers:
                 "then give the same command again to go on"
             ) from None
         if self._wandb is not None:
-            self._wandb.log({**numbers, "global_step": global_step, "update": update}, step=update)
+            # W&B drops what is older than the step before; an evaluation comes after its update.
+            self._newest = max(self._newest, update)
+            self._wandb.log({**numbers, "global_step": global_step, "update": update}, step=self._newest)
 
     def _add_scalars(self, values: Mapping[str, Any], global_step: int) -> dict[str, float]:
         from tensorboardX.proto.summary_pb2 import Summary

@@ -86,27 +86,30 @@ def initialise(p: Placement) -> None:
         )
 
 
+def pick_devices(ids: Sequence[int], name: str) -> tuple[jax.Device, ...]:
+    """This process's devices by local index; `name` is the flag that named them.
+
+    Raises:
+        UsageError: one does not exist or is named twice, or none is named.
+    """
+    local = jax.local_devices()
+    there = ", ".join(f"{i} ({d.device_kind})" for i, d in enumerate(local))
+    hint = "; JAX_NUM_CPU_DEVICES=8 in the environment makes eight CPU devices" if local[0].platform == "cpu" else ""
+    require(len(ids) > 0, f"{name} names no device; this process has {there}")
+    for i in ids:
+        require(0 <= i < len(local), f"{name}: there is no device {i}; this process has {there}{hint}")
+    require(len(set(ids)) == len(ids), f"{name}={' '.join(map(str, ids))} names a device twice; name each once")
+    return tuple(local[i] for i in ids)
+
+
 def find_devices(p: Placement) -> Devices:
     """The devices that the placement names.
 
     Raises:
         UsageError: a device does not exist or is named twice, or the processes name different numbers of learners.
     """
-    local = jax.local_devices()
-
-    def pick(ids: Sequence[int], name: str) -> tuple[jax.Device, ...]:
-        there = ", ".join(f"{i} ({d.device_kind})" for i, d in enumerate(local))
-        hint = (
-            "; JAX_NUM_CPU_DEVICES=8 in the environment makes eight CPU devices" if local[0].platform == "cpu" else ""
-        )
-        require(len(ids) > 0, f"{name} names no device; this process has {there}")
-        for i in ids:
-            require(0 <= i < len(local), f"{name}: there is no device {i}; this process has {there}{hint}")
-        require(len(set(ids)) == len(ids), f"{name}={' '.join(map(str, ids))} names a device twice; name each once")
-        return tuple(local[i] for i in ids)
-
-    actors = pick(p.actor_device_ids, "--actor-device-ids")
-    learners = pick(p.learner_device_ids, "--learner-device-ids")
+    actors = pick_devices(p.actor_device_ids, "--actor-device-ids")
+    learners = pick_devices(p.learner_device_ids, "--learner-device-ids")
     if jax.process_count() == 1:
         return Devices(actors, learners, Mesh(np.array(learners), (MESH_AXIS,)), 0, 1)
 

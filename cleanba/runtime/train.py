@@ -198,6 +198,8 @@ class Training:
     """seconds that a signal leaves to reach the next checkpoint"""
     stop_on_nonfinite: bool = True
     """whether a loss or gradient that is not finite ends the run"""
+    after_update: Callable[[int, int, PyTree], None] | None = None
+    """is given each update's number, the steps so far, and the parameters, which it must copy before it returns"""
 
     @property
     def schedule(self) -> Schedule:
@@ -306,6 +308,9 @@ def learn(
             metrics = jax.device_get(metrics)
             check_finite(update, metrics, progress.saved_update)
         progress.state, progress.update, progress.lag = state, update, lag
+        if training.after_update is not None:
+            steps_so_far = statistics.global_step + statistics.new_steps * training.devices.num_processes
+            training.after_update(update, steps_so_far, learner.local(params_of(state)))
 
         status.phase, status.update = "training", update
         if update == schedule.first:  # its time was mostly compilation, so the clock starts after it

@@ -1,0 +1,196 @@
+"""Evaluation beside the training (`--eval-frequency`), and at its end: no part of the experiment, no bit of it."""
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from cleanba.config import Run, require
+from cleanba.envs import Envs, EnvSpec, threads_per_actor
+from cleanba.errors import Failure
+from cleanba.evaluate import BEST, Agent, play, read_best, record, summary
+from cleanba.rollout import PyTree
+from cleanba.runtime.channels import Closed, Stop
+from cleanba.runtime.checkpoint import Saved, save_model
+from cleanba.runtime.metrics import Writers, write_json
+from cleanba.runtime.placement import Devices, pick_devices
+
+JOIN_SECONDS = 3.0  # for an evaluation to notice that the run ends
+
+
+class Evaluated(NamedTuple):
+    """One evaluation, until it is logged."""
+
+    update: int
+    global_step: int
+    values: dict[str, Any]
+
+
+class Evaluations:
+    """How a run looks at itself: it plays with copies of the parameters, and films an episode at the end.
+
+    Evaluations run in a thread of their own, one at a time: a version that comes while another plays is left out.  Each
+    update has games of its own, none of which `cleanba eval` plays, so what that says of the best is not what the best
+    was chosen by.  The best parameters are kept in the run's best/.
+    """
+
+    def __init__(self, run_dir: Path, run: Run, agent: Agent, devices: Devices):
+        """Raises `UsageError` for flags that cannot be obeyed."""
+        require(run.eval_frequency >= 0, f"eval_frequency={run.eval_frequency} must not be negative; 0 means never")
+        require(run.eval_episodes >= 1, f"eval_episodes={run.eval_episodes} must be at least 1; set --eval-episodes")
+        given = run.eval_device_id
+        self._device = devices.actors[-1] if given is None else pick_devices((given,), "--eval-device-id")[0]
+        if run.capture_video:
+            check_can_be_filmed(agent.spec)
+        self._run_dir, self._run, self._agent = run_dir, run, agent
+        self._best: dict[str, Any] | None = None
+        self._stop = Stop()
+        self._lock = threading.Lock()
+        self._done: list[Evaluated] = []
+        self._latest = 0  # the last update that was evaluated, or is being so
+        self._thread: threading.Thread | None = None
+
+    @property
+    def after_update(self) -> Callable[[int, int, PyTree], None] | None:
+        """To be called with every update's number, the steps so far and the parameters; None if that has no use."""
+        return self._consider if self._run.eval_frequency else None
+
+    def begin(self, saved: Saved | None, history: Sequence[Mapping[str, Any]]) -> None:
+        """A run begins, or goes on from a checkpoint, with these rows in its log."""
+        if (self._run_dir / BEST / "best.json").exists():
+            self._best = read_best(self._run_dir)
+        known = {row["update"] for row in history if "eval/episodic_return" in row}
+        if saved is not None and self._run.eval_frequency and saved.update not in known:  # its evaluation was cut short
+            params = self._agent.algorithm.actor_params(saved.state)
+            self._consider(saved.update, saved.counters["global_step"], params)
+
+    def log(self, writers: Writers, seconds: float) -> None:
+        """Write a row for each evaluation since the last call, at the update whose parameters played."""
+        with self._lock:
+            done, self._done = self._done, []
+        for one in done:
+            writers.write(one.update, one.global_step, seconds, one.values)
+
+    def finish(self, result: Mapping[str, Any], state: PyTree) -> None:
+        """The run is finished: wait for what is playing, evaluate the last version too, and film it."""
+        params = jax.device_get(self._agent.algorithm.actor_params(state))
+        update, global_step = result["update"], result["global_step"]
+        if self._run.eval_frequency:
+            if self._thread is not None:
+                self._thread.join()
+            self._check()
+            if self._latest != update:
+                self._start(update, global_step, params).join()
+                self._check()
+        if self._run.capture_video:
+            agent = self._agent._replace(params=params, update=update, global_step=global_step)
+            record(self._run_dir, agent, agent.experiment.seed, 1, self._device)
+
+    def close(self) -> None:
+        """End what is playing.  May be called twice."""
+        self._stop()
+        if self._thread is not None:
+            self._thread.join(JOIN_SECONDS)
+
+    def _consider(self, update: int, global_step: int, params: PyTree) -> None:
+        """Evaluate, if this update is due and nothing plays; raise what went wrong in an evaluation before."""
+        self._check()
+        if update % self._run.eval_frequency == 0 and not (self._thread and self._thread.is_alive()):
+            self._start(update, global_step, params)
+
+    def _check(self) -> None:
+        if self._stop.error is not None:
+            raise self._stop.error
+
+    def _start(self, update: int, global_step: int, params: PyTree) -> threading.Thread:
+        copy = jax.device_put(params, self._device, may_alias=False)
+        self._latest = update
+        self._thread = threading.Thread(
+            target=self._evaluate, args=(update, global_step, copy), name="evaluation", daemon=True
+        )
+        self._thread.start()
+        return self._thread
+
+    def _evaluate(self, update: int, global_step: int, params: PyTree) -> None:
+        try:
+            started = time.perf_counter()
+            agent = self._agent._replace(params=params)
+            e = agent.experiment
+            episodes = play(
+                agent, self._run.eval_episodes, e.seed, self._device,
+                epoch=update, make_envs=self._quiet_envs, check=self._stop.check,
+            )  # fmt: skip
+            r = summary(e.env_id, agent.spec.is_atari, episodes)
+            values = {
+                "eval/episodic_return": r["mean"],
+                "eval/episodic_return_std": r["std"],
+                "eval/episodic_length": r["mean_length"],
+                "eval/human_normalised_score": r["human_normalised_score"],
+                "eval/seconds": time.perf_counter() - started,
+            }
+            if self._best is None or r["mean"] > self._best["episodic_return"]:
+                self._keep(update, global_step, r["mean"], params)
+            with self._lock:
+                self._done.append(Evaluated(update, global_step, {k: v for k, v in values.items() if v is not None}))
+        except Closed:
+            pass
+        except BaseException as error:  # the learner's thread raises it
+            self._stop(error)
+
+    def _quiet_envs(self, seeds: Sequence[int]) -> Envs:
+        """Environments whose threads only run where training leaves a core idle.
+
+        Threads inherit how nice they are.  This one, which also holds Python's lock, must stay as it is: one that waits
+        for a core while it holds the lock would keep the actors waiting.
+        """
+        made: list[Any] = []
+
+        def make() -> None:
+            with contextlib.suppress(OSError, AttributeError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+            try:
+                made.append(Envs(self._agent.spec, seeds, threads_per_actor(1)))
+            except BaseException as error:
+                made.append(error)
+
+        thread = threading.Thread(target=make)
+        thread.start()
+        thread.join()
+        if isinstance(made[0], BaseException):
+            raise made[0]
+        return made[0]
+
+    def _keep(self, update: int, global_step: int, mean: float, params: PyTree) -> None:
+        """Replace the best by this one; at any moment best.json names a whole file."""
+        folder = self._run_dir / BEST
+        best = {
+            "update": update,
+            "global_step": global_step,
+            "episodic_return": mean,
+            "episodes": self._run.eval_episodes,
+        }
+        try:
+            folder.mkdir(exist_ok=True)
+            save_model(folder / f"{update}.msgpack", params)
+            write_json(folder / "best.json", best)
+            for old in folder.glob("*.msgpack"):
+                if old.stem != str(update):
+                    old.unlink()
+        except OSError as error:
+            raise Failure(f"{folder} cannot be written: {error.strerror}; make room, then go on") from None
+        self._best = best
+
+
+def check_can_be_filmed(spec: EnvSpec) -> None:
+    """Raise `UsageError` if EnvPool cannot draw such an environment."""
+    envs = Envs(spec, [0], 1, render=True)
+    try:
+        envs.reset()
+        envs.render(0)
+    finally:
+        envs.close()
