@@ -69,6 +69,7 @@ COMMANDS = {
     "diff": Command("tell whether two runs trained the same bits", "cleanba.diff:diff_command"),
     "plot": Command("draw learning curves, and Atari scores beside published ones", "cleanba.plot:plot_command"),
     "report": Command("write one HTML page about a run, to be read offline", "cleanba.report:report_command"),
+    "push": Command("upload a trained agent to the Hugging Face Hub", "cleanba.hub:push_command"),
     "sweep": Command("train environments x seeds x flags, here or under Slurm", "cleanba.sweep:sweep_command"),
 }
 
@@ -222,14 +223,14 @@ def read_recipe(run_dir: Path) -> tuple[Recipe, Experiment]:
     return recipe, from_json(recipe.experiment, values)
 
 
-def fit(recipe: Recipe, config: Config, processes: int) -> tuple[Experiment, Partition]:
-    """The experiment with its defaults filled in, and who owns which environments, if the flags fit each other.
+def fit(recipe: Recipe, config: Config, processes: int, platform: str = "") -> tuple[Experiment, Partition]:
+    """The experiment with its defaults filled in for devices of that kind, and who owns which environments.
 
     Raises:
-        UsageError: they do not.
+        UsageError: the flags do not fit each other.
     """
     actors, learners = len(config.placement.actor_device_ids), len(config.placement.learner_device_ids)
-    e = resolve(config.experiment, actors * processes, learners * processes, processes)
+    e = resolve(config.experiment, actors * processes, learners * processes, processes, platform)
     assert e.num_actors is not None and e.num_shards is not None
     partition = Partition(e.num_envs, e.num_actors, e.num_shards, processes, learners)
     require(
@@ -250,6 +251,7 @@ def train(recipe: Recipe, config: Config, peers: Any = None) -> tuple[int, bool]
     from cleanba.background import Evaluations
     from cleanba.envs import env_spec
     from cleanba.evaluate import new_agent
+    from cleanba.hub import require_login
     from cleanba.runtime.checkpoint import save_model, steps
     from cleanba.runtime.metrics import Display, Status, Writers, write_json
     from cleanba.runtime.placement import find_devices, gather_over_processes
@@ -266,7 +268,7 @@ def train(recipe: Recipe, config: Config, peers: Any = None) -> tuple[int, bool]
 
     devices = find_devices(config.placement)
     processes = devices.num_processes
-    e, partition = fit(recipe, config, processes)
+    e, partition = fit(recipe, config, processes, devices.platform)
     spec = env_spec(e)
     algorithm = recipe.make(e, spec, devices.platform)
 
@@ -280,6 +282,8 @@ def train(recipe: Recipe, config: Config, peers: Any = None) -> tuple[int, bool]
     if devices.is_main:
         try:
             evaluations = Evaluations(run_dir, config.run, new_agent(e, spec, algorithm, devices.platform), devices)
+            if config.run.upload_model:
+                require_login()
             held = lock(run_dir)
             opened = open_run(run_dir, recipe.name, e, config.placement, config.run)
         except (UsageError, Finished) as why:
@@ -342,7 +346,7 @@ def train(recipe: Recipe, config: Config, peers: Any = None) -> tuple[int, bool]
 
     error = outcome.error
     if devices.is_main:
-        if config.run.save_model and outcome.result["status"] == "finished":
+        if (config.run.save_model or config.run.upload_model) and outcome.result["status"] == "finished":
             save_model(run_dir / "model.msgpack", algorithm.actor_params(outcome.state))
         try:
             write_json(run_dir / "result.json", outcome.result)
@@ -358,7 +362,8 @@ def train(recipe: Recipe, config: Config, peers: Any = None) -> tuple[int, bool]
             )
         held.close()
     if error is None:
-        return 0, outcome.stuck
+        uploaded = upload(run_dir, config.run) if config.run.upload_model and devices.is_main else True
+        return (0 if uploaded else 1), outcome.stuck
     if isinstance(error, Interrupted | Failure | UsageError) and (peers is None or error is not peers.error):
         print(f"cleanba: {error}", file=sys.stderr)
     if isinstance(error, Interrupted):
@@ -368,6 +373,18 @@ def train(recipe: Recipe, config: Config, peers: Any = None) -> tuple[int, bool]
     traceback.print_exception(error)
     print(f"cleanba: the run failed: {type(error).__name__}: {error}", file=sys.stderr)
     return 1, outcome.stuck
+
+
+def upload(run_dir: Path, run: Run) -> bool:
+    """Upload a finished run, which lies safely on disk; whether that succeeded."""
+    from cleanba.hub import push
+
+    try:
+        print(f"uploaded: {push(run_dir, run.hf_entity)}")
+    except (UsageError, Failure) as why:
+        print(f"cleanba: warning: {why}", file=sys.stderr)
+        return False
+    return True
 
 
 def open_checkpoints(run_dir: Path, algorithm: Any, keep: int) -> tuple[Any, Any]:

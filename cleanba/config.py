@@ -35,7 +35,7 @@ class Experiment:
     concurrency: bool = True
     """collect rollout k+1 while update k runs, with a policy exactly one version behind; off: take turns"""
     collector: Literal["stepped", "scanned"] | None = None
-    """rollouts stepped from Python, or scanned inside one jit (None: the faster one, see docs/recurrent.md)"""
+    """rollouts stepped from Python, or scanned inside one jit (None: scanned on CPUs, else stepped)"""
     checkpoint_frequency: int = 500
     """updates between checkpoints; the environments start afresh at each (0: never)"""
 
@@ -158,6 +158,10 @@ class Run:
     """Weights & Biases entity (team)"""
     save_model: bool = False
     """keep the final parameters in model.msgpack"""
+    upload_model: bool = False
+    """upload the finished run to the Hugging Face Hub, as `cleanba push` does"""
+    hf_entity: str | None = None
+    """user or organisation on the Hugging Face Hub (None: who is logged in)"""
 
 
 E = TypeVar("E", bound=Experiment)
@@ -211,19 +215,20 @@ def _check_numbers(e: Experiment) -> None:
         )
 
 
-def resolve(e: E, actor_devices: int, learner_devices: int, num_processes: int = 1) -> E:
-    """The experiment with `num_actors` and `num_shards` filled in for that many devices over all processes.
+def resolve(e: E, actor_devices: int, learner_devices: int, num_processes: int = 1, platform: str = "") -> E:
+    """The experiment with `num_actors`, `num_shards` and `collector` filled in for that many devices of all processes.
 
     Defaults are two actors per actor device and one shard per learner device.  One of the two numbers must divide the
     other; where two per device do not fit the shards, the nearest number of actors that fits is taken, at least one
-    per actor device if there is such a number.
+    per actor device if there is such a number.  The collector is the one that was measured to be faster on devices of
+    that kind ("cpu", "gpu" …).
 
     Raises:
         UsageError: a number is out of its range.
     """
     _check_numbers(e)
     shards = e.num_shards or learner_devices
-    e = dataclasses.replace(e, collector=e.collector or "stepped")
+    e = dataclasses.replace(e, collector=e.collector or ("scanned" if platform == "cpu" else "stepped"))
     if e.num_actors is not None:
         return dataclasses.replace(e, num_shards=shards)
 

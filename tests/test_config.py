@@ -218,6 +218,11 @@ def test_what_was_asked_for_is_kept():
     assert resolve(e, 1, 1) == e  # resolved once, the placement does not matter any more
 
 
+def test_the_collector_is_the_faster_one_on_that_kind_of_device():
+    assert [resolve(PPO(), 1, 1, 1, kind).collector for kind in ("cpu", "gpu")] == ["scanned", "stepped"]
+    assert resolve(PPO(collector="stepped"), 1, 1, 1, "cpu").collector == "stepped"
+
+
 def test_nothing_else_is_left_to_be_decided_by_the_placement():
     a, b = resolve(PPO(), 1, 2), resolve(PPO(), 4, 4)
     assert {line.split(":")[0] for line in differences(to_json(a), to_json(b))} == {"num_actors", "num_shards"}
