@@ -94,7 +94,7 @@ def read_rows(run_dir: Path) -> list[dict[str, Any]]:
             for name in ("update", "global_step", "seconds"):
                 if not math.isfinite(row[name]):
                     raise ValueError(name)
-            rows[row["update"]] = row
+            rows[row["update"]] = row | rows.get(row["update"], {})  # an evaluation's row follows that of its update
         except (ValueError, KeyError, TypeError):
             damaged.append(number)
     if damaged:

@@ -193,13 +193,14 @@ def overview(result: dict[str, Any], rows: Rows, experiment: dict[str, Any]) -> 
 
 
 def learning(rows: Rows) -> str:
-    """Return and length over the steps."""
-    steps = column(rows, "global_step") if rows else np.zeros(0)
-    named = (
-        ("return, mean of the last 100 episodes", "charts/episodic_return"),
-        ("episode length in steps, mean of the last 100 episodes", "charts/episodic_length"),
-    )
-    drawn = [figure(caption, lines(steps, {"": column(rows, name)}, STEPS)) for caption, name in named]
+    """Return and length over the steps, in training and in the evaluations beside it."""
+    drawn = []
+    for caption, name in (("return", "episodic_return"), ("episode length, steps", "episodic_length")):
+        named = {
+            "training, last 100 episodes": column(rows, f"charts/{name}"),
+            "evaluation": column(rows, f"eval/{name}"),
+        }
+        drawn.append(figure(caption, lines(column(rows, "global_step"), named, STEPS)))
     return figures(drawn, "No episode has ended yet.", "two")
 
 
@@ -214,6 +215,7 @@ def losses(rows: Rows) -> str:
 
 def throughput(rows: Rows) -> str:
     """Steps per second, what actors and learner spend their time on, and what the bottleneck is, over wall time."""
+    rows = [row for row in rows if "stats/rollout_time" in row]
     hours = column(rows, "seconds") / 3600
     scale, unit = (1.0, "hours") if len(rows) and hours[-1] > 2 else (60.0, "minutes")
     time, axis = hours * scale, f"wall time, {unit}"
@@ -285,7 +287,7 @@ STEPS = "environment steps"
 
 
 def lines(x: np.ndarray, named: dict[str, np.ndarray], axis: str, from_zero: bool = False) -> str:
-    """Lines over x [N] as SVG; nothing if there is no number in them.  A name of "" needs no legend."""
+    """Lines over x [N] as SVG; nothing if there is no number in them."""
     named = {name: y for name, y in named.items() if np.isfinite(y).any()}
     if not named:
         return ""
@@ -300,7 +302,7 @@ def lines(x: np.ndarray, named: dict[str, np.ndarray], axis: str, from_zero: boo
         if from_zero:
             panel.set_ylim(bottom=0)
 
-    return svg(draw, axis, legend=any(named))
+    return svg(draw, axis, legend=list(named) != [""])
 
 
 def stack(x: np.ndarray, named: dict[str, np.ndarray], axis: str) -> str:

@@ -132,6 +132,17 @@ def test_damaged_lines_are_left_out_with_a_warning(tmp_path, capsys):
     assert "lines 3, 4, 6 damaged" in capsys.readouterr().err
 
 
+def test_an_evaluation_belongs_to_the_row_of_its_update(tmp_path):
+    run = write_run(tmp_path / "run", returns=(1.0, 2.0))
+    played = {"update": 1, "global_step": 1000, "seconds": 999.0, "eval/episodic_return": 7.0}
+    with open(run / "metrics.jsonl", "a") as lines:
+        lines.write(json.dumps(played) + "\n")
+    rows = read_rows(run)
+    assert [row["update"] for row in rows] == [0, 1, 2]
+    assert rows[1]["eval/episodic_return"] == 7.0 and rows[1]["seconds"] == 100.0
+    assert rows[1]["charts/episodic_return"] == 1.0
+
+
 def test_runs_are_found_at_any_depth_and_once(tmp_path):
     deep = write_run(tmp_path / "a/b/c")
     other = write_run(tmp_path / "d", seed=2)

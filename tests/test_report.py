@@ -48,6 +48,7 @@ def write_run(folder: Path, rows: int = 40, **result) -> Path:
             "charts/episodes": i,
             f"losses/value_loss{HOSTILE}": 1 / i,
             "losses/explained_variance": None,
+            **({"eval/episodic_return": 2.0 * i, "eval/episodic_length": 5.0} if i % 10 == 0 else {}),
             "stats/rollout_time": 1.0,
             "stats/emulators_time": 0.5,
             "stats/inference_time": 0.25,
@@ -118,7 +119,18 @@ def test_the_page_has_every_part(full):
     words = " ".join(page.words)
     for expected in (
         *("ppo on CartPole-v1, seed 3", "failed", "40,000 of 123,456", "Learning", "Evaluation", "321.5"),
-        *("Throughput", "Losses", "64, 32", "actor_device_ids", "jax", "0.10.2", "NVIDIA something", "0:01:20"),
+        *(
+            "last 100 episodes",
+            "evaluation",
+            "Throughput",
+            "Losses",
+            "64, 32",
+            "actor_device_ids",
+            "jax",
+            "0.10.2",
+            "NVIDIA something",
+            "0:01:20",
+        ),
     ):
         assert expected in words
     assert page.tags.count("svg") == len(svgs(text)) == 7  # return, length, speed, actors, learner, bottleneck, a loss
