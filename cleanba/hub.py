@@ -1,0 +1,269 @@
+"""`cleanba push RUN_DIR`: a trained agent on the Hugging Face Hub, with a card that says what it is; and back again."""
+
+import json
+import re
+import shlex
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import tyro
+
+from cleanba.config import require
+from cleanba.errors import Failure, UsageError
+from cleanba.runtime.rundir import read_experiment, read_json
+
+DOWNLOADS = Path("runs/hub")
+NEEDED = ("config.json", "model.msgpack")
+COPIED = ("result.json", "eval.json", "metrics.jsonl")
+MACHINE = ("packages", "python", "device_kind", "local_devices", "num_processes", "cpu", "cpu_cores", "cpu_threads")
+REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Upload a run's trained agent to the Hugging Face Hub, with its configuration, results and a model card."""
+
+    run_dir: tyro.conf.Positional[Path]
+    """directory of the run; of an unfinished one the newest checkpoint is uploaded"""
+    hf_entity: str | None = None
+    """user or organisation to upload to (None: who is logged in)"""
+    repo: str | None = None
+    """name of the repository (None: <env>-<exp-name>-seed<seed>)"""
+    private: bool = False
+    """make the repository private, if it is new"""
+
+
+class Model(NamedTuple):
+    """Which parameters are uploaded."""
+
+    update: int | None
+    global_step: int | None
+    digest: str | None
+
+
+def push_command(argv: list[str]) -> tuple[int, bool]:
+    """`cleanba push` -> exit code 0, and False as no thread is stuck."""
+    flags = tyro.cli(Flags, args=argv, prog="cleanba push")
+    print(f"uploaded: {push(flags.run_dir, flags.hf_entity, flags.repo, flags.private)}")
+    return 0, False
+
+
+def require_hub() -> Any:
+    """The optional library huggingface_hub.
+
+    Raises:
+        UsageError: it is not installed.
+    """
+    try:
+        import huggingface_hub.errors
+        import huggingface_hub.utils
+    except ImportError:
+        raise UsageError(
+            "the Hugging Face Hub needs the optional package huggingface_hub; "
+            "install it with `pip install huggingface_hub`, or Cleanba with its extra `hub`"
+        ) from None
+    return huggingface_hub
+
+
+def require_login() -> None:
+    """Raise `UsageError` where an upload could not succeed: better before a run than after it."""
+    require(require_hub().get_token() is not None, "nobody is logged in to the Hugging Face Hub; " + LOG_IN)
+
+
+LOG_IN = "log in with `hf auth login`, or set HF_TOKEN to a token that may write"
+
+
+def push(run_dir: Path, entity: str | None = None, repo: str | None = None, private: bool = False) -> str:
+    """Upload a run and return the address of its page.
+
+    Raises:
+        UsageError: this is no run, it has no parameters yet, or nobody is logged in.
+        Failure: the Hub could not be reached, or refused; the message has the command that repeats the upload.
+    """
+    experiment = read_experiment(run_dir)
+    require_login()
+    hub = require_hub()
+    hub.utils.disable_progress_bars()
+    api = hub.HfApi(library_name="cleanba")
+    words = ["cleanba", "push", str(run_dir), *(["--hf-entity", entity] if entity else [])]
+    again = shlex.join([*words, *(["--repo", repo] if repo else []), *["--private"] * private])
+    attempt = lambda what, do: _attempt(f"{what}; try again with `{again}`", do)
+    name = repo or default_name(run_dir, experiment)
+    owner = entity or attempt("the Hub could not tell who is logged in", api.whoami)["name"]
+    repo_id = f"{owner}/{name}"
+    require(
+        REPO.fullmatch(repo_id) is not None, f"{repo_id} is no name of a repository; use letters, digits, . _ and -"
+    )
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        fill(folder, run_dir, repo_id)
+        attempt(
+            f"repository {repo_id} could not be made",
+            lambda: api.create_repo(repo_id, private=private or None, exist_ok=True),
+        )
+        message = f"Upload {experiment['algorithm']} on {experiment['env_id']}, seed {experiment['seed']}"
+        upload = lambda: api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message=message)
+        attempt(f"{run_dir} could not be uploaded to {repo_id}", upload)
+    return f"{api.endpoint}/{repo_id}"
+
+
+def _attempt(otherwise: str, do: Callable[[], T]) -> T:
+    """Do something on the Hub, whose library raises errors of many kinds."""
+    try:
+        return do()
+    except Exception as error:
+        reason = " ".join((str(error) or type(error).__name__).split())[:300]
+        raise Failure(f"{otherwise} ({reason})") from error
+
+
+def default_name(run_dir: Path, experiment: dict[str, Any]) -> str:
+    """A repository's name, as CleanRL's users know it."""
+    run = read_json(run_dir / "config.json").get("run") or {}
+    name = f"{experiment['env_id']}-{run.get('exp_name') or experiment['algorithm']}-seed{experiment['seed']}"
+    return re.sub(r"[-.]{2,}", "-", re.sub(r"[^\w.-]+", "-", name, flags=re.ASCII)).strip("-.")[:96]
+
+
+# What is uploaded
+
+
+def fill(folder: Path, run_dir: Path, repo_id: str) -> None:
+    """Everything to upload, in one folder."""
+    model = write_model(folder / "model.msgpack", run_dir)
+    (folder / "config.json").write_text(json.dumps(public_config(run_dir), indent=2) + "\n")
+    for name in COPIED:
+        if (run_dir / name).exists():
+            shutil.copyfile(run_dir / name, folder / name)
+    films = sorted((run_dir / "videos").glob("*.mp4"), key=lambda path: path.stat().st_mtime)
+    if films:
+        shutil.copyfile(films[-1], folder / "replay.mp4")  # the name that the Hub shows beside the card
+    (folder / "README.md").write_text(card(run_dir, repo_id, model, film=bool(films)))
+
+
+def write_model(path: Path, run_dir: Path) -> Model:
+    """The parameters: those that --save-model kept of a finished run, else those of the newest checkpoint."""
+    result = read_json(run_dir / "result.json") if (run_dir / "result.json").exists() else {}
+    kept = run_dir / "model.msgpack"
+    if kept.exists() and result.get("status") == "finished":
+        shutil.copyfile(kept, path)
+        return Model(result["update"], result["global_step"], result["params_digest"])
+
+    from cleanba.config import Placement
+    from cleanba.evaluate import load_agent
+    from cleanba.runtime.checkpoint import save_model
+    from cleanba.runtime.placement import find_devices
+    from cleanba.runtime.train import params_digest
+
+    agent = load_agent(run_dir, "last", find_devices(Placement()).platform)
+    save_model(path, agent.params)
+    return Model(agent.update, agent.global_step, params_digest(agent.params))
+
+
+def public_config(run_dir: Path) -> dict[str, Any]:
+    """config.json without the names of folders, hosts, jobs and accounts."""
+    config = read_json(run_dir / "config.json")
+    placement, run = config.get("placement", {}), config.get("run", {})
+    private = ("run_dir", "experiment_from", "wandb_entity", "wandb_project_name", "hf_entity")
+    return {
+        "experiment": config["experiment"],
+        "placement": placement | ({"coordinator_address": None} if "coordinator_address" in placement else {}),
+        "run": {name: None if name in private else value for name, value in run.items()},
+        **{name: config[name] for name in MACHINE if name in config},
+    }
+
+
+def card(run_dir: Path, repo_id: str, model: Model, film: bool) -> str:
+    """The model card: metadata that the Hub reads, then results, usage and configuration."""
+    hub = require_hub()
+    e = read_experiment(run_dir)
+    result = read_json(run_dir / "result.json") if (run_dir / "result.json").exists() else {}
+    evaluation = read_json(run_dir / "eval.json") if (run_dir / "eval.json").exists() else {}
+    if evaluation.get("params_digest") != model.digest:
+        evaluation = {}  # of other parameters than these
+    name = f"{e['algorithm']}-{e['env_id']}"
+    metrics = []
+    if evaluation:
+        metrics.append(("mean_reward", f"{evaluation['mean']:.2f} +/- {evaluation['std']:.2f}"))
+        if evaluation.get("human_normalised_score") is not None:
+            metrics.append(("human_normalised_score", f"{evaluation['human_normalised_score']:.3f}"))
+    elif result.get("status") == "finished" and result.get("episodic_return") is not None:
+        metrics.append(("training_return_of_last_100_episodes", f"{result['episodic_return']:.2f}"))
+    about = {"task_type": "reinforcement-learning", "task_name": "reinforcement-learning"}
+    about |= {"dataset_type": e["env_id"], "dataset_name": e["env_id"]}
+    data = hub.ModelCardData(
+        model_name=name,
+        library_name="cleanba",
+        pipeline_tag="reinforcement-learning",
+        tags=["deep-reinforcement-learning", "reinforcement-learning", "cleanba", e["algorithm"], e["env_id"]],
+        eval_results=[
+            hub.EvalResult(metric_type=metric, metric_name=metric, metric_value=value, **about)
+            for metric, value in metrics
+        ]
+        or None,
+    )
+    after = "" if model.update is None else f", after update {model.update} and {model.global_step:,} environment steps"
+    unfinished = result.get("status") != "finished"
+    results = [f"| {metric.replace('_', ' ')} | {value} |" for metric, value in metrics]
+    how = (
+        f"Over {evaluation['episodes']} complete episodes, "
+        + ("by the likeliest actions" if evaluation.get("greedy") else "with actions drawn from the policy")
+        + f", seed {evaluation['seed']}."
+        if evaluation
+        else "Not evaluated apart from training."
+    )
+    show = lambda value: json.dumps(value).replace("|", "\\|").replace("`", "'")
+    parts = [
+        f"# {e['algorithm'].upper()} on {e['env_id']}\n",
+        f"A policy trained with Cleanba{after}, seed {e['seed']}."
+        + (" The run has not finished." if unfinished else "")
+        + (f" Its parameters have the digest `{model.digest}`." if model.digest else "")
+        + "\n",
+        "## Results\n",
+        how + "\n",
+        "\n".join(["| | |", "|---|---|", *results]) + "\n" if results else "",
+        "A film of it is in `replay.mp4`.\n" if film else "",
+        "## Usage\n",
+        "With Cleanba and the package `huggingface_hub` installed:\n",
+        f"```bash\ncleanba eval hf://{repo_id} --episodes 30 --video\n```\n",
+        f"`config.json` is the whole experiment: `cleanba {e['algorithm']} --experiment FOLDER`, with the folder that "
+        "holds it, trains it again, bit for bit on hardware and packages of the same kind. `model.msgpack` holds the "
+        "parameters in Flax's form, `metrics.jsonl` what was logged.\n",
+        "## Configuration\n",
+        "\n".join(["| field | value |", "|---|---|", *(f"| `{k}` | `{show(v)}` |" for k, v in e.items())]) + "\n",
+    ]
+    return f"---\n{data.to_yaml()}\n---\n\n" + "\n".join(part for part in parts if part)
+
+
+# And back again
+
+
+def download(reference: str) -> Path:
+    """hf://user/repo or hf://user/repo@revision -> a run directory with config.json and model.msgpack.
+
+    It lies under `runs/hub/` and is fetched again only if it has changed.
+
+    Raises:
+        UsageError: the reference is none, or what it names is no uploaded run.
+        Failure: the Hub could not be reached.
+    """
+    repo_id, _, revision = reference.removeprefix("hf://").partition("@")
+    require(REPO.fullmatch(repo_id) is not None, f"{reference} names no repository; write hf://user/repo")
+    hub = require_hub()
+    hub.utils.disable_progress_bars()
+    folder = DOWNLOADS / repo_id
+    wanted = [*NEEDED, *(name for name in COPIED if name != "eval.json")]
+    try:
+        hub.snapshot_download(repo_id, revision=revision or None, local_dir=folder, allow_patterns=wanted)
+    except (hub.errors.RepositoryNotFoundError, hub.errors.RevisionNotFoundError):
+        raise UsageError(f"there is no {reference} on the Hub; check the name, and log in if it is private") from None
+    except Exception as error:
+        reason = " ".join((str(error) or type(error).__name__).split())[:300]
+        raise Failure(f"{reference} could not be downloaded; try again later ({reason})") from error
+    missing = [name for name in NEEDED if not (folder / name).exists()]
+    require(not missing, f"{reference} is no model of Cleanba: it has no {' and no '.join(missing)}")
+    return folder

@@ -1,0 +1,196 @@
+"""Upload to a Hub on this machine, and back: what is uploaded, what the card says, and what a failure leaves."""
+
+import json
+import sys
+from pathlib import Path
+
+import huggingface_hub.constants
+import pytest
+import yaml
+from fake_hub import TOKEN, fake_hub
+from launch import TINY, command, read_result
+
+from cleanba import hub
+
+EXPERIMENT = {"algorithm": "ppo", "env_id": "Catch-v0", "seed": 7, "num_envs": 8, "env_options": []}
+DIGEST = "sha256:1234"
+
+
+@pytest.fixture
+def server(monkeypatch, tmp_path):
+    """The Hub, with somebody logged in.  Its address is in constants of the library once that is imported."""
+    with fake_hub() as running:
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        files = running.address + "/{repo_id}/resolve/{revision}/{filename}"
+        for name, value in (
+            ("ENDPOINT", running.address),
+            ("HUGGINGFACE_CO_URL_TEMPLATE", files),
+            ("HF_HUB_DISABLE_XET", True),
+            ("HF_HUB_CACHE", str(tmp_path / "cache")),
+        ):
+            monkeypatch.setattr(huggingface_hub.constants, name, value)
+        monkeypatch.chdir(tmp_path)
+        yield running
+
+
+def write_run(folder: Path, **result) -> Path:
+    """A finished run with its parameters in model.msgpack, as --save-model leaves it."""
+    (folder / "videos").mkdir(parents=True)
+    config = {
+        "experiment": EXPERIMENT,
+        "placement": {"actor_device_ids": [0], "coordinator_address": "secret-host:1234"},
+        "run": {"exp_name": "my ppo", "run_dir": "/home/me/secret", "wandb_entity": "secret-team"},
+        "packages": {"jax": "0.10.2"},
+        "slurm": {"nodes": "secret-node"},
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    finished = {"status": "finished", "update": 5, "global_step": 320, "episodic_return": 0.5, "params_digest": DIGEST}
+    (folder / "result.json").write_text(json.dumps(finished | result))
+    (folder / "metrics.jsonl").write_text('{"update": 1, "global_step": 64, "seconds": 1.0}\n')
+    (folder / "model.msgpack").write_bytes(b"parameters" * 1000)
+    return folder
+
+
+def evaluate(run: Path, digest: str = DIGEST) -> None:
+    evaluation = {"mean": 0.75, "std": 0.25, "episodes": 30, "seed": 1, "params_digest": digest}
+    (run / "eval.json").write_text(json.dumps(evaluation))
+
+
+def metadata(card: bytes) -> tuple[dict, str]:
+    _, head, text = card.decode().split("---\n", 2)
+    return yaml.safe_load(head), text
+
+
+def test_everything_is_uploaded_and_named_after_the_run(server, tmp_path):
+    run = write_run(tmp_path / "run")
+    evaluate(run)
+    (run / "videos/film.mp4").write_bytes(b"film")
+    ended = command("push", run)
+    assert (ended.code, ended.err) == (0, "")
+    assert f"{server.address}/tester/Catch-v0-my-ppo-seed7" in ended.out
+    files = server.repos["tester/Catch-v0-my-ppo-seed7"]
+    names = {"config.json", "model.msgpack", "result.json", "eval.json", "metrics.jsonl", "replay.mp4", "README.md"}
+    assert set(files) == names
+    for name in ("model.msgpack", "result.json", "eval.json", "metrics.jsonl"):
+        assert files[name] == (run / name).read_bytes()
+    assert files["replay.mp4"] == b"film" and not server.private["tester/Catch-v0-my-ppo-seed7"]
+
+
+def test_no_names_of_folders_hosts_and_accounts_are_uploaded(server, tmp_path):
+    command("push", write_run(tmp_path / "run"), "--repo", "name")
+    files = server.repos["tester/name"]
+    assert json.loads(files["config.json"])["experiment"] == EXPERIMENT
+    assert json.loads(files["config.json"])["packages"] == {"jax": "0.10.2"}
+    assert not [name for name, content in files.items() if b"secret" in content]
+
+
+def test_the_card_says_what_it_is(server, tmp_path):
+    run = write_run(tmp_path / "run")
+    evaluate(run)
+    command("push", run, "--hf-entity", "team", "--repo", "name", "--private")
+    assert server.private["team/name"]
+    head, text = metadata(server.repos["team/name"]["README.md"])
+    assert head["library_name"] == "cleanba" and {"ppo", "Catch-v0", "reinforcement-learning"} <= set(head["tags"])
+    (model,) = head["model-index"]
+    (result,) = model["results"]
+    assert result["dataset"]["name"] == "Catch-v0"
+    assert result["metrics"][0]["type"] == "mean_reward" and result["metrics"][0]["value"] == "0.75 +/- 0.25"
+    assert "cleanba eval hf://team/name" in text and "| `num_envs` | `8` |" in text and DIGEST in text
+    assert "after update 5 and 320 environment steps" in text and "replay.mp4" not in text
+
+
+def test_an_evaluation_of_other_parameters_is_no_result_of_these(server, tmp_path):
+    run = write_run(tmp_path / "run")
+    evaluate(run, digest="sha256:other")
+    command("push", run, "--repo", "name")
+    head, text = metadata(server.repos["tester/name"]["README.md"])
+    (metric,) = head["model-index"][0]["results"][0]["metrics"]
+    assert metric["type"].startswith("training_return") and metric["value"] == "0.50"
+    assert "Not evaluated apart from training" in text
+
+
+def test_a_second_upload_replaces_the_first(server, tmp_path):
+    run = write_run(tmp_path / "run")
+    assert command("push", run, "--repo", "name").code == 0
+    (run / "model.msgpack").write_bytes(b"others")
+    assert command("push", run, "--repo", "name").code == 0
+    assert server.repos["tester/name"]["model.msgpack"] == b"others"
+
+
+def test_a_failed_upload_says_how_to_repeat_it(server, tmp_path):
+    run = write_run(tmp_path / "a run")
+    server.broken = True
+    ended = command("push", run, "--hf-entity", "team", "--private")
+    assert ended.code == 1 and "Traceback" not in ended.err
+    assert f"cleanba push '{run}' --hf-entity team --private`" in ended.err and "disk of the hub" in ended.err
+
+
+def test_wrong_use_is_one_sentence(server, tmp_path, monkeypatch):
+    run = write_run(tmp_path / "run")
+    assert command("push", tmp_path).code == 2
+    bad = command("push", run, "--repo", "a/b c")
+    assert bad.code == 2 and "is no name of a repository" in bad.err
+    monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
+    ended = command("push", run)
+    assert ended.code == 2 and "hf auth login" in ended.err
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    ended = command("push", run)
+    assert ended.code == 2 and "pip install huggingface_hub" in ended.err
+    assert server.repos == {}
+
+
+@pytest.mark.parametrize("reference", ["hf://", "hf://user", "hf://a/b/c", "hf://../etc", "hf://user/.."])
+def test_references_that_are_none(server, reference):
+    with pytest.raises(Exception, match="names no repository"):
+        hub.download(reference)
+
+
+def test_what_is_not_there_or_no_model(server):
+    with pytest.raises(Exception, match="there is no hf://tester/absent"):
+        hub.download("hf://tester/absent")
+    server.repos["tester/other"] = {"config.json": b"{}"}
+    with pytest.raises(Exception, match="it has no model.msgpack"):
+        hub.download("hf://tester/other")
+
+
+def test_a_download_follows_the_upload(server, tmp_path):
+    run = write_run(tmp_path / "run")
+    evaluate(run)
+    command("push", run, "--repo", "name")
+    folder = hub.download("hf://tester/name")
+    assert (folder / "model.msgpack").read_bytes() == (run / "model.msgpack").read_bytes()
+    assert not (folder / "eval.json").exists()  # that is somebody else's
+    (run / "model.msgpack").write_bytes(b"others")
+    command("push", run, "--repo", "name")
+    assert hub.download("hf://tester/name") == folder
+    assert (folder / "model.msgpack").read_bytes() == b"others"
+
+
+def test_a_run_uploads_itself_and_is_played_from_there(server, tmp_path):
+    """Trains, uploads, downloads and plays: the same episodes as those of the run itself."""
+    server.broken = True
+    words = ("ppo", *TINY, "--run-dir", tmp_path / "run", "--upload-model", "--hf-entity", "team")
+    ended = command(*words)
+    assert ended.code == 1 and f"cleanba push {tmp_path / 'run'} --hf-entity team`" in ended.err
+    assert read_result(tmp_path / "run")["status"] == "finished"
+
+    server.broken = False
+    (tmp_path / "run/model.msgpack").unlink()  # so it comes from the newest checkpoint
+    assert command("push", tmp_path / "run", "--hf-entity", "team", "--repo", "catch").code == 0
+    here = command("eval", tmp_path / "run", "--episodes", "4")
+    there = command("eval", "hf://team/catch", "--episodes", "4")
+    assert (here.code, there.code) == (0, 0), there.err
+    mine = json.loads((tmp_path / "run/eval.json").read_text())
+    played = json.loads((hub.DOWNLOADS / "team/catch/eval.json").read_text())
+    assert (
+        played["returns"] == mine["returns"]
+        and played["params_digest"] == read_result(tmp_path / "run")["params_digest"]
+    )
+
+
+def test_nobody_trains_for_days_to_hear_that_nobody_is_logged_in(tmp_path, monkeypatch):
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
+    ended = command("ppo", *TINY, "--run-dir", tmp_path / "run", "--upload-model")
+    assert ended.code == 2 and "hf auth login" in ended.err and not (tmp_path / "run").exists()
