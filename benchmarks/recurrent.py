@@ -320,6 +320,8 @@ def plot(rows: list[dict[str, Any]], flags: Flags, title: str, target: Path) -> 
         fixed = {name: value for name, value in centre.items() if name != axis}
         some = [r for r in rows if all(r[name] == value for name, value in fixed.items())]
         for way, (name, colour, dash, marker) in styles.items():
+            if way not in {r["way"] for r in rows}:
+                continue
             points = sorted((ticks.index(r[axis]), r) for r in some if r["way"] == way and r[axis] in ticks)
             for line, value in ((0, "times_scan"), (1, "bytes_per_sample")):
                 known = [(x, r[value] / (1 if line == 0 else 1024)) for x, r in points if r[value] is not None]
@@ -373,7 +375,7 @@ def main(flags: Flags) -> None:
         return
     save(f"recurrent_{jax.default_backend()}", {**asdict(flags), "rows": rows})
     machine = describe()
-    title = f"Forward and backward through an LSTM of {flags.units} units; {machine['cpu']}, {machine['cores']} cores"
+    title = f"Forward and backward through an LSTM of {flags.units} units; {machine['cpu']}, {machine['cpu_cores']} cores"
     if machine["device"] != "cpu":
         title += f", {machine['device']}"
     plot(rows, flags, title, ROOT / "static" / "recurrent")
