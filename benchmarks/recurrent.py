@@ -375,7 +375,8 @@ def main(flags: Flags) -> None:
         return
     save(f"recurrent_{jax.default_backend()}", {**asdict(flags), "rows": rows})
     machine = describe()
-    title = f"Forward and backward through an LSTM of {flags.units} units; {machine['cpu']}, {machine['cpu_cores']} cores"
+    title = f"Forward and backward through an LSTM of {flags.units} units"
+    title += f"; {machine['cpu']}, {machine['cpu_cores']} cores"
     if machine["device"] != "cpu":
         title += f", {machine['device']}"
     plot(rows, flags, title, ROOT / "static" / "recurrent")
