@@ -1,0 +1,240 @@
+"""The templates of slurm/ and `cleanba sweep --slurm`, on a real Slurm with two nodes (tests/cluster.py)."""
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from cluster import Cluster, wait_for, why_not
+from launch import ENVIRONMENT, ROOT, TINY, command, read_result, read_rows
+
+from cleanba.config import Run
+from cleanba.ppo import PPO
+from cleanba.runtime.placement import slurm_job
+from cleanba.runtime.rundir import default_name
+from cleanba.slurm import job_script
+
+TEMPLATES = ("one-gpu", "one-node", "tasks-per-node", "nodes", "cpu")
+# Fits 1 to 6 learners in one or two processes.
+SHORT = (*TINY, "--num-envs", "24", "--num-shards", "6", "--num-minibatches", "1", "--total-timesteps", "1920")
+# Seconds of training, with many checkpoints on the way.
+LONG = (*SHORT, "--num-shards", "2", "--total-timesteps", "400000", "--checkpoint-frequency", "100",
+        "--log-frequency", "100")  # fmt: skip
+SWEPT = [w for flag, w in zip(SHORT[::2], SHORT[1::2], strict=True) if flag != "--env-id" for w in (flag, w)]
+
+
+def own_templates(folder: Path) -> Path:
+    """slurm/ as a user would have it after setting it up for a small cluster."""
+    shutil.copytree(ROOT / "slurm", folder / "slurm")
+    settings = folder / "slurm" / "settings.sh"
+    text = settings.read_text().replace("\nCPUS= ", "\nCPUS=1 ").replace("\nPARTITION= ", "\nPARTITION=all ")
+    text = text.replace("CLEANBA=(python -m cleanba)", f"CLEANBA=({sys.executable} -m cleanba)")
+    assert sum(a != b for a, b in zip(text.splitlines(), settings.read_text().splitlines(), strict=True)) == 3
+    settings.write_text(text)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    reason = why_not()
+    if reason:
+        pytest.skip(reason)
+    with Cluster(tmp_path_factory.mktemp("cluster")) as running:
+        running.env |= {**ENVIRONMENT, "PYTHONPATH": str(ROOT), "CLEANBA_CPU": "1"}
+        yield running
+
+
+@pytest.fixture
+def here(tmp_path):
+    return own_templates(tmp_path)
+
+
+def submit(cluster: Cluster, here: Path, template: str, *words: str) -> str:
+    """Submit a template by slurm/submit -> the job's number."""
+    done = cluster.run("slurm/submit", "--parsable", f"slurm/{template}.sh", *words, cwd=here)
+    assert done.returncode == 0, done
+    return done.stdout.strip()
+
+
+def log(here: Path, job: str) -> str:
+    return (here / f"slurm-{job}.out").read_text()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """The digests of the short and the long experiment, from one process on one device."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    for name, flags in (("short", SHORT), ("long", LONG)):
+        assert command("ppo", *flags, "--run-dir", folder / name).code == 0
+    return {name: read_result(folder / name)["params_digest"] for name in ("short", "long")}
+
+
+@pytest.mark.slow
+def test_every_template_trains_the_same_bits_as_one_process_on_one_device(cluster, here, undisturbed):
+    jobs = {t: submit(cluster, here, t, "ppo", *SHORT, "--run-dir", t) for t in TEMPLATES}
+    for template, job in jobs.items():
+        assert cluster.wait(job) == "COMPLETED", log(here, job)
+        config = json.loads((here / template / "config.json").read_text())
+        assert read_result(here / template)["params_digest"] == undisturbed["short"], template
+        assert config["slurm"]["job_id"] == job and config["slurm"]["restarts"] == 0
+        processes = 2 if template in ("tasks-per-node", "nodes", "cpu") else 1
+        learners = {"one-node": [1, 2, 3], "nodes": [1, 2, 3], "tasks-per-node": [1]}.get(template, [0])
+        assert config["num_processes"] == processes
+        assert config["placement"]["learner_device_ids"] == learners
+        nodes = cluster.nodes if template in ("nodes", "cpu") else cluster.nodes[:1]
+        assert config["slurm"]["nodes"] == ",".join(nodes)
+
+
+def saved(run_dir: Path) -> bool:
+    return (run_dir / "metrics.jsonl").exists() and any("params_digest" in row for row in read_rows(run_dir))
+
+
+@pytest.mark.slow
+def test_a_job_that_was_requeued_or_signalled_ends_in_the_same_bits(cluster, here, undisturbed):
+    """One is requeued by hand; the other, of two nodes, hears SIGUSR1, as before its time limit, and comes back."""
+    by_hand = submit(cluster, here, "one-gpu", "ppo", *LONG)  # in its default directory
+    signalled = submit(cluster, here, "cpu", "ppo", *LONG, "--run-dir", "signalled")
+    run_dir = {by_hand: here / "runs" / f"Catch-v0__ppo__1__job{by_hand}", signalled: here / "signalled"}
+    for job, cut in ((by_hand, ("scontrol", "requeue")), (signalled, ("scancel", "--signal=USR1"))):
+        wait_for(lambda job=job: saved(run_dir[job]), 90, "checkpoint")
+        assert cluster.run(*cut, job).returncode == 0
+        wait_for(lambda job=job: cluster.state(job).get("JobState") == "PENDING", 60, "requeued job")
+        cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")  # Slurm would wait for two minutes
+    assert "goes back into the queue" in log(here, signalled)
+    for job, directory in run_dir.items():
+        assert cluster.wait(job) == "COMPLETED", log(here, job)
+        assert cluster.state(job)["Restarts"] == "1"
+        assert "going on after update" in log(here, job)
+        assert json.loads((directory / "config.json").read_text())["slurm"]["restarts"] == 1
+        assert read_result(directory)["params_digest"] == undisturbed["long"]
+    assert [d.name for d in (here / "runs").iterdir()] == [run_dir[by_hand].name]
+
+
+@pytest.mark.slow
+def test_a_sweep_is_a_job_array_that_fills_its_folders(cluster, here):
+    words = ["sweep", "--env-ids", "Catch-v0", "CartPole-v1", "--num-seeds", "2", "--dir", "s", "--slurm"]
+    words += ["slurm/one-gpu.sh", "--", "ppo", *SWEPT]
+    sweep = lambda *w: cluster.run(sys.executable, "-m", "cleanba", *w, cwd=here)
+    first = sweep(*words)
+    assert first.returncode == 0 and "4 of 4 runs to submit" in first.stdout, first
+    again = sweep(*words)
+    assert "0 of 4 runs to submit, 4 in the queue" in again.stdout, again
+    (job,) = {run["job"].partition("_")[0] for run in json.loads((here / "s/sweep.json").read_text())["runs"].values()}
+    for element in range(4):
+        assert cluster.wait(f"{job}_{element}") == "COMPLETED", (here / f"s/logs/{job}_{element}.log").read_text()
+    for env in ("Catch-v0", "CartPole-v1"):
+        for seed in (1, 2):
+            run_dir = here / "s" / f"{env}__ppo__s{seed}"
+            experiment = json.loads((run_dir / "config.json").read_text())["experiment"]
+            assert (experiment["env_id"], experiment["seed"]) == (env, seed)
+            assert read_result(run_dir)["status"] == "finished"
+    rows = [line for line in sweep("sweep", "status", "s").stdout.splitlines() if "__s" in line]
+    assert len(rows) == 4 and all("finished" in r and "COMPLETED" in r and "10/10" in r for r in rows), rows
+    assert "0 of 4 runs to submit, 0 in the queue, 4 finished" in sweep(*words).stdout
+    assert len(list((here / "s/slurm").iterdir())) == 2
+
+
+@pytest.mark.slow
+def test_a_node_that_cannot_be_reached_fails_the_job_and_is_named(cluster, here):
+    lost = cluster.nodes[1]
+    cluster.stop_node(lost)
+    try:
+        job = submit(cluster, here, "nodes", "--no-requeue", "ppo", *SHORT, "--run-dir", "r")
+        assert cluster.wait(job) == "FAILED"
+        said = log(here, job)
+        assert lost in said and f"on {','.join(cluster.nodes)}; the reason stands above" in said
+    finally:
+        cluster.start_node(lost)
+        wait_for(lambda: cluster.said("sinfo", "-h", "-n", lost, "-o", "%t") == "idle", 60, "node that came back")
+
+
+def test_settings_are_asked_for_where_the_template_has_a_line_for_them(here, monkeypatch):
+    """What slurm/submit would call, by a stand-in for sbatch that prints its words."""
+    (here / "sbatch").write_text('#!/bin/bash\necho "$@"\n')
+    (here / "sbatch").chmod(0o755)
+    settings = (here / "slurm/settings.sh").read_text()
+    filled = {"ACCOUNT": "us", "TIME": "1:00:00", "GPUS": "8", "GPU_TYPE": "a100", "NODES": "3", "MORE": "(--qos=x)"}
+    for name, value in filled.items():
+        settings = "\n".join(f"{name}={value}" if s.startswith(f"{name}=") else s for s in settings.splitlines())
+    (here / "slurm/settings.sh").write_text(settings)
+
+    def asked(template: str, **env: str) -> list[str]:
+        env = {"PATH": f"{here}:/usr/bin:/bin", **env}
+        words = ["slurm/submit", "--hold", f"slurm/{template}.sh", "ppo", "--seed", "2"]
+        done = subprocess.run(words, cwd=here, env=env, capture_output=True, text=True, check=True)
+        return done.stdout.split()
+
+    common = ["--partition=all", "--account=us", "--time=1:00:00", "--cpus-per-task=1"]
+    rest = lambda template: ["--qos=x", "--hold", f"slurm/{template}.sh", "ppo", "--seed", "2"]
+    assert asked("one-gpu") == [*common, "--gpus-per-node=a100:1", *rest("one-gpu")]
+    assert asked("one-node") == [*common, "--gpus-per-node=a100:8", *rest("one-node")]
+    assert asked("nodes") == [*common, "--nodes=3", "--gpus-per-node=a100:8", *rest("nodes")]
+    assert asked("cpu") == [*common, "--nodes=3", *rest("cpu")]
+    assert "--gpus-per-node=0" in asked("one-gpu", CLEANBA_CPU="1")
+
+
+def test_a_dry_run_shows_the_job_and_writes_nothing(here, monkeypatch):
+    monkeypatch.chdir(here)
+    before = sorted(here.rglob("*"))
+    ended = command("sweep", "--env-ids", "Catch-v0", "--num-seeds", "2", "--workers", "1", "--dir", "s", "--dry-run",
+                    "--slurm", "slurm/one-gpu.sh", "--", "ppo", *SWEPT)  # fmt: skip
+    assert ended.code == 0, ended.err
+    assert "#SBATCH --array=0-1%1" in ended.out and "--seed 2 --run-dir s/Catch-v0__ppo__s2" in ended.out
+    assert "$ slurm/submit s/slurm/array-1.sh" in ended.out
+    assert sorted(here.rglob("*")) == before
+    ended = command("sweep", "--env-ids", "Catch-v0", "--slurm", "slurm/none.sh", "--", "ppo", *SWEPT)
+    assert ended.code == 2 and "slurm/none.sh does not exist" in ended.err
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_an_element_of_an_array_takes_its_own_words(template, tmp_path):
+    """The generated script, run without Slurm, with a `launch` that prints its words."""
+    (tmp_path / "settings.sh").write_text("")
+    (tmp_path / "launch.sh").write_text('LEARNERS=(1 2)\nlaunch() { printf "%s\\n" "$@"; }\n')
+    words = tmp_path / "words of it"
+    words.write_text("ppo --seed 1\nppo --seed 2 --env-options 'a=b c'\n")
+    text = job_script((ROOT / f"slurm/{template}.sh").read_text(), words, "name", 2, None, tmp_path / "log")
+    assert text.count("--job-name") == 1 and "#SBATCH --requeue\n" in text and "#SBATCH --array=0-1\n" in text
+    (tmp_path / "job.sh").write_text(text)
+    env = {"SLURM_ARRAY_TASK_ID": "1", "CLEANBA_SLURM": str(tmp_path), "PATH": "/usr/bin:/bin"}
+    done = subprocess.run(["bash", tmp_path / "job.sh"], env=env, capture_output=True, text=True, check=True)
+    said = done.stdout.splitlines()
+    assert said[0] == "ppo" and said[-4:] == ["--seed", "2", "--env-options", "a=b c"]
+
+
+def test_a_run_in_a_batch_job_has_a_name_that_survives_a_requeue(monkeypatch):
+    for name in ("ENVIRONMENT", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_ARRAY_JOB_ID"):
+        monkeypatch.delenv(name, raising=False)
+    name = lambda: default_name(PPO(env_id="Pong-v5", seed=4), Run(exp_name="x"))
+    assert slurm_job() is None and abs(int(name().rpartition("__")[2]) - time.time()) < 5
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    assert "job" not in name(), "two runs of an interactive job are two"
+    monkeypatch.setenv("ENVIRONMENT", "BATCH")
+    assert name() == "Pong-v5__x__4__job17"
+    monkeypatch.setenv("SLURM_STEP_ID", "2")
+    assert name() == "Pong-v5__x__4__job17.2"
+    monkeypatch.setenv("SLURM_STEP_ID", "0")
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "16")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
+    assert name() == "Pong-v5__x__4__job16_3"
+    assert slurm_job() == {"job_id": "17", "array_job_id": "16", "array_task_id": "3", "restarts": 2}
+
+
+def test_a_process_under_slurm_keeps_all_of_its_gpus():
+    """JAX alone would leave process i of a node GPU i, where --learner-device-ids may name several."""
+    code = """if True:
+        from jax._src import xla_bridge
+        from cleanba.config import Placement
+        from cleanba.runtime.placement import initialise
+        initialise(Placement(distributed=True))
+        print("visible:", xla_bridge.CUDA_VISIBLE_DEVICES.value)"""
+    task = {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "1", "SLURM_PROCID": "0"}
+    for share, visible in (({}, "all"), ({"JAX_LOCAL_DEVICE_IDS": "2,3"}, "2,3")):
+        env = {**ENVIRONMENT, **task, "SLURM_LOCALID": "0", "JAX_PLATFORMS": "cpu", "PATH": "/usr/bin", **share}
+        words = [sys.executable, "-c", code]
+        done = subprocess.run(words, env=env, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+        assert f"visible: {visible}\n" in done.stdout
