@@ -205,6 +205,8 @@ class Writers:
             self._wandb = wandb.init(
                 project=project, entity=entity, name=run_dir.name, dir=str(run_dir), config=config, save_code=False
             )
+            # An evaluation is logged late, at the steps of the version that played: its own steps cannot go backwards.
+            self._wandb.define_metric("*", step_metric="global_step")
 
     def write(self, update: int, global_step: int, seconds: float, values: Mapping[str, Any]) -> None:
         """One log point: numbers go everywhere, text (digests) only to the JSON lines.
