@@ -3,6 +3,7 @@
 import fcntl
 import json
 import shutil
+import threading
 from pathlib import Path
 
 import imageio.v2 as imageio
@@ -12,12 +13,15 @@ import pytest
 from launch import TINY, command, read_result, read_rows
 from scripted import Play, ScriptedEnvs, mirror, spec
 
-from cleanba import evaluate, listing, video
+from cleanba import background, evaluate, listing, video
 from cleanba.atari_scores import human_normalised, reference, table
-from cleanba.config import Experiment
+from cleanba.config import Experiment, Placement, Run
 from cleanba.envs import env_seed, eval_seed
 from cleanba.rollout import Episode
-from cleanba.runtime.checkpoint import steps
+from cleanba.runtime.checkpoint import Saved, steps
+from cleanba.runtime.placement import find_devices
+
+pytestmark = pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # imageio starts ffmpeg to read a film
 
 SHORT, LONG = Play((1.0,)), Play((0.0,) * 39 + (10.0,))
 
@@ -322,3 +326,131 @@ def test_ls_reads_only_the_end_of_a_log(tmp_path):
     )
     assert listing.last_values(path) == {"update": 4, "old": 1, "charts/episodic_return": 3}
     assert listing.last_values(tmp_path / "none") == {}
+
+
+# Beside the training.  TINY makes five updates.
+
+
+def test_evaluation_beside_the_training_changes_no_bit_and_keeps_the_best(tmp_path):
+    flags = (*TINY, "--total-timesteps", "2560", "--checkpoint-frequency", "10", "--keep-checkpoints", "9")
+    watched = command("ppo", *flags, "--eval-frequency", "10", "--eval-episodes", "7", "--run-dir", tmp_path / "a")
+    assert watched.code == 0, watched.err
+    assert command("ppo", *flags, "--run-dir", tmp_path / "b").code == 0
+    compared = command("diff", tmp_path / "a", tmp_path / "b")
+    assert compared.code == 0 and "identical at all" in compared.out, compared.out
+
+    rows = read_rows(tmp_path / "a")
+    digests = {row["update"]: row["params_digest"] for row in rows if "params_digest" in row}
+    found = {row["update"]: row for row in rows if "eval/episodic_return" in row}
+    assert set(found) <= {10, 20, 30, 40} and 40 in found and len(found) >= 2
+    assert all(row["eval/episodic_length"] == 9 for row in found.values())
+    best = max(found, key=lambda update: found[update]["eval/episodic_return"])
+    assert command("eval", tmp_path / "a", "--checkpoint", "best", "--episodes", "2").code == 0
+    evaluation = read_eval(tmp_path / "a")
+    assert evaluation["update"] == best and evaluation["global_step"] == found[best]["global_step"]
+    assert evaluation["params_digest"] == digests[best]
+    assert sorted(p.name for p in (tmp_path / "a" / "best").iterdir()) == [f"{best}.msgpack", "best.json"]
+    never = command("eval", tmp_path / "b", "--checkpoint", "best")
+    assert never.code == 2 and "--eval-frequency" in never.err
+    assert listing.read_run(tmp_path / "a").progress == 1
+
+
+@pytest.fixture
+def evaluations(runs, tmp_path):
+    """Of a run whose agent is never played: tests put something in the place of `play`."""
+    watched = evaluate.load_agent(runs["ff"], "last", "cpu")
+    made = background.Evaluations(tmp_path, Run(eval_frequency=2), watched, find_devices(Placement()))
+    yield made, watched
+    made.close()
+
+
+def test_training_does_not_wait_for_evaluation(evaluations, monkeypatch):
+    made, watched = evaluations
+    played, release = [], threading.Event()
+
+    def slow(agent, episodes, seed, device, *, epoch, **_):
+        played.append(epoch)
+        assert release.wait(20)
+        return [Episode(float(epoch), 1)]
+
+    monkeypatch.setattr(background, "play", slow)
+    for update in range(1, 8):  # 2 starts an evaluation; 4 and 6 come while it is still playing
+        made.after_update(update, 10 * update, watched.params)
+    assert played == [2]
+    release.set()
+    state = type("State", (), {"params": watched.params})
+    made.finish({"update": 8, "global_step": 80}, state)
+    assert played == [2, 8]
+    logged = []
+    writers = type("Writers", (), {"write": lambda self, *row: logged.append(row)})()
+    made.log(writers, 1.5)
+    made.log(writers, 2.5)
+    assert [(row[:3], row[3]["eval/episodic_return"]) for row in logged] == [((2, 20, 1.5), 2.0), ((8, 80, 1.5), 8.0)]
+
+
+def test_the_best_stays_the_best_when_a_run_goes_on(evaluations, monkeypatch):
+    made, watched = evaluations
+    returns = iter([5.0, 3.0, 9.0])
+    monkeypatch.setattr(background, "play", lambda *_, **__: [Episode(next(returns), 1)])
+    best = lambda: evaluate.read_best(made._run_dir)["update"]
+    state = type("State", (), {"params": watched.params})
+    made.finish({"update": 2, "global_step": 0}, state)
+    again = background.Evaluations(made._run_dir, Run(eval_frequency=2), watched, find_devices(Placement()))
+    saved = Saved(4, state, watched.params, {"global_step": 0})
+    again.begin(saved, [{"update": 4, "eval/episodic_return": 1.0}])  # that one is known
+    assert again._thread is None
+    again.begin(saved, [{"update": 4}])
+    again._thread.join()
+    assert best() == 2
+    again.finish({"update": 6, "global_step": 0}, state)
+    assert best() == 6
+
+
+def test_an_evaluation_that_fails_ends_the_run(tmp_path, monkeypatch):
+    def broken(*_, **__):
+        raise RuntimeError("planted in the evaluation")
+
+    monkeypatch.setattr(background, "play", broken)
+    ended = command("ppo", *TINY, "--eval-frequency", "1", "--run-dir", tmp_path / "run")
+    assert ended.code == 1 and "planted in the evaluation" in ended.err
+
+
+def test_an_evaluation_ends_with_the_run(evaluations):
+    made, watched = evaluations
+    made._run = Run(eval_frequency=1, eval_episodes=10_000_000)
+    made.after_update(1, 0, watched.params)
+    assert made._thread.is_alive()
+    made.close()
+    assert not made._thread.is_alive()
+
+
+def test_a_run_films_itself_at_its_end(tmp_path):
+    flags = (*TINY, "--env-id", "CartPole-v1", "--run-dir", tmp_path / "run", "--capture-video")
+    ended = command("ppo", *flags)
+    assert ended.code == 0, ended.err
+    update = read_result(tmp_path / "run")["update"]
+    [path] = (tmp_path / "run" / "videos").iterdir()
+    assert path.name == f"update-{update}-seed-1.mp4"
+    with imageio.get_reader(path) as reader:
+        frames, meta = reader.count_frames(), reader.get_meta_data()
+    assert meta["fps"] == 50
+    # The same games as `cleanba eval` plays with that seed, whether it films or not.
+    assert command("eval", tmp_path / "run", "--episodes", "1").code == 0
+    assert read_eval(tmp_path / "run")["lengths"] == [frames - 1]
+    assert command("eval", tmp_path / "run", "--episodes", "1", "--video").code == 0
+    evaluation = read_eval(tmp_path / "run")
+    assert evaluation["lengths"] == [frames - 1] and evaluation["video"] == f"videos/{path.name}"
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (("--eval-frequency", "-1"), "eval_frequency=-1 must not be negative"),
+        (("--eval-episodes", "0"), "eval_episodes=0 must be at least 1"),
+        (("--eval-device-id", "99"), "--eval-device-id: there is no device 99"),
+        (("--capture-video",), "EnvPool cannot draw Catch-v0"),
+    ],
+)
+def test_what_cannot_be_obeyed_is_refused_before_anything_starts(flags, words, tmp_path):
+    ended = command("ppo", *TINY, *flags, "--run-dir", tmp_path / "run")
+    assert ended.code == 2 and words in ended.err and not (tmp_path / "run").exists()

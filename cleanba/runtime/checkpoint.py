@@ -184,6 +184,8 @@ def read_arrays(run_dir: Path, update: int) -> list[np.ndarray]:
     with ocp.StandardCheckpointer() as checkpointer:
         metadata = checkpointer.metadata((run_dir / "checkpoints" / str(update) / ARRAYS).absolute())
         tree = getattr(metadata, "item_metadata", metadata)
+        if tree is None:
+            raise ValueError("its list of arrays is damaged")
         like = {k: np.zeros(v.shape, v.dtype) for k, v in dict(tree).items()}
         restored = checkpointer.restore((run_dir / "checkpoints" / str(update) / ARRAYS).absolute(), like)
     return [np.asarray(restored[k]) for k in sorted(restored)]
