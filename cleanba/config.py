@@ -134,8 +134,8 @@ class Run:
     """take the whole experiment from this earlier run's config.json; only other flags may be added"""
     keep_checkpoints: int = 2
     """newest checkpoints to keep"""
-    grace_period: float = 20.0
-    """seconds that SIGTERM and SIGUSR1 leave to reach the next checkpoint; where it is farther, the run ends at once"""
+    grace_period: float = 60.0
+    """seconds that SIGUSR1 leaves to reach the next checkpoint; where it is farther, the run ends at once"""
     stall_timeout: float = 600.0
     """seconds without an update, compilation aside, after which the run ends and shows where each thread stands"""
     on_nonfinite: Literal["stop", "ignore"] = "stop"

@@ -15,7 +15,7 @@ from cleanba.runtime.learner import Learner
 from cleanba.runtime.metrics import Writers
 
 SOON = 5.0  # seconds
-ENDLESS = [*TINY, "--total-timesteps", "1000000000", "--collector", "stepped", "--grace-period", "0"]
+ENDLESS = [*TINY, "--total-timesteps", "1000000000", "--collector", "stepped"]
 
 
 @pytest.fixture

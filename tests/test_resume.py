@@ -6,6 +6,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import threading
 import time
 from pathlib import Path
 
@@ -114,13 +115,12 @@ def signalled(monkeypatch, signum: int, at: int) -> None:
     monkeypatch.setattr(Learner, "update", signalling)
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_waits_for_a_checkpoint_that_is_near(signum, whole, tmp_path, monkeypatch):
+def test_sigusr1_waits_for_a_checkpoint_that_is_near(whole, tmp_path, monkeypatch):
     run = tmp_path / "run"
     with monkeypatch.context() as patch:
-        signalled(patch, signum, at=10)
+        signalled(patch, signal.SIGUSR1, at=10)
         ended = command(*KINDS["ppo"], "--run-dir", run)
-    assert ended.code == 128 + signum
+    assert ended.code == 128 + signal.SIGUSR1
     assert "ending after the checkpoint of update 14" in ended.out + ended.err
     assert read_result(run)["status"] == "interrupted" and read_result(run)["update"] == 14
     assert "goes on after update 14\n" in ended.out
@@ -128,8 +128,8 @@ def test_a_signal_waits_for_a_checkpoint_that_is_near(signum, whole, tmp_path, m
     assert_same_run(run, whole("ppo"))
 
 
-@pytest.mark.parametrize("signum, grace", [(signal.SIGTERM, "0"), (signal.SIGINT, "60")])
-def test_a_signal_without_grace_ends_the_run_at_once(signum, grace, whole, tmp_path, monkeypatch):
+@pytest.mark.parametrize("signum, grace", [(signal.SIGUSR1, "0"), (signal.SIGTERM, "60"), (signal.SIGINT, "60")])
+def test_other_signals_end_the_run_at_once(signum, grace, whole, tmp_path, monkeypatch):
     run = tmp_path / "run"
     with monkeypatch.context() as patch:
         signalled(patch, signum, at=10)
@@ -248,20 +248,21 @@ def test_numbers_that_are_not_finite_end_the_run(tmp_path):
 
 
 def test_a_stall_shows_where_each_thread_stands_and_ends_the_run(tmp_path, monkeypatch, capfd):
-    collect, calls = SteppedCollector.__call__, []
+    collect, calls, release = SteppedCollector.__call__, [], threading.Event()
 
     def hanging(self, *args):
         calls.append(self)
         if len(calls) == 9:
-            time.sleep(30)
+            release.wait(60)
         return collect(self, *args)
 
     monkeypatch.setattr(SteppedCollector, "__call__", hanging)
     start = time.monotonic()
     ended = command(*KINDS["ppo"], "--stall-timeout", "2", "--run-dir", tmp_path / "run")
+    release.set()
     assert ended.code == 1 and time.monotonic() - start < 20
     assert "no update for 2 s after update" in ended.err
-    assert "thread 'actor 0'" in ended.err and "thread 'learner'" in ended.err and "time.sleep(30)" in ended.err
+    assert "thread 'actor 0'" in ended.err and "thread 'learner'" in ended.err and "release.wait(60)" in ended.err
     assert re.search(r"queue 'rollouts of actor \d': [01] of 1", ended.err)
 
 

@@ -195,7 +195,7 @@ class Training:
     stall_timeout: float = float("inf")
     """seconds without an update after which the run ends"""
     grace_period: float = 0.0
-    """seconds that a signal leaves to reach the next checkpoint"""
+    """seconds that SIGUSR1 leaves to reach the next checkpoint"""
     stop_on_nonfinite: bool = True
     """whether a loss or gradient that is not finite ends the run"""
     after_update: Callable[[int, int, PyTree], None] | None = None
@@ -275,6 +275,7 @@ def learn(
 
     if saved and schedule.first <= schedule.last and schedule.policy_version(schedule.first) == saved.update:
         publish(saved.update, saved.older_params)  # the rollout that was under way while update `saved.update` ran
+    unchecked: tuple[int, dict[str, Any]] = (0, {})
     timed_from, timed_steps = clock(), 0
     last_log, steps_at_last_log = clock(), statistics.global_step
     for update in range(schedule.first, schedule.last + 1):
@@ -304,9 +305,11 @@ def learn(
         jax.block_until_ready(state)
         stop.check()
         statistics.learner_update += clock() - before
-        if training.stop_on_nonfinite:
-            metrics = jax.device_get(metrics)
-            check_finite(update, metrics, progress.saved_update)
+        if training.stop_on_nonfinite:  # an update late, when its numbers have arrived; before saving, at once
+            jax.tree.map(lambda x: x.copy_to_host_async(), metrics)
+            for number, numbers in [unchecked, (update, metrics)] if saving or update == schedule.last else [unchecked]:
+                check_finite(number, numbers, progress.saved_update)
+            unchecked = update, metrics
         progress.state, progress.update, progress.lag = state, update, lag
         if training.after_update is not None:
             steps_so_far = statistics.global_step + statistics.new_steps * training.devices.num_processes
@@ -402,9 +405,11 @@ def check_finite(update: int, metrics: dict[str, Any], saved_update: int) -> Non
         Failure: one is not.
     """
     for name, value in metrics.items():
-        if name.startswith("losses/") and name not in MAY_BE_NAN and not np.isfinite(value).all():
+        if name.startswith("losses/") and name not in MAY_BE_NAN and not np.isfinite(np.asarray(value)).all():
             where = (
-                f"the checkpoint of update {saved_update} is the last good one" if saved_update else "none was saved"
+                f"the checkpoint of update {saved_update} is the last good one"
+                if saved_update
+                else "there is no checkpoint yet"
             )
             raise Failure(
                 f"update {update}: {name} is {float(value)}, which is not a finite number; {where}. Try a smaller "
@@ -439,12 +444,12 @@ def hear_signals(asked: Callable[[int], None]) -> Iterator[None]:
 
 
 def end_by_signal(signum: int, training: Training, progress: Progress, stop: Stop, say: Callable[[str], None]) -> None:
-    """End the run after the next checkpoint, if that is near enough, else at once.  Ctrl-C never waits.
+    """End the run: at once, or on SIGUSR1, the warning of a cluster, after the next checkpoint if that is near enough.
 
     Emulators cannot be saved, so only a checkpoint's boundary resumes exactly: what was done since is repeated.
     """
     error = Interrupted(signum)
-    grace = training.grace_period if signum != signal.SIGINT and progress.ending is None else 0.0
+    grace = training.grace_period if signum == signal.SIGUSR1 and progress.ending is None else 0.0
     ahead = training.schedule.next_checkpoint(progress.update) - progress.update
     seconds = ahead * progress.update_seconds if progress.update_seconds is not None else float("inf")
     if training.checkpoints is not None and seconds < grace:
@@ -518,7 +523,7 @@ def run_training(
             stop(peers.explain(error) if peers else error)
 
     def asked(signum: int) -> None:
-        if peers and not peers.is_first and signum != signal.SIGINT:
+        if peers and not peers.is_first and signum == signal.SIGUSR1:
             peers.ask(signum)  # one must decide for all; should it not answer, this process ends by itself
             stop.wait(training.grace_period + GRACE_SECONDS)
         end_by_signal(signum, training, progress, stop, display.say)
