@@ -142,13 +142,14 @@ def test_a_node_that_cannot_be_reached_fails_the_job_and_is_named(cluster, here)
     lost = cluster.nodes[1]
     cluster.stop_node(lost)
     try:
-        job = submit(cluster, here, "nodes", "--no-requeue", "ppo", *SHORT, "--run-dir", "r")
-        assert cluster.wait(job) == "FAILED"
+        job = submit(cluster, here, "nodes", "ppo", *SHORT, "--run-dir", "r")
+        wait_for(lambda: (here / f"slurm-{job}.out").exists() and "failed with" in log(here, job), 60, "message")
         said = log(here, job)
-        assert lost in said and f"on {','.join(cluster.nodes)}; the reason stands above" in said
+        assert f"failed on node {lost}: Communication connection failure" in said
+        assert f"on {','.join(cluster.nodes)}; the reason stands above" in said
     finally:
-        cluster.start_node(lost)
-        wait_for(lambda: cluster.said("sinfo", "-h", "-n", lost, "-o", "%t") == "idle", 60, "node that came back")
+        cluster.start_node(lost)  # until then Slurm waits to hear from it that the job is over
+    assert cluster.wait(job, 60) == "FAILED"
 
 
 def test_settings_are_asked_for_where_the_template_has_a_line_for_them(here, monkeypatch):
