@@ -49,6 +49,8 @@ class Flags:
 
 def plot_command(argv: list[str]) -> tuple[int, bool]:
     """`cleanba plot` -> exit code 0, and False as no thread is stuck."""
+    import matplotlib
+
     flags = tyro.cli(Flags, args=argv, prog="cleanba plot")
     groups = group(load(flags.runs))
     over_games = aggregates(groups)
@@ -59,10 +61,12 @@ def plot_command(argv: list[str]) -> tuple[int, bool]:
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         named(".md").write_text(text)
-        written = [named(".md"), *save(draw_curves(groups, "steps"), out)]
-        written += save(draw_curves(groups, "seconds"), named("_time"))
-        if over_games is not None:
-            written += save(draw_aggregates(over_games), named("_aggregates"))
+        written = [named(".md")]
+        with matplotlib.rc_context({"text.parse_math": False}):  # names may hold a $
+            written += save(draw_curves(groups, "steps"), out)
+            written += save(draw_curves(groups, "seconds"), named("_time"))
+            if over_games is not None:
+                written += save(draw_aggregates(over_games), named("_aggregates"))
     except OSError as error:
         raise UsageError(f"--out {out} cannot be written: {error.strerror}; choose another place") from None
     print("\n".join(f"wrote {path}" for path in written))

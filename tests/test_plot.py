@@ -198,8 +198,8 @@ def test_one_run(tmp_path):
     assert looks_drawn(tmp_path / "figures/curves.png") and looks_drawn(tmp_path / "figures/curves_time.png")
 
 
-def test_one_log_point_is_drawn(tmp_path):
-    run = write_run(tmp_path / "run", env_id="CartPole-v1", returns=(20.0,))
+def test_one_log_point_and_strange_names_are_drawn(tmp_path):
+    run = write_run(tmp_path / "run", env_id="Cart$Pole^{-v1", returns=(20.0,), env_options=["a=$_{", "b"])
     assert command("plot", run, "--out", tmp_path / "curves").code == 0
     assert looks_drawn(tmp_path / "curves.png")
 

@@ -25,7 +25,7 @@ def write_run(folder: Path, rows: int = 40, **result) -> Path:
     config = {
         "experiment": {
             "algorithm": "ppo",
-            "env_id": "CartPole-v1",
+            "env_id": "CartPole<i>-v1",
             "seed": 3,
             "total_timesteps": 123_456,
             "hiddens": [64, 32],
@@ -118,7 +118,7 @@ def test_the_page_has_every_part(full):
     text, page = page_of(full)
     words = " ".join(page.words)
     for expected in (
-        *("ppo on CartPole-v1, seed 3", "failed", "40,000 of 123,456", "Learning", "Evaluation", "321.5"),
+        *("ppo on CartPole<i>-v1, seed 3", "failed", "40,000 of 123,456", "Learning", "Evaluation", "321.5"),
         *(
             "last 100 episodes",
             "evaluation",
