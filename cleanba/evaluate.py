@@ -28,7 +28,7 @@ class Eval:
     """Play complete episodes with a run's trained agent, and say what they returned."""
 
     run_dir: tyro.conf.Positional[str]
-    """directory of the run; it may still be training"""
+    """directory of the run, which may still be training; or hf://user/repository for an uploaded one"""
     episodes: int = 30
     """complete episodes to play"""
     checkpoint: str = "last"
@@ -252,6 +252,10 @@ def eval_command(argv: list[str]) -> tuple[int, bool]:
     require(options.episodes >= 1, f"episodes={options.episodes} must be at least 1; set --episodes")
     require(0 <= options.seed < 2**31, f"seed={options.seed} must lie in [0, 2^31); try --seed 1")
     run_dir = Path(options.run_dir)
+    if options.run_dir.startswith("hf://"):
+        from cleanba.hub import download
+
+        run_dir = download(options.run_dir)
 
     from cleanba.cli import read_recipe
     from cleanba.runtime.metrics import write_json
