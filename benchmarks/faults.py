@@ -4,6 +4,7 @@ python benchmarks/faults.py                # 32 kills or more, about a quarter o
 python benchmarks/faults.py --kills 4      # of each kind, fewer
 """
 
+import fcntl
 import json
 import os
 import random
@@ -75,12 +76,27 @@ def update_of(run: Path) -> int:
         return 0
 
 
+def held(run: Path) -> bool:
+    """Whether a process has the run's lock, which process 0 takes once all have found each other."""
+    try:
+        with open(run / ".lock") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+
+
 def torment(kind: str, kills: int, reference: dict[str, Any], run: Path, rng: random.Random) -> dict[str, Any]:
     """Kill a run `kills` times, let it finish, compare."""
     seconds, done, repeated, slowest = reference["seconds"], 0, 0, 0.0
     while done < kills:
         placement = "0 / 0" if "two processes" in kind else rng.choice(PLACEMENTS)
         processes = start(kind, run, placement)
+        if len(processes) > 1:  # one that has never joined cannot be missed by the others
+            while not held(run):
+                time.sleep(0.05)
         # From start-up, before anything is compiled, to well into the run; short enough that it does not finish.
         time.sleep(rng.uniform(0.5, 6.0 + seconds / kills))
         victim = rng.choice(processes)

@@ -15,23 +15,21 @@ import time
 from collections.abc import Callable
 from typing import Any, TextIO
 
-import jax
-import numpy as np
-
 from cleanba.errors import Failure, Interrupted
-from cleanba.runtime.placement import gather_over_processes
 
 PING_SECONDS = 1.0
 SILENCE_SECONDS = 20.0  # a process that says nothing for so long is taken for dead
 JOIN_SECONDS = 30.0  # to connect in the beginning
+KEY = "cleanba/peers"  # under which process 0 leaves its port, where JAX's processes find each other
 
 
 class Peers:
     """The other processes of this run.  Use as a context: leaving it normally says goodbye, by an exception why."""
 
     def __init__(self, on_lost: Callable[[BaseException], None]):
-        """All processes must call this at the same time.  `on_lost` is called once, in another thread,
-        after the loss has been printed.
+        """All processes must call this, after `jax.distributed.initialize` and before anything collective.
+
+        `on_lost` is called once, in another thread, after the loss has been printed.
 
         Raises:
             Failure: the processes cannot reach each other.
@@ -39,7 +37,7 @@ class Peers:
         self.on_lost = on_lost
         self.on_asked: Callable[[int], None] = lambda signum: None
         self.error: BaseException | None = None
-        self._me, self._count = jax.process_index(), jax.process_count()
+        self._me, self._count = _state().process_id, _state().num_processes
         self._lock = threading.Lock()
         self._lost = threading.Event()
         self._over = threading.Event()
@@ -52,21 +50,22 @@ class Peers:
             threading.Thread(target=self._ping, name="ping", daemon=True).start()
 
     def _connect(self) -> None:
-        token = secrets.randbits(62) if self._me == 0 else 0
-        server = socket.create_server(("", 0), backlog=self._count) if self._me == 0 else None
-        port = server.getsockname()[1] if server else 0
-        port, token = (int(x) for x in gather_over_processes(np.array([port, token], np.int64))[0])
-        hello = f"{token} {self._me}\n"
-        if server is None:
+        if self._me != 0:
+            host = _state().coordinator_address.rsplit(":", 1)[0].strip("[]")  # process 0 runs there
+            port = "unknown"
             try:
-                link = socket.create_connection((_coordinator_host(), port), timeout=JOIN_SECONDS)
-            except OSError as error:
-                raise Failure(f"process {self._me} cannot reach process 0 on port {port}: {error}") from None
-            link.sendall(hello.encode())
+                port, token = _state().client.blocking_key_value_get(KEY, int(1000 * JOIN_SECONDS)).split()
+                link = socket.create_connection((host, int(port)), timeout=JOIN_SECONDS)
+                link.sendall(f"{token} {self._me}\n".encode())
+            except (OSError, RuntimeError) as error:
+                raise Failure(f"process {self._me} cannot reach process 0 on {host}, port {port}: {error}") from None
             self._links[0], self._lines[0] = link, link.makefile()
             return
-        server.settimeout(JOIN_SECONDS)
-        with server:
+        token = secrets.token_hex(16)
+        with socket.create_server(("", 0), backlog=self._count) as server:
+            port = server.getsockname()[1]
+            _state().client.key_value_set(KEY, f"{port} {token}")
+            server.settimeout(JOIN_SECONDS)
             while len(self._links) < self._count - 1:
                 try:
                     link, _ = server.accept()
@@ -79,7 +78,7 @@ class Peers:
                         f"process {', '.join(missing)} did not connect to process 0 on port {port}; "
                         "see whether a firewall stands between the hosts"
                     ) from None
-                if len(words) == 2 and words[0] == str(token):
+                if len(words) == 2 and words[0] == token:
                     self._links[int(words[1])], self._lines[int(words[1])] = link, lines
                 else:
                     link.close()  # a stranger
@@ -165,8 +164,8 @@ class Peers:
         self._over.set()
 
 
-def _coordinator_host() -> str:
-    """Where process 0 runs: it holds JAX's coordination service."""
+def _state() -> Any:
+    """What JAX knows of the processes, without looking for devices, which all of them must do together."""
     from jax._src import distributed
 
-    return str(distributed.global_state.coordinator_address).rsplit(":", 1)[0].strip("[]")
+    return distributed.global_state
