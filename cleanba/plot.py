@@ -29,6 +29,9 @@ CAPTION = (
     "Line: mean over seeds. Band: 95% interval of that mean, from 2,000 bootstrap resamples of the seeds (none for one "
     "seed). A point is the mean return of the last 100 training episodes; no other smoothing."
 )
+MOST_NAMED = 12  # variants with a colour and a name of their own; more could not be told apart
+OTHERS = " Grey: the other {} variants, which rank lower; the table has them all."
+GREY = {"color": "0.72", "linestyle": "-", "marker": ""}
 EARLY = " ✕: a run ended early there, and the others go on without it."
 
 # Okabe and Ito's palette, safe for colour-blind readers; styles and markers tell lines apart in black and white.
@@ -66,7 +69,7 @@ def plot_command(argv: list[str]) -> tuple[int, bool]:
             written += save(draw_curves(groups, "steps"), out)
             written += save(draw_curves(groups, "seconds"), named("_time"))
             if over_games is not None:
-                written += save(draw_aggregates(over_games), named("_aggregates"))
+                written += save(draw_aggregates(over_games, best_variants(groups)), named("_aggregates"))
     except OSError as error:
         raise UsageError(f"--out {out} cannot be written: {error.strerror}; choose another place") from None
     print("\n".join(f"wrote {path}" for path in written))
@@ -194,6 +197,20 @@ def look(i: int) -> dict[str, Any]:
     }
 
 
+def best_variants(groups: Groups) -> list[str]:
+    """Those that get a name: all, or where they are too many those that rank best over the environments."""
+    names = variants_of(groups)
+    if len(names) <= MOST_NAMED:
+        return names
+    ranks: dict[str, list[float]] = {name: [] for name in names}
+    for variants in groups.values():
+        final = {name: np.mean([c.returns[-1] for c in curves]) for name, curves in variants.items()}
+        for i, name in enumerate(sorted(final, key=lambda name: -final[name])):
+            ranks[name].append(i / len(final))
+    best = sorted(names, key=lambda name: np.mean(ranks[name]))[:MOST_NAMED]
+    return [name for name in names if name in best]
+
+
 def grid_of(count: int) -> tuple[int, int]:
     """Rows and columns for that many panels: nearly square, with few places left over."""
     if count <= 3:
@@ -214,7 +231,7 @@ def legend_below(figure: Any, handles: Sequence[Any], caption: str) -> None:
     """What the lines are and mean, in room of their own below all panels."""
     width, height = figure.get_size_inches()
     longest = max(len(h.get_label()) for h in handles)
-    columns = max(1, min(len(handles), int(width / (0.5 + 0.075 * longest))))
+    columns = max(1, min(len(handles), int(width / (0.5 + 0.066 * longest))))
     text = textwrap.fill(caption, int(width * 18))
     for_text = 0.08 + 0.13 * (text.count("\n") + 1)
     below = for_text + 0.1 + 0.17 * math.ceil(len(handles) / columns)  # inches
@@ -233,7 +250,8 @@ def draw_curves(groups: Groups, axis: Literal["steps", "seconds"]) -> Any:
     from matplotlib.ticker import EngFormatter
 
     rows, columns = grid_of(len(groups))
-    names = variants_of(groups)
+    names = best_variants(groups)
+    others = len(variants_of(groups)) - len(names)
     many = len(groups) > 6
     width, height = (2.3, 1.75) if many else (6.4, 3.4) if len(groups) == 1 else (3.6, 2.7)
     line, marker, text = (1.0, 2.5, 6.5) if many else (1.4, 4.5, 8.5)
@@ -244,17 +262,18 @@ def draw_curves(groups: Groups, axis: Literal["steps", "seconds"]) -> Any:
     for panel, (env_id, variants) in zip(panels.flat, groups.items(), strict=False):
         longest = max(getattr(c, axis)[-1] for curves in variants.values() for c in curves)
         unit, unit_name = time_unit(longest) if axis == "seconds" else (1.0, "environment steps")
-        for name, curves in variants.items():
-            i = names.index(name)
+        for name, curves in sorted(variants.items(), key=lambda item: item[0] in names):  # those in grey lie below
             b = band(curves, axis)
             x = b.x / unit
+            if name not in names:
+                panel.plot(x, b.mean, linewidth=0.6 * line, **GREY)
+                continue
+            i = names.index(name)
             panel.plot(x, b.mean, linewidth=line, markersize=marker, markevery=(10 + 11 * i % 50, 61), **look(i))
             panel.fill_between(x, b.low, b.high, color=look(i)["color"], alpha=faint, linewidth=0)
-            for end in (getattr(c, axis)[-1] for c in curves if ends_early(c, curves)):
-                early = True
-                panel.plot(
-                    end / unit, np.interp(end, b.x, b.mean), "x", color=look(i)["color"], markersize=1.5 * marker
-                )
+            ends = np.array([getattr(c, axis)[-1] for c in curves if ends_early(c, curves)])
+            panel.plot(ends / unit, np.interp(ends, b.x, b.mean), "x", color=look(i)["color"], markersize=1.5 * marker)
+            early |= ends.size > 0
         panel.set_title(env_id, fontsize=text + 0.5)
         dress(panel, text)
         panel.set_xlim(left=0)
@@ -273,7 +292,7 @@ def draw_curves(groups: Groups, axis: Literal["steps", "seconds"]) -> Any:
         return f"{name} ({span(counts)} seed{'s' * (max(counts) > 1)})"
 
     handles = [Line2D([], [], label=label(name), markersize=4.5, **look(i)) for i, name in enumerate(names)]
-    legend_below(figure, handles, CAPTION + EARLY * early)
+    legend_below(figure, handles, CAPTION + EARLY * early + OTHERS.format(others) * (others > 0))
     return figure
 
 
@@ -284,8 +303,11 @@ def dress(panel: Any, size: float) -> None:
     panel.spines[["top", "right"]].set_visible(False)
 
 
-def draw_aggregates(over_games: Aggregates) -> Any:
-    """The aggregates with their intervals, the published systems below; under them the performance profiles."""
+def draw_aggregates(over_games: Aggregates, names: Sequence[str]) -> Any:
+    """The aggregates with their intervals, the published systems below; under them the performance profiles.
+
+    Variants that are not among `names` are grey, and have no band.
+    """
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
@@ -296,19 +318,21 @@ def draw_aggregates(over_games: Aggregates) -> Any:
     grid = figure.add_gridspec(2, 1, height_ratios=heights)
     panels = figure.add_subfigure(grid[0]).subplots(1, len(STATISTICS), sharey=True)
     profiles = figure.add_subfigure(grid[1]).subplots()
-    for i, summary in enumerate(over_games.variants.values()):
-        style = look(i)
+    names = [name for name in names if name in over_games.variants]
+    for i, (name, summary) in enumerate(over_games.variants.items()):
+        style = look(names.index(name)) if name in names else GREY
         for panel, value, low, high in zip(panels, *summary.aggregates, strict=True):
             panel.plot([low, high], [i, i], color=style["color"], linewidth=5, alpha=0.35, solid_capstyle="butt")
-            panel.plot(value, i, style["marker"], color=style["color"], markersize=6)
+            panel.plot(value, i, style["marker"] or "o", color=style["color"], markersize=6)
         value, low, high = summary.profile
         profiles.plot(over_games.taus, value, linewidth=1.4, markersize=4.5, markevery=(i * 3 % 12, 12), **style)
-        profiles.fill_between(over_games.taus, low, high, color=style["color"], alpha=0.2, linewidth=0)
+        if name in names:
+            profiles.fill_between(over_games.taus, low, high, color=style["color"], alpha=0.2, linewidth=0)
     for i, values in enumerate(over_games.systems.values(), count):
         for panel, value in zip(panels, values, strict=True):
             panel.plot(value, i, "o", markerfacecolor="none", markeredgecolor="0.35", markersize=5)
-    for panel, name in zip(panels, STATISTICS, strict=True):
-        panel.set_title(name, fontsize=9)
+    for panel, title in zip(panels, STATISTICS, strict=True):
+        panel.set_title(title, fontsize=9)
         dress(panel, 8.5)
         panel.axhline(count - 0.5, color="0.7", linewidth=0.6)
     panels[0].set_yticks(range(len(labels)), labels)
@@ -322,8 +346,8 @@ def draw_aggregates(over_games: Aggregates) -> Any:
         f"Human-normalised scores over {len(over_games.games)} Atari games, seeds per game: {seeds}. Bars and bands: "
         "95% stratified bootstrap intervals (2,000 resamples of every game's seeds). Circles: published systems after "
         "50M steps, of whose runs only the means are known. A smaller optimality gap is better."
-    )
-    handles = [Line2D([], [], label=name, markersize=4.5, **look(i)) for i, name in enumerate(over_games.variants)]
+    ) + OTHERS.format(count - len(names)) * (count > len(names))
+    handles = [Line2D([], [], label=name, markersize=4.5, **look(i)) for i, name in enumerate(names)]
     legend_below(figure, handles, caption)
     return figure
 

@@ -267,6 +267,17 @@ def test_published_medians_over_all_games_are_those_of_the_paper():
     assert medians["Cleanba PPO, 8 A100, 46 CPU"] == 1.36 and medians["moolib IMPALA, 1 A100, 10 CPU"] == 1.24
 
 
+def test_of_too_many_variants_the_best_are_named(tmp_path):
+    few = group([curve([1], [i], learning_rate=float(i)) for i in range(1, 13)])
+    assert plot.best_variants(few) == [f"learning_rate={i}" for i in range(1, 13)]
+    ranked = [curve([1, 2], [0, i], env_id=e, learning_rate=float(i)) for i in range(1, 41) for e in ("A", "B")]
+    groups = group(ranked)
+    assert plot.best_variants(groups) == [f"learning_rate={i}" for i in range(29, 41)]
+    figure = plot.draw_curves(groups, "steps")
+    assert "the other 28 variants" in " ".join(text.get_text().replace("\n", " ") for text in figure.texts)
+    assert len(figure.axes[0].get_lines()) == 28 + 2 * 12  # each of the named has its crosses, if any
+
+
 def test_lines_differ_in_more_than_colour():
     looks = [tuple(plot.look(i).values()) for i in range(56)]
     assert len(set(looks)) == 56
