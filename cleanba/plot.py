@@ -230,11 +230,15 @@ def time_unit(seconds: float) -> tuple[float, str]:
 def legend_below(figure: Any, handles: Sequence[Any], caption: str) -> None:
     """What the lines are and mean, in room of their own below all panels."""
     width, height = figure.get_size_inches()
-    longest = max(len(h.get_label()) for h in handles)
+    for handle in handles:
+        handle.set_label(textwrap.fill(handle.get_label(), int(width * 13)))
+    labels = [handle.get_label().splitlines() for handle in handles]
+    longest = max(len(line) for lines in labels for line in lines)
     columns = max(1, min(len(handles), int(width / (0.5 + 0.066 * longest))))
     text = textwrap.fill(caption, int(width * 18))
     for_text = 0.08 + 0.13 * (text.count("\n") + 1)
-    below = for_text + 0.1 + 0.17 * math.ceil(len(handles) / columns)  # inches
+    lines = math.ceil(len(handles) / columns) * max(map(len, labels))
+    below = for_text + 0.1 + 0.17 * lines  # inches
     whole = height + below
     figure.set_size_inches(width, whole)
     figure.get_layout_engine().set(rect=(0, below / whole, 1, height / whole))
@@ -311,7 +315,8 @@ def draw_aggregates(over_games: Aggregates, names: Sequence[str]) -> Any:
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
-    labels = [*over_games.variants, *over_games.systems]
+    shortened = lambda name: name if len(name) < 50 else name[:48] + " …"
+    labels = [*map(shortened, over_games.variants), *over_games.systems]
     count = len(over_games.variants)
     heights = (0.5 + 0.2 * len(labels), 2.6)
     figure = Figure(figsize=(10.5, sum(heights)), layout="constrained")

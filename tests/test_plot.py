@@ -278,6 +278,26 @@ def test_of_too_many_variants_the_best_are_named(tmp_path):
     assert len(figure.axes[0].get_lines()) == 28 + 2 * 12  # each of the named has its crosses, if any
 
 
+@pytest.mark.parametrize(
+    ("environments", "variants", "long"), [(1, 1, ""), (1, 12, ""), (2, 3, "word " * 60), (30, 12, "")]
+)
+def test_the_legend_covers_no_panel_and_stays_in_the_figure(environments, variants, long):
+    runs = [
+        curve([1, 2], [0, i + 1], env_id=f"E{e}", learning_rate=float(i), env_options=[long, str(i)])
+        for e in range(environments)
+        for i in range(variants)
+    ]
+    figure = plot.draw_curves(group(runs), "steps")
+    figure.draw_without_rendering()
+    (legend,) = figure.legends
+    texts = [*legend.get_texts(), *figure.texts]
+    boxes = [text.get_window_extent() for text in texts]
+    whole = figure.bbox
+    assert all(box.x0 >= whole.x0 and box.x1 <= whole.x1 and box.y0 >= 0 for box in boxes)
+    assert not any(box.overlaps(panel.get_tightbbox()) for box in boxes for panel in figure.axes if panel.get_visible())
+    assert not figure.texts[0].get_window_extent().overlaps(legend.get_window_extent())
+
+
 def test_lines_differ_in_more_than_colour():
     looks = [tuple(plot.look(i).values()) for i in range(56)]
     assert len(set(looks)) == 56
