@@ -279,7 +279,7 @@ def test_of_too_many_variants_the_best_are_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("environments", "variants", "long"), [(1, 1, ""), (1, 12, ""), (2, 3, "word " * 60), (30, 12, "")]
+    ("environments", "variants", "long"), [(1, 1, ""), (1, 12, ""), (2, 3, "word " * 60), (12, 4, "")]
 )
 def test_the_legend_covers_no_panel_and_stays_in_the_figure(environments, variants, long):
     runs = [
