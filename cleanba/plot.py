@@ -15,6 +15,7 @@ import tyro
 
 from cleanba.aggregates import STATISTICS, Aggregates, aggregates, published, published_systems
 from cleanba.atari_scores import human_normalised, reference
+from cleanba.config import require
 from cleanba.curves import Groups, Interval, band, ends_early, group, load, mean_interval, variants_of
 from cleanba.errors import UsageError
 
@@ -55,6 +56,7 @@ def plot_command(argv: list[str]) -> tuple[int, bool]:
     import matplotlib
 
     flags = tyro.cli(Flags, args=argv, prog="cleanba plot")
+    require(bool(flags.runs), "plot needs runs to draw; name run directories, or a folder that holds some")
     groups = group(load(flags.runs))
     over_games = aggregates(groups)
     text = tables(groups, over_games)

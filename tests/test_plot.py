@@ -172,6 +172,8 @@ def test_wrong_use_is_one_sentence(tmp_path, make, message):
     ended = command("plot", make(tmp_path), "--out", tmp_path / "curves")
     assert ended.code == 2 and message in ended.err and "Traceback" not in ended.err
     assert not (tmp_path / "curves.png").exists()
+    ended = command("plot")
+    assert ended.code == 2 and "needs runs to draw" in ended.err
 
 
 def cells(text: str, first: str) -> list[str]:
