@@ -19,7 +19,7 @@ REFERENCE = re.compile(r"`([\w/]+\.py): ([\w.]+)`")
 FLAG = re.compile(r"(?<![\w-])--(?!xla_)[a-z][a-z0-9_-]*")
 
 OTHERS = {"--help", "--version"}  # of every command
-OTHERS |= {"--logdir"}  # TensorBoard's
+OTHERS |= {"--logdir", "--nodes"}  # TensorBoard's, Slurm's
 OTHERS |= {"--local-num-envs", "--num-actor-threads", "--gradient-accumulation-steps"}  # the original Cleanba's
 OTHERS |= {"--clip-vloss", "--cuda", "--target-kl", "--torch-deterministic"}  # CleanRL's
 
