@@ -34,7 +34,8 @@ launch() {
     if [ "$code" -eq 138 ]; then # 128 + SIGUSR1: out of time, or preempted
         if [ "${SLURM_RESTART_COUNT:-0}" -lt "$MAX_RESTARTS" ]; then
             echo "cut short; job $SLURM_JOB_ID goes back into the queue and will go on from its last checkpoint"
-            scontrol requeue "$SLURM_JOB_ID" && exit "$code"
+            # Slurm ends this script; one that ended first could still be taken for a failed job.
+            scontrol requeue "$SLURM_JOB_ID" && sleep 300
         fi
         echo "cut short, and not sent back into the queue after ${SLURM_RESTART_COUNT:-0} restarts" >&2
     elif [ "$code" -ne 0 ]; then
