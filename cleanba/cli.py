@@ -238,6 +238,11 @@ def fit(recipe: Recipe, config: Config, processes: int, platform: str = "") -> t
         f"total_timesteps={e.total_timesteps} is less than one update's {e.batch_size} "
         f"({e.num_envs} environments x {e.num_steps} steps); try --total-timesteps {e.batch_size}",
     )
+    require(
+        e.num_updates < 2**31,
+        f"total_timesteps={e.total_timesteps} makes {e.num_updates} updates, more than can be counted; "
+        f"try --total-timesteps {(2**31 - 1) * e.batch_size}",
+    )
     require(config.run.log_frequency >= 1, f"log_frequency={config.run.log_frequency} must be at least 1")
     recipe.check(e, partition)
     return e, partition

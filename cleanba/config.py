@@ -177,6 +177,11 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+MOST = dict(num_envs=10**6, num_actors=10**4, num_shards=10**4, num_steps=10**6) | dict.fromkeys(
+    ("hiddens", "channels", "lstm_size"), 2**16
+)
+
+
 def _check_numbers(e: Experiment) -> None:
     for name in (
         "total_timesteps",
@@ -189,6 +194,11 @@ def _check_numbers(e: Experiment) -> None:
     ):
         value = getattr(e, name)
         require(value is None or value >= 1, f"{name}={value} must be at least 1; set {_flag(name)} to 1 or more")
+    for f in dataclasses.fields(e):  # numbers that arrays and loops can have
+        value, most = getattr(e, f.name), MOST.get(f.name, 2**31 - 1)
+        if f.name not in ("seed", "total_timesteps"):
+            for n in value if isinstance(value, tuple) else (value,):
+                require(not isinstance(n, int) or n <= most, f"{f.name}={n} is too large; it can be {most} at most")
     for name in ("learning_rate", "max_grad_norm"):
         value = getattr(e, name)
         require(0 < value < float("inf"), f"{name}={value} must be positive; set {_flag(name)} above 0")
@@ -236,7 +246,8 @@ def resolve(e: E, actor_devices: int, learner_devices: int, num_processes: int =
         return (a % shards == 0 or shards % a == 0) and e.num_envs % a == 0 and a % num_processes == 0
 
     wanted = 2 * actor_devices
-    candidates = [a for a in range(1, max(wanted, shards) + wanted + 1) if fits(a)] or [wanted]
+    reach = min(max(wanted, shards) + wanted, e.num_envs, 10_000)  # a slip of the finger must not take for ever
+    candidates = [a for a in range(1, reach + 1) if fits(a)] or [wanted]
     enough = [a for a in candidates if a >= actor_devices] or candidates
     actors = min(enough, key=lambda a: (abs(a - wanted), -a))
     return dataclasses.replace(e, num_actors=actors, num_shards=shards)

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import time
 
 import pytest
 from hypothesis import assume, given, settings
@@ -216,6 +217,19 @@ def test_what_was_asked_for_is_kept():
     assert resolve(PPO(num_shards=6), 1, 1).num_shards == 6
     assert resolve(PPO(num_actors=6), 1, 3).num_actors == 6
     assert resolve(e, 1, 1) == e  # resolved once, the placement does not matter any more
+
+
+@pytest.mark.parametrize("name", ["num_envs", "num_actors", "num_shards", "num_steps", "update_epochs", "lstm_size"])
+def test_absurd_numbers_are_refused_at_once(name):
+    start = time.monotonic()
+    with pytest.raises(UsageError, match=f"{name}=.* is too large"):
+        resolve(PPO(**{name: 10**20}), 1, 1)
+    with pytest.raises(UsageError, match="hiddens=.* is too large"):
+        resolve(PPO(hiddens=(8, 10**20)), 1, 1)
+    with pytest.raises(UsageError):  # as large as can be: still refused for not fitting, and soon
+        e = resolve(PPO(num_envs=8, num_shards=10**4), 1, 1)
+        Partition(e.num_envs, e.num_actors, e.num_shards, 1, 1)
+    assert time.monotonic() - start < 5
 
 
 def test_the_collector_is_the_faster_one_on_that_kind_of_device():
