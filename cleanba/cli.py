@@ -111,13 +111,8 @@ def train_command(recipe: Recipe, argv: list[str], default: Any = None) -> tuple
         return train(recipe, config)
     from cleanba.runtime.peers import Peers
 
-    with Peers(on_lost=leave) as peers:
+    with Peers() as peers:
         return train(recipe, config, peers)
-
-
-def leave(error: BaseException) -> None:
-    """End this process at once, because another one is gone."""
-    os._exit(128 + error.signum if isinstance(error, Interrupted) else 1)
 
 
 def resume_command(argv: list[str]) -> tuple[int, bool]:
@@ -243,7 +238,10 @@ def fit(recipe: Recipe, config: Config, processes: int, platform: str = "") -> t
         f"total_timesteps={e.total_timesteps} makes {e.num_updates} updates, more than can be counted; "
         f"try --total-timesteps {(2**31 - 1) * e.batch_size}",
     )
-    require(config.run.log_frequency >= 1, f"log_frequency={config.run.log_frequency} must be at least 1")
+    run = config.run
+    require(run.log_frequency >= 1, f"log_frequency={run.log_frequency} must be at least 1")
+    require(run.stall_timeout >= 1, f"stall_timeout={run.stall_timeout} must be at least 1 (seconds); inf means never")
+    require(0 <= run.grace_period <= 1e6, f"grace_period={run.grace_period} must lie in [0, 1e6]; 0 means at once")
     recipe.check(e, partition)
     return e, partition
 
@@ -293,13 +291,14 @@ def train(recipe: Recipe, config: Config, peers: Any = None) -> tuple[int, bool]
             opened = open_run(run_dir, recipe.name, e, config.placement, config.run)
         except (UsageError, Finished) as why:
             refusal = why
-    refused = gather_over_processes(np.array([refusal is not None])).any()
+    said = 0 if refusal is None else 1 if isinstance(refusal, Finished) else 2
+    refused = int(gather_over_processes(np.array([said])).max())
     if isinstance(refusal, Finished):
         print(f"cleanba: {refusal}")
     elif refusal is not None:
         raise refusal
     if refused:
-        return (0 if not devices.is_main or isinstance(refusal, Finished) else 2), False
+        return (0 if refused == 1 else 2), False
     checkpoints, saved = open_checkpoints(run_dir, algorithm, config.run.keep_checkpoints)
     display = Display(status, enabled=devices.is_main)
     if devices.is_main:

@@ -190,7 +190,9 @@ def plan(recipe: Recipe, common: list[str], flags: Flags, folder: Path) -> list[
             except UsageError as error:
                 raise UsageError(f"{env_id}, {variant}: {error}") from None
             if (run_dir / "config.json").exists():
-                require_same(run_dir, recipe, e, given_shards=flags.slurm is None)
+                decided_there = ["num_actors", "num_shards"] * (flags.slurm is not None)  # by a template's devices
+                decided_there += ["collector"] * (checked_parse(recipe, all_words).experiment.collector is None)
+                require_same(run_dir, recipe, e, decided_there)
             runs.append(Planned(name, env_id, variant, seed, (recipe.name, *all_words), e.num_updates))
     twice = [name for name, group in itertools.groupby(sorted(r.name for r in runs)) if len(list(group)) > 1]
     require(not twice, f"two runs would share the folder {', '.join(twice)}; write --set's values differently")
@@ -233,14 +235,13 @@ def check(recipe: Recipe, words: list[str], whole: bool) -> Experiment:
     return e
 
 
-def require_same(run_dir: Path, recipe: Recipe, e: Experiment, given_shards: bool) -> None:
-    """Raise `UsageError` if another experiment lives in the run's folder."""
+def require_same(run_dir: Path, recipe: Recipe, e: Experiment, decided_there: Sequence[str]) -> None:
+    """Raise `UsageError` if another experiment lives in the run's folder, apart from what its devices decide."""
     from cleanba.runtime.rundir import read_experiment
 
     here = {"algorithm": recipe.name, **to_json(e)}
     there = read_experiment(run_dir)
-    if not given_shards:  # a template's devices decide these
-        here |= {k: there.get(k) for k in ("num_actors", "num_shards")}
+    here |= {k: there.get(k) for k in decided_there}
     changed = differences(there, here)
     require(
         not changed,

@@ -103,6 +103,9 @@ def done(tmp_path_factory):
         ("--checkpoint-frequency -1", ["checkpoint_frequency=-1"]),
         ("--max-episode-steps 0", ["max_episode_steps=0"]),
         ("--log-frequency 0", ["log_frequency=0"]),
+        ("--stall-timeout -0.0", ["stall_timeout=-0.0", "at least 1"]),
+        ("--stall-timeout nan", ["stall_timeout=nan", "at least 1"]),
+        ("--grace-period inf", ["grace_period=inf", "lie in [0, 1e6]"]),
         # several processes
         ("--coordinator-address localhost:1", ["--coordinator-address", "--distributed"]),
         ("--num-processes 2 --process-id 0", ["--num-processes", "--process-id", "--distributed"]),

@@ -102,12 +102,12 @@ def test_another_experiment_is_refused_with_what_differs(whole):
 # -------------------------------------------------------------------------------------------------- signals
 
 
-def signalled(monkeypatch, signum: int, at: int) -> None:
+def signalled(monkeypatch, signum: int, at: int, times: int = 1) -> None:
     """Have the process hear a signal when it comes to that update."""
     update = Learner.update
 
     def signalling(self, state, blocks, number):
-        if number == at:
+        for _ in range(times if number == at else 0):
             os.kill(os.getpid(), signum)
             time.sleep(0.2)  # for the signal to be heard
         return update(self, state, blocks, number)
@@ -115,10 +115,11 @@ def signalled(monkeypatch, signum: int, at: int) -> None:
     monkeypatch.setattr(Learner, "update", signalling)
 
 
-def test_sigusr1_waits_for_a_checkpoint_that_is_near(whole, tmp_path, monkeypatch):
+@pytest.mark.parametrize("times", [1, 2])
+def test_sigusr1_waits_for_a_checkpoint_that_is_near(times, whole, tmp_path, monkeypatch):
     run = tmp_path / "run"
     with monkeypatch.context() as patch:
-        signalled(patch, signal.SIGUSR1, at=10)
+        signalled(patch, signal.SIGUSR1, at=10, times=times)
         ended = command(*KINDS["ppo"], "--run-dir", run)
     assert ended.code == 128 + signal.SIGUSR1
     assert "ending after the checkpoint of update 14" in ended.out + ended.err
@@ -225,7 +226,7 @@ def test_a_directory_that_goes_away_ends_the_run(tmp_path, monkeypatch):
 
     def removing(self, state, blocks, number):
         if number == 10:
-            shutil.rmtree(run)
+            run.rename(tmp_path / "elsewhere")  # in one step: a checkpoint is being written in it
         return update(self, state, blocks, number)
 
     monkeypatch.setattr(Learner, "update", removing)
@@ -296,14 +297,15 @@ FATES = {
 def pairs(tmp_path_factory):
     """Name -> two processes of one run; all started together, because starting takes longest."""
     started = {}
-    for name in FATES:
+    for name in (*FATES, "warned"):
         run = tmp_path_factory.mktemp(name) / "run"
         with socket.create_server(("127.0.0.1", 0)) as free:
             address = f"127.0.0.1:{free.getsockname()[1]}"
         both = []
         for i in ("0", "1"):
             words = ["ppo", *PEER_FLAGS, "--coordinator-address", address, "--num-processes", "2", "--process-id", i]
-            words += ["--collector", "stepped", "--grace-period", "0", "--run-dir", str(run)]
+            words += ["--collector", "stepped", "--run-dir", str(run)]
+            words += ["--checkpoint-frequency", "100"] if name == "warned" else ["--grace-period", "0"]
             how = ["-c", RAISING] if name == "raises" and i == "1" else ["-m", "cleanba"]
             both.append(python(*how, *words))
         started[name] = both, run
@@ -314,15 +316,31 @@ def pairs(tmp_path_factory):
             process.communicate()
 
 
+def wait_for_rows(run, is_well) -> None:
+    deadline = time.monotonic() + 120
+    while not (run / "metrics.jsonl").exists() or not read_rows(run):
+        assert time.monotonic() < deadline and is_well()
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+def test_processes_that_are_all_warned_end_at_one_checkpoint(pairs):
+    both, run = pairs["warned"]
+    wait_for_rows(run, lambda: both[0].poll() is None)
+    for process in both:
+        process.send_signal(signal.SIGUSR1)
+    ended = [finish(process, 40) for process in both]
+    assert [e.code for e in ended] == [128 + signal.SIGUSR1] * 2, ended
+    assert "ending after the checkpoint of update" in ended[0].out
+    assert read_result(run)["update"] % 100 == 0 and steps(run)[-1] == read_result(run)["update"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("fate", FATES)
 def test_the_others_notice_when_a_process_is(fate, pairs):
     (first, second), run = pairs[fate]
     signum, words, limit, code = FATES[fate]
-    deadline = time.monotonic() + 120
-    while not (run / "metrics.jsonl").exists() or not read_rows(run):
-        assert time.monotonic() < deadline and (first.poll() is None or signum is None)
-        time.sleep(0.1)
+    wait_for_rows(run, lambda: first.poll() is None or signum is None)
     if signum is not None:
         second.send_signal(signum)
     ended = finish(first, limit)

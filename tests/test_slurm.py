@@ -1,6 +1,7 @@
 """The templates of slurm/ and `cleanba sweep --slurm`, on a real Slurm with two nodes (tests/cluster.py)."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -95,15 +96,23 @@ def saved(run_dir: Path) -> bool:
 @pytest.mark.slow
 def test_a_job_that_was_requeued_or_signalled_ends_in_the_same_bits(cluster, here, undisturbed):
     """One is requeued by hand; the other, of two nodes, hears SIGUSR1, as before its time limit, and comes back."""
-    by_hand = submit(cluster, here, "one-gpu", "ppo", *LONG)  # in its default directory
-    signalled = submit(cluster, here, "cpu", "ppo", *LONG, "--run-dir", "signalled")
-    run_dir = {by_hand: here / "runs" / f"Catch-v0__ppo__1__job{by_hand}", signalled: here / "signalled"}
-    for job, cut in ((by_hand, ("scontrol", "requeue")), (signalled, ("scancel", "--signal=USR1"))):
-        wait_for(lambda job=job: saved(run_dir[job]), 90, "checkpoint")
+
+    def disturb(job: str, run_dir: Path, *cut: str) -> None:
+        wait_for(lambda: saved(run_dir), 90, "checkpoint")
         assert cluster.run(*cut, job).returncode == 0
-        wait_for(lambda job=job: cluster.state(job).get("JobState") == "PENDING", 60, "requeued job")
+        wait_for(lambda: cluster.state(job).get("JobState") == "PENDING", 60, f"requeued job: {cluster.state(job)}")
+        time.sleep(2)  # within a second of its end, a node would not take the job again
         cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")  # Slurm would wait for two minutes
+
+    by_hand = submit(cluster, here, "one-gpu", "ppo", *LONG)  # in its default directory
+    run_dir = {by_hand: here / "runs" / f"Catch-v0__ppo__1__job{by_hand}"}
+    disturb(by_hand, run_dir[by_hand], "scontrol", "requeue")
+    signalled = submit(cluster, here, "cpu", "ppo", *LONG, "--run-dir", "signalled")  # neither may end meanwhile
+    run_dir[signalled] = here / "signalled"
+    disturb(signalled, run_dir[signalled], "scancel", "--signal=USR1")
     assert "goes back into the queue" in log(here, signalled)
+    # Both tasks heard it, and one from the other, too: they go to the checkpoint all the same.
+    assert re.search(r"ending after the checkpoint of update (\d+),(.|\n)*goes on after update \1\n", log(here, signalled))
     for job, directory in run_dir.items():
         assert cluster.wait(job) == "COMPLETED", log(here, job)
         assert cluster.state(job)["Restarts"] == "1"

@@ -7,6 +7,7 @@ the process died, silence that its host did or that it was stopped.  Process 0 t
 
 import contextlib
 import json
+import os
 import secrets
 import socket
 import sys
@@ -20,21 +21,23 @@ from cleanba.errors import Failure, Interrupted
 PING_SECONDS = 1.0
 SILENCE_SECONDS = 20.0  # a process that says nothing for so long is taken for dead
 JOIN_SECONDS = 30.0  # to connect in the beginning
+LEAVE_SECONDS = 10.0  # that process 0 waits for the others to end, when not all is well
 KEY = "cleanba/peers"  # under which process 0 leaves its port, where JAX's processes find each other
 
 
 class Peers:
     """The other processes of this run.  Use as a context: leaving it normally says goodbye, by an exception why."""
 
-    def __init__(self, on_lost: Callable[[BaseException], None]):
+    def __init__(self) -> None:
         """All processes must call this, after `jax.distributed.initialize` and before anything collective.
 
-        `on_lost` is called once, in another thread, after the loss has been printed.
+        `on_lost` is called once, in another thread, after the loss has been printed; until it is set, the process
+        ends at once.
 
         Raises:
             Failure: the processes cannot reach each other.
         """
-        self.on_lost = on_lost
+        self.on_lost: Callable[[BaseException], None] = self._leave
         self.on_asked: Callable[[int], None] = lambda signum: None
         self.error: BaseException | None = None
         self._me, self._count = _state().process_id, _state().num_processes
@@ -43,10 +46,14 @@ class Peers:
         self._over = threading.Event()
         self._links: dict[int, socket.socket] = {}
         self._lines: dict[int, TextIO] = {}
+        self._polite: set[int] = set()  # who said goodbye
+        self._listeners: dict[int, threading.Thread] = {}
         if self._count > 1:
             self._connect()
             for peer in self._links:
-                threading.Thread(target=self._listen, args=(peer,), name=f"process {peer}", daemon=True).start()
+                listener = threading.Thread(target=self._listen, args=(peer,), name=f"process {peer}", daemon=True)
+                self._listeners[peer] = listener
+                listener.start()
             threading.Thread(target=self._ping, name="ping", daemon=True).start()
 
     def _connect(self) -> None:
@@ -101,18 +108,18 @@ class Peers:
             for line in self._lines[peer]:
                 message = json.loads(line)
                 if message.get("bye"):
-                    return
+                    self._polite.add(peer)
                 if "asked" in message:
                     threading.Thread(target=self.on_asked, args=(message["asked"],), daemon=True).start()
                 if "lost" in message:
                     self._lose(message, peer)
-                    return
             why = "died"
         except TimeoutError:
             why = f"said nothing for {SILENCE_SECONDS:.0f} s: it was stopped, or its host is gone"
         except (OSError, ValueError):
             why = "died"
-        self._lose({"lost": peer, "why": why}, peer)
+        if peer not in self._polite:
+            self._lose({"lost": peer, "why": why}, peer)
 
     def _lose(self, message: dict[str, Any], heard_from: int) -> None:
         """The first loss counts; what follows is its consequence."""
@@ -153,6 +160,19 @@ class Peers:
                 pass
         return self.error or error
 
+    def _see_off(self) -> None:
+        """Have process 0 end last: JAX aborts the others when it ends, and their exit codes would be lost."""
+        deadline = time.monotonic() + LEAVE_SECONDS
+        for peer, listener in self._listeners.items():
+            if self.is_first and listener is not threading.current_thread():
+                # Who said goodbye either ends now, or waits for process 0 as JAX's processes do when all is well.
+                listener.join(1.0 if peer in self._polite else max(0.0, deadline - time.monotonic()))
+
+    def _leave(self, error: BaseException) -> None:
+        """End this process at once, because another one is gone."""
+        self._see_off()
+        os._exit(128 + error.signum if isinstance(error, Interrupted) else 1)
+
     def __enter__(self) -> "Peers":
         return self
 
@@ -162,6 +182,8 @@ class Peers:
         else:
             self._say({"bye": True})
         self._over.set()
+        if self._lost.is_set():
+            self._see_off()
 
 
 def _state() -> Any:

@@ -446,10 +446,13 @@ def hear_signals(asked: Callable[[int], None]) -> Iterator[None]:
 def end_by_signal(signum: int, training: Training, progress: Progress, stop: Stop, say: Callable[[str], None]) -> None:
     """End the run: at once, or on SIGUSR1, the warning of a cluster, after the next checkpoint if that is near enough.
 
-    Emulators cannot be saved, so only a checkpoint's boundary resumes exactly: what was done since is repeated.
+    Emulators cannot be saved, so only a checkpoint's boundary resumes exactly: what was done since is repeated.  A
+    cluster warns every process, and a process may hear it from another first: further SIGUSR1 change nothing.
     """
     error = Interrupted(signum)
-    grace = training.grace_period if signum == signal.SIGUSR1 and progress.ending is None else 0.0
+    if signum == signal.SIGUSR1 and progress.ending is not None:
+        return
+    grace = training.grace_period if signum == signal.SIGUSR1 else 0.0
     ahead = training.schedule.next_checkpoint(progress.update) - progress.update
     seconds = ahead * progress.update_seconds if progress.update_seconds is not None else float("inf")
     if training.checkpoints is not None and seconds < grace:
@@ -524,8 +527,9 @@ def run_training(
 
     def asked(signum: int) -> None:
         if peers and not peers.is_first and signum == signal.SIGUSR1:
-            peers.ask(signum)  # one must decide for all; should it not answer, this process ends by itself
+            peers.ask(signum)  # one must decide for all
             stop.wait(training.grace_period + GRACE_SECONDS)
+            return stop(Interrupted(signum))  # should it not answer, this process ends by itself
         end_by_signal(signum, training, progress, stop, display.say)
 
     threads: list[threading.Thread] = []
