@@ -316,9 +316,9 @@ def pairs(tmp_path_factory):
             process.communicate()
 
 
-def wait_for_rows(run, is_well) -> None:
+def wait_for_rows(run, count, is_well) -> None:
     deadline = time.monotonic() + 120
-    while not (run / "metrics.jsonl").exists() or not read_rows(run):
+    while not (run / "metrics.jsonl").exists() or len(read_rows(run)) < count:
         assert time.monotonic() < deadline and is_well()
         time.sleep(0.1)
 
@@ -326,7 +326,7 @@ def wait_for_rows(run, is_well) -> None:
 @pytest.mark.slow
 def test_processes_that_are_all_warned_end_at_one_checkpoint(pairs):
     both, run = pairs["warned"]
-    wait_for_rows(run, lambda: both[0].poll() is None)
+    wait_for_rows(run, 4, lambda: both[0].poll() is None)  # by then it knows how long an update takes
     for process in both:
         process.send_signal(signal.SIGUSR1)
     ended = [finish(process, 40) for process in both]
@@ -340,7 +340,7 @@ def test_processes_that_are_all_warned_end_at_one_checkpoint(pairs):
 def test_the_others_notice_when_a_process_is(fate, pairs):
     (first, second), run = pairs[fate]
     signum, words, limit, code = FATES[fate]
-    wait_for_rows(run, lambda: first.poll() is None or signum is None)
+    wait_for_rows(run, 1, lambda: first.poll() is None or signum is None)
     if signum is not None:
         second.send_signal(signum)
     ended = finish(first, limit)
