@@ -305,7 +305,7 @@ def pairs(tmp_path_factory):
         for i in ("0", "1"):
             words = ["ppo", *PEER_FLAGS, "--coordinator-address", address, "--num-processes", "2", "--process-id", i]
             words += ["--collector", "stepped", "--run-dir", str(run)]
-            words += ["--checkpoint-frequency", "100"] if name == "warned" else ["--grace-period", "0"]
+            words += ["--checkpoint-frequency", "25"] if name == "warned" else ["--grace-period", "0"]
             how = ["-c", RAISING] if name == "raises" and i == "1" else ["-m", "cleanba"]
             both.append(python(*how, *words))
         started[name] = both, run
@@ -332,7 +332,7 @@ def test_processes_that_are_all_warned_end_at_one_checkpoint(pairs):
     ended = [finish(process, 40) for process in both]
     assert [e.code for e in ended] == [128 + signal.SIGUSR1] * 2, ended
     assert "ending after the checkpoint of update" in ended[0].out
-    assert read_result(run)["update"] % 100 == 0 and steps(run)[-1] == read_result(run)["update"]
+    assert read_result(run)["update"] % 25 == 0 and steps(run)[-1] == read_result(run)["update"]
 
 
 @pytest.mark.slow
