@@ -335,8 +335,9 @@ def train(recipe: Recipe, config: Config, peers: Any = None) -> tuple[int, bool]
             evaluations.begin(saved, history)
         outcome = run_training(training, display, status, log, peers)
         if writers is not None and outcome.error is None:
-            status.phase = "evaluating the last version"
-            display.refresh()
+            if config.run.eval_frequency:
+                status.phase = "evaluating the last version"
+                display.refresh()
             evaluations.finish(outcome.result, outcome.state)
             evaluations.log(writers, outcome.result["seconds"])
             status.phase = "training"

@@ -93,6 +93,26 @@ def collect(name: str, case: Case, actor: int = 0, device: int = 0) -> list[Coll
 once = cache(collect)
 
 
+@pytest.mark.parametrize("device", [0, 3])
+@pytest.mark.parametrize(
+    "name, compilations", [("stepped", {"step": 1, "start": 1}), ("scanned", {"scan": 2, "new_buffers": 1})]
+)
+def test_nothing_is_compiled_twice(name, compilations, device):
+    """In two rollouts, of one epoch and of the next; buffers that lie elsewhere first would be compiled for, too."""
+    compiled: list[str] = []
+
+    def listen(event: str, duration: float, **about: str) -> None:
+        if event.endswith("backend_compile_duration"):
+            compiled.append(about.get("fun_name", ""))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        collect(name, CASES["cartpole"], device=device)  # two calls a rollout, two pools of environments
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert {what: compiled.count(f"jit({what})") for what in compilations} == compilations
+
+
 @pytest.fixture(params=CASES)
 def case(request) -> Case:
     return CASES[request.param]

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import SingleDeviceSharding
 
 from cleanba.algorithm import Algorithm
 from cleanba.envs import Envs
@@ -96,7 +97,10 @@ def make_steppers(algorithm: Algorithm, num_steps: int) -> Steppers:
         rows = write((recording.obs, recording.first), num_steps, (obs, first))
         return recording._replace(obs=rows[0], first=rows[1])
 
-    return Steppers(jax.jit(start), jax.jit(step, donate_argnums=1), jax.jit(finish, donate_argnums=0))
+    # Without its unused arguments `start` would not know the actor's device, and make its buffers on the first one.
+    return Steppers(
+        jax.jit(start, keep_unused=True), jax.jit(step, donate_argnums=1), jax.jit(finish, donate_argnums=0)
+    )
 
 
 @dataclass
@@ -213,6 +217,7 @@ class ScannedCollector:
     _envs: Envs | None = None
     _state: ScanState | None = None
     _scan: Any = None
+    _new_buffers: Callable[[], tuple[Recording, Outcomes]] | None = None
     _tracker: EpisodeTracker = field(default_factory=lambda: EpisodeTracker(0))
 
     def restart(self, envs: Envs) -> None:
@@ -247,12 +252,6 @@ class ScannedCollector:
             recorded = Recording(state.obs, state.first, action, extras)
             return ScanState(handle, out.obs, terminated | truncated, state.done, carry), (recorded, outcome)
 
-        def start(params: PyTree, key: jax.Array, state: ScanState) -> tuple[Recording, Outcomes]:
-            _, (recorded, outcome) = jax.eval_shape(step, params, key, state, jnp.int32(0))
-            r = recorded
-            recording = Recording(*blank(num_steps + 1, (r.obs, r.first)), *blank(num_steps, (r.action, r.extras)))
-            return recording, blank(num_steps, outcome)
-
         def scan(params: PyTree, key: jax.Array, buffers: Any, state: ScanState, t: jax.Array) -> Any:
             def body(carried: Any, t: jax.Array) -> Any:
                 state, buffers = carried
@@ -265,10 +264,12 @@ class ScannedCollector:
             return state, (recording._replace(obs=obs, first=first), outcome)
 
         compiled_scan = jax.jit(scan, donate_argnums=2)
-        compiled_start = jax.jit(start)
 
         def run(params: PyTree, key: jax.Array, state: ScanState) -> Any:
-            buffers = compiled_start(params, key, state)
+            if self._new_buffers is None:
+                _, (r, outcome) = jax.eval_shape(step, params, key, state, np.int32(0))
+                self._new_buffers = self._make_new_buffers(r, outcome)
+            buffers = self._new_buffers()
             for t in range(0, num_steps, length):
                 self.stop.check()
                 state, buffers = compiled_scan(params, key, buffers, state, np.int32(t))
@@ -276,6 +277,16 @@ class ScannedCollector:
             return state, buffers
 
         return run
+
+    def _make_new_buffers(self, r: Recording, outcome: Outcomes) -> Callable[[], tuple[Recording, Outcomes]]:
+        """Room for a rollout of steps that look like these, the same for every pool of environments."""
+
+        def new_buffers() -> tuple[Recording, Outcomes]:
+            observed = blank(self.num_steps + 1, (r.obs, r.first))
+            return Recording(*observed, *blank(self.num_steps, (r.action, r.extras))), blank(self.num_steps, outcome)
+
+        # They must be bound to the device: others make the scan's first call another one to compile for.
+        return jax.jit(new_buffers, out_shardings=SingleDeviceSharding(self.device))
 
     def __call__(self, params: PyTree, key: jax.Array, times: Times) -> Collected:
         assert self._state is not None, "restart() comes first"
