@@ -1,6 +1,7 @@
 """The command `cleanba`: flags, errors and exit codes."""
 
 import os
+import signal
 import sys
 import time
 import traceback
@@ -47,6 +48,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         print("cleanba: interrupted", file=sys.stderr)
         code, stuck = 130, False
+    except SystemExit as end:  # tyro after --help or wrong words; rich when nobody reads, as in `cleanba ppo | head`
+        code, stuck = int(end.code or 0), False
+    except BrokenPipeError:
+        os._exit(128 + signal.SIGPIPE)
     sys.stdout.flush()
     sys.stderr.flush()
     if stuck or code:
@@ -362,7 +367,7 @@ def train(recipe: Recipe, config: Config, peers: Any = None) -> tuple[int, bool]
             saved_update = max(steps(run_dir), default=0)
             repeated = outcome.result["update"] - saved_update
             print(
-                f"the same command goes on after update {saved_update}"
+                f"`cleanba resume {run_dir}` goes on after update {saved_update}"
                 + (f" and repeats {repeated} update{'s' * (repeated != 1)}" if repeated else "")
             )
         held.close()

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import signal
 
 import jax
 import pytest
@@ -325,3 +326,14 @@ def test_python_m_cleanba_is_the_command(tmp_path):
     assert bad.err.startswith("cleanba: num_minibatches=5") and bad.err.count("\n") == 1
     assert "found no cluster" in alone.err and "--coordinator-address" in alone.err and alone.err.count("\n") == 1
     assert not run_dir.exists()
+
+
+@pytest.mark.parametrize("words", [["ppo", "--help"], ["ppo", *TINY, "--total-timesteps", "640000"]])
+def test_a_pipe_that_nobody_reads_ends_it_quietly(words, tmp_path):
+    """As `cleanba ppo | head -1` does."""
+    process = python("-m", "cleanba", *words, *(["--run-dir", tmp_path / "run"] if len(words) > 2 else []))
+    assert process.stdout is not None and process.stdout.readline()
+    process.stdout.close()
+    process.stdout = None  # for `communicate`
+    ended = finish(process, 30)
+    assert ended.code in (1, 128 + signal.SIGPIPE) and ended.err == ""
