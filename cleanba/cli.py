@@ -1,5 +1,6 @@
 """The command `cleanba`: flags, errors and exit codes."""
 
+import json
 import os
 import signal
 import sys
@@ -7,6 +8,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from hashlib import sha256
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -245,6 +247,7 @@ def fit(recipe: Recipe, config: Config, processes: int, platform: str = "") -> t
     )
     run = config.run
     require(run.log_frequency >= 1, f"log_frequency={run.log_frequency} must be at least 1")
+    require(run.keep_checkpoints >= 1, f"keep_checkpoints={run.keep_checkpoints} must be at least 1")
     require(run.stall_timeout >= 1, f"stall_timeout={run.stall_timeout} must be at least 1 (seconds); inf means never")
     require(0 <= run.grace_period <= 1e6, f"grace_period={run.grace_period} must lie in [0, 1e6]; 0 means at once")
     recipe.check(e, partition)
@@ -277,10 +280,12 @@ def train(recipe: Recipe, config: Config, peers: Any = None) -> tuple[int, bool]
     devices = find_devices(config.placement)
     processes = devices.num_processes
     e, partition = fit(recipe, config, processes, devices.platform)
+    require_same_flags({"algorithm": recipe.name, **to_json(e), "log_frequency": config.run.log_frequency})
     spec = env_spec(e)
     algorithm = recipe.make(e, spec, devices.platform)
 
-    run_dir = config.run.run_dir or Path("runs") / default_name(e, config.run)
+    now = int(gather_over_processes(np.array([int(time.time())]))[0, 0])  # process 0's clock names the run
+    run_dir = config.run.run_dir or Path("runs") / default_name(e, config.run, now)
     status = Status(f"{recipe.name} on {e.env_id}, seed {e.seed}", e.num_updates, e.num_updates * e.batch_size)
     writers: Writers | None = None
     held: Any = None
@@ -310,7 +315,9 @@ def train(recipe: Recipe, config: Config, peers: Any = None) -> tuple[int, bool]
         r = config.run
         history = rewind_logs(run_dir, saved.update if saved else 0)
         writers = Writers(run_dir, r.track, r.wandb_project_name, r.wandb_entity, opened.config, history)
-        earlier = read_json(Path(r.experiment_from) / "config.json") if r.experiment_from else opened.earlier
+        earlier = opened.earlier
+        if earlier is None and r.experiment_from:
+            earlier = read_json(Path(r.experiment_from) / "config.json")
         for warning in differing_machines(earlier, opened.config):
             display.say(f"warning: {warning}")
     kinds = jax.local_devices()[0].device_kind
@@ -385,6 +392,22 @@ def train(recipe: Recipe, config: Config, peers: Any = None) -> tuple[int, bool]
     return 1, outcome.stuck
 
 
+def require_same_flags(flags: dict[str, Any]) -> None:
+    """All processes must call this: raise `UsageError` unless they were given the same."""
+    import numpy as np
+
+    from cleanba.runtime.placement import gather_over_processes
+
+    digest = sha256(json.dumps(flags, sort_keys=True).encode()).digest()
+    digests = gather_over_processes(np.frombuffer(digest, np.uint8).astype(np.int32))
+    others = [str(i) for i, row in enumerate(digests) if (row != digests[0]).any()]
+    require(
+        not others,
+        f"process {', '.join(others)} has another experiment than process 0; give all processes the same flags, and "
+        "equally many --actor-device-ids",
+    )
+
+
 def upload(run_dir: Path, run: Run) -> bool:
     """Upload a finished run, which lies safely on disk; whether that succeeded."""
     from cleanba.hub import push
@@ -424,7 +447,9 @@ def open_checkpoints(run_dir: Path, algorithm: Any, keep: int) -> tuple[Any, Any
 
 def closing_words(run_dir: Path, result: dict[str, Any]) -> str:
     """Where the run is and how to look at it."""
-    figures = [f"{result['global_step']:,} steps", f"{time.strftime('%H:%M:%S', time.gmtime(result['seconds']))} h"]
+    from cleanba.runtime.metrics import duration
+
+    figures = [f"{result['global_step']:,} steps", f"{duration(result['seconds'])} h"]
     if result["sps"]:
         figures.insert(1, f"{result['sps']:,.0f} steps/s")
     if result["episodic_return"] is not None:

@@ -5,6 +5,7 @@ An algorithm's experiment derives from `Experiment` and adds its own hyperparame
 
 import dataclasses
 import json
+import math
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -346,7 +347,8 @@ class Partition:
 
 def to_json(config: Any) -> dict[str, Any]:
     """A frozen dataclass as JSON values."""
-    return {k: str(v) if isinstance(v, Path) else v for k, v in dataclasses.asdict(config).items()}
+    known_to_json = lambda v: not isinstance(v, Path) and not (isinstance(v, float) and not math.isfinite(v))
+    return {k: v if known_to_json(v) else str(v) for k, v in dataclasses.asdict(config).items()}
 
 
 def from_json(cls: type[Any], values: dict[str, Any]) -> Any:
@@ -362,6 +364,7 @@ def from_json(cls: type[Any], values: dict[str, Any]) -> Any:
         f"its fields differ in {', '.join(sorted(set(values) ^ set(fields)))}; repeat the flags instead",
     )
     arguments: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+    arguments |= {k: float(v) for k, v in values.items() if fields[k].type is float and isinstance(v, str)}  # "inf"
     return cls(**arguments)
 
 

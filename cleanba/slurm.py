@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cleanba.config import require
-from cleanba.errors import UsageError
+from cleanba.errors import Failure, UsageError
 
 if TYPE_CHECKING:
     from cleanba.sweep import Planned
@@ -101,26 +101,32 @@ def job_states(jobs: Iterable[str]) -> dict[str, str]:
 
     The queue knows jobs that wait, run, or ended minutes ago; older ones are looked up in the accounts, which a
     cluster may not keep.
+
+    Raises:
+        Failure: Slurm does not answer.
     """
     wanted = list(jobs)
     if not wanted:
         return {}
     states = {}
-    for line in said(["squeue", "--noheader", "--array", "--states=all", "--format=%F_%K|%T|%r"]).splitlines():
+    queue = said(["squeue", "--noheader", "--array", "--states=all", "--format=%F_%K|%T|%r"])
+    if queue is None:  # to take its jobs for gone would submit them twice
+        raise Failure("squeue did not answer, so the state of the jobs is unknown; try again where Slurm is")
+    for line in queue.splitlines():
         job, state, reason = line.strip().split("|", 2)
         states[job] = state if reason in ("None", "") or state != "PENDING" else f"{state} ({reason})"
     missing = sorted({job.partition("_")[0] for job in wanted if job not in states})
     if missing:
-        listed = said(["sacct", "-n", "-P", "-X", f"--jobs={','.join(missing)}", "--format=JobID,State"])
+        listed = said(["sacct", "-n", "-P", "-X", f"--jobs={','.join(missing)}", "--format=JobID,State"]) or ""
         rows = (line.split("|") for line in listed.splitlines() if line.count("|") == 1)
         states = {job: state for job, state in rows} | states
     return {job: states.get(job, "no longer known") for job in wanted}
 
 
-def said(command: Sequence[str]) -> str:
-    """What a command of Slurm's printed; nothing where it failed or is not there."""
+def said(command: Sequence[str]) -> str | None:
+    """What a command of Slurm's printed; None where it failed or is not there."""
     try:
         done = subprocess.run([*command], capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout if done.returncode == 0 else ""
+        return None
+    return done.stdout if done.returncode == 0 else None

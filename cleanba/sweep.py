@@ -21,7 +21,7 @@ import tyro
 from cleanba.atari_scores import table
 from cleanba.cli import RECIPES, Recipe, fit, parse
 from cleanba.config import Experiment, Placement, Run, differences, require, to_json
-from cleanba.errors import UsageError, closest_names
+from cleanba.errors import Failure, UsageError, closest_names
 
 USAGE = """cleanba sweep --env-ids ENV ... [FLAGS] -- ppo [FLAGS OF EVERY RUN]
 cleanba sweep status DIR
@@ -100,7 +100,7 @@ def sweep_command(argv: list[str]) -> tuple[int, bool]:
         for run in runs:
             print(shlex.join(["cleanba", *run.words]))
         return 0, False
-    return run_here(recipe, common, runs, folder, argv, flags), False
+    return run_here(recipe, runs, folder, argv, flags), False
 
 
 def default_name(flags: Flags, rest: Sequence[str]) -> str:
@@ -365,7 +365,9 @@ def share_devices(gpus: Sequence[str], per_run: int, workers: int | None) -> lis
 def hearing_signals() -> Iterator[list[int]]:
     """The signals that asked this process to end, as they come."""
     heard: list[int] = []
-    signals = (signal.SIGINT, signal.SIGTERM)
+    signals = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as under nohup
+        signals.append(signal.SIGHUP)
     previous = {s: signal.signal(s, lambda signum, _: heard.append(signum)) for s in signals}
     try:
         yield heard
@@ -397,7 +399,8 @@ def end_all(jobs: Sequence[Job], heard: Sequence[int]) -> None:
     running = [job for job in jobs if job.process is not None]
     for job in running:
         assert job.process is not None
-        job.process.send_signal(heard[0] if heard else signal.SIGTERM)
+        # A run knows nothing of a terminal that went away.
+        job.process.send_signal(heard[0] if heard and heard[0] != signal.SIGHUP else signal.SIGTERM)
     deadline = time.monotonic() + GRACE_SECONDS
     while any(j.process and j.process.poll() is None for j in running):
         if time.monotonic() > deadline or len(heard) > 1:
@@ -411,14 +414,12 @@ def end_all(jobs: Sequence[Job], heard: Sequence[int]) -> None:
         job.state, job.process = "interrupted", None
 
 
-def run_here(
-    recipe: Recipe, common: list[str], runs: Sequence[Planned], folder: Path, argv: Sequence[str], flags: Flags
-) -> int:
+def run_here(recipe: Recipe, runs: Sequence[Planned], folder: Path, argv: Sequence[str], flags: Flags) -> int:
     """Run what is not finished yet, several at a time.  Returns the exit code."""
     from cleanba.runtime.rundir import lock
 
-    placement = parse(recipe, common).placement
-    per_run = max((*placement.actor_device_ids, *placement.learner_device_ids)) + 1
+    placements = [parse(recipe, list(run.words[1:])).placement for run in runs]
+    per_run = 1 + max(max(*p.actor_device_ids, *p.learner_device_ids) for p in placements)
     environments = share_devices(visible_gpus(), per_run, flags.workers)
     held = lock(folder)  # two sweeps in one folder would start each run twice
     write_manifest(folder, runs, argv, {})
@@ -572,7 +573,11 @@ def status_command(argv: list[str]) -> int:
 
     folder = Path(argv[0])
     runs = read_manifest(folder)["runs"]
-    states = job_states([run["job"] for run in runs.values() if "job" in run])
+    try:
+        states = job_states([run["job"] for run in runs.values() if "job" in run])
+    except Failure as why:
+        print(f"cleanba: warning: {why}", file=sys.stderr)
+        states = {}
     table = Table("run", "state", "update", "steps/s", "return", *(("job", "Slurm") if states else ()))
     for name, run in runs.items():
         run_dir = folder / name

@@ -104,6 +104,7 @@ def done(tmp_path_factory):
         ("--checkpoint-frequency -1", ["checkpoint_frequency=-1"]),
         ("--max-episode-steps 0", ["max_episode_steps=0"]),
         ("--log-frequency 0", ["log_frequency=0"]),
+        ("--keep-checkpoints 0", ["keep_checkpoints=0", "at least 1"]),
         ("--stall-timeout -0.0", ["stall_timeout=-0.0", "at least 1"]),
         ("--stall-timeout nan", ["stall_timeout=nan", "at least 1"]),
         ("--grace-period inf", ["grace_period=inf", "lie in [0, 1e6]"]),

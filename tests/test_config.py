@@ -25,6 +25,7 @@ from cleanba.impala import IMPALA
 from cleanba.impala import check as check_impala
 from cleanba.ppo import PPO
 from cleanba.ppo import check as check_ppo
+from cleanba.runtime.metrics import finite
 
 # ---------------------------------------------------------------------------------------------- who owns what
 
@@ -324,9 +325,14 @@ def test_derived_numbers():
 # --------------------------------------------------------------------------------------------------- as a file
 
 
-@pytest.mark.parametrize("config", [Experiment(), PPO(), IMPALA(), Placement(), Run()], ids=lambda c: type(c).__name__)
+@pytest.mark.parametrize(
+    "config",
+    [Experiment(), PPO(), IMPALA(), IMPALA(rho_clip=float("inf")), Placement(), Run(), Run(stall_timeout=float("inf"))],
+    ids=lambda c: type(c).__name__,
+)
 def test_a_configuration_survives_being_written_and_read(config):
-    assert from_json(type(config), json.loads(json.dumps(to_json(config)))) == config
+    written = json.dumps(finite(to_json(config)), allow_nan=False)
+    assert from_json(type(config), json.loads(written)) == config
 
 
 @settings(max_examples=50, deadline=None)

@@ -158,6 +158,7 @@ def flip(path: Path) -> None:
     path.write_bytes(bytes(data))
 
 
+CHANGES = ("config.json", ".lock")  # when a run is started again
 DAMAGE = {
     "flipped": flip,
     "truncated": lambda path: path.write_bytes(path.read_bytes()[:10]),
@@ -177,6 +178,23 @@ def test_a_damaged_checkpoint_is_left_out_for_the_one_before(damage, whole, tmp_
     assert ended.code == 0 and "checkpoint 40 is damaged and left out" in ended.err
     assert "Traceback" not in ended.err and "going on after update 35" in ended.out
     assert_same_run(run, whole("ppo"))
+    assert (run / "damaged_checkpoints" / "40").is_dir() and steps(run) == [35, 40]
+
+
+def test_where_no_checkpoint_can_be_read_nothing_is_touched(whole, tmp_path):
+    """It may be the file system's fault, and gone tomorrow."""
+    run = tmp_path / "run"
+    shutil.copytree(whole("ppo"), run)
+    (run / "result.json").unlink()
+    for update in ("35", "40"):
+        files = [p for p in (run / "checkpoints" / update).rglob("*") if p.is_file()]
+        flip(max(files, key=lambda p: p.stat().st_size))
+    contents = lambda: {p: p.read_bytes() for p in run.rglob("*") if p.is_file() and p.name not in CHANGES}
+    before = contents()
+    ended = command("resume", run)
+    assert ended.code == 1 and "Traceback" not in ended.err
+    assert re.search("cleanba: no checkpoint in .* can be read .*remove that directory to start over", ended.err)
+    assert contents() == before
 
 
 @pytest.fixture
@@ -297,7 +315,7 @@ FATES = {
 def pairs(tmp_path_factory):
     """Name -> two processes of one run; all started together, because starting takes longest."""
     started = {}
-    for name in (*FATES, "warned"):
+    for name in (*FATES, "warned", "differ"):
         run = tmp_path_factory.mktemp(name) / "run"
         with socket.create_server(("127.0.0.1", 0)) as free:
             address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -306,6 +324,7 @@ def pairs(tmp_path_factory):
             words = ["ppo", *PEER_FLAGS, "--coordinator-address", address, "--num-processes", "2", "--process-id", i]
             words += ["--collector", "stepped", "--run-dir", str(run)]
             words += ["--checkpoint-frequency", "25"] if name == "warned" else ["--grace-period", "0"]
+            words += ["--seed", i] if name == "differ" else []
             how = ["-c", RAISING] if name == "raises" and i == "1" else ["-m", "cleanba"]
             both.append(python(*how, *words))
         started[name] = both, run
@@ -333,6 +352,14 @@ def test_processes_that_are_all_warned_end_at_one_checkpoint(pairs):
     assert [e.code for e in ended] == [128 + signal.SIGUSR1] * 2, ended
     assert "ending after the checkpoint of update" in ended[0].out
     assert read_result(run)["update"] % 25 == 0 and steps(run)[-1] == read_result(run)["update"]
+
+
+@pytest.mark.slow
+def test_processes_with_different_flags_are_refused(pairs):
+    (first, second), run = pairs["differ"]
+    ended = finish(first)
+    assert ended.code == 2 and "process 1 has another experiment than process 0" in ended.err
+    assert finish(second).code == 2 and not run.exists()
 
 
 @pytest.mark.slow

@@ -10,6 +10,8 @@ import pytest
 from launch import TINY, command, finish, python, read_result, read_rows
 from rich.console import Console
 
+from cleanba.errors import Failure
+from cleanba.slurm import job_states
 from cleanba.sweep import Board, Job, Planned, expand_sets, share_devices
 
 SHORT = [w for flag, w in zip(TINY[::2], TINY[1::2], strict=True) if flag != "--env-id" for w in (flag, w)]
@@ -115,6 +117,15 @@ def test_the_live_table_shows_every_run_that_there_is_room_for(tmp_path):
     assert "1 running, 29 waiting" in shown and "and 16 more" in shown
     (row,) = [line for line in shown.splitlines() if "run20" in line]
     assert "running" in row and "3/7" in row and "1,234" in row
+
+
+def test_jobs_whose_state_slurm_does_not_tell_are_not_taken_for_gone(tmp_path, monkeypatch):
+    """Else a controller that is busy for a minute would have everything submitted twice."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (tmp_path / "squeue").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "squeue").chmod(0o755)
+    with pytest.raises(Failure, match="squeue did not answer"):
+        job_states(["12_0"])
 
 
 def children(parent: int) -> set[int]:

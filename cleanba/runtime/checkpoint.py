@@ -160,13 +160,21 @@ class Checkpoints:
                 warnings.append(f"checkpoint {update} is damaged and left out: {reason}")
                 continue
             return Saved(update, arrays["state"], arrays["older_params"], counters), warnings
+        if warnings:  # to begin again would overwrite what may be readable tomorrow
+            raise Failure(
+                f"no checkpoint in {self._folder} can be read ({'; '.join(warnings)}); bring sound ones back, or "
+                "remove that directory to start over"
+            )
         return None, warnings
 
     def forget_after(self, update: int) -> None:
-        """Remove checkpoints newer than `update`: damaged ones, which the run is about to write again."""
+        """Put checkpoints newer than `update` aside: damaged ones, which the run is about to write again."""
+        aside = self._folder.with_name("damaged_checkpoints")
         for newer in self._manager.all_steps(read=True):
             if newer > update:
-                shutil.rmtree(self._folder / str(newer), ignore_errors=True)
+                aside.mkdir(exist_ok=True)
+                shutil.rmtree(aside / str(newer), ignore_errors=True)
+                os.replace(self._folder / str(newer), aside / str(newer))
         self._manager.reload()
 
 

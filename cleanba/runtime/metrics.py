@@ -71,7 +71,8 @@ class Status:
         return (self.total_steps - self.global_step) / self.sps_recent if self.sps_recent else math.nan
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """As 26:05:09, in hours, minutes and seconds."""
     if not math.isfinite(seconds):
         return "-"
     minutes, s = divmod(max(0, round(seconds)), 60)
@@ -96,7 +97,7 @@ def plain_line(s: Status) -> str:
         f"return {_number(s.episodic_return)}",
         f"length {_number(s.episodic_length)}",
         f"episodes {s.episodes}",
-        f"ETA {_duration(s.eta)}",
+        f"ETA {duration(s.eta)}",
     ]
     if s.bottleneck:
         parts.append(f"bottleneck: {s.bottleneck}")
@@ -110,7 +111,7 @@ def panel(s: Status) -> Panel:
     bar.add_column(justify="right")
     done = s.update / max(1, s.num_updates)
     pulse = s.phase != "training"
-    note = s.phase if pulse else f"{done:4.0%}  update {s.update}/{s.num_updates}  ETA {_duration(s.eta)}"
+    note = s.phase if pulse else f"{done:4.0%}  update {s.update}/{s.num_updates}  ETA {duration(s.eta)}"
     bar.add_row(ProgressBar(total=1.0, completed=done, pulse=pulse), note)
 
     figures = Table.grid(padding=(0, 2))

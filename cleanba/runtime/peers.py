@@ -21,6 +21,7 @@ from cleanba.errors import Failure, Interrupted
 PING_SECONDS = 1.0
 SILENCE_SECONDS = 20.0  # a process that says nothing for so long is taken for dead
 JOIN_SECONDS = 30.0  # to connect in the beginning
+GREETING_SECONDS = 5.0  # for who has connected to say who it is
 LEAVE_SECONDS = 10.0  # that process 0 waits for the others to end, when not all is well
 KEY = "cleanba/peers"  # under which process 0 leaves its port, where JAX's processes find each other
 
@@ -49,12 +50,12 @@ class Peers:
         self._polite: set[int] = set()  # who said goodbye
         self._listeners: dict[int, threading.Thread] = {}
         if self._count > 1:
+            threading.Thread(target=self._ping, name="ping", daemon=True).start()
             self._connect()
             for peer in self._links:
                 listener = threading.Thread(target=self._listen, args=(peer,), name=f"process {peer}", daemon=True)
                 self._listeners[peer] = listener
                 listener.start()
-            threading.Thread(target=self._ping, name="ping", daemon=True).start()
 
     def _connect(self) -> None:
         if self._me != 0:
@@ -66,7 +67,8 @@ class Peers:
                 link.sendall(f"{token} {self._me}\n".encode())
             except (OSError, RuntimeError) as error:
                 raise Failure(f"process {self._me} cannot reach process 0 on {host}, port {port}: {error}") from None
-            self._links[0], self._lines[0] = link, link.makefile()
+            with self._lock:
+                self._links[0], self._lines[0] = link, link.makefile()
             return
         token = secrets.token_hex(16)
         with socket.create_server(("", 0), backlog=self._count) as server:
@@ -76,17 +78,19 @@ class Peers:
             while len(self._links) < self._count - 1:
                 try:
                     link, _ = server.accept()
-                    link.settimeout(JOIN_SECONDS)
-                    lines = link.makefile()
-                    words = lines.readline().split()
                 except OSError:
                     missing = [str(i) for i in range(1, self._count) if i not in self._links]
                     raise Failure(
                         f"process {', '.join(missing)} did not connect to process 0 on port {port}; "
                         "see whether a firewall stands between the hosts"
                     ) from None
+                words, lines = [], link.makefile()
+                link.settimeout(GREETING_SECONDS)
+                with contextlib.suppress(OSError, ValueError):
+                    words = lines.readline(200).split()
                 if len(words) == 2 and words[0] == token:
-                    self._links[int(words[1])], self._lines[int(words[1])] = link, lines
+                    with self._lock:
+                        self._links[int(words[1])], self._lines[int(words[1])] = link, lines
                 else:
                     link.close()  # a stranger
 
@@ -171,6 +175,7 @@ class Peers:
     def _leave(self, error: BaseException) -> None:
         """End this process at once, because another one is gone."""
         self._see_off()
+        sys.stdout.flush()
         os._exit(128 + error.signum if isinstance(error, Interrupted) else 1)
 
     def __enter__(self) -> "Peers":
@@ -181,6 +186,11 @@ class Peers:
             self.tell(error)
         else:
             self._say({"bye": True})
+            # Process 0 may have much to finish, and JAX's processes wait for each other for five minutes only.
+            while 0 in self._listeners and self._listeners[0].is_alive() and 0 not in self._polite:
+                time.sleep(0.02)
+            if self.error is not None:
+                self._leave(self.error)
         self._over.set()
         if self._lost.is_set():
             self._see_off()

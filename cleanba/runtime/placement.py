@@ -2,6 +2,8 @@
 
 import os
 import platform
+import signal
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -75,6 +77,8 @@ def initialise(p: Placement) -> None:
     try:
         # Each process sees all its local devices; which of them act and learn is for the two id flags to say.
         jax.distributed.initialize(p.coordinator_address, p.num_processes, p.process_id)
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # JAX would note it and go on
         if "JAX_LOCAL_DEVICE_IDS" not in os.environ:  # under Slurm JAX would leave each process a single GPU
             jax.config.update("jax_cuda_visible_devices", "all")
             jax.config.update("jax_rocm_visible_devices", "all")

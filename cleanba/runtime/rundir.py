@@ -19,9 +19,9 @@ class Finished(Exception):
     """The run that was asked for is already done."""
 
 
-def default_name(e: Experiment, run: Run) -> str:
+def default_name(e: Experiment, run: Run, now: int | None = None) -> str:
     """A directory name as CleanRL's users know it; in a batch job of Slurm's one that is the same after a requeue."""
-    return f"{e.env_id.replace('/', '-')}__{run.exp_name}__{e.seed}__{batch_job() or int(time.time())}"
+    return f"{e.env_id.replace('/', '-')}__{run.exp_name}__{e.seed}__{batch_job() or now or int(time.time())}"
 
 
 def batch_job() -> str | None:
@@ -142,8 +142,15 @@ def lock(run_dir: Path) -> Any:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return file
-        except OSError:
+        except BlockingIOError:
             time.sleep(0.02)
+        except OSError as error:
+            file.close()
+            why = os.strerror(error.errno or errno.EIO)
+            raise UsageError(
+                f"{run_dir} lies on a file system that cannot lock files ({why}), so two runs there would not notice "
+                "each other; choose a --run-dir elsewhere"
+            ) from None
     file.close()
     raise UsageError(f"another process is running in {run_dir}; wait for it to end, or choose another --run-dir")
 
