@@ -178,7 +178,10 @@ def read_result(run_dir: Path) -> dict[str, Any]:
 
 
 def read_rows(run_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    whole = (
+        (run_dir / "metrics.jsonl").read_text().rpartition("\n")[0]
+    )  # of a run that is going on, the last may be cut
+    return [json.loads(line) for line in whole.splitlines()]
 
 
 def same_arrays(a: Any, b: Any) -> bool:
