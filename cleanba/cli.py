@@ -1,5 +1,6 @@
 """The command `cleanba`: flags, errors and exit codes."""
 
+import errno
 import json
 import os
 import signal
@@ -54,6 +55,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         code, stuck = int(end.code or 0), False
     except BrokenPipeError:
         os._exit(128 + signal.SIGPIPE)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        print(f"cleanba: what this prints, or writes, has no room ({error}); make room", file=sys.stderr)
+        os._exit(1)
     sys.stdout.flush()
     sys.stderr.flush()
     if stuck or code:
@@ -287,6 +293,10 @@ def train(recipe: Recipe, config: Config, peers: Any = None) -> tuple[int, bool]
     now = int(gather_over_processes(np.array([int(time.time())]))[0, 0])  # process 0's clock names the run
     run_dir = config.run.run_dir or Path("runs") / default_name(e, config.run, now)
     status = Status(f"{recipe.name} on {e.env_id}, seed {e.seed}", e.num_updates, e.num_updates * e.batch_size)
+    require(
+        run_dir != Path() or (run_dir / "config.json").exists() or not any(run_dir.iterdir()),
+        f"run_dir={str(config.run.run_dir)!r} is the current directory, which holds other files; name one for the run",
+    )
     writers: Writers | None = None
     held: Any = None
     opened: Any = None

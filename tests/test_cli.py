@@ -308,6 +308,14 @@ def test_the_defaults_are_those_of_the_original_on_atari():
     assert {name: values[name] for name in expected} == expected
 
 
+def test_a_directory_in_use_for_something_else_is_no_run_directory(tmp_path, monkeypatch):
+    """As of `--run-dir "$UNSET"`."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "thesis.tex").write_text("")
+    assert "is the current directory" in refusal("ppo", *TINY, "--run-dir", "")
+    assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
+
+
 def test_the_bare_command_lists_its_commands():
     asked, bare = command("--help"), command()
     assert (asked.code, bare.code) == (0, 2)

@@ -143,6 +143,14 @@ def test_other_signals_end_the_run_at_once(signum, grace, whole, tmp_path, monke
     assert_same_run(run, whole("ppo"))
 
 
+def test_an_interrupted_run_has_counted_its_steps_up_to_its_last_update(whole, tmp_path, monkeypatch):
+    signalled(monkeypatch, signal.SIGTERM, at=10)
+    assert command(*KINDS["ppo"], "--log-frequency", "1000", "--run-dir", tmp_path / "run").code == 143
+    result = read_result(tmp_path / "run")
+    (row,) = [row for row in read_rows(whole("ppo")) if row["update"] == result["update"]]
+    assert result["global_step"] == row["global_step"]
+
+
 def test_the_next_checkpoint():
     every, never = Schedule(1, 40, True, 7), Schedule(1, 40, True, 0)
     assert [every.next_checkpoint(u) for u in (0, 6, 7, 13, 34, 35, 39)] == [7, 7, 14, 14, 35, 40, 40]

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TextIO
 
-from cleanba.errors import Failure, Interrupted
+from cleanba.errors import Failure, Interrupted, UsageError
 
 PING_SECONDS = 1.0
 SILENCE_SECONDS = 20.0  # a process that says nothing for so long is taken for dead
@@ -132,7 +132,8 @@ class Peers:
                 return
             words = f"process {message['lost']} of {self._count} {message['why']}"
             signum = message.get("signal")
-            self.error = Interrupted(signum, f" in process {message['lost']}") if signum else Failure(words)
+            kind = UsageError if message.get("usage") else Failure
+            self.error = Interrupted(signum, f" in process {message['lost']}") if signum else kind(words)
             self._lost.set()
         # At once: when process 0 dies, JAX ends the others within a moment, with many words but without its name.
         print(f"cleanba: {self.error}", file=sys.stderr, flush=True)
@@ -153,8 +154,10 @@ class Peers:
             if self._lost.is_set() or self._over.is_set():
                 return
             self._lost.set()
-        why = f"failed: {type(error).__name__}: {error}" if not isinstance(error, Failure) else f"failed: {error}"
-        self._say({"lost": self._me, "why": why.splitlines()[0][:500], "signal": getattr(error, "signum", None)})
+        known, usage = isinstance(error, Failure | UsageError), isinstance(error, UsageError)
+        why = f"failed: {error}" if known else f"failed: {type(error).__name__}: {error}"
+        message = {"lost": self._me, "why": why.splitlines()[0][:500], "usage": usage}
+        self._say(message | {"signal": getattr(error, "signum", None)})
 
     def explain(self, error: BaseException, seconds: float = 3.0) -> BaseException:
         """The loss that lies behind an error of this process, if one becomes known soon; else the error itself."""
@@ -176,7 +179,7 @@ class Peers:
         """End this process at once, because another one is gone."""
         self._see_off()
         sys.stdout.flush()
-        os._exit(128 + error.signum if isinstance(error, Interrupted) else 1)
+        os._exit(128 + error.signum if isinstance(error, Interrupted) else 2 if isinstance(error, UsageError) else 1)
 
     def __enter__(self) -> "Peers":
         return self

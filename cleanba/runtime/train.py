@@ -166,6 +166,7 @@ class Progress:
     statistics: Statistics = field(default_factory=Statistics)
     state: PyTree = None  # None while an update has it
     update: int = 0
+    global_step: int = 0
     lag: int | None = None
     sps: float | None = None
     saved_update: int = 0  # the last update that a checkpoint holds
@@ -311,6 +312,8 @@ def learn(
                 check_finite(number, numbers, progress.saved_update)
             unchecked = update, metrics
         progress.state, progress.update, progress.lag = state, update, lag
+        if training.devices.num_processes == 1:  # the steps of others are known at log points
+            progress.global_step = status.global_step = statistics.global_step + statistics.new_steps
         if training.after_update is not None:
             steps_so_far = statistics.global_step + statistics.new_steps * training.devices.num_processes
             training.after_update(update, steps_so_far, learner.local(params_of(state)))
@@ -323,6 +326,7 @@ def learn(
             progress.update_seconds = (clock() - timed_from) / (update - schedule.first)
         if update == 1 or at_checkpoint or update % training.log_frequency == 0 or update == schedule.last:
             new_steps = statistics.gather()
+            progress.global_step = statistics.global_step
             now = clock()
             sps = (statistics.global_step - timed_steps) / (now - timed_from) if update > schedule.first else None
             if schedule.first == schedule.last:  # nothing but the first update to go by
@@ -426,12 +430,15 @@ def hear_signals(asked: Callable[[int], None]) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    heard: list[int] = []
+    first_ctrl_c = float("inf")
 
     def hear(signum: int, frame: Any) -> None:
-        if signal.SIGINT in heard and signum == signal.SIGINT:
-            os._exit(128 + signum)
-        heard.append(signum)
+        nonlocal first_ctrl_c
+        if signum == signal.SIGINT:
+            # `timeout -s INT` and others signal a process and its group: that is one Ctrl-C.
+            if time.monotonic() - first_ctrl_c > 0.2:
+                os._exit(128 + signum)
+            first_ctrl_c = min(first_ctrl_c, time.monotonic())
         # Not here: a handler runs between any two instructions, perhaps inside a lock that stopping needs.
         threading.Thread(target=asked, args=(signum,), daemon=True).start()
 
@@ -500,6 +507,10 @@ class Watchdog:
             )
 
 
+def _or_nan(x: float | None) -> float:
+    return float("nan") if x is None else x
+
+
 def run_training(
     training: Training, display: Display, status: Status, log: LogPoint, peers: Peers | None = None
 ) -> Outcome:
@@ -514,6 +525,9 @@ def run_training(
         progress.lag = training.schedule.lag(saved.update)
         status.global_step = progress.statistics.global_step
         started -= saved.counters["seconds"]
+        progress.global_step, status.episodes = progress.statistics.global_step, progress.statistics.episodes
+        status.episodic_return = _or_nan(progress.statistics.mean_return)
+        status.episodic_length = _or_nan(progress.statistics.mean_length)
     learner = Learner(training.algorithm, training.partition, devices, e.seed)
     steppers = make_steppers(training.algorithm, e.num_steps)
 
@@ -584,7 +598,7 @@ def run_training(
     result: dict[str, Any] = {
         "status": word,
         "update": progress.update,
-        "global_step": statistics.global_step,
+        "global_step": progress.global_step,
         "sps": progress.sps,
         "episodic_return": statistics.mean_return,
         "episodic_length": statistics.mean_length,
