@@ -13,11 +13,11 @@ import numpy as np
 import tyro
 from machine import save
 
-from cleanba import ppo
-from cleanba.envs import Envs, env_seed, env_spec, threads_per_actor
+from cleanba.algorithms import ppo
+from cleanba.environments.envpool import Envs, env_spec, threads_per_actor
 from cleanba.runtime.channels import Stop
 from cleanba.runtime.collect import Collector, ScannedCollector, SteppedCollector, Times, make_steppers
-from cleanba.runtime.learner import action_key
+from cleanba.seeds import action_key, env_seed
 
 
 class Setting(NamedTuple):

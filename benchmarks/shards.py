@@ -16,9 +16,9 @@ import machine
 import numpy as np
 import tyro
 
-from cleanba import ppo
+from cleanba.algorithms import ppo
 from cleanba.config import Partition, Placement
-from cleanba.envs import EnvSpec, ObsSpec
+from cleanba.environments.specs import EnvSpec, ObsSpec
 from cleanba.runtime.learner import Learner
 from cleanba.runtime.placement import find_devices
 from cleanba.runtime.train import abstract_block

@@ -17,15 +17,16 @@ import machine
 import numpy as np
 import tyro
 
-from cleanba.cli import RECIPES
 from cleanba.config import Partition, Placement, resolve
-from cleanba.envs import Envs, env_seed, env_spec, threads_per_actor
+from cleanba.environments.envpool import Envs, env_spec, threads_per_actor
+from cleanba.recipes import RECIPES
 from cleanba.runtime.channels import Stop
 from cleanba.runtime.collect import SteppedCollector, Times, make_steppers
-from cleanba.runtime.learner import Learner, action_key
+from cleanba.runtime.learner import Learner
 from cleanba.runtime.metrics import Display, Status
 from cleanba.runtime.placement import find_devices
 from cleanba.runtime.train import abstract_block, make_training, run_training
+from cleanba.seeds import action_key, env_seed
 
 
 @dataclass(frozen=True)
@@ -136,9 +137,9 @@ def main(args: Args) -> None:
 
     def whole() -> float:
         updates = max(3, round(args.seconds * 2 / seconds_per_update) + 1)
-        limited = recipe.experiment(**{**vars(e), "total_timesteps": updates * e.batch_size})
+        limited = recipe.experiment(**{**vars(e), "total_timesteps": updates * e.transitions_per_update})
         training = make_training(algorithm, limited, partition, devices, spec, log_frequency=updates)
-        status = Status("", updates, updates * e.batch_size)
+        status = Status("", updates, updates * e.transitions_per_update)
         outcome = run_training(training, Display(status, enabled=False), status, lambda *_: None)
         if outcome.error is not None:
             raise outcome.error
@@ -155,7 +156,7 @@ def main(args: Args) -> None:
     for _ in range(args.rounds):
         figures["EnvPool alone"].append(steps_per_second(env_step, len(pools), per_actor, args.seconds))
         figures["inference alone"].append(steps_per_second(infer, len(pools), per_actor, args.seconds))
-        figures["learning alone"].append(steps_per_second(learn, 1, e.batch_size, args.seconds))
+        figures["learning alone"].append(steps_per_second(learn, 1, e.transitions_per_update, args.seconds))
         figures["whole"].append(whole())
     for pool in pools:
         pool.close()

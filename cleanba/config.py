@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import tyro
 
 from cleanba.errors import UsageError, nearest
+from cleanba.files import read_json
 
 
 @dataclass(frozen=True)
@@ -84,14 +85,14 @@ class Experiment:
     """number format that the network computes in (parameters stay float32)"""
 
     @property
-    def batch_size(self) -> int:
+    def transitions_per_update(self) -> int:
         """Transitions per update."""
         return self.num_envs * self.num_steps
 
     @property
     def num_updates(self) -> int:
         """Updates in the run."""
-        return self.total_timesteps // self.batch_size
+        return self.total_timesteps // self.transitions_per_update
 
     def check_minibatches(self, size: int, what: str) -> None:
         """Raise `UsageError` unless the minibatches cut the `size` parts of a shard evenly."""
@@ -366,6 +367,18 @@ def from_json(cls: type[Any], values: dict[str, Any]) -> Any:
     arguments: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
     arguments |= {k: float(v) for k, v in values.items() if fields[k].type is float and isinstance(v, str)}  # "inf"
     return cls(**arguments)
+
+
+def read_experiment(run_dir: Path) -> dict[str, Any]:
+    """The experiment of an earlier run, with "algorithm", as its config.json has it.
+
+    Raises:
+        UsageError: there is no such run.
+    """
+    experiment = read_json(run_dir / "config.json").get("experiment")
+    if not isinstance(experiment, dict) or "algorithm" not in experiment:
+        raise UsageError(f"{run_dir}/config.json holds no experiment; name the directory of a run")
+    return experiment
 
 
 def differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:

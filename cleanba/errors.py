@@ -1,8 +1,18 @@
-"""What ends a command other than a defect in the code: each is one sentence, shown without a stack trace."""
+"""How a command ends.  What ends it other than a defect in the code is one sentence, shown without a stack trace."""
 
 import signal
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
+from typing import NamedTuple
+
+
+class Exit(NamedTuple):
+    """How a command ended."""
+
+    code: int = 0
+    """0 done, 1 failed, 2 wrong use, 128 + n ended by signal n"""
+    stuck: bool = False
+    """a thread still sits inside a long computation, so the process must leave without it"""
 
 
 class UsageError(ValueError):

@@ -19,10 +19,12 @@ import jax
 import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
 
-from cleanba import cli, ppo
+from cleanba import cli
 from cleanba.algorithm import Algorithm
+from cleanba.algorithms import ppo
 from cleanba.config import Experiment, Partition, Placement, resolve
-from cleanba.envs import EnvSpec, env_spec
+from cleanba.environments.envpool import env_spec
+from cleanba.environments.specs import EnvSpec
 from cleanba.runtime.metrics import Display, Status
 from cleanba.runtime.placement import find_devices, make_deterministic
 from cleanba.runtime.train import Training, make_training, run_training

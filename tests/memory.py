@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from cleanba.envs import EnvSpec, ObsSpec, Step
+from cleanba.environments.specs import EnvSpec, ObsSpec, Step
 
 SYMBOLS = 4
 

@@ -11,8 +11,8 @@ import sys
 
 from launch import digests
 
+from cleanba.algorithms.ppo import PPO
 from cleanba.config import Placement
-from cleanba.ppo import PPO
 from cleanba.runtime.placement import initialise, make_deterministic
 
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cleanba.algorithm import Algorithm
-from cleanba.envs import EnvSpec, ObsSpec, Step, train_reward
+from cleanba.environments.specs import EnvSpec, ObsSpec, Step, train_reward
 
 
 class Play(NamedTuple):
@@ -125,7 +125,7 @@ def mirror() -> Algorithm:
     def unused(*_):
         raise AssertionError("the mirror does not learn")
 
-    return Algorithm(unused, lambda batch: jnp.zeros(batch, jnp.int32), act, unused, unused)
+    return Algorithm(unused, lambda batch: jnp.zeros(batch, jnp.int32), act, unused, unused, unused)
 
 
 def fingerprint(params) -> jax.Array:

@@ -9,9 +9,9 @@ import jax
 import pytest
 from launch import TINY, command, finish, python, read_result
 
-from cleanba.cli import RECIPES
+from cleanba.algorithms.ppo import PPO
 from cleanba.config import to_json
-from cleanba.ppo import PPO
+from cleanba.recipes import RECIPES
 
 COMPILED: list[str] = []
 jax.monitoring.register_event_duration_secs_listener(
@@ -30,7 +30,7 @@ def accept(monkeypatch):
     def stop(*_, **__):
         raise Accepted
 
-    monkeypatch.setattr("cleanba.runtime.train.run_training", stop)
+    monkeypatch.setattr("cleanba.launch.run_training", stop)
 
     def tried(*words) -> bool:
         try:

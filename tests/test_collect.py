@@ -9,13 +9,14 @@ import jax
 import numpy as np
 import pytest
 
-from cleanba import ppo
 from cleanba.algorithm import Algorithm
-from cleanba.envs import Envs, EnvSpec, env_seed, env_spec
+from cleanba.algorithms import ppo
+from cleanba.environments.envpool import Envs, env_spec
+from cleanba.environments.specs import EnvSpec
 from cleanba.rollout import EpisodeTracker
 from cleanba.runtime.channels import Closed, Stop
 from cleanba.runtime.collect import Collected, Collector, ScannedCollector, SteppedCollector, Times, make_steppers
-from cleanba.runtime.learner import action_key
+from cleanba.seeds import action_key, env_seed
 
 COLLECTORS = ["stepped", "scanned"]
 

@@ -9,23 +9,13 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from cleanba.config import (
-    Experiment,
-    Partition,
-    Placement,
-    Run,
-    differences,
-    from_json,
-    require,
-    resolve,
-    to_json,
-)
+from cleanba.algorithms.impala import IMPALA
+from cleanba.algorithms.impala import check as check_impala
+from cleanba.algorithms.ppo import PPO
+from cleanba.algorithms.ppo import check as check_ppo
+from cleanba.config import Experiment, Partition, Placement, Run, differences, from_json, require, resolve, to_json
 from cleanba.errors import UsageError, closest_names, nearest
-from cleanba.impala import IMPALA
-from cleanba.impala import check as check_impala
-from cleanba.ppo import PPO
-from cleanba.ppo import check as check_ppo
-from cleanba.runtime.metrics import finite
+from cleanba.files import finite
 
 # ---------------------------------------------------------------------------------------------- who owns what
 
@@ -319,7 +309,7 @@ def test_require_raises_its_message_only_if_the_condition_fails():
 
 def test_derived_numbers():
     e = Experiment(total_timesteps=1000, num_envs=6, num_steps=7)
-    assert (e.batch_size, e.num_updates) == (42, 23)
+    assert (e.transitions_per_update, e.num_updates) == (42, 23)
 
 
 # --------------------------------------------------------------------------------------------------- as a file

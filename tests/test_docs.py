@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from cleanba.cli import COMMANDS, RECIPES, parse
+from cleanba.cli import COMMANDS
 from cleanba.config import Placement, Run
+from cleanba.recipes import RECIPES, parse
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("README.md")])

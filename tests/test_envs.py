@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cleanba.config import Experiment
-from cleanba.envs import Envs, EnvSpec, ObsSpec, Step, env_seed, env_spec, threads_per_actor, train_reward
+from cleanba.environments.envpool import Envs, env_spec, threads_per_actor
+from cleanba.environments.specs import EnvSpec, ObsSpec, Step, train_reward
 from cleanba.errors import UsageError
-from cleanba.runtime.learner import action_key
+from cleanba.seeds import action_key, env_seed
 
 # --------------------------------------------------------------------------------------------- seeds and keys
 

@@ -13,13 +13,16 @@ import pytest
 from launch import TINY, command, read_result, read_rows
 from scripted import Play, ScriptedEnvs, mirror, spec
 
-from cleanba import background, evaluate, listing, video
-from cleanba.atari_scores import human_normalised, reference, table
+from cleanba.agents import beside, evaluate
+from cleanba.agents import film as films
+from cleanba.agents.agent import Agent
 from cleanba.config import Experiment, Placement, Run
-from cleanba.envs import env_seed, eval_seed
+from cleanba.environments.atari_scores import human_normalised, reference, table
 from cleanba.rollout import Episode
-from cleanba.runtime.checkpoint import Saved, steps
+from cleanba.runs import listing
+from cleanba.runtime.checkpoint import Saved, updates_kept
 from cleanba.runtime.placement import find_devices
+from cleanba.seeds import env_seed, eval_seed
 
 pytestmark = pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # imageio starts ffmpeg to read a film
 
@@ -35,13 +38,13 @@ class DrawnEnvs(ScriptedEnvs):
         return np.full((30, 20, 3), 5 * self._step[env], np.uint8)
 
 
-def agent(algorithm=None, outputs=None) -> evaluate.Agent:
-    algorithm = algorithm or mirror()
+def agent(algorithm=None, inspect=None) -> Agent:
+    algorithm = (algorithm or mirror())._replace(inspect=inspect)
     act = lambda params, carry, obs, first, key, t, explore: algorithm.act(params, carry, obs, first, key, explore)[:2]
-    return evaluate.Agent(Experiment(), spec(), algorithm, jax.jit(act, static_argnums=6), outputs, {}, 3, 100)
+    return Agent(Experiment(), spec(), algorithm, jax.jit(act, static_argnums=6), {}, 3, 100)
 
 
-def play_scripts(scripts, episodes, film=None, algorithm=None, outputs=None, **common):
+def play_scripts(scripts, episodes, film=None, algorithm=None, inspect=None, **common):
     """The episodes that were played, and the environments that played them."""
     made = []
 
@@ -49,7 +52,7 @@ def play_scripts(scripts, episodes, film=None, algorithm=None, outputs=None, **c
         made.append(DrawnEnvs(seeds, 0, scripts, **common))
         return made[-1]
 
-    them = agent(algorithm, outputs)
+    them = agent(algorithm, inspect)
     return evaluate.play(them, episodes, 1, jax.devices()[0], make_envs=make, film=film), made[0]
 
 
@@ -162,13 +165,13 @@ def test_the_same_seed_plays_the_same_games(runs, name):
 
 
 def test_checkpoints_are_found_or_named(runs):
-    assert steps(runs["lstm"])[-1] == read_result(runs["lstm"])["update"]
-    first = steps(runs["lstm"])[0]
+    assert updates_kept(runs["lstm"])[-1] == read_result(runs["lstm"])["update"]
+    first = updates_kept(runs["lstm"])[0]
     assert command("eval", runs["lstm"], "--episodes", "2", "--checkpoint", first).code == 0
     assert read_eval(runs["lstm"])["update"] == first
     missing = command("eval", runs["lstm"], "--checkpoint", "7777")
     assert missing.code == 2
-    assert f"it has {', '.join(map(str, steps(runs['lstm'])))}" in missing.err
+    assert f"it has {', '.join(map(str, updates_kept(runs['lstm'])))}" in missing.err
     assert command("eval", runs["lstm"], "--checkpoint", "newest").code == 2
     assert command("eval", runs["lstm"], "--episodes", "0").code == 2
 
@@ -176,7 +179,7 @@ def test_checkpoints_are_found_or_named(runs):
 def test_a_damaged_checkpoint_is_passed_over(runs, tmp_path):
     run_dir = tmp_path / "damaged"
     shutil.copytree(runs["lstm"], run_dir)
-    older, newest = steps(run_dir)
+    older, newest = updates_kept(run_dir)
     for path in (run_dir / "checkpoints" / str(newest) / "arrays").rglob("*"):
         if path.is_file() and path.parent.name == "d":
             path.write_bytes(path.read_bytes()[:-20])
@@ -220,15 +223,13 @@ def test_human_normalised_scores():
     assert atari["human_normalised_score"] == pytest.approx(1)
 
 
-def uniform(params, obs, first, carry):
-    """Values and logits that say nothing, of a policy with two actions."""
-    from cleanba.networks.actor_critic import Output
-
-    return Output(jax.numpy.zeros((*first.shape, 2)), jax.numpy.zeros(first.shape), carry)
+def uniform(params, carry, obs, first):
+    """What there is to show of a policy with two actions that knows nothing."""
+    return {"value": jax.numpy.zeros(first.shape), "probability": jax.numpy.full((*first.shape, 2), 0.5)}
 
 
 def test_a_film_has_every_step_of_the_first_episode(tmp_path):
-    film = video.Film(tmp_path / "videos" / "film.mp4", agent(outputs=uniform))
+    film = films.Film(tmp_path / "videos" / "film.mp4", agent(inspect=uniform))
     played, _ = play_scripts([[LONG], [SHORT]], 40, film=film)
     film.close()
     assert played == play_scripts([[LONG], [SHORT]], 40)[0]
@@ -241,7 +242,7 @@ def test_a_film_has_every_step_of_the_first_episode(tmp_path):
 
 
 def test_an_episode_that_did_not_end_leaves_no_film(tmp_path):
-    film = video.Film(tmp_path / "film.mp4", agent(outputs=uniform))
+    film = films.Film(tmp_path / "film.mp4", agent(inspect=uniform))
 
     steps_left = iter(range(5))
 
@@ -251,7 +252,7 @@ def test_an_episode_that_did_not_end_leaves_no_film(tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         evaluate.play(
-            agent(outputs=uniform),
+            agent(inspect=uniform),
             1,
             1,
             jax.devices()[0],
@@ -265,16 +266,16 @@ def test_an_episode_that_did_not_end_leaves_no_film(tmp_path):
 
 def test_frames_show_stacks_numbers_and_all_actions():
     stack = np.arange(4, dtype=np.uint8)[None, :, None, None] * np.ones((1, 1, 84, 84), np.uint8) * 60
-    sheet = np.asarray(video.see(stack))
+    sheet = np.asarray(films.see(stack))
     assert [sheet[y, x, 0] for y in (80, 250) for x in (80, 250)] == [0, 60, 120, 180]  # oldest first
     colours = np.zeros((2, 6, 84, 84), np.uint8)
     colours[0, 3] = 200  # red of the second picture
-    assert np.asarray(video.see(colours))[80, 250].tolist() == [200, 0, 0]
-    assert video.see(np.zeros((2, 4), np.float32)).height == 4 * video.LINE
-    assert video.see({"a": np.zeros((1, 100)), "b": np.zeros((1, 1))}).height == 17 * video.LINE
-    policy = np.asarray(video.draw_policy(video.ATARI_ACTIONS, np.eye(18)[17], 17))
-    assert policy.shape[0] <= video.PICTURE[1]
-    assert (policy[17 * video.LINE + 10, 200] > 100).any() and (policy[10, 200] < 50).all()
+    assert np.asarray(films.see(colours))[80, 250].tolist() == [200, 0, 0]
+    assert films.see(np.zeros((2, 4), np.float32)).height == 4 * films.LINE
+    assert films.see({"a": np.zeros((1, 100)), "b": np.zeros((1, 1))}).height == 17 * films.LINE
+    policy = np.asarray(films.draw_policy(films.ATARI_ACTIONS, np.eye(18)[17], 17))
+    assert policy.shape[0] <= films.PICTURE[1]
+    assert (policy[17 * films.LINE + 10, 200] > 100).any() and (policy[10, 200] < 50).all()
 
 
 def test_environments_that_cannot_be_drawn_are_named(runs):
@@ -359,7 +360,7 @@ def test_evaluation_beside_the_training_changes_no_bit_and_keeps_the_best(tmp_pa
 def evaluations(runs, tmp_path):
     """Of a run whose agent is never played: tests put something in the place of `play`."""
     watched = evaluate.load_agent(runs["ff"], "last", "cpu")
-    made = background.Evaluations(tmp_path, Run(eval_frequency=2), watched, find_devices(Placement()))
+    made = beside.Evaluations(tmp_path, Run(eval_frequency=2), watched, find_devices(Placement()))
     yield made, watched
     made.close()
 
@@ -373,7 +374,7 @@ def test_training_does_not_wait_for_evaluation(evaluations, monkeypatch):
         assert release.wait(20)
         return [Episode(float(epoch), 1)]
 
-    monkeypatch.setattr(background, "play", slow)
+    monkeypatch.setattr(beside, "play", slow)
     for update in range(1, 8):  # 2 starts an evaluation; 4 and 6 come while it is still playing
         made.after_update(update, 10 * update, watched.params)
     assert played == [2]
@@ -391,11 +392,11 @@ def test_training_does_not_wait_for_evaluation(evaluations, monkeypatch):
 def test_the_best_stays_the_best_when_a_run_goes_on(evaluations, monkeypatch):
     made, watched = evaluations
     returns = iter([5.0, 3.0, 9.0])
-    monkeypatch.setattr(background, "play", lambda *_, **__: [Episode(next(returns), 1)])
+    monkeypatch.setattr(beside, "play", lambda *_, **__: [Episode(next(returns), 1)])
     best = lambda: evaluate.read_best(made._run_dir)["update"]
     state = type("State", (), {"params": watched.params})
     made.finish({"update": 2, "global_step": 0}, state)
-    again = background.Evaluations(made._run_dir, Run(eval_frequency=2), watched, find_devices(Placement()))
+    again = beside.Evaluations(made._run_dir, Run(eval_frequency=2), watched, find_devices(Placement()))
     saved = Saved(4, state, watched.params, {"global_step": 0})
     again.begin(saved, [{"update": 4, "eval/episodic_return": 1.0}])  # that one is known
     assert again._thread is None
@@ -410,7 +411,7 @@ def test_an_evaluation_that_fails_ends_the_run(tmp_path, monkeypatch):
     def broken(*_, **__):
         raise RuntimeError("planted in the evaluation")
 
-    monkeypatch.setattr(background, "play", broken)
+    monkeypatch.setattr(beside, "play", broken)
     ended = command("ppo", *TINY, "--eval-frequency", "1", "--run-dir", tmp_path / "run")
     assert ended.code == 1 and "planted in the evaluation" in ended.err
 

@@ -10,7 +10,7 @@ import pytest
 from launch import TINY, command, finish, python, read_result, read_rows
 from scripted import Planted
 
-from cleanba.envs import Envs
+from cleanba.environments.envpool import Envs
 from cleanba.runtime.learner import Learner
 from cleanba.runtime.metrics import Writers
 
@@ -133,7 +133,7 @@ def test_ctrl_c_before_training_ends_without_a_traceback(tmp_path, monkeypatch):
     def press(_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("cleanba.envs.env_spec", press)
+    monkeypatch.setattr("cleanba.environments.envpool.env_spec", press)
     ended = command("ppo", *ENDLESS, "--run-dir", tmp_path / "run")
     assert (ended.code, ended.err) == (130, "cleanba: interrupted\n")
 
@@ -144,7 +144,7 @@ HANGS = """
 import sys, time
 from pathlib import Path
 from cleanba import cli
-from cleanba.envs import Envs
+from cleanba.environments.envpool import Envs
 
 marker, step, count = Path(sys.argv[1]), Envs.step, 0
 

@@ -10,7 +10,7 @@ import yaml
 from fake_hub import TOKEN, fake_hub
 from launch import TINY, command, read_result
 
-from cleanba import hub
+from cleanba.agents import hub
 
 EXPERIMENT = {"algorithm": "ppo", "env_id": "Catch-v0", "seed": 7, "num_envs": 8, "env_options": []}
 DIGEST = "sha256:1234"

@@ -11,8 +11,8 @@ from jax.flatten_util import ravel_pytree
 from launch import digests, finished
 from scripted import Play, Scripts, spec
 
-from cleanba import impala
-from cleanba.envs import EnvSpec, ObsSpec
+from cleanba.algorithms import impala
+from cleanba.environments.specs import EnvSpec, ObsSpec
 from cleanba.rollout import Rollout
 
 T, B, OBS, ACTIONS = 6, 4, 3, 3

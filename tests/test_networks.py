@@ -7,7 +7,7 @@ import pytest
 from flax.linen import OptimizedLSTMCell
 
 from cleanba.config import Experiment
-from cleanba.envs import EnvSpec, ObsSpec
+from cleanba.environments.specs import EnvSpec, ObsSpec
 from cleanba.errors import UsageError
 from cleanba.networks import make_actor_critic
 from cleanba.networks.actor_critic import as_vector

@@ -11,7 +11,7 @@ import pytest
 from launch import Ended, digests, finish, python
 
 import cleanba.runtime.learner
-from cleanba.ppo import PPO
+from cleanba.algorithms.ppo import PPO
 from cleanba.runtime.collect import SteppedCollector
 from cleanba.shards import ShardAxis
 

@@ -8,10 +8,10 @@ import pytest
 from launch import command
 from PIL import Image
 
-from cleanba import plot
-from cleanba.aggregates import aggregates, published_systems, square, statistics, stratified
-from cleanba.atari_scores import human_normalised, table
-from cleanba.curves import GRID, Curve, band, find_runs, group, interval, load, read_rows, resample_means
+from cleanba.environments.atari_scores import human_normalised, table
+from cleanba.runs import plot
+from cleanba.runs.aggregates import aggregates, published_systems, square, statistics, stratified
+from cleanba.runs.curves import GRID, Curve, band, find_runs, group, interval, load, read_rows, resample_means
 
 EXPERIMENT = {
     "algorithm": "ppo",

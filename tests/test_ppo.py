@@ -10,8 +10,8 @@ import pytest
 from jax.flatten_util import ravel_pytree
 from slowly import Data, finite_difference, log_softmax, slow_gae
 
-from cleanba import ppo
-from cleanba.envs import EnvSpec, ObsSpec
+from cleanba.algorithms import ppo
+from cleanba.environments.specs import EnvSpec, ObsSpec
 from cleanba.networks.cores import LSTMCarry
 from cleanba.rollout import Rollout
 

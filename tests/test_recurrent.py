@@ -11,7 +11,7 @@ from memory import SYMBOLS, Games, MemoryEnvs
 from memory import spec as memory_spec
 from scripted import Play, ScriptedEnvs, Scripts, spec
 
-from cleanba import impala, ppo
+from cleanba.algorithms import impala, ppo
 from cleanba.networks import ActorCritic, make_actor_critic
 from cleanba.networks.cores import LSTMCarry
 from cleanba.rollout import Rollout

@@ -14,7 +14,7 @@ import pytest
 from launch import TINY, command
 from PIL import Image
 
-from cleanba import report
+from cleanba.runs import report
 
 HOSTILE = '<script>alert(1)</script><img src=x onerror=alert(2)> & "quotes" $x^2_{$ </style></svg>'
 VOID = {"meta", "br", "img", "link", "input"}

@@ -14,7 +14,7 @@ import pytest
 from launch import ROOT, TINY, command, finish, python, read_result, read_rows
 
 from cleanba.runtime import peers
-from cleanba.runtime.checkpoint import steps
+from cleanba.runtime.checkpoint import updates_kept
 from cleanba.runtime.collect import SteppedCollector
 from cleanba.runtime.learner import Learner
 from cleanba.runtime.train import Schedule
@@ -179,14 +179,14 @@ def test_a_damaged_checkpoint_is_left_out_for_the_one_before(damage, whole, tmp_
     run = tmp_path / "run"
     shutil.copytree(whole("ppo"), run)
     (run / "result.json").unlink()
-    assert steps(run) == [35, 40]
+    assert updates_kept(run) == [35, 40]
     files = [p for p in (run / "checkpoints" / "40").rglob("*") if p.is_file()]
     DAMAGE[damage](max(files, key=lambda p: p.stat().st_size))
     ended = command("resume", run)
     assert ended.code == 0 and "checkpoint 40 is damaged and left out" in ended.err
     assert "Traceback" not in ended.err and "going on after update 35" in ended.out
     assert_same_run(run, whole("ppo"))
-    assert (run / "damaged_checkpoints" / "40").is_dir() and steps(run) == [35, 40]
+    assert (run / "damaged_checkpoints" / "40").is_dir() and updates_kept(run) == [35, 40]
 
 
 def test_where_no_checkpoint_can_be_read_nothing_is_touched(whole, tmp_path):
@@ -233,7 +233,7 @@ def test_a_full_disk_ends_the_run_and_keeps_the_checkpoint_before(small_disk, wh
         ended = command(*KINDS["ppo"], "--log-frequency", "1000", "--run-dir", run)
     assert ended.code == 1 and "Traceback" not in ended.err
     assert ended.err.count("cleanba:") == 1 and re.search("No space left on device.*make room", ended.err)
-    kept = steps(run)
+    kept = updates_kept(run)
     assert kept in ([7], [7, 14])
     filler.unlink()
     ended = command("resume", run)
@@ -269,7 +269,7 @@ def test_numbers_that_are_not_finite_end_the_run(tmp_path):
     ended = command(*wild, "--run-dir", tmp_path / "stop")
     assert ended.code == 1 and "Traceback" not in ended.err
     assert re.search(r"update \d+: losses/\w+ is (nan|inf)", ended.err) and "no checkpoint yet" in ended.err
-    assert steps(tmp_path / "stop") == []
+    assert updates_kept(tmp_path / "stop") == []
     ended = command(*wild, "--on-nonfinite", "ignore", "--run-dir", tmp_path / "go")
     assert ended.code == 0, ended.err
 
@@ -359,7 +359,7 @@ def test_processes_that_are_all_warned_end_at_one_checkpoint(pairs):
     ended = [finish(process, 40) for process in both]
     assert [e.code for e in ended] == [128 + signal.SIGUSR1] * 2, ended
     assert "ending after the checkpoint of update" in ended[0].out
-    assert read_result(run)["update"] % 25 == 0 and steps(run)[-1] == read_result(run)["update"]
+    assert read_result(run)["update"] % 25 == 0 and updates_kept(run)[-1] == read_result(run)["update"]
 
 
 @pytest.mark.slow

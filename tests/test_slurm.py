@@ -12,11 +12,11 @@ import pytest
 from cluster import Cluster, wait_for, why_not
 from launch import ENVIRONMENT, ROOT, TINY, command, read_result, read_rows
 
+from cleanba.algorithms.ppo import PPO
 from cleanba.config import Run
-from cleanba.ppo import PPO
+from cleanba.runs.directory import default_run_dir
 from cleanba.runtime.placement import slurm_job
-from cleanba.runtime.rundir import default_name
-from cleanba.slurm import job_script
+from cleanba.sweeps.slurm import job_script
 
 TEMPLATES = ("one-gpu", "one-node", "tasks-per-node", "nodes", "cpu")
 # Fits 1 to 6 learners in one or two processes.
@@ -219,7 +219,7 @@ def test_an_element_of_an_array_takes_its_own_words(template, tmp_path):
 def test_a_run_in_a_batch_job_has_a_name_that_survives_a_requeue(monkeypatch):
     for name in ("ENVIRONMENT", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_ARRAY_JOB_ID"):
         monkeypatch.delenv(name, raising=False)
-    name = lambda: default_name(PPO(env_id="Pong-v5", seed=4), Run(exp_name="x"))
+    name = lambda: default_run_dir(PPO(env_id="Pong-v5", seed=4), Run(exp_name="x")).name
     assert slurm_job() is None and abs(int(name().rpartition("__")[2]) - time.time()) < 5
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     assert "job" not in name(), "two runs of an interactive job are two"

@@ -11,8 +11,8 @@ from launch import TINY, command, finish, python, read_result, read_rows
 from rich.console import Console
 
 from cleanba.errors import Failure
-from cleanba.slurm import job_states
-from cleanba.sweep import Board, Job, Planned, expand_sets, share_devices
+from cleanba.sweeps.slurm import job_states
+from cleanba.sweeps.sweep import Board, Job, Planned, expand_sets, share_devices
 
 SHORT = [w for flag, w in zip(TINY[::2], TINY[1::2], strict=True) if flag != "--env-id" for w in (flag, w)]
 ENVS = ("--env-ids", "Catch-v0", "CartPole-v1")

@@ -18,12 +18,13 @@ from scripted import Play, Scripts, mirror, spec, with_fingerprints
 import cleanba.runtime.actor
 import cleanba.runtime.learner
 import cleanba.runtime.train
-from cleanba.envs import Envs, env_seed, env_spec
-from cleanba.ppo import PPO
+from cleanba.algorithms.ppo import PPO
+from cleanba.environments.envpool import Envs, env_spec
 from cleanba.runtime.actor import Schedule
 from cleanba.runtime.channels import Stop
 from cleanba.runtime.collect import SteppedCollector, Times, make_steppers
 from cleanba.runtime.train import params_digest
+from cleanba.seeds import env_seed
 
 THREE_STEPS = (Play((1.0, 2.0, 3.0)),)  # then terminated
 TWO_STEPS = (Play((10.0, 20.0), terminated=False, truncated=True),)

@@ -72,6 +72,11 @@ class ActorCritic(nn.Module):
         log_prob, _ = log_prob_and_entropy(logits, action)
         return action, out.carry, {"log_prob": log_prob}
 
+    def inspect(self, params: PyTree, carry: PyTree, obs: PyTree, first: jax.Array) -> dict[str, jax.Array]:
+        """Obs [B, ...], first [B] -> the value [B], and the probabilities of the actions [B, A]."""
+        out = self.outputs(params, jax.tree.map(lambda o: o[None], obs), first[None], carry)
+        return {"value": out.value[0], "probability": jax.nn.softmax(out.logits[0])}
+
     def _torso(self, obs: Any) -> jax.Array:
         if self.network == "nature":
             return torsos.NatureCNN(self.hiddens, self.dtype, self.conv)(obs)

@@ -4,11 +4,11 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from cleanba.envs import Envs
+from cleanba.environments.envpool import Envs
 from cleanba.rollout import Episode, PyTree, Rollout
 from cleanba.runtime.channels import Channel, Stop
 from cleanba.runtime.collect import Collector, Times
-from cleanba.runtime.learner import action_key
+from cleanba.seeds import action_key
 
 
 class Params(NamedTuple):
@@ -48,6 +48,11 @@ class Schedule(NamedTuple):
     def epoch(self, rollout: int) -> int:
         """Environments start afresh at every checkpoint: the number of checkpoints before that rollout."""
         return (rollout - 1) // self.checkpoint_frequency if self.checkpoint_frequency else 0
+
+    def ends_epoch(self, update: int) -> bool:
+        """Whether that update is followed by a checkpoint: at the end of an epoch, and of the run."""
+        f = self.checkpoint_frequency
+        return update == self.last or (f > 0 and update % f == 0)
 
     def next_checkpoint(self, update: int) -> int:
         """The first update after `update` that is followed by a checkpoint."""

@@ -6,7 +6,6 @@ parameters one version older (which the next rollout is collected with), and wha
 """
 
 import contextlib
-import hashlib
 import json
 import logging
 import os
@@ -19,7 +18,9 @@ import jax
 import numpy as np
 
 from cleanba.errors import Failure
+from cleanba.files import write_whole
 from cleanba.rollout import PyTree
+from cleanba.runtime.digests import tree_digest
 
 COUNTERS = "counters"
 ARRAYS = "arrays"
@@ -47,16 +48,6 @@ class Saved(NamedTuple):
     """what acting needs, from before that update"""
     counters: dict[str, Any]
     """steps, episodes and seconds so far"""
-
-
-def tree_digest(tree: PyTree) -> str:
-    """SHA-256 over the bytes, shapes and types of all arrays, in the order of their paths."""
-    digest = hashlib.sha256()
-    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        x = np.asarray(leaf)
-        digest.update(f"{jax.tree_util.keystr(path)} {x.dtype} {x.shape}".encode())
-        digest.update(np.ascontiguousarray(x).tobytes())
-    return f"sha256:{digest.hexdigest()}"
 
 
 class Checkpoints:
@@ -178,7 +169,7 @@ class Checkpoints:
         self._manager.reload()
 
 
-def steps(run_dir: Path) -> list[int]:
+def updates_kept(run_dir: Path) -> list[int]:
     """The updates that a run keeps checkpoints of."""
     folder = run_dir / "checkpoints"
     return sorted(int(p.name) for p in folder.iterdir() if p.name.isdecimal()) if folder.is_dir() else []
@@ -225,9 +216,7 @@ def save_model(path: Path, params: PyTree) -> None:
     """What acting needs, in Flax's msgpack form, there whole or not at all."""
     import flax.serialization
 
-    scratch = path.with_name(path.name + ".tmp")
-    scratch.write_bytes(flax.serialization.to_bytes(jax.device_get(params)))
-    os.replace(scratch, path)
+    write_whole(path, flax.serialization.to_bytes(jax.device_get(params)))
 
 
 def read_model(path: Path, like_params: PyTree) -> PyTree:

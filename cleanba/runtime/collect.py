@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import SingleDeviceSharding
 
 from cleanba.algorithm import Algorithm
-from cleanba.envs import Envs
+from cleanba.environments.envpool import Envs
 from cleanba.rollout import Episode, EpisodeTracker, PyTree, Rollout
 from cleanba.runtime.channels import Stop
 

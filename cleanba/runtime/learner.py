@@ -11,8 +11,10 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from cleanba.algorithm import Algorithm, Metrics
 from cleanba.config import Partition
+from cleanba.environments.specs import EnvSpec
 from cleanba.rollout import PyTree, Rollout
 from cleanba.runtime.placement import MESH_AXIS, Devices
+from cleanba.seeds import init_key, update_key
 from cleanba.shards import ShardAxis, compiler_options
 
 
@@ -50,6 +52,34 @@ def join_blocks(blocks: Sequence[Rollout], per_shard: int) -> Rollout:
     return body._replace(carry=jax.tree.map(join(1), *[b.carry for b in blocks]))
 
 
+def abstract_block(algorithm: Algorithm, spec: EnvSpec, num_steps: int, envs: int) -> Any:
+    """The shapes of one block of a rollout, [1, T(+1), B, ...], without collecting one."""
+    step: Any = Rollout  # filled with shapes in place of arrays
+    shape = lambda o, lead: jax.ShapeDtypeStruct((*lead, *o.shape), jax.dtypes.canonicalize_dtype(o.dtype))
+    obs = jax.tree.map(lambda o: shape(o, (envs,)), spec.obs)
+    first = jax.ShapeDtypeStruct((envs,), jnp.bool)
+
+    def one_step(key: jax.Array, obs: PyTree, first: jax.Array) -> PyTree:
+        carry = algorithm.initial_carry(envs)
+        action, _, extras = algorithm.act(algorithm.actor_params(algorithm.init(key)), carry, obs, first, key, True)
+        return action, extras, carry
+
+    action, extras, carry = jax.eval_shape(one_step, jax.random.key(0), obs, first)
+    over_time = lambda n: lambda x: jax.ShapeDtypeStruct((1, n, *x.shape), x.dtype)
+    flag = jax.ShapeDtypeStruct((1, num_steps, envs), jnp.bool)
+    return step(
+        obs=jax.tree.map(over_time(num_steps + 1), obs),
+        first=over_time(num_steps + 1)(first),
+        action=over_time(num_steps)(action),
+        reward=jax.ShapeDtypeStruct((1, num_steps, envs), jnp.float32),
+        terminated=flag,
+        truncated=flag,
+        valid=flag,
+        extras=jax.tree.map(over_time(num_steps), extras),
+        carry=jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), carry),
+    )
+
+
 class Learner:
     """Holds the compiled update.  All processes construct one and call `update` equally often."""
 
@@ -69,7 +99,7 @@ class Learner:
 
     def init(self) -> PyTree:
         """The learner's state before the first update, on every learner device."""
-        key = jax.random.fold_in(jax.random.key(self._seed), _use("init"))
+        key = init_key(self._seed)
         return self.replicate(jax.jit(self._algorithm.init)(jax.device_put(key, self._devices.learners[0])))
 
     def replicate(self, tree: PyTree) -> PyTree:
@@ -128,7 +158,7 @@ class Learner:
                 always=number > 0,  # updates are counted from 1
                 mesh_axis=MESH_AXIS,
             )
-            key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), _use("update")), number)
+            key = update_key(seed, number)
             return algorithm.update(state, join_blocks(blocks, p.blocks_per_shard), shards, key)
 
         everywhere = PartitionSpec()
@@ -153,19 +183,3 @@ class Learner:
     def publish(self, params: PyTree) -> dict[jax.Device, PyTree]:
         """A copy of what acting needs for every actor device of this process; the state itself may be donated."""
         return {d: jax.device_put(params, SingleDeviceSharding(d), may_alias=False) for d in self._devices.actors}
-
-
-def action_key(seed: int, actor: int, rollout: int) -> jax.Array:
-    """The key of an actor's rollout; steps fold their number in."""
-    key = jax.random.fold_in(jax.random.key(seed), _use("act"))
-    return jax.random.fold_in(jax.random.fold_in(key, actor), rollout)
-
-
-def evaluation_key(seed: int, epoch: int) -> jax.Array:
-    """The key of an evaluation; steps fold their number in."""
-    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), _use("evaluate")), epoch)
-
-
-def _use(name: str) -> int:
-    """A number for what a key is used for."""
-    return {"init": 0, "act": 1, "update": 2, "evaluate": 3}[name]

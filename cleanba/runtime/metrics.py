@@ -20,29 +20,12 @@ from rich.table import Table
 from rich.text import Text
 
 from cleanba.errors import Failure
+from cleanba.files import finite
 
 PLAIN_LINE_SECONDS = 5.0
 
 
 FLUSH_SECONDS = 5.0  # TensorBoard sees a log point after this long
-
-
-def write_json(path: Path, values: Mapping[str, Any]) -> None:
-    """Write a JSON file so that it is there whole or not at all."""
-    scratch = path.with_name(path.name + ".tmp")
-    scratch.write_text(json.dumps(finite(values), indent=2) + "\n")
-    os.replace(scratch, path)
-
-
-def finite(values: Any) -> Any:
-    """JSON knows no NaN and no infinity: null stands for both, in trees of dictionaries, lists and numbers."""
-    if isinstance(values, Mapping):
-        return {k: finite(v) for k, v in values.items()}
-    if isinstance(values, list | tuple):
-        return [finite(v) for v in values]
-    if isinstance(values, float) and not math.isfinite(values):
-        return None
-    return values
 
 
 @dataclass

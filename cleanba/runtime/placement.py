@@ -32,6 +32,11 @@ class Devices(NamedTuple):
         return self.learners[0].platform
 
     @property
+    def kind(self) -> str:
+        """The name of the hardware."""
+        return self.learners[0].device_kind
+
+    @property
     def is_main(self) -> bool:
         """Whether this is the process that writes logs and results."""
         return self.process == 0

@@ -10,8 +10,8 @@ import jax
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
+from cleanba.agents.agent import Agent
 from cleanba.errors import Failure
-from cleanba.evaluate import Agent
 from cleanba.rollout import PyTree
 
 GAP = 12  # pixels between the parts
@@ -48,10 +48,9 @@ class Film:
         full = agent.spec.is_atari and n == len(ATARI_ACTIONS)
         self._names = ATARI_ACTIONS if full else tuple(f"action {i}" for i in range(n))
 
-        def look(params: PyTree, obs: PyTree, first: jax.Array, carry: PyTree) -> tuple[jax.Array, jax.Array]:
-            obs, first, carry = jax.tree.map(lambda x: x[:1], (obs, first, carry))
-            out = agent.outputs(params, jax.tree.map(lambda x: x[None], obs), first[None], carry)
-            return jax.nn.softmax(out.logits[0, 0]), out.value[0, 0]
+        def look(params: PyTree, carry: PyTree, obs: PyTree, first: jax.Array) -> dict[str, jax.Array]:
+            shown = agent.algorithm.inspect(params, *jax.tree.map(lambda x: x[:1], (carry, obs, first)))
+            return {name: x[0] for name, x in shown.items()}
 
         self._look = jax.jit(look)  # apart from acting, whose bits it must not change
 
@@ -67,9 +66,10 @@ class Film:
         score: float,
     ) -> None:
         """One step: the picture [H, W, 3]; the first of obs, first, carry, action [B, ...] is the one shown."""
-        probabilities, value = jax.device_get(self._look(params, obs, first, carry))
-        chosen = int(np.asarray(action)[0])
-        self._write(picture, fps, obs, score, f"value {value:.2f}", probabilities, chosen)
+        shown: dict[str, np.ndarray] = jax.device_get(self._look(params, carry, obs, first))
+        caption = "   ".join(f"{name} {x:.2f}" for name, x in shown.items() if x.ndim == 0)
+        bars = next((x for x in shown.values() if x.shape == (len(self._names),)), np.zeros(len(self._names)))
+        self._write(picture, fps, obs, score, caption, bars, int(np.asarray(action)[0]))
 
     def end(self, picture: np.ndarray, fps: float, obs: PyTree, score: float) -> None:
         """The end of the episode: no action follows."""

@@ -16,9 +16,11 @@ from typing import Any
 import numpy as np
 import tyro
 
-from cleanba.curves import column, read_rows
-from cleanba.errors import Failure, UsageError
-from cleanba.runtime.rundir import read_experiment, read_json
+from cleanba.config import read_experiment
+from cleanba.errors import Exit, Failure, UsageError
+from cleanba.files import read_json
+from cleanba.runs.curves import column, read_rows
+from cleanba.runtime.metrics import duration
 
 LARGEST_FILM = 64 * 2**20  # bytes; browsers are slow with larger pages
 
@@ -65,8 +67,8 @@ class Flags:
     """where to write (default: report.html in the run)"""
 
 
-def report_command(argv: list[str]) -> tuple[int, bool]:
-    """`cleanba report` -> exit code 0, and False as no thread is stuck."""
+def report_command(argv: Sequence[str]) -> Exit:
+    """`cleanba report`."""
     flags = tyro.cli(Flags, args=argv, prog="cleanba report")
     out = flags.out or flags.run_dir / "report.html"
     text = page(flags.run_dir)
@@ -78,7 +80,7 @@ def report_command(argv: list[str]) -> tuple[int, bool]:
     except OSError as error:
         raise Failure(f"{out} cannot be written: {error.strerror}; choose another place with --out") from None
     print(f"wrote {out}")
-    return 0, False
+    return Exit()
 
 
 def page(run_dir: Path) -> str:
@@ -164,14 +166,6 @@ def facts(values: Iterable[tuple[str, Any]]) -> str:
     return f'<div class="facts">{"".join(cells)}</div>'
 
 
-def duration(seconds: Any) -> str | None:
-    """Seconds as hours, minutes and seconds."""
-    if not isinstance(seconds, int | float):
-        return None
-    minutes, s = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02d}:{s:02d}"
-
-
 def overview(result: dict[str, Any], rows: Rows, experiment: dict[str, Any]) -> str:
     """How far the run is and how it goes; from result.json, or from the last log point of one without."""
     last = rows[-1] if rows else {}
@@ -184,7 +178,7 @@ def overview(result: dict[str, Any], rows: Rows, experiment: dict[str, Any]) -> 
             ("return, last 100 episodes", known("episodic_return", "charts/episodic_return")),
             ("episodes", known("episodes", "charts/episodes")),
             ("steps per second", known("sps", "charts/SPS")),
-            ("time", duration(known("seconds", "seconds"))),
+            ("time", None if (seconds := known("seconds", "seconds")) is None else duration(seconds)),
         ]
     )
     error = f'<p class="error">{escape(str(result["error"]))}</p>' if "error" in result else ""

@@ -10,14 +10,17 @@ from typing import Any, NamedTuple
 
 import jax
 
+from cleanba.agents.agent import BEST, Agent, read_best
+from cleanba.agents.evaluate import play, record, summary
 from cleanba.config import Run, require
-from cleanba.envs import Envs, EnvSpec, threads_per_actor
+from cleanba.environments.envpool import Envs, threads_per_actor
+from cleanba.environments.specs import EnvSpec
 from cleanba.errors import Failure
-from cleanba.evaluate import BEST, Agent, play, read_best, record, summary
+from cleanba.files import write_json
 from cleanba.rollout import PyTree
 from cleanba.runtime.channels import Closed, Stop
 from cleanba.runtime.checkpoint import Saved, save_model
-from cleanba.runtime.metrics import Writers, write_json
+from cleanba.runtime.metrics import Writers
 from cleanba.runtime.placement import Devices, pick_devices
 
 JOIN_SECONDS = 3.0  # for an evaluation to notice that the run ends

@@ -3,15 +3,14 @@
 import contextlib
 import errno
 import fcntl
-import json
 import os
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cleanba.config import Experiment, Placement, Run, differences, to_json
+from cleanba.config import Experiment, Placement, Run, differences, read_experiment, to_json
 from cleanba.errors import UsageError
-from cleanba.runtime.metrics import write_json
+from cleanba.files import read_json, write_json
 from cleanba.runtime.placement import describe_devices
 
 
@@ -19,9 +18,10 @@ class Finished(Exception):
     """The run that was asked for is already done."""
 
 
-def default_name(e: Experiment, run: Run, now: int | None = None) -> str:
-    """A directory name as CleanRL's users know it; in a batch job of Slurm's one that is the same after a requeue."""
-    return f"{e.env_id.replace('/', '-')}__{run.exp_name}__{e.seed}__{batch_job() or now or int(time.time())}"
+def default_run_dir(e: Experiment, run: Run, now: int | None = None) -> Path:
+    """A directory as CleanRL's users know it; in a batch job of Slurm's one that is the same after a requeue."""
+    name = f"{e.env_id.replace('/', '-')}__{run.exp_name}__{e.seed}__{batch_job() or now or int(time.time())}"
+    return Path("runs") / name
 
 
 def batch_job() -> str | None:
@@ -36,35 +36,6 @@ def batch_job() -> str | None:
     if env("SLURM_ARRAY_JOB_ID"):
         job = f"{env('SLURM_ARRAY_JOB_ID')}_{env('SLURM_ARRAY_TASK_ID')}"
     return f"job{job}" + (f".{step}" if step != "0" else "")
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON file of a run.
-
-    Raises:
-        UsageError: it is not there, or no JSON.
-    """
-    try:
-        values = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise UsageError(f"{path} does not exist; name the directory of an earlier run") from None
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{path} cannot be read ({error}); restore it, or choose another run") from None
-    if not isinstance(values, dict):
-        raise UsageError(f"{path} does not hold a JSON object; restore it, or choose another run")
-    return values
-
-
-def read_experiment(run_dir: Path) -> dict[str, Any]:
-    """The experiment of an earlier run, with "algorithm", as its config.json has it.
-
-    Raises:
-        UsageError: there is no such run.
-    """
-    experiment = read_json(run_dir / "config.json").get("experiment")
-    if not isinstance(experiment, dict) or "algorithm" not in experiment:
-        raise UsageError(f"{run_dir}/config.json holds no experiment; name the directory of a run")
-    return experiment
 
 
 class Opened(NamedTuple):
@@ -153,24 +124,3 @@ def lock(run_dir: Path) -> Any:
             ) from None
     file.close()
     raise UsageError(f"another process is running in {run_dir}; wait for it to end, or choose another --run-dir")
-
-
-def rewind_logs(run_dir: Path, update: int) -> list[dict[str, Any]]:
-    """Forget what was logged after `update`, which will be logged again.  Returns the rows that stay.
-
-    TensorBoard's files are removed: they are made anew from the rows.
-    """
-    path = run_dir / "metrics.jsonl"
-    rows = []
-    if path.exists() and update > 0:
-        for line in path.read_text().splitlines():
-            with contextlib.suppress(ValueError):  # the last line may have been cut short
-                row = json.loads(line)
-                if row["update"] <= update:
-                    rows.append(row)
-    scratch = path.with_name(path.name + ".tmp")
-    scratch.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    os.replace(scratch, path)
-    for events in run_dir.glob("events.out.tfevents.*"):
-        events.unlink()
-    return rows

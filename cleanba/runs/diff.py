@@ -1,13 +1,15 @@
 """`cleanba diff RUN_A RUN_B`: whether two runs trained the same bits, and if not, from where on they differ."""
 
-import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cleanba.config import differences
-from cleanba.errors import UsageError
-from cleanba.runtime.rundir import differing_machines, read_experiment, read_json
+from cleanba.config import differences, read_experiment
+from cleanba.errors import Exit, UsageError
+from cleanba.files import read_json
+from cleanba.runs import log
+from cleanba.runs.directory import differing_machines
 
 USAGE = """usage: cleanba diff RUN_A RUN_B
 
@@ -26,11 +28,10 @@ def read_rows(run_dir: Path) -> dict[int, dict[str, Any]]:
     """
     rows = {}
     try:
-        for line in (run_dir / "metrics.jsonl").read_text().splitlines():
-            row = json.loads(line)
-            if "eval/episodic_return" not in row:  # an evaluation has rows of its own, and trains nothing
+        for _, row in log.read(run_dir):
+            if row is not None and not log.is_evaluation(row):
                 rows[row["update"]] = {k: v for k, v in row.items() if not k.startswith(NOT_TRAINED)}
-    except (OSError, ValueError, KeyError) as error:
+    except OSError as error:
         raise UsageError(f"{run_dir}/metrics.jsonl cannot be read ({error}); name the directory of a run") from None
     return rows
 
@@ -53,9 +54,9 @@ def compare_metrics(a: dict[int, dict[str, Any]], b: dict[int, dict[str, Any]]) 
 
 def compare_parameters(a: Path, b: Path) -> str:
     """How far the newest parameters that both runs keep a checkpoint of lie apart."""
-    from cleanba.runtime.checkpoint import read_arrays, steps
+    from cleanba.runtime.checkpoint import read_arrays, updates_kept  # Orbax takes seconds to import
 
-    common = sorted(set(steps(a)) & set(steps(b)))
+    common = sorted(set(updates_kept(a)) & set(updates_kept(b)))
     if not common:
         return "no checkpoint of the same update is kept by both runs, so parameters cannot be compared one by one"
     update = common[-1]
@@ -66,11 +67,11 @@ def compare_parameters(a: Path, b: Path) -> str:
     return f"largest difference in the learner's state after update {update}: {apart:.3g}"
 
 
-def diff_command(argv: list[str]) -> tuple[int, bool]:
-    """`cleanba diff` -> exit code, and False as no thread is stuck."""
+def diff_command(argv: Sequence[str]) -> Exit:
+    """`cleanba diff`."""
     if argv and argv[0] in ("-h", "--help"):
         print(USAGE)
-        return 0, False
+        return Exit()
     if len(argv) != 2:
         raise UsageError(f"diff takes two run directories, but was given {len(argv)}\n{USAGE}")
     a, b = map(Path, argv)
@@ -102,4 +103,4 @@ def diff_command(argv: list[str]) -> tuple[int, bool]:
         print(f"the runs reach different updates: {last_a} and {last_b}")
     identical = bool(both) and not changed and not wrong and not lines and last_a == last_b
     print("identical" if identical else "not identical")
-    return (0 if identical else 1), False
+    return Exit(0 if identical else 1)

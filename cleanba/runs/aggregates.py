@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cleanba.atari_scores import human_normalised, reference
-from cleanba.curves import RESAMPLES, Groups, variants_of, warn
+from cleanba.environments.atari_scores import human_normalised, reference
+from cleanba.runs.curves import RESAMPLES, Groups, variants_of, warn
 
 STATISTICS = ("median", "IQM", "mean", "optimality gap")
 

@@ -1,52 +1,17 @@
-"""EnvPool environments: what they look like, how they are seeded, and one way to step them."""
+"""EnvPool environments: how one is looked up, and one way to step a block of them."""
 
 import ast
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from cleanba.config import Experiment
+from cleanba.environments.specs import EnvSpec, ObsSpec, Step, train_reward
 from cleanba.errors import UsageError, closest_names
 from cleanba.rollout import PyTree
-
-
-@dataclass(frozen=True)
-class ObsSpec:
-    """One array of an observation.  A leaf, where observations are trees."""
-
-    kind: Literal["image", "grid", "vector", "discrete"]
-    """image: uint8 pictures; grid: uint8 codes; vector: numbers; discrete: one integer in [0, count)"""
-    shape: tuple[int, ...]
-    dtype: str
-    count: int = 0
-
-
-class EnvSpec(NamedTuple):
-    """What an environment shows and takes."""
-
-    env_id: str
-    obs: PyTree
-    """an `ObsSpec`, or a dictionary of them"""
-    num_actions: int
-    is_atari: bool
-    clip_reward: bool
-    options: dict[str, Any]
-    """what EnvPool is asked for"""
-
-
-class Step(NamedTuple):
-    """What one step of B environments delivered.  `obs` belongs to the caller."""
-
-    obs: PyTree  # [B, ...]
-    reward: np.ndarray  # [B]  float32, what is trained on (clipped if asked)
-    raw_reward: np.ndarray  # [B]  float32, what the environment paid
-    terminated: np.ndarray  # [B]  bool
-    truncated: np.ndarray  # [B]  bool
-    over: np.ndarray  # [B]  bool: the game is over; differs from the two above under --episodic-life
 
 
 @cache
@@ -62,27 +27,6 @@ def _envpool() -> Any:
     import envpool
 
     return envpool
-
-
-def env_seed(seed: int, env: int, epoch: int, num_envs: int) -> int:
-    """The seed of environment `env` in its `epoch`: unique over all environments and epochs of an experiment.
-
-    A Feistel permutation of the 30-bit integers, keyed by `np.random.SeedSequence(seed)`, applied to
-    epoch * num_envs + env.  A hash would collide now and then, and two environments would play the same games.
-    """
-    n = epoch * num_envs + env
-    if n >= 2**30:
-        raise UsageError(f"environment {env} of epoch {epoch} is beyond the 2^30 seeds; raise --checkpoint-frequency")
-    left, right = n >> 15, n & 0x7FFF
-    for key in np.random.SeedSequence((seed, 0xE9)).generate_state(6, np.uint32).tolist():
-        mixed = ((right ^ key) * 0x9E3779B1 + (key >> 7)) & 0xFFFFFFFF
-        left, right = right, left ^ (mixed >> 13 & 0x7FFF)
-    return left << 15 | right
-
-
-def eval_seed(seed: int, env: int, epoch: int, num_envs: int) -> int:
-    """The seed of an environment that evaluates.  Training's seeds all lie below 2^30, these above."""
-    return 2**30 + env_seed(seed, env, epoch, num_envs)
 
 
 def _parse_options(options: Sequence[str]) -> dict[str, Any]:
@@ -249,11 +193,6 @@ def _gymnasium_speed(env_id: str) -> float:
         return float(made.metadata["render_fps"])
     except (gymnasium.error.Error, ImportError, AttributeError, KeyError, TypeError):
         return 30.0
-
-
-def train_reward(spec: EnvSpec, raw: Any) -> Any:
-    """What is trained on: the raw reward, clipped to [-1, 1] if the experiment clips.  [...] -> [...]."""
-    return raw.clip(-1.0, 1.0) if spec.clip_reward else raw
 
 
 def threads_per_actor(local_actors: int) -> int:

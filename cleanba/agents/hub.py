@@ -5,16 +5,20 @@ import re
 import shlex
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import tyro
 
-from cleanba.config import require
-from cleanba.errors import Failure, UsageError
-from cleanba.runtime.rundir import read_experiment, read_json
+from cleanba.agents.agent import load_agent
+from cleanba.config import Placement, read_experiment, require
+from cleanba.errors import Exit, Failure, UsageError
+from cleanba.files import read_json
+from cleanba.runtime.checkpoint import save_model
+from cleanba.runtime.digests import params_digest
+from cleanba.runtime.placement import find_devices
 
 DOWNLOADS = Path("runs/hub")
 NEEDED = ("config.json", "model.msgpack")
@@ -47,11 +51,11 @@ class Model(NamedTuple):
     digest: str | None
 
 
-def push_command(argv: list[str]) -> tuple[int, bool]:
-    """`cleanba push` -> exit code 0, and False as no thread is stuck."""
+def push_command(argv: Sequence[str]) -> Exit:
+    """`cleanba push`."""
     flags = tyro.cli(Flags, args=argv, prog="cleanba push")
     print(f"uploaded: {push(flags.run_dir, flags.hf_entity, flags.repo, flags.private)}")
-    return 0, False
+    return Exit()
 
 
 def require_hub() -> Any:
@@ -94,7 +98,7 @@ def push(run_dir: Path, entity: str | None = None, repo: str | None = None, priv
     words = ["cleanba", "push", str(run_dir), *(["--hf-entity", entity] if entity else [])]
     again = shlex.join([*words, *(["--repo", repo] if repo else []), *["--private"] * private])
     attempt = lambda what, do: _attempt(f"{what}; try again with `{again}`", do)
-    name = repo or default_name(run_dir, experiment)
+    name = repo or repository_name(run_dir, experiment)
     owner = entity or attempt("the Hub could not tell who is logged in", api.whoami)["name"]
     repo_id = f"{owner}/{name}"
     require(
@@ -122,7 +126,7 @@ def _attempt(otherwise: str, do: Callable[[], T]) -> T:
         raise Failure(f"{otherwise} ({reason})") from error
 
 
-def default_name(run_dir: Path, experiment: dict[str, Any]) -> str:
+def repository_name(run_dir: Path, experiment: dict[str, Any]) -> str:
     """A repository's name, as CleanRL's users know it."""
     run = read_json(run_dir / "config.json").get("run") or {}
     name = f"{experiment['env_id']}-{run.get('exp_name') or experiment['algorithm']}-seed{experiment['seed']}"
@@ -152,12 +156,6 @@ def write_model(path: Path, run_dir: Path) -> Model:
     if kept.exists() and result.get("status") == "finished":
         shutil.copyfile(kept, path)
         return Model(result["update"], result["global_step"], result["params_digest"])
-
-    from cleanba.config import Placement
-    from cleanba.evaluate import load_agent
-    from cleanba.runtime.checkpoint import save_model
-    from cleanba.runtime.placement import find_devices
-    from cleanba.runtime.train import params_digest
 
     agent = load_agent(run_dir, "last", find_devices(Placement()).platform)
     save_model(path, agent.params)

@@ -14,12 +14,12 @@ import optax
 from jax import lax
 
 from cleanba.algorithm import Algorithm, Metrics
+from cleanba.algorithms.optimiser import State, descend, learning_rate
 from cleanba.config import Experiment, Partition, require
-from cleanba.envs import EnvSpec
+from cleanba.environments.specs import EnvSpec
 from cleanba.networks import make_actor_critic
 from cleanba.ops.losses import kl_estimate, log_prob_and_entropy, ppo_policy_loss, squared_error
 from cleanba.ops.returns import gae
-from cleanba.optimiser import State, descend, learning_rate
 from cleanba.rollout import PyTree, Rollout
 from cleanba.shards import ShardAxis
 
@@ -172,7 +172,9 @@ def make(e: PPO, spec: EnvSpec, platform: str) -> Algorithm:
         }
         return state._replace(updates=state.updates + 1), metrics
 
-    return Algorithm(init, network.initial_carry, network.act, update, actor_params=lambda state: state.params)
+    return Algorithm(
+        init, network.initial_carry, network.act, update, lambda state: state.params, inspect=network.inspect
+    )
 
 
 def advantage_scale(shards: ShardAxis, advantage: jax.Array, valid: jax.Array, t: jax.Array, b: jax.Array) -> Scale:

@@ -5,13 +5,11 @@ import shlex
 import subprocess
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from cleanba.config import require
-from cleanba.errors import Failure, UsageError
-
-if TYPE_CHECKING:
-    from cleanba.sweep import Planned
+from cleanba.errors import Exit, Failure, UsageError
+from cleanba.runs.log import is_finished
+from cleanba.sweeps.manifest import Planned, read_manifest, write_manifest
 
 LARGEST_ARRAY = 1000  # Slurm's MaxArraySize is 1001 unless it was raised
 QUEUED = ("PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "REQUEUED", "REQUEUE_HOLD", "STOPPED")
@@ -35,15 +33,13 @@ def job_script(template: str, words_file: Path, name: str, size: int, at_a_time:
 
 
 def submit(
-    runs: Sequence["Planned"], folder: Path, template: Path, argv: Sequence[str], at_a_time: int | None, dry_run: bool
-) -> int:
-    """Submit what is neither finished nor in the queue.  Returns the exit code.
+    runs: Sequence[Planned], folder: Path, template: Path, argv: Sequence[str], at_a_time: int | None, dry_run: bool
+) -> Exit:
+    """Submit what is neither finished nor in the queue.
 
     Beside a template may lie `submit`, which is called in place of sbatch, with the job's script as its argument; it
     adds what slurm/settings.sh says.
     """
-    from cleanba.sweep import is_finished, read_manifest, write_manifest
-
     require(template.is_file(), f"--slurm {template} does not exist; take one of slurm/, or a copy of your own")
     earlier = read_manifest(folder)["runs"] if (folder / "sweep.json").exists() else {}
     jobs = {name: run["job"] for name, run in earlier.items() if "job" in run}
@@ -77,7 +73,7 @@ def submit(
         submitted |= {run.name: f"{job}_{i}" for i, run in enumerate(chunk)}
         write_manifest(folder, chunk, argv, submitted)  # at once: the next sbatch may fail
         print(f"submitted {len(chunk)} runs as job array {job}; `cleanba sweep status {folder}` shows them")
-    return 0
+    return Exit()
 
 
 def sbatch_job(command: Sequence[str]) -> str:

@@ -12,9 +12,9 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from cleanba.config import require
+from cleanba.config import read_experiment, require
 from cleanba.errors import UsageError
-from cleanba.runtime.rundir import read_experiment
+from cleanba.runs import log
 
 GRID = 256  # points of a band's axis
 RESAMPLES = 2000
@@ -85,22 +85,21 @@ def read_rows(run_dir: Path) -> list[dict[str, Any]]:
     rows: dict[int, dict[str, Any]] = {}
     damaged = []
     try:
-        lines = (run_dir / "metrics.jsonl").read_bytes().splitlines()
+        for number, row in log.read(run_dir):
+            if row is None or not all(_is_number(row.get(name)) for name in ("update", "global_step", "seconds")):
+                damaged.append(number)
+            else:
+                rows[row["update"]] = row | rows.get(row["update"], {})  # an evaluation's row comes later
     except OSError as error:
         raise UsageError(f"{run_dir}/metrics.jsonl cannot be read: {error.strerror}; name a run") from None
-    for number, line in enumerate(lines, 1):
-        try:
-            row = json.loads(line)
-            for name in ("update", "global_step", "seconds"):
-                if not math.isfinite(row[name]):
-                    raise ValueError(name)
-            rows[row["update"]] = row | rows.get(row["update"], {})  # an evaluation's row follows that of its update
-        except (ValueError, KeyError, TypeError):
-            damaged.append(number)
     if damaged:
         which = ", ".join(map(str, damaged[:5])) + (" …" if len(damaged) > 5 else "")
         warn(f"{run_dir}/metrics.jsonl: line{'s' * (len(damaged) > 1)} {which} damaged and left out")
     return [rows[update] for update in sorted(rows)]
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, int | float) and math.isfinite(x)
 
 
 def column(rows: Sequence[dict[str, Any]], name: str) -> np.ndarray:

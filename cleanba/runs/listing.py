@@ -4,7 +4,7 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -12,9 +12,10 @@ from typing import Annotated, Any, NamedTuple
 import tyro
 
 from cleanba.config import require
+from cleanba.errors import Exit
+from cleanba.runs.log import newest
 
 DEPTH = 3  # runs may lie in folders of folders
-TAIL = 1 << 16  # bytes at the end of metrics.jsonl that surely hold a whole row
 COLOURS = {"running": "cyan", "finished": "green", "interrupted": "yellow", "failed": "red"}
 
 
@@ -63,9 +64,9 @@ def read_run(run_dir: Path) -> Row:
         e = json.loads((run_dir / "config.json").read_text())["experiment"]
         path = run_dir / "result.json"
         result = json.loads(path.read_text()) if path.exists() else {}
-        log = last_values(run_dir / "metrics.jsonl")
+        logged = newest(run_dir)
         running = is_locked(run_dir)
-        update = (log if running else result or log).get("update") or 0
+        update = (logged if running else result or logged).get("update") or 0
         done = [run_dir / name for name in ("config.json", "metrics.jsonl", "result.json")]
         return Row(
             run_dir,
@@ -74,8 +75,8 @@ def read_run(run_dir: Path) -> Row:
             str(e["algorithm"]),
             int(e["seed"]),
             update / max(1, e["total_timesteps"] // (e["num_envs"] * e["num_steps"])),
-            _number(result.get("episodic_return", log.get("charts/episodic_return"))),
-            _number(result.get("sps", log.get("charts/SPS_recent"))),
+            _number(result.get("episodic_return", logged.get("charts/episodic_return"))),
+            _number(result.get("sps", logged.get("charts/SPS_recent"))),
             max(path.stat().st_mtime for path in done if path.exists()),
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError):
@@ -84,27 +85,6 @@ def read_run(run_dir: Path) -> Row:
 
 def _number(x: Any) -> float | None:
     return None if x is None else float(x)
-
-
-def last_values(path: Path) -> dict[str, Any]:
-    """The newest value of every metric in the last rows of a metrics.jsonl; the very last may be cut short."""
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - TAIL))
-            lines = file.read().splitlines()
-    except FileNotFoundError:
-        return {}
-    values: dict[str, Any] = {}
-    for line in lines:
-        try:
-            row = json.loads(line)
-        except ValueError:  # cut short at either end
-            continue
-        if isinstance(row, dict):
-            newest = max(values.get("update", 0), row.get("update", 0))  # an evaluation is logged after its update
-            values |= {**row, "update": newest}
-    return values
 
 
 def is_locked(run_dir: Path) -> bool:
@@ -119,8 +99,8 @@ def is_locked(run_dir: Path) -> bool:
     return False
 
 
-def ls_command(argv: list[str]) -> tuple[int, bool]:
-    """`cleanba ls` -> exit code, and False as no thread is stuck."""
+def ls_command(argv: Sequence[str]) -> Exit:
+    """`cleanba ls`."""
     folder = tyro.cli(Ls, args=argv, prog="cleanba ls").directory
     require(folder.is_dir(), f"{folder} is not a directory; name one that holds runs (`cleanba ppo` makes runs/)")
     rows = sorted((read_run(path) for path in find_runs(folder)), key=lambda row: (row.when, str(row.path)))
@@ -128,7 +108,7 @@ def ls_command(argv: list[str]) -> tuple[int, bool]:
         show(rows, folder)
     else:
         print(f"no runs in {folder}")
-    return 0, False
+    return Exit()
 
 
 def show(rows: list[Row], folder: Path) -> None:

@@ -13,11 +13,11 @@ from typing import Any, Literal
 import numpy as np
 import tyro
 
-from cleanba.aggregates import STATISTICS, Aggregates, aggregates, published, published_systems
-from cleanba.atari_scores import human_normalised, reference
 from cleanba.config import require
-from cleanba.curves import Groups, Interval, band, ends_early, group, load, mean_interval, variants_of
-from cleanba.errors import UsageError
+from cleanba.environments.atari_scores import human_normalised, reference
+from cleanba.errors import Exit, UsageError
+from cleanba.runs.aggregates import STATISTICS, Aggregates, aggregates, published, published_systems
+from cleanba.runs.curves import Groups, Interval, band, ends_early, group, load, mean_interval, variants_of
 
 PUBLISHED_PROTOCOL: dict[str, Any] = {
     "repeat_action_probability": 0.25,
@@ -51,8 +51,8 @@ class Flags:
     """where to write, without a suffix: NAME.png, NAME_time.png, NAME_aggregates.png, each as SVG too, and NAME.md"""
 
 
-def plot_command(argv: list[str]) -> tuple[int, bool]:
-    """`cleanba plot` -> exit code 0, and False as no thread is stuck."""
+def plot_command(argv: Sequence[str]) -> Exit:
+    """`cleanba plot`."""
     import matplotlib
 
     flags = tyro.cli(Flags, args=argv, prog="cleanba plot")
@@ -75,7 +75,7 @@ def plot_command(argv: list[str]) -> tuple[int, bool]:
     except OSError as error:
         raise UsageError(f"--out {out} cannot be written: {error.strerror}; choose another place") from None
     print("\n".join(f"wrote {path}" for path in written))
-    return 0, False
+    return Exit()
 
 
 # Tables

@@ -8,20 +8,26 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from contextlib import redirect_stderr
+from dataclasses import dataclass, fields, replace
 from hashlib import sha256
 from io import StringIO
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import tyro
 
-from cleanba.atari_scores import table
-from cleanba.cli import RECIPES, Recipe, fit, parse
-from cleanba.config import Experiment, Placement, Run, differences, require, to_json
-from cleanba.errors import Failure, UsageError, closest_names
+from cleanba.config import Experiment, Placement, Run, differences, read_experiment, require, to_json
+from cleanba.environments.atari_scores import table
+from cleanba.environments.envpool import env_spec
+from cleanba.errors import Exit, Failure, UsageError, closest_names
+from cleanba.recipes import RECIPES, Config, Recipe, fit, parse, stand_by
+from cleanba.runs.directory import lock
+from cleanba.runs.log import is_finished, newest, read_result
+from cleanba.runtime.supervision import handle_signals
+from cleanba.sweeps.manifest import Planned, read_manifest, write_manifest
+from cleanba.sweeps.slurm import job_states, submit
 
 USAGE = """cleanba sweep --env-ids ENV ... [FLAGS] -- ppo [FLAGS OF EVERY RUN]
 cleanba sweep status DIR
@@ -62,26 +68,15 @@ class Flags:
     """only print what would run, or be submitted"""
 
 
-class Planned(NamedTuple):
-    """One run of a sweep."""
-
-    name: str  # of its folder
-    env_id: str
-    variant: str
-    seed: int
-    words: tuple[str, ...]  # what follows `cleanba`
-    updates: int
-
-
-def sweep_command(argv: list[str]) -> tuple[int, bool]:
-    """`cleanba sweep …` -> exit code 0, 1 if a run failed; and False."""
+def sweep_command(argv: Sequence[str]) -> Exit:
+    """`cleanba sweep …`; it fails if a run did."""
     if not argv:
         print(USAGE)
-        return 2, False
+        return Exit(2)
     if argv[0] == "status":
-        return status_command(argv[1:]), False
+        return status_command(argv[1:])
     cut = argv.index("--") if "--" in argv else len(argv)
-    own, rest = argv[:cut], argv[cut + 1 :]
+    own, rest = argv[:cut], list(argv[cut + 1 :])
     flags = tyro.cli(Flags, args=own, prog="cleanba sweep", description=USAGE)
     require(
         bool(rest) and rest[0] in RECIPES,
@@ -90,20 +85,18 @@ def sweep_command(argv: list[str]) -> tuple[int, bool]:
     require(flags.workers is None or flags.workers >= 1, f"workers={flags.workers} must be at least 1; set --workers")
     require(flags.retries >= 0, f"retries={flags.retries} must not be negative; 0 means never")
     recipe, common = RECIPES[rest[0]], rest[1:]
-    folder = flags.dir or Path("sweeps") / default_name(flags, rest)
+    folder = flags.dir or Path("sweeps") / default_folder(flags, rest)
     runs = plan(recipe, common, flags, folder)
     if flags.slurm is not None:
-        from cleanba.slurm import submit
-
-        return submit(runs, folder, flags.slurm, argv, flags.workers, flags.dry_run), False
+        return submit(runs, folder, flags.slurm, argv, flags.workers, flags.dry_run)
     if flags.dry_run:
         for run in runs:
             print(shlex.join(["cleanba", *run.words]))
-        return 0, False
-    return run_here(recipe, runs, folder, argv, flags), False
+        return Exit()
+    return run_here(recipe, runs, folder, argv, flags)
 
 
-def default_name(flags: Flags, rest: Sequence[str]) -> str:
+def default_folder(flags: Flags, rest: Sequence[str]) -> str:
     """A folder that the same command finds again; more seeds go to the same."""
     parts = json.dumps([flags.env_ids, flags.set, list(rest)])
     return f"{rest[0]}-{sha256(parts.encode()).hexdigest()[:6]}"
@@ -186,13 +179,11 @@ def plan(recipe: Recipe, common: list[str], flags: Flags, folder: Path) -> list[
             run_dir = folder / name
             all_words = [*common, "--env-id", env_id, *words, "--seed", str(seed), "--run-dir", str(run_dir)]
             try:
-                e = check(recipe, all_words, whole=seed == 1)
+                e = check(recipe, all_words, run_dir, whole=seed == 1)
             except UsageError as error:
                 raise UsageError(f"{env_id}, {variant}: {error}") from None
             if (run_dir / "config.json").exists():
-                decided_there = ["num_actors", "num_shards"] * (flags.slurm is not None)  # by a template's devices
-                decided_there += ["collector"] * (checked_parse(recipe, all_words).experiment.collector is None)
-                require_same(run_dir, recipe, e, decided_there)
+                require_same(run_dir, recipe, e)
             runs.append(Planned(name, env_id, variant, seed, (recipe.name, *all_words), e.num_updates))
     twice = [name for name, group in itertools.groupby(sorted(r.name for r in runs)) if len(list(group)) > 1]
     require(not twice, f"two runs would share the folder {', '.join(twice)}; write --set's values differently")
@@ -204,8 +195,8 @@ def safe(name: str) -> str:
     return "".join(c if c.isalnum() or c in "._=+-" else "-" for c in name)
 
 
-def checked_parse(recipe: Recipe, words: list[str]) -> Any:
-    """`cli.parse`, with what tyro would print as one `UsageError`."""
+def checked_parse(recipe: Recipe, words: list[str]) -> Config:
+    """`recipes.parse`, with what tyro would print as one `UsageError`."""
     printed = StringIO()
     try:
         with redirect_stderr(printed):
@@ -225,81 +216,24 @@ def tyro_sentence(box: str) -> str:
     return "".join(blocks[not framed :][:1]).rstrip(".")
 
 
-def check(recipe: Recipe, words: list[str], whole: bool) -> Experiment:
+def check(recipe: Recipe, words: list[str], run_dir: Path, whole: bool) -> Experiment:
     """The experiment of these flags, if it fits; with `whole` its environment and network are made, too."""
-    e, _ = fit(recipe, checked_parse(recipe, words), processes=1)
+    config = checked_parse(recipe, words)
+    e, _ = fit(recipe, replace(config, experiment=stand_by(config.experiment, run_dir)), processes=1)
     if whole:
-        from cleanba.envs import env_spec
-
         recipe.make(e, env_spec(e), "cpu")
     return e
 
 
-def require_same(run_dir: Path, recipe: Recipe, e: Experiment, decided_there: Sequence[str]) -> None:
-    """Raise `UsageError` if another experiment lives in the run's folder, apart from what its devices decide."""
-    from cleanba.runtime.rundir import read_experiment
-
+def require_same(run_dir: Path, recipe: Recipe, e: Experiment) -> None:
+    """Raise `UsageError` if another experiment lives in the run's folder."""
     here = {"algorithm": recipe.name, **to_json(e)}
     there = read_experiment(run_dir)
-    here |= {k: there.get(k) for k in decided_there}
     changed = differences(there, here)
     require(
         not changed,
         f"{run_dir} holds another experiment ({'; '.join(changed)}); choose another --dir, or repeat the flags",
     )
-
-
-# ---------------------------------------------------------------- the sweep on disk
-
-
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """`sweep.json`.
-
-    Raises:
-        UsageError: the folder holds no sweep.
-    """
-    path = folder / "sweep.json"
-    try:
-        return json.loads(path.read_text())
-    except FileNotFoundError:
-        raise UsageError(f"{folder} holds no sweep.json; name the folder of a sweep") from None
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{path} cannot be read ({error}); call the sweep again to have it made anew") from None
-
-
-def write_manifest(folder: Path, runs: Sequence[Planned], argv: Sequence[str], jobs: dict[str, str]) -> None:
-    """Add these runs to `sweep.json`.  `jobs` are Slurm's, by run."""
-    from cleanba.runtime.metrics import write_json
-
-    path = folder / "sweep.json"
-    earlier = read_manifest(folder)["runs"] if path.exists() else {}
-    for run in runs:
-        entry = run._asdict() | {"words": list(run.words)}
-        earlier[run.name] = earlier.get(run.name, {}) | entry | ({"job": jobs[run.name]} if run.name in jobs else {})
-    write_json(path, {"command": shlex.join(["cleanba", "sweep", *argv]), "runs": earlier})
-
-
-def read_result(run_dir: Path) -> dict[str, Any]:
-    """result.json, or nothing where there is none yet."""
-    try:
-        return json.loads((run_dir / "result.json").read_text())
-    except (OSError, ValueError):
-        return {}
-
-
-def last_row(run_dir: Path) -> dict[str, Any]:
-    """The newest complete line of metrics.jsonl, or nothing."""
-    try:
-        with open(run_dir / "metrics.jsonl", "rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - 16384))
-            lines = file.read().splitlines(keepends=True)
-        return json.loads(next(line for line in reversed(lines) if line.endswith(b"\n")))
-    except (OSError, ValueError, StopIteration):
-        return {}
-
-
-def is_finished(run_dir: Path) -> bool:
-    return read_result(run_dir).get("status") == "finished"
 
 
 # ---------------------------------------------------------------- running it here
@@ -361,21 +295,6 @@ def share_devices(gpus: Sequence[str], per_run: int, workers: int | None) -> lis
     return environments
 
 
-@contextmanager
-def hearing_signals() -> Iterator[list[int]]:
-    """The signals that asked this process to end, as they come."""
-    heard: list[int] = []
-    signals = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as under nohup
-        signals.append(signal.SIGHUP)
-    previous = {s: signal.signal(s, lambda signum, _: heard.append(signum)) for s in signals}
-    try:
-        yield heard
-    finally:
-        for s, handler in previous.items():
-            signal.signal(s, handler)
-
-
 def start(job: Job, worker: int, environment: dict[str, str]) -> None:
     """Have a worker take a run up."""
     job.log.parent.mkdir(parents=True, exist_ok=True)
@@ -414,10 +333,8 @@ def end_all(jobs: Sequence[Job], heard: Sequence[int]) -> None:
         job.state, job.process = "interrupted", None
 
 
-def run_here(recipe: Recipe, runs: Sequence[Planned], folder: Path, argv: Sequence[str], flags: Flags) -> int:
-    """Run what is not finished yet, several at a time.  Returns the exit code."""
-    from cleanba.runtime.rundir import lock
-
+def run_here(recipe: Recipe, runs: Sequence[Planned], folder: Path, argv: Sequence[str], flags: Flags) -> Exit:
+    """Run what is not finished yet, several at a time."""
     placements = [parse(recipe, list(run.words[1:])).placement for run in runs]
     per_run = 1 + max(max(*p.actor_device_ids, *p.learner_device_ids) for p in placements)
     environments = share_devices(visible_gpus(), per_run, flags.workers)
@@ -430,7 +347,11 @@ def run_here(recipe: Recipe, runs: Sequence[Planned], folder: Path, argv: Sequen
     skipped = sum(job.state == "finished" for job in jobs)
     free = list(range(len(environments)))
     waiting = [job for job in jobs if job.state == "waiting"]
-    with hearing_signals() as heard, Board(folder, jobs, len(environments)) as board:
+    heard: list[int] = []  # the signals that asked this process to end
+    signals = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as under nohup
+        signals.append(signal.SIGHUP)
+    with handle_signals(heard.append, signals), Board(folder, jobs, len(environments)) as board:
         if skipped:
             board.say(f"{skipped} of {len(jobs)} runs are finished already")
         try:
@@ -469,8 +390,8 @@ def settle(job: Job, code: int, retries: int, waiting: list[Job], board: "Board"
         board.say(f"{job.run.name}: failed with {code}; see {job.log}")
 
 
-def report(folder: Path, jobs: Sequence[Job], heard: Sequence[int]) -> int:
-    """Say how the sweep ended -> exit code."""
+def report(folder: Path, jobs: Sequence[Job], heard: Sequence[int]) -> Exit:
+    """Say how the sweep ended."""
     count = lambda state: sum(job.state == state for job in jobs)
     failed = [job for job in jobs if job.state == "failed"]
     left = len(jobs) - count("finished") - len(failed)
@@ -483,8 +404,8 @@ def report(folder: Path, jobs: Sequence[Job], heard: Sequence[int]) -> int:
     if heard:
         name = signal.Signals(heard[0]).name
         print(f"cleanba: sweep interrupted by {name}; the same command goes on with it", file=sys.stderr)
-        return 128 + heard[0]
-    return 1 if failed else 0
+        return Exit(128 + heard[0])
+    return Exit(1 if failed else 0)
 
 
 def last_words(log: Path) -> str:
@@ -503,7 +424,7 @@ STYLES = {"running": "cyan", "failed": "bold red", "finished": "green", "interru
 
 def progress(run_dir: Path, updates: int) -> tuple[str, str, str]:
     """How far a run is, its speed, and its mean return, as the logs say."""
-    row = read_result(run_dir) or last_row(run_dir)
+    row = read_result(run_dir) or newest(run_dir)
     number = lambda *names: next((row[n] for n in names if row.get(n) is not None), None)
     update, sps = number("update"), number("sps", "charts/SPS_recent", "charts/SPS")
     value = number("episodic_return", "charts/episodic_return")
@@ -563,13 +484,11 @@ class Board:
         return table
 
 
-def status_command(argv: list[str]) -> int:
+def status_command(argv: Sequence[str]) -> Exit:
     """`cleanba sweep status DIR`: every run's state, from Slurm and from its folder."""
     require(len(argv) == 1 and not argv[0].startswith("-"), "usage: cleanba sweep status DIR")
     from rich.console import Console
     from rich.table import Table
-
-    from cleanba.slurm import job_states
 
     folder = Path(argv[0])
     runs = read_manifest(folder)["runs"]
@@ -589,4 +508,4 @@ def status_command(argv: list[str]) -> int:
     if not console.is_terminal:
         console.width = 200  # names stay whole in pipes
     console.print(table)
-    return 0
+    return Exit()

@@ -13,12 +13,12 @@ import optax
 from jax import lax
 
 from cleanba.algorithm import Algorithm, Metrics
+from cleanba.algorithms.optimiser import State, descend, learning_rate
 from cleanba.config import Experiment, Partition, require
-from cleanba.envs import EnvSpec
+from cleanba.environments.specs import EnvSpec
 from cleanba.networks import make_actor_critic
 from cleanba.ops.losses import log_prob_and_entropy, squared_error
 from cleanba.ops.returns import vtrace
-from cleanba.optimiser import State, descend, learning_rate
 from cleanba.rollout import PyTree, Rollout
 from cleanba.shards import ShardAxis
 
@@ -150,4 +150,6 @@ def make(e: IMPALA, spec: EnvSpec, platform: str) -> Algorithm:
         metrics = {name: x.mean() for name, x in metrics.items()} | {"charts/learning_rate": rate}
         return state._replace(updates=state.updates + 1), metrics
 
-    return Algorithm(init, network.initial_carry, network.act, update, actor_params=lambda state: state.params)
+    return Algorithm(
+        init, network.initial_carry, network.act, update, lambda state: state.params, inspect=network.inspect
+    )

@@ -1,0 +1,1 @@
+"""A trained agent: loaded, evaluated (beside training too), filmed, shared."""

@@ -1,0 +1,1 @@
+"""What is acted in: how environments look, how they are made and stepped."""

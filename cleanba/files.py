@@ -1,0 +1,50 @@
+"""Files that are there whole or not at all, and JSON."""
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from cleanba.errors import UsageError
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write a file so that it is there whole or not at all: under another name first, then renamed."""
+    scratch = path.with_name(path.name + ".tmp")
+    scratch.write_bytes(content.encode() if isinstance(content, str) else content)
+    os.replace(scratch, path)
+
+
+def write_json(path: Path, values: Mapping[str, Any]) -> None:
+    """Write a JSON file, whole or not at all."""
+    write_whole(path, json.dumps(finite(values), indent=2) + "\n")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON file of a run.
+
+    Raises:
+        UsageError: it is not there, or no JSON.
+    """
+    try:
+        values = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise UsageError(f"{path} does not exist; name the directory of an earlier run") from None
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} cannot be read ({error}); restore it, or choose another run") from None
+    if not isinstance(values, dict):
+        raise UsageError(f"{path} does not hold a JSON object; restore it, or choose another run")
+    return values
+
+
+def finite(values: Any) -> Any:
+    """JSON knows no NaN and no infinity: null stands for both, in trees of dictionaries, lists and numbers."""
+    if isinstance(values, Mapping):
+        return {k: finite(v) for k, v in values.items()}
+    if isinstance(values, list | tuple):
+        return [finite(v) for v in values]
+    if isinstance(values, float) and not math.isfinite(values):
+        return None
+    return values

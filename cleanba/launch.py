@@ -1,0 +1,321 @@
+"""From flags to a running training, and from its end to an exit code."""
+
+import json
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from cleanba.agents.agent import new_agent
+from cleanba.agents.beside import Evaluations
+from cleanba.agents.hub import push, require_login
+from cleanba.algorithm import Algorithm
+from cleanba.config import Experiment, Partition, Placement, Run, from_json, require, to_json
+from cleanba.environments.envpool import env_spec
+from cleanba.environments.specs import EnvSpec
+from cleanba.errors import Exit, Failure, Interrupted, UsageError
+from cleanba.files import read_json, write_json
+from cleanba.recipes import Config, Recipe, config_type, fit, parse, read_recipe, stand_by
+from cleanba.runs.directory import (
+    Finished,
+    default_run_dir,
+    differing_machines,
+    lock,
+    open_run,
+)
+from cleanba.runs.log import rewind
+from cleanba.runtime.checkpoint import Checkpoints, Saved, save_model, updates_kept
+from cleanba.runtime.metrics import Display, Status, Writers, duration
+from cleanba.runtime.peers import Peers
+from cleanba.runtime.placement import Devices, find_devices, gather_over_processes, initialise, make_deterministic
+from cleanba.runtime.train import Outcome, make_training, run_training
+
+
+def train_command(recipe: Recipe, argv: Sequence[str], default: Config | None = None) -> Exit:
+    """`cleanba ppo …`: parse, refuse what does not fit, train."""
+    config = parse(recipe, argv, default)
+    if config.experiment.deterministic:
+        make_deterministic()
+    initialise(config.placement)
+    if not config.placement.distributed:
+        return train(recipe, config)
+    with Peers() as peers:
+        return train(recipe, config, peers)
+
+
+def resume_command(argv: Sequence[str]) -> Exit:
+    """`cleanba resume RUN_DIR …`: a run's own flags as the defaults, other placement flags on top."""
+    if not argv or argv[0].startswith("-"):
+        words = "usage: cleanba resume RUN_DIR [FLAGS]\n\nGoes on with a run; flags may place it elsewhere."
+        require(bool(argv) and argv[0] in ("-h", "--help"), f"resume needs the directory of a run\n{words}")
+        print(words)
+        return Exit()
+    run_dir = Path(argv[0])
+    saved = read_json(run_dir / "config.json")
+    recipe, experiment = read_recipe(run_dir)
+    default = config_type(recipe)(
+        experiment=experiment,
+        placement=from_json(Placement, saved["placement"]),
+        run=replace(from_json(Run, saved["run"]), run_dir=run_dir),
+    )
+    return train_command(recipe, argv[1:], default)
+
+
+def train(recipe: Recipe, config: Config, peers: Peers | None = None) -> Exit:
+    """Everything between flags and exit code.  Raises `UsageError` before anything is compiled."""
+    job = prepare(recipe, config)
+    office = claim(job)
+    if isinstance(office, Exit):
+        return office
+    checkpoints, saved = open_checkpoints(job)
+    status = Status(f"{recipe.name} on {job.experiment.env_id}, seed {job.experiment.seed}", *job.size)
+    display = Display(status, enabled=job.devices.is_main)
+    run = config.run
+    try:
+        if office is not None:
+            office.begin(saved, display)
+        announce(job, saved, display)
+        training = make_training(
+            job.algorithm, job.experiment, job.partition, job.devices, job.spec, run.log_frequency,
+            checkpoints=checkpoints, saved=saved, stall_timeout=run.stall_timeout, grace_period=run.grace_period,
+            stop_on_nonfinite=run.on_nonfinite == "stop",
+            after_update=office.evaluations.after_update if office else None,
+        )  # fmt: skip
+        log = office.log if office else lambda update, global_step, seconds, values: None
+        outcome = run_training(training, display, status, log, peers)
+        if office is not None and outcome.error is None:
+            office.finish(outcome, status, display)
+    finally:
+        display.close()
+        if office is not None:
+            office.close_logs()
+        checkpoints.close()
+    error = office.write_result(outcome) if office is not None else outcome.error
+    known = error is not None and peers is not None and error is peers.error  # said already
+    return exit_of(error, outcome.stuck, said=known) if error else Exit(office.share() if office else 0, outcome.stuck)
+
+
+class Job(NamedTuple):
+    """A training that fits its devices and its environment.  Nothing is compiled or written yet."""
+
+    recipe: Recipe
+    config: Config
+    experiment: Experiment  # with its defaults filled in
+    partition: Partition
+    devices: Devices
+    spec: EnvSpec
+    algorithm: Algorithm
+    run_dir: Path
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Updates and environment steps of the whole run."""
+        return self.experiment.num_updates, self.experiment.num_updates * self.experiment.transitions_per_update
+
+
+def prepare(recipe: Recipe, config: Config) -> Job:
+    """Look at devices and environment.  All processes must call this.
+
+    Raises:
+        UsageError: the flags fit neither each other nor what is there, or the processes were given different ones.
+    """
+    devices = find_devices(config.placement)
+    now = int(gather_over_processes(np.array([int(time.time())]))[0, 0])  # process 0's clock names the run
+    run_dir = config.run.run_dir or default_run_dir(config.experiment, config.run, now)
+    config = replace(config, experiment=stand_by(config.experiment, run_dir))
+    e, partition = fit(recipe, config, devices.num_processes, devices.platform)
+    require_same_flags({"algorithm": recipe.name, **to_json(e), "log_frequency": config.run.log_frequency})
+    spec = env_spec(e)
+    algorithm = recipe.make(e, spec, devices.platform)
+    require(
+        run_dir != Path() or (run_dir / "config.json").exists() or not any(run_dir.iterdir()),
+        f"run_dir={str(config.run.run_dir)!r} is the current directory, which holds other files; name one for the run",
+    )
+    return Job(recipe, config, e, partition, devices, spec, algorithm, run_dir)
+
+
+class Office:
+    """What only the main process does beside the training: the lock, the logs, evaluations, the last files."""
+
+    def __init__(self, job: Job):
+        """Take the run's directory.
+
+        Raises:
+            Finished: the same experiment has finished there.
+            UsageError: flags that cannot be obeyed, another experiment or process in the directory.
+        """
+        self._job, self._run = job, job.config.run
+        agent = new_agent(job.experiment, job.spec, job.algorithm)
+        self.evaluations = Evaluations(job.run_dir, self._run, agent, job.devices)
+        if self._run.upload_model:
+            require_login()
+        self._lock = lock(job.run_dir)
+        self._opened = open_run(job.run_dir, job.recipe.name, job.experiment, job.config.placement, self._run)
+        self._writers: Writers | None = None
+
+    def begin(self, saved: Saved | None, display: Display) -> None:
+        """The run begins, or goes on from a checkpoint."""
+        run, config, earlier = self._run, self._opened.config, self._opened.earlier
+        history = rewind(self._job.run_dir, saved.update if saved else 0)
+        names = (run.wandb_project_name, run.wandb_entity)
+        self._writers = Writers(self._job.run_dir, run.track, *names, config, history)
+        if earlier is None and run.experiment_from:
+            earlier = read_json(Path(run.experiment_from) / "config.json")
+        for warning in differing_machines(earlier, config):
+            display.say(f"warning: {warning}")
+        self.evaluations.begin(saved, history)
+
+    def log(self, update: int, global_step: int, seconds: float, values: dict[str, Any]) -> None:
+        """One log point, and the evaluations that have ended since the last one."""
+        assert self._writers is not None
+        self.evaluations.log(self._writers, seconds)
+        self._writers.write(update, global_step, seconds, values)
+
+    def finish(self, outcome: Outcome, status: Status, display: Display) -> None:
+        """The training is finished: evaluate and film its last version, as the flags say."""
+        assert self._writers is not None
+        if self._run.eval_frequency:
+            status.phase = "evaluating the last version"
+            display.refresh()
+        self.evaluations.finish(outcome.result, outcome.state)
+        self.evaluations.log(self._writers, outcome.result["seconds"])
+        status.phase = "training"
+
+    def close_logs(self) -> None:
+        """End what still plays, and close the logs."""
+        self.evaluations.close()
+        if self._writers is not None:
+            self._writers.close()
+
+    def write_result(self, outcome: Outcome) -> BaseException | None:
+        """Leave the last files, say how the run ended, let go of its directory.  Returns what it failed with."""
+        run_dir, result, error = self._job.run_dir, outcome.result, outcome.error
+        if (self._run.save_model or self._run.upload_model) and result["status"] == "finished":
+            save_model(run_dir / "model.msgpack", self._job.algorithm.actor_params(outcome.state))
+        try:
+            write_json(run_dir / "result.json", result)
+        except OSError as why:
+            error = error or Failure(f"{run_dir}/result.json cannot be written: {why.strerror}")
+        print(closing_words(run_dir, result))
+        if error is not None:
+            saved_update = max(updates_kept(run_dir), default=0)
+            repeated = result["update"] - saved_update
+            print(
+                f"`cleanba resume {run_dir}` goes on after update {saved_update}"
+                + (f" and repeats {repeated} update{'s' * (repeated != 1)}" if repeated else "")
+            )
+        self._lock.close()
+        return error
+
+    def share(self) -> int:
+        """Upload the finished run, which lies safely on disk, if the flags say so.  Returns the exit code."""
+        if not self._run.upload_model:
+            return 0
+        try:
+            print(f"uploaded: {push(self._job.run_dir, self._run.hf_entity)}")
+        except (UsageError, Failure) as why:
+            print(f"cleanba: warning: {why}", file=sys.stderr)
+            return 1
+        return 0
+
+
+def claim(job: Job) -> Office | Exit | None:
+    """The main process takes the run's directory; the others hear whether it could.  All processes must call this.
+
+    Returns how to leave, where there is nothing to do or another process refuses.
+
+    Raises:
+        UsageError: this process refuses.
+    """
+    office: Office | None = None
+    refusal: Exception | None = None
+    if job.devices.is_main:
+        try:
+            office = Office(job)
+        except (UsageError, Finished) as why:
+            refusal = why
+    said = 0 if refusal is None else 1 if isinstance(refusal, Finished) else 2
+    refused = int(gather_over_processes(np.array([said])).max())
+    if isinstance(refusal, Finished):
+        print(f"cleanba: {refusal}")
+    elif refusal is not None:
+        raise refusal
+    return Exit(0 if refused == 1 else 2) if refused else office
+
+
+def announce(job: Job, saved: Saved | None, display: Display) -> None:
+    """Say what is trained, and where."""
+    e, place, processes = job.experiment, job.config.placement, job.devices.num_processes
+    display.say(
+        f"{job.recipe.name} on {e.env_id}: {e.num_envs} environments, {e.num_actors} actors, {e.num_shards} shards, "
+        f"{e.num_updates} updates of {e.transitions_per_update} steps\n"
+        f"actors on {job.devices.kind} {list(place.actor_device_ids)}, learners on "
+        f"{list(place.learner_device_ids)}, {processes} process{'es' if processes > 1 else ''}\n"
+        f"run: {job.run_dir}"
+    )
+    if saved is not None:
+        display.say(f"going on after update {saved.update}, step {saved.counters['global_step']:,}")
+
+
+def require_same_flags(flags: dict[str, Any]) -> None:
+    """All processes must call this: raise `UsageError` unless they were given the same."""
+    digest = sha256(json.dumps(flags, sort_keys=True).encode()).digest()
+    digests = gather_over_processes(np.frombuffer(digest, np.uint8).astype(np.int32))
+    others = [str(i) for i, row in enumerate(digests) if (row != digests[0]).any()]
+    require(
+        not others,
+        f"process {', '.join(others)} has another experiment than process 0; give all processes the same flags, and "
+        "equally many --actor-device-ids",
+    )
+
+
+def open_checkpoints(job: Job) -> tuple[Checkpoints, Saved | None]:
+    """The run's checkpoints, and the newest sound one if there is one.  All processes must call this."""
+    checkpoints = Checkpoints(job.run_dir, job.config.run.keep_checkpoints)
+    like_state = jax.eval_shape(job.algorithm.init, jax.random.key(0))
+    like_params = jax.eval_shape(job.algorithm.actor_params, like_state)
+    saved, warnings = checkpoints.restore(like_state, like_params)
+    for warning in warnings:
+        print(f"cleanba: {warning}", file=sys.stderr)
+    updates = gather_over_processes(np.array([saved.update if saved else 0]))[:, 0]
+    require(
+        bool((updates == updates[0]).all()),
+        f"the processes see different checkpoints in {job.run_dir} ({', '.join(map(str, updates))}); "
+        "give all of them the same --run-dir on a shared file system",
+    )
+    if job.devices.is_main:
+        checkpoints.forget_after(saved.update if saved else 0)
+    return checkpoints, saved
+
+
+def closing_words(run_dir: Path, result: dict[str, Any]) -> str:
+    """Where the run is and how to look at it."""
+    figures = [f"{result['global_step']:,} steps", f"{duration(result['seconds'])} h"]
+    if result["sps"]:
+        figures.insert(1, f"{result['sps']:,.0f} steps/s")
+    if result["episodic_return"] is not None:
+        figures.append(f"mean return of the last episodes {result['episodic_return']:.4g}")
+    return (
+        f"{result['status']}: {', '.join(figures)}\n"
+        f"run:     {run_dir}  (result.json, metrics.jsonl, config.json)\n"
+        f"curves:  tensorboard --logdir {run_dir}"
+    )
+
+
+def exit_of(error: BaseException, stuck: bool, said: bool) -> Exit:
+    """The exit code that an error has, which is told unless it was `said` already."""
+    if isinstance(error, Interrupted | Failure | UsageError):
+        if not said:
+            print(f"cleanba: {error}", file=sys.stderr)
+        code = 128 + error.signum if isinstance(error, Interrupted) else 2 if isinstance(error, UsageError) else 1
+        return Exit(code, stuck)
+    traceback.print_exception(error)
+    print(f"cleanba: the run failed: {type(error).__name__}: {error}", file=sys.stderr)
+    return Exit(1, stuck)

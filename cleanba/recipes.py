@@ -1,0 +1,166 @@
+"""The table of algorithms, and the way from flags, or from an earlier run, to a configuration that fits."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import tyro
+
+from cleanba.algorithms import impala, ppo
+from cleanba.config import (
+    Experiment,
+    Partition,
+    Placement,
+    Run,
+    differences,
+    from_json,
+    read_experiment,
+    require,
+    resolve,
+    to_json,
+)
+
+
+class Recipe(NamedTuple):
+    """An algorithm as the command knows it."""
+
+    name: str
+    about: str
+    experiment: type[Experiment]
+    check: Callable[..., None]
+    make: Callable[..., Any]
+
+
+RECIPES = {
+    "ppo": Recipe("ppo", "train with proximal policy optimisation", ppo.PPO, ppo.check, ppo.make),
+    "impala": Recipe("impala", "train with IMPALA and V-trace", impala.IMPALA, impala.check, impala.make),
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """All flags of a training command."""
+
+    experiment: Experiment
+    placement: Placement = field(default_factory=Placement)
+    run: Run = field(default_factory=Run)
+
+
+def config_type(recipe: Recipe) -> type:
+    """`Config` with the experiment of one algorithm."""
+    from dataclasses import make_dataclass
+
+    return make_dataclass(
+        "Config",
+        [
+            ("experiment", recipe.experiment, field(default_factory=recipe.experiment)),
+            ("placement", Placement, field(default_factory=Placement)),
+            ("run", Run, field(default_factory=Run)),
+        ],
+        frozen=True,
+        namespace={"__doc__": f"{recipe.about[0].upper()}{recipe.about[1:]}."},
+    )
+
+
+def parse(recipe: Recipe, argv: Sequence[str], default: Any = None) -> Config:
+    """Flags -> configuration.  tyro prints its own message and exits with 2 for flags it cannot read.
+
+    `default` holds the configuration of a run to go on with.
+
+    Raises:
+        UsageError: --experiment names no run of this algorithm, or flags change an experiment that was given whole.
+    """
+    kind = config_type(recipe)
+    source = word_after("--experiment", argv)
+    if default is None and source is not None:
+        earlier_recipe, experiment = read_recipe(Path(source))
+        name = earlier_recipe.name
+        require(name == recipe.name, f"--experiment {source} is a run of {name}; use `cleanba {name}`")
+        default = kind(experiment=experiment)
+    parsed: Any = tyro.cli(
+        kind,
+        args=argv,
+        prog=f"cleanba {recipe.name}",
+        default=default or kind(),
+        config=(tyro.conf.OmitArgPrefixes,),
+    )
+    if default is not None:
+        changed = differences(to_json(default.experiment), to_json(parsed.experiment))
+        require(
+            not changed,
+            f"the whole experiment is taken from {source or default.run.run_dir}, but flags change it "
+            f"({'; '.join(changed)}); leave these flags out, or start an experiment of its own",
+        )
+    run = replace(parsed.run, exp_name=parsed.run.exp_name or recipe.name)
+    return Config(parsed.experiment, parsed.placement, run)
+
+
+def word_after(flag: str, argv: Sequence[str]) -> str | None:
+    """The value of a flag, read before tyro reads them all."""
+    for i, word in enumerate(argv):
+        name, eq, value = word.partition("=")
+        if name == flag:
+            require(bool(eq) or i + 1 < len(argv), f"{flag} needs a value")
+            return value if eq else argv[i + 1]
+    return None
+
+
+def read_recipe(run_dir: Path) -> tuple[Recipe, Experiment]:
+    """An earlier run's algorithm and experiment.
+
+    Raises:
+        UsageError: there is no such run, or it was written by another version.
+    """
+    values = read_experiment(run_dir)
+    algorithm = values.pop("algorithm")
+    require(algorithm in RECIPES, f"{run_dir} is a run of {algorithm!r}; this version knows {', '.join(RECIPES)}")
+    recipe = RECIPES[algorithm]
+    return recipe, from_json(recipe.experiment, values)
+
+
+RESOLVED = ("num_actors", "num_shards", "collector")  # what `config.resolve` fills in, from the devices
+
+
+def stand_by(e: Experiment, run_dir: Path) -> Experiment:
+    """What the first run in a directory resolved stands, so that it goes on wherever it is placed next.
+
+    Only values that were typed can contradict it.
+    """
+    if not (run_dir / "config.json").exists():
+        return e
+    earlier = read_experiment(run_dir)
+    left_out = {name: earlier[name] for name in RESOLVED if getattr(e, name) is None and earlier.get(name) is not None}
+    typed = {name: value for name, value in to_json(e).items() if name not in left_out}
+    if differences({name: earlier.get(name) for name in typed}, typed):
+        return e  # another experiment, which will be refused by what was typed
+    return replace(e, **left_out)
+
+
+def fit(recipe: Recipe, config: Config, processes: int, platform: str = "") -> tuple[Experiment, Partition]:
+    """The experiment with its defaults filled in for devices of that kind, and who owns which environments.
+
+    Raises:
+        UsageError: the flags do not fit each other.
+    """
+    actors, learners = len(config.placement.actor_device_ids), len(config.placement.learner_device_ids)
+    e = resolve(config.experiment, actors * processes, learners * processes, processes, platform)
+    assert e.num_actors is not None and e.num_shards is not None
+    partition = Partition(e.num_envs, e.num_actors, e.num_shards, processes, learners)
+    require(
+        e.num_updates >= 1,
+        f"total_timesteps={e.total_timesteps} is less than one update's {e.transitions_per_update} "
+        f"({e.num_envs} environments x {e.num_steps} steps); try --total-timesteps {e.transitions_per_update}",
+    )
+    require(
+        e.num_updates < 2**31,
+        f"total_timesteps={e.total_timesteps} makes {e.num_updates} updates, more than can be counted; "
+        f"try --total-timesteps {(2**31 - 1) * e.transitions_per_update}",
+    )
+    run = config.run
+    require(run.log_frequency >= 1, f"log_frequency={run.log_frequency} must be at least 1")
+    require(run.keep_checkpoints >= 1, f"keep_checkpoints={run.keep_checkpoints} must be at least 1")
+    require(run.stall_timeout >= 1, f"stall_timeout={run.stall_timeout} must be at least 1 (seconds); inf means never")
+    require(0 <= run.grace_period <= 1e6, f"grace_period={run.grace_period} must lie in [0, 1e6]; 0 means at once")
+    recipe.check(e, partition)
+    return e, partition

@@ -1,0 +1,1 @@
+"""A run on disk: its directory, its log, curves, plots, report, list, diff."""

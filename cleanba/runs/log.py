@@ -1,0 +1,85 @@
+"""What a run has logged: the lines of metrics.jsonl, and result.json, read and rewound.
+
+A run that is going on, or was killed, may leave its last line cut short: a damaged line is never an error.  An
+evaluation has rows of its own, at the update whose parameters played, which may come after rows of later updates.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from cleanba.files import write_whole
+
+METRICS = "metrics.jsonl"
+TAIL = 1 << 16  # bytes at the end of metrics.jsonl that surely hold a whole row
+
+Row = dict[str, Any]
+
+
+def is_evaluation(row: Row) -> bool:
+    """Whether a row is that of an evaluation beside the training."""
+    return "eval/episodic_return" in row
+
+
+def parse(lines: bytes) -> Iterator[tuple[int, Row | None]]:
+    """The number of each line, from 1, and its row; None where it is damaged."""
+    for number, line in enumerate(lines.splitlines(), 1):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        yield number, row if isinstance(row, dict) and "update" in row else None
+
+
+def read(run_dir: Path) -> Iterator[tuple[int, Row | None]]:
+    """`parse` of a run's whole metrics.jsonl.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    return parse((run_dir / METRICS).read_bytes())
+
+
+def newest(run_dir: Path) -> Row:
+    """The newest value of every metric in the last rows, read from the end of the file; empty where there is none."""
+    try:
+        with (run_dir / METRICS).open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))
+            lines = file.read()
+    except FileNotFoundError:
+        return {}
+    values: Row = {}
+    for _, row in parse(lines):
+        if row is not None:
+            values |= {**row, "update": max(values.get("update", 0), row["update"])}
+    return values
+
+
+def rewind(run_dir: Path, update: int) -> list[Row]:
+    """Forget what was logged after `update`, which will be logged again.  Returns the rows that stay.
+
+    TensorBoard's files are removed: they are made anew from the rows.
+    """
+    rows = []
+    if (run_dir / METRICS).exists():
+        rows = [row for _, row in read(run_dir) if row is not None and row["update"] <= update]
+    write_whole(run_dir / METRICS, "".join(json.dumps(row) + "\n" for row in rows))
+    for events in run_dir.glob("events.out.tfevents.*"):
+        events.unlink()
+    return rows
+
+
+def read_result(run_dir: Path) -> Row:
+    """result.json; empty where there is none yet, or it is damaged."""
+    try:
+        result = json.loads((run_dir / "result.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return result if isinstance(result, dict) else {}
+
+
+def is_finished(run_dir: Path) -> bool:
+    """Whether a run has come to its end."""
+    return read_result(run_dir).get("status") == "finished"

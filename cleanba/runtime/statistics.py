@@ -1,0 +1,280 @@
+"""What a run counts and times, over all actors and processes, and how a log point says it."""
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from cleanba.algorithm import Metrics
+from cleanba.errors import Failure, Interrupted
+from cleanba.rollout import Episode, PyTree, Rollout
+from cleanba.runtime.actor import Parcel, Schedule
+from cleanba.runtime.channels import Channel
+from cleanba.runtime.collect import Times
+from cleanba.runtime.metrics import Status
+from cleanba.runtime.placement import Devices, gather_over_processes
+
+EPISODES_SHOWN = 100  # returns and lengths are means over the last so many episodes
+
+
+@dataclass
+class Statistics:
+    """Steps, episodes and times of this process since the last log point, and of everybody before it."""
+
+    global_step: int = 0
+    episodes: int = 0
+    recent: deque[Episode] = field(default_factory=lambda: deque(maxlen=EPISODES_SHOWN))
+    new_steps: int = 0
+    new_episodes: list[Episode] = field(default_factory=list)
+    times: list[Times] = field(default_factory=list)
+    learner_wait: float = 0.0
+    learner_update: float = 0.0
+
+    def add(self, parcels: Sequence[Parcel]) -> None:
+        for parcel in parcels:
+            self.new_steps += parcel.steps
+            self.new_episodes += parcel.episodes
+            self.times.append(parcel.times)
+
+    def gather(self) -> int:
+        """Combine with the other processes, which must all call this after the same update.  Returns the new steps."""
+        row = np.zeros(2 + 2 * EPISODES_SHOWN, np.float64)
+        last = self.new_episodes[-EPISODES_SHOWN:]
+        row[0], row[1] = self.new_steps, len(self.new_episodes)
+        row[2 : 2 + 2 * len(last)] = np.asarray(last, np.float64).ravel()
+        rows = gather_over_processes(row)
+        for r in rows:
+            count = min(int(r[1]), EPISODES_SHOWN)
+            self.recent.extend(Episode(float(a), int(b)) for a, b in r[2 : 2 + 2 * count].reshape(-1, 2))
+        new_steps = int(rows[:, 0].sum())
+        self.global_step += new_steps
+        self.episodes += int(rows[:, 1].sum())
+        self.new_steps, self.new_episodes = 0, []
+        return new_steps
+
+    def take_times(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Mean seconds per rollout of the actors' activities, and of the learner's, since the last call."""
+        n = max(1, len(self.times))
+        names = [f.name for f in fields(Times)]
+        actor = {name: sum(getattr(t, name) for t in self.times) / n for name in names}
+        learner = {"rollout_wait": self.learner_wait, "update": self.learner_update}
+        self.times, self.learner_wait, self.learner_update = [], 0.0, 0.0
+        return actor, learner
+
+    def counters(self, seconds: float) -> dict[str, Any]:
+        """What a checkpoint keeps of this."""
+        recent = [list(episode) for episode in self.recent]
+        return {"global_step": self.global_step, "episodes": self.episodes, "recent": recent, "seconds": seconds}
+
+    @classmethod
+    def from_counters(cls, counters: dict[str, Any]) -> "Statistics":
+        """The inverse."""
+        recent = deque((Episode(r, length) for r, length in counters["recent"]), maxlen=EPISODES_SHOWN)
+        return cls(counters["global_step"], counters["episodes"], recent)
+
+    @property
+    def mean_return(self) -> float | None:
+        return float(np.mean([e.ret for e in self.recent])) if self.recent else None
+
+    @property
+    def mean_length(self) -> float | None:
+        return float(np.mean([e.length for e in self.recent])) if self.recent else None
+
+
+def name_bottleneck(actor: dict[str, float], learner: dict[str, float], concurrency: bool) -> str:
+    """Which part, made faster, would make the whole faster.  Seconds per rollout and per log interval, by activity."""
+    acting = max(("emulators", "inference", "scan", "transfer"), key=lambda name: actor[name])
+    acting = {"scan": "acting (emulators and inference in one scan)"}.get(acting, acting)
+    if not concurrency:  # nothing overlaps, so the largest part is the one to shorten
+        return "learner" if learner["update"] > learner["rollout_wait"] else acting
+    return acting if learner["rollout_wait"] > 0.1 * learner["update"] else "learner"
+
+
+@dataclass
+class Progress:
+    """What the learner thread leaves for the supervisor, so that a run that ends early can still be described."""
+
+    status: Status
+    statistics: Statistics = field(default_factory=Statistics)
+    state: PyTree = None  # None while an update has it
+    update: int = 0
+    global_step: int = 0
+    lag: int | None = None
+    sps: float | None = None
+    saved_update: int = 0  # the last update that a checkpoint holds
+    seconds_before: float = 0.0  # that the run took before it was interrupted
+    update_seconds: float | None = None  # mean time of an update; None before the second
+    ending: Interrupted | None = None  # end after the next checkpoint
+
+
+def or_nan(x: float | None) -> float:
+    """A number for what is not known."""
+    return float("nan") if x is None else x
+
+
+class LogPoint(Protocol):
+    """Takes one log point: update, global step, seconds since the run began, and the values by their names."""
+
+    def __call__(self, update: int, global_step: int, seconds: float, values: dict[str, Any]) -> None: ...
+
+
+class Book:
+    """Counts and times the learner's loop, leaves in `progress` how it goes, and makes its log points."""
+
+    def __init__(self, schedule: Schedule, log_frequency: int, devices: Devices, progress: Progress, log: LogPoint):
+        self._schedule, self._log_frequency, self._devices = schedule, log_frequency, devices
+        self._progress, self._log = progress, log
+        self._began = time.perf_counter() - progress.seconds_before
+        self._unchecked: tuple[int, Metrics] = (0, {})
+        self.begin()
+
+    def begin(self) -> None:
+        """All is compiled: the first rollout is on its way."""
+        statistics = self._progress.statistics
+        self._timed_from, self._timed_steps = time.perf_counter(), 0
+        self._last_log, self._steps_at_last_log = time.perf_counter(), statistics.global_step
+
+    @property
+    def steps_so_far(self) -> int:
+        """Environment steps of all processes; between log points as if the others had made as many as this one."""
+        statistics = self._progress.statistics
+        return statistics.global_step + statistics.new_steps * self._devices.num_processes
+
+    def receive(self, channels: Sequence[Channel[Parcel]], update: int) -> list[Rollout]:
+        """Wait for the rollouts of update `update`, one from each actor, and see that they are what was promised."""
+        statistics, before = self._progress.statistics, time.perf_counter()
+        parcels = [channel.get()[0] for channel in channels]
+        statistics.learner_wait += time.perf_counter() - before
+        for parcel in parcels:
+            assert parcel.rollout == update, f"update {update} was given rollout {parcel.rollout}"
+            lag, promised = update - parcel.policy_version, self._schedule.lag(update)
+            assert lag == promised, f"update {update}: policy lag {lag}, promised {promised}"
+        statistics.add(parcels)
+        return [block for parcel in parcels for block in parcel.blocks]
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """Around the computation of an update."""
+        before = time.perf_counter()
+        yield
+        self._progress.statistics.learner_update += time.perf_counter() - before
+
+    def updated(self, update: int) -> None:
+        """An update is done."""
+        progress = self._progress
+        progress.update, progress.lag = update, self._schedule.lag(update)
+        if self._devices.num_processes == 1:  # the steps of others are known at log points
+            progress.global_step = progress.status.global_step = self.steps_so_far
+        progress.status.phase, progress.status.update = "training", update
+        if update == self._schedule.first:  # its time was mostly compilation, so the clock starts after it
+            self._timed_from, self._timed_steps = time.perf_counter(), self.steps_so_far
+        else:
+            progress.update_seconds = (time.perf_counter() - self._timed_from) / (update - self._schedule.first)
+
+    def check_finite(self, update: int, metrics: Metrics) -> None:
+        """Losses and gradients must be numbers.
+
+        Looked at an update late, when they have arrived; at the end of an epoch at once, before they are saved.
+
+        Raises:
+            Failure: one is not.
+        """
+        jax.tree.map(lambda x: x.copy_to_host_async(), metrics)
+        check_finite(*self._unchecked, self._progress.saved_update)
+        if self._schedule.ends_epoch(update):
+            check_finite(update, metrics, self._progress.saved_update)
+        self._unchecked = update, metrics
+
+    def is_log_point(self, update: int) -> bool:
+        """Whether all processes log after this update."""
+        return update == 1 or update % self._log_frequency == 0 or self._schedule.ends_epoch(update)
+
+    def log(self, update: int, metrics: Metrics, digests: dict[str, str]) -> None:
+        """Make a log point.  All processes must call this after the same updates."""
+        progress, statistics, now = self._progress, self._progress.statistics, time.perf_counter()
+        new_steps = statistics.gather()
+        progress.global_step = statistics.global_step
+        interval = now - self._last_log
+        if update > self._schedule.first:
+            progress.sps = (statistics.global_step - self._timed_steps) / (now - self._timed_from)
+        elif self._schedule.first == self._schedule.last:  # nothing but the first update to go by
+            progress.sps = new_steps / interval
+        recent = (statistics.global_step - self._steps_at_last_log) / interval
+        self._last_log, self._steps_at_last_log = now, statistics.global_step
+        lag = self._schedule.lag(update)
+        values = log_values(statistics, metrics, progress.sps, recent if progress.sps is not None else None, lag)
+        actor_times, learner_times = statistics.take_times()
+        values |= {f"stats/{name}_time": seconds for name, seconds in actor_times.items()}
+        values |= {f"stats/learner_{name}_time": seconds for name, seconds in learner_times.items()}
+        bottleneck = name_bottleneck(actor_times, learner_times, self._schedule.concurrency)
+        values |= {"stats/bottleneck": bottleneck, **digests}
+        self._log(update, statistics.global_step, now - self._began, values)
+        fill_status(progress.status, statistics, values, actor_times, learner_times, interval, bottleneck)
+
+    def counters(self) -> dict[str, Any]:
+        """What a checkpoint keeps of this."""
+        return self._progress.statistics.counters(time.perf_counter() - self._began)
+
+
+def log_values(
+    statistics: Statistics, metrics: dict[str, Any], sps: float | None, recent: float | None, lag: int
+) -> dict[str, Any]:
+    """The numbers of one log point, by CleanRL's names; what is not known yet is left out."""
+    values: dict[str, Any] = {
+        "charts/SPS": sps,
+        "charts/SPS_recent": recent,
+        "charts/episodic_return": statistics.mean_return,
+        "charts/episodic_length": statistics.mean_length,
+        "charts/episodes": statistics.episodes,
+        "stats/policy_lag": lag,
+    }
+    values |= {name: float(np.asarray(jax.device_get(value))) for name, value in metrics.items()}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def fill_status(
+    status: Status,
+    statistics: Statistics,
+    values: dict[str, Any],
+    actor_times: dict[str, float],
+    learner_times: dict[str, float],
+    interval: float,
+    bottleneck: str,
+) -> None:
+    """Show a log point on the console."""
+    nan = float("nan")
+    status.global_step, status.episodes = statistics.global_step, statistics.episodes
+    status.sps, status.sps_recent = values.get("charts/SPS", nan), values.get("charts/SPS_recent", nan)
+    status.episodic_return = values.get("charts/episodic_return", nan)
+    status.episodic_length = values.get("charts/episodic_length", nan)
+    status.losses = {name.removeprefix("losses/"): v for name, v in values.items() if name.startswith("losses/")}
+    whole = max(actor_times["rollout"], 1e-9)
+    words = {"params_wait": "waiting for parameters"}
+    status.actor_times = {words.get(k, k): s / whole for k, s in actor_times.items() if k != "rollout" and s > 0}
+    words = {"rollout_wait": "waiting for rollouts"}
+    status.learner_times = {words.get(k, k): s / max(interval, 1e-9) for k, s in learner_times.items()}
+    status.bottleneck = bottleneck
+
+
+def check_finite(update: int, metrics: dict[str, Any], saved_update: int) -> None:
+    """Losses and gradients must be numbers.
+
+    Raises:
+        Failure: one is not.
+    """
+    for name, value in metrics.items():
+        if name.startswith("losses/") and not np.isfinite(np.asarray(value)).all():
+            where = (
+                f"the checkpoint of update {saved_update} is the last good one"
+                if saved_update
+                else "there is no checkpoint yet"
+            )
+            raise Failure(
+                f"update {update}: {name} is {float(value)}, which is not a finite number; {where}. Try a smaller "
+                "--learning-rate or --max-grad-norm, or go on regardless with --on-nonfinite ignore"
+            )

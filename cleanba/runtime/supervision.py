@@ -1,0 +1,119 @@
+"""What the main thread does while a run goes on: it hears signals, and notices that nothing moves."""
+
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from cleanba.errors import Failure, Interrupted
+from cleanba.runtime.channels import Channel, Stop
+from cleanba.runtime.statistics import Progress
+
+GRACE_SECONDS = 3.0  # for threads to notice that the run ends
+
+
+@contextmanager
+def handle_signals(handler: Callable[[int], None], signals: Iterable[signal.Signals]) -> Iterator[None]:
+    """Call `handler` for these signals, as long as this lasts.  Only works in the main thread."""
+    previous = {s: signal.signal(s, lambda signum, _: handler(signum)) for s in signals}
+    try:
+        yield
+    finally:
+        for s, earlier in previous.items():
+            signal.signal(s, earlier)
+
+
+@contextmanager
+def hear_signals(asked: Callable[[int], None]) -> Iterator[None]:
+    """Ctrl-C, SIGTERM and SIGUSR1 call `asked`, in another thread; a second Ctrl-C ends the process at once.
+
+    Only works in the main thread.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    first_ctrl_c = float("inf")
+
+    def hear(signum: int) -> None:
+        nonlocal first_ctrl_c
+        if signum == signal.SIGINT:
+            # `timeout -s INT` and others signal a process and its group: that is one Ctrl-C.
+            if time.monotonic() - first_ctrl_c > 0.2:
+                os._exit(128 + signum)
+            first_ctrl_c = min(first_ctrl_c, time.monotonic())
+        # Not here: a handler runs between any two instructions, perhaps inside a lock that stopping needs.
+        threading.Thread(target=asked, args=(signum,), daemon=True).start()
+
+    with handle_signals(hear, (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)):
+        yield
+
+
+def end_by_signal(
+    signum: int,
+    grace_period: float,
+    next_checkpoint: int | None,
+    progress: Progress,
+    stop: Stop,
+    say: Callable[[str], None],
+) -> None:
+    """End the run: at once, or on SIGUSR1, the warning of a cluster, after the next checkpoint if that is near enough.
+
+    Emulators cannot be saved, so only a checkpoint's boundary resumes exactly: what was done since is repeated.  A
+    cluster warns every process, and a process may hear it from another first: further SIGUSR1 change nothing.
+    `next_checkpoint` is the update that will be followed by one; None where none is kept.
+    """
+    error = Interrupted(signum)
+    if signum == signal.SIGUSR1 and progress.ending is not None:
+        return
+    grace = grace_period if signum == signal.SIGUSR1 else 0.0
+    ahead = (next_checkpoint or progress.update) - progress.update
+    seconds = ahead * progress.update_seconds if progress.update_seconds is not None else float("inf")
+    if next_checkpoint is not None and seconds < grace:
+        progress.ending = error
+        say(f"{error}: ending after the checkpoint of update {progress.update + ahead}, in about {seconds:.0f} s")
+        stop.wait(grace)
+    stop(error)
+
+
+def stacks(channels: Sequence[Channel]) -> str:
+    """Where every thread stands, and what the queues hold."""
+    frames = sys._current_frames()
+    parts = []
+    for thread in threading.enumerate():
+        if thread.ident in frames and not thread.name.startswith(("ThreadPool", "Thread-")):
+            lines = traceback.format_stack(frames[thread.ident])[-6:]
+            parts.append(f"thread {thread.name!r}:\n{''.join(lines)}")
+    parts += [f"queue {channel.name!r}: {len(channel)} of 1" for channel in channels]
+    return "\n".join(parts)
+
+
+@dataclass
+class Watchdog:
+    """Notices that no update has come for too long."""
+
+    timeout: float
+    mark: Any = None
+    since: float = 0.0
+
+    def check(self, progress: Progress, channels: Sequence[Channel]) -> None:
+        """Look, every now and then.
+
+        Raises:
+            Failure: the run stalls; the stacks are on the error output.
+        """
+        now, mark = time.perf_counter(), (progress.update, progress.status.phase)
+        if mark != self.mark or progress.status.phase.startswith("compiling"):
+            self.mark, self.since = mark, now
+        elif now - self.since > self.timeout:
+            print(stacks(channels), file=sys.stderr)
+            raise Failure(
+                f"no update for {now - self.since:.0f} s after update {progress.update} ({progress.status.phase}); "
+                "the stacks above show where each thread stands. "
+                f"If nothing is wrong there, raise --stall-timeout above {self.timeout:g}"
+            )

@@ -1,0 +1,56 @@
+"""Randomness from identity: every seed and key is made from who asks for it, never from where or when.
+
+Nothing is threaded through time, so nothing of it needs to be saved.
+"""
+
+import jax
+import numpy as np
+
+from cleanba.errors import UsageError
+
+USES = {"init": 0, "act": 1, "update": 2, "evaluate": 3}  # what a key is used for, as a number to fold in
+
+
+def env_seed(seed: int, env: int, epoch: int, num_envs: int) -> int:
+    """The seed of environment `env` in its `epoch`: unique over all environments and epochs of an experiment.
+
+    A Feistel permutation of the 30-bit integers, keyed by `np.random.SeedSequence(seed)`, applied to
+    epoch * num_envs + env.  A hash would collide now and then, and two environments would play the same games.
+    """
+    n = epoch * num_envs + env
+    if n >= 2**30:
+        raise UsageError(f"environment {env} of epoch {epoch} is beyond the 2^30 seeds; raise --checkpoint-frequency")
+    left, right = n >> 15, n & 0x7FFF
+    for key in np.random.SeedSequence((seed, 0xE9)).generate_state(6, np.uint32).tolist():
+        mixed = ((right ^ key) * 0x9E3779B1 + (key >> 7)) & 0xFFFFFFFF
+        left, right = right, left ^ (mixed >> 13 & 0x7FFF)
+    return left << 15 | right
+
+
+def eval_seed(seed: int, env: int, epoch: int, num_envs: int) -> int:
+    """The seed of an environment that evaluates.  Training's seeds all lie below 2^30, these above."""
+    return 2**30 + env_seed(seed, env, epoch, num_envs)
+
+
+def init_key(seed: int) -> jax.Array:
+    """The key of the learner's first state."""
+    return _key(seed, "init")
+
+
+def action_key(seed: int, actor: int, rollout: int) -> jax.Array:
+    """The key of an actor's rollout; steps fold their number in."""
+    return jax.random.fold_in(jax.random.fold_in(_key(seed, "act"), actor), rollout)
+
+
+def update_key(seed: int, update: int | jax.Array) -> jax.Array:
+    """The key of an update; what it draws folds its own numbers in."""
+    return jax.random.fold_in(_key(seed, "update"), update)
+
+
+def evaluation_key(seed: int, epoch: int) -> jax.Array:
+    """The key of an evaluation; steps fold their number in."""
+    return jax.random.fold_in(_key(seed, "evaluate"), epoch)
+
+
+def _key(seed: int, use: str) -> jax.Array:
+    return jax.random.fold_in(jax.random.key(seed), USES[use])

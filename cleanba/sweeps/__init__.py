@@ -1,0 +1,1 @@
+"""Many runs: environments x seeds x flags, here or under Slurm."""

@@ -1,0 +1,46 @@
+"""A sweep on disk: `sweep.json`, the runs that are planned and the jobs that they became."""
+
+import json
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from cleanba.errors import UsageError
+from cleanba.files import write_json
+
+
+class Planned(NamedTuple):
+    """One run of a sweep."""
+
+    name: str  # of its folder
+    env_id: str
+    variant: str
+    seed: int
+    words: tuple[str, ...]  # what follows `cleanba`
+    updates: int
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """`sweep.json`.
+
+    Raises:
+        UsageError: the folder holds no sweep.
+    """
+    path = folder / "sweep.json"
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        raise UsageError(f"{folder} holds no sweep.json; name the folder of a sweep") from None
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} cannot be read ({error}); call the sweep again to have it made anew") from None
+
+
+def write_manifest(folder: Path, runs: Sequence[Planned], argv: Sequence[str], jobs: dict[str, str]) -> None:
+    """Add these runs to `sweep.json`.  `jobs` are Slurm's, by run."""
+    path = folder / "sweep.json"
+    earlier = read_manifest(folder)["runs"] if path.exists() else {}
+    for run in runs:
+        entry = run._asdict() | {"words": list(run.words)}
+        earlier[run.name] = earlier.get(run.name, {}) | entry | ({"job": jobs[run.name]} if run.name in jobs else {})
+    write_json(path, {"command": shlex.join(["cleanba", "sweep", *argv]), "runs": earlier})
