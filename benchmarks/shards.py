@@ -74,7 +74,7 @@ def main(args: Args) -> None:
         learner = Learner(algorithm, partition, devices, 1)
         state = learner.init()
         block = abstract_block(algorithm, spec, e.num_steps, args.num_envs // shards)
-        learner.compile(state, block)
+        learner.compile(state, (), block)
 
         def fill(x: Any) -> jax.Array:
             if x.dtype == jnp.uint8:
@@ -86,7 +86,7 @@ def main(args: Args) -> None:
 
         def run() -> float:
             start = time.perf_counter()
-            holder[0], _ = learner.update(holder[0], blocks, 1)
+            holder[0], _, _ = learner.update(holder[0], (), blocks, 1)
             jax.block_until_ready(holder[0])
             return time.perf_counter() - start
 

@@ -121,7 +121,7 @@ def main(args: Args) -> None:
         np.asarray(act(params[device_of(a)], carry, obs, first, key, True)[0])
 
     # Learning alone, on one rollout of each actor
-    learner.compile(state, abstract_block(algorithm, spec, e.num_steps, e.num_envs // partition.num_blocks))
+    learner.compile(state, (), abstract_block(algorithm, spec, e.num_steps, e.num_envs // partition.num_blocks))
     steppers = make_steppers(algorithm, e.num_steps)
     blocks: list[Any] = []
     for a in actors:
@@ -132,7 +132,7 @@ def main(args: Args) -> None:
     holder = {"state": state}
 
     def learn(_: int) -> None:
-        holder["state"], _metrics = learner.update(holder["state"], blocks, 1)
+        holder["state"], _, _ = learner.update(holder["state"], (), blocks, 1)
         jax.block_until_ready(holder["state"])
 
     def whole() -> float:

@@ -20,6 +20,15 @@ class Init(Protocol):
         ...
 
 
+class InitMemory(Protocol):
+    def __call__(self, rollout: Rollout) -> PyTree:
+        """One shard's first memory, from the shapes of its rollout, [T(+1), B, ...]; () if nothing is kept.
+
+        What grows (a replay buffer) or belongs to single environments (a discounted return under way) is memory.
+        """
+        ...
+
+
 class InitialCarry(Protocol):
     def __call__(self, batch: int) -> PyTree:
         """What a recurrent policy remembers before it has seen anything, [B, ...]; () for a feed-forward one."""
@@ -38,10 +47,14 @@ class Act(Protocol):
 
 
 class Update(Protocol):
-    def __call__(self, state: PyTree, rollout: Rollout, shards: ShardAxis, key: jax.Array) -> tuple[PyTree, Metrics]:
-        """All optimisation done with one rollout of all environments.
+    def __call__(
+        self, state: PyTree, memory: PyTree, rollout: Rollout, shards: ShardAxis, key: jax.Array
+    ) -> tuple[PyTree, PyTree, Metrics]:
+        """All optimisation done with one rollout of all environments: state, memory and metrics after it.
 
-        The leaves of `rollout` are [K', T(+1), B, ...], this device's shards.  What it returns is the same everywhere.
+        The leaves of `memory` are [K', ...], those of `rollout` [K', T(+1), B, ...]: this device's shards.  State and
+        metrics come out the same everywhere.  State and memory are donated: memory that is written in place costs no
+        copy of it.
         """
         ...
 
@@ -61,10 +74,16 @@ class Inspect(Protocol):
         ...
 
 
+def no_memory(rollout: Rollout) -> PyTree:
+    """`init_memory` of an algorithm that learns from each rollout once and keeps nothing of it."""
+    return ()
+
+
 class Algorithm(NamedTuple):
     """No base class, registry or callback: to add an algorithm, write these, and a line in `recipes.py`."""
 
     init: Init
+    init_memory: InitMemory
     initial_carry: InitialCarry
     act: Act
     update: Update

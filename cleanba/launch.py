@@ -23,6 +23,7 @@ from cleanba.environments.specs import EnvSpec
 from cleanba.errors import Exit, Failure, Interrupted, UsageError
 from cleanba.files import read_json, write_json
 from cleanba.recipes import Config, Recipe, config_type, fit, parse, read_recipe, stand_by
+from cleanba.rollout import PyTree
 from cleanba.runs.directory import (
     Finished,
     default_run_dir,
@@ -32,6 +33,7 @@ from cleanba.runs.directory import (
 )
 from cleanba.runs.log import rewind
 from cleanba.runtime.checkpoint import Checkpoints, Saved, save_model, updates_kept
+from cleanba.runtime.learner import abstract_block, memory_shapes
 from cleanba.runtime.metrics import Display, Status, Writers, duration
 from cleanba.runtime.peers import Peers
 from cleanba.runtime.placement import Devices, find_devices, gather_over_processes, initialise, make_deterministic
@@ -113,6 +115,13 @@ class Job(NamedTuple):
     spec: EnvSpec
     algorithm: Algorithm
     run_dir: Path
+
+    @property
+    def memory_shapes(self) -> PyTree:
+        """The memory of one shard, as shapes."""
+        p = self.partition
+        block = abstract_block(self.algorithm, self.spec, self.experiment.num_steps, p.num_envs // p.num_blocks)
+        return memory_shapes(self.algorithm, block, p)
 
     @property
     def size(self) -> tuple[int, int]:
@@ -278,20 +287,25 @@ def require_same_flags(flags: dict[str, Any]) -> None:
 
 def open_checkpoints(job: Job) -> tuple[Checkpoints, Saved | None]:
     """The run's checkpoints, and the newest sound one if there is one.  All processes must call this."""
-    checkpoints = Checkpoints(job.run_dir, job.config.run.keep_checkpoints)
+    shards = job.partition.process_shards(job.devices.process)
+    checkpoints = Checkpoints(job.run_dir, job.config.run.keep_checkpoints, job.memory_shapes, shards)
     like_state = jax.eval_shape(job.algorithm.init, jax.random.key(0))
     like_params = jax.eval_shape(job.algorithm.actor_params, like_state)
-    saved, warnings = checkpoints.restore(like_state, like_params)
-    for warning in warnings:
-        print(f"cleanba: {warning}", file=sys.stderr)
-    updates = gather_over_processes(np.array([saved.update if saved else 0]))[:, 0]
-    require(
-        bool((updates == updates[0]).all()),
-        f"the processes see different checkpoints in {job.run_dir} ({', '.join(map(str, updates))}); "
-        "give all of them the same --run-dir on a shared file system",
-    )
-    if job.devices.is_main:
-        checkpoints.forget_after(saved.update if saved else 0)
+    at_most: int | None = None
+    while True:  # until all agree: what one process finds sound, another may lack a part of
+        saved, warnings = checkpoints.restore(like_state, like_params, at_most)
+        for warning in warnings:
+            print(f"cleanba: {warning}", file=sys.stderr)
+        updates = gather_over_processes(np.array([saved.update if saved else 0]))[:, 0]
+        at_most = int(updates.min())
+        if at_most == updates.max():
+            break
+        require(
+            at_most > 0 and checkpoints.keeps_memory,
+            f"the processes see different checkpoints in {job.run_dir} ({', '.join(map(str, updates))}); "
+            "give all of them the same --run-dir on a shared file system",
+        )
+    checkpoints.forget_after(at_most)
     return checkpoints, saved
 
 

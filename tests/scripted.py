@@ -125,7 +125,7 @@ def mirror() -> Algorithm:
     def unused(*_):
         raise AssertionError("the mirror does not learn")
 
-    return Algorithm(unused, lambda batch: jnp.zeros(batch, jnp.int32), act, unused, unused, unused)
+    return Algorithm(unused, unused, lambda batch: jnp.zeros(batch, jnp.int32), act, unused, unused, unused)
 
 
 def fingerprint(params) -> jax.Array:
@@ -146,14 +146,14 @@ def with_fingerprints(algorithm: Algorithm) -> Algorithm:
         action, carry, extras = algorithm.act(params, carry, obs, first, key, explore)
         return action, carry, {**extras, "fingerprint": jnp.full(first.shape, fingerprint(params))}
 
-    def update(state, rollout, shards, key):
+    def update(state, memory, rollout, shards, key):
         seen = rollout.extras["fingerprint"]
         report = {
             "acted_min": jax.lax.pmin(seen.min(), shards.mesh_axis),
             "acted_max": jax.lax.pmax(seen.max(), shards.mesh_axis),
             "learning": fingerprint(algorithm.actor_params(state)),
         }
-        state, metrics = algorithm.update(state, rollout, shards, key)
-        return state, metrics | report
+        state, memory, metrics = algorithm.update(state, memory, rollout, shards, key)
+        return state, memory, metrics | report
 
     return algorithm._replace(act=act, update=update)

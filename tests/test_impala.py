@@ -63,7 +63,7 @@ class Problem:
         state = jax.jit(self.algorithm.init)(jax.random.key(7))
         grow = lambda p: p + 0.5 * jax.random.normal(jax.random.key(p.size), p.shape)
         self.state = state._replace(params=jax.tree.map(grow, state.params))
-        run = lambda shards, state, rollout: self.algorithm.update(state, rollout, shards, jax.random.key(0))
+        run = lambda shards, state, rollout: self.algorithm.update(state, (), rollout, shards, jax.random.key(0))[::2]
         self._update = on_devices(run, num_shards, num_devices)
 
     def update(self, rollout: Rollout, state=None):
@@ -456,11 +456,11 @@ def test_a_rollout_without_a_valid_step_changes_nothing(problem):
 def with_steps_seen(algorithm):
     """The same algorithm, which also reports the steps of the episode that an update learns from, and how many."""
 
-    def update(state, rollout, shards, key):
+    def update(state, memory, rollout, shards, key):
         step = rollout.obs[:, :-1, :, 3]
         report = {"from": step.min(), "to": step.max(), "learnt": jnp.float32(step.size)}
-        state, metrics = algorithm.update(state, rollout, shards, key)
-        return state, metrics | report
+        state, memory, metrics = algorithm.update(state, memory, rollout, shards, key)
+        return state, memory, metrics | report
 
     return algorithm._replace(update=update)
 

@@ -86,7 +86,7 @@ class Problem:
         draw = lambda x: rng.normal(size=x.shape).astype(x.dtype)
         self.state = zeros._replace(params=jax.tree.map(draw, zeros.params))
 
-        update = lambda shards, start, rollout: self.algorithm.update(start[0], rollout, shards, start[1])
+        update = lambda shards, start, rollout: self.algorithm.update(start[0], (), rollout, shards, start[1])[::2]
         self._update = on_devices(update, num_shards, num_devices)
 
     def update(self, rollout: Rollout, key: int = 0, updates: int = 0):

@@ -189,10 +189,9 @@ def test_in_a_run_the_learner_evaluates_what_the_actors_did(name, actors, shards
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_runs_metrics_notice_a_carry_that_went_astray(name):
     def astray(algorithm):
-        def update(state, rollout, *rest):  # each environment learns with its neighbour's memory
-            return algorithm.update(
-                state, rollout._replace(carry=jax.tree.map(lambda c: jnp.roll(c, 1, axis=1), rollout.carry)), *rest
-            )
+        def update(state, memory, rollout, *rest):  # each environment learns with its neighbour's carry
+            carry = jax.tree.map(lambda c: jnp.roll(c, 1, axis=1), rollout.carry)
+            return algorithm.update(state, memory, rollout._replace(carry=carry), *rest)
 
         init = lambda key: (s := algorithm.init(key))._replace(params=lively(s.params))
         return algorithm._replace(init=init, update=update)
@@ -237,7 +236,7 @@ def test_minibatches_go_over_environments_never_over_time(on_devices, monkeypatc
     rollout = Rollout(
         obs, first, zeros.astype(jnp.int32), zeros, flags, flags, ~flags, {"log_prob": zeros - 0.7}, carry
     )
-    update = lambda shards, s, rollout: algorithm.update(s, rollout, shards, jax.random.key(1))
+    update = lambda shards, s, rollout: algorithm.update(s, (), rollout, shards, jax.random.key(1))[::2]
     jax.block_until_ready(on_devices(update, shards, 1)(state, rollout))
     jax.effects_barrier()
 

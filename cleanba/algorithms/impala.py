@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from cleanba.algorithm import Algorithm, Metrics
+from cleanba.algorithm import Algorithm, Metrics, no_memory
 from cleanba.algorithms.optimiser import State, descend, learning_rate
 from cleanba.config import Experiment, Partition, require
 from cleanba.environments.specs import EnvSpec
@@ -134,7 +134,9 @@ def make(e: IMPALA, spec: EnvSpec, platform: str) -> Algorithm:
             "losses/importance_ratio": mean(jnp.exp(log_ratio)),
         }
 
-    def update(state: State, rollout: Rollout, shards: ShardAxis, key: jax.Array) -> tuple[State, Metrics]:
+    def update(
+        state: State, memory: tuple[()], rollout: Rollout, shards: ShardAxis, key: jax.Array
+    ) -> tuple[State, tuple[()], Metrics]:
         rate = learning_rate(e, state.updates)
 
         def minibatch(state: State, m: jax.Array) -> tuple[State, Metrics]:
@@ -148,8 +150,7 @@ def make(e: IMPALA, spec: EnvSpec, platform: str) -> Algorithm:
 
         state, metrics = lax.scan(minibatch, state, jnp.arange(e.num_minibatches))
         metrics = {name: x.mean() for name, x in metrics.items()} | {"charts/learning_rate": rate}
-        return state._replace(updates=state.updates + 1), metrics
+        return state._replace(updates=state.updates + 1), memory, metrics
 
-    return Algorithm(
-        init, network.initial_carry, network.act, update, lambda state: state.params, inspect=network.inspect
-    )
+    params_of = lambda state: state.params
+    return Algorithm(init, no_memory, network.initial_carry, network.act, update, params_of, inspect=network.inspect)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from cleanba.algorithm import Algorithm, Metrics
+from cleanba.algorithm import Algorithm, Metrics, no_memory
 from cleanba.algorithms.optimiser import State, descend, learning_rate
 from cleanba.config import Experiment, Partition, require
 from cleanba.environments.specs import EnvSpec
@@ -145,7 +145,9 @@ def make(e: PPO, spec: EnvSpec, platform: str) -> Algorithm:
             "losses/clipfrac": mean((jnp.abs(jnp.expm1(log_ratio)) > e.clip_coef).astype(jnp.float32)),
         }
 
-    def update(state: State, rollout: Rollout, shards: ShardAxis, key: jax.Array) -> tuple[State, Metrics]:
+    def update(
+        state: State, memory: tuple[()], rollout: Rollout, shards: ShardAxis, key: jax.Array
+    ) -> tuple[State, tuple[()], Metrics]:
         targets = shards.map(partial(prepare, state.params), rollout)
         rate = learning_rate(e, state.updates)
 
@@ -170,11 +172,10 @@ def make(e: PPO, spec: EnvSpec, platform: str) -> Algorithm:
             "losses/explained_variance": explained_variance(shards, targets, rollout.valid),
             "charts/learning_rate": rate,
         }
-        return state._replace(updates=state.updates + 1), metrics
+        return state._replace(updates=state.updates + 1), memory, metrics
 
-    return Algorithm(
-        init, network.initial_carry, network.act, update, lambda state: state.params, inspect=network.inspect
-    )
+    params_of = lambda state: state.params
+    return Algorithm(init, no_memory, network.initial_carry, network.act, update, params_of, inspect=network.inspect)
 
 
 def advantage_scale(shards: ShardAxis, advantage: jax.Array, valid: jax.Array, t: jax.Array, b: jax.Array) -> Scale:

@@ -2,7 +2,8 @@
 
 A checkpoint is taken between two updates, where the environments start afresh; so it needs no emulator's state, and
 a run that goes on from it makes the same bits as one that was never interrupted.  It holds the learner's state, the
-parameters one version older (which the next rollout is collected with), and what the logs count.
+parameters one version older (which the next rollout is collected with), and what the logs count; and, in files of its
+own (`memory.py`), the memory of each shard.  A checkpoint is whole once all of this is there.
 """
 
 import contextlib
@@ -11,6 +12,8 @@ import logging
 import os
 import shutil
 import sys
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +23,9 @@ import numpy as np
 from cleanba.errors import Failure
 from cleanba.files import write_whole
 from cleanba.rollout import PyTree
+from cleanba.runtime import memory
 from cleanba.runtime.digests import tree_digest
+from cleanba.runtime.memory import SavedShard, Shard
 
 COUNTERS = "counters"
 ARRAYS = "arrays"
@@ -48,25 +53,45 @@ class Saved(NamedTuple):
     """what acting needs, from before that update"""
     counters: dict[str, Any]
     """steps, episodes and seconds so far"""
+    memory: dict[int, SavedShard] = {}  # noqa: RUF012  never changed
+    """the memory of this process's shards, by number; empty where nothing is kept"""
+
+
+class Restored(NamedTuple):
+    """What was found to go on from."""
+
+    saved: Saved | None
+    warnings: list[str]  # one for each newer checkpoint that is not sound
 
 
 class Checkpoints:
-    """The folder `checkpoints/` of a run.  Every process may read it; only the main process writes."""
+    """The folders `checkpoints/` and `memory/` of a run.
 
-    def __init__(self, run_dir: Path, keep: int):
+    Every process may read them.  The main process writes the learner's state, which is the same everywhere; each
+    process the memory of its shards.
+    """
+
+    def __init__(self, run_dir: Path, keep: int, like_memory: PyTree = (), shards: range = range(0)):
+        """`like_memory` has the shapes of one shard's memory, `shards` are those that this process holds."""
         import orbax.checkpoint as ocp
 
         for name in ("absl", "asyncio"):  # Orbax tells of every step; we tell of damage
             logging.getLogger(name).setLevel(logging.CRITICAL)
         self._ocp = ocp
+        self._run_dir = run_dir
         self._folder = (run_dir / "checkpoints").absolute()
+        self._like_memory = like_memory
+        self._shards = shards if jax.tree.leaves(like_memory) else range(0)
+        self._writer = ThreadPoolExecutor(1, "memory")
+        self._writing: Future[None] | None = None
         me = jax.process_index()
         self._folder.mkdir(parents=True, exist_ok=True)
         self._manager = ocp.CheckpointManager(
             self._folder,
             item_names=(ARRAYS, COUNTERS),
             options=ocp.CheckpointManagerOptions(
-                max_to_keep=keep,
+                # The newest may still lack the memory of another process: then the one before must be there.
+                max_to_keep=keep + bool(self._shards),
                 create=False,
                 # No process waits for another: the state is the same everywhere, so one of them can write it alone.
                 multiprocessing_options=ocp.options.MultiprocessingOptions(
@@ -75,8 +100,33 @@ class Checkpoints:
             ),
         )
 
-    def save(self, saved: Saved) -> None:
-        """Begin to write a checkpoint; returns as soon as the arrays may change again.
+    @property
+    def keeps_memory(self) -> bool:
+        """Whether there is memory to write."""
+        return bool(self._shards)
+
+    def save_memory(self, update: int, shards: Mapping[int, Shard]) -> None:
+        """Begin to write the memory of this process's shards, and remove what no checkpoint refers to any more.
+
+        All processes have called `wait` since the last checkpoint, which therefore is whole.
+
+        Raises:
+            Failure: the memory could not be written.
+        """
+        if not self._shards:
+            return
+
+        def write() -> None:
+            memory.prune(self._run_dir, self._shards, [*updates_kept(self._run_dir), update])
+            memory.write(self._run_dir, update, shards)
+
+        self._guarded(self._wait_for_memory)
+        self._writing = self._writer.submit(write)
+
+    def save(self, saved: Saved, digests: Sequence[str] = ()) -> None:
+        """Begin to write the learner's state; returns as soon as the arrays may change again.
+
+        `digests` are those of the memory of all shards, in their order.
 
         Raises:
             Failure: this one or the one before could not be written.
@@ -84,7 +134,7 @@ class Checkpoints:
         if not self._folder.is_dir():
             raise Failure(f"{self._folder.parent} has gone; bring it back, then give the same command again to go on")
         arrays = {"state": saved.state, "older_params": saved.older_params}
-        counters = {**saved.counters, "digest": tree_digest(arrays)}
+        counters = {**saved.counters, "digest": tree_digest(arrays), "memory": [*digests]}
         leaves = {f"{i:05d}": np.asarray(x) for i, x in enumerate(jax.tree.leaves(arrays))}
         self._guarded(
             lambda: self._manager.save(
@@ -96,19 +146,30 @@ class Checkpoints:
         )
 
     def wait(self) -> None:
-        """Wait until everything is on disk.
+        """Wait until everything that this process writes is on disk.
 
         Raises:
             Failure: a checkpoint could not be written.
         """
         self._guarded(self._manager.wait_until_finished)
+        self._guarded(self._wait_for_memory)
 
-    def _guarded(self, do: Any) -> None:
+    def finish(self) -> None:
+        """Wait as `wait` does, then remove what no checkpoint refers to any more."""
+        self.wait()
+        memory.prune(self._run_dir, self._shards, updates_kept(self._run_dir))
+
+    def _wait_for_memory(self) -> None:
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+    def _guarded(self, do: Callable[[], Any]) -> None:
         try:
             do()
         except Exception as error:
             full = "No space left on device"
-            why = full if full in str(error) else (str(error).splitlines() or [type(error).__name__])[0][:300]
+            why = full if full in str(error) else _reason(error, 300)
             raise Failure(
                 f"a checkpoint could not be written to {self._folder} ({why}); "
                 "make room or repair the disk, then give the same command again to go on"
@@ -116,52 +177,47 @@ class Checkpoints:
 
     def close(self) -> None:
         """Let go of the folder.  What `wait` has not reported yet is not reported any more."""
+        self._writer.shutdown()
         with contextlib.suppress(Exception):
             self._manager.close()
 
-    def restore(self, like_state: PyTree, like_params: PyTree) -> tuple[Saved | None, list[str]]:
-        """The newest checkpoint that is sound, or None, and a warning for each that is not.
+    def restore(self, like_state: PyTree, like_params: PyTree, at_most: int | None = None) -> Restored:
+        """The newest checkpoint that is sound in all parts that this process needs, or none.
 
-        `like_state` and `like_params` give the structure, shapes and types to expect.
+        `like_state` and `like_params` give the structure, shapes and types to expect; `at_most` is the last update to
+        look at.
+
+        Raises:
+            Failure: there are checkpoints, but none is sound.
         """
-        warnings = []
-        arrays_like = {"state": like_state, "older_params": like_params}
-        leaves_like, structure = jax.tree.flatten(arrays_like)
-        for update in sorted(self._manager.all_steps(read=True), reverse=True):
-            try:
-                restored = self._manager.restore(
-                    update,
-                    args=self._ocp.args.Composite(
-                        **{
-                            ARRAYS: self._ocp.args.StandardRestore(
-                                {f"{i:05d}": np.zeros(x.shape, x.dtype) for i, x in enumerate(leaves_like)}
-                            ),
-                            COUNTERS: self._ocp.args.JsonRestore(),
-                        }
-                    ),
-                )
-                counters = dict(restored[COUNTERS])
-                leaves = [np.asarray(restored[ARRAYS][f"{i:05d}"]) for i in range(len(leaves_like))]
-                arrays = jax.tree.unflatten(structure, leaves)
-                if counters.pop("digest") != tree_digest(arrays):
-                    raise ValueError("its checksum does not match")
-            except Exception as error:  # whatever is wrong with it, an older one may be sound
-                _hush_tensorstore()
-                reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
-                warnings.append(f"checkpoint {update} is damaged and left out: {reason}")
+        warnings: list[str] = []
+        for update in reversed(updates_kept(self._run_dir)):
+            if at_most is not None and update > at_most:
                 continue
-            return Saved(update, arrays["state"], arrays["older_params"], counters), warnings
+            try:
+                saved = _read(self._run_dir, update, like_state, like_params)
+                digests = saved.counters.pop("memory")
+                if self._shards:
+                    saved = saved._replace(
+                        memory=memory.read(self._run_dir, update, self._shards, self._like_memory, digests)
+                    )
+                return Restored(saved, warnings)
+            except Exception as error:  # whatever is wrong with it, an older one may be sound
+                warnings.append(f"checkpoint {update} is damaged and left out: {_reason(error, 200)}")
         if warnings:  # to begin again would overwrite what may be readable tomorrow
             raise Failure(
                 f"no checkpoint in {self._folder} can be read ({'; '.join(warnings)}); bring sound ones back, or "
                 "remove that directory to start over"
             )
-        return None, warnings
+        return Restored(None, warnings)
 
     def forget_after(self, update: int) -> None:
         """Put checkpoints newer than `update` aside: damaged ones, which the run is about to write again."""
+        memory.put_aside(self._run_dir, self._shards, update)
+        if jax.process_index() != 0:
+            return
         aside = self._folder.with_name("damaged_checkpoints")
-        for newer in self._manager.all_steps(read=True):
+        for newer in updates_kept(self._run_dir):
             if newer > update:
                 aside.mkdir(exist_ok=True)
                 shutil.rmtree(aside / str(newer), ignore_errors=True)
@@ -191,25 +247,38 @@ def read_arrays(run_dir: Path, update: int) -> list[np.ndarray]:
 
 
 def read(run_dir: Path, update: int, like_state: PyTree, like_params: PyTree) -> Saved:
-    """One checkpoint, without holding or changing the folder: its run may be going on.
+    """One checkpoint without its memory, and without holding or changing the folder: its run may be going on.
 
     Raises:
         Failure: it is damaged, or just being removed.
     """
+    try:
+        return _read(run_dir, update, like_state, like_params)
+    except Exception as error:  # Orbax raises many kinds
+        reason = _reason(error, 200)
+        raise Failure(f"checkpoint {update} of {run_dir} cannot be read: {reason}; try another --checkpoint") from error
+
+
+def _read(run_dir: Path, update: int, like_state: PyTree, like_params: PyTree) -> Saved:
+    """One checkpoint without its memory.  Raises whatever Orbax raises, and `ValueError`, if it is damaged."""
     leaves_like, structure = jax.tree.flatten({"state": like_state, "older_params": like_params})
     try:
         counters = json.loads((run_dir / "checkpoints" / str(update) / COUNTERS / "metadata").read_text())
         leaves = read_arrays(run_dir, update)
-        if [x.shape for x in leaves] != [x.shape for x in leaves_like]:
-            raise ValueError("its arrays are not those of this network")
-        arrays = jax.tree.unflatten(structure, leaves)
-        if counters.pop("digest") != tree_digest(arrays):
-            raise ValueError("its checksum does not match")
-    except Exception as error:  # Orbax raises many kinds
+    except Exception:
         _hush_tensorstore()
-        reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
-        raise Failure(f"checkpoint {update} of {run_dir} cannot be read: {reason}; try another --checkpoint") from error
+        raise
+    if [x.shape for x in leaves] != [x.shape for x in leaves_like]:
+        raise ValueError("its arrays are not those of this network")
+    arrays = jax.tree.unflatten(structure, leaves)
+    if counters.pop("digest") != tree_digest(arrays):
+        raise ValueError("its checksum does not match")
     return Saved(update, arrays["state"], arrays["older_params"], counters)
+
+
+def _reason(error: Exception, most: int) -> str:
+    """The first line of what an error says."""
+    return (str(error).splitlines() or [type(error).__name__])[0][:most]
 
 
 def save_model(path: Path, params: PyTree) -> None:

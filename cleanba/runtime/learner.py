@@ -1,7 +1,6 @@
 """The update over the learner mesh (jit + shard_map), and the way rollouts and parameters travel to and from it."""
 
-import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,6 +12,7 @@ from cleanba.algorithm import Algorithm, Metrics
 from cleanba.config import Partition
 from cleanba.environments.specs import EnvSpec
 from cleanba.rollout import PyTree, Rollout
+from cleanba.runtime.memory import SavedShard
 from cleanba.runtime.placement import MESH_AXIS, Devices
 from cleanba.seeds import init_key, update_key
 from cleanba.shards import ShardAxis, compiler_options
@@ -50,6 +50,18 @@ def join_blocks(blocks: Sequence[Rollout], per_shard: int) -> Rollout:
 
     body = jax.tree.map(join(2), *[b._replace(carry=()) for b in blocks])
     return body._replace(carry=jax.tree.map(join(1), *[b.carry for b in blocks]))
+
+
+def shard_shapes(block: Rollout, blocks_per_shard: int) -> Rollout:
+    """The shapes of a block of a rollout, [1, T(+1), B', ...] -> those of a whole shard's, [T(+1), B, ...]."""
+    joined = lambda *blocks: jax.tree.map(lambda x: x[0], join_blocks(blocks, blocks_per_shard))
+    return jax.eval_shape(joined, *[block] * blocks_per_shard)
+
+
+def memory_shapes(algorithm: Algorithm, block: Rollout, partition: Partition) -> PyTree:
+    """The memory of one shard, as shapes."""
+    shape = shard_shapes(block, partition.blocks_per_shard)
+    return jax.eval_shape(lambda: algorithm.init_memory(shape))
 
 
 def abstract_block(algorithm: Algorithm, spec: EnvSpec, num_steps: int, envs: int) -> Any:
@@ -95,12 +107,36 @@ class Learner:
         # Uncut, a rollout only gains an axis: donated, its memory stays where it is.
         donated = 0 if partition.blocks_per_actor == 1 else ()
         self._split = jax.jit(split_rollout, static_argnums=1, donate_argnums=donated)
-        self.compile_seconds = 0.0
 
     def init(self) -> PyTree:
         """The learner's state before the first update, on every learner device."""
         key = init_key(self._seed)
         return self.replicate(jax.jit(self._algorithm.init)(jax.device_put(key, self._devices.learners[0])))
+
+    def init_memory(self, block: Rollout) -> PyTree:
+        """The memory before the first update: each shard's on the device that holds the shard.  Leaves [K, ...]."""
+        shape, held = shard_shapes(block, self._partition.blocks_per_shard), self._partition.shards_per_learner
+
+        def of_device() -> PyTree:
+            one = self._algorithm.init_memory(shape)
+            return jax.tree.map(lambda x: jnp.broadcast_to(x, (held, *jnp.shape(x))), one)
+
+        everywhere = PartitionSpec(MESH_AXIS)
+        return jax.jit(jax.shard_map(of_device, mesh=self._devices.mesh, in_specs=(), out_specs=everywhere))()
+
+    def restore_memory(self, saved: Mapping[int, SavedShard]) -> PyTree:
+        """The memory of this process's shards, by number -> leaves [K, ...], each shard on the device that holds it."""
+        held = self._partition.shards_per_learner
+        shards = [saved[number].tree for number in sorted(saved)]
+
+        def place(*leaves: np.ndarray) -> jax.Array:
+            parts = [np.stack(leaves[i : i + held]) for i in range(0, len(leaves), held)]
+            on_devices = zip(parts, self._devices.learners, strict=True)
+            copies = [jax.device_put(part, device, may_alias=False) for part, device in on_devices]
+            shape = (self._partition.num_shards, *leaves[0].shape)
+            return jax.make_array_from_single_device_arrays(shape, self._sharded, copies)
+
+        return jax.tree.map(place, *shards) if shards else ()
 
     def replicate(self, tree: PyTree) -> PyTree:
         """Arrays of this process -> the same arrays on all learner devices (of all processes)."""
@@ -133,24 +169,25 @@ class Learner:
         n = self.blocks_per_device
         return tuple(jax.tree.map(over_mesh, *[blocks[d * n + i] for d in range(learners)]) for i in range(n))
 
-    def compile(self, state: PyTree, block: Rollout) -> None:
+    def compile(self, state: PyTree, memory: PyTree, block: Rollout) -> None:
         """Compile the update for rollouts whose blocks have these shapes."""
-        start = time.perf_counter()
         place = lambda s: lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
         total = self._devices.mesh.size
         widen = lambda x: jax.ShapeDtypeStruct((total, *x.shape[1:]), x.dtype, sharding=self._sharded)
         args = (
             jax.tree.map(place(self._replicated), state),
+            jax.tree.map(place(self._sharded), memory),
             tuple(jax.tree.map(widen, block) for _ in range(self.blocks_per_device)),
             jax.ShapeDtypeStruct((), jnp.int32, sharding=self._replicated),
         )
         self._compiled = self._jitted().lower(*args).compile()
-        self.compile_seconds = time.perf_counter() - start
 
     def _jitted(self) -> Any:
         p, algorithm, seed = self._partition, self._algorithm, self._seed
 
-        def update(state: PyTree, blocks: tuple[Rollout, ...], number: jax.Array) -> tuple[PyTree, Metrics]:
+        def update(
+            state: PyTree, memory: PyTree, blocks: tuple[Rollout, ...], number: jax.Array
+        ) -> tuple[PyTree, PyTree, Metrics]:
             local = jnp.arange(p.shards_per_learner, dtype=jnp.int32)
             shards = ShardAxis(
                 num_shards=p.num_shards,
@@ -159,22 +196,24 @@ class Learner:
                 mesh_axis=MESH_AXIS,
             )
             key = update_key(seed, number)
-            return algorithm.update(state, join_blocks(blocks, p.blocks_per_shard), shards, key)
+            return algorithm.update(state, memory, join_blocks(blocks, p.blocks_per_shard), shards, key)
 
-        everywhere = PartitionSpec()
+        same, cut = PartitionSpec(), PartitionSpec(MESH_AXIS)
         mapped = jax.shard_map(
             update,
             mesh=self._devices.mesh,
-            in_specs=(everywhere, PartitionSpec(MESH_AXIS), everywhere),
-            out_specs=everywhere,
+            in_specs=(same, cut, cut, same),
+            out_specs=(same, cut, same),
             check_vma=False,
         )
         options = compiler_options(self._devices.learners[0].platform)
-        return jax.jit(mapped, donate_argnums=0, compiler_options=options)
+        return jax.jit(mapped, donate_argnums=(0, 1), compiler_options=options)
 
-    def update(self, state: PyTree, blocks: Sequence[Rollout], number: int) -> tuple[PyTree, Metrics]:
-        """Update `number` with this process's blocks in order: state -> state and metrics, as promises of them."""
-        return self._compiled(state, self._global_blocks(blocks), self.replicate(np.int32(number)))
+    def update(
+        self, state: PyTree, memory: PyTree, blocks: Sequence[Rollout], number: int
+    ) -> tuple[PyTree, PyTree, Metrics]:
+        """Update `number` with this process's blocks in order: state, memory and metrics, as promises of them."""
+        return self._compiled(state, memory, self._global_blocks(blocks), self.replicate(np.int32(number)))
 
     def local(self, tree: PyTree) -> PyTree:
         """This process's first copy of replicated arrays."""

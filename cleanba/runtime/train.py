@@ -23,8 +23,9 @@ from cleanba.runtime.actor import Params, Parcel, Schedule, run_actor
 from cleanba.runtime.channels import Channel, Closed, Stop
 from cleanba.runtime.checkpoint import Checkpoints, Saved
 from cleanba.runtime.collect import Collector, ScannedCollector, SteppedCollector, make_steppers
-from cleanba.runtime.digests import params_digest
-from cleanba.runtime.learner import Learner, abstract_block
+from cleanba.runtime.keeper import Keeper
+from cleanba.runtime.learner import Learner, abstract_block, memory_shapes
+from cleanba.runtime.memory import Holdings
 from cleanba.runtime.metrics import Display, Status
 from cleanba.runtime.peers import Peers
 from cleanba.runtime.placement import Devices
@@ -74,6 +75,15 @@ class Training:
         envs = self.partition.num_envs // self.partition.num_blocks
         return abstract_block(self.algorithm, self.spec, self.experiment.num_steps, envs)
 
+    @property
+    def local_shards(self) -> range:
+        return self.partition.process_shards(self.devices.process)
+
+    @property
+    def memory_shapes(self) -> PyTree:
+        """The memory of one shard, as shapes."""
+        return memory_shapes(self.algorithm, self.block_shapes, self.partition)
+
     def envs_of(self, actor: int) -> Callable[[int], Envs]:
         """From an epoch: this actor's environments, with the seeds that are theirs wherever the actor runs."""
         e, p = self.experiment, self.partition
@@ -113,6 +123,7 @@ def learn(
     learner: Learner,
     params_channels: Sequence[tuple[jax.Device, Channel[Params]]],
     rollout_channels: Sequence[Channel[Parcel]],
+    keeper: Keeper,
     progress: Progress,
     log: LogPoint,
     stop: Stop,
@@ -128,8 +139,10 @@ def learn(
 
     book = Book(schedule, training.log_frequency, training.devices, progress, log)
     status.phase = "compiling the update"
+    block = training.block_shapes
     state = progress.state = learner.replicate(saved.state) if saved else learner.init()
-    learner.compile(state, training.block_shapes)
+    memory = progress.memory = learner.restore_memory(saved.memory) if saved else learner.init_memory(block)
+    learner.compile(state, memory, block)
     stop.check()
     status.phase = "collecting the first rollout"
     book.begin()
@@ -144,26 +157,23 @@ def learn(
         blocks = book.receive(rollout_channels, update)
         saving = training.checkpoints is not None and schedule.ends_epoch(update)
         older_params = jax.device_get(learner.local(params_of(state))) if saving else None
-        progress.state = None
+        progress.state = progress.memory = None
         with book.updating():
-            state, metrics = learner.update(state, blocks, update)
+            state, memory, metrics = learner.update(state, memory, blocks, update)
             del blocks
-            jax.block_until_ready(state)
+            jax.block_until_ready((state, memory))
         stop.check()
         if training.stop_on_nonfinite:
             book.check_finite(update, metrics)
-        progress.state = state
+        progress.state, progress.memory = state, memory
         book.updated(update)
 
         if training.after_update is not None:
             training.after_update(update, book.steps_so_far, learner.local(params_of(state)))
         if book.is_log_point(update):
-            at_end = schedule.ends_epoch(update)
-            digests = {"params_digest": params_digest(learner.local(params_of(state)))} if at_end else {}
-            book.log(update, metrics, digests)
-        if saving and training.checkpoints is not None and training.devices.is_main:
-            host_state = jax.device_get(learner.local(state))
-            training.checkpoints.save(Saved(update, host_state, older_params, book.counters()))
+            book.log(update, metrics, keeper.look(update, state, memory) if schedule.ends_epoch(update) else {})
+        if saving and training.checkpoints is not None:
+            keeper.save(update, state, older_params, book.counters())
             progress.saved_update = update
             if progress.ending is not None:
                 training.checkpoints.wait()
@@ -171,7 +181,7 @@ def learn(
                 stop.check()
     if training.checkpoints is not None:
         status.phase = "writing the last checkpoint"
-        training.checkpoints.wait()
+        training.checkpoints.finish()
         status.phase = "training"
 
 
@@ -203,6 +213,8 @@ def run_training(
         status.episodic_return = or_nan(progress.statistics.mean_return)
         status.episodic_length = or_nan(progress.statistics.mean_length)
     learner = Learner(training.algorithm, training.partition, devices, e.seed)
+    holdings = Holdings(training.memory_shapes, training.local_shards, saved.memory if saved else None)
+    keeper = Keeper(learner, training.algorithm.actor_params, devices, holdings, training.checkpoints)
     steppers = make_steppers(training.algorithm, e.num_steps)
 
     def guarded(body: Callable[..., None], *args: Any) -> None:
@@ -239,7 +251,7 @@ def run_training(
         threads.append(threading.Thread(target=guarded, args=(run_actor, *args), name=f"actor {actor}", daemon=True))
         params_channels.append((device, to_actor))
         rollout_channels.append(to_learner)
-    learn_args = (training, learner, params_channels, rollout_channels, progress, log, stop)
+    learn_args = (training, learner, params_channels, rollout_channels, keeper, progress, log, stop)
     threads.append(threading.Thread(target=guarded, args=(learn, *learn_args), name="learner", daemon=True))
 
     if peers:
@@ -280,11 +292,12 @@ def run_training(
         "episodes": statistics.episodes,
         "policy_lag": progress.lag,
         "params_digest": None,
+        "learner_digest": None,
         "seconds": round(time.perf_counter() - started, 3),
     }
     state = progress.state
     if state is not None:
-        result["params_digest"] = params_digest(learner.local(training.algorithm.actor_params(state)))
+        result |= keeper.digests(progress.update, state, progress.memory)
     if error is not None:
         result["error"] = f"{type(error).__name__}: {error}" if not isinstance(error, Interrupted) else str(error)
     return Outcome(result, state, error, stuck)

@@ -1,0 +1,71 @@
+"""What is kept of a learner at the end of an epoch: digests to compare runs by, and a checkpoint to go on from."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from cleanba.algorithm import ActorParams
+from cleanba.rollout import PyTree
+from cleanba.runtime.checkpoint import Checkpoints, Saved
+from cleanba.runtime.digests import params_digest, tree_digest
+from cleanba.runtime.learner import Learner
+from cleanba.runtime.memory import Holdings, Shard, learner_digest
+from cleanba.runtime.placement import Devices, gather_over_processes
+
+
+class Keeper:
+    """Looks at a learner and saves what it saw.  All processes have one and call it after the same updates."""
+
+    def __init__(
+        self,
+        learner: Learner,
+        actor_params: ActorParams,
+        devices: Devices,
+        holdings: Holdings,
+        checkpoints: Checkpoints | None,
+    ):
+        self._learner, self._actor_params, self._devices = learner, actor_params, devices
+        self._holdings, self._checkpoints = holdings, checkpoints
+        self._shards: dict[int, Shard] = {}
+        self._shard_digests: list[str] = []  # of all shards, in order
+        self._seen: tuple[int, dict[str, str]] = (0, {})
+
+    def look(self, update: int, state: PyTree, memory: PyTree) -> dict[str, str]:
+        """The digests after an update: of the parameters that act, and of the whole state and memory."""
+        if self._seen[0] == update:
+            return self._seen[1]
+        if self._checkpoints is not None and self._holdings.shards:
+            self._checkpoints.wait()  # so that once all processes have looked, the checkpoint before is whole
+        self._shards = self._holdings.look(memory, update)
+        mine = np.array([list(bytes.fromhex(shard.digest)) for shard in self._shards.values()], np.uint8)
+        if self._shards:
+            everybodys = gather_over_processes(mine)  # [P, K', 32]
+            self._shard_digests = [bytes(row).hex() for row in everybodys.reshape(-1, 32)]
+        local = self._learner.local(state)
+        digests = {
+            "params_digest": params_digest(self._actor_params(local)),
+            "learner_digest": learner_digest(tree_digest(local), self._shard_digests),
+        }
+        self._seen = update, digests
+        return digests
+
+    def digests(self, update: int, state: PyTree, memory: PyTree) -> dict[str, str | None]:
+        """As `look`, for a process on its own; what only all processes together can tell is None then."""
+        if self._seen[0] == update or self._devices.num_processes == 1 or not self._holdings.shards:
+            return {**self.look(update, state, memory)}
+        params = self._actor_params(self._learner.local(state))
+        return {"params_digest": params_digest(params), "learner_digest": None}
+
+    def save(self, update: int, state: PyTree, older_params: PyTree, counters: dict[str, Any]) -> None:
+        """Begin to write a checkpoint of what `look` has just seen.
+
+        Raises:
+            Failure: it could not be written, or the one before.
+        """
+        assert self._checkpoints is not None and self._seen[0] == update
+        self._checkpoints.save_memory(update, self._shards)
+        self._shards = {}
+        if self._devices.is_main:
+            host_state = jax.device_get(self._learner.local(state))
+            self._checkpoints.save(Saved(update, host_state, older_params, counters), self._shard_digests)

@@ -1,0 +1,328 @@
+"""The learner's memory on disk and in digests: looked at in chunks, of which only those that are new cost anything.
+
+Every array of a shard's memory is cut into chunks of rows.  A look at the memory takes the SHA-256 of each chunk; of a
+replay ring, which says how far it was written, only of the chunks that were written since the last look.  A checkpoint
+is, for each shard,
+
+    memory/00003/500-1f6c02aa.pack    the chunks that were new at update 500, one after the other
+    memory/00003/500.json             which chunks make up the memory after update 500, in this pack and earlier ones
+
+and the second is written last, so the memory after an update is there whole or not at all.  A chunk of zeros, as memory
+begins with, takes no room.  Files that nothing refers to any more are removed.
+"""
+
+import json
+import os
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache, partial
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax import lax
+
+from cleanba.files import write_whole
+from cleanba.ops import replay
+from cleanba.rollout import PyTree
+
+CHUNK_BYTES = 4 << 20
+FOLDER = "memory"
+
+
+class Chunk(NamedTuple):
+    """Some rows of one array, by what they hold and where that is written."""
+
+    sha: str
+    pack: str | None  # None: all zeros, written nowhere
+    offset: int
+    size: int  # in bytes
+
+
+class Leaf(NamedTuple):
+    """One array of a shard's memory, and how it is cut."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    rows: int  # in a chunk; the last may have fewer
+
+    @property
+    def row_bytes(self) -> int:
+        return int(np.prod(self.shape[1:], dtype=np.int64)) * self.dtype.itemsize
+
+    def chunks(self) -> Iterator[tuple[int, int]]:
+        """The first row of each chunk, and the row after its last."""
+        length = self.shape[0] if self.shape else 1
+        for start in range(0, length, self.rows):
+            yield start, min(start + self.rows, length)
+
+
+class Written(NamedTuple):
+    """What was written to a ring of `capacity` rows since the last look: so many, from row `low` on to row `high`."""
+
+    rows: int
+    low: int
+    high: int
+    capacity: int
+
+    def touches(self, start: int, stop: int) -> bool:
+        """Whether one of the rows [start, stop) may have changed."""
+        if self.rows >= self.capacity:
+            return True
+        before, behind = start <= self.high, stop > self.low
+        return before and behind if self.low <= self.high else before or behind
+
+
+class Shard(NamedTuple):
+    """The memory of one shard at one look."""
+
+    digest: str
+    """SHA-256 over the names, shapes and chunks of all its arrays"""
+    chunks: list[list[Chunk]]
+    """of every array, in order"""
+    new: dict[str, list[bytes]]
+    """the chunks that no file holds yet, by the name of the pack that they are to go to"""
+
+
+class SavedShard(NamedTuple):
+    """The memory of one shard as a checkpoint has it."""
+
+    tree: PyTree
+    chunks: list[list[Chunk]]
+
+
+def leaves_of(like: PyTree) -> list[Leaf]:
+    """The arrays of one shard's memory, from their shapes."""
+    leaves = []
+    for path, x in jax.tree_util.tree_flatten_with_path(like)[0]:
+        row = int(np.prod(x.shape[1:], dtype=np.int64)) * x.dtype.itemsize
+        leaves.append(Leaf(jax.tree_util.keystr(path), x.shape, np.dtype(x.dtype), max(1, CHUNK_BYTES // max(1, row))))
+    return leaves
+
+
+def nbytes(like: PyTree) -> int:
+    """How many bytes one shard's memory takes."""
+    return sum(int(np.prod(x.shape, dtype=np.int64)) * x.dtype.itemsize for x in jax.tree.leaves(like))
+
+
+@partial(jax.jit, static_argnums=3)
+def _rows(x: jax.Array, shard: Any, start: Any, count: int) -> jax.Array:
+    """`count` rows of one of a device's shards, [K', C, ...] -> [count, ...], without a copy of the others."""
+    zeros = (0,) * (x.ndim - 2)
+    return lax.dynamic_slice(x, (shard, start, *zeros), (1, count, *x.shape[2:]))[0]
+
+
+@cache
+def _zeros(size: int) -> str:
+    return sha256(bytes(size)).hexdigest()
+
+
+def _digest(leaves: Iterable[Leaf], chunks: Iterable[Iterable[Chunk]]) -> str:
+    digest = sha256()
+    for leaf, cut in zip(leaves, chunks, strict=True):
+        digest.update(f"{leaf.name} {leaf.dtype} {leaf.shape}".encode())
+        for chunk in cut:
+            digest.update(bytes.fromhex(chunk.sha))
+    return digest.hexdigest()
+
+
+class Holdings:
+    """What this process knows of the memory of its shards, from one look to the next."""
+
+    def __init__(self, like: PyTree, shards: range, saved: Mapping[int, SavedShard] | None = None):
+        """`like` has the shapes of one shard's memory; `saved` is what a checkpoint has of each, to go on from."""
+        self._leaves = leaves_of(like)
+        self.shards = shards if self._leaves else range(0)
+        nodes, _ = jax.tree.flatten(like, is_leaf=lambda x: isinstance(x, replay.Ring))
+        self._rings: list[tuple[range, int]] = []  # of each ring in the memory: its rows' leaves, and its capacity
+        at = 0
+        for node in nodes:
+            count = len(jax.tree.leaves(node))
+            if isinstance(node, replay.Ring):
+                rows = len(jax.tree.leaves(node.rows))
+                self._rings.append((range(at, at + rows), node.rows.reward.shape[0]))
+            at += count
+        self._known: dict[int, list[list[Chunk]]] = {}
+        self._written: dict[int, list[tuple[int, int]]] = {}  # of each ring: rows ever written, and its newest row
+        for shard in self.shards:
+            if saved:
+                self._known[shard] = saved[shard].chunks
+                self._written[shard] = self._marks(jax.tree.leaves(saved[shard].tree).__getitem__)
+            else:  # rings begin empty: nothing of them needs a look to be known
+                self._known[shard] = [self._blank(leaf) for leaf in self._leaves]
+                self._written[shard] = [(0, 0) for _ in self._rings]
+
+    def _blank(self, leaf: Leaf) -> list[Chunk]:
+        sizes = [(stop - start) * leaf.row_bytes for start, stop in leaf.chunks()]
+        return [Chunk(_zeros(size), None, 0, size) for size in sizes]
+
+    def _marks(self, number: Callable[[int], Any]) -> list[tuple[int, int]]:
+        """How far each ring of a shard was written, from the value of its i-th array."""
+        tail, written = (replay.Ring._fields.index(name) - 1 for name in ("tail", "written"))  # they follow the rows
+        return [(int(number(rows.stop + written)), int(number(rows.stop + tail))) for rows, _ in self._rings]
+
+    def look(self, memory: PyTree, update: int) -> dict[int, Shard]:
+        """Every shard of this process as it is after that update.  Chunks that changed are copied to the host."""
+        found = {}
+        pack = f"{update}-{secrets.token_hex(4)}.pack"
+        arrays = jax.tree.leaves(memory)
+        for shard in self.shards:
+            here = [self._on_device(x, shard) for x in arrays]  # (leaf of a device, index of the shard in it)
+            known, before = self._known[shard], self._written[shard]
+            number = lambda i, here=here: here[i][0][here[i][1]]
+            now = self._marks(number)
+            written: dict[int, Written] = {}  # by array
+            for (rows, capacity), (old, low), (total, high) in zip(self._rings, before, now, strict=True):
+                # The tail at the last look may have been written over since.
+                written |= dict.fromkeys(rows, Written((total - old) % 2**32 + 1, low, high, capacity))
+            new: list[bytes] = []
+            offset = 0
+            for i, (leaf, (x, index)) in enumerate(zip(self._leaves, here, strict=True)):
+                for j, (start, stop) in enumerate(leaf.chunks()):
+                    if i in written and not written[i].touches(start, stop):
+                        continue
+                    data = self._bytes(x, index, start, stop)
+                    sha = sha256(data).hexdigest()
+                    if sha == known[i][j].sha:
+                        continue
+                    if sha == _zeros(len(data)):
+                        known[i][j] = Chunk(sha, None, 0, len(data))
+                        continue
+                    known[i][j] = Chunk(sha, pack, offset, len(data))
+                    new.append(data)
+                    offset += len(data)
+            self._written[shard] = now
+            found[shard] = Shard(_digest(self._leaves, known), [list(c) for c in known], {pack: new} if new else {})
+        return found
+
+    @staticmethod
+    def _on_device(x: jax.Array, shard: int) -> tuple[jax.Array, int]:
+        """The part of a global array [K, ...] that holds a shard, and the shard's place in it."""
+        for part in x.addressable_shards:
+            first = part.index[0].start or 0
+            if first <= shard < first + part.data.shape[0]:
+                return part.data, shard - first
+        raise AssertionError(f"shard {shard} lies on no device of this process")
+
+    @staticmethod
+    def _bytes(x: jax.Array, index: int, start: int, stop: int) -> bytes:
+        part = x[index] if x.ndim == 1 else _rows(x, np.int32(index), np.int32(start), stop - start)
+        return np.ascontiguousarray(part).tobytes()
+
+
+def learner_digest(state_digest: str, shards: Iterable[str]) -> str:
+    """SHA-256 over the digests of the learner's state and of every shard's memory, in their order."""
+    return f"sha256:{sha256(' '.join([state_digest, *shards]).encode()).hexdigest()}"
+
+
+# ------------------------------------------------------------------------------------------------------------ the disk
+
+
+def shard_folder(folder: Path, shard: int) -> Path:
+    """Where a run keeps the memory of one shard."""
+    return folder / FOLDER / f"{shard:05d}"
+
+
+def write(folder: Path, update: int, shards: Mapping[int, Shard]) -> None:
+    """Write what is new in these shards, then what they are made of."""
+    for number, shard in shards.items():
+        home = shard_folder(folder, number)
+        home.mkdir(parents=True, exist_ok=True)
+        for name, chunks in shard.new.items():
+            with open(home / name, "wb") as file:
+                file.writelines(chunks)
+                file.flush()
+                os.fsync(file.fileno())
+        listing = {"digest": shard.digest, "chunks": shard.chunks}
+        write_whole(home / f"{update}.json", json.dumps(listing))
+
+
+def read(folder: Path, update: int, shards: range, like: PyTree, digests: list[str]) -> dict[int, SavedShard]:
+    """The memory of these shards after an update.
+
+    Raises:
+        ValueError: a file is missing or damaged.
+    """
+    leaves, structure = leaves_of(like), jax.tree.structure(like)
+    one = lambda shard: _read_shard(shard_folder(folder, shard), update, leaves, structure, digests[shard])
+    return {shard: one(shard) for shard in shards}
+
+
+def _read_shard(home: Path, update: int, leaves: list[Leaf], structure: Any, digest: str) -> SavedShard:
+    path = home / f"{update}.json"
+    where = f"{FOLDER}/{home.name}/{path.name}"
+    try:
+        listing = json.loads(path.read_text())
+        chunks = [[Chunk(*chunk) for chunk in cut] for cut in listing["chunks"]]
+        fits = [len(cut) for cut in chunks] == [len(list(leaf.chunks())) for leaf in leaves]
+        if not fits or _digest(leaves, chunks) != digest:
+            raise ValueError("its checksum does not match")
+    except FileNotFoundError:
+        raise ValueError(f"{where} is missing") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{where} is damaged ({error})") from None
+    arrays = []
+    for leaf, cut in zip(leaves, chunks, strict=True):
+        array = np.zeros(leaf.shape, leaf.dtype)
+        for (start, stop), chunk in zip(leaf.chunks(), cut, strict=True):
+            if chunk.pack is not None:
+                data = np.frombuffer(_read_chunk(home, chunk), leaf.dtype)
+                if leaf.shape:
+                    array[start:stop] = data.reshape(stop - start, *leaf.shape[1:])
+                else:
+                    array[...] = data[0]
+        arrays.append(array)
+    return SavedShard(jax.tree.unflatten(structure, arrays), chunks)
+
+
+def _read_chunk(home: Path, chunk: Chunk) -> bytes:
+    assert chunk.pack is not None
+    where = f"{FOLDER}/{home.name}/{chunk.pack}"
+    try:
+        with open(home / chunk.pack, "rb") as file:
+            file.seek(chunk.offset)
+            data = file.read(chunk.size)
+    except FileNotFoundError:
+        raise ValueError(f"{where} is missing") from None
+    except OSError as error:
+        raise ValueError(f"{where} cannot be read ({error.strerror})") from None
+    if sha256(data).hexdigest() != chunk.sha:
+        raise ValueError(f"{where} is damaged: its checksum does not match")
+    return data
+
+
+def prune(folder: Path, shards: range, keep: Iterable[int]) -> None:
+    """Remove of these shards what belongs to no update of `keep`, and the packs that nothing refers to any more."""
+    kept = set(keep)
+    for shard in shards:
+        home = shard_folder(folder, shard)
+        if not home.is_dir():
+            continue
+        referred = set()
+        for path in home.glob("*.json"):
+            if path.stem.isdecimal() and int(path.stem) not in kept:
+                path.unlink(missing_ok=True)
+                continue
+            referred |= _packs(path)  # also of listings that were put aside as damaged
+        for path in home.glob("*.pack"):
+            if path.name not in referred:
+                path.unlink(missing_ok=True)
+
+
+def _packs(path: Path) -> set[str]:
+    try:
+        return {chunk[1] for cut in json.loads(path.read_text())["chunks"] for chunk in cut if chunk[1] is not None}
+    except (OSError, ValueError, KeyError, TypeError, IndexError):
+        return set()
+
+
+def put_aside(folder: Path, shards: range, update: int) -> None:
+    """Rename the listings of later updates, which the run is about to write again; what they refer to stays."""
+    for shard in shards:
+        home = shard_folder(folder, shard)
+        for path in home.glob("*.json"):
+            if path.stem.isdecimal() and int(path.stem) > update:
+                os.replace(path, path.with_name(f"damaged-{path.name}"))
