@@ -1,0 +1,354 @@
+"""Replay memory: rollouts written into a ring of rows, n-step transitions drawn from it uniformly.
+
+A row holds one step of every environment of a shard, under the time index of `rollout.py`.  Rows follow one another
+without gaps, so that a transition's next observation, its n-step return and its stack of frames are found in the rows
+beside it and nothing is stored twice:
+
+    row        0      1      2      3      4      5
+    obs        s_0    s_1    s_2*   s_0'   s_1'   s_2'     row 5 is the tail: the observation after the last step so
+    valid      1      1      0      1      1      0        far, which the first row of the next rollout overwrites
+
+Unless the environments were started afresh in between (at every checkpoint they are): at such a seam the tail stays,
+and the step before it keeps the observation that really followed.  To what comes after, a seam is a truncation.
+
+Of stacked images only the newest frame is stored.  EnvPool's Atari stacks [B, S c, H, W], oldest frame first, repeat
+the first frame S times where a game begins, and go on through the loss of a life (--episodic-life), though that begins
+an episode as well.  So whether a stack goes on is read from the stack itself: `history` counts the rows before it that
+hold its older frames; frames before those are repeats of the oldest.  A stack that follows neither rule cannot be
+rebuilt and is never sampled; whoever stacks otherwise (with zeros, say) stores whole stacks, with `stack=1`.
+
+`write`, `sample_indices` and `take` work on the memory of a device, whose leaves are [K', ...] for its K' shards, and
+address the i-th shard in place: no part of them costs more for a larger memory, given that it is donated.  They only
+move and compare data; the arithmetic is in `n_step`, for the caller to isolate (`shards.py`).
+"""
+
+from math import prod
+from typing import NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from cleanba.errors import UsageError
+from cleanba.rollout import PyTree, Rollout
+
+
+class Rows(NamedTuple):
+    """C rows of B environments: one step of each, and the observation before it."""
+
+    obs: PyTree  # [C, B, ...]  of stacks [S c, ...] only the newest frame [c, ...]
+    action: PyTree  # [C, B, ...]
+    reward: jax.Array  # [C, B]  float32
+    terminated: jax.Array  # [C, B]  bool
+    truncated: jax.Array  # [C, B]  bool
+    valid: jax.Array  # [C, B]  bool: a step was made here; false at ignored steps, at tails and where nothing is yet
+    history: PyTree  # [C, B]  int8: rows before this one that hold frames of its stack, < 0: unknown; () if unstacked
+
+
+class Ring(NamedTuple):
+    """The memory of one shard.  That of a device has K' of them: every leaf gains a leading axis.
+
+    No count of all rows ever written is kept, so nothing overflows, however long the run.
+    """
+
+    rows: Rows
+    tail: jax.Array  # int32 in [0, C): the newest row, where the next rollout begins
+    size: jax.Array  # int32 in [0, C]: how many rows are stored, the tail among them
+
+
+class Indices(NamedTuple):
+    """N transitions of one shard by where they begin."""
+
+    row: jax.Array  # [N] int32, counted from the oldest row stored
+    env: jax.Array  # [N] int32
+    valid: jax.Array  # [N] bool: false where nothing was found to sample; to be masked
+
+
+class Window(NamedTuple):
+    """What memory says about N transitions of up to n steps."""
+
+    obs: PyTree  # [N, ...]
+    action: PyTree  # [N, ...]
+    reward: jax.Array  # [N, n]  those beyond `steps` mean nothing
+    steps: jax.Array  # [N] int32 in [1, n]: m, fewer than n if the episode ended or was cut off
+    terminated: jax.Array  # [N] bool: by the last of these steps
+    next_obs: PyTree  # [N, ...]  after the last of these steps; the terminal observation, if the episode ended
+    valid: jax.Array  # [N] bool
+
+
+class Transition(NamedTuple):
+    """A minibatch to learn from: the target of Q(obs, action) is reward + discount * (value of next_obs)."""
+
+    obs: PyTree  # [N, ...]
+    action: PyTree  # [N, ...]
+    reward: jax.Array  # [N] float32: the n-step return
+    discount: jax.Array  # [N] float32: gamma^m, or 0 if the episode terminated
+    next_obs: PyTree  # [N, ...]
+    weight: jax.Array  # [N] float32: 1, or 0 where there was nothing to sample
+
+
+def init(rollout: Rollout, capacity: int, stack: int = 1) -> Ring:
+    """Empty memory for `capacity` steps of one shard, whose rollouts have these shapes and dtypes.
+
+    `stack` is the number of frames in an image, if they are to be stored once.
+
+    Raises:
+        UsageError: capacity is less than a rollout, its tail and a kept one, or obs is no stack of so many frames.
+    """
+    steps, envs = rollout.reward.shape
+    rows = capacity // envs
+    if rows < steps + 2:
+        raise UsageError(
+            f"buffer_size gives a shard {capacity} steps of {envs} environments, {rows} rows, but a rollout of "
+            f"{steps} steps needs {steps + 2}; try at least {(steps + 2) * envs} per shard"
+        )
+    if rows * envs >= 2**31:
+        raise UsageError(
+            f"buffer_size gives a shard {rows * envs} steps, but it can count only to 2^31 - 1; raise --num-shards"
+        )
+
+    def frame(x: jax.Array) -> jax.Array:
+        if stack > 1 and (x.ndim < 3 or x.shape[2] % stack):
+            raise UsageError(f"obs of shape {x.shape[2:]} is no stack of {stack} frames; store it whole, with stack=1")
+        shape = x.shape[2:] if stack == 1 else (x.shape[2] // stack, *x.shape[3:])
+        return jnp.zeros((rows, envs, *shape), x.dtype)
+
+    blank = lambda x: jnp.zeros((rows, *x.shape[1:]), x.dtype)
+    empty = Rows(
+        obs=jax.tree.map(frame, rollout.obs),
+        action=jax.tree.map(blank, rollout.action),
+        reward=blank(rollout.reward),
+        terminated=blank(rollout.terminated),
+        truncated=blank(rollout.truncated),
+        valid=blank(rollout.valid),
+        history=() if stack == 1 else jnp.zeros((rows, envs), jnp.int8),
+    )
+    return Ring(empty, tail=jnp.int32(0), size=jnp.int32(0))
+
+
+def nbytes(rollout: Rollout, capacity: int, stack: int = 1) -> int:
+    """The bytes that `init` would take, without taking them."""
+    empty = jax.eval_shape(lambda: init(rollout, capacity, stack))
+    return sum(prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(empty))
+
+
+# ------------------------------------------------------------------------------------------------------------- writing
+
+
+def write(ring: Ring, rollout: Rollout) -> Ring:
+    """Append a rollout of every shard of this device.  Leaves [K', C, ...], [K', T(+1), ...] -> [K', C, ...].
+
+    Costs O(T B) if `ring` is donated.
+    """
+    chex.assert_equal_shape([rollout.reward, rollout.terminated, rollout.truncated, rollout.valid])
+    chex.assert_equal(ring.size.shape[0], rollout.reward.shape[0])
+    return lax.fori_loop(0, ring.size.shape[0], lambda i, ring: _write_shard(ring, i, rollout), ring)
+
+
+def _write_shard(ring: Ring, i: jax.Array, rollout: Rollout) -> Ring:
+    part = rollout._replace(extras=(), carry=())
+    part = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False), part)
+    steps, capacity = part.valid.shape[0], ring.rows.valid.shape[1]
+    tail, size = ring.tail[i], ring.size[i]
+    # An episode begins after a step that was ignored; one that begins after any other is a fresh environment's.  Where
+    # all environments happened to end just before, the seam goes unseen, and the tail says nothing that anybody needs.
+    seam = (part.first[0] & ring.rows.valid[i, (tail - 1) % capacity]).any()
+    start = (tail + seam) % capacity
+
+    frames: PyTree = part.obs
+    history: PyTree = ()
+    if _is_stacked(ring.rows):
+        stack = _stack(part.obs, ring.rows.obs)
+        before = jnp.where(seam | (size == 0), jnp.int8(1 - stack), ring.rows.history[i, tail])
+        frames, history = _newest(part.obs, stack), _history(part.obs, before, stack)
+
+    def with_tail(x: jax.Array) -> jax.Array:
+        """The last row has an observation and nothing else; whatever stood there must not be taken for its own."""
+        return jnp.concatenate([x, jnp.zeros_like(x[:1])])
+
+    action, reward, terminated, truncated, valid = jax.tree.map(
+        with_tail, (part.action, part.reward, part.terminated, part.truncated, part.valid)
+    )
+    return Ring(
+        rows=_put(ring.rows, i, start, Rows(frames, action, reward, terminated, truncated, valid, history)),
+        tail=ring.tail.at[i].set((start + steps) % capacity),
+        size=ring.size.at[i].set(jnp.minimum(jnp.maximum(size, 1) + seam + steps, capacity)),
+    )
+
+
+def _put(stored: Rows, i: jax.Array, start: jax.Array, new: Rows) -> Rows:
+    """stored[i, (start + t) % C] = new[t].  Leaves [K', C, ...], [L, ...] -> [K', C, ...], with L <= C.
+
+    Row by row, since XLA does that in place.  A scatter is slow where it has to be deterministic; for windows that blend
+    new rows with those that stay, as the ring's end asks for, XLA copies the whole memory.
+    """
+    capacity, length = stored.valid.shape[1], new.valid.shape[0]
+
+    def put_row(t: jax.Array, stored: Rows) -> Rows:
+        def put(stored: jax.Array, new: jax.Array) -> jax.Array:
+            row = lax.dynamic_index_in_dim(new, t)[None]
+            return lax.dynamic_update_slice(stored, row, (i, (start + t) % capacity, *[0] * (new.ndim - 1)))
+
+        return jax.tree.map(put, stored, new)
+
+    return lax.fori_loop(0, length, put_row, stored)
+
+
+def _is_stacked(rows: Rows) -> bool:
+    """Whether only the newest frame of each stack is stored."""
+    return bool(jax.tree.leaves(rows.history))
+
+
+def _stack(stacks: PyTree, frames: PyTree) -> int:
+    """How many frames a stack has.  Leaves [T+1, B, S c, ...], [K', C, B, c, ...] -> S."""
+    return jax.tree.leaves(stacks)[0].shape[2] // jax.tree.leaves(frames)[0].shape[3]
+
+
+def _newest(stacks: PyTree, stack: int) -> PyTree:
+    """The newest frame of each.  Leaves [T+1, B, S c, ...] -> [T+1, B, c, ...]."""
+    return jax.tree.map(lambda x: x[:, :, -(x.shape[2] // stack) :], stacks)
+
+
+def _history(obs: PyTree, before: jax.Array, stack: int) -> jax.Array:
+    """How many rows before each hold frames of its stack; if negative, how many more there must be until that is known.
+
+    Leaves [T+1, B, S c, ...] of stacks; before [B], the first row's if it goes on -> [T+1, B] int8 in (-S, S).
+    """
+
+    def everywhere(same: jax.Array) -> jax.Array:
+        return same.all(axis=tuple(range(2, same.ndim)))
+
+    def repeats(x: jax.Array) -> jax.Array:
+        """[T+1, B]: all frames of the stack are one."""
+        frames = x.reshape(*x.shape[:2], stack, -1)
+        return everywhere(frames == frames[:, :, -1:])
+
+    def shifts(x: jax.Array) -> jax.Array:
+        """[T, B]: the stack is the one before without its oldest frame, and a new one."""
+        c = x.shape[2] // stack
+        return everywhere(x[1:, :, :-c] == x[:-1, :, c:])
+
+    both = lambda checks: jnp.stack(jax.tree.leaves(checks)).all(0)
+    begins = both(jax.tree.map(repeats, obs))
+    breaks = jnp.pad(~both(jax.tree.map(shifts, obs)), ((1, 0), (0, 0)))
+    # Row numbers of the latest beginning and of the latest break, each at most 0 if before this rollout.
+    t = jnp.arange(begins.shape[0], dtype=jnp.int32)[:, None]
+    never, oldest = jnp.int32(-(2**30)), stack - 1
+    h = before.astype(jnp.int32)
+    begun = lax.cummax(jnp.where(begins, t, jnp.where(h >= 0, -h, never)))
+    broken = lax.cummax(jnp.where(breaks & ~begins, t, jnp.where(h < 0, -oldest - h, never)))
+    since_break = t - broken - oldest  # after `oldest` rows that followed on one another all frames are stored
+    known = jnp.where(begun >= broken, t - begun, jnp.where(since_break >= 0, oldest, since_break))
+    return jnp.minimum(known, oldest).astype(jnp.int8)
+
+
+# ------------------------------------------------------------------------------------------------------------ sampling
+
+
+def sample_indices(ring: Ring, i: jax.Array, key: jax.Array, batch: int, n: int, draws: int = 8) -> Indices:
+    """`batch` transitions of n steps from the i-th shard of this device, each drawn uniformly, with replacement.
+
+    A step may be drawn if it was executed, its stack can be rebuilt from what is stored, and its window is complete: n
+    steps, or fewer if the episode ended or the environments were started afresh.  The last n - 1 steps of an episode
+    under way wait for that.  Each element is the first acceptable of `draws` draws over all rows stored, so given that
+    there is one, all acceptable steps are equally likely; if a share q of the steps stored may not be drawn, an element
+    has none with probability q^draws (below 10^-10 for q = 5%), and is then not `valid`.
+    """
+    rows, envs = ring.rows.valid.shape[1:]
+    if n >= rows:
+        raise UsageError(f"n_step={n} needs {n + 1} rows of memory, but a shard has {rows}; raise --buffer-size")
+    steps = (jnp.maximum(ring.size[i], 1) - 1).astype(jnp.uint32) * jnp.uint32(envs)  # the tail is none
+    place, fair = _uniform(key, (draws, batch), jnp.maximum(steps, 1))
+    row, env = place // envs, place % envs
+    found = fair & (steps > 0) & acceptable(ring, i, row, env, n)
+    chosen = jnp.argmax(found, axis=0)[None]  # the first
+    pick = lambda x: jnp.take_along_axis(x, chosen, axis=0)[0]
+    return Indices(pick(row), pick(env), pick(found))
+
+
+def _uniform(key: jax.Array, shape: tuple[int, ...], count: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Numbers below `count`, and which of them to keep: those are exactly uniform.  -> shape int32, shape bool.
+
+    x mod count favours small numbers, unless the last 2^32 mod count values of x, an incomplete run, are refused.
+    """
+    x, last = jax.random.bits(key, shape, jnp.uint32), jnp.uint32(2**32 - 1)
+    return (x % count).astype(jnp.int32), x <= last - (last % count + 1) % count
+
+
+def acceptable(ring: Ring, i: jax.Array, row: jax.Array, env: jax.Array, n: int) -> jax.Array:
+    """May the step in this row, counted from the oldest, be sampled?  [...], [...] int32 -> [...] bool."""
+    steps, complete = _horizon(ring, i, row, env, n)
+    accepted = complete & _look(ring, ring.rows.valid, i, row, env)
+    if _is_stacked(ring.rows):
+        for r in (row, row + steps):
+            history = _look(ring, ring.rows.history, i, r, env).astype(jnp.int32)
+            accepted &= (history >= 0) & (r >= history)
+    return accepted
+
+
+def _horizon(ring: Ring, i: jax.Array, row: jax.Array, env: jax.Array, n: int) -> tuple[jax.Array, jax.Array]:
+    """How many steps the window that begins here has, and whether all of them are known.  -> [...] int32, [...] bool.
+
+    It stops after n steps, after a step that ended its episode, or at a row that follows on none: a kept tail.
+    """
+    tail = ring.size[i] - 1
+    window = row[..., None] + jnp.arange(n + 1)
+    look = lambda x: _look(ring, x, i, jnp.minimum(window, tail), env[..., None])
+    valid, ended = look(ring.rows.valid), look(ring.rows.terminated) | look(ring.rows.truncated)
+    stops = ended[..., :-1] | (~valid[..., 1:] & (window[..., 1:] < tail))
+    stopped = stops.any(-1)
+    steps = jnp.where(stopped, jnp.argmax(stops, -1) + 1, n).astype(jnp.int32)
+    return steps, stopped | (row + n <= tail)
+
+
+def _look(ring: Ring, x: jax.Array, i: jax.Array, row: jax.Array, env: jax.Array) -> jax.Array:
+    """x[i, row, env], with rows counted from the oldest stored.  [K', C, B, ...], [...], [...] -> [..., ...]."""
+    oldest = ring.tail[i] - (ring.size[i] - 1)
+    at = (oldest + row) % x.shape[1]
+    return x.at[i, at, env].get(mode="promise_in_bounds", wrap_negative_indices=False)
+
+
+def take(ring: Ring, i: jax.Array, indices: Indices, n: int, stack: int = 1) -> Window:
+    """What memory says about these transitions of the i-th shard of this device; `n`, `stack` as they were before."""
+    chex.assert_equal(stack > 1, _is_stacked(ring.rows))
+    row, env = indices.row, indices.env
+    steps, _ = _horizon(ring, i, row, env, n)
+    tail = ring.size[i] - 1
+    look = lambda x, r: _look(ring, x, i, r, env)
+    window = jnp.minimum(row[:, None] + jnp.arange(n), tail)
+    return Window(
+        obs=_observations(ring, i, row, env, stack),
+        action=jax.tree.map(lambda x: look(x, row), ring.rows.action),
+        reward=_look(ring, ring.rows.reward, i, window, env[:, None]),
+        steps=steps,
+        terminated=look(ring.rows.terminated, row + steps - 1),
+        next_obs=_observations(ring, i, jnp.minimum(row + steps, tail), env, stack),
+        valid=indices.valid,
+    )
+
+
+def _observations(ring: Ring, i: jax.Array, row: jax.Array, env: jax.Array, stack: int) -> PyTree:
+    """The observations in these rows, as the environments delivered them.  [N], [N] -> leaves [N, ...]."""
+    if not _is_stacked(ring.rows):
+        return jax.tree.map(lambda x: _look(ring, x, i, row, env), ring.rows.obs)
+    history = _look(ring, ring.rows.history, i, row, env).astype(jnp.int32)
+    age = jnp.minimum(jnp.arange(stack - 1, -1, -1), history[:, None])  # [N, S], oldest frame first
+    frames = jax.tree.map(lambda x: _look(ring, x, i, row[:, None] - age, env[:, None]), ring.rows.obs)
+    return jax.tree.map(lambda x: x.reshape(x.shape[0], -1, *x.shape[3:]), frames)
+
+
+def n_step(window: Window, gamma: float) -> Transition:
+    """sum_{j<m} gamma^j r_{t+j}, and gamma^m (1 - terminated) for the value of what follows.
+
+    (Sutton & Barto 2018, eq. 7.1; m = n unless the episode ended or was cut off before.)
+    """
+    chex.assert_equal_shape([window.steps, window.terminated, window.valid, window.reward[:, 0]])
+    reward = jnp.zeros_like(window.reward[:, 0])
+    discount = jnp.where(window.terminated, 0.0, 1.0)
+    for j in reversed(range(window.reward.shape[1])):
+        inside = j < window.steps
+        reward = jnp.where(inside, window.reward[:, j] + gamma * reward, reward)
+        discount = jnp.where(inside, gamma * discount, discount)
+    weight = jnp.where(window.valid, 1.0, 0.0)
+    return Transition(window.obs, window.action, reward, discount, window.next_obs, weight)
