@@ -180,8 +180,8 @@ def _write_shard(ring: Ring, i: jax.Array, rollout: Rollout) -> Ring:
 def _put(stored: Rows, i: jax.Array, start: jax.Array, new: Rows) -> Rows:
     """stored[i, (start + t) % C] = new[t].  Leaves [K', C, ...], [L, ...] -> [K', C, ...], with L <= C.
 
-    Row by row, since XLA does that in place.  A scatter is slow where it has to be deterministic; for windows that blend
-    new rows with those that stay, as the ring's end asks for, XLA copies the whole memory.
+    Row by row, since XLA does that in place.  A scatter is slow where it has to be deterministic; for windows of rows,
+    which have to blend new ones with those that stay where the ring ends, XLA copies the whole memory.
     """
     capacity, length = stored.valid.shape[1], new.valid.shape[0]
 
