@@ -6,7 +6,7 @@ is `cleanba ppo WORDS`, with this algorithm in PPO's place.
 """
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax

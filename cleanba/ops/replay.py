@@ -171,11 +171,12 @@ def _write_shard(ring: Ring, i: jax.Array, rollout: Rollout) -> Ring:
     action, reward, terminated, truncated, valid = jax.tree.map(
         with_tail, (part.action, part.reward, part.terminated, part.truncated, part.valid)
     )
+    put = lambda x, new: lax.dynamic_update_index_in_dim(x, new.astype(x.dtype), i, 0)
     return Ring(
         rows=_put(ring.rows, i, start, Rows(frames, action, reward, terminated, truncated, valid, history)),
-        tail=ring.tail.at[i].set((start + steps) % capacity),
-        size=ring.size.at[i].set(jnp.minimum(jnp.maximum(size, 1) + seam + steps, capacity)),
-        written=ring.written.at[i].add((steps + seam).astype(jnp.uint32)),
+        tail=put(ring.tail, (start + steps) % capacity),
+        size=put(ring.size, jnp.minimum(jnp.maximum(size, 1) + seam + steps, capacity)),
+        written=put(ring.written, ring.written[i] + (steps + seam).astype(jnp.uint32)),
     )
 
 
