@@ -34,6 +34,7 @@ from cleanba.runs.directory import (
 from cleanba.runs.log import rewind
 from cleanba.runtime.checkpoint import Checkpoints, Saved, save_model, updates_kept
 from cleanba.runtime.learner import abstract_block, memory_shapes
+from cleanba.runtime.memory import require_room
 from cleanba.runtime.metrics import Display, Status, Writers, duration
 from cleanba.runtime.peers import Peers
 from cleanba.runtime.placement import Devices, find_devices, gather_over_processes, initialise, make_deterministic
@@ -143,11 +144,14 @@ def prepare(recipe: Recipe, config: Config) -> Job:
     require_same_flags({"algorithm": recipe.name, **to_json(e), "log_frequency": config.run.log_frequency})
     spec = env_spec(e)
     algorithm = recipe.make(e, spec, devices.platform)
+    job = Job(recipe, config, e, partition, devices, spec, algorithm, run_dir)
+    buffer_size = getattr(e, "buffer_size", None)
+    require_room(job.memory_shapes, partition.shards_per_learner, devices.learners, buffer_size)
     require(
         run_dir != Path() or (run_dir / "config.json").exists() or not any(run_dir.iterdir()),
         f"run_dir={str(config.run.run_dir)!r} is the current directory, which holds other files; name one for the run",
     )
-    return Job(recipe, config, e, partition, devices, spec, algorithm, run_dir)
+    return job
 
 
 class Office:

@@ -11,10 +11,11 @@ and the second is written last, so the memory after an update is there whole or 
 begins with, takes no room.  Files that nothing refers to any more are removed.
 """
 
+import contextlib
 import json
 import os
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from hashlib import sha256
 from pathlib import Path
@@ -24,6 +25,7 @@ import jax
 import numpy as np
 from jax import lax
 
+from cleanba.config import require
 from cleanba.files import write_whole
 from cleanba.ops import replay
 from cleanba.rollout import PyTree
@@ -106,6 +108,36 @@ def leaves_of(like: PyTree) -> list[Leaf]:
 def nbytes(like: PyTree) -> int:
     """How many bytes one shard's memory takes."""
     return sum(int(np.prod(x.shape, dtype=np.int64)) * x.dtype.itemsize for x in jax.tree.leaves(like))
+
+
+def room(devices: Sequence[jax.Device]) -> int:
+    """How many bytes each of these devices of this process can hold; simulated ones share the host's memory."""
+    limits = [(device.memory_stats() or {}).get("bytes_limit") for device in devices]
+    known = [limit for limit in limits if limit]
+    if len(known) == len(devices):
+        return min(known)
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):  # of a container
+        with contextlib.suppress(OSError, ValueError):
+            host = min(host, int(Path(limit).read_text()))
+    return host // len(devices)
+
+
+def require_room(like: PyTree, shards_per_device: int, devices: Sequence[jax.Device], buffer_size: int | None) -> None:
+    """Raise `UsageError` unless each device can hold the memory of its shards, of which `like` has the shapes of one.
+
+    `buffer_size` is the flag's value, if the algorithm has it.
+    """
+    needed, there = shards_per_device * nbytes(like), room(devices)
+    most = (
+        "" if buffer_size is None else f" --buffer-size {int(buffer_size * 0.9 * there / max(1, needed))} at most, or"
+    )
+    size = "the memory" if buffer_size is None else f"buffer_size={buffer_size}"
+    require(
+        needed <= 0.9 * there,  # parameters and rollouts need room too
+        f"{size} takes {needed / 1e9:.1f} GB on each learner device, which has {there / 1e9:.1f} GB; try{most} more "
+        "learner devices",
+    )
 
 
 @partial(jax.jit, static_argnums=3)
