@@ -12,6 +12,7 @@ begins with, takes no room.  Files that nothing refers to any more are removed.
 """
 
 import contextlib
+import itertools
 import json
 import os
 import secrets
@@ -351,10 +352,9 @@ def _packs(path: Path) -> set[str]:
         return set()
 
 
-def put_aside(folder: Path, shards: range, update: int) -> None:
-    """Rename the listings of later updates, which the run is about to write again; what they refer to stays."""
-    for shard in shards:
-        home = shard_folder(folder, shard)
-        for path in home.glob("*.json"):
-            if path.stem.isdecimal() and int(path.stem) > update:
-                os.replace(path, path.with_name(f"damaged-{path.name}"))
+def put_aside(folder: Path, shards: range, updates: Iterable[int]) -> None:
+    """Rename the listings of updates whose checkpoints are damaged; what they refer to stays."""
+    for shard, update in itertools.product(shards, updates):
+        path = shard_folder(folder, shard) / f"{update}.json"
+        with contextlib.suppress(FileNotFoundError):
+            os.replace(path, path.with_name(f"damaged-{path.name}"))
