@@ -1,7 +1,7 @@
 """The table of algorithms, and the way from flags, or from an earlier run, to a configuration that fits."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, make_dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,8 +49,6 @@ class Config:
 
 def config_type(recipe: Recipe) -> type:
     """`Config` with the experiment of one algorithm."""
-    from dataclasses import make_dataclass
-
     return make_dataclass(
         "Config",
         [

@@ -182,8 +182,9 @@ def overview(result: dict[str, Any], rows: Rows, experiment: dict[str, Any]) -> 
         ]
     )
     error = f'<p class="error">{escape(str(result["error"]))}</p>' if "error" in result else ""
-    digest = result.get("params_digest")
-    return words + error + (f"<p>parameters <code>{escape(str(digest))}</code></p>" if digest else "")
+    named = {"parameters": result.get("params_digest"), "state and memory": result.get("learner_digest")}
+    digests = (f"<p>{what} <code>{escape(str(digest))}</code></p>" for what, digest in named.items() if digest)
+    return words + error + "".join(digests)
 
 
 def learning(rows: Rows) -> str:
