@@ -60,14 +60,6 @@ class Experiment:
     """decrease the learning rate linearly to 0 over the run"""
     gamma: float = 0.99
     """discount per step"""
-    ent_coef: float = 0.01
-    """weight of the entropy bonus"""
-    vf_coef: float = 0.5
-    """weight of the value loss"""
-    max_grad_norm: float = 0.5
-    """global norm to which gradients are clipped"""
-    num_minibatches: int = 4
-    """minibatches that each epoch cuts the batch into"""
 
     network: Literal["auto", "nature", "impala", "mlp"] = "auto"
     """torso: Nature CNN, IMPALA ResNet, MLP; auto takes IMPALA for images and MLP otherwise"""
@@ -93,6 +85,20 @@ class Experiment:
     def num_updates(self) -> int:
         """Updates in the run."""
         return self.total_timesteps // self.transitions_per_update
+
+
+@dataclass(frozen=True)
+class PolicyGradient(Experiment):
+    """What an actor-critic that learns from each rollout once has besides."""
+
+    ent_coef: float = 0.01
+    """weight of the entropy bonus"""
+    vf_coef: float = 0.5
+    """weight of the value loss"""
+    max_grad_norm: float = 0.5
+    """global norm to which gradients are clipped"""
+    num_minibatches: int = 4
+    """minibatches that each epoch cuts the batch into"""
 
     def check_minibatches(self, size: int, what: str) -> None:
         """Raise `UsageError` unless the minibatches cut the `size` parts of a shard evenly."""
@@ -185,6 +191,7 @@ MOST = dict(num_envs=10**6, num_actors=10**4, num_shards=10**4, num_steps=10**6)
 
 
 def _check_numbers(e: Experiment) -> None:
+    value: Any
     for name in (
         "total_timesteps",
         "num_envs",
@@ -194,7 +201,7 @@ def _check_numbers(e: Experiment) -> None:
         "num_shards",
         "lstm_size",
     ):
-        value = getattr(e, name)
+        value = getattr(e, name, None)
         require(value is None or value >= 1, f"{name}={value} must be at least 1; set {_flag(name)} to 1 or more")
     for f in dataclasses.fields(e):  # numbers that arrays and loops can have
         value, most = getattr(e, f.name), MOST.get(f.name, 2**31 - 1)
@@ -202,13 +209,13 @@ def _check_numbers(e: Experiment) -> None:
             for n in value if isinstance(value, tuple) else (value,):
                 require(not isinstance(n, int) or n <= most, f"{f.name}={n} is too large; it can be {most} at most")
     for name in ("learning_rate", "max_grad_norm"):
-        value = getattr(e, name)
+        value = getattr(e, name, 1.0)
         require(0 < value < float("inf"), f"{name}={value} must be positive; set {_flag(name)} above 0")
     for name in ("gamma", "repeat_action_probability"):
         value = getattr(e, name)
         require(0 <= value <= 1, f"{name}={value} must lie in [0, 1]; set {_flag(name)} accordingly")
     for name in ("ent_coef", "vf_coef"):
-        value = getattr(e, name)
+        value = getattr(e, name, 0.0)
         require(0 <= value < float("inf"), f"{name}={value} must not be negative; set {_flag(name)} to 0 or more")
     require(0 <= e.seed < 2**31, f"seed={e.seed} must lie in [0, 2^31); try --seed {abs(e.seed) % 2**31}")
     require(

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 import tyro
 
-from cleanba.algorithms import impala, ppo
+from cleanba.algorithm import Algorithm
+from cleanba.algorithms import dqn, impala, ppo
 from cleanba.config import (
     Experiment,
     Partition,
@@ -20,6 +21,7 @@ from cleanba.config import (
     resolve,
     to_json,
 )
+from cleanba.environments.envpool import kind
 
 
 class Recipe(NamedTuple):
@@ -29,12 +31,21 @@ class Recipe(NamedTuple):
     about: str
     experiment: type[Experiment]
     check: Callable[..., None]
-    make: Callable[..., Any]
+    """experiment, partition; raises `UsageError` for hyperparameters that do not fit"""
+    make: Callable[..., Algorithm]
+    """experiment, what the environment looks like, kind of device -> the algorithm"""
+    defaults: Callable[[str], Experiment] | None = None
+    """kind of environment -> the settings where no flag says otherwise; None if one kind is as another"""
+
+    def settings(self, env_id: str) -> Experiment:
+        """The settings for an environment where no flag says otherwise."""
+        return self.defaults(kind(env_id)) if self.defaults else self.experiment()
 
 
 RECIPES = {
     "ppo": Recipe("ppo", "train with proximal policy optimisation", ppo.PPO, ppo.check, ppo.make),
     "impala": Recipe("impala", "train with IMPALA and V-trace", impala.IMPALA, impala.check, impala.make),
+    "dqn": Recipe("dqn", "train with deep Q-learning and replay", dqn.DQN, dqn.check, dqn.make, dqn.defaults),
 }
 
 
@@ -69,18 +80,18 @@ def parse(recipe: Recipe, argv: Sequence[str], default: Any = None) -> Config:
     Raises:
         UsageError: --experiment names no run of this algorithm, or flags change an experiment that was given whole.
     """
-    kind = config_type(recipe)
+    form = config_type(recipe)
     source = word_after("--experiment", argv)
     if default is None and source is not None:
         earlier_recipe, experiment = read_recipe(Path(source))
         name = earlier_recipe.name
         require(name == recipe.name, f"--experiment {source} is a run of {name}; use `cleanba {name}`")
-        default = kind(experiment=experiment)
+        default = form(experiment=experiment)
     parsed: Any = tyro.cli(
-        kind,
+        form,
         args=argv,
         prog=f"cleanba {recipe.name}",
-        default=default or kind(),
+        default=default or form(experiment=recipe.settings(word_after("--env-id", argv) or recipe.experiment.env_id)),
         config=(tyro.conf.OmitArgPrefixes,),
     )
     if default is not None:

@@ -253,7 +253,7 @@ OUT_OF_RANGE = [
 @pytest.mark.parametrize("name, value", OUT_OF_RANGE)
 def test_numbers_out_of_range_are_refused_by_name(name, value):
     with pytest.raises(UsageError) as caught:
-        resolve(Experiment(**{name: value}), 1, 1)
+        resolve(PPO(**{name: value}), 1, 1)
     assert f"{name}={value}" in str(caught.value)
 
 
@@ -262,7 +262,7 @@ def test_numbers_out_of_range_are_refused_by_name(name, value):
     [("gamma", 0.0), ("gamma", 1.0), ("ent_coef", 0.0), ("checkpoint_frequency", 0), ("seed", 2**31 - 1), ("seed", 0)],
 )
 def test_numbers_at_the_edge_of_their_range_are_accepted(name, value):
-    assert getattr(resolve(Experiment(**{name: value}), 1, 1), name) == value
+    assert getattr(resolve(PPO(**{name: value}), 1, 1), name) == value
 
 
 @pytest.mark.parametrize(

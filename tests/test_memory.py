@@ -170,7 +170,7 @@ def test_killed_at_random_instants_it_ends_in_the_same_bits(whole, tmp_path):
 def interrupted(tmp_path_factory):
     """The directory of a run that was killed after two checkpoints."""
     run = tmp_path_factory.mktemp("memory") / "interrupted"
-    ended = finish(python(ROOT / "tests" / "killed.py", "collect", "45", *COMMAND, "--run-dir", run))
+    ended = finish(python(ROOT / "tests" / "killed.py", "save", "3", *COMMAND, "--run-dir", run))
     assert ended.code == -signal.SIGKILL and updates_kept(run)[-2:] == [3, 6], ended
     return run
 
