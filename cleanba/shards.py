@@ -4,11 +4,14 @@ A batch is cut into `num_shards` equal parts along the environment axis.  Each p
 results are always combined in shard order, whichever device holds which part.  An algorithm says *what* to compute
 per shard (`map`) and *how* to combine (`sum`); it never asks how many devices there are.
 
-Four things could still let the placement into the bits, and each has its answer here:
+Five things could still let the placement into the bits, and each has its answer here:
 
-* the order of a sum: an all-reduce adds in an order of its own; we gather and add shard 0, 1, 2, ...
+* the order of a sum: an all-reduce adds in an order of its own; we exchange slices, so that each device has its part
+  of every shard's arrays, adds these as shard 0, 1, 2, ... and gives the sum to all, at an all-reduce's cost
 * fusion: with one shard per device XLA would inline the loop over shards and fuse its body with the code around it,
   which rounds differently; a `lax.cond` whose predicate is true, but only known at run time, is compiled by itself
+* layouts: how arrays lie in a GPU's memory is chosen by what surrounds them, through a conditional too, and kernels are
+  chosen by layouts; all that enters and leaves the conditional is pinned to rows
 * small loops: on CPUs XLA compiles a short loop and all in its body as one function, within which sums are reordered;
   `compiler_options` switches that off
 * randomness: a key that a shard uses is derived from the shard's number, never from the device's
