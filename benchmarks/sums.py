@@ -20,11 +20,11 @@ import jax.numpy as jnp
 import machine
 import numpy as np
 import tyro
+from cleanba.envs import EnvSpec, ObsSpec
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from cleanba import ppo
-from cleanba.envs import EnvSpec, ObsSpec
 from cleanba.networks import make_actor_critic
 from cleanba.rollout import PyTree
 from cleanba.shards import ShardAxis, compiler_options

@@ -24,6 +24,15 @@ from cleanba.config import (
 from cleanba.environments.envpool import kind
 
 
+class Play(NamedTuple):
+    """How an agent acts when it is evaluated."""
+
+    greedy: bool = False
+    """by the best action it knows, not as it explores"""
+    epsilon: float = 0.0
+    """probability of a uniformly random action in place of its own"""
+
+
 class Recipe(NamedTuple):
     """An algorithm as the command knows it."""
 
@@ -34,6 +43,8 @@ class Recipe(NamedTuple):
     """experiment, partition; raises `UsageError` for hyperparameters that do not fit"""
     make: Callable[..., Algorithm]
     """experiment, what the environment looks like, kind of device -> the algorithm"""
+    plays: Play = Play()
+    """how it is evaluated where no flag says otherwise"""
     defaults: Callable[[str], Experiment] | None = None
     """kind of environment -> the settings where no flag says otherwise; None if one kind is as another"""
 
@@ -45,7 +56,15 @@ class Recipe(NamedTuple):
 RECIPES = {
     "ppo": Recipe("ppo", "train with proximal policy optimisation", ppo.PPO, ppo.check, ppo.make),
     "impala": Recipe("impala", "train with IMPALA and V-trace", impala.IMPALA, impala.check, impala.make),
-    "dqn": Recipe("dqn", "train with deep Q-learning and replay", dqn.DQN, dqn.check, dqn.make, dqn.defaults),
+    "dqn": Recipe(
+        "dqn",
+        "train with deep Q-learning and replay",
+        dqn.DQN,
+        dqn.check,
+        dqn.make,
+        Play(greedy=True, epsilon=0.05),  # as CleanRL evaluates it; a policy without chance may run in circles
+        dqn.defaults,
+    ),
 }
 
 

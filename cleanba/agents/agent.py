@@ -13,7 +13,7 @@ from cleanba.environments.envpool import env_spec
 from cleanba.environments.specs import EnvSpec
 from cleanba.errors import Failure
 from cleanba.files import read_json
-from cleanba.recipes import read_recipe
+from cleanba.recipes import Play, read_recipe
 from cleanba.rollout import PyTree
 from cleanba.runtime import checkpoint as ckpt
 
@@ -41,15 +41,17 @@ class Agent(NamedTuple):
     update: int | None = None
     """the update that made the parameters; None for a model without its run"""
     global_step: int | None = None
+    plays: Play = Play()
+    """how it acts where no flag says otherwise"""
 
 
-def new_agent(e: Experiment, spec: EnvSpec, algorithm: Algorithm) -> Agent:
+def new_agent(e: Experiment, spec: EnvSpec, algorithm: Algorithm, plays: Play = Play()) -> Agent:  # noqa: B008
     """An agent that has no parameters yet."""
 
     def act(params: PyTree, carry: PyTree, obs: PyTree, first: Any, key: jax.Array, t: Any, explore: bool) -> Any:
         return algorithm.act(params, carry, obs, first, jax.random.fold_in(key, t), explore)[:2]
 
-    return Agent(e, spec, algorithm, jax.jit(act, static_argnums=6))
+    return Agent(e, spec, algorithm, jax.jit(act, static_argnums=6), plays=plays)
 
 
 def load_agent(run_dir: Path, checkpoint: str, platform: str) -> Agent:
@@ -65,7 +67,8 @@ def load_agent(run_dir: Path, checkpoint: str, platform: str) -> Agent:
     like_state = jax.eval_shape(algorithm.init, jax.random.key(0))
     like_params = jax.eval_shape(algorithm.actor_params, like_state)
     params, update, global_step = read_params(run_dir, checkpoint, algorithm.actor_params, like_state, like_params)
-    return new_agent(e, spec, algorithm)._replace(params=params, update=update, global_step=global_step)
+    agent = new_agent(e, spec, algorithm, recipe.plays)
+    return agent._replace(params=params, update=update, global_step=global_step)
 
 
 def read_params(
