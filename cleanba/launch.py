@@ -177,9 +177,8 @@ class Office:
         self._writers = Writers(self._job.run_dir, run.track, *names, config, history)
         if earlier is None and run.experiment_from:
             earlier = read_json(Path(run.experiment_from) / "config.json")
-        for warning in differing_machines(earlier, config):
+        for warning in [*differing_machines(earlier, config), *self.evaluations.begin(saved, history)]:
             display.say(f"warning: {warning}")
-        self.evaluations.begin(saved, history)
 
     def log(self, update: int, global_step: int, seconds: float, values: dict[str, Any]) -> None:
         """One log point, and the evaluations that have ended since the last one."""
