@@ -106,11 +106,11 @@ def signalled(monkeypatch, signum: int, at: int, times: int = 1) -> None:
     """Have the process hear a signal when it comes to that update."""
     update = Learner.update
 
-    def signalling(self, state, blocks, number):
+    def signalling(self, state, memory, blocks, number):
         for _ in range(times if number == at else 0):
             os.kill(os.getpid(), signum)
             time.sleep(0.2)  # for the signal to be heard
-        return update(self, state, blocks, number)
+        return update(self, state, memory, blocks, number)
 
     monkeypatch.setattr(Learner, "update", signalling)
 
@@ -221,12 +221,12 @@ def test_a_full_disk_ends_the_run_and_keeps_the_checkpoint_before(small_disk, wh
     run, filler = small_disk / "run", small_disk / "filler"
     update = Learner.update
 
-    def filling(self, state, blocks, number):
+    def filling(self, state, memory, blocks, number):
         if number == 18:  # the checkpoint of update 7 is written, that of 14 perhaps
             with pytest.raises(OSError), open(filler, "wb", buffering=0) as file:
                 while True:
                     file.write(bytes(4096))
-        return update(self, state, blocks, number)
+        return update(self, state, memory, blocks, number)
 
     with monkeypatch.context() as patch:
         patch.setattr(Learner, "update", filling)
@@ -250,10 +250,10 @@ def test_a_disk_that_cannot_be_written_is_refused(small_disk):
 def test_a_directory_that_goes_away_ends_the_run(tmp_path, monkeypatch):
     run, update = tmp_path / "run", Learner.update
 
-    def removing(self, state, blocks, number):
+    def removing(self, state, memory, blocks, number):
         if number == 10:
             run.rename(tmp_path / "elsewhere")  # in one step: a checkpoint is being written in it
-        return update(self, state, blocks, number)
+        return update(self, state, memory, blocks, number)
 
     monkeypatch.setattr(Learner, "update", removing)
     ended = command(*KINDS["ppo"], "--run-dir", run)

@@ -23,7 +23,7 @@ from cleanba.environments.envpool import Envs, env_spec
 from cleanba.runtime.actor import Schedule
 from cleanba.runtime.channels import Stop
 from cleanba.runtime.collect import SteppedCollector, Times, make_steppers
-from cleanba.runtime.train import params_digest
+from cleanba.runtime.digests import params_digest
 from cleanba.seeds import env_seed
 
 THREE_STEPS = (Play((1.0, 2.0, 3.0)),)  # then terminated
