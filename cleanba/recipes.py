@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import tyro
 
+from cleanba.algorithm import Algorithm
 from cleanba.algorithms import impala, ppo
 from cleanba.config import (
     Experiment,
@@ -20,6 +21,7 @@ from cleanba.config import (
     resolve,
     to_json,
 )
+from cleanba.environments.specs import EnvSpec
 
 
 class Recipe(NamedTuple):
@@ -28,8 +30,8 @@ class Recipe(NamedTuple):
     name: str
     about: str
     experiment: type[Experiment]
-    check: Callable[..., None]
-    make: Callable[..., Any]
+    check: Callable[[Any, Partition], None]
+    make: Callable[[Any, EnvSpec, str], Algorithm]  # of its own kind of experiment
 
 
 RECIPES = {
@@ -61,7 +63,7 @@ def config_type(recipe: Recipe) -> type:
     )
 
 
-def parse(recipe: Recipe, argv: Sequence[str], default: Any = None) -> Config:
+def parse(recipe: Recipe, argv: Sequence[str], default: Config | None = None) -> Config:
     """Flags -> configuration.  tyro prints its own message and exits with 2 for flags it cannot read.
 
     `default` holds the configuration of a run to go on with.

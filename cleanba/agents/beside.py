@@ -5,9 +5,9 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
@@ -17,7 +17,7 @@ from cleanba.config import Run, require
 from cleanba.environments.envpool import Envs, threads_per_actor
 from cleanba.environments.specs import EnvSpec
 from cleanba.errors import Failure
-from cleanba.files import write_json
+from cleanba.files import Json, write_json
 from cleanba.rollout import PyTree
 from cleanba.runtime.channels import Closed, Stop
 from cleanba.runtime.checkpoint import Saved, read_model, save_model
@@ -41,7 +41,7 @@ class Evaluated(NamedTuple):
 
     update: int
     global_step: int
-    values: dict[str, Any]
+    values: Json
 
 
 class Evaluations:
@@ -64,7 +64,7 @@ class Evaluations:
         if run.capture_video:
             check_can_be_filmed(agent.spec)
         self._run_dir, self._run, self._agent = run_dir, run, agent
-        self._best: dict[str, Any] | None = None
+        self._best: Json | None = None
         self._stop = Stop()
         self._lock = threading.Lock()
         self._done: list[Evaluated] = []
@@ -76,7 +76,7 @@ class Evaluations:
         """To be called with every update's number, the steps so far and the parameters; None if that has no use."""
         return self._consider if self._run.eval_frequency else None
 
-    def begin(self, saved: Saved | None, history: Sequence[Mapping[str, Any]]) -> list[str]:
+    def begin(self, saved: Saved | None, history: Sequence[Json]) -> list[str]:
         """A run begins, or goes on from a checkpoint, with these rows in its log.  Returns what to warn of.
 
         Raises:
@@ -105,7 +105,7 @@ class Evaluations:
             writers.write(one.update, one.global_step, seconds, one.values)
             self._forget(self._path(one.update, one.global_step))
 
-    def finish(self, result: Mapping[str, Any], state: PyTree) -> None:
+    def finish(self, result: Json, state: PyTree) -> None:
         """The run is finished: wait for what is playing, evaluate the last version too, and film it."""
         params = jax.device_get(self._agent.algorithm.actor_params(state))
         update, global_step = result["update"], result["global_step"]
@@ -217,7 +217,7 @@ class Evaluations:
         Threads inherit how nice they are.  This one, which also holds Python's lock, must stay as it is: one that waits
         for a core while it holds the lock would keep the actors waiting.
         """
-        made: list[Any] = []
+        made: list[Envs | BaseException] = []
 
         def make() -> None:
             with contextlib.suppress(OSError, AttributeError):
