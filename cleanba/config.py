@@ -8,12 +8,12 @@ import json
 import math
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import tyro
 
 from cleanba.errors import UsageError, nearest
-from cleanba.files import read_json
+from cleanba.files import Json, read_json
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ MOST = dict(num_envs=10**6, num_actors=10**4, num_shards=10**4, num_steps=10**6)
 
 
 def _check_numbers(e: Experiment) -> None:
-    value: Any
+    value: int | float | None
     for name in (
         "total_timesteps",
         "num_envs",
@@ -353,13 +353,16 @@ class Partition:
         return range(process * n, (process + 1) * n)
 
 
-def to_json(config: Any) -> dict[str, Any]:
+T = TypeVar("T", bound=Experiment | Placement | Run)
+
+
+def to_json(config: Experiment | Placement | Run) -> Json:
     """A frozen dataclass as JSON values."""
     known_to_json = lambda v: not isinstance(v, Path) and not (isinstance(v, float) and not math.isfinite(v))
     return {k: v if known_to_json(v) else str(v) for k, v in dataclasses.asdict(config).items()}
 
 
-def from_json(cls: type[Any], values: dict[str, Any]) -> Any:
+def from_json(cls: type[T], values: Json) -> T:
     """The dataclass that `to_json` wrote; fields of another version are named.
 
     Raises:
@@ -371,12 +374,12 @@ def from_json(cls: type[Any], values: dict[str, Any]) -> Any:
         f"the experiment was written by another version of Cleanba: "
         f"its fields differ in {', '.join(sorted(set(values) ^ set(fields)))}; repeat the flags instead",
     )
-    arguments: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+    arguments: Json = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
     arguments |= {k: float(v) for k, v in values.items() if fields[k].type is float and isinstance(v, str)}  # "inf"
     return cls(**arguments)
 
 
-def read_experiment(run_dir: Path) -> dict[str, Any]:
+def read_experiment(run_dir: Path) -> Json:
     """The experiment of an earlier run, with "algorithm", as its config.json has it.
 
     Raises:
@@ -388,7 +391,7 @@ def read_experiment(run_dir: Path) -> dict[str, Any]:
     return experiment
 
 
-def differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
+def differences(a: Json, b: Json) -> list[str]:
     """The fields in which two experiments differ, as "name: value in a, value in b"."""
     a, b = (json.loads(json.dumps(x)) for x in (a, b))
     return [f"{k}: {a.get(k)}, now {b.get(k)}" for k in sorted(set(a) | set(b)) if a.get(k) != b.get(k)]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -21,7 +21,7 @@ from cleanba.config import Experiment, Partition, Placement, Run, from_json, req
 from cleanba.environments.envpool import env_spec
 from cleanba.environments.specs import EnvSpec
 from cleanba.errors import Exit, Failure, Interrupted, UsageError
-from cleanba.files import read_json, write_json
+from cleanba.files import Json, read_json, write_json
 from cleanba.recipes import Config, Recipe, config_type, fit, parse, read_recipe, stand_by
 from cleanba.rollout import PyTree
 from cleanba.runs.directory import (
@@ -181,11 +181,10 @@ class Office:
         self._writers = Writers(self._job.run_dir, run.track, *names, config, history)
         if earlier is None and run.experiment_from:
             earlier = read_json(Path(run.experiment_from) / "config.json")
-        for warning in differing_machines(earlier, config):
+        for warning in [*differing_machines(earlier, config), *self.evaluations.begin(saved, history)]:
             display.say(f"warning: {warning}")
-        self.evaluations.begin(saved, history)
 
-    def log(self, update: int, global_step: int, seconds: float, values: dict[str, Any]) -> None:
+    def log(self, update: int, global_step: int, seconds: float, values: Json) -> None:
         """One log point, and the evaluations that have ended since the last one."""
         assert self._writers is not None
         self.evaluations.log(self._writers, seconds)
@@ -277,7 +276,7 @@ def announce(job: Job, saved: Saved | None, display: Display) -> None:
         display.say(f"going on after update {saved.update}, step {saved.counters['global_step']:,}")
 
 
-def require_same_flags(flags: dict[str, Any]) -> None:
+def require_same_flags(flags: Json) -> None:
     """All processes must call this: raise `UsageError` unless they were given the same."""
     digest = sha256(json.dumps(flags, sort_keys=True).encode()).digest()
     digests = gather_over_processes(np.frombuffer(digest, np.uint8).astype(np.int32))
@@ -313,7 +312,7 @@ def open_checkpoints(job: Job) -> tuple[Checkpoints, Saved | None]:
     return checkpoints, saved
 
 
-def closing_words(run_dir: Path, result: dict[str, Any]) -> str:
+def closing_words(run_dir: Path, result: Json) -> str:
     """Where the run is and how to look at it."""
     figures = [f"{result['global_step']:,} steps", f"{duration(result['seconds'])} h"]
     if result["sps"]:

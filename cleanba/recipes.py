@@ -22,6 +22,7 @@ from cleanba.config import (
     to_json,
 )
 from cleanba.environments.envpool import kind
+from cleanba.environments.specs import EnvSpec
 
 
 class Play(NamedTuple):
@@ -39,9 +40,9 @@ class Recipe(NamedTuple):
     name: str
     about: str
     experiment: type[Experiment]
-    check: Callable[..., None]
-    """experiment, partition; raises `UsageError` for hyperparameters that do not fit"""
-    make: Callable[..., Algorithm]
+    check: Callable[[Any, Partition], None]
+    """experiment of its own kind, partition; raises `UsageError` for hyperparameters that do not fit"""
+    make: Callable[[Any, EnvSpec, str], Algorithm]
     """experiment, what the environment looks like, kind of device -> the algorithm"""
     plays: Play = Play()
     """how it is evaluated where no flag says otherwise"""
@@ -91,7 +92,7 @@ def config_type(recipe: Recipe) -> type:
     )
 
 
-def parse(recipe: Recipe, argv: Sequence[str], default: Any = None) -> Config:
+def parse(recipe: Recipe, argv: Sequence[str], default: Config | None = None) -> Config:
     """Flags -> configuration.  tyro prints its own message and exits with 2 for flags it cannot read.
 
     `default` holds the configuration of a run to go on with.

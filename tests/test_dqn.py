@@ -164,7 +164,7 @@ def test_exploration_falls_linearly_with_the_policys_version():
 
 def test_the_same_bits_on_any_devices():
     sizes = dict(num_envs=12, num_actors=6, num_shards=6, batch_size=24, buffer_size=600, checkpoint_frequency=4)
-    e = DQN(**CATCH | LEARN | sizes)
+    e = DQN(**CATCH | LEARN | sizes | {"total_timesteps": 960})
     reference = digests(e, recipe=dqn)
     assert len(reference) > 1
     for actors, learners in (([0], [0, 1]), ([0, 1], [2, 3, 4]), ([7], [0, 1, 2, 3, 4, 5])):
@@ -225,11 +225,13 @@ def test_what_does_not_fit_is_refused(changes, words):
 
 def test_the_command_trains_plays_and_goes_on(tmp_path):
     flags = [f"--{f.name.replace('_', '-')}" for f in dataclasses.fields(DQN)]
-    values = CATCH | LEARN
+    values = CATCH | LEARN | {"env_id": "CartPole-v1"}
     words = list(itertools.chain(*[[flag, str(*v) if isinstance(v, tuple) else str(v)] for flag in flags
                                    if (v := values.get(flag[2:].replace("-", "_"))) is not None]))  # fmt: skip
     ended = command("dqn", *words, "--run-dir", tmp_path / "run", "--log-frequency", "1")
     assert ended.code == 0, ended.err
     played = command("eval", tmp_path / "run", "--episodes", "3", "--video")
-    assert played.code == 0 and "dqn on Catch-v0" in played.out, played.err
+    assert played.code == 0 and "dqn on CartPole-v1" in played.out and "but for 0.05 of chance" in played.out, (
+        played.err
+    )
     assert "is finished; nothing to do" in command("resume", tmp_path / "run").out

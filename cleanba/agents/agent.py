@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -12,7 +12,7 @@ from cleanba.config import Experiment, require
 from cleanba.environments.envpool import env_spec
 from cleanba.environments.specs import EnvSpec
 from cleanba.errors import Failure
-from cleanba.files import read_json
+from cleanba.files import Json, read_json
 from cleanba.recipes import Play, read_recipe
 from cleanba.rollout import PyTree
 from cleanba.runtime import checkpoint as ckpt
@@ -24,7 +24,14 @@ class ActOnce(Protocol):
     """Acting as an agent does it: compiled once, for all steps."""
 
     def __call__(
-        self, params: PyTree, carry: PyTree, obs: PyTree, first: Any, key: jax.Array, step: np.int32, explore: bool
+        self,
+        params: PyTree,
+        carry: PyTree,
+        obs: PyTree,
+        first: np.ndarray,
+        key: jax.Array,
+        step: np.int32,
+        explore: bool,
     ) -> tuple[jax.Array, PyTree]:
         """Obs [B, ...], first [B] -> action [B], carry."""
         ...
@@ -48,7 +55,9 @@ class Agent(NamedTuple):
 def new_agent(e: Experiment, spec: EnvSpec, algorithm: Algorithm, plays: Play = Play()) -> Agent:  # noqa: B008
     """An agent that has no parameters yet."""
 
-    def act(params: PyTree, carry: PyTree, obs: PyTree, first: Any, key: jax.Array, t: Any, explore: bool) -> Any:
+    def act(
+        params: PyTree, carry: PyTree, obs: PyTree, first: jax.Array, key: jax.Array, t: jax.Array, explore: bool
+    ) -> tuple[jax.Array, PyTree]:
         return algorithm.act(params, carry, obs, first, jax.random.fold_in(key, t), explore)[:2]
 
     return Agent(e, spec, algorithm, jax.jit(act, static_argnums=6), plays=plays)
@@ -113,7 +122,7 @@ def read_params(
     return ckpt.read_model(model, like_params), None, None
 
 
-def read_best(run_dir: Path) -> dict[str, Any]:
+def read_best(run_dir: Path) -> Json:
     """What best/best.json says: update, global_step and episodic_return of the best evaluation while training.
 
     Raises:

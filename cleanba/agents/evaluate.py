@@ -4,7 +4,6 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -17,7 +16,7 @@ from cleanba.config import Placement, require
 from cleanba.environments.atari_scores import human_normalised, reference
 from cleanba.environments.envpool import Envs, threads_per_actor
 from cleanba.errors import Exit, Failure
-from cleanba.files import write_json
+from cleanba.files import Json, write_json
 from cleanba.recipes import Play, read_recipe
 from cleanba.rollout import Episode, EpisodeTracker
 from cleanba.runtime.digests import params_digest
@@ -117,7 +116,7 @@ def record(
         film.close()
 
 
-def summary(env_id: str, is_atari: bool, episodes: Sequence[Episode]) -> dict[str, Any]:
+def summary(env_id: str, is_atari: bool, episodes: Sequence[Episode]) -> Json:
     """The numbers of an evaluation, by the names that eval.json has."""
     returns = np.array([episode.ret for episode in episodes])
     lengths = np.array([episode.length for episode in episodes])
@@ -181,7 +180,7 @@ def eval_command(argv: Sequence[str]) -> Exit:
     return Exit()
 
 
-def in_words(run_dir: Path, r: dict[str, Any]) -> str:
+def in_words(run_dir: Path, r: Json) -> str:
     """An evaluation in a few lines."""
     of = "saved model" if r["update"] is None else f"checkpoint of update {r['update']} ({r['global_step']:,} steps)"
     drawn = "likeliest actions" if r["greedy"] else "actions drawn from the policy"

@@ -60,9 +60,9 @@ class Film:
         fps: float,
         params: PyTree,
         obs: PyTree,
-        first: Any,
+        first: np.ndarray,
         carry: PyTree,
-        action: Any,
+        action: np.ndarray,
         score: float,
     ) -> None:
         """One step: the picture [H, W, 3]; the first of obs, first, carry, action [B, ...] is the one shown."""

@@ -3,11 +3,11 @@
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from cleanba.config import differences, read_experiment
 from cleanba.errors import Exit, UsageError
-from cleanba.files import read_json
+from cleanba.files import Json, read_json
 from cleanba.runs import log
 from cleanba.runs.directory import differing_machines
 
@@ -23,7 +23,7 @@ DIGESTS = {"params_digest": "parameters", "learner_digest": "state and memory"}
 NOT_TRAINED = ("stats/", "charts/SPS", "seconds")
 
 
-def read_rows(run_dir: Path) -> dict[int, dict[str, Any]]:
+def read_rows(run_dir: Path) -> dict[int, Json]:
     """metrics.jsonl by update, without what depends on the placement.
 
     Raises:
@@ -39,7 +39,7 @@ def read_rows(run_dir: Path) -> dict[int, dict[str, Any]]:
     return rows
 
 
-def compare_metrics(a: dict[int, dict[str, Any]], b: dict[int, dict[str, Any]]) -> list[str]:
+def compare_metrics(a: dict[int, Json], b: dict[int, Json]) -> list[str]:
     """One line per metric that differs at an update that both runs logged: where first, and by how much at most."""
     first: dict[str, int] = {}
     largest: dict[str, float] = {}
@@ -62,7 +62,7 @@ class Compared(NamedTuple):
     words: str
 
 
-def compare_digests(name: str, a: dict[int, dict[str, Any]], b: dict[int, dict[str, Any]]) -> Compared:
+def compare_digests(name: str, a: dict[int, Json], b: dict[int, Json]) -> Compared:
     """The digests of that name, at the updates at which both runs took one."""
     both = [update for update in sorted(set(a) & set(b)) if name in a[update] and name in b[update]]
     if not both:

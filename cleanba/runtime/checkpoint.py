@@ -15,13 +15,13 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from cleanba.errors import Failure
-from cleanba.files import write_whole
+from cleanba.files import Json, write_whole
 from cleanba.rollout import PyTree
 from cleanba.runtime import memory
 from cleanba.runtime.digests import tree_digest
@@ -35,7 +35,7 @@ def _hush_tensorstore() -> None:
     """After a read that failed, TensorStore goes on reporting to an event loop that Orbax has closed by then."""
     before = sys.unraisablehook
 
-    def hook(unraisable: Any) -> None:
+    def hook(unraisable: sys.UnraisableHookArgs) -> None:
         if str(unraisable.exc_value) != "Event loop is closed":
             before(unraisable)
 
@@ -51,7 +51,7 @@ class Saved(NamedTuple):
     """the learner's state after that update, on the host"""
     older_params: PyTree
     """what acting needs, from before that update"""
-    counters: dict[str, Any]
+    counters: Json
     """steps, episodes and seconds so far"""
     memory: dict[int, SavedShard] = {}  # noqa: RUF012  never changed
     """the memory of this process's shards, by number; empty where nothing is kept"""
@@ -165,7 +165,7 @@ class Checkpoints:
         if writing is not None:
             writing.result()
 
-    def _guarded(self, do: Callable[[], Any]) -> None:
+    def _guarded(self, do: Callable[[], object]) -> None:
         try:
             do()
         except Exception as error:

@@ -1,6 +1,6 @@
 """The update over the learner mesh (jit + shard_map), and the way rollouts and parameters travel to and from it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,7 +25,7 @@ def split_rollout(rollout: Rollout, blocks: int) -> list[Rollout]:
     """
 
     def cut(i: int) -> Rollout:
-        def along(axis: int) -> Any:
+        def along(axis: int) -> Callable[[jax.Array], jax.Array]:
             def part(x: jax.Array) -> jax.Array:
                 n = x.shape[axis] // blocks
                 return jax.lax.slice_in_dim(x, i * n, (i + 1) * n, axis=axis)[None]
@@ -41,7 +41,7 @@ def split_rollout(rollout: Rollout, blocks: int) -> list[Rollout]:
 def join_blocks(blocks: Sequence[Rollout], per_shard: int) -> Rollout:
     """The inverse on a learner device: consecutive blocks -> its shards, leaves [K', T, B, ...]."""
 
-    def join(axis: int) -> Any:
+    def join(axis: int) -> Callable[..., jax.Array]:
         def parts(*xs: jax.Array) -> jax.Array:
             shards = [jnp.concatenate(xs[i : i + per_shard], axis) for i in range(0, len(xs), per_shard)]
             return jnp.concatenate(shards, 0)
@@ -64,7 +64,7 @@ def memory_shapes(algorithm: Algorithm, block: Rollout, partition: Partition) ->
     return jax.eval_shape(lambda: algorithm.init_memory(shape))
 
 
-def abstract_block(algorithm: Algorithm, spec: EnvSpec, num_steps: int, envs: int) -> Any:
+def abstract_block(algorithm: Algorithm, spec: EnvSpec, num_steps: int, envs: int) -> Rollout:
     """The shapes of one block of a rollout, [1, T(+1), B, ...], without collecting one."""
     step: Any = Rollout  # filled with shapes in place of arrays
     shape = lambda o, lead: jax.ShapeDtypeStruct((*lead, *o.shape), jax.dtypes.canonicalize_dtype(o.dtype))
@@ -102,7 +102,7 @@ class Learner:
         self._seed = seed
         self._replicated = NamedSharding(devices.mesh, PartitionSpec())
         self._sharded = NamedSharding(devices.mesh, PartitionSpec(MESH_AXIS))
-        self._compiled: Any = None
+        self._compiled: jax.stages.Compiled | None = None
         self.blocks_per_device = partition.shards_per_learner * partition.blocks_per_shard
         # Uncut, a rollout only gains an axis: donated, its memory stays where it is.
         donated = 0 if partition.blocks_per_actor == 1 else ()
@@ -141,7 +141,7 @@ class Learner:
     def replicate(self, tree: PyTree) -> PyTree:
         """Arrays of this process -> the same arrays on all learner devices (of all processes)."""
 
-        def put(x: Any) -> jax.Array:
+        def put(x: np.ndarray | jax.Array) -> jax.Array:
             copies = [jax.device_put(x, d, may_alias=False) for d in self._devices.learners]
             return jax.make_array_from_single_device_arrays(np.shape(x), self._replicated, copies)
 
@@ -182,7 +182,7 @@ class Learner:
         )
         self._compiled = self._jitted().lower(*args).compile()
 
-    def _jitted(self) -> Any:
+    def _jitted(self) -> jax.stages.Wrapped:
         p, algorithm, seed = self._partition, self._algorithm, self._seed
 
         def update(
@@ -213,6 +213,7 @@ class Learner:
         self, state: PyTree, memory: PyTree, blocks: Sequence[Rollout], number: int
     ) -> tuple[PyTree, PyTree, Metrics]:
         """Update `number` with this process's blocks in order: state, memory and metrics, as promises of them."""
+        assert self._compiled is not None, "compile first"
         return self._compiled(state, memory, self._global_blocks(blocks), self.replicate(np.int32(number)))
 
     def local(self, tree: PyTree) -> PyTree:

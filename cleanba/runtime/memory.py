@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -142,7 +142,7 @@ def require_room(like: PyTree, shards_per_device: int, devices: Sequence[jax.Dev
 
 
 @partial(jax.jit, static_argnums=3)
-def _rows(x: jax.Array, shard: Any, start: Any, count: int) -> jax.Array:
+def _rows(x: jax.Array, shard: np.int32, start: np.int32, count: int) -> jax.Array:
     """`count` rows of one of a device's shards, [K', C, ...] -> [count, ...], without a copy of the others."""
     zeros = (0,) * (x.ndim - 2)
     return lax.dynamic_slice(x, (shard, start, *zeros), (1, count, *x.shape[2:]))[0]
@@ -192,7 +192,7 @@ class Holdings:
         sizes = [(stop - start) * leaf.row_bytes for start, stop in leaf.chunks()]
         return [Chunk(_zeros(size), None, 0, size) for size in sizes]
 
-    def _marks(self, number: Callable[[int], Any]) -> list[tuple[int, int]]:
+    def _marks(self, number: Callable[[int], jax.Array | np.ndarray]) -> list[tuple[int, int]]:
         """How far each ring of a shard was written, from the value of its i-th array."""
         tail, written = (replay.Ring._fields.index(name) - 1 for name in ("tail", "written"))  # they follow the rows
         return [(int(number(rows.stop + written)), int(number(rows.stop + tail))) for rows, _ in self._rings]
@@ -284,7 +284,9 @@ def read(folder: Path, update: int, shards: range, like: PyTree, digests: list[s
     return {shard: one(shard) for shard in shards}
 
 
-def _read_shard(home: Path, update: int, leaves: list[Leaf], structure: Any, digest: str) -> SavedShard:
+def _read_shard(
+    home: Path, update: int, leaves: list[Leaf], structure: jax.tree_util.PyTreeDef, digest: str
+) -> SavedShard:
     path = home / f"{update}.json"
     where = f"{FOLDER}/{home.name}/{path.name}"
     try:

@@ -18,7 +18,8 @@ from cleanba.config import Experiment, Partition
 from cleanba.environments.envpool import Envs, threads_per_actor
 from cleanba.environments.specs import EnvSpec
 from cleanba.errors import Failure, Interrupted
-from cleanba.rollout import PyTree
+from cleanba.files import Json
+from cleanba.rollout import PyTree, Rollout
 from cleanba.runtime.actor import Params, Parcel, Schedule, run_actor
 from cleanba.runtime.channels import Channel, Closed, Stop
 from cleanba.runtime.checkpoint import Checkpoints, Saved
@@ -70,7 +71,7 @@ class Training:
         return self.partition.process_actors(self.devices.process)
 
     @property
-    def block_shapes(self) -> Any:
+    def block_shapes(self) -> Rollout:
         """One block of a rollout, as shapes."""
         envs = self.partition.num_envs // self.partition.num_blocks
         return abstract_block(self.algorithm, self.spec, self.experiment.num_steps, envs)
@@ -188,7 +189,7 @@ def learn(
 class Outcome(NamedTuple):
     """How a run ended."""
 
-    result: dict[str, Any]  # what result.json says
+    result: Json  # what result.json says
     state: PyTree  # the learner's last state, or None if it was lost
     error: BaseException | None
     stuck: bool  # a thread is still inside a long computation; leave by os._exit
@@ -282,7 +283,7 @@ def run_training(
     else:
         word = "interrupted" if isinstance(error, Interrupted) else "failed"
     statistics = progress.statistics
-    result: dict[str, Any] = {
+    result: Json = {
         "status": word,
         "update": progress.update,
         "global_step": progress.global_step,
