@@ -191,7 +191,6 @@ MOST = dict(num_envs=10**6, num_actors=10**4, num_shards=10**4, num_steps=10**6)
 
 
 def _check_numbers(e: Experiment) -> None:
-    value: int | float | None
     for name in (
         "total_timesteps",
         "num_envs",
@@ -201,8 +200,8 @@ def _check_numbers(e: Experiment) -> None:
         "num_shards",
         "lstm_size",
     ):
-        value = getattr(e, name, None)
-        require(value is None or value >= 1, f"{name}={value} must be at least 1; set {_flag(name)} to 1 or more")
+        count = getattr(e, name, None)
+        require(count is None or count >= 1, f"{name}={count} must be at least 1; set {_flag(name)} to 1 or more")
     for f in dataclasses.fields(e):  # numbers that arrays and loops can have
         value, most = getattr(e, f.name), MOST.get(f.name, 2**31 - 1)
         if f.name not in ("seed", "total_timesteps"):
