@@ -211,6 +211,7 @@ def test_defaults_are_those_of_the_kind_of_environment():
         ({"train_frequency": 7}, "try --train-frequency 6 or 9"),
         ({"batch_size": 15, "num_shards": 2, "num_envs": 4}, "try --batch-size 14 or 16"),
         ({"tau": 0.0}, "--tau above 0"),
+        ({"buffer_size": 39}, "try --buffer-size 42 or more"),
         ({"end_e": 1.5}, "--end-e"),
         ({"learning_starts": 10**6}, "--learning-starts"),
         ({"n_step": 0}, "--n-step"),

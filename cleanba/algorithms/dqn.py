@@ -114,6 +114,12 @@ def check(e: DQN, partition: Partition) -> None:
             value % shards == 0,
             f"{name}={value} cannot be split over {shards} shards; try --{name.replace('_', '-')} {fits}",
         )
+    rows, needed = e.buffer_size // e.num_envs, max(e.num_steps, e.n_step) + 2
+    require(
+        rows >= needed,
+        f"buffer_size={e.buffer_size} holds {rows} steps of an environment, but rollouts of {e.num_steps} and targets "
+        f"of {e.n_step} need {needed}; try --buffer-size {needed * e.num_envs} or more",
+    )
     fits = nearest(e.train_frequency, lambda n: steps % n == 0, steps)
     require(
         steps % e.train_frequency == 0,
