@@ -93,7 +93,8 @@ class Shard(NamedTuple):
 class SavedShard(NamedTuple):
     """The memory of one shard as a checkpoint has it."""
 
-    tree: PyTree
+    arrays: list[np.ndarray]
+    """in order; whoever puts them on a device takes them out, as there may be no room for both"""
     chunks: list[list[Chunk]]
 
 
@@ -183,7 +184,7 @@ class Holdings:
         for shard in self.shards:
             if saved:
                 self._known[shard] = saved[shard].chunks
-                self._written[shard] = self._marks(jax.tree.leaves(saved[shard].tree).__getitem__)
+                self._written[shard] = self._marks(saved[shard].arrays.__getitem__)
             else:  # rings begin empty: nothing of them needs a look to be known
                 self._known[shard] = [self._blank(leaf) for leaf in self._leaves]
                 self._written[shard] = [(0, 0) for _ in self._rings]
@@ -279,14 +280,12 @@ def read(folder: Path, update: int, shards: range, like: PyTree, digests: list[s
     Raises:
         ValueError: a file is missing or damaged.
     """
-    leaves, structure = leaves_of(like), jax.tree.structure(like)
-    one = lambda shard: _read_shard(shard_folder(folder, shard), update, leaves, structure, digests[shard])
+    leaves = leaves_of(like)
+    one = lambda shard: _read_shard(shard_folder(folder, shard), update, leaves, digests[shard])
     return {shard: one(shard) for shard in shards}
 
 
-def _read_shard(
-    home: Path, update: int, leaves: list[Leaf], structure: jax.tree_util.PyTreeDef, digest: str
-) -> SavedShard:
+def _read_shard(home: Path, update: int, leaves: list[Leaf], digest: str) -> SavedShard:
     path = home / f"{update}.json"
     where = f"{FOLDER}/{home.name}/{path.name}"
     try:
@@ -310,7 +309,7 @@ def _read_shard(
                 else:
                     array[...] = data[0]
         arrays.append(array)
-    return SavedShard(jax.tree.unflatten(structure, arrays), chunks)
+    return SavedShard(arrays, chunks)
 
 
 def _read_chunk(home: Path, chunk: Chunk) -> bytes:
