@@ -10,15 +10,14 @@ import signal
 import sys
 from typing import Any
 
-from cleanba import cli
-from cleanba.runs import directory
+from cleanba import cli, launch
 from cleanba.runtime.checkpoint import Checkpoints
 from cleanba.runtime.collect import ScannedCollector, SteppedCollector
 from cleanba.runtime.learner import Learner
 
 # Where it dies, and whether once that is done or just before.
 MOMENTS: dict[str, tuple[tuple[Any, ...], str, bool]] = {
-    "start": ((directory,), "open_run", True),
+    "start": ((launch,), "open_run", True),
     "restore": ((Checkpoints,), "restore", True),
     "compile": ((Learner,), "compile", False),
     "collect": ((SteppedCollector, ScannedCollector), "__call__", True),
