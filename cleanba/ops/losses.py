@@ -23,7 +23,7 @@ def by_index(x: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def by_comparison(x: jax.Array, index: jax.Array) -> jax.Array:
-    """The same numbers.  The gradient of an index is a scatter, which a deterministic GPU sorts for; this one's is none.
+    """The same numbers, without the scatter that is the gradient of an index: a deterministic GPU sorts for it.
 
     The sum is of one number and zeros.  Where the others are -inf, `where` keeps them out, and out of the gradient.
     CPUs keep the index: compiled with what is around it, this would round the last bit otherwise.
