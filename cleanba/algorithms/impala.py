@@ -14,7 +14,7 @@ from jax import lax
 from cleanba.algorithm import Algorithm, Metrics, no_memory
 from cleanba.algorithms.batches import count_valid, sequences
 from cleanba.algorithms.optimiser import State, learning_rate, sgd_step
-from cleanba.config import Experiment, Partition, require
+from cleanba.config import Partition, PolicyGradient, require
 from cleanba.environments.specs import EnvSpec
 from cleanba.networks import make_actor_critic
 from cleanba.ops.losses import log_prob_and_entropy, squared_error
@@ -24,7 +24,7 @@ from cleanba.shards import ShardAxis
 
 
 @dataclass(frozen=True)
-class IMPALA(Experiment):
+class IMPALA(PolicyGradient):
     """What is trained: together these decide every bit of the trained parameters."""
 
     num_steps: int = 20

@@ -16,7 +16,7 @@ from jax import lax
 from cleanba.algorithm import Algorithm, Metrics, no_memory
 from cleanba.algorithms.batches import count_valid, explained_variance, sequences, steps_at_once
 from cleanba.algorithms.optimiser import State, learning_rate, sgd_step
-from cleanba.config import Experiment, Partition, require
+from cleanba.config import Partition, PolicyGradient, require
 from cleanba.environments.specs import EnvSpec
 from cleanba.networks import make_actor_critic
 from cleanba.ops.losses import kl_estimate, log_prob_and_entropy, ppo_policy_loss, squared_error
@@ -26,7 +26,7 @@ from cleanba.shards import ShardAxis
 
 
 @dataclass(frozen=True)
-class PPO(Experiment):
+class PPO(PolicyGradient):
     """What is trained: together these decide every bit of the trained parameters."""
 
     gae_lambda: float = 0.95
