@@ -394,3 +394,15 @@ def differences(a: Json, b: Json) -> list[str]:
     """The fields in which two experiments differ, as "name: value in a, value in b"."""
     a, b = (json.loads(json.dumps(x)) for x in (a, b))
     return [f"{k}: {a.get(k)}, now {b.get(k)}" for k in sorted(set(a) | set(b)) if a.get(k) != b.get(k)]
+
+
+def require_same(run_dir: Path, changed: list[str], flag: str = "--run-dir") -> None:
+    """Raise `UsageError` if there are `differences` to the experiment that lives in a run's directory.
+
+    `flag` is what chooses another directory.
+    """
+    require(
+        not changed,
+        f"{run_dir} holds another experiment ({'; '.join(changed)}); choose another {flag}, or repeat the flags of "
+        "that run",
+    )
