@@ -26,7 +26,7 @@ from cleanba.runtime.learner import Learner
 from cleanba.runtime.metrics import Display, Status
 from cleanba.runtime.placement import find_devices
 from cleanba.runtime.train import abstract_block, make_training, run_training
-from cleanba.seeds import action_key, env_seed
+from cleanba.seeds import action_numbers, env_seed
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def main(args: Args) -> None:
     for a in actors:
         collector = SteppedCollector(algorithm, steppers, e.num_steps, device_of(a), Stop())
         collector.restart(make_envs(a))
-        blocks += learner.send(collector(params[device_of(a)], action_key(e.seed, a, 1), Times()).rollout, a)
+        blocks += learner.send(collector(params[device_of(a)], action_numbers(e.seed, a, 1), Times()).rollout, a)
         collector.close()
     holder = {"state": state}
 

@@ -120,6 +120,7 @@ def make_actor_critic(spec: Any, experiment: Any, platform: str) -> ActorCritic:
         hiddens=experiment.hiddens,
         core=experiment.core,
         lstm_size=experiment.lstm_size,
-        dtype=jnp.dtype(experiment.dtype),
+        # How products of float32 are taken is for `placement.set_precision` to say.
+        dtype=jnp.bfloat16 if experiment.dtype == "bfloat16" else jnp.float32,
         conv="patches" if platform == "cpu" else "xla",
     )
