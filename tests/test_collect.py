@@ -114,6 +114,19 @@ def test_nothing_is_compiled_twice(name, compilations, device):
     assert {what: compiled.count(f"jit({what})") for what in compilations} == compilations
 
 
+@pytest.mark.parametrize("name", COLLECTORS)
+def test_collecting_asks_nothing_of_another_device(name):
+    """One that learns would be asked in vain until its update is done."""
+    case, device = CASES["cartpole-lstm"], jax.local_devices()[3]
+    params = jax.device_put(prepare(case)[2], device)
+    collector = make(name, case, device=3)
+    with jax.transfer_guard_device_to_device("disallow_explicit"):
+        collector.restart(environments(case, 0))
+        for rollout in (1, 2):
+            collector(params, action_numbers(1, 0, rollout), Times())
+    collector.close()
+
+
 @pytest.fixture(params=CASES)
 def case(request) -> Case:
     return CASES[request.param]

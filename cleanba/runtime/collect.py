@@ -214,6 +214,47 @@ class ScanState(NamedTuple):
 SCAN_STEPS = 32  # at most so many steps per call into XLA: between calls the collector can be stopped
 
 
+class Scan(NamedTuple):
+    """The functions of the scanned collector, for one pool of environments."""
+
+    length: int  # steps per call
+    step: Callable[..., Any]  # one of them
+    steps: Any  # all of them, compiled
+
+
+def make_scan(algorithm: Algorithm, num_steps: int, env_step: Callable[..., Any]) -> Scan:
+    """Acting, `env_step(handle, action) -> handle, Step` and recording as one compiled call for a part of a rollout."""
+    length = max(d for d in range(1, min(SCAN_STEPS, num_steps) + 1) if num_steps % d == 0)
+
+    def step(params: PyTree, key: jax.Array, state: ScanState, t: Any) -> tuple[ScanState, Any]:
+        action, carry, extras = algorithm.act(
+            params, state.carry, state.obs, state.first, jax.random.fold_in(key, t), True
+        )
+        handle, out = env_step(state.handle, action)
+        executed = ~state.done
+        terminated, truncated = out.terminated & executed, out.truncated & executed
+        outcome = Outcomes(
+            jnp.where(executed, out.reward, 0.0), out.raw_reward, terminated, truncated, executed, out.over
+        )
+        recorded = Recording(state.obs, state.first, action, extras)
+        return ScanState(handle, out.obs, terminated | truncated, state.done, carry), (recorded, outcome)
+
+    def scan(params: PyTree, numbers: jax.Array, buffers: Any, state: ScanState, t: jax.Array) -> Any:
+        key = action_key(*numbers)
+
+        def body(carried: Any, t: jax.Array) -> Any:
+            state, buffers = carried
+            state, recorded = step(params, key, state, t)
+            return (state, write(buffers, t, recorded)), None
+
+        (state, (recording, outcome)), _ = lax.scan(body, (state, buffers), t + jnp.arange(length))
+        # The observation after these steps; the next call overwrites it with the same, the last call leaves it.
+        obs, first = write((recording.obs, recording.first), t + length, (state.obs, state.first))
+        return state, (recording._replace(obs=obs, first=first), outcome)
+
+    return Scan(length, step, jax.jit(scan, donate_argnums=2))
+
+
 @dataclass
 class ScannedCollector:
     """Policy, recurrent core and emulators as one `lax.scan` under `jit`, through EnvPool's XLA interface.
@@ -249,45 +290,16 @@ class ScannedCollector:
             self._envs.close()
 
     def _make_scan(self, env_step: Callable[..., Any]) -> Any:
-        algorithm, num_steps = self.algorithm, self.num_steps
-        length = max(d for d in range(1, min(SCAN_STEPS, num_steps) + 1) if num_steps % d == 0)
-
-        def step(params: PyTree, key: jax.Array, state: ScanState, t: Any) -> tuple[ScanState, Any]:
-            action, carry, extras = algorithm.act(
-                params, state.carry, state.obs, state.first, jax.random.fold_in(key, t), True
-            )
-            handle, out = env_step(state.handle, action)
-            executed = ~state.done
-            terminated, truncated = out.terminated & executed, out.truncated & executed
-            outcome = Outcomes(
-                jnp.where(executed, out.reward, 0.0), out.raw_reward, terminated, truncated, executed, out.over
-            )
-            recorded = Recording(state.obs, state.first, action, extras)
-            return ScanState(handle, out.obs, terminated | truncated, state.done, carry), (recorded, outcome)
-
-        def scan(params: PyTree, numbers: jax.Array, buffers: Any, state: ScanState, t: jax.Array) -> Any:
-            key = action_key(*numbers)
-
-            def body(carried: Any, t: jax.Array) -> Any:
-                state, buffers = carried
-                state, recorded = step(params, key, state, t)
-                return (state, write(buffers, t, recorded)), None
-
-            (state, (recording, outcome)), _ = lax.scan(body, (state, buffers), t + jnp.arange(length))
-            # The observation after these steps; the next call overwrites it with the same, the last call leaves it.
-            obs, first = write((recording.obs, recording.first), t + length, (state.obs, state.first))
-            return state, (recording._replace(obs=obs, first=first), outcome)
-
-        compiled_scan = jax.jit(scan, donate_argnums=2)
+        scan = make_scan(self.algorithm, self.num_steps, env_step)
 
         def run(params: PyTree, numbers: np.ndarray, state: ScanState) -> Any:
             if self._new_buffers is None:
-                _, (r, outcome) = jax.eval_shape(lambda: step(params, action_key(*numbers), state, 0))
+                _, (r, outcome) = jax.eval_shape(lambda: scan.step(params, action_key(*numbers), state, 0))
                 self._new_buffers = self._make_new_buffers(r, outcome)
             buffers = self._new_buffers()
-            for t in range(0, num_steps, length):
+            for t in range(0, self.num_steps, scan.length):
                 self.stop.check()
-                state, buffers = compiled_scan(params, numbers, buffers, state, np.int32(t))
+                state, buffers = scan.steps(params, numbers, buffers, state, np.int32(t))
                 jax.block_until_ready(state)
             return state, buffers
 
