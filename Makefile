@@ -23,10 +23,11 @@ train: .venv/.run-ready ## train PPO on Breakout for 100,000 steps; ARGS adds fl
 test: .venv/.dev-ready ## run the tests; ARGS goes to pytest (ARGS="-m 'not slow'")
 	@.venv/bin/python -m pytest $(ARGS)
 
-lint: .venv/.dev-ready ## check style, format and types
+lint: .venv/.dev-ready ## check style, format, types, and that imports run downwards
 	@.venv/bin/python -m ruff check .
 	@.venv/bin/python -m ruff format --check .
 	@.venv/bin/python -m mypy
+	@.venv/bin/lint-imports --no-logo --no-cache
 
 lock: .venv-lock/.ready ## refresh poetry.lock and requirements/ from pyproject.toml; ARGS=--regenerate upgrades all
 	@echo "Resolving the dependencies into poetry.lock"

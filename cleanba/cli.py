@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from cleanba import __version__
 from cleanba.errors import Exit, Failure, UsageError, closest_names
+from cleanba.launch import train_command
 from cleanba.recipes import RECIPES
 
 
@@ -76,8 +77,6 @@ def dispatch(argv: Sequence[str]) -> Exit:
         return Exit(0 if argv else 2)
     name, *flags = argv
     if name in RECIPES:
-        from cleanba.launch import train_command  # JAX takes a second to import: not for a word that is misspelt
-
         return train_command(RECIPES[name], flags)
     if name in COMMANDS:
         module, function = COMMANDS[name].where.split(":")

@@ -8,12 +8,12 @@ import json
 import math
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import tyro
 
 from cleanba.errors import UsageError, nearest
-from cleanba.files import read_json
+from cleanba.files import Json, read_json
 
 
 @dataclass(frozen=True)
@@ -60,14 +60,6 @@ class Experiment:
     """decrease the learning rate linearly to 0 over the run"""
     gamma: float = 0.99
     """discount per step"""
-    ent_coef: float = 0.01
-    """weight of the entropy bonus"""
-    vf_coef: float = 0.5
-    """weight of the value loss"""
-    max_grad_norm: float = 0.5
-    """global norm to which gradients are clipped"""
-    num_minibatches: int = 4
-    """minibatches that each epoch cuts the batch into"""
 
     network: Literal["auto", "nature", "impala", "mlp"] = "auto"
     """torso: Nature CNN, IMPALA ResNet, MLP; auto takes IMPALA for images and MLP otherwise"""
@@ -94,6 +86,20 @@ class Experiment:
     def num_updates(self) -> int:
         """Updates in the run."""
         return self.total_timesteps // self.transitions_per_update
+
+
+@dataclass(frozen=True)
+class PolicyGradient(Experiment):
+    """What an actor-critic that learns from each rollout once has besides."""
+
+    ent_coef: float = 0.01
+    """weight of the entropy bonus"""
+    vf_coef: float = 0.5
+    """weight of the value loss"""
+    max_grad_norm: float = 0.5
+    """global norm to which gradients are clipped"""
+    num_minibatches: int = 4
+    """minibatches that each epoch cuts the batch into"""
 
     def check_minibatches(self, size: int, what: str) -> None:
         """Raise `UsageError` unless the minibatches cut the `size` parts of a shard evenly."""
@@ -195,21 +201,21 @@ def _check_numbers(e: Experiment) -> None:
         "num_shards",
         "lstm_size",
     ):
-        value = getattr(e, name)
-        require(value is None or value >= 1, f"{name}={value} must be at least 1; set {_flag(name)} to 1 or more")
+        count = getattr(e, name, None)
+        require(count is None or count >= 1, f"{name}={count} must be at least 1; set {_flag(name)} to 1 or more")
     for f in dataclasses.fields(e):  # numbers that arrays and loops can have
         value, most = getattr(e, f.name), MOST.get(f.name, 2**31 - 1)
         if f.name not in ("seed", "total_timesteps"):
             for n in value if isinstance(value, tuple) else (value,):
                 require(not isinstance(n, int) or n <= most, f"{f.name}={n} is too large; it can be {most} at most")
     for name in ("learning_rate", "max_grad_norm"):
-        value = getattr(e, name)
+        value = getattr(e, name, 1.0)
         require(0 < value < float("inf"), f"{name}={value} must be positive; set {_flag(name)} above 0")
     for name in ("gamma", "repeat_action_probability"):
         value = getattr(e, name)
         require(0 <= value <= 1, f"{name}={value} must lie in [0, 1]; set {_flag(name)} accordingly")
     for name in ("ent_coef", "vf_coef"):
-        value = getattr(e, name)
+        value = getattr(e, name, 0.0)
         require(0 <= value < float("inf"), f"{name}={value} must not be negative; set {_flag(name)} to 0 or more")
     require(0 <= e.seed < 2**31, f"seed={e.seed} must lie in [0, 2^31); try --seed {abs(e.seed) % 2**31}")
     require(
@@ -347,13 +353,16 @@ class Partition:
         return range(process * n, (process + 1) * n)
 
 
-def to_json(config: Any) -> dict[str, Any]:
+T = TypeVar("T", bound=Experiment | Placement | Run)
+
+
+def to_json(config: Experiment | Placement | Run) -> Json:
     """A frozen dataclass as JSON values."""
     known_to_json = lambda v: not isinstance(v, Path) and not (isinstance(v, float) and not math.isfinite(v))
     return {k: v if known_to_json(v) else str(v) for k, v in dataclasses.asdict(config).items()}
 
 
-def from_json(cls: type[Any], values: dict[str, Any]) -> Any:
+def from_json(cls: type[T], values: Json) -> T:
     """The dataclass that `to_json` wrote; fields of another version are named.
 
     Raises:
@@ -365,12 +374,12 @@ def from_json(cls: type[Any], values: dict[str, Any]) -> Any:
         f"the experiment was written by another version of Cleanba: "
         f"its fields differ in {', '.join(sorted(set(values) ^ set(fields)))}; repeat the flags instead",
     )
-    arguments: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+    arguments: Json = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
     arguments |= {k: float(v) for k, v in values.items() if fields[k].type is float and isinstance(v, str)}  # "inf"
     return cls(**arguments)
 
 
-def read_experiment(run_dir: Path) -> dict[str, Any]:
+def read_experiment(run_dir: Path) -> Json:
     """The experiment of an earlier run, with "algorithm", as its config.json has it.
 
     Raises:
@@ -382,7 +391,7 @@ def read_experiment(run_dir: Path) -> dict[str, Any]:
     return experiment
 
 
-def differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
+def differences(a: Json, b: Json) -> list[str]:
     """The fields in which two experiments differ, as "name: value in a, value in b"."""
     a, b = (json.loads(json.dumps(x)) for x in (a, b))
     return [f"{k}: {a.get(k)}, now {b.get(k)}" for k in sorted(set(a) | set(b)) if a.get(k) != b.get(k)]

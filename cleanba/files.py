@@ -9,6 +9,9 @@ from typing import Any
 
 from cleanba.errors import UsageError
 
+Json = dict[str, Any]
+"""A JSON object: names, and whatever a file holds under them."""
+
 
 def write_whole(path: Path, content: str | bytes) -> None:
     """Write a file so that it is there whole or not at all: under another name first, then renamed."""
@@ -22,7 +25,7 @@ def write_json(path: Path, values: Mapping[str, Any]) -> None:
     write_whole(path, json.dumps(finite(values), indent=2) + "\n")
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> Json:
     """A JSON file of a run.
 
     Raises:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -21,7 +21,7 @@ from cleanba.config import Experiment, Partition, Placement, Run, from_json, req
 from cleanba.environments.envpool import env_spec
 from cleanba.environments.specs import EnvSpec
 from cleanba.errors import Exit, Failure, Interrupted, UsageError
-from cleanba.files import read_json, write_json
+from cleanba.files import Json, read_json, write_json
 from cleanba.recipes import Config, Recipe, config_type, fit, parse, read_recipe, stand_by
 from cleanba.rollout import PyTree
 from cleanba.runs.directory import (
@@ -34,6 +34,7 @@ from cleanba.runs.directory import (
 from cleanba.runs.log import rewind
 from cleanba.runtime.checkpoint import Checkpoints, Saved, save_model, updates_kept
 from cleanba.runtime.learner import abstract_block, memory_shapes
+from cleanba.runtime.memory import require_room
 from cleanba.runtime.metrics import Display, Status, Writers, duration
 from cleanba.runtime.peers import Peers
 from cleanba.runtime.placement import (
@@ -151,11 +152,14 @@ def prepare(recipe: Recipe, config: Config) -> Job:
     require_same_flags({"algorithm": recipe.name, **to_json(e), "log_frequency": config.run.log_frequency})
     spec = env_spec(e)
     algorithm = recipe.make(e, spec, devices.platform)
+    job = Job(recipe, config, e, partition, devices, spec, algorithm, run_dir)
+    buffer_size = getattr(e, "buffer_size", None)
+    require_room(job.memory_shapes, partition.shards_per_learner, devices.learners, buffer_size)
     require(
         run_dir != Path() or (run_dir / "config.json").exists() or not any(run_dir.iterdir()),
         f"run_dir={str(config.run.run_dir)!r} is the current directory, which holds other files; name one for the run",
     )
-    return Job(recipe, config, e, partition, devices, spec, algorithm, run_dir)
+    return job
 
 
 class Office:
@@ -169,7 +173,7 @@ class Office:
             UsageError: flags that cannot be obeyed, another experiment or process in the directory.
         """
         self._job, self._run = job, job.config.run
-        agent = new_agent(job.experiment, job.spec, job.algorithm)
+        agent = new_agent(job.experiment, job.spec, job.algorithm, job.recipe.plays)
         self.evaluations = Evaluations(job.run_dir, self._run, agent, job.devices)
         if self._run.upload_model:
             require_login()
@@ -185,11 +189,10 @@ class Office:
         self._writers = Writers(self._job.run_dir, run.track, *names, config, history)
         if earlier is None and run.experiment_from:
             earlier = read_json(Path(run.experiment_from) / "config.json")
-        for warning in differing_machines(earlier, config):
+        for warning in [*differing_machines(earlier, config), *self.evaluations.begin(saved, history)]:
             display.say(f"warning: {warning}")
-        self.evaluations.begin(saved, history)
 
-    def log(self, update: int, global_step: int, seconds: float, values: dict[str, Any]) -> None:
+    def log(self, update: int, global_step: int, seconds: float, values: Json) -> None:
         """One log point, and the evaluations that have ended since the last one."""
         assert self._writers is not None
         self.evaluations.log(self._writers, seconds)
@@ -281,7 +284,7 @@ def announce(job: Job, saved: Saved | None, display: Display) -> None:
         display.say(f"going on after update {saved.update}, step {saved.counters['global_step']:,}")
 
 
-def require_same_flags(flags: dict[str, Any]) -> None:
+def require_same_flags(flags: Json) -> None:
     """All processes must call this: raise `UsageError` unless they were given the same."""
     digest = sha256(json.dumps(flags, sort_keys=True).encode()).digest()
     digests = gather_over_processes(np.frombuffer(digest, np.uint8).astype(np.int32))
@@ -317,7 +320,7 @@ def open_checkpoints(job: Job) -> tuple[Checkpoints, Saved | None]:
     return checkpoints, saved
 
 
-def closing_words(run_dir: Path, result: dict[str, Any]) -> str:
+def closing_words(run_dir: Path, result: Json) -> str:
     """Where the run is and how to look at it."""
     figures = [f"{result['global_step']:,} steps", f"{duration(result['seconds'])} h"]
     if result["sps"]:

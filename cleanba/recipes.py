@@ -1,13 +1,14 @@
 """The table of algorithms, and the way from flags, or from an earlier run, to a configuration that fits."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, make_dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import tyro
 
-from cleanba.algorithms import impala, ppo
+from cleanba.algorithm import Algorithm
+from cleanba.algorithms import dqn, impala, ppo
 from cleanba.config import (
     Experiment,
     Partition,
@@ -20,6 +21,17 @@ from cleanba.config import (
     resolve,
     to_json,
 )
+from cleanba.environments.envpool import kind
+from cleanba.environments.specs import EnvSpec
+
+
+class Play(NamedTuple):
+    """How an agent acts when it is evaluated."""
+
+    greedy: bool = False
+    """by the best action it knows, not as it explores"""
+    epsilon: float = 0.0
+    """probability of a uniformly random action in place of its own"""
 
 
 class Recipe(NamedTuple):
@@ -28,13 +40,32 @@ class Recipe(NamedTuple):
     name: str
     about: str
     experiment: type[Experiment]
-    check: Callable[..., None]
-    make: Callable[..., Any]
+    check: Callable[[Any, Partition], None]
+    """experiment of its own kind, partition; raises `UsageError` for hyperparameters that do not fit"""
+    make: Callable[[Any, EnvSpec, str], Algorithm]
+    """experiment, what the environment looks like, kind of device -> the algorithm"""
+    plays: Play = Play()
+    """how it is evaluated where no flag says otherwise"""
+    defaults: Callable[[str], Experiment] | None = None
+    """kind of environment -> the settings where no flag says otherwise; None if one kind is as another"""
+
+    def settings(self, env_id: str) -> Experiment:
+        """The settings for an environment where no flag says otherwise."""
+        return self.defaults(kind(env_id)) if self.defaults else self.experiment()
 
 
 RECIPES = {
     "ppo": Recipe("ppo", "train with proximal policy optimisation", ppo.PPO, ppo.check, ppo.make),
     "impala": Recipe("impala", "train with IMPALA and V-trace", impala.IMPALA, impala.check, impala.make),
+    "dqn": Recipe(
+        "dqn",
+        "train with deep Q-learning and replay",
+        dqn.DQN,
+        dqn.check,
+        dqn.make,
+        Play(greedy=True, epsilon=0.05),  # as CleanRL evaluates it; a policy without chance may run in circles
+        dqn.defaults,
+    ),
 }
 
 
@@ -49,8 +80,6 @@ class Config:
 
 def config_type(recipe: Recipe) -> type:
     """`Config` with the experiment of one algorithm."""
-    from dataclasses import make_dataclass
-
     return make_dataclass(
         "Config",
         [
@@ -63,7 +92,7 @@ def config_type(recipe: Recipe) -> type:
     )
 
 
-def parse(recipe: Recipe, argv: Sequence[str], default: Any = None) -> Config:
+def parse(recipe: Recipe, argv: Sequence[str], default: Config | None = None) -> Config:
     """Flags -> configuration.  tyro prints its own message and exits with 2 for flags it cannot read.
 
     `default` holds the configuration of a run to go on with.
@@ -71,18 +100,18 @@ def parse(recipe: Recipe, argv: Sequence[str], default: Any = None) -> Config:
     Raises:
         UsageError: --experiment names no run of this algorithm, or flags change an experiment that was given whole.
     """
-    kind = config_type(recipe)
+    form = config_type(recipe)
     source = word_after("--experiment", argv)
     if default is None and source is not None:
         earlier_recipe, experiment = read_recipe(Path(source))
         name = earlier_recipe.name
         require(name == recipe.name, f"--experiment {source} is a run of {name}; use `cleanba {name}`")
-        default = kind(experiment=experiment)
+        default = form(experiment=experiment)
     parsed: Any = tyro.cli(
-        kind,
+        form,
         args=argv,
         prog=f"cleanba {recipe.name}",
-        default=default or kind(),
+        default=default or form(experiment=recipe.settings(word_after("--env-id", argv) or recipe.experiment.env_id)),
         config=(tyro.conf.OmitArgPrefixes,),
     )
     if default is not None:

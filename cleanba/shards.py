@@ -4,11 +4,14 @@ A batch is cut into `num_shards` equal parts along the environment axis.  Each p
 results are always combined in shard order, whichever device holds which part.  An algorithm says *what* to compute
 per shard (`map`) and *how* to combine (`sum`); it never asks how many devices there are.
 
-Four things could still let the placement into the bits, and each has its answer here:
+Five things could still let the placement into the bits, and each has its answer here:
 
-* the order of a sum: an all-reduce adds in an order of its own; we gather and add shard 0, 1, 2, ...
+* the order of a sum: an all-reduce adds in an order of its own; we exchange slices, so that each device has its part
+  of every shard's arrays, adds these as shard 0, 1, 2, ... and gives the sum to all, at an all-reduce's cost
 * fusion: with one shard per device XLA would inline the loop over shards and fuse its body with the code around it,
   which rounds differently; a `lax.cond` whose predicate is true, but only known at run time, is compiled by itself
+* layouts: how arrays lie in a GPU's memory is chosen by what surrounds them, through a conditional too, and kernels are
+  chosen by layouts; all that enters and leaves the conditional is pinned to rows
 * small loops: on CPUs XLA compiles a short loop and all in its body as one function, within which sums are reordered;
   `compiler_options` switches that off
 * randomness: a key that a shard uses is derived from the shard's number, never from the device's
@@ -16,12 +19,18 @@ Four things could still let the placement into the bits, and each has its answer
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from cleanba.rollout import PyTree
+
+GATHER_BYTES = 2**18  # of all shards together; up to here one gather is quicker than two steps
+UNROLL = 16  # additions in one fused loop
 
 
 def compiler_options(platform: str) -> dict[str, str]:
@@ -42,11 +51,18 @@ class ShardAxis:
     mesh_axis: str
     """name of the mesh axis that the learner devices lie along"""
 
+    @property
+    def num_devices(self) -> int:
+        """D, over all processes"""
+        return self.num_shards // self.index.shape[0]
+
     def isolate(self, fn: Callable, *args: PyTree) -> PyTree:
         """Call fn(*args), compiled by itself: its bits depend on its arguments and on nothing around it."""
-        out = jax.eval_shape(fn, *args)
+        fn, closed_over = jax.closure_convert(fn, *args)  # else parameters in fn's closure would escape `row_major`
+        out = jax.eval_shape(fn, *args, *closed_over)
         zeros = lambda *_: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), out)  # never taken
-        return lax.cond(self.always, fn, zeros, *args)
+        pinned = lambda *args: row_major(fn(*row_major(args)))
+        return lax.cond(self.always, pinned, zeros, *args, *closed_over)
 
     def map(self, fn: Callable, *trees: PyTree) -> PyTree:
         """Call fn on each of this device's shards, one after the other.  Leaves [K', ...] -> leaves [K', ...]."""
@@ -62,11 +78,41 @@ class ShardAxis:
 
     def sum(self, tree: PyTree) -> PyTree:
         """The sum over all shards of all devices, in shard order.  Leaves [K', ...] -> leaves [...], replicated."""
-        gathered = jax.tree.map(lambda x: lax.all_gather(x, self.mesh_axis, axis=0, tiled=True), tree)
-        return self.isolate(lambda g: jax.tree.map(self._ordered_sum, g), gathered)
+        if self.num_devices == 1:
+            return self.isolate(lambda tree: jax.tree.map(ordered_sum, tree), tree)
+        leaves, structure = jax.tree.flatten(tree)
+        total = list(leaves)
+        for dtype in dict.fromkeys(x.dtype for x in leaves):  # all of one kind together: few, large messages
+            which = [i for i, x in enumerate(leaves) if x.dtype == dtype]
+            vectors = jnp.concatenate([leaves[i].reshape(self.index.shape[0], -1) for i in which], axis=1)
+            ends = np.cumsum([leaves[i][0].size for i in which])
+            for i, part in zip(which, jnp.split(self._sum_vectors(vectors), ends[:-1]), strict=True):
+                total[i] = part.reshape(leaves[i].shape[1:])
+        return jax.tree.unflatten(structure, total)
 
-    def _ordered_sum(self, x: jax.Array) -> jax.Array:
-        if self.num_shards == 1:
-            return x[0]
-        total, _ = lax.scan(lambda total, part: (total + part, None), x[0], x[1:])
-        return total
+    def _sum_vectors(self, x: jax.Array) -> jax.Array:
+        """Each device adds up its slice of all shards' vectors.  [K', N] -> [N], replicated."""
+        local, n = x.shape
+        if self.num_shards * n * x.dtype.itemsize <= GATHER_BYTES:
+            gathered = lax.all_gather(x, self.mesh_axis, axis=0, tiled=True)
+            return self.isolate(ordered_sum, gathered)
+        slices = jnp.pad(x, ((0, 0), (0, -n % self.num_devices))).reshape(local, self.num_devices, -1)
+        mine = lax.all_to_all(slices, self.mesh_axis, split_axis=1, concat_axis=0, tiled=True)[:, 0]  # [K, N / devices]
+        return lax.all_gather(self.isolate(ordered_sum, mine), self.mesh_axis, axis=0, tiled=True)[:n]
+
+
+def ordered_sum(x: jax.Array) -> jax.Array:
+    """x[0] + x[1] + x[2] + ..., from left to right.  [K, ...] -> [...]."""
+    # Unrolled, the additions are one fused loop over the elements; a scan would be one kernel launch for each.
+    return lax.fori_loop(1, x.shape[0], lambda i, total: total + x[i], x[0], unroll=UNROLL)
+
+
+def row_major(tree: PyTree) -> PyTree:
+    """The same arrays with their memory laid out as in C, whatever the compiler would like around here."""
+
+    def pin(x: Any) -> Any:
+        if jnp.ndim(x) == 0 or jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
+            return x  # there is but one way to lay out a scalar, and none to say it of random keys
+        return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+
+    return jax.tree.map(pin, tree)

@@ -13,6 +13,7 @@ def on_devices():
     """on_devices(fn, num_shards, num_devices) -> jitted (replicated, *sharded) -> fn(shards, replicated, *sharded).
 
     Leaves of `sharded` are [num_shards, ...]; `fn` sees those of its device, and returns what is equal everywhere.
+    Its `lower` is `jax.jit`'s.
     """
     import jax
     import jax.numpy as jnp
@@ -37,7 +38,12 @@ def on_devices():
             ),
             compiler_options=compiler_options("cpu"),
         )
-        return lambda replicated, *sharded: mapped(jnp.int32(1), replicated, sharded)
+
+        def call(replicated, *sharded):
+            return mapped(jnp.int32(1), replicated, sharded)
+
+        call.lower = lambda replicated, *sharded: mapped.lower(jnp.int32(1), replicated, sharded)
+        return call
 
     return spread
 

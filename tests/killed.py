@@ -10,8 +10,11 @@ import signal
 import sys
 from typing import Any
 
+import remembering
+
 from cleanba import cli
 from cleanba.runs import directory
+from cleanba.runtime import memory
 from cleanba.runtime.checkpoint import Checkpoints
 from cleanba.runtime.collect import ScannedCollector, SteppedCollector
 from cleanba.runtime.learner import Learner
@@ -24,6 +27,9 @@ MOMENTS: dict[str, tuple[tuple[Any, ...], str, bool]] = {
     "collect": ((SteppedCollector, ScannedCollector), "__call__", True),
     "update": ((Learner,), "update", True),  # the device is still busy with it
     "save": ((Checkpoints,), "save", True),  # the files are being written
+    "memory": ((memory,), "write", False),  # before anything of a checkpoint's memory is
+    "listing": ((memory,), "write_whole", False),  # what is new in a shard's memory is written, but not yet said so
+    "prune": ((memory,), "prune", True),  # old files have just been removed
 }
 
 
@@ -49,6 +55,8 @@ def main(moment: str, n: str, *words: str) -> None:
 
     for owner in owners:
         plant(owner)
+    if "--buffer-size" in words:
+        remembering.install()
     cli.main(words)
 
 

@@ -110,10 +110,11 @@ def finished(*args: Any, **kwargs: Any) -> Record:
 
 
 def digests(*args: Any, **kwargs: Any) -> dict[int, str]:
-    """The SHA-256 of a run's parameters at every checkpoint and at its end, by update."""
+    """By update, at every checkpoint and at its end: the digests of a run's parameters, and of its state and memory."""
     record = finished(*args, **kwargs)
-    found = {row["update"]: row["params_digest"] for row in record.rows if "params_digest" in row}
-    assert found[record.result["update"]] == record.result["params_digest"]
+    both = lambda row: f"{row['params_digest']} {row['learner_digest']}"
+    found = {row["update"]: both(row) for row in record.rows if "params_digest" in row}
+    assert found[record.result["update"]] == both(record.result)
     return found
 
 

@@ -9,8 +9,10 @@ parameters into the file RESULTS, one run a line.
 import json
 import sys
 
+import remembering
 from launch import digests
 
+from cleanba.algorithms import ppo
 from cleanba.algorithms.ppo import PPO
 from cleanba.config import Placement
 from cleanba.runtime.placement import initialise, make_deterministic
@@ -22,7 +24,10 @@ def main(coordinator: str, processes: str, this: str, runs: str, results: str) -
     with open(results, "w") as file:  # standard output is Gloo's
         for fields, actors, learners in json.loads(runs):
             fields = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
-            print(json.dumps(digests(PPO(**fields), actors, learners)), file=file, flush=True)
+            remember = "buffer_size" in fields
+            e = remembering.Remembering(**fields) if remember else PPO(**fields)
+            found = digests(e, actors, learners, recipe=remembering if remember else ppo)
+            print(json.dumps(found), file=file, flush=True)
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ class Memory(NamedTuple):
 
 
 def make(e: Remembering, spec: Any, platform: str) -> Algorithm:
-    """A policy of one parameter vector, which grows by what was sampled; its action is drawn by its fingerprint."""
+    """A policy of one parameter vector, which grows by what was sampled; it decides the odds of the actions."""
 
     def init(key):
         return {"sum": jax.random.normal(key, (7,)), "updates": jnp.int32(0)}
@@ -93,12 +93,13 @@ def make(e: Remembering, spec: Any, platform: str) -> Algorithm:
     return Algorithm(init, init_memory, lambda batch: (), act, update, lambda state: state["sum"], inspect)
 
 
-RECIPE = recipes.Recipe("ppo", "remember", Remembering, lambda e, partition: None, make)
+def check(e: Remembering, partition: Any) -> None:
+    """Everything fits."""
 
 
 def install() -> None:
     """Put this algorithm in PPO's place."""
-    recipes.RECIPES["ppo"] = RECIPE
+    recipes.RECIPES["ppo"] = recipes.Recipe("ppo", "remember", Remembering, check, make)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,8 @@ from cleanba.algorithms.ppo import PPO
 from cleanba.algorithms.ppo import check as check_ppo
 from cleanba.config import Experiment, Partition, Placement, Run, differences, from_json, require, resolve, to_json
 from cleanba.errors import UsageError, closest_names, nearest
-from cleanba.files import finite
+from cleanba.files import finite, write_json
+from cleanba.recipes import stand_by
 
 # ---------------------------------------------------------------------------------------------- who owns what
 
@@ -253,7 +254,7 @@ OUT_OF_RANGE = [
 @pytest.mark.parametrize("name, value", OUT_OF_RANGE)
 def test_numbers_out_of_range_are_refused_by_name(name, value):
     with pytest.raises(UsageError) as caught:
-        resolve(Experiment(**{name: value}), 1, 1)
+        resolve(PPO(**{name: value}), 1, 1)
     assert f"{name}={value}" in str(caught.value)
 
 
@@ -262,7 +263,7 @@ def test_numbers_out_of_range_are_refused_by_name(name, value):
     [("gamma", 0.0), ("gamma", 1.0), ("ent_coef", 0.0), ("checkpoint_frequency", 0), ("seed", 2**31 - 1), ("seed", 0)],
 )
 def test_numbers_at_the_edge_of_their_range_are_accepted(name, value):
-    assert getattr(resolve(Experiment(**{name: value}), 1, 1), name) == value
+    assert getattr(resolve(PPO(**{name: value}), 1, 1), name) == value
 
 
 @pytest.mark.parametrize(
@@ -392,3 +393,30 @@ def test_closest_names_forgive_case_and_typing_errors(name, best):
 def test_closest_names_are_few_and_none_if_nothing_is_alike():
     assert len(closest_names("Env-v1", [f"Env{i}-v1" for i in range(9)]).split(", ")) == 3
     assert closest_names("zzz", ["Pong-v5", "CartPole-v1"]) == ""
+
+
+# --------------------------------------------------------------------------------------------------- runs that go on
+
+
+def run_with(tmp_path, **changes):
+    """The directory of a run whose first start resolved what its flags left out."""
+    e = resolve(PPO(env_id="Catch-v0", num_envs=24, **changes), 2, 3, platform="cpu")
+    write_json(tmp_path / "config.json", {"experiment": {"algorithm": "ppo", **to_json(e)}})
+    return e
+
+
+def test_what_the_first_run_resolved_stands(tmp_path):
+    """On two actor and three learner devices; it goes on with one of each, and the same command."""
+    e = run_with(tmp_path)
+    assert (e.num_actors, e.num_shards, e.collector) == (3, 3, "scanned")
+    again = PPO(env_id="Catch-v0", num_envs=24)
+    assert resolve(stand_by(again, tmp_path), 1, 1, platform="gpu") == e
+    assert stand_by(again, tmp_path / "elsewhere") == again
+
+
+def test_only_what_was_typed_can_contradict_it(tmp_path):
+    run_with(tmp_path)
+    typed = PPO(env_id="Catch-v0", num_envs=24, num_shards=6)
+    assert stand_by(typed, tmp_path) == typed  # another experiment, which `open_run` refuses by what differs
+    other = PPO(env_id="Catch-v0", num_envs=7)
+    assert stand_by(other, tmp_path) == other

@@ -51,7 +51,8 @@ def references(page: Path) -> list[tuple[str, str]]:
 def test_the_details_name_many_places():
     assert len(references(DETAILS)) >= 40
     files = {file for file, _ in references(DETAILS)}
-    assert {"ppo.py", "impala.py", "optimiser.py", "ops/returns.py", "ops/losses.py", "envs.py"} <= files
+    assert {f"algorithms/{name}.py" for name in ("ppo", "impala", "optimiser")} <= files
+    assert {"ops/returns.py", "ops/losses.py", "environments/envpool.py"} <= files
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -61,6 +62,18 @@ def test_every_place_that_is_named_exists(page):
         path = ROOT / "cleanba" / file
         if not path.exists() or name not in names_in(path):
             missing.append(f"{file}: {name}")
+    assert not missing
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_file_that_is_linked_or_named_exists(page):
+    text = page.read_text()
+    links = {link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text)}
+    missing = [link for link in links if not re.match("https?:", link) and not (page.parent / link).exists()]
+    modules = set(re.findall(r"`([\w/]+\.py)`", text))
+    beside = [*ROOT.glob("cleanba/*/")]  # a table may name a folder first, and then the files in it
+    places = lambda module: [ROOT / "cleanba" / module, ROOT / module, *(folder / module for folder in beside)]
+    missing += [module for module in modules if not any(place.exists() for place in places(module))]
     assert not missing
 
 

@@ -1,8 +1,10 @@
 """Evaluation, films and the list of runs."""
 
+import errno
 import fcntl
 import json
 import shutil
+import signal
 import threading
 from pathlib import Path
 
@@ -10,16 +12,17 @@ import imageio.v2 as imageio
 import jax
 import numpy as np
 import pytest
-from launch import TINY, command, read_result, read_rows
+from launch import ROOT, TINY, command, finish, python, read_result, read_rows
 from scripted import Play, ScriptedEnvs, mirror, spec
 
 from cleanba.agents import beside, evaluate
 from cleanba.agents import film as films
-from cleanba.agents.agent import Agent
+from cleanba.agents.agent import Agent, load_agent, read_best
 from cleanba.config import Experiment, Placement, Run
 from cleanba.environments.atari_scores import human_normalised, reference, table
 from cleanba.rollout import Episode
 from cleanba.runs import listing
+from cleanba.runs.log import newest
 from cleanba.runtime.checkpoint import Saved, updates_kept
 from cleanba.runtime.placement import find_devices
 from cleanba.seeds import env_seed, eval_seed
@@ -203,7 +206,7 @@ def test_a_run_without_checkpoints_is_played_from_its_model(runs, tmp_path):
     from cleanba.runtime.checkpoint import save_model
 
     platform = jax.devices()[0].platform
-    save_model(run_dir / "model.msgpack", evaluate.load_agent(runs["ff"], "last", platform).params)
+    save_model(run_dir / "model.msgpack", load_agent(runs["ff"], "last", platform).params)
     assert command("eval", run_dir, "--episodes", "20").code == 0
     from_model = read_eval(run_dir)
     assert command("eval", runs["ff"], "--episodes", "20").code == 0
@@ -325,8 +328,8 @@ def test_ls_reads_only_the_end_of_a_log(tmp_path):
     path.write_text(
         '{"update": 1, "old": 1}\n' * 100_000 + '{"update": 2, "charts/episodic_return": 3}\n{"update": 4}\n'
     )
-    assert listing.last_values(path) == {"update": 4, "old": 1, "charts/episodic_return": 3}
-    assert listing.last_values(tmp_path / "none") == {}
+    assert newest(tmp_path) == {"update": 4, "old": 1, "charts/episodic_return": 3}
+    assert newest(tmp_path / "none") == {}
 
 
 # Beside the training.  TINY makes five updates.
@@ -359,7 +362,7 @@ def test_evaluation_beside_the_training_changes_no_bit_and_keeps_the_best(tmp_pa
 @pytest.fixture
 def evaluations(runs, tmp_path):
     """Of a run whose agent is never played: tests put something in the place of `play`."""
-    watched = evaluate.load_agent(runs["ff"], "last", "cpu")
+    watched = load_agent(runs["ff"], "last", "cpu")
     made = beside.Evaluations(tmp_path, Run(eval_frequency=2), watched, find_devices(Placement()))
     yield made, watched
     made.close()
@@ -393,9 +396,10 @@ def test_the_best_stays_the_best_when_a_run_goes_on(evaluations, monkeypatch):
     made, watched = evaluations
     returns = iter([5.0, 3.0, 9.0])
     monkeypatch.setattr(beside, "play", lambda *_, **__: [Episode(next(returns), 1)])
-    best = lambda: evaluate.read_best(made._run_dir)["update"]
+    best = lambda: read_best(made._run_dir)["update"]
     state = type("State", (), {"params": watched.params})
     made.finish({"update": 2, "global_step": 0}, state)
+    assert log_of(made) == [(2, 0, 5.0)]
     again = beside.Evaluations(made._run_dir, Run(eval_frequency=2), watched, find_devices(Placement()))
     saved = Saved(4, state, watched.params, {"global_step": 0})
     again.begin(saved, [{"update": 4, "eval/episodic_return": 1.0}])  # that one is known
@@ -405,6 +409,111 @@ def test_the_best_stays_the_best_when_a_run_goes_on(evaluations, monkeypatch):
     assert best() == 2
     again.finish({"update": 6, "global_step": 0}, state)
     assert best() == 6
+
+
+def log_of(made: beside.Evaluations) -> list[tuple]:
+    """What it logs now: update, global step and return."""
+    logged = []
+    writers = type("Writers", (), {"write": lambda self, *row: logged.append(row)})()
+    made.log(writers, 1.0)
+    return [(update, global_step, values["eval/episodic_return"]) for update, global_step, _, values in logged]
+
+
+def waiting(made: beside.Evaluations) -> list[str]:
+    """The evaluations whose parameters are kept until they are in the log."""
+    return sorted(p.name for p in (made._run_dir / beside.EVALUATING).glob("*"))
+
+
+def test_an_evaluation_that_was_cut_short_is_played_again(evaluations, monkeypatch):
+    """Two of them, of updates 2 and 4; 6 comes after the checkpoint, and 8 is in the log already."""
+    made, watched = evaluations
+    playing = threading.Event()
+
+    def endless(*_, check, **__):
+        playing.set()
+        while True:
+            check()
+
+    monkeypatch.setattr(beside, "play", endless)
+    marked = lambda update: jax.tree.map(lambda x: x + update, watched.params)
+    made.after_update(2, 20, marked(2))
+    assert playing.wait(20) and waiting(made) == ["2-20.msgpack"]
+    made.close()
+    assert log_of(made) == [] and waiting(made) == ["2-20.msgpack"]
+    for update in (4, 6, 8):
+        made._remember(beside.Version(update, 10 * update, marked(update)))
+    (made._run_dir / beside.EVALUATING / "5-50.msgpack.tmp").write_bytes(b"half a file")
+
+    played = []
+
+    def play(agent, *_, epoch, **__):
+        (difference,) = {round(float((a - b).max())) for a, b in
+                         zip(jax.tree.leaves(agent.params), jax.tree.leaves(watched.params), strict=True)}  # fmt: skip
+        played.append((epoch, difference))
+        return [Episode(float(epoch), 1)]
+
+    monkeypatch.setattr(beside, "play", play)
+    again = beside.Evaluations(made._run_dir, Run(eval_frequency=2), watched, find_devices(Placement()))
+    state = type("State", (), {"params": watched.params})
+    saved = Saved(5, state, watched.params, {"global_step": 50})
+    assert again.begin(saved, [{"update": 3, "eval/episodic_return": 1.0}]) == []
+    again._thread.join()
+    assert played == [(2, 2), (4, 4)], "each with its own parameters and its own games"
+    assert waiting(again) == ["2-20.msgpack", "4-40.msgpack"], "kept until they are in the log"
+    assert log_of(again) == [(2, 20, 2.0), (4, 40, 4.0)]
+    assert not (made._run_dir / beside.EVALUATING).exists()
+
+
+def test_what_is_in_the_log_is_not_played_again(evaluations, monkeypatch):
+    made, watched = evaluations
+    monkeypatch.setattr(beside, "play", lambda *_, **__: pytest.fail("played"))
+    made._remember(beside.Version(4, 40, watched.params))
+    state = type("State", (), {"params": watched.params})
+    made.begin(Saved(4, state, watched.params, {"global_step": 40}), [{"update": 4, "eval/episodic_return": 1.0}])
+    made.finish({"update": 4, "global_step": 40}, state)
+    assert made._thread is None and not (made._run_dir / beside.EVALUATING).exists()
+
+
+def test_a_damaged_copy_is_named_and_left(evaluations):
+    made, watched = evaluations
+    made._remember(beside.Version(2, 20, watched.params))
+    path = made._run_dir / beside.EVALUATING / "2-20.msgpack"
+    path.write_bytes(path.read_bytes()[:20])
+    state = type("State", (), {"params": watched.params})
+    (warning,) = made.begin(Saved(3, state, watched.params, {"global_step": 30}), [])
+    assert "update 2 will not be evaluated again" in warning and str(path) in warning
+    assert made._thread is None and path.exists()
+
+
+def test_a_run_killed_during_an_evaluation_has_its_row_after_going_on(tmp_path):
+    """It dies while it writes the checkpoint of update 30, and the evaluation of update 10 is still playing."""
+    flags = [*TINY, "--total-timesteps", "2560", "--checkpoint-frequency", "10", "--eval-frequency", "10"]
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    assert command("ppo", *flags, "--eval-episodes", "7", "--run-dir", whole).code == 0
+    words = ["ppo", *flags, "--eval-episodes", "1000000", "--run-dir", run]
+    ended = finish(python(ROOT / "tests" / "killed.py", "save", "3", *words))
+    assert ended.code == -signal.SIGKILL, ended
+    assert [p.name.partition("-")[0] for p in (run / "evaluating").iterdir()] == ["10"]
+    assert updates_kept(run)[-1] >= 20
+
+    ended = command("ppo", *flags, "--eval-episodes", "7", "--run-dir", run)
+    assert ended.code == 0 and "going on after update" in ended.out, ended
+    (row,) = [row for row in read_rows(run) if row["update"] == 10 and "eval/episodic_return" in row]
+    (expected,) = [row for row in read_rows(whole) if row["update"] == 10 and "eval/episodic_return" in row]
+    for name in ("global_step", "eval/episodic_return", "eval/episodic_return_std", "eval/episodic_length"):
+        assert row[name] == expected[name], name
+    assert not (run / "evaluating").exists()
+    assert command("diff", whole, run).code == 0
+
+
+def test_a_disk_that_is_full_when_an_evaluation_starts_ends_the_run(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(beside, "save_model", full)
+    ended = command("ppo", *TINY, "--eval-frequency", "1", "--run-dir", tmp_path / "run")
+    assert ended.code == 1 and "Traceback" not in ended.err and ended.err.count("cleanba:") == 1, ended.err
+    assert "evaluating cannot be written (No space left on device); make room" in ended.err
 
 
 def test_an_evaluation_that_fails_ends_the_run(tmp_path, monkeypatch):

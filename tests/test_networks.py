@@ -13,9 +13,9 @@ from cleanba.config import Experiment
 from cleanba.environments.specs import EnvSpec, ObsSpec
 from cleanba.errors import UsageError
 from cleanba.networks import make_actor_critic
-from cleanba.networks.actor_critic import as_vector
 from cleanba.networks.cores import LSTM, LSTMCarry, initial_carry
 from cleanba.networks.layers import Conv, max_pool
+from cleanba.networks.sight import as_vector
 from cleanba.networks.torsos import ImpalaResNet, NatureCNN, channels_last
 
 ATARI = ObsSpec("image", (4, 84, 84), "uint8")

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cleanba.envs import Envs, env_spec
 
 from cleanba.config import Experiment
+from cleanba.environments.envpool import Envs, env_spec
 from cleanba.errors import UsageError
 from cleanba.ops import replay
 from cleanba.rollout import Rollout

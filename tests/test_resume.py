@@ -1,5 +1,6 @@
 """Nothing is lost: a run that was killed, interrupted or damaged ends in the bits of one that never was."""
 
+import json
 import os
 import re
 import shutil
@@ -49,14 +50,14 @@ def whole(tmp_path_factory):
 def assert_same_run(run: Path, reference: Path) -> None:
     """Finished, with the same bits; and the logs tell of each update once, in order, with the same numbers."""
     assert read_result(run)["status"] == "finished"
-    for name in ("params_digest", "update", "global_step", "episodes", "episodic_return"):
+    for name in ("params_digest", "learner_digest", "update", "global_step", "episodes", "episodic_return"):
         assert read_result(run)[name] == read_result(reference)[name], name
     rows, expected = read_rows(run), read_rows(reference)
     assert [row["update"] for row in rows] == [row["update"] for row in expected]
     assert [row["seconds"] for row in rows] == sorted(row["seconds"] for row in rows)
     for row, other in zip(rows, expected, strict=True):
         for name in row.keys() & other.keys():
-            if name.startswith(("losses/", "charts/episod")) or name in ("global_step", "params_digest"):
+            if name.startswith(("losses/", "charts/episod")) or name == "global_step" or name.endswith("_digest"):
                 assert row[name] == other[name], (row["update"], name)
 
 
@@ -99,6 +100,32 @@ def test_another_experiment_is_refused_with_what_differs(whole):
     assert ended.code == 2 and "algorithm" in ended.err
 
 
+# What the first run worked out from its devices.  Catch has 8 environments here.
+LEFT_OUT = ["--num-actors", "--num-shards", "--collector"]
+BARE = ["ppo", *(w for i, w in enumerate(FLAGS) if w not in LEFT_OUT and FLAGS[i - 1] not in LEFT_OUT)]
+
+
+def test_what_was_left_out_stands_as_the_first_run_worked_it_out(tmp_path, monkeypatch):
+    two, one = ["--learner-device-ids", "0", "1"], ["--learner-device-ids", "2", "--actor-device-ids", "0", "1"]
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    assert command(*BARE, *two, "--run-dir", whole).code == 0
+    with monkeypatch.context() as patch:
+        signalled(patch, signal.SIGTERM, at=10)
+        assert command(*BARE, *two, "--run-dir", run).code == 128 + signal.SIGTERM
+    experiment = json.loads((run / "config.json").read_text())["experiment"]
+    assert (experiment["num_actors"], experiment["num_shards"], experiment["collector"]) == (2, 2, "scanned")
+
+    typed = command(*BARE, *one, "--num-shards", "1", "--run-dir", run)
+    assert typed.code == 2 and "num_shards: 2, now 1" in typed.err
+    with monkeypatch.context() as patch:
+        signalled(patch, signal.SIGTERM, at=20)
+        assert command("resume", run, *one).code == 128 + signal.SIGTERM
+    ended = command(*BARE, *one, "--run-dir", run)  # alone, these devices would make four actors and one shard
+    assert ended.code == 0 and "2 actors, 2 shards" in ended.out
+    assert json.loads((run / "config.json").read_text())["experiment"] == experiment
+    assert_same_run(run, whole)
+
+
 # -------------------------------------------------------------------------------------------------- signals
 
 
@@ -106,11 +133,11 @@ def signalled(monkeypatch, signum: int, at: int, times: int = 1) -> None:
     """Have the process hear a signal when it comes to that update."""
     update = Learner.update
 
-    def signalling(self, state, blocks, number):
+    def signalling(self, state, memory, blocks, number):
         for _ in range(times if number == at else 0):
             os.kill(os.getpid(), signum)
             time.sleep(0.2)  # for the signal to be heard
-        return update(self, state, blocks, number)
+        return update(self, state, memory, blocks, number)
 
     monkeypatch.setattr(Learner, "update", signalling)
 
@@ -221,12 +248,12 @@ def test_a_full_disk_ends_the_run_and_keeps_the_checkpoint_before(small_disk, wh
     run, filler = small_disk / "run", small_disk / "filler"
     update = Learner.update
 
-    def filling(self, state, blocks, number):
+    def filling(self, state, memory, blocks, number):
         if number == 18:  # the checkpoint of update 7 is written, that of 14 perhaps
             with pytest.raises(OSError), open(filler, "wb", buffering=0) as file:
                 while True:
                     file.write(bytes(4096))
-        return update(self, state, blocks, number)
+        return update(self, state, memory, blocks, number)
 
     with monkeypatch.context() as patch:
         patch.setattr(Learner, "update", filling)
@@ -250,10 +277,10 @@ def test_a_disk_that_cannot_be_written_is_refused(small_disk):
 def test_a_directory_that_goes_away_ends_the_run(tmp_path, monkeypatch):
     run, update = tmp_path / "run", Learner.update
 
-    def removing(self, state, blocks, number):
+    def removing(self, state, memory, blocks, number):
         if number == 10:
             run.rename(tmp_path / "elsewhere")  # in one step: a checkpoint is being written in it
-        return update(self, state, blocks, number)
+        return update(self, state, memory, blocks, number)
 
     monkeypatch.setattr(Learner, "update", removing)
     ended = command(*KINDS["ppo"], "--run-dir", run)

@@ -1,6 +1,8 @@
 """Results that do not depend on how many devices the shards lie on, and what happens to those that do."""
 
 import hashlib
+import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -103,21 +105,78 @@ def test_what_depends_on_the_device_is_noticed(on_devices, problem, total, numbe
 # ------------------------------------------------------------------------------------------------- what each part does
 
 
-def hard_to_add(seed: int = 0) -> np.ndarray:
-    """One number per shard, of so different sizes that every order of adding them rounds differently."""
+def hard_to_add(*shape: int, seed: int = 0, shards: int = SHARDS) -> np.ndarray:
+    """Numbers of so different sizes that every order of adding them over the shards rounds differently."""
     rng = np.random.default_rng(seed)
-    return (rng.normal(size=(SHARDS, 50)) * 10.0 ** rng.integers(-4, 5, size=(SHARDS, 50))).astype(np.float32)
+    shape = (shards, *shape)
+    return (rng.normal(size=shape) * 10.0 ** rng.integers(-4, 5, size=shape)).astype(np.float32)
 
 
-@pytest.mark.parametrize("devices", DEVICES)
-def test_sum_adds_in_the_order_of_the_shards(on_devices, devices):
-    x = hard_to_add()
-    expected = x[0]
+def slow_sum(x: np.ndarray) -> np.ndarray:
+    """Shard 0, plus shard 1, plus shard 2, ..."""
+    total = x[0].copy()
     for part in x[1:]:
-        expected = expected + part
-    assert (expected != x[::-1].sum(0)).any()
-    total = on_devices(lambda shards, _, x: shards.sum({"a": x, "b": -x}), SHARDS, devices)((), x)
-    assert (np.asarray(total["a"]) == expected).all() and (np.asarray(total["b"]) == -expected).all()
+        total = (total + part).astype(x.dtype)
+    return total
+
+
+def mixed(elements: int, shards: int = SHARDS) -> dict:
+    """Leaves of many shapes and kinds; of each kind about `elements` numbers, which no number of devices divides."""
+    rng = np.random.default_rng(1)
+    whole = lambda *shape: rng.integers(-(2**28), 2**28, size=(shards, *shape), dtype=np.int32)
+    real = lambda *shape, seed: hard_to_add(*shape, seed=seed, shards=shards)
+    return {
+        "vector": real(elements, seed=2),
+        "tensor": real(3, 5, 7, seed=3),
+        "scalar": real(seed=4),
+        "empty": real(0, seed=5),
+        "half": real(elements + 2, 1, seed=6).astype(jnp.bfloat16),
+        "whole": (whole(elements), [whole(), whole(0, 2)]),
+    }
+
+
+SMALL, LARGE = 49, 100_003  # elements: what is gathered, and what is exchanged in slices
+
+
+@pytest.mark.parametrize("elements", [SMALL, LARGE], ids=["small", "large"])
+@pytest.mark.parametrize("devices", DEVICES)
+def test_sum_adds_in_the_order_of_the_shards(on_devices, devices, elements):
+    tree = mixed(elements)
+    assert any((slow_sum(x) != slow_sum(x[::-1])).any() for x in jax.tree.leaves(tree))
+    total = on_devices(lambda shards, _, tree: shards.sum(tree), SHARDS, devices)((), tree)
+    for expected, found in zip(jax.tree.leaves(tree), jax.tree.leaves(total), strict=True):
+        assert found.dtype == expected.dtype and found.shape == expected.shape[1:]
+        assert digest(found) == digest(slow_sum(expected))
+
+
+@pytest.mark.parametrize("shards, devices", [(40, 1), (40, 8), (24, 2), (17, 1)])
+def test_many_shards_are_added_in_the_same_order(on_devices, shards, devices):
+    """More than one unrolled part of the loop, with and without a remainder."""
+    x = hard_to_add(3001, shards=shards)
+    total = on_devices(lambda axis, _, x: axis.sum(x), shards, devices)((), x)
+    assert digest(total) == digest(slow_sum(x))
+
+
+def test_no_device_holds_all_shards_of_a_large_sum(on_devices):
+    """What is sent and held does not grow with the number of shards, only with the part of them that a device has."""
+    n = 60_000
+    leaves = {"a": (n // 2,), "b": (100, n // 400), "c": (n // 4 - 1,), "d": ()}
+    for devices in (2, 3, 6):
+        local = SHARDS // devices
+        tree = {name: jax.ShapeDtypeStruct((SHARDS, *shape), np.float32) for name, shape in leaves.items()}
+        lowered = on_devices(lambda shards, _, tree: shards.sum(tree), SHARDS, devices).lower((), tree)
+        assert lowered.as_text().count('"stablehlo.all_to_all"') == 1  # all leaves travel together
+        assert lowered.as_text().count('"stablehlo.all_gather"') == 1
+        compiled = lowered.compile()
+        arrays = re.findall(r"(?:f32|bf16|s32)\[([\d,]+)\]", compiled.as_text())
+        assert n <= max(math.prod(map(int, shape.split(","))) for shape in arrays) <= local * n < SHARDS * n
+        assert compiled.memory_analysis().temp_size_in_bytes <= 3 * local * n * 4
+
+
+def test_leaves_of_a_small_sum_are_gathered_together(on_devices):
+    lowered = on_devices(lambda shards, _, x: shards.sum([x, 2 * x, x[:, 0]]), SHARDS, 3).lower((), hard_to_add(50))
+    assert lowered.as_text().count('"stablehlo.all_gather"') == 1
+    assert lowered.as_text().count('"stablehlo.all_to_all"') == 0
 
 
 @pytest.mark.parametrize("devices", DEVICES)
@@ -156,6 +215,21 @@ def test_isolate_calls_the_function_and_shows_that_it_would_not_if_never_asked()
     assert not call(False, jnp.ones(3))[
         "sum"
     ].any()  # so the compiler has to keep the branch, and compiles it by itself
+
+
+def test_all_that_enters_and_leaves_an_isolated_branch_is_laid_out_by_rows():
+    closed_over = np.ones((4, 5), np.float32)
+
+    def call(always, x, y):
+        axis = ShardAxis(num_shards=1, index=jnp.zeros(1, jnp.int32), always=always, mesh_axis="learner")
+        key = jax.random.split(jax.random.key(0), 3)  # has no layout that one could name
+        noise = lambda key: jax.vmap(lambda k: jax.random.normal(k, (5,)))(key)
+        return axis.isolate(lambda x, key: (x @ y + noise(key), x.sum()), x, key)
+
+    text = jax.jit(call).lower(True, jnp.ones((3, 4)), closed_over).as_text()
+    branch = text[text.index('"stablehlo.case"') :]
+    pinned = re.findall(r"@LayoutConstraint.*result_layouts = \[dense<\[1, 0\]>.*-> tensor<(\w+)xf32>", branch)
+    assert sorted(pinned) == ["3x4", "3x5", "4x5"]
 
 
 def test_one_shard_is_its_own_sum(on_devices):

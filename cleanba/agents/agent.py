@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -12,8 +12,8 @@ from cleanba.config import Experiment, require
 from cleanba.environments.envpool import env_spec
 from cleanba.environments.specs import EnvSpec
 from cleanba.errors import Failure
-from cleanba.files import read_json
-from cleanba.recipes import read_recipe
+from cleanba.files import Json, read_json
+from cleanba.recipes import Play, read_recipe
 from cleanba.rollout import PyTree
 from cleanba.runtime import checkpoint as ckpt
 
@@ -24,7 +24,14 @@ class ActOnce(Protocol):
     """Acting as an agent does it: compiled once, for all steps."""
 
     def __call__(
-        self, params: PyTree, carry: PyTree, obs: PyTree, first: Any, key: jax.Array, step: np.int32, explore: bool
+        self,
+        params: PyTree,
+        carry: PyTree,
+        obs: PyTree,
+        first: np.ndarray,
+        key: jax.Array,
+        step: np.int32,
+        explore: bool,
     ) -> tuple[jax.Array, PyTree]:
         """Obs [B, ...], first [B] -> action [B], carry."""
         ...
@@ -41,15 +48,19 @@ class Agent(NamedTuple):
     update: int | None = None
     """the update that made the parameters; None for a model without its run"""
     global_step: int | None = None
+    plays: Play = Play()
+    """how it acts where no flag says otherwise"""
 
 
-def new_agent(e: Experiment, spec: EnvSpec, algorithm: Algorithm) -> Agent:
+def new_agent(e: Experiment, spec: EnvSpec, algorithm: Algorithm, plays: Play = Play()) -> Agent:  # noqa: B008
     """An agent that has no parameters yet."""
 
-    def act(params: PyTree, carry: PyTree, obs: PyTree, first: Any, key: jax.Array, t: Any, explore: bool) -> Any:
+    def act(
+        params: PyTree, carry: PyTree, obs: PyTree, first: jax.Array, key: jax.Array, t: jax.Array, explore: bool
+    ) -> tuple[jax.Array, PyTree]:
         return algorithm.act(params, carry, obs, first, jax.random.fold_in(key, t), explore)[:2]
 
-    return Agent(e, spec, algorithm, jax.jit(act, static_argnums=6))
+    return Agent(e, spec, algorithm, jax.jit(act, static_argnums=6), plays=plays)
 
 
 def load_agent(run_dir: Path, checkpoint: str, platform: str) -> Agent:
@@ -65,7 +76,8 @@ def load_agent(run_dir: Path, checkpoint: str, platform: str) -> Agent:
     like_state = jax.eval_shape(algorithm.init, jax.random.key(0))
     like_params = jax.eval_shape(algorithm.actor_params, like_state)
     params, update, global_step = read_params(run_dir, checkpoint, algorithm.actor_params, like_state, like_params)
-    return new_agent(e, spec, algorithm)._replace(params=params, update=update, global_step=global_step)
+    agent = new_agent(e, spec, algorithm, recipe.plays)
+    return agent._replace(params=params, update=update, global_step=global_step)
 
 
 def read_params(
@@ -110,7 +122,7 @@ def read_params(
     return ckpt.read_model(model, like_params), None, None
 
 
-def read_best(run_dir: Path) -> dict[str, Any]:
+def read_best(run_dir: Path) -> Json:
     """What best/best.json says: update, global_step and episodic_return of the best evaluation while training.
 
     Raises:

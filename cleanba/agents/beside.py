@@ -2,11 +2,12 @@
 
 import contextlib
 import os
+import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
@@ -16,14 +17,23 @@ from cleanba.config import Run, require
 from cleanba.environments.envpool import Envs, threads_per_actor
 from cleanba.environments.specs import EnvSpec
 from cleanba.errors import Failure
-from cleanba.files import write_json
+from cleanba.files import Json, write_json
 from cleanba.rollout import PyTree
 from cleanba.runtime.channels import Closed, Stop
-from cleanba.runtime.checkpoint import Saved, save_model
+from cleanba.runtime.checkpoint import Saved, read_model, save_model
 from cleanba.runtime.metrics import Writers
 from cleanba.runtime.placement import Devices, pick_devices
 
 JOIN_SECONDS = 3.0  # for an evaluation to notice that the run ends
+EVALUATING = "evaluating"  # the folder of a run that holds what was to be evaluated and is not in the log yet
+
+
+class Version(NamedTuple):
+    """Parameters to evaluate."""
+
+    update: int
+    global_step: int
+    params: PyTree
 
 
 class Evaluated(NamedTuple):
@@ -31,7 +41,7 @@ class Evaluated(NamedTuple):
 
     update: int
     global_step: int
-    values: dict[str, Any]
+    values: Json
 
 
 class Evaluations:
@@ -40,6 +50,9 @@ class Evaluations:
     Evaluations run in a thread of their own, one at a time: a version that comes while another plays is left out.  Each
     update has games of its own, none of which `cleanba eval` plays, so what that says of the best is not what the best
     was chosen by.  The best parameters are kept in the run's best/.
+
+    From its start until its row is in the log, an evaluation's parameters lie in the run's evaluating/.  So one that a
+    kill cuts short is played again when the run goes on, from a later checkpoint too.
     """
 
     def __init__(self, run_dir: Path, run: Run, agent: Agent, devices: Devices):
@@ -51,7 +64,7 @@ class Evaluations:
         if run.capture_video:
             check_can_be_filmed(agent.spec)
         self._run_dir, self._run, self._agent = run_dir, run, agent
-        self._best: dict[str, Any] | None = None
+        self._best: Json | None = None
         self._stop = Stop()
         self._lock = threading.Lock()
         self._done: list[Evaluated] = []
@@ -63,14 +76,26 @@ class Evaluations:
         """To be called with every update's number, the steps so far and the parameters; None if that has no use."""
         return self._consider if self._run.eval_frequency else None
 
-    def begin(self, saved: Saved | None, history: Sequence[Mapping[str, Any]]) -> None:
-        """A run begins, or goes on from a checkpoint, with these rows in its log."""
+    def begin(self, saved: Saved | None, history: Sequence[Json]) -> list[str]:
+        """A run begins, or goes on from a checkpoint, with these rows in its log.  Returns what to warn of.
+
+        Raises:
+            Failure: the run's directory cannot be written.
+        """
         if (self._run_dir / BEST / "best.json").exists():
             self._best = read_best(self._run_dir)
+        if not self._run.eval_frequency:
+            return []
         known = {row["update"] for row in history if "eval/episodic_return" in row}
-        if saved is not None and self._run.eval_frequency and saved.update not in known:  # its evaluation was cut short
+        self._latest = max(known, default=0)
+        versions, warnings = self._cut_short(saved.update if saved else 0, known)
+        found = known | {version.update for version in versions}
+        if saved is not None and saved.update % self._run.eval_frequency == 0 and saved.update not in found:
             params = self._agent.algorithm.actor_params(saved.state)
-            self._consider(saved.update, saved.counters["global_step"], params)
+            versions.append(Version(saved.update, saved.counters["global_step"], params))
+        if versions:
+            self._start(versions)
+        return warnings
 
     def log(self, writers: Writers, seconds: float) -> None:
         """Write a row for each evaluation since the last call, at the update whose parameters played."""
@@ -78,8 +103,9 @@ class Evaluations:
             done, self._done = self._done, []
         for one in done:
             writers.write(one.update, one.global_step, seconds, one.values)
+            self._forget(self._path(one.update, one.global_step))
 
-    def finish(self, result: Mapping[str, Any], state: PyTree) -> None:
+    def finish(self, result: Json, state: PyTree) -> None:
         """The run is finished: wait for what is playing, evaluate the last version too, and film it."""
         params = jax.device_get(self._agent.algorithm.actor_params(state))
         update, global_step = result["update"], result["global_step"]
@@ -88,7 +114,7 @@ class Evaluations:
                 self._thread.join()
             self._check()
             if self._latest != update:
-                self._start(update, global_step, params).join()
+                self._start([Version(update, global_step, params)]).join()
                 self._check()
         if self._run.capture_video:
             agent = self._agent._replace(params=params, update=update, global_step=global_step)
@@ -104,46 +130,86 @@ class Evaluations:
         """Evaluate, if this update is due and nothing plays; raise what went wrong in an evaluation before."""
         self._check()
         if update % self._run.eval_frequency == 0 and not (self._thread and self._thread.is_alive()):
-            self._start(update, global_step, params)
+            self._start([Version(update, global_step, params)])
 
     def _check(self) -> None:
         if self._stop.error is not None:
             raise self._stop.error
 
-    def _start(self, update: int, global_step: int, params: PyTree) -> threading.Thread:
-        copy = jax.device_put(params, self._device, may_alias=False)
-        self._latest = update
-        self._thread = threading.Thread(
-            target=self._evaluate, args=(update, global_step, copy), name="evaluation", daemon=True
-        )
+    def _start(self, versions: Sequence[Version]) -> threading.Thread:
+        """Play these, one after the other.  On return their parameters are on disk: no checkpoint can be newer."""
+        for version in versions:
+            self._remember(version)
+        copies = [v._replace(params=jax.device_put(v.params, self._device, may_alias=False)) for v in versions]
+        self._latest = versions[-1].update
+        self._thread = threading.Thread(target=self._evaluate, args=(copies,), name="evaluation", daemon=True)
         self._thread.start()
         return self._thread
 
-    def _evaluate(self, update: int, global_step: int, params: PyTree) -> None:
+    def _path(self, update: int, global_step: int) -> Path:
+        return self._run_dir / EVALUATING / f"{update}-{global_step}.msgpack"
+
+    def _remember(self, version: Version) -> None:
+        path = self._path(version.update, version.global_step)
         try:
-            started = time.perf_counter()
-            agent = self._agent._replace(params=params)
-            e = agent.experiment
-            episodes = play(
-                agent, self._run.eval_episodes, e.seed, self._device,
-                epoch=update, make_envs=self._quiet_envs, check=self._stop.check,
-            )  # fmt: skip
-            r = summary(e.env_id, agent.spec.is_atari, episodes)
-            values = {
-                "eval/episodic_return": r["mean"],
-                "eval/episodic_return_std": r["std"],
-                "eval/episodic_length": r["mean_length"],
-                "eval/human_normalised_score": r["human_normalised_score"],
-                "eval/seconds": time.perf_counter() - started,
-            }
-            if self._best is None or r["mean"] > self._best["episodic_return"]:
-                self._keep(update, global_step, r["mean"], params)
-            with self._lock:
-                self._done.append(Evaluated(update, global_step, {k: v for k, v in values.items() if v is not None}))
+            path.parent.mkdir(exist_ok=True)
+            save_model(path, version.params)
+        except OSError as error:
+            raise unwritable(path.parent, error) from None
+
+    def _forget(self, path: Path) -> None:
+        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # others are in it
+            path.parent.rmdir()
+
+    def _cut_short(self, update: int, known: Container[int]) -> tuple[list[Version], list[str]]:
+        """What was begun by that update and is not known yet, in order; and what to warn of.
+
+        The rest is forgotten: later updates will be made again, and evaluated then.
+        """
+        algorithm = self._agent.algorithm
+        like = jax.eval_shape(lambda: algorithm.actor_params(algorithm.init(jax.random.key(0))))
+        versions, warnings = [], []
+        for path in list((self._run_dir / EVALUATING).glob("*")):
+            named = re.fullmatch(r"(\d+)-(\d+)\.msgpack", path.name)
+            if named is None or int(named[1]) > update or int(named[1]) in known:
+                self._forget(path)
+                continue
+            try:
+                versions.append(Version(int(named[1]), int(named[2]), read_model(path, like)))
+            except Failure as damage:
+                warnings.append(f"update {named[1]} will not be evaluated again: {damage}")
+        return sorted(versions, key=lambda version: version.update), warnings
+
+    def _evaluate(self, versions: Sequence[Version]) -> None:
+        try:
+            for version in versions:
+                self._evaluate_one(*version)
         except Closed:
             pass
         except BaseException as error:  # the learner's thread raises it
             self._stop(error)
+
+    def _evaluate_one(self, update: int, global_step: int, params: PyTree) -> None:
+        started = time.perf_counter()
+        agent = self._agent._replace(params=params)
+        e = agent.experiment
+        episodes = play(
+            agent, self._run.eval_episodes, e.seed, self._device,
+            epoch=update, make_envs=self._quiet_envs, check=self._stop.check,
+        )  # fmt: skip
+        r = summary(e.env_id, agent.spec.is_atari, episodes)
+        values = {
+            "eval/episodic_return": r["mean"],
+            "eval/episodic_return_std": r["std"],
+            "eval/episodic_length": r["mean_length"],
+            "eval/human_normalised_score": r["human_normalised_score"],
+            "eval/seconds": time.perf_counter() - started,
+        }
+        if self._best is None or r["mean"] > self._best["episodic_return"]:
+            self._keep(update, global_step, r["mean"], params)
+        with self._lock:
+            self._done.append(Evaluated(update, global_step, {k: v for k, v in values.items() if v is not None}))
 
     def _quiet_envs(self, seeds: Sequence[int]) -> Envs:
         """Environments whose threads only run where training leaves a core idle.
@@ -151,7 +217,7 @@ class Evaluations:
         Threads inherit how nice they are.  This one, which also holds Python's lock, must stay as it is: one that waits
         for a core while it holds the lock would keep the actors waiting.
         """
-        made: list[Any] = []
+        made: list[Envs | BaseException] = []
 
         def make() -> None:
             with contextlib.suppress(OSError, AttributeError):
@@ -185,8 +251,14 @@ class Evaluations:
                 if old.stem != str(update):
                     old.unlink()
         except OSError as error:
-            raise Failure(f"{folder} cannot be written: {error.strerror}; make room, then go on") from None
+            raise unwritable(folder, error) from None
         self._best = best
+
+
+def unwritable(folder: Path, error: OSError) -> Failure:
+    """The message for a folder of the run that cannot be written."""
+    why = f"{folder} cannot be written ({error.strerror})"
+    return Failure(f"{why}; make room, then give the same command again to go on")
 
 
 def check_can_be_filmed(spec: EnvSpec) -> None:

@@ -4,7 +4,6 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -17,8 +16,8 @@ from cleanba.config import Placement, require
 from cleanba.environments.atari_scores import human_normalised, reference
 from cleanba.environments.envpool import Envs, threads_per_actor
 from cleanba.errors import Exit, Failure
-from cleanba.files import write_json
-from cleanba.recipes import read_recipe
+from cleanba.files import Json, write_json
+from cleanba.recipes import Play, read_recipe
 from cleanba.rollout import Episode, EpisodeTracker
 from cleanba.runtime.collect import first_carry
 from cleanba.runtime.digests import params_digest
@@ -41,7 +40,9 @@ class Eval:
     seed: int = 1
     """seed of environments and actions; no training run has any of these environments"""
     greedy: bool = False
-    """take the likeliest action instead of drawing one from the policy"""
+    """take the likeliest action instead of drawing one from the policy; DQN always takes the best that it knows"""
+    epsilon: float | None = None
+    """probability of a uniformly random action in place of the policy's (None: 0.05 for DQN, else 0)"""
     video: bool = False
     """film the first episode of the first environment (an MP4 in the run's videos/)"""
 
@@ -52,7 +53,7 @@ def play(
     seed: int,
     device: jax.Device,
     *,
-    greedy: bool = False,
+    plays: Play | None = None,
     epoch: int = 0,
     film: Film | None = None,
     make_envs: Callable[[Sequence[int]], Envs] | None = None,
@@ -61,9 +62,11 @@ def play(
     """Play that many complete episodes -> what they returned, by environment and in the order it played them.
 
     Each environment has its number of episodes before anything is played.  Counting those that end first, wherever
-    that is, would count too many short ones.  `epoch` distinguishes evaluations with the same seed; `check` is called
-    at every step and may raise to end the evaluation.
+    that is, would count too many short ones.  It acts as `plays` says, or else as its algorithm is evaluated.  `epoch`
+    distinguishes evaluations with the same seed; `check` is called at every step and may raise to end the evaluation.
     """
+    greedy, epsilon = plays or agent.plays
+    chance = np.random.default_rng((seed, epoch))
     n = min(episodes, MAX_ENVS)
     quota = [episodes // n + (i < episodes % n) for i in range(n)]
     seeds = [eval_seed(seed, i, epoch, n) for i in range(n)]
@@ -79,11 +82,15 @@ def play(
         t = 0
         while any(len(mine) < most for mine, most in zip(played, quota, strict=True)):
             check()
-            action, next_carry = agent.act(params, carry, obs, first, key, np.int32(t), not greedy)
+            chosen, next_carry = agent.act(params, carry, obs, first, key, np.int32(t), not greedy)
+            action = np.asarray(chosen)
+            if epsilon > 0:
+                anything = chance.integers(0, agent.spec.num_actions, n, np.int32)
+                action = np.where(chance.random(n) < epsilon, anything, action)
             filming = film if not played[0] and not done[0] else None
             if filming is not None:
                 filming.add(envs.render(0), envs.steps_per_second, params, obs, first, carry, action, tracker.ret[0])
-            step = envs.step(np.asarray(action))
+            step = envs.step(action)
             executed = ~done  # the others only began their next episode
             ended = np.flatnonzero(step.over & executed)
             for i, episode in zip(ended, tracker.add(step.raw_reward, executed, step.over), strict=True):
@@ -99,18 +106,19 @@ def play(
 
 
 def record(
-    run_dir: Path, agent: Agent, seed: int, episodes: int, device: jax.Device, greedy: bool = False
+    run_dir: Path, agent: Agent, seed: int, episodes: int, device: jax.Device, plays: Play | None = None
 ) -> tuple[list[Episode], Path]:
     """As `play`, with a film of the first episode of the first environment in the run's videos/."""
     name = f"update-{agent.update}" if agent.update is not None else "model"
+    greedy = (plays or agent.plays).greedy
     film = Film(run_dir / "videos" / f"{name}-seed-{seed}{'-greedy' * greedy}.mp4", agent)
     try:
-        return play(agent, episodes, seed, device, greedy=greedy, film=film), film.path
+        return play(agent, episodes, seed, device, plays=plays, film=film), film.path
     finally:
         film.close()
 
 
-def summary(env_id: str, is_atari: bool, episodes: Sequence[Episode]) -> dict[str, Any]:
+def summary(env_id: str, is_atari: bool, episodes: Sequence[Episode]) -> Json:
     """The numbers of an evaluation, by the names that eval.json has."""
     returns = np.array([episode.ret for episode in episodes])
     lengths = np.array([episode.length for episode in episodes])
@@ -133,6 +141,10 @@ def eval_command(argv: Sequence[str]) -> Exit:
     """`cleanba eval RUN_DIR …`"""
     options = tyro.cli(Eval, args=argv, prog="cleanba eval")
     require(options.episodes >= 1, f"episodes={options.episodes} must be at least 1; set --episodes")
+    require(
+        options.epsilon is None or 0 <= options.epsilon <= 1,
+        f"epsilon={options.epsilon} must lie in [0, 1]; set --epsilon accordingly",
+    )
     require(0 <= options.seed < 2**31, f"seed={options.seed} must lie in [0, 2^31); try --seed 1")
     run_dir = Path(options.run_dir)
     if options.run_dir.startswith("hf://"):
@@ -144,18 +156,21 @@ def eval_command(argv: Sequence[str]) -> Exit:
     set_precision(e.dtype)
     devices = find_devices(Placement())
     agent = load_agent(run_dir, options.checkpoint, devices.platform)
+    epsilon = agent.plays.epsilon if options.epsilon is None else options.epsilon
+    plays = Play(options.greedy or agent.plays.greedy, epsilon)
     film = None
     if options.video:
-        episodes, film = record(run_dir, agent, options.seed, options.episodes, devices.actors[0], options.greedy)
+        episodes, film = record(run_dir, agent, options.seed, options.episodes, devices.actors[0], plays)
     else:
-        episodes = play(agent, options.episodes, options.seed, devices.actors[0], greedy=options.greedy)
+        episodes = play(agent, options.episodes, options.seed, devices.actors[0], plays=plays)
     result = {
         "env_id": e.env_id,
         "algorithm": recipe.name,
         "update": agent.update,
         "global_step": agent.global_step,
         "seed": options.seed,
-        "greedy": options.greedy,
+        "greedy": plays.greedy,
+        "epsilon": plays.epsilon,
         "params_digest": params_digest(agent.params),
         "video": str(film.relative_to(run_dir)) if film is not None else None,
         **summary(e.env_id, agent.spec.is_atari, episodes),
@@ -168,10 +183,11 @@ def eval_command(argv: Sequence[str]) -> Exit:
     return Exit()
 
 
-def in_words(run_dir: Path, r: dict[str, Any]) -> str:
+def in_words(run_dir: Path, r: Json) -> str:
     """An evaluation in a few lines."""
     of = "saved model" if r["update"] is None else f"checkpoint of update {r['update']} ({r['global_step']:,} steps)"
     drawn = "likeliest actions" if r["greedy"] else "actions drawn from the policy"
+    drawn += f" but for {r['epsilon']:.3g} of chance" if r["epsilon"] else ""
     plural = "s" * (r["episodes"] != 1)
     lines = [
         f"{r['algorithm']} on {r['env_id']}, {of}: {r['episodes']} episode{plural}, {drawn}, seed {r['seed']}",

@@ -60,9 +60,9 @@ class Film:
         fps: float,
         params: PyTree,
         obs: PyTree,
-        first: Any,
+        first: np.ndarray,
         carry: PyTree,
-        action: Any,
+        action: np.ndarray,
         score: float,
     ) -> None:
         """One step: the picture [H, W, 3]; the first of obs, first, carry, action [B, ...] is the one shown."""
@@ -158,15 +158,19 @@ def draw_numbers(parts: dict[str, np.ndarray]) -> Image.Image:
     return image
 
 
-def draw_policy(names: tuple[str, ...], probabilities: np.ndarray, chosen: int | None) -> Image.Image:
-    """A bar for each action as long as its probability; the action that was taken in another colour."""
+def draw_policy(names: tuple[str, ...], values: np.ndarray, chosen: int | None) -> Image.Image:
+    """A bar for each action as long as its probability; the action that was taken in another colour.
+
+    Values that are no probabilities, as DQN's, are drawn from the lowest, or zero, to the highest, or one.
+    """
+    low, high = min(0.0, float(values.min())), max(1.0, float(values.max()))
     image = Image.new("RGB", (BARS, LINE * len(names)), PAPER)
     draw, font = ImageDraw.Draw(image), ImageFont.load_default(13)
-    for i, (name, p) in enumerate(zip(names, probabilities, strict=True)):
+    for i, (name, value) in enumerate(zip(names, values, strict=True)):
         top, colour = i * LINE, INK if i == chosen else DIM
         draw.text((0, top), name, colour, font)
-        draw.text((105, top), f"{p:.2f}", colour, font)
-        length = round(float(p) * (BARS - 140))
+        draw.text((105, top), f"{value:.2f}", colour, font)
+        length = round((float(value) - low) / (high - low) * (BARS - 140))
         draw.rectangle((139, top + 2, 139 + length, top + LINE - 5), CHOSEN if i == chosen else BAR)
     return image
 

@@ -15,7 +15,7 @@ import tyro
 from cleanba.agents.agent import load_agent
 from cleanba.config import Placement, read_experiment, require
 from cleanba.errors import Exit, Failure, UsageError
-from cleanba.files import read_json
+from cleanba.files import Json, read_json
 from cleanba.runtime.checkpoint import save_model
 from cleanba.runtime.digests import params_digest
 from cleanba.runtime.placement import find_devices
@@ -126,7 +126,7 @@ def _attempt(otherwise: str, do: Callable[[], T]) -> T:
         raise Failure(f"{otherwise} ({reason})") from error
 
 
-def repository_name(run_dir: Path, experiment: dict[str, Any]) -> str:
+def repository_name(run_dir: Path, experiment: Json) -> str:
     """A repository's name, as CleanRL's users know it."""
     run = read_json(run_dir / "config.json").get("run") or {}
     name = f"{experiment['env_id']}-{run.get('exp_name') or experiment['algorithm']}-seed{experiment['seed']}"
@@ -162,7 +162,7 @@ def write_model(path: Path, run_dir: Path) -> Model:
     return Model(agent.update, agent.global_step, params_digest(agent.params))
 
 
-def public_config(run_dir: Path) -> dict[str, Any]:
+def public_config(run_dir: Path) -> Json:
     """config.json without the names of folders, hosts, jobs and accounts."""
     config = read_json(run_dir / "config.json")
     placement, run = config.get("placement", {}), config.get("run", {})

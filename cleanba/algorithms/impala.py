@@ -4,7 +4,6 @@ The sections are those of `ppo.py`; what differs between the files is what diffe
 """
 
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -13,8 +12,8 @@ import optax
 from jax import lax
 
 from cleanba.algorithm import Algorithm, Metrics, no_memory
-from cleanba.algorithms.optimiser import State, descend, learning_rate
-from cleanba.config import Experiment, Partition, require
+from cleanba.algorithms.optimiser import State, learning_rate, sgd_step
+from cleanba.config import Partition, PolicyGradient, require
 from cleanba.environments.specs import EnvSpec
 from cleanba.networks import make_actor_critic
 from cleanba.ops.losses import log_prob_and_entropy, squared_error
@@ -24,7 +23,7 @@ from cleanba.shards import ShardAxis
 
 
 @dataclass(frozen=True)
-class IMPALA(Experiment):
+class IMPALA(PolicyGradient):
     """What is trained: together these decide every bit of the trained parameters."""
 
     num_steps: int = 20
@@ -140,13 +139,11 @@ def make(e: IMPALA, spec: EnvSpec, platform: str) -> Algorithm:
         rate = learning_rate(e, state.updates)
 
         def minibatch(state: State, m: jax.Array) -> tuple[State, Metrics]:
-            load = lambda i: (take(rollout, i, m),)
+            valid_of = lambda i: (take(rollout, i, m).valid,)
             count = lambda valid: valid.sum().astype(jnp.float32)
-            valid = jnp.maximum(shards.sum(shards.map_from(lambda i: (load(i)[0].valid,), count)), 1.0)
-            of_shard = lambda mb: jax.grad(loss, has_aux=True)(state.params, mb, valid)
-            gradient, metrics = shards.sum(shards.map_from(load, of_shard))
-            state, norm = shards.isolate(partial(descend, optimiser), rate, state, gradient)
-            return state, metrics | {"losses/grad_norm": norm}
+            valid = jnp.maximum(shards.sum(shards.map_from(valid_of, count)), 1.0)
+            load = lambda i: (take(rollout, i, m), valid)
+            return sgd_step(shards, optimiser, rate, state, loss, load)
 
         state, metrics = lax.scan(minibatch, state, jnp.arange(e.num_minibatches))
         metrics = {name: x.mean() for name, x in metrics.items()} | {"charts/learning_rate": rate}

@@ -1,21 +1,35 @@
-"""What an actor-critic's learner keeps, and one step of gradient descent."""
+"""What a learner keeps, and the one gradient step that every algorithm takes."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from cleanba.algorithm import Metrics
 from cleanba.config import Experiment
 from cleanba.rollout import PyTree
+from cleanba.shards import ShardAxis
 
 
 class State(NamedTuple):
-    """A learner's state: all that an update changes."""
+    """The state of a learner with one optimiser: all that an update changes."""
 
     params: PyTree
     optimiser: PyTree
     updates: jax.Array  # int32: updates done
+
+
+class Trained(NamedTuple):
+    """A part of the state that has an optimiser of its own, as critic and actor have."""
+
+    params: PyTree
+    optimiser: PyTree
+
+
+T = TypeVar("T", State, Trained)
 
 
 def learning_rate(e: Experiment, updates: jax.Array) -> jax.Array:
@@ -25,10 +39,30 @@ def learning_rate(e: Experiment, updates: jax.Array) -> jax.Array:
     return e.learning_rate * left
 
 
+def sgd_step(
+    shards: ShardAxis,
+    optimiser: optax.GradientTransformation,
+    rate: jax.Array,
+    trained: T,
+    loss: Callable[..., tuple[jax.Array, Metrics]],
+    load: Callable[[jax.Array], tuple],
+) -> tuple[T, Metrics]:
+    """One step down the gradient of the sum over all shards of `loss(params, *load(i))`.
+
+    `load(i)` moves this device's i-th shard's part of the minibatch to where it is computed with, and `loss` gives
+    that part's share of the minibatch's loss and of its metrics: shares add up, they are no means of their own.
+    What other parameters a loss needs (targets, another network's) it closes over: they get no gradient.
+    """
+    of_shard = lambda *part: jax.grad(loss, has_aux=True)(trained.params, *part)
+    gradient, metrics = shards.sum(shards.map_from(load, of_shard))
+    trained, norm = shards.isolate(partial(descend, optimiser), rate, trained, gradient)
+    return trained, metrics | {"losses/grad_norm": norm}
+
+
 def descend(
-    optimiser: optax.GradientTransformation, rate: jax.Array, state: State, gradient: PyTree
-) -> tuple[State, jax.Array]:
+    optimiser: optax.GradientTransformation, rate: jax.Array, trained: T, gradient: PyTree
+) -> tuple[T, jax.Array]:
     """One step along the optimiser's direction.  Also returns the gradient's global norm, before clipping."""
-    direction, optimiser_state = optimiser.update(gradient, state.optimiser, state.params)
-    params = jax.tree.map(lambda p, d: p - rate * d, state.params, direction)
-    return state._replace(params=params, optimiser=optimiser_state), optax.global_norm(gradient)
+    direction, optimiser_state = optimiser.update(gradient, trained.optimiser, trained.params)
+    params = jax.tree.map(lambda p, d: p - rate * d, trained.params, direction)
+    return trained._replace(params=params, optimiser=optimiser_state), optax.global_norm(gradient)

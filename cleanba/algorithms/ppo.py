@@ -14,8 +14,8 @@ import optax
 from jax import lax
 
 from cleanba.algorithm import Algorithm, Metrics, no_memory
-from cleanba.algorithms.optimiser import State, descend, learning_rate
-from cleanba.config import Experiment, Partition, require
+from cleanba.algorithms.optimiser import State, learning_rate, sgd_step
+from cleanba.config import Partition, PolicyGradient, require
 from cleanba.environments.specs import EnvSpec
 from cleanba.networks import make_actor_critic
 from cleanba.ops.losses import kl_estimate, log_prob_and_entropy, ppo_policy_loss, squared_error
@@ -25,7 +25,7 @@ from cleanba.shards import ShardAxis
 
 
 @dataclass(frozen=True)
-class PPO(Experiment):
+class PPO(PolicyGradient):
     """What is trained: together these decide every bit of the trained parameters."""
 
     gae_lambda: float = 0.95
@@ -158,11 +158,8 @@ def make(e: PPO, spec: EnvSpec, platform: str) -> Algorithm:
 
             def minibatch(state: State, inputs: tuple[jax.Array, Scale]) -> tuple[State, Metrics]:
                 m, scale_m = inputs
-                of_shard = lambda mb: jax.grad(loss, has_aux=True)(state.params, mb, scale_m)
-                load = lambda i: (take(rollout, targets, i, t[i, m], b[i, m]),)
-                gradient, metrics = shards.sum(shards.map_from(load, of_shard))
-                state, norm = shards.isolate(partial(descend, optimiser), rate, state, gradient)
-                return state, metrics | {"losses/grad_norm": norm}
+                load = lambda i: (take(rollout, targets, i, t[i, m], b[i, m]), scale_m)
+                return sgd_step(shards, optimiser, rate, state, loss, load)
 
             return lax.scan(minibatch, state, (jnp.arange(e.num_minibatches), scale))
 

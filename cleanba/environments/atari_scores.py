@@ -8,7 +8,7 @@ from importlib.resources import files
 @cache
 def table() -> dict[str, dict[str, float]]:
     """By environment id, such as Breakout-v5: "random", "human", and "<system>_{return_mean,return_std,minutes}"."""
-    text = files("cleanba").joinpath("data/atari_50M.csv").read_text()
+    text = files("cleanba.environments").joinpath("data/atari_50M.csv").read_text()
     rows = list(csv.DictReader(text.splitlines()))
     return {row.pop("env_id"): {name: float(value) for name, value in row.items()} for row in rows}
 

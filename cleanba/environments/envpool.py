@@ -14,6 +14,15 @@ from cleanba.errors import UsageError, closest_names
 from cleanba.rollout import PyTree
 
 
+def kind(env_id: str) -> str:
+    """What kind of environment this is, by which defaults are chosen: "atari", or "other"; whether or not it exists."""
+    if env_id not in _known():
+        return "other"
+    from envpool.registration import registry  # after `_envpool`, which hushes Gymnasium
+
+    return "atari" if "atari" in str(registry.specs[env_id][0]) else "other"
+
+
 @cache
 def _known() -> frozenset[str]:
     return frozenset(_envpool().list_all_envs())
@@ -67,9 +76,7 @@ def env_spec(e: Experiment) -> EnvSpec:
             f"env_id={e.env_id!r} is not an EnvPool environment; "
             + (f"the closest names are {close}" if close else "names look like Breakout-v5 or CartPole-v1")
         )
-    from envpool.registration import registry
-
-    is_atari = "atari" in str(registry.specs[e.env_id][0])
+    is_atari = kind(e.env_id) == "atari"
     options: dict[str, Any] = {}
     if is_atari:
         options = dict(

@@ -1,5 +1,6 @@
 """Networks by composition: torso (what is seen) -> core (what is remembered) -> heads (what is done and expected)."""
 
+from cleanba.networks.action_values import ActionValues, make_action_values
 from cleanba.networks.actor_critic import ActorCritic, make_actor_critic
 
-__all__ = ["ActorCritic", "make_actor_critic"]
+__all__ = ["ActionValues", "ActorCritic", "make_action_values", "make_actor_critic"]

@@ -75,37 +75,6 @@ def cells_kernel(kernel: jax.Array, stride: int) -> jax.Array:
     return kernel.reshape(count, count, stride * stride * c, f)
 
 
-def patches(x: jax.Array, size: int, stride: int) -> jax.Array:
-    """The size x size neighbourhoods of an image, without padding.  [N, H, W, C] -> [N, H', W', size * size * C].
-
-    The order within a patch is unspecified but agrees with `patch_kernel`.
-    """
-    n, h, w, c = x.shape
-    rows, cols = (h - size) // stride + 1, (w - size) // stride + 1
-    if stride > 1 and size % stride == 0:  # cells of stride x stride, of which a patch takes (size / stride)^2
-        cells = size // stride
-        x = x[:, : (rows + cells - 1) * stride, : (cols + cells - 1) * stride]
-        x = x.reshape(n, rows + cells - 1, stride, cols + cells - 1, stride, c)
-        x = x.transpose(0, 1, 3, 2, 4, 5).reshape(n, rows + cells - 1, cols + cells - 1, stride * stride * c)
-        parts = [x[:, i : i + rows, j : j + cols] for i in range(cells) for j in range(cells)]
-    else:
-        parts = [
-            x[:, i : i + stride * (rows - 1) + 1 : stride, j : j + stride * (cols - 1) + 1 : stride]
-            for i in range(size)
-            for j in range(size)
-        ]
-    return jnp.concatenate(parts, axis=-1)
-
-
-def patch_kernel(kernel: jax.Array, stride: int) -> jax.Array:
-    """A convolution's kernel as the matrix that `patches` are multiplied by.  [k, k, C, F] -> [k * k * C, F]."""
-    size, _, c, f = kernel.shape
-    if stride > 1 and size % stride == 0:
-        cells = size // stride
-        kernel = kernel.reshape(cells, stride, cells, stride, c, f).transpose(0, 2, 1, 3, 4, 5)
-    return kernel.reshape(size * size * c, f)
-
-
 class Conv(nn.Module):
     """2-D convolution, [N, H, W, C] -> [N, H', W', features]."""
 

@@ -117,14 +117,15 @@ class ImpalaResNet(nn.Module):
 
 
 class MLP(nn.Module):
-    """Dense layers with tanh, initialised as CleanRL's.  Numbers [N, ...] -> features."""
+    """Dense layers, initialised as CleanRL's.  Numbers [N, ...] -> features."""
 
     hiddens: Sequence[int] = (64, 64)
     dtype: Any = jnp.float32
+    activation: str = "tanh"  # or "relu"
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         x = x.reshape(x.shape[0], -1).astype(self.dtype)
         for units in self.hiddens:
-            x = nn.tanh(Dense(units, 2**0.5, self.dtype)(x))
+            x = getattr(nn, self.activation)(Dense(units, 2**0.5, self.dtype)(x))
         return x

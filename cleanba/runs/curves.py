@@ -8,12 +8,13 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from cleanba.config import read_experiment, require
 from cleanba.errors import UsageError
+from cleanba.files import Json
 from cleanba.runs import log
 
 GRID = 256  # points of a band's axis
@@ -25,7 +26,7 @@ class Curve(NamedTuple):
     """What one run logged.  Arrays are [N], in the order of the steps, and not empty."""
 
     run_dir: Path
-    experiment: dict[str, Any]
+    experiment: Json
     steps: np.ndarray  # environment steps
     seconds: np.ndarray  # since the run began
     returns: np.ndarray  # mean return of the last 100 episodes
@@ -76,13 +77,13 @@ def find_runs(places: Iterable[Path]) -> list[Path]:
     return list(found.values())
 
 
-def read_rows(run_dir: Path) -> list[dict[str, Any]]:
+def read_rows(run_dir: Path) -> list[Json]:
     """The rows of metrics.jsonl in the order of their updates.  Lines that are damaged are left out with a warning.
 
     Raises:
         UsageError: the file cannot be read.
     """
-    rows: dict[int, dict[str, Any]] = {}
+    rows: dict[int, Json] = {}
     damaged = []
     try:
         for number, row in log.read(run_dir):
@@ -98,11 +99,11 @@ def read_rows(run_dir: Path) -> list[dict[str, Any]]:
     return [rows[update] for update in sorted(rows)]
 
 
-def _is_number(x: Any) -> bool:
+def _is_number(x: object) -> bool:
     return isinstance(x, int | float) and math.isfinite(x)
 
 
-def column(rows: Sequence[dict[str, Any]], name: str) -> np.ndarray:
+def column(rows: Sequence[Json], name: str) -> np.ndarray:
     """One metric as floats [N], NaN where a row has no such number."""
     values = (row.get(name) for row in rows)
     return np.array([v if isinstance(v, int | float) else math.nan for v in values], np.float64)
@@ -162,12 +163,12 @@ def group(curves: Sequence[Curve]) -> Groups:
     differ = sorted({name for fields in values.values() for name, seen in fields.items() if len(seen) > 1})
     several = any(len(names) > 1 for names in algorithms.values()) or not differ
 
-    def shown(value: Any) -> str:
+    def shown(value: object) -> str:
         if isinstance(value, list):
             return "x".join(map(shown, value))
         return f"{value:.10g}" if isinstance(value, float) else str(value)
 
-    def label(e: dict[str, Any]) -> str:
+    def label(e: Json) -> str:
         parts = [f"{name}={shown(e[name])}" for name in differ if name in e]
         return ", ".join([e["algorithm"]] * (several or not parts) + parts)
 
@@ -184,9 +185,9 @@ def variants_of(groups: Groups) -> list[str]:
     return sorted({name: None for variants in groups.values() for name in variants}, key=natural)
 
 
-def natural(text: str) -> list[Any]:
+def natural(text: str) -> list[tuple[int, float, str]]:
     """A key that sorts numbers within texts by size."""
-    parts: list[Any] = []
+    parts: list[tuple[int, float, str]] = []
     for word in text.replace("=", " = ").replace(",", " , ").split():
         try:
             parts.append((0, float(word), ""))

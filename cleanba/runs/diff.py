@@ -3,24 +3,27 @@
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from cleanba.config import differences, read_experiment
 from cleanba.errors import Exit, UsageError
-from cleanba.files import read_json
+from cleanba.files import Json, read_json
 from cleanba.runs import log
 from cleanba.runs.directory import differing_machines
 
 USAGE = """usage: cleanba diff RUN_A RUN_B
 
-Says whether two runs are the same experiment, and whether, from which update on and by how much their parameters and
-metrics differ.  Exit code 0 when identical, 1 when not."""
+Says whether two runs are the same experiment, and whether, from which update on and by how much their parameters, the
+rest of what the learner keeps (state and memory), and metrics differ.  Exit code 0 when identical, 1 when not."""
+
+# What a digest is of, by its name in metrics.jsonl.  Runs of earlier versions have the first only.
+DIGESTS = {"params_digest": "parameters", "learner_digest": "state and memory"}
 
 # What depends on where and when a run was made, not on what it trained.
 NOT_TRAINED = ("stats/", "charts/SPS", "seconds")
 
 
-def read_rows(run_dir: Path) -> dict[int, dict[str, Any]]:
+def read_rows(run_dir: Path) -> dict[int, Json]:
     """metrics.jsonl by update, without what depends on the placement.
 
     Raises:
@@ -36,12 +39,12 @@ def read_rows(run_dir: Path) -> dict[int, dict[str, Any]]:
     return rows
 
 
-def compare_metrics(a: dict[int, dict[str, Any]], b: dict[int, dict[str, Any]]) -> list[str]:
+def compare_metrics(a: dict[int, Json], b: dict[int, Json]) -> list[str]:
     """One line per metric that differs at an update that both runs logged: where first, and by how much at most."""
     first: dict[str, int] = {}
     largest: dict[str, float] = {}
     for update in sorted(set(a) & set(b)):
-        for name in sorted(set(a[update]) & set(b[update]) - {"params_digest"}):
+        for name in sorted(set(a[update]) & set(b[update]) - set(DIGESTS)):
             x, y = a[update][name], b[update][name]
             if x == y:
                 continue
@@ -52,13 +55,32 @@ def compare_metrics(a: dict[int, dict[str, Any]], b: dict[int, dict[str, Any]]) 
     return [f"{name}: from update {update} on{by_how_much(largest[name])}" for name, update in first.items()]
 
 
-def compare_parameters(a: Path, b: Path) -> str:
-    """How far the newest parameters that both runs keep a checkpoint of lie apart."""
+class Compared(NamedTuple):
+    """Two runs' digests of one thing."""
+
+    same: bool | None  # None: they have none in common
+    words: str
+
+
+def compare_digests(name: str, a: dict[int, Json], b: dict[int, Json]) -> Compared:
+    """The digests of that name, at the updates at which both runs took one."""
+    both = [update for update in sorted(set(a) & set(b)) if name in a[update] and name in b[update]]
+    if not both:
+        return Compared(None, "cannot be compared: there is no update at which both runs took a digest")
+    wrong = [update for update in both if a[update][name] != b[update][name]]
+    if not wrong:
+        return Compared(True, f"are identical at all {len(both)} digests, the last at update {both[-1]}")
+    fine = [update for update in both if update < wrong[0]]
+    return Compared(False, f"differ from update {wrong[0]} on" + (f", the same at update {fine[-1]}" if fine else ""))
+
+
+def compare_states(a: Path, b: Path) -> str:
+    """How far the newest states that both runs keep a checkpoint of lie apart."""
     from cleanba.runtime.checkpoint import read_arrays, updates_kept  # Orbax takes seconds to import
 
     common = sorted(set(updates_kept(a)) & set(updates_kept(b)))
     if not common:
-        return "no checkpoint of the same update is kept by both runs, so parameters cannot be compared one by one"
+        return "no checkpoint of the same update is kept by both runs, so states cannot be compared number by number"
     update = common[-1]
     x, y = read_arrays(a, update), read_arrays(b, update)
     if [v.shape for v in x] != [v.shape for v in y]:
@@ -81,18 +103,12 @@ def diff_command(argv: Sequence[str]) -> Exit:
         print(line)
 
     rows_a, rows_b = read_rows(a), read_rows(b)
-    digests_a, digests_b = ({u: r["params_digest"] for u, r in rows.items() if "params_digest" in r}
-                            for rows in (rows_a, rows_b))  # fmt: skip
-    both = sorted(set(digests_a) & set(digests_b))
-    wrong = [u for u in both if digests_a[u] != digests_b[u]]
-    if not both:
-        print("parameters: no update at which both runs took a digest")
-    elif wrong:
-        fine = [u for u in both if u < wrong[0]]
-        since = f", the same at update {fine[-1]}" if fine else ""
-        print(f"parameters differ from update {wrong[0]} on{since}; {compare_parameters(a, b)}")
-    else:
-        print(f"parameters are identical at all {len(both)} digests, the last at update {both[-1]}")
+    compared = {name: compare_digests(name, rows_a, rows_b) for name in DIGESTS}
+    for name, what in DIGESTS.items():
+        print(f"{what} {compared[name].words}")
+    differ = any(found.same is False for found in compared.values())
+    if differ:
+        print(compare_states(a, b))
     lines = compare_metrics(rows_a, rows_b)
     shared = len(set(rows_a) & set(rows_b))
     print("\n".join(["metrics differ:", *("  " + line for line in lines)]) if lines else
@@ -101,6 +117,7 @@ def diff_command(argv: Sequence[str]) -> Exit:
     last_a, last_b = max(rows_a, default=0), max(rows_b, default=0)
     if last_a != last_b:
         print(f"the runs reach different updates: {last_a} and {last_b}")
-    identical = bool(both) and not changed and not wrong and not lines and last_a == last_b
+    taken = compared["params_digest"].same is not None
+    identical = taken and not differ and not changed and not lines and last_a == last_b
     print("identical" if identical else "not identical")
     return Exit(0 if identical else 1)

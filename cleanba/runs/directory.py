@@ -6,11 +6,11 @@ import fcntl
 import os
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, TextIO
 
 from cleanba.config import Experiment, Placement, Run, differences, read_experiment, to_json
 from cleanba.errors import UsageError
-from cleanba.files import read_json, write_json
+from cleanba.files import Json, read_json, write_json
 from cleanba.runtime.placement import describe_devices
 
 
@@ -39,13 +39,13 @@ def batch_job() -> str | None:
 
 
 class Opened(NamedTuple):
-    config: dict[str, Any]
+    config: Json
     """what config.json says now"""
-    earlier: dict[str, Any] | None
+    earlier: Json | None
     """what it said before, if the run goes on"""
 
 
-def differing_machines(earlier: dict[str, Any] | None, now: dict[str, Any]) -> list[str]:
+def differing_machines(earlier: Json | None, now: Json) -> list[str]:
     """In what the machines of two runs differ that may change bits: packages, kind of device or CPU."""
     if earlier is None:
         return []
@@ -64,7 +64,7 @@ def open_run(run_dir: Path, algorithm: str, e: Experiment, placement: Placement,
         Finished: the same experiment has finished there.
         UsageError: another experiment lives there, or the directory cannot be written.
     """
-    config: dict[str, Any] = {
+    config: Json = {
         "experiment": {"algorithm": algorithm, **to_json(e)},
         "placement": to_json(placement),
         "run": to_json(run),
@@ -98,7 +98,7 @@ def unwritable(run_dir: Path, error: OSError) -> UsageError:
     return UsageError(f"run directory {run_dir} cannot be written: {reason}; choose another --run-dir")
 
 
-def lock(run_dir: Path) -> Any:
+def lock(run_dir: Path) -> TextIO:
     """Keep other processes out of a run directory for as long as the returned file is open.
 
     Raises:

@@ -88,7 +88,7 @@ def _number(x: Any) -> float | None:
 
 
 def is_locked(run_dir: Path) -> bool:
-    """Whether a process is training there: it holds the lock (`runtime/rundir.py`)."""
+    """Whether a process is training there: it holds the lock (`runs/directory.py`)."""
     try:
         with (run_dir / ".lock").open() as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

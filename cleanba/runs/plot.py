@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import tyro
@@ -16,10 +16,15 @@ import tyro
 from cleanba.config import require
 from cleanba.environments.atari_scores import human_normalised, reference
 from cleanba.errors import Exit, UsageError
+from cleanba.files import Json
 from cleanba.runs.aggregates import STATISTICS, Aggregates, aggregates, published, published_systems
 from cleanba.runs.curves import Groups, Interval, band, ends_early, group, load, mean_interval, variants_of
 
-PUBLISHED_PROTOCOL: dict[str, Any] = {
+if TYPE_CHECKING:  # drawing takes a second to import
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+PUBLISHED_PROTOCOL: Json = {
     "repeat_action_probability": 0.25,
     "full_action_space": True,
     "episodic_life": False,
@@ -190,7 +195,7 @@ def protocol_notes(groups: Groups, games: Sequence[str]) -> list[str]:
 # Figures
 
 
-def look(i: int) -> dict[str, Any]:
+def look(i: int) -> Json:
     """Colour, line style and marker of the i-th line; no two of the first 56 are alike."""
     return {
         "color": COLOURS[i % len(COLOURS)],
@@ -249,7 +254,7 @@ def legend_below(figure: Any, handles: Sequence[Any], caption: str) -> None:
     figure.text(0.5, 0.05 / whole, text, fontsize=7, color="0.35", ha="center", va="bottom")
 
 
-def draw_curves(groups: Groups, axis: Literal["steps", "seconds"]) -> Any:
+def draw_curves(groups: Groups, axis: Literal["steps", "seconds"]) -> "Figure":
     """One panel per environment, one line per variant."""
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
@@ -302,14 +307,14 @@ def draw_curves(groups: Groups, axis: Literal["steps", "seconds"]) -> Any:
     return figure
 
 
-def dress(panel: Any, size: float) -> None:
+def dress(panel: "Axes", size: float) -> None:
     """A panel's frame, grid and small text."""
     panel.tick_params(labelsize=size - 0.5)
     panel.grid(alpha=0.25, linewidth=0.5)
     panel.spines[["top", "right"]].set_visible(False)
 
 
-def draw_aggregates(over_games: Aggregates, names: Sequence[str]) -> Any:
+def draw_aggregates(over_games: Aggregates, names: Sequence[str]) -> "Figure":
     """The aggregates with their intervals, the published systems below; under them the performance profiles.
 
     Variants that are not among `names` are grey, and have no band.
@@ -359,7 +364,7 @@ def draw_aggregates(over_games: Aggregates, names: Sequence[str]) -> Any:
     return figure
 
 
-def save(figure: Any, path: Path) -> list[Path]:
+def save(figure: "Figure", path: Path) -> list[Path]:
     """Write a figure as PNG and SVG."""
     import matplotlib
 

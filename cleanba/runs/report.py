@@ -7,24 +7,27 @@ forbids it to fetch anything.  Figures take their colours from the style, so the
 import base64
 import io
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tyro
 
 from cleanba.config import read_experiment
 from cleanba.errors import Exit, Failure, UsageError
-from cleanba.files import read_json
+from cleanba.files import Json, read_json
 from cleanba.runs.curves import column, read_rows
 from cleanba.runtime.metrics import duration
 
+if TYPE_CHECKING:  # drawing takes a second to import
+    from matplotlib.axes import Axes
+
 LARGEST_FILM = 64 * 2**20  # bytes; browsers are slow with larger pages
 
-Rows = Sequence[dict[str, Any]]
+Rows = Sequence[Json]
 
 # Colours that no figure has otherwise; in the page the style's own stand in their place.
 INK, FAINT = "#010101", "#020202"
@@ -120,7 +123,7 @@ def page(run_dir: Path) -> str:
     )
 
 
-def optional(path: Path) -> dict[str, Any]:
+def optional(path: Path) -> Json:
     """A JSON file that may be missing or cut short."""
     try:
         return read_json(path)
@@ -136,7 +139,7 @@ def section(title: str, content: str) -> str:
     return f"\n<section><h2>{escape(title)}</h2>\n{content}</section>"
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """A value as text: numbers with thousands apart, lists by their elements."""
     if value is None:
         return "–"
@@ -151,7 +154,7 @@ def shown(value: Any) -> str:
     return str(value)
 
 
-def tables(*named: tuple[str, dict[str, Any]]) -> str:
+def tables(*named: tuple[str, Json]) -> str:
     """Dictionaries as tables of two columns, beside each other."""
     row = lambda k, v: f"<tr><th>{escape(k)}</th><td>{escape(shown(v))}</td></tr>"
     table = lambda name, values: (
@@ -160,13 +163,13 @@ def tables(*named: tuple[str, dict[str, Any]]) -> str:
     return f'<div class="tables">{"".join(table(name, values) for name, values in named)}</div>'
 
 
-def facts(values: Iterable[tuple[str, Any]]) -> str:
+def facts(values: Iterable[tuple[str, object]]) -> str:
     """A few figures to see at once."""
     cells = (f"<div><span>{escape(name)}</span><b>{escape(shown(value))}</b></div>" for name, value in values)
     return f'<div class="facts">{"".join(cells)}</div>'
 
 
-def overview(result: dict[str, Any], rows: Rows, experiment: dict[str, Any]) -> str:
+def overview(result: Json, rows: Rows, experiment: Json) -> str:
     """How far the run is and how it goes; from result.json, or from the last log point of one without."""
     last = rows[-1] if rows else {}
     known = lambda name, metric: result.get(name, last.get(metric))
@@ -182,8 +185,9 @@ def overview(result: dict[str, Any], rows: Rows, experiment: dict[str, Any]) -> 
         ]
     )
     error = f'<p class="error">{escape(str(result["error"]))}</p>' if "error" in result else ""
-    digest = result.get("params_digest")
-    return words + error + (f"<p>parameters <code>{escape(str(digest))}</code></p>" if digest else "")
+    named = {"parameters": result.get("params_digest"), "state and memory": result.get("learner_digest")}
+    digests = (f"<p>{what} <code>{escape(str(digest))}</code></p>" for what, digest in named.items() if digest)
+    return words + error + "".join(digests)
 
 
 def learning(rows: Rows) -> str:
@@ -236,7 +240,7 @@ def throughput(rows: Rows) -> str:
     return figures(drawn, "Nothing is logged yet.", "two")
 
 
-def evaluation(run_dir: Path, result: dict[str, Any]) -> str:
+def evaluation(run_dir: Path, result: Json) -> str:
     """What `cleanba eval` has measured, and the newest film."""
     parts = []
     if result:
@@ -286,7 +290,7 @@ def lines(x: np.ndarray, named: dict[str, np.ndarray], axis: str, from_zero: boo
     if not named:
         return ""
 
-    def draw(panel: Any) -> None:
+    def draw(panel: "Axes") -> None:
         for i, (name, y) in enumerate(named.items()):
             there = np.isfinite(y)
             dot = "o" if there.sum() == 1 else ""
@@ -306,7 +310,7 @@ def stack(x: np.ndarray, named: dict[str, np.ndarray], axis: str) -> str:
     if there.sum() < 2:
         return ""
 
-    def draw(panel: Any) -> None:
+    def draw(panel: "Axes") -> None:
         ys = [y[there] for y in named.values()]
         panel.stackplot(x[there], ys, labels=list(named), colors=LINES, edgecolor=INK, linewidth=0.25)
         panel.set_ylim(0, 1)
@@ -323,7 +327,7 @@ def bottlenecks(rows: Rows, time: np.ndarray, axis: str) -> str:
         return ""
     names = sorted({name for _, name in said})
 
-    def draw(panel: Any) -> None:
+    def draw(panel: "Axes") -> None:
         for y, name in enumerate(names):
             bars = [(time[i - 1] if i else 0.0, time[i] - (time[i - 1] if i else 0.0)) for i, n in said if n == name]
             panel.broken_barh(bars, (y - 0.4, 0.8), color=LINES[y % len(LINES)], linewidth=0.6)
@@ -334,7 +338,7 @@ def bottlenecks(rows: Rows, time: np.ndarray, axis: str) -> str:
     return svg(draw, axis, height=0.7 + 0.3 * len(names))
 
 
-def svg(draw: Any, axis: str, legend: bool = False, height: float = 2.3) -> str:
+def svg(draw: "Callable[[Axes], None]", axis: str, legend: bool = False, height: float = 2.3) -> str:
     """What `draw(panel)` draws, as an SVG element in the colours of the page."""
     import matplotlib
     from matplotlib.figure import Figure

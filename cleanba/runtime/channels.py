@@ -3,9 +3,10 @@
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 
 class Closed(Exception):
@@ -75,7 +76,7 @@ class Channel(Generic[T]):
         """
         return self._exchange(lambda: bool(self._items), self._items.pop)
 
-    def _exchange(self, ready: Callable[[], bool], do: Callable[[], Any]) -> Any:
+    def _exchange(self, ready: Callable[[], bool], do: Callable[[], R]) -> tuple[R, float]:
         start = time.perf_counter()
         with self._changed:
             self._changed.wait_for(lambda: ready() or self._stop.is_set)

@@ -15,13 +15,13 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from cleanba.errors import Failure
-from cleanba.files import write_whole
+from cleanba.files import Json, write_whole
 from cleanba.rollout import PyTree
 from cleanba.runtime import memory
 from cleanba.runtime.digests import tree_digest
@@ -35,7 +35,7 @@ def _hush_tensorstore() -> None:
     """After a read that failed, TensorStore goes on reporting to an event loop that Orbax has closed by then."""
     before = sys.unraisablehook
 
-    def hook(unraisable: Any) -> None:
+    def hook(unraisable: sys.UnraisableHookArgs) -> None:
         if str(unraisable.exc_value) != "Event loop is closed":
             before(unraisable)
 
@@ -51,7 +51,7 @@ class Saved(NamedTuple):
     """the learner's state after that update, on the host"""
     older_params: PyTree
     """what acting needs, from before that update"""
-    counters: dict[str, Any]
+    counters: Json
     """steps, episodes and seconds so far"""
     memory: dict[int, SavedShard] = {}  # noqa: RUF012  never changed
     """the memory of this process's shards, by number; empty where nothing is kept"""
@@ -84,6 +84,7 @@ class Checkpoints:
         self._shards = shards if jax.tree.leaves(like_memory) else range(0)
         self._writer = ThreadPoolExecutor(1, "memory")
         self._writing: Future[None] | None = None
+        self._found: list[int] = []  # the updates there were checkpoints of when `restore` looked
         me = jax.process_index()
         self._folder.mkdir(parents=True, exist_ok=True)
         self._manager = ocp.CheckpointManager(
@@ -164,7 +165,7 @@ class Checkpoints:
         if writing is not None:
             writing.result()
 
-    def _guarded(self, do: Callable[[], Any]) -> None:
+    def _guarded(self, do: Callable[[], object]) -> None:
         try:
             do()
         except Exception as error:
@@ -191,7 +192,8 @@ class Checkpoints:
             Failure: there are checkpoints, but none is sound.
         """
         warnings: list[str] = []
-        for update in reversed(updates_kept(self._run_dir)):
+        self._found = updates_kept(self._run_dir)
+        for update in reversed(self._found):
             if at_most is not None and update > at_most:
                 continue
             try:
@@ -213,15 +215,15 @@ class Checkpoints:
 
     def forget_after(self, update: int) -> None:
         """Put checkpoints newer than `update` aside: damaged ones, which the run is about to write again."""
-        memory.put_aside(self._run_dir, self._shards, update)
+        damaged = [newer for newer in self._found if newer > update]
+        memory.put_aside(self._run_dir, self._shards, damaged)
         if jax.process_index() != 0:
             return
         aside = self._folder.with_name("damaged_checkpoints")
-        for newer in updates_kept(self._run_dir):
-            if newer > update:
-                aside.mkdir(exist_ok=True)
-                shutil.rmtree(aside / str(newer), ignore_errors=True)
-                os.replace(self._folder / str(newer), aside / str(newer))
+        for newer in damaged:
+            aside.mkdir(exist_ok=True)
+            shutil.rmtree(aside / str(newer), ignore_errors=True)
+            os.replace(self._folder / str(newer), aside / str(newer))
         self._manager.reload()
 
 

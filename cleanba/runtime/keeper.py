@@ -1,11 +1,10 @@
 """What is kept of a learner at the end of an epoch: digests to compare runs by, and a checkpoint to go on from."""
 
-from typing import Any
-
 import jax
 import numpy as np
 
 from cleanba.algorithm import ActorParams
+from cleanba.files import Json
 from cleanba.rollout import PyTree
 from cleanba.runtime.checkpoint import Checkpoints, Saved
 from cleanba.runtime.digests import params_digest, tree_digest
@@ -57,7 +56,7 @@ class Keeper:
         params = self._actor_params(self._learner.local(state))
         return {"params_digest": params_digest(params), "learner_digest": None}
 
-    def save(self, update: int, state: PyTree, older_params: PyTree, counters: dict[str, Any]) -> None:
+    def save(self, update: int, state: PyTree, older_params: PyTree, counters: Json) -> None:
         """Begin to write a checkpoint of what `look` has just seen.
 
         Raises:

@@ -1,6 +1,6 @@
 """The update over the learner mesh (jit + shard_map), and the way rollouts and parameters travel to and from it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,7 +25,7 @@ def split_rollout(rollout: Rollout, blocks: int) -> list[Rollout]:
     """
 
     def cut(i: int) -> Rollout:
-        def along(axis: int) -> Any:
+        def along(axis: int) -> Callable[[jax.Array], jax.Array]:
             def part(x: jax.Array) -> jax.Array:
                 n = x.shape[axis] // blocks
                 return jax.lax.slice_in_dim(x, i * n, (i + 1) * n, axis=axis)[None]
@@ -41,7 +41,7 @@ def split_rollout(rollout: Rollout, blocks: int) -> list[Rollout]:
 def join_blocks(blocks: Sequence[Rollout], per_shard: int) -> Rollout:
     """The inverse on a learner device: consecutive blocks -> its shards, leaves [K', T, B, ...]."""
 
-    def join(axis: int) -> Any:
+    def join(axis: int) -> Callable[..., jax.Array]:
         def parts(*xs: jax.Array) -> jax.Array:
             shards = [jnp.concatenate(xs[i : i + per_shard], axis) for i in range(0, len(xs), per_shard)]
             return jnp.concatenate(shards, 0)
@@ -64,7 +64,7 @@ def memory_shapes(algorithm: Algorithm, block: Rollout, partition: Partition) ->
     return jax.eval_shape(lambda: algorithm.init_memory(shape))
 
 
-def abstract_block(algorithm: Algorithm, spec: EnvSpec, num_steps: int, envs: int) -> Any:
+def abstract_block(algorithm: Algorithm, spec: EnvSpec, num_steps: int, envs: int) -> Rollout:
     """The shapes of one block of a rollout, [1, T(+1), B, ...], without collecting one."""
     step: Any = Rollout  # filled with shapes in place of arrays
     shape = lambda o, lead: jax.ShapeDtypeStruct((*lead, *o.shape), jax.dtypes.canonicalize_dtype(o.dtype))
@@ -102,7 +102,7 @@ class Learner:
         self._seed = seed
         self._replicated = NamedSharding(devices.mesh, PartitionSpec())
         self._sharded = NamedSharding(devices.mesh, PartitionSpec(MESH_AXIS))
-        self._compiled: Any = None
+        self._compiled: jax.stages.Compiled | None = None
         self.blocks_per_device = partition.shards_per_learner * partition.blocks_per_shard
         # Uncut, a rollout only gains an axis: donated, its memory stays where it is.
         donated = 0 if partition.blocks_per_actor == 1 else ()
@@ -124,24 +124,34 @@ class Learner:
         everywhere = PartitionSpec(MESH_AXIS)
         return jax.jit(jax.shard_map(of_device, mesh=self._devices.mesh, in_specs=(), out_specs=everywhere))()
 
-    def restore_memory(self, saved: Mapping[int, SavedShard]) -> PyTree:
-        """The memory of this process's shards, by number -> leaves [K, ...], each shard on the device that holds it."""
-        held = self._partition.shards_per_learner
-        shards = [saved[number].tree for number in sorted(saved)]
+    def restore_memory(self, block: Rollout, saved: Mapping[int, SavedShard]) -> PyTree:
+        """The memory of this process's shards, by number -> leaves [K, ...], each shard on the device that holds it.
 
-        def place(*leaves: np.ndarray) -> jax.Array:
-            parts = [np.stack(leaves[i : i + held]) for i in range(0, len(leaves), held)]
-            on_devices = zip(parts, self._devices.learners, strict=True)
-            copies = [jax.device_put(part, device, may_alias=False) for part, device in on_devices]
-            shape = (self._partition.num_shards, *leaves[0].shape)
+        Takes the arrays out of `saved` one by one: of a memory of gigabytes there may be no room for a copy.
+        """
+        held = self._partition.shards_per_learner
+        shards = [saved[number].arrays for number in sorted(saved)]
+        leaves, structure = jax.tree.flatten(self.init_memory(block))
+        put = jax.jit(lambda x, one, i: jax.lax.dynamic_update_index_in_dim(x, one, i, 0), donate_argnums=0)
+
+        def fill(number: int) -> jax.Array:
+            x, leaves[number] = leaves[number], None
+            parts = {part.device: part.data for part in x.addressable_shards}
+            shape = x.shape
+            del x
+            for i, arrays in enumerate(shards):
+                device = self._devices.learners[i // held]
+                parts[device] = put(parts[device], jax.device_put(arrays[number], device), np.int32(i % held))
+                arrays[number] = np.empty(0)
+            copies = [parts[device] for device in self._devices.learners]
             return jax.make_array_from_single_device_arrays(shape, self._sharded, copies)
 
-        return jax.tree.map(place, *shards) if shards else ()
+        return jax.tree.unflatten(structure, [fill(number) for number in range(len(leaves))])
 
     def replicate(self, tree: PyTree) -> PyTree:
         """Arrays of this process -> the same arrays on all learner devices (of all processes)."""
 
-        def put(x: Any) -> jax.Array:
+        def put(x: np.ndarray | jax.Array) -> jax.Array:
             copies = [jax.device_put(x, d, may_alias=False) for d in self._devices.learners]
             return jax.make_array_from_single_device_arrays(np.shape(x), self._replicated, copies)
 
@@ -186,7 +196,7 @@ class Learner:
         )
         return self._jitted().trace(*args)
 
-    def _jitted(self) -> Any:
+    def _jitted(self) -> jax.stages.Wrapped:
         p, algorithm, seed = self._partition, self._algorithm, self._seed
 
         def update(
@@ -217,6 +227,7 @@ class Learner:
         self, state: PyTree, memory: PyTree, blocks: Sequence[Rollout], number: int
     ) -> tuple[PyTree, PyTree, Metrics]:
         """Update `number` with this process's blocks in order: state, memory and metrics, as promises of them."""
+        assert self._compiled is not None, "compile first"
         return self._compiled(state, memory, self._global_blocks(blocks), self.replicate(np.int32(number)))
 
     def local(self, tree: PyTree) -> PyTree:

@@ -11,19 +11,22 @@ and the second is written last, so the memory after an update is there whole or 
 begins with, takes no room.  Files that nothing refers to any more are removed.
 """
 
+import contextlib
+import itertools
 import json
 import os
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
 from jax import lax
 
+from cleanba.config import require
 from cleanba.files import write_whole
 from cleanba.ops import replay
 from cleanba.rollout import PyTree
@@ -90,7 +93,8 @@ class Shard(NamedTuple):
 class SavedShard(NamedTuple):
     """The memory of one shard as a checkpoint has it."""
 
-    tree: PyTree
+    arrays: list[np.ndarray]
+    """in order; whoever puts them on a device takes them out, as there may be no room for both"""
     chunks: list[list[Chunk]]
 
 
@@ -108,8 +112,38 @@ def nbytes(like: PyTree) -> int:
     return sum(int(np.prod(x.shape, dtype=np.int64)) * x.dtype.itemsize for x in jax.tree.leaves(like))
 
 
+def room(devices: Sequence[jax.Device]) -> int:
+    """How many bytes each of these devices of this process can hold; simulated ones share the host's memory."""
+    limits = [(device.memory_stats() or {}).get("bytes_limit") for device in devices]
+    known = [limit for limit in limits if limit]
+    if len(known) == len(devices):
+        return min(known)
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):  # of a container
+        with contextlib.suppress(OSError, ValueError):
+            host = min(host, int(Path(limit).read_text()))
+    return host // len(devices)
+
+
+def require_room(like: PyTree, shards_per_device: int, devices: Sequence[jax.Device], buffer_size: int | None) -> None:
+    """Raise `UsageError` unless each device can hold the memory of its shards, of which `like` has the shapes of one.
+
+    `buffer_size` is the flag's value, if the algorithm has it.
+    """
+    needed, there = shards_per_device * nbytes(like), room(devices)
+    most = (
+        "" if buffer_size is None else f" --buffer-size {int(buffer_size * 0.9 * there / max(1, needed))} at most, or"
+    )
+    size = "the memory" if buffer_size is None else f"buffer_size={buffer_size}"
+    require(
+        needed <= 0.9 * there,  # parameters and rollouts need room too
+        f"{size} takes {needed / 1e9:.1f} GB on each learner device, which has {there / 1e9:.1f} GB; try{most} more "
+        "learner devices",
+    )
+
+
 @partial(jax.jit, static_argnums=3)
-def _rows(x: jax.Array, shard: Any, start: Any, count: int) -> jax.Array:
+def _rows(x: jax.Array, shard: np.int32, start: np.int32, count: int) -> jax.Array:
     """`count` rows of one of a device's shards, [K', C, ...] -> [count, ...], without a copy of the others."""
     zeros = (0,) * (x.ndim - 2)
     return lax.dynamic_slice(x, (shard, start, *zeros), (1, count, *x.shape[2:]))[0]
@@ -150,7 +184,7 @@ class Holdings:
         for shard in self.shards:
             if saved:
                 self._known[shard] = saved[shard].chunks
-                self._written[shard] = self._marks(jax.tree.leaves(saved[shard].tree).__getitem__)
+                self._written[shard] = self._marks(saved[shard].arrays.__getitem__)
             else:  # rings begin empty: nothing of them needs a look to be known
                 self._known[shard] = [self._blank(leaf) for leaf in self._leaves]
                 self._written[shard] = [(0, 0) for _ in self._rings]
@@ -159,7 +193,7 @@ class Holdings:
         sizes = [(stop - start) * leaf.row_bytes for start, stop in leaf.chunks()]
         return [Chunk(_zeros(size), None, 0, size) for size in sizes]
 
-    def _marks(self, number: Callable[[int], Any]) -> list[tuple[int, int]]:
+    def _marks(self, number: Callable[[int], jax.Array | np.ndarray]) -> list[tuple[int, int]]:
         """How far each ring of a shard was written, from the value of its i-th array."""
         tail, written = (replay.Ring._fields.index(name) - 1 for name in ("tail", "written"))  # they follow the rows
         return [(int(number(rows.stop + written)), int(number(rows.stop + tail))) for rows, _ in self._rings]
@@ -246,12 +280,12 @@ def read(folder: Path, update: int, shards: range, like: PyTree, digests: list[s
     Raises:
         ValueError: a file is missing or damaged.
     """
-    leaves, structure = leaves_of(like), jax.tree.structure(like)
-    one = lambda shard: _read_shard(shard_folder(folder, shard), update, leaves, structure, digests[shard])
+    leaves = leaves_of(like)
+    one = lambda shard: _read_shard(shard_folder(folder, shard), update, leaves, digests[shard])
     return {shard: one(shard) for shard in shards}
 
 
-def _read_shard(home: Path, update: int, leaves: list[Leaf], structure: Any, digest: str) -> SavedShard:
+def _read_shard(home: Path, update: int, leaves: list[Leaf], digest: str) -> SavedShard:
     path = home / f"{update}.json"
     where = f"{FOLDER}/{home.name}/{path.name}"
     try:
@@ -275,7 +309,7 @@ def _read_shard(home: Path, update: int, leaves: list[Leaf], structure: Any, dig
                 else:
                     array[...] = data[0]
         arrays.append(array)
-    return SavedShard(jax.tree.unflatten(structure, arrays), chunks)
+    return SavedShard(arrays, chunks)
 
 
 def _read_chunk(home: Path, chunk: Chunk) -> bytes:
@@ -319,10 +353,9 @@ def _packs(path: Path) -> set[str]:
         return set()
 
 
-def put_aside(folder: Path, shards: range, update: int) -> None:
-    """Rename the listings of later updates, which the run is about to write again; what they refer to stays."""
-    for shard in shards:
-        home = shard_folder(folder, shard)
-        for path in home.glob("*.json"):
-            if path.stem.isdecimal() and int(path.stem) > update:
-                os.replace(path, path.with_name(f"damaged-{path.name}"))
+def put_aside(folder: Path, shards: range, updates: Iterable[int]) -> None:
+    """Rename the listings of updates whose checkpoints are damaged; what they refer to stays."""
+    for shard, update in itertools.product(shards, updates):
+        path = shard_folder(folder, shard) / f"{update}.json"
+        with contextlib.suppress(FileNotFoundError):
+            os.replace(path, path.with_name(f"damaged-{path.name}"))

@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cleanba.errors import Failure
-from cleanba.files import finite
+from cleanba.files import Json, finite
 
 PLAIN_LINE_SECONDS = 5.0
 
@@ -166,8 +166,8 @@ class Writers:
         track: bool,
         project: str,
         entity: str | None,
-        config: dict[str, Any],
-        history: Sequence[Mapping[str, Any]] = (),
+        config: Json,
+        history: Sequence[Json] = (),
     ):
         """`history` holds the rows that metrics.jsonl has already, of a run that goes on."""
         from tensorboardX.record_writer import RecordWriter
@@ -222,7 +222,7 @@ class Writers:
         self._add_event(global_step, summary=Summary(value=scalars))
         return numbers
 
-    def _add_config(self, config: dict[str, Any]) -> None:
+    def _add_config(self, config: Json) -> None:
         from tensorboardX.summary import text
 
         self._add_event(0, summary=text("config", "```json\n" + json.dumps(config, indent=2) + "\n```"))

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any, TextIO
 
 from cleanba.errors import Failure, Interrupted, UsageError
+from cleanba.files import Json
 
 PING_SECONDS = 1.0
 SILENCE_SECONDS = 20.0  # a process that says nothing for so long is taken for dead
@@ -98,7 +99,7 @@ class Peers:
         while not self._over.wait(PING_SECONDS):
             self._say({"ping": True})
 
-    def _say(self, message: dict[str, Any], but: int | None = None) -> None:
+    def _say(self, message: Json, but: int | None = None) -> None:
         line = (json.dumps(message) + "\n").encode()
         with self._lock:
             for peer, link in self._links.items():
@@ -125,7 +126,7 @@ class Peers:
         if peer not in self._polite:
             self._lose({"lost": peer, "why": why}, peer)
 
-    def _lose(self, message: dict[str, Any], heard_from: int) -> None:
+    def _lose(self, message: Json, heard_from: int) -> None:
         """The first loss counts; what follows is its consequence."""
         with self._lock:
             if self._lost.is_set() or self._over.is_set():
@@ -184,7 +185,7 @@ class Peers:
     def __enter__(self) -> "Peers":
         return self
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None and not isinstance(error, SystemExit):
             self.tell(error)
         else:

@@ -5,13 +5,14 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import numpy as np
 
 from cleanba.algorithm import Metrics
 from cleanba.errors import Failure, Interrupted
+from cleanba.files import Json
 from cleanba.rollout import Episode, PyTree, Rollout
 from cleanba.runtime.actor import Parcel, Schedule
 from cleanba.runtime.channels import Channel
@@ -66,13 +67,13 @@ class Statistics:
         self.times, self.learner_wait, self.learner_update = [], 0.0, 0.0
         return actor, learner
 
-    def counters(self, seconds: float) -> dict[str, Any]:
+    def counters(self, seconds: float) -> Json:
         """What a checkpoint keeps of this."""
         recent = [list(episode) for episode in self.recent]
         return {"global_step": self.global_step, "episodes": self.episodes, "recent": recent, "seconds": seconds}
 
     @classmethod
-    def from_counters(cls, counters: dict[str, Any]) -> "Statistics":
+    def from_counters(cls, counters: Json) -> "Statistics":
         """The inverse."""
         recent = deque((Episode(r, length) for r, length in counters["recent"]), maxlen=EPISODES_SHOWN)
         return cls(counters["global_step"], counters["episodes"], recent)
@@ -121,7 +122,7 @@ def or_nan(x: float | None) -> float:
 class LogPoint(Protocol):
     """Takes one log point: update, global step, seconds since the run began, and the values by their names."""
 
-    def __call__(self, update: int, global_step: int, seconds: float, values: dict[str, Any]) -> None: ...
+    def __call__(self, update: int, global_step: int, seconds: float, values: Json) -> None: ...
 
 
 class Book:
@@ -217,16 +218,14 @@ class Book:
         self._log(update, statistics.global_step, now - self._began, values)
         fill_status(progress.status, statistics, values, actor_times, learner_times, interval, bottleneck)
 
-    def counters(self) -> dict[str, Any]:
+    def counters(self) -> Json:
         """What a checkpoint keeps of this."""
         return self._progress.statistics.counters(time.perf_counter() - self._began)
 
 
-def log_values(
-    statistics: Statistics, metrics: dict[str, Any], sps: float | None, recent: float | None, lag: int
-) -> dict[str, Any]:
+def log_values(statistics: Statistics, metrics: Json, sps: float | None, recent: float | None, lag: int) -> Json:
     """The numbers of one log point, by CleanRL's names; what is not known yet is left out."""
-    values: dict[str, Any] = {
+    values: Json = {
         "charts/SPS": sps,
         "charts/SPS_recent": recent,
         "charts/episodic_return": statistics.mean_return,
@@ -241,7 +240,7 @@ def log_values(
 def fill_status(
     status: Status,
     statistics: Statistics,
-    values: dict[str, Any],
+    values: Json,
     actor_times: dict[str, float],
     learner_times: dict[str, float],
     interval: float,
@@ -262,7 +261,7 @@ def fill_status(
     status.bottleneck = bottleneck
 
 
-def check_finite(update: int, metrics: dict[str, Any], saved_update: int) -> None:
+def check_finite(update: int, metrics: Json, saved_update: int) -> None:
     """Losses and gradients must be numbers.
 
     Raises:

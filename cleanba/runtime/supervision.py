@@ -9,7 +9,6 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 from cleanba.errors import Failure, Interrupted
 from cleanba.runtime.channels import Channel, Stop
@@ -98,7 +97,7 @@ class Watchdog:
     """Notices that no update has come for too long."""
 
     timeout: float
-    mark: Any = None
+    mark: tuple[int, str] | None = None
     since: float = 0.0
 
     def check(self, progress: Progress, channels: Sequence[Channel]) -> None:

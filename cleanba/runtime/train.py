@@ -18,7 +18,8 @@ from cleanba.config import Experiment, Partition
 from cleanba.environments.envpool import Envs, threads_per_actor
 from cleanba.environments.specs import EnvSpec
 from cleanba.errors import Failure, Interrupted
-from cleanba.rollout import PyTree
+from cleanba.files import Json
+from cleanba.rollout import PyTree, Rollout
 from cleanba.runtime.actor import Params, Parcel, Schedule, run_actor
 from cleanba.runtime.channels import Channel, Closed, Stop
 from cleanba.runtime.checkpoint import Checkpoints, Saved
@@ -70,7 +71,7 @@ class Training:
         return self.partition.process_actors(self.devices.process)
 
     @property
-    def block_shapes(self) -> Any:
+    def block_shapes(self) -> Rollout:
         """One block of a rollout, as shapes."""
         envs = self.partition.num_envs // self.partition.num_blocks
         return abstract_block(self.algorithm, self.spec, self.experiment.num_steps, envs)
@@ -141,7 +142,8 @@ def learn(
     status.phase = "compiling the update"
     block = training.block_shapes
     state = progress.state = learner.replicate(saved.state) if saved else learner.init()
-    memory = progress.memory = learner.restore_memory(saved.memory) if saved else learner.init_memory(block)
+    memory = learner.restore_memory(block, saved.memory) if saved else learner.init_memory(block)
+    progress.memory = memory
     learner.compile(state, memory, block)
     stop.check()
     status.phase = "collecting the first rollout"
@@ -188,7 +190,7 @@ def learn(
 class Outcome(NamedTuple):
     """How a run ended."""
 
-    result: dict[str, Any]  # what result.json says
+    result: Json  # what result.json says
     state: PyTree  # the learner's last state, or None if it was lost
     error: BaseException | None
     stuck: bool  # a thread is still inside a long computation; leave by os._exit
@@ -282,7 +284,7 @@ def run_training(
     else:
         word = "interrupted" if isinstance(error, Interrupted) else "failed"
     statistics = progress.statistics
-    result: dict[str, Any] = {
+    result: Json = {
         "status": word,
         "update": progress.update,
         "global_step": progress.global_step,

@@ -4,10 +4,10 @@ import json
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from cleanba.errors import UsageError
-from cleanba.files import write_json
+from cleanba.files import Json, write_json
 
 
 class Planned(NamedTuple):
@@ -21,7 +21,7 @@ class Planned(NamedTuple):
     updates: int
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
+def read_manifest(folder: Path) -> Json:
     """`sweep.json`.
 
     Raises:

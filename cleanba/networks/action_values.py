@@ -1,0 +1,57 @@
+"""A value for each action, over one torso."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from cleanba.config import Experiment
+from cleanba.networks import torsos
+from cleanba.networks.layers import ConvKind
+from cleanba.networks.sight import see, sight
+from cleanba.rollout import PyTree
+
+
+class ActionValues(nn.Module):
+    """Torso -> Q(s, a) for every action (Mnih et al. 2015); with rectifiers throughout, as CleanRL's.
+
+    `dueling` makes it V(s) + A(s, a) - mean_a A(s, a) (Wang et al. 2016, eq. 9).
+    """
+
+    obs_spec: Any  # one `ObsSpec`, or a dictionary of them
+    num_actions: int
+    network: str
+    channels: Sequence[int]
+    hiddens: Sequence[int]
+    dueling: bool
+    dtype: Any
+    conv: ConvKind
+
+    @nn.compact
+    def __call__(self, obs: Any) -> jax.Array:
+        """Obs [N, ...] -> [N, num_actions] float32."""
+        x = see(self, obs, "relu").astype(jnp.float32)
+        values = torsos.Dense(self.num_actions, 1.0, name="action_value")(x)
+        if not self.dueling:
+            return values
+        return torsos.Dense(1, 1.0, name="value")(x) + values - values.mean(-1, keepdims=True)
+
+    def initial_params(self, key: jax.Array) -> PyTree:
+        """Random parameters."""
+        return self.init(key, jax.tree.map(lambda o: jnp.zeros((1, *o.shape), o.dtype), self.obs_spec))
+
+    def values(self, params: PyTree, obs: PyTree) -> jax.Array:
+        """`__call__` with these parameters."""
+        out: Any = self.apply(params, obs)
+        return out
+
+
+def make_action_values(spec: Any, e: Experiment, dueling: bool, platform: str) -> ActionValues:
+    """The network that an experiment asks for, in the form that is fast on `platform` ("cpu", "gpu" …).
+
+    Raises:
+        UsageError: the torso does not fit the observations.
+    """
+    return ActionValues(**sight(spec, e, platform), num_actions=spec.num_actions, dueling=dueling)

@@ -1,0 +1,238 @@
+"""DQN against slow versions of its equations, its schedules against arithmetic, its bits against its placement."""
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from launch import command, digests, finished, same_arrays
+
+from cleanba.algorithms import dqn
+from cleanba.algorithms.dqn import DQN
+from cleanba.config import Partition
+from cleanba.environments.specs import EnvSpec, ObsSpec
+from cleanba.errors import UsageError
+from cleanba.ops import replay
+from cleanba.recipes import RECIPES, parse
+from cleanba.rollout import Rollout
+
+T, B, FEATURES, ACTIONS = 12, 3, 4, 3
+SPEC = EnvSpec("Test-v0", ObsSpec("vector", (FEATURES,), "float32"), ACTIONS, False, False, {})
+
+
+def experiment(**changes) -> DQN:
+    sizes = dict(num_envs=B, num_actors=1, num_shards=1, num_steps=T, hiddens=(8,), total_timesteps=100 * B * T)
+    learning = dict(buffer_size=120, learning_starts=0, batch_size=16, train_frequency=B * T, gamma=0.9)
+    return DQN(**sizes | learning | changes)
+
+
+def random_rollout(seed: int = 0) -> Rollout:
+    """One shard's steps, with terminations, truncations and the ignored steps after them.  Leaves [T(+1), B, ...]."""
+    rng = np.random.default_rng(seed)
+    terminated, truncated, valid = (np.zeros((T, B), bool) for _ in range(3))
+    first = np.zeros((T + 1, B), bool)
+    first[0] = True
+    done = np.zeros(B, bool)
+    for t in range(T):
+        valid[t] = ~done
+        first[t + 1] = done
+        kind = rng.random(B)
+        terminated[t], truncated[t] = (kind < 0.15) & ~done, (kind > 0.85) & ~done
+        done = terminated[t] | truncated[t]
+    obs = rng.normal(size=(T + 1, B, FEATURES)).astype(np.float32)
+    action = rng.integers(0, ACTIONS, (T, B)).astype(np.int32)
+    reward = np.where(valid, rng.normal(size=(T, B)), 0).astype(np.float32)
+    return Rollout(obs, first, action, reward, terminated, truncated, valid, {}, ())
+
+
+def slow_loss(e: DQN, values, target_values, rollout: Rollout, starts) -> tuple[float, float]:
+    """Mean loss and mean value of the transitions that begin at these (t, b), one by one."""
+    losses, chosen = [], []
+    for t, b in starts:
+        ret, m = 0.0, 0
+        while True:
+            ret += e.gamma**m * float(rollout.reward[t + m, b])
+            m += 1
+            if rollout.terminated[t + m - 1, b] or rollout.truncated[t + m - 1, b] or m == e.n_step:
+                break
+        after = rollout.obs[t + m, b]
+        best = int(np.argmax((values if e.double else target_values)(after)))
+        future = 0.0 if rollout.terminated[t + m - 1, b] else float(target_values(after)[best])
+        value = float(values(rollout.obs[t, b])[rollout.action[t, b]])
+        error = value - (ret + e.gamma**m * future)
+        huber = 0.5 * error**2 if abs(error) <= 1 else abs(error) - 0.5
+        losses.append(huber if e.huber else 0.5 * error**2)
+        chosen.append(value)
+    return float(np.mean(losses)), float(np.mean(chosen))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"double": True},
+        {"n_step": 3},
+        {"huber": True},
+        {"double": True, "n_step": 5, "huber": True, "dueling": True},
+    ],
+    ids=str,
+)
+def test_the_loss_is_the_papers(changes, on_devices):
+    e = experiment(**changes)
+    algorithm, rollout = dqn.make(e, SPEC, "cpu"), random_rollout()
+    state = algorithm.init(jax.random.key(0))
+    other = algorithm.init(jax.random.key(1))
+    # Values of some size, and a target network of its own.
+    louder = lambda params: jax.tree.map(lambda x: 2 * x, params)
+    state = state._replace(online=state.online._replace(params=louder(state.online.params)), target=other.online.params)
+    memory = jax.tree.map(lambda x: x[None], algorithm.init_memory(rollout))
+    one = jax.tree.map(lambda x: x[None], rollout)
+    key = jax.random.key(7)
+    run = lambda shards, state, memory, rollout: algorithm.update(state, memory, rollout, shards, key)[::2]
+    after, metrics = on_devices(run, 1, 1)(state, memory, one)
+
+    written = replay.write(memory, one)
+    drawn = replay.sample_indices(
+        written, jnp.int32(0), jax.random.fold_in(jax.random.fold_in(key, 0), 0), e.batch_size, e.n_step
+    )
+    assert bool(drawn.valid.all())
+    starts = list(zip(np.asarray(drawn.row).tolist(), np.asarray(drawn.env).tolist(), strict=True))
+    assert all(rollout.valid[t, b] for t, b in starts) and len(set(starts)) > 5
+    values = lambda params: (
+        lambda obs: np.asarray(algorithm.inspect(dqn.Acting(params, 0), (), obs[None], None)["action value"][0])
+    )
+    expected = slow_loss(e, values(state.online.params), values(state.target), rollout, starts)
+    got = float(metrics["losses/td_loss"]), float(metrics["losses/q_values"])
+    np.testing.assert_allclose(got, expected, rtol=2e-5)
+    assert int(after.online.optimiser.count) == 1
+    assert not same_arrays(after.online.params, state.online.params)
+
+
+# --------------------------------------------------------------------------------------------------------- schedules
+
+CATCH = dict(env_id="Catch-v0", num_envs=4, num_actors=2, num_shards=1, num_steps=8, hiddens=(16,), seed=3)
+LEARN = dict(buffer_size=512, batch_size=16, train_frequency=4, total_timesteps=320, learning_starts=96)
+
+
+def run(**changes):
+    return finished(DQN(**CATCH | LEARN | changes), recipe=dqn)
+
+
+def test_gradient_steps_are_those_that_the_steps_paid_for():
+    """Ten updates of 32 steps: the first two only fill the memory, the others take eight gradient steps each."""
+    record = run()
+    assert int(record.state.online.optimiser.count) == 8 * 8
+    assert [row["losses/td_loss"] > 0 for row in record.rows] == [False, False] + [True] * 8
+    assert record.result["policy_lag"] == 1
+
+
+@pytest.mark.parametrize("tau", [1.0, 0.25])
+def test_the_target_network_moves_when_it_is_due(tau):
+    still = run(target_network_frequency=10_000).state
+    assert same_arrays(still.target, run(learning_starts=320, target_network_frequency=10_000).state.target)
+    assert not same_arrays(still.target, still.online.params)
+    # 64 gradient steps of four environment steps make 256: due once, at the last of them.
+    once = run(target_network_frequency=256, tau=tau).state
+    blend = jax.tree.map(lambda p, q: tau * p + (1 - tau) * q, once.online.params, still.target)
+    for x, y in zip(jax.tree.leaves(once.target), jax.tree.leaves(blend), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-7)
+    assert int(once.since_target) == 0
+
+
+def test_exploration_falls_linearly_with_the_policys_version():
+    e = DQN(**CATCH | LEARN, start_e=0.9, end_e=0.1, exploration_fraction=0.5)
+    rows = finished(e, recipe=dqn).rows
+    expected = [max(0.1, 0.9 - 0.8 * updates / 5) for updates in range(10)]
+    np.testing.assert_allclose([row["charts/epsilon"] for row in rows], expected, rtol=1e-6)
+    algorithm = dqn.make(e, SPEC, "cpu")
+    params = algorithm.init(jax.random.key(0)).online.params
+    obs = np.random.default_rng(0).normal(size=(4000, FEATURES)).astype(np.float32)
+    act = lambda updates, explore: algorithm.act(
+        dqn.Acting(params, updates), (), obs, None, jax.random.key(2), explore
+    )[0]
+    best = act(jnp.int32(0), False)
+    assert same_arrays(best, algorithm.inspect(dqn.Acting(params, 0), (), obs, None)["action value"].argmax(-1))
+    for updates, epsilon in ((0, 0.9), (5, 0.1), (100, 0.1)):
+        differ = float((act(updates, True) != best).mean())
+        assert abs(differ - epsilon * (ACTIONS - 1) / ACTIONS) < 0.03
+
+
+# --------------------------------------------------------------------------------------------------------- placements
+
+
+def test_the_same_bits_on_any_devices():
+    sizes = dict(num_envs=12, num_actors=6, num_shards=6, batch_size=24, buffer_size=600, checkpoint_frequency=4)
+    e = DQN(**CATCH | LEARN | sizes | {"total_timesteps": 960})
+    reference = digests(e, recipe=dqn)
+    assert len(reference) > 1
+    for actors, learners in (([0], [0, 1]), ([0, 1], [2, 3, 4]), ([7], [0, 1, 2, 3, 4, 5])):
+        assert digests(e, actors, learners, recipe=dqn) == reference
+
+
+def test_frames_of_images_are_stored_once():
+    e = DQN(
+        env_id="Breakout-v5", num_envs=2, num_actors=1, num_shards=1, num_steps=4, network="nature", hiddens=(16,),
+        buffer_size=200, batch_size=4, train_frequency=4, total_timesteps=40, learning_starts=8, episodic_life=True,
+    )  # fmt: skip
+    record = finished(e, recipe=dqn)
+    assert record.result["update"] == 5
+    algorithm = dqn.make(e, dataclasses_spec(), "cpu")
+    like = jax.eval_shape(lambda: algorithm.init_memory(image_rollout(e)))
+    assert like.rows.obs.shape == (100, 2, 1, 84, 84)
+
+
+def dataclasses_spec() -> EnvSpec:
+    return EnvSpec("Breakout-v5", ObsSpec("image", (4, 84, 84), "uint8"), 4, True, True, {})
+
+
+def image_rollout(e: DQN) -> Rollout:
+    flag = np.zeros((e.num_steps, e.num_envs), bool)
+    obs = np.zeros((e.num_steps + 1, e.num_envs, 4, 84, 84), np.uint8)
+    number = np.zeros((e.num_steps, e.num_envs), np.int32)
+    return Rollout(obs, obs[..., 0, 0, 0] > 0, number, number.astype(np.float32), flag, flag, flag, {}, ())
+
+
+# -------------------------------------------------------------------------------------------------------------- flags
+
+
+def test_defaults_are_those_of_the_kind_of_environment():
+    atari, other = (parse(RECIPES["dqn"], ["--env-id", name]).experiment for name in ("Pong-v5", "CartPole-v1"))
+    assert (atari.buffer_size, atari.batch_size, atari.train_frequency, atari.end_e) == (1_000_000, 32, 4, 0.01)
+    assert (other.buffer_size, other.batch_size, other.train_frequency, other.end_e) == (10_000, 128, 10, 0.05)
+    assert parse(RECIPES["dqn"], ["--env-id=Pong-v5", "--batch-size", "64"]).experiment.batch_size == 64
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"core": "lstm"}, "--core none"),
+        ({"train_frequency": 7}, "try --train-frequency 6 or 9"),
+        ({"batch_size": 15, "num_shards": 2, "num_envs": 4}, "try --batch-size 14 or 16"),
+        ({"tau": 0.0}, "--tau above 0"),
+        ({"buffer_size": 39}, "try --buffer-size 42 or more"),
+        ({"end_e": 1.5}, "--end-e"),
+        ({"learning_starts": 10**6}, "--learning-starts"),
+        ({"n_step": 0}, "--n-step"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_what_does_not_fit_is_refused(changes, words):
+    e = experiment(**changes)
+    with pytest.raises(UsageError, match=words):
+        dqn.check(e, Partition(e.num_envs, 1, e.num_shards))
+
+
+def test_the_command_trains_plays_and_goes_on(tmp_path):
+    flags = [f"--{f.name.replace('_', '-')}" for f in dataclasses.fields(DQN)]
+    values = CATCH | LEARN | {"env_id": "CartPole-v1"}
+    words = list(itertools.chain(*[[flag, str(*v) if isinstance(v, tuple) else str(v)] for flag in flags
+                                   if (v := values.get(flag[2:].replace("-", "_"))) is not None]))  # fmt: skip
+    ended = command("dqn", *words, "--run-dir", tmp_path / "run", "--log-frequency", "1")
+    assert ended.code == 0, ended.err
+    played = command("eval", tmp_path / "run", "--episodes", "3", "--video")
+    assert played.code == 0 and "dqn on CartPole-v1" in played.out and "but for 0.05 of chance" in played.out, (
+        played.err
+    )
+    assert "is finished; nothing to do" in command("resume", tmp_path / "run").out

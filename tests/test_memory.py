@@ -1,0 +1,363 @@
+"""A memory is a part of the learner: the same bits on any placement, through any interruption, for what is new."""
+
+import json
+import random
+import re
+import shutil
+import signal
+import socket
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import remembering
+from launch import ROOT, Ended, digests, finish, python, read_result, read_rows
+from remembering import Memory, Remembering
+
+from cleanba.errors import UsageError
+from cleanba.ops import replay
+from cleanba.rollout import Rollout
+from cleanba.runtime import memory
+from cleanba.runtime.checkpoint import updates_kept
+
+# Ten rollouts of eight steps into rings of 25 rows, which wrap three times; episodes end both ways.
+FIELDS = dict(
+    env_id="CartPole-v1",
+    max_episode_steps=14,
+    num_envs=12,
+    num_actors=6,
+    num_shards=6,
+    num_steps=8,
+    total_timesteps=960,
+    checkpoint_frequency=3,
+    buffer_size=300,
+    batch_size=30,
+)
+
+# -------------------------------------------------------------------------------------------------------- placements
+
+
+@pytest.fixture(scope="module")
+def reference():
+    """Collector -> the digests on one device that acts and learns."""
+    made: dict[str, dict[int, str]] = {}
+
+    def run(collector: str) -> dict[int, str]:
+        if collector not in made:
+            made[collector] = digests(Remembering(**FIELDS, collector=collector), recipe=remembering)
+        return made[collector]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "actors, learners, collector",
+    [
+        ([0], [0, 1], "stepped"),
+        ([0, 1], [1, 2, 3], "stepped"),
+        ([0], [1, 2, 3, 4, 5, 6], "stepped"),
+        pytest.param([0, 1, 2], [0, 1, 2], "scanned", marks=pytest.mark.slow),
+    ],
+)
+def test_one_process_remembers_the_same_on_any_devices(actors, learners, collector, reference):
+    found = digests(Remembering(**FIELDS, collector=collector), actors, learners, recipe=remembering)
+    assert found == reference(collector)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes, learners", [(2, [1, 2, 3]), (3, [0, 1])])
+def test_several_processes_remember_the_same(processes, learners, reference, tmp_path):
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{s.getsockname()[1]}"
+    runs = [[FIELDS | {"collector": c}, [0], learners] for c in ("stepped", "scanned")]
+    words = lambda i: [address, str(processes), str(i), json.dumps(runs), tmp_path / f"{i}"]
+    them = [python(ROOT / "tests" / "placements.py", *words(i)) for i in range(processes)]
+    for ended in [finish(process, 240) for process in them]:
+        assert ended.code == 0, ended.err
+    for i in range(processes):
+        found = [json.loads(line) for line in (tmp_path / f"{i}").read_text().splitlines()]
+        assert [{int(k): v for k, v in d.items()} for d in found] == [reference("stepped"), reference("scanned")]
+
+
+# ----------------------------------------------------------------------------------------------------------- kill -9
+
+FLAGS = [f"--{name.replace('_', '-')}={value}" for name, value in FIELDS.items() if name not in ("buffer_size",)]
+COMMAND = ["ppo", *FLAGS, "--collector", "stepped", "--log-frequency", "1", "--buffer-size", "300"]
+REMEMBERING = ROOT / "tests" / "remembering.py"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The directory of a run that nothing happened to."""
+    run = tmp_path_factory.mktemp("memory") / "whole"
+    ended = finish(python(REMEMBERING, *COMMAND, "--run-dir", run))
+    assert ended.code == 0, ended.err
+    return run
+
+
+def assert_same_run(run: Path, whole: Path) -> None:
+    result, expected = read_result(run), read_result(whole)
+    assert result["status"] == "finished"
+    assert [result[k] for k in ("params_digest", "learner_digest")] == [
+        expected[k] for k in ("params_digest", "learner_digest")
+    ]
+    both = [{row["update"]: row.get("learner_digest") for row in read_rows(r)} for r in (run, whole)]
+    assert both[0] == both[1]
+
+
+def only_what_is_needed(run: Path) -> bool:
+    """Whether every file of the memory belongs to a checkpoint that is kept."""
+    kept = {str(update) for update in updates_kept(run)}
+    for home in (run / "memory").iterdir():
+        listings = [path for path in home.glob("*.json")]
+        if {path.stem for path in listings} != kept:
+            return False
+        used = {c[1] for path in listings for cut in json.loads(path.read_text())["chunks"] for c in cut}
+        if {path.name for path in home.glob("*.pack")} != used - {None}:
+            return False
+    return True
+
+
+KILLS = [
+    ("memory", 1, ["0"]),  # before the first checkpoint's memory is written
+    ("listing", 8, ["0", "1"]),  # one shard of the second checkpoint is written, the others are not
+    ("prune", 1, ["1", "2", "3"]),
+    ("save", 2, ["0"]),
+]
+
+
+@pytest.mark.slow
+def test_killed_at_the_worst_moments_it_ends_in_the_same_bits(whole, tmp_path):
+    run = tmp_path / "run"
+    for moment, n, learners in KILLS:
+        words = [*COMMAND, "--run-dir", run, "--learner-device-ids", *learners]
+        ended = finish(python(ROOT / "tests" / "killed.py", moment, str(n), *words))
+        assert ended.code == -signal.SIGKILL, f"{moment}: {ended}"
+    ended = finish(python(REMEMBERING, *COMMAND, "--run-dir", run, "--learner-device-ids", "1", "2"))
+    assert ended.code == 0 and "going on after update" in ended.out, ended.err
+    assert_same_run(run, whole)
+    assert only_what_is_needed(run) and only_what_is_needed(whole)
+
+
+@pytest.mark.slow
+def test_killed_at_random_instants_it_ends_in_the_same_bits(whole, tmp_path):
+    run, rng = tmp_path / "run", random.Random(0)
+    placements = [["0"], ["1", "2"], ["0", "1", "2", "3", "4", "5"]]
+    for learners in placements:
+        process = python(REMEMBERING, *COMMAND, "--run-dir", run, "--learner-device-ids", *learners)
+        before = {path: path.stat().st_mtime_ns for path in run.rglob("*.json")}
+        deadline = time.monotonic() + 100
+        while time.monotonic() < deadline and process.poll() is None:
+            if any(before.get(p) != p.stat().st_mtime_ns for p in run.glob("memory/*/*.json")):
+                break  # a checkpoint is being written
+            time.sleep(0.002)
+        time.sleep(rng.random() * 0.2)
+        process.kill()
+        finish(process)
+    ended = finish(python(REMEMBERING, *COMMAND, "--run-dir", run))
+    assert ended.code == 0, ended.err
+    assert_same_run(run, whole)
+
+
+# ------------------------------------------------------------------------------------------------------------ damage
+
+
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory):
+    """The directory of a run that was killed after two checkpoints."""
+    run = tmp_path_factory.mktemp("memory") / "interrupted"
+    ended = finish(python(ROOT / "tests" / "killed.py", "save", "3", *COMMAND, "--run-dir", run))
+    assert ended.code == -signal.SIGKILL and updates_kept(run)[-2:] == [3, 6], ended
+    return run
+
+
+def resumed(run: Path, *words: str) -> Ended:
+    return finish(python(REMEMBERING, "resume", run, *words))
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("harm", ["a flipped bit", "a missing pack", "a missing listing", "a cut listing"])
+def test_damaged_memory_falls_back_to_the_checkpoint_before(harm, interrupted, whole, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(interrupted, run)
+    home = run / "memory" / "00004"
+    pack, listing = next(home.glob("6-*.pack")), home / "6.json"
+    if harm == "a flipped bit":
+        flip(pack)
+    elif harm == "a cut listing":
+        listing.write_text(listing.read_text()[:200])
+    else:
+        (pack if harm == "a missing pack" else listing).unlink()
+    before = {path.name for path in run.glob("memory/*/*.pack")}
+    ended = resumed(run)
+    assert ended.code == 0, ended.err
+    said = [line for line in ended.err.splitlines() if line.startswith("cleanba:")]
+    assert len(said) == 1 and re.search(
+        r"checkpoint 6 is damaged and left out: memory/00004/\S+ is (damaged|missing)", said[0]
+    )
+    assert "going on after update 3" in ended.out
+    assert before <= {path.name for path in run.glob("memory/*/*.pack")}, "nothing is deleted"
+    assert_same_run(run, whole)
+
+
+@pytest.mark.slow
+def test_processes_fall_back_together(interrupted, whole, tmp_path):
+    """Only the second process reads the shard that is damaged, but both begin at the checkpoint before."""
+    run = tmp_path / "run"
+    shutil.copytree(interrupted, run)
+    flip(next((run / "memory" / "00005").glob("6-*.pack")))
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{s.getsockname()[1]}"
+    where = lambda i: [
+        "--distributed",
+        "--coordinator-address",
+        address,
+        "--num-processes",
+        "2",
+        "--process-id",
+        str(i),
+    ]
+    ended = [finish(p, 200) for p in [python(REMEMBERING, "resume", run, *where(i)) for i in range(2)]]
+    assert [e.code for e in ended] == [0, 0], ended[0].err + ended[1].err
+    assert "going on after update 3" in ended[0].out
+    assert_same_run(run, whole)
+
+
+# ------------------------------------------------------------------------------------------------------- what is new
+
+ROWS, ENVS, STEPS = 64, 3, 5
+
+
+def rollout_of(start: int, shards: int = 2) -> Rollout:
+    """A rollout whose every number says when it was made.  Leaves [K', T(+1), B, ...]."""
+    time_of = lambda n: np.broadcast_to(start + np.arange(n)[None, :, None], (shards, n, ENVS))
+    flag = np.ones((shards, STEPS, ENVS), bool)
+    obs = time_of(STEPS + 1)[..., None] * np.ones(40, np.float32) + np.arange(shards)[:, None, None, None]
+    first = np.zeros((shards, STEPS + 1, ENVS), bool)
+    return Rollout(
+        obs.astype(np.float32), first, time_of(STEPS).astype(np.int32), time_of(STEPS).astype(np.float32),
+        ~flag, ~flag, flag, {}, (),
+    )  # fmt: skip
+
+
+def empty() -> Memory:
+    """The memory of one shard."""
+    one = jax.tree.map(lambda x: x[0], rollout_of(0))
+    return Memory(replay.init(one, ROWS * ENVS), jnp.zeros(ENVS), jnp.int32(0))
+
+
+def step(m: Memory, number: int) -> Memory:
+    """The memory of a device after one more rollout."""
+    ring = replay.write(m.ring, rollout_of(number * STEPS))
+    return Memory(ring, m.returns + number, m.rollouts + 1)
+
+
+def plain_digest(m: Memory, shard: int, like: Memory) -> str:
+    """What `Holdings` says of a shard, if it looks at everything."""
+    leaves, chunks = memory.leaves_of(like), []
+    for leaf, x in zip(leaves, jax.tree.leaves(m), strict=True):
+        data = np.asarray(x)[shard]
+        parts = [data[a:b] if leaf.shape else data for a, b in leaf.chunks()]
+        chunks.append([memory.Chunk(memory.sha256(p.tobytes()).hexdigest(), None, 0, 0) for p in parts])
+    return memory._digest(leaves, chunks)
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(memory, "CHUNK_BYTES", 4 * 480)  # four rows of observations
+
+
+@pytest.mark.parametrize("every", [1, 3, 13])
+def test_a_look_finds_all_that_changed(every, small_chunks):
+    """However many rollouts lie between two looks: more than the ring holds, too."""
+    like = jax.eval_shape(empty)
+    m = jax.tree.map(lambda x: jnp.stack([x, x]), empty())
+    holdings = memory.Holdings(like, range(2))
+    for number in range(1, 40):
+        m = step(m, number)
+        if number % every == 0:
+            found = holdings.look(m, number)
+            assert [s.digest for s in found.values()] == [plain_digest(m, i, like) for i in range(2)], number
+
+
+def test_the_digest_of_the_learner_covers_every_shard():
+    m = step(jax.tree.map(lambda x: jnp.stack([x, x]), empty()), 1)
+    look = lambda m: [s.digest for s in memory.Holdings(jax.eval_shape(empty), range(2)).look(m, 1).values()]
+    other = m._replace(returns=m.returns.at[1, 2].add(1e-6))
+    assert look(m)[0] == look(other)[0] and look(m)[1] != look(other)[1]
+    digests = [memory.learner_digest("state", look(x)) for x in (m, other)]
+    digests += [memory.learner_digest("another", look(m)), memory.learner_digest("state", look(other)[::-1])]
+    assert len(set(digests)) == 4
+
+
+def test_a_checkpoint_costs_what_is_new_in_it(small_chunks, tmp_path):
+    like = jax.eval_shape(empty)
+    m = jax.tree.map(lambda x: jnp.stack([x, x]), empty())
+    holdings = memory.Holdings(like, range(2))
+    of_rollout = 2 * sum(x[:, :STEPS].nbytes for x in (rollout_of(0).obs,)) // 2
+    everything = 2 * memory.nbytes(like)
+    for number in range(1, 40):
+        m = step(m, number)
+        found = holdings.look(m, number)
+        cost = sum(len(c) for shard in found.values() for cut in shard.new.values() for c in cut)
+        # Besides the new rows: the rest of the first and the last chunk, and arrays smaller than a chunk.
+        assert cost <= of_rollout + 2 * (2 * 4 * 480 + 5 * ROWS * ENVS * 4) < everything / 3, number
+        memory.write(tmp_path, number, found)
+        kept = range(max(1, number - 1), number + 1)
+        memory.prune(tmp_path, range(2), kept)
+        for update in kept:
+            digests = [
+                json.loads((memory.shard_folder(tmp_path, i) / f"{update}.json").read_text())["digest"]
+                for i in range(2)
+            ]
+            memory.read(tmp_path, update, range(2), like, digests)
+    back = memory.read(tmp_path, 39, range(2), like, digests)
+    for i in range(2):
+        for x, y in zip(jax.tree.leaves(m), back[i].arrays, strict=True):
+            assert np.array_equal(np.asarray(x)[i], y)
+    on_disk = sum(path.stat().st_size for path in tmp_path.rglob("*.pack"))
+    assert on_disk < 2.5 * everything, "old packs go"
+
+
+def test_after_a_resume_only_what_is_new_is_written(small_chunks, tmp_path):
+    like = jax.eval_shape(empty)
+    m = jax.tree.map(lambda x: jnp.stack([x, x]), empty())
+    holdings = memory.Holdings(like, range(2))
+    for number in range(1, 20):
+        m = step(m, number)
+    found = holdings.look(m, 19)
+    memory.write(tmp_path, 19, found)
+    saved = memory.read(tmp_path, 19, range(2), like, [s.digest for s in found.values()])
+    resumed = memory.Holdings(like, range(2), saved)
+    m = step(m, 20)
+    one, other = resumed.look(m, 20), holdings.look(m, 20)
+    assert [s.digest for s in one.values()] == [s.digest for s in other.values()]
+    size = lambda shards: sum(len(c) for s in shards.values() for cut in s.new.values() for c in cut)
+    assert size(one) == size(other) < memory.nbytes(like)
+
+
+# ---------------------------------------------------------------------------------------------------------- capacity
+
+
+def test_memory_that_no_device_can_hold_is_refused_with_the_numbers(monkeypatch):
+    like = {"x": jax.ShapeDtypeStruct((1000, 1000), np.float32)}
+    monkeypatch.setattr(memory, "room", lambda devices: 10_000_000)
+    memory.require_room(like, 2, [], 100)  # 8 of 10 MB
+    with pytest.raises(UsageError, match=r"buffer_size=100 takes 0\.0 GB .*has 0\.0 GB; try --buffer-size 75 at most"):
+        memory.require_room(like, 3, [], 100)
+
+
+def test_simulated_devices_share_the_hosts_memory():
+    devices = jax.local_devices()
+    assert memory.room(devices[:4]) * 4 <= memory.room(devices[:1]) < 2**50
