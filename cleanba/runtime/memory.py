@@ -33,6 +33,7 @@ from cleanba.rollout import PyTree
 
 CHUNK_BYTES = 4 << 20
 FOLDER = "memory"
+DAMAGED = "damaged-"  # how the names of listings begin that were put aside
 
 
 class Chunk(NamedTuple):
@@ -329,20 +330,24 @@ def _read_chunk(home: Path, chunk: Chunk) -> bytes:
 
 
 def prune(folder: Path, shards: range, keep: Iterable[int]) -> None:
-    """Remove of these shards what belongs to no update of `keep`, and the packs that nothing refers to any more."""
+    """Remove of these shards what belongs to no update of `keep`, and the packs that nothing refers to any more.
+
+    Where a checkpoint was found damaged, packs up to that one stay, for whoever wants to look into it.
+    """
     kept = set(keep)
     for shard in shards:
         home = shard_folder(folder, shard)
         if not home.is_dir():
             continue
         referred = set()
-        for path in home.glob("*.json"):
-            if path.stem.isdecimal() and int(path.stem) not in kept:
+        damaged = max((int(path.stem.removeprefix(DAMAGED)) for path in home.glob(f"{DAMAGED}*.json")), default=0)
+        for path in home.glob("[0-9]*.json"):
+            if int(path.stem) in kept:
+                referred |= _packs(path)
+            else:
                 path.unlink(missing_ok=True)
-                continue
-            referred |= _packs(path)  # also of listings that were put aside as damaged
         for path in home.glob("*.pack"):
-            if path.name not in referred:
+            if path.name not in referred and int(path.name.partition("-")[0]) > damaged:
                 path.unlink(missing_ok=True)
 
 
@@ -357,5 +362,8 @@ def put_aside(folder: Path, shards: range, updates: Iterable[int]) -> None:
     """Rename the listings of updates whose checkpoints are damaged; what they refer to stays."""
     for shard, update in itertools.product(shards, updates):
         path = shard_folder(folder, shard) / f"{update}.json"
-        with contextlib.suppress(FileNotFoundError):
-            os.replace(path, path.with_name(f"damaged-{path.name}"))
+        aside = path.with_name(f"{DAMAGED}{path.name}")
+        try:
+            os.replace(path, aside)
+        except FileNotFoundError:
+            aside.touch()
