@@ -130,13 +130,14 @@ def speed(part: Part) -> dict[str, Any]:
     import numpy as np
     from throughput import Parts, steps_per_second
 
-    from cleanba.config import Placement
+    from cleanba.config import Experiment, Placement
     from cleanba.environments.envpool import threads_per_actor
     from cleanba.recipes import RECIPES
 
     recipe = RECIPES[part.algorithm]
     started = time.perf_counter()
-    p = Parts(recipe, recipe.experiment(**part.fields), Placement(part.actors, part.learners))
+    e = replace(recipe.settings(part.fields.get("env_id", Experiment.env_id)), **part.fields)
+    p = Parts(recipe, e, Placement(part.actors, part.learners))
     metrics = p.learn()
     compiling = time.perf_counter() - started
     ratios = {"ratio": ratios_before_learning(p)}
@@ -242,7 +243,7 @@ def digests(part: Part) -> dict[str, Any]:
     """Digests of one short run: twice on one device, and on 2 and 4 where there are as many."""
     import jax
 
-    from cleanba.config import Partition, Placement, resolve
+    from cleanba.config import Experiment, Partition, Placement, resolve
     from cleanba.environments.envpool import env_spec
     from cleanba.recipes import RECIPES
     from cleanba.runtime.metrics import Display, Status
@@ -250,7 +251,7 @@ def digests(part: Part) -> dict[str, Any]:
     from cleanba.runtime.train import make_training, run_training
 
     recipe, there = RECIPES[part.algorithm], len(jax.local_devices())
-    e = recipe.experiment(**part.fields)
+    e = replace(recipe.settings(part.fields.get("env_id", Experiment.env_id)), **part.fields)
     e = replace(e, total_timesteps=3 * e.transitions_per_update)
     found: list[str] = []
     counts = [n for n in (1, 1, 2, 4) if n <= min(there, e.num_shards)]

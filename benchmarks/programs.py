@@ -1,5 +1,6 @@
 """What is compiled of an algorithm, without running any of it: its update, a step of acting, a scanned rollout."""
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -53,7 +54,8 @@ def make(recipe: Recipe, fields: dict[str, Any], learners: int, platform: str) -
     Raises:
         UsageError: the fields do not fit each other, or not the algorithm.
     """
-    e = recipe.experiment(**{"num_actors": 2, "num_shards": learners, **fields})
+    e = recipe.settings(fields.get("env_id", Experiment.env_id))
+    e = replace(e, **{"num_actors": 2, "num_shards": learners, **fields})
     partition = Partition(e.num_envs, e.num_actors, e.num_shards, 1, learners)
     recipe.check(e, partition)
     spec = env_spec(e)
