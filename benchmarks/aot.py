@@ -2,8 +2,8 @@
 
     VERSION=$(python -c "import jax; print(jax.__version__)")
     pip install --no-deps jax-cuda12-pjrt==$VERSION jax-cuda12-plugin==$VERSION nvidia-cuda-nvcc-cu12
-    python benchmarks/aot.py                                     # one to three minutes a program; written after each
-    python benchmarks/aot.py --only ppo-resnet --devices 1 8     # the names are those of the first column
+    python benchmarks/aot.py              # one to three minutes a program; results/aot_h200.json and .md after each
+    python benchmarks/aot.py --only ppo-resnet --devices 1 8      # the names are those of the first column
 
 The packages take 550 MB, and want a virtual environment of their own, so that other runs go on without them.  Compiled,
 with the flags of --deterministic, are each algorithm's update, step of acting and scanned rollout at its defaults for
@@ -246,6 +246,29 @@ def cases(args: Args) -> Iterator[tuple[str, str, dict[str, Any], int, Callable[
                 yield f"{recipe}-{variant}-{part}", recipe, programs.VARIANTS[variant], 1, of_device(trace)
 
 
+def table(rows: dict[str, dict[str, Any]], compared: list[dict[str, Any]]) -> str:
+    """The results in a page."""
+    columns = ("launches", "conditionals", "temporary_gib", "arguments_gib")
+    lines = [
+        f"| program | {' | '.join(columns).replace('_gib', ', GiB').replace('_', ' ')} | sorts | scatters | library |",
+        "|---" * (len(columns) + 4) + "|",
+    ]
+    times = lambda counts: ", ".join(f"{n:,} x {name}" for name, n in counts.items())
+    for name, row in rows.items():
+        if "refused" not in row:
+            library = {target.removeprefix("__"): n for target, n in row["calls"].items()}
+            cells = [f"{row[c]:,}" for c in columns] + [times(row["sorts"]), times(row["scatters"]), times(library)]
+            lines.append(f"| {name} | {' | '.join(cells)} |")
+    lines.append("")
+    for row in compared:
+        lines.append(
+            f"* {' and '.join(row['programs'])}: of {row['branches'][0]} branches {row['the_same']} are the same, "
+            f"{row['the_same_but_for_moves']} but for data that is moved otherwise, {len(row['different'])} different"
+        )
+    refused = [f"{name} ({row['refused']})" for name, row in rows.items() if "refused" in row]
+    return "\n".join(lines + [f"* not there: {', '.join(refused)}"] * bool(refused)) + "\n"
+
+
 def main(args: Args) -> None:
     """Compile, print a table, write the results."""
     make_deterministic()
@@ -288,13 +311,9 @@ def main(args: Args) -> None:
         compared = [row for of_recipe in found.values() for row in compare(of_recipe)]
         values = {"target": "NVIDIA H200", "flags": os.environ["XLA_FLAGS"], "programs": rows, "shards": compared}
         path = machine.save("aot_h200", values)
-    for row in [row for of_recipe in found.values() for row in compare(of_recipe)]:
-        print(
-            f"{' and '.join(row['programs'])}: of {row['branches'][0]} branches {row['the_same']} are the same, "
-            f"{row['the_same_but_for_moves']} but for data that is moved otherwise; different: {row['different']}"
-        )
-    if rows:
-        print(f"written: benchmarks/results/{path.name}")
+        path.with_suffix(".md").write_text(table(rows, compared))
+    if any("launches" in row for row in rows.values()):
+        print(f"\n{path.with_suffix('.md').read_text()}\nwritten: {path.stem}.json and .md in benchmarks/results")
 
 
 if __name__ == "__main__":

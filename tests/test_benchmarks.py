@@ -128,6 +128,10 @@ def test_a_program_is_counted_as_it_runs():
     assert found["launches"] == 1 + 5 * 3 and found["conditionals"] == 5
     assert found["sorts"] == {"12": 5} and found["scatters"] == {"12": 1}
     assert found["calls"] == {"__cublas$lt$matmul": 5}
+    rows = {"a": found | {"temporary_gib": 0.5, "arguments_gib": 0.1}, "b": {"refused": "does not fit"}}
+    page = aot.table(rows, []).splitlines()
+    assert page[2] == "| a | 16 | 5 | 0.5 | 0.1 | 5 x 12 | 1 x 12 | 5 x cublas$lt$matmul |"
+    assert page[-1] == "* not there: b (does not fit)"
 
 
 def test_shards_are_compared_by_what_they_compute():
