@@ -73,8 +73,9 @@ class Experiment:
     """units of the LSTM"""
     deterministic: bool = True
     """the same bits every time: GPU kernels that add in order, a fixed number of CPU threads (docs/determinism.md)"""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """number format that the network computes in (parameters stay float32)"""
+    dtype: Literal["float32", "tensorfloat32", "bfloat16"] = "float32"
+    """number format that the network computes in (parameters stay float32); tensorfloat32 rounds on GPUs what is
+    multiplied to 10 bits, elsewhere it is float32"""
 
     @property
     def transitions_per_update(self) -> int:

@@ -37,7 +37,14 @@ from cleanba.runtime.learner import abstract_block, memory_shapes
 from cleanba.runtime.memory import require_room
 from cleanba.runtime.metrics import Display, Status, Writers, duration
 from cleanba.runtime.peers import Peers
-from cleanba.runtime.placement import Devices, find_devices, gather_over_processes, initialise, make_deterministic
+from cleanba.runtime.placement import (
+    Devices,
+    find_devices,
+    gather_over_processes,
+    initialise,
+    make_deterministic,
+    set_precision,
+)
 from cleanba.runtime.train import Outcome, make_training, run_training
 
 
@@ -46,6 +53,7 @@ def train_command(recipe: Recipe, argv: Sequence[str], default: Config | None = 
     config = parse(recipe, argv, default)
     if config.experiment.deterministic:
         make_deterministic()
+    set_precision(config.experiment.dtype)
     initialise(config.placement)
     if not config.placement.distributed:
         return train(recipe, config)
