@@ -97,14 +97,14 @@ def make(e: PPO, spec: EnvSpec, platform: str) -> Algorithm:
         return Targets(value[:-1], advantage, advantage + value[:-1])
 
     def values_of(params: PyTree, rollout: Rollout) -> jax.Array:
-        """V(s_t) [T+1, B], some steps at a time: what the layers hold of all would be T times a step's memory."""
+        """V(s_t) [T+1, B], some steps at a time: of all of them the layers' outputs would take gigabytes."""
         count = rollout.first.shape[0]
-        if platform == "cpu":  # a single step fills its caches; memory's recurrence is by far the longer loop
-            steps = count if recurrent else 1
-        else:
+        if platform != "cpu":
             steps = steps_at_once(rollout.obs)
+        else:
+            steps = count if recurrent else 1  # more at a time would not be faster, even for few environments
 
-        def values(carry: PyTree, start: jax.Array, steps: int) -> tuple[PyTree, jax.Array]:
+        def some(carry: PyTree, start: jax.Array, steps: int) -> tuple[PyTree, jax.Array]:
             part = lambda x: lax.dynamic_slice_in_dim(x, start, steps)
             out = network.outputs(params, jax.tree.map(part, rollout.obs), part(rollout.first), carry)
             return out.carry, out.value
@@ -112,10 +112,9 @@ def make(e: PPO, spec: EnvSpec, platform: str) -> Algorithm:
         if steps == count:
             return network.outputs(params, rollout.obs, rollout.first, rollout.carry).value
         whole, rest = divmod(count, steps)
-        part = lambda carry, i: values(carry, i * steps, steps)
-        carry, value = lax.scan(part, rollout.carry, jnp.arange(whole))
+        carry, value = lax.scan(lambda carry, i: some(carry, i * steps, steps), rollout.carry, jnp.arange(whole))
         value = value.reshape(whole * steps, -1)
-        return jnp.concatenate([value, values(carry, jnp.int32(count - rest), rest)[1]]) if rest else value
+        return jnp.concatenate([value, some(carry, jnp.int32(count - rest), rest)[1]]) if rest else value
 
     def draw(key: jax.Array, valid: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Time and environment indices [M, T', B'] of the minibatches of one epoch over one shard [T, B]."""
