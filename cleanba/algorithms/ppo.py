@@ -198,7 +198,7 @@ def advantage_scale(shards: ShardAxis, advantage: jax.Array, valid: jax.Array, t
     """
 
     def total(terms: Callable[[jax.Array], jax.Array]) -> jax.Array:
-        """Sums of terms(advantages) [M, T', B'] over each minibatch's valid transitions, all shards together."""
+        """Sums of terms(advantages) [..., M, T', B'] over each minibatch's valid transitions, all shards together."""
 
         def of_shard(advantage: jax.Array, valid: jax.Array, t: jax.Array, b: jax.Array) -> jax.Array:
             return jnp.where(valid[t, b], terms(advantage[t, b]), 0.0).sum((-2, -1))
@@ -206,6 +206,7 @@ def advantage_scale(shards: ShardAxis, advantage: jax.Array, valid: jax.Array, t
         return shards.sum(shards.map(of_shard, advantage, valid, t, b))
 
     count = count_valid(shards, valid, t, b)
-    mean = total(lambda x: x) / count
+    # Summed next to ones, as when these were the count: alone, CPUs would add in another order, to other bits.
+    mean = total(lambda x: jnp.stack([jnp.ones_like(x), x]))[1] / count
     square = total(lambda x: (x - mean[:, None, None]) ** 2)
     return Scale(count, mean, jnp.sqrt(square / count) + 1e-8)
