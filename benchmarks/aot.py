@@ -57,6 +57,7 @@ INSTRUCTION = re.compile(r"^(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][a-z0-9\-]*)\((
 CALLED = re.compile(
     r"(calls|body|to_apply|branch_computations|true_computation|false_computation)=\{?([^},]*(?:, %[^},]*)*)"
 )
+SHAPE = re.compile(r"\[(\d[\d,]*)\]")
 # What is no kernel of its own, and what only moves data.
 NO_WORK = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call"}
 NO_WORK |= {"partition-id", "replica-id", "after-all", "opt-barrier", "add-dependency"}
@@ -142,8 +143,10 @@ def summary(hlo: str) -> dict[str, Any]:
             if part.opcode in ("scatter", "select-and-scatter"):
                 scatters[elements(part.shape)] += times
     by_size = lambda counts: {f"{size:,}": n for size, n in sorted(counts.items(), reverse=True)}
+    open_loops = [i for i, _ in executed(all_of) if i.opcode == "while" and "known_trip_count" not in i.line]
     return {
         "launches": launches,
+        "loops_counted_once": len(open_loops),  # as nobody knows how long they are
         "conditionals": conditionals,
         "sorts": by_size(sorts),
         "scatters": by_size(scatters),
@@ -159,7 +162,7 @@ class Branch(NamedTuple):
     """What is computed for a shard, without the names of its values."""
 
     whole: str  # a digest of all its instructions, layouts and fusions included
-    arithmetic: str  # of those that compute, library calls among them, without layouts
+    arithmetic: str  # of those that compute, library calls among them, without layouts and by size for shape
     instructions: int
 
 
@@ -171,6 +174,10 @@ def branches(hlo: str) -> list[Branch]:
         line = re.sub(r", (metadata|backend_config|frontend_attributes)=\{.*", "", instruction.line)
         line = re.sub(r"(calls|to_apply|condition|body)=%?[\w.\-]+", r"\1", line)
         return re.sub(r"%[\w.\-]+", "%", re.sub(r"^(ROOT )?%?[\w.\-]+ = ", "", line))
+
+    def elements(shape: re.Match[str]) -> str:
+        """One array may be seen in several shapes."""
+        return f"[{math.prod(int(n) for n in shape[1].split(','))}]"
 
     def within(name: str) -> Iterator[Instruction]:
         for instruction in all_of[name]:
@@ -184,7 +191,7 @@ def branches(hlo: str) -> list[Branch]:
         computing = [i for i in of_branch if i.opcode not in NO_WORK | MOVES | {"fusion"}]
         return Branch(
             digest(map(plain, of_branch)),
-            digest(re.sub(r"\{[\d,]*\}", "", plain(i)) for i in computing),
+            digest(re.sub(r"\{[\d,]*\}", "", SHAPE.sub(elements, plain(i))) for i in computing),
             len(of_branch),
         )
 
@@ -257,7 +264,8 @@ def table(rows: dict[str, dict[str, Any]], compared: list[dict[str, Any]]) -> st
     for name, row in rows.items():
         if "refused" not in row:
             library = {target.removeprefix("__"): n for target, n in row["calls"].items()}
-            cells = [f"{row[c]:,}" for c in columns] + [times(row["sorts"]), times(row["scatters"]), times(library)]
+            cells = [f"{row[c]:,}" + " and more" * (c == "launches" and row["loops_counted_once"] > 0) for c in columns]
+            cells += [times(row["sorts"]), times(row["scatters"]), times(library)]
             lines.append(f"| {name} | {' | '.join(cells)} |")
     lines.append("")
     for row in compared:

@@ -127,7 +127,9 @@ def test_a_program_is_counted_as_it_runs():
     # A scatter, and five times a sort, a product and a copy.
     assert found["launches"] == 1 + 5 * 3 and found["conditionals"] == 5
     assert found["sorts"] == {"12": 5} and found["scatters"] == {"12": 1}
-    assert found["calls"] == {"__cublas$lt$matmul": 5}
+    assert found["calls"] == {"__cublas$lt$matmul": 5} and found["loops_counted_once"] == 0
+    endless = aot.summary(PROGRAM.replace("known_trip_count", "some_count"))
+    assert (endless["launches"], endless["loops_counted_once"]) == (1 + 3, 1)
     rows = {"a": found | {"temporary_gib": 0.5, "arguments_gib": 0.1}, "b": {"refused": "does not fit"}}
     page = aot.table(rows, []).splitlines()
     assert page[2] == "| a | 16 | 5 | 0.5 | 0.1 | 5 x 12 | 1 x 12 | 5 x cublas$lt$matmul |"
