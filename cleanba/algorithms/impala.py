@@ -12,7 +12,7 @@ import optax
 from jax import lax
 
 from cleanba.algorithm import Algorithm, Metrics
-from cleanba.algorithms.normalisation import Acting, make_normaliser
+from cleanba.algorithms.normalisation import make_normaliser
 from cleanba.algorithms.optimiser import State, learning_rate, sgd_step
 from cleanba.config import Partition, PolicyGradient, require
 from cleanba.environments.specs import EnvSpec
@@ -173,6 +173,5 @@ def make(e: IMPALA, spec: EnvSpec, platform: str) -> Algorithm:
         metrics = {name: x.mean() for name, x in metrics.items()} | {"charts/learning_rate": rate}
         return state._replace(updates=state.updates + 1), memory, metrics
 
-    acting = lambda state: Acting(state.params, state.statistics)
     act, inspect = normaliser.seen_by(network.act), normaliser.seen_by(network.inspect)
-    return Algorithm(init, normaliser.init_memory, network.initial_carry, act, update, acting, inspect)
+    return Algorithm(init, normaliser.init_memory, network.initial_carry, act, update, normaliser.acting, inspect)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from cleanba.algorithms.optimiser import State
 from cleanba.config import PolicyGradient
 from cleanba.environments.specs import EnvSpec
 from cleanba.ops.moments import Moments, add_batch, no_moments
@@ -34,10 +35,10 @@ class Statistics(NamedTuple):
 
 
 class Acting(NamedTuple):
-    """What acting needs."""
+    """What acting needs, where observations are normalised; else the parameters alone."""
 
     params: PyTree
-    statistics: Statistics
+    obs: dict[str, Moments]
 
 
 @dataclass(frozen=True)
@@ -58,11 +59,11 @@ class Normaliser:
         """The discounted returns under way in one shard's environments [B], or ()."""
         return jnp.zeros(rollout.reward.shape[1]) if self.scales_rewards else ()
 
-    def observe(self, statistics: Statistics, obs: PyTree) -> PyTree:
+    def observe(self, seen: dict[str, Moments], obs: PyTree) -> PyTree:
         """Observations [..., *shape] as the network sees them."""
 
         def normal(path: Any, x: jax.Array) -> jax.Array:
-            moments = statistics.obs.get(jax.tree_util.keystr(path))
+            moments = seen.get(jax.tree_util.keystr(path))
             if moments is None:
                 return x
             return ((x - moments.mean) / jnp.sqrt(moments.variance + EPSILON)).clip(-LIMIT, LIMIT)
@@ -70,12 +71,16 @@ class Normaliser:
         return jax.tree_util.tree_map_with_path(normal, obs) if self.parts else obs
 
     def seen_by(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """fn(params, carry, obs, ...) as a function of `Acting`, which sees observations normalised."""
+        """fn(params, carry, obs, ...) as a function of what `acting` gives, which sees observations normalised."""
 
         def seeing(params: Acting, carry: PyTree, obs: PyTree, *rest: Any) -> Any:
-            return fn(params.params, carry, self.observe(params.statistics, obs), *rest)
+            return fn(params.params, carry, self.observe(params.obs, obs), *rest)
 
-        return seeing
+        return seeing if self.parts else fn
+
+    def acting(self, state: State) -> PyTree:
+        """What acting needs of the learner's state."""
+        return Acting(state.params, state.statistics.obs) if self.parts else state.params
 
     def add(
         self, shards: ShardAxis, statistics: Statistics, memory: PyTree, rollout: Rollout
@@ -100,7 +105,7 @@ class Normaliser:
         def normalise(obs: PyTree, reward: jax.Array) -> tuple[PyTree, jax.Array]:
             if self.scales_rewards:
                 reward = (reward / jnp.sqrt(of_return.variance + EPSILON)).clip(-LIMIT, LIMIT)
-            return self.observe(statistics, obs), reward
+            return self.observe(moments, obs), reward
 
         if self.parts or self.scales_rewards:
             obs, reward = shards.map(normalise, rollout.obs, rollout.reward)
