@@ -12,8 +12,7 @@ from typing import Any
 
 import remembering
 
-from cleanba import cli
-from cleanba.runs import directory
+from cleanba import cli, launch
 from cleanba.runtime import memory
 from cleanba.runtime.checkpoint import Checkpoints
 from cleanba.runtime.collect import ScannedCollector, SteppedCollector
@@ -21,7 +20,7 @@ from cleanba.runtime.learner import Learner
 
 # Where it dies, and whether once that is done or just before.
 MOMENTS: dict[str, tuple[tuple[Any, ...], str, bool]] = {
-    "start": ((directory,), "open_run", True),
+    "start": ((launch,), "open_run", True),
     "restore": ((Checkpoints,), "restore", True),
     "compile": ((Learner,), "compile", False),
     "collect": ((SteppedCollector, ScannedCollector), "__call__", True),

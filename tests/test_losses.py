@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 from slowly import finite_difference, log_softmax
 
-from cleanba.ops.losses import kl_estimate, log_prob_and_entropy, ppo_policy_loss, squared_error
+from cleanba.ops.losses import (
+    by_comparison,
+    by_index,
+    kl_estimate,
+    log_prob_and_entropy,
+    ppo_policy_loss,
+    squared_error,
+)
 
 # ------------------------------------------------------------------------------------------------ clipped loss
 
@@ -92,6 +99,36 @@ def test_a_masked_action_leaves_the_gradient_of_the_others_as_it_is(which):
     gradient = jax.grad(lambda x: log_prob_and_entropy(x, jnp.int32(2))[which])(jnp.float32([0.5, -jnp.inf, -1.0]))
     without = jax.grad(lambda x: log_prob_and_entropy(x, jnp.int32(1))[which])(jnp.float32([0.5, -1.0]))
     np.testing.assert_allclose(gradient, [without[0], 0.0, without[1]], rtol=1e-5)
+
+
+@pytest.mark.parametrize("actions", [1, 2, 3, 6, 18])
+def test_by_comparison_has_the_bits_of_an_index_and_so_has_its_gradient(actions):
+    rng = np.random.default_rng(actions)
+    logits = jnp.float32(5 * rng.normal(size=(60, 9, actions)))
+    action = jnp.asarray(rng.integers(actions, size=(60, 9)))
+    masked = (rng.random(logits.shape) < 0.2) & (np.arange(actions) != np.asarray(action)[..., None])
+    logits = jnp.where(masked, -jnp.inf, logits)
+    weight = jnp.float32(rng.normal(size=action.shape))
+    of = lambda f: jax.jit(jax.value_and_grad(lambda x: (weight * f(jax.nn.log_softmax(x), action)).sum()))(logits)
+    (value, gradient), (expected, expected_gradient) = of(by_comparison), of(by_index)
+    assert value == expected and jnp.isfinite(value)
+    assert (gradient == expected_gradient).all() and jnp.isfinite(gradient).all()
+
+
+def cuda_text(fn, *args) -> str:
+    """The program that a GPU would be given, before it is compiled for one; there need be none."""
+    return jax.jit(fn).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_no_gradient_of_a_loss_scatters_on_a_gpu():
+    def total(logits, action, old, advantage):
+        log_prob, entropy = log_prob_and_entropy(logits, action)
+        log_ratio = log_prob - old
+        return (ppo_policy_loss(log_ratio, advantage, 0.1) + squared_error(log_prob, old) - entropy).sum()
+
+    args = jnp.zeros((5, 4, 6)), jnp.zeros((5, 4), jnp.int32), jnp.zeros((5, 4)), jnp.zeros((5, 4))
+    assert "scatter" not in cuda_text(jax.grad(total), *args)
+    assert "scatter" in cuda_text(jax.grad(lambda x: by_index(x, args[1]).sum()), args[0])  # what the test looks for
 
 
 def test_kl_estimate_has_the_kl_divergence_from_old_to_new_as_its_mean_over_old_samples():

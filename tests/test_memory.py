@@ -198,7 +198,8 @@ def test_damaged_memory_falls_back_to_the_checkpoint_before(harm, interrupted, w
         listing.write_text(listing.read_text()[:200])
     else:
         (pack if harm == "a missing pack" else listing).unlink()
-    before = {path.name for path in run.glob("memory/*/*.pack")}
+    whole_ones = lambda: {path.name for path in run.glob("memory/*/[36]-*.pack")}  # not of one that was being written
+    before = whole_ones()
     ended = resumed(run)
     assert ended.code == 0, ended.err
     said = [line for line in ended.err.splitlines() if line.startswith("cleanba:")]
@@ -206,7 +207,7 @@ def test_damaged_memory_falls_back_to_the_checkpoint_before(harm, interrupted, w
         r"checkpoint 6 is damaged and left out: memory/00004/\S+ is (damaged|missing)", said[0]
     )
     assert "going on after update 3" in ended.out
-    assert before <= {path.name for path in run.glob("memory/*/*.pack")}, "nothing is deleted"
+    assert before <= whole_ones(), "nothing is deleted"
     assert_same_run(run, whole)
 
 
@@ -324,7 +325,7 @@ def test_a_checkpoint_costs_what_is_new_in_it(small_chunks, tmp_path):
             memory.read(tmp_path, update, range(2), like, digests)
     back = memory.read(tmp_path, 39, range(2), like, digests)
     for i in range(2):
-        for x, y in zip(jax.tree.leaves(m), jax.tree.leaves(back[i].tree), strict=True):
+        for x, y in zip(jax.tree.leaves(m), back[i].arrays, strict=True):
             assert np.array_equal(np.asarray(x)[i], y)
     on_disk = sum(path.stat().st_size for path in tmp_path.rglob("*.pack"))
     assert on_disk < 2.5 * everything, "old packs go"

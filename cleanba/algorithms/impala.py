@@ -12,6 +12,7 @@ import optax
 from jax import lax
 
 from cleanba.algorithm import Algorithm, Metrics
+from cleanba.algorithms.batches import count_valid, sequences
 from cleanba.algorithms.normalisation import make_normaliser
 from cleanba.algorithms.optimiser import State, learning_rate, sgd_step
 from cleanba.config import Partition, PolicyGradient, require
@@ -108,20 +109,22 @@ def make(e: IMPALA, spec: EnvSpec, platform: str) -> Algorithm:
         params = network.initial_params(key)
         return State(params, optimiser.init(params), jnp.int32(0), normaliser.init())
 
-    def take(rollout: Rollout, shard: jax.Array, m: jax.Array) -> Minibatch:
-        """Every `num_minibatches`-th environment, from the m-th on, of one of this device's shards [K', T, B, ...].
+    def draw(valid: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Time and environment indices [M, T, B'] of the minibatches over one shard [T, B].
 
-        So a minibatch holds the same environments for every number of shards.
+        Every M-th environment, so that a minibatch holds the same ones for every number of shards.
         """
-        env = m + e.num_minibatches * jnp.arange(rollout.valid.shape[2] // e.num_minibatches)
+        (t, b), m = valid.shape, e.num_minibatches
+        return sequences(t, jnp.arange(b).reshape(b // m, m).T)
 
-        def at(x: jax.Array) -> jax.Array:
-            return x[shard, jnp.arange(x.shape[1])[:, None], env]
-
+    def take(rollout: Rollout, shard: jax.Array, t: jax.Array, b: jax.Array) -> Minibatch:
+        """Steps [T, B'] out of one of this device's shards [K', T, B, ...]; only these are copied."""
+        at = lambda x: x[shard, t, b]
+        and_after = lambda x: x[shard, jnp.concatenate([t, t[-1:] + 1]), jnp.concatenate([b, b[-1:]])]
         return Minibatch(
-            obs=jax.tree.map(at, rollout.obs),
-            first=at(rollout.first),
-            carry=jax.tree.map(lambda c: c[shard, env], rollout.carry),
+            obs=jax.tree.map(and_after, rollout.obs),
+            first=and_after(rollout.first),
+            carry=jax.tree.map(lambda c: c[shard, b[0]], rollout.carry),
             action=at(rollout.action),
             reward=at(rollout.reward),
             terminated=at(rollout.terminated),
@@ -131,7 +134,7 @@ def make(e: IMPALA, spec: EnvSpec, platform: str) -> Algorithm:
         )
 
     def loss(params: PyTree, mb: Minibatch, valid: jax.Array) -> tuple[jax.Array, Metrics]:
-        """This shard's part of the mean over the `valid` transitions of the minibatch, all shards together."""
+        """This shard's part of the mean over the valid transitions of the minibatch, all shards together."""
         out = network.outputs(params, mb.obs, mb.first, mb.carry)  # the last value only bootstraps
         acted = jax.tree.map(lambda x: x[:-1], out.policy)
         log_prob, entropy = acted.log_prob_and_entropy(mb.action)
@@ -152,6 +155,7 @@ def make(e: IMPALA, spec: EnvSpec, platform: str) -> Algorithm:
             "losses/policy_loss": policy_loss,
             "losses/value_loss": value_loss,
             "losses/entropy": entropy,
+            "losses/first_ratio_deviation": mean(jnp.abs(jnp.expm1(log_ratio))),
             "losses/importance_ratio": mean(jnp.exp(log_ratio)),
         }
 
@@ -161,16 +165,21 @@ def make(e: IMPALA, spec: EnvSpec, platform: str) -> Algorithm:
         statistics, memory, rollout = normaliser.add(shards, state.statistics, memory, rollout)
         state = state._replace(statistics=statistics)
         rate = learning_rate(e, state.updates)
+        t, b = shards.map(draw, rollout.valid)
+        valid = count_valid(shards, rollout.valid, t, b)  # [M]
 
-        def minibatch(state: State, m: jax.Array) -> tuple[State, Metrics]:
-            valid_of = lambda i: (take(rollout, i, m).valid,)
-            count = lambda valid: valid.sum().astype(jnp.float32)
-            valid = jnp.maximum(shards.sum(shards.map_from(valid_of, count)), 1.0)
-            load = lambda i: (take(rollout, i, m), valid)
+        def minibatch(state: State, inputs: tuple[jax.Array, jax.Array]) -> tuple[State, Metrics]:
+            m, valid_m = inputs
+            load = lambda i: (take(rollout, i, t[i, m], b[i, m]), valid_m)
             return sgd_step(shards, optimiser, rate, state, loss, load)
 
-        state, metrics = lax.scan(minibatch, state, jnp.arange(e.num_minibatches))
-        metrics = {name: x.mean() for name, x in metrics.items()} | {"charts/learning_rate": rate}
+        state, metrics = lax.scan(minibatch, state, (jnp.arange(e.num_minibatches), valid))
+        first = metrics["losses/first_ratio_deviation"][0]
+        metrics = jax.tree.map(lambda x: x.mean(), metrics)  # over the minibatches
+        metrics |= {
+            "losses/first_ratio_deviation": first,
+            "charts/learning_rate": rate,
+        }
         return state._replace(updates=state.updates + 1), memory, metrics
 
     act, inspect = normaliser.seen_by(network.act), normaliser.seen_by(network.inspect)

@@ -14,6 +14,7 @@ import optax
 from jax import lax
 
 from cleanba.algorithm import Algorithm, Metrics
+from cleanba.algorithms.batches import count_valid, explained_variance, sequences, steps_at_once
 from cleanba.algorithms.normalisation import make_normaliser
 from cleanba.algorithms.optimiser import State, learning_rate, sgd_step
 from cleanba.config import Partition, PolicyGradient, require
@@ -95,7 +96,7 @@ class Minibatch(NamedTuple):
 class Scale(NamedTuple):
     """How the advantages of a minibatch, all shards together, are normalised."""
 
-    valid: jax.Array  # number of valid transitions
+    valid: jax.Array  # int32: number of valid transitions
     mean: jax.Array
     std: jax.Array
 
@@ -112,24 +113,37 @@ def make(e: PPO, spec: EnvSpec, platform: str) -> Algorithm:
         return State(params, optimiser.init(params), jnp.int32(0), normaliser.init())
 
     def prepare(params: PyTree, rollout: Rollout) -> Targets:
-        """Values, advantages and targets of one shard, all from one set of parameters."""
+        """Values, advantages and targets of one shard [T(+1), B, ...], all from one set of parameters."""
         value = values_of(params, rollout)  # [T+1, B]
         advantage = gae(value, rollout.reward, rollout.terminated, rollout.truncated, e.gamma, e.gae_lambda)
         return Targets(value[:-1], advantage, advantage + value[:-1])
 
     def values_of(params: PyTree, rollout: Rollout) -> jax.Array:
-        if recurrent:
+        """V(s_t) [T+1, B], some steps at a time: what the layers hold of all would be T times a step's memory."""
+        count = rollout.first.shape[0]
+        if platform == "cpu":  # a single step fills its caches; memory's recurrence is by far the longer loop
+            steps = count if recurrent else 1
+        else:
+            steps = steps_at_once(rollout.obs)
+
+        def values(carry: PyTree, start: jax.Array, steps: int) -> tuple[PyTree, jax.Array]:
+            part = lambda x: lax.dynamic_slice_in_dim(x, start, steps)
+            out = network.outputs(params, jax.tree.map(part, rollout.obs), part(rollout.first), carry)
+            return out.carry, out.value
+
+        if steps == count:
             return network.outputs(params, rollout.obs, rollout.first, rollout.carry).value
-        # Step by step: all of them at once would take T times the memory and not be faster.
-        one = lambda x: network.outputs(params, jax.tree.map(lambda o: o[None], x[0]), x[1][None], ()).value[0]
-        return lax.map(one, (rollout.obs, rollout.first))
+        whole, rest = divmod(count, steps)
+        part = lambda carry, i: values(carry, i * steps, steps)
+        carry, value = lax.scan(part, rollout.carry, jnp.arange(whole))
+        value = value.reshape(whole * steps, -1)
+        return jnp.concatenate([value, values(carry, jnp.int32(count - rest), rest)[1]]) if rest else value
 
     def draw(key: jax.Array, valid: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Time and environment indices [M, T', B'] of the minibatches of one epoch over one shard [T, B]."""
         (t, b), m = valid.shape, e.num_minibatches
         if recurrent:  # whole sequences
-            env = jax.random.permutation(key, b).reshape(m, 1, b // m)
-            return jnp.broadcast_to(jnp.arange(t)[None, :, None], (m, t, b // m)), jnp.broadcast_to(env, (m, t, b // m))
+            return sequences(t, jax.random.permutation(key, b).reshape(m, b // m))
         index = jax.random.permutation(key, t * b).reshape(m, 1, t * b // m)
         return index // b, index % b
 
@@ -163,6 +177,7 @@ def make(e: PPO, spec: EnvSpec, platform: str) -> Algorithm:
             "losses/policy_loss": policy_loss,
             "losses/value_loss": value_loss,
             "losses/entropy": entropy,
+            "losses/first_ratio_deviation": mean(jnp.abs(jnp.expm1(log_ratio))),
             "losses/approx_kl": mean(kl_estimate(log_ratio)),
             "losses/clipfrac": mean((jnp.abs(jnp.expm1(log_ratio)) > e.clip_coef).astype(jnp.float32)),
         }
@@ -188,9 +203,11 @@ def make(e: PPO, spec: EnvSpec, platform: str) -> Algorithm:
             return lax.scan(minibatch, state, (jnp.arange(e.num_minibatches), scale))
 
         state, metrics = lax.scan(epoch, state, jnp.arange(e.update_epochs))
+        first = metrics["losses/first_ratio_deviation"][0, 0]
         metrics = jax.tree.map(lambda x: x[-1].mean(), metrics)  # over the minibatches of the last epoch
         metrics |= {
-            "losses/explained_variance": explained_variance(shards, targets, rollout.valid),
+            "losses/first_ratio_deviation": first,
+            "losses/explained_variance": explained_variance(shards, targets.value, targets.target, rollout.valid),
             "charts/learning_rate": rate,
         }
         return state._replace(updates=state.updates + 1), memory, metrics
@@ -206,32 +223,14 @@ def advantage_scale(shards: ShardAxis, advantage: jax.Array, valid: jax.Array, t
     """
 
     def total(terms: Callable[[jax.Array], jax.Array]) -> jax.Array:
-        """Sums of terms(advantages) [..., M, T', B'] over each minibatch's valid transitions, all shards together."""
+        """Sums of terms(advantages) [M, T', B'] over each minibatch's valid transitions, all shards together."""
 
         def of_shard(advantage: jax.Array, valid: jax.Array, t: jax.Array, b: jax.Array) -> jax.Array:
             return jnp.where(valid[t, b], terms(advantage[t, b]), 0.0).sum((-2, -1))
 
         return shards.sum(shards.map(of_shard, advantage, valid, t, b))
 
-    count, x = total(lambda x: jnp.stack([jnp.ones_like(x), x]))
-    count = jnp.maximum(count, 1.0)
-    mean = x / count
+    count = count_valid(shards, valid, t, b)
+    mean = total(lambda x: x) / count
     square = total(lambda x: (x - mean[:, None, None]) ** 2)
     return Scale(count, mean, jnp.sqrt(square / count) + 1e-8)
-
-
-def explained_variance(shards: ShardAxis, targets: Targets, valid: jax.Array) -> jax.Array:
-    """1 - Var[target - value] / Var[target] over valid transitions; how well values predicted their targets."""
-
-    def of_shard(targets: Targets, valid: jax.Array) -> jax.Array:
-        error = targets.target - targets.value
-        terms = jnp.stack([jnp.ones_like(error), error, error**2, targets.target, targets.target**2])
-        return jnp.where(valid, terms, 0.0).sum((1, 2))
-
-    def combine(total: jax.Array) -> jax.Array:
-        n, e1, e2, t1, t2 = total
-        n = jnp.maximum(n, 1.0)
-        variance = t2 / n - (t1 / n) ** 2
-        return jnp.where(variance > 0, 1.0 - (e2 / n - (e1 / n) ** 2) / variance, jnp.nan)
-
-    return shards.isolate(combine, shards.sum(shards.map(of_shard, targets, valid)))

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import numpy as np
@@ -26,6 +26,9 @@ from cleanba.rollout import PyTree
 from cleanba.runtime import memory
 from cleanba.runtime.digests import tree_digest
 from cleanba.runtime.memory import SavedShard, Shard
+
+if TYPE_CHECKING:
+    import orbax.checkpoint as ocp
 
 COUNTERS = "counters"
 ARRAYS = "arrays"
@@ -85,7 +88,6 @@ class Checkpoints:
         self._writer = ThreadPoolExecutor(1, "memory")
         self._writing: Future[None] | None = None
         self._found: list[int] = []  # the updates there were checkpoints of when `restore` looked
-        me = jax.process_index()
         self._folder.mkdir(parents=True, exist_ok=True)
         self._manager = ocp.CheckpointManager(
             self._folder,
@@ -94,10 +96,7 @@ class Checkpoints:
                 # The newest may still lack the memory of another process: then the one before must be there.
                 max_to_keep=keep + bool(self._shards),
                 create=False,
-                # No process waits for another: the state is the same everywhere, so one of them can write it alone.
-                multiprocessing_options=ocp.options.MultiprocessingOptions(
-                    primary_host=me, active_processes={me}, barrier_sync_key_prefix=f"cleanba{me}"
-                ),
+                multiprocessing_options=_alone("save"),
             ),
         )
 
@@ -233,12 +232,22 @@ def updates_kept(run_dir: Path) -> list[int]:
     return sorted(int(p.name) for p in folder.iterdir() if p.name.isdecimal()) if folder.is_dir() else []
 
 
+def _alone(use: str) -> "ocp.options.MultiprocessingOptions":
+    """No process waits for another: the state is the same everywhere, so each reads, and one writes, by itself."""
+    import orbax.checkpoint as ocp
+
+    me = jax.process_index()
+    return ocp.options.MultiprocessingOptions(
+        primary_host=me, active_processes={me}, barrier_sync_key_prefix=f"cleanba-{use}-{me}"
+    )
+
+
 def read_arrays(run_dir: Path, update: int) -> list[np.ndarray]:
     """All arrays of one checkpoint, in their order, without knowing what they mean."""
     import orbax.checkpoint as ocp
 
     logging.getLogger("absl").setLevel(logging.CRITICAL)
-    with ocp.StandardCheckpointer() as checkpointer:
+    with ocp.StandardCheckpointer(multiprocessing_options=_alone("read")) as checkpointer:
         metadata = checkpointer.metadata((run_dir / "checkpoints" / str(update) / ARRAYS).absolute())
         tree = getattr(metadata, "item_metadata", metadata)
         if tree is None:

@@ -124,19 +124,29 @@ class Learner:
         everywhere = PartitionSpec(MESH_AXIS)
         return jax.jit(jax.shard_map(of_device, mesh=self._devices.mesh, in_specs=(), out_specs=everywhere))()
 
-    def restore_memory(self, saved: Mapping[int, SavedShard]) -> PyTree:
-        """The memory of this process's shards, by number -> leaves [K, ...], each shard on the device that holds it."""
-        held = self._partition.shards_per_learner
-        shards = [saved[number].tree for number in sorted(saved)]
+    def restore_memory(self, block: Rollout, saved: Mapping[int, SavedShard]) -> PyTree:
+        """The memory of this process's shards, by number -> leaves [K, ...], each shard on the device that holds it.
 
-        def place(*leaves: np.ndarray) -> jax.Array:
-            parts = [np.stack(leaves[i : i + held]) for i in range(0, len(leaves), held)]
-            on_devices = zip(parts, self._devices.learners, strict=True)
-            copies = [jax.device_put(part, device, may_alias=False) for part, device in on_devices]
-            shape = (self._partition.num_shards, *leaves[0].shape)
+        Takes the arrays out of `saved` one by one: of a memory of gigabytes there may be no room for a copy.
+        """
+        held = self._partition.shards_per_learner
+        shards = [saved[number].arrays for number in sorted(saved)]
+        leaves, structure = jax.tree.flatten(self.init_memory(block))
+        put = jax.jit(lambda x, one, i: jax.lax.dynamic_update_index_in_dim(x, one, i, 0), donate_argnums=0)
+
+        def fill(number: int) -> jax.Array:
+            x, leaves[number] = leaves[number], None
+            parts = {part.device: part.data for part in x.addressable_shards}
+            shape = x.shape
+            del x
+            for i, arrays in enumerate(shards):
+                device = self._devices.learners[i // held]
+                parts[device] = put(parts[device], jax.device_put(arrays[number], device), np.int32(i % held))
+                arrays[number] = np.empty(0)
+            copies = [parts[device] for device in self._devices.learners]
             return jax.make_array_from_single_device_arrays(shape, self._sharded, copies)
 
-        return jax.tree.map(place, *shards) if shards else ()
+        return jax.tree.unflatten(structure, [fill(number) for number in range(len(leaves))])
 
     def replicate(self, tree: PyTree) -> PyTree:
         """Arrays of this process -> the same arrays on all learner devices (of all processes)."""

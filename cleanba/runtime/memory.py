@@ -33,6 +33,7 @@ from cleanba.rollout import PyTree
 
 CHUNK_BYTES = 4 << 20
 FOLDER = "memory"
+DAMAGED = "damaged-"  # how the names of listings begin that were put aside
 
 
 class Chunk(NamedTuple):
@@ -93,7 +94,8 @@ class Shard(NamedTuple):
 class SavedShard(NamedTuple):
     """The memory of one shard as a checkpoint has it."""
 
-    tree: PyTree
+    arrays: list[np.ndarray]
+    """in order; whoever puts them on a device takes them out, as there may be no room for both"""
     chunks: list[list[Chunk]]
 
 
@@ -183,7 +185,7 @@ class Holdings:
         for shard in self.shards:
             if saved:
                 self._known[shard] = saved[shard].chunks
-                self._written[shard] = self._marks(jax.tree.leaves(saved[shard].tree).__getitem__)
+                self._written[shard] = self._marks(saved[shard].arrays.__getitem__)
             else:  # rings begin empty: nothing of them needs a look to be known
                 self._known[shard] = [self._blank(leaf) for leaf in self._leaves]
                 self._written[shard] = [(0, 0) for _ in self._rings]
@@ -279,14 +281,12 @@ def read(folder: Path, update: int, shards: range, like: PyTree, digests: list[s
     Raises:
         ValueError: a file is missing or damaged.
     """
-    leaves, structure = leaves_of(like), jax.tree.structure(like)
-    one = lambda shard: _read_shard(shard_folder(folder, shard), update, leaves, structure, digests[shard])
+    leaves = leaves_of(like)
+    one = lambda shard: _read_shard(shard_folder(folder, shard), update, leaves, digests[shard])
     return {shard: one(shard) for shard in shards}
 
 
-def _read_shard(
-    home: Path, update: int, leaves: list[Leaf], structure: jax.tree_util.PyTreeDef, digest: str
-) -> SavedShard:
+def _read_shard(home: Path, update: int, leaves: list[Leaf], digest: str) -> SavedShard:
     path = home / f"{update}.json"
     where = f"{FOLDER}/{home.name}/{path.name}"
     try:
@@ -310,7 +310,7 @@ def _read_shard(
                 else:
                     array[...] = data[0]
         arrays.append(array)
-    return SavedShard(jax.tree.unflatten(structure, arrays), chunks)
+    return SavedShard(arrays, chunks)
 
 
 def _read_chunk(home: Path, chunk: Chunk) -> bytes:
@@ -330,20 +330,24 @@ def _read_chunk(home: Path, chunk: Chunk) -> bytes:
 
 
 def prune(folder: Path, shards: range, keep: Iterable[int]) -> None:
-    """Remove of these shards what belongs to no update of `keep`, and the packs that nothing refers to any more."""
+    """Remove of these shards what belongs to no update of `keep`, and the packs that nothing refers to any more.
+
+    Where a checkpoint was found damaged, packs up to that one stay, for whoever wants to look into it.
+    """
     kept = set(keep)
     for shard in shards:
         home = shard_folder(folder, shard)
         if not home.is_dir():
             continue
         referred = set()
-        for path in home.glob("*.json"):
-            if path.stem.isdecimal() and int(path.stem) not in kept:
+        damaged = max((int(path.stem.removeprefix(DAMAGED)) for path in home.glob(f"{DAMAGED}*.json")), default=0)
+        for path in home.glob("[0-9]*.json"):
+            if int(path.stem) in kept:
+                referred |= _packs(path)
+            else:
                 path.unlink(missing_ok=True)
-                continue
-            referred |= _packs(path)  # also of listings that were put aside as damaged
         for path in home.glob("*.pack"):
-            if path.name not in referred:
+            if path.name not in referred and int(path.name.partition("-")[0]) > damaged:
                 path.unlink(missing_ok=True)
 
 
@@ -358,5 +362,8 @@ def put_aside(folder: Path, shards: range, updates: Iterable[int]) -> None:
     """Rename the listings of updates whose checkpoints are damaged; what they refer to stays."""
     for shard, update in itertools.product(shards, updates):
         path = shard_folder(folder, shard) / f"{update}.json"
-        with contextlib.suppress(FileNotFoundError):
-            os.replace(path, path.with_name(f"damaged-{path.name}"))
+        aside = path.with_name(f"{DAMAGED}{path.name}")
+        try:
+            os.replace(path, aside)
+        except FileNotFoundError:
+            aside.touch()

@@ -142,7 +142,8 @@ def learn(
     status.phase = "compiling the update"
     block = training.block_shapes
     state = progress.state = learner.replicate(saved.state) if saved else learner.init()
-    memory = progress.memory = learner.restore_memory(saved.memory) if saved else learner.init_memory(block)
+    memory = learner.restore_memory(block, saved.memory) if saved else learner.init_memory(block)
+    progress.memory = memory
     learner.compile(state, memory, block)
     stop.check()
     status.phase = "collecting the first rollout"

@@ -1,0 +1,64 @@
+"""Batches that lie over shards: what minibatches are made of, and numbers about all shards together."""
+
+import jax
+import jax.numpy as jnp
+
+from cleanba.rollout import PyTree
+from cleanba.shards import ShardAxis
+
+AT_ONCE = 2**25  # bytes of observations: 1,188 Atari images, of which the ResNet's layers take 1.6 GB
+
+
+def steps_at_once(obs: PyTree) -> int:
+    """Steps of a shard's observations [T, B, ...] that a GPU may see at once, so that it is busy and does not run over.
+
+    As even parts as possible.  Decided by the shapes of one shard alone, which every placement has in common.
+    """
+    leaves = jax.tree.leaves(obs)
+    steps, size = leaves[0].shape[0], sum(x.size * x.dtype.itemsize for x in leaves)
+    parts = min(steps, -(-size // AT_ONCE))
+    return -(-steps // parts)
+
+
+def sequences(steps: int, env: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Minibatches of all steps of some environments.  [M, B'] -> time and environment indices [M, T, B']."""
+    m, b = env.shape
+    time = jnp.arange(steps)[None, :, None]
+    return jnp.broadcast_to(time, (m, steps, b)), jnp.broadcast_to(env[:, None], (m, steps, b))
+
+
+def count_valid(shards: ShardAxis, valid: jax.Array, t: jax.Array, b: jax.Array) -> jax.Array:
+    """Valid transitions of each minibatch, all shards together, or 1 where there are none: means divide by it.
+
+    valid [K', T, B]; t, b [K', M, T', B'] -> [M] int32, which counts exactly where float32 would stop at 2^24.
+    """
+    of_shard = lambda valid, t, b: valid[t, b].sum((-2, -1), dtype=jnp.int32)
+    return jnp.maximum(shards.sum(shards.map(of_shard, valid, t, b)), 1)
+
+
+def explained_variance(shards: ShardAxis, value: jax.Array, target: jax.Array, valid: jax.Array) -> jax.Array:
+    """1 - Var[target - value] / Var[target] over valid transitions; how well values predicted their targets.
+
+    Where targets do not vary it is 1 if the errors do not either, else 0, as scikit-learn's.  [K', T, B] each -> [].
+    Two passes: the difference of mean square and squared mean has no digits left where means are large.
+    """
+    count = jnp.maximum(shards.sum(shards.map(lambda valid: valid.sum(dtype=jnp.int32), valid)), 1)
+
+    def mean(value: jax.Array, target: jax.Array, valid: jax.Array) -> jax.Array:
+        x = jnp.stack([target - value, target])
+        return jnp.where(valid, x, 0.0).sum((1, 2)) / count
+
+    means = shards.sum(shards.map(mean, value, target, valid))
+
+    def moments(value: jax.Array, target: jax.Array, valid: jax.Array) -> jax.Array:
+        x = jnp.where(valid, jnp.stack([target - value, target]) - means[:, None, None], 0.0)
+        return jnp.stack([x.sum((1, 2)), (x**2).sum((1, 2))]) / count
+
+    def combine(means: jax.Array, moments: jax.Array) -> jax.Array:
+        rest, square = moments  # the rest is what rounding left of a mean of zero (Chan et al. 1983, eq. 1.7)
+        variance = square - rest**2
+        error, of_target = jnp.where(variance > (jnp.finfo(variance.dtype).eps * means) ** 2, variance, 0.0)
+        constant = jnp.where(error > 0, 0.0, 1.0)
+        return jnp.where(of_target > 0, 1.0 - error / jnp.where(of_target > 0, of_target, 1.0), constant)
+
+    return shards.isolate(combine, means, shards.sum(shards.map(moments, value, target, valid)))
