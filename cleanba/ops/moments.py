@@ -41,14 +41,16 @@ def add_batch(shards: ShardAxis, moments: Moments, x: jax.Array, valid: jax.Arra
 
     count = shards.sum(shards.map(lambda valid: valid.sum(dtype=jnp.int32), valid))
     first = total(moments.mean, 1)
-    mean = shards.isolate(lambda: moments.mean + first / jnp.maximum(count, 1))
+    mean = shards.isolate(lambda about, first, n: about + first / jnp.maximum(n, 1), moments.mean, first, count)
     rest, squares = total(mean, 1), total(mean, 2)
 
-    def merged() -> Moments:
-        n = jnp.maximum(count, 1)
-        return merge(moments, count, mean + rest / n, jnp.maximum(squares - rest**2 / n, 0.0) / n)
+    def of_batch(n: jax.Array, mean: jax.Array, rest: jax.Array, squares: jax.Array) -> tuple[jax.Array, jax.Array]:
+        n = jnp.maximum(n, 1)
+        return mean + rest / n, jnp.maximum(squares - rest**2 / n, 0.0) / n
 
-    return shards.isolate(merged)
+    # Apart from the merging: a sum of two products in one piece of code rounds either the one or the other first, which
+    # of them hangs on the order of the arguments, and that on the number of devices.
+    return shards.isolate(merge, moments, count, *shards.isolate(of_batch, count, mean, rest, squares))
 
 
 def merge(a: Moments, count: jax.Array, mean: jax.Array, variance: jax.Array) -> Moments:
