@@ -90,7 +90,8 @@ class Normaliser:
         Observations count once each, the terminal ones too; rewards where they were paid for an action.
         """
         by_path = {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(rollout.obs)}
-        everywhere = jnp.ones_like(rollout.valid)
+        # Were it a constant, XLA would take the mask out of sums, and then round them in other ways, on some placements.
+        everywhere = jnp.broadcast_to(shards.always, rollout.valid.shape)
         moments = {
             path: add_batch(shards, statistics.obs[path], by_path[path][:, :-1], everywhere) for path, _ in self.parts
         }
