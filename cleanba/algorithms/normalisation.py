@@ -66,7 +66,7 @@ class Normaliser:
             moments = seen.get(jax.tree_util.keystr(path))
             if moments is None:
                 return x
-            return ((x - moments.mean) / jnp.sqrt(moments.variance + EPSILON)).clip(-LIMIT, LIMIT)
+            return ((x - moments.mean) * inverse_std(moments)).clip(-LIMIT, LIMIT)
 
         return jax.tree_util.tree_map_with_path(normal, obs) if self.parts else obs
 
@@ -90,7 +90,7 @@ class Normaliser:
         Observations count once each, the terminal ones too; rewards where they were paid for an action.
         """
         by_path = {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(rollout.obs)}
-        # Were it a constant, XLA would take the mask out of sums, and then round them in other ways, on some placements.
+        # Not a constant, which XLA would take out of the sums that it masks, perhaps not on every placement.
         everywhere = jnp.broadcast_to(shards.always, rollout.valid.shape)
         moments = {
             path: add_batch(shards, statistics.obs[path], by_path[path][:, :-1], everywhere) for path, _ in self.parts
@@ -105,13 +105,18 @@ class Normaliser:
 
         def normalise(obs: PyTree, reward: jax.Array) -> tuple[PyTree, jax.Array]:
             if self.scales_rewards:
-                reward = (reward / jnp.sqrt(of_return.variance + EPSILON)).clip(-LIMIT, LIMIT)
+                reward = (reward * inverse_std(of_return)).clip(-LIMIT, LIMIT)
             return self.observe(moments, obs), reward
 
         if self.parts or self.scales_rewards:
             obs, reward = shards.map(normalise, rollout.obs, rollout.reward)
             rollout = rollout._replace(obs=obs, reward=reward)
         return statistics, memory, rollout
+
+
+def inverse_std(moments: Moments) -> jax.Array:
+    """What a quantity is multiplied by to have a standard deviation of one.  [...]."""
+    return 1.0 / jnp.sqrt(moments.variance + EPSILON)
 
 
 def make_normaliser(e: PolicyGradient, spec: EnvSpec) -> Normaliser:

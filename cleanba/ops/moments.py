@@ -28,7 +28,7 @@ def add_batch(shards: ShardAxis, moments: Moments, x: jax.Array, valid: jax.Arra
     """Moments with a batch added: x [K', N1, N2, ...] where `valid` [K', N1, N2], all shards together in their order.
 
     In two passes: sums of x, then of (x - mean)^2; as sums of x^2 less squared sums, small variances of large numbers
-    would cancel.  What rounding left in the mean, the second pass sees and takes out (Chan et al. 1983, eq. 1.7).
+    would cancel.  What rounding left in the mean, the second pass sees and takes out.
     """
     chex.assert_equal_shape_prefix([x, valid], 3)
 
@@ -41,16 +41,17 @@ def add_batch(shards: ShardAxis, moments: Moments, x: jax.Array, valid: jax.Arra
 
     count = shards.sum(shards.map(lambda valid: valid.sum(dtype=jnp.int32), valid))
     first = total(moments.mean, 1)
-    mean = shards.isolate(lambda about, first, n: about + first / jnp.maximum(n, 1), moments.mean, first, count)
+    shifted = lambda about, first, n: about + first / jnp.maximum(n, 1)
+    mean = shards.isolate(shifted, moments.mean, first, count)
     rest, squares = total(mean, 1), total(mean, 2)
 
-    def of_batch(n: jax.Array, mean: jax.Array, rest: jax.Array, squares: jax.Array) -> tuple[jax.Array, jax.Array]:
-        n = jnp.maximum(n, 1)
-        return mean + rest / n, jnp.maximum(squares - rest**2 / n, 0.0) / n
+    def merged(moments: Moments, count: jax.Array, mean: jax.Array, rest: jax.Array, squares: jax.Array) -> Moments:
+        # Not two quotients: of those with one divisor XLA makes all but one, whichever it comes to last, products with
+        # its inverse; and that hangs on the order of this function's arguments, which the number of devices changes.
+        inverse = 1.0 / jnp.maximum(count, 1)
+        return merge(moments, count, mean + rest * inverse, squares * inverse)
 
-    # Apart from the merging: a sum of two products in one piece of code rounds either the one or the other first, which
-    # of them hangs on the order of the arguments, and that on the number of devices.
-    return shards.isolate(merge, moments, count, *shards.isolate(of_batch, count, mean, rest, squares))
+    return shards.isolate(merged, moments, count, mean, rest, squares)
 
 
 def merge(a: Moments, count: jax.Array, mean: jax.Array, variance: jax.Array) -> Moments:
