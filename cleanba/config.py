@@ -21,7 +21,7 @@ class Experiment:
     """What is trained: together these decide every bit of the trained parameters."""
 
     env_id: str = "Breakout-v5"
-    """EnvPool environment with discrete actions"""
+    """EnvPool environment"""
     seed: int = 1
     """seed of environments, parameters, actions and minibatches"""
     total_timesteps: int = 50_000_000
@@ -37,7 +37,8 @@ class Experiment:
     concurrency: bool = True
     """collect rollout k+1 while update k runs, with a policy exactly one version behind; off: take turns"""
     collector: Literal["stepped", "scanned"] | None = None
-    """rollouts stepped from Python, or scanned inside one jit (None: scanned on CPUs, else stepped)"""
+    """rollouts stepped from Python, or scanned inside one jit (None: scanned on CPUs where
+    EnvPool can be, else stepped)"""
     checkpoint_frequency: int = 500
     """updates between checkpoints; the environments start afresh at each (0: never)"""
 
@@ -100,6 +101,12 @@ class PolicyGradient(Experiment):
     """global norm to which gradients are clipped"""
     num_minibatches: int = 4
     """minibatches that each epoch cuts the batch into"""
+    share_torso: bool | None = None
+    """one torso, and core, for both policy and value (None: unless actions are real numbers and nothing is an image)"""
+    norm_obs: bool = False
+    """shift and scale what is observed, but images, grids and codes, by its running mean and standard deviation"""
+    norm_reward: bool = False
+    """scale training rewards by the running standard deviation of their discounted return"""
 
     def check_minibatches(self, size: int, what: str) -> None:
         """Raise `UsageError` unless the minibatches cut the `size` parts of a shard evenly."""

@@ -55,8 +55,22 @@ class Recipe(NamedTuple):
 
 
 RECIPES = {
-    "ppo": Recipe("ppo", "train with proximal policy optimisation", ppo.PPO, ppo.check, ppo.make),
-    "impala": Recipe("impala", "train with IMPALA and V-trace", impala.IMPALA, impala.check, impala.make),
+    "ppo": Recipe(
+        "ppo",
+        "train with proximal policy optimisation",
+        ppo.PPO,
+        ppo.check,
+        ppo.make,
+        defaults=ppo.defaults,
+    ),
+    "impala": Recipe(
+        "impala",
+        "train with IMPALA and V-trace",
+        impala.IMPALA,
+        impala.check,
+        impala.make,
+        defaults=impala.defaults,
+    ),
     "dqn": Recipe(
         "dqn",
         "train with deep Q-learning and replay",
@@ -146,6 +160,20 @@ def read_recipe(run_dir: Path) -> tuple[Recipe, Experiment]:
     require(algorithm in RECIPES, f"{run_dir} is a run of {algorithm!r}; this version knows {', '.join(RECIPES)}")
     recipe = RECIPES[algorithm]
     return recipe, from_json(recipe.experiment, values)
+
+
+def with_collector(e: Experiment, asked: str | None, spec: EnvSpec) -> Experiment:
+    """The experiment with a collector that fits its environment, where none was `asked` for.
+
+    Raises:
+        UsageError: the one that was asked for does not fit.
+    """
+    require(
+        asked != "scanned" or spec.scannable,
+        f"collector=scanned would corrupt memory: {spec.env_id} has numbers of 8 bytes, which EnvPool's XLA interface "
+        "writes into room for 4; use --collector stepped, or leave it out",
+    )
+    return e if spec.scannable else replace(e, collector="stepped")
 
 
 RESOLVED = ("num_actors", "num_shards", "collector")  # what `config.resolve` fills in, from the devices

@@ -72,7 +72,11 @@ def done(tmp_path_factory):
     [
         ("--env-id Pnog-v5", ["'Pnog-v5'", "Pong-v5"]),
         ("--env-id seaquest", ["'seaquest'", "Seaquest-v5"]),
-        ("--env-id Pendulum-v1", ["discrete", "CartPole-v1"]),
+        ("--env-id Go9x9-v1", ["2 players", "CartPole-v1"]),
+        (
+            "--env-id HalfCheetah-v5 --collector scanned --num-minibatches 1",
+            ["collector=scanned", "8 bytes", "stepped"],
+        ),
         ("--env-options nonsense=3", ["Catch-v0", "nonsense"]),
         ("--env-options nonsense", ["'nonsense'", "name=value"]),
         ("--env-options num_envs=3", ["num_envs"]),

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cleanba.config import Experiment
-from cleanba.environments.envpool import Envs, env_spec, threads_per_actor
-from cleanba.environments.specs import EnvSpec, ObsSpec, Step, train_reward
+from cleanba.environments.envpool import Envs, env_spec, kind, threads_per_actor
+from cleanba.environments.specs import ActionSpec, EnvSpec, ObsSpec, Step, choice, train_reward
 from cleanba.errors import UsageError
 from cleanba.seeds import action_key, env_seed
 
@@ -102,6 +102,87 @@ def test_what_environments_show_and_take(env_id, obs, num_actions):
     envs.close()
 
 
+def box(size: int, dtype: str, low: float = -1.0, high: float = 1.0) -> ActionSpec:
+    return ActionSpec("quantities", (size,), dtype, (), (low,) * size, (high,) * size)
+
+
+numbers = lambda *shape: ObsSpec("vector", shape, "float32")
+counter, at = ObsSpec("vector", (), "int32"), ObsSpec("discrete", (), "int32", 10)
+mask = lambda *shape: ObsSpec("vector", shape, "bool")
+MAZE = {"agent_position": {"row": at, "col": at}, "target_position": {"row": at, "col": at}, "walls": mask(10, 10)}
+MAZE |= {"step_count": ObsSpec("discrete", (), "int32", 101), "action_mask": mask(4)}
+GOAL = {"observation": numbers(10), "achieved_goal": numbers(3), "desired_goal": numbers(3)}
+
+
+@pytest.mark.parametrize(
+    "env_id, obs, action, scannable",
+    [
+        ("Pendulum-v1", numbers(3), box(1, "float32", -2.0, 2.0), True),
+        ("HalfCheetah-v5", numbers(17), box(6, "float64"), False),
+        ("FetchReach-v4", GOAL, box(4, "float32"), False),
+        ("Maze-v0", MAZE, choice(4), True),
+        ("Play2048-v1", mask(4, 4, 31), choice(4), True),
+        ("Intersection-v1", numbers(5, 8), box(2, "float32"), True),
+    ],
+)
+def test_what_other_environments_show_and_take(env_id, obs, action, scannable):
+    spec = env_spec(Experiment(env_id=env_id))
+    assert (spec.obs, spec.action, spec.scannable) == (obs, action, scannable)
+    assert spec.num_actions == (action.counts[0] if action.kind == "choice" else 0)
+    envs = Envs(spec, [3, 4])
+    drawn = np.zeros(2, np.int32) if action.kind == "choice" else np.full((2, action.size), 9.0, np.float32)
+    for delivered in (envs.reset(), envs.step(drawn).obs):
+        check = lambda o, x: (o.shape, o.dtype) == (x.shape[1:], str(x.dtype)) and len(x) == 2
+        assert all(jax.tree.leaves(jax.tree.map(check, spec.obs, delivered)))
+    envs.close()
+
+
+def test_several_choices_and_real_numbers_of_any_shape_reach_the_environment():
+    spec = env_spec(Experiment(env_id="FlatPack-v0"))
+    assert spec.action.kind == "choices" and spec.action.counts == (25, 4, 9, 9) and spec.num_actions == 0
+    several = ActionSpec("choices", (2, 2), "int16", (3, 3, 2, 5), (-1, 0, 1, 0), (1, 2, 2, 4))
+    taken = several.for_environment(np.int32([[0, 1, 0, 4], [2, 2, 1, 0]]))
+    assert taken.tolist() == [[[-1, 1], [1, 4]], [[1, 2], [2, 0]]] and taken.dtype == np.int16
+    assert choice(3, start=5).for_environment(np.int32([0, 2])).tolist() == [5, 7]
+
+
+def test_actions_are_clipped_to_the_bounds_in_the_precision_of_the_environment():
+    inside = box(2, "float64", -0.4, 0.4)
+    taken = inside.for_environment(np.float32([[0.4, -7.0], [0.25, np.inf]]))
+    assert taken.dtype == np.float64 and taken.tolist() == [[0.4, -0.4], [0.25, 0.4]]  # float32's 0.4 is larger
+    unbounded = ActionSpec("quantities", (1,), "float32", (), (2.3e-308,), (1.7e308,))
+    assert unbounded.for_environment(np.float32([[-1.0], [3e38]])).tolist() == [[0.0], [np.float32(3e38)]]
+
+
+def test_what_a_policy_draws_beyond_the_bounds_moves_the_environment_as_the_bound_does():
+    spec = env_spec(Experiment(env_id="HalfCheetah-v5"))
+    after = []
+    for size in (1.0, 50.0):
+        envs = Envs(spec, [1])
+        envs.reset()
+        after.append(envs.step(np.full((1, 6), size, np.float32)))
+        envs.close()
+    assert (after[0].obs == after[1].obs).all() and after[0].raw_reward == after[1].raw_reward
+
+
+@pytest.mark.parametrize(
+    "env_id, known",
+    [
+        ("Breakout-v5", "atari"),
+        ("CartPole-v1", "other"),
+        ("HalfCheetah-v5", "continuous"),
+        ("LunarLander-v3", "other"),
+        ("LunarLanderContinuous-v3", "continuous"),
+        ("MyoHandAirplaneFixed-v0", "continuous"),
+        ("BinPack-v2", "other"),
+        ("BigfishEasy-v0", "other"),
+        ("Nothing-v0", "other"),
+    ],
+)
+def test_kinds_of_environments(env_id, known):
+    assert kind(env_id) == known
+
+
 def test_atari_is_set_up_as_machado_et_al_recommend():
     # Revisiting the Arcade Learning Environment (2018): all 18 actions, sticky with probability 0.25, and whole games
     # as episodes, with no random no-ops at the start.
@@ -140,7 +221,10 @@ def test_only_atari_clips_rewards_unless_asked():
         (dict(env_id="Breakot-v5"), ["env_id='Breakot-v5'", "Breakout-v5"]),
         (dict(env_id="cartpole-v1"), ["env_id='cartpole-v1'", "CartPole-v1"]),
         (dict(env_id="?"), ["env_id='?'", "names look like"]),
-        (dict(env_id="Pendulum-v1"), ["env_id='Pendulum-v1'", "Box", "needs discrete ones", "CartPole-v1"]),
+        (dict(env_id="Go9x9-v1"), ["env_id='Go9x9-v1'", "2 players", "CartPole-v1"]),
+        (dict(env_id="SparrowMahjong-v1"), ["3 players"]),
+        (dict(env_id="IntersectionMultiAgent-v1"), ["2 players"]),
+        (dict(env_id="VizdoomCustom-v1"), ["cannot be made", "does not exist"]),
         (dict(env_options=("frame_skip",)), ["env_options='frame_skip'", "name=value", "--env-options frame_skip=2"]),
         (dict(env_options=("2x=1",)), ["env_options='2x=1'", "name=value"]),
         (dict(env_options=("speed=3",)), ["Breakout-v5", "speed=3", "speed"]),

@@ -276,7 +276,7 @@ def test_frames_show_stacks_numbers_and_all_actions():
     assert np.asarray(films.see(colours))[80, 250].tolist() == [200, 0, 0]
     assert films.see(np.zeros((2, 4), np.float32)).height == 4 * films.LINE
     assert films.see({"a": np.zeros((1, 100)), "b": np.zeros((1, 1))}).height == 17 * films.LINE
-    policy = np.asarray(films.draw_policy(films.ATARI_ACTIONS, np.eye(18)[17], 17))
+    policy = np.asarray(films.draw_policy(films.ATARI_ACTIONS, np.eye(18)[17], [17]))
     assert policy.shape[0] <= films.PICTURE[1]
     assert (policy[17 * films.LINE + 10, 200] > 100).any() and (policy[10, 200] < 50).all()
 

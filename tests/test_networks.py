@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax.linen import OptimizedLSTMCell
 
-from cleanba.config import Experiment
+from cleanba.config import PolicyGradient
 from cleanba.environments.specs import EnvSpec, ObsSpec
 from cleanba.errors import UsageError
 from cleanba.networks import make_actor_critic
@@ -31,7 +31,7 @@ MINIGRID = {
 
 def build(obs, platform="cpu", num_actions=6, **experiment):
     spec = EnvSpec("test", obs, num_actions, False, False, {})
-    return make_actor_critic(spec, Experiment(**experiment), platform)
+    return make_actor_critic(spec, PolicyGradient(**experiment), platform)
 
 
 def observe(obs, *lead: int, seed: int = 0):
@@ -78,7 +78,7 @@ def test_outputs_have_a_logit_per_action_and_a_value_for_every_step_and_environm
     def run(key):
         shape = lambda o: jnp.zeros((3, 2, *o.shape), o.dtype)
         out = net.outputs(net.initial_params(key), jax.tree.map(shape, obs), jnp.zeros((3, 2), bool), carry)
-        return out.logits, out.value, out.carry
+        return out.policy.logits, out.value, out.carry
 
     carry = net.initial_carry(2)
     logits, value, last = jax.eval_shape(run, jax.random.key(0))
@@ -223,7 +223,7 @@ def test_whole_networks_learn_the_same_from_patches_as_from_xla(network, steps, 
         def loss(params):
             out = network.outputs(params, obs, first, ())
             weight = jnp.sin(jnp.arange(first.size)).reshape(first.shape)
-            return (out.logits**2).mean() + (out.value * weight).mean(), (out.logits, out.value)
+            return (out.policy.logits**2).mean() + (out.value * weight).mean(), (out.policy.logits, out.value)
 
         return jax.jit(jax.grad(loss, has_aux=True))(params)
 
@@ -400,7 +400,7 @@ def test_a_sequence_gives_what_acting_step_by_step_gave(core):
     carry = net.initial_carry(3)
     for t in range(6):
         step = apply(params, obs[t : t + 1], first[t : t + 1], carry)
-        close((step.logits[0], step.value[0]), (whole.logits[t], whole.value[t]))
+        close((step.policy.logits[0], step.value[0]), (whole.policy.logits[t], whole.value[t]))
         carry = step.carry
     close(carry, whole.carry)
 

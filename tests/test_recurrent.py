@@ -88,7 +88,7 @@ def collect(network, params, resets) -> list[Rollout]:
 def learnt(network, params, obs, first, carry, action) -> dict:
     """One learning pass over [T, B]: log-probabilities of the recorded actions, values, and the memory at the end."""
     out = jax.jit(network.outputs)(params, obs, first, carry)
-    chosen = np.take_along_axis(np.asarray(jax.nn.log_softmax(out.logits)), np.asarray(action)[..., None], -1)
+    chosen = np.take_along_axis(np.asarray(jax.nn.log_softmax(out.policy.logits)), np.asarray(action)[..., None], -1)
     return {"log_prob": chosen[..., 0], "value": out.value, "carry": out.carry}
 
 

@@ -66,6 +66,10 @@ def play(
     distinguishes evaluations with the same seed; `check` is called at every step and may raise to end the evaluation.
     """
     greedy, epsilon = plays or agent.plays
+    require(
+        epsilon == 0 or agent.spec.action.kind == "choice",
+        f"epsilon={epsilon} needs actions to choose from, which {agent.spec.env_id} has not; leave --epsilon out",
+    )
     chance = np.random.default_rng((seed, epoch))
     n = min(episodes, MAX_ENVS)
     quota = [episodes // n + (i < episodes % n) for i in range(n)]

@@ -2,6 +2,7 @@
 
 import os
 import warnings
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from cleanba.agents.agent import Agent
+from cleanba.environments.specs import ActionSpec
 from cleanba.errors import Failure
 from cleanba.rollout import PyTree
 
@@ -19,6 +21,7 @@ PICTURE = (480, 420)  # what the emulator's picture must fit into, width and hei
 TILE = 168  # side of one picture that the network sees
 LINE = 22  # height of a line of text
 BARS = 250  # width of the column of probabilities
+MOST_BARS = 40  # of actions of many parts
 MOST_NUMBERS = 16  # of a vector observation that are written out
 INK, DIM, PAPER, BAR, CHOSEN = "#e8e8e8", "#9a9a9a", "#15171c", "#4a6fa5", "#e0a030"
 
@@ -44,9 +47,8 @@ class Film:
         self._scratch = path.with_name(f".{path.stem}.tmp.mp4")
         self._writer: Any = None
         self._ended = False
-        n = agent.spec.num_actions
-        full = agent.spec.is_atari and n == len(ATARI_ACTIONS)
-        self._names = ATARI_ACTIONS if full else tuple(f"action {i}" for i in range(n))
+        full = agent.spec.is_atari and agent.spec.num_actions == len(ATARI_ACTIONS)
+        self._names = ATARI_ACTIONS if full else bar_names(agent.spec.action)
 
         def look(params: PyTree, carry: PyTree, obs: PyTree, first: jax.Array) -> dict[str, jax.Array]:
             shown = agent.algorithm.inspect(params, *jax.tree.map(lambda x: x[:1], (carry, obs, first)))
@@ -69,11 +71,11 @@ class Film:
         shown: dict[str, np.ndarray] = jax.device_get(self._look(params, carry, obs, first))
         caption = "   ".join(f"{name} {x:.2f}" for name, x in shown.items() if x.ndim == 0)
         bars = next((x for x in shown.values() if x.shape == (len(self._names),)), np.zeros(len(self._names)))
-        self._write(picture, fps, obs, score, caption, bars, int(np.asarray(action)[0]))
+        self._write(picture, fps, obs, score, caption, bars, bars_of(self._agent.spec.action, np.asarray(action)[0]))
 
     def end(self, picture: np.ndarray, fps: float, obs: PyTree, score: float) -> None:
         """The end of the episode: no action follows."""
-        self._write(picture, fps, obs, score, "the end", np.zeros(len(self._names)), None)
+        self._write(picture, fps, obs, score, "the end", np.zeros(len(self._names)), [])
         self._ended = True
 
     def _write(
@@ -83,13 +85,13 @@ class Film:
         obs: PyTree,
         score: float,
         caption: str,
-        probabilities: np.ndarray,
-        chosen: int | None,
+        values: np.ndarray,
+        chosen: Collection[int],
     ) -> None:
         parts = [
             captioned(fit(picture, *PICTURE), f"step {self.frames}   score {score:g}"),
             captioned(see(obs), "what the network sees"),
-            captioned(draw_policy(self._names, probabilities, chosen), caption),
+            captioned(draw_policy(self._names, values, chosen), caption),
         ]
         frame = np.asarray(side_by_side(parts))
         try:
@@ -135,7 +137,8 @@ def see(obs: PyTree) -> Image.Image:
     """What the network sees of the first environment: stacked pictures as tiles, oldest first, else numbers."""
     x = obs[0] if isinstance(obs, np.ndarray) else None
     if x is None or x.dtype != np.uint8 or x.ndim != 3 or min(x.shape[1:]) < 32:
-        return draw_numbers({"": x} if x is not None else {name: obs[name][0] for name in sorted(obs)})
+        parts = jax.tree_util.tree_leaves_with_path(obs)
+        return draw_numbers({".".join(str(key.key) for key in path): part[0] for path, part in parts})
     # EnvPool stacks pictures along the first axis; of colour pictures three planes are one of them.
     tiles = [x[i : i + 3].transpose(1, 2, 0) for i in range(0, len(x), 3)] if len(x) % 3 == 0 else list(x)
     columns = 1 if len(tiles) == 1 else 2
@@ -158,20 +161,37 @@ def draw_numbers(parts: dict[str, np.ndarray]) -> Image.Image:
     return image
 
 
-def draw_policy(names: tuple[str, ...], values: np.ndarray, chosen: int | None) -> Image.Image:
+def bar_names(action: ActionSpec) -> tuple[str, ...]:
+    """What stands beside the bars: an action, a choice for each part of one, or the part itself, a real number."""
+    if action.kind == "choice":
+        return tuple(f"action {i}" for i in range(action.counts[0]))
+    if action.kind == "choices":
+        return tuple(f"part {d}: {i}" for d, count in enumerate(action.counts) for i in range(count))
+    return tuple(f"part {d}" for d in range(action.size))
+
+
+def bars_of(action: ActionSpec, chosen: np.ndarray) -> list[int]:
+    """The numbers of the bars that belong to an action, [] or [D]; none where it is real."""
+    starts = np.cumsum((0, *action.counts[:-1]))
+    return [] if action.kind == "quantities" else (starts + chosen).tolist()
+
+
+def draw_policy(names: tuple[str, ...], values: np.ndarray, chosen: Collection[int]) -> Image.Image:
     """A bar for each action as long as its probability; the action that was taken in another colour.
 
-    Values that are no probabilities, as DQN's, are drawn from the lowest, or zero, to the highest, or one.
+    Values that are no probabilities, as DQN's and real-valued actions, are drawn from the lowest, or zero, to the
+    highest, or one.  Only the first `MOST_BARS` are drawn.
     """
+    names, values = names[:MOST_BARS], values[:MOST_BARS]
     low, high = min(0.0, float(values.min())), max(1.0, float(values.max()))
     image = Image.new("RGB", (BARS, LINE * len(names)), PAPER)
     draw, font = ImageDraw.Draw(image), ImageFont.load_default(13)
     for i, (name, value) in enumerate(zip(names, values, strict=True)):
-        top, colour = i * LINE, INK if i == chosen else DIM
+        top, colour = i * LINE, INK if i in chosen else DIM
         draw.text((0, top), name, colour, font)
         draw.text((105, top), f"{value:.2f}", colour, font)
         length = round((float(value) - low) / (high - low) * (BARS - 140))
-        draw.rectangle((139, top + 2, 139 + length, top + LINE - 5), CHOSEN if i == chosen else BAR)
+        draw.rectangle((139, top + 2, 139 + length, top + LINE - 5), CHOSEN if i in chosen else BAR)
     return image
 
 

@@ -151,6 +151,11 @@ class Acting(NamedTuple):
 
 def make(e: DQN, spec: EnvSpec, platform: str) -> Algorithm:
     """DQN on environments that look like `spec`, on devices of kind `platform` ("cpu", "gpu" …)."""
+    require(
+        spec.action.kind == "choice",
+        f"env_id={e.env_id!r} takes {spec.action.size} numbers at once, but DQN values each of a few actions; "
+        "try `cleanba ppo`, or CartPole-v1",
+    )
     network = make_action_values(spec, e, e.dueling, platform)
     optimiser = optax.scale_by_adam()
     # EnvPool stacks the newest frames of an Atari game: of each image only the newest is stored.

@@ -4,20 +4,21 @@ The sections are those of `ppo.py`; what differs between the files is what diffe
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
 
-from cleanba.algorithm import Algorithm, Metrics, no_memory
+from cleanba.algorithm import Algorithm, Metrics
 from cleanba.algorithms.batches import count_valid, sequences
+from cleanba.algorithms.normalisation import make_normaliser
 from cleanba.algorithms.optimiser import State, learning_rate, sgd_step
 from cleanba.config import Partition, PolicyGradient, require
 from cleanba.environments.specs import EnvSpec
 from cleanba.networks import make_actor_critic
-from cleanba.ops.losses import log_prob_and_entropy, squared_error
+from cleanba.ops.losses import squared_error
 from cleanba.ops.returns import vtrace
 from cleanba.rollout import PyTree, Rollout
 from cleanba.shards import ShardAxis
@@ -47,6 +48,25 @@ class IMPALA(PolicyGradient):
     """RMSProp: decay of the mean squared gradient"""
     rmsprop_eps: float = 0.01
     """RMSProp: added to the root of the mean squared gradient, as PyTorch does"""
+
+
+CONTINUOUS: dict[str, Any] = {
+    "total_timesteps": 1_000_000,
+    "num_envs": 16,
+    "num_steps": 32,
+    "learning_rate": 3e-4,
+    "hiddens": (64, 64),
+    "ent_coef": 0.0,
+    "max_grad_norm": 0.5,
+    "loss_scale": 1.0,
+    "norm_obs": True,
+    "norm_reward": True,
+}
+
+
+def defaults(kind: str) -> IMPALA:
+    """The settings for environments of a kind ("continuous" or others)."""
+    return IMPALA(**CONTINUOUS) if kind == "continuous" else IMPALA()
 
 
 def check(e: IMPALA, partition: Partition) -> None:
@@ -79,6 +99,7 @@ class Minibatch(NamedTuple):
 def make(e: IMPALA, spec: EnvSpec, platform: str) -> Algorithm:
     """IMPALA on environments that look like `spec`, on devices of kind `platform` ("cpu", "gpu" …)."""
     network = make_actor_critic(spec, e, platform)
+    normaliser = make_normaliser(e, spec)
     optimiser = optax.chain(
         optax.clip_by_global_norm(e.max_grad_norm),
         optax.scale_by_rms(e.rmsprop_decay, e.rmsprop_eps, eps_in_sqrt=False),
@@ -86,7 +107,7 @@ def make(e: IMPALA, spec: EnvSpec, platform: str) -> Algorithm:
 
     def init(key: jax.Array) -> State:
         params = network.initial_params(key)
-        return State(params, optimiser.init(params), jnp.int32(0))
+        return State(params, optimiser.init(params), jnp.int32(0), normaliser.init())
 
     def draw(valid: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Time and environment indices [M, T, B'] of the minibatches over one shard [T, B].
@@ -115,7 +136,8 @@ def make(e: IMPALA, spec: EnvSpec, platform: str) -> Algorithm:
     def loss(params: PyTree, mb: Minibatch, valid: jax.Array) -> tuple[jax.Array, Metrics]:
         """This shard's part of the mean over the valid transitions of the minibatch, all shards together."""
         out = network.outputs(params, mb.obs, mb.first, mb.carry)  # the last value only bootstraps
-        log_prob, entropy = log_prob_and_entropy(out.logits[:-1], mb.action)
+        acted = jax.tree.map(lambda x: x[:-1], out.policy)
+        log_prob, entropy = acted.log_prob_and_entropy(mb.action)
         log_ratio = jnp.where(mb.valid, log_prob - mb.log_prob, 0.0)
         estimate = lax.stop_gradient(
             vtrace(
@@ -138,8 +160,10 @@ def make(e: IMPALA, spec: EnvSpec, platform: str) -> Algorithm:
         }
 
     def update(
-        state: State, memory: tuple[()], rollout: Rollout, shards: ShardAxis, key: jax.Array
-    ) -> tuple[State, tuple[()], Metrics]:
+        state: State, memory: PyTree, rollout: Rollout, shards: ShardAxis, key: jax.Array
+    ) -> tuple[State, PyTree, Metrics]:
+        statistics, memory, rollout = normaliser.add(shards, state.statistics, memory, rollout)
+        state = state._replace(statistics=statistics)
         rate = learning_rate(e, state.updates)
         t, b = shards.map(draw, rollout.valid)
         valid = count_valid(shards, rollout.valid, t, b)  # [M]
@@ -158,5 +182,5 @@ def make(e: IMPALA, spec: EnvSpec, platform: str) -> Algorithm:
         }
         return state._replace(updates=state.updates + 1), memory, metrics
 
-    params_of = lambda state: state.params
-    return Algorithm(init, no_memory, network.initial_carry, network.act, update, params_of, inspect=network.inspect)
+    act, inspect = normaliser.seen_by(network.act), normaliser.seen_by(network.inspect)
+    return Algorithm(init, normaliser.init_memory, network.initial_carry, act, update, normaliser.acting, inspect)

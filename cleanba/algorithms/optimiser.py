@@ -20,6 +20,7 @@ class State(NamedTuple):
     params: PyTree
     optimiser: PyTree
     updates: jax.Array  # int32: updates done
+    statistics: PyTree = ()  # of observations and returns
 
 
 class Trained(NamedTuple):

@@ -6,20 +6,21 @@ Its implementation details are those of the original Cleanba and of CleanRL, exc
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
 
-from cleanba.algorithm import Algorithm, Metrics, no_memory
+from cleanba.algorithm import Algorithm, Metrics
 from cleanba.algorithms.batches import count_valid, explained_variance, sequences, steps_at_once
+from cleanba.algorithms.normalisation import make_normaliser
 from cleanba.algorithms.optimiser import State, learning_rate, sgd_step
 from cleanba.config import Partition, PolicyGradient, require
 from cleanba.environments.specs import EnvSpec
 from cleanba.networks import make_actor_critic
-from cleanba.ops.losses import kl_estimate, log_prob_and_entropy, ppo_policy_loss, squared_error
+from cleanba.ops.losses import kl_estimate, ppo_policy_loss, squared_error
 from cleanba.ops.returns import gae
 from cleanba.rollout import PyTree, Rollout
 from cleanba.shards import ShardAxis
@@ -37,6 +38,26 @@ class PPO(PolicyGradient):
     """normalise advantages over each minibatch"""
     clip_coef: float = 0.1
     """how far the probability ratio may leave 1 before it is clipped"""
+
+
+# CleanRL's for continuous actions (`ppo_continuous_action.py`): 2,048 steps per update, here of 16 environments.
+CONTINUOUS: dict[str, Any] = {
+    "total_timesteps": 1_000_000,
+    "num_envs": 16,
+    "learning_rate": 3e-4,
+    "hiddens": (64, 64),
+    "ent_coef": 0.0,
+    "update_epochs": 10,
+    "num_minibatches": 32,
+    "clip_coef": 0.2,
+    "norm_obs": True,
+    "norm_reward": True,
+}
+
+
+def defaults(kind: str) -> PPO:
+    """The settings for environments of a kind ("continuous" or others)."""
+    return PPO(**CONTINUOUS) if kind == "continuous" else PPO()
 
 
 def check(e: PPO, partition: Partition) -> None:
@@ -83,12 +104,13 @@ class Scale(NamedTuple):
 def make(e: PPO, spec: EnvSpec, platform: str) -> Algorithm:
     """PPO on environments that look like `spec`, on devices of kind `platform` ("cpu", "gpu" …)."""
     network = make_actor_critic(spec, e, platform)
+    normaliser = make_normaliser(e, spec)
     optimiser = optax.chain(optax.clip_by_global_norm(e.max_grad_norm), optax.scale_by_adam(eps=1e-5))
     recurrent = e.core != "none"
 
     def init(key: jax.Array) -> State:
         params = network.initial_params(key)
-        return State(params, optimiser.init(params), jnp.int32(0))
+        return State(params, optimiser.init(params), jnp.int32(0), normaliser.init())
 
     def prepare(params: PyTree, rollout: Rollout) -> Targets:
         """Values, advantages and targets of one shard [T(+1), B, ...], all from one set of parameters."""
@@ -141,7 +163,7 @@ def make(e: PPO, spec: EnvSpec, platform: str) -> Algorithm:
     def loss(params: PyTree, mb: Minibatch, scale: Scale) -> tuple[jax.Array, Metrics]:
         """This shard's part of the mean over the valid transitions of the minibatch, all shards together."""
         out = network.outputs(params, mb.obs, mb.first, mb.carry)
-        log_prob, entropy = log_prob_and_entropy(out.logits, mb.action)
+        log_prob, entropy = out.policy.log_prob_and_entropy(mb.action)
         log_ratio = jnp.where(mb.valid, log_prob - mb.log_prob, 0.0)
         advantage = (mb.advantage - scale.mean) / scale.std if e.norm_adv else mb.advantage
         mean = lambda x: jnp.where(mb.valid, x, 0.0).sum() / scale.valid
@@ -160,8 +182,10 @@ def make(e: PPO, spec: EnvSpec, platform: str) -> Algorithm:
         }
 
     def update(
-        state: State, memory: tuple[()], rollout: Rollout, shards: ShardAxis, key: jax.Array
-    ) -> tuple[State, tuple[()], Metrics]:
+        state: State, memory: PyTree, rollout: Rollout, shards: ShardAxis, key: jax.Array
+    ) -> tuple[State, PyTree, Metrics]:
+        statistics, memory, rollout = normaliser.add(shards, state.statistics, memory, rollout)
+        state = state._replace(statistics=statistics)
         targets = shards.map(partial(prepare, state.params), rollout)
         rate = learning_rate(e, state.updates)
 
@@ -187,8 +211,8 @@ def make(e: PPO, spec: EnvSpec, platform: str) -> Algorithm:
         }
         return state._replace(updates=state.updates + 1), memory, metrics
 
-    params_of = lambda state: state.params
-    return Algorithm(init, no_memory, network.initial_carry, network.act, update, params_of, inspect=network.inspect)
+    act, inspect = normaliser.seen_by(network.act), normaliser.seen_by(network.inspect)
+    return Algorithm(init, normaliser.init_memory, network.initial_carry, act, update, normaliser.acting, inspect)
 
 
 def advantage_scale(shards: ShardAxis, advantage: jax.Array, valid: jax.Array, t: jax.Array, b: jax.Array) -> Scale:

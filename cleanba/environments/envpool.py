@@ -9,18 +9,37 @@ from typing import Any
 import numpy as np
 
 from cleanba.config import Experiment
-from cleanba.environments.specs import EnvSpec, ObsSpec, Step, train_reward
+from cleanba.environments.specs import ActionSpec, EnvSpec, ObsSpec, Step, choice, train_reward
 from cleanba.errors import UsageError, closest_names
 from cleanba.rollout import PyTree
 
 
 def kind(env_id: str) -> str:
-    """What kind of environment this is, by which defaults are chosen: "atari", or "other"; whether or not it exists."""
+    """What kind of environment this is, by which defaults are chosen; whether or not it exists.
+
+    "atari"; "continuous" if actions are numbers; or "other".
+    """
     if env_id not in _known():
         return "other"
     from envpool.registration import registry  # after `_envpool`, which hushes Gymnasium
 
-    return "atari" if "atari" in str(registry.specs[env_id][0]) else "other"
+    family = str(registry.specs[env_id][0])
+    if "atari" in family:
+        return "atari"
+    if not family.endswith(MAY_BE_CONTINUOUS):
+        return "other"
+    try:
+        action = _envpool().make_spec(env_id).action_array_spec
+    except Exception:  # a library or a file is missing: said when it is made
+        return "other"
+    return "continuous" if any(np.issubdtype(part.dtype, np.floating) for part in action.values()) else "other"
+
+
+# A look at the actions loads the family's code, which takes a while where it is large.
+MAY_BE_CONTINUOUS = (
+    *("box2d", "classic_control", "highway", "jumanji", "vizdoom"),
+    *("dmc", "gym", "metaworld", "myosuite", "playground", "robotics"),  # MuJoCo
+)
 
 
 @cache
@@ -51,25 +70,61 @@ def _parse_options(options: Sequence[str]) -> dict[str, Any]:
     return parsed
 
 
-def _obs_spec(space: Any, sample: np.ndarray) -> ObsSpec:
-    shape, dtype = sample.shape[1:], str(sample.dtype)
-    if hasattr(space, "n"):
-        return ObsSpec("discrete", shape, dtype, int(space.n) + int(getattr(space, "start", 0)))
+def _obs_spec(space: Any, sample: PyTree) -> PyTree:
+    """What observations look like, from a space and a batch [B, ...] of samples: an `ObsSpec`, or a tree of them."""
+    import gymnasium
+
+    if isinstance(sample, dict):
+        parts = space.spaces if isinstance(space, gymnasium.spaces.Dict) else space
+        return {name: _obs_spec(parts[name], part) for name, part in sample.items()}
+    shape, dtype = sample.shape[1:], str(narrowed(sample).dtype)
+    if isinstance(space, gymnasium.spaces.Discrete):
+        return ObsSpec("discrete", shape, dtype, int(space.n) + int(space.start))
     if dtype == "uint8" and len(shape) == 3:
         # Pictures have two long sides; grids of codes, as MiniGrid's 7 x 7, are short.
         return ObsSpec("image" if sorted(shape)[1] >= 32 else "grid", shape, dtype)
     return ObsSpec("grid" if dtype == "uint8" else "vector", shape, dtype)
 
 
+def _action_spec(space: Any) -> ActionSpec | str:
+    """What actions look like, or why no policy can choose them."""
+    import gymnasium
+
+    if isinstance(space, gymnasium.spaces.Discrete):
+        return choice(int(space.n), int(space.start))
+    if isinstance(space, gymnasium.spaces.MultiBinary):
+        space = gymnasium.spaces.Box(0, 1, space.shape, np.int8)
+    if not isinstance(space, gymnasium.spaces.Box):
+        return f"its actions are {space}, but policies here choose a number, several numbers, or real ones"
+    low, high = (tuple(bound.ravel().tolist()) for bound in (space.low, space.high))
+    if np.issubdtype(space.dtype, np.floating):
+        return ActionSpec("quantities", space.shape, str(space.dtype), (), low, high)
+    counts = tuple(int(b) - int(a) + 1 for a, b in zip(low, high, strict=True))
+    if max(counts) > MOST_CHOICES:
+        return f"one of its actions has {max(counts)} choices, and a policy here tells {MOST_CHOICES} apart at most"
+    return ActionSpec("choices", space.shape, str(space.dtype), counts, low, high)
+
+
+MOST_CHOICES = 2**16
+
+
+def narrowed(x: np.ndarray) -> np.ndarray:
+    """Numbers of 8 bytes as JAX keeps them, of 4; others as they are."""
+    narrow = {"float64": "float32", "int64": "int32", "uint64": "uint32"}.get(str(x.dtype))
+    return x if narrow is None else x.astype(narrow)
+
+
+def _leaves(tree: PyTree, fn: Callable[[np.ndarray], np.ndarray]) -> PyTree:
+    return {name: _leaves(part, fn) for name, part in tree.items()} if isinstance(tree, dict) else fn(tree)
+
+
 def env_spec(e: Experiment) -> EnvSpec:
     """Look an environment up and make one to see its spaces.
 
     Raises:
-        UsageError: EnvPool has no such environment, it lacks a system library, an option is unknown, or its actions
-            are not discrete.
+        UsageError: EnvPool has no such environment, it lacks a system library, an option is unknown, or no policy
+            here can play it.
     """
-    import gymnasium
-
     if e.env_id not in _known():
         close = closest_names(e.env_id, sorted(_known()))
         raise UsageError(
@@ -94,13 +149,15 @@ def env_spec(e: Experiment) -> EnvSpec:
             raise UsageError(f"env_options: {reserved} is set by Cleanba; use its own flag, or leave it out")
     try:
         probe = _envpool().make(e.env_id, env_type="gymnasium", num_envs=1, seed=[0], **options)
-        obs_space, action_space = probe.observation_space, probe.action_space
-        if not isinstance(action_space, gymnasium.spaces.Discrete):
-            raise UsageError(
-                f"env_id={e.env_id!r} has actions {action_space}, but this algorithm needs discrete ones; "
-                "try CartPole-v1 or Breakout-v5"
-            )
+        players = int(probe.config.get("max_num_players", 1))
+        action = (
+            _action_spec(probe.action_space) if players == 1 else f"it has {players} players, who would learn apart"
+        )
+        if isinstance(action, str):
+            raise UsageError(f"env_id={e.env_id!r} cannot be learnt: {action}; try CartPole-v1 or HalfCheetah-v5")
         sample, _ = probe.reset()
+        obs = _obs_spec(probe.observation_space, sample)
+        arrays = [*probe.spec.state_array_spec.values(), *probe.spec.action_array_spec.values()]
         probe.close()
     except UsageError:
         raise
@@ -109,12 +166,16 @@ def env_spec(e: Experiment) -> EnvSpec:
         given = ", ".join(f"{k}={v}" for k, v in options.items()) or "no options"
         raise UsageError(f"env_id={e.env_id!r} cannot be made with {given}: {reason}") from error
 
-    if isinstance(obs_space, gymnasium.spaces.Dict):
-        obs: PyTree = {name: _obs_spec(space, sample[name]) for name, space in obs_space.spaces.items()}
-    else:
-        obs = _obs_spec(obs_space, sample)
     clip = is_atari if e.reward_clip is None else e.reward_clip
-    return EnvSpec(e.env_id, obs, int(action_space.n), is_atari, clip, options)
+    scannable = all(np.dtype(array.dtype).itemsize <= MOST_SCANNED_BYTES for array in arrays)
+    num_actions = action.counts[0] if action.kind == "choice" else 0
+    given_action = None if action == choice(num_actions) else action
+    return EnvSpec(e.env_id, obs, num_actions, is_atari, clip, options, given_action, scannable)
+
+
+# EnvPool's XLA interface makes its buffers for the numbers that JAX keeps by itself, of 4 bytes at most, and copies
+# into them what the emulator wrote, of 8 where it says so: beyond their end.  FetchReach-v1's process aborts at once.
+MOST_SCANNED_BYTES = 4
 
 
 class Envs:
@@ -137,26 +198,28 @@ class Envs:
     def reset(self) -> PyTree:
         """Start all environments afresh -> obs [B, ...]."""
         obs, _ = self._pool.reset()
-        return obs
+        return _leaves(obs, narrowed)
 
     def step(self, action: np.ndarray) -> Step:
-        """[B] int32 -> what they delivered.  An environment whose episode ended ignores its action and resets."""
-        obs, reward, terminated, truncated, info = self._pool.step(action)
+        """[B], or [B, D] -> what they delivered.  An environment whose episode ended ignores its action and resets."""
+        obs, reward, terminated, truncated, info = self._pool.step(self._spec.action.for_environment(action))
         raw = np.asarray(info.get("reward", reward), np.float32)
         # Atari reports the end of the game, not of a life, under this name.
         over = np.asarray(info["terminated"]).astype(bool) if self._spec.is_atari else terminated
+        obs = _leaves(obs, narrowed)
         return Step(obs, train_reward(self._spec, raw), raw, terminated, truncated, over | truncated)
 
     def xla(self) -> tuple[Any, Callable[[Any, Any], tuple[Any, Step]]]:
-        """EnvPool's XLA interface: a handle, and `step(handle, action [B]) -> handle, Step` for use under `jit`.
+        """EnvPool's XLA interface: a handle, and `step(handle, action) -> handle, Step` for use under `jit`.
 
         The handle is threaded through so that steps keep their order.  Compiled code belongs to this pool alone.
         """
+        assert self._spec.scannable, f"{self._spec.env_id} would write beyond its buffers"
         handle, _, _, pool_step = self._pool.xla()
         spec = self._spec
 
         def step(handle: Any, action: Any) -> tuple[Any, Step]:
-            handle, (obs, reward, terminated, truncated, info) = pool_step(handle, action)
+            handle, (obs, reward, terminated, truncated, info) = pool_step(handle, spec.action.for_environment(action))
             raw = info.get("reward", reward).astype("float32")
             over = info["terminated"].astype(bool) if spec.is_atari else terminated
             return handle, Step(obs, train_reward(spec, raw), raw, terminated, truncated, over | truncated)

@@ -19,17 +19,72 @@ class ObsSpec:
     count: int = 0
 
 
+@dataclass(frozen=True)
+class ActionSpec:
+    """One action, as a policy draws it and as the environment takes it.
+
+    A policy draws a number in [0, count) for each part that is a choice, int32, and any number for each part that is a
+    quantity, float32: [B] where there is but one choice, else [B, D] for D parts in C order.
+    """
+
+    kind: Literal["choice", "choices", "quantities"]
+    """choice: one of a number of actions; choices: several at once; quantities: numbers within bounds"""
+    shape: tuple[int, ...] = ()
+    """as the environment takes it"""
+    dtype: str = "int32"
+    counts: tuple[int, ...] = ()
+    """how many there are to choose from, for each part; () for quantities"""
+    low: tuple[float, ...] = (0,)
+    """of each part; choices count from here"""
+    high: tuple[float, ...] = (0,)
+    """of each part, itself included"""
+
+    @property
+    def size(self) -> int:
+        """D, the number of parts."""
+        return len(self.low)
+
+    def for_environment(self, action: Any) -> Any:
+        """What a policy drew, [B] or [B, D] -> what the environment takes, [B, *shape].
+
+        Quantities are clipped to their bounds only here: what is learnt from is the action as it was drawn.
+        """
+        dtype = np.dtype(self.dtype)
+        if self.kind == "quantities":  # cast first: a bound rounded to float32 may lie outside the bounds
+            with np.errstate(over="ignore"):  # "no bound" is in some environments the largest number there is
+                low, high = (np.asarray(bound, np.float64).astype(dtype) for bound in (self.low, self.high))
+            action = action.astype(dtype).clip(low, high)
+        else:
+            action = (action + np.asarray(self.low, np.int32).reshape(action.shape[1:])).astype(dtype)
+        return action.reshape(-1, *self.shape)
+
+
+def choice(count: int, start: int = 0) -> ActionSpec:
+    """One of the actions start, start + 1, ..., start + count - 1."""
+    return ActionSpec("choice", counts=(count,), low=(start,), high=(start + count - 1,))
+
+
 class EnvSpec(NamedTuple):
     """What an environment shows and takes."""
 
     env_id: str
     obs: PyTree
-    """an `ObsSpec`, or a dictionary of them"""
+    """an `ObsSpec`, or a dictionary of them, of any depth"""
     num_actions: int
+    """how many there are to choose from; 0 where an action is more than one choice"""
     is_atari: bool
     clip_reward: bool
     options: dict[str, Any]
     """what EnvPool is asked for"""
+    given_action: ActionSpec | None = None
+    """None: one of `num_actions`, counted from 0"""
+    scannable: bool = True
+    """whether EnvPool can be stepped from within XLA"""
+
+    @property
+    def action(self) -> ActionSpec:
+        """What it takes."""
+        return self.given_action or choice(self.num_actions)
 
 
 class Step(NamedTuple):

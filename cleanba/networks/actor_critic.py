@@ -1,4 +1,4 @@
-"""A policy and its value function over one torso and one core."""
+"""A policy and its value function, over one torso and one core or each over its own."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -7,28 +7,33 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from cleanba.config import Experiment
+from cleanba.config import PolicyGradient
 from cleanba.networks import cores, torsos
 from cleanba.networks.layers import ConvKind
 from cleanba.networks.sight import see, sight
-from cleanba.ops.losses import log_prob_and_entropy
+from cleanba.ops.distributions import Distribution, distribution, size
 from cleanba.rollout import PyTree
 
 
 class Output(NamedTuple):
-    logits: jax.Array  # [T, B, num_actions]  float32
+    policy: Distribution  # [T, B, ...]  over actions
     value: jax.Array  # [T, B]  float32
     carry: Any  # [B, ...]  after the last step
 
 
 class ActorCritic(nn.Module):
-    """Torso -> core -> a categorical policy and a value.  Heads are orthogonal, of scale 0.01 and 1."""
+    """Torso -> core -> a policy and a value.  Heads are orthogonal, of scale 0.01 and 1.
+
+    Where policy and value share no torso, each has a torso and a core of its own.  The standard deviations of
+    real-valued actions are parameters, of one to begin with, that do not depend on what is seen (as CleanRL's).
+    """
 
     obs_spec: Any  # one `ObsSpec`, or a dictionary of them
-    num_actions: int
+    action: Any  # an `ActionSpec`
     network: str
     channels: Sequence[int]
     hiddens: Sequence[int]
+    share_torso: bool
     core: str
     lstm_size: int
     dtype: Any
@@ -37,14 +42,27 @@ class ActorCritic(nn.Module):
     @nn.compact
     def __call__(self, obs: Any, first: jax.Array, carry: Any) -> Output:
         """Obs [T, B, ...], first [T, B] bool, carry [B, ...] -> `Output`."""
+        if self.share_torso:
+            for_policy, carry = self.features(obs, first, carry)
+            for_value = for_policy
+        else:
+            for_policy, of_policy = self.features(obs, first, carry and carry[0])
+            for_value, of_value = self.features(obs, first, carry and carry[1])
+            carry = carry and (of_policy, of_value)
+        x = torsos.Dense(size(self.action), 0.01, name="policy")(for_policy)
+        value = torsos.Dense(1, 1.0, name="value")(for_value)
+        log_std = None
+        if self.action.kind == "quantities":
+            log_std = self.param("log_std", nn.initializers.zeros_init(), (self.action.size,))
+        return Output(distribution(self.action, x, log_std), value[..., 0], carry)
+
+    def features(self, obs: Any, first: jax.Array, carry: Any) -> tuple[jax.Array, Any]:
+        """Another torso and core each time it is called: features [T, B, D] float32, carry."""
         t, b = first.shape
         x = see(self, jax.tree.map(lambda o: o.reshape(t * b, *o.shape[2:]), obs)).reshape(t, b, -1)
         if self.core == "lstm":
             x, carry = cores.LSTM(self.lstm_size, self.dtype)(x, first, carry)
-        x = x.astype(jnp.float32)  # the heads are small, and what they say is exponentiated and squared
-        logits = torsos.Dense(self.num_actions, 0.01, name="policy")(x)
-        value = torsos.Dense(1, 1.0, name="value")(x)
-        return Output(logits, value[..., 0], carry)
+        return x.astype(jnp.float32), carry  # the heads are small, and what they say is exponentiated and squared
 
     def initial_params(self, key: jax.Array) -> PyTree:
         """Random parameters."""
@@ -53,7 +71,8 @@ class ActorCritic(nn.Module):
 
     def initial_carry(self, batch: int) -> PyTree:
         """The core's memory before anything was seen; () without a core."""
-        return cores.initial_carry(self.core, self.lstm_size, batch)
+        one = cores.initial_carry(self.core, self.lstm_size, batch)
+        return one if self.share_torso or self.core == "none" else (one, one)
 
     def outputs(self, params: PyTree, obs: PyTree, first: jax.Array, carry: PyTree) -> Output:
         """`__call__` with these parameters."""
@@ -63,27 +82,36 @@ class ActorCritic(nn.Module):
     def act(
         self, params: PyTree, carry: PyTree, obs: PyTree, first: jax.Array, key: jax.Array, explore: bool
     ) -> tuple[jax.Array, PyTree, PyTree]:
-        """One step of B environments: obs [B, ...], first [B] -> action [B], carry, {"log_prob": [B]}.
+        """One step of B environments: obs [B, ...], first [B] -> action [B, ...], carry, {"log_prob": [B]}.
 
         The action is a sample of the policy, or its likeliest if not `explore`.
         """
-        out = self.outputs(params, jax.tree.map(lambda o: o[None], obs), first[None], carry)
-        logits = out.logits[0]
-        action = (jax.random.categorical(key, logits) if explore else logits.argmax(-1)).astype(jnp.int32)
-        log_prob, _ = log_prob_and_entropy(logits, action)
-        return action, out.carry, {"log_prob": log_prob}
+        policy, carry = self.look(params, carry, obs, first)[::2]
+        action = policy.sample(key) if explore else policy.mode()
+        return action, carry, {"log_prob": policy.log_prob(action)}
 
     def inspect(self, params: PyTree, carry: PyTree, obs: PyTree, first: jax.Array) -> dict[str, jax.Array]:
-        """Obs [B, ...], first [B] -> the value [B], and the probabilities of the actions [B, A]."""
+        """Obs [B, ...], first [B] -> the value [B], and what describes the policy, such as probabilities [B, A]."""
+        out = self.look(params, carry, obs, first)
+        return {"value": out.value, **out.policy.describe()}
+
+    def look(self, params: PyTree, carry: PyTree, obs: PyTree, first: jax.Array) -> Output:
+        """`outputs` of one step: obs [B, ...], first [B] -> leaves [B, ...]."""
         out = self.outputs(params, jax.tree.map(lambda o: o[None], obs), first[None], carry)
-        return {"value": out.value[0], "probability": jax.nn.softmax(out.logits[0])}
+        policy, value = jax.tree.map(lambda x: x[0], (out.policy, out.value))
+        return Output(policy, value, out.carry)
 
 
-def make_actor_critic(spec: Any, experiment: Experiment, platform: str) -> ActorCritic:
+def make_actor_critic(spec: Any, e: PolicyGradient, platform: str) -> ActorCritic:
     """The network that an experiment asks for, in the form that is fast on `platform` ("cpu", "gpu" …).
 
     Raises:
         UsageError: the torso does not fit the observations.
     """
-    e = experiment
-    return ActorCritic(**sight(spec, e, platform), num_actions=spec.num_actions, core=e.core, lstm_size=e.lstm_size)
+    shares = e.share_torso
+    if shares is None:
+        pictures = any(part.kind == "image" for part in jax.tree.leaves(spec.obs))
+        shares = spec.action.kind != "quantities" or pictures
+    return ActorCritic(
+        **sight(spec, e, platform), action=spec.action, share_torso=shares, core=e.core, lstm_size=e.lstm_size
+    )

@@ -1,6 +1,6 @@
 """From observations to features: which torso an experiment looks through.  [N, ...] -> [N, D]."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import jax
@@ -15,7 +15,7 @@ from cleanba.networks.layers import ConvKind
 class Sighted(Protocol):
     """What a network module has to have to look at observations."""
 
-    obs_spec: Any  # one `ObsSpec`, or a dictionary of them
+    obs_spec: Any  # one `ObsSpec`, or a dictionary of them, of any depth
     network: str
     channels: Sequence[int]
     hiddens: Sequence[int]
@@ -59,9 +59,8 @@ def see(module: Sighted, obs: Any, activation: str = "tanh") -> jax.Array:
         return torsos.NatureCNN(module.hiddens, module.dtype, module.conv)(obs)
     if module.network == "impala":
         return torsos.ImpalaResNet(module.channels, module.hiddens, module.dtype, module.conv)(obs)
-    specs = module.obs_spec if isinstance(module.obs_spec, Mapping) else {"": module.obs_spec}
-    parts = obs if isinstance(obs, Mapping) else {"": obs}
-    x = jnp.concatenate([as_vector(specs[name], parts[name]) for name in sorted(specs)], axis=-1)
+    specs, parts = jax.tree.leaves(module.obs_spec), jax.tree.leaves(obs)  # both by name
+    x = jnp.concatenate([as_vector(spec, part) for spec, part in zip(specs, parts, strict=True)], axis=-1)
     return torsos.MLP(module.hiddens, module.dtype, activation)(x)
 
 
@@ -71,6 +70,6 @@ def as_vector(spec: Any, x: jax.Array) -> jax.Array:
     Integers become one-hot vectors; pictures are scaled to [0, 1]; grids of small codes, such as MiniGrid's, by 1/16.
     """
     if spec.kind == "discrete":
-        return jax.nn.one_hot(x, spec.count)
+        return jax.nn.one_hot(x, spec.count).reshape(x.shape[0], -1)
     scale = {"image": 1 / 255, "grid": 1 / 16, "vector": 1.0}[spec.kind]
     return x.reshape(x.shape[0], -1).astype(jnp.float32) * scale

@@ -25,6 +25,22 @@ def discounted_sum(x: jax.Array, discount: jax.Array) -> jax.Array:
     return y
 
 
+def returns_so_far(reward: jax.Array, first: jax.Array, valid: jax.Array, before: jax.Array, gamma: float) -> jax.Array:
+    """G_t = r_t + gamma G_{t-1}, what an episode has brought until now; 0 where the action was ignored.
+
+    reward, first, valid [T, B]; before [B], G before the first of these steps -> [T, B].  An episode whose observation
+    is the first begins from 0.
+    """
+    chex.assert_equal_shape([reward, first, valid])
+
+    def step(g, inputs):
+        reward_t, first_t, valid_t = inputs
+        g = jnp.where(valid_t, reward_t + gamma * jnp.where(first_t, 0.0, g), 0.0)
+        return g, g
+
+    return lax.scan(step, before, (reward, first, valid))[1]
+
+
 def td_errors(value: jax.Array, reward: jax.Array, terminated: jax.Array, gamma: float) -> tuple[jax.Array, jax.Array]:
     """Bootstrapped targets r_t + gamma (1 - terminated_t) V(s_{t+1}) and their difference to V(s_t).
 

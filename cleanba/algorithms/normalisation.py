@@ -1,0 +1,128 @@
+"""Observations and rewards brought to one scale by running statistics, for algorithms that learn from rollouts.
+
+    obs -> clip((obs - mean) / sqrt(variance + 1e-8), -10, 10)
+    reward -> clip(reward / sqrt(variance of the discounted returns under way + 1e-8), -10, 10)
+
+(Engstrom et al. 2020; Gymnasium's NormalizeObservation and NormalizeReward.)  The statistics are a part of the
+learner's state: an update first adds its rollout to them, then learns from the rollout as they now see it.  Actors get
+them with the parameters, so both are of one version.  The returns under way, one for each environment, are memory.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from cleanba.algorithms.optimiser import State
+from cleanba.config import PolicyGradient
+from cleanba.environments.specs import EnvSpec
+from cleanba.ops.moments import Moments, add_batch, no_moments
+from cleanba.ops.returns import returns_so_far
+from cleanba.rollout import PyTree, Rollout
+from cleanba.shards import ShardAxis
+
+LIMIT = 10.0
+EPSILON = 1e-8
+
+
+class Statistics(NamedTuple):
+    """What was seen so far."""
+
+    obs: dict[str, Moments]  # of each part of an observation that is normalised, by its path
+    discounted_return: Any  # `Moments`, or () where rewards stay as they are
+
+
+class Acting(NamedTuple):
+    """What acting needs, where observations are normalised; else the parameters alone."""
+
+    params: PyTree
+    obs: dict[str, Moments]
+
+
+@dataclass(frozen=True)
+class Normaliser:
+    """Normalises what an experiment says it should, and leaves the rest as it is."""
+
+    parts: tuple[tuple[str, tuple[int, ...]], ...]
+    """paths and shapes of the parts of an observation that are normalised"""
+    scales_rewards: bool
+    gamma: float
+
+    def init(self) -> Statistics:
+        """Nothing was seen yet: observations stay as they are."""
+        moments = {path: no_moments(shape) for path, shape in self.parts}
+        return Statistics(moments, no_moments(()) if self.scales_rewards else ())
+
+    def init_memory(self, rollout: Rollout) -> PyTree:
+        """The discounted returns under way in one shard's environments [B], or ()."""
+        return jnp.zeros(rollout.reward.shape[1]) if self.scales_rewards else ()
+
+    def observe(self, seen: dict[str, Moments], obs: PyTree) -> PyTree:
+        """Observations [..., *shape] as the network sees them."""
+
+        def normal(path: Any, x: jax.Array) -> jax.Array:
+            moments = seen.get(jax.tree_util.keystr(path))
+            if moments is None:
+                return x
+            return ((x - moments.mean) * inverse_std(moments)).clip(-LIMIT, LIMIT)
+
+        return jax.tree_util.tree_map_with_path(normal, obs) if self.parts else obs
+
+    def seen_by(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """fn(params, carry, obs, ...) as a function of what `acting` gives, which sees observations normalised."""
+
+        def seeing(params: Acting, carry: PyTree, obs: PyTree, *rest: Any) -> Any:
+            return fn(params.params, carry, self.observe(params.obs, obs), *rest)
+
+        return seeing if self.parts else fn
+
+    def acting(self, state: State) -> PyTree:
+        """What acting needs of the learner's state."""
+        return Acting(state.params, state.statistics.obs) if self.parts else state.params
+
+    def add(
+        self, shards: ShardAxis, statistics: Statistics, memory: PyTree, rollout: Rollout
+    ) -> tuple[Statistics, PyTree, Rollout]:
+        """A rollout [K', T(+1), B, ...] is added to the statistics: these, memory, and the rollout normalised by them.
+
+        Observations count once each, the terminal ones too; rewards where they were paid for an action.
+        """
+        by_path = {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(rollout.obs)}
+        # Not a constant, which XLA would take out of the sums that it masks, perhaps not on every placement.
+        everywhere = jnp.broadcast_to(shards.always, rollout.valid.shape)
+        moments = {
+            path: add_batch(shards, statistics.obs[path], by_path[path][:, :-1], everywhere) for path, _ in self.parts
+        }
+        of_return: Any = ()
+        if self.scales_rewards:
+            so_far = lambda before, r: returns_so_far(r.reward, r.first[:-1], r.valid, before, self.gamma)
+            returns = shards.map(so_far, memory, rollout._replace(obs=(), extras=(), carry=()))
+            memory = returns[:, -1]
+            of_return = add_batch(shards, statistics.discounted_return, returns, rollout.valid)
+        statistics = Statistics(moments, of_return)
+
+        def normalise(obs: PyTree, reward: jax.Array) -> tuple[PyTree, jax.Array]:
+            if self.scales_rewards:
+                reward = (reward * inverse_std(of_return)).clip(-LIMIT, LIMIT)
+            return self.observe(moments, obs), reward
+
+        if self.parts or self.scales_rewards:
+            obs, reward = shards.map(normalise, rollout.obs, rollout.reward)
+            rollout = rollout._replace(obs=obs, reward=reward)
+        return statistics, memory, rollout
+
+
+def inverse_std(moments: Moments) -> jax.Array:
+    """What a quantity is multiplied by to have a standard deviation of one.  [...]."""
+    return 1.0 / jnp.sqrt(moments.variance + EPSILON)
+
+
+def make_normaliser(e: PolicyGradient, spec: EnvSpec) -> Normaliser:
+    """What an experiment normalises: of an observation the parts that are quantities."""
+    parts = jax.tree_util.tree_leaves_with_path(spec.obs)
+    quantities = [
+        (jax.tree_util.keystr(path), o.shape) for path, o in parts if o.kind == "vector" and o.dtype != "bool"
+    ]
+    return Normaliser(tuple(quantities) if e.norm_obs else (), e.norm_reward, e.gamma)

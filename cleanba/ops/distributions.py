@@ -1,0 +1,149 @@
+"""What a policy says: distributions over actions, all with one protocol."""
+
+from typing import Any, Protocol
+
+import chex
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from cleanba.ops.losses import log_prob_and_entropy
+
+
+class Distribution(Protocol):
+    """Over actions [..., *A]; a tree of arrays [..., ...], which may be indexed and sliced together."""
+
+    def sample(self, key: jax.Array) -> jax.Array:
+        """An action drawn at random."""
+        ...
+
+    def mode(self) -> jax.Array:
+        """The likeliest action."""
+        ...
+
+    def log_prob(self, action: jax.Array) -> jax.Array:
+        """Log pi(action) [...], of a density where actions are real."""
+        ...
+
+    def entropy(self) -> jax.Array:
+        """-E[log pi] [...], differential where actions are real, which may be negative."""
+        ...
+
+    def log_prob_and_entropy(self, action: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Both at once, which have much in common."""
+        ...
+
+    def describe(self) -> dict[str, jax.Array]:
+        """What to show of it in a film: one number for each bar, by name."""
+        ...
+
+
+@flax.struct.dataclass
+class Categorical:
+    """One of A actions.  logits [..., A]; actions [...] int32."""
+
+    logits: jax.Array
+
+    def sample(self, key: jax.Array) -> jax.Array:
+        return jax.random.categorical(key, self.logits).astype(jnp.int32)
+
+    def mode(self) -> jax.Array:
+        return self.logits.argmax(-1).astype(jnp.int32)
+
+    def log_prob(self, action: jax.Array) -> jax.Array:
+        return log_prob_and_entropy(self.logits, action)[0]
+
+    def entropy(self) -> jax.Array:
+        return log_prob_and_entropy(self.logits, self.mode())[1]
+
+    def log_prob_and_entropy(self, action: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return log_prob_and_entropy(self.logits, action)
+
+    def describe(self) -> dict[str, jax.Array]:
+        return {"probability": jax.nn.softmax(self.logits)}
+
+
+@flax.struct.dataclass
+class Categoricals:
+    """D choices at once, independent of each other: pi(a) = prod_d pi_d(a_d).  logits [..., sum of counts]."""
+
+    logits: jax.Array
+    counts: tuple[int, ...] = flax.struct.field(pytree_node=False)
+    """how many there are to choose from; actions are [..., D] int32"""
+
+    def parts(self) -> list[Categorical]:
+        return [Categorical(x) for x in jnp.split(self.logits, np.cumsum(self.counts)[:-1], axis=-1)]
+
+    def sample(self, key: jax.Array) -> jax.Array:
+        keys = jax.random.split(key, len(self.counts))
+        return jnp.stack([part.sample(k) for part, k in zip(self.parts(), keys, strict=True)], -1)
+
+    def mode(self) -> jax.Array:
+        return jnp.stack([part.mode() for part in self.parts()], -1)
+
+    def log_prob(self, action: jax.Array) -> jax.Array:
+        return self.log_prob_and_entropy(action)[0]
+
+    def entropy(self) -> jax.Array:
+        return self.log_prob_and_entropy(self.mode())[1]
+
+    def log_prob_and_entropy(self, action: jax.Array) -> tuple[jax.Array, jax.Array]:
+        chex.assert_axis_dimension(action, -1, len(self.counts))
+        of_parts = [part.log_prob_and_entropy(action[..., d]) for d, part in enumerate(self.parts())]
+        log_probs, entropies = zip(*of_parts, strict=True)
+        return jnp.stack(log_probs).sum(0), jnp.stack(entropies).sum(0)
+
+    def describe(self) -> dict[str, jax.Array]:
+        return {"probability": jnp.concatenate([jax.nn.softmax(part.logits) for part in self.parts()], -1)}
+
+
+LOG_2PI = float(np.log(2 * np.pi))
+
+
+@flax.struct.dataclass
+class DiagonalGaussian:
+    """D real numbers, independent of each other: log pi(a) = -1/2 sum_d [((a_d - mu_d) / sigma_d)^2 + log 2 pi sigma_d^2].
+
+    mean [..., D]; log_std [..., D], log sigma; actions [..., D] float32, of any size: what is clipped to an
+    environment's bounds on its way there is, here, what it was when it was drawn.
+    """  # noqa: E501
+
+    mean: jax.Array
+    log_std: jax.Array
+
+    def sample(self, key: jax.Array) -> jax.Array:
+        return self.mean + jnp.exp(self.log_std) * jax.random.normal(key, self.mean.shape)
+
+    def mode(self) -> jax.Array:
+        return self.mean
+
+    def log_prob(self, action: jax.Array) -> jax.Array:
+        chex.assert_equal_shape([action, self.mean, self.log_std])
+        z = (action - self.mean) * jnp.exp(-self.log_std)
+        return -0.5 * (jnp.square(z) + 2 * self.log_std + LOG_2PI).sum(-1)
+
+    def entropy(self) -> jax.Array:
+        return (self.log_std + 0.5 * (1 + LOG_2PI)).sum(-1)
+
+    def log_prob_and_entropy(self, action: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return self.log_prob(action), self.entropy()
+
+    def describe(self) -> dict[str, jax.Array]:
+        return {"mean": self.mean}
+
+
+def size(action: Any) -> int:
+    """How many numbers a network gives for a distribution over actions that look so, an `ActionSpec`."""
+    return action.size if action.kind == "quantities" else sum(action.counts)
+
+
+def distribution(action: Any, x: jax.Array, log_std: jax.Array | None = None) -> Distribution:
+    """The distribution over actions that look so, an `ActionSpec`, of what a network gives, x [..., size].
+
+    `log_std` [D] is that of real-valued actions, which does not depend on what is seen.
+    """
+    chex.assert_axis_dimension(x, -1, size(action))
+    if log_std is not None:
+        return DiagonalGaussian(x, jnp.broadcast_to(log_std, x.shape))
+    return Categorical(x) if action.kind == "choice" else Categoricals(x, action.counts)

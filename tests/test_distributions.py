@@ -1,0 +1,107 @@
+"""Distributions over actions against SciPy's, and what they have in common."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import stats
+
+from cleanba.environments.specs import ActionSpec, choice
+from cleanba.ops.distributions import Categorical, Categoricals, DiagonalGaussian, distribution, size
+
+T, B, D = 3, 4, 5
+COUNTS = (2, 7, 3)
+RNG = np.random.default_rng(0)
+LOGITS = RNG.normal(size=(T, B, sum(COUNTS))).astype(np.float32)
+MEAN, LOG_STD = (RNG.normal(size=shape).astype(np.float32) for shape in ((T, B, D), (D,)))
+
+
+def softmax(logits: np.ndarray) -> np.ndarray:
+    e = np.exp(np.float64(logits))
+    return e / e.sum(-1, keepdims=True)
+
+
+def of_scipy(policy, action: np.ndarray, t: int, b: int) -> tuple[float, float]:
+    """Log-probability of the action and entropy at one step of one environment."""
+    if isinstance(policy, DiagonalGaussian):
+        normal = stats.multivariate_normal(np.float64(MEAN[t, b]), np.diag(np.exp(2 * np.float64(LOG_STD))))
+        return normal.logpdf(np.float64(action[t, b])), normal.entropy()
+    logits = policy.logits[t, b]
+    parts = np.split(logits, np.cumsum(getattr(policy, "counts", (len(logits),)))[:-1])
+    chosen = np.atleast_1d(action[t, b])
+    found = [stats.rv_discrete(values=(range(len(p)), softmax(p))) for p in parts]
+    return (
+        sum(p.logpmf(a) for p, a in zip(found, chosen, strict=True)),
+        sum(stats.entropy(softmax(p)) for p in parts),
+    )
+
+
+POLICIES = {
+    "categorical": Categorical(LOGITS),
+    "categoricals": Categoricals(LOGITS, COUNTS),
+    "gaussian": DiagonalGaussian(MEAN, np.broadcast_to(LOG_STD, MEAN.shape)),
+}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("compile", [jax.jit, lambda f: f], ids=["jit", "eager"])
+def test_log_probabilities_and_entropies_are_scipys(name, compile):
+    policy = POLICIES[name]
+    for action in (policy.mode(), *(policy.sample(jax.random.key(i)) for i in range(3))):
+        log_prob, entropy = compile(lambda policy, action: policy.log_prob_and_entropy(action))(policy, action)
+        expected = np.array([[of_scipy(policy, np.asarray(action), t, b) for b in range(B)] for t in range(T)])
+        np.testing.assert_allclose(log_prob, expected[..., 0], rtol=2e-5, atol=2e-5)
+        np.testing.assert_allclose(entropy, expected[..., 1], rtol=2e-5, atol=2e-5)
+        np.testing.assert_array_equal(policy.log_prob(action), policy.log_prob_and_entropy(action)[0])
+        np.testing.assert_allclose(policy.entropy(), entropy, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_samples_have_the_entropy_that_is_said(name):
+    # -E[log pi(a)] over samples, within five of its standard errors.
+    policy = POLICIES[name]
+    keys = jax.random.split(jax.random.key(0), 4000)
+    log_prob = np.asarray(jax.vmap(lambda key: policy.log_prob(policy.sample(key)))(keys))
+    error = 5 * log_prob.std(0) / np.sqrt(len(keys))
+    assert (abs(-log_prob.mean(0) - policy.entropy()) < error + 1e-3).all()
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_nothing_is_likelier_than_the_mode(name):
+    policy = POLICIES[name]
+    best = policy.log_prob(policy.mode())
+    assert all((policy.log_prob(policy.sample(jax.random.key(i))) <= best).all() for i in range(50))
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_steps_are_cut_out_of_it_as_out_of_an_array(name):
+    policy = POLICIES[name]
+    action = policy.sample(jax.random.key(0))
+    part = jax.tree.map(lambda x: x[1:], policy)
+    np.testing.assert_array_equal(part.log_prob(action[1:]), policy.log_prob(action)[1:])
+
+
+def test_parts_of_an_action_do_not_move_together():
+    # Fifty-fifty each: with one key for all they would always agree.
+    policy = Categoricals(jnp.zeros((1, 4)), (2, 2))
+    drawn = jax.vmap(lambda key: policy.sample(key))(jax.random.split(jax.random.key(0), 1000))[:, 0]
+    assert 0.4 < (drawn[:, 0] == drawn[:, 1]).mean() < 0.6
+    gaussian = DiagonalGaussian(jnp.zeros((2000, 2)), jnp.zeros((2000, 2)))
+    assert abs(np.corrcoef(gaussian.sample(jax.random.key(0)).T)[0, 1]) < 0.1
+
+
+def test_the_action_space_chooses_the_distribution():
+    several = ActionSpec("choices", (3,), "int32", COUNTS, (0, 0, 0), (1, 6, 2))
+    real = ActionSpec("quantities", (5,), "float32", (), (-1.0,) * 5, (1.0,) * 5)
+    assert [size(a) for a in (choice(12), several, real)] == [12, 12, 5]
+    assert isinstance(distribution(choice(12), LOGITS), Categorical)
+    assert distribution(several, LOGITS).counts == COUNTS
+    gaussian = distribution(real, MEAN, LOG_STD)
+    assert gaussian.log_std.shape == gaussian.mean.shape
+    for policy, shape, dtype in [
+        (distribution(choice(12), LOGITS), (T, B), np.int32),
+        (distribution(several, LOGITS), (T, B, 3), np.int32),
+        (gaussian, (T, B, D), np.float32),
+    ]:
+        for action in (policy.sample(jax.random.key(0)), policy.mode()):
+            assert (action.shape, action.dtype) == (shape, dtype)
