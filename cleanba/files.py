@@ -16,7 +16,10 @@ Json = dict[str, Any]
 def write_whole(path: Path, content: str | bytes) -> None:
     """Write a file so that it is there whole or not at all: under another name first, then renamed."""
     scratch = path.with_name(path.name + ".tmp")
-    scratch.write_bytes(content.encode() if isinstance(content, str) else content)
+    with open(scratch, "wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+        file.flush()
+        os.fsync(file.fileno())  # else a power failure may leave the name of a file that is empty
     os.replace(scratch, path)
 
 

@@ -314,6 +314,7 @@ def open_checkpoints(job: Job) -> tuple[Checkpoints, Saved | None]:
         at_most = int(updates.min())
         if at_most == updates.max():
             break
+        saved = None  # there may be no room for two of them
         require(
             at_most > 0 and checkpoints.keeps_memory,
             f"the processes see different checkpoints in {job.run_dir} ({', '.join(map(str, updates))}); "

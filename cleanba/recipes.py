@@ -140,13 +140,14 @@ def parse(recipe: Recipe, argv: Sequence[str], default: Config | None = None) ->
 
 
 def word_after(flag: str, argv: Sequence[str]) -> str | None:
-    """The value of a flag, read before tyro reads them all."""
+    """The value of a flag, read before tyro reads them all; as there, the last one counts, and _ is as good as -."""
+    found = None
     for i, word in enumerate(argv):
         name, eq, value = word.partition("=")
-        if name == flag:
+        if name.replace("_", "-") == flag:
             require(bool(eq) or i + 1 < len(argv), f"{flag} needs a value")
-            return value if eq else argv[i + 1]
-    return None
+            found = value if eq else argv[i + 1]
+    return found
 
 
 def read_recipe(run_dir: Path) -> tuple[Recipe, Experiment]:

@@ -8,6 +8,7 @@ import signal
 import socket
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -354,9 +355,15 @@ def test_after_a_resume_only_what_is_new_is_written(small_chunks, tmp_path):
 def test_memory_that_no_device_can_hold_is_refused_with_the_numbers(monkeypatch):
     like = {"x": jax.ShapeDtypeStruct((1000, 1000), np.float32)}
     monkeypatch.setattr(memory, "room", lambda devices: 10_000_000)
-    memory.require_room(like, 2, [], 100)  # 8 of 10 MB
-    with pytest.raises(UsageError, match=r"buffer_size=100 takes 0\.0 GB .*has 0\.0 GB; try --buffer-size 75 at most"):
-        memory.require_room(like, 3, [], 100)
+    gpus = [SimpleNamespace(platform="gpu")]
+    memory.require_room(like, 2, gpus, 100)  # 8 of 10 MB
+    with pytest.raises(
+        UsageError, match=r"buffer_size=100 takes 0\.0 GB .*has 0\.0 GB, .*try --buffer-size 75 at most"
+    ):
+        memory.require_room(like, 3, gpus, 100)
+    memory.require_room(like, 1, jax.local_devices()[:1], 100)
+    with pytest.raises(UsageError, match="40% may be memory; try --buffer-size 50 at most"):
+        memory.require_room(like, 2, jax.local_devices()[:1], 100)
 
 
 def test_simulated_devices_share_the_hosts_memory():

@@ -221,7 +221,7 @@ def make(e: DQN, spec: EnvSpec, platform: str) -> Algorithm:
             since = state.since_target + e.train_frequency
             due = since >= e.target_network_frequency
             target = shards.isolate(follow, due, online.params, state.target)
-            state = State(online, target, state.updates, jnp.where(due, since - e.target_network_frequency, since))
+            state = State(online, target, state.updates, jnp.where(due, since % e.target_network_frequency, since))
             return state, jax.tree.map(jnp.add, total, metrics)
 
         def follow(due: jax.Array, params: PyTree, target: PyTree) -> PyTree:

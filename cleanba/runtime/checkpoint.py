@@ -12,6 +12,7 @@ import logging
 import os
 import shutil
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -87,6 +88,7 @@ class Checkpoints:
         self._shards = shards if jax.tree.leaves(like_memory) else range(0)
         self._writer = ThreadPoolExecutor(1, "memory")
         self._writing: Future[None] | None = None
+        self._known: list[int] = []  # updates whose memory this process has read or written, in order
         self._found: list[int] = []  # the updates there were checkpoints of when `restore` looked
         self._folder.mkdir(parents=True, exist_ok=True)
         self._manager = ocp.CheckpointManager(
@@ -116,11 +118,15 @@ class Checkpoints:
         if not self._shards:
             return
 
+        # A file system may show what another process wrote a minute late, so this one keeps what it knows of, too.
+        keep = [*updates_kept(self._run_dir), *self._known[-1:], update]
+
         def write() -> None:
-            memory.prune(self._run_dir, self._shards, [*updates_kept(self._run_dir), update])
+            memory.prune(self._run_dir, self._shards, keep, shards)
             memory.write(self._run_dir, update, shards)
 
         self._guarded(self._wait_for_memory)
+        self._known.append(update)
         self._writing = self._writer.submit(write)
 
     def save(self, saved: Saved, digests: Sequence[str] = ()) -> None:
@@ -154,10 +160,19 @@ class Checkpoints:
         self._guarded(self._manager.wait_until_finished)
         self._guarded(self._wait_for_memory)
 
+    def wait_for_all(self, update: int, num_shards: int, seconds: float) -> None:
+        """Wait as `wait` does, and so many seconds at most until the other processes have written their shards."""
+        self.wait()
+        deadline = time.monotonic() + seconds
+        listings = [memory.listing(self._run_dir, shard, update) for shard in range(num_shards * bool(self._shards))]
+        while time.monotonic() < deadline and not all(path.exists() for path in listings):
+            time.sleep(0.1)
+
     def finish(self) -> None:
         """Wait as `wait` does, then remove what no checkpoint refers to any more."""
         self.wait()
-        memory.prune(self._run_dir, self._shards, updates_kept(self._run_dir))
+        keep = [*updates_kept(self._run_dir), *self._known[-1:]]
+        self._guarded(lambda: memory.prune(self._run_dir, self._shards, keep))
 
     def _wait_for_memory(self) -> None:
         writing, self._writing = self._writing, None
@@ -202,6 +217,7 @@ class Checkpoints:
                     saved = saved._replace(
                         memory=memory.read(self._run_dir, update, self._shards, self._like_memory, digests)
                     )
+                self._known = [update]
                 return Restored(saved, warnings)
             except Exception as error:  # whatever is wrong with it, an older one may be sound
                 warnings.append(f"checkpoint {update} is damaged and left out: {_reason(error, 200)}")

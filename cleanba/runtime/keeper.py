@@ -28,7 +28,7 @@ class Keeper:
         self._holdings, self._checkpoints = holdings, checkpoints
         self._shards: dict[int, Shard] = {}
         self._shard_digests: list[str] = []  # of all shards, in order
-        self._seen: tuple[int, dict[str, str]] = (0, {})
+        self._seen: tuple[int, dict[str, str]] = (-1, {})
 
     def look(self, update: int, state: PyTree, memory: PyTree) -> dict[str, str]:
         """The digests after an update: of the parameters that act, and of the whole state and memory."""
@@ -49,12 +49,16 @@ class Keeper:
         self._seen = update, digests
         return digests
 
-    def digests(self, update: int, state: PyTree, memory: PyTree) -> dict[str, str | None]:
-        """As `look`, for a process on its own; what only all processes together can tell is None then."""
-        if self._seen[0] == update or self._devices.num_processes == 1 or not self._holdings.shards:
-            return {**self.look(update, state, memory)}
-        params = self._actor_params(self._learner.local(state))
-        return {"params_digest": params_digest(params), "learner_digest": None}
+    def digests(self, update: int, state: PyTree) -> dict[str, str | None]:
+        """What is known of a learner that ended after this update.
+
+        Whoever supervises calls this, perhaps while the learner's thread still looks: so it looks at no memory.
+        """
+        if self._seen[0] == update:
+            return {**self._seen[1]}
+        local = self._learner.local(state)
+        whole = None if self._holdings.shards else learner_digest(tree_digest(local), [])
+        return {"params_digest": params_digest(self._actor_params(local)), "learner_digest": whole}
 
     def save(self, update: int, state: PyTree, older_params: PyTree, counters: Json) -> None:
         """Begin to write a checkpoint of what `look` has just seen.

@@ -132,14 +132,15 @@ def require_room(like: PyTree, shards_per_device: int, devices: Sequence[jax.Dev
     `buffer_size` is the flag's value, if the algorithm has it.
     """
     needed, there = shards_per_device * nbytes(like), room(devices)
-    most = (
-        "" if buffer_size is None else f" --buffer-size {int(buffer_size * 0.9 * there / max(1, needed))} at most, or"
-    )
+    # Parameters and rollouts need room too; in the host's memory also what a checkpoint copies, or reads.
+    share = 0.4 if all(device.platform == "cpu" for device in devices) else 0.9
+    fits = int((buffer_size or 0) * share * there / max(1, needed))
+    most = "" if buffer_size is None else f" --buffer-size {fits} at most, or"
     size = "the memory" if buffer_size is None else f"buffer_size={buffer_size}"
     require(
-        needed <= 0.9 * there,  # parameters and rollouts need room too
-        f"{size} takes {needed / 1e9:.1f} GB on each learner device, which has {there / 1e9:.1f} GB; try{most} more "
-        "learner devices",
+        needed <= share * there,
+        f"{size} takes {needed / 1e9:.1f} GB on each learner device, which has {there / 1e9:.1f} GB, of which "
+        f"{share:.0%} may be memory; try{most} more learner devices",
     )
 
 
@@ -329,17 +330,23 @@ def _read_chunk(home: Path, chunk: Chunk) -> bytes:
     return data
 
 
-def prune(folder: Path, shards: range, keep: Iterable[int]) -> None:
+def listing(folder: Path, shard: int, update: int) -> Path:
+    """What the memory of a shard was made of after an update."""
+    return shard_folder(folder, shard) / f"{update}.json"
+
+
+def prune(folder: Path, shards: range, keep: Iterable[int], soon: Mapping[int, Shard] | None = None) -> None:
     """Remove of these shards what belongs to no update of `keep`, and the packs that nothing refers to any more.
 
-    Where a checkpoint was found damaged, packs up to that one stay, for whoever wants to look into it.
+    `soon` is what will be written next, in part from packs that are there.  Where a checkpoint was found damaged,
+    packs up to that one stay, for whoever wants to look into it.
     """
     kept = set(keep)
     for shard in shards:
         home = shard_folder(folder, shard)
         if not home.is_dir():
             continue
-        referred = set()
+        referred = {chunk.pack for cut in soon[shard].chunks for chunk in cut} if soon else set()
         damaged = max((int(path.stem.removeprefix(DAMAGED)) for path in home.glob(f"{DAMAGED}*.json")), default=0)
         for path in home.glob("[0-9]*.json"):
             if int(path.stem) in kept:

@@ -103,7 +103,6 @@ class Progress:
     status: Status
     statistics: Statistics = field(default_factory=Statistics)
     state: PyTree = None  # None while an update has it
-    memory: PyTree = None  # likewise
     update: int = 0
     global_step: int = 0
     lag: int | None = None

@@ -143,7 +143,6 @@ def learn(
     block = training.block_shapes
     state = progress.state = learner.replicate(saved.state) if saved else learner.init()
     memory = learner.restore_memory(block, saved.memory) if saved else learner.init_memory(block)
-    progress.memory = memory
     learner.compile(state, memory, block)
     stop.check()
     status.phase = "collecting the first rollout"
@@ -159,7 +158,7 @@ def learn(
         blocks = book.receive(rollout_channels, update)
         saving = training.checkpoints is not None and schedule.ends_epoch(update)
         older_params = jax.device_get(learner.local(params_of(state))) if saving else None
-        progress.state = progress.memory = None
+        progress.state = None
         with book.updating():
             state, memory, metrics = learner.update(state, memory, blocks, update)
             del blocks
@@ -167,7 +166,7 @@ def learn(
         stop.check()
         if training.stop_on_nonfinite:
             book.check_finite(update, metrics)
-        progress.state, progress.memory = state, memory
+        progress.state = state
         book.updated(update)
 
         if training.after_update is not None:
@@ -178,7 +177,7 @@ def learn(
             keeper.save(update, state, older_params, book.counters())
             progress.saved_update = update
             if progress.ending is not None:
-                training.checkpoints.wait()
+                training.checkpoints.wait_for_all(update, training.partition.num_shards, training.grace_period)
                 stop(progress.ending)
                 stop.check()
     if training.checkpoints is not None:
@@ -299,7 +298,7 @@ def run_training(
     }
     state = progress.state
     if state is not None:
-        result |= keeper.digests(progress.update, state, progress.memory)
+        result |= keeper.digests(progress.update, state)
     if error is not None:
         result["error"] = f"{type(error).__name__}: {error}" if not isinstance(error, Interrupted) else str(error)
     return Outcome(result, state, error, stuck)
