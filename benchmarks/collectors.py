@@ -17,7 +17,7 @@ from cleanba.algorithms import ppo
 from cleanba.environments.envpool import Envs, env_spec, threads_per_actor
 from cleanba.runtime.channels import Stop
 from cleanba.runtime.collect import Collector, ScannedCollector, SteppedCollector, Times, make_steppers
-from cleanba.seeds import action_key, env_seed
+from cleanba.seeds import action_numbers, env_seed
 
 
 class Setting(NamedTuple):
@@ -82,7 +82,7 @@ def measure(s: Setting, rounds: int) -> dict[str, Any]:
 
     def collect(name: str, rollout: int) -> float:
         start = time.perf_counter()
-        collected = collectors[name](params, action_key(1, 0, rollout), Times())
+        collected = collectors[name](params, action_numbers(1, 0, rollout), Times())
         jax.block_until_ready(collected.rollout)
         executed[name] += collected.steps
         return time.perf_counter() - start

@@ -8,7 +8,7 @@ the whole: the same actor threads, batch sizes and devices.
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
@@ -17,16 +17,16 @@ import machine
 import numpy as np
 import tyro
 
-from cleanba.config import Partition, Placement, resolve
+from cleanba.config import Experiment, Partition, Placement, resolve
 from cleanba.environments.envpool import Envs, env_spec, threads_per_actor
-from cleanba.recipes import RECIPES
+from cleanba.recipes import RECIPES, Recipe
 from cleanba.runtime.channels import Stop
 from cleanba.runtime.collect import SteppedCollector, Times, make_steppers
 from cleanba.runtime.learner import Learner
 from cleanba.runtime.metrics import Display, Status
 from cleanba.runtime.placement import find_devices
 from cleanba.runtime.train import abstract_block, make_training, run_training
-from cleanba.seeds import action_key, env_seed
+from cleanba.seeds import action_numbers, env_seed
 
 
 @dataclass(frozen=True)
@@ -79,87 +79,137 @@ def steps_per_second(step: Callable[[int], Any], threads: int, steps: int, secon
     return sum(counts) / (time.perf_counter() - start)
 
 
+class Parts:
+    """A training's parts, placed and sized as in the whole, each to be run alone."""
+
+    def __init__(self, recipe: Recipe, wanted: Experiment, placement: Placement):
+        self.recipe = recipe
+        self.devices = find_devices(placement)
+        actors, learners = len(self.devices.actors), len(self.devices.learners)
+        self.experiment = e = resolve(wanted, actors, learners, platform=self.devices.platform)
+        self.partition = Partition(e.num_envs, e.num_actors or 0, e.num_shards or 0, 1, learners)
+        recipe.check(e, self.partition)
+        self.spec = env_spec(e)
+        self.algorithm = recipe.make(e, self.spec, self.devices.platform)
+        self.actors = range(self.partition.num_actors)
+        self.learner = Learner(self.algorithm, self.partition, self.devices, e.seed)
+        self._pools: list[Envs] = []
+        self._turn = [0] * len(self.actors)
+        self.open_pools(threads_per_actor(len(self.actors)))
+        rng, per_actor = np.random.default_rng(0), self.partition.envs_per_actor
+        self._random_actions = rng.integers(0, self.spec.num_actions, (997, per_actor)).astype(np.int32)
+
+        state = self.learner.init()
+        self.params = self.learner.publish(self.learner.local(self.algorithm.actor_params(state)))
+        self._act = jax.jit(self.algorithm.act, static_argnums=5)
+        self._acting = {
+            device: jax.device_put(
+                (self.algorithm.initial_carry(per_actor), jnp.zeros(per_actor, bool), jax.random.key(0)), device
+            )
+            for device in self.devices.actors
+        }
+        block = abstract_block(self.algorithm, self.spec, e.num_steps, e.num_envs // self.partition.num_blocks)
+        self._state, self._memory = state, self.learner.init_memory(block)
+        self.learner.compile(state, self._memory, block)
+        steppers = make_steppers(self.algorithm, e.num_steps)
+        self.rollouts = []
+        """one of each actor, on its device"""
+        self.times = Times()
+        """what collecting the last of them took"""
+        self.blocks: list[Any] = []
+        for a in self.actors:
+            collector = SteppedCollector(self.algorithm, steppers, e.num_steps, self.device_of(a), Stop())
+            collector.restart(self.make_envs(a, threads_per_actor(len(self.actors))))
+            self.times = Times()
+            self.rollouts.append(
+                collector(self.params[self.device_of(a)], action_numbers(e.seed, a, 1), self.times).rollout
+            )
+            collector.close()
+
+    def device_of(self, actor: int) -> jax.Device:
+        """The device that an actor acts on."""
+        return self.devices.actors[actor * len(self.devices.actors) // len(self.actors)]
+
+    def make_envs(self, actor: int, threads: int) -> Envs:
+        """An actor's environments."""
+        e, envs = self.experiment, self.partition.actor_envs(actor)
+        return Envs(self.spec, [env_seed(e.seed, i, 0, e.num_envs) for i in envs], threads)
+
+    def open_pools(self, threads: int) -> None:
+        """Environments for `env_step`, with so many threads for each actor."""
+        self.close()
+        self._pools = [self.make_envs(a, threads) for a in self.actors]
+        self._observed = [pool.reset() for pool in self._pools]
+
+    def close(self) -> None:
+        """End the environments."""
+        for pool in self._pools:
+            pool.close()
+        self._pools = []
+
+    def env_step(self, actor: int) -> None:
+        """One step of an actor's environments, with random actions."""
+        self._turn[actor] += 1
+        self._pools[actor].step(self._random_actions[self._turn[actor] % len(self._random_actions)])
+
+    def infer(self, actor: int) -> None:
+        """One step of an actor's policy: observations from the host, actions back to it."""
+        device = self.device_of(actor)
+        carry, first, key = self._acting[device]
+        obs = jax.device_put(self._observed[actor], device)
+        np.asarray(self._act(self.params[device], carry, obs, first, key, True)[0])
+
+    def learn(self, _: int = 0) -> Any:
+        """One update on one rollout of each actor, always the same.  Returns its metrics."""
+        if not self.blocks:
+            sent = [self.learner.send(jax.tree.map(jnp.copy, r), a) for a, r in enumerate(self.rollouts)]
+            self.blocks = [block for blocks in sent for block in blocks]
+        self._state, self._memory, metrics = self.learner.update(self._state, self._memory, self.blocks, 1)
+        jax.block_until_ready(self._state)
+        return metrics
+
+    def whole(self, seconds: float, seconds_per_update: float) -> dict[str, Any]:
+        """A training of about so many seconds: its result, with the last log point beside it."""
+        updates = max(3, round(seconds / seconds_per_update) + 1)
+        e = replace(self.experiment, total_timesteps=updates * self.experiment.transitions_per_update)
+        training = make_training(self.algorithm, e, self.partition, self.devices, self.spec, log_frequency=updates)
+        status = Status("", updates, updates * e.transitions_per_update)
+        logged: dict[str, Any] = {}
+        outcome = run_training(
+            training,
+            Display(status, enabled=False),
+            status,
+            lambda update, step, seconds, values: logged.update(values),
+        )
+        if outcome.error is not None:
+            raise outcome.error
+        return {**logged, **outcome.result}
+
+
 def main(args: Args) -> None:
     """Measure, print a table, write the results."""
-    recipe = RECIPES[args.algorithm]
-    devices = find_devices(Placement(args.actor_device_ids, args.learner_device_ids))
-    wanted = recipe.experiment(
+    wanted = RECIPES[args.algorithm].experiment(
         env_id=args.env_id, network=args.network, hiddens=args.hiddens, num_envs=args.num_envs,
         num_steps=args.num_steps, num_minibatches=args.num_minibatches, num_shards=args.num_shards,
         collector=args.collector,
     )  # fmt: skip
-    e = resolve(wanted, len(devices.actors), len(devices.learners))
-    partition = Partition(e.num_envs, e.num_actors, e.num_shards, 1, len(devices.learners))
-    recipe.check(e, partition)
-    spec = env_spec(e)
-    algorithm = recipe.make(e, spec, devices.platform)
-    actors, per_actor = range(e.num_actors), partition.envs_per_actor
-    device_of = lambda a: devices.actors[a * len(devices.actors) // e.num_actors]
-    seeds_of = lambda a: [env_seed(e.seed, i, 0, e.num_envs) for i in partition.actor_envs(a)]
-    make_envs = lambda a: Envs(spec, seeds_of(a), threads_per_actor(e.num_actors))
-
-    # EnvPool alone
-    pools = [make_envs(a) for a in actors]
-    observed = [pool.reset() for pool in pools]
-    rng = np.random.default_rng(0)
-    random_actions = rng.integers(0, spec.num_actions, (997, per_actor)).astype(np.int32)
-    turn = [0] * len(pools)
-
-    def env_step(a: int) -> None:
-        turn[a] += 1
-        pools[a].step(random_actions[turn[a] % len(random_actions)])
-
-    # Inference alone: observations from the host, actions back to it
-    learner = Learner(algorithm, partition, devices, e.seed)
-    state = learner.init()
-    params = learner.publish(learner.local(algorithm.actor_params(state)))
-    act = jax.jit(algorithm.act, static_argnums=5)
-    carry, first, key = algorithm.initial_carry(per_actor), jnp.zeros(per_actor, bool), jax.random.key(0)
-
-    def infer(a: int) -> None:
-        obs = jax.device_put(observed[a], device_of(a))
-        np.asarray(act(params[device_of(a)], carry, obs, first, key, True)[0])
-
-    # Learning alone, on one rollout of each actor
-    learner.compile(state, (), abstract_block(algorithm, spec, e.num_steps, e.num_envs // partition.num_blocks))
-    steppers = make_steppers(algorithm, e.num_steps)
-    blocks: list[Any] = []
-    for a in actors:
-        collector = SteppedCollector(algorithm, steppers, e.num_steps, device_of(a), Stop())
-        collector.restart(make_envs(a))
-        blocks += learner.send(collector(params[device_of(a)], action_key(e.seed, a, 1), Times()).rollout, a)
-        collector.close()
-    holder = {"state": state}
-
-    def learn(_: int) -> None:
-        holder["state"], _, _ = learner.update(holder["state"], (), blocks, 1)
-        jax.block_until_ready(holder["state"])
-
-    def whole() -> float:
-        updates = max(3, round(args.seconds * 2 / seconds_per_update) + 1)
-        limited = recipe.experiment(**{**vars(e), "total_timesteps": updates * e.transitions_per_update})
-        training = make_training(algorithm, limited, partition, devices, spec, log_frequency=updates)
-        status = Status("", updates, updates * e.transitions_per_update)
-        outcome = run_training(training, Display(status, enabled=False), status, lambda *_: None)
-        if outcome.error is not None:
-            raise outcome.error
-        return float(outcome.result["sps"])
-
-    learn(0)
+    parts = Parts(RECIPES[args.algorithm], wanted, Placement(args.actor_device_ids, args.learner_device_ids))
+    e, per_actor = parts.experiment, parts.partition.envs_per_actor
+    parts.learn()
     start = time.perf_counter()
-    learn(0)
+    parts.learn()
     seconds_per_update = time.perf_counter() - start
-    for a in actors:
-        infer(a)
+    for a in parts.actors:
+        parts.infer(a)
 
     figures: dict[str, list[float]] = {"EnvPool alone": [], "inference alone": [], "learning alone": [], "whole": []}
+    n = len(parts.actors)
     for _ in range(args.rounds):
-        figures["EnvPool alone"].append(steps_per_second(env_step, len(pools), per_actor, args.seconds))
-        figures["inference alone"].append(steps_per_second(infer, len(pools), per_actor, args.seconds))
-        figures["learning alone"].append(steps_per_second(learn, 1, e.transitions_per_update, args.seconds))
-        figures["whole"].append(whole())
-    for pool in pools:
-        pool.close()
+        figures["EnvPool alone"].append(steps_per_second(parts.env_step, n, per_actor, args.seconds))
+        figures["inference alone"].append(steps_per_second(parts.infer, n, per_actor, args.seconds))
+        figures["learning alone"].append(steps_per_second(parts.learn, 1, e.transitions_per_update, args.seconds))
+        figures["whole"].append(float(parts.whole(args.seconds * 2, seconds_per_update)["sps"]))
+    parts.close()
 
     whole_sps = float(np.median(figures["whole"]))
     print(f"{args.algorithm} on {args.env_id}, {spec_words(e)}")
@@ -167,7 +217,7 @@ def main(args: Args) -> None:
         ratio = f"   whole / {name}: {whole_sps / np.median(samples):.2f}" if name != "whole" else ""
         print(f"{name:16} {np.median(samples):10,.0f} steps/s  ({min(samples):,.0f} … {max(samples):,.0f}){ratio}")
     path = machine.save(
-        f"throughput_{devices.platform}_{args.algorithm}_{args.env_id}_{args.network}_{args.collector}",
+        f"throughput_{parts.devices.platform}_{args.algorithm}_{args.env_id}_{args.network}_{args.collector}",
         {
             "experiment": spec_words(e),
             "steps_per_second": {name: machine.spread(samples) for name, samples in figures.items()},

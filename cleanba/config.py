@@ -74,8 +74,9 @@ class Experiment:
     """units of the LSTM"""
     deterministic: bool = True
     """the same bits every time: GPU kernels that add in order, a fixed number of CPU threads (docs/determinism.md)"""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """number format that the network computes in (parameters stay float32)"""
+    dtype: Literal["float32", "tensorfloat32", "bfloat16"] = "float32"
+    """number format that the network computes in (parameters stay float32); tensorfloat32 rounds on GPUs what is
+    multiplied to 10 bits, elsewhere it is float32"""
 
     @property
     def transitions_per_update(self) -> int:
@@ -401,3 +402,15 @@ def differences(a: Json, b: Json) -> list[str]:
     """The fields in which two experiments differ, as "name: value in a, value in b"."""
     a, b = (json.loads(json.dumps(x)) for x in (a, b))
     return [f"{k}: {a.get(k)}, now {b.get(k)}" for k in sorted(set(a) | set(b)) if a.get(k) != b.get(k)]
+
+
+def require_same(run_dir: Path, changed: list[str], flag: str = "--run-dir") -> None:
+    """Raise `UsageError` if there are `differences` to the experiment that lives in a run's directory.
+
+    `flag` is what chooses another directory.
+    """
+    require(
+        not changed,
+        f"{run_dir} holds another experiment ({'; '.join(changed)}); choose another {flag}, or repeat the flags of "
+        "that run",
+    )

@@ -17,7 +17,7 @@ from cleanba.agents.agent import new_agent
 from cleanba.agents.beside import Evaluations
 from cleanba.agents.hub import push, require_login
 from cleanba.algorithm import Algorithm
-from cleanba.config import Experiment, Partition, Placement, Run, from_json, require, to_json
+from cleanba.config import Experiment, Partition, Placement, Run, from_json, require, require_same, to_json
 from cleanba.environments.envpool import env_spec
 from cleanba.environments.specs import EnvSpec
 from cleanba.errors import Exit, Failure, Interrupted, UsageError
@@ -37,7 +37,14 @@ from cleanba.runtime.learner import abstract_block, memory_shapes
 from cleanba.runtime.memory import require_room
 from cleanba.runtime.metrics import Display, Status, Writers, duration
 from cleanba.runtime.peers import Peers
-from cleanba.runtime.placement import Devices, find_devices, gather_over_processes, initialise, make_deterministic
+from cleanba.runtime.placement import (
+    Devices,
+    find_devices,
+    gather_over_processes,
+    initialise,
+    make_deterministic,
+    set_precision,
+)
 from cleanba.runtime.train import Outcome, make_training, run_training
 
 
@@ -46,6 +53,7 @@ def train_command(recipe: Recipe, argv: Sequence[str], default: Config | None = 
     config = parse(recipe, argv, default)
     if config.experiment.deterministic:
         make_deterministic()
+    set_precision(config.experiment.dtype)
     initialise(config.placement)
     if not config.placement.distributed:
         return train(recipe, config)
@@ -139,7 +147,9 @@ def prepare(recipe: Recipe, config: Config) -> Job:
     devices = find_devices(config.placement)
     now = int(gather_over_processes(np.array([int(time.time())]))[0, 0])  # process 0's clock names the run
     run_dir = config.run.run_dir or default_run_dir(config.experiment, config.run, now)
-    config = replace(config, experiment=stand_by(config.experiment, run_dir))
+    standing, changed = stand_by(recipe.name, config.experiment, run_dir)
+    require_same(run_dir, changed)
+    config = replace(config, experiment=standing)
     e, partition = fit(recipe, config, devices.num_processes, devices.platform)
     require_same_flags({"algorithm": recipe.name, **to_json(e), "log_frequency": config.run.log_frequency})
     spec = env_spec(e)

@@ -179,19 +179,18 @@ def with_collector(e: Experiment, asked: str | None, spec: EnvSpec) -> Experimen
 RESOLVED = ("num_actors", "num_shards", "collector")  # what `config.resolve` fills in, from the devices
 
 
-def stand_by(e: Experiment, run_dir: Path) -> Experiment:
+def stand_by(algorithm: str, e: Experiment, run_dir: Path) -> tuple[Experiment, list[str]]:
     """What the first run in a directory resolved stands, so that it goes on wherever it is placed next.
 
-    Only values that were typed can contradict it.
+    Returns the experiment with that filled in where nothing was typed, and in what that which was typed differs.
     """
     if not (run_dir / "config.json").exists():
-        return e
+        return e, []
     earlier = read_experiment(run_dir)
     left_out = {name: earlier[name] for name in RESOLVED if getattr(e, name) is None and earlier.get(name) is not None}
     typed = {name: value for name, value in to_json(e).items() if name not in left_out}
-    if differences({name: earlier.get(name) for name in typed}, typed):
-        return e  # another experiment, which will be refused by what was typed
-    return replace(e, **left_out)
+    changed = differences({k: v for k, v in earlier.items() if k not in left_out}, {"algorithm": algorithm, **typed})
+    return (e if changed else replace(e, **left_out)), changed
 
 
 def fit(recipe: Recipe, config: Config, processes: int, platform: str = "") -> tuple[Experiment, Partition]:

@@ -37,7 +37,15 @@ def init_key(seed: int) -> jax.Array:
     return _key(seed, "init")
 
 
-def action_key(seed: int, actor: int, rollout: int) -> jax.Array:
+def action_numbers(seed: int, actor: int, rollout: int) -> np.ndarray:
+    """What `action_key` is made from, [3] int32, for compiled code to make it.
+
+    Numbers are nowhere; a key would be made on JAX's first device, and wait there for the learner's update.
+    """
+    return np.array([seed, actor, rollout], np.int32)
+
+
+def action_key(seed: int | jax.Array, actor: int | jax.Array, rollout: int | jax.Array) -> jax.Array:
     """The key of an actor's rollout; steps fold their number in."""
     return jax.random.fold_in(jax.random.fold_in(_key(seed, "act"), actor), rollout)
 
@@ -52,5 +60,5 @@ def evaluation_key(seed: int, epoch: int) -> jax.Array:
     return jax.random.fold_in(_key(seed, "evaluate"), epoch)
 
 
-def _key(seed: int, use: str) -> jax.Array:
+def _key(seed: int | jax.Array, use: str) -> jax.Array:
     return jax.random.fold_in(jax.random.key(seed), USES[use])

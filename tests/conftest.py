@@ -13,7 +13,7 @@ def on_devices():
     """on_devices(fn, num_shards, num_devices) -> jitted (replicated, *sharded) -> fn(shards, replicated, *sharded).
 
     Leaves of `sharded` are [num_shards, ...]; `fn` sees those of its device, and returns what is equal everywhere.
-    Its `lower` is `jax.jit`'s.
+    Its `trace` and `lower` are `jax.jit`'s.
     """
     import jax
     import jax.numpy as jnp
@@ -42,6 +42,7 @@ def on_devices():
         def call(replicated, *sharded):
             return mapped(jnp.int32(1), replicated, sharded)
 
+        call.trace = lambda replicated, *sharded: mapped.trace(jnp.int32(1), replicated, sharded)
         call.lower = lambda replicated, *sharded: mapped.lower(jnp.int32(1), replicated, sharded)
         return call
 

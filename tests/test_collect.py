@@ -16,7 +16,7 @@ from cleanba.environments.specs import EnvSpec
 from cleanba.rollout import EpisodeTracker
 from cleanba.runtime.channels import Closed, Stop
 from cleanba.runtime.collect import Collected, Collector, ScannedCollector, SteppedCollector, Times, make_steppers
-from cleanba.seeds import action_key, env_seed
+from cleanba.seeds import action_key, action_numbers, env_seed
 
 COLLECTORS = ["stepped", "scanned"]
 
@@ -83,7 +83,7 @@ def collect(name: str, case: Case, actor: int = 0, device: int = 0) -> list[Coll
         collector.restart(environments(case, epoch, actor))
         for _ in range(rollouts):
             times = Times()
-            c = collector(params, action_key(1, actor, len(collected) + 1), times)
+            c = collector(params, action_numbers(1, actor, len(collected) + 1), times)
             assert {d.id for x in jax.tree.leaves(c.rollout) for d in x.devices()} == {jax.local_devices()[device].id}
             assert (times.scan > 0) == (name == "scanned") and (times.emulators > 0) == (name == "stepped")
             collected.append(jax.tree.map(np.asarray, c))
@@ -112,6 +112,19 @@ def test_nothing_is_compiled_twice(name, compilations, device):
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
     assert {what: compiled.count(f"jit({what})") for what in compilations} == compilations
+
+
+@pytest.mark.parametrize("name", COLLECTORS)
+def test_collecting_asks_nothing_of_another_device(name):
+    """One that learns would be asked in vain until its update is done."""
+    case, device = CASES["cartpole-lstm"], jax.local_devices()[3]
+    params = jax.device_put(prepare(case)[2], device)
+    collector = make(name, case, device=3)
+    with jax.transfer_guard_device_to_device("disallow_explicit"):
+        collector.restart(environments(case, 0))
+        for rollout in (1, 2):
+            collector(params, action_numbers(1, 0, rollout), Times())
+    collector.close()
 
 
 @pytest.fixture(params=CASES)
@@ -240,7 +253,7 @@ def test_a_long_rollout_ends_soon_after_the_run_does(name):
 
     def run() -> None:
         try:
-            collector(prepare(case)[2], action_key(1, 0, 1), Times())
+            collector(prepare(case)[2], action_numbers(1, 0, 1), Times())
         except BaseException as error:
             ended.append(error)
 
@@ -266,5 +279,5 @@ def test_a_collector_that_was_told_to_stop_does_not_begin():
         collector.restart(environments(CASES["catch"], 0))
         stop()
         with pytest.raises(Closed):
-            collector(prepare(CASES["catch"])[2], action_key(1, 0, 1), Times())
+            collector(prepare(CASES["catch"])[2], action_numbers(1, 0, 1), Times())
         collector.close()

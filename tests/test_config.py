@@ -410,13 +410,17 @@ def test_what_the_first_run_resolved_stands(tmp_path):
     e = run_with(tmp_path)
     assert (e.num_actors, e.num_shards, e.collector) == (3, 3, "scanned")
     again = PPO(env_id="Catch-v0", num_envs=24)
-    assert resolve(stand_by(again, tmp_path), 1, 1, platform="gpu") == e
-    assert stand_by(again, tmp_path / "elsewhere") == again
+    standing, changed = stand_by("ppo", again, tmp_path)
+    assert resolve(standing, 1, 1, platform="gpu") == e and not changed
+    assert stand_by("ppo", again, tmp_path / "elsewhere") == (again, [])
 
 
 def test_only_what_was_typed_can_contradict_it(tmp_path):
     run_with(tmp_path)
-    typed = PPO(env_id="Catch-v0", num_envs=24, num_shards=6)
-    assert stand_by(typed, tmp_path) == typed  # another experiment, which `open_run` refuses by what differs
-    other = PPO(env_id="Catch-v0", num_envs=7)
-    assert stand_by(other, tmp_path) == other
+    for typed, words in (
+        (PPO(env_id="Catch-v0", num_envs=24, num_shards=6), ["num_shards: 3, now 6"]),
+        (PPO(env_id="Catch-v0", num_envs=7), ["num_envs: 24, now 7"]),
+        (PPO(env_id="Catch-v0", num_envs=24, num_actors=3, seed=2), ["seed: 1, now 2"]),
+    ):
+        assert stand_by("ppo", typed, tmp_path) == (typed, words)
+    assert "algorithm: ppo, now impala" in stand_by("impala", IMPALA(env_id="Catch-v0", num_envs=24), tmp_path)[1]

@@ -64,11 +64,11 @@ class Problem:
         grow = lambda p: p + 0.5 * jax.random.normal(jax.random.key(p.size), p.shape)
         self.state = state._replace(params=jax.tree.map(grow, state.params))
         run = lambda shards, state, rollout: self.algorithm.update(state, (), rollout, shards, jax.random.key(0))[::2]
-        self._update = on_devices(run, num_shards, num_devices)
+        self.on_mesh = on_devices(run, num_shards, num_devices)
 
     def update(self, rollout: Rollout, state=None):
         """One update -> state, metrics."""
-        return self._update(self.state if state is None else state, cut(rollout, self.num_shards))
+        return self.on_mesh(self.state if state is None else state, cut(rollout, self.num_shards))
 
     def gradient(self, rollout: Rollout, state=None) -> np.ndarray:
         """The gradient of a first update with one minibatch, all parameters in one row.
@@ -161,6 +161,7 @@ def numpy_gradient(e, like, x, r, scale=None):
         "losses/entropy": entropy,
         "losses/loss": policy_loss + e.vf_coef * value_loss - e.ent_coef * entropy,
         "losses/importance_ratio": ratio[r.valid].mean(),
+        "losses/first_ratio_deviation": abs(ratio[r.valid] - 1).mean(),
         "losses/grad_norm": np.sqrt((gradient**2).sum()),
     }
 
@@ -259,6 +260,12 @@ def test_several_updates_equal_pytorchs_rmsprop_on_numpys_gradients(problem, mak
     np.testing.assert_allclose(flat(state.params), expected, atol=2e-4)
     inside = numpy_updates(p.e, p.state.params, rollouts, NumpyRMSProp(p.e, inside=True))
     assert abs(inside - expected).max() > 0.01
+
+
+def test_on_a_gpu_an_update_neither_scatters_nor_sorts(problem):
+    p = problem(2, num_minibatches=2)
+    text = p.on_mesh.trace(p.state, cut(random_rollout(), 2)).lower(lowering_platforms=("cuda",)).as_text()
+    assert "scatter" not in text and "stablehlo.sort" not in text
 
 
 def test_mean_square_gradient_starts_at_zero_and_decays(problem):

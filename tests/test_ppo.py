@@ -10,8 +10,9 @@ import pytest
 from jax.flatten_util import ravel_pytree
 from slowly import Data, finite_difference, log_softmax, slow_gae
 
-from cleanba.algorithms import ppo
+from cleanba.algorithms import batches, ppo
 from cleanba.environments.specs import EnvSpec, ObsSpec
+from cleanba.networks import ActorCritic
 from cleanba.networks.cores import LSTMCarry
 from cleanba.rollout import Rollout
 
@@ -74,9 +75,9 @@ def cut(rollout: Rollout, shards: int) -> Rollout:
 class Problem:
     """A compiled update and a state to start from."""
 
-    def __init__(self, on_devices, num_shards: int, num_devices: int, **changes):
+    def __init__(self, on_devices, num_shards: int, num_devices: int, platform: str = "cpu", **changes):
         self.e, self.num_shards = tiny(**changes), num_shards
-        self.algorithm = ppo.make(self.e, SPEC, "cpu")
+        self.algorithm = ppo.make(self.e, SPEC, platform)
 
         # Any parameters will do; the heads at their initial scale would leave some terms of the loss small.
         zeros = jax.tree.map(
@@ -87,12 +88,12 @@ class Problem:
         self.state = zeros._replace(params=jax.tree.map(draw, zeros.params))
 
         update = lambda shards, start, rollout: self.algorithm.update(start[0], (), rollout, shards, start[1])[::2]
-        self._update = on_devices(update, num_shards, num_devices)
+        self.on_mesh = on_devices(update, num_shards, num_devices)
 
     def update(self, rollout: Rollout, key: int = 0, updates: int = 0):
         """The update after so many others -> state, metrics."""
         state = self.state._replace(updates=jnp.int32(updates))
-        return self._update((state, jax.random.key(key)), cut(rollout, self.num_shards))
+        return self.on_mesh((state, jax.random.key(key)), cut(rollout, self.num_shards))
 
 
 @pytest.fixture(scope="module")
@@ -144,6 +145,7 @@ def numpy_losses(e, params, r, raw_advantage, target):
         "value_loss": value_loss,
         "entropy": entropy,
         "approx_kl": mean(ratio - 1 - log_ratio),
+        "first_ratio_deviation": mean(abs(ratio - 1)),
         "clipfrac": mean(abs(ratio - 1) > e.clip_coef),
     }
 
@@ -162,8 +164,9 @@ def numpy_update(e, params, r):
 
     x = flat(params)
     m, v = np.zeros_like(x), np.zeros_like(x)
+    first = {"first_ratio_deviation": losses(x)["first_ratio_deviation"]}
     for step in range(1, e.update_epochs + 1):
-        metrics = losses(x)
+        metrics = losses(x) | first
         gradient = finite_difference(lambda x: losses(x)["loss"], x)
         norm = np.sqrt((gradient**2).sum())
         gradient *= min(1.0, e.max_grad_norm / norm)
@@ -279,8 +282,8 @@ def test_memory_starts_from_the_rollouts_carry_unless_the_first_step_is_the_firs
 
 def test_a_rollout_without_a_valid_step_leaves_no_nan(shuffled):
     rollout = rollout_for(shuffled)
-    state, _ = shuffled.update(rollout._replace(valid=np.zeros_like(rollout.valid)))
-    assert all(np.isfinite(x).all() for x in jax.tree.leaves(state.params))
+    state, metrics = shuffled.update(rollout._replace(valid=np.zeros_like(rollout.valid)))
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves((state.params, metrics)))
 
 
 # ------------------------------------------------------------------------------- shards, minibatches, schedule
@@ -324,6 +327,35 @@ def test_minibatches_of_an_epoch_hold_every_step_once(problem, core):
     assert abs(metrics["charts/learning_rate"]) < 1e-8
     for name in ("value_loss", "entropy", "approx_kl", "clipfrac"):
         np.testing.assert_allclose(metrics[f"losses/{name}"], expected[f"losses/{name}"], rtol=1e-4, err_msg=name)
+
+
+@pytest.mark.parametrize("core", ["none", "lstm"])
+@pytest.mark.parametrize("steps", [1, 2, 3, 5, T + 1])
+def test_a_gpu_learns_the_same_from_values_of_some_steps_at_a_time(on_devices, monkeypatch, core, steps):
+    seen, outputs = [], ActorCritic.outputs
+
+    def noted(self, params, obs, first, carry):
+        seen.append(first.shape[0])
+        return outputs(self, params, obs, first, carry)
+
+    monkeypatch.setattr(batches, "AT_ONCE", steps * B * OBS * 4)
+    on_cpu, on_gpu = (Problem(on_devices, 1, 1, platform, core=core) for platform in ("cpu", "gpu"))
+    rollout = rollout_for(on_cpu)
+    expected = on_cpu.update(rollout)
+    monkeypatch.setattr(ActorCritic, "outputs", noted)
+    state, metrics = on_gpu.update(rollout)
+    assert max(seen[:-1]) <= steps  # the last are a minibatch's
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), metrics, expected[1])
+    np.testing.assert_allclose(flat(state.params), flat(expected[0].params), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("core", ["none", "lstm"])
+def test_on_a_gpu_no_update_scatters_and_only_permutations_sort(on_devices, core):
+    p = Problem(on_devices, 2, 1, "gpu", core=core, num_minibatches=2, update_epochs=2)
+    rollout = cut(tiny_rollout(recurrent=core == "lstm"), 2)
+    text = p.on_mesh.trace((p.state, jax.random.key(0)), rollout).lower(lowering_platforms=("cuda",)).as_text()
+    assert "scatter" not in text
+    assert text.count("stablehlo.sort") == 1
 
 
 def test_minibatches_are_drawn_by_the_key_alone(shuffled):

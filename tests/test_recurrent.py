@@ -171,6 +171,7 @@ OFF_POLICY = {
     "ppo": lambda row: (2 * abs(row["losses/approx_kl"])) ** 0.5,  # the KL divergence is half the square of a log-ratio
     "impala": lambda row: abs(row["losses/importance_ratio"] - 1),
 }
+FIRST = "losses/first_ratio_deviation"
 
 
 @pytest.mark.parametrize("actors, shards, learners", [(1, 1, (0,)), (4, 2, (0, 1))])
@@ -184,6 +185,7 @@ def test_in_a_run_the_learner_evaluates_what_the_actors_did(name, actors, shards
         e, (0,), learners, spec=spec(), make_envs=Scripts(*SCRIPTS), recipe=RECIPES[name][0], wrap=lively_start
     )
     assert max(map(OFF_POLICY[name], run.rows)) < 5e-5, list(map(OFF_POLICY[name], run.rows))
+    assert max(row[FIRST] for row in run.rows) < 5e-6
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -199,6 +201,7 @@ def test_the_runs_metrics_notice_a_carry_that_went_astray(name):
     e = experiment(name, concurrency=False, learning_rate=0.03, updates=6)
     run = finished(e, spec=spec(), make_envs=Scripts(*SCRIPTS), recipe=RECIPES[name][0], wrap=astray)
     assert max(map(OFF_POLICY[name], run.rows[1:])) > 1e-3
+    assert max(row[FIRST] for row in run.rows[1:]) > 1e-3
 
 
 # ------------------------------------------------------------------------------ minibatches go over environments only

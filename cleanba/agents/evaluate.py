@@ -19,8 +19,9 @@ from cleanba.errors import Exit, Failure
 from cleanba.files import Json, write_json
 from cleanba.recipes import Play, read_recipe
 from cleanba.rollout import Episode, EpisodeTracker
+from cleanba.runtime.collect import first_carry
 from cleanba.runtime.digests import params_digest
-from cleanba.runtime.placement import find_devices, make_deterministic
+from cleanba.runtime.placement import find_devices, make_deterministic, set_precision
 from cleanba.seeds import eval_seed, evaluation_key
 
 MAX_ENVS = 16  # more would mostly wait for those with the longest episodes
@@ -74,10 +75,11 @@ def play(
     quota = [episodes // n + (i < episodes % n) for i in range(n)]
     seeds = [eval_seed(seed, i, epoch, n) for i in range(n)]
     pool = lambda seeds: Envs(agent.spec, seeds, threads_per_actor(1), render=film is not None)
-    key, params = jax.device_put((evaluation_key(seed, epoch), agent.params), device)
+    with jax.default_device(device):  # the first one may be busy learning
+        key, params = jax.device_put((evaluation_key(seed, epoch), agent.params), device)
     envs = (make_envs or pool)(seeds)
     try:
-        carry = jax.device_put(agent.algorithm.initial_carry(n), device)
+        carry = first_carry(agent.algorithm, n, device)
         obs, done, first = envs.reset(), np.zeros(n, bool), np.ones(n, bool)
         played: list[list[Episode]] = [[] for _ in range(n)]
         tracker = EpisodeTracker(n)
@@ -155,6 +157,7 @@ def eval_command(argv: Sequence[str]) -> Exit:
     recipe, e = read_recipe(run_dir)
     if e.deterministic:
         make_deterministic()
+    set_precision(e.dtype)
     devices = find_devices(Placement())
     agent = load_agent(run_dir, options.checkpoint, devices.platform)
     epsilon = agent.plays.epsilon if options.epsilon is None else options.epsilon

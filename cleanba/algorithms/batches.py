@@ -57,8 +57,10 @@ def explained_variance(shards: ShardAxis, value: jax.Array, target: jax.Array, v
     def combine(means: jax.Array, moments: jax.Array) -> jax.Array:
         rest, square = moments  # the rest is what rounding left of a mean of zero (Chan et al. 1983, eq. 1.7)
         variance = square - rest**2
-        error, of_target = jnp.where(variance > (jnp.finfo(variance.dtype).eps * means) ** 2, variance, 0.0)
-        constant = jnp.where(error > 0, 0.0, 1.0)
-        return jnp.where(of_target > 0, 1.0 - error / jnp.where(of_target > 0, of_target, 1.0), constant)
+        rounding = (jnp.finfo(variance.dtype).eps * means) ** 2
+        error, of_target = jnp.where(variance <= rounding, 0.0, variance)  # NaN stays NaN
+        constant = of_target == 0
+        ratio = error / jnp.where(constant, 1.0, of_target)
+        return jnp.where(constant, jnp.where(error == 0, 1.0, 0.0), 1.0 - ratio)
 
     return shards.isolate(combine, means, shards.sum(shards.map(moments, value, target, valid)))

@@ -119,14 +119,14 @@ def make(e: PPO, spec: EnvSpec, platform: str) -> Algorithm:
         return Targets(value[:-1], advantage, advantage + value[:-1])
 
     def values_of(params: PyTree, rollout: Rollout) -> jax.Array:
-        """V(s_t) [T+1, B], some steps at a time: what the layers hold of all would be T times a step's memory."""
+        """V(s_t) [T+1, B], some steps at a time: of all of them the layers' outputs would take gigabytes."""
         count = rollout.first.shape[0]
-        if platform == "cpu":  # a single step fills its caches; memory's recurrence is by far the longer loop
-            steps = count if recurrent else 1
-        else:
+        if platform != "cpu":
             steps = steps_at_once(rollout.obs)
+        else:
+            steps = count if recurrent else 1  # more at a time would not be faster, even for few environments
 
-        def values(carry: PyTree, start: jax.Array, steps: int) -> tuple[PyTree, jax.Array]:
+        def some(carry: PyTree, start: jax.Array, steps: int) -> tuple[PyTree, jax.Array]:
             part = lambda x: lax.dynamic_slice_in_dim(x, start, steps)
             out = network.outputs(params, jax.tree.map(part, rollout.obs), part(rollout.first), carry)
             return out.carry, out.value
@@ -134,10 +134,9 @@ def make(e: PPO, spec: EnvSpec, platform: str) -> Algorithm:
         if steps == count:
             return network.outputs(params, rollout.obs, rollout.first, rollout.carry).value
         whole, rest = divmod(count, steps)
-        part = lambda carry, i: values(carry, i * steps, steps)
-        carry, value = lax.scan(part, rollout.carry, jnp.arange(whole))
+        carry, value = lax.scan(lambda carry, i: some(carry, i * steps, steps), rollout.carry, jnp.arange(whole))
         value = value.reshape(whole * steps, -1)
-        return jnp.concatenate([value, values(carry, jnp.int32(count - rest), rest)[1]]) if rest else value
+        return jnp.concatenate([value, some(carry, jnp.int32(count - rest), rest)[1]]) if rest else value
 
     def draw(key: jax.Array, valid: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Time and environment indices [M, T', B'] of the minibatches of one epoch over one shard [T, B]."""
@@ -223,7 +222,7 @@ def advantage_scale(shards: ShardAxis, advantage: jax.Array, valid: jax.Array, t
     """
 
     def total(terms: Callable[[jax.Array], jax.Array]) -> jax.Array:
-        """Sums of terms(advantages) [M, T', B'] over each minibatch's valid transitions, all shards together."""
+        """Sums of terms(advantages) [..., M, T', B'] over each minibatch's valid transitions, all shards together."""
 
         def of_shard(advantage: jax.Array, valid: jax.Array, t: jax.Array, b: jax.Array) -> jax.Array:
             return jnp.where(valid[t, b], terms(advantage[t, b]), 0.0).sum((-2, -1))
@@ -231,6 +230,7 @@ def advantage_scale(shards: ShardAxis, advantage: jax.Array, valid: jax.Array, t
         return shards.sum(shards.map(of_shard, advantage, valid, t, b))
 
     count = count_valid(shards, valid, t, b)
-    mean = total(lambda x: x) / count
+    # Summed next to ones, as when these were the count: alone, CPUs would add in another order, to other bits.
+    mean = total(lambda x: jnp.stack([jnp.ones_like(x), x]))[1] / count
     square = total(lambda x: (x - mean[:, None, None]) ** 2)
     return Scale(count, mean, jnp.sqrt(square / count) + 1e-8)

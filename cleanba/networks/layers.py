@@ -1,6 +1,6 @@
-"""Convolution and pooling in the form that is fast on the device at hand.  Parameters are the same for both.
+"""Convolution in the form that is fast on the device at hand, and pooling.  Parameters are the same for both forms.
 
-On GPUs that is XLA's own form, as cuDNN is hard to beat.  On CPUs XLA has a fast convolution (Eigen's), but outside
+On GPUs the form is XLA's own, as cuDNN is hard to beat.  On CPUs XLA has a fast convolution (Eigen's), but outside
 of a program's top level, and all training is inside of a loop, takes it only for what is written as a plain one:
 [N, H, W, C] by [k, k, C, F], no dilated input, no reversed kernel.  The gradients that JAX derives are not, and fall
 back to scalar loops, a hundred times slower.  So "patches" writes each gradient as a plain convolution
@@ -103,13 +103,14 @@ class Conv(nn.Module):
         return plain_convolve(x, kernel, pads) + bias
 
 
-def max_pool(x: jax.Array, kind: ConvKind) -> jax.Array:
-    """Maxima of 3 x 3 pixels in steps of 2, padded ("SAME").  [N, H, W, C] -> [N, ceil(H/2), ceil(W/2), C]."""
-    if kind == "xla":
-        return nn.max_pool(x, (3, 3), strides=(2, 2), padding="SAME")
+def max_pool(x: jax.Array) -> jax.Array:
+    """Maxima of 3 x 3 pixels in steps of 2, padded ("SAME").  [N, H, W, C] -> [N, ceil(H/2), ceil(W/2), C].
 
-    # Like XLA's, it sends a gradient to the first of equal maxima; `jnp.maximum` would split it, and be slower.
-    later_if_greater = lambda a, b: jnp.where(b > a, b, a)
+    Values and gradients are those of `nn.max_pool`, also where maxima are equal: the first has the gradient.  But what
+    JAX derives from that is a loop over scalars on CPUs and a scatter on GPUs, which XLA, to have the same bits every
+    time, puts behind a sort of all pixels.  From this it derives selects and pads, which fuse.
+    """
+    later_if_greater = lambda a, b: jnp.where(b > a, b, a)  # `jnp.maximum` would split a gradient, and be slower
 
     def pool(x: jax.Array, axis: int) -> jax.Array:
         count = -(-x.shape[axis] // 2)

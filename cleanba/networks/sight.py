@@ -44,7 +44,8 @@ def sight(spec: Any, e: Experiment, platform: str) -> dict[str, Any]:
         "network": network,
         "channels": e.channels,
         "hiddens": e.hiddens,
-        "dtype": jnp.dtype(e.dtype),
+        # How products of float32 are taken is for `placement.set_precision` to say.
+        "dtype": jnp.bfloat16 if e.dtype == "bfloat16" else jnp.float32,
         "conv": "patches" if platform == "cpu" else "xla",
     }
 

@@ -110,7 +110,7 @@ class ImpalaResNet(nn.Module):
         for i, channels in enumerate(self.channels):
             scale = 1 / 255 if i == 0 else 1.0
             x = Conv(channels, 3, padding="SAME", dtype=self.dtype, kind=self.kind, input_scale=scale)(x)
-            x = max_pool(x, self.kind)
+            x = max_pool(x)
             for _ in range(2):
                 x = Residual(channels, self.dtype, self.kind)(x)
         return nn.relu(x).reshape(x.shape[0], -1)

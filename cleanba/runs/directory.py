@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
-from cleanba.config import Experiment, Placement, Run, differences, read_experiment, to_json
+from cleanba.config import Experiment, Placement, Run, differences, read_experiment, require_same, to_json
 from cleanba.errors import UsageError
 from cleanba.files import Json, read_json, write_json
 from cleanba.runtime.placement import describe_devices
@@ -73,12 +73,7 @@ def open_run(run_dir: Path, algorithm: str, e: Experiment, placement: Placement,
     path = run_dir / "config.json"
     earlier = read_json(path) if path.exists() else None
     if earlier is not None:
-        changed = differences(read_experiment(run_dir), config["experiment"])
-        if changed:
-            raise UsageError(
-                f"{run_dir} holds another experiment ({'; '.join(changed)}); "
-                "choose another --run-dir, or repeat the flags of that run"
-            )
+        require_same(run_dir, differences(read_experiment(run_dir), config["experiment"]))
         result = run_dir / "result.json"
         if result.exists() and read_json(result).get("status") == "finished":
             raise Finished(f"{run_dir} is finished; nothing to do")

@@ -8,7 +8,7 @@ from cleanba.environments.envpool import Envs
 from cleanba.rollout import Episode, PyTree, Rollout
 from cleanba.runtime.channels import Channel, Stop
 from cleanba.runtime.collect import Collector, Times
-from cleanba.seeds import action_key
+from cleanba.seeds import action_numbers
 
 
 class Params(NamedTuple):
@@ -91,7 +91,7 @@ def run_actor(
             assert params.version == needed, f"rollout {rollout} needs version {needed}, was given {params.version}"
             if schedule.starts_epoch(rollout):
                 collector.restart(make_envs(schedule.epoch(rollout)))
-            collected = collector(params.params, action_key(seed, actor, rollout), times)
+            collected = collector(params.params, action_numbers(seed, actor, rollout), times)
             before_send = time.perf_counter()
             blocks = send(collected.rollout, actor)
             times.transfer = time.perf_counter() - before_send

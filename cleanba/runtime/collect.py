@@ -15,6 +15,7 @@ from cleanba.algorithm import Algorithm
 from cleanba.environments.envpool import Envs
 from cleanba.rollout import Episode, EpisodeTracker, PyTree, Rollout
 from cleanba.runtime.channels import Stop
+from cleanba.seeds import action_key
 
 
 @dataclass
@@ -38,7 +39,9 @@ class Collected(NamedTuple):
 class Collector(Protocol):
     """Both collectors look like this: construct, then call once per rollout."""
 
-    def __call__(self, params: PyTree, key: jax.Array, times: Times) -> Collected: ...
+    def __call__(self, params: PyTree, numbers: np.ndarray, times: Times) -> Collected:
+        """Collect with these parameters; actions are drawn from `seeds.action_numbers`."""
+        ...
 
     def restart(self, envs: Envs) -> None:
         """Go on with fresh environments, all at the first step of an episode."""
@@ -66,10 +69,24 @@ def blank(num_steps: int, values: PyTree) -> PyTree:
     return jax.tree.map(lambda x: jnp.empty((num_steps, *x.shape), x.dtype), values)
 
 
+def first_carry(algorithm: Algorithm, num_envs: int, device: jax.Device) -> PyTree:
+    """The recurrent state before the first step, made on the actor's device: another may be busy learning."""
+    with jax.default_device(device):
+        return jax.device_put(algorithm.initial_carry(num_envs), device)
+
+
+class Stepping(NamedTuple):
+    """What a rollout that is being collected keeps on the device, so that a step sends nothing but observations."""
+
+    recording: Recording
+    key: jax.Array
+    t: jax.Array  # the number of the next step
+
+
 class Steppers(NamedTuple):
     """The compiled functions of the stepped collector, shared by all actors of a process."""
 
-    start: Callable[..., Recording]
+    start: Callable[..., Stepping]
     step: Callable[..., Any]
     finish: Callable[..., Recording]
 
@@ -77,25 +94,22 @@ class Steppers(NamedTuple):
 def make_steppers(algorithm: Algorithm, num_steps: int) -> Steppers:
     """Compile acting and recording into one call per step."""
 
-    def start(params: PyTree, carry: PyTree, obs: PyTree, first: jax.Array) -> Recording:
-        acted = jax.eval_shape(lambda: algorithm.act(params, carry, obs, first, jax.random.key(0), True))
-        return Recording(*blank(num_steps + 1, (obs, first)), *blank(num_steps, (acted[0], acted[2])))
+    def start(params: PyTree, carry: PyTree, obs: PyTree, first: jax.Array, numbers: jax.Array) -> Stepping:
+        key = action_key(*numbers)
+        acted = jax.eval_shape(lambda: algorithm.act(params, carry, obs, first, key, True))
+        recording = Recording(*blank(num_steps + 1, (obs, first)), *blank(num_steps, (acted[0], acted[2])))
+        return Stepping(recording, key, jnp.int32(0))
 
     def step(
-        params: PyTree,
-        recording: Recording,
-        carry: PyTree,
-        obs: PyTree,
-        first: jax.Array,
-        key: jax.Array,
-        t: jax.Array,
-    ) -> tuple[jax.Array, PyTree, Recording]:
-        action, carry, extras = algorithm.act(params, carry, obs, first, jax.random.fold_in(key, t), True)
-        return action, carry, write(recording, t, Recording(obs, first, action, extras))
+        params: PyTree, now: Stepping, carry: PyTree, obs: PyTree, first: jax.Array
+    ) -> tuple[jax.Array, PyTree, Stepping]:
+        action, carry, extras = algorithm.act(params, carry, obs, first, jax.random.fold_in(now.key, now.t), True)
+        recording = write(now.recording, now.t, Recording(obs, first, action, extras))
+        return action, carry, Stepping(recording, now.key, now.t + 1)
 
-    def finish(recording: Recording, obs: PyTree, first: jax.Array) -> Recording:
-        rows = write((recording.obs, recording.first), num_steps, (obs, first))
-        return recording._replace(obs=rows[0], first=rows[1])
+    def finish(now: Stepping, obs: PyTree, first: jax.Array) -> Recording:
+        obs, first = write((now.recording.obs, now.recording.first), num_steps, (obs, first))
+        return now.recording._replace(obs=obs, first=first)
 
     # Without its unused arguments `start` would not know the actor's device, and make its buffers on the first one.
     return Steppers(
@@ -125,14 +139,14 @@ class SteppedCollector:
         n = envs.num_envs
         self._obs = envs.reset()
         self._done, self._first = np.zeros(n, bool), np.ones(n, bool)
-        self._carry = jax.device_put(self.algorithm.initial_carry(n), self.device)
+        self._carry = first_carry(self.algorithm, n, self.device)
         self._tracker = EpisodeTracker(n)
 
     def close(self) -> None:
         if self._envs is not None:
             self._envs.close()
 
-    def __call__(self, params: PyTree, key: jax.Array, times: Times) -> Collected:
+    def __call__(self, params: PyTree, numbers: np.ndarray, times: Times) -> Collected:
         assert self._envs is not None, "restart() comes first"
         clock = time.perf_counter
         n = self._envs.num_envs
@@ -141,15 +155,13 @@ class SteppedCollector:
         episodes: list[Episode] = []
         start_carry = self._carry
         now = clock()
-        recording = None
+        stepping = None
         for t in range(self.num_steps):
             self.stop.check()
-            obs = jax.device_put(self._obs, self.device)  # the one copy of an observation to a device
-            if recording is None:
-                recording = self.steppers.start(params, self._carry, obs, self._first)
-            action, self._carry, recording = self.steppers.step(
-                params, recording, self._carry, obs, self._first, key, np.int32(t)
-            )
+            seen = jax.device_put((self._obs, self._first), self.device)  # the one copy of an observation to a device
+            if stepping is None:
+                stepping = self.steppers.start(params, self._carry, *seen, numbers)
+            action, self._carry, stepping = self.steppers.step(params, stepping, self._carry, *seen)
             host_action = np.asarray(action)
             then, now = now, clock()
             times.inference += now - then
@@ -165,12 +177,12 @@ class SteppedCollector:
             self._done = terminated[t] | truncated[t]
             then, now = now, clock()
             times.emulators += now - then
-        assert recording is not None
+        assert stepping is not None
         executed = int(valid.sum())
-        last = jax.device_put(self._obs, self.device)
-        recording = self.steppers.finish(recording, last, self._first)
-        reward, terminated, truncated, valid = jax.device_put((reward, terminated, truncated, valid), self.device)
-        r = recording
+        last, reward, terminated, truncated, valid = jax.device_put(
+            ((self._obs, self._first), reward, terminated, truncated, valid), self.device
+        )
+        r = self.steppers.finish(stepping, *last)
         rollout = Rollout(
             r.obs, r.first, r.action, reward, terminated, truncated, valid, extras=r.extras, carry=start_carry
         )
@@ -202,6 +214,47 @@ class ScanState(NamedTuple):
 SCAN_STEPS = 32  # at most so many steps per call into XLA: between calls the collector can be stopped
 
 
+class Scan(NamedTuple):
+    """The functions of the scanned collector, for one pool of environments."""
+
+    length: int  # steps per call
+    step: Callable[..., Any]  # one of them
+    steps: Any  # all of them, compiled
+
+
+def make_scan(algorithm: Algorithm, num_steps: int, env_step: Callable[..., Any]) -> Scan:
+    """Acting, `env_step(handle, action) -> handle, Step` and recording as one compiled call for a part of a rollout."""
+    length = max(d for d in range(1, min(SCAN_STEPS, num_steps) + 1) if num_steps % d == 0)
+
+    def step(params: PyTree, key: jax.Array, state: ScanState, t: Any) -> tuple[ScanState, Any]:
+        action, carry, extras = algorithm.act(
+            params, state.carry, state.obs, state.first, jax.random.fold_in(key, t), True
+        )
+        handle, out = env_step(state.handle, action)
+        executed = ~state.done
+        terminated, truncated = out.terminated & executed, out.truncated & executed
+        outcome = Outcomes(
+            jnp.where(executed, out.reward, 0.0), out.raw_reward, terminated, truncated, executed, out.over
+        )
+        recorded = Recording(state.obs, state.first, action, extras)
+        return ScanState(handle, out.obs, terminated | truncated, state.done, carry), (recorded, outcome)
+
+    def scan(params: PyTree, numbers: jax.Array, buffers: Any, state: ScanState, t: jax.Array) -> Any:
+        key = action_key(*numbers)
+
+        def body(carried: Any, t: jax.Array) -> Any:
+            state, buffers = carried
+            state, recorded = step(params, key, state, t)
+            return (state, write(buffers, t, recorded)), None
+
+        (state, (recording, outcome)), _ = lax.scan(body, (state, buffers), t + jnp.arange(length))
+        # The observation after these steps; the next call overwrites it with the same, the last call leaves it.
+        obs, first = write((recording.obs, recording.first), t + length, (state.obs, state.first))
+        return state, (recording._replace(obs=obs, first=first), outcome)
+
+    return Scan(length, step, jax.jit(scan, donate_argnums=2))
+
+
 @dataclass
 class ScannedCollector:
     """Policy, recurrent core and emulators as one `lax.scan` under `jit`, through EnvPool's XLA interface.
@@ -226,7 +279,8 @@ class ScannedCollector:
         n = envs.num_envs
         obs = envs.reset()
         handle, step = envs.xla()
-        state: Any = (handle, obs, np.zeros(n, bool), np.ones(n, bool), self.algorithm.initial_carry(n))
+        carry = first_carry(self.algorithm, n, self.device)
+        state: Any = (handle, obs, np.zeros(n, bool), np.ones(n, bool), carry)
         self._state = ScanState(*jax.device_put(state, self.device))
         self._scan = self._make_scan(step)
         self._tracker = EpisodeTracker(n)
@@ -236,43 +290,16 @@ class ScannedCollector:
             self._envs.close()
 
     def _make_scan(self, env_step: Callable[..., Any]) -> Any:
-        algorithm, num_steps = self.algorithm, self.num_steps
-        length = max(d for d in range(1, min(SCAN_STEPS, num_steps) + 1) if num_steps % d == 0)
+        scan = make_scan(self.algorithm, self.num_steps, env_step)
 
-        def step(params: PyTree, key: jax.Array, state: ScanState, t: jax.Array) -> tuple[ScanState, Any]:
-            action, carry, extras = algorithm.act(
-                params, state.carry, state.obs, state.first, jax.random.fold_in(key, t), True
-            )
-            handle, out = env_step(state.handle, action)
-            executed = ~state.done
-            terminated, truncated = out.terminated & executed, out.truncated & executed
-            outcome = Outcomes(
-                jnp.where(executed, out.reward, 0.0), out.raw_reward, terminated, truncated, executed, out.over
-            )
-            recorded = Recording(state.obs, state.first, action, extras)
-            return ScanState(handle, out.obs, terminated | truncated, state.done, carry), (recorded, outcome)
-
-        def scan(params: PyTree, key: jax.Array, buffers: Any, state: ScanState, t: jax.Array) -> Any:
-            def body(carried: Any, t: jax.Array) -> Any:
-                state, buffers = carried
-                state, recorded = step(params, key, state, t)
-                return (state, write(buffers, t, recorded)), None
-
-            (state, (recording, outcome)), _ = lax.scan(body, (state, buffers), t + jnp.arange(length))
-            # The observation after these steps; the next call overwrites it with the same, the last call leaves it.
-            obs, first = write((recording.obs, recording.first), t + length, (state.obs, state.first))
-            return state, (recording._replace(obs=obs, first=first), outcome)
-
-        compiled_scan = jax.jit(scan, donate_argnums=2)
-
-        def run(params: PyTree, key: jax.Array, state: ScanState) -> Any:
+        def run(params: PyTree, numbers: np.ndarray, state: ScanState) -> Any:
             if self._new_buffers is None:
-                _, (r, outcome) = jax.eval_shape(step, params, key, state, np.int32(0))
+                _, (r, outcome) = jax.eval_shape(lambda: scan.step(params, action_key(*numbers), state, 0))
                 self._new_buffers = self._make_new_buffers(r, outcome)
             buffers = self._new_buffers()
-            for t in range(0, num_steps, length):
+            for t in range(0, self.num_steps, scan.length):
                 self.stop.check()
-                state, buffers = compiled_scan(params, key, buffers, state, np.int32(t))
+                state, buffers = scan.steps(params, numbers, buffers, state, np.int32(t))
                 jax.block_until_ready(state)
             return state, buffers
 
@@ -288,11 +315,11 @@ class ScannedCollector:
         # They must be bound to the device: others make the scan's first call another one to compile for.
         return jax.jit(new_buffers, out_shardings=SingleDeviceSharding(self.device))
 
-    def __call__(self, params: PyTree, key: jax.Array, times: Times) -> Collected:
+    def __call__(self, params: PyTree, numbers: np.ndarray, times: Times) -> Collected:
         assert self._state is not None, "restart() comes first"
         start = time.perf_counter()
         start_carry = self._state.carry
-        self._state, (r, outcome) = self._scan(params, key, self._state)
+        self._state, (r, outcome) = self._scan(params, numbers, self._state)
         raw_reward, valid, over = jax.device_get((outcome.raw_reward, outcome.valid, outcome.over))
         episodes = [e for t in range(self.num_steps) for e in self._tracker.add(raw_reward[t], valid[t], over[t])]
         o = outcome

@@ -181,6 +181,10 @@ class Learner:
 
     def compile(self, state: PyTree, memory: PyTree, block: Rollout) -> None:
         """Compile the update for rollouts whose blocks have these shapes."""
+        self._compiled = self.trace(state, memory, block).lower().compile()
+
+    def trace(self, state: PyTree, memory: PyTree, block: Rollout) -> Any:
+        """The update for arrays of these shapes, to be lowered: `jax.stages.Traced`."""
         place = lambda s: lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
         total = self._devices.mesh.size
         widen = lambda x: jax.ShapeDtypeStruct((total, *x.shape[1:]), x.dtype, sharding=self._sharded)
@@ -190,7 +194,7 @@ class Learner:
             tuple(jax.tree.map(widen, block) for _ in range(self.blocks_per_device)),
             jax.ShapeDtypeStruct((), jnp.int32, sharding=self._replicated),
         )
-        self._compiled = self._jitted().lower(*args).compile()
+        return self._jitted().trace(*args)
 
     def _jitted(self) -> jax.stages.Wrapped:
         p, algorithm, seed = self._partition, self._algorithm, self._seed

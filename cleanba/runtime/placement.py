@@ -42,8 +42,11 @@ class Devices(NamedTuple):
         return self.process == 0
 
 
-# No kernels that add in an order of their own, and none chosen by a race at compile time.
-DETERMINISTIC_XLA_FLAGS = "--xla_gpu_deterministic_ops=true --xla_gpu_autotune_level=0"
+# No kernels that add in an order of their own, and none chosen by a race at compile time: with the first flag XLA takes
+# the first kernel on the libraries' lists, the one they expect to be fastest.  (An autotune level of 0 would keep it
+# from asking cuDNN at all.)  The first on its own list, for matrix products in Triton, is a tiny tile; without Triton
+# they go to cuBLAS.
+DETERMINISTIC_XLA_FLAGS = "--xla_gpu_deterministic_ops=true --xla_gpu_enable_triton_gemm=false"
 # XLA cuts large sums on a CPU into as many parts as it has threads, by default one per core or per simulated device.
 DETERMINISTIC_CPU_THREADS = "8"
 
@@ -55,6 +58,15 @@ def make_deterministic() -> None:
     """
     os.environ["XLA_FLAGS"] = f"{DETERMINISTIC_XLA_FLAGS} {os.environ.get('XLA_FLAGS', '')}".strip()
     os.environ.setdefault("PJRT_NPROC", DETERMINISTIC_CPU_THREADS)
+
+
+def set_precision(dtype: str) -> None:
+    """Have float32 mean float32 in matrix products and convolutions, unless the experiment's `dtype` says otherwise.
+
+    JAX would round their inputs to 10 bits on GPUs that multiply such numbers faster (TensorFloat-32).  Comes before
+    anything is compiled.
+    """
+    jax.config.update("jax_default_matmul_precision", "tensorfloat32" if dtype == "tensorfloat32" else "highest")
 
 
 def initialise(p: Placement) -> None:

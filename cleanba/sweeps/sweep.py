@@ -18,7 +18,7 @@ from typing import Any
 
 import tyro
 
-from cleanba.config import Experiment, Placement, Run, differences, read_experiment, require, to_json
+from cleanba.config import Experiment, Placement, Run, require, require_same
 from cleanba.environments.atari_scores import table
 from cleanba.environments.envpool import env_spec
 from cleanba.errors import Exit, Failure, UsageError, closest_names
@@ -182,8 +182,6 @@ def plan(recipe: Recipe, common: list[str], flags: Flags, folder: Path) -> list[
                 e = check(recipe, all_words, run_dir, whole=seed == 1)
             except UsageError as error:
                 raise UsageError(f"{env_id}, {variant}: {error}") from None
-            if (run_dir / "config.json").exists():
-                require_same(run_dir, recipe, e)
             runs.append(Planned(name, env_id, variant, seed, (recipe.name, *all_words), e.num_updates))
     twice = [name for name, group in itertools.groupby(sorted(r.name for r in runs)) if len(list(group)) > 1]
     require(not twice, f"two runs would share the folder {', '.join(twice)}; write --set's values differently")
@@ -219,22 +217,13 @@ def tyro_sentence(box: str) -> str:
 def check(recipe: Recipe, words: list[str], run_dir: Path, whole: bool) -> Experiment:
     """The experiment of these flags, if it fits; with `whole` its environment and network are made, too."""
     config = checked_parse(recipe, words)
-    e, _ = fit(recipe, replace(config, experiment=stand_by(config.experiment, run_dir)), processes=1)
+    standing, changed = stand_by(recipe.name, config.experiment, run_dir)
+    require_same(run_dir, changed, "--dir")
+    e, _ = fit(recipe, replace(config, experiment=standing), processes=1)
     if whole:
         spec = env_spec(e)
         recipe.make(with_collector(e, config.experiment.collector, spec), spec, "cpu")
     return e
-
-
-def require_same(run_dir: Path, recipe: Recipe, e: Experiment) -> None:
-    """Raise `UsageError` if another experiment lives in the run's folder."""
-    here = {"algorithm": recipe.name, **to_json(e)}
-    there = read_experiment(run_dir)
-    changed = differences(there, here)
-    require(
-        not changed,
-        f"{run_dir} holds another experiment ({'; '.join(changed)}); choose another --dir, or repeat the flags",
-    )
 
 
 # ---------------------------------------------------------------- running it here

@@ -1,0 +1,100 @@
+"""Numbers about batches over shards, against numpy in float64; counts beyond float32; parts of a rollout for a GPU."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from cleanba.algorithms import batches
+
+T, B = 25, 8
+
+
+def split(x: np.ndarray, shards: int) -> np.ndarray:
+    """[T, B] -> [K, T, B / K]."""
+    return np.stack(np.split(x, shards, 1))
+
+
+@pytest.fixture(scope="module")
+def explained(on_devices):
+    """explained(value, target, valid, shards=1, devices=1): the explained variance of arrays [T, B]."""
+
+    def run(value, target, valid, shards=1, devices=1):
+        fn = on_devices(lambda axis, _, *arrays: batches.explained_variance(axis, *arrays), shards, devices)
+        args = (np.asarray(x, np.float32) for x in (value, target))
+        return float(fn((), *(split(x, shards) for x in (*args, valid))))
+
+    return run
+
+
+def data(mean: float, t: int = T, b: int = B) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Values that explain three quarters of their targets' variance of 1, as float32 has them; some steps invalid."""
+    rng = np.random.default_rng(1)
+    target = mean + rng.normal(size=(t, b))
+    value = target + 0.5 * rng.normal(size=(t, b)) + 0.1
+    valid = rng.random((t, b)) < 0.8
+    single = lambda x: np.where(valid, x, 1e6).astype(np.float32)  # what is not valid must not count
+    return single(value), single(target), valid
+
+
+def slow(value, target, valid) -> float:
+    value, target = (x[valid].astype(np.float64) for x in (value, target))
+    return 1 - (target - value).var() / target.var()
+
+
+@pytest.mark.parametrize("shards, devices", [(1, 1), (2, 1), (4, 2)])
+@pytest.mark.parametrize("mean", [0.0, -3.0, 1e3, 1e4, -1e5])
+def test_explained_variance_equals_numpy_whatever_the_mean(explained, mean, shards, devices):
+    value, target, valid = data(mean)
+    assert 0.6 < slow(value, target, valid) < 0.9
+    assert explained(value, target, valid, shards, devices) == pytest.approx(slow(value, target, valid), abs=2e-5)
+
+
+def test_explained_variance_of_many_numbers_far_from_zero(explained):
+    value, target, valid = data(1e4, 129, 120)
+    assert explained(value, target, valid) == pytest.approx(slow(value, target, valid), abs=2e-5)
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("target", [0.0, 0.1, -1234.567])
+def test_where_targets_do_not_vary_perfect_values_score_one_and_others_zero(explained, target, shards):
+    constant, noise = np.full((T, B), target), np.random.default_rng(0).normal(size=(T, B))
+    valid = np.ones((T, B), bool)
+    assert explained(constant, constant, valid, shards) == 1.0
+    assert (
+        explained(constant + 0.5, constant, valid, shards) == 1.0
+    )  # an error that does not vary, as scikit-learn has it
+    assert explained(constant + noise, constant, valid, shards) == 0.0
+
+
+def test_it_is_finite_where_nothing_is_valid_and_shows_what_is_not_a_number(explained):
+    value, target, valid = data(0.0)
+    assert np.isfinite(explained(value, target, np.zeros_like(valid)))
+    assert np.isnan(explained(np.where(value < 0, np.nan, value), target, np.ones_like(valid)))
+
+
+def test_counts_go_on_where_float32_stops(on_devices):
+    half = 2**23 + 1
+    valid = np.ones((2, 1, half), bool)
+    valid[0, 0, 0] = False
+    count = on_devices(lambda shards, _, *args: batches.count_valid(shards, *args), 2, 1)
+    t, b = np.zeros((2, 1, 1, half), np.int32), np.broadcast_to(np.arange(half, dtype=np.int32), (2, 1, 1, half))
+    (got,) = count((), valid, t, b)
+    assert int(got) == 2**24 + 1 != int(np.float32(2**24 + 1))
+    assert count((), valid & False, t, b) == 1
+
+
+def test_sequences_are_all_steps_of_some_environments():
+    env = jnp.array([[4, 1], [0, 3], [2, 5]])
+    t, b = batches.sequences(5, env)
+    assert t.shape == b.shape == (3, 5, 2)
+    assert (t == np.arange(5)[None, :, None]).all() and (b == np.asarray(env)[:, None]).all()
+
+
+@pytest.mark.parametrize("steps, envs", [(129, 120), (129, 15), (21, 64), (2, 1000), (129, 1), (1, 1)])
+def test_so_many_steps_at_once_as_fit_into_the_budget(steps, envs):
+    image = 4 * 84 * 84
+    n = batches.steps_at_once(jax.ShapeDtypeStruct((steps, envs, 4, 84, 84), jnp.uint8))
+    assert 1 <= n <= steps
+    assert (n - 1) * envs * image <= batches.AT_ONCE  # even parts: rounded up, by less than a step
+    assert n == steps or 2 * n * envs * image > batches.AT_ONCE

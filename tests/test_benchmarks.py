@@ -1,0 +1,154 @@
+"""The benchmarks for GPUs: what they measure fits, every part runs small, and compiled programs are read rightly."""
+
+import json
+import sys
+from dataclasses import replace
+
+import pytest
+from launch import ROOT, finish, python
+
+from cleanba.config import Partition, resolve
+from cleanba.recipes import RECIPES
+
+sys.path.append(str(ROOT / "benchmarks"))
+import aot
+import gpu
+
+
+def tiny(name: str, **fields) -> gpu.Part:
+    """A part of the benchmark on one device, as --tiny makes it."""
+    part = next(part for part in gpu.parts(8) if part.name == name)
+    return replace(part, fields={**part.fields, **gpu.TINY, **fields}, seconds=0.05, learners=(0,))
+
+
+@pytest.mark.parametrize("part", gpu.parts(8), ids=lambda part: part.name)
+def test_every_part_fits(part):
+    recipe = RECIPES[part.algorithm]
+    e = resolve(recipe.experiment(**part.fields), len(part.actors), len(part.learners), platform="gpu")
+    recipe.check(e, Partition(e.num_envs, e.num_actors, e.num_shards, 1, len(part.learners)))
+
+
+def test_parts_have_names_of_their_own_and_devices_that_are_there():
+    for gpus in (1, 2, 8):
+        there = gpu.parts(gpus)
+        assert len({part.name for part in there}) == len(there)
+        assert max(max(part.actors + part.learners) for part in there) < gpus
+    assert [len(gpu.parts(n)) - len(gpu.parts(1)) for n in (2, 3, 8)] == [2, 3, 6]
+
+
+@pytest.mark.parametrize(
+    "name", ["ppo resnet tf32", "impala resnet bfloat16", "ppo resnet tf32 scanned", "ppo lstm tf32"]
+)
+def test_a_speed_has_every_figure(name, monkeypatch):
+    monkeypatch.setattr("throughput.threads_per_actor", lambda actors: 1)
+    found = json.loads(json.dumps(gpu.speed(tiny(name))))
+    assert set(found["steps_per_second"]) == {"EnvPool alone", "inference alone", "learning alone", "whole"}
+    assert min(found["steps_per_second"].values()) > 0
+    assert found["params_digest"].startswith("sha256:") and found["update"]["wall"] > 0
+    ratio = found["before_learning"]["ratio"]
+    if "lstm" in name:
+        assert ratio is None
+    else:
+        assert 0 <= ratio["mean"] <= ratio["max"] < (0.1 if "bfloat16" in name else 1e-5)
+    rows = gpu.table({name: found, "later": {"failed": "no time"}}, ["another"]).splitlines()
+    assert {row.count("|") for row in rows if row.startswith("|")} == {10}
+    assert rows[-2:] == ["later: no time", "left out for want of time: another"]
+
+
+def test_a_short_run_has_the_same_digest_twice_and_on_two_devices():
+    found = gpu.digests(tiny("digests ppo 2 shards"))
+    assert found["learner_devices"] == [1, 1, 2] and len(found["digests"]) == 3
+    assert found["the_same"] is True
+    words = gpu.table({"digests": found}, [])
+    assert words.endswith("digests, on 1, 1, 2 learner devices: the same\n")
+    assert "DIFFERENT" in gpu.table({"digests": found | {"the_same": False}}, [])
+
+
+@pytest.mark.slow
+def test_the_command_writes_after_each_part_and_says_what_it_left_out(tmp_path):
+    words = ["--tiny", "--minutes", "0.6", "--seconds", "0.05", "--out", tmp_path, "--only", "ppo nature", "ppo lstm"]
+    ended = finish(python(ROOT / "benchmarks/gpu.py", *words, JAX_NUM_CPU_DEVICES="1"))
+    assert ended.code == 0, ended.err
+    found = json.loads((tmp_path / "gpu.json").read_text())
+    assert found["platform"] == "cpu" and "machine" in found
+    assert (tmp_path / "gpu.md").read_text() in ended.out
+    assert {"ppo nature tf32", "ppo lstm tf32"} >= set(found["parts"]) >= {"ppo nature tf32"}
+
+
+def test_without_a_gpu_it_says_so_and_measures_nothing(tmp_path):
+    ended = finish(python(ROOT / "benchmarks/gpu.py", "--out", tmp_path))
+    assert ended.code == 1 and "no GPU" in ended.err and list(tmp_path.iterdir()) == []
+
+
+# ------------------------------------------------------------------------------------------ reading compiled programs
+
+# ruff: noqa: E501
+PROGRAM = """HloModule jit_f
+
+%fused_sort (p: f32[12]) -> (f32[12], s32[12]) {
+  %p.1 = f32[12]{0} parameter(0)
+  ROOT %sort.1 = (f32[12]{0}, s32[12]{0}) sort(%p.1, %p.1), dimensions={0}, to_apply=%less
+}
+
+%true_branch (a: (f32[12])) -> f32[12] {
+  %a.1 = (f32[12]{0}) parameter(0)
+  %element.1 = f32[12]{0} get-tuple-element(%a.1), index=0
+  %product.7 = (f32[12]{0}, s8[4]{0}) custom-call(%element.1), custom_call_target="__cublas$lt$matmul"
+  ROOT %copy.1 = f32[12]{0} copy(%element.1)
+}
+
+%false_branch (a: (f32[12])) -> f32[12] {
+  %b.1 = (f32[12]{0}) parameter(0)
+  ROOT %zeros.1 = f32[12]{0} broadcast(%b.1), dimensions={}
+}
+
+%body (s: (s32[], f32[12])) -> (s32[], f32[12]) {
+  %s.1 = (s32[], f32[12]{0}) parameter(0)
+  %i.1 = s32[] get-tuple-element(%s.1), index=0
+  %fusion.3 = (f32[12]{0}, s32[12]{0}) fusion(%i.1), kind=kCustom, calls=%fused_sort
+  %conditional.1 = f32[12]{0} conditional(%i.1, %i.1, %i.1), true_computation=%true_branch, false_computation=%false_branch
+  ROOT %out.1 = (s32[], f32[12]{0}) tuple(%i.1, %conditional.1)
+}
+
+%cond (s: (s32[], f32[12])) -> pred[] {
+  ROOT %true.1 = pred[] constant(true)
+}
+
+ENTRY %main (x: f32[12]) -> (s32[], f32[12]) {
+  %x.1 = f32[12]{0} parameter(0)
+  %scattered.1 = f32[3,4]{1,0} scatter(%x.1, %x.1, %x.1), to_apply=%add
+  ROOT %while.1 = (s32[], f32[12]{0}) while(%x.1), condition=%cond, body=%body, backend_config={"known_trip_count":{"n":"5"}}
+}
+"""
+
+
+def test_a_program_is_counted_as_it_runs():
+    found = aot.summary(PROGRAM)
+    # A scatter, and five times a sort, a product and a copy.
+    assert found["launches"] == 1 + 5 * 3 and found["conditionals"] == 5
+    assert found["sorts"] == {"12": 5} and found["scatters"] == {"12": 1}
+    assert found["calls"] == {"__cublas$lt$matmul": 5} and found["loops_counted_once"] == 0
+    endless = aot.summary(PROGRAM.replace("known_trip_count", "some_count"))
+    assert (endless["launches"], endless["loops_counted_once"]) == (1 + 3, 1)
+    rows = {"a": found | {"temporary_gib": 0.5, "arguments_gib": 0.1}, "b": {"refused": "does not fit"}}
+    page = aot.table(rows, []).splitlines()
+    assert page[2] == "| a | 16 | 5 | 0.5 | 0.1 | 5 x 12 | 1 x 12 | 5 x cublas$lt$matmul |"
+    assert page[-1] == "* not there: b (does not fit)"
+
+
+def test_shards_are_compared_by_what_they_compute():
+    of = aot.branches
+    moved = PROGRAM.replace("f32[12]{0} copy(", "f32[12]{1} copy(")
+    renamed = PROGRAM.replace("%product.7", "%product.8")
+    other = PROGRAM.replace("__cublas$lt$matmul", "__cublas$gemm")
+    rows = aot.compare({"a": of(PROGRAM), "renamed": of(renamed), "moved": of(moved), "other": of(other)})
+    assert [row["the_same"] for row in rows] == [1, 0, 0]
+    assert [row["the_same_but_for_moves"] for row in rows] == [0, 1, 0]
+    assert [len(row["different"]) for row in rows] == [0, 0, 1]
+
+
+def test_cases_grow_with_the_table_of_algorithms():
+    names = [name for name, *_ in aot.cases(aot.Args())]
+    assert len(set(names)) == len(names)
+    for recipe in RECIPES:
+        assert {f"{recipe}-resnet-update", f"{recipe}-mlp-act", f"{recipe}-resnet-8-shards-on-8"} <= set(names)

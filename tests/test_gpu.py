@@ -1,0 +1,124 @@
+"""What GPUs are given to compile, as far as it shows without one: no scatter, no needless sort, float32 throughout."""
+
+import os
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from cleanba.errors import UsageError
+from cleanba.networks.layers import max_pool
+from cleanba.recipes import RECIPES
+from cleanba.runtime.placement import DETERMINISTIC_XLA_FLAGS, MESH_AXIS, Devices, make_deterministic, set_precision
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+import programs
+
+SMALL = {"num_envs": 8, "num_steps": 8, "num_minibatches": 2}
+# What may be sorted in an update, and how long it is: PPO shuffles the transitions of a shard, or its environments.
+SORTED = {("ppo", "lstm"): [8]} | {("ppo", name): [64] for name in programs.VARIANTS if name != "lstm"}
+
+REFUSED = [("dqn", "lstm")]  # it replays single transitions
+
+
+def lowered(traced) -> str:
+    """The program as a GPU's compiler is given it."""
+    return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def scatters(text: str) -> list[str]:
+    """Scatters of both kinds; deterministic ones sort what they scatter first."""
+    return re.findall(r'"stablehlo\.(?:select_and_)?scatter"', text)
+
+
+def sorts(text: str) -> list[int]:
+    """How many elements each sort has."""
+    return [int(n) for n in re.findall(r'"stablehlo\.sort"(?:.*\n)*?    }\) : \(tensor<(\d+)x', text)]
+
+
+def products(text: str) -> list[str]:
+    """The precision that each matrix product and convolution asks for."""
+    lines = [line for line in text.splitlines() if re.search(r"stablehlo\.(dot_general|convolution)\b[^<]", line)]
+    return ["/".join(sorted(set(re.findall(r"\b(DEFAULT|HIGHEST|HIGH)\b", line)))) or "DEFAULT" for line in lines]
+
+
+@pytest.fixture(autouse=True)
+def precision() -> Iterator[None]:
+    """As the command sets it, for these tests only."""
+    before = jax.config.jax_default_matmul_precision
+    set_precision("float32")
+    yield
+    jax.config.update("jax_default_matmul_precision", before)
+
+
+@pytest.fixture(scope="module")
+def devices() -> Devices:
+    one = tuple(jax.local_devices()[:1])
+    return Devices(one, one, Mesh(np.array(one), (MESH_AXIS,)), 0, 1)
+
+
+def small(recipe: str, variant: str, **fields) -> programs.Program:
+    sizes = SMALL if hasattr(RECIPES[recipe].experiment, "num_minibatches") else {}  # the others are small enough
+    return programs.make(RECIPES[recipe], programs.VARIANTS[variant] | sizes | fields, 1, "gpu")
+
+
+def test_what_does_not_fit_is_refused():
+    for recipe, variant in REFUSED:
+        with pytest.raises(UsageError, match=variant):
+            small(recipe, variant)
+
+
+@pytest.mark.parametrize(
+    "recipe, variant", [(r, v) for r in RECIPES for v in programs.VARIANTS if (r, v) not in REFUSED]
+)
+def test_an_update_scatters_nothing_and_sorts_only_what_is_listed(recipe, variant, devices):
+    text = lowered(programs.trace_update(small(recipe, variant), devices))
+    assert scatters(text) == []
+    assert sorts(text) == SORTED.get((recipe, variant), [])
+
+
+@pytest.mark.parametrize("variant", programs.VARIANTS)
+@pytest.mark.parametrize("trace", [programs.trace_act, programs.trace_scan], ids=["stepped", "scanned"])
+def test_acting_neither_scatters_nor_sorts(trace, variant, devices):
+    text = lowered(trace(small("ppo", variant), devices.actors[0]))
+    assert (scatters(text), sorts(text)) == ([], [])
+    assert set(products(text)) == {"HIGHEST"}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_float32_is_float32_in_every_product_unless_asked_otherwise(recipe, devices):
+    variant = "resnet" if (recipe, "lstm") in REFUSED else "lstm"
+    found = products(lowered(programs.trace_update(small(recipe, variant), devices)))
+    assert len(found) > 30 and set(found) == {"HIGHEST"}
+    set_precision("tensorfloat32")
+    coarse = products(lowered(programs.trace_update(small(recipe, variant, dtype="tensorfloat32"), devices)))
+    assert len(coarse) == len(found) and set(coarse) == {"HIGH"}
+
+
+def test_the_gradient_of_max_pooling_scatters_nothing():
+    def gradient(pool) -> str:
+        x = jax.ShapeDtypeStruct((2, 84, 84, 3), jnp.float32)
+        return lowered(jax.jit(jax.grad(lambda x: pool(x).sum())).trace(x))
+
+    assert scatters(gradient(max_pool)) == []
+    assert scatters(gradient(lambda x: nn.max_pool(x, (3, 3), (2, 2), "SAME")))  # so this test would see it
+
+
+def test_a_sort_and_a_scatter_are_seen():
+    text = lowered(jax.jit(lambda x, i: (jnp.sort(x), x.at[i].add(1.0))).trace(jnp.zeros(12), jnp.zeros(3, int)))
+    assert (sorts(text), len(scatters(text))) == ([12], 1)
+
+
+def test_flags_of_the_user_win_over_those_for_determinism(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=true")
+    monkeypatch.setenv("PJRT_NPROC", "3")
+    make_deterministic()
+    assert os.environ["XLA_FLAGS"] == f"{DETERMINISTIC_XLA_FLAGS} --xla_gpu_enable_triton_gemm=true"
+    assert os.environ["PJRT_NPROC"] == "3"
