@@ -14,6 +14,7 @@ So `first[t + 1]` is exactly `not valid[t]`: the step that ignores its action is
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 PyTree = Any
@@ -34,6 +35,27 @@ class Rollout(NamedTuple):
     valid: jax.Array  # [T, B]  bool: the action was executed
     extras: PyTree  # [T, B, ...]  what the policy wants to remember of acting (log-probabilities)
     carry: PyTree  # [B, ...]  recurrent state before obs[0]; () for a feed-forward policy
+
+
+class Answer(NamedTuple):
+    """What one step of B environments means, by the time index above.  Leaves [B], of NumPy or of JAX."""
+
+    reward: Any
+    terminated: Any
+    truncated: Any
+    valid: Any
+    done: Any  # the episode ended here, so the next step will be ignored
+
+
+def heed(done: Any, reward: Any, terminated: Any, truncated: Any) -> Answer:
+    """What environments answered, where `done` says whose episode had ended before.  [B] each.
+
+    Those reset in this step and did nothing else: their action was ignored, and what they report is of no episode.
+    """
+    valid = ~done
+    xp = np if isinstance(done, np.ndarray) else jnp
+    terminated, truncated = terminated & valid, truncated & valid
+    return Answer(xp.where(valid, reward, 0.0), terminated, truncated, valid, terminated | truncated)
 
 
 class Episode(NamedTuple):

@@ -95,14 +95,13 @@ def play(
             if filming is not None:
                 filming.add(envs.render(0), envs.steps_per_second, params, obs, first, carry, action, tracker.ret[0])
             step = envs.step(action)
-            executed = ~done  # the others only began their next episode
-            ended = np.flatnonzero(step.over & executed)
-            for i, episode in zip(ended, tracker.add(step.raw_reward, executed, step.over), strict=True):
+            answer = heed(done, step.reward, step.terminated, step.truncated)
+            ended = np.flatnonzero(step.over & answer.valid)
+            for i, episode in zip(ended, tracker.add(step.raw_reward, answer.valid, step.over), strict=True):
                 played[i].append(episode)
             if filming is not None and played[0]:
                 filming.end(envs.render(0), envs.steps_per_second, step.obs, played[0][0].ret)
-            obs, carry, first = step.obs, next_carry, done
-            done = (step.terminated | step.truncated) & executed
+            obs, carry, first, done = step.obs, next_carry, done, answer.done
             t += 1
     finally:
         envs.close()

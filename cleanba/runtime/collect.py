@@ -13,7 +13,7 @@ from jax.sharding import SingleDeviceSharding
 
 from cleanba.algorithm import Algorithm
 from cleanba.environments.envpool import Envs
-from cleanba.rollout import Episode, EpisodeTracker, PyTree, Rollout
+from cleanba.rollout import Episode, EpisodeTracker, PyTree, Rollout, heed
 from cleanba.runtime.channels import Stop
 from cleanba.seeds import action_key
 
@@ -167,14 +167,10 @@ class SteppedCollector:
             times.inference += now - then
 
             step = self._envs.step(host_action)
-            ignored = self._done  # the episode had ended, so this step reset the environment and did nothing else
-            reward[t] = np.where(ignored, 0.0, step.reward)
-            terminated[t] = step.terminated & ~ignored
-            truncated[t] = step.truncated & ~ignored
-            valid[t] = ~ignored
-            episodes += self._tracker.add(step.raw_reward, ~ignored, step.over)
-            self._obs, self._first = step.obs, ignored
-            self._done = terminated[t] | truncated[t]
+            answer = heed(self._done, step.reward, step.terminated, step.truncated)
+            reward[t], terminated[t], truncated[t], valid[t], _ = answer
+            episodes += self._tracker.add(step.raw_reward, answer.valid, step.over)
+            self._obs, self._first, self._done = step.obs, self._done, answer.done
             then, now = now, clock()
             times.emulators += now - then
         assert stepping is not None
@@ -231,13 +227,10 @@ def make_scan(algorithm: Algorithm, num_steps: int, env_step: Callable[..., Any]
             params, state.carry, state.obs, state.first, jax.random.fold_in(key, t), True
         )
         handle, out = env_step(state.handle, action)
-        executed = ~state.done
-        terminated, truncated = out.terminated & executed, out.truncated & executed
-        outcome = Outcomes(
-            jnp.where(executed, out.reward, 0.0), out.raw_reward, terminated, truncated, executed, out.over
-        )
+        answer = heed(state.done, out.reward, out.terminated, out.truncated)
+        outcome = Outcomes(answer.reward, out.raw_reward, answer.terminated, answer.truncated, answer.valid, out.over)
         recorded = Recording(state.obs, state.first, action, extras)
-        return ScanState(handle, out.obs, terminated | truncated, state.done, carry), (recorded, outcome)
+        return ScanState(handle, out.obs, answer.done, state.done, carry), (recorded, outcome)
 
     def scan(params: PyTree, numbers: jax.Array, buffers: Any, state: ScanState, t: jax.Array) -> Any:
         key = action_key(*numbers)
