@@ -1,8 +1,10 @@
 """Episode returns and lengths, as they are added up from steps."""
 
+import jax.numpy as jnp
 import numpy as np
+import pytest
 
-from cleanba.rollout import Episode, EpisodeTracker
+from cleanba.rollout import Episode, EpisodeTracker, heed
 
 
 def play(tracker: EpisodeTracker, *steps: str) -> list[list[Episode]]:
@@ -49,3 +51,16 @@ def test_long_episodes_add_up_exactly():
     for _ in range(1000):
         assert tracker.add(np.float32([2**24 + 2]), one, ~one) == []  # float32 could not add these up
     assert tracker.add(np.float32([1]), one, one) == [Episode(1000 * (2**24 + 2) + 1.0, 1001)]
+
+
+@pytest.mark.parametrize("xp", [np, jnp])
+def test_what_environments_report_while_they_reset_is_of_no_episode(xp):
+    done = xp.array([False, False, False, True])
+    answer = heed(
+        done, xp.float32([1, 2, 3, 4]), xp.array([False, True, False, True]), xp.array([False, False, True, True])
+    )
+    assert answer.valid.tolist() == [True, True, True, False]
+    assert answer.reward.tolist() == [1, 2, 3, 0] and answer.reward.dtype == xp.float32
+    assert answer.terminated.tolist() == [False, True, False, False]
+    assert answer.truncated.tolist() == [False, False, True, False]
+    assert answer.done.tolist() == [False, True, True, False], "the step after the reset counts again"

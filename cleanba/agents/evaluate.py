@@ -18,7 +18,7 @@ from cleanba.environments.envpool import Envs, threads_per_actor
 from cleanba.errors import Exit, Failure
 from cleanba.files import Json, write_json
 from cleanba.recipes import Play, read_recipe
-from cleanba.rollout import Episode, EpisodeTracker
+from cleanba.rollout import Episode, EpisodeTracker, heed
 from cleanba.runtime.collect import first_carry
 from cleanba.runtime.digests import params_digest
 from cleanba.runtime.placement import find_devices, make_deterministic, set_precision
