@@ -17,6 +17,7 @@ from cleanba.networks.cores import LSTMCarry
 from cleanba.rollout import Rollout
 from cleanba.runtime.channels import Stop
 from cleanba.runtime.collect import SteppedCollector, Times, make_steppers
+from cleanba.seeds import action_numbers
 
 RECIPES = {"ppo": (ppo, ppo.PPO), "impala": (impala, impala.IMPALA)}
 LENGTHS = (3, 2, 1, 5)  # environment i plays episodes of LENGTHS[i] steps, and one more is ignored after each
@@ -82,7 +83,7 @@ def collect(network, params, resets) -> list[Rollout]:
     acting = algorithm._replace(act=act)
     collector = SteppedCollector(acting, make_steppers(acting, T), T, jax.local_devices()[0], Stop())
     collector.restart(ScriptedEnvs(range(B), 0, SCRIPTS))
-    return [collector(params, jax.random.key(i), Times()).rollout for i in range(ROLLOUTS)]
+    return [collector(params, action_numbers(0, 0, i), Times()).rollout for i in range(ROLLOUTS)]
 
 
 def learnt(network, params, obs, first, carry, action) -> dict:
