@@ -24,7 +24,7 @@ from cleanba.runtime.actor import Schedule
 from cleanba.runtime.channels import Stop
 from cleanba.runtime.collect import SteppedCollector, Times, make_steppers
 from cleanba.runtime.digests import params_digest
-from cleanba.seeds import env_seed
+from cleanba.seeds import action_numbers, env_seed
 
 THREE_STEPS = (Play((1.0, 2.0, 3.0)),)  # then terminated
 TWO_STEPS = (Play((10.0, 20.0), terminated=False, truncated=True),)
@@ -36,7 +36,7 @@ def collector(num_steps: int) -> SteppedCollector:
 
 
 def collect(collector: SteppedCollector, rollouts: int) -> list:
-    return [collector((), jax.random.key(0), Times()) for _ in range(rollouts)]
+    return [collector((), action_numbers(0, 0, 0), Times()) for _ in range(rollouts)]
 
 
 def experiment(**changes) -> PPO:
