@@ -330,8 +330,8 @@ def test_minibatches_of_an_epoch_hold_every_step_once(problem, core):
 
 
 @pytest.mark.parametrize("core", ["none", "lstm"])
-@pytest.mark.parametrize("steps", [1, 2, 3, 5, T + 1])
-def test_a_gpu_learns_the_same_from_values_of_some_steps_at_a_time(on_devices, monkeypatch, core, steps):
+@pytest.mark.parametrize("steps", [1, 3, T + 1])
+def test_a_gpu_learns_the_same_from_values_of_some_steps_at_a_time(problem, on_devices, monkeypatch, core, steps):
     seen, outputs = [], ActorCritic.outputs
 
     def noted(self, params, obs, first, carry):
@@ -339,12 +339,12 @@ def test_a_gpu_learns_the_same_from_values_of_some_steps_at_a_time(on_devices, m
         return outputs(self, params, obs, first, carry)
 
     monkeypatch.setattr(batches, "AT_ONCE", steps * B * OBS * 4)
-    on_cpu, on_gpu = (Problem(on_devices, 1, 1, platform, core=core) for platform in ("cpu", "gpu"))
+    on_cpu, on_gpu = problem(core=core), Problem(on_devices, 1, 1, "gpu", core=core)
     rollout = rollout_for(on_cpu)
     expected = on_cpu.update(rollout)
     monkeypatch.setattr(ActorCritic, "outputs", noted)
     state, metrics = on_gpu.update(rollout)
-    assert max(seen[:-1]) <= steps  # the last are a minibatch's
+    assert steps in seen and max(seen[:-1]) <= steps  # the last are a minibatch's
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), metrics, expected[1])
     np.testing.assert_allclose(flat(state.params), flat(expected[0].params), rtol=1e-4, atol=1e-5)
 
