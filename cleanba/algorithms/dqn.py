@@ -19,7 +19,7 @@ from cleanba.environments.specs import EnvSpec
 from cleanba.errors import nearest
 from cleanba.networks import make_action_values
 from cleanba.ops import replay
-from cleanba.ops.losses import squared_error
+from cleanba.ops.losses import by_comparison, squared_error
 from cleanba.rollout import PyTree, Rollout
 from cleanba.shards import ShardAxis
 
@@ -193,10 +193,10 @@ def make(e: DQN, spec: EnvSpec, platform: str) -> Algorithm:
         y = r + gamma max_a Q'(s', a) (Mnih et al. 2015); double: r + gamma Q'(s', argmax_a Q(s', a)).
         """
         t = replay.n_step(window, e.gamma)
-        value = of_action(network.values(params, t.obs), t.action)
+        value = by_comparison(network.values(params, t.obs), t.action)
         next_values = network.values(target, t.next_obs)
         chooser = network.values(params, t.next_obs) if e.double else next_values
-        bootstrap = of_action(next_values, chooser.argmax(-1))
+        bootstrap = by_comparison(next_values, chooser.argmax(-1))
         y = lax.stop_gradient(t.reward + t.discount * bootstrap)
         error = optax.losses.huber_loss(value, y) if e.huber else squared_error(value, y)
         mean = lambda x: (t.weight * x).sum() / e.batch_size
@@ -246,8 +246,3 @@ def make(e: DQN, spec: EnvSpec, platform: str) -> Algorithm:
 
 
 LOSSES = ("losses/td_loss", "losses/q_values", "losses/grad_norm")
-
-
-def of_action(values: jax.Array, action: jax.Array) -> jax.Array:
-    """The values of these actions.  [N, A], [N] -> [N].  By comparison, as the gradient of a gather is a scatter."""
-    return jnp.where(action[:, None] == jnp.arange(values.shape[-1]), values, 0.0).sum(-1)
