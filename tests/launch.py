@@ -151,7 +151,7 @@ def python(*words: str | Path, **env: str) -> subprocess.Popen:
     )
 
 
-def finish(process: subprocess.Popen, seconds: float = 120) -> Ended:
+def finish(process: subprocess.Popen, seconds: float = 300) -> Ended:
     """Wait for a process, and say how it ended; one that is still running then is killed, and its code None."""
     try:
         out, err = process.communicate(timeout=seconds)

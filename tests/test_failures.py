@@ -182,7 +182,7 @@ def processes(tmp_path_factory):
 def once_running(processes, name: str):
     """The process and its directory, once it trains or has come as far as its script lets it."""
     process, run_dir, sign = processes[name]
-    wait_for(lambda: sign.exists() and (sign.suffix != ".jsonl" or sign.stat().st_size > 0), 120)
+    wait_for(lambda: sign.exists() and (sign.suffix != ".jsonl" or sign.stat().st_size > 0), 300)
     return process, run_dir
 
 

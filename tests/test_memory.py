@@ -149,7 +149,7 @@ def test_killed_at_random_instants_it_ends_in_the_same_bits(whole, tmp_path):
     for learners in placements:
         process = python(REMEMBERING, *COMMAND, "--run-dir", run, "--learner-device-ids", *learners)
         before = {path: path.stat().st_mtime_ns for path in run.rglob("*.json")}
-        deadline = time.monotonic() + 100
+        deadline = time.monotonic() + 300
         while time.monotonic() < deadline and process.poll() is None:
             if any(before.get(p) != p.stat().st_mtime_ns for p in run.glob("memory/*/*.json")):
                 break  # a checkpoint is being written

@@ -378,7 +378,7 @@ def pairs(tmp_path_factory):
 
 
 def wait_for_rows(run, count, is_well) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while not (run / "metrics.jsonl").exists() or len(read_rows(run)) < count:
         assert time.monotonic() < deadline and is_well()
         time.sleep(0.1)
