@@ -71,8 +71,9 @@ class ActorCritic(nn.Module):
 
     def initial_carry(self, batch: int) -> PyTree:
         """The core's memory before anything was seen; () without a core."""
-        one = cores.initial_carry(self.core, self.lstm_size, batch)
-        return one if self.share_torso or self.core == "none" else (one, one)
+        one = lambda: cores.initial_carry(self.core, self.lstm_size, batch)
+        # Two of them, as they are donated, and must not share their memory.
+        return one() if self.share_torso or self.core == "none" else (one(), one())
 
     def outputs(self, params: PyTree, obs: PyTree, first: jax.Array, carry: PyTree) -> Output:
         """`__call__` with these parameters."""
