@@ -55,8 +55,6 @@ class Experiment:
     env_options: tuple[str, ...] = ()
     """further EnvPool options, as name=value (frame_skip=2 noop_max=1)"""
 
-    learning_rate: float = 2.5e-4
-    """optimiser's step size at the start"""
     anneal_lr: bool = True
     """decrease the learning rate linearly to 0 over the run"""
     gamma: float = 0.99
@@ -93,6 +91,8 @@ class Experiment:
 class PolicyGradient(Experiment):
     """What an actor-critic that learns from each rollout once has besides."""
 
+    learning_rate: float = 2.5e-4
+    """optimiser's step size at the start"""
     ent_coef: float = 0.01
     """weight of the entropy bonus"""
     vf_coef: float = 0.5
@@ -215,7 +215,7 @@ def _check_numbers(e: Experiment) -> None:
         if f.name not in ("seed", "total_timesteps"):
             for n in value if isinstance(value, tuple) else (value,):
                 require(not isinstance(n, int) or n <= most, f"{f.name}={n} is too large; it can be {most} at most")
-    for name in ("learning_rate", "max_grad_norm"):
+    for name in ("learning_rate", "policy_lr", "q_lr", "max_grad_norm"):
         value = getattr(e, name, 1.0)
         require(0 < value < float("inf"), f"{name}={value} must be positive; set {_flag(name)} above 0")
     for name in ("gamma", "repeat_action_probability"):

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import tyro
 
 from cleanba.algorithm import Algorithm
-from cleanba.algorithms import dqn, impala, ppo
+from cleanba.algorithms import dqn, impala, ppo, sac
 from cleanba.config import (
     Experiment,
     Partition,
@@ -79,6 +79,14 @@ RECIPES = {
         dqn.make,
         Play(greedy=True, epsilon=0.05),  # as CleanRL evaluates it; a policy without chance may run in circles
         dqn.defaults,
+    ),
+    "sac": Recipe(
+        "sac",
+        "train with soft actor-critic and replay",
+        sac.SAC,
+        sac.check,
+        sac.make,
+        Play(greedy=True),
     ),
 }
 

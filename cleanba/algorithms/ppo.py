@@ -222,7 +222,7 @@ def make(e: PPO, spec: EnvSpec, platform: str) -> Algorithm:
         statistics, memory, rollout = normaliser.add(shards, state.statistics, memory, rollout)
         state = state._replace(statistics=statistics)
         targets = shards.map(partial(prepare, state.params), rollout)
-        rate = learning_rate(e, state.updates)
+        rate = learning_rate(e, e.learning_rate, state.updates)
 
         def epoch(state: State, number: jax.Array) -> tuple[State, Metrics]:
             shard_key = lambda shard: jax.random.fold_in(jax.random.fold_in(key, number), shard)

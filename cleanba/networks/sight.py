@@ -50,18 +50,22 @@ def sight(spec: Any, e: Experiment, platform: str) -> dict[str, Any]:
     }
 
 
-def see(module: Sighted, obs: Any, activation: str = "tanh") -> jax.Array:
+def see(module: Sighted, obs: Any, activation: str = "tanh", action: jax.Array | None = None) -> jax.Array:
     """Look at observations through the torso that a module's fields name, from within its compact method.
 
-    `activation` is the MLP's; convolutional torsos have rectifiers.
+    `activation` is the MLP's; convolutional torsos have rectifiers.  An action [N, D], if there is one, is beside what
+    the MLP sees; beside the features of a convolutional torso, which one more layer then joins.
     """
-    if module.network == "nature":
-        return torsos.NatureCNN(module.hiddens, module.dtype, module.conv)(obs)
-    if module.network == "impala":
-        return torsos.ImpalaResNet(module.channels, module.hiddens, module.dtype, module.conv)(obs)
+    beside = lambda x: x if action is None else jnp.concatenate([x, action.astype(x.dtype)], axis=-1)
+    if module.network != "mlp":
+        if module.network == "nature":
+            x = torsos.NatureCNN(module.hiddens, module.dtype, module.conv)(obs)
+        else:
+            x = torsos.ImpalaResNet(module.channels, module.hiddens, module.dtype, module.conv)(obs)
+        return x if action is None else torsos.MLP(module.hiddens[-1:], module.dtype, activation)(beside(x))
     specs, parts = jax.tree.leaves(module.obs_spec), jax.tree.leaves(obs)  # both by name
     x = jnp.concatenate([as_vector(spec, part) for spec, part in zip(specs, parts, strict=True)], axis=-1)
-    return torsos.MLP(module.hiddens, module.dtype, activation)(x)
+    return torsos.MLP(module.hiddens, module.dtype, activation)(beside(x))
 
 
 def as_vector(spec: Any, x: jax.Array) -> jax.Array:

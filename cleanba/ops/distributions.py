@@ -98,6 +98,7 @@ class Categoricals:
         return {"probability": jnp.concatenate([jax.nn.softmax(part.logits) for part in self.parts()], -1)}
 
 
+LOG_2 = float(np.log(2))
 LOG_2PI = float(np.log(2 * np.pi))
 
 
@@ -131,6 +132,50 @@ class DiagonalGaussian:
 
     def describe(self) -> dict[str, jax.Array]:
         return {"mean": self.mean}
+
+
+@flax.struct.dataclass
+class SquashedGaussian:
+    """D numbers within bounds: a = centre + scale tanh(u), where u is Gaussian (Haarnoja et al. 2018, appendix C).
+
+        log pi(a) = log N(u; mu, sigma) - sum_d log(scale_d (1 - tanh(u_d)^2))
+
+    mean, log_std [..., D], mu and log sigma of u; centre, scale [D] or [..., D]; actions [..., D] float32.
+    """
+
+    mean: jax.Array
+    log_std: jax.Array
+    centre: jax.Array
+    scale: jax.Array
+
+    def sample(self, key: jax.Array) -> jax.Array:
+        return self.sample_and_log_prob(key)[0]
+
+    def mode(self) -> jax.Array:
+        """The action at the mean of u, which is what is evaluated; of `log_prob` it is not the maximum."""
+        return self.centre + self.scale * jnp.tanh(self.mean)
+
+    def sample_and_log_prob(self, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """An action drawn at random, and its log pi(a) [...], finite also where tanh rounds to one."""
+        noise = jax.random.normal(key, self.mean.shape)
+        u = self.mean + jnp.exp(self.log_std) * noise
+        return self.centre + self.scale * jnp.tanh(u), self._density(u, noise)
+
+    def log_prob(self, action: jax.Array) -> jax.Array:
+        """Log pi(action) [...]; of actions at a bound, where it is infinite, that of the last number before it."""
+        chex.assert_equal_shape([action, self.mean, self.log_std])
+        most = 1 - jnp.finfo(action.dtype).epsneg
+        u = jnp.arctanh(((action - self.centre) / self.scale).clip(-most, most))
+        return self._density(u, (u - self.mean) * jnp.exp(-self.log_std))
+
+    def _density(self, u: jax.Array, z: jax.Array) -> jax.Array:
+        """log pi of the action that u squashes to; z is (u - mu) / sigma."""
+        # log(1 - tanh(u)^2), without the difference, which has no digits left where u is large.
+        log_slope = 2 * (LOG_2 - u - jax.nn.softplus(-2 * u)) + jnp.log(self.scale)
+        return -(0.5 * (jnp.square(z) + LOG_2PI) + self.log_std + log_slope).sum(-1)
+
+    def describe(self) -> dict[str, jax.Array]:
+        return {"mean": self.mode()}
 
 
 def size(action: Any) -> int:
