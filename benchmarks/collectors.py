@@ -14,7 +14,8 @@ import tyro
 from machine import save
 
 from cleanba.algorithms import ppo
-from cleanba.environments.envpool import Envs, env_spec, threads_per_actor
+from cleanba.environments.envpool import Envs, env_spec
+from cleanba.environments.kinds import threads_per_actor
 from cleanba.runtime.channels import Stop
 from cleanba.runtime.collect import Collector, ScannedCollector, SteppedCollector, Times, make_steppers
 from cleanba.seeds import action_numbers, env_seed

@@ -21,7 +21,8 @@ class Experiment:
     """What is trained: together these decide every bit of the trained parameters."""
 
     env_id: str = "Breakout-v5"
-    """EnvPool environment"""
+    """EnvPool's environment of that name; gymnasium:Name-v0 or package:Name-v0 for Gymnasium's, gymnax:Name for one
+    in JAX (`cleanba envs` lists them)"""
     seed: int = 1
     """seed of environments, parameters, actions and minibatches"""
     total_timesteps: int = 50_000_000
@@ -53,7 +54,9 @@ class Experiment:
     reward_clip: bool | None = None
     """clip training rewards to [-1, 1]; reported returns stay raw (None: for Atari only)"""
     env_options: tuple[str, ...] = ()
-    """further EnvPool options, as name=value (frame_skip=2 noop_max=1)"""
+    """what the environment is made with, as name=value (EnvPool: frame_skip=2 noop_max=1)"""
+    env_wrappers: tuple[str, ...] = ()
+    """Gymnasium: functions from environment to environment, as module:function, called in this order"""
 
     anneal_lr: bool = True
     """decrease the learning rate linearly to 0 over the run"""
@@ -128,6 +131,9 @@ class Placement:
     """this process's devices that act, by local index"""
     learner_device_ids: tuple[int, ...] = (0,)
     """this process's devices that learn, by local index"""
+    env_workers: int | None = None
+    """Gymnasium: processes that step each actor's environments (None: this process's cores, shared out among its
+    actors; 0: the actor's own thread)"""
     distributed: bool = False
     """one of several processes; peers are found through Slurm, Open MPI or Kubernetes, or by the next three flags"""
     coordinator_address: str | None = None

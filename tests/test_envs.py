@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cleanba.config import Experiment
-from cleanba.environments.envpool import Envs, env_spec, kind, threads_per_actor
+from cleanba.environments.envpool import Envs, env_spec, kind
+from cleanba.environments.kinds import threads_per_actor
 from cleanba.environments.specs import ActionSpec, EnvSpec, ObsSpec, Step, choice, train_reward
 from cleanba.errors import UsageError
 from cleanba.seeds import action_key, env_seed

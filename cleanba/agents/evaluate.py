@@ -14,7 +14,7 @@ from cleanba.agents.film import Film
 from cleanba.agents.hub import download
 from cleanba.config import Placement, require
 from cleanba.environments.atari_scores import human_normalised, reference
-from cleanba.environments.envpool import Envs, threads_per_actor
+from cleanba.environments.kinds import Envs, open_envs, threads_per_actor
 from cleanba.errors import Exit, Failure
 from cleanba.files import Json, write_json
 from cleanba.recipes import Play, read_recipe
@@ -74,10 +74,10 @@ def play(
     n = min(episodes, MAX_ENVS)
     quota = [episodes // n + (i < episodes % n) for i in range(n)]
     seeds = [eval_seed(seed, i, epoch, n) for i in range(n)]
-    pool = lambda seeds: Envs(agent.spec, seeds, threads_per_actor(1), render=film is not None)
+    opened = lambda seeds: open_envs(agent.spec, seeds, threads_per_actor(1), render=film is not None)
     with jax.default_device(device):  # the first one may be busy learning
         key, params = jax.device_put((evaluation_key(seed, epoch), agent.params), device)
-    envs = (make_envs or pool)(seeds)
+    envs = (make_envs or opened)(seeds)
     try:
         carry = first_carry(agent.algorithm, n, device)
         obs, done, first = envs.reset(), np.zeros(n, bool), np.ones(n, bool)

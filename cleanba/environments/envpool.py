@@ -1,7 +1,6 @@
 """EnvPool environments: how one is looked up, and one way to step a block of them."""
 
 import ast
-import os
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -263,9 +262,3 @@ def _gymnasium_speed(env_id: str) -> float:
         return float(made.metadata["render_fps"])
     except (gymnasium.error.Error, ImportError, AttributeError, KeyError, TypeError):
         return 30.0
-
-
-def threads_per_actor(local_actors: int) -> int:
-    """Emulator threads for each of this process's actors: the cores it may use, shared out."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // local_actors)

@@ -79,7 +79,11 @@ class EnvSpec(NamedTuple):
     given_action: ActionSpec | None = None
     """None: one of `num_actions`, counted from 0"""
     scannable: bool = True
-    """whether EnvPool can be stepped from within XLA"""
+    """whether it can be stepped from within XLA"""
+    wrappers: tuple[str, ...] = ()
+    """module:function, each of which Gymnasium's environments are given to"""
+    on_device: bool = False
+    """whether it is itself a compiled function, on whatever device acts"""
 
     @property
     def action(self) -> ActionSpec:

@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import SingleDeviceSharding
 
 from cleanba.algorithm import Algorithm
-from cleanba.environments.envpool import Envs
+from cleanba.environments.kinds import Envs
 from cleanba.rollout import Episode, EpisodeTracker, PyTree, Rollout, heed
 from cleanba.runtime.channels import Stop
 from cleanba.seeds import action_key

@@ -15,7 +15,7 @@ import jax
 
 from cleanba.algorithm import Algorithm
 from cleanba.config import Experiment, Partition
-from cleanba.environments.envpool import Envs, threads_per_actor
+from cleanba.environments.kinds import Envs, open_envs, threads_per_actor
 from cleanba.environments.specs import EnvSpec
 from cleanba.errors import Failure, Interrupted
 from cleanba.files import Json
@@ -106,16 +106,18 @@ def make_training(
     make_envs: Callable[[Sequence[int], int], Envs] | None = None,
     checkpoints: Checkpoints | None = None,
     saved: Saved | None = None,
+    env_workers: int | None = None,
     **limits: Any,
 ) -> Training:
-    """The fixed parts of a run over EnvPool's environments, or over those that `make_envs` makes.
+    """The fixed parts of a run over environments that look like `spec`, or over those that `make_envs` makes.
 
-    `limits` are the last fields of `Training`.
+    `env_workers` is the placement's; `limits` are the last fields of `Training`.
     """
     threads = threads_per_actor(partition.num_actors // partition.num_processes)
-    pools = lambda seeds, epoch: Envs(spec, seeds, threads)
+    opened = lambda seeds, epoch: open_envs(spec, seeds, threads, env_workers)
+    make_envs = make_envs or opened
     return Training(
-        algorithm, experiment, partition, devices, spec, log_frequency, make_envs or pools, checkpoints, saved, **limits
+        algorithm, experiment, partition, devices, spec, log_frequency, make_envs, checkpoints, saved, **limits
     )
 
 
