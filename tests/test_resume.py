@@ -212,7 +212,8 @@ def test_a_damaged_checkpoint_is_left_out_for_the_one_before(damage, whole, tmp_
     files = [p for p in (run / "checkpoints" / "40").rglob("*") if p.is_file()]
     DAMAGE[damage](max(files, key=lambda p: p.stat().st_size))
     ended = command("resume", run)
-    assert ended.code == 0 and "checkpoint 40 is damaged and left out" in ended.err
+    why = "its checksum|OUT_OF_RANGE|FAILED_PRECONDITION|DATA_LOSS|NOT_FOUND"  # ours, or TensorStore's own
+    assert ended.code == 0 and re.search(f"checkpoint 40 is damaged and left out: ({why})", ended.err)
     assert "Traceback" not in ended.err and "going on after update 35" in ended.out
     assert_same_run(run, whole("ppo"))
     assert (run / "damaged_checkpoints" / "40").is_dir() and updates_kept(run) == [35, 40]
