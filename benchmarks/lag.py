@@ -1,6 +1,6 @@
 """What does acting one version behind cost PPO in learning, and what do the corrections give back?
 
-    python benchmarks/lag.py --scale small            # an hour or two on two cores
+    python benchmarks/lag.py --scale small            # three hours or so on two cores
     python benchmarks/lag.py --scale full             # every testbed, days; where it was interrupted it goes on
     python benchmarks/lag.py --only-draw              # of what is there
 
@@ -40,8 +40,8 @@ DISTANCES = ("lag_kl", "lag_ratio_max", "lag_effective_samples")
 COMMON = "--learning-rate 5e-4 --clip-coef 0.2"
 VECTORS = f"{COMMON} --hiddens 64 64"
 TESTBEDS: dict[str, tuple[str, dict[str, int]]] = {
-    "CartPole": (f"{VECTORS} --num-envs 8 --num-steps 64", {"small": 80_000, "full": 200_000}),
-    "LunarLander": (f"{VECTORS} --num-envs 16 --num-steps 128", {"small": 250_000, "full": 1_000_000}),
+    "CartPole": (f"{VECTORS} --num-envs 8 --num-steps 64", {"small": 50_000, "full": 200_000}),
+    "LunarLander": (f"{VECTORS} --num-envs 16 --num-steps 128", {"small": 150_000, "full": 1_000_000}),
     "gymnax:": (f"{COMMON} --num-envs 64 --num-steps 64", {"small": 500_000, "full": 5_000_000}),
     "": ("", {"small": 150_000, "full": 1_000_000}),  # the defaults; as for MuJoCo's
 }
