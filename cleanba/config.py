@@ -73,6 +73,8 @@ class Experiment:
     """memory between torso and heads"""
     lstm_size: int = 256
     """units of the LSTM"""
+    forget_bias: float = 0.0
+    """what the LSTM's forget gates begin with: 0 halves what is remembered in every step, 2 keeps 7/8 of it"""
     deterministic: bool = True
     """the same bits every time: GPU kernels that add in order, a fixed number of CPU threads (docs/determinism.md)"""
     dtype: Literal["float32", "tensorfloat32", "bfloat16"] = "float32"

@@ -1,5 +1,6 @@
 """What environments look like and what a step of them delivers, whoever makes them."""
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -12,11 +13,13 @@ from cleanba.rollout import PyTree
 class ObsSpec:
     """One array of an observation.  A leaf, where observations are trees."""
 
-    kind: Literal["image", "grid", "vector", "discrete"]
-    """image: uint8 pictures; grid: uint8 codes; vector: numbers; discrete: one integer in [0, count)"""
+    kind: Literal["image", "codes", "bytes", "vector", "discrete", "mask"]
+    """image: uint8 pictures; codes: integers in [low, low + count) that name things; bytes: uint8 that are no picture,
+    such as text; vector: numbers; discrete: one integer in [0, count); mask: which actions are legal, no input"""
     shape: tuple[int, ...]
     dtype: str
     count: int = 0
+    low: int = 0
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,14 @@ class ActionSpec:
     def size(self) -> int:
         """D, the number of parts."""
         return len(self.low)
+
+    def masked_by(self, shape: tuple[int, ...]) -> bool:
+        """Whether an array of that shape can say which choices are legal.
+
+        One for each choice, those of several parts one after the other, in any shape; or one for each combination of
+        them, [counts[0], counts[1], ...].
+        """
+        return self.kind != "quantities" and (shape == self.counts or math.prod(shape) == sum(self.counts))
 
     def for_environment(self, action: Any) -> Any:
         """What a policy drew, [B] or [B, D] -> what the environment takes, [B, *shape].
