@@ -33,6 +33,7 @@ from cleanba.runs.directory import (
 )
 from cleanba.runs.log import rewind
 from cleanba.runtime.checkpoint import Checkpoints, Saved, save_model, updates_kept
+from cleanba.runtime.compiled import keep_compiled
 from cleanba.runtime.learner import abstract_block, memory_shapes
 from cleanba.runtime.memory import require_room
 from cleanba.runtime.metrics import Display, Status, Writers, duration
@@ -53,6 +54,7 @@ def train_command(recipe: Recipe, argv: Sequence[str], default: Config | None = 
     config = parse(recipe, argv, default)
     if config.experiment.deterministic:
         make_deterministic()
+    keep_compiled()
     set_precision(config.experiment.dtype)
     initialise(config.placement)
     if not config.placement.distributed:
