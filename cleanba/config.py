@@ -172,6 +172,8 @@ class Run:
     """complete episodes in each of these evaluations"""
     eval_device_id: int | None = None
     """device that acts in them, by local index (None: the last one that acts in training)"""
+    profile: int = 0
+    """updates to record with JAX's profiler, from the third on, in the run's profile/ (docs/performance.md)"""
     capture_video: bool = False
     """film an episode when the run is finished (an MP4 in the run's videos/)"""
     track: bool = False

@@ -228,6 +228,7 @@ def fit(recipe: Recipe, config: Config, processes: int, platform: str = "") -> t
     require(workers is None or workers >= 0, f"env_workers={workers} must not be negative; 0 means no processes")
     require(run.log_frequency >= 1, f"log_frequency={run.log_frequency} must be at least 1")
     require(run.keep_checkpoints >= 1, f"keep_checkpoints={run.keep_checkpoints} must be at least 1")
+    require(run.profile >= 0, f"profile={run.profile} must not be negative; 0 records nothing")
     require(run.stall_timeout >= 1, f"stall_timeout={run.stall_timeout} must be at least 1 (seconds); inf means never")
     require(0 <= run.grace_period <= 1e6, f"grace_period={run.grace_period} must lie in [0, 1e6]; 0 means at once")
     recipe.check(e, partition)

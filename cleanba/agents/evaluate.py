@@ -21,6 +21,7 @@ from cleanba.networks.sight import legal_actions
 from cleanba.recipes import Play, read_recipe
 from cleanba.rollout import Episode, EpisodeTracker, heed
 from cleanba.runtime.collect import first_carry
+from cleanba.runtime.compiled import keep_compiled
 from cleanba.runtime.digests import params_digest
 from cleanba.runtime.placement import find_devices, make_deterministic, set_precision
 from cleanba.seeds import eval_seed, evaluation_key
@@ -161,6 +162,7 @@ def eval_command(argv: Sequence[str]) -> Exit:
     recipe, e = read_recipe(run_dir)
     if e.deterministic:
         make_deterministic()
+    keep_compiled()
     set_precision(e.dtype)
     devices = find_devices(Placement())
     agent = load_agent(run_dir, options.checkpoint, devices.platform)

@@ -215,7 +215,7 @@ class Scan(NamedTuple):
 
     length: int  # steps per call
     step: Callable[..., Any]  # one of them
-    steps: Any  # all of them, compiled
+    steps: Any  # all of them, to be compiled
 
 
 def make_scan(algorithm: Algorithm, num_steps: int, env_step: Callable[..., Any]) -> Scan:
@@ -232,7 +232,7 @@ def make_scan(algorithm: Algorithm, num_steps: int, env_step: Callable[..., Any]
         recorded = Recording(state.obs, state.first, action, extras)
         return ScanState(handle, out.obs, answer.done, state.done, carry), (recorded, outcome)
 
-    def scan(params: PyTree, numbers: jax.Array, buffers: Any, state: ScanState, t: jax.Array) -> Any:
+    def scan_pool(params: PyTree, numbers: jax.Array, buffers: Any, state: ScanState, t: jax.Array) -> Any:
         key = action_key(*numbers)
 
         def body(carried: Any, t: jax.Array) -> Any:
@@ -245,15 +245,26 @@ def make_scan(algorithm: Algorithm, num_steps: int, env_step: Callable[..., Any]
         obs, first = write((recording.obs, recording.first), t + length, (state.obs, state.first))
         return state, (recording._replace(obs=obs, first=first), outcome)
 
-    return Scan(length, step, jax.jit(scan, donate_argnums=2))
+    return Scan(length, step, jax.jit(scan_pool, donate_argnums=2))
+
+
+SCANS_KEPT = 16  # compiled for as many places where a pool has lain, about a megabyte each
+
+
+class CompiledScan(NamedTuple):
+    """A scan for pools that lie in one place.  It holds no pool: the one that lay there can go, and another come."""
+
+    length: int  # steps per call
+    steps: Callable[..., Any]
 
 
 @dataclass
 class ScannedCollector:
     """Policy, recurrent core and emulators as one `lax.scan` under `jit`, through EnvPool's XLA interface.
 
-    A rollout is one call into XLA, or a few if it is long, so that the end of the run is noticed in time.  The
-    compiled code belongs to one pool of environments: fresh environments are compiled for again.
+    A rollout is one call into XLA, or a few if it is long, so that the end of the run is noticed in time.  Compiled
+    code knows its pool of environments by the place where that lies in memory.  Fresh environments mostly come to lie
+    where those before them lay, which have just gone; only somewhere new are they compiled for.
     """
 
     algorithm: Algorithm
@@ -262,7 +273,9 @@ class ScannedCollector:
     stop: Stop
     _envs: Envs | None = None
     _state: ScanState | None = None
-    _scan: Any = None
+    _env_step: Callable[..., Any] | None = None
+    _handle: bytes = b""  # the pool's place
+    _scans: dict[bytes, CompiledScan] = field(default_factory=dict)  # by handle
     _new_buffers: Callable[[], tuple[Recording, Outcomes]] | None = None
     _tracker: EpisodeTracker = field(default_factory=lambda: EpisodeTracker(0))
 
@@ -271,32 +284,27 @@ class ScannedCollector:
         self._envs = envs
         n = envs.num_envs
         obs = envs.reset()
-        handle, step = envs.xla()
+        handle, self._env_step = envs.xla()
         carry = first_carry(self.algorithm, n, self.device)
         state: Any = (handle, obs, np.zeros(n, bool), np.ones(n, bool), carry)
         self._state = ScanState(*jax.device_put(state, self.device))
-        self._scan = self._make_scan(step)
+        self._handle = bytes(handle)
         self._tracker = EpisodeTracker(n)
 
     def close(self) -> None:
         if self._envs is not None:
             self._envs.close()
+        self._envs = self._env_step = None  # nothing may hold the pool, or its place would not become free
 
-    def _make_scan(self, env_step: Callable[..., Any]) -> Any:
-        scan = make_scan(self.algorithm, self.num_steps, env_step)
-
-        def run(params: PyTree, numbers: np.ndarray, state: ScanState) -> Any:
-            if self._new_buffers is None:
-                _, (r, outcome) = jax.eval_shape(lambda: scan.step(params, action_key(*numbers), state, 0))
-                self._new_buffers = self._make_new_buffers(r, outcome)
-            buffers = self._new_buffers()
-            for t in range(0, self.num_steps, scan.length):
-                self.stop.check()
-                state, buffers = scan.steps(params, numbers, buffers, state, np.int32(t))
-                jax.block_until_ready(state)
-            return state, buffers
-
-        return run
+    def _compile(self, params: PyTree, numbers: np.ndarray, state: ScanState) -> CompiledScan:
+        """The scan for the pool that is there now."""
+        assert self._env_step is not None
+        scan = make_scan(self.algorithm, self.num_steps, self._env_step)
+        if self._new_buffers is None:
+            _, (r, outcome) = jax.eval_shape(lambda: scan.step(params, action_key(*numbers), state, 0))
+            self._new_buffers = self._make_new_buffers(r, outcome)
+        steps = scan.steps.lower(params, numbers, self._new_buffers(), state, np.int32(0)).compile()
+        return CompiledScan(scan.length, steps)
 
     def _make_new_buffers(self, r: Recording, outcome: Outcomes) -> Callable[[], tuple[Recording, Outcomes]]:
         """Room for a rollout of steps that look like these, the same for every pool of environments."""
@@ -307,6 +315,20 @@ class ScannedCollector:
 
         # They must be bound to the device: others make the scan's first call another one to compile for.
         return jax.jit(new_buffers, out_shardings=SingleDeviceSharding(self.device))
+
+    def _scan(self, params: PyTree, numbers: np.ndarray, state: ScanState) -> Any:
+        scan = self._scans.get(self._handle)
+        if scan is None:
+            if len(self._scans) == SCANS_KEPT:
+                del self._scans[next(iter(self._scans))]
+            scan = self._scans[self._handle] = self._compile(params, numbers, state)
+        assert self._new_buffers is not None
+        buffers = self._new_buffers()
+        for t in range(0, self.num_steps, scan.length):
+            self.stop.check()
+            state, buffers = scan.steps(params, numbers, buffers, state, np.int32(t))
+            jax.block_until_ready(state)
+        return state, buffers
 
     def __call__(self, params: PyTree, numbers: np.ndarray, times: Times) -> Collected:
         assert self._state is not None, "restart() comes first"
