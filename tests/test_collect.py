@@ -15,7 +15,15 @@ from cleanba.environments.envpool import Envs, env_spec
 from cleanba.environments.specs import EnvSpec
 from cleanba.rollout import EpisodeTracker
 from cleanba.runtime.channels import Closed, Stop
-from cleanba.runtime.collect import Collected, Collector, ScannedCollector, SteppedCollector, Times, make_steppers
+from cleanba.runtime.collect import (
+    Collected,
+    Collector,
+    ScannedCollector,
+    Scans,
+    SteppedCollector,
+    Times,
+    make_steppers,
+)
 from cleanba.seeds import action_key, action_numbers, env_seed
 
 COLLECTORS = ["stepped", "scanned"]
@@ -70,7 +78,7 @@ def environments(case: Case, epoch: int, actor: int = 0) -> Envs:
 def make(name: str, case: Case, stop: Stop | None = None, device: int = 0) -> Collector:
     algorithm, to = prepare(case)[1], jax.local_devices()[device]
     if name == "scanned":
-        return ScannedCollector(algorithm, case.steps, to, stop or Stop())
+        return ScannedCollector(algorithm, case.steps, to, stop or Stop(), Scans(algorithm, case.steps))
     return SteppedCollector(algorithm, make_steppers(algorithm, case.steps), case.steps, to, stop or Stop())
 
 

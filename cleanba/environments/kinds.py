@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from cleanba.config import Experiment, require
-from cleanba.environments import envpool, gymnasium
+from cleanba.environments import envpool, gymnasium, native
 from cleanba.environments.specs import EnvSpec, Step
 from cleanba.rollout import PyTree
 
@@ -54,13 +54,14 @@ class Envs(Protocol):
 
 def module_of(env_id: str) -> ModuleType:
     """Where environments of an id's kind live."""
-    return gymnasium if ":" in env_id else envpool
+    suite, colon, _ = env_id.partition(":")
+    return envpool if not colon else native if suite in native.SUITES else gymnasium
 
 
 def kind(env_id: str) -> str:
     """What kind of environment this is, by which defaults are chosen; whether or not it exists.
 
-    "atari"; "continuous" if actions are numbers; or "other".
+    "atari"; "minatar"; "continuous" if actions are numbers; or "other".
     """
     return module_of(env_id).kind(env_id)
 
@@ -99,6 +100,8 @@ def open_envs(
     """
     if module_of(spec.env_id) is gymnasium:
         return gymnasium.Envs(spec, seeds, threads if workers is None else workers, render)
+    if spec.on_device:
+        return native.Envs(spec, seeds)
     return envpool.Envs(spec, seeds, threads, render)
 
 

@@ -12,8 +12,9 @@ from cleanba.rollout import PyTree
 class ObsSpec:
     """One array of an observation.  A leaf, where observations are trees."""
 
-    kind: Literal["image", "grid", "vector", "discrete"]
-    """image: uint8 pictures; grid: uint8 codes; vector: numbers; discrete: one integer in [0, count)"""
+    kind: Literal["image", "grid", "planes", "vector", "discrete"]
+    """image: uint8 pictures; grid: uint8 codes; planes: a board [H, W, C], one plane for each thing that may be there;
+    vector: numbers; discrete: one integer in [0, count)"""
     shape: tuple[int, ...]
     dtype: str
     count: int = 0

@@ -26,18 +26,20 @@ class Sighted(Protocol):
 def sight(spec: Any, e: Experiment, platform: str) -> dict[str, Any]:
     """The fields of `Sighted` for an environment that looks like `spec`, an `EnvSpec`.
 
-    `--network auto` takes the IMPALA ResNet for images and an MLP otherwise.
+    `--network auto` takes the IMPALA ResNet for images, MinAtar's convolution for boards and an MLP otherwise.
 
     Raises:
         UsageError: the torso does not fit the observations.
     """
-    is_image = getattr(spec.obs, "kind", None) == "image"
-    network = e.network
+    seen = getattr(spec.obs, "kind", "")
+    network: str = e.network
     if network == "auto":
-        network = "impala" if is_image else "mlp"
-    if network != "mlp" and not is_image:
+        network = {"image": "impala", "planes": "minatar"}.get(seen, "mlp")
+    needed = {"nature": "image", "impala": "image", "minatar": "planes"}.get(network, seen)
+    if needed != seen:
         raise UsageError(
-            f"network={network} needs images, but {spec.env_id} shows {spec.obs}; use --network mlp or --network auto"
+            f"network={network} needs {needed.rstrip('s')}s, but {spec.env_id} shows {spec.obs}; use --network mlp or "
+            "--network auto"
         )
     return {
         "obs_spec": spec.obs,
@@ -59,6 +61,8 @@ def see(module: Sighted, obs: Any, activation: str = "tanh") -> jax.Array:
         return torsos.NatureCNN(module.hiddens, module.dtype, module.conv)(obs)
     if module.network == "impala":
         return torsos.ImpalaResNet(module.channels, module.hiddens, module.dtype, module.conv)(obs)
+    if module.network == "minatar":
+        return torsos.MinAtarCNN(module.hiddens, module.dtype, module.conv)(obs)
     specs, parts = jax.tree.leaves(module.obs_spec), jax.tree.leaves(obs)  # both by name
     x = jnp.concatenate([as_vector(spec, part) for spec, part in zip(specs, parts, strict=True)], axis=-1)
     return torsos.MLP(module.hiddens, module.dtype, activation)(x)
@@ -71,5 +75,5 @@ def as_vector(spec: Any, x: jax.Array) -> jax.Array:
     """
     if spec.kind == "discrete":
         return jax.nn.one_hot(x, spec.count).reshape(x.shape[0], -1)
-    scale = {"image": 1 / 255, "grid": 1 / 16, "vector": 1.0}[spec.kind]
+    scale = {"image": 1 / 255, "grid": 1 / 16, "planes": 1.0, "vector": 1.0}[spec.kind]
     return x.reshape(x.shape[0], -1).astype(jnp.float32) * scale

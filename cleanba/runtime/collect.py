@@ -1,5 +1,6 @@
 """A rollout: `num_steps` steps of one actor's environments, recorded on the actor's device."""
 
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -200,7 +201,7 @@ class Outcomes(NamedTuple):
 class ScanState(NamedTuple):
     """What goes from one step of the scan to the next, and from one rollout to the next."""
 
-    handle: jax.Array  # EnvPool's; keeps the steps in order
+    handle: PyTree  # EnvPool's, which keeps the steps in order; or the state of environments in JAX
     obs: PyTree  # [B, ...]
     done: jax.Array  # [B]  the last step ended an episode, so the next one is ignored
     first: jax.Array  # [B]
@@ -211,7 +212,7 @@ SCAN_STEPS = 32  # at most so many steps per call into XLA: between calls the co
 
 
 class Scan(NamedTuple):
-    """The functions of the scanned collector, for one pool of environments."""
+    """The functions of the scanned collector, for environments with one `step`."""
 
     length: int  # steps per call
     step: Callable[..., Any]  # one of them
@@ -248,18 +249,38 @@ def make_scan(algorithm: Algorithm, num_steps: int, env_step: Callable[..., Any]
     return Scan(length, step, jax.jit(scan, donate_argnums=2))
 
 
+class Scans:
+    """Compiled scans, shared by all actors of a process: those for the last `env_step` are made once.
+
+    Environments in JAX all have the same, and so need no other.  EnvPool's belongs to one pool, and goes with it.
+    """
+
+    def __init__(self, algorithm: Algorithm, num_steps: int):
+        self._make = lambda env_step: make_scan(algorithm, num_steps, env_step)
+        self._lock = threading.Lock()
+        self._last: tuple[Any, Scan] | None = None
+
+    def of(self, env_step: Callable[..., Any]) -> Scan:
+        """The scan over these environments."""
+        with self._lock:
+            if self._last is None or self._last[0] is not env_step:
+                self._last = env_step, self._make(env_step)
+            return self._last[1]
+
+
 @dataclass
 class ScannedCollector:
-    """Policy, recurrent core and emulators as one `lax.scan` under `jit`, through EnvPool's XLA interface.
+    """Policy, recurrent core and environments as one `lax.scan` under `jit`: EnvPool's through its XLA interface.
 
-    A rollout is one call into XLA, or a few if it is long, so that the end of the run is noticed in time.  The
-    compiled code belongs to one pool of environments: fresh environments are compiled for again.
+    A rollout is one call into XLA, or a few if it is long, so that the end of the run is noticed in time.  Code that
+    is compiled for EnvPool belongs to one pool of environments: fresh ones are compiled for again.
     """
 
     algorithm: Algorithm
     num_steps: int
     device: jax.Device
     stop: Stop
+    scans: Scans
     _envs: Envs | None = None
     _state: ScanState | None = None
     _scan: Any = None
@@ -275,16 +296,14 @@ class ScannedCollector:
         carry = first_carry(self.algorithm, n, self.device)
         state: Any = (handle, obs, np.zeros(n, bool), np.ones(n, bool), carry)
         self._state = ScanState(*jax.device_put(state, self.device))
-        self._scan = self._make_scan(step)
+        self._scan = self._run_of(self.scans.of(step))
         self._tracker = EpisodeTracker(n)
 
     def close(self) -> None:
         if self._envs is not None:
             self._envs.close()
 
-    def _make_scan(self, env_step: Callable[..., Any]) -> Any:
-        scan = make_scan(self.algorithm, self.num_steps, env_step)
-
+    def _run_of(self, scan: Scan) -> Any:
         def run(params: PyTree, numbers: np.ndarray, state: ScanState) -> Any:
             if self._new_buffers is None:
                 _, (r, outcome) = jax.eval_shape(lambda: scan.step(params, action_key(*numbers), state, 0))
