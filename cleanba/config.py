@@ -63,8 +63,9 @@ class Experiment:
     gamma: float = 0.99
     """discount per step"""
 
-    network: Literal["auto", "nature", "impala", "mlp"] = "auto"
-    """torso: Nature CNN, IMPALA ResNet, MLP; auto takes IMPALA for images and MLP otherwise"""
+    network: Literal["auto", "nature", "impala", "minatar", "mlp"] = "auto"
+    """torso: Nature CNN, IMPALA ResNet, MinAtar CNN, MLP; auto takes IMPALA for images, MinAtar's for boards of planes,
+    and MLP otherwise"""
     channels: tuple[int, ...] = (16, 32, 32)
     """channels of the IMPALA ResNet's sections"""
     hiddens: tuple[int, ...] = (256,)

@@ -223,7 +223,8 @@ class Evaluations:
             with contextlib.suppress(OSError, AttributeError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
             try:
-                made.append(open_envs(self._agent.spec, seeds, threads_per_actor(1)))
+                with jax.default_device(self._device):
+                    made.append(open_envs(self._agent.spec, seeds, threads_per_actor(1)))
             except BaseException as error:
                 made.append(error)
 

@@ -79,7 +79,7 @@ def play(
     opened = lambda seeds: open_envs(agent.spec, seeds, threads_per_actor(1), render=film is not None)
     with jax.default_device(device):  # the first one may be busy learning
         key, params = jax.device_put((evaluation_key(seed, epoch), agent.params), device)
-    envs = (make_envs or opened)(seeds)
+        envs = (make_envs or opened)(seeds)
     try:
         carry = first_carry(agent.algorithm, n, device)
         obs, done, first = envs.reset(), np.zeros(n, bool), np.ones(n, bool)

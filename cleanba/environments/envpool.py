@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from cleanba.config import Experiment
-from cleanba.environments.specs import ActionSpec, EnvSpec, ObsSpec, Step, choice, train_reward
+from cleanba.environments.specs import ActionSpec, Compilable, EnvSpec, ObsSpec, Step, choice, train_reward
 from cleanba.errors import UsageError, closest_names
 from cleanba.rollout import PyTree
 
@@ -225,11 +225,8 @@ class Envs:
         obs = _leaves(obs, narrowed)
         return Step(obs, train_reward(self._spec, raw), raw, terminated, truncated, over | truncated)
 
-    def xla(self) -> tuple[Any, Callable[[Any, Any], tuple[Any, Step]]]:
-        """EnvPool's XLA interface: a handle, and `step(handle, action) -> handle, Step` for use under `jit`.
-
-        The handle is threaded through so that steps keep their order.  Compiled code belongs to this pool alone.
-        """
+    def xla(self) -> Compilable:
+        """EnvPool's XLA interface.  Its handle is the pool's address, which compiled code holds as a constant."""
         assert self._spec.scannable, f"{self._spec.env_id} would write beyond its buffers"
         handle, _, _, pool_step = self._pool.xla()
         spec = self._spec
@@ -240,7 +237,7 @@ class Envs:
             over = info["terminated"].astype(bool) if spec.is_atari else terminated
             return handle, Step(obs, train_reward(spec, raw), raw, terminated, truncated, over | truncated)
 
-        return handle, step
+        return Compilable(handle, step, bytes(handle))
 
     def render(self, env: int) -> np.ndarray:
         """What a person would see of one environment, after `reset`.  [H, W, 3] uint8.

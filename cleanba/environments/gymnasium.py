@@ -89,7 +89,7 @@ def env_spec(e: Experiment) -> EnvSpec:
             )
         probe = gymnasium.vector.SyncVectorEnv([made.make], copy=False)
         sample, _ = probe.reset(seed=[0])
-        obs = _obs_spec(named(observation), named(sample))
+        obs = _obs_spec(named(observation), named(sample), action)
         probe.step(probe.action_space.sample())  # the checker that is at work here looks at the first step, too
         probe.close()
     except UsageError:
@@ -142,37 +142,31 @@ def check_wrappers(wrappers: Sequence[str]) -> None:
 def follows_its_seed(spec: EnvSpec, steps: int = 32) -> bool:
     """Whether two of these environments with one seed deliver the same, for the same actions.
 
-    They take turns, so one that draws from what all share, such as `numpy.random`, is found out too.
+    They take turns, so one that draws from what all share, such as `numpy.random`, is found out too.  One that raises
+    an error, dies or hangs is left for the run to tell of.
     """
-    made = game(spec)
-    envs = [made.make(disable_env_checker=True) for _ in range(2)]
+    actions = np.random.default_rng(0)
     try:
-        one = envs[0]
-        one.action_space.seed(0)
-        seen = [env.reset(seed=1)[0] for env in envs]
-        for _ in range(steps):
-            if not same(*seen):
-                return False
-            action = one.action_space.sample()
-            answers = [env.step(action) for env in envs]
-            if not same(*(answer[:4] for answer in answers)):
-                return False
-            ended = answers[0][2] or answers[0][3]
-            seen = [env.reset()[0] if ended else answer[0] for env, answer in zip(envs, answers, strict=True)]
-        return same(*seen)
-    finally:
-        for env in envs:
-            env.close()
+        envs = Envs(spec, (1, 1), workers=1, patience=10.0)
+        try:
+            seen: Any = envs.reset()
+            for _ in range(steps):
+                if any(not np.array_equal(x[0], x[1], equal_nan=x.dtype.kind == "f") for x in jax.tree.leaves(seen)):
+                    return False
+                seen = envs.step(np.repeat(random_action(spec.action, actions), 2, axis=0))
+        finally:
+            envs.close()
+    except (RuntimeError, UsageError):
+        pass
+    return True
 
 
-def same(a: Any, b: Any) -> bool:
-    """Whether all numbers in two trees of observations are equal; one that is not a number equals itself."""
-    if isinstance(a, dict):
-        return all(same(a[name], b[name]) for name in a)
-    if isinstance(a, tuple | list):
-        return all(same(x, y) for x, y in zip(a, b, strict=True))
-    a, b = np.asarray(a), np.asarray(b)
-    return np.array_equal(a, b, equal_nan=bool(np.issubdtype(a.dtype, np.inexact)))
+def random_action(action: ActionSpec, chance: np.random.Generator) -> np.ndarray:
+    """An action as a policy might draw it, [1] or [1, D]."""
+    if action.kind == "quantities":
+        return chance.normal(size=(1, action.size)).astype(np.float32)
+    drawn = chance.integers(0, action.counts, dtype=np.int32)[None]
+    return drawn[:, 0] if action.kind == "choice" else drawn
 
 
 class Envs:
@@ -181,8 +175,18 @@ class Envs:
     Worker processes hold equal parts of them, and answer through memory that all of them share.
     """
 
-    def __init__(self, spec: EnvSpec, seeds: Sequence[int], workers: int, render: bool = False):
-        """With no `workers`, environments are stepped in this thread, one after the other; to be drawn, always."""
+    def __init__(
+        self,
+        spec: EnvSpec,
+        seeds: Sequence[int],
+        workers: int,
+        render: bool = False,
+        patience: float | None = None,
+    ):
+        """With no `workers`, environments are stepped in this thread, one after the other; to be drawn, always.
+
+        `patience` is how many seconds a worker is waited for; None for as long as it takes.
+        """
         self.num_envs = len(seeds)
         self._spec, self._seeds = spec, seeds
         self._parts: list[Here | Worker] = []
@@ -201,7 +205,7 @@ class Envs:
             self._arrays, _ = carve(layout, mmap.mmap(file.fileno(), 0))
             bounds = [i * self.num_envs // count for i in range(count + 1)]
             for start, end in pairwise(bounds):
-                self._parts.append(Worker(spec.env_id, Task(made, layout, start, end, file.fileno())))
+                self._parts.append(Worker(spec.env_id, Task(made, layout, start, end, file.fileno()), patience))
 
     def reset(self) -> PyTree:
         """Start all environments afresh -> obs [B, ...]."""
@@ -321,9 +325,10 @@ class Worker:
     It is no `multiprocessing.Process`: that would import this program's main module, and JAX with it, once again.
     """
 
-    def __init__(self, env_id: str, task: Task):
+    def __init__(self, env_id: str, task: Task, patience: float | None):
         self.mine = slice(task.start, task.end)
         self._who = f"environments {task.start} to {task.end - 1} of {env_id}"
+        self._patience = patience
         self._connection, theirs = multiprocessing.Pipe()
         start = f"import sys; sys.path[:] = {sys.path!r}; from cleanba.environments.worker import main; main()"
         one_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
@@ -346,9 +351,11 @@ class Worker:
 
         Raises:
             RuntimeError: an environment raised an error, which is the cause of this one.
-            Failure: the process died.
+            Failure: the process died, or does not answer.
         """
         try:
+            if not self._connection.poll(self._patience):
+                raise Failure(f"the process that steps {self._who} has not answered for {self._patience} s")
             answer = self._connection.recv()
         except (EOFError, ConnectionError):
             code = self._process.wait()

@@ -6,15 +6,15 @@ gymnax:Breakout-MinAtar, craftax:…, jax:…   compiled, on the device that act
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from cleanba.config import Experiment, require
-from cleanba.environments import envpool, gymnasium
-from cleanba.environments.specs import EnvSpec, Step
+from cleanba.environments import envpool, gymnasium, native
+from cleanba.environments.specs import Compilable, EnvSpec, Step
 from cleanba.rollout import PyTree
 
 
@@ -31,11 +31,8 @@ class Envs(Protocol):
         """[B], or [B, D] -> what they delivered.  An environment whose episode ended ignores its action and resets."""
         ...
 
-    def xla(self) -> tuple[Any, Callable[[Any, Any], tuple[Any, Step]]]:
-        """After `reset`, a handle, and `step(handle, action) -> handle, Step` for use under `jit`.
-
-        The same function for two blocks means that code compiled for one serves the other.
-        """
+    def xla(self) -> Compilable:
+        """After `reset`, what is needed to step them under `jit`."""
         ...
 
     def render(self, env: int) -> np.ndarray:
@@ -54,13 +51,14 @@ class Envs(Protocol):
 
 def module_of(env_id: str) -> ModuleType:
     """Where environments of an id's kind live."""
-    return gymnasium if ":" in env_id else envpool
+    suite, colon, _ = env_id.partition(":")
+    return envpool if not colon else native if suite in native.SUITES else gymnasium
 
 
 def kind(env_id: str) -> str:
     """What kind of environment this is, by which defaults are chosen; whether or not it exists.
 
-    "atari"; "continuous" if actions are numbers; or "other".
+    "atari"; "minatar"; "continuous" if actions are numbers; or "other".
     """
     return module_of(env_id).kind(env_id)
 
@@ -99,6 +97,8 @@ def open_envs(
     """
     if module_of(spec.env_id) is gymnasium:
         return gymnasium.Envs(spec, seeds, threads if workers is None else workers, render)
+    if spec.on_device:
+        return native.Envs(spec, seeds)
     return envpool.Envs(spec, seeds, threads, render)
 
 

@@ -49,7 +49,7 @@ def find_modules_here() -> None:
 
 
 def named(x: Any) -> Any:
-    """Observations, or spaces, with tuples as dictionaries, for parts have names here.  (a, b) -> {"00": a, "01": b}."""
+    """Observations or spaces with tuples as dictionaries, as parts have names here.  (a, b) -> {"00": a, "01": b}."""
     if isinstance(x, gymnasium.spaces.Tuple | tuple):
         x = {f"{i:02}": part for i, part in enumerate(x)}
     if isinstance(x, gymnasium.spaces.Dict):

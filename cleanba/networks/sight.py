@@ -26,18 +26,20 @@ class Sighted(Protocol):
 def sight(spec: Any, e: Experiment, platform: str) -> dict[str, Any]:
     """The fields of `Sighted` for an environment that looks like `spec`, an `EnvSpec`.
 
-    `--network auto` takes the IMPALA ResNet for images and an MLP otherwise.
+    `--network auto` takes the IMPALA ResNet for images, MinAtar's convolution for boards and an MLP otherwise.
 
     Raises:
         UsageError: the torso does not fit the observations.
     """
-    is_image = getattr(spec.obs, "kind", None) == "image"
-    network = e.network
+    seen = getattr(spec.obs, "kind", "")
+    network: str = e.network
     if network == "auto":
-        network = "impala" if is_image else "mlp"
-    if network != "mlp" and not is_image:
+        network = {"image": "impala", "planes": "minatar"}.get(seen, "mlp")
+    needed = {"nature": "image", "impala": "image", "minatar": "planes"}.get(network, seen)
+    if needed != seen:
         raise UsageError(
-            f"network={network} needs images, but {spec.env_id} shows {spec.obs}; use --network mlp or --network auto"
+            f"network={network} needs {needed.rstrip('s')}s, but {spec.env_id} shows {spec.obs}; use --network mlp or "
+            "--network auto"
         )
     return {
         "obs_spec": spec.obs,
@@ -60,6 +62,8 @@ def see(module: Sighted, obs: Any, activation: str = "tanh", action: jax.Array |
     if module.network != "mlp":
         if module.network == "nature":
             x = torsos.NatureCNN(module.hiddens, module.dtype, module.conv)(obs)
+        elif module.network == "minatar":
+            x = torsos.MinAtarCNN(module.hiddens, module.dtype, module.conv)(obs)
         else:
             x = torsos.ImpalaResNet(module.channels, module.hiddens, module.dtype, module.conv)(obs)
         return x if action is None else torsos.MLP(module.hiddens[-1:], module.dtype, activation)(beside(x))
@@ -88,4 +92,4 @@ def as_vector(spec: Any, x: jax.Array) -> jax.Array:
         return flat(jax.nn.one_hot(x.astype(jnp.int32) - spec.low, spec.count))
     if spec.kind == "bytes":
         return flat(x[..., None] >> jnp.arange(8, dtype=jnp.uint8) & 1)
-    return flat(x) * {"image": 1 / 255, "vector": 1.0}[spec.kind]
+    return flat(x) * {"image": 1 / 255}.get(spec.kind, 1.0)

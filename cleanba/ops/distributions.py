@@ -214,7 +214,7 @@ class SquashedGaussian:
         return self._density(u, (u - self.mean) * jnp.exp(-self.log_std))
 
     def _density(self, u: jax.Array, z: jax.Array) -> jax.Array:
-        """log pi of the action that u squashes to; z is (u - mu) / sigma."""
+        """Log pi of the action that u squashes to; z is (u - mu) / sigma."""
         # log(1 - tanh(u)^2), without the difference, which has no digits left where u is large.
         log_slope = 2 * (LOG_2 - u - jax.nn.softplus(-2 * u)) + jnp.log(self.scale)
         return -(0.5 * (jnp.square(z) + LOG_2PI) + self.log_std + log_slope).sum(-1)
