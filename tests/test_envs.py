@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cleanba.config import Experiment
-from cleanba.environments.envpool import Envs, env_spec, kind, threads_per_actor
+from cleanba.environments.envpool import Envs, env_spec, kind
+from cleanba.environments.kinds import threads_per_actor
 from cleanba.environments.specs import ActionSpec, EnvSpec, ObsSpec, Step, choice, train_reward
 from cleanba.errors import UsageError
 from cleanba.seeds import action_key, env_seed
@@ -74,8 +75,8 @@ def test_a_key_is_the_same_whoever_asks_for_it():
 
 MINIGRID = {
     "direction": ObsSpec("discrete", (), "int32", 4),
-    "image": ObsSpec("grid", (7, 7, 3), "uint8"),
-    "mission": ObsSpec("grid", (96,), "uint8"),
+    "image": ObsSpec("codes", (7, 7, 3), "uint8", 11),
+    "mission": ObsSpec("bytes", (96,), "uint8"),
 }
 
 
@@ -110,7 +111,7 @@ numbers = lambda *shape: ObsSpec("vector", shape, "float32")
 counter, at = ObsSpec("vector", (), "int32"), ObsSpec("discrete", (), "int32", 10)
 mask = lambda *shape: ObsSpec("vector", shape, "bool")
 MAZE = {"agent_position": {"row": at, "col": at}, "target_position": {"row": at, "col": at}, "walls": mask(10, 10)}
-MAZE |= {"step_count": ObsSpec("discrete", (), "int32", 101), "action_mask": mask(4)}
+MAZE |= {"step_count": ObsSpec("discrete", (), "int32", 101), "action_mask": ObsSpec("mask", (4,), "bool")}
 GOAL = {"observation": numbers(10), "achieved_goal": numbers(3), "desired_goal": numbers(3)}
 
 

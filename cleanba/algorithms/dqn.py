@@ -28,7 +28,9 @@ from cleanba.algorithms.optimiser import Trained, learning_rate, sgd_step
 from cleanba.config import Partition, require
 from cleanba.environments.specs import EnvSpec
 from cleanba.networks import make_action_values
+from cleanba.networks.sight import legal_actions
 from cleanba.ops import replay
+from cleanba.ops.distributions import Categorical, masked
 from cleanba.ops.losses import by_comparison, squared_error
 from cleanba.rollout import PyTree, Rollout
 from cleanba.shards import ShardAxis
@@ -141,6 +143,11 @@ def make(e: DQN, spec: EnvSpec, platform: str) -> Algorithm:
         target = jax.tree.map(jnp.copy, params)
         return State(Trained(params, optimiser.init(params)), target, jnp.int32(0), jnp.int32(0))
 
+    def legal_values(values: jax.Array, obs: PyTree) -> jax.Array:
+        """Action values [N, A], of illegal ones -inf."""
+        legal = legal_actions(spec.obs, obs)
+        return values if legal is None else masked(values, legal)
+
     def epsilon(updates: jax.Array) -> jax.Array:
         """The probability of a random action of the policy that so many updates made."""
         done = jnp.minimum(updates / max(1.0, e.exploration_fraction * e.num_updates), 1.0)
@@ -149,24 +156,28 @@ def make(e: DQN, spec: EnvSpec, platform: str) -> Algorithm:
     def act(
         params: Acting, carry: PyTree, obs: PyTree, first: jax.Array, key: jax.Array, explore: bool
     ) -> tuple[jax.Array, PyTree, PyTree]:
-        best = network.values(params.params, obs).argmax(-1).astype(jnp.int32)
+        best = legal_values(network.values(params.params, obs), obs).argmax(-1).astype(jnp.int32)
         if not explore:
             return best, carry, {}
         whether_key, which_key = jax.random.split(key)
-        anything = jax.random.randint(which_key, best.shape, 0, spec.num_actions, jnp.int32)
+        if legal_actions(spec.obs, obs) is None:
+            anything = jax.random.randint(which_key, best.shape, 0, spec.num_actions, jnp.int32)
+        else:
+            even = legal_values(jnp.zeros((*best.shape, spec.num_actions)), obs)
+            anything = Categorical(even).sample(which_key)
         explores = jax.random.uniform(whether_key, best.shape) < epsilon(params.updates)
         return jnp.where(explores, anything, best), carry, {}
 
     def loss(params: PyTree, window: replay.Window, target: PyTree) -> tuple[jax.Array, Metrics]:
         """This shard's part of the mean over the batch, all shards together.
 
-        y = r + gamma max_a Q'(s', a) (Mnih et al. 2015); double: r + gamma Q'(s', argmax_a Q(s', a)).
+        y = r + gamma max_a Q'(s', a) (Mnih et al. 2015); double: r + gamma Q'(s', argmax_a Q(s', a)); a legal in s'.
         """
         t = replay.n_step(window, e.gamma)
         value = by_comparison(network.values(params, t.obs), t.action)
         next_values = network.values(target, t.next_obs)
         chooser = network.values(params, t.next_obs) if e.double else next_values
-        bootstrap = by_comparison(next_values, chooser.argmax(-1))
+        bootstrap = by_comparison(next_values, legal_values(chooser, t.next_obs).argmax(-1))
         y = lax.stop_gradient(t.reward + t.discount * bootstrap)
         error = optax.losses.huber_loss(value, y) if e.huber else squared_error(value, y)
         of_batch = lambda x: (t.weight * x).sum() / e.batch_size
@@ -198,7 +209,7 @@ def make(e: DQN, spec: EnvSpec, platform: str) -> Algorithm:
 
     def inspect(params: Acting, carry: PyTree, obs: PyTree, first: jax.Array) -> dict[str, jax.Array]:
         values = network.values(params.params, obs)
-        return {"value": values.max(-1), "action value": values}
+        return {"value": legal_values(values, obs).max(-1), "action value": values}
 
     acting = lambda state: Acting(state.online.params, state.updates)
     return Algorithm(

@@ -98,6 +98,51 @@ class Categoricals:
         return {"probability": jnp.concatenate([jax.nn.softmax(part.logits) for part in self.parts()], -1)}
 
 
+@flax.struct.dataclass
+class Combination:
+    """D choices at once, of which only some combinations are legal: pi(a) ~ exp(sum_d l_d(a_d)) over the legal ones.
+
+    logits [..., product of counts], of every combination in C order; actions [..., D] int32.
+    """
+
+    logits: jax.Array
+    counts: tuple[int, ...] = flax.struct.field(pytree_node=False)
+
+    def whole(self) -> Categorical:
+        return Categorical(self.logits)
+
+    def apart(self, number: jax.Array) -> jax.Array:
+        """The numbers of combinations [...] -> their parts [..., D]."""
+        return jnp.stack(jnp.unravel_index(number, self.counts), -1).astype(jnp.int32)
+
+    def number(self, action: jax.Array) -> jax.Array:
+        """The inverse of `apart`."""
+        chex.assert_axis_dimension(action, -1, len(self.counts))
+        strides = np.cumprod((1, *self.counts[:0:-1]))[::-1].astype(np.int32)
+        return (action * strides).sum(-1, dtype=jnp.int32)
+
+    def sample(self, key: jax.Array) -> jax.Array:
+        return self.apart(self.whole().sample(key))
+
+    def mode(self) -> jax.Array:
+        return self.apart(self.whole().mode())
+
+    def log_prob(self, action: jax.Array) -> jax.Array:
+        return self.whole().log_prob(self.number(action))
+
+    def entropy(self) -> jax.Array:
+        return self.whole().entropy()
+
+    def log_prob_and_entropy(self, action: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return self.whole().log_prob_and_entropy(self.number(action))
+
+    def describe(self) -> dict[str, jax.Array]:
+        pi = jax.nn.softmax(self.logits).reshape(*self.logits.shape[:-1], *self.counts)
+        axes = range(-len(self.counts), 0)
+        marginals = [pi.sum([other for other in axes if other != axis]) for axis in axes]
+        return {"probability": jnp.concatenate(marginals, -1)}
+
+
 LOG_2 = float(np.log(2))
 LOG_2PI = float(np.log(2 * np.pi))
 
@@ -183,12 +228,39 @@ def size(action: Any) -> int:
     return action.size if action.kind == "quantities" else sum(action.counts)
 
 
-def distribution(action: Any, x: jax.Array, log_std: jax.Array | None = None) -> Distribution:
+def distribution(
+    action: Any, x: jax.Array, log_std: jax.Array | None = None, legal: jax.Array | None = None
+) -> Distribution:
     """The distribution over actions that look so, an `ActionSpec`, of what a network gives, x [..., size].
 
-    `log_std` [D] is that of real-valued actions, which does not depend on what is seen.
+    `log_std` [D] is that of real-valued actions, which does not depend on what is seen.  `legal` has one of the shapes
+    of `ActionSpec.masked_by`: what it does not permit has no probability.
     """
     chex.assert_axis_dimension(x, -1, size(action))
     if log_std is not None:
         return DiagonalGaussian(x, jnp.broadcast_to(log_std, x.shape))
-    return Categorical(x) if action.kind == "choice" else Categoricals(x, action.counts)
+    if action.kind == "choice":
+        return Categorical(x if legal is None else masked(x, legal))
+    if legal is None:
+        return Categoricals(x, action.counts)
+    split = lambda x: jnp.split(x, np.cumsum(action.counts)[:-1], axis=-1)
+    if legal.size != x.size:
+        logits = combined(split(x))
+        return Combination(masked(logits, legal.reshape(logits.shape)), action.counts)
+    each = zip(split(x), split(legal.reshape(x.shape)), strict=True)
+    return Categoricals(jnp.concatenate([masked(*part) for part in each], axis=-1), action.counts)
+
+
+def masked(logits: jax.Array, legal: jax.Array) -> jax.Array:
+    """Logits [..., A] of only what is legal [..., A]; where nothing is, as after the end of a game, all is."""
+    chex.assert_equal_shape([logits, legal])
+    return jnp.where(legal | ~legal.any(-1, keepdims=True), logits, -jnp.inf)
+
+
+def combined(parts: list[jax.Array]) -> jax.Array:
+    """Logits [..., A_d] of each part -> their sums, of every combination in C order, [..., prod of A_d]."""
+    lead = parts[0].shape[:-1]
+    total = jnp.zeros((*lead, 1))
+    for part in parts:
+        total = (total[..., :, None] + part[..., None, :]).reshape(*lead, -1)
+    return total
