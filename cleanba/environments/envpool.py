@@ -41,6 +41,14 @@ MAY_BE_CONTINUOUS = (
 )
 
 
+def known() -> dict[str, str]:
+    """All environments, by name: the family of each."""
+    names = sorted(_known())
+    from envpool.registration import registry
+
+    return {name: str(registry.specs[name][0]).removeprefix("envpool.") for name in names}
+
+
 @cache
 def _known() -> frozenset[str]:
     return frozenset(_envpool().list_all_envs())
