@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import tyro
 
 from cleanba.algorithm import Algorithm
-from cleanba.algorithms import dqn, impala, ppo
+from cleanba.algorithms import dqn, impala, ppo, sac
 from cleanba.config import (
     Experiment,
     Partition,
@@ -79,6 +79,14 @@ RECIPES = {
         dqn.make,
         Play(greedy=True, epsilon=0.05),  # as CleanRL evaluates it; a policy without chance may run in circles
         dqn.defaults,
+    ),
+    "sac": Recipe(
+        "sac",
+        "train with soft actor-critic and replay",
+        sac.SAC,
+        sac.check,
+        sac.make,
+        Play(greedy=True),
     ),
 }
 
@@ -220,6 +228,7 @@ def fit(recipe: Recipe, config: Config, processes: int, platform: str = "") -> t
     require(workers is None or workers >= 0, f"env_workers={workers} must not be negative; 0 means no processes")
     require(run.log_frequency >= 1, f"log_frequency={run.log_frequency} must be at least 1")
     require(run.keep_checkpoints >= 1, f"keep_checkpoints={run.keep_checkpoints} must be at least 1")
+    require(run.profile >= 0, f"profile={run.profile} must not be negative; 0 records nothing")
     require(run.stall_timeout >= 1, f"stall_timeout={run.stall_timeout} must be at least 1 (seconds); inf means never")
     require(0 <= run.grace_period <= 1e6, f"grace_period={run.grace_period} must lie in [0, 1e6]; 0 means at once")
     recipe.check(e, partition)

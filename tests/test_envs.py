@@ -75,8 +75,8 @@ def test_a_key_is_the_same_whoever_asks_for_it():
 
 MINIGRID = {
     "direction": ObsSpec("discrete", (), "int32", 4),
-    "image": ObsSpec("grid", (7, 7, 3), "uint8"),
-    "mission": ObsSpec("grid", (96,), "uint8"),
+    "image": ObsSpec("codes", (7, 7, 3), "uint8", 11),
+    "mission": ObsSpec("bytes", (96,), "uint8"),
 }
 
 
@@ -111,7 +111,7 @@ numbers = lambda *shape: ObsSpec("vector", shape, "float32")
 counter, at = ObsSpec("vector", (), "int32"), ObsSpec("discrete", (), "int32", 10)
 mask = lambda *shape: ObsSpec("vector", shape, "bool")
 MAZE = {"agent_position": {"row": at, "col": at}, "target_position": {"row": at, "col": at}, "walls": mask(10, 10)}
-MAZE |= {"step_count": ObsSpec("discrete", (), "int32", 101), "action_mask": mask(4)}
+MAZE |= {"step_count": ObsSpec("discrete", (), "int32", 101), "action_mask": ObsSpec("mask", (4,), "bool")}
 GOAL = {"observation": numbers(10), "achieved_goal": numbers(3), "desired_goal": numbers(3)}
 
 

@@ -185,7 +185,7 @@ def make(e: IMPALA, spec: EnvSpec, platform: str) -> Algorithm:
     ) -> tuple[State, PyTree, Metrics]:
         statistics, memory, rollout = normaliser.add(shards, state.statistics, memory, rollout)
         state = state._replace(statistics=statistics)
-        rate = learning_rate(e, state.updates)
+        rate = learning_rate(e, e.learning_rate, state.updates)
         t, b = shards.map(draw, rollout.valid)
         valid = count_valid(shards, rollout.valid, t, b)  # [M]
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from cleanba.config import Experiment
-from cleanba.environments.specs import ActionSpec, EnvSpec, ObsSpec, Step, choice, train_reward
+from cleanba.environments.specs import ActionSpec, Compilable, EnvSpec, ObsSpec, Step, choice, train_reward
 from cleanba.errors import UsageError, closest_names
 from cleanba.rollout import PyTree
 
@@ -20,12 +20,9 @@ def kind(env_id: str) -> str:
     """
     if env_id not in _known():
         return "other"
-    from envpool.registration import registry  # after `_envpool`, which hushes Gymnasium
-
-    family = str(registry.specs[env_id][0])
-    if "atari" in family:
+    if "atari" in family(env_id):
         return "atari"
-    if not family.endswith(MAY_BE_CONTINUOUS):
+    if not family(env_id).endswith(MAY_BE_CONTINUOUS):
         return "other"
     try:
         action = _envpool().make_spec(env_id).action_array_spec
@@ -43,10 +40,15 @@ MAY_BE_CONTINUOUS = (
 
 def known() -> dict[str, str]:
     """All environments, by name: the family of each."""
-    names = sorted(_known())
+    return {name: family(name).removeprefix("envpool.") for name in sorted(_known())}
+
+
+def family(env_id: str) -> str:
+    """The part of EnvPool that an environment which there is belongs to, such as envpool.atari."""
+    _known()  # hushes Gymnasium first
     from envpool.registration import registry
 
-    return {name: str(registry.specs[name][0]).removeprefix("envpool.") for name in names}
+    return str(registry.specs[env_id][0])
 
 
 @cache
@@ -77,20 +79,32 @@ def _parse_options(options: Sequence[str]) -> dict[str, Any]:
     return parsed
 
 
-def _obs_spec(space: Any, sample: PyTree) -> PyTree:
+def _obs_spec(space: Any, sample: PyTree, action: ActionSpec, name: str = "", is_minigrid: bool = False) -> PyTree:
     """What observations look like, from a space and a batch [B, ...] of samples: an `ObsSpec`, or a tree of them."""
     import gymnasium
 
     if isinstance(sample, dict):
         parts = space.spaces if isinstance(space, gymnasium.spaces.Dict) else space
-        return {name: _obs_spec(parts[name], part) for name, part in sample.items()}
+        return {name: _obs_spec(parts[name], part, action, name, is_minigrid) for name, part in sample.items()}
     shape, dtype = sample.shape[1:], str(narrowed(sample).dtype)
+    if name in MASKS and action.masked_by(shape):
+        return ObsSpec("mask", shape, dtype)
     if isinstance(space, gymnasium.spaces.Discrete):
         return ObsSpec("discrete", shape, dtype, int(space.n) + int(space.start))
-    if dtype == "uint8" and len(shape) == 3:
-        # Pictures have two long sides; grids of codes, as MiniGrid's 7 x 7, are short.
-        return ObsSpec("image" if sorted(shape)[1] >= 32 else "grid", shape, dtype)
-    return ObsSpec("grid" if dtype == "uint8" else "vector", shape, dtype)
+    if is_minigrid and name == "image":
+        return ObsSpec("codes", shape, dtype, MINIGRID_CODES)
+    if len(shape) > 1 and isinstance(space, gymnasium.spaces.Box) and np.issubdtype(space.dtype, np.integer):
+        low, high = int(space.low.min()), int(space.high.max())
+        if 2 < high - low + 1 <= MOST_CODES:
+            return ObsSpec("codes", shape, dtype, high - low + 1, low)
+    if dtype == "uint8":  # pictures have two long sides
+        return ObsSpec("image" if len(shape) == 3 and sorted(shape)[1] >= 32 else "bytes", shape, dtype)
+    return ObsSpec("vector", shape, dtype)
+
+
+MASKS = ("action_mask", "legal_action_mask")  # what an entry that says which actions are legal is called
+MOST_CODES = 32  # integers of a grid that can have more values than these are quantities
+MINIGRID_CODES = 11  # objects; fewer colours and states.  Its space says 256, as if these were the bytes of a picture.
 
 
 def _action_spec(space: Any) -> ActionSpec | str:
@@ -163,7 +177,7 @@ def env_spec(e: Experiment) -> EnvSpec:
         if isinstance(action, str):
             raise UsageError(f"env_id={e.env_id!r} cannot be learnt: {action}; try CartPole-v1 or HalfCheetah-v5")
         sample, _ = probe.reset()
-        obs = _obs_spec(probe.observation_space, sample)
+        obs = _obs_spec(probe.observation_space, sample, action, is_minigrid="minigrid" in family(e.env_id))
         arrays = [*probe.spec.state_array_spec.values(), *probe.spec.action_array_spec.values()]
         probe.close()
     except UsageError:
@@ -216,11 +230,8 @@ class Envs:
         obs = _leaves(obs, narrowed)
         return Step(obs, train_reward(self._spec, raw), raw, terminated, truncated, over | truncated)
 
-    def xla(self) -> tuple[Any, Callable[[Any, Any], tuple[Any, Step]]]:
-        """EnvPool's XLA interface: a handle, and `step(handle, action) -> handle, Step` for use under `jit`.
-
-        The handle is threaded through so that steps keep their order.  Compiled code belongs to this pool alone.
-        """
+    def xla(self) -> Compilable:
+        """EnvPool's XLA interface.  Its handle is the pool's address, which compiled code holds as a constant."""
         assert self._spec.scannable, f"{self._spec.env_id} would write beyond its buffers"
         handle, _, _, pool_step = self._pool.xla()
         spec = self._spec
@@ -231,7 +242,7 @@ class Envs:
             over = info["terminated"].astype(bool) if spec.is_atari else terminated
             return handle, Step(obs, train_reward(spec, raw), raw, terminated, truncated, over | truncated)
 
-        return handle, step
+        return Compilable(handle, step, bytes(handle))
 
     def render(self, env: int) -> np.ndarray:
         """What a person would see of one environment, after `reset`.  [H, W, 3] uint8.

@@ -42,10 +42,8 @@ PREFIX = "gymnasium:"
 
 
 def known() -> dict[str, str]:
-    """All environments that are registered so far and whose makers are there, by name: the family of each."""
-    entries = {
-        name: str(spec.entry_point) for name, spec in gymnasium.registry.items() if spec.vector_entry_point != ""
-    }
+    """Gymnasium's own environments, by name: the family of each."""
+    entries = {name: str(spec.entry_point) for name, spec in gymnasium.registry.items()}
     return {PREFIX + name: entry.split(".")[-2] for name, entry in sorted(entries.items()) if "envs." in entry}
 
 
@@ -112,7 +110,7 @@ def env_spec(e: Experiment) -> EnvSpec:
             )
         probe = gymnasium.vector.SyncVectorEnv([made.make], copy=False)
         sample, _ = probe.reset(seed=[0])
-        obs = _obs_spec(named(observation), named(sample))
+        obs = _obs_spec(named(observation), named(sample), action)
         probe.step(probe.action_space.sample())  # the checker that is at work here looks at the first step, too
         probe.close()
     except UsageError:

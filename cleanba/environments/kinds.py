@@ -6,15 +6,15 @@ gymnax:Breakout-MinAtar, craftax:…, jax:…   compiled, on the device that act
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from cleanba.config import Experiment, require
 from cleanba.environments import envpool, gymnasium, native
-from cleanba.environments.specs import EnvSpec, Step
+from cleanba.environments.specs import Compilable, EnvSpec, Step
 from cleanba.rollout import PyTree
 
 
@@ -31,11 +31,8 @@ class Envs(Protocol):
         """[B], or [B, D] -> what they delivered.  An environment whose episode ended ignores its action and resets."""
         ...
 
-    def xla(self) -> tuple[Any, Callable[[Any, Any], tuple[Any, Step]]]:
-        """After `reset`, a handle, and `step(handle, action) -> handle, Step` for use under `jit`.
-
-        The same function for two blocks means that code compiled for one serves the other.
-        """
+    def xla(self) -> Compilable:
+        """After `reset`, what is needed to step them under `jit`."""
         ...
 
     def render(self, env: int) -> np.ndarray:

@@ -91,6 +91,8 @@ def describe(obs: PyTree) -> str:
     part: ObsSpec = obs
     if part.kind == "discrete":
         return f"one of {part.count}"
+    if part.kind == "mask":
+        return "mask"
     return f"{part.kind} {'x'.join(map(str, part.shape)) or '1'} {part.dtype}"
 
 

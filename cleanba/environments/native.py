@@ -26,7 +26,7 @@ from jax import lax
 
 from cleanba.config import Experiment
 from cleanba.environments.envpool import _action_spec, _gymnasium_speed, _obs_spec, _parse_options
-from cleanba.environments.specs import ActionSpec, EnvSpec, ObsSpec, Step, choice
+from cleanba.environments.specs import ActionSpec, Compilable, EnvSpec, ObsSpec, Step, choice
 from cleanba.environments.worker import find_modules_here, named
 from cleanba.errors import UsageError, closest_names
 from cleanba.rollout import PyTree, heed
@@ -185,7 +185,7 @@ def env_spec(e: Experiment) -> EnvSpec:
             raise UsageError(f"env_id={e.env_id!r} cannot be learnt: {action}; try gymnax:CartPole-v1")
         functions = _functions(e.env_id, Options(options), action, bool(e.reward_clip))
         sample = jax.eval_shape(functions.reset, np.zeros(1, np.int32))[1]
-        obs = as_planes(e.env_id, _obs_spec(space_of(native, "observation_space"), sample))
+        obs = as_planes(e.env_id, _obs_spec(space_of(native, "observation_space"), sample, action))
     except UsageError:
         raise
     except Exception as error:  # an environment may raise anything
@@ -322,9 +322,9 @@ class Envs:
         self._obs = out.obs
         return out
 
-    def xla(self) -> tuple[Any, Callable[[Any, Any], tuple[Any, Step]]]:
-        """After `reset`, the state of all environments, and `step(state, action) -> state, Step` to be compiled."""
-        return self._block, self._functions.step
+    def xla(self) -> Compilable:
+        """After `reset`, the state of all environments, and their step, which is the same for all blocks."""
+        return Compilable(self._block, self._functions.step, self._functions.step)
 
     def render(self, env: int) -> np.ndarray:
         """What a person would see of one environment, after `reset`.  [H, W, 3] uint8."""

@@ -181,10 +181,9 @@ def learn(
             book.log(update, metrics, keeper.look(update, state, memory) if schedule.ends_epoch(update) else {})
         if saving and training.checkpoints is not None:
             keeper.save(update, state, older_params, book.counters())
-            progress.saved_update = update
-            if progress.ending is not None:
+            if (ending := progress.saved(update)) is not None:
                 training.checkpoints.wait_for_all(update, training.partition.num_shards, training.grace_period)
-                stop(progress.ending)
+                stop(ending)
                 stop.check()
     if training.checkpoints is not None:
         status.phase = "writing the last checkpoint"
@@ -237,8 +236,8 @@ def run_training(
             peers.ask(signum)  # one must decide for all
             stop.wait(training.grace_period + GRACE_SECONDS)
             return stop(Interrupted(signum))  # should it not answer, this process ends by itself
-        ahead = training.schedule.next_checkpoint(progress.update) if training.checkpoints is not None else None
-        end_by_signal(signum, training.grace_period, ahead, progress, stop, display.say)
+        next_checkpoint = training.schedule.next_checkpoint if training.checkpoints is not None else None
+        end_by_signal(signum, training.grace_period, next_checkpoint, progress, stop, display.say)
 
     threads: list[threading.Thread] = []
     params_channels: list[tuple[jax.Device, Channel[Params]]] = []
