@@ -48,18 +48,19 @@ def known() -> dict[str, str]:
 
 
 def registered_by(package: str) -> list[str]:
-    """The environments that importing a package registers, with the package before their names.
+    """The environments of a package, which registers them when it is imported, with the package before their names.
 
     Raises:
         UsageError: it cannot be imported.
     """
-    before = set(gymnasium.registry)
     find_modules_here()
     try:
         import_module(package)
     except ImportError as error:
         raise UsageError(f"package {package} cannot be imported ({error}); install it, or go where it lies") from error
-    return [f"{package}:{name}" for name in sorted(set(gymnasium.registry) - before)]
+    made_by = lambda entry: entry.partition(":")[0] if isinstance(entry, str) else getattr(entry, "__module__", "")
+    places = {name: made_by(spec.entry_point) for name, spec in gymnasium.registry.items()}
+    return [f"{package}:{name}" for name in sorted(places) if places[name].partition(".")[0] == package]
 
 
 def game(spec: EnvSpec) -> Game:
