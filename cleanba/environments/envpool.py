@@ -38,6 +38,11 @@ MAY_BE_CONTINUOUS = (
 )
 
 
+def known() -> dict[str, str]:
+    """All environments, by name: the family of each."""
+    return {name: family(name).removeprefix("envpool.") for name in sorted(_known())}
+
+
 def family(env_id: str) -> str:
     """The part of EnvPool that an environment which there is belongs to, such as envpool.atari."""
     _known()  # hushes Gymnasium first

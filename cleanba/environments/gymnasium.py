@@ -41,6 +41,27 @@ from cleanba.rollout import PyTree
 PREFIX = "gymnasium:"
 
 
+def known() -> dict[str, str]:
+    """Gymnasium's own environments, by name: the family of each."""
+    entries = {name: str(spec.entry_point) for name, spec in gymnasium.registry.items()}
+    return {PREFIX + name: entry.split(".")[-2] for name, entry in sorted(entries.items()) if "envs." in entry}
+
+
+def registered_by(package: str) -> list[str]:
+    """The environments that importing a package registers, with the package before their names.
+
+    Raises:
+        UsageError: it cannot be imported.
+    """
+    before = set(gymnasium.registry)
+    find_modules_here()
+    try:
+        import_module(package)
+    except ImportError as error:
+        raise UsageError(f"package {package} cannot be imported ({error}); install it, or go where it lies") from error
+    return [f"{package}:{name}" for name in sorted(set(gymnasium.registry) - before)]
+
+
 def game(spec: EnvSpec) -> Game:
     """How an environment is made, without its prefix: what Gymnasium knows by it."""
     return Game(spec.env_id.removeprefix(PREFIX), spec.options, spec.wrappers)
