@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import tyro
 
 from cleanba.algorithm import Algorithm
-from cleanba.algorithms import dqn, impala, ppo, sac
+from cleanba.algorithms import dqn, impala, ppo, sac, td3
 from cleanba.config import (
     Experiment,
     Partition,
@@ -86,6 +86,14 @@ RECIPES = {
         sac.SAC,
         sac.check,
         sac.make,
+        Play(greedy=True),
+    ),
+    "td3": Recipe(
+        "td3",
+        "train with twin delayed deep deterministic policy gradients and replay",
+        td3.TD3,
+        td3.check,
+        td3.make,
         Play(greedy=True),
     ),
 }

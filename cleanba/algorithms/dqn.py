@@ -16,9 +16,11 @@ from cleanba.algorithm import Algorithm, Metrics
 from cleanba.algorithms.off_policy import (
     OffPolicy,
     check_replay,
+    due,
     follow,
-    gradient_steps,
-    is_due,
+    mean,
+    new_memory,
+    repeat,
     require_fraction,
     require_positive,
 )
@@ -60,7 +62,7 @@ class DQN(OffPolicy):
     target_network_frequency: int = 500
     """environment steps between updates of the target network"""
     tau: float = 1.0
-    """how far each of these moves the target network towards the network (1: all the way)"""
+    """how far each of its updates moves a target network towards the network (1: all the way)"""
     start_e: float = 1.0
     """probability of a random action at the start"""
     end_e: float = 0.05
@@ -101,7 +103,8 @@ def defaults(kind: str) -> DQN:
 def check(e: DQN, partition: Partition) -> None:
     """Raise `UsageError` for hyperparameters that do not fit."""
     check_replay(e, partition, "DQN", e.n_step)
-    require_positive(e, "n_step")
+    for name in ("target_network_frequency", "n_step"):
+        require_positive(e, name)
     for name in ("start_e", "end_e", "exploration_fraction"):
         require_fraction(e, name)
 
@@ -140,10 +143,6 @@ def make(e: DQN, spec: EnvSpec, platform: str) -> Algorithm:
         target = jax.tree.map(jnp.copy, params)
         return State(Trained(params, optimiser.init(params)), target, jnp.int32(0), jnp.int32(0))
 
-    def init_memory(rollout: Rollout) -> replay.Ring:
-        assert e.num_shards is not None
-        return replay.init(rollout, e.buffer_size // e.num_shards, stack)
-
     def legal_values(values: jax.Array, obs: PyTree) -> jax.Array:
         """Action values [N, A], of illegal ones -inf."""
         legal = legal_actions(spec.obs, obs)
@@ -181,8 +180,8 @@ def make(e: DQN, spec: EnvSpec, platform: str) -> Algorithm:
         bootstrap = by_comparison(next_values, legal_values(chooser, t.next_obs).argmax(-1))
         y = lax.stop_gradient(t.reward + t.discount * bootstrap)
         error = optax.losses.huber_loss(value, y) if e.huber else squared_error(value, y)
-        mean = lambda x: (t.weight * x).sum() / e.batch_size
-        return mean(error), {"losses/td_loss": mean(error), "losses/q_values": mean(value)}
+        of_batch = lambda x: (t.weight * x).sum() / e.batch_size
+        return of_batch(error), {"losses/td_loss": of_batch(error), "losses/q_values": of_batch(value)}
 
     def update(
         state: State, memory: replay.Ring, rollout: Rollout, shards: ShardAxis, key: jax.Array
@@ -198,12 +197,13 @@ def make(e: DQN, spec: EnvSpec, platform: str) -> Algorithm:
                 return replay.take(memory, i, drawn, e.n_step, stack), state.target
 
             online, metrics = sgd_step(shards, optimiser, rate, state.online, loss, load)
-            due, since = is_due(state.since_target, e.train_frequency, e.target_network_frequency)
-            target = follow(shards, e.tau, due, online.params, state.target)
+            moves, since = due(state.since_target, e.train_frequency, e.target_network_frequency)
+            target = follow(shards, e.tau, moves, online.params, state.target)
             return State(online, target, state.updates, since), metrics
 
-        state, total, steps = gradient_steps(e, state.updates + 1, state, gradient_step)
-        metrics = jax.tree.map(lambda x: x / jnp.maximum(steps, 1), total)  # means over the gradient steps
+        steps = e.steps_of(state.updates + 1)
+        state, total = repeat(steps, gradient_step, state)
+        metrics = mean(total, steps)
         metrics |= {"charts/learning_rate": rate, "charts/epsilon": epsilon(state.updates)}
         return state._replace(updates=state.updates + 1), memory, metrics
 
@@ -212,4 +212,6 @@ def make(e: DQN, spec: EnvSpec, platform: str) -> Algorithm:
         return {"value": legal_values(values, obs).max(-1), "action value": values}
 
     acting = lambda state: Acting(state.online.params, state.updates)
-    return Algorithm(init, init_memory, lambda batch: (), act, update, acting, inspect)
+    return Algorithm(
+        init, lambda rollout: new_memory(e, rollout, stack), lambda batch: (), act, update, acting, inspect
+    )

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple, TypeVar
 
 import jax
@@ -15,7 +14,8 @@ from cleanba.config import Experiment, Partition, require
 from cleanba.environments.specs import EnvSpec
 from cleanba.errors import nearest
 from cleanba.ops import replay
-from cleanba.rollout import PyTree
+from cleanba.ops.losses import squared_error
+from cleanba.rollout import PyTree, Rollout
 from cleanba.shards import ShardAxis
 
 
@@ -36,10 +36,8 @@ class OffPolicy(Experiment):
     """transitions in one gradient step, over all shards"""
     train_frequency: int = 1
     """environment steps for each gradient step, over all environments"""
-    target_network_frequency: int = 1
-    """environment steps between updates of the target network"""
     tau: float = 0.005
-    """how far each of these moves the target network towards the network (1: all the way)"""
+    """how far each of its updates moves a target network towards the network (1: all the way)"""
 
     @property
     def gradient_steps(self) -> int:
@@ -49,6 +47,10 @@ class OffPolicy(Experiment):
     def learns(self, update: jax.Array) -> jax.Array:
         """Whether the update of that number, from 1, learns; later ones do as well.  int32 -> bool."""
         return update >= -(-self.learning_starts // self.transitions_per_update)
+
+    def steps_of(self, update: jax.Array) -> jax.Array:
+        """Gradient steps that the rollout of that update pays for: none before learning starts.  int32 -> int32."""
+        return jnp.where(self.learns(update), self.gradient_steps, 0)
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ class OffPolicyActorCritic(OffPolicy):
     hiddens: tuple[int, ...] = (256, 256)
     """units of the dense layers after the convolutions, or of the MLP"""
     policy_frequency: int = 2
-    """gradient steps of the critics between those of the policy"""
+    """gradient steps of the critics for each time that the policy learns"""
 
 
 def check_replay(e: OffPolicy, partition: Partition, name: str, n_step: int = 1) -> None:
@@ -74,7 +76,7 @@ def check_replay(e: OffPolicy, partition: Partition, name: str, n_step: int = 1)
     require(
         e.core == "none", f"core={e.core}: {name} samples single transitions, which no memory fits; use --core none"
     )
-    for field in ("buffer_size", "batch_size", "train_frequency", "target_network_frequency"):
+    for field in ("buffer_size", "batch_size", "train_frequency"):
         require_positive(e, field)
     require_fraction(e, "tau")
     require(e.tau > 0, "tau=0 would never move the target network; set --tau above 0")
@@ -118,51 +120,54 @@ def require_fraction(e: Experiment, name: str) -> None:
     require(0 <= value <= 1, f"{name}={value} must lie in [0, 1]; set --{name.replace('_', '-')} accordingly")
 
 
+# -------------------------------------------------------------------------------------------------------------- steps
+
 S = TypeVar("S")
+M = TypeVar("M")
 
 
-def gradient_steps(
-    e: OffPolicy, update: jax.Array, state: S, step: Callable[[jax.Array, S], tuple[S, Metrics]]
-) -> tuple[S, Metrics, jax.Array]:
-    """All gradient steps that the rollout of update `update`, from 1, paid for, as one compiled loop.
+def repeat(times: jax.Array, step: Callable[[jax.Array, S], tuple[S, M]], carried: S) -> tuple[S, M]:
+    """`step(number, carried) -> carried, metrics`, so many times, numbers from 0, as one compiled loop.
 
-    `step(number, state)` takes one of them, by its number from 0.  Returns the state after them, the sums of their
-    metrics, and how many there were: none before learning starts.
+    Returns what is carried after that, and the sums of the metrics.
     """
-    steps = jnp.where(e.learns(update), e.gradient_steps, 0)
-    _, like = jax.eval_shape(step, jnp.int32(0), state)
+    _, like = jax.eval_shape(step, jnp.int32(0), carried)
     nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
 
-    def once(number: jax.Array, carried: tuple[S, Metrics]) -> tuple[S, Metrics]:
-        state, total = carried
-        state, metrics = step(number, state)
-        return state, jax.tree.map(jnp.add, total, metrics)
+    def once(number: jax.Array, so_far: tuple[S, M]) -> tuple[S, M]:
+        carried, total = so_far
+        carried, metrics = step(number, carried)
+        return carried, jax.tree.map(jnp.add, total, metrics)
 
-    state, total = lax.fori_loop(0, steps, once, (state, nothing))
-    return state, total, steps
-
-
-class Following(NamedTuple):
-    """Whether a target network is due to move, and the environment steps since one was."""
-
-    due: jax.Array  # bool
-    since: jax.Array  # int32, in steps
+    return lax.fori_loop(0, times, once, (carried, nothing))
 
 
-def is_due(since: jax.Array, more: int, every: int) -> Following:
-    """`more` steps after `since` of them: every so many, something is due."""
+class Due(NamedTuple):
+    """Whether something is due that happens every so many steps, and how many there were since."""
+
+    now: jax.Array  # bool
+    since: jax.Array  # int32
+
+
+def due(since: jax.Array, more: int, every: int) -> Due:
+    """After `more` steps beside those `since` it was due: every so many it is."""
     since = since + more
-    due = since >= every
-    return Following(due, jnp.where(due, since % every, since))
+    now = since >= every
+    return Due(now, jnp.where(now, since % every, since))
 
 
-def follow(shards: ShardAxis, tau: float, due: jax.Array, params: PyTree, target: PyTree) -> PyTree:
-    """The target network, moved by tau towards the network if it is due."""
-    return shards.isolate(partial(_moved, tau), due, params, target)
+def follow(shards: ShardAxis, tau: float, now: jax.Array, params: PyTree, targets: PyTree) -> PyTree:
+    """The target networks, moved by tau towards the networks if that is due now."""
+
+    def moved(now: jax.Array, params: PyTree, targets: PyTree) -> PyTree:
+        return jax.tree.map(lambda p, q: jnp.where(now, tau * p + (1 - tau) * q, q), params, targets)
+
+    return shards.isolate(moved, now, params, targets)
 
 
-def _moved(tau: float, due: jax.Array, params: PyTree, target: PyTree) -> PyTree:
-    return jax.tree.map(lambda p, q: jnp.where(due, tau * p + (1 - tau) * q, q), params, target)
+def mean(sums: Metrics, count: jax.Array) -> Metrics:
+    """The means of what `repeat` added up; zeros where that was nothing."""
+    return {name: x / jnp.maximum(count, 1) for name, x in sums.items()}
 
 
 # ------------------------------------------------------------------------------------------------------------ batches
@@ -179,6 +184,12 @@ class Batch(NamedTuple):
         return jax.tree.map(lambda x: x[i], self.windows), jax.random.fold_in(self.keys[i], use)
 
 
+def new_memory(e: OffPolicy, rollout: Rollout, stack: int = 1) -> replay.Ring:
+    """One shard's memory; of images that are stacks of so many frames it stores each frame once."""
+    assert e.num_shards is not None
+    return replay.init(rollout, e.buffer_size // e.num_shards, stack)
+
+
 def draw(e: OffPolicy, memory: replay.Ring, shards: ShardAxis, key: jax.Array) -> Batch:
     """Transitions of one step for one gradient step, drawn uniformly, by keys that are the shards' own."""
     per_shard = e.batch_size // shards.num_shards
@@ -190,14 +201,31 @@ def draw(e: OffPolicy, memory: replay.Ring, shards: ShardAxis, key: jax.Array) -
     return lax.map(of_shard, jnp.arange(shards.index.shape[0]))
 
 
-# ------------------------------------------------------------------------------------------------------------ actions
+# ------------------------------------------------------------------------------------------- policies and their critics
+
+
+class Acting(NamedTuple):
+    """What a policy over real-valued actions needs to act, and the critics, which films show."""
+
+    policy: PyTree
+    critics: PyTree
+    updates: jax.Array  # int32: at first, actions are uniform
+
+
+def critics_error(e: OffPolicy, t: replay.Transition, values: jax.Array, y: jax.Array) -> tuple[jax.Array, Metrics]:
+    """Of all critics' values [C, N] for the targets y [N]: this shard's part of the mean over the batch."""
+    mean = lambda x: (t.weight * x).sum() / e.batch_size
+    loss = mean(squared_error(values, jnp.broadcast_to(y, values.shape)).sum(0))
+    return loss, {"losses/q_loss": loss, "losses/q_values": mean(values.mean(0))}
 
 
 class Bounds(NamedTuple):
-    """Between centre - scale and centre + scale lie the parts of an action.  [D] float32 each."""
+    """Between which the parts of an action lie.  [D] float32 each."""
 
+    low: np.ndarray
+    high: np.ndarray
     centre: np.ndarray
-    scale: np.ndarray
+    scale: np.ndarray  # half the distance
 
 
 def require_bounded(spec: EnvSpec, name: str) -> Bounds:
@@ -221,7 +249,7 @@ def require_bounded(spec: EnvSpec, name: str) -> Bounds:
         f"env_id={spec.env_id!r} takes numbers from {low.min():g} to {high.max():g}, but {name} scales its actions to "
         f"finite bounds; try {instead}, whose actions have none",
     )
-    return Bounds(((high + low) / 2).astype(np.float32), ((high - low) / 2).astype(np.float32))
+    return Bounds(*(x.astype(np.float32) for x in (low, high, (high + low) / 2, (high - low) / 2)))
 
 
 def uniform_actions(bounds: Bounds, key: jax.Array, like: jax.Array) -> jax.Array:

@@ -5,7 +5,7 @@ With two critics, and an entropy coefficient that is fixed or learnt (Haarnoja e
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +14,16 @@ from jax import lax
 
 from cleanba.algorithm import Algorithm, Metrics
 from cleanba.algorithms.off_policy import (
+    Acting,
     OffPolicyActorCritic,
     check_replay,
+    critics_error,
     draw,
+    due,
     follow,
-    gradient_steps,
-    is_due,
+    mean,
+    new_memory,
+    repeat,
     require_bounded,
     require_positive,
     uniform_actions,
@@ -30,7 +34,6 @@ from cleanba.environments.specs import EnvSpec
 from cleanba.networks import make_critics, make_policy
 from cleanba.ops import replay
 from cleanba.ops.distributions import SquashedGaussian
-from cleanba.ops.losses import squared_error
 from cleanba.rollout import PyTree, Rollout
 from cleanba.shards import ShardAxis
 
@@ -43,6 +46,8 @@ class SAC(OffPolicyActorCritic):
     """step size of the policy's optimiser at the start"""
     q_lr: float = 1e-3
     """step size of the critics' optimiser at the start, and of the entropy coefficient's"""
+    target_network_frequency: int = 1
+    """environment steps between updates of the target networks"""
     alpha: float = 0.2
     """entropy coefficient, where it is not learnt"""
     autotune: bool = True
@@ -52,7 +57,8 @@ class SAC(OffPolicyActorCritic):
 def check(e: SAC, partition: Partition) -> None:
     """Raise `UsageError` for hyperparameters that do not fit."""
     check_replay(e, partition, "SAC")
-    require_positive(e, "policy_frequency")
+    for name in ("policy_frequency", "target_network_frequency"):
+        require_positive(e, name)
     require(0 <= e.alpha < float("inf"), f"alpha={e.alpha} must not be negative; set --alpha to 0 or more")
 
 
@@ -66,14 +72,6 @@ class State(NamedTuple):
     updates: jax.Array  # int32: updates done
     since_target: jax.Array  # int32: environment steps since the target networks moved
     since_policy: jax.Array  # int32: gradient steps of the critics since the policy learnt
-
-
-class Acting(NamedTuple):
-    """What acting needs, and the critics, which films show."""
-
-    policy: PyTree
-    critics: PyTree
-    updates: jax.Array  # int32: at first, actions are uniform
 
 
 LOG_STD = (-5.0, 2.0)  # between these the policy's log sigma lies
@@ -96,13 +94,9 @@ def make(e: SAC, spec: EnvSpec, platform: str) -> Algorithm:
         zero = jnp.int32(0)
         return State(trained(policy), trained(critics), targets, log_alpha, zero, zero.copy(), zero.copy())
 
-    def init_memory(rollout: Rollout) -> replay.Ring:
-        assert e.num_shards is not None
-        return replay.init(rollout, e.buffer_size // e.num_shards)
-
     def policy_of(params: PyTree, obs: PyTree) -> SquashedGaussian:
         """The policy where these are observed.  Leaves [N, ...]."""
-        mean, x = policy_network.apply(params, obs)
+        mean, x = policy_network.outputs(params, obs)
         low, high = LOG_STD
         return SquashedGaussian(mean, low + 0.5 * (high - low) * (jnp.tanh(x) + 1), bounds.centre, bounds.scale)
 
@@ -125,22 +119,20 @@ def make(e: SAC, spec: EnvSpec, platform: str) -> Algorithm:
         """
         t = replay.n_step(window, e.gamma)
         action, log_prob = policy_of(policy, t.next_obs).sample_and_log_prob(key)
-        future = critic_network.apply(targets, t.next_obs, action).min(0) - jnp.exp(log_alpha) * log_prob
+        future = critic_network.values(targets, t.next_obs, action).min(0) - jnp.exp(log_alpha) * log_prob
         y = lax.stop_gradient(t.reward + t.discount * future)
-        values = critic_network.apply(params, t.obs, t.action)
-        mean = lambda x: (t.weight * x).sum() / e.batch_size
-        loss = mean(squared_error(values, jnp.broadcast_to(y, values.shape)).sum(0))
-        return loss, {"losses/q_loss": loss, "losses/q_values": mean(values.mean(0))}
+        values = critic_network.values(params, t.obs, t.action)
+        return critics_error(e, t, values, y)
 
     def policy_loss(
         params: PyTree, window: replay.Window, key: jax.Array, critics: PyTree, log_alpha: jax.Array
     ) -> tuple[jax.Array, Metrics]:
         """This shard's part of the mean of alpha log pi(a|s) - min_i Q_i(s, a), a drawn from pi(.|s) (2018, eq. 9)."""
         action, log_prob = policy_of(params, window.obs).sample_and_log_prob(key)
-        value = critic_network.apply(critics, window.obs, action).min(0)
-        mean = lambda x: jnp.where(window.valid, x, 0.0).sum() / e.batch_size
-        loss = mean(jnp.exp(log_alpha) * log_prob - value)
-        return loss, {"losses/policy_loss": loss, "losses/entropy": -mean(log_prob)}
+        value = critic_network.values(critics, window.obs, action).min(0)
+        of_batch = lambda x: jnp.where(window.valid, x, 0.0).sum() / e.batch_size
+        loss = of_batch(jnp.exp(log_alpha) * log_prob - value)
+        return loss, {"losses/policy_loss": loss, "losses/entropy": -of_batch(log_prob)}
 
     def tune(rate: jax.Array, log_alpha: Trained, entropy: jax.Array) -> Trained:
         """One step down the gradient of alpha (entropy - its target) (2019, eq. 18), by log alpha."""
@@ -153,37 +145,34 @@ def make(e: SAC, spec: EnvSpec, platform: str) -> Algorithm:
         q_rate = learning_rate(e, e.q_lr, state.updates)
         policy_rate = learning_rate(e, e.policy_lr, state.updates)
 
-        def gradient_step(number: jax.Array, state: State) -> tuple[State, Metrics]:
+        def gradient_step(number: jax.Array, state: State) -> tuple[State, Any]:
             batch = draw(e, memory, shards, jax.random.fold_in(key, number))
 
             def load(i: jax.Array) -> tuple:
                 return *batch.of_shard(i, 0), state.policy.params, state.targets, state.log_alpha.params
 
-            critics, metrics = sgd_step(shards, optimiser, q_rate, state.critics, critic_loss, load)
+            critics, of_critics = sgd_step(shards, optimiser, q_rate, state.critics, critic_loss, load)
 
-            def policy_step(number: jax.Array, carried: tuple[Trained, Trained, Metrics]) -> tuple:
-                policy, log_alpha, _ = carried
+            def policy_step(number: jax.Array, learnt: tuple[Trained, Trained]) -> tuple[Any, Metrics]:
+                policy, log_alpha = learnt
                 load = lambda i: (*batch.of_shard(i, number + 1), critics.params, log_alpha.params)
-                policy, found = sgd_step(shards, optimiser, policy_rate, policy, policy_loss, load)
+                policy, metrics = sgd_step(shards, optimiser, policy_rate, policy, policy_loss, load)
                 if e.autotune:
-                    log_alpha = shards.isolate(tune, q_rate, log_alpha, found["losses/entropy"])
-                return policy, log_alpha, found
+                    log_alpha = shards.isolate(tune, q_rate, log_alpha, metrics["losses/entropy"])
+                return (policy, log_alpha), metrics
 
-            learns, since_policy = is_due(state.since_policy, 1, e.policy_frequency)
+            learns, since_policy = due(state.since_policy, 1, e.policy_frequency)
             times = jnp.where(learns, e.policy_frequency, 0)
-            nothing = {name: jnp.float32(0.0) for name in ("losses/policy_loss", "losses/entropy", "losses/grad_norm")}
-            policy, log_alpha, found = lax.fori_loop(0, times, policy_step, (state.policy, state.log_alpha, nothing))
-            found["losses/policy_grad_norm"] = found.pop("losses/grad_norm")
-            due, since_target = is_due(state.since_target, e.train_frequency, e.target_network_frequency)
-            targets = follow(shards, e.tau, due, critics.params, state.targets)
+            (policy, log_alpha), of_policy = repeat(times, policy_step, (state.policy, state.log_alpha))
+            moves, since_target = due(state.since_target, e.train_frequency, e.target_network_frequency)
+            targets = follow(shards, e.tau, moves, critics.params, state.targets)
             state = State(policy, critics, targets, log_alpha, state.updates, since_target, since_policy)
-            return state, metrics | found | {"policy_steps": learns.astype(jnp.float32)}
+            return state, (of_critics, of_policy, times)
 
-        state, total, steps = gradient_steps(e, state.updates + 1, state, gradient_step)
-        policy_steps = total.pop("policy_steps")
-        of_policy = ("losses/policy_loss", "losses/entropy", "losses/policy_grad_norm")
-        mean = lambda name, x: x / jnp.maximum(policy_steps if name in of_policy else steps, 1)
-        metrics = {name: mean(name, x) for name, x in total.items()}
+        steps = e.steps_of(state.updates + 1)
+        state, (of_critics, of_policy, policy_steps) = repeat(steps, gradient_step, state)
+        of_policy["losses/policy_grad_norm"] = of_policy.pop("losses/grad_norm")
+        metrics = mean(of_critics, steps) | mean(of_policy, policy_steps)
         metrics |= {
             "losses/alpha": jnp.exp(state.log_alpha.params),
             "charts/q_lr": q_rate,
@@ -193,8 +182,8 @@ def make(e: SAC, spec: EnvSpec, platform: str) -> Algorithm:
 
     def inspect(params: Acting, carry: PyTree, obs: PyTree, first: jax.Array) -> dict[str, jax.Array]:
         policy = policy_of(params.policy, obs)
-        value = critic_network.apply(params.critics, obs, policy.mode()).min(0)
+        value = critic_network.values(params.critics, obs, policy.mode()).min(0)
         return {"value": value, **policy.describe()}
 
     acting = lambda state: Acting(state.policy.params, state.critics.params, state.updates)
-    return Algorithm(init, init_memory, lambda batch: (), act, update, acting, inspect)
+    return Algorithm(init, lambda rollout: new_memory(e, rollout), lambda batch: (), act, update, acting, inspect)

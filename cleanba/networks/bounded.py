@@ -36,6 +36,11 @@ class Policy(nn.Module):
         """Random parameters."""
         return self.init(key, blank(self.obs_spec))
 
+    def outputs(self, params: PyTree, obs: PyTree) -> jax.Array:
+        """`__call__` with these parameters."""
+        out: Any = self.apply(params, obs)
+        return out
+
 
 class Critic(nn.Module):
     """Q(s, a).  The action stands beside the numbers that an MLP sees; of pictures, beside what the torso makes."""
@@ -66,14 +71,19 @@ class Critics(nn.Module):
     conv: ConvKind
 
     @nn.compact
-    def __call__(self, obs: Any, action: jax.Array) -> jax.Array:
-        """Obs [N, ...], action [N, size] -> [count, N] float32."""
+    def __call__(self, obs: Any, action: jax.Array, first: int | None = None) -> jax.Array:
+        """Obs [N, ...], action [N, size] -> [count, N] float32, or of the first so many alone."""
         one = lambda: Critic(self.obs_spec, self.network, self.channels, self.hiddens, self.dtype, self.conv)
-        return jnp.stack([one()(obs, action) for _ in range(self.count)])
+        return jnp.stack([one()(obs, action) for _ in range(first or self.count)])
 
     def initial_params(self, key: jax.Array) -> PyTree:
         """Random parameters."""
         return self.init(key, blank(self.obs_spec), jnp.zeros((1, self.size)))
+
+    def values(self, params: PyTree, obs: PyTree, action: jax.Array, first: int | None = None) -> jax.Array:
+        """`__call__` with these parameters."""
+        out: Any = self.apply(params, obs, action, first)
+        return out
 
 
 def blank(obs_spec: Any) -> PyTree:

@@ -190,8 +190,8 @@ class SquashedGaussian:
 
     mean: jax.Array
     log_std: jax.Array
-    centre: jax.Array
-    scale: jax.Array
+    centre: Any
+    scale: Any
 
     def sample(self, key: jax.Array) -> jax.Array:
         return self.sample_and_log_prob(key)[0]
