@@ -61,9 +61,21 @@ CONTINUOUS: dict[str, Any] = {
 }
 
 
+# As PureJaxRL trains on MinAtar (Lu et al. 2022), but for the network, which is Young & Tian's, and its learning rate.
+MINATAR: dict[str, Any] = {
+    "total_timesteps": 10_000_000,
+    "num_envs": 64,
+    "learning_rate": 1e-3,
+    "hiddens": (128,),
+    "num_minibatches": 8,
+    "clip_coef": 0.2,
+}
+SETTINGS = {"continuous": CONTINUOUS, "minatar": MINATAR}
+
+
 def defaults(kind: str) -> PPO:
-    """The settings for environments of a kind ("continuous" or others)."""
-    return PPO(**CONTINUOUS) if kind == "continuous" else PPO()
+    """The settings for environments of a kind ("continuous", "minatar" or others)."""
+    return PPO(**SETTINGS.get(kind, {}))
 
 
 def check(e: PPO, partition: Partition) -> None:

@@ -38,6 +38,11 @@ MAY_BE_CONTINUOUS = (
 )
 
 
+def known() -> dict[str, str]:
+    """All environments, by name: the family of each."""
+    return {name: family(name).removeprefix("envpool.") for name in sorted(_known())}
+
+
 def family(env_id: str) -> str:
     """The part of EnvPool that an environment which there is belongs to, such as envpool.atari."""
     _known()  # hushes Gymnasium first
@@ -194,6 +199,42 @@ def env_spec(e: Experiment) -> EnvSpec:
 MOST_SCANNED_BYTES = 4
 
 
+def told(spec: EnvSpec, obs: PyTree, raw_reward: Any, terminated: Any, truncated: Any, info: dict[str, Any]) -> Step:
+    """What EnvPool reported of one step, [B, ...] of NumPy or of JAX, with the end of a game told from a time limit.
+
+    EnvPool calls whatever ends in the last step that the limit permits truncated, and not terminated.
+    """
+    died = game_over(spec, obs, raw_reward, info) & truncated
+    terminated, truncated = terminated | died, truncated & ~died
+    # Under episodic_life the end of a life is a termination, but not the end of the game.
+    over = info["terminated"].astype(bool) if spec.is_atari else terminated
+    return Step(obs, train_reward(spec, raw_reward), raw_reward, terminated, truncated, over | truncated)
+
+
+def game_over(spec: EnvSpec, obs: PyTree, raw_reward: Any, info: dict[str, Any]) -> Any:
+    """Where the game has come to an end by itself, as far as something tells so apart from EnvPool's flags.  [B] bool.
+
+    Nothing does in most environments; `docs/details.md` lists them.
+    """
+    if "terminated" in info:  # Atari, MuJoCo Playground
+        return info["terminated"].astype(bool)
+    if "crashed" in info:  # Highway; those with a goal to park at report it too
+        crashed = info["crashed"].astype(bool)
+        return crashed | info["is_success"].astype(bool) if "is_success" in info else crashed
+    if spec.env_id in ICE_ENDS:
+        return (obs[:, None] == np.array(ICE_ENDS[spec.env_id], np.int32)).any(-1)
+    if "minigrid" in family(spec.env_id):  # they pay once, for what ends them
+        return raw_reward > 0
+    return np.zeros(raw_reward.shape, bool)
+
+
+# The holes and the goal of the frozen lakes, row by row.
+ICE_ENDS = {
+    "FrozenLake-v1": (5, 7, 11, 12, 15),
+    "FrozenLake8x8-v1": (19, 29, 35, 41, 42, 46, 49, 52, 54, 59, 63),
+}
+
+
 class Envs:
     """A block of environments, each with a seed of its own; steps all of them at once, in order."""
 
@@ -220,10 +261,7 @@ class Envs:
         """[B], or [B, D] -> what they delivered.  An environment whose episode ended ignores its action and resets."""
         obs, reward, terminated, truncated, info = self._pool.step(self._spec.action.for_environment(action))
         raw = np.asarray(info.get("reward", reward), np.float32)
-        # Atari reports the end of the game, not of a life, under this name.
-        over = np.asarray(info["terminated"]).astype(bool) if self._spec.is_atari else terminated
-        obs = _leaves(obs, narrowed)
-        return Step(obs, train_reward(self._spec, raw), raw, terminated, truncated, over | truncated)
+        return told(self._spec, _leaves(obs, narrowed), raw, terminated, truncated, info)
 
     def xla(self) -> Compilable:
         """EnvPool's XLA interface.  Its handle is the pool's address, which compiled code holds as a constant."""
@@ -234,8 +272,7 @@ class Envs:
         def step(handle: Any, action: Any) -> tuple[Any, Step]:
             handle, (obs, reward, terminated, truncated, info) = pool_step(handle, spec.action.for_environment(action))
             raw = info.get("reward", reward).astype("float32")
-            over = info["terminated"].astype(bool) if spec.is_atari else terminated
-            return handle, Step(obs, train_reward(spec, raw), raw, terminated, truncated, over | truncated)
+            return handle, told(spec, obs, raw, terminated, truncated, info)
 
         return Compilable(handle, step, bytes(handle))
 

@@ -41,6 +41,28 @@ from cleanba.rollout import PyTree
 PREFIX = "gymnasium:"
 
 
+def known() -> dict[str, str]:
+    """Gymnasium's own environments, by name: the family of each."""
+    entries = {name: str(spec.entry_point) for name, spec in gymnasium.registry.items()}
+    return {PREFIX + name: entry.split(".")[-2] for name, entry in sorted(entries.items()) if "envs." in entry}
+
+
+def registered_by(package: str) -> list[str]:
+    """The environments of a package, which registers them when it is imported, with the package before their names.
+
+    Raises:
+        UsageError: it cannot be imported.
+    """
+    find_modules_here()
+    try:
+        import_module(package)
+    except ImportError as error:
+        raise UsageError(f"package {package} cannot be imported ({error}); install it, or go where it lies") from error
+    made_by = lambda entry: entry.partition(":")[0] if isinstance(entry, str) else getattr(entry, "__module__", "")
+    places = {name: made_by(spec.entry_point) for name, spec in gymnasium.registry.items()}
+    return [f"{package}:{name}" for name in sorted(places) if places[name].partition(".")[0] == package]
+
+
 def game(spec: EnvSpec) -> Game:
     """How an environment is made, without its prefix: what Gymnasium knows by it."""
     return Game(spec.env_id.removeprefix(PREFIX), spec.options, spec.wrappers)

@@ -98,6 +98,19 @@ def _own(env_id: str, name: str) -> Callable[..., Any]:
 MAKERS = {"gymnax": _gymnax, "craftax": _craftax, "jax": _own}
 
 
+def known() -> dict[str, str]:
+    """All environments of the suites that are installed, by name: the family of each."""
+    found: dict[str, str] = {}
+    for suite in ("gymnax", "craftax"):
+        try:
+            library = require_library(suite)
+        except UsageError:
+            continue
+        for name in library.registered_envs if suite == "gymnax" else CRAFTAX:
+            found[f"{suite}:{name}"] = suite + (f" {name.rpartition('-')[2]}" if name[-1].isalpha() else "")
+    return found
+
+
 def require_library(name: str) -> Any:
     """An optional library.  Raises `UsageError` where it is not installed."""
     try:
