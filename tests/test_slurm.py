@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 from cluster import Cluster, wait_for, why_not
-from launch import ENVIRONMENT, ROOT, TINY, command, read_result, read_rows
+from compiled import ENVIRONMENT
+from launch import ROOT, TINY, command, read_result, read_rows
 
 from cleanba.algorithms.ppo import PPO
 from cleanba.config import Run
@@ -22,7 +23,7 @@ TEMPLATES = ("one-gpu", "one-node", "tasks-per-node", "nodes", "cpu")
 # Fits 1 to 6 learners in one or two processes.
 SHORT = (*TINY, "--num-envs", "24", "--num-shards", "6", "--num-minibatches", "1", "--total-timesteps", "1920")
 # Seconds of training, with many checkpoints on the way.
-LONG = (*SHORT, "--num-shards", "2", "--total-timesteps", "76800", "--checkpoint-frequency", "50",
+LONG = (*SHORT, "--num-shards", "2", "--total-timesteps", "38400", "--checkpoint-frequency", "50",
         "--log-frequency", "50")  # fmt: skip
 SWEPT = [w for flag, w in zip(SHORT[::2], SHORT[1::2], strict=True) if flag != "--env-id" for w in (flag, w)]
 
@@ -44,7 +45,7 @@ def cluster(tmp_path_factory):
     if reason:
         pytest.skip(reason)
     with Cluster(tmp_path_factory.mktemp("cluster")) as running:
-        running.env |= {**ENVIRONMENT, "PYTHONPATH": str(ROOT), "CLEANBA_CPU": "1"}
+        running.env |= {"PYTHONPATH": str(ROOT), "CLEANBA_CPU": "1"}
         yield running
 
 
