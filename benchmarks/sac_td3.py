@@ -52,7 +52,7 @@ def processor_seconds() -> float:
 def time_ours(name: str, args: Args) -> dict[str, float]:
     """One training: its steps per second once it learns."""
     from cleanba.config import Placement
-    from cleanba.environments.envpool import env_spec
+    from cleanba.environments.kinds import env_spec
     from cleanba.recipes import RECIPES, Config, fit, with_collector
     from cleanba.runtime.metrics import Display, Status
     from cleanba.runtime.placement import find_devices, make_deterministic, set_precision

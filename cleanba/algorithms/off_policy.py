@@ -58,7 +58,8 @@ class OffPolicyActorCritic(OffPolicy):
     """What an algorithm that learns a policy over real-valued actions from replay has besides."""
 
     env_id: str = "HalfCheetah-v5"
-    """EnvPool environment"""
+    """EnvPool's environment of that name; gymnasium:Name-v0 or package:Name-v0 for Gymnasium's, gymnax:Name for one
+    in JAX (`cleanba envs` lists them)"""
     total_timesteps: int = 1_000_000
     """environment steps in all"""
     num_envs: int = 4
