@@ -29,7 +29,7 @@ class Args:
     """Flags of the benchmark."""
 
     parts: tuple[str, ...] = ("breakout", "halfcheetah")
-    """of breakout (PPO, Nature CNN, 32 x 64) and halfcheetah (PPO, our defaults beside one environment x 2,048 steps)"""
+    """of breakout (PPO, Nature CNN, 32 x 64) and halfcheetah (PPO, our defaults beside one environment x 2,048)"""
     rounds: int = 5
     """turns of each"""
     updates: int = 3

@@ -102,7 +102,9 @@ class TorchPPO:
         spec = env_spec(recipe.experiment(env_id=s.env_id))
         self.s, self.real = s, spec.action.kind == "quantities"
         self.envs = Envs(spec, [seed + i for i in range(s.num_envs)], s.env_threads)
-        self.network: nn.Module = Numbers(spec.obs.shape[0], spec.action.size) if self.real else Pixels(spec.num_actions)
+        self.network: nn.Module = (
+            Numbers(spec.obs.shape[0], spec.action.size) if self.real else Pixels(spec.num_actions)
+        )
         if s.channels_last:
             self.network = self.network.to(memory_format=torch.channels_last)
         self.optimiser = torch.optim.Adam(self.network.parameters(), lr=s.learning_rate, eps=1e-5)

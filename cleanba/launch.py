@@ -18,7 +18,7 @@ from cleanba.agents.beside import Evaluations
 from cleanba.agents.hub import push, require_login
 from cleanba.algorithm import Algorithm
 from cleanba.config import Experiment, Partition, Placement, Run, from_json, require, require_same, to_json
-from cleanba.environments.envpool import env_spec
+from cleanba.environments.kinds import env_spec, warnings
 from cleanba.environments.specs import EnvSpec
 from cleanba.errors import Exit, Failure, Interrupted, UsageError
 from cleanba.files import Json, read_json, write_json
@@ -98,7 +98,8 @@ def train(recipe: Recipe, config: Config, peers: Peers | None = None) -> Exit:
         announce(job, saved, display)
         training = make_training(
             job.algorithm, job.experiment, job.partition, job.devices, job.spec, run.log_frequency,
-            checkpoints=checkpoints, saved=saved, stall_timeout=run.stall_timeout, grace_period=run.grace_period,
+            checkpoints=checkpoints, saved=saved, env_workers=config.placement.env_workers,
+            stall_timeout=run.stall_timeout, grace_period=run.grace_period,
             stop_on_nonfinite=run.on_nonfinite == "stop",
             after_update=office.after_update(display) if office else None,
         )  # fmt: skip
@@ -302,6 +303,8 @@ def announce(job: Job, saved: Saved | None, display: Display) -> None:
         f"{list(place.learner_device_ids)}, {processes} process{'es' if processes > 1 else ''}\n"
         f"run: {job.run_dir}"
     )
+    for warning in warnings(job.spec) if job.devices.is_main else ():
+        display.say(f"warning: {warning}")
     if saved is not None:
         display.say(f"going on after update {saved.update}, step {saved.counters['global_step']:,}")
 

@@ -96,6 +96,10 @@ class ShardAxis:
                 total[i] = part.reshape(leaves[i].shape[1:])
         return jax.tree.unflatten(structure, total)
 
+    def max(self, x: jax.Array) -> jax.Array:
+        """The greatest over all shards of all devices, for which no order matters.  [K', ...] -> [...], replicated."""
+        return lax.pmax(x.max(0), self.mesh_axis)
+
     def _sum_vectors(self, x: jax.Array) -> jax.Array:
         """Each device adds up its slice of all shards' vectors.  [K', N] -> [N], replicated."""
         local, n = x.shape

@@ -126,6 +126,11 @@ def test_policy_and_value_share_nothing_unless_asked():
     assert modules(core="lstm") == {"MLP_0", "MLP_1", "LSTM_0", "LSTM_1", "policy", "value", "log_std"}
 
 
+def test_memories_of_two_torsos_share_no_buffer_as_they_are_donated():
+    carry = jax.tree.leaves(ppo.make(tiny(core="lstm"), SPEC, "cpu").initial_carry(2))
+    assert len({x.unsafe_buffer_pointer() for x in carry}) == len(carry) == 4
+
+
 def test_dqn_refuses_what_is_not_one_choice_in_a_sentence():
     with pytest.raises(UsageError, match="takes 2 numbers at once, but DQN .*; try `cleanba ppo`"):
         dqn.make(dqn.DQN(), SPEC, "cpu")
@@ -219,7 +224,8 @@ def on_one(name: str) -> dict[int, str]:
 
 
 def real(name: str, actors, learners) -> dict[int, str]:
-    e = ppo.PPO(**REAL, update_epochs=2) if name == "ppo" else impala.IMPALA(**REAL)
+    both = dict(update_epochs=2, lag_correction="both")
+    e = ppo.PPO(**REAL, **both) if name == "ppo" else impala.IMPALA(**REAL)
     return digests(e, actors, learners, recipe=ppo if name == "ppo" else impala)
 
 

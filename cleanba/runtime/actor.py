@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from cleanba.environments.envpool import Envs
+from cleanba.environments.kinds import Envs
 from cleanba.rollout import Episode, PyTree, Rollout
 from cleanba.runtime.channels import Channel, Stop
 from cleanba.runtime.collect import Collector, Times
