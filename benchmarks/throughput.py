@@ -18,7 +18,8 @@ import numpy as np
 import tyro
 
 from cleanba.config import Experiment, Partition, Placement, resolve
-from cleanba.environments.envpool import Envs, env_spec, threads_per_actor
+from cleanba.environments.envpool import Envs, env_spec
+from cleanba.environments.kinds import threads_per_actor
 from cleanba.recipes import RECIPES, Recipe
 from cleanba.runtime.channels import Stop
 from cleanba.runtime.collect import SteppedCollector, Times, make_steppers

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import tyro
 
 from cleanba.algorithm import Algorithm
-from cleanba.algorithms import dqn, impala, ppo
+from cleanba.algorithms import dqn, impala, ppo, sac, td3
 from cleanba.config import (
     Experiment,
     Partition,
@@ -21,7 +21,7 @@ from cleanba.config import (
     resolve,
     to_json,
 )
-from cleanba.environments.envpool import kind
+from cleanba.environments.kinds import kind, why_unscannable
 from cleanba.environments.specs import EnvSpec
 
 
@@ -79,6 +79,22 @@ RECIPES = {
         dqn.make,
         Play(greedy=True, epsilon=0.05),  # as CleanRL evaluates it; a policy without chance may run in circles
         dqn.defaults,
+    ),
+    "sac": Recipe(
+        "sac",
+        "train with soft actor-critic and replay",
+        sac.SAC,
+        sac.check,
+        sac.make,
+        Play(greedy=True),
+    ),
+    "td3": Recipe(
+        "td3",
+        "train with twin delayed deep deterministic policy gradients and replay",
+        td3.TD3,
+        td3.check,
+        td3.make,
+        Play(greedy=True),
     ),
 }
 
@@ -171,9 +187,10 @@ def with_collector(e: Experiment, asked: str | None, spec: EnvSpec) -> Experimen
     """
     require(
         asked != "scanned" or spec.scannable,
-        f"collector=scanned would corrupt memory: {spec.env_id} has numbers of 8 bytes, which EnvPool's XLA interface "
-        "writes into room for 4; use --collector stepped, or leave it out",
+        f"collector=scanned {why_unscannable(spec)}; use --collector stepped, or leave it out",
     )
+    if spec.on_device and asked is None:
+        return replace(e, collector="scanned")
     return e if spec.scannable else replace(e, collector="stepped")
 
 
@@ -215,8 +232,11 @@ def fit(recipe: Recipe, config: Config, processes: int, platform: str = "") -> t
         f"try --total-timesteps {(2**31 - 1) * e.transitions_per_update}",
     )
     run = config.run
+    workers = config.placement.env_workers
+    require(workers is None or workers >= 0, f"env_workers={workers} must not be negative; 0 means no processes")
     require(run.log_frequency >= 1, f"log_frequency={run.log_frequency} must be at least 1")
     require(run.keep_checkpoints >= 1, f"keep_checkpoints={run.keep_checkpoints} must be at least 1")
+    require(run.profile >= 0, f"profile={run.profile} must not be negative; 0 records nothing")
     require(run.stall_timeout >= 1, f"stall_timeout={run.stall_timeout} must be at least 1 (seconds); inf means never")
     require(0 <= run.grace_period <= 1e6, f"grace_period={run.grace_period} must lie in [0, 1e6]; 0 means at once")
     recipe.check(e, partition)

@@ -69,9 +69,25 @@ CONTINUOUS: dict[str, Any] = {
 }
 
 
+# Small updates, and many, as above; of as many steps as keep a loop over environments in JAX busy.
+MINATAR: dict[str, Any] = {
+    "total_timesteps": 10_000_000,
+    "num_envs": 64,
+    "num_steps": 16,
+    "checkpoint_frequency": 4000,
+    "learning_rate": 1e-3,
+    "hiddens": (128,),
+    "max_grad_norm": 0.5,
+    "num_minibatches": 1,
+    "loss_scale": 1.0,
+    "rmsprop_eps": 1e-5,
+}
+SETTINGS = {"continuous": CONTINUOUS, "minatar": MINATAR}
+
+
 def defaults(kind: str) -> IMPALA:
-    """The settings for environments of a kind ("continuous" or others)."""
-    return IMPALA(**CONTINUOUS) if kind == "continuous" else IMPALA()
+    """The settings for environments of a kind ("continuous", "minatar" or others)."""
+    return IMPALA(**SETTINGS.get(kind, {}))
 
 
 def check(e: IMPALA, partition: Partition) -> None:
@@ -170,7 +186,7 @@ def make(e: IMPALA, spec: EnvSpec, platform: str) -> Algorithm:
     ) -> tuple[State, PyTree, Metrics]:
         statistics, memory, rollout = normaliser.add(shards, state.statistics, memory, rollout)
         state = state._replace(statistics=statistics)
-        rate = learning_rate(e, state.updates)
+        rate = learning_rate(e, e.learning_rate, state.updates)
         t, b = shards.map(draw, rollout.valid)
         valid = count_valid(shards, rollout.valid, t, b)  # [M]
 

@@ -61,9 +61,21 @@ CONTINUOUS: dict[str, Any] = {
 }
 
 
+# As PureJaxRL trains on MinAtar (Lu et al. 2022), but for the network, which is Young & Tian's, and its learning rate.
+MINATAR: dict[str, Any] = {
+    "total_timesteps": 10_000_000,
+    "num_envs": 64,
+    "learning_rate": 1e-3,
+    "hiddens": (128,),
+    "num_minibatches": 8,
+    "clip_coef": 0.2,
+}
+SETTINGS = {"continuous": CONTINUOUS, "minatar": MINATAR}
+
+
 def defaults(kind: str) -> PPO:
-    """The settings for environments of a kind ("continuous" or others)."""
-    return PPO(**CONTINUOUS) if kind == "continuous" else PPO()
+    """The settings for environments of a kind ("continuous", "minatar" or others)."""
+    return PPO(**SETTINGS.get(kind, {}))
 
 
 def check(e: PPO, partition: Partition) -> None:
@@ -222,7 +234,7 @@ def make(e: PPO, spec: EnvSpec, platform: str) -> Algorithm:
         statistics, memory, rollout = normaliser.add(shards, state.statistics, memory, rollout)
         state = state._replace(statistics=statistics)
         targets = shards.map(partial(prepare, state.params), rollout)
-        rate = learning_rate(e, state.updates)
+        rate = learning_rate(e, e.learning_rate, state.updates)
 
         def epoch(state: State, number: jax.Array) -> tuple[State, Metrics]:
             shard_key = lambda shard: jax.random.fold_in(jax.random.fold_in(key, number), shard)

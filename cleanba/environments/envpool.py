@@ -1,7 +1,6 @@
 """EnvPool environments: how one is looked up, and one way to step a block of them."""
 
 import ast
-import os
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from cleanba.config import Experiment
-from cleanba.environments.specs import ActionSpec, EnvSpec, ObsSpec, Step, choice, train_reward
+from cleanba.environments.specs import ActionSpec, Compilable, EnvSpec, ObsSpec, Step, choice, train_reward
 from cleanba.errors import UsageError, closest_names
 from cleanba.rollout import PyTree
 
@@ -21,12 +20,9 @@ def kind(env_id: str) -> str:
     """
     if env_id not in _known():
         return "other"
-    from envpool.registration import registry  # after `_envpool`, which hushes Gymnasium
-
-    family = str(registry.specs[env_id][0])
-    if "atari" in family:
+    if "atari" in family(env_id):
         return "atari"
-    if not family.endswith(MAY_BE_CONTINUOUS):
+    if not family(env_id).endswith(MAY_BE_CONTINUOUS):
         return "other"
     try:
         action = _envpool().make_spec(env_id).action_array_spec
@@ -40,6 +36,19 @@ MAY_BE_CONTINUOUS = (
     *("box2d", "classic_control", "highway", "jumanji", "vizdoom"),
     *("dmc", "gym", "metaworld", "myosuite", "playground", "robotics"),  # MuJoCo
 )
+
+
+def known() -> dict[str, str]:
+    """All environments, by name: the family of each."""
+    return {name: family(name).removeprefix("envpool.") for name in sorted(_known())}
+
+
+def family(env_id: str) -> str:
+    """The part of EnvPool that an environment which there is belongs to, such as envpool.atari."""
+    _known()  # hushes Gymnasium first
+    from envpool.registration import registry
+
+    return str(registry.specs[env_id][0])
 
 
 @cache
@@ -70,20 +79,32 @@ def _parse_options(options: Sequence[str]) -> dict[str, Any]:
     return parsed
 
 
-def _obs_spec(space: Any, sample: PyTree) -> PyTree:
+def _obs_spec(space: Any, sample: PyTree, action: ActionSpec, name: str = "", is_minigrid: bool = False) -> PyTree:
     """What observations look like, from a space and a batch [B, ...] of samples: an `ObsSpec`, or a tree of them."""
     import gymnasium
 
     if isinstance(sample, dict):
         parts = space.spaces if isinstance(space, gymnasium.spaces.Dict) else space
-        return {name: _obs_spec(parts[name], part) for name, part in sample.items()}
+        return {name: _obs_spec(parts[name], part, action, name, is_minigrid) for name, part in sample.items()}
     shape, dtype = sample.shape[1:], str(narrowed(sample).dtype)
+    if name in MASKS and action.masked_by(shape):
+        return ObsSpec("mask", shape, dtype)
     if isinstance(space, gymnasium.spaces.Discrete):
         return ObsSpec("discrete", shape, dtype, int(space.n) + int(space.start))
-    if dtype == "uint8" and len(shape) == 3:
-        # Pictures have two long sides; grids of codes, as MiniGrid's 7 x 7, are short.
-        return ObsSpec("image" if sorted(shape)[1] >= 32 else "grid", shape, dtype)
-    return ObsSpec("grid" if dtype == "uint8" else "vector", shape, dtype)
+    if is_minigrid and name == "image":
+        return ObsSpec("codes", shape, dtype, MINIGRID_CODES)
+    if len(shape) > 1 and isinstance(space, gymnasium.spaces.Box) and np.issubdtype(space.dtype, np.integer):
+        low, high = int(space.low.min()), int(space.high.max())
+        if 2 < high - low + 1 <= MOST_CODES:
+            return ObsSpec("codes", shape, dtype, high - low + 1, low)
+    if dtype == "uint8":  # pictures have two long sides
+        return ObsSpec("image" if len(shape) == 3 and sorted(shape)[1] >= 32 else "bytes", shape, dtype)
+    return ObsSpec("vector", shape, dtype)
+
+
+MASKS = ("action_mask", "legal_action_mask")  # what an entry that says which actions are legal is called
+MOST_CODES = 32  # integers of a grid that can have more values than these are quantities
+MINIGRID_CODES = 11  # objects; fewer colours and states.  Its space says 256, as if these were the bytes of a picture.
 
 
 def _action_spec(space: Any) -> ActionSpec | str:
@@ -156,7 +177,7 @@ def env_spec(e: Experiment) -> EnvSpec:
         if isinstance(action, str):
             raise UsageError(f"env_id={e.env_id!r} cannot be learnt: {action}; try CartPole-v1 or HalfCheetah-v5")
         sample, _ = probe.reset()
-        obs = _obs_spec(probe.observation_space, sample)
+        obs = _obs_spec(probe.observation_space, sample, action, is_minigrid="minigrid" in family(e.env_id))
         arrays = [*probe.spec.state_array_spec.values(), *probe.spec.action_array_spec.values()]
         probe.close()
     except UsageError:
@@ -176,6 +197,42 @@ def env_spec(e: Experiment) -> EnvSpec:
 # EnvPool's XLA interface makes its buffers for the numbers that JAX keeps by itself, of 4 bytes at most, and copies
 # into them what the emulator wrote, of 8 where it says so: beyond their end.  FetchReach-v1's process aborts at once.
 MOST_SCANNED_BYTES = 4
+
+
+def told(spec: EnvSpec, obs: PyTree, raw_reward: Any, terminated: Any, truncated: Any, info: dict[str, Any]) -> Step:
+    """What EnvPool reported of one step, [B, ...] of NumPy or of JAX, with the end of a game told from a time limit.
+
+    EnvPool calls whatever ends in the last step that the limit permits truncated, and not terminated.
+    """
+    died = game_over(spec, obs, raw_reward, info) & truncated
+    terminated, truncated = terminated | died, truncated & ~died
+    # Under episodic_life the end of a life is a termination, but not the end of the game.
+    over = info["terminated"].astype(bool) if spec.is_atari else terminated
+    return Step(obs, train_reward(spec, raw_reward), raw_reward, terminated, truncated, over | truncated)
+
+
+def game_over(spec: EnvSpec, obs: PyTree, raw_reward: Any, info: dict[str, Any]) -> Any:
+    """Where the game has come to an end by itself, as far as something tells so apart from EnvPool's flags.  [B] bool.
+
+    Nothing does in most environments; `docs/details.md` lists them.
+    """
+    if "terminated" in info:  # Atari, MuJoCo Playground
+        return info["terminated"].astype(bool)
+    if "crashed" in info:  # Highway; those with a goal to park at report it too
+        crashed = info["crashed"].astype(bool)
+        return crashed | info["is_success"].astype(bool) if "is_success" in info else crashed
+    if spec.env_id in ICE_ENDS:
+        return (obs[:, None] == np.array(ICE_ENDS[spec.env_id], np.int32)).any(-1)
+    if "minigrid" in family(spec.env_id):  # they pay once, for what ends them
+        return raw_reward > 0
+    return np.zeros(raw_reward.shape, bool)
+
+
+# The holes and the goal of the frozen lakes, row by row.
+ICE_ENDS = {
+    "FrozenLake-v1": (5, 7, 11, 12, 15),
+    "FrozenLake8x8-v1": (19, 29, 35, 41, 42, 46, 49, 52, 54, 59, 63),
+}
 
 
 class Envs:
@@ -204,16 +261,10 @@ class Envs:
         """[B], or [B, D] -> what they delivered.  An environment whose episode ended ignores its action and resets."""
         obs, reward, terminated, truncated, info = self._pool.step(self._spec.action.for_environment(action))
         raw = np.asarray(info.get("reward", reward), np.float32)
-        # Atari reports the end of the game, not of a life, under this name.
-        over = np.asarray(info["terminated"]).astype(bool) if self._spec.is_atari else terminated
-        obs = _leaves(obs, narrowed)
-        return Step(obs, train_reward(self._spec, raw), raw, terminated, truncated, over | truncated)
+        return told(self._spec, _leaves(obs, narrowed), raw, terminated, truncated, info)
 
-    def xla(self) -> tuple[Any, Callable[[Any, Any], tuple[Any, Step]]]:
-        """EnvPool's XLA interface: a handle, and `step(handle, action) -> handle, Step` for use under `jit`.
-
-        The handle is threaded through so that steps keep their order.  Compiled code belongs to this pool alone.
-        """
+    def xla(self) -> Compilable:
+        """EnvPool's XLA interface.  Its handle is the pool's address, which compiled code holds as a constant."""
         assert self._spec.scannable, f"{self._spec.env_id} would write beyond its buffers"
         handle, _, _, pool_step = self._pool.xla()
         spec = self._spec
@@ -221,10 +272,9 @@ class Envs:
         def step(handle: Any, action: Any) -> tuple[Any, Step]:
             handle, (obs, reward, terminated, truncated, info) = pool_step(handle, spec.action.for_environment(action))
             raw = info.get("reward", reward).astype("float32")
-            over = info["terminated"].astype(bool) if spec.is_atari else terminated
-            return handle, Step(obs, train_reward(spec, raw), raw, terminated, truncated, over | truncated)
+            return handle, told(spec, obs, raw, terminated, truncated, info)
 
-        return handle, step
+        return Compilable(handle, step, bytes(handle))
 
     def render(self, env: int) -> np.ndarray:
         """What a person would see of one environment, after `reset`.  [H, W, 3] uint8.
@@ -263,9 +313,3 @@ def _gymnasium_speed(env_id: str) -> float:
         return float(made.metadata["render_fps"])
     except (gymnasium.error.Error, ImportError, AttributeError, KeyError, TypeError):
         return 30.0
-
-
-def threads_per_actor(local_actors: int) -> int:
-    """Emulator threads for each of this process's actors: the cores it may use, shared out."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // local_actors)

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -35,11 +36,15 @@ COUNTERS = "counters"
 ARRAYS = "arrays"
 
 
+@cache  # once is enough
 def _hush_tensorstore() -> None:
-    """After a read that failed, TensorStore goes on reporting to an event loop that Orbax has closed by then."""
+    """After a read that failed, TensorStore goes on reporting to an event loop that Orbax has closed by then.
+
+    It does so in threads of its own, at any time after the loop was closed: so call this before the read.
+    """
     before = sys.unraisablehook
 
-    def hook(unraisable: sys.UnraisableHookArgs) -> None:
+    def hook(unraisable: "sys.UnraisableHookArgs") -> None:  # a type in stubs only
         if str(unraisable.exc_value) != "Event loop is closed":
             before(unraisable)
 
@@ -263,6 +268,7 @@ def read_arrays(run_dir: Path, update: int) -> list[np.ndarray]:
     import orbax.checkpoint as ocp
 
     logging.getLogger("absl").setLevel(logging.CRITICAL)
+    _hush_tensorstore()
     with ocp.StandardCheckpointer(multiprocessing_options=_alone("read")) as checkpointer:
         metadata = checkpointer.metadata((run_dir / "checkpoints" / str(update) / ARRAYS).absolute())
         tree = getattr(metadata, "item_metadata", metadata)
@@ -289,12 +295,8 @@ def read(run_dir: Path, update: int, like_state: PyTree, like_params: PyTree) ->
 def _read(run_dir: Path, update: int, like_state: PyTree, like_params: PyTree) -> Saved:
     """One checkpoint without its memory.  Raises whatever Orbax raises, and `ValueError`, if it is damaged."""
     leaves_like, structure = jax.tree.flatten({"state": like_state, "older_params": like_params})
-    try:
-        counters = json.loads((run_dir / "checkpoints" / str(update) / COUNTERS / "metadata").read_text())
-        leaves = read_arrays(run_dir, update)
-    except Exception:
-        _hush_tensorstore()
-        raise
+    counters = json.loads((run_dir / "checkpoints" / str(update) / COUNTERS / "metadata").read_text())
+    leaves = read_arrays(run_dir, update)
     if [x.shape for x in leaves] != [x.shape for x in leaves_like]:
         raise ValueError("its arrays are not those of this network")
     arrays = jax.tree.unflatten(structure, leaves)

@@ -1,5 +1,6 @@
 """What a run counts and times, over all actors and processes, and how a log point says it."""
 
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -107,10 +108,22 @@ class Progress:
     global_step: int = 0
     lag: int | None = None
     sps: float | None = None
-    saved_update: int = 0  # the last update that a checkpoint holds
+    saved_update: int = 0  # the last update that a checkpoint holds, even if that is still being written
     seconds_before: float = 0.0  # that the run took before it was interrupted
     update_seconds: float | None = None  # mean time of an update; None before the second
-    ending: Interrupted | None = None  # end after the next checkpoint
+    ending: Interrupted | None = None  # end after the checkpoint that follows `saved_update`
+    deciding: threading.Lock = field(default_factory=threading.Lock)  # for whoever needs both of them to fit
+
+    def saved(self, update: int) -> Interrupted | None:
+        """A checkpoint holds this update now.  Returns what the run shall end with, if this was its last."""
+        with self.deciding:
+            self.saved_update = update
+            return self.ending
+
+    def seconds_until(self, update: int) -> float:
+        """How long it will take to be done with that update; infinite as long as nobody knows."""
+        ahead = max(0, update - self.update)
+        return ahead * self.update_seconds if self.update_seconds is not None else float("inf") if ahead else 0.0
 
 
 def or_nan(x: float | None) -> float:

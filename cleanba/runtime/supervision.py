@@ -56,7 +56,7 @@ def hear_signals(asked: Callable[[int], None]) -> Iterator[None]:
 def end_by_signal(
     signum: int,
     grace_period: float,
-    next_checkpoint: int | None,
+    next_checkpoint: Callable[[int], int] | None,
     progress: Progress,
     stop: Stop,
     say: Callable[[str], None],
@@ -65,17 +65,20 @@ def end_by_signal(
 
     Emulators cannot be saved, so only a checkpoint's boundary resumes exactly: what was done since is repeated.  A
     cluster warns every process, and a process may hear it from another first: further SIGUSR1 change nothing.
-    `next_checkpoint` is the update that will be followed by one; None where none is kept.
+    `next_checkpoint` says which update is followed by the first checkpoint after another; None where none is kept.
     """
     error = Interrupted(signum)
-    if signum == signal.SIGUSR1 and progress.ending is not None:
-        return
     grace = grace_period if signum == signal.SIGUSR1 else 0.0
-    ahead = (next_checkpoint or progress.update) - progress.update
-    seconds = ahead * progress.update_seconds if progress.update_seconds is not None else float("inf")
-    if next_checkpoint is not None and seconds < grace:
-        progress.ending = error
-        say(f"{error}: ending after the checkpoint of update {progress.update + ahead}, in about {seconds:.0f} s")
+    with progress.deciding:
+        if signum == signal.SIGUSR1 and progress.ending is not None:
+            return
+        if next_checkpoint is not None:
+            last = next_checkpoint(progress.saved_update)  # which may be done, and its checkpoint on its way
+            seconds = progress.seconds_until(last)
+            if seconds < grace:
+                progress.ending = error
+    if progress.ending is error:
+        say(f"{error}: ending after the checkpoint of update {last}, in about {seconds:.0f} s")
         stop.wait(grace)
     stop(error)
 
