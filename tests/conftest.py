@@ -11,6 +11,7 @@ import compiled  # noqa: F401  here, so that all processes share what this one s
 import pytest
 
 
+@pytest.hookimpl(optionalhook=True)  # without pytest-xdist, `pytest` works, too
 def pytest_xdist_auto_num_workers(config):
     """One process per core, up to four: each takes gigabytes.  No file is divided, so one file needs one process."""
     if len(config.args) == 1 and not Path(config.args[0].partition("::")[0]).is_dir():

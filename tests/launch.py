@@ -30,6 +30,9 @@ ROOT = Path(__file__).parents[1]
 
 make_deterministic()  # as the command does; here before JAX has looked for devices
 
+# Where something must happen soon: with other tests on the same cores, so many times later.
+CROWD = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+
 # An experiment of a moment: flags for the command.
 TINY = (
     *("--env-id", "Catch-v0", "--num-envs", "8", "--num-actors", "2", "--num-shards", "1", "--num-steps", "8"),
