@@ -1,6 +1,7 @@
 """EnvPool environments: how one is looked up, and one way to step a block of them."""
 
 import ast
+import ctypes
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -199,6 +200,23 @@ def env_spec(e: Experiment) -> EnvSpec:
 MOST_SCANNED_BYTES = 4
 
 
+def load_opengl(env_id: str) -> None:
+    """Load the library that MuJoCo draws with, without a display.
+
+    EnvPool brings a copy, which MuJoCo does not find; where it finds none, it ends the process.
+
+    Raises:
+        UsageError: it is not installed.
+    """
+    try:
+        ctypes.CDLL("libEGL.so.1", mode=ctypes.RTLD_GLOBAL)
+    except OSError:
+        raise UsageError(
+            f"{env_id} is drawn by OpenGL, which needs the system library libEGL.so.1; install it (Debian and Ubuntu: "
+            "apt install libegl1 libegl-mesa0), or leave --video and --capture-video out"
+        ) from None
+
+
 def told(spec: EnvSpec, obs: PyTree, raw_reward: Any, terminated: Any, truncated: Any, info: dict[str, Any]) -> Step:
     """What EnvPool reported of one step, [B, ...] of NumPy or of JAX, with the end of a game told from a time limit.
 
@@ -241,6 +259,8 @@ class Envs:
     def __init__(self, spec: EnvSpec, seeds: Sequence[int], num_threads: int = 0, render: bool = False):
         self.num_envs = len(seeds)
         self._spec = spec
+        if render and ".mujoco." in family(spec.env_id):
+            load_opengl(spec.env_id)
         drawn = {"render_mode": "rgb_array"} if render else {}
         self._pool: Any = _envpool().make(
             spec.env_id,
