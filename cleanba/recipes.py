@@ -53,7 +53,7 @@ class Recipe(NamedTuple):
     def settings(self, env_id: str, core: str = "none") -> Experiment:
         """The settings for an environment, with a core or none, where no flag says otherwise."""
         e = self.defaults(kind(env_id)) if self.defaults else self.experiment()
-        if core != "none" and getattr(e, "num_minibatches", 0) > e.num_envs:
+        if core != "none" and isinstance(e, PolicyGradient) and e.num_minibatches > e.num_envs:
             e = replace(e, num_minibatches=PolicyGradient.num_minibatches)  # they hold whole environments
         return e
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from cleanba.config import Experiment
+from cleanba.config import Experiment, require
 from cleanba.environments.specs import ActionSpec, Compilable, EnvSpec, ObsSpec, Step, choice, train_reward
 from cleanba.errors import UsageError, closest_names
 from cleanba.rollout import PyTree
@@ -62,6 +62,7 @@ def _envpool() -> Any:
     import gymnasium
 
     gymnasium.logger.min_level = gymnasium.logger.ERROR
+    opengl()
     import envpool
 
     return envpool
@@ -200,21 +201,17 @@ def env_spec(e: Experiment) -> EnvSpec:
 MOST_SCANNED_BYTES = 4
 
 
-def load_opengl(env_id: str) -> None:
-    """Load the library that MuJoCo draws with, without a display.
+@cache
+def opengl() -> bool:
+    """Load the library that MuJoCo draws with, without a display, if it is installed.
 
-    EnvPool brings a copy, which MuJoCo does not find; where it finds none, it ends the process.
-
-    Raises:
-        UsageError: it is not installed.
+    Before EnvPool is: of the copy that EnvPool brings MuJoCo finds nothing, and then ends the process.
     """
     try:
         ctypes.CDLL("libEGL.so.1", mode=ctypes.RTLD_GLOBAL)
     except OSError:
-        raise UsageError(
-            f"{env_id} is drawn by OpenGL, which needs the system library libEGL.so.1; install it (Debian and Ubuntu: "
-            "apt install libegl1 libegl-mesa0), or leave --video and --capture-video out"
-        ) from None
+        return False
+    return True
 
 
 def told(spec: EnvSpec, obs: PyTree, raw_reward: Any, terminated: Any, truncated: Any, info: dict[str, Any]) -> Step:
@@ -260,7 +257,11 @@ class Envs:
         self.num_envs = len(seeds)
         self._spec = spec
         if render and ".mujoco." in family(spec.env_id):
-            load_opengl(spec.env_id)
+            require(
+                opengl(),
+                f"{spec.env_id} is drawn by OpenGL, which needs the system library libEGL.so.1; install it (Debian and "
+                "Ubuntu: apt install libegl1 libegl-mesa0), or leave --video and --capture-video out",
+            )
         drawn = {"render_mode": "rgb_array"} if render else {}
         self._pool: Any = _envpool().make(
             spec.env_id,
