@@ -1,13 +1,14 @@
 """EnvPool environments: how one is looked up, and one way to step a block of them."""
 
 import ast
+import ctypes
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
 import numpy as np
 
-from cleanba.config import Experiment
+from cleanba.config import Experiment, require
 from cleanba.environments.specs import ActionSpec, Compilable, EnvSpec, ObsSpec, Step, choice, train_reward
 from cleanba.errors import UsageError, closest_names
 from cleanba.rollout import PyTree
@@ -61,6 +62,7 @@ def _envpool() -> Any:
     import gymnasium
 
     gymnasium.logger.min_level = gymnasium.logger.ERROR
+    opengl()
     import envpool
 
     return envpool
@@ -199,6 +201,19 @@ def env_spec(e: Experiment) -> EnvSpec:
 MOST_SCANNED_BYTES = 4
 
 
+@cache
+def opengl() -> bool:
+    """Load the library that MuJoCo draws with, without a display, if it is installed.
+
+    Before EnvPool is: of the copy that EnvPool brings MuJoCo finds nothing, and then ends the process.
+    """
+    try:
+        ctypes.CDLL("libEGL.so.1", mode=ctypes.RTLD_GLOBAL)
+    except OSError:
+        return False
+    return True
+
+
 def told(spec: EnvSpec, obs: PyTree, raw_reward: Any, terminated: Any, truncated: Any, info: dict[str, Any]) -> Step:
     """What EnvPool reported of one step, [B, ...] of NumPy or of JAX, with the end of a game told from a time limit.
 
@@ -241,6 +256,12 @@ class Envs:
     def __init__(self, spec: EnvSpec, seeds: Sequence[int], num_threads: int = 0, render: bool = False):
         self.num_envs = len(seeds)
         self._spec = spec
+        if render and ".mujoco." in family(spec.env_id):
+            require(
+                opengl(),
+                f"{spec.env_id} is drawn by OpenGL, which needs the system library libEGL.so.1; install it (Debian and "
+                "Ubuntu: apt install libegl1 libegl-mesa0), or leave --video and --capture-video out",
+            )
         drawn = {"render_mode": "rgb_array"} if render else {}
         self._pool: Any = _envpool().make(
             spec.env_id,
