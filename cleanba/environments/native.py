@@ -26,8 +26,9 @@ from jax import lax
 
 from cleanba.config import Experiment
 from cleanba.environments.boards import draw_board
-from cleanba.environments.envpool import _action_spec, _gymnasium_speed, _obs_spec, _parse_options
-from cleanba.environments.specs import ActionSpec, Compilable, EnvSpec, ObsSpec, Step, choice
+from cleanba.environments.gymnasium import steps_per_second
+from cleanba.environments.spaces import action_spec, obs_spec
+from cleanba.environments.specs import ActionSpec, Compilable, EnvSpec, ObsSpec, Step, choice, parse_options
 from cleanba.environments.worker import find_modules_here, named
 from cleanba.errors import UsageError, closest_names
 from cleanba.rollout import PyTree, heed
@@ -135,7 +136,7 @@ def kind(env_id: str) -> str:
     if env_id.endswith("-MinAtar"):
         return "minatar"
     try:
-        action = _action_spec(space_of(make(env_id, {}), "action_space"))
+        action = action_spec(space_of(make(env_id, {}), "action_space"))
     except Exception:  # said when it is made for good
         return "other"
     return "continuous" if isinstance(action, ActionSpec) and action.kind == "quantities" else "other"
@@ -176,17 +177,17 @@ def env_spec(e: Experiment) -> EnvSpec:
     Raises:
         UsageError: there is no such environment, its library is missing, or no policy here can play it.
     """
-    options = _parse_options(e.env_options)
+    options = parse_options(e.env_options)
     if e.max_episode_steps is not None:
         options["max_episode_steps"] = e.max_episode_steps
     try:
         native = make(e.env_id, options)
-        action = _action_spec(space_of(native, "action_space"))
+        action = action_spec(space_of(native, "action_space"))
         if isinstance(action, str):
             raise UsageError(f"env_id={e.env_id!r} cannot be learnt: {action}; try gymnax:CartPole-v1")
         functions = _functions(e.env_id, Options(options), action, bool(e.reward_clip))
         sample = jax.eval_shape(functions.reset, np.zeros(1, np.int32))[1]
-        obs = as_planes(e.env_id, _obs_spec(space_of(native, "observation_space"), sample, action))
+        obs = as_planes(e.env_id, obs_spec(space_of(native, "observation_space"), sample, action))
     except UsageError:
         raise
     except Exception as error:  # an environment may raise anything
@@ -250,7 +251,7 @@ class Options(dict):
 
 
 @cache
-def _functions(env_id: str, options: Options, action_spec: ActionSpec, clip_reward: bool) -> Functions:
+def _functions(env_id: str, options: Options, takes: ActionSpec, clip_reward: bool) -> Functions:
     native = make(env_id, options)
     env, params = native
     truncates, endless = getattr(env, "is_truncated", None), params
@@ -277,7 +278,7 @@ def _functions(env_id: str, options: Options, action_spec: ActionSpec, clip_rewa
     def step(block: Block, action: Any) -> tuple[Block, Step]:
         t = block.t + 1
         key = jax.vmap(jax.random.fold_in)(block.key, t)
-        taken = action_spec.for_environment(action)
+        taken = takes.for_environment(action)
         state, obs, raw, terminated, truncated = jax.vmap(advance)(key, block.state, taken)
 
         def with_fresh() -> tuple[PyTree, PyTree]:
@@ -336,7 +337,7 @@ class Envs:
     def steps_per_second(self) -> float:
         """How many steps are a second of a game played by a person."""
         name = self._spec.env_id.partition(":")[2]
-        return 10.0 if self._spec.env_id.startswith("craftax:") or "MinAtar" in name else _gymnasium_speed(name)
+        return 10.0 if self._spec.env_id.startswith("craftax:") or "MinAtar" in name else steps_per_second(name)
 
     def close(self) -> None:
         """There is nothing to stop."""
