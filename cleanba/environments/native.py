@@ -210,7 +210,7 @@ def shown(env_id: str, obs: PyTree) -> PyTree:
     if env_id.endswith("-MinAtar"):
         return obs.astype(bool)
     if env_id.startswith("craftax:") and "Pixels" in env_id:
-        return (obs * 255).astype(jnp.uint8)
+        return jnp.round(obs * 255).astype(jnp.uint8)
     return named(obs)
 
 
@@ -348,16 +348,15 @@ def picture(native: Native, spec: EnvSpec, state: PyTree, obs: PyTree) -> np.nda
     if hasattr(native.env, "render"):
         return np.asarray(native.env.render(state, native.params)).astype(np.uint8)
     if spec.env_id.startswith("craftax:"):
-        return craftax_picture(spec.env_id, state)
+        return np.asarray(craftax_renderer("Classic" in spec.env_id)(state)).clip(0, 255).astype(np.uint8)
     boards = [np.asarray(x) for x in jax.tree.leaves(obs)]
     board = boards[0] if boards[0].ndim == 3 else np.concatenate([x.ravel() for x in boards])[None, :, None]
     return draw_board(board)
 
 
-def craftax_picture(env_id: str, state: PyTree) -> np.ndarray:
-    """Craftax's own picture.  [H, W, 3] uint8."""
-    where = "craftax_classic" if "Classic" in env_id else "craftax"
-    constants = import_module(f"craftax.{where}.constants")
-    renderer = import_module(f"craftax.{where}.renderer")
-    pixels = renderer.render_craftax_pixels(state, constants.BLOCK_PIXEL_SIZE_HUMAN)
-    return np.asarray(pixels).clip(0, 255).astype(np.uint8)
+@cache
+def craftax_renderer(classic: bool) -> Callable[[PyTree], Any]:
+    """Craftax's own picture of a state, [H, W, 3] numbers up to 255."""
+    where = "craftax_classic" if classic else "craftax"
+    size = require_library(f"craftax.{where}.constants").BLOCK_PIXEL_SIZE_HUMAN
+    return jax.jit(require_library(f"craftax.{where}.renderer").make_craftax_pixel_renderer(size))
