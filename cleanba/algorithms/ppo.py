@@ -14,7 +14,14 @@ import optax
 from jax import lax
 
 from cleanba.algorithm import Algorithm, Metrics
-from cleanba.algorithms.batches import count_valid, explained_variance, sequences, steps_at_once, version_distance
+from cleanba.algorithms.batches import (
+    count_valid,
+    explained_variance,
+    sequences,
+    shuffled,
+    steps_at_once,
+    version_distance,
+)
 from cleanba.algorithms.normalisation import make_normaliser
 from cleanba.algorithms.optimiser import State, learning_rate, sgd_step
 from cleanba.config import Partition, PolicyGradient, require
@@ -143,7 +150,7 @@ def make(e: PPO, spec: EnvSpec, platform: str) -> Algorithm:
         """Values, advantages and targets of one shard [T(+1), B, ...], all from one set of parameters.
 
         These parameters are the proximal policy pi_prox; pi_b acted, one version before.  Decoupled (Hilton et al.
-        2021, eq. 5), the loss is that of `ppo_policy_loss` around pi_prox, times pi_prox / pi_b:
+        2021), the loss is that of `ppo_policy_loss` around pi_prox, times pi_prox / pi_b:
 
             -min(pi / pi_b A, clip(pi / pi_prox, 1 - eps, 1 + eps) pi_prox / pi_b A)
         """
@@ -187,8 +194,8 @@ def make(e: PPO, spec: EnvSpec, platform: str) -> Algorithm:
         """Time and environment indices [M, T', B'] of the minibatches of one epoch over one shard [T, B]."""
         (t, b), m = valid.shape, e.num_minibatches
         if recurrent:  # whole sequences
-            return sequences(t, jax.random.permutation(key, b).reshape(m, b // m))
-        index = jax.random.permutation(key, t * b).reshape(m, 1, t * b // m)
+            return sequences(t, shuffled(key, b).reshape(m, b // m))
+        index = shuffled(key, t * b).reshape(m, 1, t * b // m)
         return index // b, index % b
 
     def take(rollout: Rollout, targets: Targets, shard: jax.Array, t: jax.Array, b: jax.Array) -> Minibatch:
