@@ -40,7 +40,7 @@ OURS = {
     "breakout": RECIPES["ppo"].experiment(
         env_id="Breakout-v5", network="nature", hiddens=(512,), num_envs=32, num_steps=64, collector="scanned"
     ),
-    "halfcheetah": replace(RECIPES["ppo"].settings("HalfCheetah-v5"), env_id="HalfCheetah-v5", collector="scanned"),
+    "halfcheetah": replace(RECIPES["ppo"].settings("HalfCheetah-v5"), env_id="HalfCheetah-v5", collector="stepped"),
 }
 THEIRS = {"breakout": torch_ppo.BREAKOUT, "halfcheetah": torch_ppo.HALFCHEETAH}
 
