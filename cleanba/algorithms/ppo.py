@@ -14,7 +14,14 @@ import optax
 from jax import lax
 
 from cleanba.algorithm import Algorithm, Metrics
-from cleanba.algorithms.batches import count_valid, explained_variance, sequences, steps_at_once, version_distance
+from cleanba.algorithms.batches import (
+    count_valid,
+    explained_variance,
+    sequences,
+    shuffled,
+    steps_at_once,
+    version_distance,
+)
 from cleanba.algorithms.normalisation import make_normaliser
 from cleanba.algorithms.optimiser import State, learning_rate, sgd_step
 from cleanba.config import Partition, PolicyGradient, require
@@ -187,8 +194,8 @@ def make(e: PPO, spec: EnvSpec, platform: str) -> Algorithm:
         """Time and environment indices [M, T', B'] of the minibatches of one epoch over one shard [T, B]."""
         (t, b), m = valid.shape, e.num_minibatches
         if recurrent:  # whole sequences
-            return sequences(t, jax.random.permutation(key, b).reshape(m, b // m))
-        index = jax.random.permutation(key, t * b).reshape(m, 1, t * b // m)
+            return sequences(t, shuffled(key, b).reshape(m, b // m))
+        index = shuffled(key, t * b).reshape(m, 1, t * b // m)
         return index // b, index % b
 
     def take(rollout: Rollout, targets: Targets, shard: jax.Array, t: jax.Array, b: jax.Array) -> Minibatch:

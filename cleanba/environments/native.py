@@ -25,6 +25,7 @@ import numpy as np
 from jax import lax
 
 from cleanba.config import Experiment
+from cleanba.environments.boards import draw_board
 from cleanba.environments.envpool import _action_spec, _gymnasium_speed, _obs_spec, _parse_options
 from cleanba.environments.specs import ActionSpec, Compilable, EnvSpec, ObsSpec, Step, choice
 from cleanba.environments.worker import find_modules_here, named
@@ -359,14 +360,3 @@ def craftax_picture(env_id: str, state: PyTree) -> np.ndarray:
     renderer = import_module(f"craftax.{where}.renderer")
     pixels = renderer.render_craftax_pixels(state, constants.BLOCK_PIXEL_SIZE_HUMAN)
     return np.asarray(pixels).clip(0, 255).astype(np.uint8)
-
-
-def draw_board(board: np.ndarray) -> np.ndarray:
-    """Planes [H, W, C] of numbers: each plane has a colour, its largest number the brightest.  [H, W, 3] uint8."""
-    height, width, count = board.shape
-    drawn = np.zeros((height, width, 3))
-    for c in range(count):
-        plane = np.abs(board[..., c].astype(float))
-        colour = [0.55 + 0.45 * np.cos(2 * np.pi * (c / count + third / 3)) for third in range(3)]
-        drawn = np.maximum(drawn, (plane / max(plane.max(), 1e-8))[..., None] * colour)
-    return (drawn * 255).astype(np.uint8)
