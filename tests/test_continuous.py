@@ -299,10 +299,10 @@ def test_without_the_library_that_draws_it_films_are_refused_in_a_sentence(run, 
 def test_killed_and_resumed_elsewhere_it_ends_in_the_bits_of_one_that_never_stopped(run, tmp_path):
     again = tmp_path / "again"
     words = [*WORDS.split(), "--run-dir", again]
-    ended = finish(python(ROOT / "tests" / "killed.py", "update", "6", "ppo", *words))
+    ended = finish(python(ROOT / "tests" / "killed.py", "save", "2", "ppo", *words))
     assert ended.code == -signal.SIGKILL and not (again / "result.json").exists(), ended
     ended = command("resume", again, "--learner-device-ids", "0", "1")
-    assert ended.code == 0 and "going on after update 3" in ended.out, ended
+    assert ended.code == 0 and "going on after update" in ended.out, ended
     for name in ("params_digest", "learner_digest", "episodes", "episodic_return"):
         assert read_result(again)[name] == read_result(run)[name], name
 
