@@ -20,8 +20,8 @@ help: ## list these targets
 train: .venv/.run-ready ## train PPO on Breakout for 100,000 steps; ARGS adds flags, PYTHON names the Python
 	@.venv/bin/python -m cleanba ppo --env-id Breakout-v5 --total-timesteps 100000 $(TRAIN_FLAGS) $(ARGS)
 
-test: .venv/.dev-ready ## run the tests; ARGS goes to pytest (ARGS="-m 'not slow'")
-	@.venv/bin/python -m pytest $(ARGS)
+test: .venv/.dev-ready ## run the tests; ARGS goes to pytest (ARGS="-m 'not slow'", ARGS=-n0)
+	@.venv/bin/python -m pytest -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
 
 bench: .venv/.run-ready ## measure speed on CPUs: 15 minutes, a table and JSON in benchmarks/results/
 	@.venv/bin/python benchmarks/bench.py

@@ -232,6 +232,7 @@ def draw(found: dict[str, Any]) -> Any:
                 apart.plot(x, mean[name] - mean[SYNCHRONOUS], markers[row["env_id"]], color=looks[name]["color"])
     apart.axhline(0, color="0.5", linewidth=0.8)
     apart.set_xscale("log")
+    apart.tick_params(axis="x", which="minor", labelbottom=False)
     apart.set_xlabel("KL between versions (stats/lag_kl), mean of a cell", fontsize=8.5)
     apart.set_ylabel("score minus synchronous", fontsize=8.5)
     apart.legend(

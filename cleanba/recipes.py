@@ -13,6 +13,7 @@ from cleanba.config import (
     Experiment,
     Partition,
     Placement,
+    PolicyGradient,
     Run,
     differences,
     from_json,
@@ -49,9 +50,12 @@ class Recipe(NamedTuple):
     defaults: Callable[[str], Experiment] | None = None
     """kind of environment -> the settings where no flag says otherwise; None if one kind is as another"""
 
-    def settings(self, env_id: str) -> Experiment:
-        """The settings for an environment where no flag says otherwise."""
-        return self.defaults(kind(env_id)) if self.defaults else self.experiment()
+    def settings(self, env_id: str, core: str = "none") -> Experiment:
+        """The settings for an environment, with a core or none, where no flag says otherwise."""
+        e = self.defaults(kind(env_id)) if self.defaults else self.experiment()
+        if core != "none" and isinstance(e, PolicyGradient) and e.num_minibatches > e.num_envs:
+            e = replace(e, num_minibatches=PolicyGradient.num_minibatches)  # they hold whole environments
+        return e
 
 
 RECIPES = {
@@ -137,11 +141,12 @@ def parse(recipe: Recipe, argv: Sequence[str], default: Config | None = None) ->
         name = earlier_recipe.name
         require(name == recipe.name, f"--experiment {source} is a run of {name}; use `cleanba {name}`")
         default = form(experiment=experiment)
+    chosen = word_after("--env-id", argv) or recipe.experiment.env_id, word_after("--core", argv) or "none"
     parsed: Any = tyro.cli(
         form,
         args=argv,
         prog=f"cleanba {recipe.name}",
-        default=default or form(experiment=recipe.settings(word_after("--env-id", argv) or recipe.experiment.env_id)),
+        default=default or form(experiment=recipe.settings(*chosen)),
         config=(tyro.conf.OmitArgPrefixes,),
     )
     if default is not None:

@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from ports import free_port
+
 NODES = 2
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel")
 
@@ -62,14 +64,6 @@ def wait_for(what: Callable[[], bool], seconds: float, name: str) -> None:
         time.sleep(0.1)
 
 
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [s.getsockname()[1] for s in sockets]
-    for s in sockets:
-        s.close()
-    return ports
-
-
 class Cluster:
     """Start with `with`; the end of the block ends every daemon and job."""
 
@@ -82,7 +76,7 @@ class Cluster:
         for name in [n for n in self.env if n.startswith(("SLURM_", "SBATCH_", "SRUN_")) and n != "SLURM_CONF"]:
             del self.env[name]
         self._daemons: dict[str, subprocess.Popen] = {}
-        ports = free_ports(1 + NODES)
+        ports = [free_port() for _ in range(1 + NODES)]
         lines = [
             f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=16 State=UNKNOWN"
             for name, port in zip(self.nodes, ports[1:], strict=True)
@@ -101,11 +95,11 @@ class Cluster:
         try:
             self._start("munged", "munged", "--foreground", "--force", *munge, f"--log-file={f}/munged.log",
                         f"--seed-file={f}/munged.seed")  # fmt: skip
-            wait_for((f / "munge.sock").exists, 20, "munge")
+            wait_for((f / "munge.sock").exists, 60, "munge")
             self._start("slurmctld", "slurmctld", "-D", "-c", "-f", f / "slurm.conf")
             for node in self.nodes:
                 self.start_node(node)
-            wait_for(lambda: self.said("sinfo", "-h", "-o", "%D %t").split() == [str(NODES), "idle"], 60, "idle nodes")
+            wait_for(lambda: self.said("sinfo", "-h", "-o", "%D %t").split() == [str(NODES), "idle"], 120, "idle nodes")
         except BaseException:
             self.__exit__()
             raise
@@ -146,7 +140,7 @@ class Cluster:
     def run(self, *words: object, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess:
         """A command of Slurm's, or one that calls them."""
         return subprocess.run(
-            [*map(str, words)], env={**self.env, **env}, cwd=cwd, capture_output=True, text=True, timeout=60
+            [*map(str, words)], env={**self.env, **env}, cwd=cwd, capture_output=True, text=True, timeout=120
         )
 
     def said(self, *words: object) -> str:
@@ -157,7 +151,7 @@ class Cluster:
         words = self.said("scontrol", "show", "job", job).split()
         return dict(word.partition("=")[::2] for word in words if "=" in word)
 
-    def wait(self, job: str, seconds: float = 120) -> str:
+    def wait(self, job: str, seconds: float = 240) -> str:
         """Wait for a job's end -> its state."""
         over = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
         wait_for(lambda: self.state(job).get("JobState") in over, seconds, f"end of job {job}: {self.state(job)}")

@@ -1,11 +1,30 @@
-"""What the tests share: eight CPU devices, and a mesh of some of them."""
+"""What the tests share: eight CPU devices, and a mesh of some of them; and how several processes share the tests."""
 
 import os
+from collections import Counter
+from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")  # both are read when JAX is first imported
 
+import compiled  # noqa: F401  here, so that all processes share what this one sets
 import pytest
+
+
+@pytest.hookimpl(optionalhook=True)  # without pytest-xdist, `pytest` works, too
+def pytest_xdist_auto_num_workers(config):
+    """One process per core, up to four: each takes gigabytes.  No file is divided, so one file needs one process."""
+    if len(config.args) == 1 and not Path(config.args[0].partition("::")[0]).is_dir():
+        return 0
+    cores = min(4, len(os.sched_getaffinity(0)))
+    return cores if cores > 1 else 0
+
+
+def pytest_collection_modifyitems(config, items):
+    """Where several processes share the files, those with most slow tests come first: short ones fill up the end."""
+    if hasattr(config, "workerinput"):
+        slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+        items.sort(key=lambda item: -slow[item.path])
 
 
 @pytest.fixture(scope="session")

@@ -1,23 +1,20 @@
 """Starts runs for tests: through the library, through the command in this process, and as processes of their own."""
 
-import atexit
 import contextlib
 import io
 import json
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
+import compiled  # noqa: F401  before JAX
 import jax
 import numpy as np
-from jax.experimental.compilation_cache import compilation_cache
 
 from cleanba import cli
 from cleanba.algorithm import Algorithm
@@ -33,19 +30,8 @@ ROOT = Path(__file__).parents[1]
 
 make_deterministic()  # as the command does; here before JAX has looked for devices
 
-# Most runs here compile the same few programs: once is enough for all tests and the processes that they start.
-CACHE = Path(os.environ.get("JAX_COMPILATION_CACHE_DIR") or tempfile.mkdtemp(prefix="cleanba-tests-"))
-if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-    atexit.register(shutil.rmtree, CACHE, ignore_errors=True)
-ENVIRONMENT = {
-    "JAX_COMPILATION_CACHE_DIR": str(CACHE),
-    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
-    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-}
-jax.config.update("jax_compilation_cache_dir", str(CACHE))
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
-jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-compilation_cache.reset_cache()
+# Where something must happen soon: with other tests on the same cores, so many times later.
+CROWD = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 
 # An experiment of a moment: flags for the command.
 TINY = (
@@ -158,7 +144,7 @@ def python(*words: str | Path, **env: str) -> subprocess.Popen:
     """`python WORDS` as a process of its own, with what it prints on pipes."""
     return subprocess.Popen(
         [sys.executable, *map(str, words)],
-        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", **env},
+        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", **env},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

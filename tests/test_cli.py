@@ -348,5 +348,5 @@ def test_a_pipe_that_nobody_reads_ends_it_quietly(words, tmp_path):
     assert process.stdout is not None
     process.stdout.close()  # before it has anything to say
     process.stdout = None  # for `communicate`
-    ended = finish(process, 30)
+    ended = finish(process)
     assert ended.code in (1, 128 + signal.SIGPIPE) and ended.err == ""

@@ -7,14 +7,14 @@ import threading
 import time
 
 import pytest
-from launch import TINY, command, finish, python, read_result, read_rows
+from launch import CROWD, TINY, command, finish, python, read_result, read_rows
 from scripted import Planted
 
 from cleanba.environments.envpool import Envs
 from cleanba.runtime.learner import Learner
 from cleanba.runtime.metrics import Writers
 
-SOON = 5.0  # seconds
+SOON = 5.0 * CROWD  # seconds
 ENDLESS = [*TINY, "--total-timesteps", "1000000000", "--collector", "stepped"]
 
 
@@ -222,7 +222,7 @@ def test_a_second_ctrl_c_ends_the_process_at_once(processes):
     time.sleep(0.5)
     assert process.poll() is None, "the first one waits for threads"
     process.send_signal(signal.SIGINT)
-    ended = finish(process, 2.0)
+    ended = finish(process, 2.0 * CROWD)
     assert ended.code == 130
     assert "Traceback" not in ended.err
     assert not (run_dir / "result.json").exists()

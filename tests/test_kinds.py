@@ -9,12 +9,15 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from gymnasium.spaces import MultiDiscrete
 from launch import ROOT, command, digests, finish, python, read_result
 
 from cleanba.algorithms import ppo
 from cleanba.config import Experiment
 from cleanba.environments import gymnasium, native
 from cleanba.environments.kinds import Envs, env_spec, kind, open_envs, warnings
+from cleanba.environments.spaces import action_spec
+from cleanba.environments.specs import ActionSpec
 from cleanba.errors import Failure, UsageError
 from cleanba.rollout import PyTree
 from cleanba.runtime.channels import Stop
@@ -266,6 +269,12 @@ def test_wrappers_and_options_reach_the_environment():
     assert rewards[0] == np.float32([-0.01, 0.99]).tolist() and rewards[1] == np.float32([-0.04, 3.96]).tolist()
 
 
+def test_several_choices_of_gymnasiums_are_choices_here():
+    several = action_spec(MultiDiscrete([2, 3], start=[1, 0]))
+    assert isinstance(several, ActionSpec) and several.kind == "choices" and several.counts == (2, 3)
+    assert several.for_environment(np.int32([[0, 2], [1, 0]])).tolist() == [[1, 2], [2, 0]]
+
+
 # ------------------------------------------------------------------------------------------- names and refusals
 
 
@@ -352,4 +361,4 @@ def test_environments_are_listed_with_what_they_show_and_take():
     assert "EnvPool    atari" in ended.out and "Gymnasium  classic_control" in ended.out
     ended = command("envs", "no-such-thing")
     assert ended.code == 2 and "no environment matches" in ended.err
-    assert command("envs", "Breakout-v5", "--limit", 0).out.split() == ["EnvPool:", "atari", "Breakout-v5"]
+    assert command("envs", "Breakout-v5", "--limit", 0).out.splitlines()[:2] == ["EnvPool: atari", "  Breakout-v5"]

@@ -5,7 +5,6 @@ import random
 import re
 import shutil
 import signal
-import socket
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +15,7 @@ import numpy as np
 import pytest
 import remembering
 from launch import ROOT, Ended, digests, finish, python, read_result, read_rows
+from ports import free_address
 from remembering import Memory, Remembering
 
 from cleanba.errors import UsageError
@@ -71,9 +71,7 @@ def test_one_process_remembers_the_same_on_any_devices(actors, learners, collect
 @pytest.mark.slow
 @pytest.mark.parametrize("processes, learners", [(2, [1, 2, 3]), (3, [0, 1])])
 def test_several_processes_remember_the_same(processes, learners, reference, tmp_path):
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{s.getsockname()[1]}"
+    address = free_address()
     runs = [[FIELDS | {"collector": c}, [0], learners] for c in ("stepped", "scanned")]
     words = lambda i: [address, str(processes), str(i), json.dumps(runs), tmp_path / f"{i}"]
     them = [python(ROOT / "tests" / "placements.py", *words(i)) for i in range(processes)]
@@ -218,9 +216,7 @@ def test_processes_fall_back_together(interrupted, whole, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(interrupted, run)
     flip(next((run / "memory" / "00005").glob("6-*.pack")))
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{s.getsockname()[1]}"
+    address = free_address()
     where = lambda i: [
         "--distributed",
         "--coordinator-address",

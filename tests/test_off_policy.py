@@ -127,7 +127,8 @@ def assert_gradient(optimiser, expected):
 
 @pytest.mark.parametrize("name", KINDS)
 def test_losses_gradients_and_targets_are_the_papers(name, on_devices):
-    e = experiment(name, policy_frequency=1, tau=0.25, gamma=0.9)
+    noise = {"policy_noise": 0.5, "noise_clip": 0.3} if name == "td3" else {}
+    e = experiment(name, policy_frequency=1, tau=0.25, gamma=0.9, **noise)
     algorithm, rollout = KINDS[name][0].make(e, SPEC, "cpu"), random_rollout()
     state, other = (algorithm.init(jax.random.key(seed)) for seed in (0, 1))
     louder = lambda tree: jax.tree.map(lambda x: 3 * x, tree)  # policies that differ from place to place
@@ -150,7 +151,7 @@ def test_losses_gradients_and_targets_are_the_papers(name, on_devices):
         next_action, log_prob = slow_draw(Slow(state.policy.params), next_obs, noise(0))
         future = Slow(critic_targets).values(next_obs, next_action).min(0) - 1.0 * log_prob
     else:
-        smooth = SCALE * np.clip(0.2 * noise(0), -0.5, 0.5)
+        smooth = SCALE * np.clip(0.5 * noise(0), -0.3, 0.3)
         next_action = CENTRE + SCALE * np.tanh(Slow(state.targets.policy).heads(next_obs)[0])
         future = Slow(critic_targets).values(next_obs, np.clip(next_action + smooth, LOW, HIGH)).min(0)
     y = reward + 0.9 * goes_on * future
@@ -192,17 +193,17 @@ LEARN = dict(buffer_size=600, batch_size=12, total_timesteps=120, learning_start
 def test_the_policy_learns_as_often_as_it_should(name):
     """Ten updates of 12 steps, the first two without learning: 8 x 4 gradient steps, one for three steps.
 
-    The policy learns at every third of them: SAC's three times, TD3's once.
+    The policy learns at every fourth of them: SAC's four times, TD3's once.
     """
-    e = KINDS[name][1](**PENDULUM | LEARN, train_frequency=3, policy_frequency=3)
+    e = KINDS[name][1](**PENDULUM | LEARN, train_frequency=3, policy_frequency=4)
     record = finished(e, recipe=KINDS[name][0])
     assert record.result["policy_lag"] == 1
     assert [row["losses/q_loss"] > 0 for row in record.rows] == [False, False] + [True] * 8
     assert int(record.state.critics.optimiser.count) == 32
-    assert int(record.state.policy.optimiser.count) == (30 if name == "sac" else 10)
-    assert int(record.state.since_policy) == 2
+    assert int(record.state.policy.optimiser.count) == (32 if name == "sac" else 8)
+    assert int(record.state.since_policy) == 0
     if name == "sac":
-        assert int(record.state.log_alpha.optimiser.count) == 30
+        assert int(record.state.log_alpha.optimiser.count) == 32
 
 
 def test_a_fixed_entropy_coefficient_stays():
@@ -243,39 +244,36 @@ def test_the_ends_of_tanh_are_the_bounds(dtype):
     action = ActionSpec("quantities", (3,), dtype, (), low, high)
     bounds = off_policy.require_bounded(SPEC._replace(given_action=action), "SAC")
     for y, end in ((-1.0, low), (1.0, high)):
-        given = action.for_environment(jnp.float32(y) * bounds.scale[None] + bounds.centre)
+        given = action.for_environment((bounds.centre + np.float32(y) * bounds.scale)[None])
         np.testing.assert_allclose(given[0], end, rtol=2e-7)
-        given = np.asarray(action.for_environment(np.asarray(bounds.centre + 2 * y * bounds.scale)[None]))
+        given = action.for_environment((bounds.centre + np.float32(2 * y) * bounds.scale)[None])
         assert same_arrays(given[0], np.asarray(end, dtype))
 
 
 # ------------------------------------------------------------------------------------------------------- observations
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_pictures_and_dictionaries_are_seen(name, on_devices):
-    picture = ObsSpec("image", (3, 40, 40), "uint8")
+@pytest.mark.parametrize("name, what", [("sac", "pictures"), ("td3", "dictionaries")])
+def test_pictures_and_dictionaries_are_seen(name, what, on_devices):
     rng = np.random.default_rng(0)
-    pixels = rng.integers(0, 256, (T + 1, B, 3, 40, 40)).astype(np.uint8)
-    numbers = rng.normal(size=(T + 1, B, FEATURES)).astype(np.float32)
-    for spec, obs in (
-        (picture, pixels),
-        ({"a": SPEC.obs, "b": ObsSpec("discrete", (), "int32", 3)}, {"a": numbers, "b": (numbers[..., 0] > 0) + 0}),
-    ):
-        e = experiment(name, policy_frequency=1, channels=(4,))
-        algorithm = KINDS[name][0].make(e, SPEC._replace(obs=spec), "cpu")
-        rollout = random_rollout(obs)
-        memory = jax.tree.map(lambda x: x[None], algorithm.init_memory(rollout))
-        state, key = algorithm.init(jax.random.key(0)), jax.random.key(1)
-        one = jax.tree.map(lambda x: x[None], rollout)
-        run = lambda shards, state, *rest: algorithm.update(state, *rest, shards, key)[::2]  # noqa: B023
-        after, metrics = on_devices(run, 1, 1)(state, memory, one)
-        assert all(np.isfinite(x) for x in jax.tree.leaves(metrics))
-        changed = lambda a, b: [
-            not same_arrays(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-        ]
-        assert all(changed(after.critics.params, state.critics.params))
-        assert np.mean(changed(after.policy.params, state.policy.params)) > 0.8
+    if what == "pictures":
+        spec = ObsSpec("image", (3, 36, 36), "uint8")
+        obs = rng.integers(0, 256, (T + 1, B, 3, 36, 36)).astype(np.uint8)
+    else:
+        spec = {"a": SPEC.obs, "b": ObsSpec("discrete", (), "int32", 3)}
+        numbers = rng.normal(size=(T + 1, B, FEATURES)).astype(np.float32)
+        obs = {"a": numbers, "b": (numbers[..., 0] > 0).astype(np.int32)}
+    e = experiment(name, policy_frequency=1, channels=(4,))
+    algorithm = KINDS[name][0].make(e, SPEC._replace(obs=spec), "cpu")
+    rollout = random_rollout(obs)
+    memory = jax.tree.map(lambda x: x[None], algorithm.init_memory(rollout))
+    state, key = algorithm.init(jax.random.key(0)), jax.random.key(1)
+    run = lambda shards, state, *rest: algorithm.update(state, *rest, shards, key)[::2]
+    after, metrics = on_devices(run, 1, 1)(state, memory, jax.tree.map(lambda x: x[None], rollout))
+    assert all(np.isfinite(x) for x in jax.tree.leaves(metrics))
+    pairs = lambda a, b: zip(jax.tree.leaves(a.params), jax.tree.leaves(b.params), strict=True)
+    for part in ("critics", "policy"):  # every layer learns
+        assert all(not same_arrays(x, y) for x, y in pairs(getattr(after, part), getattr(state, part)))
 
 
 # --------------------------------------------------------------------------------------------------------- placements

@@ -145,7 +145,7 @@ def numpy_losses(e, params, r, raw_advantage, target, proximal):
     center, scale = (mean(raw_advantage), raw_advantage[r.valid].std()) if e.norm_adv else (0, 1)
     advantage = (raw_advantage - center) / scale
     clip = lambda x: np.clip(x, 1 - e.clip_coef, 1 + e.clip_coef)
-    if e.lag_correction in ("decoupled", "both"):  # Hilton et al. 2021, eq. 5
+    if e.lag_correction in ("decoupled", "both"):  # Hilton et al. 2021
         capped = np.minimum(1, e.lag_weight_cap / np.exp(before - acted))
         clipped = clip(to_proximal) * np.exp(before - acted) * advantage
         surrogate = capped * np.minimum(to_acting * advantage, clipped)

@@ -143,10 +143,11 @@ def children(parent: int) -> set[int]:
 
 @pytest.mark.slow
 def test_a_sweep_is_interrupted_continued_and_reports_its_failure(tmp_path):
-    """2 environments x 3 seeds, two at a time: Ctrl-C in the middle, then one run fails, then it is mended."""
-    longer = [*SHORT, "--total-timesteps", "25600", "--checkpoint-frequency", "40"]
-    words = ["sweep", *ENVS, "--workers", "2", "--dir", tmp_path / "s", "--", "ppo", *longer]
-    runs = {f"{env}__ppo__s{seed}": (env, seed) for env in ENVS[1:] for seed in (1, 2, 3)}
+    """2 environments x 2 seeds, two at a time: Ctrl-C in the middle, then one run fails, then it is mended."""
+    longer = [*SHORT, "--total-timesteps", "16000", "--checkpoint-frequency", "25", "--log-frequency", "25"]
+    longer += ["--collector", "stepped"]  # scanned, it is compiled again after each checkpoint
+    words = ["sweep", *ENVS, "--num-seeds", "2", "--workers", "2", "--dir", tmp_path / "s", "--", "ppo", *longer]
+    runs = {f"{env}__ppo__s{seed}": (env, seed) for env in ENVS[1:] for seed in (1, 2)}
     folder = {name: tmp_path / "s" / name for name in runs}
     broken = folder["CartPole-v1__ppo__s2"]
     broken.mkdir(parents=True)
@@ -161,27 +162,27 @@ def test_a_sweep_is_interrupted_continued_and_reports_its_failure(tmp_path):
     started = children(sweep.pid)
     assert 1 <= len(started) <= 2, "--workers 2"
     sweep.send_signal(signal.SIGINT)
-    ended = finish(sweep, 60)
+    ended = finish(sweep)
     assert ended.code == 130 and "the same command goes on" in ended.err
     assert not [pid for pid in started if Path(f"/proc/{pid}").exists()], "a run outlived its sweep"
     cut = [d for d in folder.values() if (d / "result.json").exists() and read_result(d)["status"] == "interrupted"]
     assert cut
 
-    ended = finish(python("-m", "cleanba", *words), 200)
+    ended = finish(python("-m", "cleanba", *words), 300)
     assert ended.code == 1, ended
-    assert "5 of 6 runs finished, 1 failed" in ended.out
+    assert "3 of 4 runs finished, 1 failed" in ended.out
     assert f"failed: {broken.name}, exit code 1 after 2 tries" in ended.out
     status = command("sweep", "status", tmp_path / "s")
-    assert status.code == 0 and status.out.count("finished") == 5
+    assert status.code == 0 and status.out.count("finished") == 3
     log = (tmp_path / "s" / "logs" / f"{broken.name}.log").read_text()
     assert log.count("$ cleanba ppo") == 2
     resumed = [d for d in cut if "going on after update" in (tmp_path / "s" / "logs" / f"{d.name}.log").read_text()]
     assert resumed
 
     (broken / "checkpoints").unlink()
-    ended = finish(python("-m", "cleanba", *words), 60)
-    assert ended.code == 0 and "5 of 6 runs are finished already" in ended.out, ended
-    assert "6 of 6 runs finished" in ended.out
+    ended = finish(python("-m", "cleanba", *words))
+    assert ended.code == 0 and "3 of 4 runs are finished already" in ended.out, ended
+    assert "4 of 4 runs finished" in ended.out
     manifest = json.loads((tmp_path / "s" / "sweep.json").read_text())
     assert set(manifest["runs"]) == set(runs)
 

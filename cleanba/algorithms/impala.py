@@ -18,7 +18,7 @@ from cleanba.algorithms.optimiser import State, learning_rate, sgd_step
 from cleanba.config import Partition, PolicyGradient, require
 from cleanba.environments.specs import EnvSpec
 from cleanba.networks import make_actor_critic
-from cleanba.ops.losses import squared_error
+from cleanba.ops.losses import kl_estimate, squared_error
 from cleanba.ops.returns import vtrace
 from cleanba.rollout import PyTree, Rollout
 from cleanba.shards import ShardAxis
@@ -178,6 +178,7 @@ def make(e: IMPALA, spec: EnvSpec, platform: str) -> Algorithm:
             "losses/entropy": entropy,
             "losses/first_ratio_deviation": mean(jnp.abs(jnp.expm1(log_ratio))),
             "losses/importance_ratio": mean(jnp.exp(log_ratio)),
+            "stats/lag_kl": mean(kl_estimate(log_ratio)),
         }
 
     def update(
@@ -195,12 +196,9 @@ def make(e: IMPALA, spec: EnvSpec, platform: str) -> Algorithm:
             return sgd_step(shards, optimiser, rate, state, loss, load)
 
         state, metrics = lax.scan(minibatch, state, (jnp.arange(e.num_minibatches), valid))
-        first = metrics["losses/first_ratio_deviation"][0]
+        first = {name: metrics[name][0] for name in ("losses/first_ratio_deviation", "stats/lag_kl")}
         metrics = jax.tree.map(lambda x: x.mean(), metrics)  # over the minibatches
-        metrics |= {
-            "losses/first_ratio_deviation": first,
-            "charts/learning_rate": rate,
-        }
+        metrics |= first | {"charts/learning_rate": rate}
         return state._replace(updates=state.updates + 1), memory, metrics
 
     act, inspect = normaliser.seen_by(network.act), normaliser.seen_by(network.inspect)

@@ -150,7 +150,7 @@ def make(e: PPO, spec: EnvSpec, platform: str) -> Algorithm:
         """Values, advantages and targets of one shard [T(+1), B, ...], all from one set of parameters.
 
         These parameters are the proximal policy pi_prox; pi_b acted, one version before.  Decoupled (Hilton et al.
-        2021, eq. 5), the loss is that of `ppo_policy_loss` around pi_prox, times pi_prox / pi_b:
+        2021), the loss is that of `ppo_policy_loss` around pi_prox, times pi_prox / pi_b:
 
             -min(pi / pi_b A, clip(pi / pi_prox, 1 - eps, 1 + eps) pi_prox / pi_b A)
         """

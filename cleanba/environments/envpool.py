@@ -1,14 +1,16 @@
 """EnvPool environments: how one is looked up, and one way to step a block of them."""
 
-import ast
+import ctypes
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
 import numpy as np
 
-from cleanba.config import Experiment
-from cleanba.environments.specs import ActionSpec, Compilable, EnvSpec, ObsSpec, Step, choice, train_reward
+from cleanba.config import Experiment, require
+from cleanba.environments.gymnasium import steps_per_second
+from cleanba.environments.spaces import action_spec, narrowed, obs_spec
+from cleanba.environments.specs import Compilable, EnvSpec, Step, choice, parse_options, train_reward
 from cleanba.errors import UsageError, closest_names
 from cleanba.rollout import PyTree
 
@@ -61,78 +63,10 @@ def _envpool() -> Any:
     import gymnasium
 
     gymnasium.logger.min_level = gymnasium.logger.ERROR
+    opengl()
     import envpool
 
     return envpool
-
-
-def _parse_options(options: Sequence[str]) -> dict[str, Any]:
-    parsed = {}
-    for option in options:
-        name, eq, value = option.partition("=")
-        if not eq or not name.isidentifier():
-            raise UsageError(f"env_options={option!r} must have the form name=value; try --env-options frame_skip=2")
-        try:
-            parsed[name] = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
-            parsed[name] = value
-    return parsed
-
-
-def _obs_spec(space: Any, sample: PyTree, action: ActionSpec, name: str = "", is_minigrid: bool = False) -> PyTree:
-    """What observations look like, from a space and a batch [B, ...] of samples: an `ObsSpec`, or a tree of them."""
-    import gymnasium
-
-    if isinstance(sample, dict):
-        parts = space.spaces if isinstance(space, gymnasium.spaces.Dict) else space
-        return {name: _obs_spec(parts[name], part, action, name, is_minigrid) for name, part in sample.items()}
-    shape, dtype = sample.shape[1:], str(narrowed(sample).dtype)
-    if name in MASKS and action.masked_by(shape):
-        return ObsSpec("mask", shape, dtype)
-    if isinstance(space, gymnasium.spaces.Discrete):
-        return ObsSpec("discrete", shape, dtype, int(space.n) + int(space.start))
-    if is_minigrid and name == "image":
-        return ObsSpec("codes", shape, dtype, MINIGRID_CODES)
-    if len(shape) > 1 and isinstance(space, gymnasium.spaces.Box) and np.issubdtype(space.dtype, np.integer):
-        low, high = int(space.low.min()), int(space.high.max())
-        if 2 < high - low + 1 <= MOST_CODES:
-            return ObsSpec("codes", shape, dtype, high - low + 1, low)
-    if dtype == "uint8":  # pictures have two long sides
-        return ObsSpec("image" if len(shape) == 3 and sorted(shape)[1] >= 32 else "bytes", shape, dtype)
-    return ObsSpec("vector", shape, dtype)
-
-
-MASKS = ("action_mask", "legal_action_mask")  # what an entry that says which actions are legal is called
-MOST_CODES = 32  # integers of a grid that can have more values than these are quantities
-MINIGRID_CODES = 11  # objects; fewer colours and states.  Its space says 256, as if these were the bytes of a picture.
-
-
-def _action_spec(space: Any) -> ActionSpec | str:
-    """What actions look like, or why no policy can choose them."""
-    import gymnasium
-
-    if isinstance(space, gymnasium.spaces.Discrete):
-        return choice(int(space.n), int(space.start))
-    if isinstance(space, gymnasium.spaces.MultiBinary):
-        space = gymnasium.spaces.Box(0, 1, space.shape, np.int8)
-    if not isinstance(space, gymnasium.spaces.Box):
-        return f"its actions are {space}, but policies here choose a number, several numbers, or real ones"
-    low, high = (tuple(bound.ravel().tolist()) for bound in (space.low, space.high))
-    if np.issubdtype(space.dtype, np.floating):
-        return ActionSpec("quantities", space.shape, str(space.dtype), (), low, high)
-    counts = tuple(int(b) - int(a) + 1 for a, b in zip(low, high, strict=True))
-    if max(counts) > MOST_CHOICES:
-        return f"one of its actions has {max(counts)} choices, and a policy here tells {MOST_CHOICES} apart at most"
-    return ActionSpec("choices", space.shape, str(space.dtype), counts, low, high)
-
-
-MOST_CHOICES = 2**16
-
-
-def narrowed(x: np.ndarray) -> np.ndarray:
-    """Numbers of 8 bytes as JAX keeps them, of 4; others as they are."""
-    narrow = {"float64": "float32", "int64": "int32", "uint64": "uint32"}.get(str(x.dtype))
-    return x if narrow is None else x.astype(narrow)
 
 
 def _leaves(tree: PyTree, fn: Callable[[np.ndarray], np.ndarray]) -> PyTree:
@@ -164,20 +98,18 @@ def env_spec(e: Experiment) -> EnvSpec:
         )
     if e.max_episode_steps is not None:
         options["max_episode_steps"] = e.max_episode_steps
-    options |= _parse_options(e.env_options)
+    options |= parse_options(e.env_options)
     for reserved in ("num_envs", "batch_size", "seed", "num_threads", "env_type", "reward_clip"):
         if reserved in options:
             raise UsageError(f"env_options: {reserved} is set by Cleanba; use its own flag, or leave it out")
     try:
         probe = _envpool().make(e.env_id, env_type="gymnasium", num_envs=1, seed=[0], **options)
         players = int(probe.config.get("max_num_players", 1))
-        action = (
-            _action_spec(probe.action_space) if players == 1 else f"it has {players} players, who would learn apart"
-        )
+        action = action_spec(probe.action_space) if players == 1 else f"it has {players} players, who would learn apart"
         if isinstance(action, str):
             raise UsageError(f"env_id={e.env_id!r} cannot be learnt: {action}; try CartPole-v1 or HalfCheetah-v5")
         sample, _ = probe.reset()
-        obs = _obs_spec(probe.observation_space, sample, action, is_minigrid="minigrid" in family(e.env_id))
+        obs = obs_spec(probe.observation_space, sample, action, is_minigrid="minigrid" in family(e.env_id))
         arrays = [*probe.spec.state_array_spec.values(), *probe.spec.action_array_spec.values()]
         probe.close()
     except UsageError:
@@ -197,6 +129,19 @@ def env_spec(e: Experiment) -> EnvSpec:
 # EnvPool's XLA interface makes its buffers for the numbers that JAX keeps by itself, of 4 bytes at most, and copies
 # into them what the emulator wrote, of 8 where it says so: beyond their end.  FetchReach-v1's process aborts at once.
 MOST_SCANNED_BYTES = 4
+
+
+@cache
+def opengl() -> bool:
+    """Load the library that MuJoCo draws with, without a display, if it is installed.
+
+    Before EnvPool is: of the copy that EnvPool brings MuJoCo finds nothing, and then ends the process.
+    """
+    try:
+        ctypes.CDLL("libEGL.so.1", mode=ctypes.RTLD_GLOBAL)
+    except OSError:
+        return False
+    return True
 
 
 def told(spec: EnvSpec, obs: PyTree, raw_reward: Any, terminated: Any, truncated: Any, info: dict[str, Any]) -> Step:
@@ -241,6 +186,12 @@ class Envs:
     def __init__(self, spec: EnvSpec, seeds: Sequence[int], num_threads: int = 0, render: bool = False):
         self.num_envs = len(seeds)
         self._spec = spec
+        if render and ".mujoco." in family(spec.env_id):
+            require(
+                opengl(),
+                f"{spec.env_id} is drawn by OpenGL, which needs the system library libEGL.so.1; install it (Debian and "
+                "Ubuntu: apt install libegl1 libegl-mesa0), or leave --video and --capture-video out",
+            )
         drawn = {"render_mode": "rgb_array"} if render else {}
         self._pool: Any = _envpool().make(
             spec.env_id,
@@ -293,23 +244,10 @@ class Envs:
     @property
     def steps_per_second(self) -> float:
         """How many steps are a second of a game played by a person."""
-        return 60 / self._pool.config["frame_skip"] if self._spec.is_atari else _gymnasium_speed(self._spec.env_id)
+        return 60 / self._pool.config["frame_skip"] if self._spec.is_atari else steps_per_second(self._spec.env_id)
 
     def close(self) -> None:
         """Stop the emulators' threads.  May be called twice."""
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.close()
-
-
-def _gymnasium_speed(env_id: str) -> float:
-    """Gymnasium's steps per second of the environment of that name (50 for CartPole); 30 where it knows none."""
-    import gymnasium
-    from gymnasium.envs.registration import load_env_creator
-
-    try:
-        entry = gymnasium.spec(env_id).entry_point
-        made: Any = load_env_creator(entry) if isinstance(entry, str) else entry
-        return float(made.metadata["render_fps"])
-    except (gymnasium.error.Error, ImportError, AttributeError, KeyError, TypeError):
-        return 30.0

@@ -21,8 +21,8 @@ import numpy as np
 from gymnasium.spaces import Box, Discrete, MultiBinary, MultiDiscrete
 
 from cleanba.config import Experiment
-from cleanba.environments.envpool import _action_spec, _gymnasium_speed, _obs_spec, _parse_options
-from cleanba.environments.specs import ActionSpec, EnvSpec, Step, choice, train_reward
+from cleanba.environments.spaces import action_spec, obs_spec
+from cleanba.environments.specs import ActionSpec, EnvSpec, Step, choice, parse_options, train_reward
 from cleanba.environments.worker import (
     Arrays,
     Game,
@@ -73,7 +73,7 @@ def kind(env_id: str) -> str:
     """What kind of environment this is, by which defaults are chosen: "continuous" or "other"."""
     try:
         env = Game(env_id.removeprefix(PREFIX), {}).make()
-        action = _action_spec(env.action_space)
+        action = action_spec(env.action_space)
         env.close()
     except Exception:  # said when it is made for good
         return "other"
@@ -87,7 +87,7 @@ def env_spec(e: Experiment) -> EnvSpec:
         UsageError: Gymnasium knows no such environment, it cannot be made, or no policy here can play it.
     """
     gymnasium.logger.min_level = gymnasium.logger.ERROR
-    options = _parse_options(e.env_options)
+    options = parse_options(e.env_options)
     if "render_mode" in options:
         raise UsageError("env_options: render_mode is set by Cleanba; leave it out, and ask for a film with --video")
     if e.max_episode_steps is not None:
@@ -97,7 +97,7 @@ def env_spec(e: Experiment) -> EnvSpec:
     check_wrappers(e.env_wrappers)
     try:
         env = made.make()
-        action, observation = _action_spec(env.action_space), env.observation_space
+        action, observation = action_spec(env.action_space), env.observation_space
         env.close()
         unseen = [
             space
@@ -111,7 +111,7 @@ def env_spec(e: Experiment) -> EnvSpec:
             )
         probe = gymnasium.vector.SyncVectorEnv([made.make], copy=False)
         sample, _ = probe.reset(seed=[0])
-        obs = _obs_spec(named(observation), named(sample), action)
+        obs = obs_spec(named(observation), named(sample), action)
         probe.step(probe.action_space.sample())  # the checker that is at work here looks at the first step, too
         probe.close()
     except UsageError:
@@ -275,7 +275,7 @@ class Envs:
     @property
     def steps_per_second(self) -> float:
         """How many steps are a second of a game played by a person."""
-        return _gymnasium_speed(game(self._spec).name)
+        return steps_per_second(game(self._spec).name)
 
     def close(self) -> None:
         """End the environments, and the processes that step them.  May be called twice."""
@@ -288,6 +288,18 @@ class Envs:
 
 
 GRACE_SECONDS = 2.0  # for environments to close what they hold
+
+
+def steps_per_second(env_id: str) -> float:
+    """Gymnasium's steps per second of the environment of that name (50 for CartPole); 30 where it knows none."""
+    from gymnasium.envs.registration import load_env_creator
+
+    try:
+        entry = gymnasium.spec(env_id).entry_point
+        made: Any = load_env_creator(entry) if isinstance(entry, str) else entry
+        return float(made.metadata["render_fps"])
+    except (gymnasium.error.Error, ImportError, AttributeError, KeyError, TypeError):
+        return 30.0
 
 
 def layout_of(spec: EnvSpec, num_envs: int) -> Layout:

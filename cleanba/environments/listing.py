@@ -9,6 +9,7 @@ import tyro
 
 from cleanba.config import Experiment, require
 from cleanba.environments import envpool, gymnasium, native
+from cleanba.environments.kinds import env_spec
 from cleanba.environments.specs import ActionSpec, ObsSpec
 from cleanba.errors import Exit, UsageError, closest_names
 from cleanba.rollout import PyTree
@@ -58,9 +59,9 @@ def envs_command(argv: Sequence[str]) -> Exit:
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Whether a name holds the pattern, or has its form."""
+    """Whether a name holds the pattern, or ends in its form."""
     name, pattern = name.lower(), pattern.lower()
-    return pattern in name or fnmatch(name, pattern)
+    return pattern in name or fnmatch(name, f"*{pattern}")
 
 
 def all_families() -> dict[tuple[str, str], list[str]]:
@@ -74,11 +75,8 @@ def all_families() -> dict[tuple[str, str], list[str]]:
 
 def spaces_of(env_id: str) -> str:
     """What an environment shows and takes, or why it cannot be trained here, in one line."""
-    module = gymnasium if ":" in env_id else envpool
-    if env_id.partition(":")[0] in native.SUITES:
-        module = native
     try:
-        spec = module.env_spec(Experiment(env_id=env_id))
+        spec = env_spec(Experiment(env_id=env_id))
     except UsageError as error:
         return f"- {error}"
     return f"{describe(spec.obs)} -> {describe_action(spec.action)}"

@@ -25,8 +25,10 @@ import numpy as np
 from jax import lax
 
 from cleanba.config import Experiment
-from cleanba.environments.envpool import _action_spec, _gymnasium_speed, _obs_spec, _parse_options
-from cleanba.environments.specs import ActionSpec, Compilable, EnvSpec, ObsSpec, Step, choice
+from cleanba.environments.boards import draw_board
+from cleanba.environments.gymnasium import steps_per_second
+from cleanba.environments.spaces import action_spec, obs_spec
+from cleanba.environments.specs import ActionSpec, Compilable, EnvSpec, ObsSpec, Step, choice, parse_options
 from cleanba.environments.worker import find_modules_here, named
 from cleanba.errors import UsageError, closest_names
 from cleanba.rollout import PyTree, heed
@@ -134,7 +136,7 @@ def kind(env_id: str) -> str:
     if env_id.endswith("-MinAtar"):
         return "minatar"
     try:
-        action = _action_spec(space_of(make(env_id, {}), "action_space"))
+        action = action_spec(space_of(make(env_id, {}), "action_space"))
     except Exception:  # said when it is made for good
         return "other"
     return "continuous" if isinstance(action, ActionSpec) and action.kind == "quantities" else "other"
@@ -175,17 +177,17 @@ def env_spec(e: Experiment) -> EnvSpec:
     Raises:
         UsageError: there is no such environment, its library is missing, or no policy here can play it.
     """
-    options = _parse_options(e.env_options)
+    options = parse_options(e.env_options)
     if e.max_episode_steps is not None:
         options["max_episode_steps"] = e.max_episode_steps
     try:
         native = make(e.env_id, options)
-        action = _action_spec(space_of(native, "action_space"))
+        action = action_spec(space_of(native, "action_space"))
         if isinstance(action, str):
             raise UsageError(f"env_id={e.env_id!r} cannot be learnt: {action}; try gymnax:CartPole-v1")
         functions = _functions(e.env_id, Options(options), action, bool(e.reward_clip))
         sample = jax.eval_shape(functions.reset, np.zeros(1, np.int32))[1]
-        obs = as_planes(e.env_id, _obs_spec(space_of(native, "observation_space"), sample, action))
+        obs = as_planes(e.env_id, obs_spec(space_of(native, "observation_space"), sample, action))
     except UsageError:
         raise
     except Exception as error:  # an environment may raise anything
@@ -208,7 +210,7 @@ def shown(env_id: str, obs: PyTree) -> PyTree:
     if env_id.endswith("-MinAtar"):
         return obs.astype(bool)
     if env_id.startswith("craftax:") and "Pixels" in env_id:
-        return (obs * 255).astype(jnp.uint8)
+        return jnp.round(obs * 255).astype(jnp.uint8)
     return named(obs)
 
 
@@ -249,7 +251,7 @@ class Options(dict):
 
 
 @cache
-def _functions(env_id: str, options: Options, action_spec: ActionSpec, clip_reward: bool) -> Functions:
+def _functions(env_id: str, options: Options, takes: ActionSpec, clip_reward: bool) -> Functions:
     native = make(env_id, options)
     env, params = native
     truncates, endless = getattr(env, "is_truncated", None), params
@@ -276,7 +278,7 @@ def _functions(env_id: str, options: Options, action_spec: ActionSpec, clip_rewa
     def step(block: Block, action: Any) -> tuple[Block, Step]:
         t = block.t + 1
         key = jax.vmap(jax.random.fold_in)(block.key, t)
-        taken = action_spec.for_environment(action)
+        taken = takes.for_environment(action)
         state, obs, raw, terminated, truncated = jax.vmap(advance)(key, block.state, taken)
 
         def with_fresh() -> tuple[PyTree, PyTree]:
@@ -335,7 +337,7 @@ class Envs:
     def steps_per_second(self) -> float:
         """How many steps are a second of a game played by a person."""
         name = self._spec.env_id.partition(":")[2]
-        return 10.0 if self._spec.env_id.startswith("craftax:") or "MinAtar" in name else _gymnasium_speed(name)
+        return 10.0 if self._spec.env_id.startswith("craftax:") or "MinAtar" in name else steps_per_second(name)
 
     def close(self) -> None:
         """There is nothing to stop."""
@@ -346,27 +348,15 @@ def picture(native: Native, spec: EnvSpec, state: PyTree, obs: PyTree) -> np.nda
     if hasattr(native.env, "render"):
         return np.asarray(native.env.render(state, native.params)).astype(np.uint8)
     if spec.env_id.startswith("craftax:"):
-        return craftax_picture(spec.env_id, state)
+        return np.asarray(craftax_renderer("Classic" in spec.env_id)(state)).clip(0, 255).astype(np.uint8)
     boards = [np.asarray(x) for x in jax.tree.leaves(obs)]
     board = boards[0] if boards[0].ndim == 3 else np.concatenate([x.ravel() for x in boards])[None, :, None]
     return draw_board(board)
 
 
-def craftax_picture(env_id: str, state: PyTree) -> np.ndarray:
-    """Craftax's own picture.  [H, W, 3] uint8."""
-    where = "craftax_classic" if "Classic" in env_id else "craftax"
-    constants = import_module(f"craftax.{where}.constants")
-    renderer = import_module(f"craftax.{where}.renderer")
-    pixels = renderer.render_craftax_pixels(state, constants.BLOCK_PIXEL_SIZE_HUMAN)
-    return np.asarray(pixels).clip(0, 255).astype(np.uint8)
-
-
-def draw_board(board: np.ndarray) -> np.ndarray:
-    """Planes [H, W, C] of numbers: each plane has a colour, its largest number the brightest.  [H, W, 3] uint8."""
-    height, width, count = board.shape
-    drawn = np.zeros((height, width, 3))
-    for c in range(count):
-        plane = np.abs(board[..., c].astype(float))
-        colour = [0.55 + 0.45 * np.cos(2 * np.pi * (c / count + third / 3)) for third in range(3)]
-        drawn = np.maximum(drawn, (plane / max(plane.max(), 1e-8))[..., None] * colour)
-    return (drawn * 255).astype(np.uint8)
+@cache
+def craftax_renderer(classic: bool) -> Callable[[PyTree], Any]:
+    """Craftax's own picture of a state, [H, W, 3] numbers up to 255."""
+    where = "craftax_classic" if classic else "craftax"
+    size = require_library(f"craftax.{where}.constants").BLOCK_PIXEL_SIZE_HUMAN
+    return jax.jit(require_library(f"craftax.{where}.renderer").make_craftax_pixel_renderer(size))

@@ -1,12 +1,14 @@
 """What environments look like and what a step of them delivers, whoever makes them."""
 
+import ast
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from cleanba.errors import UsageError
 from cleanba.rollout import PyTree
 
 
@@ -129,3 +131,17 @@ class Compilable(NamedTuple):
 def train_reward(spec: EnvSpec, raw: Any) -> Any:
     """What is trained on: the raw reward, clipped to [-1, 1] if the experiment clips.  [...] -> [...]."""
     return raw.clip(-1.0, 1.0) if spec.clip_reward else raw
+
+
+def parse_options(options: Sequence[str]) -> dict[str, Any]:
+    """The words of --env-options -> names and values.  Raises `UsageError` for one of another form."""
+    parsed = {}
+    for option in options:
+        name, eq, value = option.partition("=")
+        if not eq or not name.isidentifier():
+            raise UsageError(f"env_options={option!r} must have the form name=value; try --env-options frame_skip=2")
+        try:
+            parsed[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            parsed[name] = value
+    return parsed
