@@ -2,6 +2,7 @@
 
 import os
 import time
+from pathlib import Path
 
 import gymnasium
 import numpy as np
@@ -41,6 +42,8 @@ class Faulty(gymnasium.Env):
             os._exit(7)
         if self.steps == self.at and self.fault == "hang":
             time.sleep(10_000)
+        if self.steps == self.at and self.fault == "spin" and "CLEANBA_TEST" in os.environ:
+            Path(os.environ["CLEANBA_TEST"], f"{os.getpid()}.spins").touch()
         while self.steps == self.at and self.fault == "spin":
             sum(range(10**9))  # compiled code that looks at no signal
         return self.look(), 1.0, self.steps == 9, False, {}

@@ -238,8 +238,11 @@ def test_nothing_is_left_behind_however_a_run_ends(fault, ended_by, code, tmp_pa
     deadline = time.monotonic() + 100
     while len(processes_with(mark)) < 5 and time.monotonic() < deadline:  # it, and two workers of each actor
         time.sleep(0.2)
+    spinning = lambda: len(list(tmp_path.glob("*.spins"))) > 2  # the first looked whether seeds are followed
+    while fault == "spin" and not spinning() and time.monotonic() < deadline:
+        time.sleep(0.1)
     if ended_by is not None:
-        time.sleep(2)
+        time.sleep(1)
         os.kill(run.pid, ended_by)
     ended = finish(run)
     assert ended.code == code, ended.err

@@ -109,7 +109,7 @@ def env_spec(e: Experiment) -> EnvSpec:
             raise UsageError(
                 f"env_id={e.env_id!r} cannot be learnt: {why}; --env-wrappers module:function may change it"
             )
-        probe = gymnasium.vector.SyncVectorEnv([made.make], copy=False)
+        probe: Any = gymnasium.vector.SyncVectorEnv([made.make], copy=False)
         sample, _ = probe.reset(seed=[0])
         obs = obs_spec(named(observation), named(sample), action)
         probe.step(probe.action_space.sample())  # the checker that is at work here looks at the first step, too

@@ -42,7 +42,7 @@ def action_spec(space: Any) -> ActionSpec | str:
     if isinstance(space, gymnasium.spaces.MultiBinary):
         space = gymnasium.spaces.Box(0, 1, space.shape, np.int8)
     if isinstance(space, gymnasium.spaces.MultiDiscrete):
-        space = gymnasium.spaces.Box(space.start, space.start + space.nvec - 1, space.shape, space.dtype)
+        space = gymnasium.spaces.Box(space.start, space.start + space.nvec - 1, space.shape, np.int64)
     if not isinstance(space, gymnasium.spaces.Box):
         return f"its actions are {space}, but policies here choose a number, several numbers, or real ones"
     low, high = (tuple(bound.ravel().tolist()) for bound in (space.low, space.high))

@@ -100,7 +100,7 @@ class Part:
         self._arrays = arrays
         make = lambda: game.make(disable_env_checker=True, **more)
         count = len(arrays.reward)
-        self._envs = SyncVectorEnv([make] * count, copy=False, autoreset_mode=AutoresetMode.NEXT_STEP)
+        self._envs: Any = SyncVectorEnv([make] * count, copy=False, autoreset_mode=AutoresetMode.NEXT_STEP)
 
     def reset(self, seeds: Sequence[int]) -> None:
         """Start all of them afresh, each with its seed."""
