@@ -3,7 +3,7 @@
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help train test lint lock clean
+.PHONY: help train test bench lint lock clean
 MAKEFLAGS += --no-print-directory
 
 # Small enough for a laptop without a GPU; `make train ARGS="--seed 2"` adds to them, ARGS winning.
@@ -22,6 +22,9 @@ train: .venv/.run-ready ## train PPO on Breakout for 100,000 steps; ARGS adds fl
 
 test: .venv/.dev-ready ## run the tests; ARGS goes to pytest (ARGS="-m 'not slow'", ARGS=-n0)
 	@.venv/bin/python -m pytest -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
+
+bench: .venv/.run-ready ## measure speed on CPUs: 15 minutes, a table and JSON in benchmarks/results/
+	@.venv/bin/python benchmarks/bench.py
 
 lint: .venv/.dev-ready ## check style, format, types, and that imports run downwards
 	@.venv/bin/python -m ruff check .

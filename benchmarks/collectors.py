@@ -14,9 +14,10 @@ import tyro
 from machine import save
 
 from cleanba.algorithms import ppo
-from cleanba.environments.envpool import Envs, env_spec, threads_per_actor
+from cleanba.environments.envpool import Envs, env_spec
+from cleanba.environments.kinds import threads_per_actor
 from cleanba.runtime.channels import Stop
-from cleanba.runtime.collect import Collector, ScannedCollector, SteppedCollector, Times, make_steppers
+from cleanba.runtime.collect import Collector, ScannedCollector, Scans, SteppedCollector, Times, make_steppers
 from cleanba.seeds import action_numbers, env_seed
 
 
@@ -75,7 +76,7 @@ def measure(s: Setting, rounds: int) -> dict[str, Any]:
     params = jax.device_put(algorithm.actor_params(algorithm.init(jax.random.key(0))), device)
     collectors: dict[str, Collector] = {
         "stepped": SteppedCollector(algorithm, make_steppers(algorithm, s.steps), s.steps, device, Stop()),
-        "scanned": ScannedCollector(algorithm, s.steps, device, Stop()),
+        "scanned": ScannedCollector(algorithm, s.steps, device, Stop(), Scans(algorithm, s.steps)),
     }
     seconds: dict[str, list[float]] = {name: [] for name in collectors}
     compile_seconds, executed = {}, {name: 0 for name in collectors}

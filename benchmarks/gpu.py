@@ -131,7 +131,7 @@ def speed(part: Part) -> dict[str, Any]:
     from throughput import Parts, steps_per_second
 
     from cleanba.config import Experiment, Placement
-    from cleanba.environments.envpool import threads_per_actor
+    from cleanba.environments.kinds import threads_per_actor
     from cleanba.recipes import RECIPES
 
     recipe = RECIPES[part.algorithm]

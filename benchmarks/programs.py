@@ -8,9 +8,10 @@ import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
 from cleanba.algorithm import Algorithm
+from cleanba.algorithms.off_policy import OffPolicyActorCritic
 from cleanba.config import Experiment, Partition
 from cleanba.environments.envpool import env_spec
-from cleanba.environments.specs import EnvSpec, Step
+from cleanba.environments.specs import ActionSpec, EnvSpec, Step
 from cleanba.recipes import Recipe
 from cleanba.rollout import PyTree
 from cleanba.runtime.collect import Recording, ScanState, blank, make_scan, make_steppers
@@ -54,11 +55,13 @@ def make(recipe: Recipe, fields: dict[str, Any], learners: int, platform: str) -
     Raises:
         UsageError: the fields do not fit each other, or not the algorithm.
     """
-    e = recipe.settings(fields.get("env_id", Experiment.env_id))
-    e = replace(e, **{"num_actors": 2, "num_shards": learners, **fields})
+    fields = {"env_id": Experiment.env_id, "num_actors": 2, "num_shards": learners, **fields}
+    e = replace(recipe.settings(fields["env_id"]), **fields)
     partition = Partition(e.num_envs, e.num_actors, e.num_shards, 1, learners)
     recipe.check(e, partition)
     spec = env_spec(e)
+    if isinstance(e, OffPolicyActorCritic):  # whose actions these games do not take
+        spec = spec._replace(given_action=ActionSpec("quantities", (6,), "float32", (), (-1.0,) * 6, (1.0,) * 6))
     return Program(e, partition, spec, recipe.make(e, spec, platform))
 
 

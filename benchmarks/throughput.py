@@ -18,7 +18,8 @@ import numpy as np
 import tyro
 
 from cleanba.config import Experiment, Partition, Placement, resolve
-from cleanba.environments.envpool import Envs, env_spec, threads_per_actor
+from cleanba.environments.envpool import Envs, env_spec
+from cleanba.environments.kinds import threads_per_actor
 from cleanba.recipes import RECIPES, Recipe
 from cleanba.runtime.channels import Stop
 from cleanba.runtime.collect import SteppedCollector, Times, make_steppers
@@ -97,7 +98,10 @@ class Parts:
         self._turn = [0] * len(self.actors)
         self.open_pools(threads_per_actor(len(self.actors)))
         rng, per_actor = np.random.default_rng(0), self.partition.envs_per_actor
-        self._random_actions = rng.integers(0, self.spec.num_actions, (997, per_actor)).astype(np.int32)
+        if self.spec.action.kind == "quantities":
+            self._random_actions = rng.uniform(-1, 1, (997, per_actor, *self.spec.action.shape))
+        else:
+            self._random_actions = rng.integers(0, self.spec.num_actions, (997, per_actor)).astype(np.int32)
 
         state = self.learner.init()
         self.params = self.learner.publish(self.learner.local(self.algorithm.actor_params(state)))

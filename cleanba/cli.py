@@ -24,6 +24,7 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "eval": Command("play complete episodes with a trained agent", "cleanba.agents.evaluate:eval_command"),
+    "envs": Command("list the environments that can be trained here", "cleanba.environments.listing:envs_command"),
     "ls": Command("list runs", "cleanba.runs.listing:ls_command"),
     "resume": Command("go on with a run, on the same placement or another", "cleanba.launch:resume_command"),
     "diff": Command("tell whether two runs trained the same bits", "cleanba.runs.diff:diff_command"),

@@ -21,7 +21,8 @@ class Experiment:
     """What is trained: together these decide every bit of the trained parameters."""
 
     env_id: str = "Breakout-v5"
-    """EnvPool environment"""
+    """EnvPool's environment of that name; gymnasium:Name-v0 or package:Name-v0 for Gymnasium's, gymnax:Name for one
+    in JAX (`cleanba envs` lists them)"""
     seed: int = 1
     """seed of environments, parameters, actions and minibatches"""
     total_timesteps: int = 50_000_000
@@ -53,17 +54,18 @@ class Experiment:
     reward_clip: bool | None = None
     """clip training rewards to [-1, 1]; reported returns stay raw (None: for Atari only)"""
     env_options: tuple[str, ...] = ()
-    """further EnvPool options, as name=value (frame_skip=2 noop_max=1)"""
+    """what the environment is made with, as name=value (EnvPool: frame_skip=2 noop_max=1)"""
+    env_wrappers: tuple[str, ...] = ()
+    """Gymnasium: functions from environment to environment, as module:function, called in this order"""
 
-    learning_rate: float = 2.5e-4
-    """optimiser's step size at the start"""
     anneal_lr: bool = True
     """decrease the learning rate linearly to 0 over the run"""
     gamma: float = 0.99
     """discount per step"""
 
-    network: Literal["auto", "nature", "impala", "mlp"] = "auto"
-    """torso: Nature CNN, IMPALA ResNet, MLP; auto takes IMPALA for images and MLP otherwise"""
+    network: Literal["auto", "nature", "impala", "minatar", "mlp"] = "auto"
+    """torso: Nature CNN, IMPALA ResNet, MinAtar CNN, MLP; auto takes IMPALA for images, MinAtar's for boards of planes,
+    and MLP otherwise"""
     channels: tuple[int, ...] = (16, 32, 32)
     """channels of the IMPALA ResNet's sections"""
     hiddens: tuple[int, ...] = (256,)
@@ -72,6 +74,8 @@ class Experiment:
     """memory between torso and heads"""
     lstm_size: int = 256
     """units of the LSTM"""
+    forget_bias: float = 0.0
+    """what the LSTM's forget gates begin with: 0 halves what is remembered in every step, 2 keeps 7/8 of it"""
     deterministic: bool = True
     """the same bits every time: GPU kernels that add in order, a fixed number of CPU threads (docs/determinism.md)"""
     dtype: Literal["float32", "tensorfloat32", "bfloat16"] = "float32"
@@ -93,6 +97,8 @@ class Experiment:
 class PolicyGradient(Experiment):
     """What an actor-critic that learns from each rollout once has besides."""
 
+    learning_rate: float = 2.5e-4
+    """optimiser's step size at the start"""
     ent_coef: float = 0.01
     """weight of the entropy bonus"""
     vf_coef: float = 0.5
@@ -128,6 +134,9 @@ class Placement:
     """this process's devices that act, by local index"""
     learner_device_ids: tuple[int, ...] = (0,)
     """this process's devices that learn, by local index"""
+    env_workers: int | None = None
+    """Gymnasium: processes that step each actor's environments (None: this process's cores, shared out among its
+    actors; 0: the actor's own thread)"""
     distributed: bool = False
     """one of several processes; peers are found through Slurm, Open MPI or Kubernetes, or by the next three flags"""
     coordinator_address: str | None = None
@@ -164,6 +173,8 @@ class Run:
     """complete episodes in each of these evaluations"""
     eval_device_id: int | None = None
     """device that acts in them, by local index (None: the last one that acts in training)"""
+    profile: int = 0
+    """updates to record with JAX's profiler, from the third on, in the run's profile/ (docs/performance.md)"""
     capture_video: bool = False
     """film an episode when the run is finished (an MP4 in the run's videos/)"""
     track: bool = False
@@ -215,7 +226,7 @@ def _check_numbers(e: Experiment) -> None:
         if f.name not in ("seed", "total_timesteps"):
             for n in value if isinstance(value, tuple) else (value,):
                 require(not isinstance(n, int) or n <= most, f"{f.name}={n} is too large; it can be {most} at most")
-    for name in ("learning_rate", "max_grad_norm"):
+    for name in ("learning_rate", "policy_lr", "q_lr", "max_grad_norm"):
         value = getattr(e, name, 1.0)
         require(0 < value < float("inf"), f"{name}={value} must be positive; set {_flag(name)} above 0")
     for name in ("gamma", "repeat_action_probability"):

@@ -4,7 +4,7 @@ import json
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
@@ -18,7 +18,7 @@ from cleanba.agents.beside import Evaluations
 from cleanba.agents.hub import push, require_login
 from cleanba.algorithm import Algorithm
 from cleanba.config import Experiment, Partition, Placement, Run, from_json, require, require_same, to_json
-from cleanba.environments.envpool import env_spec
+from cleanba.environments.kinds import env_spec, warnings
 from cleanba.environments.specs import EnvSpec
 from cleanba.errors import Exit, Failure, Interrupted, UsageError
 from cleanba.files import Json, read_json, write_json
@@ -33,6 +33,7 @@ from cleanba.runs.directory import (
 )
 from cleanba.runs.log import rewind
 from cleanba.runtime.checkpoint import Checkpoints, Saved, save_model, updates_kept
+from cleanba.runtime.compiled import keep_compiled
 from cleanba.runtime.learner import abstract_block, memory_shapes
 from cleanba.runtime.memory import require_room
 from cleanba.runtime.metrics import Display, Status, Writers, duration
@@ -45,6 +46,7 @@ from cleanba.runtime.placement import (
     make_deterministic,
     set_precision,
 )
+from cleanba.runtime.profile import Profile
 from cleanba.runtime.train import Outcome, make_training, run_training
 
 
@@ -53,6 +55,7 @@ def train_command(recipe: Recipe, argv: Sequence[str], default: Config | None = 
     config = parse(recipe, argv, default)
     if config.experiment.deterministic:
         make_deterministic()
+    keep_compiled()
     set_precision(config.experiment.dtype)
     initialise(config.placement)
     if not config.placement.distributed:
@@ -95,9 +98,10 @@ def train(recipe: Recipe, config: Config, peers: Peers | None = None) -> Exit:
         announce(job, saved, display)
         training = make_training(
             job.algorithm, job.experiment, job.partition, job.devices, job.spec, run.log_frequency,
-            checkpoints=checkpoints, saved=saved, stall_timeout=run.stall_timeout, grace_period=run.grace_period,
+            checkpoints=checkpoints, saved=saved, env_workers=config.placement.env_workers,
+            stall_timeout=run.stall_timeout, grace_period=run.grace_period,
             stop_on_nonfinite=run.on_nonfinite == "stop",
-            after_update=office.evaluations.after_update if office else None,
+            after_update=office.after_update(display) if office else None,
         )  # fmt: skip
         log = office.log if office else lambda update, global_step, seconds, values: None
         outcome = run_training(training, display, status, log, peers)
@@ -183,6 +187,7 @@ class Office:
         self._lock = lock(job.run_dir)
         self._opened = open_run(job.run_dir, job.recipe.name, job.experiment, job.config.placement, self._run)
         self._writers: Writers | None = None
+        self._profile = Profile(job.run_dir / "profile", self._run.profile)
 
     def begin(self, saved: Saved | None, display: Display) -> None:
         """The run begins, or goes on from a checkpoint."""
@@ -201,6 +206,20 @@ class Office:
         self.evaluations.log(self._writers, seconds)
         self._writers.write(update, global_step, seconds, values)
 
+    def after_update(self, display: Display) -> Callable[[int, int, PyTree], None] | None:
+        """What is to be called after every update; None if nothing is."""
+        consider = self.evaluations.after_update
+        if not self._run.profile:
+            return consider
+
+        def both(update: int, global_step: int, params: PyTree) -> None:
+            if consider is not None:
+                consider(update, global_step, params)
+            if where := self._profile.after_update():
+                display.say(where)
+
+        return both
+
     def finish(self, outcome: Outcome, status: Status, display: Display) -> None:
         """The training is finished: evaluate and film its last version, as the flags say."""
         assert self._writers is not None
@@ -212,8 +231,9 @@ class Office:
         status.phase = "training"
 
     def close_logs(self) -> None:
-        """End what still plays, and close the logs."""
+        """End what still plays and what is recorded, and close the logs."""
         self.evaluations.close()
+        self._profile.close()
         if self._writers is not None:
             self._writers.close()
 
@@ -283,6 +303,8 @@ def announce(job: Job, saved: Saved | None, display: Display) -> None:
         f"{list(place.learner_device_ids)}, {processes} process{'es' if processes > 1 else ''}\n"
         f"run: {job.run_dir}"
     )
+    for warning in warnings(job.spec) if job.devices.is_main else ():
+        display.say(f"warning: {warning}")
     if saved is not None:
         display.say(f"going on after update {saved.update}, step {saved.counters['global_step']:,}")
 

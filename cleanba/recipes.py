@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 import tyro
 
 from cleanba.algorithm import Algorithm
-from cleanba.algorithms import dqn, impala, ppo
+from cleanba.algorithms import dqn, impala, ppo, sac, td3
 from cleanba.config import (
     Experiment,
     Partition,
     Placement,
+    PolicyGradient,
     Run,
     differences,
     from_json,
@@ -21,7 +22,7 @@ from cleanba.config import (
     resolve,
     to_json,
 )
-from cleanba.environments.envpool import kind
+from cleanba.environments.kinds import kind, why_unscannable
 from cleanba.environments.specs import EnvSpec
 
 
@@ -49,9 +50,12 @@ class Recipe(NamedTuple):
     defaults: Callable[[str], Experiment] | None = None
     """kind of environment -> the settings where no flag says otherwise; None if one kind is as another"""
 
-    def settings(self, env_id: str) -> Experiment:
-        """The settings for an environment where no flag says otherwise."""
-        return self.defaults(kind(env_id)) if self.defaults else self.experiment()
+    def settings(self, env_id: str, core: str = "none") -> Experiment:
+        """The settings for an environment, with a core or none, where no flag says otherwise."""
+        e = self.defaults(kind(env_id)) if self.defaults else self.experiment()
+        if core != "none" and isinstance(e, PolicyGradient) and e.num_minibatches > e.num_envs:
+            e = replace(e, num_minibatches=PolicyGradient.num_minibatches)  # they hold whole environments
+        return e
 
 
 RECIPES = {
@@ -79,6 +83,22 @@ RECIPES = {
         dqn.make,
         Play(greedy=True, epsilon=0.05),  # as CleanRL evaluates it; a policy without chance may run in circles
         dqn.defaults,
+    ),
+    "sac": Recipe(
+        "sac",
+        "train with soft actor-critic and replay",
+        sac.SAC,
+        sac.check,
+        sac.make,
+        Play(greedy=True),
+    ),
+    "td3": Recipe(
+        "td3",
+        "train with twin delayed deep deterministic policy gradients and replay",
+        td3.TD3,
+        td3.check,
+        td3.make,
+        Play(greedy=True),
     ),
 }
 
@@ -121,11 +141,12 @@ def parse(recipe: Recipe, argv: Sequence[str], default: Config | None = None) ->
         name = earlier_recipe.name
         require(name == recipe.name, f"--experiment {source} is a run of {name}; use `cleanba {name}`")
         default = form(experiment=experiment)
+    chosen = word_after("--env-id", argv) or recipe.experiment.env_id, word_after("--core", argv) or "none"
     parsed: Any = tyro.cli(
         form,
         args=argv,
         prog=f"cleanba {recipe.name}",
-        default=default or form(experiment=recipe.settings(word_after("--env-id", argv) or recipe.experiment.env_id)),
+        default=default or form(experiment=recipe.settings(*chosen)),
         config=(tyro.conf.OmitArgPrefixes,),
     )
     if default is not None:
@@ -171,9 +192,10 @@ def with_collector(e: Experiment, asked: str | None, spec: EnvSpec) -> Experimen
     """
     require(
         asked != "scanned" or spec.scannable,
-        f"collector=scanned would corrupt memory: {spec.env_id} has numbers of 8 bytes, which EnvPool's XLA interface "
-        "writes into room for 4; use --collector stepped, or leave it out",
+        f"collector=scanned {why_unscannable(spec)}; use --collector stepped, or leave it out",
     )
+    if spec.on_device and asked is None:
+        return replace(e, collector="scanned")
     return e if spec.scannable else replace(e, collector="stepped")
 
 
@@ -215,8 +237,11 @@ def fit(recipe: Recipe, config: Config, processes: int, platform: str = "") -> t
         f"try --total-timesteps {(2**31 - 1) * e.transitions_per_update}",
     )
     run = config.run
+    workers = config.placement.env_workers
+    require(workers is None or workers >= 0, f"env_workers={workers} must not be negative; 0 means no processes")
     require(run.log_frequency >= 1, f"log_frequency={run.log_frequency} must be at least 1")
     require(run.keep_checkpoints >= 1, f"keep_checkpoints={run.keep_checkpoints} must be at least 1")
+    require(run.profile >= 0, f"profile={run.profile} must not be negative; 0 records nothing")
     require(run.stall_timeout >= 1, f"stall_timeout={run.stall_timeout} must be at least 1 (seconds); inf means never")
     require(0 <= run.grace_period <= 1e6, f"grace_period={run.grace_period} must lie in [0, 1e6]; 0 means at once")
     recipe.check(e, partition)

@@ -8,7 +8,13 @@ import numpy as np
 
 from cleanba.errors import UsageError
 
-USES = {"init": 0, "act": 1, "update": 2, "evaluate": 3}  # what a key is used for, as a number to fold in
+USES = {
+    "init": 0,
+    "act": 1,
+    "update": 2,
+    "evaluate": 3,
+    "environment": 4,
+}  # what a key is used for, as a number to fold in
 
 
 def env_seed(seed: int, env: int, epoch: int, num_envs: int) -> int:
@@ -58,6 +64,11 @@ def update_key(seed: int, update: int | jax.Array) -> jax.Array:
 def evaluation_key(seed: int, epoch: int) -> jax.Array:
     """The key of an evaluation; steps fold their number in."""
     return jax.random.fold_in(_key(seed, "evaluate"), epoch)
+
+
+def environment_key(seed: int | jax.Array) -> jax.Array:
+    """The key of an environment in JAX, from the seed that `env_seed` made; steps fold their number in."""
+    return _key(seed, "environment")
 
 
 def _key(seed: int | jax.Array, use: str) -> jax.Array:

@@ -20,7 +20,7 @@ from cleanba import cli
 from cleanba.algorithm import Algorithm
 from cleanba.algorithms import ppo
 from cleanba.config import Experiment, Partition, Placement, resolve
-from cleanba.environments.envpool import env_spec
+from cleanba.environments.kinds import env_spec
 from cleanba.environments.specs import EnvSpec
 from cleanba.runtime.metrics import Display, Status
 from cleanba.runtime.placement import find_devices, make_deterministic

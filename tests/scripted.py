@@ -97,6 +97,44 @@ class ScriptedEnvs:
         self.closed += 1
 
 
+CELLS, LEFT_PAYS, RIGHT_PAYS = 6, 0.3, 1.0
+
+
+class Corridors:
+    """B corridors of CELLS cells, entered anywhere; 0 steps left, 1 right, and who leaves is paid by which end it was.
+
+    An observation is the cell, one-hot.  An episode is cut off after `limit` steps.
+    """
+
+    spec = EnvSpec("Corridor-v0", ObsSpec("vector", (CELLS,), "float32"), 2, False, False, {})
+
+    def __init__(self, seeds: Sequence[int], epoch: int, limit: int = 3):
+        self.num_envs, self.limit = len(seeds), limit
+        self._rng = np.random.default_rng([*seeds, epoch])
+
+    def _obs(self) -> np.ndarray:
+        return np.eye(CELLS, dtype=np.float32)[self._cell.clip(0, CELLS - 1)]
+
+    def reset(self) -> np.ndarray:
+        self._cell = self._rng.integers(CELLS, size=self.num_envs)
+        self._steps = np.zeros(self.num_envs, int)
+        self._done = np.zeros(self.num_envs, bool)
+        return self._obs()
+
+    def step(self, action: np.ndarray) -> Step:
+        ignored = self._done
+        self._cell = np.where(ignored, self._rng.integers(CELLS, size=self.num_envs), self._cell + 2 * action - 1)
+        self._steps = np.where(ignored, 0, self._steps + 1)
+        reward = np.float32(np.select([self._cell < 0, self._cell == CELLS], [LEFT_PAYS, RIGHT_PAYS], 0.0))
+        terminated = (self._cell < 0) | (self._cell == CELLS)
+        truncated = ~terminated & (self._steps == self.limit)
+        self._done = terminated | truncated
+        return Step(self._obs(), reward, reward, terminated, truncated, self._done)
+
+    def close(self) -> None:
+        pass
+
+
 class Scripts:
     """Makes scripted environments for a run, and remembers which it made."""
 

@@ -68,3 +68,13 @@ def slow_vtrace(d: Data, gamma, lam=1.0, rho_bar=1.0, c_bar=1.0, pg_rho_bar=None
         weight = min(rho_bar if pg_rho_bar is None else pg_rho_bar, ratio[s, b])
         advantage[s, b] = weight * (d.reward[s, b] + gamma * v_next - d.value[s, b])
     return v, advantage
+
+
+def slow_corrected_gae(d: Data, gamma: float, lam: float) -> tuple[np.ndarray, np.ndarray]:
+    """A_s = sum_t (gamma lam)^{t-s} (prod_{s < i <= t} rho_i) delta_t, rho_i = min(1, ratio_i) -> V + rho A, A."""
+    rho, advantage = np.minimum(1, np.exp(d.log_ratio)), np.zeros_like(d.reward)
+    for s, b in np.argwhere(d.valid):
+        for t in range(s, last_step(d, s, b) + 1):
+            delta = d.reward[t, b] + gamma * value_after(d, t, b) - d.value[t, b]
+            advantage[s, b] += (gamma * lam) ** (t - s) * np.prod([rho[i, b] for i in range(s + 1, t + 1)]) * delta
+    return d.value[:-1] + rho * advantage, advantage

@@ -99,3 +99,19 @@ def test_so_many_steps_at_once_as_fit_into_the_budget(steps, envs):
     assert 1 <= n <= steps
     assert (n - 1) * envs * image <= batches.AT_ONCE  # even parts: rounded up, by less than a step
     assert n == steps or 2 * n * envs * image > batches.AT_ONCE
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 64, 1000, 4096, 15_360, 2**20 + 1])
+def test_shuffled_holds_every_number_once_in_an_order_of_its_key(size):
+    one, same, other = (np.asarray(batches.shuffled(jax.random.key(seed), size)) for seed in (1, 1, 2))
+    np.testing.assert_array_equal(np.sort(one), np.arange(size))
+    np.testing.assert_array_equal(one, same)
+    assert size < 64 or (one != other).mean() > 0.9
+
+
+def test_every_order_is_equally_likely():
+    orders = np.asarray(jax.vmap(lambda key: batches.shuffled(key, 4))(jax.random.split(jax.random.key(0), 24_000)))
+    counts = np.unique(orders @ 5 ** np.arange(4), return_counts=True)[1]
+    assert (
+        len(counts) == 24 and ((counts - 1000) ** 2 / 1000).sum() < 49.7
+    )  # chi-squared, 23 degrees: one in a thousand

@@ -1,18 +1,22 @@
-"""The benchmarks for GPUs: what they measure fits, every part runs small, and compiled programs are read rightly."""
+"""Benchmarks: parts for GPUs fit and run small, compiled programs are read rightly, variants compared by arithmetic."""
 
 import json
 import sys
+import typing
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from launch import ROOT, finish, python
 
+from cleanba.algorithms.ppo import PPO
 from cleanba.config import Partition, resolve
 from cleanba.recipes import RECIPES
 
 sys.path.append(str(ROOT / "benchmarks"))
 import aot
 import gpu
+import lag
 
 
 def tiny(name: str, **fields) -> gpu.Part:
@@ -152,3 +156,50 @@ def test_cases_grow_with_the_table_of_algorithms():
     assert len(set(names)) == len(names)
     for recipe in RECIPES:
         assert {f"{recipe}-resnet-update", f"{recipe}-mlp-act", f"{recipe}-resnet-8-shards-on-8"} <= set(names)
+
+
+# -------------------------------------------------------------------------------------- what policy lag costs
+
+
+def lag_run(folder: Path, rate: float, variant: str, seed: int, last: float) -> None:
+    """A run as it lies on disk, whose return rises from 10 to `last`."""
+    folder = folder / f"{rate}-{variant}-{seed}"
+    folder.mkdir(parents=True)
+    correction = "none" if variant == lag.SYNCHRONOUS else variant
+    e = dict(algorithm="ppo", env_id="CartPole-v1", learning_rate=rate, update_epochs=4, seed=seed)
+    e |= dict(concurrency=variant != lag.SYNCHRONOUS, lag_correction=correction)
+    (folder / "config.json").write_text(json.dumps({"experiment": e}))
+    row = lambda i, x, kl: dict(update=i, global_step=100 * i, seconds=i) | {
+        "charts/episodic_return": x, "stats/lag_kl": kl, "stats/lag_ratio_max": 2.0, "stats/lag_effective_samples": 0.9
+    }  # fmt: skip
+    rows = [row(1, 10.0, 0.0), row(2, (10 + last) / 2, 0.01), row(3, last, 0.03)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+
+
+def test_lag_compares_variants_over_the_cells_that_all_of_them_have(tmp_path):
+    for seed, noise in ((1, -10), (2, 0), (3, 10)):
+        for rate in (1e-3, 3e-3):
+            lag_run(tmp_path, rate, lag.SYNCHRONOUS, seed, 110 + noise)
+            lag_run(tmp_path, rate, "none", seed, 60 + noise)
+        lag_run(tmp_path, 1e-3, "decoupled", seed, 110 + noise)  # not yet at the other rate
+    cells = lag.by_cell(lag.curves.load([tmp_path]))
+    assert list(cells) == [("CartPole-v1", 1e-3, 4)]
+    found = json.loads(json.dumps(lag.study(cells)))
+    assert found["scores_0_and_1_are_returns"] == {"CartPole-v1": [10.0, 110.0]}
+    iqm = {name: row["iqm"][0] for name, row in found["variants"].items()}
+    assert iqm == pytest.approx({"synchronous": 1.0, "none": 0.5, "decoupled": 1.0})
+    better = {name: row["improvement_over_synchronous"] for name, row in found["variants"].items()}
+    assert better["synchronous"] is None and better["none"][0] == 0.0 and better["decoupled"][0] == 0.5
+    assert found["variants"]["none"]["iqm_along_the_run"][0] == pytest.approx(0.0)
+    assert found["cells"][0]["distance"]["none"]["lag_kl"] == pytest.approx(0.02)  # the first rollout has no lag
+    assert "| none" in lag.tables(found) and lag.draw(found) is not None
+
+
+def test_lag_trains_what_it_says():
+    for env_id in (*lag.ENVIRONMENTS["small"], *lag.ENVIRONMENTS["full"]):
+        words = lag.settings(env_id, "full")
+        e = RECIPES["ppo"].defaults("continuous" if "-v4" in env_id else "other")
+        assert lag.own_rate(env_id) == (e.learning_rate if "-v4" in env_id else 5e-4), env_id
+        assert words.count("--num-envs") <= 1 and "--total-timesteps" in words
+    for name in lag.CORRECTIONS:
+        assert name in typing.get_args(typing.get_type_hints(PPO)["lag_correction"])

@@ -1,7 +1,10 @@
 """Both collectors record the same, and what they record is what the environments did."""
 
+import contextlib
 import threading
 import time
+from collections import Counter
+from collections.abc import Iterator
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -15,7 +18,15 @@ from cleanba.environments.envpool import Envs, env_spec
 from cleanba.environments.specs import EnvSpec
 from cleanba.rollout import EpisodeTracker
 from cleanba.runtime.channels import Closed, Stop
-from cleanba.runtime.collect import Collected, Collector, ScannedCollector, SteppedCollector, Times, make_steppers
+from cleanba.runtime.collect import (
+    Collected,
+    Collector,
+    ScannedCollector,
+    Scans,
+    SteppedCollector,
+    Times,
+    make_steppers,
+)
 from cleanba.seeds import action_key, action_numbers, env_seed
 
 COLLECTORS = ["stepped", "scanned"]
@@ -70,16 +81,17 @@ def environments(case: Case, epoch: int, actor: int = 0) -> Envs:
 def make(name: str, case: Case, stop: Stop | None = None, device: int = 0) -> Collector:
     algorithm, to = prepare(case)[1], jax.local_devices()[device]
     if name == "scanned":
-        return ScannedCollector(algorithm, case.steps, to, stop or Stop())
+        return ScannedCollector(algorithm, case.steps, to, stop or Stop(), Scans(algorithm, case.steps))
     return SteppedCollector(algorithm, make_steppers(algorithm, case.steps), case.steps, to, stop or Stop())
 
 
-def collect(name: str, case: Case, actor: int = 0, device: int = 0) -> list[Collected]:
-    """Rollouts of one epoch, then one of the next, as numpy."""
+def collect(name: str, case: Case, actor: int = 0, device: int = 0, later: int = 1) -> list[Collected]:
+    """Rollouts of one epoch, then one of each `later` one, as numpy."""
     collector = make(name, case, device=device)
     params = jax.device_put(prepare(case)[2], jax.local_devices()[device])
     collected = []
-    for epoch, rollouts in enumerate((case.rollouts, 1)):
+    for epoch, rollouts in enumerate((case.rollouts, *[1] * later)):
+        collector.close()  # first, as actors do
         collector.restart(environments(case, epoch, actor))
         for _ in range(rollouts):
             times = Times()
@@ -94,24 +106,54 @@ def collect(name: str, case: Case, actor: int = 0, device: int = 0) -> list[Coll
 once = cache(collect)
 
 
-@pytest.mark.parametrize("device", [0, 3])
-@pytest.mark.parametrize(
-    "name, compilations", [("stepped", {"step": 1, "start": 1}), ("scanned", {"scan": 2, "new_buffers": 1})]
-)
-def test_nothing_is_compiled_twice(name, compilations, device):
-    """In two rollouts, of one epoch and of the next; buffers that lie elsewhere first would be compiled for, too."""
-    compiled: list[str] = []
+@contextlib.contextmanager
+def compilations() -> Iterator[Counter]:
+    """Counts what is compiled, by name."""
+    compiled: Counter = Counter()
 
     def listen(event: str, duration: float, **about: str) -> None:
         if event.endswith("backend_compile_duration"):
-            compiled.append(about.get("fun_name", ""))
+            compiled[about.get("fun_name", "")] += 1
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
-        collect(name, CASES["cartpole"], device=device)  # two calls a rollout, two pools of environments
+        yield compiled
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
-    assert {what: compiled.count(f"jit({what})") for what in compilations} == compilations
+
+
+@pytest.fixture
+def places(monkeypatch) -> list[bytes]:
+    """Where in memory each pool lay that was scanned."""
+    places, xla = [], Envs.xla
+
+    def noted(envs: Envs) -> Any:
+        compilable = xla(envs)
+        places.append(bytes(compilable.handle))
+        return compilable
+
+    monkeypatch.setattr(Envs, "xla", noted)
+    return places
+
+
+@pytest.mark.parametrize("device", [0, 3])
+@pytest.mark.parametrize("name", COLLECTORS)
+def test_nothing_is_compiled_twice(name, device, places):
+    """In two rollouts, of one epoch and of the next; buffers that lie elsewhere first would be compiled for, too."""
+    with compilations() as compiled:
+        collect(name, CASES["cartpole"], device=device)  # two calls a rollout, two pools of environments
+    expected = (
+        {"step": 1, "start": 1} if name == "stepped" else dict.fromkeys(["scan_pool", "new_buffers"], len(set(places)))
+    )
+    assert {what: compiled[f"jit({what})"] for what in expected} == expected
+
+
+def test_pools_in_one_place_share_compiled_code_and_nothing_else(places):
+    case = CASES["catch"]
+    with compilations() as compiled:
+        scanned = collect("scanned", case, later=9)
+    assert len(places) == 10 and compiled["jit(scan_pool)"] == len(set(places))
+    assert_same(collect("stepped", case, later=9), scanned)
 
 
 @pytest.mark.parametrize("name", COLLECTORS)

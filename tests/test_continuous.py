@@ -1,7 +1,9 @@
 """Real-valued actions and running normalisation: losses against numpy, and every promise with statistics."""
 
+import ctypes.util
 import json
 import shutil
+import signal
 from functools import cache
 
 import jax
@@ -9,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.flatten_util import ravel_pytree
-from launch import command, digests, finished, read_result
+from launch import ROOT, command, digests, finish, finished, python, read_result
 from scipy import stats
 from scripted import Play, Scripts
 from scripted import spec as scripted_spec
@@ -23,6 +25,7 @@ from cleanba.algorithms.normalisation import LIMIT, Normaliser, make_normaliser
 from cleanba.environments.specs import ActionSpec, EnvSpec, ObsSpec, choice
 from cleanba.errors import UsageError
 from cleanba.ops.moments import Moments
+from cleanba.recipes import RECIPES, fit, parse
 from cleanba.rollout import Rollout
 
 PARTS = 2
@@ -126,6 +129,11 @@ def test_policy_and_value_share_nothing_unless_asked():
     assert modules(core="lstm") == {"MLP_0", "MLP_1", "LSTM_0", "LSTM_1", "policy", "value", "log_std"}
 
 
+def test_memories_of_two_torsos_share_no_buffer_as_they_are_donated():
+    carry = jax.tree.leaves(ppo.make(tiny(core="lstm"), SPEC, "cpu").initial_carry(2))
+    assert len({x.unsafe_buffer_pointer() for x in carry}) == len(carry) == 4
+
+
 def test_dqn_refuses_what_is_not_one_choice_in_a_sentence():
     with pytest.raises(UsageError, match="takes 2 numbers at once, but DQN .*; try `cleanba ppo`"):
         dqn.make(dqn.DQN(), SPEC, "cpu")
@@ -219,7 +227,8 @@ def on_one(name: str) -> dict[int, str]:
 
 
 def real(name: str, actors, learners) -> dict[int, str]:
-    e = ppo.PPO(**REAL, update_epochs=2) if name == "ppo" else impala.IMPALA(**REAL)
+    both = dict(update_epochs=2, lag_correction="both")
+    e = ppo.PPO(**REAL, **both) if name == "ppo" else impala.IMPALA(**REAL)
     return digests(e, actors, learners, recipe=ppo if name == "ppo" else impala)
 
 
@@ -234,13 +243,15 @@ def test_other_statistics_end_in_other_bits():
     assert digests(e, (0,), (0,), recipe=ppo) != on_one("ppo")
 
 
+WORDS = "--env-id InvertedDoublePendulum-v5 --num-envs 4 --num-actors 2 --num-shards 2 --num-steps 16 --hiddens 8"
+WORDS += " --num-minibatches 2 --update-epochs 1 --total-timesteps 640 --log-frequency 1 --checkpoint-frequency 3"
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """A run of the command with all defaults of real-valued actions but its size."""
     run_dir = tmp_path_factory.mktemp("runs") / "whole"
-    words = "--env-id InvertedDoublePendulum-v5 --num-envs 4 --num-actors 2 --num-shards 2 --num-steps 16 --hiddens 8"
-    words += " --num-minibatches 2 --update-epochs 1 --total-timesteps 640 --log-frequency 1 --checkpoint-frequency 3"
-    ended = command("ppo", *words.split(), "--keep-checkpoints", "9", "--save-model", "--run-dir", run_dir)
+    ended = command("ppo", *WORDS.split(), "--keep-checkpoints", "9", "--save-model", "--run-dir", run_dir)
     assert ended.code == 0, ended.err
     return run_dir
 
@@ -248,18 +259,6 @@ def run(tmp_path_factory):
 def test_what_cannot_be_scanned_is_stepped_and_normalised_by_default(run):
     e = json.loads((run / "config.json").read_text())["experiment"]
     assert e["collector"] == "stepped" and e["norm_obs"] and e["norm_reward"] and e["ent_coef"] == 0
-
-
-def test_a_run_that_goes_on_ends_in_the_bits_of_one_that_never_stopped(run, tmp_path):
-    again = tmp_path / "again"
-    shutil.copytree(run, again)
-    (again / "result.json").unlink()
-    for update in ("6", "9", "10"):
-        shutil.rmtree(again / "checkpoints" / update)
-    ended = command("resume", again, "--learner-device-ids", "0", "1")
-    assert ended.code == 0 and "going on after update 3" in ended.out, ended
-    for name in ("params_digest", "learner_digest", "episodes", "episodic_return"):
-        assert read_result(again)[name] == read_result(run)[name], name
 
 
 def test_a_policy_restored_from_disk_acts_as_it_did(run, tmp_path):
@@ -281,6 +280,40 @@ def test_evaluation_leaves_the_statistics_as_they_are(run):
     before = jax.tree.map(np.array, agent.params)
     play(agent, 2, 5, jax.devices()[0])
     assert all(jax.tree.leaves(jax.tree.map(np.array_equal, before, agent.params)))
+
+
+def test_mujoco_is_filmed_without_a_display(run):
+    if ctypes.util.find_library("EGL") is None:
+        pytest.skip("libEGL is not installed")
+    ended = command("eval", run, "--episodes", "1", "--video")
+    assert ended.code == 0, ended.err
+    assert [film.stat().st_size > 1000 for film in (run / "videos").iterdir()] == [True]
+
+
+def test_without_the_library_that_draws_it_films_are_refused_in_a_sentence(run, monkeypatch):
+    monkeypatch.setattr("cleanba.environments.envpool.opengl", lambda: False)
+    ended = command("eval", run, "--episodes", "1", "--video")
+    assert ended.code == 2 and "libEGL.so.1; install it" in ended.err and "Traceback" not in ended.err
+
+
+def test_killed_and_resumed_elsewhere_it_ends_in_the_bits_of_one_that_never_stopped(run, tmp_path):
+    again = tmp_path / "again"
+    words = [*WORDS.split(), "--run-dir", again]
+    ended = finish(python(ROOT / "tests" / "killed.py", "save", "2", "ppo", *words))
+    assert ended.code == -signal.SIGKILL and not (again / "result.json").exists(), ended
+    ended = command("resume", again, "--learner-device-ids", "0", "1")
+    assert ended.code == 0 and "going on after update" in ended.out, ended
+    for name in ("params_digest", "learner_digest", "episodes", "episodic_return"):
+        assert read_result(again)[name] == read_result(run)[name], name
+
+
+def test_with_an_lstm_the_defaults_fit_too():
+    choose = lambda *words: parse(RECIPES["ppo"], ["--env-id", "HalfCheetah-v5", *words])
+    assert choose().experiment.num_minibatches == 32
+    recurrent = choose("--core", "lstm")
+    fit(RECIPES["ppo"], recurrent, 1)
+    assert recurrent.experiment.num_minibatches == 4 and recurrent.experiment.update_epochs == 10
+    assert choose("--core=lstm", "--num-minibatches", "8").experiment.num_minibatches == 8
 
 
 def test_evaluation_with_chance_needs_actions_to_choose_from(run):

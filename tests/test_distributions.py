@@ -7,7 +7,14 @@ import pytest
 from scipy import stats
 
 from cleanba.environments.specs import ActionSpec, choice
-from cleanba.ops.distributions import Categorical, Categoricals, DiagonalGaussian, distribution, size
+from cleanba.ops.distributions import (
+    Categorical,
+    Categoricals,
+    DiagonalGaussian,
+    SquashedGaussian,
+    distribution,
+    size,
+)
 
 T, B, D = 3, 4, 5
 COUNTS = (2, 7, 3)
@@ -105,3 +112,53 @@ def test_the_action_space_chooses_the_distribution():
     ]:
         for action in (policy.sample(jax.random.key(0)), policy.mode()):
             assert (action.shape, action.dtype) == (shape, dtype)
+
+
+# ------------------------------------------------------------------------------------------------- squashed Gaussians
+
+CENTRE, SCALE = np.array([0.0, 1.0, -2.0, 0.5, 0.0]), np.array([1.0, 0.4, 3.0, 0.5, 10.0])
+
+
+def squashed(mean, log_std=LOG_STD) -> SquashedGaussian:
+    as_floats = lambda x: np.asarray(x, np.float32)
+    return SquashedGaussian(as_floats(mean), np.broadcast_to(as_floats(log_std), mean.shape), CENTRE, SCALE)
+
+
+def squashed_by_scipy(u: np.ndarray, mean: np.ndarray) -> np.ndarray:
+    """Log-density of the actions that u squashes to: the normal's, and log d tanh(u) / du = -2 log cosh(u)."""
+    u, mean, std = np.float64(u), np.float64(mean), np.exp(np.float64(LOG_STD))
+    log_cosh = np.logaddexp(u, -u) - np.log(2)
+    return (stats.norm.logpdf(u, mean, std) + 2 * log_cosh - np.log(SCALE)).sum(-1)
+
+
+def test_squashed_log_probabilities_are_scipys():
+    policy, key = squashed(MEAN), jax.random.key(3)
+    u = MEAN + np.exp(LOG_STD) * np.asarray(jax.random.normal(key, MEAN.shape))
+    action, log_prob = jax.jit(SquashedGaussian.sample_and_log_prob)(policy, key)
+    np.testing.assert_allclose(action, CENTRE + SCALE * np.tanh(u), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(log_prob, squashed_by_scipy(u, MEAN), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(action, policy.sample(key), rtol=1e-5, atol=1e-6)
+    inside = np.abs(np.tanh(u)).max(-1) < 0.99  # there tanh can be turned round in float32
+    assert inside.sum() > 4
+    np.testing.assert_allclose(policy.log_prob(action)[inside], log_prob[inside], rtol=1e-3, atol=1e-3)
+    np.testing.assert_allclose(policy.mode(), CENTRE + SCALE * np.tanh(MEAN), rtol=1e-5, atol=1e-6)
+
+
+def test_a_squashed_density_adds_up_to_one():
+    x = np.linspace(-1, 1, 20_001)[1:-1, None].astype(np.float32)
+    policy = SquashedGaussian(np.full_like(x, 0.4), np.full_like(x, -0.2), np.float32(0.5), np.float32(2.0))
+    density = np.exp(np.float64(policy.log_prob(0.5 + 2 * x)))
+    assert abs(np.trapezoid(density, 2 * np.float64(x[:, 0])) - 1) < 1e-3
+
+
+@pytest.mark.parametrize("mean", [-80.0, -12.0, 12.0, 80.0])
+def test_squashed_log_probabilities_are_finite_where_tanh_is_one(mean):
+    means = np.full((4, D), mean, np.float32)
+    loss = lambda mean: squashed(MEAN[0]).replace(mean=mean).sample_and_log_prob(jax.random.key(0))[1].sum()
+    value, slope = jax.value_and_grad(loss)(means)
+    u = means + np.exp(LOG_STD) * np.asarray(jax.random.normal(jax.random.key(0), means.shape))
+    np.testing.assert_allclose(value, squashed_by_scipy(u, means).sum(), rtol=1e-5)
+    np.testing.assert_allclose(slope, np.full((4, D), 2 * np.sign(mean)), rtol=1e-4)  # d (2 log cosh u) / du
+    for bound in (CENTRE - SCALE, CENTRE + SCALE):
+        at = squashed(MEAN[0]).log_prob(np.broadcast_to(np.float32(bound), (B, D)))
+        assert np.isfinite(at).all()

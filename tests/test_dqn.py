@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from launch import command, digests, finished, same_arrays
+from scripted import CELLS, LEFT_PAYS, RIGHT_PAYS, Corridors
 
 from cleanba.algorithms import dqn
 from cleanba.algorithms.dqn import DQN
@@ -108,6 +109,25 @@ def test_the_loss_is_the_papers(changes, on_devices):
     np.testing.assert_allclose(got, expected, rtol=2e-5)
     assert int(after.online.optimiser.count) == 1
     assert not same_arrays(after.online.params, state.online.params)
+
+
+@pytest.mark.parametrize("changes", [{}, {"double": True, "dueling": True}], ids=str)
+def test_values_converge_to_the_known_ones(changes):
+    """In a corridor that is paid for at both ends.  Most episodes are cut off before one, which must not count."""
+    known = np.zeros((CELLS, 2))
+    for _ in range(100):  # value iteration
+        best = known.max(1)
+        known[:, 0] = 0.8 * np.concatenate([[LEFT_PAYS / 0.8], best[:-1]])
+        known[:, 1] = 0.8 * np.concatenate([best[1:], [RIGHT_PAYS / 0.8]])
+    assert known[0, 0] < known[0, 1] and known[0, 0] == LEFT_PAYS  # it is worth while to walk to the other end
+    sizes = dict(num_envs=16, num_actors=1, num_shards=1, num_steps=8, hiddens=(32,), gamma=0.8, end_e=1.0)
+    learning = dict(buffer_size=2000, batch_size=64, train_frequency=4, learning_starts=500, learning_rate=3e-3)
+    e = DQN(**sizes, **learning, **changes, anneal_lr=True, target_network_frequency=100, total_timesteps=6400)
+    record = finished(e, spec=Corridors.spec, make_envs=Corridors, recipe=dqn)
+    algorithm = dqn.make(e, Corridors.spec, "cpu")
+    acting = algorithm.actor_params(record.state)
+    found = algorithm.inspect(acting, (), jnp.eye(CELLS), jnp.zeros(CELLS, bool))["action value"]
+    np.testing.assert_allclose(found, known, atol=0.02)
 
 
 # --------------------------------------------------------------------------------------------------------- schedules

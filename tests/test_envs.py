@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cleanba.config import Experiment
-from cleanba.environments.envpool import Envs, env_spec, kind, threads_per_actor
+from cleanba.environments.envpool import Envs, env_spec, kind
+from cleanba.environments.kinds import threads_per_actor
 from cleanba.environments.specs import ActionSpec, EnvSpec, ObsSpec, Step, choice, train_reward
 from cleanba.errors import UsageError
 from cleanba.seeds import action_key, env_seed
@@ -74,8 +75,8 @@ def test_a_key_is_the_same_whoever_asks_for_it():
 
 MINIGRID = {
     "direction": ObsSpec("discrete", (), "int32", 4),
-    "image": ObsSpec("grid", (7, 7, 3), "uint8"),
-    "mission": ObsSpec("grid", (96,), "uint8"),
+    "image": ObsSpec("codes", (7, 7, 3), "uint8", 11),
+    "mission": ObsSpec("bytes", (96,), "uint8"),
 }
 
 
@@ -110,7 +111,7 @@ numbers = lambda *shape: ObsSpec("vector", shape, "float32")
 counter, at = ObsSpec("vector", (), "int32"), ObsSpec("discrete", (), "int32", 10)
 mask = lambda *shape: ObsSpec("vector", shape, "bool")
 MAZE = {"agent_position": {"row": at, "col": at}, "target_position": {"row": at, "col": at}, "walls": mask(10, 10)}
-MAZE |= {"step_count": ObsSpec("discrete", (), "int32", 101), "action_mask": mask(4)}
+MAZE |= {"step_count": ObsSpec("discrete", (), "int32", 101), "action_mask": ObsSpec("mask", (4,), "bool")}
 GOAL = {"observation": numbers(10), "achieved_goal": numbers(3), "desired_goal": numbers(3)}
 
 
@@ -311,8 +312,91 @@ def test_max_episode_steps_truncates_and_does_not_terminate(env_id):
     assert ends[first + 1 : 12] == (([False] * (first + 1) + [True]) * 2)[: 11 - first]
 
 
+def limited(env_id: str, limit: int, steps: int = 300, scanned: bool = False) -> list[Step]:
+    """Steps of 8 environments that do something at random, with a limit to the length of episodes."""
+    spec = env_spec(Experiment(env_id=env_id, max_episode_steps=limit, full_action_space=False))
+    envs = Envs(spec, list(range(8)))
+    envs.reset()
+    chosen = np.random.default_rng(0).integers(spec.num_actions, size=(steps, 8)).astype(np.int32)
+    if not scanned:
+        found = [envs.step(action) for action in chosen]
+    else:
+        handle, step = envs.xla()
+        _, stacked = jax.jit(lambda handle, chosen: jax.lax.scan(step, handle, chosen))(handle, chosen)
+        found = [jax.tree.map(lambda x, t=t: np.asarray(x)[t], stacked) for t in range(steps)]
+    envs.close()
+    return found
+
+
+LAKE = "SFFF FHFH FFFH HFFG".replace(" ", "")
+
+
+@pytest.mark.parametrize("scanned", [False, True])
+def test_who_falls_into_the_water_when_the_time_is_up_is_dead(scanned):
+    steps = limited("FrozenLake-v1", 6, scanned=scanned)
+    at_limit = 0
+    length = np.zeros(8, int)
+    done = np.zeros(8, bool)
+    for step in steps:
+        length = np.where(done, 0, length + 1)
+        ended = np.array([LAKE[cell] in "HG" for cell in step.obs]) & ~done
+        assert (step.terminated == ended).all()
+        assert (step.truncated == ((length == 6) & ~ended)).all() and (step.over == (ended | step.truncated)).all()
+        at_limit += (ended & (length == 6)).sum()
+        done = step.terminated | step.truncated
+    assert at_limit > 10
+
+
+@pytest.mark.parametrize(
+    "env_id, limit, script",
+    [
+        ("MiniGrid-Empty-5x5-v0", 5, (2, 2, 1, 2, 2, 0)),  # forward, right, forward: at the goal
+        ("HighwayFast-v0", 3, ()),
+        ("Go1Footstand-v1", 20, ()),
+    ],
+)
+def test_other_environments_tell_a_death_from_the_time_limit_too(env_id, limit, script):
+    spec = env_spec(Experiment(env_id=env_id, max_episode_steps=limit))
+    envs = Envs(spec, list(range(16)))
+    envs.reset()
+    pool_step, flags, died = envs._pool.step, [], 0
+    envs._pool.step = lambda action: flags.append(pool_step(action)) or flags[-1]
+    rng = np.random.default_rng(0)
+    for t in range(200):
+        action = rng.integers(max(1, spec.num_actions), size=16).astype(np.int32)
+        if script:
+            action[:8] = script[t % len(script)]
+        step = envs.step(action if spec.num_actions else rng.normal(size=(16, spec.action.size)).astype(np.float32))
+        _, _, terminated, truncated, info = flags[-1]
+        assert not (step.terminated & step.truncated).any() and (terminated <= step.terminated).all()
+        assert ((terminated | truncated) == (step.terminated | step.truncated)).all()
+        late = truncated & step.terminated
+        dead = np.asarray(info.get("crashed", info.get("terminated", step.raw_reward > 0))).astype(bool)
+        assert (late == (dead & truncated)).all()
+        died += late.sum()
+    envs.close()
+    assert died > 0
+
+
+def test_game_over_at_the_limit_is_the_end_of_an_atari_game():
+    # The limit is the length of a game in which nothing is done but firing.
+    fire = np.int32([1])
+    flags = dict(full_action_space=False, repeat_action_probability=0.0)
+    ends = []
+    for limit in (None, True, True):
+        length = ends[0][0] + len(ends) - 1 if limit else None
+        envs = Envs(env_spec(Experiment(env_id="Breakout-v5", max_episode_steps=length, **flags)), [1])
+        envs.reset()
+        steps = [envs.step(fire)]
+        while not (steps[-1].terminated[0] or steps[-1].truncated[0]):
+            steps.append(envs.step(fire))
+        envs.close()
+        ends.append((len(steps), bool(steps[-1].terminated[0]), bool(steps[-1].truncated[0])))
+    assert ends[0][1:] == (True, False) and (ends[0][0], True, False) in ends[1:]
+
+
 def test_envpool_calls_it_truncation_alone_if_an_episode_terminates_at_its_last_permitted_step():
-    # So a terminal state is bootstrapped from in this one case.  If this fails, EnvPool has learnt to tell them apart.
+    # So a terminal state is bootstrapped from where nothing else tells.  If this fails, EnvPool has learnt to.
     envs = cartpole()
     envs.reset()
     length = len(until_over(envs))

@@ -25,7 +25,7 @@ SMALL = {"num_envs": 8, "num_steps": 8, "num_minibatches": 2}
 # What may be sorted in an update, and how long it is: PPO shuffles the transitions of a shard, or its environments.
 SORTED = {("ppo", "lstm"): [8]} | {("ppo", name): [64] for name in programs.VARIANTS if name != "lstm"}
 
-REFUSED = [("dqn", "lstm")]  # it replays single transitions
+REFUSED = [(name, "lstm") for name in ("dqn", "sac", "td3")]  # they replay single transitions
 
 
 def lowered(traced) -> str:

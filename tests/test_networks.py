@@ -23,9 +23,9 @@ SMALL_IMAGE = ObsSpec("image", (3, 36, 36), "uint8")
 VECTOR = ObsSpec("vector", (5,), "float32")
 DISCRETE = ObsSpec("discrete", (), "int32", 16)
 MINIGRID = {
-    "image": ObsSpec("grid", (7, 7, 3), "uint8"),
+    "image": ObsSpec("codes", (7, 7, 3), "uint8", 11),
     "direction": ObsSpec("discrete", (), "int32", 4),
-    "mission": ObsSpec("grid", (96,), "uint8"),
+    "mission": ObsSpec("bytes", (96,), "uint8"),
 }
 
 
@@ -39,7 +39,7 @@ def observe(obs, *lead: int, seed: int = 0):
     rng = np.random.default_rng(seed)
 
     def one(o: ObsSpec):
-        high = o.count or (12 if o.kind == "grid" else 256)
+        high = o.count or 256
         whole = rng.integers(high, size=(*lead, *o.shape)).astype(o.dtype)
         return rng.normal(size=whole.shape).astype(o.dtype) if o.kind == "vector" else whole
 
@@ -113,7 +113,7 @@ COUNTS = [
     (ATARI, dict(network="impala", hiddens=(256,), core="lstm"), IMPALA + lstm(256, 256) + head(256, 6)),
     (VECTOR, dict(network="mlp", hiddens=(64, 32), core="lstm", lstm_size=7), MLP + lstm(32, 7) + head(7, 6)),
     (DISCRETE, dict(hiddens=(10,)), (16 * 10 + 10) + head(10, 6)),
-    (MINIGRID, dict(hiddens=(10,)), ((147 + 4 + 96) * 10 + 10) + head(10, 6)),
+    (MINIGRID, dict(hiddens=(10,)), ((147 * 11 + 4 + 96 * 8) * 10 + 10) + head(10, 6)),
 ]
 
 
@@ -268,7 +268,10 @@ def test_images_are_scaled_to_at_most_one(network):
 def test_as_vector_of_each_kind_of_observation():
     rows = lambda x: np.asarray(x).tolist()
     assert rows(as_vector(ObsSpec("discrete", (), "int32", 3), jnp.array([2, 0]))) == [[0, 0, 1], [1, 0, 0]]
-    assert rows(as_vector(ObsSpec("grid", (2, 1), "uint8"), jnp.uint8([[[8], [16]]]))) == [[0.5, 1.0]]
+    codes = ObsSpec("codes", (2, 1), "int8", 3, -1)
+    assert rows(as_vector(codes, jnp.int8([[[-1], [1]], [[0], [5]]]))) == [[1, 0, 0, 0, 0, 1], [0, 1, 0, 0, 0, 0]]
+    bits = [1, 0, 0, 0, 0, 0, 1, 0] + [0] * 8 + [1] * 8  # "A", nothing, 255
+    assert rows(as_vector(ObsSpec("bytes", (3,), "uint8"), jnp.uint8([[65, 0, 255]]))) == [bits]
     assert rows(as_vector(ObsSpec("vector", (2,), "int32"), jnp.array([[3, -4]]))) == [[3.0, -4.0]]
     np.testing.assert_allclose(as_vector(ObsSpec("image", (1, 2), "uint8"), jnp.uint8([[[51, 255]]])), [[0.2, 1.0]])
 

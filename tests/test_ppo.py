@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from jax.flatten_util import ravel_pytree
-from slowly import Data, finite_difference, log_softmax, slow_gae
+from slowly import Data, finite_difference, log_softmax, slow_corrected_gae, slow_gae
 
 from cleanba.algorithms import batches, ppo
 from cleanba.environments.specs import EnvSpec, ObsSpec
@@ -128,15 +128,29 @@ def numpy_policy(params, obs):
     return log_softmax(layer(hidden, p["policy"]["Dense_0"])), layer(hidden, p["value"]["Dense_0"])[..., 0]
 
 
-def numpy_losses(e, params, r, raw_advantage, target):
-    """All terms of the loss as means over the valid steps of the batch."""
-    mean = lambda x: x[r.valid].mean()
+def numpy_log_prob(params, r):
+    """Of the actions that were taken, and the values, [T, B]."""
     log_pi, value = numpy_policy(params, r.obs[:-1])
-    log_ratio = np.take_along_axis(log_pi, r.action[..., None], -1)[..., 0] - r.extras["log_prob"]
+    return np.take_along_axis(log_pi, r.action[..., None], -1)[..., 0], value, log_pi
+
+
+def numpy_losses(e, params, r, raw_advantage, target, proximal):
+    """All terms of the loss as means over the valid steps of the batch; `proximal` are the parameters before it."""
+    mean = lambda x: x[r.valid].mean()
+    log_prob, value, log_pi = numpy_log_prob(params, r)
+    before, acted = numpy_log_prob(proximal, r)[0], r.extras["log_prob"]
+    to_acting, to_proximal = np.exp(log_prob - acted), np.exp(log_prob - before)
+    log_ratio = log_prob - (acted if e.lag_correction in ("none", "vtrace") else before)
     ratio = np.exp(log_ratio)
     center, scale = (mean(raw_advantage), raw_advantage[r.valid].std()) if e.norm_adv else (0, 1)
     advantage = (raw_advantage - center) / scale
-    surrogate = np.minimum(ratio * advantage, np.clip(ratio, 1 - e.clip_coef, 1 + e.clip_coef) * advantage)
+    clip = lambda x: np.clip(x, 1 - e.clip_coef, 1 + e.clip_coef)
+    if e.lag_correction in ("decoupled", "both"):  # Hilton et al. 2021
+        capped = np.minimum(1, e.lag_weight_cap / np.exp(before - acted))
+        clipped = clip(to_proximal) * np.exp(before - acted) * advantage
+        surrogate = capped * np.minimum(to_acting * advantage, clipped)
+    else:
+        surrogate = np.minimum(ratio * advantage, clip(ratio) * advantage)
     policy_loss, value_loss = mean(-surrogate), mean((value - target) ** 2) / 2
     entropy = mean(-(np.exp(log_pi) * log_pi).sum(-1))
     return {
@@ -157,10 +171,14 @@ def numpy_update(e, params, r):
     unflat = lambda x: tree.unflatten([p.reshape(s) for p, s in zip(np.split(x, ends), shapes, strict=True)])
 
     _, value = numpy_policy(params, r.obs)
-    no_ratio = np.zeros_like(r.reward)
-    advantage = slow_gae(Data(value, no_ratio, r.reward, r.terminated, r.truncated, r.valid), e.gamma, e.gae_lambda)
-    target = advantage + value[:-1]
-    losses = lambda x: numpy_losses(e, unflat(x), r, advantage, target)
+    lag = numpy_log_prob(params, r)[0] - r.extras["log_prob"]
+    data = Data(value, lag, r.reward, r.terminated, r.truncated, r.valid)
+    if e.lag_correction in ("vtrace", "both"):
+        target, advantage = slow_corrected_gae(data, e.gamma, e.gae_lambda)
+    else:
+        advantage = slow_gae(data, e.gamma, e.gae_lambda)
+        target = advantage + value[:-1]
+    losses = lambda x: numpy_losses(e, unflat(x), r, advantage, target, params)
 
     x = flat(params)
     m, v = np.zeros_like(x), np.zeros_like(x)
@@ -178,19 +196,65 @@ def numpy_update(e, params, r):
 
 
 OTHERWISE = dict(update_epochs=3, norm_adv=False, max_grad_norm=0.1, ent_coef=0.0, anneal_lr=False)
+CORRECTED = [dict(update_epochs=3, lag_correction=name) for name in ("proximal", "decoupled", "vtrace")]
+CORRECTED += [dict(update_epochs=2, lag_correction="both", lag_weight_cap=1.1, learning_rate=0.05)]
 
 
-@pytest.mark.parametrize("changes", [dict(), OTHERWISE], ids=str)
+@pytest.mark.parametrize("changes", [dict(), OTHERWISE, *CORRECTED], ids=str)
 def test_update_equals_numpy_with_finite_differences(problem, changes):
     p, rollout = problem(**changes), tiny_rollout()
     state, metrics = p.update(rollout)
     params, gradient, expected = numpy_update(p.e, p.state.params, rollout)
-    assert 0 < expected["clipfrac"] < 1 and expected["grad_norm"] > 0.1
+    assert 0 < expected["clipfrac"] < 1 and expected["grad_norm"] > 0.05
     for name, value in expected.items():
         np.testing.assert_allclose(metrics[f"losses/{name}"], value, rtol=1e-4, atol=1e-6, err_msg=name)
     if p.e.update_epochs == 1:
         np.testing.assert_allclose(seen_gradient(state), gradient, rtol=1e-3, atol=1e-5)
     np.testing.assert_allclose(flat(state.params), params, atol=0.02 * p.e.learning_rate)
+
+
+def slow_distance(params, r):
+    """What is logged of the distance between the policy that learns and the one that acted."""
+    log_ratio = (numpy_log_prob(params, r)[0] - r.extras["log_prob"])[r.valid]
+    w = np.exp(log_ratio)
+    return {
+        "lag_kl": np.mean(w - 1 - log_ratio),
+        "lag_ratio_mean": w.mean(),
+        "lag_ratio_max": w.max(),
+        "lag_effective_samples": w.sum() ** 2 / (len(w) * (w**2).sum()),
+    }
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_the_distance_between_versions_is_logged(problem, shards):
+    p, rollout = problem(shards, shards), tiny_rollout()
+    metrics = p.update(rollout)[1]
+    expected = slow_distance(p.state.params, rollout)
+    assert expected["lag_effective_samples"] < 0.95 and expected["lag_ratio_max"] > 1.5
+    for name, value in expected.items():
+        np.testing.assert_allclose(metrics[f"stats/{name}"], value, rtol=1e-4, err_msg=name)
+
+
+def test_where_the_learners_policy_acted_every_correction_gives_the_same_step(problem):
+    none, rollout = problem(), tiny_rollout()
+    acted = np.float32(numpy_log_prob(none.state.params, rollout)[0])
+    metrics = none.update(rollout._replace(extras={"log_prob": acted}))[1]
+    assert metrics["stats/lag_kl"] < 1e-9 and abs(metrics["stats/lag_effective_samples"] - 1) < 1e-6
+    expected, _ = problem(update_epochs=3).update(rollout._replace(extras={"log_prob": acted}))
+    for name in ("proximal", "decoupled", "vtrace"):
+        p = problem(update_epochs=3, lag_correction=name)
+        corrected, _ = p.update(rollout._replace(extras={"log_prob": acted}))
+        np.testing.assert_allclose(flat(corrected.params), flat(expected.params), atol=1e-5)
+        if name != "proximal":  # which never asks who acted
+            other, _ = p.update(rollout)
+            assert abs(flat(other.params) - flat(expected.params)).max() > 1e-3
+
+
+def test_without_concurrency_there_is_no_lag_and_nothing_is_corrected(problem):
+    rollout = tiny_rollout()
+    expected = problem().update(rollout)
+    for name in ("decoupled", "both"):
+        assert same_bits(problem(concurrency=False, lag_correction=name).update(rollout), expected)
 
 
 @pytest.mark.parametrize("by", [1, -1], ids=["late", "early"])
@@ -243,6 +307,15 @@ def test_what_an_ignored_step_holds_does_not_move_a_bit(shuffled, name):
     other = changed(rollout, name, where)
     assert not same_bits(rollout, other)
     assert same_bits(shuffled.update(rollout), shuffled.update(other))
+
+
+def test_nor_does_it_where_lag_is_corrected(problem):
+    p = problem(update_epochs=2, lag_correction="both", lag_weight_cap=1.1, learning_rate=0.05)
+    rollout = rollout_for(p)
+    expected = p.update(rollout)
+    for name in ("obs", "action", "reward", "log_prob"):
+        other = changed(rollout, name, after(rollout.terminated) if name == "obs" else ~rollout.valid)
+        assert same_bits(expected, p.update(other)), name
 
 
 @pytest.mark.parametrize("name", ["obs", "action", "reward", "log_prob"])
@@ -306,7 +379,7 @@ def test_two_shards_learn_what_one_shard_learns(problem):
     # A single minibatch is the hard case: XLA then unrolls a loop, and knows numbers that it otherwise would not.
     (6, 8, 4, dict(hiddens=(16,))),
     (4, 9, 5, dict(hiddens=(32, 16), norm_adv=False)),
-    (3, 4, 4, dict(hiddens=(), num_minibatches=2, update_epochs=2)),
+    (3, 4, 4, dict(hiddens=(), num_minibatches=2, update_epochs=2, lag_correction="both")),
     # So few numbers that XLA would compile the loop over the shards as one function, and reorder its sums.
     (2, 4, 2, dict(hiddens=())),
 ])  # fmt: skip

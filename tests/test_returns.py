@@ -7,9 +7,9 @@ import pytest
 import rlax
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from slowly import Data, last_step, slow_gae, slow_vtrace, value_after
+from slowly import Data, last_step, slow_corrected_gae, slow_gae, slow_vtrace, value_after
 
-from cleanba.ops.returns import discounted_sum, gae, td_errors, vtrace
+from cleanba.ops.returns import corrected_gae, discounted_sum, gae, td_errors, vtrace
 
 INF = float("inf")
 
@@ -65,6 +65,16 @@ def our_vtrace(d: Data, gamma: float, **options) -> tuple[np.ndarray, np.ndarray
     return np.asarray(v.value), np.asarray(v.advantage)
 
 
+@jax.jit
+def compiled_corrected_gae(d: Data, gamma, lam):
+    return corrected_gae(d.value, d.log_ratio, d.reward, d.terminated, d.truncated, gamma, lam)
+
+
+def our_corrected_gae(d: Data, gamma: float, lam: float) -> tuple[np.ndarray, np.ndarray]:
+    v = compiled_corrected_gae(Data(*map(single, d)), gamma, lam)
+    return np.asarray(v.value), np.asarray(v.advantage)
+
+
 def assert_equal_where_valid(d: Data, ours, theirs, rtol=2e-5, atol=2e-5):
     for a, b in zip(ours, theirs, strict=True):
         assert d.valid.any()
@@ -94,6 +104,12 @@ def test_gae_follows_its_definition_wherever_episodes_end(gamma, lam):
 def test_vtrace_follows_its_definition_wherever_episodes_end(options):
     d = random_data(layouts(5), seed=1)
     assert_equal_where_valid(d, our_vtrace(d, 0.9, **options), slow_vtrace(d, 0.9, **options))
+
+
+@pytest.mark.parametrize("gamma, lam", [(0.9, 0.8), (1.0, 1.0), (0.9, 0.0)])
+def test_corrected_gae_follows_its_definition_wherever_episodes_end(gamma, lam):
+    d = random_data(layouts(5), seed=12)
+    assert_equal_where_valid(d, our_corrected_gae(d, gamma, lam), slow_corrected_gae(d, gamma, lam))
 
 
 def test_layouts_put_every_kind_of_end_at_every_step():
@@ -176,7 +192,36 @@ def test_vtrace_advantages_equal_rlax(columns, rho_bar, pg_rho_bar):
     assert_equal_where_valid(d, ours, [np.asarray(theirs.errors) + d.value[:-1], theirs.pg_advantage])
 
 
+@pytest.mark.parametrize("lam", [1.0, 0.8])
+def test_corrected_gae_equals_rlax(lam):
+    # rlax weights the policy gradient by the ratio of the first action, bounded by 1; ours leaves that to the loss.
+    d, gamma = random_data(layouts(5), seed=13), 0.97
+    ratio, mixing = np.exp(d.log_ratio), lam * ~d.truncated
+    theirs = per_env(rlax.vtrace_td_error_and_advantage, d.value[:-1], d.value[1:], d.reward, gamma * ~d.terminated,
+                     ratio, mixing)  # fmt: skip
+    value, advantage = our_corrected_gae(d, gamma, lam)
+    first = np.minimum(1, ratio)
+    assert_equal_where_valid(
+        d, [value, first * advantage], [np.asarray(theirs.errors) + d.value[:-1], theirs.pg_advantage]
+    )
+
+
 # ------------------------------------------------------------------------------------------ what must follow
+
+
+@pytest.mark.parametrize("lam", [0.0, 0.6, 1.0])
+def test_the_target_of_the_corrected_gae_is_that_of_vtrace(lam):
+    d = random_data(layouts(5), seed=14)
+    assert_equal_where_valid(d, our_corrected_gae(d, 0.9, lam)[:1], our_vtrace(d, 0.9, lam=lam)[:1])
+
+
+def test_on_policy_the_corrected_gae_has_the_bits_of_the_gae():
+    d = random_data(layouts(5), seed=15)
+    d = d._replace(log_ratio=np.zeros_like(d.log_ratio))
+    advantage = our_gae(d, 0.9, 0.8)
+    value, corrected = our_corrected_gae(d, 0.9, 0.8)
+    assert (corrected[d.valid] == advantage[d.valid]).all()
+    assert_equal_where_valid(d, [value], [np.float32(d.value[:-1]) + advantage], 1e-6, 1e-6)
 
 
 def test_vtrace_on_policy_without_clipping_is_the_n_step_return():

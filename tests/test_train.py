@@ -366,6 +366,8 @@ def test_metrics_jsonl_has_a_line_per_log_point(run_dir):
     rows = read_rows(run_dir)
     assert [row["update"] for row in rows] == [1, 2, 3, 4, 5]
     assert [row["stats/policy_lag"] for row in rows] == [0, 1, 1, 1, 1]
+    distances = [row["stats/lag_kl"] for row in rows]
+    assert abs(distances[0]) < 1e-9 < min(distances[1:]) and rows[1]["stats/lag_effective_samples"] < 1
     steps = [row["global_step"] for row in rows]
     assert steps == sorted(steps) and steps[-1] == read_result(run_dir)["global_step"]
     for name in (

@@ -9,7 +9,7 @@ import numpy as np
 
 from cleanba.algorithm import Algorithm
 from cleanba.config import Experiment, require
-from cleanba.environments.envpool import env_spec
+from cleanba.environments.kinds import env_spec
 from cleanba.environments.specs import EnvSpec
 from cleanba.errors import Failure
 from cleanba.files import Json, read_json

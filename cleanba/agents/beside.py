@@ -14,7 +14,7 @@ import jax
 from cleanba.agents.agent import BEST, Agent, read_best
 from cleanba.agents.evaluate import play, record, summary
 from cleanba.config import Run, require
-from cleanba.environments.envpool import Envs, threads_per_actor
+from cleanba.environments.kinds import Envs, open_envs, threads_per_actor
 from cleanba.environments.specs import EnvSpec
 from cleanba.errors import Failure
 from cleanba.files import Json, write_json
@@ -223,7 +223,8 @@ class Evaluations:
             with contextlib.suppress(OSError, AttributeError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
             try:
-                made.append(Envs(self._agent.spec, seeds, threads_per_actor(1)))
+                with jax.default_device(self._device):
+                    made.append(open_envs(self._agent.spec, seeds, threads_per_actor(1)))
             except BaseException as error:
                 made.append(error)
 
@@ -262,8 +263,8 @@ def unwritable(folder: Path, error: OSError) -> Failure:
 
 
 def check_can_be_filmed(spec: EnvSpec) -> None:
-    """Raise `UsageError` if EnvPool cannot draw such an environment."""
-    envs = Envs(spec, [0], 1, render=True)
+    """Raise `UsageError` if such an environment cannot be drawn."""
+    envs = open_envs(spec, [0], 1, render=True)
     try:
         envs.reset()
         envs.render(0)

@@ -14,12 +14,14 @@ from cleanba.agents.film import Film
 from cleanba.agents.hub import download
 from cleanba.config import Placement, require
 from cleanba.environments.atari_scores import human_normalised, reference
-from cleanba.environments.envpool import Envs, threads_per_actor
+from cleanba.environments.kinds import Envs, open_envs, threads_per_actor
 from cleanba.errors import Exit, Failure
 from cleanba.files import Json, write_json
+from cleanba.networks.sight import legal_actions
 from cleanba.recipes import Play, read_recipe
 from cleanba.rollout import Episode, EpisodeTracker, heed
 from cleanba.runtime.collect import first_carry
+from cleanba.runtime.compiled import keep_compiled
 from cleanba.runtime.digests import params_digest
 from cleanba.runtime.placement import find_devices, make_deterministic, set_precision
 from cleanba.seeds import eval_seed, evaluation_key
@@ -74,10 +76,10 @@ def play(
     n = min(episodes, MAX_ENVS)
     quota = [episodes // n + (i < episodes % n) for i in range(n)]
     seeds = [eval_seed(seed, i, epoch, n) for i in range(n)]
-    pool = lambda seeds: Envs(agent.spec, seeds, threads_per_actor(1), render=film is not None)
+    opened = lambda seeds: open_envs(agent.spec, seeds, threads_per_actor(1), render=film is not None)
     with jax.default_device(device):  # the first one may be busy learning
         key, params = jax.device_put((evaluation_key(seed, epoch), agent.params), device)
-    envs = (make_envs or pool)(seeds)
+        envs = (make_envs or opened)(seeds)
     try:
         carry = first_carry(agent.algorithm, n, device)
         obs, done, first = envs.reset(), np.zeros(n, bool), np.ones(n, bool)
@@ -89,7 +91,11 @@ def play(
             chosen, next_carry = agent.act(params, carry, obs, first, key, np.int32(t), not greedy)
             action = np.asarray(chosen)
             if epsilon > 0:
-                anything = chance.integers(0, agent.spec.num_actions, n, np.int32)
+                legal = legal_actions(agent.spec.obs, obs)
+                if legal is None:
+                    anything = chance.integers(0, agent.spec.num_actions, n, np.int32)
+                else:  # one of those that are
+                    anything = np.where(legal, chance.random(legal.shape), 0).argmax(-1).astype(np.int32)
                 action = np.where(chance.random(n) < epsilon, anything, action)
             filming = film if not played[0] and not done[0] else None
             if filming is not None:
@@ -156,6 +162,7 @@ def eval_command(argv: Sequence[str]) -> Exit:
     recipe, e = read_recipe(run_dir)
     if e.deterministic:
         make_deterministic()
+    keep_compiled()
     set_precision(e.dtype)
     devices = find_devices(Placement())
     agent = load_agent(run_dir, options.checkpoint, devices.platform)

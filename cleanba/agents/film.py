@@ -12,6 +12,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from cleanba.agents.agent import Agent
+from cleanba.environments.boards import draw_board
 from cleanba.environments.specs import ActionSpec
 from cleanba.errors import Failure
 from cleanba.rollout import PyTree
@@ -134,8 +135,10 @@ def fit(picture: np.ndarray, width: int, height: int) -> Image.Image:
 
 
 def see(obs: PyTree) -> Image.Image:
-    """What the network sees of the first environment: stacked pictures as tiles, oldest first, else numbers."""
+    """What the network sees of the first environment: stacked pictures as tiles, oldest first, boards, else numbers."""
     x = obs[0] if isinstance(obs, np.ndarray) else None
+    if x is not None and x.dtype == bool and x.ndim == 3:
+        return fit(draw_board(x), 2 * TILE, 2 * TILE)
     if x is None or x.dtype != np.uint8 or x.ndim != 3 or min(x.shape[1:]) < 32:
         parts = jax.tree_util.tree_leaves_with_path(obs)
         return draw_numbers({".".join(str(key.key) for key in path): part[0] for path, part in parts})

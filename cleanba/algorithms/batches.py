@@ -3,6 +3,8 @@
 import jax
 import jax.numpy as jnp
 
+from cleanba.algorithm import Metrics
+from cleanba.ops.losses import kl_estimate
 from cleanba.rollout import PyTree
 from cleanba.shards import ShardAxis
 
@@ -18,6 +20,21 @@ def steps_at_once(obs: PyTree) -> int:
     steps, size = leaves[0].shape[0], sum(x.size * x.dtype.itemsize for x in leaves)
     parts = min(steps, -(-size // AT_ONCE))
     return -(-steps // parts)
+
+
+def shuffled(key: jax.Array, size: int) -> jax.Array:
+    """The numbers 0, 1, ... `size` - 1 in a random order.  [size] int32.
+
+    Random bits above, the number below, and one sort of single words, which CPUs do nine times as fast as
+    `jax.random.permutation`'s two sorts of pairs.  Two numbers whose random bits are the same stay in their order: of
+    15,360, which leave 18 bits, one pair in 262,144.
+    """
+    below = (size - 1).bit_length()
+    if below > 20:  # too few bits would be left
+        return jax.random.permutation(key, size)
+    number = jnp.arange(size, dtype=jnp.uint32)
+    words = (jax.random.bits(key, (size,), jnp.uint32) << below) | number
+    return (jax.lax.sort(words) & ((1 << below) - 1)).astype(jnp.int32)
 
 
 def sequences(steps: int, env: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -64,3 +81,29 @@ def explained_variance(shards: ShardAxis, value: jax.Array, target: jax.Array, v
         return jnp.where(constant, jnp.where(error == 0, 1.0, 0.0), 1.0 - ratio)
 
     return shards.isolate(combine, means, shards.sum(shards.map(moments, value, target, valid)))
+
+
+def version_distance(shards: ShardAxis, log_ratio: jax.Array, valid: jax.Array) -> Metrics:
+    """How far the policy that learns is from the one that acted, over the valid steps of all shards.
+
+    With w = pi_prox / pi_b of the actions taken: an estimate of KL(pi_b || pi_prox), mean and maximum of w, and the
+    share of the samples that counts, (sum w)^2 / (N sum w^2) (Kong 1992).  log_ratio = log w, valid [K', T, B].
+    """
+    log_ratio = jnp.clip(log_ratio, -20.0, 20.0)  # squares stay finite
+
+    def of_shard(log_ratio: jax.Array, valid: jax.Array) -> tuple[jax.Array, jax.Array]:
+        ratio = jnp.where(valid, jnp.exp(log_ratio), 0.0)
+        kl = jnp.where(valid, kl_estimate(log_ratio), 0.0)
+        return jnp.stack([ratio.sum(), (ratio**2).sum(), kl.sum(), valid.sum(dtype=jnp.float32)]), ratio.max()
+
+    sums, most = shards.map(of_shard, log_ratio, valid)
+
+    def combine(sums: jax.Array) -> Metrics:
+        ratio, square, kl, count = sums
+        return {
+            "stats/lag_kl": kl / jnp.maximum(count, 1.0),
+            "stats/lag_ratio_mean": ratio / jnp.maximum(count, 1.0),
+            "stats/lag_effective_samples": ratio**2 / jnp.maximum(count * square, 1e-30),
+        }
+
+    return shards.isolate(combine, shards.sum(sums)) | {"stats/lag_ratio_max": shards.max(most)}

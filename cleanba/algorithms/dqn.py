@@ -13,19 +13,31 @@ import optax
 from jax import lax
 
 from cleanba.algorithm import Algorithm, Metrics
+from cleanba.algorithms.off_policy import (
+    OffPolicy,
+    check_replay,
+    due,
+    follow,
+    mean,
+    new_memory,
+    repeat,
+    require_fraction,
+    require_positive,
+)
 from cleanba.algorithms.optimiser import Trained, learning_rate, sgd_step
-from cleanba.config import Experiment, Partition, require
+from cleanba.config import Partition, require
 from cleanba.environments.specs import EnvSpec
-from cleanba.errors import nearest
 from cleanba.networks import make_action_values
+from cleanba.networks.sight import legal_actions
 from cleanba.ops import replay
+from cleanba.ops.distributions import Categorical, masked
 from cleanba.ops.losses import by_comparison, squared_error
 from cleanba.rollout import PyTree, Rollout
 from cleanba.shards import ShardAxis
 
 
 @dataclass(frozen=True)
-class DQN(Experiment):
+class DQN(OffPolicy):
     """What is trained: together these decide every bit of the trained parameters."""
 
     total_timesteps: int = 500_000
@@ -34,13 +46,11 @@ class DQN(Experiment):
     """environments over the whole experiment"""
     num_steps: int = 10
     """steps per environment and rollout"""
-    checkpoint_frequency: int = 2000
-    """updates between checkpoints; the environments start afresh at each (0: never)"""
-    anneal_lr: bool = False
-    """decrease the learning rate linearly to 0 over the run"""
     hiddens: tuple[int, ...] = (120, 84)
     """units of the dense layers after the convolutions, or of the MLP"""
 
+    learning_rate: float = 2.5e-4
+    """optimiser's step size at the start"""
     buffer_size: int = 10_000
     """steps that the replay memory holds, over all shards"""
     learning_starts: int = 10_000
@@ -52,7 +62,7 @@ class DQN(Experiment):
     target_network_frequency: int = 500
     """environment steps between updates of the target network"""
     tau: float = 1.0
-    """how far each of these moves the target network towards the network (1: all the way)"""
+    """how far each of its updates moves a target network towards the network (1: all the way)"""
     start_e: float = 1.0
     """probability of a random action at the start"""
     end_e: float = 0.05
@@ -67,11 +77,6 @@ class DQN(Experiment):
     """rewards that a target adds up before it bootstraps"""
     huber: bool = False
     """Huber's loss in place of the squared error"""
-
-    @property
-    def gradient_steps(self) -> int:
-        """Gradient steps per update, once learning has started."""
-        return self.transitions_per_update // self.train_frequency
 
 
 ATARI: dict[str, Any] = {
@@ -97,40 +102,11 @@ def defaults(kind: str) -> DQN:
 
 def check(e: DQN, partition: Partition) -> None:
     """Raise `UsageError` for hyperparameters that do not fit."""
-    require(e.core == "none", f"core={e.core}: DQN samples single transitions, which no memory fits; use --core none")
-    for name in ("buffer_size", "batch_size", "train_frequency", "target_network_frequency", "n_step"):
-        value = getattr(e, name)
-        require(value >= 1, f"{name}={value} must be at least 1; set --{name.replace('_', '-')} to 1 or more")
-    for name in ("tau", "start_e", "end_e", "exploration_fraction"):
-        value = getattr(e, name)
-        require(0 <= value <= 1, f"{name}={value} must lie in [0, 1]; set --{name.replace('_', '-')} accordingly")
-    require(e.tau > 0, "tau=0 would never move the target network; set --tau above 0")
-    require(e.learning_starts >= 0, f"learning_starts={e.learning_starts} must not be negative; 0 means at once")
-    shards, steps = partition.num_shards, e.transitions_per_update
-    for name in ("buffer_size", "batch_size"):
-        value = getattr(e, name)
-        fits = nearest(value, lambda n: n % shards == 0)
-        require(
-            value % shards == 0,
-            f"{name}={value} cannot be split over {shards} shards; try --{name.replace('_', '-')} {fits}",
-        )
-    rows, needed = e.buffer_size // e.num_envs, max(e.num_steps, e.n_step) + 2
-    require(
-        rows >= needed,
-        f"buffer_size={e.buffer_size} holds {rows} steps of an environment, but rollouts of {e.num_steps} and targets "
-        f"of {e.n_step} need {needed}; try --buffer-size {needed * e.num_envs} or more",
-    )
-    fits = nearest(e.train_frequency, lambda n: steps % n == 0, steps)
-    require(
-        steps % e.train_frequency == 0,
-        f"train_frequency={e.train_frequency} does not divide an update's {steps} steps ({e.num_envs} environments x "
-        f"{e.num_steps} steps); try --train-frequency {fits}",
-    )
-    require(
-        e.learning_starts <= e.total_timesteps,
-        f"learning_starts={e.learning_starts} lies beyond the run's {e.total_timesteps} steps, so nothing would be "
-        "learnt; lower --learning-starts or raise --total-timesteps",
-    )
+    check_replay(e, partition, "DQN", e.n_step)
+    for name in ("target_network_frequency", "n_step"):
+        require_positive(e, name)
+    for name in ("start_e", "end_e", "exploration_fraction"):
+        require_fraction(e, name)
 
 
 class State(NamedTuple):
@@ -167,9 +143,10 @@ def make(e: DQN, spec: EnvSpec, platform: str) -> Algorithm:
         target = jax.tree.map(jnp.copy, params)
         return State(Trained(params, optimiser.init(params)), target, jnp.int32(0), jnp.int32(0))
 
-    def init_memory(rollout: Rollout) -> replay.Ring:
-        assert e.num_shards is not None
-        return replay.init(rollout, e.buffer_size // e.num_shards, stack)
+    def legal_values(values: jax.Array, obs: PyTree) -> jax.Array:
+        """Action values [N, A], of illegal ones -inf."""
+        legal = legal_actions(spec.obs, obs)
+        return values if legal is None else masked(values, legal)
 
     def epsilon(updates: jax.Array) -> jax.Array:
         """The probability of a random action of the policy that so many updates made."""
@@ -179,70 +156,62 @@ def make(e: DQN, spec: EnvSpec, platform: str) -> Algorithm:
     def act(
         params: Acting, carry: PyTree, obs: PyTree, first: jax.Array, key: jax.Array, explore: bool
     ) -> tuple[jax.Array, PyTree, PyTree]:
-        best = network.values(params.params, obs).argmax(-1).astype(jnp.int32)
+        best = legal_values(network.values(params.params, obs), obs).argmax(-1).astype(jnp.int32)
         if not explore:
             return best, carry, {}
         whether_key, which_key = jax.random.split(key)
-        anything = jax.random.randint(which_key, best.shape, 0, spec.num_actions, jnp.int32)
+        if legal_actions(spec.obs, obs) is None:
+            anything = jax.random.randint(which_key, best.shape, 0, spec.num_actions, jnp.int32)
+        else:
+            even = legal_values(jnp.zeros((*best.shape, spec.num_actions)), obs)
+            anything = Categorical(even).sample(which_key)
         explores = jax.random.uniform(whether_key, best.shape) < epsilon(params.updates)
         return jnp.where(explores, anything, best), carry, {}
 
     def loss(params: PyTree, window: replay.Window, target: PyTree) -> tuple[jax.Array, Metrics]:
         """This shard's part of the mean over the batch, all shards together.
 
-        y = r + gamma max_a Q'(s', a) (Mnih et al. 2015); double: r + gamma Q'(s', argmax_a Q(s', a)).
+        y = r + gamma max_a Q'(s', a) (Mnih et al. 2015); double: r + gamma Q'(s', argmax_a Q(s', a)); a legal in s'.
         """
         t = replay.n_step(window, e.gamma)
         value = by_comparison(network.values(params, t.obs), t.action)
         next_values = network.values(target, t.next_obs)
         chooser = network.values(params, t.next_obs) if e.double else next_values
-        bootstrap = by_comparison(next_values, chooser.argmax(-1))
+        bootstrap = by_comparison(next_values, legal_values(chooser, t.next_obs).argmax(-1))
         y = lax.stop_gradient(t.reward + t.discount * bootstrap)
         error = optax.losses.huber_loss(value, y) if e.huber else squared_error(value, y)
-        mean = lambda x: (t.weight * x).sum() / e.batch_size
-        return mean(error), {"losses/td_loss": mean(error), "losses/q_values": mean(value)}
+        of_batch = lambda x: (t.weight * x).sum() / e.batch_size
+        return of_batch(error), {"losses/td_loss": of_batch(error), "losses/q_values": of_batch(value)}
 
     def update(
         state: State, memory: replay.Ring, rollout: Rollout, shards: ShardAxis, key: jax.Array
     ) -> tuple[State, replay.Ring, Metrics]:
         memory = replay.write(memory, rollout)
-        rate = learning_rate(e, state.updates)
+        rate = learning_rate(e, e.learning_rate, state.updates)
         per_shard = e.batch_size // shards.num_shards
 
-        def gradient_step(number: jax.Array, carried: Any) -> Any:
-            state, total = carried
-
+        def gradient_step(number: jax.Array, state: State) -> tuple[State, Metrics]:
             def load(i: jax.Array) -> tuple[replay.Window, PyTree]:
                 shard_key = jax.random.fold_in(jax.random.fold_in(key, number), shards.index[i])
                 drawn = replay.sample_indices(memory, i, shard_key, per_shard, e.n_step)
                 return replay.take(memory, i, drawn, e.n_step, stack), state.target
 
             online, metrics = sgd_step(shards, optimiser, rate, state.online, loss, load)
-            since = state.since_target + e.train_frequency
-            due = since >= e.target_network_frequency
-            target = shards.isolate(follow, due, online.params, state.target)
-            state = State(online, target, state.updates, jnp.where(due, since % e.target_network_frequency, since))
-            return state, jax.tree.map(jnp.add, total, metrics)
+            moves, since = due(state.since_target, e.train_frequency, e.target_network_frequency)
+            target = follow(shards, e.tau, moves, online.params, state.target)
+            return State(online, target, state.updates, since), metrics
 
-        def follow(due: jax.Array, params: PyTree, target: PyTree) -> PyTree:
-            """The target network, moved by tau towards the network if it is due."""
-            return jax.tree.map(lambda p, q: jnp.where(due, e.tau * p + (1 - e.tau) * q, q), params, target)
-
-        started = (state.updates + 1) >= -(-e.learning_starts // e.transitions_per_update)
-        steps = jnp.where(started, e.gradient_steps, 0)
-        _, like = jax.eval_shape(lambda s: gradient_step(jnp.int32(0), (s, {name: 0.0 for name in LOSSES})), state)
-        nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
-        state, total = lax.fori_loop(0, steps, gradient_step, (state, nothing))
-        metrics = jax.tree.map(lambda x: x / jnp.maximum(steps, 1), total)  # means over the gradient steps
+        steps = e.steps_of(state.updates + 1)
+        state, total = repeat(steps, gradient_step, state)
+        metrics = mean(total, steps)
         metrics |= {"charts/learning_rate": rate, "charts/epsilon": epsilon(state.updates)}
         return state._replace(updates=state.updates + 1), memory, metrics
 
     def inspect(params: Acting, carry: PyTree, obs: PyTree, first: jax.Array) -> dict[str, jax.Array]:
         values = network.values(params.params, obs)
-        return {"value": values.max(-1), "action value": values}
+        return {"value": legal_values(values, obs).max(-1), "action value": values}
 
     acting = lambda state: Acting(state.online.params, state.updates)
-    return Algorithm(init, init_memory, lambda batch: (), act, update, acting, inspect)
-
-
-LOSSES = ("losses/td_loss", "losses/q_values", "losses/grad_norm")
+    return Algorithm(
+        init, lambda rollout: new_memory(e, rollout, stack), lambda batch: (), act, update, acting, inspect
+    )

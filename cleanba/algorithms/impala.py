@@ -18,7 +18,7 @@ from cleanba.algorithms.optimiser import State, learning_rate, sgd_step
 from cleanba.config import Partition, PolicyGradient, require
 from cleanba.environments.specs import EnvSpec
 from cleanba.networks import make_actor_critic
-from cleanba.ops.losses import squared_error
+from cleanba.ops.losses import kl_estimate, squared_error
 from cleanba.ops.returns import vtrace
 from cleanba.rollout import PyTree, Rollout
 from cleanba.shards import ShardAxis
@@ -69,9 +69,25 @@ CONTINUOUS: dict[str, Any] = {
 }
 
 
+# Small updates, and many, as above; of as many steps as keep a loop over environments in JAX busy.
+MINATAR: dict[str, Any] = {
+    "total_timesteps": 10_000_000,
+    "num_envs": 64,
+    "num_steps": 16,
+    "checkpoint_frequency": 4000,
+    "learning_rate": 1e-3,
+    "hiddens": (128,),
+    "max_grad_norm": 0.5,
+    "num_minibatches": 1,
+    "loss_scale": 1.0,
+    "rmsprop_eps": 1e-5,
+}
+SETTINGS = {"continuous": CONTINUOUS, "minatar": MINATAR}
+
+
 def defaults(kind: str) -> IMPALA:
-    """The settings for environments of a kind ("continuous" or others)."""
-    return IMPALA(**CONTINUOUS) if kind == "continuous" else IMPALA()
+    """The settings for environments of a kind ("continuous", "minatar" or others)."""
+    return IMPALA(**SETTINGS.get(kind, {}))
 
 
 def check(e: IMPALA, partition: Partition) -> None:
@@ -162,6 +178,7 @@ def make(e: IMPALA, spec: EnvSpec, platform: str) -> Algorithm:
             "losses/entropy": entropy,
             "losses/first_ratio_deviation": mean(jnp.abs(jnp.expm1(log_ratio))),
             "losses/importance_ratio": mean(jnp.exp(log_ratio)),
+            "stats/lag_kl": mean(kl_estimate(log_ratio)),
         }
 
     def update(
@@ -169,7 +186,7 @@ def make(e: IMPALA, spec: EnvSpec, platform: str) -> Algorithm:
     ) -> tuple[State, PyTree, Metrics]:
         statistics, memory, rollout = normaliser.add(shards, state.statistics, memory, rollout)
         state = state._replace(statistics=statistics)
-        rate = learning_rate(e, state.updates)
+        rate = learning_rate(e, e.learning_rate, state.updates)
         t, b = shards.map(draw, rollout.valid)
         valid = count_valid(shards, rollout.valid, t, b)  # [M]
 
@@ -179,12 +196,9 @@ def make(e: IMPALA, spec: EnvSpec, platform: str) -> Algorithm:
             return sgd_step(shards, optimiser, rate, state, loss, load)
 
         state, metrics = lax.scan(minibatch, state, (jnp.arange(e.num_minibatches), valid))
-        first = metrics["losses/first_ratio_deviation"][0]
+        first = {name: metrics[name][0] for name in ("losses/first_ratio_deviation", "stats/lag_kl")}
         metrics = jax.tree.map(lambda x: x.mean(), metrics)  # over the minibatches
-        metrics |= {
-            "losses/first_ratio_deviation": first,
-            "charts/learning_rate": rate,
-        }
+        metrics |= first | {"charts/learning_rate": rate}
         return state._replace(updates=state.updates + 1), memory, metrics
 
     act, inspect = normaliser.seen_by(network.act), normaliser.seen_by(network.inspect)

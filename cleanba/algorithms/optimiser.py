@@ -33,11 +33,11 @@ class Trained(NamedTuple):
 T = TypeVar("T", State, Trained)
 
 
-def learning_rate(e: Experiment, updates: jax.Array) -> jax.Array:
-    """The learning rate of the next update: constant, or falling linearly to 0 over the run."""
+def learning_rate(e: Experiment, start: float, updates: jax.Array) -> jax.Array:
+    """The learning rate of the next update: constant, or falling linearly from `start` to 0 over the run."""
     # Never a constant that the compiler knows: it would fold it into the step, differently on different placements.
     left = 1.0 - updates / e.num_updates if e.anneal_lr else jnp.where(updates >= 0, 1.0, jnp.nan)
-    return e.learning_rate * left
+    return start * left
 
 
 def sgd_step(

@@ -6,7 +6,7 @@ Its implementation details are those of the original Cleanba and of CleanRL, exc
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,14 +14,22 @@ import optax
 from jax import lax
 
 from cleanba.algorithm import Algorithm, Metrics
-from cleanba.algorithms.batches import count_valid, explained_variance, sequences, steps_at_once
+from cleanba.algorithms.batches import (
+    count_valid,
+    explained_variance,
+    sequences,
+    shuffled,
+    steps_at_once,
+    version_distance,
+)
 from cleanba.algorithms.normalisation import make_normaliser
 from cleanba.algorithms.optimiser import State, learning_rate, sgd_step
 from cleanba.config import Partition, PolicyGradient, require
 from cleanba.environments.specs import EnvSpec
 from cleanba.networks import make_actor_critic
+from cleanba.networks.actor_critic import Output
 from cleanba.ops.losses import kl_estimate, ppo_policy_loss, squared_error
-from cleanba.ops.returns import gae
+from cleanba.ops.returns import corrected_gae, gae
 from cleanba.rollout import PyTree, Rollout
 from cleanba.shards import ShardAxis
 
@@ -38,6 +46,11 @@ class PPO(PolicyGradient):
     """normalise advantages over each minibatch"""
     clip_coef: float = 0.1
     """how far the probability ratio may leave 1 before it is clipped"""
+    lag_correction: Literal["none", "proximal", "decoupled", "vtrace", "both"] = "none"
+    """what is done about rollouts of the policy version before: nothing; clip around the newest policy; also weight
+    by the ratio of the two; correct advantages by V-trace; decoupled and vtrace both (docs/policy-lag.md)"""
+    lag_weight_cap: float = 2.0
+    """bound on the ratio of the newest policy to the one that acted, where it is a weight"""
 
 
 # CleanRL's for continuous actions (`ppo_continuous_action.py`): 2,048 steps per update, here of 16 environments.
@@ -55,9 +68,21 @@ CONTINUOUS: dict[str, Any] = {
 }
 
 
+# As PureJaxRL trains on MinAtar (Lu et al. 2022), but for the network, which is Young & Tian's, and its learning rate.
+MINATAR: dict[str, Any] = {
+    "total_timesteps": 10_000_000,
+    "num_envs": 64,
+    "learning_rate": 1e-3,
+    "hiddens": (128,),
+    "num_minibatches": 8,
+    "clip_coef": 0.2,
+}
+SETTINGS = {"continuous": CONTINUOUS, "minatar": MINATAR}
+
+
 def defaults(kind: str) -> PPO:
-    """The settings for environments of a kind ("continuous" or others)."""
-    return PPO(**CONTINUOUS) if kind == "continuous" else PPO()
+    """The settings for environments of a kind ("continuous", "minatar" or others)."""
+    return PPO(**SETTINGS.get(kind, {}))
 
 
 def check(e: PPO, partition: Partition) -> None:
@@ -65,6 +90,9 @@ def check(e: PPO, partition: Partition) -> None:
     require(0 <= e.gae_lambda <= 1, f"gae_lambda={e.gae_lambda} must lie in [0, 1]; set --gae-lambda accordingly")
     require(e.update_epochs >= 1, f"update_epochs={e.update_epochs} must be at least 1; set --update-epochs")
     require(e.clip_coef > 0, f"clip_coef={e.clip_coef} must be positive; set --clip-coef, say to 0.1")
+    require(
+        e.lag_weight_cap >= 1, f"lag_weight_cap={e.lag_weight_cap} must be at least 1; set --lag-weight-cap, say to 2"
+    )
     if e.core == "none":
         transitions = partition.envs_per_shard * e.num_steps
         e.check_minibatches(transitions, f"{partition.envs_per_shard} environments x {e.num_steps} steps")
@@ -78,6 +106,9 @@ class Targets(NamedTuple):
     value: jax.Array  # [T, B]
     advantage: jax.Array  # [T, B]
     target: jax.Array  # [T, B]  of the value function
+    log_ratio: jax.Array  # [T, B]  log pi_prox - log pi_b of the actions: these parameters' and those that acted
+    center: jax.Array  # [T, B]  the log-probabilities around which the ratio is clipped
+    weight: PyTree  # [T, B]  of the policy's loss, or () where all weigh the same
 
 
 class Minibatch(NamedTuple):
@@ -88,7 +119,8 @@ class Minibatch(NamedTuple):
     carry: PyTree  # [B', ...]
     action: jax.Array
     valid: jax.Array
-    log_prob: jax.Array
+    center: jax.Array
+    weight: PyTree
     advantage: jax.Array
     target: jax.Array
 
@@ -107,43 +139,63 @@ def make(e: PPO, spec: EnvSpec, platform: str) -> Algorithm:
     normaliser = make_normaliser(e, spec)
     optimiser = optax.chain(optax.clip_by_global_norm(e.max_grad_norm), optax.scale_by_adam(eps=1e-5))
     recurrent = e.core != "none"
+    correction = e.lag_correction if e.concurrency else "none"  # taking turns, the newest policy acts
+    weighted = correction in ("decoupled", "both")
 
     def init(key: jax.Array) -> State:
         params = network.initial_params(key)
         return State(params, optimiser.init(params), jnp.int32(0), normaliser.init())
 
     def prepare(params: PyTree, rollout: Rollout) -> Targets:
-        """Values, advantages and targets of one shard [T(+1), B, ...], all from one set of parameters."""
-        value = values_of(params, rollout)  # [T+1, B]
-        advantage = gae(value, rollout.reward, rollout.terminated, rollout.truncated, e.gamma, e.gae_lambda)
-        return Targets(value[:-1], advantage, advantage + value[:-1])
+        """Values, advantages and targets of one shard [T(+1), B, ...], all from one set of parameters.
 
-    def values_of(params: PyTree, rollout: Rollout) -> jax.Array:
-        """V(s_t) [T+1, B], some steps at a time: of all of them the layers' outputs would take gigabytes."""
+        These parameters are the proximal policy pi_prox; pi_b acted, one version before.  Decoupled (Hilton et al.
+        2021), the loss is that of `ppo_policy_loss` around pi_prox, times pi_prox / pi_b:
+
+            -min(pi / pi_b A, clip(pi / pi_prox, 1 - eps, 1 + eps) pi_prox / pi_b A)
+        """
+        out = outputs_of(params, rollout)  # [T+1, B]
+        value, behaviour = out.value, rollout.extras["log_prob"]
+        proximal = jax.tree.map(lambda x: x[:-1], out.policy).log_prob(rollout.action)
+        log_ratio = jnp.where(rollout.valid, proximal - behaviour, 0.0)
+        if correction in ("vtrace", "both"):
+            target, advantage = corrected_gae(
+                value, log_ratio, rollout.reward, rollout.terminated, rollout.truncated, e.gamma, e.gae_lambda
+            )
+        else:
+            advantage = gae(value, rollout.reward, rollout.terminated, rollout.truncated, e.gamma, e.gae_lambda)
+            target = advantage + value[:-1]
+        center = behaviour if correction in ("none", "vtrace") else proximal
+        weight = jnp.minimum(jnp.exp(log_ratio), e.lag_weight_cap) if weighted else ()
+        return Targets(value[:-1], advantage, target, log_ratio, center, weight)
+
+    def outputs_of(params: PyTree, rollout: Rollout) -> Output:
+        """Policy and value [T+1, B, ...], some steps at a time: the layers' outputs of all would take gigabytes."""
         count = rollout.first.shape[0]
         if platform != "cpu":
             steps = steps_at_once(rollout.obs)
         else:
             steps = count if recurrent else 1  # more at a time would not be faster, even for few environments
 
-        def some(carry: PyTree, start: jax.Array, steps: int) -> tuple[PyTree, jax.Array]:
+        def some(carry: PyTree, start: jax.Array, steps: int) -> tuple[PyTree, Output]:
             part = lambda x: lax.dynamic_slice_in_dim(x, start, steps)
             out = network.outputs(params, jax.tree.map(part, rollout.obs), part(rollout.first), carry)
-            return out.carry, out.value
+            return out.carry, out._replace(carry=())
 
         if steps == count:
-            return network.outputs(params, rollout.obs, rollout.first, rollout.carry).value
+            return network.outputs(params, rollout.obs, rollout.first, rollout.carry)
         whole, rest = divmod(count, steps)
-        carry, value = lax.scan(lambda carry, i: some(carry, i * steps, steps), rollout.carry, jnp.arange(whole))
-        value = value.reshape(whole * steps, -1)
-        return jnp.concatenate([value, some(carry, jnp.int32(count - rest), rest)[1]]) if rest else value
+        carry, out = lax.scan(lambda carry, i: some(carry, i * steps, steps), rollout.carry, jnp.arange(whole))
+        out = jax.tree.map(lambda x: x.reshape(whole * steps, *x.shape[2:]), out)
+        last = [some(carry, jnp.int32(count - rest), rest)[1]] if rest else []
+        return jax.tree.map(lambda *x: jnp.concatenate(x), out, *last)
 
     def draw(key: jax.Array, valid: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Time and environment indices [M, T', B'] of the minibatches of one epoch over one shard [T, B]."""
         (t, b), m = valid.shape, e.num_minibatches
         if recurrent:  # whole sequences
-            return sequences(t, jax.random.permutation(key, b).reshape(m, b // m))
-        index = jax.random.permutation(key, t * b).reshape(m, 1, t * b // m)
+            return sequences(t, shuffled(key, b).reshape(m, b // m))
+        index = shuffled(key, t * b).reshape(m, 1, t * b // m)
         return index // b, index % b
 
     def take(rollout: Rollout, targets: Targets, shard: jax.Array, t: jax.Array, b: jax.Array) -> Minibatch:
@@ -155,7 +207,8 @@ def make(e: PPO, spec: EnvSpec, platform: str) -> Algorithm:
             carry=jax.tree.map(lambda c: c[shard, b[0]], rollout.carry),
             action=at(rollout.action),
             valid=at(rollout.valid),
-            log_prob=at(rollout.extras["log_prob"]),
+            center=at(targets.center),
+            weight=jax.tree.map(at, targets.weight),
             advantage=at(targets.advantage),
             target=at(targets.target),
         )
@@ -164,10 +217,11 @@ def make(e: PPO, spec: EnvSpec, platform: str) -> Algorithm:
         """This shard's part of the mean over the valid transitions of the minibatch, all shards together."""
         out = network.outputs(params, mb.obs, mb.first, mb.carry)
         log_prob, entropy = out.policy.log_prob_and_entropy(mb.action)
-        log_ratio = jnp.where(mb.valid, log_prob - mb.log_prob, 0.0)
+        log_ratio = jnp.where(mb.valid, log_prob - mb.center, 0.0)
         advantage = (mb.advantage - scale.mean) / scale.std if e.norm_adv else mb.advantage
         mean = lambda x: jnp.where(mb.valid, x, 0.0).sum() / scale.valid
-        policy_loss = mean(ppo_policy_loss(log_ratio, advantage, e.clip_coef))
+        surrogate = ppo_policy_loss(log_ratio, advantage, e.clip_coef)
+        policy_loss = mean(mb.weight * surrogate if weighted else surrogate)
         value_loss = mean(squared_error(out.value, mb.target))
         entropy = mean(entropy)
         total = policy_loss - e.ent_coef * entropy + e.vf_coef * value_loss
@@ -187,7 +241,7 @@ def make(e: PPO, spec: EnvSpec, platform: str) -> Algorithm:
         statistics, memory, rollout = normaliser.add(shards, state.statistics, memory, rollout)
         state = state._replace(statistics=statistics)
         targets = shards.map(partial(prepare, state.params), rollout)
-        rate = learning_rate(e, state.updates)
+        rate = learning_rate(e, e.learning_rate, state.updates)
 
         def epoch(state: State, number: jax.Array) -> tuple[State, Metrics]:
             shard_key = lambda shard: jax.random.fold_in(jax.random.fold_in(key, number), shard)
@@ -208,6 +262,7 @@ def make(e: PPO, spec: EnvSpec, platform: str) -> Algorithm:
             "losses/first_ratio_deviation": first,
             "losses/explained_variance": explained_variance(shards, targets.value, targets.target, rollout.valid),
             "charts/learning_rate": rate,
+            **version_distance(shards, targets.log_ratio, rollout.valid),
         }
         return state._replace(updates=state.updates + 1), memory, metrics
 

@@ -1,15 +1,16 @@
 """EnvPool environments: how one is looked up, and one way to step a block of them."""
 
-import ast
-import os
+import ctypes
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
 import numpy as np
 
-from cleanba.config import Experiment
-from cleanba.environments.specs import ActionSpec, EnvSpec, ObsSpec, Step, choice, train_reward
+from cleanba.config import Experiment, require
+from cleanba.environments.gymnasium import steps_per_second
+from cleanba.environments.spaces import action_spec, narrowed, obs_spec
+from cleanba.environments.specs import Compilable, EnvSpec, Step, choice, parse_options, train_reward
 from cleanba.errors import UsageError, closest_names
 from cleanba.rollout import PyTree
 
@@ -21,12 +22,9 @@ def kind(env_id: str) -> str:
     """
     if env_id not in _known():
         return "other"
-    from envpool.registration import registry  # after `_envpool`, which hushes Gymnasium
-
-    family = str(registry.specs[env_id][0])
-    if "atari" in family:
+    if "atari" in family(env_id):
         return "atari"
-    if not family.endswith(MAY_BE_CONTINUOUS):
+    if not family(env_id).endswith(MAY_BE_CONTINUOUS):
         return "other"
     try:
         action = _envpool().make_spec(env_id).action_array_spec
@@ -42,6 +40,19 @@ MAY_BE_CONTINUOUS = (
 )
 
 
+def known() -> dict[str, str]:
+    """All environments, by name: the family of each."""
+    return {name: family(name).removeprefix("envpool.") for name in sorted(_known())}
+
+
+def family(env_id: str) -> str:
+    """The part of EnvPool that an environment which there is belongs to, such as envpool.atari."""
+    _known()  # hushes Gymnasium first
+    from envpool.registration import registry
+
+    return str(registry.specs[env_id][0])
+
+
 @cache
 def _known() -> frozenset[str]:
     return frozenset(_envpool().list_all_envs())
@@ -52,66 +63,10 @@ def _envpool() -> Any:
     import gymnasium
 
     gymnasium.logger.min_level = gymnasium.logger.ERROR
+    opengl()
     import envpool
 
     return envpool
-
-
-def _parse_options(options: Sequence[str]) -> dict[str, Any]:
-    parsed = {}
-    for option in options:
-        name, eq, value = option.partition("=")
-        if not eq or not name.isidentifier():
-            raise UsageError(f"env_options={option!r} must have the form name=value; try --env-options frame_skip=2")
-        try:
-            parsed[name] = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
-            parsed[name] = value
-    return parsed
-
-
-def _obs_spec(space: Any, sample: PyTree) -> PyTree:
-    """What observations look like, from a space and a batch [B, ...] of samples: an `ObsSpec`, or a tree of them."""
-    import gymnasium
-
-    if isinstance(sample, dict):
-        parts = space.spaces if isinstance(space, gymnasium.spaces.Dict) else space
-        return {name: _obs_spec(parts[name], part) for name, part in sample.items()}
-    shape, dtype = sample.shape[1:], str(narrowed(sample).dtype)
-    if isinstance(space, gymnasium.spaces.Discrete):
-        return ObsSpec("discrete", shape, dtype, int(space.n) + int(space.start))
-    if dtype == "uint8" and len(shape) == 3:
-        # Pictures have two long sides; grids of codes, as MiniGrid's 7 x 7, are short.
-        return ObsSpec("image" if sorted(shape)[1] >= 32 else "grid", shape, dtype)
-    return ObsSpec("grid" if dtype == "uint8" else "vector", shape, dtype)
-
-
-def _action_spec(space: Any) -> ActionSpec | str:
-    """What actions look like, or why no policy can choose them."""
-    import gymnasium
-
-    if isinstance(space, gymnasium.spaces.Discrete):
-        return choice(int(space.n), int(space.start))
-    if isinstance(space, gymnasium.spaces.MultiBinary):
-        space = gymnasium.spaces.Box(0, 1, space.shape, np.int8)
-    if not isinstance(space, gymnasium.spaces.Box):
-        return f"its actions are {space}, but policies here choose a number, several numbers, or real ones"
-    low, high = (tuple(bound.ravel().tolist()) for bound in (space.low, space.high))
-    if np.issubdtype(space.dtype, np.floating):
-        return ActionSpec("quantities", space.shape, str(space.dtype), (), low, high)
-    counts = tuple(int(b) - int(a) + 1 for a, b in zip(low, high, strict=True))
-    if max(counts) > MOST_CHOICES:
-        return f"one of its actions has {max(counts)} choices, and a policy here tells {MOST_CHOICES} apart at most"
-    return ActionSpec("choices", space.shape, str(space.dtype), counts, low, high)
-
-
-MOST_CHOICES = 2**16
-
-
-def narrowed(x: np.ndarray) -> np.ndarray:
-    """Numbers of 8 bytes as JAX keeps them, of 4; others as they are."""
-    narrow = {"float64": "float32", "int64": "int32", "uint64": "uint32"}.get(str(x.dtype))
-    return x if narrow is None else x.astype(narrow)
 
 
 def _leaves(tree: PyTree, fn: Callable[[np.ndarray], np.ndarray]) -> PyTree:
@@ -143,20 +98,18 @@ def env_spec(e: Experiment) -> EnvSpec:
         )
     if e.max_episode_steps is not None:
         options["max_episode_steps"] = e.max_episode_steps
-    options |= _parse_options(e.env_options)
+    options |= parse_options(e.env_options)
     for reserved in ("num_envs", "batch_size", "seed", "num_threads", "env_type", "reward_clip"):
         if reserved in options:
             raise UsageError(f"env_options: {reserved} is set by Cleanba; use its own flag, or leave it out")
     try:
         probe = _envpool().make(e.env_id, env_type="gymnasium", num_envs=1, seed=[0], **options)
         players = int(probe.config.get("max_num_players", 1))
-        action = (
-            _action_spec(probe.action_space) if players == 1 else f"it has {players} players, who would learn apart"
-        )
+        action = action_spec(probe.action_space) if players == 1 else f"it has {players} players, who would learn apart"
         if isinstance(action, str):
             raise UsageError(f"env_id={e.env_id!r} cannot be learnt: {action}; try CartPole-v1 or HalfCheetah-v5")
         sample, _ = probe.reset()
-        obs = _obs_spec(probe.observation_space, sample)
+        obs = obs_spec(probe.observation_space, sample, action, is_minigrid="minigrid" in family(e.env_id))
         arrays = [*probe.spec.state_array_spec.values(), *probe.spec.action_array_spec.values()]
         probe.close()
     except UsageError:
@@ -178,12 +131,67 @@ def env_spec(e: Experiment) -> EnvSpec:
 MOST_SCANNED_BYTES = 4
 
 
+@cache
+def opengl() -> bool:
+    """Load the library that MuJoCo draws with, without a display, if it is installed.
+
+    Before EnvPool is: of the copy that EnvPool brings MuJoCo finds nothing, and then ends the process.
+    """
+    try:
+        ctypes.CDLL("libEGL.so.1", mode=ctypes.RTLD_GLOBAL)
+    except OSError:
+        return False
+    return True
+
+
+def told(spec: EnvSpec, obs: PyTree, raw_reward: Any, terminated: Any, truncated: Any, info: dict[str, Any]) -> Step:
+    """What EnvPool reported of one step, [B, ...] of NumPy or of JAX, with the end of a game told from a time limit.
+
+    EnvPool calls whatever ends in the last step that the limit permits truncated, and not terminated.
+    """
+    died = game_over(spec, obs, raw_reward, info) & truncated
+    terminated, truncated = terminated | died, truncated & ~died
+    # Under episodic_life the end of a life is a termination, but not the end of the game.
+    over = info["terminated"].astype(bool) if spec.is_atari else terminated
+    return Step(obs, train_reward(spec, raw_reward), raw_reward, terminated, truncated, over | truncated)
+
+
+def game_over(spec: EnvSpec, obs: PyTree, raw_reward: Any, info: dict[str, Any]) -> Any:
+    """Where the game has come to an end by itself, as far as something tells so apart from EnvPool's flags.  [B] bool.
+
+    Nothing does in most environments; `docs/details.md` lists them.
+    """
+    if "terminated" in info:  # Atari, MuJoCo Playground
+        return info["terminated"].astype(bool)
+    if "crashed" in info:  # Highway; those with a goal to park at report it too
+        crashed = info["crashed"].astype(bool)
+        return crashed | info["is_success"].astype(bool) if "is_success" in info else crashed
+    if spec.env_id in ICE_ENDS:
+        return (obs[:, None] == np.array(ICE_ENDS[spec.env_id], np.int32)).any(-1)
+    if "minigrid" in family(spec.env_id):  # they pay once, for what ends them
+        return raw_reward > 0
+    return np.zeros(raw_reward.shape, bool)
+
+
+# The holes and the goal of the frozen lakes, row by row.
+ICE_ENDS = {
+    "FrozenLake-v1": (5, 7, 11, 12, 15),
+    "FrozenLake8x8-v1": (19, 29, 35, 41, 42, 46, 49, 52, 54, 59, 63),
+}
+
+
 class Envs:
     """A block of environments, each with a seed of its own; steps all of them at once, in order."""
 
     def __init__(self, spec: EnvSpec, seeds: Sequence[int], num_threads: int = 0, render: bool = False):
         self.num_envs = len(seeds)
         self._spec = spec
+        if render and ".mujoco." in family(spec.env_id):
+            require(
+                opengl(),
+                f"{spec.env_id} is drawn by OpenGL, which needs the system library libEGL.so.1; install it (Debian and "
+                "Ubuntu: apt install libegl1 libegl-mesa0), or leave --video and --capture-video out",
+            )
         drawn = {"render_mode": "rgb_array"} if render else {}
         self._pool: Any = _envpool().make(
             spec.env_id,
@@ -204,16 +212,10 @@ class Envs:
         """[B], or [B, D] -> what they delivered.  An environment whose episode ended ignores its action and resets."""
         obs, reward, terminated, truncated, info = self._pool.step(self._spec.action.for_environment(action))
         raw = np.asarray(info.get("reward", reward), np.float32)
-        # Atari reports the end of the game, not of a life, under this name.
-        over = np.asarray(info["terminated"]).astype(bool) if self._spec.is_atari else terminated
-        obs = _leaves(obs, narrowed)
-        return Step(obs, train_reward(self._spec, raw), raw, terminated, truncated, over | truncated)
+        return told(self._spec, _leaves(obs, narrowed), raw, terminated, truncated, info)
 
-    def xla(self) -> tuple[Any, Callable[[Any, Any], tuple[Any, Step]]]:
-        """EnvPool's XLA interface: a handle, and `step(handle, action) -> handle, Step` for use under `jit`.
-
-        The handle is threaded through so that steps keep their order.  Compiled code belongs to this pool alone.
-        """
+    def xla(self) -> Compilable:
+        """EnvPool's XLA interface.  Its handle is the pool's address, which compiled code holds as a constant."""
         assert self._spec.scannable, f"{self._spec.env_id} would write beyond its buffers"
         handle, _, _, pool_step = self._pool.xla()
         spec = self._spec
@@ -221,10 +223,9 @@ class Envs:
         def step(handle: Any, action: Any) -> tuple[Any, Step]:
             handle, (obs, reward, terminated, truncated, info) = pool_step(handle, spec.action.for_environment(action))
             raw = info.get("reward", reward).astype("float32")
-            over = info["terminated"].astype(bool) if spec.is_atari else terminated
-            return handle, Step(obs, train_reward(spec, raw), raw, terminated, truncated, over | truncated)
+            return handle, told(spec, obs, raw, terminated, truncated, info)
 
-        return handle, step
+        return Compilable(handle, step, bytes(handle))
 
     def render(self, env: int) -> np.ndarray:
         """What a person would see of one environment, after `reset`.  [H, W, 3] uint8.
@@ -243,29 +244,10 @@ class Envs:
     @property
     def steps_per_second(self) -> float:
         """How many steps are a second of a game played by a person."""
-        return 60 / self._pool.config["frame_skip"] if self._spec.is_atari else _gymnasium_speed(self._spec.env_id)
+        return 60 / self._pool.config["frame_skip"] if self._spec.is_atari else steps_per_second(self._spec.env_id)
 
     def close(self) -> None:
         """Stop the emulators' threads.  May be called twice."""
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.close()
-
-
-def _gymnasium_speed(env_id: str) -> float:
-    """Gymnasium's steps per second of the environment of that name (50 for CartPole); 30 where it knows none."""
-    import gymnasium
-    from gymnasium.envs.registration import load_env_creator
-
-    try:
-        entry = gymnasium.spec(env_id).entry_point
-        made: Any = load_env_creator(entry) if isinstance(entry, str) else entry
-        return float(made.metadata["render_fps"])
-    except (gymnasium.error.Error, ImportError, AttributeError, KeyError, TypeError):
-        return 30.0
-
-
-def threads_per_actor(local_actors: int) -> int:
-    """Emulator threads for each of this process's actors: the cores it may use, shared out."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // local_actors)

@@ -1,10 +1,14 @@
 """What environments look like and what a step of them delivers, whoever makes them."""
 
+import ast
+import math
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from cleanba.errors import UsageError
 from cleanba.rollout import PyTree
 
 
@@ -12,11 +16,14 @@ from cleanba.rollout import PyTree
 class ObsSpec:
     """One array of an observation.  A leaf, where observations are trees."""
 
-    kind: Literal["image", "grid", "vector", "discrete"]
-    """image: uint8 pictures; grid: uint8 codes; vector: numbers; discrete: one integer in [0, count)"""
+    kind: Literal["image", "planes", "codes", "bytes", "vector", "discrete", "mask"]
+    """image: uint8 pictures; planes: a board [H, W, C], one plane for each thing that may be there; codes: integers in
+    [low, low + count) that name things; bytes: uint8 that are no picture, such as text; vector: numbers; discrete: one
+    integer in [0, count); mask: which actions are legal, no input"""
     shape: tuple[int, ...]
     dtype: str
     count: int = 0
+    low: int = 0
 
 
 @dataclass(frozen=True)
@@ -43,6 +50,14 @@ class ActionSpec:
     def size(self) -> int:
         """D, the number of parts."""
         return len(self.low)
+
+    def masked_by(self, shape: tuple[int, ...]) -> bool:
+        """Whether an array of that shape can say which choices are legal.
+
+        One for each choice, those of several parts one after the other, in any shape; or one for each combination of
+        them, [counts[0], counts[1], ...].
+        """
+        return self.kind != "quantities" and (shape == self.counts or math.prod(shape) == sum(self.counts))
 
     def for_environment(self, action: Any) -> Any:
         """What a policy drew, [B] or [B, D] -> what the environment takes, [B, *shape].
@@ -79,7 +94,11 @@ class EnvSpec(NamedTuple):
     given_action: ActionSpec | None = None
     """None: one of `num_actions`, counted from 0"""
     scannable: bool = True
-    """whether EnvPool can be stepped from within XLA"""
+    """whether it can be stepped from within XLA"""
+    wrappers: tuple[str, ...] = ()
+    """module:function, each of which Gymnasium's environments are given to"""
+    on_device: bool = False
+    """whether it is itself a compiled function, on whatever device acts"""
 
     @property
     def action(self) -> ActionSpec:
@@ -98,6 +117,31 @@ class Step(NamedTuple):
     over: np.ndarray  # [B]  bool: the game is over; differs from the two above under --episodic-life
 
 
+class Compilable(NamedTuple):
+    """A block of environments that can be stepped from within XLA."""
+
+    handle: PyTree
+    """their state, or what stands for it; threaded through steps, so that these keep their order"""
+    step: Callable[[Any, Any], tuple[Any, Step]]
+    """`step(handle, action) -> handle, Step`, for use under `jit`"""
+    key: Hashable
+    """code that was compiled for as many environments with this key serves these, too"""
+
+
 def train_reward(spec: EnvSpec, raw: Any) -> Any:
     """What is trained on: the raw reward, clipped to [-1, 1] if the experiment clips.  [...] -> [...]."""
     return raw.clip(-1.0, 1.0) if spec.clip_reward else raw
+
+
+def parse_options(options: Sequence[str]) -> dict[str, Any]:
+    """The words of --env-options -> names and values.  Raises `UsageError` for one of another form."""
+    parsed = {}
+    for option in options:
+        name, eq, value = option.partition("=")
+        if not eq or not name.isidentifier():
+            raise UsageError(f"env_options={option!r} must have the form name=value; try --env-options frame_skip=2")
+        try:
+            parsed[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            parsed[name] = value
+    return parsed

@@ -2,5 +2,15 @@
 
 from cleanba.networks.action_values import ActionValues, make_action_values
 from cleanba.networks.actor_critic import ActorCritic, make_actor_critic
+from cleanba.networks.bounded import Critics, Policy, make_critics, make_policy
 
-__all__ = ["ActionValues", "ActorCritic", "make_action_values", "make_actor_critic"]
+__all__ = [
+    "ActionValues",
+    "ActorCritic",
+    "Critics",
+    "Policy",
+    "make_action_values",
+    "make_actor_critic",
+    "make_critics",
+    "make_policy",
+]

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from cleanba.config import PolicyGradient
 from cleanba.networks import cores, torsos
 from cleanba.networks.layers import ConvKind
-from cleanba.networks.sight import see, sight
+from cleanba.networks.sight import legal_actions, see, sight
 from cleanba.ops.distributions import Distribution, distribution, size
 from cleanba.rollout import PyTree
 
@@ -36,6 +36,7 @@ class ActorCritic(nn.Module):
     share_torso: bool
     core: str
     lstm_size: int
+    forget_bias: float
     dtype: Any
     conv: ConvKind
 
@@ -54,14 +55,15 @@ class ActorCritic(nn.Module):
         log_std = None
         if self.action.kind == "quantities":
             log_std = self.param("log_std", nn.initializers.zeros_init(), (self.action.size,))
-        return Output(distribution(self.action, x, log_std), value[..., 0], carry)
+        policy = distribution(self.action, x, log_std, legal_actions(self.obs_spec, obs))
+        return Output(policy, value[..., 0], carry)
 
     def features(self, obs: Any, first: jax.Array, carry: Any) -> tuple[jax.Array, Any]:
         """Another torso and core each time it is called: features [T, B, D] float32, carry."""
         t, b = first.shape
         x = see(self, jax.tree.map(lambda o: o.reshape(t * b, *o.shape[2:]), obs)).reshape(t, b, -1)
         if self.core == "lstm":
-            x, carry = cores.LSTM(self.lstm_size, self.dtype)(x, first, carry)
+            x, carry = cores.LSTM(self.lstm_size, self.dtype, self.forget_bias)(x, first, carry)
         return x.astype(jnp.float32), carry  # the heads are small, and what they say is exponentiated and squared
 
     def initial_params(self, key: jax.Array) -> PyTree:
@@ -71,8 +73,9 @@ class ActorCritic(nn.Module):
 
     def initial_carry(self, batch: int) -> PyTree:
         """The core's memory before anything was seen; () without a core."""
-        one = cores.initial_carry(self.core, self.lstm_size, batch)
-        return one if self.share_torso or self.core == "none" else (one, one)
+        one = lambda: cores.initial_carry(self.core, self.lstm_size, batch)
+        # Two of them, as they are donated, and must not share their memory.
+        return one() if self.share_torso or self.core == "none" else (one(), one())
 
     def outputs(self, params: PyTree, obs: PyTree, first: jax.Array, carry: PyTree) -> Output:
         """`__call__` with these parameters."""
@@ -113,5 +116,10 @@ def make_actor_critic(spec: Any, e: PolicyGradient, platform: str) -> ActorCriti
         pictures = any(part.kind == "image" for part in jax.tree.leaves(spec.obs))
         shares = spec.action.kind != "quantities" or pictures
     return ActorCritic(
-        **sight(spec, e, platform), action=spec.action, share_torso=shares, core=e.core, lstm_size=e.lstm_size
+        **sight(spec, e, platform),
+        action=spec.action,
+        share_torso=shares,
+        core=e.core,
+        lstm_size=e.lstm_size,
+        forget_bias=e.forget_bias,
     )

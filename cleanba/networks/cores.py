@@ -75,18 +75,22 @@ class LSTM(nn.Module):
 
         i, f, g, o = x_t W_x + h_{t-1} W_h + b;   c_t = sigm(f) c_{t-1} + sigm(i) tanh(g);   h_t = sigm(o) tanh(c_t)
 
-    Orthogonal weights, zero biases (as CleanRL's recurrent PPO).  The carry is set to zero before a step whose
-    observation is the first of its episode.  What does not depend on the past, x W_x, is one product over all steps.
+    Orthogonal weights, zero biases (as CleanRL's recurrent PPO) but for that of the forget gate: with 0 about half of
+    what is remembered is lost in every step before anything was learnt; with 2 an eighth.  The carry is set to zero
+    before a step whose observation is the first of its episode.  What does not depend on the past, x W_x, is one
+    product over all steps.
     """
 
     units: int
     dtype: Any = jnp.float32
+    forget_bias: float = 0.0
 
     @nn.compact
     def __call__(self, x: jax.Array, first: jax.Array, carry: LSTMCarry) -> tuple[jax.Array, LSTMCarry]:
         w_x = self.param("w_x", orthogonal(1.0), (x.shape[-1], 4 * self.units)).astype(self.dtype)
         w_h = self.param("w_h", orthogonal(1.0), (self.units, 4 * self.units)).astype(self.dtype)
-        b = self.param("b", nn.initializers.zeros_init(), (4 * self.units,)).astype(self.dtype)
+        b = self.param("b", lambda key, shape: jnp.zeros(shape).at[1].set(self.forget_bias).ravel(), (4, self.units))
+        b = b.astype(self.dtype)
 
         h, carry = recur(x @ w_x + b, first, carry, w_h)
         return h, carry

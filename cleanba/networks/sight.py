@@ -26,18 +26,20 @@ class Sighted(Protocol):
 def sight(spec: Any, e: Experiment, platform: str) -> dict[str, Any]:
     """The fields of `Sighted` for an environment that looks like `spec`, an `EnvSpec`.
 
-    `--network auto` takes the IMPALA ResNet for images and an MLP otherwise.
+    `--network auto` takes the IMPALA ResNet for images, MinAtar's convolution for boards and an MLP otherwise.
 
     Raises:
         UsageError: the torso does not fit the observations.
     """
-    is_image = getattr(spec.obs, "kind", None) == "image"
-    network = e.network
+    seen = getattr(spec.obs, "kind", "")
+    network: str = e.network
     if network == "auto":
-        network = "impala" if is_image else "mlp"
-    if network != "mlp" and not is_image:
+        network = {"image": "impala", "planes": "minatar"}.get(seen, "mlp")
+    needed = {"nature": "image", "impala": "image", "minatar": "planes"}.get(network, seen)
+    if needed != seen:
         raise UsageError(
-            f"network={network} needs images, but {spec.env_id} shows {spec.obs}; use --network mlp or --network auto"
+            f"network={network} needs {needed.rstrip('s')}s, but {spec.env_id} shows {spec.obs}; use --network mlp or "
+            "--network auto"
         )
     return {
         "obs_spec": spec.obs,
@@ -50,26 +52,44 @@ def sight(spec: Any, e: Experiment, platform: str) -> dict[str, Any]:
     }
 
 
-def see(module: Sighted, obs: Any, activation: str = "tanh") -> jax.Array:
+def see(module: Sighted, obs: Any, activation: str = "tanh", action: jax.Array | None = None) -> jax.Array:
     """Look at observations through the torso that a module's fields name, from within its compact method.
 
-    `activation` is the MLP's; convolutional torsos have rectifiers.
+    `activation` is the MLP's; convolutional torsos have rectifiers.  An action [N, D], if there is one, is beside what
+    the MLP sees; beside the features of a convolutional torso, which one more layer then joins.
     """
-    if module.network == "nature":
-        return torsos.NatureCNN(module.hiddens, module.dtype, module.conv)(obs)
-    if module.network == "impala":
-        return torsos.ImpalaResNet(module.channels, module.hiddens, module.dtype, module.conv)(obs)
-    specs, parts = jax.tree.leaves(module.obs_spec), jax.tree.leaves(obs)  # both by name
-    x = jnp.concatenate([as_vector(spec, part) for spec, part in zip(specs, parts, strict=True)], axis=-1)
-    return torsos.MLP(module.hiddens, module.dtype, activation)(x)
+    beside = lambda x: x if action is None else jnp.concatenate([x, action.astype(x.dtype)], axis=-1)
+    if module.network != "mlp":
+        if module.network == "nature":
+            x = torsos.NatureCNN(module.hiddens, module.dtype, module.conv)(obs)
+        elif module.network == "minatar":
+            x = torsos.MinAtarCNN(module.hiddens, module.dtype, module.conv)(obs)
+        else:
+            x = torsos.ImpalaResNet(module.channels, module.hiddens, module.dtype, module.conv)(obs)
+        return x if action is None else torsos.MLP(module.hiddens[-1:], module.dtype, activation)(beside(x))
+    seen = [as_vector(spec, part) for spec, part in leaves(module.obs_spec, obs) if spec.kind != "mask"]
+    return torsos.MLP(module.hiddens, module.dtype, activation)(beside(jnp.concatenate(seen, axis=-1)))
+
+
+def leaves(obs_spec: Any, obs: Any) -> list[tuple[Any, Any]]:
+    """The arrays of an observation with their specifications."""
+    return list(zip(jax.tree.leaves(obs_spec), jax.tree.leaves(obs), strict=True))  # both by name
+
+
+def legal_actions(obs_spec: Any, obs: Any) -> Any:
+    """The mask among observations [..., *shape] that says which actions are legal, or None if all always are."""
+    return next((part != 0 for spec, part in leaves(obs_spec, obs) if spec.kind == "mask"), None)
 
 
 def as_vector(spec: Any, x: jax.Array) -> jax.Array:
     """One array of an observation as numbers an MLP can take.  [N, ...] -> [N, D] float32.
 
-    Integers become one-hot vectors; pictures are scaled to [0, 1]; grids of small codes, such as MiniGrid's, by 1/16.
+    Codes become one-hot vectors, and bytes the bits that they are made of: what only names things has no size.
+    Pictures are scaled to [0, 1].
     """
-    if spec.kind == "discrete":
-        return jax.nn.one_hot(x, spec.count).reshape(x.shape[0], -1)
-    scale = {"image": 1 / 255, "grid": 1 / 16, "vector": 1.0}[spec.kind]
-    return x.reshape(x.shape[0], -1).astype(jnp.float32) * scale
+    flat = lambda x: x.reshape(x.shape[0], -1).astype(jnp.float32)
+    if spec.kind in ("discrete", "codes"):
+        return flat(jax.nn.one_hot(x.astype(jnp.int32) - spec.low, spec.count))
+    if spec.kind == "bytes":
+        return flat(x[..., None] >> jnp.arange(8, dtype=jnp.uint8) & 1)
+    return flat(x) * {"image": 1 / 255}.get(spec.kind, 1.0)

@@ -116,6 +116,21 @@ class ImpalaResNet(nn.Module):
         return nn.relu(x).reshape(x.shape[0], -1)
 
 
+class MinAtarCNN(nn.Module):
+    """One convolution and dense layers (Young & Tian 2019).  Boards of planes [N, H, W, C] -> features."""
+
+    hiddens: Sequence[int] = (128,)
+    dtype: Any = jnp.float32
+    kind: ConvKind = "xla"
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = nn.relu(Conv(16, 3, 1, "VALID", self.dtype, self.kind, orthogonal(2**0.5))(x)).reshape(x.shape[0], -1)
+        for units in self.hiddens:
+            x = nn.relu(Dense(units, 2**0.5, self.dtype)(x))
+        return x
+
+
 class MLP(nn.Module):
     """Dense layers, initialised as CleanRL's.  Numbers [N, ...] -> features."""
 

@@ -98,6 +98,52 @@ class Categoricals:
         return {"probability": jnp.concatenate([jax.nn.softmax(part.logits) for part in self.parts()], -1)}
 
 
+@flax.struct.dataclass
+class Combination:
+    """D choices at once, of which only some combinations are legal: pi(a) ~ exp(sum_d l_d(a_d)) over the legal ones.
+
+    logits [..., product of counts], of every combination in C order; actions [..., D] int32.
+    """
+
+    logits: jax.Array
+    counts: tuple[int, ...] = flax.struct.field(pytree_node=False)
+
+    def whole(self) -> Categorical:
+        return Categorical(self.logits)
+
+    def apart(self, number: jax.Array) -> jax.Array:
+        """The numbers of combinations [...] -> their parts [..., D]."""
+        return jnp.stack(jnp.unravel_index(number, self.counts), -1).astype(jnp.int32)
+
+    def number(self, action: jax.Array) -> jax.Array:
+        """The inverse of `apart`."""
+        chex.assert_axis_dimension(action, -1, len(self.counts))
+        strides = np.cumprod((1, *self.counts[:0:-1]))[::-1].astype(np.int32)
+        return (action * strides).sum(-1, dtype=jnp.int32)
+
+    def sample(self, key: jax.Array) -> jax.Array:
+        return self.apart(self.whole().sample(key))
+
+    def mode(self) -> jax.Array:
+        return self.apart(self.whole().mode())
+
+    def log_prob(self, action: jax.Array) -> jax.Array:
+        return self.whole().log_prob(self.number(action))
+
+    def entropy(self) -> jax.Array:
+        return self.whole().entropy()
+
+    def log_prob_and_entropy(self, action: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return self.whole().log_prob_and_entropy(self.number(action))
+
+    def describe(self) -> dict[str, jax.Array]:
+        pi = jax.nn.softmax(self.logits).reshape(*self.logits.shape[:-1], *self.counts)
+        axes = range(-len(self.counts), 0)
+        marginals = [pi.sum([other for other in axes if other != axis]) for axis in axes]
+        return {"probability": jnp.concatenate(marginals, -1)}
+
+
+LOG_2 = float(np.log(2))
 LOG_2PI = float(np.log(2 * np.pi))
 
 
@@ -133,17 +179,88 @@ class DiagonalGaussian:
         return {"mean": self.mean}
 
 
+@flax.struct.dataclass
+class SquashedGaussian:
+    """D numbers within bounds: a = centre + scale tanh(u), where u is Gaussian (Haarnoja et al. 2018, appendix C).
+
+        log pi(a) = log N(u; mu, sigma) - sum_d log(scale_d (1 - tanh(u_d)^2))
+
+    mean, log_std [..., D], mu and log sigma of u; centre, scale [D] or [..., D]; actions [..., D] float32.
+    """
+
+    mean: jax.Array
+    log_std: jax.Array
+    centre: Any
+    scale: Any
+
+    def sample(self, key: jax.Array) -> jax.Array:
+        return self.sample_and_log_prob(key)[0]
+
+    def mode(self) -> jax.Array:
+        """The action at the mean of u, which is what is evaluated; of `log_prob` it is not the maximum."""
+        return self.centre + self.scale * jnp.tanh(self.mean)
+
+    def sample_and_log_prob(self, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """An action drawn at random, and its log pi(a) [...], finite also where tanh rounds to one."""
+        noise = jax.random.normal(key, self.mean.shape)
+        u = self.mean + jnp.exp(self.log_std) * noise
+        return self.centre + self.scale * jnp.tanh(u), self._density(u, noise)
+
+    def log_prob(self, action: jax.Array) -> jax.Array:
+        """Log pi(action) [...]; of actions at a bound, where it is infinite, that of the last number before it."""
+        chex.assert_equal_shape([action, self.mean, self.log_std])
+        most = 1 - jnp.finfo(action.dtype).epsneg
+        u = jnp.arctanh(((action - self.centre) / self.scale).clip(-most, most))
+        return self._density(u, (u - self.mean) * jnp.exp(-self.log_std))
+
+    def _density(self, u: jax.Array, z: jax.Array) -> jax.Array:
+        """Log pi of the action that u squashes to; z is (u - mu) / sigma."""
+        # log(1 - tanh(u)^2), without the difference, which has no digits left where u is large.
+        log_slope = 2 * (LOG_2 - u - jax.nn.softplus(-2 * u)) + jnp.log(self.scale)
+        return -(0.5 * (jnp.square(z) + LOG_2PI) + self.log_std + log_slope).sum(-1)
+
+    def describe(self) -> dict[str, jax.Array]:
+        return {"mean": self.mode()}
+
+
 def size(action: Any) -> int:
     """How many numbers a network gives for a distribution over actions that look so, an `ActionSpec`."""
     return action.size if action.kind == "quantities" else sum(action.counts)
 
 
-def distribution(action: Any, x: jax.Array, log_std: jax.Array | None = None) -> Distribution:
+def distribution(
+    action: Any, x: jax.Array, log_std: jax.Array | None = None, legal: jax.Array | None = None
+) -> Distribution:
     """The distribution over actions that look so, an `ActionSpec`, of what a network gives, x [..., size].
 
-    `log_std` [D] is that of real-valued actions, which does not depend on what is seen.
+    `log_std` [D] is that of real-valued actions, which does not depend on what is seen.  `legal` has one of the shapes
+    of `ActionSpec.masked_by`: what it does not permit has no probability.
     """
     chex.assert_axis_dimension(x, -1, size(action))
     if log_std is not None:
         return DiagonalGaussian(x, jnp.broadcast_to(log_std, x.shape))
-    return Categorical(x) if action.kind == "choice" else Categoricals(x, action.counts)
+    if action.kind == "choice":
+        return Categorical(x if legal is None else masked(x, legal))
+    if legal is None:
+        return Categoricals(x, action.counts)
+    split = lambda x: jnp.split(x, np.cumsum(action.counts)[:-1], axis=-1)
+    if legal.size != x.size:
+        logits = combined(split(x))
+        return Combination(masked(logits, legal.reshape(logits.shape)), action.counts)
+    each = zip(split(x), split(legal.reshape(x.shape)), strict=True)
+    return Categoricals(jnp.concatenate([masked(*part) for part in each], axis=-1), action.counts)
+
+
+def masked(logits: jax.Array, legal: jax.Array) -> jax.Array:
+    """Logits [..., A] of only what is legal [..., A]; where nothing is, as after the end of a game, all is."""
+    chex.assert_equal_shape([logits, legal])
+    return jnp.where(legal | ~legal.any(-1, keepdims=True), logits, -jnp.inf)
+
+
+def combined(parts: list[jax.Array]) -> jax.Array:
+    """Logits [..., A_d] of each part -> their sums, of every combination in C order, [..., prod of A_d]."""
+    lead = parts[0].shape[:-1]
+    total = jnp.zeros((*lead, 1))
+    for part in parts:
+        total = (total[..., :, None] + part[..., None, :]).reshape(*lead, -1)
+    return total

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 import time
 from pathlib import Path
 from typing import NamedTuple, TextIO
@@ -20,7 +21,7 @@ class Finished(Exception):
 
 def default_run_dir(e: Experiment, run: Run, now: int | None = None) -> Path:
     """A directory as CleanRL's users know it; in a batch job of Slurm's one that is the same after a requeue."""
-    name = f"{e.env_id.replace('/', '-')}__{run.exp_name}__{e.seed}__{batch_job() or now or int(time.time())}"
+    name = f"{re.sub('[/:]', '-', e.env_id)}__{run.exp_name}__{e.seed}__{batch_job() or now or int(time.time())}"
     return Path("runs") / name
 
 

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from cleanba.environments.envpool import Envs
+from cleanba.environments.kinds import Envs
 from cleanba.rollout import Episode, PyTree, Rollout
 from cleanba.runtime.channels import Channel, Stop
 from cleanba.runtime.collect import Collector, Times
@@ -90,6 +90,7 @@ def run_actor(
                 times.params_wait += waited
             assert params.version == needed, f"rollout {rollout} needs version {needed}, was given {params.version}"
             if schedule.starts_epoch(rollout):
+                collector.close()  # before others are made: `ScannedCollector` says why
                 collector.restart(make_envs(schedule.epoch(rollout)))
             collected = collector(params.params, action_numbers(seed, actor, rollout), times)
             before_send = time.perf_counter()

@@ -1,7 +1,9 @@
 """A rollout: `num_steps` steps of one actor's environments, recorded on the actor's device."""
 
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -12,7 +14,8 @@ from jax import lax
 from jax.sharding import SingleDeviceSharding
 
 from cleanba.algorithm import Algorithm
-from cleanba.environments.envpool import Envs
+from cleanba.environments.kinds import Envs
+from cleanba.environments.specs import Compilable
 from cleanba.rollout import Episode, EpisodeTracker, PyTree, Rollout, heed
 from cleanba.runtime.channels import Stop
 from cleanba.seeds import action_key
@@ -200,7 +203,7 @@ class Outcomes(NamedTuple):
 class ScanState(NamedTuple):
     """What goes from one step of the scan to the next, and from one rollout to the next."""
 
-    handle: jax.Array  # EnvPool's; keeps the steps in order
+    handle: PyTree  # EnvPool's, which keeps the steps in order; or the state of environments in JAX
     obs: PyTree  # [B, ...]
     done: jax.Array  # [B]  the last step ended an episode, so the next one is ignored
     first: jax.Array  # [B]
@@ -211,11 +214,11 @@ SCAN_STEPS = 32  # at most so many steps per call into XLA: between calls the co
 
 
 class Scan(NamedTuple):
-    """The functions of the scanned collector, for one pool of environments."""
+    """The functions of the scanned collector, for environments with one `step`."""
 
     length: int  # steps per call
     step: Callable[..., Any]  # one of them
-    steps: Any  # all of them, compiled
+    steps: Any  # all of them, to be compiled
 
 
 def make_scan(algorithm: Algorithm, num_steps: int, env_step: Callable[..., Any]) -> Scan:
@@ -232,7 +235,7 @@ def make_scan(algorithm: Algorithm, num_steps: int, env_step: Callable[..., Any]
         recorded = Recording(state.obs, state.first, action, extras)
         return ScanState(handle, out.obs, answer.done, state.done, carry), (recorded, outcome)
 
-    def scan(params: PyTree, numbers: jax.Array, buffers: Any, state: ScanState, t: jax.Array) -> Any:
+    def scan_pool(params: PyTree, numbers: jax.Array, buffers: Any, state: ScanState, t: jax.Array) -> Any:
         key = action_key(*numbers)
 
         def body(carried: Any, t: jax.Array) -> Any:
@@ -245,25 +248,80 @@ def make_scan(algorithm: Algorithm, num_steps: int, env_step: Callable[..., Any]
         obs, first = write((recording.obs, recording.first), t + length, (state.obs, state.first))
         return state, (recording._replace(obs=obs, first=first), outcome)
 
-    return Scan(length, step, jax.jit(scan, donate_argnums=2))
+    return Scan(length, step, jax.jit(scan_pool, donate_argnums=2))
+
+
+SCANS_KEPT = 64  # compiled for as many places where a pool has lain, about a megabyte each
+
+
+class CompiledScan(NamedTuple):
+    """A scan for environments with one key.  It holds no pool: one that lay there can go, and another come."""
+
+    length: int  # steps per call
+    steps: Callable[..., Any]
+    new_buffers: Callable[[], tuple[Recording, Outcomes]]  # room for a rollout
+
+
+class Scans:
+    """Compiled scans by device and `Compilable.key`, shared by all actors of a process."""
+
+    def __init__(self, algorithm: Algorithm, num_steps: int):
+        self.algorithm = algorithm
+        self.num_steps = num_steps
+        self._lock = threading.Lock()
+        self._compiled: dict[Any, Future[CompiledScan]] = {}
+
+    def of(self, envs: Compilable, device: jax.Device, args: tuple[PyTree, np.ndarray, ScanState]) -> CompiledScan:
+        """The scan over these environments; `args` look like what it will be called with."""
+        key = device, envs.key, args[2].first.shape
+        with self._lock:
+            scan = self._compiled.get(key)
+            mine = scan is None
+            if scan is None:
+                if len(self._compiled) == SCANS_KEPT:
+                    del self._compiled[next(iter(self._compiled))]
+                scan = self._compiled[key] = Future()
+        if mine:
+            try:
+                scan.set_result(self._compile(envs.step, device, args))
+            except BaseException as error:
+                scan.set_exception(error)
+        return scan.result()
+
+    def _compile(
+        self, env_step: Callable[..., Any], device: jax.Device, args: tuple[PyTree, np.ndarray, ScanState]
+    ) -> CompiledScan:
+        params, numbers, state = args
+        scan = make_scan(self.algorithm, self.num_steps, env_step)
+        _, (r, outcome) = jax.eval_shape(lambda: scan.step(params, action_key(*numbers), state, 0))
+
+        def new_buffers() -> tuple[Recording, Outcomes]:
+            observed = blank(self.num_steps + 1, (r.obs, r.first))
+            return Recording(*observed, *blank(self.num_steps, (r.action, r.extras))), blank(self.num_steps, outcome)
+
+        # They must be bound to the device: others make the scan's first call another one to compile for.
+        room = jax.jit(new_buffers, out_shardings=SingleDeviceSharding(device))
+        steps = scan.steps.lower(params, numbers, room(), state, np.int32(0)).compile()
+        return CompiledScan(scan.length, steps, room)
 
 
 @dataclass
 class ScannedCollector:
-    """Policy, recurrent core and emulators as one `lax.scan` under `jit`, through EnvPool's XLA interface.
+    """Policy, recurrent core and environments as one `lax.scan` under `jit`: EnvPool's through its XLA interface.
 
-    A rollout is one call into XLA, or a few if it is long, so that the end of the run is noticed in time.  The
-    compiled code belongs to one pool of environments: fresh environments are compiled for again.
+    A rollout is one call into XLA, or a few if it is long, so that the end of the run is noticed in time.  Environments
+    in JAX are compiled for once.  Code compiled for EnvPool knows its pool by its place in memory; fresh
+    pools mostly come to lie where those before them lay, which have just gone, and only somewhere new are compiled for.
     """
 
     algorithm: Algorithm
     num_steps: int
     device: jax.Device
     stop: Stop
+    scans: Scans
     _envs: Envs | None = None
+    _compilable: Compilable | None = None
     _state: ScanState | None = None
-    _scan: Any = None
-    _new_buffers: Callable[[], tuple[Recording, Outcomes]] | None = None
     _tracker: EpisodeTracker = field(default_factory=lambda: EpisodeTracker(0))
 
     def restart(self, envs: Envs) -> None:
@@ -271,42 +329,26 @@ class ScannedCollector:
         self._envs = envs
         n = envs.num_envs
         obs = envs.reset()
-        handle, step = envs.xla()
+        self._compilable = envs.xla()
         carry = first_carry(self.algorithm, n, self.device)
-        state: Any = (handle, obs, np.zeros(n, bool), np.ones(n, bool), carry)
+        state: Any = (self._compilable.handle, obs, np.zeros(n, bool), np.ones(n, bool), carry)
         self._state = ScanState(*jax.device_put(state, self.device))
-        self._scan = self._make_scan(step)
         self._tracker = EpisodeTracker(n)
 
     def close(self) -> None:
         if self._envs is not None:
             self._envs.close()
+        self._envs = self._compilable = None  # nothing may hold the pool, or its place would not become free
 
-    def _make_scan(self, env_step: Callable[..., Any]) -> Any:
-        scan = make_scan(self.algorithm, self.num_steps, env_step)
-
-        def run(params: PyTree, numbers: np.ndarray, state: ScanState) -> Any:
-            if self._new_buffers is None:
-                _, (r, outcome) = jax.eval_shape(lambda: scan.step(params, action_key(*numbers), state, 0))
-                self._new_buffers = self._make_new_buffers(r, outcome)
-            buffers = self._new_buffers()
-            for t in range(0, self.num_steps, scan.length):
-                self.stop.check()
-                state, buffers = scan.steps(params, numbers, buffers, state, np.int32(t))
-                jax.block_until_ready(state)
-            return state, buffers
-
-        return run
-
-    def _make_new_buffers(self, r: Recording, outcome: Outcomes) -> Callable[[], tuple[Recording, Outcomes]]:
-        """Room for a rollout of steps that look like these, the same for every pool of environments."""
-
-        def new_buffers() -> tuple[Recording, Outcomes]:
-            observed = blank(self.num_steps + 1, (r.obs, r.first))
-            return Recording(*observed, *blank(self.num_steps, (r.action, r.extras))), blank(self.num_steps, outcome)
-
-        # They must be bound to the device: others make the scan's first call another one to compile for.
-        return jax.jit(new_buffers, out_shardings=SingleDeviceSharding(self.device))
+    def _scan(self, params: PyTree, numbers: np.ndarray, state: ScanState) -> Any:
+        assert self._compilable is not None, "restart() comes first"
+        scan = self.scans.of(self._compilable, self.device, (params, numbers, state))
+        buffers = scan.new_buffers()
+        for t in range(0, self.num_steps, scan.length):
+            self.stop.check()
+            state, buffers = scan.steps(params, numbers, buffers, state, np.int32(t))
+            jax.block_until_ready(state)
+        return state, buffers
 
     def __call__(self, params: PyTree, numbers: np.ndarray, times: Times) -> Collected:
         assert self._state is not None, "restart() comes first"

@@ -161,7 +161,7 @@ def describe_devices() -> dict[str, object]:
         "device_kind": jax.local_devices()[0].device_kind,
         "local_devices": len(jax.local_devices()),
         "num_processes": jax.process_count(),
-        "cpu": _cpu_model(),
+        "cpu": cpu_model(),
         "cpu_cores": os.cpu_count(),
         "cpu_threads": os.environ.get("PJRT_NPROC"),
         "slurm": slurm_job(),
@@ -182,7 +182,8 @@ def slurm_job() -> dict[str, str | int] | None:
     return found | {"restarts": int(os.environ.get("SLURM_RESTART_COUNT", 0))}
 
 
-def _cpu_model() -> str:
+def cpu_model() -> str:
+    """The name that Linux gives the processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

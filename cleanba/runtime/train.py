@@ -15,7 +15,7 @@ import jax
 
 from cleanba.algorithm import Algorithm
 from cleanba.config import Experiment, Partition
-from cleanba.environments.envpool import Envs, threads_per_actor
+from cleanba.environments.kinds import Envs, open_envs, threads_per_actor
 from cleanba.environments.specs import EnvSpec
 from cleanba.errors import Failure, Interrupted
 from cleanba.files import Json
@@ -23,7 +23,7 @@ from cleanba.rollout import PyTree, Rollout
 from cleanba.runtime.actor import Params, Parcel, Schedule, run_actor
 from cleanba.runtime.channels import Channel, Closed, Stop
 from cleanba.runtime.checkpoint import Checkpoints, Saved
-from cleanba.runtime.collect import Collector, ScannedCollector, SteppedCollector, make_steppers
+from cleanba.runtime.collect import Collector, ScannedCollector, Scans, SteppedCollector, make_steppers
 from cleanba.runtime.keeper import Keeper
 from cleanba.runtime.learner import Learner, abstract_block, memory_shapes
 from cleanba.runtime.memory import Holdings
@@ -85,13 +85,17 @@ class Training:
         """The memory of one shard, as shapes."""
         return memory_shapes(self.algorithm, self.block_shapes, self.partition)
 
-    def envs_of(self, actor: int) -> Callable[[int], Envs]:
-        """From an epoch: this actor's environments, with the seeds that are theirs wherever the actor runs."""
+    def envs_of(self, actor: int, device: jax.Device) -> Callable[[int], Envs]:
+        """From an epoch: this actor's environments, with the seeds that are theirs wherever the actor runs.
+
+        Those in JAX live on its device.
+        """
         e, p = self.experiment, self.partition
 
         def make(epoch: int) -> Envs:
             seeds = [env_seed(e.seed, i, epoch, p.num_envs) for i in p.actor_envs(actor)]
-            return self.make_envs(seeds, epoch)
+            with jax.default_device(device):
+                return self.make_envs(seeds, epoch)
 
         return make
 
@@ -106,16 +110,18 @@ def make_training(
     make_envs: Callable[[Sequence[int], int], Envs] | None = None,
     checkpoints: Checkpoints | None = None,
     saved: Saved | None = None,
+    env_workers: int | None = None,
     **limits: Any,
 ) -> Training:
-    """The fixed parts of a run over EnvPool's environments, or over those that `make_envs` makes.
+    """The fixed parts of a run over environments that look like `spec`, or over those that `make_envs` makes.
 
-    `limits` are the last fields of `Training`.
+    `env_workers` is the placement's; `limits` are the last fields of `Training`.
     """
     threads = threads_per_actor(partition.num_actors // partition.num_processes)
-    pools = lambda seeds, epoch: Envs(spec, seeds, threads)
+    opened = lambda seeds, epoch: open_envs(spec, seeds, threads, env_workers)
+    make_envs = make_envs or opened
     return Training(
-        algorithm, experiment, partition, devices, spec, log_frequency, make_envs or pools, checkpoints, saved, **limits
+        algorithm, experiment, partition, devices, spec, log_frequency, make_envs, checkpoints, saved, **limits
     )
 
 
@@ -215,7 +221,7 @@ def run_training(
     learner = Learner(training.algorithm, training.partition, devices, e.seed)
     holdings = Holdings(training.memory_shapes, training.local_shards, saved.memory if saved else None)
     keeper = Keeper(learner, training.algorithm.actor_params, devices, holdings, training.checkpoints)
-    steppers = make_steppers(training.algorithm, e.num_steps)
+    steppers, scans = make_steppers(training.algorithm, e.num_steps), Scans(training.algorithm, e.num_steps)
 
     def guarded(body: Callable[..., None], *args: Any) -> None:
         try:
@@ -241,12 +247,12 @@ def run_training(
         device = devices.actors[i * len(devices.actors) // len(actors)]
         collector: Collector
         if e.collector == "scanned":
-            collector = ScannedCollector(training.algorithm, e.num_steps, device, stop)
+            collector = ScannedCollector(training.algorithm, e.num_steps, device, stop, scans)
         else:
             collector = SteppedCollector(training.algorithm, steppers, e.num_steps, device, stop)
         to_actor: Channel[Params] = Channel(f"parameters for actor {actor}", stop)
         to_learner: Channel[Parcel] = Channel(f"rollouts of actor {actor}", stop)
-        make_envs = training.envs_of(actor)
+        make_envs = training.envs_of(actor, device)
         args = (actor, e.seed, training.schedule, collector, make_envs, to_actor, to_learner, learner.send, stop)
         threads.append(threading.Thread(target=guarded, args=(run_actor, *args), name=f"actor {actor}", daemon=True))
         params_channels.append((device, to_actor))

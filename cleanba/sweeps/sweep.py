@@ -20,7 +20,7 @@ import tyro
 
 from cleanba.config import Experiment, Placement, Run, require, require_same
 from cleanba.environments.atari_scores import table
-from cleanba.environments.envpool import env_spec
+from cleanba.environments.kinds import env_spec
 from cleanba.errors import Exit, Failure, UsageError, closest_names
 from cleanba.recipes import RECIPES, Config, Recipe, fit, parse, stand_by, with_collector
 from cleanba.runs.directory import lock

@@ -1,0 +1,121 @@
+"""`make bench`: what can be measured on CPUs, in less than 15 minutes: one table, and its figures as JSON.
+
+Each part is a benchmark of its own, whose own results lie beside; here are the ratios that matter.  A part that does
+not end in time is said to be missing.  With PyTorch installed, the comparisons with it are made, too.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import machine
+
+HERE, MINUTES = Path(__file__).parent, 15
+
+
+class Row(NamedTuple):
+    what: str
+    here: str
+    beside: str
+    ratio: str
+
+
+class Part(NamedTuple):
+    words: str
+    """the benchmark, with its flags"""
+    result: str
+    """the file that it writes"""
+    rows: Callable[[dict[str, Any]], list[Row]]
+
+
+def of_startup(found: dict[str, Any]) -> list[Row]:
+    """Second starts beside first ones."""
+    rows = []
+    for name in ("MLP", "ResNet"):
+        first, second = found[name]["first"]["seconds"], found[name]["second"]["seconds"]["median"]
+        rows.append(
+            Row(f"{name}, command to first update, second start", f"{second:.1f} s", f"first start {first:.1f} s",
+                f"{second / first:.2f}")
+        )  # fmt: skip
+    return rows
+
+
+def of_throughput(what: str) -> Callable[[dict[str, Any]], list[Row]]:
+    """A whole training beside EnvPool alone."""
+
+    def rows(found: dict[str, Any]) -> list[Row]:
+        speed = {name: samples["median"] for name, samples in found["steps_per_second"].items()}
+        whole, alone = speed["whole"], speed["EnvPool alone"]
+        return [Row(what, f"{whole:,.0f} steps/s", f"EnvPool alone {alone:,.0f}", f"{whole / alone:.2f}")]
+
+    return rows
+
+
+def of_networks(found: dict[str, Any]) -> list[Row]:
+    """Forward and backward, beside PyTorch where it took part."""
+    rows = []
+    for row in found["rows"]:
+        speed = {form: samples["median"] for form, samples in row["images_per_second"].items()}
+        peer = "pytorch" if "pytorch" in speed else "xla"
+        beside = f"{'PyTorch' if peer == 'pytorch' else 'as JAX derives it'} {speed[peer]:,.0f}"
+        here = speed["patches"]
+        rows.append(
+            Row(f"{row['network']}, {row['pass']}, {row['images']} images", f"{here:,.0f} images/s", beside,
+                f"{here / speed[peer]:.2f}")
+        )  # fmt: skip
+    return rows
+
+
+def of_peers(found: dict[str, Any]) -> list[Row]:
+    """Whole trainings beside PyTorch loops."""
+    words = {"breakout": "PPO on Breakout, Nature CNN, 32 x 64", "halfcheetah": "PPO on HalfCheetah"}
+    rows = []
+    for name, part in found["parts"].items():
+        ours, peer = (part["steps_per_second"][who]["median"] for who in ("ours", "PyTorch"))
+        rows.append(Row(words[name], f"{ours:,.0f} steps/s", f"PyTorch {peer:,.0f}", f"{part['ratio']['median']:.2f}"))
+    return rows
+
+
+SMALL = "--network mlp --hiddens 64 64 --num-envs 64 --num-steps 64 --collector scanned --seconds 2"
+PARTS = [
+    Part("startup.py", "startup_cpu", of_startup),
+    Part(f"throughput.py --env-id CartPole-v1 {SMALL}", "throughput_cpu_ppo_CartPole-v1_mlp_scanned",
+         of_throughput("PPO on CartPole, 64 x 64")),
+    Part(f"throughput.py --env-id Catch-v0 {SMALL}", "throughput_cpu_ppo_Catch-v0_mlp_scanned",
+         of_throughput("PPO on Catch, 64 x 64")),
+    Part("networks.py --act 32 --forms patches pytorch", "networks_cpu", of_networks),
+    *([Part("peers.py --rounds 3", "peers_cpu", of_peers)] if find_spec("torch") else []),
+]  # fmt: skip
+
+
+def main() -> None:
+    """Run the parts one after the other, and write the table after each."""
+    began, rows, missing, load = time.monotonic(), [], [], [os.getloadavg()[0]]
+    for part in PARTS:
+        print(f"\n$ python benchmarks/{part.words}", flush=True)
+        left = MINUTES * 60 - (time.monotonic() - began)
+        environment = {**os.environ, "PYTHONPATH": f"{HERE.parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+        try:
+            script, *flags = part.words.split()
+            subprocess.run([sys.executable, HERE / script, *flags], check=True, timeout=max(left, 1), env=environment)
+            rows += part.rows(json.loads((machine.RESULTS / f"{part.result}.json").read_text()))
+        except (subprocess.TimeoutExpired, subprocess.CalledProcessError) as why:
+            missing.append(f"{part.words}: {'no time left' if isinstance(why, subprocess.TimeoutExpired) else why}")
+        load.append(os.getloadavg()[0])
+        machine.save("bench", {"load_average": load, "rows": [row._asdict() for row in rows], "missing": missing})
+    lines = ["| what | here | beside | ratio |", "|---|---|---|---|", *[f"| {' | '.join(row)} |" for row in rows]]
+    lines += [f"\nmissing: {what}" for what in missing]
+    lines += [f"\nLoad of the machine (jobs at a time, of all users): {min(load):.1f} to {max(load):.1f}"]
+    text = "\n".join(lines) + "\n"
+    (machine.RESULTS / "bench.md").write_text(text)
+    print(f"\n{text}\nwritten: benchmarks/results/bench.md, bench.json")
+
+
+if __name__ == "__main__":
+    main()

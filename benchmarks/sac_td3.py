@@ -1,0 +1,131 @@
+"""How fast are SAC and TD3 beside a plain PyTorch loop with the same settings?
+
+Environment steps per second at one gradient step for each, of the whole: acting, the environment, the memory, learning.
+Ours and `plain_sac_td3.py` take turns, each time as a process of its own.  On a machine with other work, steps per
+second of processor time say more than those of wall time: both are given, with the load average.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import machine
+import tyro
+
+HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Args:
+    """Flags of the benchmark."""
+
+    env_id: str = "HalfCheetah-v5"
+    """EnvPool environment"""
+    algorithms: tuple[str, ...] = ("sac", "td3")
+    """what learns"""
+    steps: int = 2048
+    """steps that are timed in each round"""
+    warmup: int = 640
+    """steps before them; the first 256 are random"""
+    rounds: int = 3
+    """rounds, in each of which everything has its turn"""
+    torch_python: str = sys.executable
+    """an interpreter that has PyTorch and EnvPool"""
+    threads: int = len(os.sched_getaffinity(0))
+    """PyTorch's threads"""
+    ours: str | None = None
+    """time a training of this algorithm, print it, and end"""
+
+
+def processor_seconds() -> float:
+    """What all threads of this process have used."""
+    used = os.times()
+    return used.user + used.system
+
+
+def time_ours(name: str, args: Args) -> dict[str, float]:
+    """One training: its steps per second once it learns."""
+    from cleanba.config import Placement
+    from cleanba.environments.kinds import env_spec
+    from cleanba.recipes import RECIPES, Config, fit, with_collector
+    from cleanba.runtime.metrics import Display, Status
+    from cleanba.runtime.placement import find_devices, make_deterministic, set_precision
+    from cleanba.runtime.train import make_training, run_training
+
+    make_deterministic()
+    recipe = RECIPES[name]
+    wanted = recipe.experiment(
+        env_id=args.env_id, total_timesteps=args.warmup + args.steps, learning_starts=256, checkpoint_frequency=0
+    )
+    set_precision(wanted.dtype)
+    spec, devices = env_spec(wanted), find_devices(Placement())
+    e, partition = fit(recipe, Config(wanted), 1, devices.platform)
+    e = with_collector(e, None, spec)
+    marks: list[tuple[int, float, float]] = []
+
+    def log(update: int, step: int, seconds: float, values: dict[str, Any]) -> None:
+        marks.append((update * e.transitions_per_update, time.perf_counter(), processor_seconds()))
+
+    training = make_training(recipe.make(e, spec, devices.platform), e, partition, devices, spec, log_frequency=4)
+    status = Status("", e.num_updates, e.total_timesteps)
+    outcome = run_training(training, Display(status, enabled=False), status, log)
+    if outcome.error is not None:
+        raise outcome.error
+    # The last mark comes with the run's digests, which are compiled for.
+    first, last = next(mark for mark in marks if mark[0] >= args.warmup), marks[-2]
+    steps, wall, cpu = (b - a for a, b in zip(first, last, strict=True))
+    return {"steps_per_second": steps / wall, "steps_per_processor_second": steps / cpu}
+
+
+def answer(words: list[str]) -> dict[str, float]:
+    """The last line that a command prints, as JSON."""
+    path = os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(words, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path})
+    if done.returncode:
+        sys.exit(done.stderr)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main(args: Args) -> None:
+    """Measure, print a table, write the results."""
+    if args.ours is not None:
+        print(json.dumps(time_ours(args.ours, args)))
+        return
+    common = ["--steps", str(args.steps), "--warmup", str(args.warmup)]
+    samples: dict[str, dict[str, list[dict[str, float]]]] = {
+        name: {"ours": [], "plain PyTorch": []} for name in args.algorithms
+    }
+    loads = []
+    for _ in range(args.rounds):
+        for name in args.algorithms:
+            loads.append(os.getloadavg()[0])
+            ours = [sys.executable, __file__, "--ours", name, "--env-id", args.env_id, *common]
+            samples[name]["ours"].append(answer(ours))
+            plain = [args.torch_python, str(HERE / "plain_sac_td3.py"), name, args.env_id, *common]
+            samples[name]["plain PyTorch"].append(answer([*plain, "--threads", str(args.threads)]))
+
+    lines = ["| | ours | plain PyTorch | ratio |", "|---|---|---|---|"]
+    found: dict[str, Any] = {}
+    for name, sides in samples.items():
+        for figure in ("steps_per_second", "steps_per_processor_second"):
+            mine, plain = ([x[figure] for x in side] for side in sides.values())
+            ratio = statistics.median(mine) / statistics.median(plain)
+            found.setdefault(name, {})[figure] = {
+                "ours": machine.spread(mine), "plain PyTorch": machine.spread(plain), "ratio": ratio
+            }  # fmt: skip
+            cells = [f"{statistics.median(x):.0f} ({min(x):.0f} … {max(x):.0f})" for x in (mine, plain)]
+            lines.append(f"| {name}, {figure.replace('_', ' ')} | {' | '.join(cells)} | {ratio:.2f} |")
+    print("\n".join(lines))
+    path = machine.save("sac_td3_cpu", {"figures": found, "load_average": machine.spread(loads)})
+    path.with_suffix(".md").write_text("\n".join(lines) + "\n")
+    print(f"written: benchmarks/results/{path.name}")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args, description=__doc__))

@@ -1,0 +1,258 @@
+"""What algorithms share that learn from replay: settings and their rules, schedules, the loop, targets."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from cleanba.algorithm import Metrics
+from cleanba.config import Experiment, Partition, require
+from cleanba.environments.specs import EnvSpec
+from cleanba.errors import nearest
+from cleanba.ops import replay
+from cleanba.ops.losses import squared_error
+from cleanba.rollout import PyTree, Rollout
+from cleanba.shards import ShardAxis
+
+
+@dataclass(frozen=True)
+class OffPolicy(Experiment):
+    """What an algorithm that learns from replay has besides."""
+
+    checkpoint_frequency: int = 2000
+    """updates between checkpoints; the environments start afresh at each (0: never)"""
+    anneal_lr: bool = False
+    """decrease the learning rate linearly to 0 over the run"""
+
+    buffer_size: int = 1_000_000
+    """steps that the replay memory holds, over all shards"""
+    learning_starts: int = 5_000
+    """steps before the first gradient step"""
+    batch_size: int = 256
+    """transitions in one gradient step, over all shards"""
+    train_frequency: int = 1
+    """environment steps for each gradient step, over all environments"""
+    tau: float = 0.005
+    """how far each of its updates moves a target network towards the network (1: all the way)"""
+
+    @property
+    def gradient_steps(self) -> int:
+        """Gradient steps per update, once learning has started."""
+        return self.transitions_per_update // self.train_frequency
+
+    def learns(self, update: jax.Array) -> jax.Array:
+        """Whether the update of that number, from 1, learns; later ones do as well.  int32 -> bool."""
+        return update >= -(-self.learning_starts // self.transitions_per_update)
+
+    def steps_of(self, update: jax.Array) -> jax.Array:
+        """Gradient steps that the rollout of that update pays for: none before learning starts.  int32 -> int32."""
+        return jnp.where(self.learns(update), self.gradient_steps, 0)
+
+
+@dataclass(frozen=True)
+class OffPolicyActorCritic(OffPolicy):
+    """What an algorithm that learns a policy over real-valued actions from replay has besides."""
+
+    env_id: str = "HalfCheetah-v5"
+    """EnvPool's environment of that name; gymnasium:Name-v0 or package:Name-v0 for Gymnasium's, gymnax:Name for one
+    in JAX (`cleanba envs` lists them)"""
+    total_timesteps: int = 1_000_000
+    """environment steps in all"""
+    num_envs: int = 4
+    """environments over the whole experiment"""
+    num_steps: int = 8
+    """steps per environment and rollout"""
+    hiddens: tuple[int, ...] = (256, 256)
+    """units of the dense layers after the convolutions, or of the MLP"""
+    policy_frequency: int = 2
+    """gradient steps of the critics for each time that the policy learns"""
+
+
+def check_replay(e: OffPolicy, partition: Partition, name: str, n_step: int = 1) -> None:
+    """Raise `UsageError` for hyperparameters of the algorithm of that name that do not fit its memory, or its steps."""
+    require(
+        e.core == "none", f"core={e.core}: {name} samples single transitions, which no memory fits; use --core none"
+    )
+    for field in ("buffer_size", "batch_size", "train_frequency"):
+        require_positive(e, field)
+    require_fraction(e, "tau")
+    require(e.tau > 0, "tau=0 would never move the target network; set --tau above 0")
+    require(e.learning_starts >= 0, f"learning_starts={e.learning_starts} must not be negative; 0 means at once")
+    shards, steps = partition.num_shards, e.transitions_per_update
+    for field in ("buffer_size", "batch_size"):
+        value = getattr(e, field)
+        fits = nearest(value, lambda n: n % shards == 0)
+        require(
+            value % shards == 0,
+            f"{field}={value} cannot be split over {shards} shards; try --{field.replace('_', '-')} {fits}",
+        )
+    rows, needed = e.buffer_size // e.num_envs, max(e.num_steps, n_step) + 2
+    require(
+        rows >= needed,
+        f"buffer_size={e.buffer_size} holds {rows} steps of an environment, but rollouts of {e.num_steps} and targets "
+        f"of {n_step} need {needed}; try --buffer-size {needed * e.num_envs} or more",
+    )
+    fits = nearest(e.train_frequency, lambda n: steps % n == 0, steps)
+    require(
+        steps % e.train_frequency == 0,
+        f"train_frequency={e.train_frequency} does not divide an update's {steps} steps ({e.num_envs} environments x "
+        f"{e.num_steps} steps); try --train-frequency {fits}",
+    )
+    require(
+        e.learning_starts <= e.total_timesteps,
+        f"learning_starts={e.learning_starts} lies beyond the run's {e.total_timesteps} steps, so nothing would be "
+        "learnt; lower --learning-starts or raise --total-timesteps",
+    )
+
+
+def require_positive(e: Experiment, name: str) -> None:
+    """Raise `UsageError` unless the field of that name is at least 1."""
+    value = getattr(e, name)
+    require(value >= 1, f"{name}={value} must be at least 1; set --{name.replace('_', '-')} to 1 or more")
+
+
+def require_fraction(e: Experiment, name: str) -> None:
+    """Raise `UsageError` unless the field of that name lies in [0, 1]."""
+    value = getattr(e, name)
+    require(0 <= value <= 1, f"{name}={value} must lie in [0, 1]; set --{name.replace('_', '-')} accordingly")
+
+
+# -------------------------------------------------------------------------------------------------------------- steps
+
+S = TypeVar("S")
+M = TypeVar("M")
+
+
+def repeat(times: jax.Array, step: Callable[[jax.Array, S], tuple[S, M]], carried: S) -> tuple[S, M]:
+    """`step(number, carried) -> carried, metrics`, so many times, numbers from 0, as one compiled loop.
+
+    Returns what is carried after that, and the sums of the metrics.
+    """
+    _, like = jax.eval_shape(step, jnp.int32(0), carried)
+    nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+
+    def once(number: jax.Array, so_far: tuple[S, M]) -> tuple[S, M]:
+        carried, total = so_far
+        carried, metrics = step(number, carried)
+        return carried, jax.tree.map(jnp.add, total, metrics)
+
+    return lax.fori_loop(0, times, once, (carried, nothing))
+
+
+class Due(NamedTuple):
+    """Whether something is due that happens every so many steps, and how many there were since."""
+
+    now: jax.Array  # bool
+    since: jax.Array  # int32
+
+
+def due(since: jax.Array, more: int, every: int) -> Due:
+    """After `more` steps beside those `since` it was due: every so many it is."""
+    since = since + more
+    now = since >= every
+    return Due(now, jnp.where(now, since % every, since))
+
+
+def follow(shards: ShardAxis, tau: float, now: jax.Array, params: PyTree, targets: PyTree) -> PyTree:
+    """The target networks, moved by tau towards the networks if that is due now."""
+
+    def moved(now: jax.Array, params: PyTree, targets: PyTree) -> PyTree:
+        return jax.tree.map(lambda p, q: jnp.where(now, tau * p + (1 - tau) * q, q), params, targets)
+
+    return shards.isolate(moved, now, params, targets)
+
+
+def mean(sums: Metrics, count: jax.Array) -> Metrics:
+    """The means of what `repeat` added up; zeros where that was nothing."""
+    return {name: x / jnp.maximum(count, 1) for name, x in sums.items()}
+
+
+# ------------------------------------------------------------------------------------------------------------ batches
+
+
+class Batch(NamedTuple):
+    """One gradient step's transitions, of this device's shards.  Leaves [K', N, ...]."""
+
+    windows: replay.Window
+    keys: jax.Array  # [K'] random keys
+
+    def of_shard(self, i: jax.Array, use: jax.Array | int) -> tuple[replay.Window, jax.Array]:
+        """Transitions [N] of this device's i-th shard, and a key for a certain use of them."""
+        return jax.tree.map(lambda x: x[i], self.windows), jax.random.fold_in(self.keys[i], use)
+
+
+def new_memory(e: OffPolicy, rollout: Rollout, stack: int = 1) -> replay.Ring:
+    """One shard's memory; of images that are stacks of so many frames it stores each frame once."""
+    assert e.num_shards is not None
+    return replay.init(rollout, e.buffer_size // e.num_shards, stack)
+
+
+def draw(e: OffPolicy, memory: replay.Ring, shards: ShardAxis, key: jax.Array) -> Batch:
+    """Transitions of one step for one gradient step, drawn uniformly, by keys that are the shards' own."""
+    per_shard = e.batch_size // shards.num_shards
+
+    def of_shard(i: jax.Array) -> Batch:
+        sample_key, later_key = jax.random.split(jax.random.fold_in(key, shards.index[i]))
+        return Batch(replay.take(memory, i, replay.sample_indices(memory, i, sample_key, per_shard, 1), 1), later_key)
+
+    return lax.map(of_shard, jnp.arange(shards.index.shape[0]))
+
+
+# ------------------------------------------------------------------------------------------- policies and their critics
+
+
+class Acting(NamedTuple):
+    """What a policy over real-valued actions needs to act, and the critics, which films show."""
+
+    policy: PyTree
+    critics: PyTree
+    updates: jax.Array  # int32: at first, actions are uniform
+
+
+def critics_error(e: OffPolicy, t: replay.Transition, values: jax.Array, y: jax.Array) -> tuple[jax.Array, Metrics]:
+    """Of all critics' values [C, N] for the targets y [N]: this shard's part of the mean over the batch."""
+    mean = lambda x: (t.weight * x).sum() / e.batch_size
+    loss = mean(squared_error(values, jnp.broadcast_to(y, values.shape)).sum(0))
+    return loss, {"losses/q_loss": loss, "losses/q_values": mean(values.mean(0))}
+
+
+class Bounds(NamedTuple):
+    """Between which the parts of an action lie.  [D] float32 each."""
+
+    low: np.ndarray
+    high: np.ndarray
+    centre: np.ndarray
+    scale: np.ndarray  # half the distance
+
+
+def require_bounded(spec: EnvSpec, name: str) -> Bounds:
+    """The bounds of an environment's actions, for the algorithm of that name.
+
+    Raises:
+        UsageError: actions are choices, or have no bounds.
+    """
+    action = spec.action
+    taken = {"choice": "one of a few actions", "choices": "several choices at once", "quantities": "real numbers"}
+    instead = {"choice": "`cleanba dqn` or `cleanba ppo`"}.get(action.kind, "`cleanba ppo`")
+    require(
+        action.kind == "quantities",
+        f"env_id={spec.env_id!r} takes {taken[action.kind]}, but {name} chooses real numbers; try {instead}, or "
+        "Pendulum-v1",
+    )
+    low, high = np.asarray(action.low, np.float64), np.asarray(action.high, np.float64)
+    most = np.finfo(np.float32).max  # "no bound" is in some environments the largest number there is
+    require(
+        bool(np.all((-most < low) & (low < high) & (high < most))),
+        f"env_id={spec.env_id!r} takes numbers from {low.min():g} to {high.max():g}, but {name} scales its actions to "
+        f"finite bounds; try {instead}, whose actions have none",
+    )
+    return Bounds(*(x.astype(np.float32) for x in (low, high, (high + low) / 2, (high - low) / 2)))
+
+
+def uniform_actions(bounds: Bounds, key: jax.Array, like: jax.Array) -> jax.Array:
+    """Actions anywhere between the bounds, as many as `like`.  [..., D]."""
+    return bounds.centre + bounds.scale * jax.random.uniform(key, like.shape, like.dtype, -1.0, 1.0)

@@ -1,0 +1,189 @@
+"""Soft actor-critic (Haarnoja et al. 2018), top to bottom: experiment, networks, losses, update.
+
+With two critics, and an entropy coefficient that is fixed or learnt (Haarnoja et al. 2019).  Sections are those of
+`dqn.py`; settings are those of CleanRL.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from cleanba.algorithm import Algorithm, Metrics
+from cleanba.algorithms.off_policy import (
+    Acting,
+    OffPolicyActorCritic,
+    check_replay,
+    critics_error,
+    draw,
+    due,
+    follow,
+    mean,
+    new_memory,
+    repeat,
+    require_bounded,
+    require_positive,
+    uniform_actions,
+)
+from cleanba.algorithms.optimiser import Trained, descend, learning_rate, sgd_step
+from cleanba.config import Partition, require
+from cleanba.environments.specs import EnvSpec
+from cleanba.networks import make_critics, make_policy
+from cleanba.ops import replay
+from cleanba.ops.distributions import SquashedGaussian
+from cleanba.rollout import PyTree, Rollout
+from cleanba.shards import ShardAxis
+
+
+@dataclass(frozen=True)
+class SAC(OffPolicyActorCritic):
+    """What is trained: together these decide every bit of the trained parameters."""
+
+    policy_lr: float = 3e-4
+    """step size of the policy's optimiser at the start"""
+    q_lr: float = 1e-3
+    """step size of the critics' optimiser at the start, and of the entropy coefficient's"""
+    target_network_frequency: int = 1
+    """environment steps between updates of the target networks"""
+    alpha: float = 0.2
+    """entropy coefficient, where it is not learnt"""
+    autotune: bool = True
+    """learn the entropy coefficient: so that the entropy is minus the number of parts of an action"""
+
+
+def check(e: SAC, partition: Partition) -> None:
+    """Raise `UsageError` for hyperparameters that do not fit."""
+    check_replay(e, partition, "SAC")
+    for name in ("policy_frequency", "target_network_frequency"):
+        require_positive(e, name)
+    require(0 <= e.alpha < float("inf"), f"alpha={e.alpha} must not be negative; set --alpha to 0 or more")
+
+
+class State(NamedTuple):
+    """A learner's state: all that an update changes, but for the replay memory."""
+
+    policy: Trained
+    critics: Trained
+    targets: PyTree
+    log_alpha: Trained  # of the entropy coefficient
+    updates: jax.Array  # int32: updates done
+    since_target: jax.Array  # int32: environment steps since the target networks moved
+    since_policy: jax.Array  # int32: gradient steps of the critics since the policy learnt
+
+
+LOG_STD = (-5.0, 2.0)  # between these the policy's log sigma lies
+
+
+def make(e: SAC, spec: EnvSpec, platform: str) -> Algorithm:
+    """SAC on environments that look like `spec`, on devices of kind `platform` ("cpu", "gpu" …)."""
+    bounds = require_bounded(spec, "SAC")
+    policy_network, critic_network = make_policy(spec, e, 2, platform), make_critics(spec, e, platform)
+    optimiser = optax.scale_by_adam()
+    target_entropy = -float(spec.action.size)
+
+    def init(key: jax.Array) -> State:
+        policy_key, critic_key = jax.random.split(key)
+        policy, critics = policy_network.initial_params(policy_key), critic_network.initial_params(critic_key)
+        trained = lambda params: Trained(params, optimiser.init(params))
+        # Both are donated, so they must not share their memory.
+        targets = jax.tree.map(jnp.copy, critics)
+        log_alpha = trained(jnp.float32(0.0)) if e.autotune else Trained(jnp.log(jnp.float32(e.alpha)), ())
+        zero = jnp.int32(0)
+        return State(trained(policy), trained(critics), targets, log_alpha, zero, zero.copy(), zero.copy())
+
+    def policy_of(params: PyTree, obs: PyTree) -> SquashedGaussian:
+        """The policy where these are observed.  Leaves [N, ...]."""
+        mean, x = policy_network.outputs(params, obs)
+        low, high = LOG_STD
+        return SquashedGaussian(mean, low + 0.5 * (high - low) * (jnp.tanh(x) + 1), bounds.centre, bounds.scale)
+
+    def act(
+        params: Acting, carry: PyTree, obs: PyTree, first: jax.Array, key: jax.Array, explore: bool
+    ) -> tuple[jax.Array, PyTree, PyTree]:
+        policy = policy_of(params.policy, obs)
+        if not explore:
+            return policy.mode(), carry, {}
+        own_key, uniform_key = jax.random.split(key)
+        own = policy.sample(own_key)
+        return jnp.where(e.learns(params.updates), own, uniform_actions(bounds, uniform_key, own)), carry, {}
+
+    def critic_loss(
+        params: PyTree, window: replay.Window, key: jax.Array, policy: PyTree, targets: PyTree, log_alpha: jax.Array
+    ) -> tuple[jax.Array, Metrics]:
+        """This shard's part of the mean over the batch, all shards together.
+
+        y = r + gamma (min_i Q'_i(s', a') - alpha log pi(a'|s')), a' drawn from pi(.|s') (2018, eqs. 5 and 6).
+        """
+        t = replay.n_step(window, e.gamma)
+        action, log_prob = policy_of(policy, t.next_obs).sample_and_log_prob(key)
+        future = critic_network.values(targets, t.next_obs, action).min(0) - jnp.exp(log_alpha) * log_prob
+        y = lax.stop_gradient(t.reward + t.discount * future)
+        values = critic_network.values(params, t.obs, t.action)
+        return critics_error(e, t, values, y)
+
+    def policy_loss(
+        params: PyTree, window: replay.Window, key: jax.Array, critics: PyTree, log_alpha: jax.Array
+    ) -> tuple[jax.Array, Metrics]:
+        """This shard's part of the mean of alpha log pi(a|s) - min_i Q_i(s, a), a drawn from pi(.|s) (2018, eq. 9)."""
+        action, log_prob = policy_of(params, window.obs).sample_and_log_prob(key)
+        value = critic_network.values(critics, window.obs, action).min(0)
+        of_batch = lambda x: jnp.where(window.valid, x, 0.0).sum() / e.batch_size
+        loss = of_batch(jnp.exp(log_alpha) * log_prob - value)
+        return loss, {"losses/policy_loss": loss, "losses/entropy": -of_batch(log_prob)}
+
+    def tune(rate: jax.Array, log_alpha: Trained, entropy: jax.Array) -> Trained:
+        """One step down the gradient of alpha (entropy - its target) (2019, eq. 18), by log alpha."""
+        return descend(optimiser, rate, log_alpha, jnp.exp(log_alpha.params) * (entropy - target_entropy))[0]
+
+    def update(
+        state: State, memory: replay.Ring, rollout: Rollout, shards: ShardAxis, key: jax.Array
+    ) -> tuple[State, replay.Ring, Metrics]:
+        memory = replay.write(memory, rollout)
+        q_rate = learning_rate(e, e.q_lr, state.updates)
+        policy_rate = learning_rate(e, e.policy_lr, state.updates)
+
+        def gradient_step(number: jax.Array, state: State) -> tuple[State, Any]:
+            batch = draw(e, memory, shards, jax.random.fold_in(key, number))
+
+            def load(i: jax.Array) -> tuple:
+                return *batch.of_shard(i, 0), state.policy.params, state.targets, state.log_alpha.params
+
+            critics, of_critics = sgd_step(shards, optimiser, q_rate, state.critics, critic_loss, load)
+
+            def policy_step(number: jax.Array, learnt: tuple[Trained, Trained]) -> tuple[Any, Metrics]:
+                policy, log_alpha = learnt
+                load = lambda i: (*batch.of_shard(i, number + 1), critics.params, log_alpha.params)
+                policy, metrics = sgd_step(shards, optimiser, policy_rate, policy, policy_loss, load)
+                if e.autotune:
+                    log_alpha = shards.isolate(tune, q_rate, log_alpha, metrics["losses/entropy"])
+                return (policy, log_alpha), metrics
+
+            learns, since_policy = due(state.since_policy, 1, e.policy_frequency)
+            times = jnp.where(learns, e.policy_frequency, 0)
+            (policy, log_alpha), of_policy = repeat(times, policy_step, (state.policy, state.log_alpha))
+            moves, since_target = due(state.since_target, e.train_frequency, e.target_network_frequency)
+            targets = follow(shards, e.tau, moves, critics.params, state.targets)
+            state = State(policy, critics, targets, log_alpha, state.updates, since_target, since_policy)
+            return state, (of_critics, of_policy, times)
+
+        steps = e.steps_of(state.updates + 1)
+        state, (of_critics, of_policy, policy_steps) = repeat(steps, gradient_step, state)
+        of_policy["losses/policy_grad_norm"] = of_policy.pop("losses/grad_norm")
+        metrics = mean(of_critics, steps) | mean(of_policy, policy_steps)
+        metrics |= {
+            "losses/alpha": jnp.exp(state.log_alpha.params),
+            "charts/q_lr": q_rate,
+            "charts/policy_lr": policy_rate,
+        }
+        return state._replace(updates=state.updates + 1), memory, metrics
+
+    def inspect(params: Acting, carry: PyTree, obs: PyTree, first: jax.Array) -> dict[str, jax.Array]:
+        policy = policy_of(params.policy, obs)
+        value = critic_network.values(params.critics, obs, policy.mode()).min(0)
+        return {"value": value, **policy.describe()}
+
+    acting = lambda state: Acting(state.policy.params, state.critics.params, state.updates)
+    return Algorithm(init, lambda rollout: new_memory(e, rollout), lambda batch: (), act, update, acting, inspect)

@@ -1,0 +1,413 @@
+"""Gymnasium's environments: how one is looked up, and one way to step a block of them in processes of their own."""
+
+import mmap
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import cache
+from importlib import import_module
+from itertools import pairwise
+from typing import Any
+
+import gymnasium
+import jax
+import numpy as np
+from gymnasium.spaces import Box, Discrete, MultiBinary, MultiDiscrete
+
+from cleanba.config import Experiment
+from cleanba.environments.spaces import action_spec, obs_spec
+from cleanba.environments.specs import ActionSpec, EnvSpec, Step, choice, parse_options, train_reward
+from cleanba.environments.worker import (
+    Arrays,
+    Game,
+    Layout,
+    Part,
+    Raised,
+    Task,
+    carve,
+    find_modules_here,
+    leaves,
+    named,
+)
+from cleanba.errors import Failure, UsageError, closest_names
+from cleanba.rollout import PyTree
+
+PREFIX = "gymnasium:"
+
+
+def known() -> dict[str, str]:
+    """Gymnasium's own environments, by name: the family of each."""
+    entries = {name: str(spec.entry_point) for name, spec in gymnasium.registry.items()}
+    return {PREFIX + name: entry.split(".")[-2] for name, entry in sorted(entries.items()) if "envs." in entry}
+
+
+def registered_by(package: str) -> list[str]:
+    """The environments of a package, which registers them when it is imported, with the package before their names.
+
+    Raises:
+        UsageError: it cannot be imported.
+    """
+    find_modules_here()
+    try:
+        import_module(package)
+    except ImportError as error:
+        raise UsageError(f"package {package} cannot be imported ({error}); install it, or go where it lies") from error
+    made_by = lambda entry: entry.partition(":")[0] if isinstance(entry, str) else getattr(entry, "__module__", "")
+    places = {name: made_by(spec.entry_point) for name, spec in gymnasium.registry.items()}
+    return [f"{package}:{name}" for name in sorted(places) if places[name].partition(".")[0] == package]
+
+
+def game(spec: EnvSpec) -> Game:
+    """How an environment is made, without its prefix: what Gymnasium knows by it."""
+    return Game(spec.env_id.removeprefix(PREFIX), spec.options, spec.wrappers)
+
+
+@cache
+def kind(env_id: str) -> str:
+    """What kind of environment this is, by which defaults are chosen: "continuous" or "other"."""
+    try:
+        env = Game(env_id.removeprefix(PREFIX), {}).make()
+        action = action_spec(env.action_space)
+        env.close()
+    except Exception:  # said when it is made for good
+        return "other"
+    return "continuous" if isinstance(action, ActionSpec) and action.kind == "quantities" else "other"
+
+
+def env_spec(e: Experiment) -> EnvSpec:
+    """Look an environment up and make one to see its spaces.
+
+    Raises:
+        UsageError: Gymnasium knows no such environment, it cannot be made, or no policy here can play it.
+    """
+    gymnasium.logger.min_level = gymnasium.logger.ERROR
+    options = parse_options(e.env_options)
+    if "render_mode" in options:
+        raise UsageError("env_options: render_mode is set by Cleanba; leave it out, and ask for a film with --video")
+    if e.max_episode_steps is not None:
+        options["max_episode_steps"] = e.max_episode_steps
+    made = Game(e.env_id.removeprefix(PREFIX), options, e.env_wrappers)
+    check_known(e.env_id, made.name)
+    check_wrappers(e.env_wrappers)
+    try:
+        env = made.make()
+        action, observation = action_spec(env.action_space), env.observation_space
+        env.close()
+        unseen = [
+            space
+            for space in leaves(named(observation))
+            if not isinstance(space, Box | Discrete | MultiBinary | MultiDiscrete)
+        ]
+        if isinstance(action, str) or unseen:
+            why = action if isinstance(action, str) else f"it shows {unseen[0]}, which no network here can look at"
+            raise UsageError(
+                f"env_id={e.env_id!r} cannot be learnt: {why}; --env-wrappers module:function may change it"
+            )
+        probe: Any = gymnasium.vector.SyncVectorEnv([made.make], copy=False)
+        sample, _ = probe.reset(seed=[0])
+        obs = obs_spec(named(observation), named(sample), action)
+        probe.step(probe.action_space.sample())  # the checker that is at work here looks at the first step, too
+        probe.close()
+    except UsageError:
+        raise
+    except Exception as error:  # an environment may raise anything
+        reason = " ".join(str(error).split()) or type(error).__name__
+        given = ", ".join([*(f"{k}={v}" for k, v in options.items()), *e.env_wrappers]) or "no options"
+        raise UsageError(f"env_id={e.env_id!r} cannot be made with {given}: {reason}") from error
+    num_actions = action.counts[0] if action.kind == "choice" else 0
+    given_action = None if action == choice(num_actions) else action
+    clip = bool(e.reward_clip)
+    return EnvSpec(e.env_id, obs, num_actions, False, clip, options, given_action, False, e.env_wrappers)
+
+
+def check_known(env_id: str, name: str) -> None:
+    """Raise `UsageError` unless Gymnasium knows that name, after importing the module before its colon."""
+    module, colon, rest = name.rpartition(":")
+    find_modules_here()
+    try:
+        if colon:
+            import_module(module)
+        gymnasium.spec(rest)
+    except ImportError as error:
+        raise UsageError(
+            f"env_id={env_id!r}: module {module} cannot be imported ({error}); install it, or start the command where "
+            "it lies"
+        ) from error
+    except gymnasium.error.Error as error:
+        close = closest_names(rest, gymnasium.registry)
+        raise UsageError(
+            f"env_id={env_id!r} is no environment that Gymnasium knows: {' '.join(str(error).split())}"
+            + (f"; the closest names are {close}" if close else "")
+        ) from error
+
+
+def check_wrappers(wrappers: Sequence[str]) -> None:
+    """Raise `UsageError` unless each names a function that can be imported."""
+    for wrapper in wrappers:
+        module, colon, function = wrapper.partition(":")
+        if not colon:
+            raise UsageError(f"env_wrappers={wrapper!r} must have the form module:function; try my_package:wrap")
+        try:
+            found = getattr(import_module(module), function)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise UsageError(f"env_wrappers={wrapper!r} cannot be imported ({error}); check the name") from error
+        if not callable(found):
+            raise UsageError(f"env_wrappers={wrapper!r} is no function; name one that takes an environment")
+
+
+def follows_its_seed(spec: EnvSpec, steps: int = 32) -> bool:
+    """Whether two of these environments with one seed deliver the same, for the same actions.
+
+    They take turns, so one that draws from what all share, such as `numpy.random`, is found out too.  One that raises
+    an error, dies or hangs is left for the run to tell of.
+    """
+    actions = np.random.default_rng(0)
+    try:
+        envs = Envs(spec, (1, 1), workers=1, patience=10.0)
+        try:
+            seen: Any = envs.reset()
+            for _ in range(steps):
+                if any(not np.array_equal(x[0], x[1], equal_nan=x.dtype.kind == "f") for x in jax.tree.leaves(seen)):
+                    return False
+                seen = envs.step(np.repeat(random_action(spec.action, actions), 2, axis=0))
+        finally:
+            envs.close()
+    except (RuntimeError, UsageError):
+        pass
+    return True
+
+
+def random_action(action: ActionSpec, chance: np.random.Generator) -> np.ndarray:
+    """An action as a policy might draw it, [1] or [1, D]."""
+    if action.kind == "quantities":
+        return chance.normal(size=(1, action.size)).astype(np.float32)
+    drawn = chance.integers(0, action.counts, dtype=np.int32)[None]
+    return drawn[:, 0] if action.kind == "choice" else drawn
+
+
+class Envs:
+    """A block of environments, each with a seed of its own; steps all of them at once.
+
+    Worker processes hold equal parts of them, and answer through memory that all of them share.
+    """
+
+    def __init__(
+        self,
+        spec: EnvSpec,
+        seeds: Sequence[int],
+        workers: int,
+        render: bool = False,
+        patience: float | None = None,
+    ):
+        """With no `workers`, environments are stepped in this thread, one after the other; to be drawn, always.
+
+        `patience` is how many seconds a worker is waited for; None for as long as it takes.
+        """
+        self.num_envs = len(seeds)
+        self._spec, self._seeds = spec, seeds
+        self._parts: list[Here | Worker] = []
+        made, layout = game(spec), layout_of(spec, self.num_envs)
+        count = 0 if render else min(workers, self.num_envs)
+        if count == 0:
+            self._arrays, _ = carve(layout)
+            more = {"render_mode": "rgb_array"} if render else {}
+            if render:
+                check_drawable(spec)
+            self._parts.append(Here(made, self._arrays, **more))
+            return
+        shared = "/dev/shm" if os.path.isdir("/dev/shm") else None
+        with tempfile.TemporaryFile(dir=shared) as file:  # it has no name, so nothing of it can be left behind
+            file.truncate(carve(layout)[1])
+            self._arrays, _ = carve(layout, mmap.mmap(file.fileno(), 0))
+            bounds = [i * self.num_envs // count for i in range(count + 1)]
+            for start, end in pairwise(bounds):
+                self._parts.append(Worker(spec.env_id, Task(made, layout, start, end, file.fileno()), patience))
+
+    def reset(self) -> PyTree:
+        """Start all environments afresh -> obs [B, ...]."""
+        for part in self._parts:
+            part.ask("reset", self._seeds[part.mine])
+        return self._answers().obs
+
+    def step(self, action: np.ndarray) -> Step:
+        """[B], or [B, D] -> what they delivered.  An environment whose episode ended ignores its action and resets."""
+        self._arrays.action[:] = self._spec.action.for_environment(action)
+        for part in self._parts:
+            part.ask("step")
+        return self._answers()
+
+    def _answers(self) -> Step:
+        for part in self._parts:
+            part.answer()
+        a = self._arrays
+        obs = jax.tree.unflatten(jax.tree.structure(self._spec.obs), [x.copy() for x in a.obs])
+        terminated, truncated, raw = a.terminated.copy(), a.truncated.copy(), a.reward.copy()
+        return Step(obs, train_reward(self._spec, raw), raw, terminated, truncated, terminated | truncated)
+
+    def xla(self) -> Any:
+        """No code in Python can be compiled; its specification says so."""
+        raise NotImplementedError
+
+    def render(self, env: int) -> np.ndarray:
+        """What a person would see of one environment, after `reset`.  [H, W, 3] uint8.
+
+        Raises:
+            UsageError: it cannot be drawn.
+        """
+        part = self._parts[0]
+        try:
+            part.ask("render", env)
+            picture = np.asarray(part.answer(), np.uint8)
+            assert picture.ndim == 3, "what it returned is no picture"
+        except Exception as error:
+            raise UsageError(
+                f"{self._spec.env_id} cannot be drawn ({' '.join(str(error).split())}), so there can be no video of "
+                "it; leave --video and --capture-video out"
+            ) from None
+        return picture
+
+    @property
+    def steps_per_second(self) -> float:
+        """How many steps are a second of a game played by a person."""
+        return steps_per_second(game(self._spec).name)
+
+    def close(self) -> None:
+        """End the environments, and the processes that step them.  May be called twice."""
+        parts, self._parts = self._parts, []
+        for part in parts:
+            part.hang_up()
+        deadline = time.monotonic() + GRACE_SECONDS
+        for part in parts:
+            part.end(deadline)
+
+
+GRACE_SECONDS = 2.0  # for environments to close what they hold
+
+
+def steps_per_second(env_id: str) -> float:
+    """Gymnasium's steps per second of the environment of that name (50 for CartPole); 30 where it knows none."""
+    from gymnasium.envs.registration import load_env_creator
+
+    try:
+        entry = gymnasium.spec(env_id).entry_point
+        made: Any = load_env_creator(entry) if isinstance(entry, str) else entry
+        return float(made.metadata["render_fps"])
+    except (gymnasium.error.Error, ImportError, AttributeError, KeyError, TypeError):
+        return 30.0
+
+
+def layout_of(spec: EnvSpec, num_envs: int) -> Layout:
+    """The arrays that a block of environments is stepped through."""
+    rows = lambda shape, dtype: ((num_envs, *shape), dtype)
+    flags = [rows((), "bool")] * 2
+    obs = [rows(part.shape, part.dtype) for part in leaves(spec.obs)]
+    return [*obs, rows(spec.action.shape, spec.action.dtype), rows((), "float32"), *flags]
+
+
+def check_drawable(spec: EnvSpec) -> None:
+    """Raise `UsageError` unless an environment says that it can be drawn."""
+    env = game(spec).make()
+    modes = env.metadata.get("render_modes", [])
+    env.close()
+    if "rgb_array" not in modes:
+        raise UsageError(
+            f"{spec.env_id} has no render mode rgb_array, so there can be no video of it; leave --video and "
+            "--capture-video out, or add the mode to its metadata"
+        )
+
+
+class Here:
+    """A part that is stepped in the thread that asks."""
+
+    def __init__(self, made: Game, arrays: Arrays, **more: Any):
+        self.mine = slice(0, len(arrays.reward))
+        self._part = Part(made, arrays, **more)
+        self._answer: Any = None
+
+    def ask(self, command: str, *arguments: Any) -> None:
+        """Call a method of `Part`."""
+        self._answer = getattr(self._part, command)(*arguments)
+
+    def answer(self) -> Any:
+        """What it returned."""
+        return self._answer
+
+    def hang_up(self) -> None:
+        """Say that nothing more will be asked."""
+
+    def end(self, deadline: float) -> None:
+        """See to it that nothing is left of it."""
+        self._part.close()
+
+
+class Trace(Exception):
+    """A traceback of another process, to be shown as the cause of an error here."""
+
+    def __str__(self) -> str:
+        return f"\n\n{self.args[0]}"
+
+
+class Worker:
+    """A part that a process of its own steps.
+
+    It is no `multiprocessing.Process`: that would import this program's main module, and JAX with it, once again.
+    """
+
+    def __init__(self, env_id: str, task: Task, patience: float | None):
+        self.mine = slice(task.start, task.end)
+        self._who = f"environments {task.start} to {task.end - 1} of {env_id}"
+        self._patience = patience
+        self._connection, theirs = multiprocessing.Pipe()
+        start = f"import sys; sys.path[:] = {sys.path!r}; from cleanba.environments.worker import main; main()"
+        one_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", start, str(theirs.fileno())],
+            stdin=subprocess.PIPE,  # never written to: it ends with this process, and the worker with it
+            pass_fds=(theirs.fileno(), task.memory),
+            env=one_thread | os.environ,
+        )
+        theirs.close()
+        self.ask(*task)
+
+    def ask(self, *command: Any) -> None:
+        """Have it call a method of `Part`; several workers then do so at the same time."""
+        with suppress(ConnectionError):  # it is dead, or said why it left: `answer` tells
+            self._connection.send(command)
+
+    def answer(self) -> Any:
+        """What that returned.
+
+        Raises:
+            RuntimeError: an environment raised an error, which is the cause of this one.
+            Failure: the process died, or does not answer.
+        """
+        try:
+            if not self._connection.poll(self._patience):
+                raise Failure(f"the process that steps {self._who} has not answered for {self._patience} s")
+            answer = self._connection.recv()
+        except (EOFError, ConnectionError):
+            code = self._process.wait()
+            how = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+            raise Failure(f"the process that steps {self._who} died {how}; what it printed may say why") from None
+        if isinstance(answer, Raised):
+            raise RuntimeError(f"in the process that steps {self._who}: {answer.error}") from Trace(answer.trace)
+        return answer
+
+    def hang_up(self) -> None:
+        """Say that nothing more will be asked."""
+        self._connection.close()
+
+    def end(self, deadline: float) -> None:
+        """See to it that nothing is left of it."""
+        try:
+            self._process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdin.close()  # type: ignore[union-attr]

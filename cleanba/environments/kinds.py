@@ -1,0 +1,118 @@
+"""The three kinds of environments behind one protocol.  Nothing else knows which kind it has.
+
+Breakout-v5                                 EnvPool's, in C++
+gymnasium:LunarLander-v3, package:Name-v0   Gymnasium's, in Python; the second imports the package, which registers
+gymnax:Breakout-MinAtar, craftax:…, jax:…   compiled, on the device that acts
+"""
+
+import os
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Protocol
+
+import numpy as np
+
+from cleanba.config import Experiment, require
+from cleanba.environments import envpool, gymnasium, native
+from cleanba.environments.specs import Compilable, EnvSpec, Step
+from cleanba.rollout import PyTree
+
+
+class Envs(Protocol):
+    """A block of environments, each with a seed of its own; steps all of them at once."""
+
+    num_envs: int
+
+    def reset(self) -> PyTree:
+        """Start all environments afresh -> obs [B, ...]."""
+        ...
+
+    def step(self, action: np.ndarray) -> Step:
+        """[B], or [B, D] -> what they delivered.  An environment whose episode ended ignores its action and resets."""
+        ...
+
+    def xla(self) -> Compilable:
+        """After `reset`, what is needed to step them under `jit`."""
+        ...
+
+    def render(self, env: int) -> np.ndarray:
+        """What a person would see of one environment, after `reset`.  [H, W, 3] uint8."""
+        ...
+
+    @property
+    def steps_per_second(self) -> float:
+        """How many steps are a second of a game played by a person."""
+        ...
+
+    def close(self) -> None:
+        """Stop whatever steps them.  May be called twice."""
+        ...
+
+
+def module_of(env_id: str) -> ModuleType:
+    """Where environments of an id's kind live."""
+    suite, colon, _ = env_id.partition(":")
+    return envpool if not colon else native if suite in native.SUITES else gymnasium
+
+
+def kind(env_id: str) -> str:
+    """What kind of environment this is, by which defaults are chosen; whether or not it exists.
+
+    "atari"; "minatar"; "continuous" if actions are numbers; or "other".
+    """
+    return module_of(env_id).kind(env_id)
+
+
+def env_spec(e: Experiment) -> EnvSpec:
+    """Look an environment up and make one to see its spaces.
+
+    Raises:
+        UsageError: there is no such environment, it lacks a library, an option is unknown, or no policy here can
+            play it.
+    """
+    require(
+        not e.env_wrappers or module_of(e.env_id) is gymnasium,
+        f"env_wrappers={' '.join(e.env_wrappers)} needs an environment in Python, which {e.env_id} is not; leave it "
+        f"out, or try --env-id gymnasium:{e.env_id.rpartition(':')[2]}",
+    )
+    return module_of(e.env_id).env_spec(e)
+
+
+def why_unscannable(spec: EnvSpec) -> str:
+    """Where a specification is not `scannable`: what the scanned collector would do."""
+    if module_of(spec.env_id) is gymnasium:
+        return f"compiles acting and environments into one loop, but {spec.env_id} runs in Python"
+    return (
+        f"would corrupt memory: {spec.env_id} has numbers of 8 bytes, which EnvPool's XLA interface writes into room "
+        "for 4"
+    )
+
+
+def open_envs(
+    spec: EnvSpec, seeds: Sequence[int], threads: int, workers: int | None = None, render: bool = False
+) -> Envs:
+    """A block of environments with these seeds, stepped by so many threads or, those in Python, worker processes.
+
+    `workers` None is as many as `threads`, 0 the thread that asks.
+    """
+    if module_of(spec.env_id) is gymnasium:
+        return gymnasium.Envs(spec, seeds, threads if workers is None else workers, render)
+    if spec.on_device:
+        return native.Envs(spec, seeds)
+    return envpool.Envs(spec, seeds, threads, render)
+
+
+def threads_per_actor(local_actors: int) -> int:
+    """Threads, or processes, for the environments of each of this process's actors: its cores, shared out."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // local_actors)
+
+
+def warnings(spec: EnvSpec) -> list[str]:
+    """What is wrong with an environment that can be played nevertheless."""
+    if module_of(spec.env_id) is gymnasium and not gymnasium.follows_its_seed(spec):
+        return [
+            f"{spec.env_id} does not follow its seed: two of them, reset with the same one, delivered different "
+            "numbers for the same actions; nothing trained on it will come out the same twice"
+        ]
+    return []

@@ -1,0 +1,101 @@
+"""`cleanba envs`: what can be trained here, by kind and family, with what it shows and takes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from typing import Annotated
+
+import tyro
+
+from cleanba.config import Experiment, require
+from cleanba.environments import envpool, gymnasium, native
+from cleanba.environments.kinds import env_spec
+from cleanba.environments.specs import ActionSpec, ObsSpec
+from cleanba.errors import Exit, UsageError, closest_names
+from cleanba.rollout import PyTree
+
+EXAMPLES = 3  # of each family, where all are listed
+
+
+@dataclass(frozen=True)
+class Flags:
+    """List what can be trained here: families of environments, or those that match, with what they show and take."""
+
+    pattern: Annotated[str, tyro.conf.Positional] = ""
+    """a part of names, in lower or upper case, or with * and ?; or package: for what that package registers"""
+    limit: int = 40
+    """environments of which to show more than the name; each has to be made"""
+
+
+def envs_command(argv: Sequence[str]) -> Exit:
+    """`cleanba envs [PATTERN]`"""
+    flags = tyro.cli(Flags, args=argv, prog="cleanba envs")
+    require(flags.limit >= 0, f"limit={flags.limit} must not be negative; 0 shows names alone")
+    package, colon, rest = flags.pattern.partition(":")
+    own = bool(colon) and package not in (*native.SUITES, gymnasium.PREFIX.rstrip(":"))
+    families = {("Gymnasium", package): gymnasium.registered_by(package)} if own else all_families()
+    wanted = rest if own else flags.pattern
+    if not flags.pattern:
+        for (kind, family), ids in families.items():
+            examples = ", ".join(ids[:EXAMPLES]) + (" …" if len(ids) > EXAMPLES else "")
+            print(f"{kind:10} {family:22} {len(ids):5}  {examples}")
+        print("\n`cleanba envs PATTERN` shows single ones; docs/environments.md says how to add your own")
+        return Exit()
+    found = {family: [name for name in ids if matches(name, wanted)] for family, ids in families.items()}
+    count = sum(map(len, found.values()))
+    if not count:
+        close = closest_names(flags.pattern, [name for ids in families.values() for name in ids])
+        raise UsageError(f"no environment matches {flags.pattern!r}; " + (f"try {close}" if close else "try *"))
+    shown = 0
+    for (kind, family), ids in found.items():
+        if ids:
+            print(f"{kind}: {family}")
+        for name in ids:
+            print(f"  {name:36} {spaces_of(name)}" if shown < flags.limit else f"  {name}", flush=True)
+            shown += 1
+    if count > flags.limit:
+        print(f"\n--limit {count} shows what all of them show and take")
+    return Exit()
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether a name holds the pattern, or ends in its form."""
+    name, pattern = name.lower(), pattern.lower()
+    return pattern in name or fnmatch(name, f"*{pattern}")
+
+
+def all_families() -> dict[tuple[str, str], list[str]]:
+    """By kind and family: the names by which `--env-id` takes them."""
+    families: dict[tuple[str, str], list[str]] = {}
+    for kind, known in (("EnvPool", envpool.known()), ("Gymnasium", gymnasium.known()), ("JAX", native.known())):
+        for name, family in known.items():
+            families.setdefault((kind, family), []).append(name)
+    return families
+
+
+def spaces_of(env_id: str) -> str:
+    """What an environment shows and takes, or why it cannot be trained here, in one line."""
+    try:
+        spec = env_spec(Experiment(env_id=env_id))
+    except UsageError as error:
+        return f"- {error}"
+    return f"{describe(spec.obs)} -> {describe_action(spec.action)}"
+
+
+def describe(obs: PyTree) -> str:
+    """What is seen, in a few words."""
+    if isinstance(obs, dict):
+        return "{" + ", ".join(f"{name}: {describe(part)}" for name, part in obs.items()) + "}"
+    part: ObsSpec = obs
+    if part.kind == "discrete":
+        return f"one of {part.count}"
+    if part.kind == "mask":
+        return "mask"
+    return f"{part.kind} {'x'.join(map(str, part.shape)) or '1'} {part.dtype}"
+
+
+def describe_action(action: ActionSpec) -> str:
+    """What is done, in a few words."""
+    if action.kind == "choice":
+        return f"one of {action.counts[0]} actions"
+    return f"{action.size} {'real numbers' if action.kind == 'quantities' else 'choices'}"

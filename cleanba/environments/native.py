@@ -1,0 +1,362 @@
+"""Environments written in JAX: functions that are compiled, with the policy too, for the device that acts.
+
+An environment is an object with the methods of gymnax's (Lange 2022), which Craftax has too:
+
+    default_params                                   numbers of the environment, as a dataclass with `replace`
+    reset_env(key, params) -> obs, state
+    step_env(key, state, action, params) -> obs, state, reward, terminated, info
+    is_truncated(state, params) -> whether the time limit is reached; left out, there is none
+    action_space(params), observation_space(params)  gymnax's, or Gymnasium's
+    render(state, params) -> picture [H, W, 3]       left out, films show what the network sees
+
+Their `step`, which resets within the step that ends an episode and loses its last observation, is not used.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import fields, is_dataclass, replace
+from functools import cache
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import gymnasium
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from cleanba.config import Experiment
+from cleanba.environments.boards import draw_board
+from cleanba.environments.gymnasium import steps_per_second
+from cleanba.environments.spaces import action_spec, obs_spec
+from cleanba.environments.specs import ActionSpec, Compilable, EnvSpec, ObsSpec, Step, choice, parse_options
+from cleanba.environments.worker import find_modules_here, named
+from cleanba.errors import UsageError, closest_names
+from cleanba.rollout import PyTree, heed
+from cleanba.seeds import environment_key
+
+SUITES = ("gymnax", "craftax", "jax")
+CRAFTAX = ("Craftax-Symbolic-v1", "Craftax-Pixels-v1", "Craftax-Classic-Symbolic-v1", "Craftax-Classic-Pixels-v1")
+LIMITS = ("max_steps_in_episode", "max_timesteps")  # what gymnax and Craftax call the time limit
+
+
+class Native(NamedTuple):
+    """An environment and its numbers."""
+
+    env: Any
+    params: Any
+
+
+def make(env_id: str, options: dict[str, Any]) -> Native:
+    """Make an environment.  Options are its parameters' fields, and arguments of whatever makes it.
+
+    Raises:
+        UsageError: there is no such environment, or its library is missing.
+        Exception: whatever its maker raises.
+    """
+    suite, _, name = env_id.partition(":")
+    maker = MAKERS[suite](env_id, name)
+    env = maker()
+    params: Any = getattr(env, "default_params", None)
+    known = {field.name for field in fields(params)} if is_dataclass(params) else set()
+    arguments = {name: value for name, value in options.items() if name not in {*known, "max_episode_steps"}}
+    if arguments:
+        env = maker(**arguments)
+        params = getattr(env, "default_params", None)
+    numbers = {name: value for name, value in options.items() if name in known}
+    if "max_episode_steps" in options:
+        limits = known.intersection(LIMITS)
+        if not limits:
+            raise UsageError(f"{env_id} has no time limit to set; leave --max-episode-steps out")
+        numbers[limits.pop()] = options["max_episode_steps"]
+    return Native(env, replace(params, **numbers) if numbers else params)
+
+
+def _gymnax(env_id: str, name: str) -> Callable[..., Any]:
+    gymnax = require_library("gymnax")
+    if name not in gymnax.registered_envs:
+        raise unknown(env_id, [f"gymnax:{known}" for known in gymnax.registered_envs])
+    return lambda **options: gymnax.make(name, **options)[0]
+
+
+def _craftax(env_id: str, name: str) -> Callable[..., Any]:
+    if name not in CRAFTAX:
+        raise unknown(env_id, [f"craftax:{known}" for known in CRAFTAX])
+    craftax = require_library("craftax.craftax_env")
+    return lambda: craftax.make_craftax_env_from_name(name, auto_reset=False)
+
+
+def _own(env_id: str, name: str) -> Callable[..., Any]:
+    module, _, factory = name.partition(":")
+    find_modules_here()
+    try:
+        return getattr(import_module(module), factory)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UsageError(
+            f"env_id={env_id!r} cannot be imported ({error}); write jax:module:function, and start the command where "
+            "the module lies"
+        ) from error
+
+
+MAKERS = {"gymnax": _gymnax, "craftax": _craftax, "jax": _own}
+
+
+def known() -> dict[str, str]:
+    """All environments of the suites that are installed, by name: the family of each."""
+    found: dict[str, str] = {}
+    for suite in ("gymnax", "craftax"):
+        try:
+            library = require_library(suite)
+        except UsageError:
+            continue
+        for name in library.registered_envs if suite == "gymnax" else CRAFTAX:
+            found[f"{suite}:{name}"] = suite + (f" {name.rpartition('-')[2]}" if name[-1].isalpha() else "")
+    return found
+
+
+def require_library(name: str) -> Any:
+    """An optional library.  Raises `UsageError` where it is not installed."""
+    try:
+        return import_module(name)
+    except ImportError as error:
+        suite = name.partition(".")[0]
+        raise UsageError(
+            f"{suite}'s environments need the optional package {suite} ({error}); install it with `pip install "
+            "'cleanba[jax-envs]'`"
+        ) from None
+
+
+def unknown(env_id: str, known: Sequence[str]) -> UsageError:
+    """The message for a name that a suite does not have."""
+    close = closest_names(env_id, known)
+    return UsageError(f"env_id={env_id!r} does not exist; {f'the closest names are {close}' if close else known}")
+
+
+def kind(env_id: str) -> str:
+    """What kind of environment this is, by which defaults are chosen: "minatar", "continuous" or "other"."""
+    if env_id.endswith("-MinAtar"):
+        return "minatar"
+    try:
+        action = action_spec(space_of(make(env_id, {}), "action_space"))
+    except Exception:  # said when it is made for good
+        return "other"
+    return "continuous" if isinstance(action, ActionSpec) and action.kind == "quantities" else "other"
+
+
+def space_of(native: Native, name: str) -> gymnasium.Space:
+    """A space of an environment, as Gymnasium's."""
+    return as_gymnasium(getattr(native.env, name)(native.params))
+
+
+def as_gymnasium(space: Any) -> gymnasium.Space:
+    """A space of gymnax's, Craftax's or Gymnasium's -> Gymnasium's.
+
+    Raises:
+        TypeError: it is of another kind.
+    """
+    if isinstance(space, gymnasium.Space):
+        return space
+    if hasattr(space, "n"):
+        return gymnasium.spaces.Discrete(int(space.n))
+    if hasattr(space, "low"):
+        dtype = np.dtype(space.dtype)
+        low, high = (np.broadcast_to(np.asarray(x, dtype), space.shape) for x in (space.low, space.high))
+        return gymnasium.spaces.Box(low, high, space.shape, dtype.type)
+    if hasattr(space, "spaces"):
+        return gymnasium.spaces.Dict({name: as_gymnasium(part) for name, part in named_parts(space.spaces).items()})
+    raise TypeError(f"{space} is a space of unknown kind")
+
+
+def named_parts(parts: Any) -> dict[str, Any]:
+    """The parts of a dictionary or tuple of spaces, named as `named` names those of observations."""
+    return dict(parts) if isinstance(parts, dict) else {f"{i:02}": part for i, part in enumerate(parts)}
+
+
+def env_spec(e: Experiment) -> EnvSpec:
+    """Look an environment up and make one to see its spaces.  Nothing is compiled.
+
+    Raises:
+        UsageError: there is no such environment, its library is missing, or no policy here can play it.
+    """
+    options = parse_options(e.env_options)
+    if e.max_episode_steps is not None:
+        options["max_episode_steps"] = e.max_episode_steps
+    try:
+        native = make(e.env_id, options)
+        action = action_spec(space_of(native, "action_space"))
+        if isinstance(action, str):
+            raise UsageError(f"env_id={e.env_id!r} cannot be learnt: {action}; try gymnax:CartPole-v1")
+        functions = _functions(e.env_id, Options(options), action, bool(e.reward_clip))
+        sample = jax.eval_shape(functions.reset, np.zeros(1, np.int32))[1]
+        obs = as_planes(e.env_id, obs_spec(space_of(native, "observation_space"), sample, action))
+    except UsageError:
+        raise
+    except Exception as error:  # an environment may raise anything
+        reason = " ".join(str(error).split()) or type(error).__name__
+        given = ", ".join(f"{k}={v}" for k, v in options.items()) or "no options"
+        raise UsageError(f"env_id={e.env_id!r} cannot be made with {given}: {reason}") from error
+    num_actions = action.counts[0] if action.kind == "choice" else 0
+    given_action = None if action == choice(num_actions) else action
+    clip = bool(e.reward_clip)
+    return EnvSpec(e.env_id, obs, num_actions, False, clip, options, given_action, on_device=True)
+
+
+def as_planes(env_id: str, obs: PyTree) -> PyTree:
+    """The specification of MinAtar's boards says what they are; others stay as they are."""
+    return ObsSpec("planes", obs.shape, "bool") if env_id.endswith("-MinAtar") else obs
+
+
+def shown(env_id: str, obs: PyTree) -> PyTree:
+    """Observations as they are recorded: MinAtar's ones and zeros in a byte each, pictures as bytes, tuples by name."""
+    if env_id.endswith("-MinAtar"):
+        return obs.astype(bool)
+    if env_id.startswith("craftax:") and "Pixels" in env_id:
+        return jnp.round(obs * 255).astype(jnp.uint8)
+    return named(obs)
+
+
+class Block(NamedTuple):
+    """The state of B environments.  Leaves [B, ...]."""
+
+    state: PyTree
+    """the environment's own"""
+    key: jax.Array
+    """from the environment's seed; each step folds its number in"""
+    t: jax.Array
+    """steps so far, ignored ones included"""
+    done: jax.Array
+    """the last step ended an episode, so the next one resets"""
+
+
+class Functions(NamedTuple):
+    """What B environments do.  The same objects for the same environment: what is compiled for one block fits all."""
+
+    reset: Callable[[Any], tuple[Block, PyTree]]
+    """compiled: seeds [B] -> state, obs"""
+    step: Callable[[Block, Any], tuple[Block, Step]]
+    """to be compiled with more: state, action as a policy draws it -> state, what they delivered"""
+    step_alone: Callable[[Block, Any], tuple[Block, Step]]
+    """compiled"""
+
+
+def functions(spec: EnvSpec) -> Functions:
+    """What environments that look like this do."""
+    return _functions(spec.env_id, Options(spec.options), spec.action, spec.clip_reward)
+
+
+class Options(dict):
+    """A dictionary that can be looked up by what it holds."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(repr(sorted(self.items())))
+
+
+@cache
+def _functions(env_id: str, options: Options, takes: ActionSpec, clip_reward: bool) -> Functions:
+    native = make(env_id, options)
+    env, params = native
+    truncates, endless = getattr(env, "is_truncated", None), params
+    if truncates is None and hasattr(params, "max_timesteps"):  # Craftax: `done` includes its limit, told apart here
+        endless = params.replace(max_timesteps=2**31 - 1)
+        truncates = lambda state, params: state.timestep >= params.max_timesteps
+
+    def begin(key: jax.Array) -> tuple[PyTree, PyTree]:
+        obs, state = env.reset_env(key, params)
+        return strong(state), strong(shown(env_id, obs))
+
+    def advance(key: jax.Array, state: PyTree, action: jax.Array) -> tuple[PyTree, ...]:
+        obs, state, reward, terminated, _ = env.step_env(key, state, action, endless)
+        truncated = truncates(state, params) if truncates else False
+        flags = (jnp.asarray(flag).astype(bool) for flag in (terminated, truncated))
+        return strong(state), strong(shown(env_id, obs)), jnp.asarray(reward, jnp.float32), *flags
+
+    def reset(seeds: jax.Array) -> tuple[Block, PyTree]:
+        key = jax.vmap(environment_key)(seeds)
+        t = jnp.zeros_like(seeds)
+        state, obs = jax.vmap(begin)(jax.vmap(jax.random.fold_in)(key, t))
+        return Block(state, key, t, jnp.zeros(seeds.shape, bool)), obs
+
+    def step(block: Block, action: Any) -> tuple[Block, Step]:
+        t = block.t + 1
+        key = jax.vmap(jax.random.fold_in)(block.key, t)
+        taken = takes.for_environment(action)
+        state, obs, raw, terminated, truncated = jax.vmap(advance)(key, block.state, taken)
+
+        def with_fresh() -> tuple[PyTree, PyTree]:
+            """Those whose episode ended before begin another."""
+            choose = jax.vmap(lambda done, fresh, old: jax.tree.map(lambda x, y: jnp.where(done, x, y), fresh, old))
+            return choose(block.done, jax.vmap(begin)(key), (state, obs))
+
+        state, obs = lax.cond(block.done.any(), with_fresh, lambda: (state, obs))
+        answer = heed(block.done, raw, terminated, truncated)
+        reward = answer.reward.clip(-1.0, 1.0) if clip_reward else answer.reward
+        block = Block(state, block.key, t, answer.done)
+        return block, Step(obs, reward, answer.reward, answer.terminated, answer.truncated, answer.done)
+
+    return Functions(jax.jit(reset), step, jax.jit(step))
+
+
+def strong(tree: PyTree) -> PyTree:
+    """Leaves as arrays whose types do not give way to others': what is compiled for one step then fits the next."""
+    return jax.tree.map(lambda x: lax.convert_element_type(x, jnp.result_type(x)), tree)
+
+
+class Envs:
+    """A block of environments, each with a seed of its own, on the device that is JAX's default when it is made."""
+
+    def __init__(self, spec: EnvSpec, seeds: Sequence[int]):
+        self.num_envs = len(seeds)
+        self._spec, self._functions = spec, functions(spec)
+        device = jax.config.jax_default_device or jax.local_devices()[0]  # type: ignore[attr-defined]
+        self._seeds = jax.device_put(np.array(seeds, np.int32), device)
+        self._block: Any = None
+        self._obs: PyTree = None
+
+    def reset(self) -> PyTree:
+        """Start all environments afresh -> obs [B, ...]."""
+        self._block, obs = self._functions.reset(self._seeds)
+        self._obs = jax.device_get(obs)
+        return self._obs
+
+    def step(self, action: np.ndarray) -> Step:
+        """[B], or [B, D] -> what they delivered.  An environment whose episode ended ignores its action and resets."""
+        self._block, out = self._functions.step_alone(self._block, action)
+        out = jax.device_get(out)
+        self._obs = out.obs
+        return out
+
+    def xla(self) -> Compilable:
+        """After `reset`, the state of all environments, and their step, which is the same for all blocks."""
+        return Compilable(self._block, self._functions.step, self._functions.step)
+
+    def render(self, env: int) -> np.ndarray:
+        """What a person would see of one environment, after `reset`.  [H, W, 3] uint8."""
+        state, obs = jax.tree.map(lambda x: x[env], (self._block.state, self._obs))
+        return picture(make(self._spec.env_id, self._spec.options), self._spec, state, obs)
+
+    @property
+    def steps_per_second(self) -> float:
+        """How many steps are a second of a game played by a person."""
+        name = self._spec.env_id.partition(":")[2]
+        return 10.0 if self._spec.env_id.startswith("craftax:") or "MinAtar" in name else steps_per_second(name)
+
+    def close(self) -> None:
+        """There is nothing to stop."""
+
+
+def picture(native: Native, spec: EnvSpec, state: PyTree, obs: PyTree) -> np.ndarray:
+    """What a person would see: as the environment draws itself, or else what it shows.  [H, W, 3] uint8."""
+    if hasattr(native.env, "render"):
+        return np.asarray(native.env.render(state, native.params)).astype(np.uint8)
+    if spec.env_id.startswith("craftax:"):
+        return np.asarray(craftax_renderer("Classic" in spec.env_id)(state)).clip(0, 255).astype(np.uint8)
+    boards = [np.asarray(x) for x in jax.tree.leaves(obs)]
+    board = boards[0] if boards[0].ndim == 3 else np.concatenate([x.ravel() for x in boards])[None, :, None]
+    return draw_board(board)
+
+
+@cache
+def craftax_renderer(classic: bool) -> Callable[[PyTree], Any]:
+    """Craftax's own picture of a state, [H, W, 3] numbers up to 255."""
+    where = "craftax_classic" if classic else "craftax"
+    size = require_library(f"craftax.{where}.constants").BLOCK_PIXEL_SIZE_HUMAN
+    return jax.jit(require_library(f"craftax.{where}.renderer").make_craftax_pixel_renderer(size))

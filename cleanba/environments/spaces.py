@@ -1,0 +1,63 @@
+"""What Gymnasium's spaces, which EnvPool and others speak of too, mean here."""
+
+from typing import Any
+
+import gymnasium
+import numpy as np
+
+from cleanba.environments.specs import ActionSpec, ObsSpec, choice
+from cleanba.rollout import PyTree
+
+
+def obs_spec(space: Any, sample: PyTree, action: ActionSpec, name: str = "", is_minigrid: bool = False) -> PyTree:
+    """What observations look like, from a space and a batch [B, ...] of samples: an `ObsSpec`, or a tree of them."""
+    if isinstance(sample, dict):
+        parts = space.spaces if isinstance(space, gymnasium.spaces.Dict) else space
+        return {name: obs_spec(parts[name], part, action, name, is_minigrid) for name, part in sample.items()}
+    shape, dtype = sample.shape[1:], str(narrowed(sample).dtype)
+    if name in MASKS and action.masked_by(shape):
+        return ObsSpec("mask", shape, dtype)
+    if isinstance(space, gymnasium.spaces.Discrete):
+        return ObsSpec("discrete", shape, dtype, int(space.n) + int(space.start))
+    if is_minigrid and name == "image":
+        return ObsSpec("codes", shape, dtype, MINIGRID_CODES)
+    if len(shape) > 1 and isinstance(space, gymnasium.spaces.Box) and np.issubdtype(space.dtype, np.integer):
+        low, high = int(space.low.min()), int(space.high.max())
+        if 2 < high - low + 1 <= MOST_CODES:
+            return ObsSpec("codes", shape, dtype, high - low + 1, low)
+    if dtype == "uint8":  # pictures have two long sides
+        return ObsSpec("image" if len(shape) == 3 and sorted(shape)[1] >= 32 else "bytes", shape, dtype)
+    return ObsSpec("vector", shape, dtype)
+
+
+MASKS = ("action_mask", "legal_action_mask")  # what an entry that says which actions are legal is called
+MOST_CODES = 32  # integers of a grid that can have more values than these are quantities
+MINIGRID_CODES = 11  # objects; fewer colours and states.  Its space says 256, as if these were the bytes of a picture.
+
+
+def action_spec(space: Any) -> ActionSpec | str:
+    """What actions look like, or why no policy can choose them."""
+    if isinstance(space, gymnasium.spaces.Discrete):
+        return choice(int(space.n), int(space.start))
+    if isinstance(space, gymnasium.spaces.MultiBinary):
+        space = gymnasium.spaces.Box(0, 1, space.shape, np.int8)
+    if isinstance(space, gymnasium.spaces.MultiDiscrete):
+        space = gymnasium.spaces.Box(space.start, space.start + space.nvec - 1, space.shape, np.int64)
+    if not isinstance(space, gymnasium.spaces.Box):
+        return f"its actions are {space}, but policies here choose a number, several numbers, or real ones"
+    low, high = (tuple(bound.ravel().tolist()) for bound in (space.low, space.high))
+    if np.issubdtype(space.dtype, np.floating):
+        return ActionSpec("quantities", space.shape, str(space.dtype), (), low, high)
+    counts = tuple(int(b) - int(a) + 1 for a, b in zip(low, high, strict=True))
+    if max(counts) > MOST_CHOICES:
+        return f"one of its actions has {max(counts)} choices, and a policy here tells {MOST_CHOICES} apart at most"
+    return ActionSpec("choices", space.shape, str(space.dtype), counts, low, high)
+
+
+MOST_CHOICES = 2**16
+
+
+def narrowed(x: np.ndarray) -> np.ndarray:
+    """Numbers of 8 bytes as JAX keeps them, of 4; others as they are."""
+    narrow = {"float64": "float32", "int64": "int32", "uint64": "uint32"}.get(str(x.dtype))
+    return x if narrow is None else x.astype(narrow)

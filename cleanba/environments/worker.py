@@ -1,0 +1,176 @@
+"""A part of a block of Gymnasium's environments, and the process that steps one.
+
+Nothing here imports JAX, or anything that does: a process of its own starts in a blink, and may be forked or killed.
+"""
+
+import fcntl
+import mmap
+import os
+import select
+import signal
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+import gymnasium
+import numpy as np
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+
+Layout = list[tuple[tuple[int, ...], str]]
+"""shapes and types of arrays that lie in memory one after the other"""
+
+
+class Game(NamedTuple):
+    """How one environment is made.  All of it can be sent to another process."""
+
+    name: str
+    """as `gymnasium.make` takes it; with a colon, after the module to import first"""
+    options: dict[str, Any]
+    wrappers: tuple[str, ...] = ()
+    """module:function, each called with the environment so far"""
+
+    def make(self, **more: Any) -> gymnasium.Env:
+        """One environment.  Raises whatever its makers raise."""
+        find_modules_here()
+        env = gymnasium.make(self.name, **self.options, **more)
+        for wrapper in self.wrappers:
+            module, _, function = wrapper.partition(":")
+            env = getattr(import_module(module), function)(env)
+        return env
+
+
+def find_modules_here() -> None:
+    """Modules are looked for in the current directory too, as `python -m` does and an installed command does not."""
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.append(os.getcwd())
+
+
+def named(x: Any) -> Any:
+    """Observations or spaces with tuples as dictionaries, as parts have names here.  (a, b) -> {"00": a, "01": b}."""
+    if isinstance(x, gymnasium.spaces.Tuple | tuple):
+        x = {f"{i:02}": part for i, part in enumerate(x)}
+    if isinstance(x, gymnasium.spaces.Dict):
+        x = x.spaces
+    return {name: named(part) for name, part in x.items()} if isinstance(x, dict) else x
+
+
+def leaves(x: Any) -> Iterator[Any]:
+    """The parts of what `named` returned, by name: in the order of `jax.tree.leaves`."""
+    if isinstance(x, dict):
+        for name in sorted(x):
+            yield from leaves(x[name])
+    else:
+        yield x
+
+
+class Arrays(NamedTuple):
+    """What a block's owner and those who step it share.  Leaves [B, ...]."""
+
+    obs: list[np.ndarray]
+    action: np.ndarray
+    reward: np.ndarray
+    terminated: np.ndarray
+    truncated: np.ndarray
+
+    def part(self, start: int, end: int) -> "Arrays":
+        """The environments from `start` to before `end`."""
+        return Arrays([x[start:end] for x in self.obs], *(x[start:end] for x in self[1:]))
+
+
+ALIGNMENT = 64  # bytes: two workers then write into no cache line of one array's last and another's first rows
+
+
+def carve(layout: Layout, memory: Any = None) -> tuple[Arrays, int]:
+    """Arrays that lie in `memory`, or in memory of their own; and how many bytes they take."""
+    arrays, offset = [], 0
+    for shape, dtype in layout:
+        made = np.zeros(shape, dtype) if memory is None else np.ndarray(shape, dtype, memory, offset)
+        arrays.append(made)
+        offset += -(-made.nbytes // ALIGNMENT) * ALIGNMENT
+    return Arrays(arrays[:-4], *arrays[-4:]), max(offset, 1)
+
+
+class Part:
+    """Some environments of a block, stepped one after the other."""
+
+    def __init__(self, game: Game, arrays: Arrays, **more: Any):
+        self._arrays = arrays
+        make = lambda: game.make(disable_env_checker=True, **more)
+        count = len(arrays.reward)
+        self._envs: Any = SyncVectorEnv([make] * count, copy=False, autoreset_mode=AutoresetMode.NEXT_STEP)
+
+    def reset(self, seeds: Sequence[int]) -> None:
+        """Start all of them afresh, each with its seed."""
+        obs, _ = self._envs.reset(seed=list(seeds))
+        self._show(obs)
+
+    def step(self) -> None:
+        """Take the actions.  An environment whose episode ended before ignores its own and resets."""
+        a = self._arrays
+        action = a.action.copy()  # an environment may keep it
+        obs, a.reward[:], a.terminated[:], a.truncated[:], _ = self._envs.step(action)
+        self._show(obs)
+
+    def _show(self, obs: Any) -> None:
+        for mine, delivered in zip(self._arrays.obs, leaves(named(obs)), strict=True):
+            mine[:] = delivered
+
+    def render(self, env: int) -> Any:
+        """What a person would see of one of them."""
+        return self._envs.envs[env].render()
+
+    def close(self) -> None:
+        """End the environments.  May be called twice."""
+        self._envs.close()
+
+
+class Task(NamedTuple):
+    """What a worker is told first."""
+
+    game: Game
+    layout: Layout
+    start: int
+    end: int
+    memory: int
+    """file descriptor of the memory that it shares"""
+
+
+class Raised(NamedTuple):
+    """An answer that is none: an environment raised an error."""
+
+    error: str
+    trace: str
+
+
+def main() -> None:
+    """Step a part of a block, as the process at the other end of a connection says, for as long as that lives."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; who started this one ends it
+    end_with_parent()
+    gymnasium.logger.min_level = gymnasium.logger.ERROR  # the one that looked first has said it
+    connection = Connection(int(sys.argv[1]))
+    try:
+        task = Task(*connection.recv())
+        size = carve(task.layout)[1]
+        arrays, _ = carve(task.layout, mmap.mmap(task.memory, size))
+        part = Part(task.game, arrays.part(task.start, task.end))
+        while True:
+            command, *arguments = connection.recv()
+            connection.send(getattr(part, command)(*arguments))
+    except (EOFError, ConnectionError):
+        part.close()
+    except BaseException as error:
+        connection.send(Raised(f"{type(error).__name__}: {error}", traceback.format_exc()))
+
+
+def end_with_parent() -> None:
+    """The kernel ends this process when the other end of its standard input is closed, as by its owner's end.
+
+    It does so in whatever this process sits, compiled code that never returns included.
+    """
+    fcntl.fcntl(0, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(0, fcntl.F_SETFL, fcntl.fcntl(0, fcntl.F_GETFL) | os.O_ASYNC)  # SIGIO, which ends a process
+    if select.select([0], [], [], 0)[0]:  # it was closed before
+        os._exit(1)

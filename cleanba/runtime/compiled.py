@@ -1,0 +1,69 @@
+"""What XLA compiled, kept on disk for the next start: JAX's compilation cache, with a folder that is safe to share."""
+
+import os
+import platform
+import time
+from contextlib import suppress
+from hashlib import sha256
+from pathlib import Path
+
+import jax
+
+from cleanba.runtime.placement import cpu_model
+
+UNUSED_DAYS = 30  # after which a program is removed
+
+
+def keep_compiled() -> None:
+    """Have JAX look for compiled programs on disk, and keep there what it compiles.
+
+    Where the user chose a folder (JAX_COMPILATION_CACHE_DIR) or none (JAX_ENABLE_COMPILATION_CACHE=false), that stands.
+    Without a folder that can be written all goes on as without a cache.  Comes after `make_deterministic`, which sets
+    what programs are compiled for, and before anything is compiled.
+    """
+    chosen = jax.config.values
+    if chosen["jax_compilation_cache_dir"] is not None or not chosen["jax_enable_compilation_cache"]:
+        return
+    folder = cache_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        clean(folder)
+    except (OSError, RuntimeError):  # no such home, read-only, full
+        return
+    if not os.access(folder, os.W_OK):
+        return
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)  # a start compiles dozens of small programs
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def cache_folder() -> Path:
+    """The folder of this user, for programs that fit this machine.
+
+    JAX's keys tell programs, versions, flags and kinds of GPU apart, but neither processors, whose instructions differ,
+    nor numbers of threads, by which XLA cuts sums: the wrong ones would crash, or change bits.  A home may be shared by
+    machines of many kinds, so there is a folder for each.
+    """
+    root = os.environ.get("XDG_CACHE_HOME", "")
+    what = [platform.machine(), cpu_model(), instructions(), str(os.cpu_count())]
+    what += [os.environ.get(name, "") for name in ("PJRT_NPROC", "JAX_NUM_CPU_DEVICES", "XLA_FLAGS")]
+    machine = sha256("\n".join(what).encode()).hexdigest()[:16]
+    return (Path(root) if os.path.isabs(root) else Path.home() / ".cache") / "cleanba" / "xla" / machine
+
+
+def instructions() -> str:
+    """The instruction sets that Linux says this processor has."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.lower().startswith(("flags", "features")):
+                return line
+    return ""
+
+
+def clean(folder: Path) -> None:
+    """Remove programs that no start has used for long, and those that none can use again."""
+    for path in folder.iterdir():
+        with suppress(OSError):  # another process may be removing it, too
+            of_one_pool = path.name.startswith("jit_scan_pool-")  # compiled for one place in the memory of one process
+            if of_one_pool or time.time() - path.stat().st_atime > UNUSED_DAYS * 86400:
+                path.unlink()

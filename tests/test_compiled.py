@@ -1,0 +1,104 @@
+"""What was compiled is found again at the next start, if it fits this machine."""
+
+import os
+import time
+
+import jax
+import pytest
+from launch import TINY, finish, python, read_result
+
+from cleanba.runtime import compiled
+
+
+@pytest.fixture
+def no_folder(tmp_path, monkeypatch):
+    """As in a process where nobody chose a folder for JAX; the user's is in `tmp_path`."""
+    names = ["jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"]
+    names.append("jax_persistent_cache_min_entry_size_bytes")
+    before = {name: getattr(jax.config, name) for name in names}
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    jax.config.update(names[0], None)
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+def test_a_folder_that_the_user_chose_stands():
+    chosen = jax.config.jax_compilation_cache_dir
+    assert chosen  # by launch.py
+    compiled.keep_compiled()
+    assert jax.config.jax_compilation_cache_dir == chosen
+
+
+def test_without_a_choice_it_is_the_users_folder_for_caches(no_folder, tmp_path):
+    compiled.keep_compiled()
+    folder = compiled.cache_folder()
+    assert jax.config.jax_compilation_cache_dir == str(folder)
+    assert folder.is_dir() and folder.parent == tmp_path / "cleanba" / "xla"
+
+
+def test_whoever_wants_no_cache_has_none(no_folder, tmp_path):
+    jax.config.update("jax_enable_compilation_cache", False)
+    try:
+        compiled.keep_compiled()
+    finally:
+        jax.config.update("jax_enable_compilation_cache", True)
+    assert jax.config.jax_compilation_cache_dir is None and list(tmp_path.iterdir()) == []
+
+
+def test_without_room_for_it_a_run_goes_on(no_folder, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    compiled.keep_compiled()
+    assert jax.config.jax_compilation_cache_dir is None
+
+
+@pytest.mark.parametrize("name", ["PJRT_NPROC", "JAX_NUM_CPU_DEVICES", "XLA_FLAGS"])
+def test_programs_for_other_threads_lie_elsewhere(name, monkeypatch):
+    one = compiled.cache_folder()
+    assert one == compiled.cache_folder()
+    monkeypatch.setenv(name, "3")
+    assert one != compiled.cache_folder()
+
+
+@pytest.mark.parametrize("name", ["cpu_model", "instructions"])
+def test_programs_for_other_processors_lie_elsewhere(name, monkeypatch):
+    assert compiled.instructions()
+    one = compiled.cache_folder()
+    monkeypatch.setattr(compiled, name, lambda: "another")
+    assert one != compiled.cache_folder()
+
+
+def test_what_nobody_uses_is_removed(tmp_path):
+    old = time.time() - (compiled.UNUSED_DAYS + 1) * 86400
+    now = time.time()
+    for name, used in (("jit_update-1-cache", now), ("jit_update-2-cache", old), ("jit_scan_pool-3-cache", now)):
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (used, old))
+    compiled.clean(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["jit_update-1-cache"]
+
+
+# The command, without what launch.py tells JAX of a cache for tests.
+START = """
+import os
+for name in ("DIR", "MIN"):
+    for variable in [v for v in os.environ if "CACHE_" + name in v]:
+        del os.environ[variable]
+from cleanba.cli import main
+main()
+"""
+
+
+@pytest.mark.slow
+def test_the_second_start_compiles_less_and_trains_the_same_bits(tmp_path):
+    digests, files = [], []
+    for number in ("one", "two"):
+        words = ["-c", START, "ppo", *TINY, "--run-dir", tmp_path / number]
+        ended = finish(python(*words, XDG_CACHE_HOME=str(tmp_path / "home")))
+        assert ended.code == 0, ended.err
+        digests.append(read_result(tmp_path / number)["learner_digest"])
+        names = {path.name for path in (tmp_path / "home").glob("cleanba/xla/*/*")}
+        files.append({name for name in names if "scan_pool" not in name})
+    assert digests[0] == digests[1]
+    assert any(name.startswith("jit_update-") for name in files[0]) and files[0] == files[1]

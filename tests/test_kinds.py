@@ -1,0 +1,367 @@
+"""One protocol, three kinds of environments: what holds for each, what workers survive, and one's own environments."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from gymnasium.spaces import MultiDiscrete
+from launch import ROOT, command, digests, finish, python, read_result
+
+from cleanba.algorithms import ppo
+from cleanba.config import Experiment
+from cleanba.environments import gymnasium, native
+from cleanba.environments.kinds import Envs, env_spec, kind, open_envs, warnings
+from cleanba.environments.spaces import action_spec
+from cleanba.environments.specs import ActionSpec
+from cleanba.errors import Failure, UsageError
+from cleanba.rollout import PyTree
+from cleanba.runtime.channels import Stop
+from cleanba.runtime.collect import ScannedCollector, Scans, SteppedCollector, Times, make_steppers
+from cleanba.seeds import action_numbers, env_seed
+
+EXAMPLES = ROOT / "docs" / "examples"
+sys.path.append(str(EXAMPLES))  # processes that tests start inherit it, as workers do
+IN_PYTHON, IN_JAX = "corridor_gymnasium:Corridor-v0", "jax:corridor_jax:Corridor"
+ANY = ["CartPole-v1", IN_PYTHON, IN_JAX]
+CORRIDORS = [(IN_PYTHON, 0), (IN_PYTHON, 2), (IN_JAX, None)]
+LEFT, RIGHT = 0, 1
+
+
+def opened(env_id: str, seeds: list[int], workers: int | None = None, **fields) -> Envs:
+    return open_envs(env_spec(Experiment(env_id=env_id, **fields)), seeds, 1, workers)
+
+
+# --------------------------------------------------------------------------------- what holds for all of them
+
+
+@pytest.mark.parametrize("env_id", [*ANY, "faulty:Faulty-v0"])
+def test_environments_deliver_what_their_specification_says(env_id):
+    spec = env_spec(Experiment(env_id=env_id))
+    envs = open_envs(spec, [3, 4, 5], 2)
+    assert envs.num_envs == 3 and envs.steps_per_second > 0
+    looks = lambda obs: jax.tree.map(lambda s, x: (s.shape, s.dtype) == (x.shape[1:], str(x.dtype)), spec.obs, obs)
+    assert all(jax.tree.leaves(looks(envs.reset())))
+    steps = [envs.step(np.array([0, 1, 1], np.int32)) for _ in range(12)]
+    kept = [jax.tree.map(np.copy, step) for step in steps]
+    for step in steps:
+        assert all(jax.tree.leaves(looks(step.obs)))
+        assert {str(x.dtype) for x in (step.reward, step.raw_reward)} == {"float32"}
+        assert {str(x.dtype) for x in (step.terminated, step.truncated, step.over)} == {"bool"}
+    envs.step(np.zeros(3, np.int32))
+    assert jax.tree.all(jax.tree.map(np.array_equal, kept, steps))  # what was delivered is the caller's
+    envs.close()
+    envs.close()
+
+
+@pytest.mark.parametrize("env_id, workers", CORRIDORS)
+def test_the_time_index_is_that_of_rollouts(env_id, workers):
+    """Worked out by hand: 8 cells, 7 / 8 at the right end, at most 20 steps."""
+    envs = opened(env_id, [1, 2], workers)
+    at = np.round(envs.reset()[:, 0] * 8).astype(int)
+    walks = np.array([RIGHT, LEFT], np.int32)  # the first arrives again and again, the second never does
+    resets, step_of = [], np.zeros(2, int)
+    done = np.zeros(2, bool)
+    for _ in range(50):
+        step = envs.step(walks)
+        now = np.round(step.obs[:, 0] * 8).astype(int)
+        for i in range(2):
+            if done[i]:  # the action was ignored, and a fresh episode is shown
+                assert 0 <= now[i] < 4 and step.reward[i] == 0 and not step.terminated[i] | step.truncated[i]
+                at[i], step_of[i], done[i] = now[i], 0, False
+                resets.append(i)
+                continue
+            at[i] = at[i] + 1 if walks[i] == RIGHT else max(0, at[i] - 1)
+            step_of[i] += 1
+            assert now[i] == at[i]  # of an episode's end, too, the true last observation
+            assert step.terminated[i] == (at[i] == 7) and step.truncated[i] == (step_of[i] == 20)
+            assert step.raw_reward[i] == np.float32((at[i] == 7) - 0.01)
+            done[i] = step.over[i]
+            assert done[i] == (step.terminated[i] | step.truncated[i])
+    envs.close()
+    assert set(resets) == {0, 1}
+
+
+@pytest.mark.parametrize("env_id, workers", CORRIDORS[1:])
+def test_arriving_at_the_last_permitted_step_is_termination(env_id, workers):
+    envs = opened(env_id, [1], workers)
+    far = 7 - int(np.round(envs.reset()[0, 0] * 8))
+    envs.close()
+    envs = opened(env_id, [1], workers, max_episode_steps=far)
+    envs.reset()
+    for _ in range(far):
+        step = envs.step(np.int32([RIGHT]))
+    envs.close()
+    assert step.terminated[0] and step.truncated[0]
+
+
+def stream(env_id: str, seeds: list[int], workers: int | None, env: int) -> list[PyTree]:
+    """What one environment of a block delivers, while each does as its own seed says."""
+    envs = opened(env_id, seeds, workers)
+    chosen = [np.random.default_rng(s).integers(2, size=30) for s in seeds]
+    mine = [jax.tree.map(lambda x: x[env], envs.reset())]
+    for t in range(30):
+        mine.append(jax.tree.map(lambda x: x[env], envs.step(np.array([c[t] for c in chosen], np.int32))))
+    envs.close()
+    return mine
+
+
+@pytest.mark.parametrize("env_id, splits", [("faulty:Faulty-v0", (0, 1, 3)), (IN_JAX, (None,))])
+def test_a_seed_decides_what_an_environment_delivers_wherever_it_is_stepped(env_id, splits):
+    alone = stream(env_id, [7], splits[0], 0)
+    same = lambda a, b: jax.tree.all(jax.tree.map(np.array_equal, a, b))
+    assert all(same(alone, stream(env_id, [5, 6, 7, 8], workers, 2)) for workers in splits)
+    assert not same(alone, stream(env_id, [5, 6, 7, 8], splits[0], 3))
+
+
+def test_environments_in_jax_are_compiled_once_and_both_collectors_record_the_same():
+    e = ppo.PPO(env_id=IN_JAX, num_envs=3, num_steps=13, hiddens=(8,))
+    spec = env_spec(e)
+    algorithm = ppo.make(e, spec, "cpu")
+    params, device = algorithm.actor_params(algorithm.init(jax.random.key(0))), jax.local_devices()[3]
+    params = jax.device_put(params, device)
+    scans, compiled = Scans(algorithm, 13), []
+    listen = lambda event, _, **about: event.endswith("compile_duration") and compiled.append(about.get("fun_name"))
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    recorded = []
+    try:
+        for collector in (
+            *(ScannedCollector(algorithm, 13, device, Stop(), scans) for _ in range(2)),  # two actors
+            SteppedCollector(algorithm, make_steppers(algorithm, 13), 13, device, Stop()),
+        ):
+            recorded.append([])
+            for epoch in range(2):
+                with jax.default_device(device):
+                    collector.restart(open_envs(spec, [env_seed(1, i, epoch, 3) for i in range(3)], 1))
+                for rollout in range(2):
+                    got = collector(params, action_numbers(1, 0, 2 * epoch + rollout), Times())
+                    assert {d for x in jax.tree.leaves(got.rollout) for d in x.devices()} == {device}
+                    recorded[-1].append(jax.tree.map(np.asarray, got._replace(rollout=got.rollout._replace(extras=()))))
+            collector.close()
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert sum("scan_pool" in str(name) for name in compiled) == 1, compiled
+    assert all(jax.tree.all(jax.tree.map(np.array_equal, recorded[0], other)) for other in recorded[1:])
+    assert sum(got.rollout.truncated.sum() + got.rollout.terminated.sum() for got in recorded[0]) > 0
+
+
+def experiment(env_id: str, **fields) -> ppo.PPO:
+    return ppo.PPO(
+        env_id=env_id, num_envs=8, num_actors=4, num_shards=2, num_steps=8, hiddens=(8,), num_minibatches=2,
+        update_epochs=1, total_timesteps=8 * 8 * 4, checkpoint_frequency=2, **fields,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("env_id, collector", [(IN_PYTHON, "stepped"), (IN_JAX, "scanned")])
+def test_placements_train_the_same_bits(env_id, collector):
+    e = experiment(env_id, collector=collector)
+    assert digests(e, (0,), (0,)) == digests(e, (1, 2), (3, 4))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("env_id", [IN_PYTHON, IN_JAX])
+def test_a_killed_run_goes_on_to_the_same_bits(env_id, tmp_path):
+    flags = ("--env-id", env_id, "--num-envs", 4, "--num-steps", 8, "--hiddens", 8, "--num-minibatches", 2)
+    flags += ("--total-timesteps", 256, "--checkpoint-frequency", 3, "--num-actors", 2, "--num-shards", 1)
+    killed = python(
+        ROOT / "tests/killed.py", "collect", 11, "ppo", *flags, "--run-dir", tmp_path / "a", PYTHONPATH=PATH
+    )
+    assert finish(killed).code == -signal.SIGKILL
+    other = ("--env-workers", 0) if env_id == IN_PYTHON else ()
+    for run in ("a", "b"):
+        ended = command("ppo", *flags, *other, "--run-dir", tmp_path / run)
+        assert ended.code == 0, ended.err
+    a, b = (read_result(tmp_path / run) for run in ("a", "b"))
+    assert a["params_digest"] == b["params_digest"] and a["global_step"] == b["global_step"]
+
+
+PATH = os.pathsep.join(map(str, (ROOT, ROOT / "tests", EXAMPLES)))
+
+# ------------------------------------------------------------------------------------------ Gymnasium's workers
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_error_in_an_environment_comes_with_its_traceback(workers):
+    envs = opened("faulty:Faulty-v0", [1, 2], workers, env_options=("fault=raise",))
+    envs.reset()
+    with pytest.raises((RuntimeError, ValueError), match="planted") as caught:
+        for _ in range(5):
+            envs.step(np.zeros(2, np.int32))
+    envs.close()
+    if workers:
+        assert "environments 0 to 0 of faulty:Faulty-v0" in str(caught.value)
+        assert 'raise ValueError("planted")' in str(caught.value.__cause__)
+
+
+def test_a_worker_that_dies_or_hangs_is_told_of_and_gone():
+    for fault, words in (("die", "died with exit code 7"), ("hang", "has not answered for 2.0 s")):
+        spec = env_spec(Experiment(env_id="faulty:Faulty-v0", env_options=(f"fault={fault}",)))
+        envs = gymnasium.Envs(spec, [1, 2, 3], workers=1, patience=2.0 if fault == "hang" else None)
+        envs.reset()
+        process = envs._parts[0]._process
+        with pytest.raises(Failure, match=f"environments 0 to 2 of faulty:Faulty-v0 {words}"):
+            for _ in range(5):
+                envs.step(np.zeros(3, np.int32))
+        envs.close()
+        assert process.poll() is not None
+
+
+def processes_with(mark: str) -> list[int]:
+    """The processes that were started with this in their environment and still live."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            alive = (folder / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+            if alive and mark.encode() in (folder / "environ").read_bytes():
+                found.append(int(folder.name))
+        except OSError:  # it has just ended, or is another user's
+            continue
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "fault, ended_by, code",
+    [("spin", signal.SIGKILL, -9), ("", signal.SIGINT, 130), ("hang", None, 1)],
+)
+def test_nothing_is_left_behind_however_a_run_ends(fault, ended_by, code, tmp_path):
+    flags = ("--env-id", "faulty:Faulty-v0", "--num-envs", 4, "--num-steps", 8, "--hiddens", 8, "--num-minibatches", 1)
+    flags += ("--num-actors", 2, "--stall-timeout", 3, "--env-workers", 2, "--total-timesteps", 10**7)
+    options = ("--env-options", f"fault={fault}") if fault else ()
+    mark = f"CLEANBA_TEST={tmp_path}"
+    run = python("-m", "cleanba", "ppo", *flags, *options, "--run-dir", tmp_path / "run", CLEANBA_TEST=str(tmp_path))
+    deadline = time.monotonic() + 100
+    while len(processes_with(mark)) < 5 and time.monotonic() < deadline:  # it, and two workers of each actor
+        time.sleep(0.2)
+    spinning = lambda: len(list(tmp_path.glob("*.spins"))) > 2  # the first looked whether seeds are followed
+    while fault == "spin" and not spinning() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    if ended_by is not None:
+        time.sleep(1)
+        os.kill(run.pid, ended_by)
+    ended = finish(run)
+    assert ended.code == code, ended.err
+    assert fault != "hang" or ("thread 'actor 0'" in ended.err and "no update" in ended.err)
+    deadline = time.monotonic() + 10
+    while processes_with(mark) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert processes_with(mark) == []
+
+
+def test_an_environment_that_does_not_follow_its_seed_is_named():
+    spec = lambda *options: env_spec(Experiment(env_id="faulty:Faulty-v0", env_options=options))
+    assert warnings(spec()) == []
+    [warning] = warnings(spec("fault=chance"))
+    assert "faulty:Faulty-v0 does not follow its seed" in warning
+    assert warnings(spec("fault=die")) == warnings(spec("fault=raise")) == []  # that is for the run to say
+
+
+def test_wrappers_and_options_reach_the_environment():
+    env = dict(env_id=IN_PYTHON, env_options=("length=3",))
+    rewards = []
+    for wrappers in ((), ("faulty:Twice", "faulty:Twice")):
+        envs = opened(**env, seeds=[1], workers=1, env_wrappers=wrappers)
+        envs.reset()
+        rewards.append([envs.step(np.int32([RIGHT])).raw_reward[0] for _ in range(2)])
+        envs.close()
+    assert rewards[0] == np.float32([-0.01, 0.99]).tolist() and rewards[1] == np.float32([-0.04, 3.96]).tolist()
+
+
+def test_several_choices_of_gymnasiums_are_choices_here():
+    several = action_spec(MultiDiscrete([2, 3], start=[1, 0]))
+    assert isinstance(several, ActionSpec) and several.kind == "choices" and several.counts == (2, 3)
+    assert several.for_environment(np.int32([[0, 2], [1, 0]])).tolist() == [[1, 2], [2, 0]]
+
+
+# ------------------------------------------------------------------------------------------- names and refusals
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        (dict(env_id="gymnasium:CartPol-v1"), ["gymnasium:CartPol-v1", "CartPole-v1"]),
+        (dict(env_id="no_such_package:X-v0"), ["no_such_package cannot be imported"]),
+        (dict(env_id="faulty:Faulti-v0"), ["faulty:Faulti-v0", "Faulty-v0"]),
+        (dict(env_id="faulty:Texts-v0"), ["Text(", "--env-wrappers"]),
+        (dict(env_id="faulty:Faulty-v0", env_options=("falt=1",)), ["falt=1", "unexpected keyword"]),
+        (dict(env_id="faulty:Faulty-v0", env_options=("render_mode=human",)), ["render_mode is set by Cleanba"]),
+        (dict(env_id="faulty:Faulty-v0", env_wrappers=("Twice",)), ["env_wrappers='Twice'", "module:function"]),
+        (dict(env_id="faulty:Faulty-v0", env_wrappers=("faulty:Thrice",)), ["faulty:Thrice", "cannot be imported"]),
+        (dict(env_id="CartPole-v1", env_wrappers=("faulty:Twice",)), ["gymnasium:CartPole-v1"]),
+        (dict(env_id="jax:corridor_jax:Corridr"), ["Corridr", "jax:module:function"]),
+        (dict(env_id="craftax:Craftax-v1"), ["craftax:Craftax-Symbolic-v1"]),
+    ],
+)
+def test_what_there_is_not_is_refused_with_a_remedy(changes, words):
+    with pytest.raises(UsageError) as caught:
+        env_spec(Experiment(**changes))
+    message = str(caught.value)
+    assert all(word in message for word in words) and "\n" not in message, message
+
+
+def test_a_suite_that_is_not_installed_is_named_with_what_installs_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "gymnax", None)
+    with pytest.raises(UsageError, match=r"optional package gymnax.*pip install 'cleanba\[jax-envs\]'"):
+        env_spec(Experiment(env_id="gymnax:CartPole-v1"))
+
+
+def test_code_in_python_is_not_scanned():
+    ended = command("ppo", "--env-id", IN_PYTHON, "--collector", "scanned")
+    assert ended.code == 2 and "runs in Python" in ended.err and "--collector stepped" in ended.err
+
+
+def test_minatars_boards_are_seen_by_its_network_and_kept_as_bits():
+    pytest.importorskip("gymnax")
+    assert kind("gymnax:Seaquest-MinAtar") == "minatar" and kind("gymnax:Pendulum-v1") == "continuous"
+    e = ppo.PPO(env_id="gymnax:Breakout-MinAtar", max_episode_steps=4, num_envs=2, num_steps=4)
+    spec = env_spec(e)
+    assert (spec.obs.kind, spec.obs.shape, spec.obs.dtype, spec.num_actions) == ("planes", (10, 10, 4), "bool", 3)
+    params = ppo.make(e, spec, "cpu").init(jax.random.key(0)).params
+    assert "MinAtarCNN_0" in params["params"]
+    envs = open_envs(spec, [1, 2], 1)
+    first = envs.reset()
+    assert first.sum((1, 2)).tolist() == [[1, 1, 1, 30]] * 2  # paddle, ball, trail, three rows of bricks
+    ends = [envs.step(np.zeros(2, np.int32)) for _ in range(5)]
+    assert [step.truncated.tolist() for step in ends] == [[False] * 2] * 3 + [[True] * 2, [False] * 2]
+    assert not any(step.terminated.any() for step in ends)
+    picture = envs.render(0)
+    assert picture.shape == (10, 10, 3) and picture.dtype == np.uint8 and picture.any()
+
+
+def test_the_seeds_of_environments_in_jax_are_no_keys_of_the_runs():
+    spec = env_spec(Experiment(env_id=IN_JAX))
+    block, _ = native.functions(spec).reset(np.int32([1]))
+    assert not (jax.random.key_data(block.key[0]) == jax.random.key_data(jax.random.key(1))).all()
+
+
+# ------------------------------------------------------------------------------------------- one's own, and the list
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file, env_id", [("corridor_gymnasium.py", IN_PYTHON), ("corridor_jax.py", IN_JAX)])
+def test_the_examples_are_short_and_can_be_trained_evaluated_and_filmed(file, env_id, tmp_path):
+    assert len((EXAMPLES / file).read_text().splitlines()) <= 40
+    flags = ("--num-envs", 8, "--num-steps", 16, "--hiddens", 16, "--total-timesteps", 6000, "--learning-rate", 0.01)
+    ended = command("ppo", "--env-id", env_id, *flags, "--capture-video", "--run-dir", tmp_path)
+    assert ended.code == 0, ended.err
+    assert read_result(tmp_path)["episodic_return"] > 0.85  # a random walk arrives half of the time
+    ended = command("eval", tmp_path, "--episodes", 3, "--seed", 2, "--video")
+    assert ended.code == 0, ended.err
+    assert len(list((tmp_path / "videos").glob("*.mp4"))) == 2
+
+
+def test_environments_are_listed_with_what_they_show_and_take():
+    ended = command("envs", "corridor_gymnasium:")
+    assert ended.code == 0 and f"{IN_PYTHON}" in ended.out and "vector 2 float32 -> one of 2 actions" in ended.out
+    ended = command("envs", "CartPole-v?")
+    assert all(name in ended.out for name in ("EnvPool: classic_control", "gymnasium:CartPole-v1"))
+    ended = command("envs")
+    assert "EnvPool    atari" in ended.out and "Gymnasium  classic_control" in ended.out
+    ended = command("envs", "no-such-thing")
+    assert ended.code == 2 and "no environment matches" in ended.err
+    assert command("envs", "Breakout-v5", "--limit", 0).out.splitlines()[:2] == ["EnvPool: atari", "  Breakout-v5"]
