@@ -321,8 +321,8 @@ def limited(env_id: str, limit: int, steps: int = 300, scanned: bool = False) ->
     if not scanned:
         found = [envs.step(action) for action in chosen]
     else:
-        handle, step = envs.xla()
-        _, stacked = jax.jit(lambda handle, chosen: jax.lax.scan(step, handle, chosen))(handle, chosen)
+        pool = envs.xla()
+        _, stacked = jax.jit(lambda handle, chosen: jax.lax.scan(pool.step, handle, chosen))(pool.handle, chosen)
         found = [jax.tree.map(lambda x, t=t: np.asarray(x)[t], stacked) for t in range(steps)]
     envs.close()
     return found

@@ -40,7 +40,7 @@ def scatters(text: str) -> list[str]:
 
 def sorts(text: str) -> list[int]:
     """How many elements each sort has."""
-    return [int(n) for n in re.findall(r'"stablehlo\.sort"(?:.*\n)*?    }\) : \(tensor<(\d+)x', text)]
+    return [int(n) for n in re.findall(r'"stablehlo\.sort"(?:.*\n)*? +}\) : \(tensor<(\d+)x', text)]
 
 
 def products(text: str) -> list[str]:
