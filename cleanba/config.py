@@ -134,9 +134,6 @@ class Placement:
     """this process's devices that act, by local index"""
     learner_device_ids: tuple[int, ...] = (0,)
     """this process's devices that learn, by local index"""
-    env_workers: int | None = None
-    """Gymnasium: processes that step each actor's environments (None: this process's cores, shared out among its
-    actors; 0: the actor's own thread)"""
     distributed: bool = False
     """one of several processes; peers are found through Slurm, Open MPI or Kubernetes, or by the next three flags"""
     coordinator_address: str | None = None
@@ -145,6 +142,9 @@ class Placement:
     """number of processes, where no cluster tells"""
     process_id: int | None = None
     """this process's number, from 0, where no cluster tells"""
+    env_workers: int | None = None
+    """Gymnasium: processes that step each actor's environments (None: this process's cores, shared out among its
+    actors; 0: the actor's own thread)"""
 
 
 @dataclass(frozen=True)
