@@ -225,6 +225,7 @@ def test_only_atari_clips_rewards_unless_asked():
         (dict(env_id="Go9x9-v1"), ["env_id='Go9x9-v1'", "2 players", "CartPole-v1"]),
         (dict(env_id="SparrowMahjong-v1"), ["3 players"]),
         (dict(env_id="IntersectionMultiAgent-v1"), ["2 players"]),
+        (dict(env_id="Cig-v1"), ["other players to join over a network"]),
         (dict(env_id="VizdoomCustom-v1"), ["cannot be made", "does not exist"]),
         (dict(env_options=("frame_skip",)), ["env_options='frame_skip'", "name=value", "--env-options frame_skip=2"]),
         (dict(env_options=("2x=1",)), ["env_options='2x=1'", "name=value"]),

@@ -73,6 +73,9 @@ def _leaves(tree: PyTree, fn: Callable[[np.ndarray], np.ndarray]) -> PyTree:
     return {name: _leaves(part, fn) for name, part in tree.items()} if isinstance(tree, dict) else fn(tree)
 
 
+NETWORKED = ("Cig-v1", "MultiDuel-v1")  # games of ViZDoom; making one ends the process where nobody joins
+
+
 def env_spec(e: Experiment) -> EnvSpec:
     """Look an environment up and make one to see its spaces.
 
@@ -86,6 +89,10 @@ def env_spec(e: Experiment) -> EnvSpec:
             f"env_id={e.env_id!r} is not an EnvPool environment; "
             + (f"the closest names are {close}" if close else "names look like Breakout-v5 or CartPole-v1")
         )
+    require(
+        e.env_id not in NETWORKED,
+        f"env_id={e.env_id!r} cannot be learnt: it waits for other players to join over a network; try CartPole-v1",
+    )
     is_atari = kind(e.env_id) == "atari"
     options: dict[str, Any] = {}
     if is_atari:
