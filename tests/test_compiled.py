@@ -25,7 +25,7 @@ def no_folder(tmp_path, monkeypatch):
 
 def test_a_folder_that_the_user_chose_stands():
     chosen = jax.config.jax_compilation_cache_dir
-    assert chosen  # by launch.py
+    assert chosen  # by compiled.py, beside this file
     compiled.keep_compiled()
     assert jax.config.jax_compilation_cache_dir == chosen
 

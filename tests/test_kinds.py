@@ -231,11 +231,12 @@ def processes_with(mark: str) -> list[int]:
 )
 def test_nothing_is_left_behind_however_a_run_ends(fault, ended_by, code, tmp_path):
     flags = ("--env-id", "faulty:Faulty-v0", "--num-envs", 4, "--num-steps", 8, "--hiddens", 8, "--num-minibatches", 1)
-    flags += ("--num-actors", 2, "--stall-timeout", 3, "--env-workers", 2, "--total-timesteps", 10**7)
+    flags += ("--num-actors", 2, "--env-workers", 2, "--total-timesteps", 10**7)
+    flags += ("--stall-timeout", 3) if fault == "hang" else ()  # else a busy machine may end it first
     options = ("--env-options", f"fault={fault}") if fault else ()
     mark = f"CLEANBA_TEST={tmp_path}"
     run = python("-m", "cleanba", "ppo", *flags, *options, "--run-dir", tmp_path / "run", CLEANBA_TEST=str(tmp_path))
-    deadline = time.monotonic() + 100
+    deadline = time.monotonic() + 300
     while len(processes_with(mark)) < 5 and time.monotonic() < deadline:  # it, and two workers of each actor
         time.sleep(0.2)
     spinning = lambda: len(list(tmp_path.glob("*.spins"))) > 2  # the first looked whether seeds are followed
