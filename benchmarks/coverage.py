@@ -2,6 +2,7 @@
 
 python benchmarks/coverage.py                    # all of them: half an hour or more on two cores
 python benchmarks/coverage.py --only Jumanji     # those whose names contain this
+python benchmarks/coverage.py --notes found.jsonl      # begun once more after an interruption, it goes on
 """
 
 import contextlib
@@ -33,6 +34,8 @@ class Args:
     """that one environment may take to be made and played"""
     training_seconds: float = 900.0
     """that one update may take, compilation included"""
+    notes: Path | None = None
+    """a file of what was found so far: what stands in it is not tried again"""
     worker: bool = False
     """read names, and say for each how it went; the benchmark starts itself so"""
 
@@ -190,6 +193,24 @@ def table(found: list[dict[str, Any]], families: dict[str, str]) -> str:
     return "\n".join([*lines, f"| **all** | **{len(found)}** | **{total}** | |"])
 
 
+class Notes:
+    """What was found so far, a line of JSON each, in a file if there is one."""
+
+    def __init__(self, path: Path | None):
+        self.path = path
+        lines = path.read_text().splitlines() if path is not None and path.exists() else []
+        self.found: dict[str, dict[str, Any]] = {row["about"]: row for row in map(json.loads, lines)}
+
+    def __contains__(self, about: str) -> bool:
+        return about in self.found
+
+    def add(self, about: str, row: dict[str, Any]) -> None:
+        self.found[about] = {"about": about, **row}
+        if self.path is not None:
+            with self.path.open("a") as file:
+                print(json.dumps(self.found[about]), file=file)
+
+
 def main(args: Args) -> None:
     if args.worker:
         work()
@@ -201,25 +222,32 @@ def main(args: Args) -> None:
     ids = sorted(name for name in _known() if args.only in name)
     families = {name: family(name) for name in ids}
     ids.sort(key=lambda name: families[name])  # a family's code is loaded once
-    found: list[dict[str, Any]] = []
+    notes = Notes(args.notes)
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         worker = Worker(folder)
         for i, env_id in enumerate(ids):
+            if env_id in notes:
+                continue
             if not worker.alive:
                 worker = Worker(folder)
-            found.append(worker.ask(env_id, args.seconds))
-            if i % 50 == 0 or "failed" in found[-1]:
-                print(f"{i + 1}/{len(ids)} {time.monotonic() - started:.0f} s: {found[-1]}", flush=True)
+            row = worker.ask(env_id, args.seconds)
+            notes.add(env_id, row)
+            if i % 50 == 0 or "failed" in row:
+                print(f"{i + 1}/{len(ids)} {time.monotonic() - started:.0f} s: {row}", flush=True)
         worker.end()
 
+        found = [notes.found[env_id] for env_id in ids]
         first: dict[str, str] = {}
         for row in found:
             first.setdefault(row.get("spaces", ""), row["env_id"])
         first.pop("", None)
         wrong: dict[str, str] = {}
         for i, (spaces, env_id) in enumerate(first.items()):
-            wrong[spaces] = train(env_id, args.training_seconds, folder)
+            about = f"training of {env_id}"
+            if about not in notes:
+                notes.add(about, {"wrong": train(env_id, args.training_seconds, folder)})
+            wrong[spaces] = notes.found[about]["wrong"]
             print(f"training {i + 1}/{len(first)} on {env_id}: {wrong[spaces] or 'fine'}", flush=True)
     for row in found:
         spaces = row.get("spaces", "")
