@@ -18,7 +18,8 @@ import machine
 import numpy as np
 import tyro
 
-from cleanba.config import Experiment
+from cleanba.environments.kinds import env_spec
+from cleanba.recipes import RECIPES, fit, parse, suit
 
 
 @dataclass(frozen=True)
@@ -51,12 +52,22 @@ def train(words: str, frequency: int, collector: str) -> dict[str, Any]:
         return json.loads((run / "result.json").read_text())
 
 
+def default_frequency(words: str, collector: str) -> int:
+    """How many updates lie between the checkpoints of such a run by default."""
+    algorithm, *flags = words.split()
+    config = parse(RECIPES[algorithm], [*flags, "--collector", collector])
+    e, _ = fit(RECIPES[algorithm], config, processes=1)
+    frequency = suit(e, collector, env_spec(e)).checkpoint_frequency
+    assert frequency is not None
+    return frequency
+
+
 def main(args: Args) -> None:
     """Measure, print a table, write the results."""
-    default = Experiment().checkpoint_frequency
     results: dict[str, Any] = {}
     for name, (words, frequency) in SETTINGS.items():
         for collector in ("stepped", "scanned"):
+            default = default_frequency(words, collector)
             extra, update = [], []
             for _ in range(args.rounds):
                 without, frequent = train(words, 0, collector), train(words, frequency, collector)
@@ -69,6 +80,7 @@ def main(args: Args) -> None:
             results[f"{name}, {collector}"] = {
                 "seconds_per_checkpoint": machine.spread(extra),
                 "seconds_per_update": machine.spread(update),
+                "default_frequency": default,
                 "overhead_at_default_frequency": cost / (default * one),
             }
             print(
@@ -76,7 +88,7 @@ def main(args: Args) -> None:
                 f"{one:.3f} s per update: {cost / (default * one):.2%} at one in {default} updates",
                 flush=True,
             )
-    path = machine.save("checkpoints_cpu", {"default_frequency": default, "results": results})
+    path = machine.save("checkpoints_cpu", {"results": results})
     print(f"written: benchmarks/results/{path.name}")
 
 

@@ -53,7 +53,7 @@ def time_ours(name: str, args: Args) -> dict[str, float]:
     """One training: its steps per second once it learns."""
     from cleanba.config import Placement
     from cleanba.environments.kinds import env_spec
-    from cleanba.recipes import RECIPES, Config, fit, with_collector
+    from cleanba.recipes import RECIPES, Config, fit, suit
     from cleanba.runtime.metrics import Display, Status
     from cleanba.runtime.placement import find_devices, make_deterministic, set_precision
     from cleanba.runtime.train import make_training, run_training
@@ -66,7 +66,7 @@ def time_ours(name: str, args: Args) -> dict[str, float]:
     set_precision(wanted.dtype)
     spec, devices = env_spec(wanted), find_devices(Placement())
     e, partition = fit(recipe, Config(wanted), 1, devices.platform)
-    e = with_collector(e, None, spec)
+    e = suit(e, None, spec)
     marks: list[tuple[int, float, float]] = []
 
     def log(update: int, step: int, seconds: float, values: dict[str, Any]) -> None:

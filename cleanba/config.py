@@ -40,8 +40,9 @@ class Experiment:
     collector: Literal["stepped", "scanned"] | None = None
     """rollouts stepped from Python, or scanned inside one jit (None: scanned on CPUs where
     EnvPool can be, else stepped)"""
-    checkpoint_frequency: int = 500
-    """updates between checkpoints; the environments start afresh at each (0: never)"""
+    checkpoint_frequency: int | None = None
+    """updates between checkpoints; the environments start afresh at each (0: never; None: 500, or where rollouts are
+    scanned and nothing is an image, so that updates are short, as many as make 4 million steps)"""
 
     repeat_action_probability: float = 0.25
     """Atari: probability that the emulator repeats the last action (sticky actions)"""
@@ -237,7 +238,7 @@ def _check_numbers(e: Experiment) -> None:
         require(0 <= value < float("inf"), f"{name}={value} must not be negative; set {_flag(name)} to 0 or more")
     require(0 <= e.seed < 2**31, f"seed={e.seed} must lie in [0, 2^31); try --seed {abs(e.seed) % 2**31}")
     require(
-        e.checkpoint_frequency >= 0,
+        e.checkpoint_frequency is None or e.checkpoint_frequency >= 0,
         f"checkpoint_frequency={e.checkpoint_frequency} must not be negative; 0 means never",
     )
     require(

@@ -22,7 +22,7 @@ from cleanba.environments.kinds import env_spec, warnings
 from cleanba.environments.specs import EnvSpec
 from cleanba.errors import Exit, Failure, Interrupted, UsageError
 from cleanba.files import Json, read_json, write_json
-from cleanba.recipes import Config, Recipe, config_type, fit, parse, read_recipe, stand_by, with_collector
+from cleanba.recipes import Config, Recipe, config_type, fit, parse, read_recipe, stand_by, suit
 from cleanba.rollout import PyTree
 from cleanba.runs.directory import (
     Finished,
@@ -157,7 +157,7 @@ def prepare(recipe: Recipe, config: Config) -> Job:
     e, partition = fit(recipe, config, devices.num_processes, devices.platform)
     require_same_flags({"algorithm": recipe.name, **to_json(e), "log_frequency": config.run.log_frequency})
     spec = env_spec(e)
-    e = with_collector(e, config.experiment.collector, spec)
+    e = suit(e, config.experiment.collector, spec)
     algorithm = recipe.make(e, spec, devices.platform)
     job = Job(recipe, config, e, partition, devices, spec, algorithm, run_dir)
     buffer_size = getattr(e, "buffer_size", None)

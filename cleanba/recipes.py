@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, make_dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import tyro
 
 from cleanba.algorithm import Algorithm
@@ -184,22 +185,29 @@ def read_recipe(run_dir: Path) -> tuple[Recipe, Experiment]:
     return recipe, from_json(recipe.experiment, values)
 
 
-def with_collector(e: Experiment, asked: str | None, spec: EnvSpec) -> Experiment:
-    """The experiment with a collector that fits its environment, where none was `asked` for.
+def suit(e: Experiment, asked: str | None, spec: EnvSpec) -> Experiment:
+    """The experiment with what is left to its environment filled in: checkpoints, and a collector if none was `asked`.
 
     Raises:
-        UsageError: the one that was asked for does not fit.
+        UsageError: the collector that was asked for does not fit.
     """
     require(
         asked != "scanned" or spec.scannable,
         f"collector=scanned {why_unscannable(spec)}; use --collector stepped, or leave it out",
     )
-    if spec.on_device and asked is None:
-        return replace(e, collector="scanned")
-    return e if spec.scannable else replace(e, collector="stepped")
+    if not spec.scannable:
+        e = replace(e, collector="stepped")
+    elif spec.on_device and asked is None:
+        e = replace(e, collector="scanned")
+    if e.checkpoint_frequency is not None:
+        return e
+    images = any(part.kind == "image" for part in jax.tree.leaves(spec.obs))
+    short = e.collector == "scanned" and not images
+    return replace(e, checkpoint_frequency=max(500, 4_000_000 // e.transitions_per_update) if short else 500)
 
 
-RESOLVED = ("num_actors", "num_shards", "collector")  # what `config.resolve` fills in, from the devices
+# What `config.resolve` and `suit` fill in, from the devices and the environment.
+RESOLVED = ("num_actors", "num_shards", "collector", "checkpoint_frequency")
 
 
 def stand_by(algorithm: str, e: Experiment, run_dir: Path) -> tuple[Experiment, list[str]]:

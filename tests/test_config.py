@@ -14,9 +14,10 @@ from cleanba.algorithms.impala import check as check_impala
 from cleanba.algorithms.ppo import PPO
 from cleanba.algorithms.ppo import check as check_ppo
 from cleanba.config import Experiment, Partition, Placement, Run, differences, from_json, require, resolve, to_json
+from cleanba.environments.kinds import env_spec
 from cleanba.errors import UsageError, closest_names, nearest
 from cleanba.files import finite, write_json
-from cleanba.recipes import stand_by
+from cleanba.recipes import stand_by, suit
 
 # ---------------------------------------------------------------------------------------------- who owns what
 
@@ -227,6 +228,23 @@ def test_absurd_numbers_are_refused_at_once(name):
 def test_the_collector_is_the_faster_one_on_that_kind_of_device():
     assert [resolve(PPO(), 1, 1, 1, kind).collector for kind in ("cpu", "gpu")] == ["scanned", "stepped"]
     assert resolve(PPO(collector="stepped"), 1, 1, 1, "cpu").collector == "stepped"
+
+
+@pytest.mark.parametrize(
+    ("fields", "frequency"),
+    [
+        (dict(env_id="Catch-v0", num_envs=16, num_steps=64), 3906),  # 4 million steps
+        (dict(env_id="Catch-v0"), 500),  # which are 7.7 million steps
+        (dict(env_id="Catch-v0", num_envs=16, num_steps=64, collector="stepped"), 500),
+        (dict(env_id="HalfCheetah-v5", num_envs=16), 500),  # cannot be scanned
+        (dict(env_id="Breakout-v5", num_envs=8, num_steps=16), 500),  # images
+        (dict(env_id="Catch-v0", num_envs=16, checkpoint_frequency=7), 7),
+        (dict(env_id="Catch-v0", num_envs=16, checkpoint_frequency=0), 0),
+    ],
+)
+def test_checkpoints_are_rarer_where_updates_are_short(fields, frequency):
+    e = resolve(PPO(**fields), 1, 1, platform="cpu")
+    assert suit(e, fields.get("collector"), env_spec(e)).checkpoint_frequency == frequency
 
 
 def test_nothing_else_is_left_to_be_decided_by_the_placement():

@@ -81,6 +81,7 @@ class DQN(OffPolicy):
 
 ATARI: dict[str, Any] = {
     "total_timesteps": 10_000_000,
+    "checkpoint_frequency": 500,  # what is new since the last is copied first, 7 kB a step
     "num_steps": 16,
     "network": "nature",
     "hiddens": (512,),

@@ -30,7 +30,7 @@ class IMPALA(PolicyGradient):
 
     num_steps: int = 20
     """steps per environment and rollout"""
-    checkpoint_frequency: int = 3200
+    checkpoint_frequency: int | None = 3200
     """updates between checkpoints; the environments start afresh at each (0: never)"""
     learning_rate: float = 6e-4
     """optimiser's step size at the start"""

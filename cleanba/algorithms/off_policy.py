@@ -23,7 +23,7 @@ from cleanba.shards import ShardAxis
 class OffPolicy(Experiment):
     """What an algorithm that learns from replay has besides."""
 
-    checkpoint_frequency: int = 2000
+    checkpoint_frequency: int | None = 2000
     """updates between checkpoints; the environments start afresh at each (0: never)"""
     anneal_lr: bool = False
     """decrease the learning rate linearly to 0 over the run"""

@@ -22,7 +22,7 @@ from cleanba.config import Experiment, Placement, Run, require, require_same
 from cleanba.environments.atari_scores import table
 from cleanba.environments.kinds import env_spec
 from cleanba.errors import Exit, Failure, UsageError, closest_names
-from cleanba.recipes import RECIPES, Config, Recipe, fit, parse, stand_by, with_collector
+from cleanba.recipes import RECIPES, Config, Recipe, fit, parse, stand_by, suit
 from cleanba.runs.directory import lock
 from cleanba.runs.log import is_finished, newest, read_result
 from cleanba.runtime.supervision import handle_signals
@@ -222,7 +222,7 @@ def check(recipe: Recipe, words: list[str], run_dir: Path, whole: bool) -> Exper
     e, _ = fit(recipe, replace(config, experiment=standing), processes=1)
     if whole:
         spec = env_spec(e)
-        recipe.make(with_collector(e, config.experiment.collector, spec), spec, "cpu")
+        recipe.make(suit(e, config.experiment.collector, spec), spec, "cpu")
     return e
 
 
