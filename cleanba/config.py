@@ -111,7 +111,8 @@ class PolicyGradient(Experiment):
     share_torso: bool | None = None
     """one torso, and core, for both policy and value (None: unless actions are real numbers and nothing is an image)"""
     norm_obs: bool = False
-    """shift and scale what is observed, but images, grids and codes, by its running mean and standard deviation"""
+    """shift and scale what is observed, but images, by its running mean and standard deviation; of codes and text, the
+    zeros and ones that stand for them"""
     norm_reward: bool = False
     """scale training rewards by the running standard deviation of their discounted return"""
 

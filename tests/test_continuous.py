@@ -4,6 +4,7 @@ import ctypes.util
 import json
 import shutil
 import signal
+from dataclasses import replace
 from functools import cache
 
 import jax
@@ -162,7 +163,7 @@ def three_rollouts():
 
 @pytest.mark.parametrize("shards", [1, 2, 4])
 def test_rollouts_are_normalised_as_numpy_does_for_every_split_into_shards(on_devices, shards):
-    n = Normaliser((("", (OBS,)),), True, 0.9)
+    n = Normaliser((("", ObsSpec("vector", (OBS,), "float32")),), True, 0.9)
     cut = lambda x: np.stack(np.split(x, shards, 1))
     join = lambda x: np.concatenate(list(np.asarray(x)), 1)
 
@@ -185,18 +186,49 @@ def test_rollouts_are_normalised_as_numpy_does_for_every_split_into_shards(on_de
 
 
 def test_what_lies_far_out_is_cut_off():
-    n = Normaliser((("", (OBS,)),), True, 0.9)
+    n = Normaliser((("", ObsSpec("vector", (OBS,), "float32")),), True, 0.9)
     seen = {"": Moments(jnp.array([0, 9]), jnp.full(OBS, 5.0), jnp.full(OBS, 4.0))}
     found = n.observe(seen, np.float32([[5.0, 9.0, 1e9], [-1e9, 24.0, 26.0]]))
     np.testing.assert_allclose(found, [[0, 2, LIMIT], [-LIMIT, 9.5, LIMIT]], rtol=1e-6)
 
 
-def test_only_quantities_are_normalised_and_only_if_asked():
+def test_what_names_things_is_normalised_as_zeros_and_ones():
+    """A grid of codes, a number that is a code, and text, against numpy: constant parts vanish, rare ones stand out."""
+    parts = {
+        "grid": ObsSpec("codes", (2, 2), "uint8", 3, 4), "number": ObsSpec("discrete", (), "int32", 3),
+        "text": ObsSpec("bytes", (2,), "uint8"),
+    }  # fmt: skip
+    rng = np.random.default_rng(0)
+    obs = {
+        "grid": rng.integers(4, 7, (50, 2, 2)).astype(np.uint8), "number": rng.integers(2, size=50).astype(np.int32),
+        "text": rng.integers(97, 100, (50, 2)).astype(np.uint8),
+    }  # fmt: skip
+    expected = {
+        "grid": np.eye(3)[obs["grid"] - 4].reshape(50, -1), "number": np.eye(3)[obs["number"]],
+        "text": np.unpackbits(obs["text"], axis=1, bitorder="little").astype(float),
+    }  # fmt: skip
+    n = make_normaliser(ppo.PPO(norm_obs=True), EnvSpec("x", parts, 2, False, False, {}))
+    seen = {
+        f"['{k}']": Moments(jnp.array([0, 50]), jnp.float32(x.mean(0)), jnp.float32(x.var(0)))
+        for k, x in expected.items()
+    }
+    assert jax.tree.map(jnp.shape, n.init().obs) == jax.tree.map(jnp.shape, seen)
+    found = n.observe(seen, jax.tree.map(lambda x: x.reshape(5, 10, *x.shape[1:]), obs))
+    for name, x in expected.items():
+        x = (x - x.mean(0)) / np.sqrt(x.var(0) + 1e-8)
+        np.testing.assert_allclose(found[name].reshape(50, -1), x.clip(-LIMIT, LIMIT), atol=1e-3)
+        assert found[name].shape[2:] == n.shown(EnvSpec("x", parts, 2, False, False, {})).obs[name].shape
+
+
+def test_images_and_masks_are_not_normalised_and_the_rest_only_if_asked():
     vector, code = ObsSpec("vector", (3,), "float32"), ObsSpec("discrete", (), "int32", 5)
     mask, image = ObsSpec("vector", (3,), "bool"), ObsSpec("image", (4, 84, 84), "uint8")
     obs = {"a": vector, "deep": {"b": vector, "code": code}, "image": image, "mask": mask}
     n = make_normaliser(ppo.PPO(norm_obs=True), EnvSpec("x", obs, 2, False, False, {}))
-    assert n.parts == (("['a']", (3,)), ("['deep']['b']", (3,)))
+    assert n.parts == (("['a']", vector), ("['deep']['b']", vector), ("['deep']['code']", code))
+    assert n.shown(EnvSpec("x", obs, 2, False, False, {})).obs == {
+        "a": vector, "deep": {"b": vector, "code": ObsSpec("vector", (5,), "float32")}, "image": image, "mask": mask,
+    }  # fmt: skip
     for changes, leaves in [(dict(norm_obs=True), 3), (dict(norm_reward=True), 3), (dict(), 0)]:
         e = tiny(**changes)
         assert len(jax.tree.leaves(make_normaliser(e, SPEC).init())) == leaves
@@ -228,11 +260,13 @@ def on_one(name: str) -> dict[int, str]:
 
 def real(name: str, actors, learners) -> dict[int, str]:
     both = dict(update_epochs=2, lag_correction="both")
-    e = ppo.PPO(**REAL, **both) if name == "ppo" else impala.IMPALA(**REAL)
-    return digests(e, actors, learners, recipe=ppo if name == "ppo" else impala)
+    e = impala.IMPALA(**REAL) if name == "impala" else ppo.PPO(**REAL, **both)
+    if name == "codes":
+        e = replace(e, env_id="MiniGrid-Empty-Random-5x5-v0", core="lstm", lstm_size=8, num_minibatches=1)
+    return digests(e, actors, learners, recipe=impala if name == "impala" else ppo)
 
 
-@pytest.mark.parametrize("name", ["ppo", "impala"])
+@pytest.mark.parametrize("name", ["ppo", "impala", "codes"])
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_every_placement_ends_in_the_same_bits(name, placement):
     assert real(name, *PLACEMENTS[placement]) == on_one(name)

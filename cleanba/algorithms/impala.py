@@ -119,8 +119,8 @@ class Minibatch(NamedTuple):
 
 def make(e: IMPALA, spec: EnvSpec, platform: str) -> Algorithm:
     """IMPALA on environments that look like `spec`, on devices of kind `platform` ("cpu", "gpu" …)."""
-    network = make_actor_critic(spec, e, platform)
     normaliser = make_normaliser(e, spec)
+    network = make_actor_critic(normaliser.shown(spec), e, platform)
     optimiser = optax.chain(
         optax.clip_by_global_norm(e.max_grad_norm),
         optax.scale_by_rms(e.rmsprop_decay, e.rmsprop_eps, eps_in_sqrt=False),

@@ -3,13 +3,15 @@
     obs -> clip((obs - mean) / sqrt(variance + 1e-8), -10, 10)
     reward -> clip(reward / sqrt(variance of the discounted returns under way + 1e-8), -10, 10)
 
-(Engstrom et al. 2020; Gymnasium's NormalizeObservation and NormalizeReward.)  The statistics are a part of the
+(Engstrom et al. 2020; Gymnasium's NormalizeObservation and NormalizeReward.)  What only names things, such as a grid's
+codes or text, is normalised as the zeros and ones that a network is given of it.  The statistics are a part of the
 learner's state: an update first adds its rollout to them, then learns from the rollout as they now see it.  Actors get
 them with the parameters, so both are of one version.  The returns under way, one for each environment, are memory.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +19,8 @@ import jax.numpy as jnp
 
 from cleanba.algorithms.optimiser import State
 from cleanba.config import PolicyGradient
-from cleanba.environments.specs import EnvSpec
+from cleanba.environments.specs import EnvSpec, ObsSpec
+from cleanba.networks.sight import as_vector
 from cleanba.ops.moments import Moments, add_batch, no_moments
 from cleanba.ops.returns import returns_so_far
 from cleanba.rollout import PyTree, Rollout
@@ -45,28 +48,38 @@ class Acting(NamedTuple):
 class Normaliser:
     """Normalises what an experiment says it should, and leaves the rest as it is."""
 
-    parts: tuple[tuple[str, tuple[int, ...]], ...]
-    """paths and shapes of the parts of an observation that are normalised"""
+    parts: tuple[tuple[str, ObsSpec], ...]
+    """the parts of an observation that are normalised, by their paths"""
     scales_rewards: bool
     gamma: float
 
     def init(self) -> Statistics:
         """Nothing was seen yet: observations stay as they are."""
-        moments = {path: no_moments(shape) for path, shape in self.parts}
+        moments = {path: no_moments(as_seen(part).shape) for path, part in self.parts}
         return Statistics(moments, no_moments(()) if self.scales_rewards else ())
 
     def init_memory(self, rollout: Rollout) -> PyTree:
         """The discounted returns under way in one shard's environments [B], or ()."""
         return jnp.zeros(rollout.reward.shape[1]) if self.scales_rewards else ()
 
+    def shown(self, spec: EnvSpec) -> EnvSpec:
+        """What an environment looks like to a network that sees its observations normalised."""
+        parts = dict(self.parts)
+
+        def part(path: Any, o: ObsSpec) -> ObsSpec:
+            return as_seen(o) if jax.tree_util.keystr(path) in parts else o
+
+        return spec._replace(obs=jax.tree_util.tree_map_with_path(part, spec.obs))
+
     def observe(self, seen: dict[str, Moments], obs: PyTree) -> PyTree:
         """Observations [..., *shape] as the network sees them."""
+        parts = dict(self.parts)
 
         def normal(path: Any, x: jax.Array) -> jax.Array:
-            moments = seen.get(jax.tree_util.keystr(path))
-            if moments is None:
+            name = jax.tree_util.keystr(path)
+            if name not in parts:
                 return x
-            return ((x - moments.mean) * inverse_std(moments)).clip(-LIMIT, LIMIT)
+            return ((numbers(parts[name], x) - seen[name].mean) * inverse_std(seen[name])).clip(-LIMIT, LIMIT)
 
         return jax.tree_util.tree_map_with_path(normal, obs) if self.parts else obs
 
@@ -93,7 +106,8 @@ class Normaliser:
         # Not a constant, which XLA would take out of the sums that it masks, perhaps not on every placement.
         everywhere = jnp.broadcast_to(shards.always, rollout.valid.shape)
         moments = {
-            path: add_batch(shards, statistics.obs[path], by_path[path][:, :-1], everywhere) for path, _ in self.parts
+            path: add_batch(shards, statistics.obs[path], numbers(part, by_path[path][:, :-1]), everywhere)
+            for path, part in self.parts
         }
         of_return: Any = ()
         if self.scales_rewards:
@@ -119,10 +133,28 @@ def inverse_std(moments: Moments) -> jax.Array:
     return 1.0 / jnp.sqrt(moments.variance + EPSILON)
 
 
+NAMING = ("codes", "discrete", "bytes")  # kinds of observations whose numbers only name things
+
+
+def numbers(part: ObsSpec, x: jax.Array) -> jax.Array:
+    """What is normalised of a part [..., *shape]: quantities as they are, else zeros and ones [..., D]."""
+    if part.kind not in NAMING:
+        return x
+    lead = x.shape[: x.ndim - len(part.shape)]
+    return as_vector(part, x.reshape(-1, *part.shape)).reshape(*lead, -1)
+
+
+def as_seen(part: ObsSpec) -> ObsSpec:
+    """What a part looks like when it is normalised."""
+    one = jax.ShapeDtypeStruct((1, *part.shape), part.dtype)
+    return ObsSpec("vector", jax.eval_shape(partial(numbers, part), one).shape[1:], "float32")
+
+
 def make_normaliser(e: PolicyGradient, spec: EnvSpec) -> Normaliser:
-    """What an experiment normalises: of an observation the parts that are quantities."""
-    parts = jax.tree_util.tree_leaves_with_path(spec.obs)
-    quantities = [
-        (jax.tree_util.keystr(path), o.shape) for path, o in parts if o.kind == "vector" and o.dtype != "bool"
+    """What an experiment normalises: all that is observed but images, boards, masks and what is true or false."""
+    parts = [
+        (jax.tree_util.keystr(path), o)
+        for path, o in jax.tree_util.tree_leaves_with_path(spec.obs)
+        if o.kind in NAMING or (o.kind == "vector" and o.dtype != "bool")
     ]
-    return Normaliser(tuple(quantities) if e.norm_obs else (), e.norm_reward, e.gamma)
+    return Normaliser(tuple(parts) if e.norm_obs else (), e.norm_reward, e.gamma)

@@ -135,8 +135,8 @@ class Scale(NamedTuple):
 
 def make(e: PPO, spec: EnvSpec, platform: str) -> Algorithm:
     """PPO on environments that look like `spec`, on devices of kind `platform` ("cpu", "gpu" …)."""
-    network = make_actor_critic(spec, e, platform)
     normaliser = make_normaliser(e, spec)
+    network = make_actor_critic(normaliser.shown(spec), e, platform)
     optimiser = optax.chain(optax.clip_by_global_norm(e.max_grad_norm), optax.scale_by_adam(eps=1e-5))
     recurrent = e.core != "none"
     correction = e.lag_correction if e.concurrency else "none"  # taking turns, the newest policy acts
