@@ -10,13 +10,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import machine
+import tyro
 
-HERE, MINUTES = Path(__file__).parent, 15
+HERE = Path(__file__).parent
 
 
 class Row(NamedTuple):
@@ -57,18 +59,20 @@ def of_throughput(what: str) -> Callable[[dict[str, Any]], list[Row]]:
     return rows
 
 
+PEERS = {"pytorch": "PyTorch", "pytorch-last": "PyTorch, channels last", "xla": "as JAX derives it"}
+
+
 def of_networks(found: dict[str, Any]) -> list[Row]:
-    """Forward and backward, beside PyTorch where it took part."""
+    """Forward and backward, beside what else took part."""
     rows = []
     for row in found["rows"]:
         speed = {form: samples["median"] for form, samples in row["images_per_second"].items()}
-        peer = "pytorch" if "pytorch" in speed else "xla"
-        beside = f"{'PyTorch' if peer == 'pytorch' else 'as JAX derives it'} {speed[peer]:,.0f}"
-        here = speed["patches"]
-        rows.append(
-            Row(f"{row['network']}, {row['pass']}, {row['images']} images", f"{here:,.0f} images/s", beside,
-                f"{here / speed[peer]:.2f}")
-        )  # fmt: skip
+        here = speed.pop("patches")
+        what = f"{row['network']}, {row['pass']}, {row['images']} images"
+        rows += [
+            Row(what, f"{here:,.0f} images/s", f"{PEERS[peer]} {there:,.0f}", f"{here / there:.2f}")
+            for peer, there in speed.items()
+        ]
     return rows
 
 
@@ -89,17 +93,25 @@ PARTS = [
          of_throughput("PPO on CartPole, 64 x 64")),
     Part(f"throughput.py --env-id Catch-v0 {SMALL}", "throughput_cpu_ppo_Catch-v0_mlp_scanned",
          of_throughput("PPO on Catch, 64 x 64")),
-    Part("networks.py --act 32 --forms patches pytorch", "networks_cpu", of_networks),
+    Part("networks.py --act 32", "networks_cpu", of_networks),
     *([Part("peers.py --rounds 3", "peers_cpu", of_peers)] if find_spec("torch") else []),
 ]  # fmt: skip
 
 
-def main() -> None:
+@dataclass(frozen=True)
+class Args:
+    """Flags of the benchmark."""
+
+    minutes: float = 15.0
+    """after which what is left is said to be missing"""
+
+
+def main(args: Args) -> None:
     """Run the parts one after the other, and write the table after each."""
     began, rows, missing, load = time.monotonic(), [], [], [os.getloadavg()[0]]
     for part in PARTS:
         print(f"\n$ python benchmarks/{part.words}", flush=True)
-        left = MINUTES * 60 - (time.monotonic() - began)
+        left = args.minutes * 60 - (time.monotonic() - began)
         environment = {**os.environ, "PYTHONPATH": f"{HERE.parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
         try:
             script, *flags = part.words.split()
@@ -118,4 +130,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(tyro.cli(Args, description=__doc__))

@@ -4,13 +4,15 @@
 
 Acting is one forward pass by itself.  Learning is forward and backward, one minibatch after another inside of a loop,
 as training has it; that matters, as XLA's gradients on CPUs are only fast outside of loops.  All forms take turns, so
-that whatever else the machine does slows all of them.  PyTorch takes part in what it can (Nature), if it is installed.
+that whatever else the machine does slows all of them.  PyTorch takes part if it is installed, with either order of an
+image's dimensions.
 """
 
 import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -23,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cleanba.networks.torsos import ImpalaResNet, NatureCNN
+from cleanba.shards import compiler_options
 
 NETWORKS = {
     "nature": lambda kind: NatureCNN((512,), kind=kind),
@@ -42,7 +45,7 @@ class Flags:
     """images in a minibatch"""
     minibatches: int = 2
     """in a loop"""
-    forms: tuple[str, ...] = ("xla", "patches", "pytorch")
+    forms: tuple[str, ...] = ("xla", "patches", "pytorch", "pytorch-last")
     """which take turns; ratios are to the first"""
     rounds: int = 20
     """how often each takes its turn, at most"""
@@ -56,7 +59,7 @@ def ours(name: str, kind: str, images: np.ndarray) -> tuple[Callable, Callable]:
     params = jax.jit(network.init)(jax.random.key(0), x[0, :1])
     loss = lambda params, x: jnp.square(network.apply(params, x)).mean()
 
-    @jax.jit
+    @partial(jax.jit, compiler_options=compiler_options(jax.default_backend()))  # as updates are
     def learn(params: Any, x: jax.Array) -> Any:
         step = lambda params, x: (jax.tree.map(lambda p, g: p - 1e-6 * g, params, jax.grad(loss)(params, x)), None)
         return lax.scan(step, params, x)[0]
@@ -65,18 +68,34 @@ def ours(name: str, kind: str, images: np.ndarray) -> tuple[Callable, Callable]:
     return lambda: jax.block_until_ready(act(params, x[0])), lambda: jax.block_until_ready(learn(params, x))
 
 
-def pytorch(images: np.ndarray) -> tuple[Callable, Callable] | None:
-    """The same for PyTorch's Nature CNN; None without PyTorch."""
+def pytorch(name: str, images: np.ndarray, channels_last: bool) -> tuple[Callable, Callable] | None:
+    """The same for PyTorch, with as many threads as there are cores; None without PyTorch."""
     try:
         import torch
     except ImportError:
         return None
-    nn, x = torch.nn, torch.from_numpy(images)
-    network = nn.Sequential(
-        nn.Conv2d(4, 32, 8, 4), nn.ReLU(), nn.Conv2d(32, 64, 4, 2), nn.ReLU(), nn.Conv2d(64, 64, 3), nn.ReLU(),
-        nn.Flatten(), nn.Linear(3136, 512), nn.ReLU(),
-    )  # fmt: skip
+    nn = torch.nn
+    order = torch.channels_last if channels_last else torch.contiguous_format
+
+    class Residual(nn.Module):
+        def __init__(self, channels: int):
+            super().__init__()
+            self.first, self.second = (nn.Conv2d(channels, channels, 3, padding=1) for _ in range(2))
+
+        def forward(self, x: Any) -> Any:
+            return x + self.second(torch.relu(self.first(torch.relu(x))))
+
+    if name == "nature":
+        layers = [nn.Conv2d(4, 32, 8, 4), nn.ReLU(), nn.Conv2d(32, 64, 4, 2), nn.ReLU(), nn.Conv2d(64, 64, 3)]
+        units = (3136, 512)
+    else:
+        layers, units = [], (11 * 11 * 32, 256)
+        for before, channels in ((4, 16), (16, 32), (32, 32)):
+            layers += [nn.Conv2d(before, channels, 3, padding=1), nn.MaxPool2d(3, 2, 1)]
+            layers += [Residual(channels), Residual(channels)]
+    network = nn.Sequential(*layers, nn.ReLU(), nn.Flatten(), nn.Linear(*units), nn.ReLU()).to(memory_format=order)
     optimiser = torch.optim.SGD(network.parameters(), 1e-6)
+    x = [torch.from_numpy(batch).to(memory_format=order) for batch in images]
 
     def act() -> None:
         with torch.no_grad():
@@ -111,9 +130,9 @@ def measure(name: str, learning: bool, batch: int, flags: Flags) -> dict[str, An
     images = np.random.default_rng(0).integers(256, size=(minibatches, batch, 4, 84, 84), dtype=np.uint8)
     runs = {}
     for form in flags.forms:
-        if form != "pytorch":
+        if not form.startswith("pytorch"):
             runs[form] = ours(name, form, images)[learning]
-        elif name == "nature" and (both := pytorch(images)):
+        elif both := pytorch(name, images, form == "pytorch-last"):
             runs[form] = both[learning]
     speed = {
         form: spread([minibatches * batch / s for s in samples]) for form, samples in interleaved(runs, flags).items()

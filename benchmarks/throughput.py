@@ -20,7 +20,7 @@ import tyro
 from cleanba.config import Experiment, Partition, Placement, resolve
 from cleanba.environments.envpool import Envs, env_spec
 from cleanba.environments.kinds import threads_per_actor
-from cleanba.recipes import RECIPES, Recipe
+from cleanba.recipes import RECIPES, Recipe, suit
 from cleanba.runtime.channels import Stop
 from cleanba.runtime.collect import SteppedCollector, Times, make_steppers
 from cleanba.runtime.learner import Learner
@@ -91,6 +91,7 @@ class Parts:
         self.partition = Partition(e.num_envs, e.num_actors or 0, e.num_shards or 0, 1, learners)
         recipe.check(e, self.partition)
         self.spec = env_spec(e)
+        self.experiment = e = suit(e, wanted.collector, self.spec)
         self.algorithm = recipe.make(e, self.spec, self.devices.platform)
         self.actors = range(self.partition.num_actors)
         self.learner = Learner(self.algorithm, self.partition, self.devices, e.seed)
