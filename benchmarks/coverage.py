@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import queue
+import re
 import subprocess
 import sys
 import tempfile
@@ -164,6 +165,7 @@ REASONS = {
     "players": "several players or agents",
     "Qt 5": "the library Qt 5 is not installed",
     "does not exist": "needs a file of the user's own",
+    "Sudoku database": "a file that EnvPool's wheel does not have",
 }
 
 
@@ -254,14 +256,14 @@ def main(args: Args) -> None:
         if wrong.get(spaces):
             del row["spaces"]
             row["failed"] = f"like {first[spaces]}: {wrong[spaces]}"
-    refused = {row["env_id"]: row["refused"] for row in found if "refused" in row}
+    without_paths = lambda words: re.sub(r"/\S*/site-packages/", "", words)
+    refused = {row["env_id"]: without_paths(row["refused"]) for row in found if "refused" in row}
     values = {
         "environments": len(found),
         "train": sum("spaces" in row for row in found),
         "refused": refused,
         "failed": {row["env_id"]: row["failed"] for row in found if "failed" in row},
         "updates": {env_id: json.loads(spaces) for spaces, env_id in first.items()},
-        "seconds": round(time.monotonic() - started),
     }
     text = table(found, families)
     print(text)
