@@ -108,6 +108,8 @@ class PolicyGradient(Experiment):
     """global norm to which gradients are clipped"""
     num_minibatches: int = 4
     """minibatches that each epoch cuts the batch into"""
+    log_std_init: float = 0.0
+    """real-valued actions: logarithm of the policy's standard deviation at the start"""
     share_torso: bool | None = None
     """one torso, and core, for both policy and value (None: unless actions are real numbers and nothing is an image)"""
     norm_obs: bool = False
@@ -237,6 +239,8 @@ def _check_numbers(e: Experiment) -> None:
     for name in ("ent_coef", "vf_coef"):
         value = getattr(e, name, 0.0)
         require(0 <= value < float("inf"), f"{name}={value} must not be negative; set {_flag(name)} to 0 or more")
+    log_std = getattr(e, "log_std_init", 0.0)
+    require(-20 <= log_std <= 20, f"log_std_init={log_std} must lie in [-20, 20]; try --log-std-init -1")
     require(0 <= e.seed < 2**31, f"seed={e.seed} must lie in [0, 2^31); try --seed {abs(e.seed) % 2**31}")
     require(
         e.checkpoint_frequency is None or e.checkpoint_frequency >= 0,

@@ -260,6 +260,7 @@ OUT_OF_RANGE = [
     *((name, value) for name in ("num_envs", "num_actors", "num_shards", "num_steps") for value in (0, -3)),
     *((name, value) for name in ("total_timesteps", "num_minibatches", "lstm_size") for value in (0, -3)),
     *((name, value) for name in ("learning_rate", "max_grad_norm") for value in (0.0, -1.0, INF, NAN)),
+    *(("log_std_init", value) for value in (-21.0, 21.0, INF, NAN)),
     *((name, value) for name in ("gamma", "repeat_action_probability") for value in (-0.1, 1.1, NAN)),
     *((name, value) for name in ("ent_coef", "vf_coef") for value in (-0.1, INF, NAN)),
     *(("seed", value) for value in (-1, 2**31)),

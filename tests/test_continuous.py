@@ -130,6 +130,12 @@ def test_policy_and_value_share_nothing_unless_asked():
     assert modules(core="lstm") == {"MLP_0", "MLP_1", "LSTM_0", "LSTM_1", "policy", "value", "log_std"}
 
 
+def test_standard_deviations_begin_where_the_flag_says():
+    first = lambda **changes: ppo.make(tiny(**changes), SPEC, "cpu").init(jax.random.key(0)).params["params"]["log_std"]
+    np.testing.assert_array_equal(first(), np.zeros(PARTS))
+    np.testing.assert_array_equal(first(log_std_init=-1.5), np.full(PARTS, -1.5))
+
+
 def test_memories_of_two_torsos_share_no_buffer_as_they_are_donated():
     carry = jax.tree.leaves(ppo.make(tiny(core="lstm"), SPEC, "cpu").initial_carry(2))
     assert len({x.unsafe_buffer_pointer() for x in carry}) == len(carry) == 4

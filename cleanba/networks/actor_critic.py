@@ -25,7 +25,8 @@ class ActorCritic(nn.Module):
     """Torso -> core -> a policy and a value.  Heads are orthogonal, of scale 0.01 and 1.
 
     Where policy and value share no torso, each has a torso and a core of its own.  The standard deviations of
-    real-valued actions are parameters, of one to begin with, that do not depend on what is seen (as CleanRL's).
+    real-valued actions are parameters that do not depend on what is seen (as CleanRL's); they begin at
+    exp(log_std_init).
     """
 
     obs_spec: Any  # one `ObsSpec`, or a dictionary of them
@@ -37,6 +38,7 @@ class ActorCritic(nn.Module):
     core: str
     lstm_size: int
     forget_bias: float
+    log_std_init: float
     dtype: Any
     conv: ConvKind
 
@@ -54,7 +56,7 @@ class ActorCritic(nn.Module):
         value = torsos.Dense(1, 1.0, name="value")(for_value)
         log_std = None
         if self.action.kind == "quantities":
-            log_std = self.param("log_std", nn.initializers.zeros_init(), (self.action.size,))
+            log_std = self.param("log_std", nn.initializers.constant(self.log_std_init), (self.action.size,))
         policy = distribution(self.action, x, log_std, legal_actions(self.obs_spec, obs))
         return Output(policy, value[..., 0], carry)
 
@@ -122,4 +124,5 @@ def make_actor_critic(spec: Any, e: PolicyGradient, platform: str) -> ActorCriti
         core=e.core,
         lstm_size=e.lstm_size,
         forget_bias=e.forget_bias,
+        log_std_init=e.log_std_init,
     )
