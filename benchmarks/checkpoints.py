@@ -57,9 +57,7 @@ def default_frequency(words: str, collector: str) -> int:
     algorithm, *flags = words.split()
     config = parse(RECIPES[algorithm], [*flags, "--collector", collector])
     e, _ = fit(RECIPES[algorithm], config, processes=1)
-    frequency = suit(e, collector, env_spec(e)).checkpoint_frequency
-    assert frequency is not None
-    return frequency
+    return suit(e, collector, env_spec(e)).updates_per_checkpoint
 
 
 def main(args: Args) -> None:

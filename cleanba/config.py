@@ -89,6 +89,11 @@ class Experiment:
         return self.num_envs * self.num_steps
 
     @property
+    def updates_per_checkpoint(self) -> int:
+        """Updates between checkpoints; 0 for never.  500 where `recipes.suit` was not asked what suits."""
+        return 500 if self.checkpoint_frequency is None else self.checkpoint_frequency
+
+    @property
     def num_updates(self) -> int:
         """Updates in the run."""
         return self.total_timesteps // self.transitions_per_update

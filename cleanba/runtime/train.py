@@ -64,8 +64,7 @@ class Training:
     def schedule(self) -> Schedule:
         e = self.experiment
         first = self.saved.update + 1 if self.saved else 1
-        assert e.checkpoint_frequency is not None
-        return Schedule(first, e.num_updates, e.concurrency, e.checkpoint_frequency)
+        return Schedule(first, e.num_updates, e.concurrency, e.updates_per_checkpoint)
 
     @property
     def local_actors(self) -> range:
