@@ -6,6 +6,7 @@ Each device has one shard of the same size, so a perfect program would give each
 there are.  Devices are simulated on the CPU and nothing is run: what each sends and holds is read from the program.
 """
 
+import math
 import os
 import re
 from dataclasses import dataclass
@@ -28,13 +29,8 @@ class Args:
 
 def size(shape: str) -> int:
     """Bytes of an array, or of all that are in a tuple, as a compiled program writes its shape."""
-    total = 0
-    for kind, sides in re.findall(r"([a-z]+\d*)\[([\d,]*)\]", shape):
-        count = 1
-        for side in filter(None, sides.split(",")):
-            count *= int(side)
-        total += count * WIDTH[kind]
-    return total
+    arrays = re.findall(r"([a-z]+\d*)\[([\d,]*)\]", shape)
+    return sum(WIDTH[kind] * math.prod(int(n) for n in sides.split(",") if n) for kind, sides in arrays)
 
 
 def main(args: Args) -> None:

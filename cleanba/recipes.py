@@ -5,7 +5,6 @@ from dataclasses import dataclass, field, make_dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 import tyro
 
 from cleanba.algorithm import Algorithm
@@ -199,11 +198,10 @@ def suit(e: Experiment, asked: str | None, spec: EnvSpec) -> Experiment:
         e = replace(e, collector="stepped")
     elif spec.on_device and asked is None:
         e = replace(e, collector="scanned")
-    if e.checkpoint_frequency is not None:
-        return e
-    images = any(part.kind == "image" for part in jax.tree.leaves(spec.obs))
-    short = e.collector == "scanned" and not images
-    return replace(e, checkpoint_frequency=max(500, 4_000_000 // e.transitions_per_update) if short else 500)
+    frequency = e.updates_per_checkpoint
+    if e.checkpoint_frequency is None and e.collector == "scanned" and not spec.shows_images:
+        frequency = max(frequency, 4_000_000 // e.transitions_per_update)
+    return replace(e, checkpoint_frequency=frequency)
 
 
 # What `config.resolve` and `suit` fill in, from the devices and the environment.

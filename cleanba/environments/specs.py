@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+import jax
 import numpy as np
 
 from cleanba.errors import UsageError
@@ -104,6 +105,11 @@ class EnvSpec(NamedTuple):
     def action(self) -> ActionSpec:
         """What it takes."""
         return self.given_action or choice(self.num_actions)
+
+    @property
+    def shows_images(self) -> bool:
+        """Whether any part of an observation is a picture."""
+        return any(part.kind == "image" for part in jax.tree.leaves(self.obs))
 
 
 class Step(NamedTuple):

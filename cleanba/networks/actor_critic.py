@@ -115,8 +115,7 @@ def make_actor_critic(spec: Any, e: PolicyGradient, platform: str) -> ActorCriti
     """
     shares = e.share_torso
     if shares is None:
-        pictures = any(part.kind == "image" for part in jax.tree.leaves(spec.obs))
-        shares = spec.action.kind != "quantities" or pictures
+        shares = spec.action.kind != "quantities" or spec.shows_images
     return ActorCritic(
         **sight(spec, e, platform),
         action=spec.action,
