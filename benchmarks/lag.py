@@ -49,7 +49,7 @@ ENVIRONMENTS = {
     "small": ("CartPole-v1", "LunarLander-v3"),
     "full": (
         *("CartPole-v1", "LunarLander-v3", "HalfCheetah-v4", "Hopper-v4", "Walker2d-v4"),
-        *(f"gymnax:{game}-MinAtar" for game in ("Asterix", "Breakout", "Freeway", "SpaceInvaders")),
+        *(f"gymnax:{game}-MinAtar" for game in ("Asterix", "Breakout", "Freeway", "Seaquest", "SpaceInvaders")),
     ),
 }
 
