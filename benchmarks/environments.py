@@ -31,7 +31,7 @@ from cleanba.recipes import RECIPES
 from cleanba.runtime.channels import Stop
 from cleanba.runtime.collect import SteppedCollector, Times, make_steppers
 from cleanba.runtime.metrics import Display, Status
-from cleanba.runtime.placement import find_devices, make_deterministic
+from cleanba.runtime.placement import find_devices, let_threads_finish, make_deterministic
 from cleanba.runtime.train import make_training, run_training
 from cleanba.seeds import action_numbers, env_seed
 
@@ -184,6 +184,7 @@ def collecting(name: str, theirs: gymnasium.vector.VectorEnv, flags: Flags, step
 
 
 def main(flags: Flags) -> None:
+    let_threads_finish()
     make_deterministic()
     if flags.quick:
         flags = Flags(flags.native[:1], flags.gymnasium[:1], updates=12, rounds=2, envs=16)

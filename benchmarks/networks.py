@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cleanba.networks.torsos import ImpalaResNet, NatureCNN
-from cleanba.runtime.placement import make_deterministic
+from cleanba.runtime.placement import let_threads_finish, make_deterministic
 from cleanba.shards import compiler_options
 
 NETWORKS = {
@@ -150,7 +150,8 @@ def measure(name: str, learning: bool, batch: int, flags: Flags) -> dict[str, An
 
 
 def main(flags: Flags) -> None:
-    make_deterministic()  # as many threads as trainings have
+    let_threads_finish()  # as trainings do
+    make_deterministic()
     cases = [(name, learning, batch) for name in flags.networks for learning in (False, True)
              for batch in (flags.learn if learning else flags.act)]  # fmt: skip
     load = [os.getloadavg()[0]]  # what else ran, before and at the end: above the number of cores, figures mean little

@@ -20,8 +20,7 @@ from throughput import Parts
 
 from cleanba.config import Placement
 from cleanba.recipes import RECIPES
-from cleanba.runtime.compiled import keep_compiled
-from cleanba.runtime.placement import make_deterministic, set_precision
+from cleanba.runtime.compiled import prepare_process
 
 
 @dataclass(frozen=True)
@@ -106,9 +105,7 @@ def learning_cost_of_peer(training: torch_ppo.TorchPPO) -> float:
 
 def main(args: Args) -> None:
     """Measure, print, write."""
-    make_deterministic()
-    keep_compiled()
-    set_precision("float32")
+    prepare_process(OURS["breakout"])
     found: dict[str, Any] = {}
     load, start = [os.getloadavg()[0]], time.perf_counter()
     for name in args.parts:

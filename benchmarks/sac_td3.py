@@ -54,16 +54,16 @@ def time_ours(name: str, args: Args) -> dict[str, float]:
     from cleanba.config import Placement
     from cleanba.environments.kinds import env_spec
     from cleanba.recipes import RECIPES, Config, fit, suit
+    from cleanba.runtime.compiled import prepare_process
     from cleanba.runtime.metrics import Display, Status
-    from cleanba.runtime.placement import find_devices, make_deterministic, set_precision
+    from cleanba.runtime.placement import find_devices
     from cleanba.runtime.train import make_training, run_training
 
-    make_deterministic()
     recipe = RECIPES[name]
     wanted = recipe.experiment(
         env_id=args.env_id, total_timesteps=args.warmup + args.steps, learning_starts=256, checkpoint_frequency=0
     )
-    set_precision(wanted.dtype)
+    prepare_process(wanted)
     spec, devices = env_spec(wanted), find_devices(Placement())
     e, partition = fit(recipe, Config(wanted), 1, devices.platform)
     e = suit(e, None, spec)

@@ -23,6 +23,7 @@ from cleanba.environments.kinds import threads_per_actor
 from cleanba.recipes import RECIPES, Recipe, suit
 from cleanba.runtime.channels import Stop
 from cleanba.runtime.collect import SteppedCollector, Times, make_steppers
+from cleanba.runtime.compiled import prepare_process
 from cleanba.runtime.learner import Learner
 from cleanba.runtime.metrics import Display, Status
 from cleanba.runtime.placement import find_devices
@@ -198,6 +199,7 @@ def main(args: Args) -> None:
         num_steps=args.num_steps, num_minibatches=args.num_minibatches, num_shards=args.num_shards,
         collector=args.collector,
     )  # fmt: skip
+    prepare_process(wanted)
     parts = Parts(RECIPES[args.algorithm], wanted, Placement(args.actor_device_ids, args.learner_device_ids))
     e, per_actor = parts.experiment, parts.partition.envs_per_actor
     parts.learn()

@@ -33,7 +33,7 @@ from cleanba.runs.directory import (
 )
 from cleanba.runs.log import rewind
 from cleanba.runtime.checkpoint import Checkpoints, Saved, save_model, updates_kept
-from cleanba.runtime.compiled import keep_compiled
+from cleanba.runtime.compiled import prepare_process
 from cleanba.runtime.learner import abstract_block, memory_shapes
 from cleanba.runtime.memory import require_room
 from cleanba.runtime.metrics import Display, Status, Writers, duration
@@ -43,8 +43,6 @@ from cleanba.runtime.placement import (
     find_devices,
     gather_over_processes,
     initialise,
-    make_deterministic,
-    set_precision,
 )
 from cleanba.runtime.profile import Profile
 from cleanba.runtime.train import Outcome, make_training, run_training
@@ -53,10 +51,7 @@ from cleanba.runtime.train import Outcome, make_training, run_training
 def train_command(recipe: Recipe, argv: Sequence[str], default: Config | None = None) -> Exit:
     """`cleanba ppo …`: parse, refuse what does not fit, train."""
     config = parse(recipe, argv, default)
-    if config.experiment.deterministic:
-        make_deterministic()
-    keep_compiled()
-    set_precision(config.experiment.dtype)
+    prepare_process(config.experiment)
     initialise(config.placement)
     if not config.placement.distributed:
         return train(recipe, config)

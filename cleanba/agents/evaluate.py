@@ -21,9 +21,9 @@ from cleanba.networks.sight import legal_actions
 from cleanba.recipes import Play, read_recipe
 from cleanba.rollout import Episode, EpisodeTracker, heed
 from cleanba.runtime.collect import first_carry
-from cleanba.runtime.compiled import keep_compiled
+from cleanba.runtime.compiled import prepare_process
 from cleanba.runtime.digests import params_digest
-from cleanba.runtime.placement import find_devices, make_deterministic, set_precision
+from cleanba.runtime.placement import find_devices
 from cleanba.seeds import eval_seed, evaluation_key
 
 MAX_ENVS = 16  # more would mostly wait for those with the longest episodes
@@ -160,10 +160,7 @@ def eval_command(argv: Sequence[str]) -> Exit:
         run_dir = download(options.run_dir)
 
     recipe, e = read_recipe(run_dir)
-    if e.deterministic:
-        make_deterministic()
-    keep_compiled()
-    set_precision(e.dtype)
+    prepare_process(e)
     devices = find_devices(Placement())
     agent = load_agent(run_dir, options.checkpoint, devices.platform)
     epsilon = agent.plays.epsilon if options.epsilon is None else options.epsilon

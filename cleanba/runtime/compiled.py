@@ -1,4 +1,4 @@
-"""What XLA compiled, kept on disk for the next start: JAX's compilation cache, with a folder that is safe to share."""
+"""How XLA compiles for an experiment, and what it compiled, kept on disk for the next start in JAX's cache."""
 
 import os
 import platform
@@ -9,9 +9,19 @@ from pathlib import Path
 
 import jax
 
-from cleanba.runtime.placement import cpu_model
+from cleanba.config import Experiment
+from cleanba.runtime.placement import cpu_model, let_threads_finish, make_deterministic, set_precision
 
 UNUSED_DAYS = 30  # after which a program is removed
+
+
+def prepare_process(e: Experiment) -> None:
+    """All that an experiment asks of this process and of XLA.  Comes before anything that touches a device."""
+    let_threads_finish()
+    if e.deterministic:
+        make_deterministic()
+    keep_compiled()
+    set_precision(e.dtype)
 
 
 def keep_compiled() -> None:

@@ -5,6 +5,7 @@ import platform
 import signal
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -58,6 +59,18 @@ def make_deterministic() -> None:
     """
     os.environ["XLA_FLAGS"] = f"{DETERMINISTIC_XLA_FLAGS} {os.environ.get('XLA_FLAGS', '')}".strip()
     os.environ.setdefault("PJRT_NPROC", DETERMINISTIC_CPU_THREADS)
+
+
+def let_threads_finish() -> None:
+    """Have this thread, and all that it starts later, yield to waking threads as late as Linux allows (SCHED_BATCH).
+
+    XLA's threads look for work for some microseconds before they sleep, and wake each other at every operation; with
+    more of them than cores those that have work would wait for those that look for it.  Moves no bit.  Where the
+    system has no such policy, or forbids it, or the user chose another one, all stays as it is.
+    """
+    if hasattr(os, "SCHED_BATCH") and os.sched_getscheduler(0) == os.SCHED_OTHER:
+        with suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def set_precision(dtype: str) -> None:
