@@ -115,3 +115,20 @@ def test_every_order_is_equally_likely():
     assert (
         len(counts) == 24 and ((counts - 1000) ** 2 / 1000).sum() < 49.7
     )  # chi-squared, 23 degrees: one in a thousand
+
+
+@pytest.mark.parametrize(
+    "steps, envs, pieces", [(1, 512, 8), (1, 64, 1), (21, 3, 1), (21, 12, 4), (129, 7, 7), (1, 149, 149)]
+)
+def test_cpus_compute_as_many_images_at_a_time_as_their_caches_hold(steps, envs, pieces):
+    obs = {"image": jax.ShapeDtypeStruct((2, 64, 32, 4, 84, 84), jnp.uint8)}
+    index = jax.ShapeDtypeStruct((2, 4, steps, envs), jnp.int32)
+    assert batches.count_pieces(obs, index, "cpu") == pieces
+    assert batches.count_pieces(obs, index, "gpu") == 1
+
+
+def test_pieces_hold_every_index_of_the_minibatch_and_whole_sequences():
+    t, b = batches.sequences(5, jnp.array([[4, 1, 0, 3, 2, 5]]))
+    taken = batches.in_pieces(lambda t, b: (t, b), t[0], b[0], 3)
+    assert taken[0].shape == (3, 5, 2) and (taken[0] == np.arange(5)[None, :, None]).all()
+    assert taken[1][:, 0].tolist() == [[4, 1], [0, 3], [2, 5]]

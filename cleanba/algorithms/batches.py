@@ -1,5 +1,8 @@
 """Batches that lie over shards: what minibatches are made of, and numbers about all shards together."""
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import jax
 import jax.numpy as jnp
 
@@ -9,6 +12,7 @@ from cleanba.rollout import PyTree
 from cleanba.shards import ShardAxis
 
 AT_ONCE = 2**25  # bytes of observations: 1,188 Atari images, of which the ResNet's layers take 1.6 GB
+CACHED = 2**21  # bytes of observations: 74 Atari images, whose layers' outputs stay in a processor's caches
 
 
 def steps_at_once(obs: PyTree) -> int:
@@ -20,6 +24,28 @@ def steps_at_once(obs: PyTree) -> int:
     steps, size = leaves[0].shape[0], sum(x.size * x.dtype.itemsize for x in leaves)
     parts = min(steps, -(-size // AT_ONCE))
     return -(-steps // parts)
+
+
+def count_pieces(obs: PyTree, index: jax.Array, platform: str) -> int:
+    """Into how many equal pieces a shard's minibatch of sequences is cut, one of them computed at a time.
+
+    On CPUs so many that the observations of one fit into `CACHED`, and so what the layers make of them into caches.
+    Elsewhere into one: small pieces would leave a GPU idle.  obs: leaves [K', T, B, ...]; index [..., T', B'].
+    """
+    steps, many = index.shape[-2:]
+    size = sum(x.size * x.dtype.itemsize // (x.shape[0] * x.shape[1] * x.shape[2]) for x in jax.tree.leaves(obs))
+    if platform != "cpu":
+        return 1
+    return next(n for n in range(1, many + 1) if many % n == 0 and (n == many or many // n * steps * size <= CACHED))
+
+
+M = TypeVar("M")
+
+
+def in_pieces(take: Callable[[jax.Array, jax.Array], M], t: jax.Array, b: jax.Array, pieces: int) -> M:
+    """What `take(t, b)` gives for each of so many pieces of a minibatch's indices [T', B'].  Leaves [pieces, ...]."""
+    cut = lambda x: jnp.moveaxis(x.reshape(x.shape[0], pieces, -1), 1, 0)
+    return jax.vmap(take)(cut(t), cut(b))
 
 
 def shuffled(key: jax.Array, size: int) -> jax.Array:

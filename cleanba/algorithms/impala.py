@@ -4,6 +4,7 @@ The sections are those of `ppo.py`; what differs between the files is what diffe
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +13,7 @@ import optax
 from jax import lax
 
 from cleanba.algorithm import Algorithm, Metrics
-from cleanba.algorithms.batches import count_valid, sequences
+from cleanba.algorithms.batches import count_pieces, count_valid, in_pieces, sequences
 from cleanba.algorithms.normalisation import make_normaliser
 from cleanba.algorithms.optimiser import State, learning_rate, sgd_step
 from cleanba.config import Partition, PolicyGradient, require
@@ -189,11 +190,12 @@ def make(e: IMPALA, spec: EnvSpec, platform: str) -> Algorithm:
         rate = learning_rate(e, e.learning_rate, state.updates)
         t, b = shards.map(draw, rollout.valid)
         valid = count_valid(shards, rollout.valid, t, b)  # [M]
+        pieces = count_pieces(rollout.obs, t, platform)
 
         def minibatch(state: State, inputs: tuple[jax.Array, jax.Array]) -> tuple[State, Metrics]:
             m, valid_m = inputs
-            load = lambda i: (take(rollout, i, t[i, m], b[i, m]), valid_m)
-            return sgd_step(shards, optimiser, rate, state, loss, load)
+            part = lambda i: in_pieces(partial(take, rollout, i), t[i, m], b[i, m], pieces)
+            return sgd_step(shards, optimiser, rate, state, loss, lambda i: (part(i), valid_m), pieces)
 
         state, metrics = lax.scan(minibatch, state, (jnp.arange(e.num_minibatches), valid))
         first = {name: metrics[name][0] for name in ("losses/first_ratio_deviation", "stats/lag_kl")}

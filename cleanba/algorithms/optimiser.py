@@ -7,6 +7,7 @@ from typing import NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 
 from cleanba.algorithm import Metrics
 from cleanba.config import Experiment
@@ -47,14 +48,27 @@ def sgd_step(
     trained: T,
     loss: Callable[..., tuple[jax.Array, Metrics]],
     load: Callable[[jax.Array], tuple],
+    pieces: int | None = None,
 ) -> tuple[T, Metrics]:
     """One step down the gradient of the sum over all shards of `loss(params, *load(i))`.
 
     `load(i)` moves this device's i-th shard's part of the minibatch to where it is computed with, and `loss` gives
     that part's share of the minibatch's loss and of its metrics: shares add up, they are no means of their own.
     What other parameters a loss needs (targets, another network's) it closes over: they get no gradient.
+    With `pieces` the first of what `load` gives has leaves [pieces, ...], and the loss is summed over these, too.
     """
-    of_shard = lambda *part: jax.grad(loss, has_aux=True)(trained.params, *part)
+
+    def of_shard(*part: PyTree) -> tuple[PyTree, Metrics]:
+        gradient = partial(jax.grad(loss, has_aux=True), trained.params)
+        if pieces is None:
+            return gradient(*part)
+        first, *rest = part
+        of_piece = lambda i: gradient(jax.tree.map(lambda x: x[i], first), *rest)
+        if pieces == 1:
+            return of_piece(0)
+        nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(of_piece, 0))
+        return lax.fori_loop(0, pieces, lambda i, total: jax.tree.map(jnp.add, total, of_piece(i)), nothing)
+
     gradient, metrics = shards.sum(shards.map_from(load, of_shard))
     trained, norm = shards.isolate(partial(descend, optimiser), rate, trained, gradient)
     return trained, metrics | {"losses/grad_norm": norm}

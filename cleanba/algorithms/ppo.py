@@ -15,8 +15,10 @@ from jax import lax
 
 from cleanba.algorithm import Algorithm, Metrics
 from cleanba.algorithms.batches import (
+    count_pieces,
     count_valid,
     explained_variance,
+    in_pieces,
     sequences,
     shuffled,
     steps_at_once,
@@ -247,11 +249,12 @@ def make(e: PPO, spec: EnvSpec, platform: str) -> Algorithm:
             shard_key = lambda shard: jax.random.fold_in(jax.random.fold_in(key, number), shard)
             t, b = shards.map(lambda valid, shard: draw(shard_key(shard), valid), rollout.valid, shards.index)
             scale = advantage_scale(shards, targets.advantage, rollout.valid, t, b)  # [M]
+            pieces = count_pieces(rollout.obs, t, platform)
 
             def minibatch(state: State, inputs: tuple[jax.Array, Scale]) -> tuple[State, Metrics]:
                 m, scale_m = inputs
-                load = lambda i: (take(rollout, targets, i, t[i, m], b[i, m]), scale_m)
-                return sgd_step(shards, optimiser, rate, state, loss, load)
+                part = lambda i: in_pieces(partial(take, rollout, targets, i), t[i, m], b[i, m], pieces)
+                return sgd_step(shards, optimiser, rate, state, loss, lambda i: (part(i), scale_m), pieces)
 
             return lax.scan(minibatch, state, (jnp.arange(e.num_minibatches), scale))
 
