@@ -75,7 +75,9 @@ def measure(s: Setting, rounds: int) -> dict[str, Any]:
     algorithm = ppo.make(e, spec, device.platform)
     params = jax.device_put(algorithm.actor_params(algorithm.init(jax.random.key(0))), device)
     collectors: dict[str, Collector] = {
-        "stepped": SteppedCollector(algorithm, make_steppers(algorithm, s.steps), s.steps, device, Stop()),
+        "stepped": SteppedCollector(
+            algorithm, make_steppers(algorithm, s.steps, device.platform), s.steps, device, Stop()
+        ),
         "scanned": ScannedCollector(algorithm, s.steps, device, Stop(), Scans(algorithm, s.steps)),
     }
     seconds: dict[str, list[float]] = {name: [] for name in collectors}

@@ -26,7 +26,7 @@ from rich.table import Table
 
 from cleanba.networks.torsos import ImpalaResNet, NatureCNN
 from cleanba.runtime.placement import let_threads_finish, make_deterministic
-from cleanba.shards import compiler_options
+from cleanba.shards import compiler_options, network_options
 
 NETWORKS = {
     "nature": lambda kind: NatureCNN((512,), kind=kind),
@@ -65,7 +65,7 @@ def ours(name: str, kind: str, images: np.ndarray) -> tuple[Callable, Callable]:
         step = lambda params, x: (jax.tree.map(lambda p, g: p - 1e-6 * g, params, jax.grad(loss)(params, x)), None)
         return lax.scan(step, params, x)[0]
 
-    act = jax.jit(network.apply)
+    act = jax.jit(network.apply, compiler_options=network_options(jax.default_backend()))
     return lambda: jax.block_until_ready(act(params, x[0])), lambda: jax.block_until_ready(learn(params, x))
 
 

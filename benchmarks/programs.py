@@ -76,7 +76,7 @@ def trace_update(program: Program, devices: Devices) -> Any:
 def trace_act(program: Program, device: jax.Device) -> Any:
     """One step of the stepped collector, ready to be lowered."""
     params, carry, obs, first, numbers = acting(program)
-    steppers = make_steppers(program.algorithm, program.experiment.num_steps)
+    steppers = make_steppers(program.algorithm, program.experiment.num_steps, device.platform)
     stepping = jax.eval_shape(steppers.start, params, carry, obs, first, numbers)
     return steppers.step.trace(*place((params, stepping, carry, obs, first), device))
 

@@ -29,6 +29,7 @@ from cleanba.runtime.metrics import Display, Status
 from cleanba.runtime.placement import find_devices
 from cleanba.runtime.train import abstract_block, make_training, run_training
 from cleanba.seeds import action_numbers, env_seed
+from cleanba.shards import network_options
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,8 @@ class Parts:
 
         state = self.learner.init()
         self.params = self.learner.publish(self.learner.local(self.algorithm.actor_params(state)))
-        self._act = jax.jit(self.algorithm.act, static_argnums=5)
+        options = network_options(self.devices.platform)
+        self._act = jax.jit(self.algorithm.act, static_argnums=5, compiler_options=options)
         self._acting = {
             device: jax.device_put(
                 (self.algorithm.initial_carry(per_actor), jnp.zeros(per_actor, bool), jax.random.key(0)), device
@@ -117,7 +119,7 @@ class Parts:
         block = abstract_block(self.algorithm, self.spec, e.num_steps, e.num_envs // self.partition.num_blocks)
         self._state, self._memory = state, self.learner.init_memory(block)
         self.learner.compile(state, self._memory, block)
-        steppers = make_steppers(self.algorithm, e.num_steps)
+        steppers = make_steppers(self.algorithm, e.num_steps, self.devices.platform)
         self.rollouts = []
         """one of each actor, on its device"""
         self.times = Times()

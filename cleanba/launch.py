@@ -175,7 +175,7 @@ class Office:
             UsageError: flags that cannot be obeyed, another experiment or process in the directory.
         """
         self._job, self._run = job, job.config.run
-        agent = new_agent(job.experiment, job.spec, job.algorithm, job.recipe.plays)
+        agent = new_agent(job.experiment, job.spec, job.algorithm, job.devices.platform, job.recipe.plays)
         self.evaluations = Evaluations(job.run_dir, self._run, agent, job.devices)
         if self._run.upload_model:
             require_login()

@@ -34,14 +34,18 @@ UNROLL = 16  # additions in one fused loop
 
 
 def compiler_options(platform: str) -> dict[str, str]:
-    """What to give `jax.jit` as `compiler_options` for code that maps over shards, on devices of this kind.
+    """What to give `jax.jit` as `compiler_options` for code that maps over shards, on devices of this kind."""
+    own = {"xla_disable_hlo_passes": "small-while-loop-hoisting"} if platform == "cpu" else {}
+    return own | network_options(platform)
 
-    On CPUs also: no YNNPACK, which XLA would call for convolutions and products one by one.  Eigen is as fast for the
-    forward pass, and up to twice as fast for gradients (docs/performance.md).
+
+def network_options(platform: str) -> dict[str, str]:
+    """What to give `jax.jit` as `compiler_options` for code that calls networks, on devices of this kind.
+
+    On CPUs: no YNNPACK, which XLA would call for convolutions and products one by one.  Eigen is twice as fast for
+    images, and as fast for all else (docs/performance.md).
     """
-    if platform != "cpu":
-        return {}
-    return {"xla_disable_hlo_passes": "small-while-loop-hoisting", "xla_cpu_experimental_ynn_fusion_type": ""}
+    return {"xla_cpu_experimental_ynn_fusion_type": ""} if platform == "cpu" else {}
 
 
 @dataclass(frozen=True)

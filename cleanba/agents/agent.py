@@ -16,6 +16,7 @@ from cleanba.files import Json, read_json
 from cleanba.recipes import Play, read_recipe
 from cleanba.rollout import PyTree
 from cleanba.runtime import checkpoint as ckpt
+from cleanba.shards import network_options
 
 BEST = "best"  # the folder of a run that holds the parameters which played best
 
@@ -52,7 +53,7 @@ class Agent(NamedTuple):
     """how it acts where no flag says otherwise"""
 
 
-def new_agent(e: Experiment, spec: EnvSpec, algorithm: Algorithm, plays: Play = Play()) -> Agent:  # noqa: B008
+def new_agent(e: Experiment, spec: EnvSpec, algorithm: Algorithm, platform: str, plays: Play = Play()) -> Agent:  # noqa: B008
     """An agent that has no parameters yet."""
 
     def act(
@@ -60,7 +61,9 @@ def new_agent(e: Experiment, spec: EnvSpec, algorithm: Algorithm, plays: Play = 
     ) -> tuple[jax.Array, PyTree]:
         return algorithm.act(params, carry, obs, first, jax.random.fold_in(key, t), explore)[:2]
 
-    return Agent(e, spec, algorithm, jax.jit(act, static_argnums=6), plays=plays)
+    return Agent(
+        e, spec, algorithm, jax.jit(act, static_argnums=6, compiler_options=network_options(platform)), plays=plays
+    )
 
 
 def load_agent(run_dir: Path, checkpoint: str, platform: str) -> Agent:
@@ -76,7 +79,7 @@ def load_agent(run_dir: Path, checkpoint: str, platform: str) -> Agent:
     like_state = jax.eval_shape(algorithm.init, jax.random.key(0))
     like_params = jax.eval_shape(algorithm.actor_params, like_state)
     params, update, global_step = read_params(run_dir, checkpoint, algorithm.actor_params, like_state, like_params)
-    agent = new_agent(e, spec, algorithm, recipe.plays)
+    agent = new_agent(e, spec, algorithm, platform, recipe.plays)
     return agent._replace(params=params, update=update, global_step=global_step)
 
 

@@ -19,6 +19,7 @@ from cleanba.environments.specs import Compilable
 from cleanba.rollout import Episode, EpisodeTracker, PyTree, Rollout, heed
 from cleanba.runtime.channels import Stop
 from cleanba.seeds import action_key
+from cleanba.shards import network_options
 
 
 @dataclass
@@ -94,8 +95,8 @@ class Steppers(NamedTuple):
     finish: Callable[..., Recording]
 
 
-def make_steppers(algorithm: Algorithm, num_steps: int) -> Steppers:
-    """Compile acting and recording into one call per step."""
+def make_steppers(algorithm: Algorithm, num_steps: int, platform: str) -> Steppers:
+    """Compile acting and recording into one call per step, for devices of that kind ("cpu", "gpu" …)."""
 
     def start(params: PyTree, carry: PyTree, obs: PyTree, first: jax.Array, numbers: jax.Array) -> Stepping:
         key = action_key(*numbers)
@@ -116,7 +117,9 @@ def make_steppers(algorithm: Algorithm, num_steps: int) -> Steppers:
 
     # Without its unused arguments `start` would not know the actor's device, and make its buffers on the first one.
     return Steppers(
-        jax.jit(start, keep_unused=True), jax.jit(step, donate_argnums=1), jax.jit(finish, donate_argnums=0)
+        jax.jit(start, keep_unused=True),
+        jax.jit(step, donate_argnums=1, compiler_options=network_options(platform)),
+        jax.jit(finish, donate_argnums=0),
     )
 
 
@@ -301,7 +304,7 @@ class Scans:
 
         # They must be bound to the device: others make the scan's first call another one to compile for.
         room = jax.jit(new_buffers, out_shardings=SingleDeviceSharding(device))
-        steps = scan.steps.lower(params, numbers, room(), state, np.int32(0)).compile()
+        steps = scan.steps.lower(params, numbers, room(), state, np.int32(0)).compile(network_options(device.platform))
         return CompiledScan(scan.length, steps, room)
 
 
