@@ -1,6 +1,7 @@
 """What was compiled is found again at the next start, if it fits this machine."""
 
 import os
+import threading
 import time
 
 import jax
@@ -8,6 +9,7 @@ import pytest
 from launch import TINY, finish, python, read_result
 
 from cleanba.runtime import compiled
+from cleanba.runtime.placement import let_threads_finish
 
 
 @pytest.fixture
@@ -102,3 +104,23 @@ def test_the_second_start_compiles_less_and_trains_the_same_bits(tmp_path):
         files.append({name for name in names if "scan_pool" not in name})
     assert digests[0] == digests[1]
     assert any(name.startswith("jit_update-") for name in files[0]) and files[0] == files[1]
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="Linux only")
+@pytest.mark.parametrize("chosen, then", [("SCHED_OTHER", "SCHED_BATCH"), ("SCHED_IDLE", "SCHED_IDLE")])
+def test_threads_yield_late_unless_the_user_said_how_they_are_scheduled(chosen, then):
+    found = []
+    note = lambda: found.append(os.sched_getscheduler(0))
+
+    def start():  # a policy is a thread's own
+        os.sched_setscheduler(0, getattr(os, chosen), os.sched_param(0))
+        let_threads_finish()
+        note()
+        later = threading.Thread(target=note)
+        later.start()
+        later.join()
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    thread.join()
+    assert found == [getattr(os, then)] * 2
