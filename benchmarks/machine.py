@@ -1,8 +1,11 @@
 """What every benchmark records beside its figures: the machine and the command."""
 
 import json
+import os
 import statistics
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,3 +37,23 @@ def save(name: str, values: dict[str, Any]) -> Path:
 def spread(samples: list[float]) -> dict[str, float]:
     """Median, least and greatest."""
     return {"median": statistics.median(samples), "min": min(samples), "max": max(samples)}
+
+
+def start_pytorch() -> None:
+    """Have PyTorch, if it is installed, start its threads now: before ours say how they want to be scheduled."""
+    try:
+        import torch
+    except ImportError:
+        return
+    torch.ones(1024, 1024) @ torch.ones(1024, 1024)
+
+
+@contextmanager
+def as_a_script() -> Iterator[None]:
+    """This thread is scheduled as one that never asked for anything else; PyTorch's own are by `start_pytorch`."""
+    before = os.sched_getscheduler(0)
+    os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+    try:
+        yield
+    finally:
+        os.sched_setscheduler(0, before, os.sched_param(0))

@@ -11,16 +11,17 @@ image's dimensions.
 import os
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import machine
 import numpy as np
 import tyro
 from jax import lax
-from machine import save, spread
 from rich.console import Console
 from rich.table import Table
 
@@ -119,8 +120,9 @@ def interleaved(runs: dict[str, Callable], flags: Flags) -> dict[str, list[float
     start = time.perf_counter()
     while len(seconds[next(iter(runs))]) < flags.rounds and time.perf_counter() - start < flags.seconds:
         for name, run in runs.items():
-            before = time.perf_counter()
-            run()
+            with machine.as_a_script() if name.startswith("pytorch") else nullcontext():
+                before = time.perf_counter()
+                run()
             seconds[name].append(time.perf_counter() - before)
     return seconds
 
@@ -135,9 +137,8 @@ def measure(name: str, learning: bool, batch: int, flags: Flags) -> dict[str, An
             runs[form] = ours(name, form, images)[learning]
         elif both := pytorch(name, images, form == "pytorch-last"):
             runs[form] = both[learning]
-    speed = {
-        form: spread([minibatches * batch / s for s in samples]) for form, samples in interleaved(runs, flags).items()
-    }
+    seconds = interleaved(runs, flags)
+    speed = {form: machine.spread([minibatches * batch / s for s in samples]) for form, samples in seconds.items()}
     first = speed[next(iter(speed))]["median"]
     ratio = {form: values["median"] / first for form, values in speed.items()}
     return {
@@ -150,6 +151,7 @@ def measure(name: str, learning: bool, batch: int, flags: Flags) -> dict[str, An
 
 
 def main(flags: Flags) -> None:
+    machine.start_pytorch()
     let_threads_finish()  # as trainings do
     make_deterministic()
     cases = [(name, learning, batch) for name in flags.networks for learning in (False, True)
@@ -163,7 +165,7 @@ def main(flags: Flags) -> None:
         cells = [f"{speed[f]['median']:,.0f} ({ratio[f]:.2f})" if f in speed else "" for f in flags.forms]
         table.add_row(row["network"], row["pass"], str(row["images"]), *cells)
     Console().print(table)
-    print(save(f"networks_{jax.default_backend()}", {"load_average": load, "rows": rows}))
+    print(machine.save(f"networks_{jax.default_backend()}", {"load_average": load, "rows": rows}))
 
 
 if __name__ == "__main__":

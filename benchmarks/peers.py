@@ -10,8 +10,6 @@ that others use, a thread that waits for its turn says little about the program.
 import os
 import resource
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -60,20 +58,8 @@ def ours(parts: Parts, updates: int) -> dict[str, float]:
 
 def theirs(training: torch_ppo.TorchPPO, updates: int) -> float:
     """Steps per second over so many updates."""
-    with as_a_script():
+    with machine.as_a_script():
         return updates * training.s.num_envs * training.s.num_steps / training.updates(updates)
-
-
-@contextmanager
-def as_a_script() -> Iterator[None]:
-    """This thread is scheduled as one that never asked for anything else; PyTorch's own threads are by `main`."""
-    if not hasattr(os, "SCHED_BATCH"):
-        yield
-        return
-    before = os.sched_getscheduler(0)
-    os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
-    yield
-    os.sched_setscheduler(0, before, os.sched_param(0))
 
 
 def measure(name: str, args: Args) -> dict[str, Any]:
@@ -81,7 +67,7 @@ def measure(name: str, args: Args) -> dict[str, Any]:
     e = OURS[name]
     parts = Parts(RECIPES["ppo"], e, Placement())
     parts.learn()
-    with as_a_script():
+    with machine.as_a_script():
         training = torch_ppo.TorchPPO(THEIRS[name])
         training.updates(1)
     steps: dict[str, list[float]] = {"ours": [], "PyTorch": []}
@@ -114,14 +100,15 @@ def learning_cost_of_peer(training: torch_ppo.TorchPPO) -> float:
     rollout, costs = training.rollout(), []
     for _ in range(3):
         before = processor_seconds()
-        training.learn(dict(rollout))
+        with machine.as_a_script():
+            training.learn(dict(rollout))
         costs.append(processor_seconds() - before)
     return min(costs) / (training.s.num_envs * training.s.num_steps)
 
 
 def main(args: Args) -> None:
     """Measure, print, write."""
-    torch_ppo.start_threads()  # before ours say how they want to be scheduled
+    machine.start_pytorch()
     prepare_process(OURS["breakout"])
     found: dict[str, Any] = {}
     load, start = [os.getloadavg()[0]], time.perf_counter()

@@ -93,11 +93,6 @@ class Moments:
         self.mean, self.var, self.count = self.mean + delta * n / total, squares / total, total
 
 
-def start_threads() -> None:
-    """Have PyTorch start its threads now, as this process is."""
-    torch.ones(1024, 1024) @ torch.ones(1024, 1024)
-
-
 class TorchPPO:
     """A training that can be gone on with, some updates at a time."""
 

@@ -396,16 +396,26 @@ def test_game_over_at_the_limit_is_the_end_of_an_atari_game():
     assert ends[0][1:] == (True, False) and (ends[0][0], True, False) in ends[1:]
 
 
-def test_envpool_calls_it_truncation_alone_if_an_episode_terminates_at_its_last_permitted_step():
-    # So a terminal state is bootstrapped from where nothing else tells.  If this fails, EnvPool has learnt to.
-    envs = cartpole()
-    envs.reset()
-    length = len(until_over(envs))
-    envs = cartpole(max_episode_steps=length)
-    envs.reset()
-    step, count = until_over(envs)[-1]
-    assert count == length and abs(step.obs[0, 2]) > 0.2095
-    assert step.truncated[0] and not step.terminated[0]
+@pytest.mark.parametrize(
+    "env_id, limit", [("CartPole-v1", 20), ("MiniGrid-Dynamic-Obstacles-5x5-v0", 4), ("LunarLander-v3", 75)]
+)
+def test_deaths_at_the_limit_are_those_of_the_same_game_without_one(env_id, limit):
+    n, rng = 256, np.random.default_rng(0)
+    spec, free = (env_spec(Experiment(env_id=env_id, max_episode_steps=most)) for most in (limit, 10 * limit))
+    both = Envs(spec, list(range(n))), Envs(free, list(range(n)))
+    alive = np.ones(n, bool)
+    for envs in both:
+        envs.reset()
+    for _ in range(limit):
+        action = rng.integers(spec.num_actions, size=n).astype(np.int32)
+        step, truth = (envs.step(action) for envs in both)
+        died = alive & truth.terminated
+        ended = alive & (step.terminated | step.truncated)
+        late, alive = alive, alive & ~died
+    for envs in both:
+        envs.close()
+    assert died.sum() > 1 and (ended == late).all()  # in the last step
+    assert (step.terminated[late] == died[late]).all() and (step.truncated[late] == ~died[late]).all()
 
 
 def stream(spec: EnvSpec, seeds: list[int], env: int, threads: int = 0, steps: int = 60):

@@ -1,5 +1,6 @@
 """Masks of legal actions: policies by enumeration of what is legal, action values, environments that have them."""
 
+import gymnasium
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,9 +14,10 @@ from cleanba.algorithms import dqn, ppo
 from cleanba.algorithms.normalisation import make_normaliser
 from cleanba.config import Experiment, PolicyGradient
 from cleanba.environments.envpool import Envs, env_spec
+from cleanba.environments.spaces import obs_spec
 from cleanba.environments.specs import ActionSpec, EnvSpec, ObsSpec, choice
 from cleanba.networks import make_actor_critic
-from cleanba.networks.sight import legal_actions
+from cleanba.networks.sight import as_vector, legal_actions
 from cleanba.ops.distributions import Combination, distribution, size
 from cleanba.recipes import Play
 from cleanba.rollout import Rollout
@@ -222,3 +224,19 @@ def test_training_and_evaluation_do_only_what_is_legal_and_losses_are_finite():
     for plays in (Play(), Play(greedy=True), Play(epsilon=1.0)):
         assert len(play(agent, 2, 1, jax.devices()[0], plays=plays, make_envs=make_envs)) == 2
         assert pools[-1].checked > 20
+
+
+def test_masks_lie_as_the_board_does_and_of_two_readings_that_of_combinations_counts():
+    board = ActionSpec("choice", counts=(4,), low=(0,), high=(3,))
+    legal = jnp.array([[[True, False], [False, True]]])  # [1, 2, 2]
+    assert jnp.isneginf(distribution(board, jnp.zeros((1, 4)), legal=legal).log_prob(jnp.array([1])))
+    pair = ActionSpec("choices", (2,), "int32", (2, 2), (0, 0), (1, 1))
+    policy = distribution(pair, jnp.zeros((1, 4)), legal=legal)
+    assert jnp.isneginf(policy.log_prob(jnp.array([[0, 1]]))) and not jnp.isneginf(policy.log_prob(jnp.array([[1, 1]])))
+
+
+def test_numbers_that_count_from_below_zero_are_told_apart():
+    space = gymnasium.spaces.Discrete(5, start=-2)
+    spec = obs_spec(space, np.array([-2, 2]), choice(2, 0))
+    assert (spec.count, spec.low) == (5, -2)
+    assert np.asarray(as_vector(spec, jnp.array([-2, 2]))).argmax(-1).tolist() == [0, 4]

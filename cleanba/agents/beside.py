@@ -214,14 +214,16 @@ class Evaluations:
     def _quiet_envs(self, seeds: Sequence[int]) -> Envs:
         """Environments whose threads only run where training leaves a core idle.
 
-        Threads inherit how nice they are.  This one, which also holds Python's lock, must stay as it is: one that waits
-        for a core while it holds the lock would keep the actors waiting.
+        Threads inherit how nice they are and how they are scheduled; SCHED_IDLE gives way to all else.  This one, which
+        also holds Python's lock, must stay as it is: one that waits for a core while it holds the lock would keep the
+        actors waiting.
         """
         made: list[Envs | BaseException] = []
 
         def make() -> None:
             with contextlib.suppress(OSError, AttributeError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+                os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
             try:
                 with jax.default_device(self._device):
                     made.append(open_envs(self._agent.spec, seeds, threads_per_actor(1)))

@@ -95,6 +95,7 @@ def play(
                 if legal is None:
                     anything = chance.integers(0, agent.spec.num_actions, n, np.int32)
                 else:  # one of those that are
+                    legal = legal.reshape(n, -1)
                     anything = np.where(legal, chance.random(legal.shape), 0).argmax(-1).astype(np.int32)
                 action = np.where(chance.random(n) < epsilon, anything, action)
             filming = film if not played[0] and not done[0] else None

@@ -1,5 +1,6 @@
 """Batches that lie over shards: what minibatches are made of, and numbers about all shards together."""
 
+import math
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -26,17 +27,16 @@ def steps_at_once(obs: PyTree) -> int:
     return -(-steps // parts)
 
 
-def count_pieces(obs: PyTree, index: jax.Array, platform: str) -> int:
-    """Into how many equal pieces a shard's minibatch of sequences is cut, one of them computed at a time.
+def count_pieces(obs: PyTree, index: jax.Array) -> int:
+    """Into how many equal pieces of sequences a shard's minibatch of images is cut, one of them computed at a time.
 
-    On CPUs so many that the observations of one fit into `CACHED`, and so what the layers make of them into caches.
-    Elsewhere into one: small pieces would leave a GPU idle.  obs: leaves [K', T, B, ...]; index [..., T', B'].
+    As many as bring the images of a piece closest to `CACHED`, so that what the layers make of them stays in caches.
+    obs: leaves [K', T, B, ...]; index [..., T', B'].
     """
     steps, many = index.shape[-2:]
     size = sum(x.size * x.dtype.itemsize // (x.shape[0] * x.shape[1] * x.shape[2]) for x in jax.tree.leaves(obs))
-    if platform != "cpu":
-        return 1
-    return next(n for n in range(1, many + 1) if many % n == 0 and (n == many or many // n * steps * size <= CACHED))
+    distance = lambda n: abs(math.log(many // n * steps * size / CACHED))
+    return min((n for n in range(1, many + 1) if many % n == 0), key=distance)
 
 
 M = TypeVar("M")

@@ -147,7 +147,7 @@ def make(e: DQN, spec: EnvSpec, platform: str) -> Algorithm:
     def legal_values(values: jax.Array, obs: PyTree) -> jax.Array:
         """Action values [N, A], of illegal ones -inf."""
         legal = legal_actions(spec.obs, obs)
-        return values if legal is None else masked(values, legal)
+        return values if legal is None else masked(values, legal.reshape(values.shape))
 
     def epsilon(updates: jax.Array) -> jax.Array:
         """The probability of a random action of the policy that so many updates made."""

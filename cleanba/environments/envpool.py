@@ -166,7 +166,7 @@ def told(spec: EnvSpec, obs: PyTree, raw_reward: Any, terminated: Any, truncated
 def game_over(spec: EnvSpec, obs: PyTree, raw_reward: Any, info: dict[str, Any]) -> Any:
     """Where the game has come to an end by itself, as far as something tells so apart from EnvPool's flags.  [B] bool.
 
-    Nothing does in most environments; `docs/details.md` lists them.
+    `docs/details.md` lists where something does.
     """
     if "terminated" in info:  # Atari, MuJoCo Playground
         return info["terminated"].astype(bool)
@@ -176,7 +176,11 @@ def game_over(spec: EnvSpec, obs: PyTree, raw_reward: Any, info: dict[str, Any])
     if spec.env_id in ICE_ENDS:
         return (obs[:, None] == np.array(ICE_ENDS[spec.env_id], np.int32)).any(-1)
     if "minigrid" in family(spec.env_id):  # they pay once, for what ends them
-        return raw_reward > 0
+        return raw_reward != 0
+    if spec.env_id.startswith("CartPole-"):
+        return (abs(obs[:, 0]) > 2.4) | (abs(obs[:, 2]) > np.float32(np.deg2rad(12)))
+    if spec.env_id.startswith(("LunarLander", "BipedalWalker")):  # a crash, and of landers the rest
+        return abs(raw_reward) == 100
     return np.zeros(raw_reward.shape, bool)
 
 

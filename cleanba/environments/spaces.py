@@ -18,7 +18,7 @@ def obs_spec(space: Any, sample: PyTree, action: ActionSpec, name: str = "", is_
     if name in MASKS and action.masked_by(shape):
         return ObsSpec("mask", shape, dtype)
     if isinstance(space, gymnasium.spaces.Discrete):
-        return ObsSpec("discrete", shape, dtype, int(space.n) + int(space.start))
+        return ObsSpec("discrete", shape, dtype, int(space.n), int(space.start))
     if is_minigrid and name == "image":
         return ObsSpec("codes", shape, dtype, MINIGRID_CODES)
     if len(shape) > 1 and isinstance(space, gymnasium.spaces.Box) and np.issubdtype(space.dtype, np.integer):

@@ -20,7 +20,7 @@ class ObsSpec:
     kind: Literal["image", "planes", "codes", "bytes", "vector", "discrete", "mask"]
     """image: uint8 pictures; planes: a board [H, W, C], one plane for each thing that may be there; codes: integers in
     [low, low + count) that name things; bytes: uint8 that are no picture, such as text; vector: numbers; discrete: one
-    integer in [0, count); mask: which actions are legal, no input"""
+    integer in [low, low + count); mask: which actions are legal, no input"""
     shape: tuple[int, ...]
     dtype: str
     count: int = 0

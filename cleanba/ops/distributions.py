@@ -240,11 +240,11 @@ def distribution(
     if log_std is not None:
         return DiagonalGaussian(x, jnp.broadcast_to(log_std, x.shape))
     if action.kind == "choice":
-        return Categorical(x if legal is None else masked(x, legal))
+        return Categorical(x if legal is None else masked(x, legal.reshape(x.shape)))
     if legal is None:
         return Categoricals(x, action.counts)
     split = lambda x: jnp.split(x, np.cumsum(action.counts)[:-1], axis=-1)
-    if legal.size != x.size:
+    if legal.size != x.size or (len(action.counts) > 1 and legal.shape[x.ndim - 1 :] == action.counts):
         logits = combined(split(x))
         return Combination(masked(logits, legal.reshape(logits.shape)), action.counts)
     each = zip(split(x), split(legal.reshape(x.shape)), strict=True)

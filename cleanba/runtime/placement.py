@@ -62,14 +62,14 @@ def make_deterministic() -> None:
 
 
 def let_threads_finish() -> None:
-    """Have this thread, and all that it starts later, yield to waking threads as late as Linux allows (SCHED_BATCH).
+    """Have this thread, and all that it starts later, not interrupt what runs when they wake (Linux's SCHED_BATCH).
 
     XLA's threads look for work for some microseconds before they sleep, and wake each other at every operation; with
-    more of them than cores those that have work would wait for those that look for it.  Moves no bit.  Where the
+    more of them than cores those that work would be interrupted by those that only look.  Moves no bit.  Where the
     system has no such policy, or forbids it, or the user chose another one, all stays as it is.
     """
-    if hasattr(os, "SCHED_BATCH") and os.sched_getscheduler(0) == os.SCHED_OTHER:
-        with suppress(OSError):
+    with suppress(OSError, AttributeError):
+        if os.sched_getscheduler(0) == os.SCHED_OTHER:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
