@@ -22,7 +22,7 @@ from jax import lax
 from machine import save
 
 from cleanba.algorithms import ppo
-from cleanba.config import Partition, Placement, resolve
+from cleanba.config import Experiment, Partition, Placement, resolve
 from cleanba.environments import native
 from cleanba.environments.kinds import env_spec, open_envs, threads_per_actor
 from cleanba.networks import make_actor_critic
@@ -30,8 +30,9 @@ from cleanba.ops.returns import gae
 from cleanba.recipes import RECIPES
 from cleanba.runtime.channels import Stop
 from cleanba.runtime.collect import SteppedCollector, Times, make_steppers
+from cleanba.runtime.compiled import prepare_process
 from cleanba.runtime.metrics import Display, Status
-from cleanba.runtime.placement import find_devices, let_threads_finish, make_deterministic
+from cleanba.runtime.placement import find_devices
 from cleanba.runtime.train import make_training, run_training
 from cleanba.seeds import action_numbers, env_seed
 
@@ -184,8 +185,7 @@ def collecting(name: str, theirs: gymnasium.vector.VectorEnv, flags: Flags, step
 
 
 def main(flags: Flags) -> None:
-    let_threads_finish()
-    make_deterministic()
+    prepare_process(Experiment())
     if flags.quick:
         flags = Flags(flags.native[:1], flags.gymnasium[:1], updates=12, rounds=2, envs=16)
     rows: dict[str, list[Any]] = {"collecting": [], "training": []}

@@ -51,6 +51,9 @@ def start_pytorch() -> None:
 @contextmanager
 def as_a_script() -> Iterator[None]:
     """This thread is scheduled as one that never asked for anything else; PyTorch's own are by `start_pytorch`."""
+    if not hasattr(os, "sched_setscheduler"):  # as where ours cannot ask either
+        yield
+        return
     before = os.sched_getscheduler(0)
     os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
     try:

@@ -25,8 +25,9 @@ from jax import lax
 from rich.console import Console
 from rich.table import Table
 
+from cleanba.config import Experiment
 from cleanba.networks.torsos import ImpalaResNet, NatureCNN
-from cleanba.runtime.placement import let_threads_finish, make_deterministic
+from cleanba.runtime.compiled import prepare_process
 from cleanba.shards import compiler_options, network_options
 
 NETWORKS = {
@@ -152,8 +153,7 @@ def measure(name: str, learning: bool, batch: int, flags: Flags) -> dict[str, An
 
 def main(flags: Flags) -> None:
     machine.start_pytorch()
-    let_threads_finish()  # as trainings do
-    make_deterministic()
+    prepare_process(Experiment())  # as trainings are
     cases = [(name, learning, batch) for name in flags.networks for learning in (False, True)
              for batch in (flags.learn if learning else flags.act)]  # fmt: skip
     load = [os.getloadavg()[0]]  # what else ran, before and at the end: above the number of cores, figures mean little

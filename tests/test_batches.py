@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from cleanba.algorithms import batches
+from cleanba.config import Experiment
+from cleanba.environments.specs import EnvSpec, ObsSpec
 
 T, B = 25, 8
 
@@ -122,8 +124,11 @@ def test_every_order_is_equally_likely():
     [(1, 512, 8), (1, 64, 1), (21, 3, 1), (21, 12, 3), (129, 7, 7), (1, 149, 1), (1, 158, 2)],
 )
 def test_as_many_images_are_computed_at_a_time_as_caches_hold_or_nearly(steps, envs, pieces):
-    obs = {"image": jax.ShapeDtypeStruct((2, 64, 32, 4, 84, 84), jnp.uint8)}
-    assert batches.count_pieces(obs, jax.ShapeDtypeStruct((2, 4, steps, envs), jnp.int32)) == pieces
+    spec = EnvSpec("game", {"image": ObsSpec("image", (4, 84, 84), "uint8")}, 4, False, False, {})
+    index = jax.ShapeDtypeStruct((2, 4, steps, envs), jnp.int32)
+    assert batches.count_pieces(Experiment(), spec, "cpu", index) == pieces
+    assert batches.count_pieces(Experiment(), spec, "gpu", index) == 1
+    assert batches.count_pieces(Experiment(core="lstm"), spec, "cpu", index) == 1
 
 
 def test_pieces_hold_every_index_of_the_minibatch_and_whole_sequences():

@@ -108,7 +108,7 @@ def test_the_second_start_compiles_less_and_trains_the_same_bits(tmp_path):
 
 @pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="Linux only")
 @pytest.mark.parametrize("chosen, then", [("SCHED_OTHER", "SCHED_BATCH"), ("SCHED_IDLE", "SCHED_IDLE")])
-def test_threads_yield_late_unless_the_user_said_how_they_are_scheduled(chosen, then):
+def test_threads_that_wake_interrupt_none_unless_the_user_said_how_they_are_scheduled(chosen, then):
     found = []
     note = lambda: found.append(os.sched_getscheduler(0))
 

@@ -396,6 +396,21 @@ def test_game_over_at_the_limit_is_the_end_of_an_atari_game():
     assert ends[0][1:] == (True, False) and (ends[0][0], True, False) in ends[1:]
 
 
+def test_envpool_calls_it_truncation_alone_if_an_episode_terminates_at_its_last_permitted_step():
+    # So a terminal state is bootstrapped from where nothing else tells.  If this fails, EnvPool has learnt to.
+    envs = cartpole()
+    envs.reset()
+    length = len(until_over(envs))
+    envs = cartpole(max_episode_steps=length)
+    pool_step, raw = envs._pool.step, []
+    envs._pool.step = lambda action: raw.append(pool_step(action)) or raw[-1]
+    envs.reset()
+    step, count = until_over(envs)[-1]
+    assert count == length and abs(step.obs[0, 2]) > 0.2095
+    terminated, truncated = raw[-1][2:4]
+    assert truncated[0] and not terminated[0]
+
+
 @pytest.mark.parametrize(
     "env_id, limit", [("CartPole-v1", 20), ("MiniGrid-Dynamic-Obstacles-5x5-v0", 4), ("LunarLander-v3", 75)]
 )

@@ -6,8 +6,11 @@ from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from cleanba.algorithm import Metrics
+from cleanba.config import Experiment
+from cleanba.environments.specs import EnvSpec
 from cleanba.ops.losses import kl_estimate
 from cleanba.rollout import PyTree
 from cleanba.shards import ShardAxis
@@ -27,14 +30,16 @@ def steps_at_once(obs: PyTree) -> int:
     return -(-steps // parts)
 
 
-def count_pieces(obs: PyTree, index: jax.Array) -> int:
-    """Into how many equal pieces of sequences a shard's minibatch of images is cut, one of them computed at a time.
+def count_pieces(e: Experiment, spec: EnvSpec, platform: str, index: jax.Array) -> int:
+    """Into how many equal pieces a shard's minibatch of sequences is cut, one of them computed at a time.
 
-    As many as bring the images of a piece closest to `CACHED`, so that what the layers make of them stays in caches.
-    obs: leaves [K', T, B, ...]; index [..., T', B'].
+    Images on CPUs: as many as bring those of a piece closest to `CACHED`, so that what the layers make of them stays in
+    caches.  Else one: small pieces would leave a GPU idle, and an LSTM's products small.  index [..., T', B'].
     """
+    if platform != "cpu" or not spec.shows_images or e.core != "none":
+        return 1
     steps, many = index.shape[-2:]
-    size = sum(x.size * x.dtype.itemsize // (x.shape[0] * x.shape[1] * x.shape[2]) for x in jax.tree.leaves(obs))
+    size = sum(math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in jax.tree.leaves(spec.obs))
     distance = lambda n: abs(math.log(many // n * steps * size / CACHED))
     return min((n for n in range(1, many + 1) if many % n == 0), key=distance)
 

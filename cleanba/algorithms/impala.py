@@ -122,7 +122,6 @@ def make(e: IMPALA, spec: EnvSpec, platform: str) -> Algorithm:
     """IMPALA on environments that look like `spec`, on devices of kind `platform` ("cpu", "gpu" …)."""
     normaliser = make_normaliser(e, spec)
     network = make_actor_critic(normaliser.shown(spec), e, platform)
-    cut = platform == "cpu" and spec.shows_images and e.core == "none"  # as in PPO
     optimiser = optax.chain(
         optax.clip_by_global_norm(e.max_grad_norm),
         optax.scale_by_rms(e.rmsprop_decay, e.rmsprop_eps, eps_in_sqrt=False),
@@ -191,7 +190,7 @@ def make(e: IMPALA, spec: EnvSpec, platform: str) -> Algorithm:
         rate = learning_rate(e, e.learning_rate, state.updates)
         t, b = shards.map(draw, rollout.valid)
         valid = count_valid(shards, rollout.valid, t, b)  # [M]
-        pieces = count_pieces(rollout.obs, t) if cut else 1
+        pieces = count_pieces(e, spec, platform, t)
 
         def minibatch(state: State, inputs: tuple[jax.Array, jax.Array]) -> tuple[State, Metrics]:
             m, valid_m = inputs

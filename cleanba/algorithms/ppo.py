@@ -141,7 +141,6 @@ def make(e: PPO, spec: EnvSpec, platform: str) -> Algorithm:
     network = make_actor_critic(normaliser.shown(spec), e, platform)
     optimiser = optax.chain(optax.clip_by_global_norm(e.max_grad_norm), optax.scale_by_adam(eps=1e-5))
     recurrent = e.core != "none"
-    cut = platform == "cpu" and spec.shows_images and not recurrent  # what no cache holds; small pieces idle a GPU
     correction = e.lag_correction if e.concurrency else "none"  # taking turns, the newest policy acts
     weighted = correction in ("decoupled", "both")
 
@@ -250,7 +249,7 @@ def make(e: PPO, spec: EnvSpec, platform: str) -> Algorithm:
             shard_key = lambda shard: jax.random.fold_in(jax.random.fold_in(key, number), shard)
             t, b = shards.map(lambda valid, shard: draw(shard_key(shard), valid), rollout.valid, shards.index)
             scale = advantage_scale(shards, targets.advantage, rollout.valid, t, b)  # [M]
-            pieces = count_pieces(rollout.obs, t) if cut else 1
+            pieces = count_pieces(e, spec, platform, t)
 
             def minibatch(state: State, inputs: tuple[jax.Array, Scale]) -> tuple[State, Metrics]:
                 m, scale_m = inputs

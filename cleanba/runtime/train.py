@@ -221,10 +221,8 @@ def run_training(
     learner = Learner(training.algorithm, training.partition, devices, e.seed)
     holdings = Holdings(training.memory_shapes, training.local_shards, saved.memory if saved else None)
     keeper = Keeper(learner, training.algorithm.actor_params, devices, holdings, training.checkpoints)
-    steppers, scans = (
-        make_steppers(training.algorithm, e.num_steps, devices.platform),
-        Scans(training.algorithm, e.num_steps),
-    )
+    steppers = make_steppers(training.algorithm, e.num_steps, devices.platform)
+    scans = Scans(training.algorithm, e.num_steps)
 
     def guarded(body: Callable[..., None], *args: Any) -> None:
         try:
