@@ -5,6 +5,8 @@
     python benchmarks/aot.py              # one to three minutes a program; results/aot_h200.json and .md after each
     python benchmarks/aot.py --only ppo-resnet --devices 1 8      # the names are those of the first column
 
+With `--only` the rows of other programs stay as they were; each says of which commit it is.
+
 The packages take 550 MB, and want a virtual environment of their own, so that other runs go on without them.  Compiled,
 with the flags of --deterministic, are each algorithm's update, step of acting and scanned rollout at its defaults for
 Atari, and its update in eight shards on 1, 2 and 8 devices, whose branches for a shard are compared.
@@ -162,7 +164,7 @@ class Branch(NamedTuple):
     """What is computed for a shard, without the names of its values."""
 
     whole: str  # a digest of all its instructions, layouts and fusions included
-    arithmetic: str  # of those that compute, library calls among them, without layouts and by size for shape
+    arithmetic: str  # of those that compute: library calls and products whole, others by size, without layouts
     instructions: int
 
 
@@ -179,6 +181,12 @@ def branches(hlo: str) -> list[Branch]:
         """One array may be seen in several shapes."""
         return f"[{math.prod(int(n) for n in shape[1].split(','))}]"
 
+    def arithmetic(instruction: Instruction) -> str:
+        """A library may choose another kernel for another layout; what XLA writes itself adds in the same order."""
+        if instruction.opcode in ("custom-call", "convolution", "dot"):
+            return plain(instruction)
+        return re.sub(r"\{[\d,]*\}", "", SHAPE.sub(elements, plain(instruction)))
+
     def within(name: str) -> Iterator[Instruction]:
         for instruction in all_of[name]:
             yield instruction
@@ -189,11 +197,7 @@ def branches(hlo: str) -> list[Branch]:
         of_branch = list(within(name))
         digest = lambda lines: hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()[:12]
         computing = [i for i in of_branch if i.opcode not in NO_WORK | MOVES | {"fusion"}]
-        return Branch(
-            digest(map(plain, of_branch)),
-            digest(re.sub(r"\{[\d,]*\}", "", SHAPE.sub(elements, plain(i))) for i in computing),
-            len(of_branch),
-        )
+        return Branch(digest(map(plain, of_branch)), digest(map(arithmetic, computing)), len(of_branch))
 
     taken = [
         max(i.called, key=lambda name: sum(1 for _ in within(name)))
@@ -261,6 +265,8 @@ def table(rows: dict[str, dict[str, Any]], compared: list[dict[str, Any]]) -> st
         "|---" * (len(columns) + 4) + "|",
     ]
     times = lambda counts: ", ".join(f"{n:,} x {name}" for name, n in counts.items())
+    everything = [name for name, *_ in cases(Args())]
+    rows = {name: rows[name] for name in sorted(rows, key=lambda n: everything.index(n) if n in everything else -1)}
     for name, row in rows.items():
         if "refused" not in row:
             library = {target.removeprefix("__"): n for target, n in row["calls"].items()}
@@ -282,7 +288,10 @@ def main(args: Args) -> None:
     make_deterministic()
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # there are no libraries to check
     jax.config.update("jax_platforms", "cpu,cuda")  # the CPU first: keys and arrays are made there
-    rows: dict[str, dict[str, Any]] = {}
+    before = machine.saved("aot_h200") if args.only else {}
+    rows: dict[str, dict[str, Any]] = before.get("programs", {})
+    compared = before.get("shards", [])
+    commit = machine.commit()
     found: dict[str, dict[str, list[Branch]]] = collections.defaultdict(dict)
     head = ("program", "seconds", "temp GiB", "args GiB", "launches", "conds")
     print("{:28} {:>7} {:>8} {:>8} {:>8} {:>6}  sorts (elements: times), scatters, calls".format(*head))
@@ -293,13 +302,14 @@ def main(args: Args) -> None:
         try:
             program = programs.make(RECIPES[recipe], fields, count, "gpu")
         except UsageError as refused:
-            rows[name] = {"refused": str(refused)}
+            rows[name] = {"refused": str(refused), "commit": commit}
             print(f"{name:28} {refused}", flush=True)
             continue
         set_precision(program.experiment.dtype)
         compiled = trace(program, h200(count)).lower().compile()
         hlo, memory = compiled.as_text(), compiled.memory_analysis()
         row = {
+            "commit": commit,
             "seconds_to_compile": round(time.perf_counter() - start, 1),
             "temporary_gib": round(memory.temp_size_in_bytes / 2**30, 3),
             "arguments_gib": round(memory.argument_size_in_bytes / 2**30, 3),
@@ -316,7 +326,8 @@ def main(args: Args) -> None:
             f"{row['launches']:8,} {row['conditionals']:6,}  {row['sorts']}, {row['scatters']}, {row['calls']}",
             flush=True,
         )
-        compared = [row for of_recipe in found.values() for row in compare(of_recipe)]
+        new = [row for of_recipe in found.values() for row in compare(of_recipe)]
+        compared = [row for row in compared if row["programs"] not in [r["programs"] for r in new]] + new
         values = {"target": "NVIDIA H200", "flags": os.environ["XLA_FLAGS"], "programs": rows, "shards": compared}
         path = machine.save("aot_h200", values)
         path.with_suffix(".md").write_text(table(rows, compared))

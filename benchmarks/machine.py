@@ -3,6 +3,7 @@
 import json
 import os
 import statistics
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,6 +33,19 @@ def save(name: str, values: dict[str, Any]) -> Path:
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps({"command": command(), "machine": describe(), **values}, indent=2) + "\n")
     return path
+
+
+def saved(name: str) -> dict[str, Any]:
+    """What benchmarks/results/<name>.json holds; nothing where it is not there."""
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def commit() -> str:
+    """What was measured: the commit, with a "+" where files differ from it; "unknown" outside of Git."""
+    git = ["git", "-C", str(RESULTS.parent), "describe", "--always", "--dirty=+", "--match="]
+    ended = subprocess.run(git, capture_output=True, text=True)
+    return ended.stdout.strip() or "unknown"
 
 
 def spread(samples: list[float]) -> dict[str, float]:

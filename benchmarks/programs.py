@@ -87,9 +87,9 @@ def trace_scan(program: Program, device: jax.Device) -> Any:
     flag = jnp.zeros(first.shape, bool)
 
     def env_step(handle: jax.Array, action: jax.Array) -> tuple[jax.Array, Step]:
-        reward = action.astype(jnp.float32)
+        reward = action.reshape(len(action), -1).astype(jnp.float32).sum(-1)
         shown = jax.tree.map(lambda o: jnp.broadcast_to(handle.sum(), o.shape).astype(o.dtype), obs)
-        return handle + 1, Step(shown, reward, reward, action > 1, flag, flag)
+        return handle + 1, Step(shown, reward, reward, reward > 1, flag, flag)
 
     scan = make_scan(program.algorithm, program.experiment.num_steps, env_step)
     state = ScanState(jax.ShapeDtypeStruct((8,), jnp.uint8), obs, first, first, carry)

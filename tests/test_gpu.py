@@ -84,10 +84,12 @@ def test_an_update_scatters_nothing_and_sorts_only_what_is_listed(recipe, varian
     assert sorts(text) == SORTED.get((recipe, variant), [])
 
 
-@pytest.mark.parametrize("variant", programs.VARIANTS)
+@pytest.mark.parametrize(
+    "recipe, variant", [("ppo", v) for v in programs.VARIANTS] + [(r, "nature") for r in RECIPES if r != "ppo"]
+)
 @pytest.mark.parametrize("trace", [programs.trace_act, programs.trace_scan], ids=["stepped", "scanned"])
-def test_acting_neither_scatters_nor_sorts(trace, variant, devices):
-    text = lowered(trace(small("ppo", variant), devices.actors[0]))
+def test_acting_neither_scatters_nor_sorts(trace, recipe, variant, devices):
+    text = lowered(trace(small(recipe, variant), devices.actors[0]))
     assert (scatters(text), sorts(text)) == ([], [])
     assert set(products(text)) == {"HIGHEST"}
 
