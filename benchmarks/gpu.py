@@ -1,13 +1,14 @@
-"""How fast is it on this machine's GPUs, and are the bits the same?  At most nine minutes, the most important first.
+"""How fast is it on this machine's GPUs, and are the bits the same?  Nine minutes a call, the most important first.
 
     python benchmarks/gpu.py                       # results in benchmarks/results/gpu.json and gpu.md, after each part
+    python benchmarks/gpu.py --rest                # again, for what is not there yet
     python benchmarks/gpu.py --only digests        # parts whose names begin so
     JAX_NUM_CPU_DEVICES=4 python benchmarks/gpu.py --tiny    # the same parts on a CPU, small, to see that they run
 
-Each part is a process of its own, since flags of XLA must be set before JAX starts, with a time limit; parts that no
-longer fit into `--minutes` are left out and named.  A speed has EnvPool, inference and learning alone, placed as in the
-whole; the whole; the kernels of one update; how far probabilities of acting and of learning are apart before anything
-was learnt; peak memory.  The digests are those of short runs, compiled anew each time.
+Each part is a process of its own, since flags of XLA must be set before JAX starts, with a time limit; what it found
+until then stays.  Parts that no longer fit into `--minutes` are left out and named.  A speed has EnvPool, inference and
+learning alone, placed as in the whole; the whole; the kernels of one update; how far probabilities of acting and of
+learning are apart before anything was learnt; peak memory.  The digests are those of short runs, each compiled anew.
 """
 
 import collections
@@ -18,17 +19,19 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import machine
 import tyro
 
 RESULT = "RESULT "  # begins the line on which a part's process says what it found
 CACHE = "JAX_COMPILATION_CACHE_DIR"
 RESNET, NATURE = {"network": "impala"}, {"network": "nature", "hiddens": (512,)}
 TINY: dict[str, Any] = dict(
-    env_id="Catch-v0", network="mlp", hiddens=(8,), num_envs=16, num_steps=4, num_minibatches=2, checkpoint_frequency=0
+    env_id="Catch-v0", network="mlp", hiddens=(8,), num_envs=48, num_steps=4, num_minibatches=2, checkpoint_frequency=0
 )
 
 
@@ -41,7 +44,9 @@ class Args:
     seconds: float = 3.0
     """for each figure"""
     only: tuple[str, ...] = ()
-    """beginnings of the names of parts (default: all)"""
+    """beginnings of the names of parts (default: all); figures of other parts stay"""
+    rest: bool = False
+    """only parts that have no figures yet, or failed"""
     out: Path = Path(__file__).parent / "results"
     """folder of the results"""
     tiny: bool = False
@@ -78,7 +83,11 @@ def parts(gpus: int) -> list[Part]:
         expected=80,
     )
     tf32, bf16 = {"dtype": "tensorfloat32"}, {"dtype": "bfloat16"}
+    four = {"num_actors": 4}
+    shards = {"num_shards": 8}  # so that acting gets its turn between short launches
     first = [
+        speed("ppo resnet tf32 8 shards", "ppo", RESNET, tf32, shards),
+        speed("impala resnet tf32 8 shards", "impala", RESNET, tf32, shards, {"num_envs": 128}),
         speed("ppo resnet tf32", "ppo", RESNET, tf32),
         speed("impala resnet tf32", "impala", RESNET, tf32),
         speed("ppo resnet float32", "ppo", RESNET),
@@ -97,15 +106,17 @@ def parts(gpus: int) -> list[Part]:
             placed.append(speed(f"ppo {name}", "ppo", RESNET, tf32, actors=actors, learners=learners))
     rest = [
         speed("impala resnet tf32 not deterministic", "impala", RESNET, tf32, {"deterministic": False}, expected=80),
-        speed("ppo resnet tf32 4 actors 240 envs", "ppo", RESNET, tf32, {"num_actors": 4, "num_envs": 240}),
+        speed("ppo resnet tf32 4 actors 240 envs", "ppo", RESNET, tf32, {"num_envs": 240} | four),
         speed("ppo nature tf32", "ppo", NATURE, tf32),
         speed("impala nature tf32", "impala", NATURE, tf32),
         speed("ppo resnet tf32 1 actor", "ppo", RESNET, tf32, {"num_actors": 1}),
+        speed("impala resnet tf32 8 shards 4 actors", "impala", RESNET, tf32, shards, {"num_envs": 128} | four),
         speed("ppo resnet tf32 4 shards", "ppo", RESNET, tf32, {"num_shards": 4}),
         speed("ppo resnet tf32 480 envs", "ppo", RESNET, tf32, {"num_envs": 480}),
         speed("ppo resnet tf32 60 envs", "ppo", RESNET, tf32, {"num_envs": 60}),
         speed("impala resnet float32", "impala", RESNET),
         speed("ppo resnet tf32 scanned", "ppo", RESNET, tf32, {"collector": "scanned"}),
+        speed("impala resnet tf32 scanned", "impala", RESNET, tf32, {"collector": "scanned"}),
         speed("ppo lstm tf32", "ppo", RESNET, tf32, {"core": "lstm"}),
         short("impala", 4),
         short("ppo", 1),
@@ -117,16 +128,18 @@ def parts(gpus: int) -> list[Part]:
 # --------------------------------------------------------------------------------------- in a process for each part
 
 
-def look(part: Part) -> dict[str, Any]:
+def look(part: Part) -> Iterator[dict[str, Any]]:
     """The machine."""
     import jax
-    import machine
 
-    return {"machine": machine.describe(), "devices": len(jax.local_devices()), "platform": jax.default_backend()}
+    yield {"machine": machine.describe(), "devices": len(jax.local_devices()), "platform": jax.default_backend()}
 
 
-def speed(part: Part) -> dict[str, Any]:
-    """Steps per second of the parts and of the whole, the kernels of an update, and what else is to be known."""
+def speed(part: Part) -> Iterator[dict[str, Any]]:
+    """Steps per second of the parts and of the whole, the kernels of an update, and what else is to be known.
+
+    Figure after figure: what a later one breaks, or has no time for, the earlier ones outlive.
+    """
     import numpy as np
     from throughput import Parts, steps_per_second
 
@@ -148,31 +161,34 @@ def speed(part: Part) -> dict[str, Any]:
     for a in p.actors:
         p.infer(a)
     n, per_actor = len(p.actors), p.partition.envs_per_actor
+    yield {
+        "experiment": {**part.fields, "num_actors": n, "num_shards": p.partition.num_shards},
+        "before_learning": ratios,
+        "seconds": {"compiling": compiling, "update": per_update, "rollout": asdict(p.times)},
+    }
     sps = {
         "EnvPool alone": steps_per_second(p.env_step, n, per_actor, part.seconds),
         "inference alone": steps_per_second(p.infer, n, per_actor, part.seconds / 2),
         "learning alone": steps_per_second(p.learn, 1, p.experiment.transitions_per_update, part.seconds),
     }
-    # Threads for all cores to each actor, so that one's emulators take the cores while another's policy is asked.
-    p.open_pools(threads_per_actor(1))
-    more_threads = steps_per_second(p.env_step, n, per_actor, part.seconds / 2)
-    kernels = timeline(p.learn)
-    p.close()
+    rounded = lambda: {name: round(x) for name, x in sps.items()}
+    yield {"steps_per_second": rounded()}
     whole = p.whole(part.seconds * 3, max(per_update, p.experiment.transitions_per_update / sps["EnvPool alone"]))
     sps["whole"] = float(whole["sps"])
     stats = p.devices.learners[0].memory_stats() or {}
-    return {
-        "experiment": {**part.fields, "num_actors": n, "num_shards": p.partition.num_shards},
-        "steps_per_second": {name: round(x) for name, x in sps.items()},
-        "EnvPool alone, all cores to each actor": round(more_threads),
+    yield {
+        "steps_per_second": rounded(),
         "whole_over_slower_part": sps["whole"] / min(sps["EnvPool alone"], sps["learning alone"]),
-        "before_learning": ratios,
-        "seconds": {"compiling": compiling, "update": per_update, "rollout": asdict(p.times)},
         "in_the_whole": {name: x for name, x in whole.items() if name.startswith(("time/", "charts/"))},
-        "update": kernels,
         "peak_gib": stats.get("peak_bytes_in_use", 0) / 2**30,
         "params_digest": whole["params_digest"],
     }
+    # Threads for all cores to each actor, so that one's emulators take the cores while another's policy is asked.
+    p.open_pools(threads_per_actor(1))
+    more_threads = steps_per_second(p.env_step, n, per_actor, part.seconds / 2)
+    p.close()
+    yield {"EnvPool alone, all cores to each actor": round(more_threads)}
+    yield {"update": timeline(p.learn)}
 
 
 def ratios_before_learning(p: Any) -> dict[str, float] | None:
@@ -217,29 +233,34 @@ def timeline(update: Any) -> dict[str, Any]:
         files = list(Path(folder).rglob("*.xplane.pb"))
         if not files:
             return {"wall": wall}
-        planes = {plane.name: plane for plane in jax.profiler.ProfileData.from_file(str(files[0])).planes}
-        device = next((plane for name, plane in sorted(planes.items()) if name.startswith("/device:GPU")), None)
-        if device is None:  # on a CPU
-            return {"wall": wall, "planes": sorted(planes)}
-        seconds: collections.Counter[str] = collections.Counter()
-        count: collections.Counter[str] = collections.Counter()
-        spans = []
-        for line in device.lines:
-            if not line.name.startswith("Stream"):  # the others are sums of these
-                continue
-            for event in line.events:
-                seconds[event.name] += event.duration_ns / 1e9
-                count[event.name] += 1
-                spans.append((event.start_ns, event.start_ns + event.duration_ns))
+        return {"wall": wall, **kernels(jax.profiler.ProfileData.from_file(str(files[0])).planes)}
+
+
+def kernels(planes: Iterable[Any]) -> dict[str, Any]:
+    """What a profile's planes say of the first GPU; on a CPU, the planes' names."""
+    by_name = {plane.name: plane for plane in planes}
+    device = next((plane for name, plane in sorted(by_name.items()) if name.startswith("/device:GPU")), None)
+    if device is None:
+        return {"planes": sorted(by_name)}
+    seconds: collections.Counter[str] = collections.Counter()
+    count: collections.Counter[str] = collections.Counter()
+    spans = []
+    for line in device.lines:
+        if not line.name.startswith("Stream"):  # the others are sums of these
+            continue
+        for event in line.events:
+            seconds[event.name] += event.duration_ns / 1e9
+            count[event.name] += 1
+            spans.append((event.start_ns, event.start_ns + event.duration_ns))
     busy, end = 0.0, 0.0
     for begin, finish in sorted(spans):
         busy += max(0.0, finish - max(begin, end)) / 1e9
         end = max(end, finish)
     longest = {name: {"seconds": s, "times": count[name]} for name, s in seconds.most_common(15)}
-    return {"wall": wall, "busy": busy, "launches": len(spans), "kernels": longest}
+    return {"busy": busy, "launches": len(spans), "kernels": longest}
 
 
-def digests(part: Part) -> dict[str, Any]:
+def digests(part: Part) -> Iterator[dict[str, Any]]:
     """Digests of one short run: twice on one device, and on 2 and 4 where there are as many."""
     import jax
 
@@ -268,43 +289,44 @@ def digests(part: Part) -> dict[str, Any]:
         if outcome.error is not None:
             raise outcome.error
         found.append(outcome.result["params_digest"])
-    return {"digests": found, "learner_devices": counts, "the_same": len(set(found)) == 1}
+        yield {"digests": found, "learner_devices": counts[: len(found)], "the_same": len(set(found)) == 1}
 
 
 def measure(part: Part) -> None:
-    """In this process: one part, and a line that says what was found."""
-    from cleanba.runtime.placement import make_deterministic, set_precision
+    """In this process: one part, and after each of its figures a line that says what was found so far."""
+    from cleanba.config import Experiment
+    from cleanba.runtime.compiled import prepare_process
 
-    if part.fields.get("deterministic", True):
-        make_deterministic()
-    set_precision(part.fields.get("dtype", "float32"))
-    found = {"look": look, "speed": speed, "digests": digests}[part.kind](part)
-    print(RESULT + json.dumps(found), flush=True)
+    asked = {name: part.fields[name] for name in ("deterministic", "dtype") if name in part.fields}
+    prepare_process(Experiment(**asked))
+    found: dict[str, Any] = {}
+    for figures in {"look": look, "speed": speed, "digests": digests}[part.kind](part):
+        found |= figures
+        print(RESULT + json.dumps(found), flush=True)
 
 
 # ------------------------------------------------------------------------------------------------ one after the other
 
 
 def run(part: Part, limit: float, environment: dict[str, str]) -> dict[str, Any]:
-    """A part in a process of its own: what it found, or why it found nothing."""
+    """A part in a process of its own: what it found, and why it did not find more."""
     command = [sys.executable, __file__, "--part", json.dumps(asdict(part))]
     if part.kind == "digests":  # of runs that are compiled anew
-        environment = {name: value for name, value in environment.items() if name != CACHE}
+        environment = environment | {"JAX_ENABLE_COMPILATION_CACHE": "false"}
     start = time.perf_counter()
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
     )
     try:
         out, err = process.communicate(timeout=limit)
+        failed = " ".join(err.strip().splitlines()[-3:])[-600:] if process.returncode else ""
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-        return {"failed": f"not done after {limit:.0f} s", "wall": limit}
-    wall = time.perf_counter() - start
+        out, _ = process.communicate()
+        failed = f"not done after {limit:.0f} s"
     lines = [line for line in out.splitlines() if line.startswith(RESULT)]
-    if process.returncode != 0 or not lines:
-        return {"failed": " ".join(err.strip().splitlines()[-3:])[-600:], "wall": wall}
-    return {**json.loads(lines[-1].removeprefix(RESULT)), "wall": wall}
+    found = json.loads(lines[-1].removeprefix(RESULT)) if lines else {}
+    return found | {"wall": time.perf_counter() - start} | ({"failed": failed} if failed else {})
 
 
 def table(found: dict[str, Any], left_out: list[str]) -> str:
@@ -316,17 +338,16 @@ def table(found: dict[str, Any], left_out: list[str]) -> str:
     for name, x in found.items():
         if "steps_per_second" in x:
             ratio = (x["before_learning"]["ratio"] or {}).get("max", float("nan"))
-            update = x["update"]
+            update = x.get("update", {})
             busy = f"{update['busy'] / update['wall']:.0%}" if "busy" in update else ""
-            cells = [f"{x['steps_per_second'][c]:,}" for c in columns]
-            lines.append(
-                f"| {name} | {' | '.join(cells)} | {x['whole_over_slower_part']:.2f} | {ratio:.1e} | {busy} "
-                f"| {x['peak_gib']:.1f} |"
-            )
+            cells = [f"{x['steps_per_second'][c]:,}" if c in x["steps_per_second"] else "" for c in columns]
+            whole = f"{x['whole_over_slower_part']:.2f} | {ratio:.1e}" if "peak_gib" in x else f" | {ratio:.1e}"
+            peak = f"{x['peak_gib']:.1f}" if "peak_gib" in x else ""
+            lines.append(f"| {name} | {' | '.join(cells)} | {whole} | {busy} | {peak} |")
         elif "digests" in x:
             on = ", ".join(map(str, x["learner_devices"]))
             others.append(f"{name}, on {on} learner devices: {'the same' if x['the_same'] else 'DIFFERENT'}")
-        elif "failed" in x:
+        if "failed" in x:
             others.append(f"{name}: {x['failed']}")
     if left_out:
         others.append(f"left out for want of time: {', '.join(left_out)}")
@@ -340,6 +361,7 @@ def main(args: Args) -> None:
         fields = {k: tuple(v) if isinstance(v, list) else v for k, v in values.pop("fields").items()}
         values |= {"fields": fields, "actors": tuple(values["actors"]), "learners": tuple(values["learners"])}
         return measure(Part(**values))
+    commit = machine.commit()
     deadline = time.perf_counter() + 60 * args.minutes
     left = lambda: deadline - time.perf_counter()
     args.out.mkdir(parents=True, exist_ok=True)
@@ -353,20 +375,24 @@ def main(args: Args) -> None:
             sys.exit(f"benchmarks/gpu.py: {here['failed']}")
         if here["platform"] == "cpu" and not args.tiny:
             sys.exit("benchmarks/gpu.py: JAX finds no GPU here; --tiny shows on a CPU that all parts run")
+        results = args.out / "gpu.json"
         found: dict[str, Any] = {}
+        if (args.only or args.rest) and results.exists():
+            found = json.loads(results.read_text())["parts"]
         left_out: list[str] = []
         for part in parts(here["devices"]):
-            if args.only and not part.name.startswith(args.only):
+            there = part.name in found and "failed" not in found[part.name]
+            if (args.only and not part.name.startswith(args.only)) or (args.rest and there):
                 continue
             fields = {**part.fields, **TINY} if args.tiny else part.fields
             part = replace(part, fields=fields, seconds=args.seconds)
             if left() < (5 if args.tiny else part.expected):
                 left_out.append(part.name)
                 continue
-            found[part.name] = run(part, min(left(), 3 * part.expected), environment)
+            found[part.name] = run(part, min(left(), 3 * part.expected), environment) | {"commit": commit}
             print(f"{part.name}: {found[part.name].get('steps_per_second', found[part.name])}", flush=True)
             written = {"command": " ".join(["python benchmarks/gpu.py", *sys.argv[1:]]), **here, "parts": found}
-            (args.out / "gpu.json").write_text(json.dumps(written, indent=2) + "\n")
+            results.write_text(json.dumps(written, indent=2) + "\n")
             (args.out / "gpu.md").write_text(table(found, left_out))
         page = table(found, left_out)
         (args.out / "gpu.md").write_text(page)
