@@ -14,7 +14,7 @@ from cleanba.environments.specs import EnvSpec, ObsSpec
 from cleanba.errors import UsageError
 from cleanba.networks import make_actor_critic
 from cleanba.networks.cores import LSTM, LSTMCarry, initial_carry
-from cleanba.networks.layers import Conv, max_pool
+from cleanba.networks.layers import Conv, add_bias, max_pool, tall_product
 from cleanba.networks.sight import as_vector
 from cleanba.networks.torsos import ImpalaResNet, NatureCNN, channels_last
 
@@ -181,6 +181,28 @@ def test_patches_take_bytes_and_scale_them_as_xla_does(size, stride, padding):
     params = some_params(lambda key: Conv(**options).init(key, x))
     scaled = Conv(**options).apply(params, x.astype(np.float32) / 255)
     close(Conv(**options, kind="patches", input_scale=1 / 255).apply(params, x), scaled)
+
+
+@pytest.mark.parametrize("size, stride, hw", [(8, 4, (20, 30)), (4, 4, (12, 9)), (8, 8, (17, 24)), (9, 4, (21, 16))])
+def test_four_bytes_of_a_plane_are_moved_as_one_word_to_the_same_convolution(size, stride, hw):
+    x = observe(ObsSpec("image", (3, *hw), "uint8"), 2).transpose(0, 2, 3, 1)
+    options = dict(features=4, size=size, stride=stride, input_scale=1 / 255)
+    (cut, words), (plain, bytes_) = conv_both(x, **options, planes=True)[1], conv_both(x, **options)[0]
+    close((cut, words), (plain, bytes_), rtol=1e-3, atol=1e-4)
+    kinds = lambda **more: str(jax.make_jaxpr(partial(Conv(**options, kind="patches", **more).apply, {"params": {
+        "kernel": np.zeros((size, size, 3, 4), np.float32), "bias": np.zeros(4, np.float32)}}))(x))  # fmt: skip
+    assert "bitcast_convert_type" in kinds(planes=True) and "bitcast_convert_type" not in kinds()
+
+
+def test_biases_and_tall_products_have_the_gradients_of_sums_and_products():
+    rng = np.random.default_rng(0)
+    x, w, b = (rng.normal(size=shape).astype(np.float32) for shape in ((6, 40), (40, 3), 3))
+    weight = rng.normal(size=(6, 3)).astype(np.float32)
+    ours = jax.grad(lambda x, w, b: (weight * add_bias(tall_product(x, w), b) ** 2).sum(), (0, 1, 2))
+    plain = jax.grad(lambda x, w, b: (weight * (x @ w + b) ** 2).sum(), (0, 1, 2))
+    close(jax.jit(ours)(x, w, b), plain(x, w, b), rtol=1e-5, atol=1e-5)
+    images = rng.normal(size=(2, 3, 4, 3)).astype(np.float32)
+    close(jax.grad(lambda b: (add_bias(images, b) ** 2).sum())(b), 2 * (images + b).sum((0, 1, 2)), rtol=1e-5)
 
 
 @pytest.mark.parametrize("hw", [(84, 84), (21, 11), (4, 5), (3, 3), (2, 1), (1, 1)], ids=str)

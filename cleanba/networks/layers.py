@@ -53,25 +53,67 @@ def _backward(pads: Pads, saved: tuple[jax.Array, jax.Array], dy: jax.Array) -> 
 plain_convolve.defvjp(_forward, _backward)
 
 
-def cells(x: jax.Array, size: int, stride: int, pads: Pads) -> jax.Array:
+@jax.custom_vjp
+def add_bias(x: jax.Array, bias: jax.Array) -> jax.Array:
+    """The sum x + b.  [..., F], [F] -> [..., F].
+
+    b's gradient is a product, as XLA may fuse the sum of it with whatever moves dy, in scalar loops: a tenth of a
+    Nature CNN's gradient.
+    """
+    return x + bias
+
+
+def _sum_of_rows(_: None, dy: jax.Array) -> tuple[jax.Array, jax.Array]:
+    rows = dy.reshape(-1, dy.shape[-1])
+    return dy, jnp.ones(rows.shape[0], rows.dtype) @ rows
+
+
+add_bias.defvjp(lambda x, bias: (x + bias, None), _sum_of_rows)
+
+
+@jax.custom_vjp
+def tall_product(x: jax.Array, w: jax.Array) -> jax.Array:
+    """The product x W for a W with many rows.  [N, D], [D, F] -> [N, F]."""
+    return x @ w
+
+
+def _gradients(saved: tuple[jax.Array, jax.Array], dy: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """As dx = (W dy^T)^T the small matrix is the one to be turned.  Without the barrier XLA would turn W."""
+    x, w = saved
+    return lax.optimization_barrier(w @ dy.T).T, x.T @ dy
+
+
+tall_product.defvjp(lambda x, w: (x @ w, (x, w)), _gradients)
+
+
+def cells(x: jax.Array, size: int, stride: int, pads: Pads, planes: bool = False) -> jax.Array:
     """Cells of stride x stride pixels as one pixel each: what a kernel in such steps sees, for one in steps of one.
 
-    [N, H, W, C] -> [N, H' + k' - 1, W' + k' - 1, stride * stride * C], where k' = ceil(size / stride).
+    [N, H, W, C] -> [N, H' + k' - 1, W' + k' - 1, stride * stride * C], where k' = ceil(size / stride).  With `planes`
+    x lies in memory as [N, C, H, W], and a cell's channels as [C, stride, stride]: four bytes of a row, side by side in
+    both, are moved as one word.
     """
     n, c = x.shape[0], x.shape[3]
     count = [(d + sum(p) - size) // stride + -(-size // stride) for d, p in zip(x.shape[1:3], pads, strict=True)]
     edges = [(p[0], m * stride - d - p[0], 0) for d, p, m in zip(x.shape[1:3], pads, count, strict=True)]
     x = lax.pad(x, jnp.zeros((), x.dtype), ((0, 0, 0), *edges, (0, 0, 0)))
+    if planes:
+        rows = x.transpose(0, 3, 1, 2).reshape(n, c, count[0], stride, count[1], stride // 4, 4)
+        words = lax.bitcast_convert_type(rows, jnp.uint32).transpose(0, 2, 4, 1, 3, 5)
+        # Without the barrier XLA would move bytes again.
+        x = lax.bitcast_convert_type(lax.optimization_barrier(words), jnp.uint8)
+        return x.reshape(n, *count, stride * stride * c)
     x = x.reshape(n, count[0], stride, count[1], stride, c).transpose(0, 1, 3, 2, 4, 5)
     return x.reshape(n, *count, stride * stride * c)
 
 
-def cells_kernel(kernel: jax.Array, stride: int) -> jax.Array:
+def cells_kernel(kernel: jax.Array, stride: int, planes: bool = False) -> jax.Array:
     """A kernel for `cells`.  [k, k, C, F] -> [k', k', stride * stride * C, F], where k' = ceil(k / stride)."""
     size, _, c, f = kernel.shape
     count = -(-size // stride)
     kernel = jnp.pad(kernel, ((0, count * stride - size), (0, count * stride - size), (0, 0), (0, 0)))
-    kernel = kernel.reshape(count, stride, count, stride, c, f).transpose(0, 2, 1, 3, 4, 5)
+    kernel = kernel.reshape(count, stride, count, stride, c, f)
+    kernel = kernel.transpose((0, 2, 4, 1, 3, 5) if planes else (0, 2, 1, 3, 4, 5))
     return kernel.reshape(count, count, stride * stride * c, f)
 
 
@@ -86,6 +128,7 @@ class Conv(nn.Module):
     kind: ConvKind = "xla"
     kernel_init: Initializer = nn.initializers.lecun_normal()
     input_scale: float = 1.0  # applied to the kernel, so that images can stay bytes until they are multiplied
+    planes: bool = False  # whether x lies in memory as [N, C, H, W]
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -97,10 +140,11 @@ class Conv(nn.Module):
         if self.kind == "xla":
             return convolve(x.astype(self.dtype), kernel, pads, self.stride) + bias
         if self.stride > 1:
+            words = self.planes and x.dtype == jnp.uint8 and self.stride % 4 == 0
             # The barrier keeps bytes being bytes; XLA would convert before it copies, and copy four times more.
-            x = lax.optimization_barrier(cells(x, self.size, self.stride, pads))
-            kernel, pads = cells_kernel(kernel, self.stride), ((0, 0), (0, 0))
-        return plain_convolve(x, kernel, pads) + bias
+            x = lax.optimization_barrier(cells(x, self.size, self.stride, pads, words))
+            kernel, pads = cells_kernel(kernel, self.stride, words), ((0, 0), (0, 0))
+        return add_bias(plain_convolve(x, kernel, pads), bias)
 
 
 def max_pool(x: jax.Array) -> jax.Array:

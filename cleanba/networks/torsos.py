@@ -6,8 +6,9 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from cleanba.networks.layers import Conv, ConvKind, max_pool
+from cleanba.networks.layers import Conv, ConvKind, max_pool, tall_product
 
 
 def orthogonal(scale: float) -> Any:
@@ -16,6 +17,7 @@ def orthogonal(scale: float) -> Any:
 
 
 CHUNK = 32  # images
+TALL = 1024  # inputs of a dense layer, from which on its gradient is taken otherwise on CPUs
 
 
 def in_chunks(convolutions: Callable[[Any, jax.Array], jax.Array], torso: Any, x: jax.Array) -> jax.Array:
@@ -36,9 +38,14 @@ def in_chunks(convolutions: Callable[[Any, jax.Array], jax.Array], torso: Any, x
     return chunked(torso, None, x.reshape(n // size, size, *x.shape[1:]))[1].reshape(n, -1)
 
 
+def channels_first(x: jax.Array) -> bool:
+    """Whether images, which EnvPool delivers as [N, C, H, W] or [N, H, W, C], are the first; told by the short side."""
+    return x.shape[1] < x.shape[3]
+
+
 def channels_last(x: jax.Array) -> jax.Array:
-    """Images as EnvPool delivers them, [N, C, H, W] or [N, H, W, C], whichever; told apart by the short side."""
-    return x.transpose(0, 2, 3, 1) if x.shape[1] < x.shape[3] else x
+    """Images of either kind -> [N, H, W, C]."""
+    return x.transpose(0, 2, 3, 1) if channels_first(x) else x
 
 
 class Dense(nn.Module):
@@ -47,10 +54,14 @@ class Dense(nn.Module):
     features: int
     scale: float
     dtype: Any = jnp.float32
+    kind: ConvKind = "xla"
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        return nn.Dense(self.features, kernel_init=orthogonal(self.scale), dtype=self.dtype)(x)
+        tall = self.kind != "xla" and x.ndim == 2 and x.shape[-1] > TALL
+        product = (lambda x, w, *_, **precision: tall_product(x, w)) if tall else lax.dot_general
+        layer = nn.Dense(self.features, kernel_init=orthogonal(self.scale), dtype=self.dtype, dot_general=product)
+        return layer(x)
 
 
 class NatureCNN(nn.Module):
@@ -64,14 +75,15 @@ class NatureCNN(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         x = in_chunks(NatureCNN._convolutions, self, x)
         for units in self.hiddens:
-            x = nn.relu(Dense(units, 2**0.5, self.dtype)(x))
+            x = nn.relu(Dense(units, 2**0.5, self.dtype, self.kind)(x))
         return x
 
     def _convolutions(self, x: jax.Array) -> jax.Array:
+        planes = channels_first(x)
         x = channels_last(x)
         for features, size, stride, scale in ((32, 8, 4, 1 / 255), (64, 4, 2, 1.0), (64, 3, 1, 1.0)):
             init = orthogonal(2**0.5)
-            x = nn.relu(Conv(features, size, stride, "VALID", self.dtype, self.kind, init, input_scale=scale)(x))
+            x = nn.relu(Conv(features, size, stride, "VALID", self.dtype, self.kind, init, scale, planes)(x))
         return x.reshape(x.shape[0], -1)
 
 
@@ -102,7 +114,7 @@ class ImpalaResNet(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         x = in_chunks(ImpalaResNet._convolutions, self, x)
         for units in self.hiddens:
-            x = nn.relu(Dense(units, 2**0.5, self.dtype)(x))
+            x = nn.relu(Dense(units, 2**0.5, self.dtype, self.kind)(x))
         return x
 
     def _convolutions(self, x: jax.Array) -> jax.Array:
