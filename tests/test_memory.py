@@ -6,6 +6,7 @@ import re
 import shutil
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -108,17 +109,14 @@ def assert_same_run(run: Path, whole: Path) -> None:
     assert both[0] == both[1]
 
 
-def only_what_is_needed(run: Path) -> bool:
-    """Whether every file of the memory belongs to a checkpoint that is kept."""
-    kept = {str(update) for update in updates_kept(run)}
+def assert_only_what_is_needed(run: Path) -> None:
+    """Every file of the memory belongs to a checkpoint that is kept, and nothing was put aside."""
+    kept = {f"{update}.json" for update in updates_kept(run)}
     for home in (run / "memory").iterdir():
-        listings = [path for path in home.glob("*.json")]
-        if {path.stem for path in listings} != kept:
-            return False
-        used = {c[1] for path in listings for cut in json.loads(path.read_text())["chunks"] for c in cut}
-        if {path.name for path in home.glob("*.pack")} != used - {None}:
-            return False
-    return True
+        listings = [json.loads((home / name).read_text())["chunks"] for name in kept]
+        used = {c[1] for chunks in listings for cut in chunks for c in cut}
+        assert {path.name for path in home.iterdir()} == kept | used - {None}
+    assert not (run / "damaged_checkpoints").exists()
 
 
 KILLS = [
@@ -138,8 +136,37 @@ def test_killed_at_the_worst_moments_it_ends_in_the_same_bits(whole, tmp_path):
         assert ended.code == -signal.SIGKILL, f"{moment}: {ended}"
     ended = finish(python(REMEMBERING, *COMMAND, "--run-dir", run, "--learner-device-ids", "1", "2"))
     assert ended.code == 0 and "going on after update" in ended.out, ended.err
+    assert "damaged" not in ended.err
     assert_same_run(run, whole)
-    assert only_what_is_needed(run) and only_what_is_needed(whole)
+    assert_only_what_is_needed(run)
+    assert_only_what_is_needed(whole)
+
+
+def in_pairs(words: Sequence[object]) -> list[list[str]]:
+    """The command lines of two processes of one run."""
+    address = free_address()
+    where = ["--distributed", "--coordinator-address", address, "--num-processes", "2", "--process-id"]
+    return [[*map(str, words), *where, str(i)] for i in range(2)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dies", [0, 1])
+def test_a_kill_while_memory_is_written_leaves_the_checkpoint_before_and_no_more(dies, whole, tmp_path):
+    """Of two processes one dies while the second checkpoint's memory is written; a kill is no damage."""
+    run = tmp_path / "run"
+    first = [*COMMAND, "--run-dir", run]
+    deadly = [ROOT / "tests" / "killed.py", "listing", 3 + 2]  # each has three shards
+    both = in_pairs(first)
+    both[dies] = [*deadly, *both[dies]]
+    both[1 - dies] = [REMEMBERING, *both[1 - dies]]
+    ended = [finish(p, 200) for p in [python(*words) for words in both]]
+    assert ended[dies].code == -signal.SIGKILL, ended
+    assert updates_kept(run) == [3]
+    ended = [finish(p, 200) for p in [python(REMEMBERING, *words) for words in in_pairs(["resume", run])]]
+    assert [e.code for e in ended] == [0, 0], ended[0].err + ended[1].err
+    assert "going on after update 3" in ended[0].out and "damaged" not in ended[0].err + ended[1].err
+    assert_same_run(run, whole)
+    assert_only_what_is_needed(run)
 
 
 @pytest.mark.slow
@@ -158,8 +185,9 @@ def test_killed_at_random_instants_it_ends_in_the_same_bits(whole, tmp_path):
         process.kill()
         finish(process)
     ended = finish(python(REMEMBERING, *COMMAND, "--run-dir", run))
-    assert ended.code == 0, ended.err
+    assert ended.code == 0 and "damaged" not in ended.err, ended.err
     assert_same_run(run, whole)
+    assert_only_what_is_needed(run)
 
 
 # ------------------------------------------------------------------------------------------------------------ damage
@@ -216,17 +244,7 @@ def test_processes_fall_back_together(interrupted, whole, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(interrupted, run)
     flip(next((run / "memory" / "00005").glob("6-*.pack")))
-    address = free_address()
-    where = lambda i: [
-        "--distributed",
-        "--coordinator-address",
-        address,
-        "--num-processes",
-        "2",
-        "--process-id",
-        str(i),
-    ]
-    ended = [finish(p, 200) for p in [python(REMEMBERING, "resume", run, *where(i)) for i in range(2)]]
+    ended = [finish(p, 200) for p in [python(REMEMBERING, *words) for words in in_pairs(["resume", run])]]
     assert [e.code for e in ended] == [0, 0], ended[0].err + ended[1].err
     assert "going on after update 3" in ended[0].out
     assert_same_run(run, whole)

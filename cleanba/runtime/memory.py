@@ -330,11 +330,6 @@ def _read_chunk(home: Path, chunk: Chunk) -> bytes:
     return data
 
 
-def listing(folder: Path, shard: int, update: int) -> Path:
-    """What the memory of a shard was made of after an update."""
-    return shard_folder(folder, shard) / f"{update}.json"
-
-
 def prune(folder: Path, shards: range, keep: Iterable[int], soon: Mapping[int, Shard] | None = None) -> None:
     """Remove of these shards what belongs to no update of `keep`, and the packs that nothing refers to any more.
 
