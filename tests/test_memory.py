@@ -1,6 +1,7 @@
 """A memory is a part of the learner: the same bits on any placement, through any interruption, for what is new."""
 
 import json
+import os
 import random
 import re
 import shutil
@@ -20,6 +21,7 @@ from ports import free_address
 from remembering import Memory, Remembering
 
 from cleanba.errors import UsageError
+from cleanba.files import write_whole
 from cleanba.ops import replay
 from cleanba.rollout import Rollout
 from cleanba.runtime import memory
@@ -361,6 +363,27 @@ def test_after_a_resume_only_what_is_new_is_written(small_chunks, tmp_path):
     assert [s.digest for s in one.values()] == [s.digest for s in other.values()]
     size = lambda shards: sum(len(c) for s in shards.values() for cut in s.new.values() for c in cut)
     assert size(one) == size(other) < memory.nbytes(like)
+
+
+def test_rows_that_are_called_zero_and_are_not_are_damage(tmp_path):
+    like = jax.eval_shape(empty)
+    m = step(jax.tree.map(lambda x: jnp.stack([x, x]), empty()), 1)
+    found = memory.Holdings(like, range(2)).look(m, 1)
+    memory.write(tmp_path, 1, found)
+    path = memory.shard_folder(tmp_path, 1) / "1.json"
+    listing = json.loads(path.read_text())
+    written = next(chunk for cut in listing["chunks"] for chunk in cut if chunk[1] is not None)
+    written[1] = None
+    path.write_text(json.dumps(listing))
+    with pytest.raises(ValueError, match=r"memory/00001/1\.json is damaged"):
+        memory.read(tmp_path, 1, range(2), like, [s.digest for s in found.values()])
+
+
+def test_a_file_and_its_name_outlast_a_power_failure(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append((os.fstat(fd).st_ino, (tmp_path / "file").exists())))
+    write_whole(tmp_path / "file", "content")
+    assert synced == [((tmp_path / "file").stat().st_ino, False), (tmp_path.stat().st_ino, True)]
 
 
 # ---------------------------------------------------------------------------------------------------------- capacity

@@ -304,7 +304,10 @@ def _read_shard(home: Path, update: int, leaves: list[Leaf], digest: str) -> Sav
     for leaf, cut in zip(leaves, chunks, strict=True):
         array = np.zeros(leaf.shape, leaf.dtype)
         for (start, stop), chunk in zip(leaf.chunks(), cut, strict=True):
-            if chunk.pack is not None:
+            if chunk.pack is None:
+                if chunk.sha != _zeros((stop - start) * leaf.row_bytes):
+                    raise ValueError(f"{where} is damaged: it calls rows zero that are not")
+            else:
                 data = np.frombuffer(_read_chunk(home, chunk), leaf.dtype)
                 if leaf.shape:
                     array[start:stop] = data.reshape(stop - start, *leaf.shape[1:])
