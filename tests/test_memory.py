@@ -6,6 +6,7 @@ import random
 import re
 import shutil
 import signal
+import socket
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,7 +25,7 @@ from cleanba.errors import UsageError
 from cleanba.files import write_whole
 from cleanba.ops import replay
 from cleanba.rollout import Rollout
-from cleanba.runtime import memory
+from cleanba.runtime import memory, placement
 from cleanba.runtime.checkpoint import updates_kept
 
 # Ten rollouts of eight steps into rings of 25 rows, which wrap three times; episodes end both ways.
@@ -389,20 +390,42 @@ def test_a_file_and_its_name_outlast_a_power_failure(tmp_path, monkeypatch):
 # ---------------------------------------------------------------------------------------------------------- capacity
 
 
-def test_memory_that_no_device_can_hold_is_refused_with_the_numbers(monkeypatch):
-    like = {"x": jax.ShapeDtypeStruct((1000, 1000), np.float32)}
-    monkeypatch.setattr(memory, "room", lambda devices: 10_000_000)
-    gpus = [SimpleNamespace(platform="gpu")]
-    memory.require_room(like, 2, gpus, 100)  # 8 of 10 MB
+GPUS = [SimpleNamespace(platform="gpu", memory_stats=lambda: {"bytes_limit": 10_000_000})] * 2
+FOUR_MB = {"x": jax.ShapeDtypeStruct((1000, 1000), np.float32)}
+
+
+def test_memory_that_no_device_can_hold_is_refused_with_the_numbers():
+    memory.require_room(FOUR_MB, 2, GPUS, 1, 100)  # 8 of 10 MB
     with pytest.raises(
         UsageError, match=r"buffer_size=100 takes 0\.0 GB .*has 0\.0 GB, .*try --buffer-size 75 at most"
     ):
-        memory.require_room(like, 3, gpus, 100)
-    memory.require_room(like, 1, jax.local_devices()[:1], 100)
-    with pytest.raises(UsageError, match="40% may be memory; try --buffer-size 50 at most"):
-        memory.require_room(like, 2, jax.local_devices()[:1], 100)
+        memory.require_room(FOUR_MB, 3, GPUS, 1, 100)
 
 
-def test_simulated_devices_share_the_hosts_memory():
-    devices = jax.local_devices()
-    assert memory.room(devices[:4]) * 4 <= memory.room(devices[:1]) < 2**50
+def test_memory_that_the_host_cannot_hold_for_its_checkpoints_is_refused_too(monkeypatch):
+    """All processes of a host share its memory, and all devices of a process."""
+    monkeypatch.setattr(memory, "host_room", lambda: 20_000_000)
+    memory.require_room(FOUR_MB, 2, GPUS, 1, 100)  # 16 MB, of the process's 20
+    words = "share of the host's memory .*80% may be memory; try --buffer-size {} at most, or more hosts"
+    with pytest.raises(UsageError, match=words.format(100)):
+        memory.require_room(FOUR_MB, 2, GPUS, 2, 200)  # of its 10
+    memory.require_room(FOUR_MB, 1, GPUS, 2, 100)
+
+    simulated = jax.local_devices()[:1]
+    memory.require_room(FOUR_MB, 2, simulated, 1, 100)
+    with pytest.raises(UsageError, match="40% may be memory; try --buffer-size 100 at most, or more hosts"):
+        memory.require_room(FOUR_MB, 2, simulated, 2, 200)
+    with pytest.raises(UsageError, match="40% may be memory"):
+        memory.require_room(FOUR_MB, 2, jax.local_devices()[:2], 1, 200)
+
+
+def test_the_hosts_memory_is_known():
+    assert 2**28 < memory.host_room() < 2**50
+    assert memory.device_room(jax.local_devices()) is None, "simulated ones have none of their own"
+
+
+def test_processes_of_one_host_are_counted(monkeypatch):
+    """By their hosts' names, whatever the order."""
+    name = np.frombuffer(memory.sha256(socket.gethostname().encode()).digest(), np.uint8)
+    monkeypatch.setattr(placement, "gather_over_processes", lambda mine: np.stack([mine, mine[::-1], name]))
+    assert placement.processes_here() == 2
