@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import remembering
-from launch import ROOT, Ended, digests, finish, python, read_result, read_rows
+from launch import ROOT, Ended, build, digests, finish, python, read_result, read_rows
 from ports import free_address
 from remembering import Memory, Remembering
 
@@ -25,7 +25,7 @@ from cleanba.errors import UsageError
 from cleanba.files import write_whole
 from cleanba.ops import replay
 from cleanba.rollout import Rollout
-from cleanba.runtime import memory, placement
+from cleanba.runtime import learner, memory, placement
 from cleanba.runtime.checkpoint import updates_kept
 
 # Ten rollouts of eight steps into rings of 25 rows, which wrap three times; episodes end both ways.
@@ -429,3 +429,28 @@ def test_processes_of_one_host_are_counted(monkeypatch):
     name = np.frombuffer(memory.sha256(socket.gethostname().encode()).digest(), np.uint8)
     monkeypatch.setattr(placement, "gather_over_processes", lambda mine: np.stack([mine, mine[::-1], name]))
     assert placement.processes_here() == 2
+
+
+def test_memory_is_put_back_in_place_chunk_by_chunk(monkeypatch):
+    """Beside the memory there need not be room for more than a chunk."""
+    training = build(Remembering(**FIELDS), [0], [0, 1], recipe=remembering)
+    like, block = training.memory_shapes, training.block_shapes
+    rng = np.random.default_rng(0)
+    random_one = lambda: [np.array(rng.integers(0, 2, x.shape), x.dtype) for x in jax.tree.leaves(like)]
+    arrays = {shard: random_one() for shard in training.local_shards}
+    puts, put = [], memory.put_rows
+
+    def noting(x, rows, *where):
+        puts.append((x, rows))
+        needs = put.lower(x, rows, *where).compile().memory_analysis()
+        beside = needs.argument_size_in_bytes + needs.temp_size_in_bytes - x.nbytes
+        assert needs.alias_size_in_bytes >= x.nbytes and beside <= memory.CHUNK_BYTES + 64
+        return put(x, rows, *where)
+
+    monkeypatch.setattr(learner, "put_rows", noting)
+    monkeypatch.setattr(memory, "CHUNK_BYTES", 256)
+    saved = {shard: memory.SavedShard([*arrays[shard]], []) for shard in arrays}
+    back = learner.Learner(training.algorithm, training.partition, training.devices, 1).restore_memory(block, saved)
+    for number, x in enumerate(jax.tree.leaves(back)):
+        assert np.array_equal(x, [arrays[shard][number] for shard in sorted(arrays)])
+    assert all(x.is_deleted() for x, _ in puts) and len(puts) > len(arrays) * len(arrays[0])

@@ -164,6 +164,13 @@ def _rows(x: jax.Array, shard: np.int32, start: np.int32, count: int) -> jax.Arr
     return lax.dynamic_slice(x, (shard, start, *zeros), (1, count, *x.shape[2:]))[0]
 
 
+@partial(jax.jit, donate_argnums=0)
+def put_rows(x: jax.Array, rows: jax.Array, shard: np.int32, start: np.int32) -> jax.Array:
+    """The inverse, in place: [K', C, ...], [count, ...] -> [K', C, ...]; of numbers, [K'], [] -> [K']."""
+    at = (shard, start, *(np.int32(0),) * (x.ndim - 2))[: x.ndim]
+    return lax.dynamic_update_slice(x, rows[None], at)
+
+
 @cache
 def _zeros(size: int) -> str:
     return sha256(bytes(size)).hexdigest()
