@@ -1,5 +1,6 @@
 """Files that are there whole or not at all, and JSON."""
 
+import contextlib
 import json
 import math
 import os
@@ -21,6 +22,12 @@ def write_whole(path: Path, content: str | bytes) -> None:
         file.flush()
         os.fsync(file.fileno())  # else a power failure may leave the name of a file that is empty
     os.replace(scratch, path)
+    with contextlib.suppress(OSError):  # not every system can
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)  # else the file may still have its old name after a power failure
+        finally:
+            os.close(folder)
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:

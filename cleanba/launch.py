@@ -43,6 +43,7 @@ from cleanba.runtime.placement import (
     find_devices,
     gather_over_processes,
     initialise,
+    processes_here,
 )
 from cleanba.runtime.profile import Profile
 from cleanba.runtime.train import Outcome, make_training, run_training
@@ -156,7 +157,7 @@ def prepare(recipe: Recipe, config: Config) -> Job:
     algorithm = recipe.make(e, spec, devices.platform)
     job = Job(recipe, config, e, partition, devices, spec, algorithm, run_dir)
     buffer_size = getattr(e, "buffer_size", None)
-    require_room(job.memory_shapes, partition.shards_per_learner, devices.learners, buffer_size)
+    require_room(job.memory_shapes, partition.shards_per_learner, devices.learners, processes_here(), buffer_size)
     require(
         run_dir != Path() or (run_dir / "config.json").exists() or not any(run_dir.iterdir()),
         f"run_dir={str(config.run.run_dir)!r} is the current directory, which holds other files; name one for the run",

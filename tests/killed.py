@@ -8,6 +8,7 @@ It dies when it comes to MOMENT for the N-th time; see `MOMENTS`.
 import os
 import signal
 import sys
+import time
 from typing import Any
 
 import remembering
@@ -17,6 +18,8 @@ from cleanba.runtime import memory
 from cleanba.runtime.checkpoint import Checkpoints
 from cleanba.runtime.collect import ScannedCollector, SteppedCollector
 from cleanba.runtime.learner import Learner
+
+SECONDS = 2.0  # that it stands still before a moment, in which others may go on that should have waited for it
 
 # Where it dies, and whether once that is done or just before.
 MOMENTS: dict[str, tuple[tuple[Any, ...], str, bool]] = {
@@ -44,6 +47,7 @@ def main(moment: str, n: str, *words: str) -> None:
             calls += 1
             mine = calls == int(n)
             if mine and not done:
+                time.sleep(SECONDS)
                 os.kill(os.getpid(), signal.SIGKILL)
             result = original(*args, **kwargs)
             if mine:

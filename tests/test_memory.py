@@ -1,11 +1,14 @@
 """A memory is a part of the learner: the same bits on any placement, through any interruption, for what is new."""
 
 import json
+import os
 import random
 import re
 import shutil
 import signal
+import socket
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,14 +17,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import remembering
-from launch import ROOT, Ended, digests, finish, python, read_result, read_rows
+from launch import ROOT, Ended, build, digests, finish, python, read_result, read_rows
 from ports import free_address
 from remembering import Memory, Remembering
 
 from cleanba.errors import UsageError
+from cleanba.files import write_whole
 from cleanba.ops import replay
 from cleanba.rollout import Rollout
-from cleanba.runtime import memory
+from cleanba.runtime import learner, memory, placement
 from cleanba.runtime.checkpoint import updates_kept
 
 # Ten rollouts of eight steps into rings of 25 rows, which wrap three times; episodes end both ways.
@@ -108,17 +112,14 @@ def assert_same_run(run: Path, whole: Path) -> None:
     assert both[0] == both[1]
 
 
-def only_what_is_needed(run: Path) -> bool:
-    """Whether every file of the memory belongs to a checkpoint that is kept."""
-    kept = {str(update) for update in updates_kept(run)}
+def assert_only_what_is_needed(run: Path) -> None:
+    """Every file of the memory belongs to a checkpoint that is kept, and nothing was put aside."""
+    kept = {f"{update}.json" for update in updates_kept(run)}
     for home in (run / "memory").iterdir():
-        listings = [path for path in home.glob("*.json")]
-        if {path.stem for path in listings} != kept:
-            return False
-        used = {c[1] for path in listings for cut in json.loads(path.read_text())["chunks"] for c in cut}
-        if {path.name for path in home.glob("*.pack")} != used - {None}:
-            return False
-    return True
+        listings = [json.loads((home / name).read_text())["chunks"] for name in kept]
+        used = {c[1] for chunks in listings for cut in chunks for c in cut}
+        assert {path.name for path in home.iterdir()} == kept | used - {None}
+    assert not (run / "damaged_checkpoints").exists()
 
 
 KILLS = [
@@ -138,8 +139,37 @@ def test_killed_at_the_worst_moments_it_ends_in_the_same_bits(whole, tmp_path):
         assert ended.code == -signal.SIGKILL, f"{moment}: {ended}"
     ended = finish(python(REMEMBERING, *COMMAND, "--run-dir", run, "--learner-device-ids", "1", "2"))
     assert ended.code == 0 and "going on after update" in ended.out, ended.err
+    assert "damaged" not in ended.err
     assert_same_run(run, whole)
-    assert only_what_is_needed(run) and only_what_is_needed(whole)
+    assert_only_what_is_needed(run)
+    assert_only_what_is_needed(whole)
+
+
+def in_pairs(words: Sequence[object]) -> list[list[str]]:
+    """The command lines of two processes of one run."""
+    address = free_address()
+    where = ["--distributed", "--coordinator-address", address, "--num-processes", "2", "--process-id"]
+    return [[*map(str, words), *where, str(i)] for i in range(2)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dies", [0, 1])
+def test_a_kill_while_memory_is_written_leaves_the_checkpoint_before_and_no_more(dies, whole, tmp_path):
+    """Of two processes one dies while the second checkpoint's memory is written; a kill is no damage."""
+    run = tmp_path / "run"
+    first = [*COMMAND, "--run-dir", run]
+    deadly = [ROOT / "tests" / "killed.py", "listing", 3 + 2]  # each has three shards
+    both = in_pairs(first)
+    both[dies] = [*deadly, *both[dies]]
+    both[1 - dies] = [REMEMBERING, *both[1 - dies]]
+    ended = [finish(p, 200) for p in [python(*words) for words in both]]
+    assert ended[dies].code == -signal.SIGKILL, ended
+    assert updates_kept(run) == [3]
+    ended = [finish(p, 200) for p in [python(REMEMBERING, *words) for words in in_pairs(["resume", run])]]
+    assert [e.code for e in ended] == [0, 0], ended[0].err + ended[1].err
+    assert "going on after update 3" in ended[0].out and "damaged" not in ended[0].err + ended[1].err
+    assert_same_run(run, whole)
+    assert_only_what_is_needed(run)
 
 
 @pytest.mark.slow
@@ -158,8 +188,9 @@ def test_killed_at_random_instants_it_ends_in_the_same_bits(whole, tmp_path):
         process.kill()
         finish(process)
     ended = finish(python(REMEMBERING, *COMMAND, "--run-dir", run))
-    assert ended.code == 0, ended.err
+    assert ended.code == 0 and "damaged" not in ended.err, ended.err
     assert_same_run(run, whole)
+    assert_only_what_is_needed(run)
 
 
 # ------------------------------------------------------------------------------------------------------------ damage
@@ -216,17 +247,7 @@ def test_processes_fall_back_together(interrupted, whole, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(interrupted, run)
     flip(next((run / "memory" / "00005").glob("6-*.pack")))
-    address = free_address()
-    where = lambda i: [
-        "--distributed",
-        "--coordinator-address",
-        address,
-        "--num-processes",
-        "2",
-        "--process-id",
-        str(i),
-    ]
-    ended = [finish(p, 200) for p in [python(REMEMBERING, "resume", run, *where(i)) for i in range(2)]]
+    ended = [finish(p, 200) for p in [python(REMEMBERING, *words) for words in in_pairs(["resume", run])]]
     assert [e.code for e in ended] == [0, 0], ended[0].err + ended[1].err
     assert "going on after update 3" in ended[0].out
     assert_same_run(run, whole)
@@ -345,23 +366,91 @@ def test_after_a_resume_only_what_is_new_is_written(small_chunks, tmp_path):
     assert size(one) == size(other) < memory.nbytes(like)
 
 
+def test_rows_that_are_called_zero_and_are_not_are_damage(tmp_path):
+    like = jax.eval_shape(empty)
+    m = step(jax.tree.map(lambda x: jnp.stack([x, x]), empty()), 1)
+    found = memory.Holdings(like, range(2)).look(m, 1)
+    memory.write(tmp_path, 1, found)
+    path = memory.shard_folder(tmp_path, 1) / "1.json"
+    listing = json.loads(path.read_text())
+    written = next(chunk for cut in listing["chunks"] for chunk in cut if chunk[1] is not None)
+    written[1] = None
+    path.write_text(json.dumps(listing))
+    with pytest.raises(ValueError, match=r"memory/00001/1\.json is damaged"):
+        memory.read(tmp_path, 1, range(2), like, [s.digest for s in found.values()])
+
+
+def test_a_file_and_its_name_outlast_a_power_failure(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append((os.fstat(fd).st_ino, (tmp_path / "file").exists())))
+    write_whole(tmp_path / "file", "content")
+    assert synced == [((tmp_path / "file").stat().st_ino, False), (tmp_path.stat().st_ino, True)]
+
+
 # ---------------------------------------------------------------------------------------------------------- capacity
 
 
-def test_memory_that_no_device_can_hold_is_refused_with_the_numbers(monkeypatch):
-    like = {"x": jax.ShapeDtypeStruct((1000, 1000), np.float32)}
-    monkeypatch.setattr(memory, "room", lambda devices: 10_000_000)
-    gpus = [SimpleNamespace(platform="gpu")]
-    memory.require_room(like, 2, gpus, 100)  # 8 of 10 MB
+GPUS = [SimpleNamespace(platform="gpu", memory_stats=lambda: {"bytes_limit": 10_000_000})] * 2
+FOUR_MB = {"x": jax.ShapeDtypeStruct((1000, 1000), np.float32)}
+
+
+def test_memory_that_no_device_can_hold_is_refused_with_the_numbers():
+    memory.require_room(FOUR_MB, 2, GPUS, 1, 100)  # 8 of 10 MB
     with pytest.raises(
         UsageError, match=r"buffer_size=100 takes 0\.0 GB .*has 0\.0 GB, .*try --buffer-size 75 at most"
     ):
-        memory.require_room(like, 3, gpus, 100)
-    memory.require_room(like, 1, jax.local_devices()[:1], 100)
-    with pytest.raises(UsageError, match="40% may be memory; try --buffer-size 50 at most"):
-        memory.require_room(like, 2, jax.local_devices()[:1], 100)
+        memory.require_room(FOUR_MB, 3, GPUS, 1, 100)
 
 
-def test_simulated_devices_share_the_hosts_memory():
-    devices = jax.local_devices()
-    assert memory.room(devices[:4]) * 4 <= memory.room(devices[:1]) < 2**50
+def test_memory_that_the_host_cannot_hold_for_its_checkpoints_is_refused_too(monkeypatch):
+    """All processes of a host share its memory, and all devices of a process."""
+    monkeypatch.setattr(memory, "host_room", lambda: 20_000_000)
+    memory.require_room(FOUR_MB, 2, GPUS, 1, 100)  # 16 MB, of the process's 20
+    words = "share of the host's memory .*80% may be memory; try --buffer-size {} at most, or more hosts"
+    with pytest.raises(UsageError, match=words.format(100)):
+        memory.require_room(FOUR_MB, 2, GPUS, 2, 200)  # of its 10
+    memory.require_room(FOUR_MB, 1, GPUS, 2, 100)
+
+    simulated = jax.local_devices()[:1]
+    memory.require_room(FOUR_MB, 2, simulated, 1, 100)
+    with pytest.raises(UsageError, match="40% may be memory; try --buffer-size 100 at most, or more hosts"):
+        memory.require_room(FOUR_MB, 2, simulated, 2, 200)
+    with pytest.raises(UsageError, match="40% may be memory"):
+        memory.require_room(FOUR_MB, 2, jax.local_devices()[:2], 1, 200)
+
+
+def test_the_hosts_memory_is_known():
+    assert 2**28 < memory.host_room() < 2**50
+    assert memory.device_room(jax.local_devices()) is None, "simulated ones have none of their own"
+
+
+def test_processes_of_one_host_are_counted(monkeypatch):
+    """By their hosts' names, whatever the order."""
+    name = np.frombuffer(memory.sha256(socket.gethostname().encode()).digest(), np.uint8)
+    monkeypatch.setattr(placement, "gather_over_processes", lambda mine: np.stack([mine, mine[::-1], name]))
+    assert placement.processes_here() == 2
+
+
+def test_memory_is_put_back_in_place_chunk_by_chunk(monkeypatch):
+    """Beside the memory there need not be room for more than a chunk."""
+    training = build(Remembering(**FIELDS), [0], [0, 1], recipe=remembering)
+    like, block = training.memory_shapes, training.block_shapes
+    rng = np.random.default_rng(0)
+    random_one = lambda: [np.array(rng.integers(0, 2, x.shape), x.dtype) for x in jax.tree.leaves(like)]
+    arrays = {shard: random_one() for shard in training.local_shards}
+    puts, put = [], memory.put_rows
+
+    def noting(x, rows, *where):
+        puts.append((x, rows))
+        needs = put.lower(x, rows, *where).compile().memory_analysis()
+        beside = needs.argument_size_in_bytes + needs.temp_size_in_bytes - x.nbytes
+        assert needs.alias_size_in_bytes >= x.nbytes and beside <= memory.CHUNK_BYTES + 64
+        return put(x, rows, *where)
+
+    monkeypatch.setattr(learner, "put_rows", noting)
+    monkeypatch.setattr(memory, "CHUNK_BYTES", 256)
+    saved = {shard: memory.SavedShard([*arrays[shard]], []) for shard in arrays}
+    back = learner.Learner(training.algorithm, training.partition, training.devices, 1).restore_memory(block, saved)
+    for number, x in enumerate(jax.tree.leaves(back)):
+        assert np.array_equal(x, [arrays[shard][number] for shard in sorted(arrays)])
+    assert all(x.is_deleted() for x, _ in puts) and len(puts) > len(arrays) * len(arrays[0])

@@ -3,7 +3,8 @@
 A checkpoint is taken between two updates, where the environments start afresh; so it needs no emulator's state, and
 a run that goes on from it makes the same bits as one that was never interrupted.  It holds the learner's state, the
 parameters one version older (which the next rollout is collected with), and what the logs count; and, in files of its
-own (`memory.py`), the memory of each shard.  A checkpoint is whole once all of this is there.
+own (`memory.py`), the memory of each shard.  The learner's state is written last, once every process has written its
+memory: a run that is killed before leaves no checkpoint, rather than a part of one.
 """
 
 import contextlib
@@ -12,6 +13,7 @@ import logging
 import os
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,12 +30,14 @@ from cleanba.rollout import PyTree
 from cleanba.runtime import memory
 from cleanba.runtime.digests import tree_digest
 from cleanba.runtime.memory import SavedShard, Shard
+from cleanba.runtime.peers import all_came_to, come_to
 
 if TYPE_CHECKING:
     import orbax.checkpoint as ocp
 
 COUNTERS = "counters"
 ARRAYS = "arrays"
+LATE_SECONDS = 60.0  # after which a file system shows what another process wrote
 
 
 @cache  # once is enough
@@ -87,12 +91,13 @@ class Checkpoints:
         for name in ("absl", "asyncio"):  # Orbax tells of every step; we tell of damage
             logging.getLogger(name).setLevel(logging.CRITICAL)
         self._ocp = ocp
-        self._run_dir = run_dir
+        self._run_dir, self._keep = run_dir, keep
         self._folder = (run_dir / "checkpoints").absolute()
         self._like_memory = like_memory
         self._shards = shards if jax.tree.leaves(like_memory) else range(0)
-        self._writer = ThreadPoolExecutor(1, "memory")
+        self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[None] | None = None
+        self._closing = threading.Event()
         self._known: list[int] = []  # updates whose memory this process has read or written, in order
         self._found: list[int] = []  # the updates there were checkpoints of when `restore` looked
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -100,9 +105,9 @@ class Checkpoints:
             self._folder,
             item_names=(ARRAYS, COUNTERS),
             options=ocp.CheckpointManagerOptions(
-                # The newest may still lack the memory of another process: then the one before must be there.
-                max_to_keep=keep + bool(self._shards),
+                max_to_keep=keep,
                 create=False,
+                enable_async_checkpointing=False,  # `save` has a thread for it
                 multiprocessing_options=_alone("save"),
             ),
         )
@@ -112,48 +117,49 @@ class Checkpoints:
         """Whether there is memory to write."""
         return bool(self._shards)
 
-    def save_memory(self, update: int, shards: Mapping[int, Shard]) -> None:
-        """Begin to write the memory of this process's shards, and remove what no checkpoint refers to any more.
+    def save(self, update: int, shards: Mapping[int, Shard], saved: Saved | None, digests: Sequence[str] = ()) -> None:
+        """Begin to write the memory of this process's shards and, in the main process, what else there is to save.
 
-        All processes have called `wait` since the last checkpoint, which therefore is whole.
-
-        Raises:
-            Failure: the memory could not be written.
-        """
-        if not self._shards:
-            return
-
-        # A file system may show what another process wrote a minute late, so this one keeps what it knows of, too.
-        keep = [*updates_kept(self._run_dir), *self._known[-1:], update]
-
-        def write() -> None:
-            memory.prune(self._run_dir, self._shards, keep, shards)
-            memory.write(self._run_dir, update, shards)
-
-        self._guarded(self._wait_for_memory)
-        self._known.append(update)
-        self._writing = self._writer.submit(write)
-
-    def save(self, saved: Saved, digests: Sequence[str] = ()) -> None:
-        """Begin to write the learner's state; returns as soon as the arrays may change again.
-
-        `digests` are those of the memory of all shards, in their order.
+        All processes have called `wait` since the last checkpoint, which therefore is whole.  `digests` are those of
+        the memory of all shards, in their order.  The arrays of `saved` must not change any more.
 
         Raises:
-            Failure: this one or the one before could not be written.
+            Failure: the checkpoint before could not be written, or there is no place for this one.
         """
         if not self._folder.is_dir():
             raise Failure(f"{self._folder.parent} has gone; bring it back, then give the same command again to go on")
+        self.wait()
+        # The main process's checkpoints may show late here, so this process keeps what it knows of, too.
+        keep = [*updates_kept(self._run_dir), *self._known[-1:], update]
+        self._known.append(update)
+
+        def write() -> None:
+            if self._shards:
+                memory.prune(self._run_dir, self._shards, keep, shards)
+                memory.write(self._run_dir, update, shards)
+                come_to(f"memory/{update}")
+            if saved is not None and self._memory_is_written(update):
+                self._commit(saved, digests)
+
+        self._writing = self._writer.submit(write)
+
+    def _memory_is_written(self, update: int) -> bool:
+        """Wait until every process has written its memory, or this one closes."""
+        while self._shards and not all_came_to(f"memory/{update}"):
+            if self._closing.wait(0.05):
+                return False
+        return True
+
+    def _commit(self, saved: Saved, digests: Sequence[str]) -> None:
+        """Write the learner's state.  It comes last: where it is, the whole checkpoint is."""
         arrays = {"state": saved.state, "older_params": saved.older_params}
         counters = {**saved.counters, "digest": tree_digest(arrays), "memory": [*digests]}
         leaves = {f"{i:05d}": np.asarray(x) for i, x in enumerate(jax.tree.leaves(arrays))}
-        self._guarded(
-            lambda: self._manager.save(
-                saved.update,
-                args=self._ocp.args.Composite(
-                    **{ARRAYS: self._ocp.args.StandardSave(leaves), COUNTERS: self._ocp.args.JsonSave(counters)}
-                ),
-            )
+        self._manager.save(
+            saved.update,
+            args=self._ocp.args.Composite(
+                **{ARRAYS: self._ocp.args.StandardSave(leaves), COUNTERS: self._ocp.args.JsonSave(counters)}
+            ),
         )
 
     def wait(self) -> None:
@@ -162,27 +168,25 @@ class Checkpoints:
         Raises:
             Failure: a checkpoint could not be written.
         """
-        self._guarded(self._manager.wait_until_finished)
-        self._guarded(self._wait_for_memory)
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            self._guarded(writing.result)
 
-    def wait_for_all(self, update: int, num_shards: int, seconds: float) -> None:
-        """Wait as `wait` does, and so many seconds at most until the other processes have written their shards."""
+    def wait_for_all(self, update: int, seconds: float) -> None:
+        """Wait as `wait` does, and so many seconds at most until the main process has written its part, the last."""
         self.wait()
         deadline = time.monotonic() + seconds
-        listings = [memory.listing(self._run_dir, shard, update) for shard in range(num_shards * bool(self._shards))]
-        while time.monotonic() < deadline and not all(path.exists() for path in listings):
+        while time.monotonic() < deadline and update not in updates_kept(self._run_dir):
             time.sleep(0.1)
 
     def finish(self) -> None:
-        """Wait as `wait` does, then remove what no checkpoint refers to any more."""
+        """Wait until the last checkpoint is whole, then remove the memory that belongs to none that is kept."""
         self.wait()
-        keep = [*updates_kept(self._run_dir), *self._known[-1:]]
-        self._guarded(lambda: memory.prune(self._run_dir, self._shards, keep))
-
-    def _wait_for_memory(self) -> None:
-        writing, self._writing = self._writing, None
-        if writing is not None:
-            writing.result()
+        if self._shards and self._known:
+            last = self._known[-1]
+            self.wait_for_all(last, LATE_SECONDS)
+            keep = sorted({*updates_kept(self._run_dir), last})[-self._keep :]  # the main process may not be done
+            self._guarded(lambda: memory.prune(self._run_dir, self._shards, keep))
 
     def _guarded(self, do: Callable[[], object]) -> None:
         try:
@@ -197,6 +201,7 @@ class Checkpoints:
 
     def close(self) -> None:
         """Let go of the folder.  What `wait` has not reported yet is not reported any more."""
+        self._closing.set()
         self._writer.shutdown()
         with contextlib.suppress(Exception):
             self._manager.close()

@@ -64,11 +64,11 @@ class Keeper:
         """Begin to write a checkpoint of what `look` has just seen.
 
         Raises:
-            Failure: it could not be written, or the one before.
+            Failure: the one before could not be written, or there is no place for this one.
         """
         assert self._checkpoints is not None and self._seen[0] == update
-        self._checkpoints.save_memory(update, self._shards)
-        self._shards = {}
+        saved = None
         if self._devices.is_main:
-            host_state = jax.device_get(self._learner.local(state))
-            self._checkpoints.save(Saved(update, host_state, older_params, counters), self._shard_digests)
+            saved = Saved(update, jax.device_get(self._learner.local(state)), older_params, counters)
+        self._checkpoints.save(update, self._shards, saved, self._shard_digests)
+        self._shards = {}

@@ -12,7 +12,7 @@ from cleanba.algorithm import Algorithm, Metrics
 from cleanba.config import Partition
 from cleanba.environments.specs import EnvSpec
 from cleanba.rollout import PyTree, Rollout
-from cleanba.runtime.memory import SavedShard
+from cleanba.runtime.memory import SavedShard, leaves_of, put_rows
 from cleanba.runtime.placement import MESH_AXIS, Devices
 from cleanba.seeds import init_key, update_key
 from cleanba.shards import ShardAxis, compiler_options
@@ -127,12 +127,13 @@ class Learner:
     def restore_memory(self, block: Rollout, saved: Mapping[int, SavedShard]) -> PyTree:
         """The memory of this process's shards, by number -> leaves [K, ...], each shard on the device that holds it.
 
-        Takes the arrays out of `saved` one by one: of a memory of gigabytes there may be no room for a copy.
+        Takes the arrays out of `saved` one by one, and copies them chunk by chunk: of a memory of gigabytes there may
+        be no room for a copy.
         """
         held = self._partition.shards_per_learner
         shards = [saved[number].arrays for number in sorted(saved)]
+        cuts = leaves_of(memory_shapes(self._algorithm, block, self._partition))
         leaves, structure = jax.tree.flatten(self.init_memory(block))
-        put = jax.jit(lambda x, one, i: jax.lax.dynamic_update_index_in_dim(x, one, i, 0), donate_argnums=0)
 
         def fill(number: int) -> jax.Array:
             x, leaves[number] = leaves[number], None
@@ -141,8 +142,11 @@ class Learner:
             del x
             for i, arrays in enumerate(shards):
                 device = self._devices.learners[i // held]
-                parts[device] = put(parts[device], jax.device_put(arrays[number], device), np.int32(i % held))
-                arrays[number] = np.empty(0)
+                one, arrays[number] = arrays[number], np.empty(0)
+                for start, stop in cuts[number].chunks():
+                    rows = jax.device_put(one[start:stop] if one.shape else one, device)
+                    parts[device] = put_rows(parts[device], rows, np.int32(i % held), np.int32(start))
+                    parts[device].block_until_ready()  # else many chunks would be on their way at once
             copies = [parts[device] for device in self._devices.learners]
             return jax.make_array_from_single_device_arrays(shape, self._sharded, copies)
 

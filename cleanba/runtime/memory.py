@@ -113,34 +113,47 @@ def nbytes(like: PyTree) -> int:
     return sum(int(np.prod(x.shape, dtype=np.int64)) * x.dtype.itemsize for x in jax.tree.leaves(like))
 
 
-def room(devices: Sequence[jax.Device]) -> int:
-    """How many bytes each of these devices of this process can hold; simulated ones share the host's memory."""
+def device_room(devices: Sequence[jax.Device]) -> int | None:
+    """How many bytes each of these devices can hold, where they have memory of their own."""
     limits = [(device.memory_stats() or {}).get("bytes_limit") for device in devices]
     known = [limit for limit in limits if limit]
-    if len(known) == len(devices):
-        return min(known)
-    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min(known) if len(known) == len(devices) else None
+
+
+def host_room() -> int:
+    """How many bytes this host can hold, or the container that this process is in."""
+    room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):  # of a container
         with contextlib.suppress(OSError, ValueError):
-            host = min(host, int(Path(limit).read_text()))
-    return host // len(devices)
+            room = min(room, int(Path(limit).read_text()))
+    return room
 
 
-def require_room(like: PyTree, shards_per_device: int, devices: Sequence[jax.Device], buffer_size: int | None) -> None:
-    """Raise `UsageError` unless each device can hold the memory of its shards, of which `like` has the shapes of one.
+def require_room(
+    like: PyTree, shards_per_device: int, devices: Sequence[jax.Device], processes: int, buffer_size: int | None
+) -> None:
+    """Raise `UsageError` unless there is room for the memory of this process's shards, which all processes must have.
 
+    `like` has the shapes of one shard's memory, `processes` share this host, each with so many devices.
     `buffer_size` is the flag's value, if the algorithm has it.
     """
-    needed, there = shards_per_device * nbytes(like), room(devices)
-    # Parameters and rollouts need room too; in the host's memory also what a checkpoint copies, or reads.
-    share = 0.4 if all(device.platform == "cpu" for device in devices) else 0.9
+    needed = shards_per_device * nbytes(like)
+    each, there = host_room() // (len(devices) * processes), device_room(devices)
+    # Parameters, rollouts and environments need room too; and the host has to hold what a checkpoint writes or reads,
+    # which may be all of the memory: beside it, where the devices are simulated.
+    limits = [
+        (0.4 if there is None else 0.8, each, f"whose share of the host's memory is {each / 1e9:.1f} GB", "hosts")
+    ]
+    if there is not None:
+        limits.append((0.9, there, f"which has {there / 1e9:.1f} GB", "learner devices"))
+    share, there, words, more = min(limits, key=lambda limit: limit[0] * limit[1])
     fits = int((buffer_size or 0) * share * there / max(1, needed))
     most = "" if buffer_size is None else f" --buffer-size {fits} at most, or"
     size = "the memory" if buffer_size is None else f"buffer_size={buffer_size}"
     require(
         needed <= share * there,
-        f"{size} takes {needed / 1e9:.1f} GB on each learner device, which has {there / 1e9:.1f} GB, of which "
-        f"{share:.0%} may be memory; try{most} more learner devices",
+        f"{size} takes {needed / 1e9:.1f} GB on each learner device, {words}, of which {share:.0%} may be memory; "
+        f"try{most} more {more}",
     )
 
 
@@ -149,6 +162,13 @@ def _rows(x: jax.Array, shard: np.int32, start: np.int32, count: int) -> jax.Arr
     """`count` rows of one of a device's shards, [K', C, ...] -> [count, ...], without a copy of the others."""
     zeros = (0,) * (x.ndim - 2)
     return lax.dynamic_slice(x, (shard, start, *zeros), (1, count, *x.shape[2:]))[0]
+
+
+@partial(jax.jit, donate_argnums=0)
+def put_rows(x: jax.Array, rows: jax.Array, shard: np.int32, start: np.int32) -> jax.Array:
+    """The inverse, in place: [K', C, ...], [count, ...] -> [K', C, ...]; of numbers, [K'], [] -> [K']."""
+    at = (shard, start, *(np.int32(0),) * (x.ndim - 2))[: x.ndim]
+    return lax.dynamic_update_slice(x, rows[None], at)
 
 
 @cache
@@ -304,7 +324,10 @@ def _read_shard(home: Path, update: int, leaves: list[Leaf], digest: str) -> Sav
     for leaf, cut in zip(leaves, chunks, strict=True):
         array = np.zeros(leaf.shape, leaf.dtype)
         for (start, stop), chunk in zip(leaf.chunks(), cut, strict=True):
-            if chunk.pack is not None:
+            if chunk.pack is None:
+                if chunk.sha != _zeros((stop - start) * leaf.row_bytes):
+                    raise ValueError(f"{where} is damaged: it calls rows zero that are not")
+            else:
                 data = np.frombuffer(_read_chunk(home, chunk), leaf.dtype)
                 if leaf.shape:
                     array[start:stop] = data.reshape(stop - start, *leaf.shape[1:])
@@ -328,11 +351,6 @@ def _read_chunk(home: Path, chunk: Chunk) -> bytes:
     if sha256(data).hexdigest() != chunk.sha:
         raise ValueError(f"{where} is damaged: its checksum does not match")
     return data
-
-
-def listing(folder: Path, shard: int, update: int) -> Path:
-    """What the memory of a shard was made of after an update."""
-    return shard_folder(folder, shard) / f"{update}.json"
 
 
 def prune(folder: Path, shards: range, keep: Iterable[int], soon: Mapping[int, Shard] | None = None) -> None:

@@ -200,6 +200,18 @@ class Peers:
             self._see_off()
 
 
+def come_to(milestone: str) -> None:
+    """Let the others know that this process has come so far in the run."""
+    if _state().num_processes > 1:
+        _state().client.key_value_increment(f"cleanba/{milestone}", 1)
+
+
+def all_came_to(milestone: str) -> bool:
+    """Whether every process has come so far; this one has."""
+    count = _state().num_processes
+    return count == 1 or int(_state().client.key_value_try_get(f"cleanba/{milestone}")) == count
+
+
 def _state() -> Any:
     """What JAX knows of the processes, without looking for devices, which all of them must do together."""
     from jax._src import distributed

@@ -3,9 +3,11 @@
 import os
 import platform
 import signal
+import socket
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
+from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
 
@@ -161,6 +163,12 @@ def find_devices(p: Placement) -> Devices:
     by_id = {d.id: d for d in jax.devices()}
     everyone = [by_id[i] for i in rows[rows >= 0].tolist()]  # process by process: shards lie in this order
     return Devices(actors, learners, Mesh(np.array(everyone), (MESH_AXIS,)), jax.process_index(), jax.process_count())
+
+
+def processes_here() -> int:
+    """How many processes of the run share this host.  All processes must call this."""
+    names = gather_over_processes(np.frombuffer(sha256(socket.gethostname().encode()).digest(), np.uint8))
+    return int((names == names[jax.process_index()]).all(1).sum())
 
 
 def describe_devices() -> dict[str, object]:

@@ -182,7 +182,7 @@ def learn(
         if saving and training.checkpoints is not None:
             keeper.save(update, state, older_params, book.counters())
             if (ending := progress.saved(update)) is not None:
-                training.checkpoints.wait_for_all(update, training.partition.num_shards, training.grace_period)
+                training.checkpoints.wait_for_all(update, training.grace_period)
                 stop(ending)
                 stop.check()
     if training.checkpoints is not None:
