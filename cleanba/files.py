@@ -23,7 +23,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
     os.replace(scratch, path)
 
 
-def write_json(path: Path, values: Mapping[str, Any]) -> None:
+def write_json(path: Path, values: Mapping[str, object]) -> None:
     """Write a JSON file, whole or not at all."""
     write_whole(path, json.dumps(finite(values), indent=2) + "\n")
 
@@ -45,7 +45,7 @@ def read_json(path: Path) -> Json:
     return values
 
 
-def finite(values: Any) -> Any:
+def finite(values: object) -> object:
     """JSON knows no NaN and no infinity: null stands for both, in trees of dictionaries, lists and numbers."""
     if isinstance(values, Mapping):
         return {k: finite(v) for k, v in values.items()}

@@ -8,7 +8,8 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from types import ModuleType
+from typing import NamedTuple, TypeVar
 
 import tyro
 
@@ -58,7 +59,7 @@ def push_command(argv: Sequence[str]) -> Exit:
     return Exit()
 
 
-def require_hub() -> Any:
+def require_hub() -> ModuleType:
     """The optional library huggingface_hub.
 
     Raises:

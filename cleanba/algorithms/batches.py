@@ -10,10 +10,10 @@ import numpy as np
 
 from cleanba.algorithm import Metrics
 from cleanba.config import Experiment
-from cleanba.environments.specs import EnvSpec
 from cleanba.ops.losses import kl_estimate
 from cleanba.rollout import PyTree
 from cleanba.shards import ShardAxis
+from cleanba.specs import EnvSpec
 
 AT_ONCE = 2**25  # bytes of observations: 1,188 Atari images, of which the ResNet's layers take 1.6 GB
 CACHED = 2**21  # bytes of observations: 74 Atari images, whose layers' outputs stay in a processor's caches

@@ -5,7 +5,7 @@ sections are those of `ppo.py`; settings are those of CleanRL, by the kind of en
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,6 @@ from cleanba.algorithms.off_policy import (
 )
 from cleanba.algorithms.optimiser import Trained, learning_rate, sgd_step
 from cleanba.config import Partition, require
-from cleanba.environments.specs import EnvSpec
 from cleanba.networks import make_action_values
 from cleanba.networks.sight import legal_actions
 from cleanba.ops import replay
@@ -34,6 +33,7 @@ from cleanba.ops.distributions import Categorical, masked
 from cleanba.ops.losses import by_comparison, squared_error
 from cleanba.rollout import PyTree, Rollout
 from cleanba.shards import ShardAxis
+from cleanba.specs import EnvSpec
 
 
 @dataclass(frozen=True)
@@ -79,26 +79,26 @@ class DQN(OffPolicy):
     """Huber's loss in place of the squared error"""
 
 
-ATARI: dict[str, Any] = {
-    "total_timesteps": 10_000_000,
-    "checkpoint_frequency": 500,  # what is new since the last is copied first, 7 kB a step
-    "num_steps": 16,
-    "network": "nature",
-    "hiddens": (512,),
-    "learning_rate": 1e-4,
-    "buffer_size": 1_000_000,
-    "learning_starts": 80_000,
-    "batch_size": 32,
-    "train_frequency": 4,
-    "target_network_frequency": 1000,
-    "end_e": 0.01,
-    "exploration_fraction": 0.1,
-}
+ATARI = DQN(
+    total_timesteps=10_000_000,
+    checkpoint_frequency=500,  # what is new since the last is copied first, 7 kB a step
+    num_steps=16,
+    network="nature",
+    hiddens=(512,),
+    learning_rate=1e-4,
+    buffer_size=1_000_000,
+    learning_starts=80_000,
+    batch_size=32,
+    train_frequency=4,
+    target_network_frequency=1000,
+    end_e=0.01,
+    exploration_fraction=0.1,
+)
 
 
 def defaults(kind: str) -> DQN:
     """The settings for environments of a kind ("atari" or others)."""
-    return DQN(**ATARI) if kind == "atari" else DQN()
+    return ATARI if kind == "atari" else DQN()
 
 
 def check(e: DQN, partition: Partition) -> None:

@@ -11,12 +11,12 @@ from jax import lax
 
 from cleanba.algorithm import Metrics
 from cleanba.config import Experiment, Partition, require
-from cleanba.environments.specs import EnvSpec
 from cleanba.errors import nearest
 from cleanba.ops import replay
 from cleanba.ops.losses import squared_error
 from cleanba.rollout import PyTree, Rollout
 from cleanba.shards import ShardAxis
+from cleanba.specs import EnvSpec
 
 
 @dataclass(frozen=True)

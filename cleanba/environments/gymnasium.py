@@ -13,7 +13,7 @@ from contextlib import suppress
 from functools import cache
 from importlib import import_module
 from itertools import pairwise
-from typing import Any
+from typing import Any, NoReturn
 
 import gymnasium
 import jax
@@ -171,7 +171,7 @@ def follows_its_seed(spec: EnvSpec, steps: int = 32) -> bool:
     try:
         envs = Envs(spec, (1, 1), workers=1, patience=10.0)
         try:
-            seen: Any = envs.reset()
+            seen: PyTree = envs.reset()
             for _ in range(steps):
                 if any(not np.array_equal(x[0], x[1], equal_nan=x.dtype.kind == "f") for x in jax.tree.leaves(seen)):
                     return False
@@ -235,14 +235,14 @@ class Envs:
             part.ask("reset", self._seeds[part.mine])
         return self._answers().obs
 
-    def step(self, action: np.ndarray) -> Step:
+    def step(self, action: np.ndarray) -> Step[np.ndarray]:
         """[B], or [B, D] -> what they delivered.  An environment whose episode ended ignores its action and resets."""
         self._arrays.action[:] = self._spec.action.for_environment(action)
         for part in self._parts:
             part.ask("step")
         return self._answers()
 
-    def _answers(self) -> Step:
+    def _answers(self) -> Step[np.ndarray]:
         for part in self._parts:
             part.answer()
         a = self._arrays
@@ -250,7 +250,7 @@ class Envs:
         terminated, truncated, raw = a.terminated.copy(), a.truncated.copy(), a.reward.copy()
         return Step(obs, train_reward(self._spec, raw), raw, terminated, truncated, terminated | truncated)
 
-    def xla(self) -> Any:
+    def xla(self) -> NoReturn:
         """No code in Python can be compiled; its specification says so."""
         raise NotImplementedError
 
@@ -328,13 +328,13 @@ class Here:
     def __init__(self, made: Game, arrays: Arrays, **more: Any):
         self.mine = slice(0, len(arrays.reward))
         self._part = Part(made, arrays, **more)
-        self._answer: Any = None
+        self._answer: object = None
 
-    def ask(self, command: str, *arguments: Any) -> None:
+    def ask(self, command: str, *arguments: object) -> None:
         """Call a method of `Part`."""
         self._answer = getattr(self._part, command)(*arguments)
 
-    def answer(self) -> Any:
+    def answer(self) -> object:
         """What it returned."""
         return self._answer
 
@@ -375,12 +375,12 @@ class Worker:
         theirs.close()
         self.ask(*task)
 
-    def ask(self, *command: Any) -> None:
+    def ask(self, *command: object) -> None:
         """Have it call a method of `Part`; several workers then do so at the same time."""
         with suppress(ConnectionError):  # it is dead, or said why it left: `answer` tells
             self._connection.send(command)
 
-    def answer(self) -> Any:
+    def answer(self) -> object:
         """What that returned.
 
         Raises:

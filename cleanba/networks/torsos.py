@@ -1,24 +1,28 @@
 """What is seen, as a vector: [N, ...] observations -> [N, D] features."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TypeVar
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.nn.initializers import Initializer
+from jax.typing import DTypeLike
 
 from cleanba.networks.layers import Conv, ConvKind, max_pool
 
 
-def orthogonal(scale: float) -> Any:
+def orthogonal(scale: float) -> Initializer:
     """Orthogonal initialisation (Saxe et al. 2014), scaled."""
     return nn.initializers.orthogonal(scale)
 
 
 CHUNK = 32  # images
 
+T = TypeVar("T", "NatureCNN", "ImpalaResNet")
 
-def in_chunks(convolutions: Callable[[Any, jax.Array], jax.Array], torso: Any, x: jax.Array) -> jax.Array:
+
+def in_chunks(convolutions: Callable[[T, jax.Array], jax.Array], torso: T, x: jax.Array) -> jax.Array:
     """`convolutions(torso, x)`, for a kind other than "xla" at most `CHUNK` images at a time.  [N, ...] -> [N, D].
 
     What all layers hold of a few images stays in a CPU's caches; of a large batch it goes to memory and back, and
@@ -46,7 +50,7 @@ class Dense(nn.Module):
 
     features: int
     scale: float
-    dtype: Any = jnp.float32
+    dtype: DTypeLike = jnp.float32
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -57,7 +61,7 @@ class NatureCNN(nn.Module):
     """Three convolutions and dense layers (Mnih et al. 2015); initialised as CleanRL's.  uint8 images -> features."""
 
     hiddens: Sequence[int] = (512,)
-    dtype: Any = jnp.float32
+    dtype: DTypeLike = jnp.float32
     kind: ConvKind = "xla"
 
     @nn.compact
@@ -79,7 +83,7 @@ class Residual(nn.Module):
     """x + conv(relu(conv(relu(x)))) (Espeholt et al. 2018, figure 3)."""
 
     channels: int
-    dtype: Any
+    dtype: DTypeLike
     kind: ConvKind
 
     @nn.compact
@@ -95,7 +99,7 @@ class ImpalaResNet(nn.Module):
 
     channels: Sequence[int] = (16, 32, 32)
     hiddens: Sequence[int] = (256,)
-    dtype: Any = jnp.float32
+    dtype: DTypeLike = jnp.float32
     kind: ConvKind = "xla"
 
     @nn.compact
@@ -120,7 +124,7 @@ class MinAtarCNN(nn.Module):
     """One convolution and dense layers (Young & Tian 2019).  Boards of planes [N, H, W, C] -> features."""
 
     hiddens: Sequence[int] = (128,)
-    dtype: Any = jnp.float32
+    dtype: DTypeLike = jnp.float32
     kind: ConvKind = "xla"
 
     @nn.compact
@@ -135,7 +139,7 @@ class MLP(nn.Module):
     """Dense layers, initialised as CleanRL's.  Numbers [N, ...] -> features."""
 
     hiddens: Sequence[int] = (64, 64)
-    dtype: Any = jnp.float32
+    dtype: DTypeLike = jnp.float32
     activation: str = "tanh"  # or "relu"
 
     @nn.compact

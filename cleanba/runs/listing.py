@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import tyro
 
@@ -83,7 +83,7 @@ def read_run(run_dir: Path) -> Row:
         return Row(run_dir, "damaged")
 
 
-def _number(x: Any) -> float | None:
+def _number(x: float | None) -> float | None:
     return None if x is None else float(x)
 
 
