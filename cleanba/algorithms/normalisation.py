@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import KeyPath
 
+from cleanba.algorithm import no_memory
 from cleanba.algorithms.optimiser import State
 from cleanba.config import PolicyGradient
 from cleanba.networks.sight import as_vector
@@ -61,7 +62,7 @@ class Normaliser:
 
     def init_memory(self, rollout: Rollout) -> PyTree:
         """The discounted returns under way in one shard's environments [B], or ()."""
-        return jnp.zeros(rollout.reward.shape[1]) if self.scales_rewards else ()
+        return jnp.zeros(rollout.reward.shape[1]) if self.scales_rewards else no_memory(rollout)
 
     def shown(self, spec: EnvSpec) -> EnvSpec:
         """What an environment looks like to a network that sees its observations normalised."""
