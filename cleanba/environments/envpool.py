@@ -6,6 +6,7 @@ from functools import cache
 from types import ModuleType
 from typing import Any
 
+import gymnasium
 import jax
 import numpy as np
 
@@ -62,8 +63,6 @@ def _known() -> frozenset[str]:
 
 def _envpool() -> ModuleType:
     """EnvPool, without Gymnasium's remarks on the precision of bounds, which a user can do nothing about."""
-    import gymnasium
-
     gymnasium.logger.min_level = gymnasium.logger.ERROR
     opengl()
     import envpool

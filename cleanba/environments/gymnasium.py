@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 import gymnasium
 import jax
 import numpy as np
+from gymnasium.envs.registration import load_env_creator
 from gymnasium.spaces import Box, Discrete, MultiBinary, MultiDiscrete
 
 from cleanba.config import Experiment
@@ -292,8 +293,6 @@ GRACE_SECONDS = 2.0  # for environments to close what they hold
 
 def steps_per_second(env_id: str) -> float:
     """Gymnasium's steps per second of the environment of that name (50 for CartPole); 30 where it knows none."""
-    from gymnasium.envs.registration import load_env_creator
-
     try:
         entry = gymnasium.spec(env_id).entry_point
         made: Any = load_env_creator(entry) if isinstance(entry, str) else entry

@@ -6,6 +6,7 @@ import signal
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
@@ -165,8 +166,6 @@ def find_devices(p: Placement) -> Devices:
 
 def describe_devices() -> dict[str, object]:
     """What a later reader needs to know of the hardware and the packages' versions."""
-    from importlib.metadata import version
-
     packages = ("cleanba", "jax", "jaxlib", "flax", "optax", "envpool", "numpy", "orbax-checkpoint")
     return {
         "packages": {name: version(name) for name in packages if _installed(name)},
@@ -206,8 +205,6 @@ def cpu_model() -> str:
 
 
 def _installed(name: str) -> bool:
-    from importlib.metadata import PackageNotFoundError, version
-
     try:
         version(name)
     except PackageNotFoundError:
