@@ -1,6 +1,7 @@
 """IMPALA (Espeholt et al. 2018), top to bottom: experiment, network, losses, update.
 
-The sections are those of `ppo.py`; what differs between the files is what differs between the algorithms.
+The sections are those of `ppo.py`; what differs between the files is what differs between the algorithms.  Of the whole
+rollout before the update, which PPO measures for its log, nothing is known here without another pass over it.
 """
 
 from dataclasses import dataclass
