@@ -12,6 +12,9 @@ from cleanba.errors import UsageError
 Json = dict[str, Any]
 """A JSON object: names, and whatever a file holds under them."""
 
+METRICS = "metrics.jsonl"
+"""What a run logs, one JSON object a line."""
+
 
 def write_whole(path: Path, content: str | bytes) -> None:
     """Write a file so that it is there whole or not at all: under another name first, then renamed."""

@@ -23,6 +23,7 @@ from cleanba.algorithms.off_policy import (
     repeat,
     require_fraction,
     require_positive,
+    sample,
 )
 from cleanba.algorithms.optimiser import Trained, learning_rate, sgd_step
 from cleanba.config import Partition, require
@@ -189,13 +190,11 @@ def make(e: DQN, spec: EnvSpec, platform: str) -> Algorithm:
     ) -> tuple[State, replay.Ring, Metrics]:
         memory = replay.write(memory, rollout)
         rate = learning_rate(e, e.learning_rate, state.updates)
-        per_shard = e.batch_size // shards.num_shards
 
         def gradient_step(number: jax.Array, state: State) -> tuple[State, Metrics]:
             def load(i: jax.Array) -> tuple[replay.Window, PyTree]:
                 shard_key = jax.random.fold_in(jax.random.fold_in(key, number), shards.index[i])
-                drawn = replay.sample_indices(memory, i, shard_key, per_shard, e.n_step)
-                return replay.take(memory, i, drawn, e.n_step, stack), state.target
+                return sample(e, memory, shards, i, shard_key, e.n_step, stack), state.target
 
             online, metrics = sgd_step(shards, optimiser, rate, state.online, loss, load)
             moves, since = due(state.since_target, e.train_frequency, e.target_network_frequency)

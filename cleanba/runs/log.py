@@ -9,10 +9,9 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from cleanba.files import Json, write_whole
+from cleanba.files import METRICS, Json, write_whole
 
-METRICS = "metrics.jsonl"
-TAIL = 1 << 16  # bytes at the end of metrics.jsonl that surely hold a whole row
+TAIL = 1 << 16  # bytes at the end of `METRICS` that surely hold a whole row
 
 Row = Json
 

@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cleanba.errors import Failure
-from cleanba.files import Json, finite
+from cleanba.files import METRICS, Json, finite
 
 PLAIN_LINE_SECONDS = 5.0
 
@@ -172,7 +172,7 @@ class Writers:
         """`history` holds the rows that metrics.jsonl has already, of a run that goes on."""
         from tensorboardX.record_writer import RecordWriter
 
-        self._path = run_dir / "metrics.jsonl"
+        self._path = run_dir / METRICS
         self._lines = open(self._path, "a", buffering=1)  # noqa: SIM115  closed by close()
         # Not its SummaryWriter: that has a thread, which a full disk kills, and then waits for it for ever.
         self._events = RecordWriter(str(run_dir / f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}"))
