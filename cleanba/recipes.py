@@ -59,7 +59,7 @@ class Recipe(NamedTuple, Generic[E]):
         return e
 
 
-# Each fits its own kind of experiment; which kind one of them is of, only the table's reader finds out.
+# Each of them fits together, for its own kind of experiment; whoever takes one from the table cannot know which.
 RECIPES: dict[str, Recipe[Any]] = {
     "ppo": Recipe(
         "ppo",

@@ -1,7 +1,7 @@
 """IMPALA (Espeholt et al. 2018), top to bottom: experiment, network, losses, update.
 
-The sections are those of `ppo.py`; what differs between the files is what differs between the algorithms.  Of the whole
-rollout before the update, which PPO measures for its log, nothing is known here without another pass over it.
+The sections are those of `ppo.py`; what differs between the files is what differs between the algorithms.  PPO also
+logs what its pass over the whole rollout tells of values and versions; here that would cost a pass of its own.
 """
 
 from dataclasses import dataclass
