@@ -20,14 +20,14 @@ import jax.numpy as jnp
 import machine
 import numpy as np
 import tyro
-from cleanba.envs import EnvSpec, ObsSpec
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from cleanba import ppo
+from cleanba.algorithms.ppo import PPO
 from cleanba.networks import make_actor_critic
 from cleanba.rollout import PyTree
 from cleanba.shards import ShardAxis, compiler_options
+from cleanba.specs import EnvSpec, ObsSpec
 
 BYTES = {"f32": 4, "s32": 4, "pred": 1}
 COLLECTIVE = re.compile(r" = ([^=]*) (all-gather|all-to-all|all-reduce|reduce-scatter|collective-permute)\(")
@@ -63,7 +63,7 @@ WAYS = {"gathered": gathered_sum, "exchanged": ShardAxis.sum}
 def parameters(network: str) -> PyTree:
     """Shapes of the parameters of a network for Atari."""
     spec = EnvSpec("Breakout-v5", ObsSpec("image", (4, 84, 84), "uint8"), 18, True, True, {})
-    return jax.eval_shape(make_actor_critic(spec, ppo.PPO(network=network), "cpu").initial_params, jax.random.key(0))
+    return jax.eval_shape(make_actor_critic(spec, PPO(network=network), "cpu").initial_params, jax.random.key(0))
 
 
 def received(hlo: str, devices: int) -> int:

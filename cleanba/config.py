@@ -370,9 +370,6 @@ class Partition:
     def actor_envs(self, actor: int) -> range:
         return range(actor * self.envs_per_actor, (actor + 1) * self.envs_per_actor)
 
-    def shard_envs(self, shard: int) -> range:
-        return range(shard * self.envs_per_shard, (shard + 1) * self.envs_per_shard)
-
     def process_actors(self, process: int) -> range:
         n = self.num_actors // self.num_processes
         return range(process * n, (process + 1) * n)

@@ -13,6 +13,9 @@ from cleanba.errors import UsageError
 Json = dict[str, Any]
 """A JSON object: names, and whatever a file holds under them."""
 
+METRICS = "metrics.jsonl"
+"""What a run logs, one JSON object a line."""
+
 
 def write_whole(path: Path, content: str | bytes) -> None:
     """Write a file so that it is there whole or not at all: under another name first, then renamed."""
@@ -30,7 +33,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
             os.close(folder)
 
 
-def write_json(path: Path, values: Mapping[str, Any]) -> None:
+def write_json(path: Path, values: Mapping[str, object]) -> None:
     """Write a JSON file, whole or not at all."""
     write_whole(path, json.dumps(finite(values), indent=2) + "\n")
 
@@ -52,7 +55,7 @@ def read_json(path: Path) -> Json:
     return values
 
 
-def finite(values: Any) -> Any:
+def finite(values: object) -> object:
     """JSON knows no NaN and no infinity: null stands for both, in trees of dictionaries, lists and numbers."""
     if isinstance(values, Mapping):
         return {k: finite(v) for k, v in values.items()}

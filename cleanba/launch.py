@@ -34,7 +34,6 @@ from cleanba.runs.directory import (
 from cleanba.runs.log import rewind
 from cleanba.runtime.checkpoint import Checkpoints, Saved, save_model, updates_kept
 from cleanba.runtime.compiled import prepare_process
-from cleanba.runtime.learner import abstract_block, memory_shapes
 from cleanba.runtime.memory import require_room
 from cleanba.runtime.metrics import Display, Status, Writers, duration
 from cleanba.runtime.peers import Peers
@@ -46,7 +45,7 @@ from cleanba.runtime.placement import (
     processes_here,
 )
 from cleanba.runtime.profile import Profile
-from cleanba.runtime.train import Outcome, make_training, run_training
+from cleanba.runtime.train import Outcome, Training, make_training, run_training
 
 
 def train_command(recipe: Recipe, argv: Sequence[str], default: Config | None = None) -> Exit:
@@ -92,13 +91,15 @@ def train(recipe: Recipe, config: Config, peers: Peers | None = None) -> Exit:
         if office is not None:
             office.begin(saved, display)
         announce(job, saved, display)
-        training = make_training(
-            job.algorithm, job.experiment, job.partition, job.devices, job.spec, run.log_frequency,
-            checkpoints=checkpoints, saved=saved, env_workers=config.placement.env_workers,
-            stall_timeout=run.stall_timeout, grace_period=run.grace_period,
+        training = replace(
+            job.training,
+            checkpoints=checkpoints,
+            saved=saved,
+            stall_timeout=run.stall_timeout,
+            grace_period=run.grace_period,
             stop_on_nonfinite=run.on_nonfinite == "stop",
             after_update=office.after_update(display) if office else None,
-        )  # fmt: skip
+        )
         log = office.log if office else lambda update, global_step, seconds, values: None
         outcome = run_training(training, display, status, log, peers)
         if office is not None and outcome.error is None:
@@ -126,11 +127,17 @@ class Job(NamedTuple):
     run_dir: Path
 
     @property
-    def memory_shapes(self) -> PyTree:
-        """The memory of one shard, as shapes."""
-        p = self.partition
-        block = abstract_block(self.algorithm, self.spec, self.experiment.num_steps, p.num_envs // p.num_blocks)
-        return memory_shapes(self.algorithm, block, p)
+    def training(self) -> Training:
+        """Its fixed parts, as far as they are known before anything is opened."""
+        return make_training(
+            self.algorithm,
+            self.experiment,
+            self.partition,
+            self.devices,
+            self.spec,
+            self.config.run.log_frequency,
+            env_workers=self.config.placement.env_workers,
+        )
 
     @property
     def size(self) -> tuple[int, int]:
@@ -156,8 +163,8 @@ def prepare(recipe: Recipe, config: Config) -> Job:
     e = suit(e, config.experiment.collector, spec)
     algorithm = recipe.make(e, spec, devices.platform)
     job = Job(recipe, config, e, partition, devices, spec, algorithm, run_dir)
-    buffer_size = getattr(e, "buffer_size", None)
-    require_room(job.memory_shapes, partition.shards_per_learner, devices.learners, processes_here(), buffer_size)
+    shapes, buffer_size = job.training.memory_shapes, getattr(e, "buffer_size", None)
+    require_room(shapes, partition.shards_per_learner, devices.learners, processes_here(), buffer_size)
     require(
         run_dir != Path() or (run_dir / "config.json").exists() or not any(run_dir.iterdir()),
         f"run_dir={str(config.run.run_dir)!r} is the current directory, which holds other files; name one for the run",
@@ -319,8 +326,9 @@ def require_same_flags(flags: Json) -> None:
 
 def open_checkpoints(job: Job) -> tuple[Checkpoints, Saved | None]:
     """The run's checkpoints, and the newest sound one if there is one.  All processes must call this."""
-    shards = job.partition.process_shards(job.devices.process)
-    checkpoints = Checkpoints(job.run_dir, job.config.run.keep_checkpoints, job.memory_shapes, shards)
+    training = job.training
+    keep = job.config.run.keep_checkpoints
+    checkpoints = Checkpoints(job.run_dir, keep, training.memory_shapes, training.local_shards)
     like_state = jax.eval_shape(job.algorithm.init, jax.random.key(0))
     like_params = jax.eval_shape(job.algorithm.actor_params, like_state)
     at_most: int | None = None

@@ -3,13 +3,14 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, make_dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple
 
 import tyro
 
 from cleanba.algorithm import Algorithm
 from cleanba.algorithms import dqn, impala, ppo, sac, td3
 from cleanba.config import (
+    E,
     Experiment,
     Partition,
     Placement,
@@ -35,19 +36,19 @@ class Play(NamedTuple):
     """probability of a uniformly random action in place of its own"""
 
 
-class Recipe(NamedTuple):
+class Recipe(NamedTuple, Generic[E]):
     """An algorithm as the command knows it."""
 
     name: str
     about: str
-    experiment: type[Experiment]
-    check: Callable[[Any, Partition], None]
-    """experiment of its own kind, partition; raises `UsageError` for hyperparameters that do not fit"""
-    make: Callable[[Any, EnvSpec, str], Algorithm]
+    experiment: type[E]
+    check: Callable[[E, Partition], None]
+    """experiment, partition; raises `UsageError` for hyperparameters that do not fit"""
+    make: Callable[[E, EnvSpec, str], Algorithm]
     """experiment, what the environment looks like, kind of device -> the algorithm"""
     plays: Play = Play()
     """how it is evaluated where no flag says otherwise"""
-    defaults: Callable[[str], Experiment] | None = None
+    defaults: Callable[[str], E] | None = None
     """kind of environment -> the settings where no flag says otherwise; None if one kind is as another"""
 
     def settings(self, env_id: str, core: str = "none") -> Experiment:
@@ -58,7 +59,8 @@ class Recipe(NamedTuple):
         return e
 
 
-RECIPES = {
+# Each of them fits together, for its own kind of experiment; whoever takes one from the table cannot know which.
+RECIPES: dict[str, Recipe[Any]] = {
     "ppo": Recipe(
         "ppo",
         "train with proximal policy optimisation",

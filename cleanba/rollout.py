@@ -11,13 +11,14 @@
 So `first[t + 1]` is exactly `not valid[t]`: the step that ignores its action is the one that resets.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 PyTree = Any
+Array = TypeVar("Array", np.ndarray, jax.Array)  # on the host, or on a device
 
 
 class Rollout(NamedTuple):
@@ -37,17 +38,17 @@ class Rollout(NamedTuple):
     carry: PyTree  # [B, ...]  recurrent state before obs[0]; () for a feed-forward policy
 
 
-class Answer(NamedTuple):
-    """What one step of B environments means, by the time index above.  Leaves [B], of NumPy or of JAX."""
+class Answer(NamedTuple, Generic[Array]):
+    """What one step of B environments means, by the time index above.  Leaves [B]."""
 
-    reward: Any
-    terminated: Any
-    truncated: Any
-    valid: Any
-    done: Any  # the episode ended here, so the next step will be ignored
+    reward: Array
+    terminated: Array
+    truncated: Array
+    valid: Array
+    done: Array  # the episode ended here, so the next step will be ignored
 
 
-def heed(done: Any, reward: Any, terminated: Any, truncated: Any) -> Answer:
+def heed(done: Array, reward: Array, terminated: Array, truncated: Array) -> Answer[Array]:
     """What environments answered, where `done` says whose episode had ended before.  [B] each.
 
     Those reset in this step and did nothing else: their action was ignored, and what they report is of no episode.

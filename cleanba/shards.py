@@ -19,27 +19,31 @@ Five things could still let the placement into the bits, and each has its answer
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar, TypeVarTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
+from jax.stages import CompilerOptions
 
 from cleanba.rollout import PyTree
+
+Ts = TypeVarTuple("Ts")  # what a function is given
+R = TypeVar("R")  # what it returns
 
 GATHER_BYTES = 2**18  # of all shards together; up to here one gather is quicker than two steps
 UNROLL = 16  # additions in one fused loop
 
 
-def compiler_options(platform: str) -> dict[str, str]:
+def compiler_options(platform: str) -> CompilerOptions:
     """What to give `jax.jit` as `compiler_options` for code that maps over shards, on devices of this kind."""
-    own = {"xla_disable_hlo_passes": "small-while-loop-hoisting"} if platform == "cpu" else {}
+    own: CompilerOptions = {"xla_disable_hlo_passes": "small-while-loop-hoisting"} if platform == "cpu" else {}
     return own | network_options(platform)
 
 
-def network_options(platform: str) -> dict[str, str]:
+def network_options(platform: str) -> CompilerOptions:
     """What to give `jax.jit` as `compiler_options` for code that calls networks, on devices of this kind.
 
     On CPUs: no YNNPACK, which XLA would call for convolutions and products one by one.  Eigen is twice as fast for
@@ -66,19 +70,19 @@ class ShardAxis:
         """D, over all processes"""
         return self.num_shards // self.index.shape[0]
 
-    def isolate(self, fn: Callable, *args: PyTree) -> PyTree:
+    def isolate(self, fn: Callable[[*Ts], R], *args: *Ts) -> R:
         """Call fn(*args), compiled by itself: its bits depend on its arguments and on nothing around it."""
-        fn, closed_over = jax.closure_convert(fn, *args)  # else parameters in fn's closure would escape `row_major`
-        out = jax.eval_shape(fn, *args, *closed_over)
+        pure, closed_over = jax.closure_convert(fn, *args)  # else parameters in fn's closure would escape `row_major`
+        out = jax.eval_shape(pure, *args, *closed_over)
         zeros = lambda *_: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), out)  # never taken
-        pinned = lambda *args: row_major(fn(*row_major(args)))
+        pinned = lambda *args: row_major(pure(*row_major(args)))
         return lax.cond(self.always, pinned, zeros, *args, *closed_over)
 
-    def map(self, fn: Callable, *trees: PyTree) -> PyTree:
+    def map(self, fn: Callable[[*Ts], R], *trees: *Ts) -> R:
         """Call fn on each of this device's shards, one after the other.  Leaves [K', ...] -> leaves [K', ...]."""
         return self.map_from(lambda i: jax.tree.map(lambda x: x[i], trees), fn)
 
-    def map_from(self, load: Callable[[jax.Array], tuple], fn: Callable) -> PyTree:
+    def map_from(self, load: Callable[[jax.Array], tuple[*Ts]], fn: Callable[[*Ts], R]) -> R:
         """As `map`, but fn's arguments for this device's i-th shard are what `load(i)` gives.
 
         For taking parts out of large arrays, such as a minibatch, without a copy of the whole shard.  `load` only
@@ -124,7 +128,7 @@ def ordered_sum(x: jax.Array) -> jax.Array:
 def row_major(tree: PyTree) -> PyTree:
     """The same arrays with their memory laid out as in C, whatever the compiler would like around here."""
 
-    def pin(x: Any) -> Any:
+    def pin(x: jax.Array) -> jax.Array:
         if jnp.ndim(x) == 0 or jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
             return x  # there is but one way to lay out a scalar, and none to say it of random keys
         return with_layout_constraint(x, Layout(tuple(range(x.ndim))))

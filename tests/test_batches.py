@@ -85,6 +85,9 @@ def test_counts_go_on_where_float32_stops(on_devices):
     (got,) = count((), valid, t, b)
     assert int(got) == 2**24 + 1 != int(np.float32(2**24 + 1))
     assert count((), valid & False, t, b) == 1
+    count = on_devices(lambda shards, _, valid: batches.count_steps(shards, valid), 2, 1)
+    assert int(count((), valid)) == 2**24 + 1
+    assert count((), valid & False) == 1
 
 
 def test_sequences_are_all_steps_of_some_environments():

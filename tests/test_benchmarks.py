@@ -22,6 +22,33 @@ import aot
 import gpu
 import lag
 
+IMPORT_ALL = """
+import importlib, sys
+sys.path.insert(0, sys.argv[1])
+for name in sys.argv[2:]:
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":  # some compare with it; nothing here installs it
+            raise
+"""
+
+
+def test_every_benchmark_can_be_imported():
+    names = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py"))
+    ended = finish(python("-c", IMPORT_ALL, ROOT / "benchmarks", *names, JAX_PLATFORMS="cpu"))
+    assert ended.code == 0 and len(names) > 20, ended.err
+
+
+def test_sums_of_both_ways_are_equal_and_what_they_cost_is_counted():
+    words = ("--devices", "2", "--networks", "nature", "--rounds", "1")
+    ended = finish(python(ROOT / "benchmarks" / "sums.py", *words, JAX_PLATFORMS="cpu", JAX_NUM_CPU_DEVICES="2"))
+    assert ended.code == 0, ended.err
+    found = json.loads(ended.out.splitlines()[-1])["nature"]
+    assert found["equal"]
+    for way in ("gathered", "exchanged"):
+        assert found[way]["received_bytes"] >= found["parameter_bytes"] and found[way]["seconds"]["median"] > 0
+
 
 def tiny(name: str, **fields) -> gpu.Part:
     """A part of the benchmark on one device, as --tiny makes it."""

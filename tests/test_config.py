@@ -61,18 +61,23 @@ def fitting_splits(draw):
     return Partition(envs, actors, shards, processes, learners)
 
 
+def shard_envs(p: Partition, shard: int) -> range:
+    """The environments whose steps a shard holds: `[sE/K, (s+1)E/K)`."""
+    return range(shard * p.num_envs // p.num_shards, (shard + 1) * p.num_envs // p.num_shards)
+
+
 @settings(max_examples=60, deadline=None)
 @given(fitting_splits())
 def test_every_environment_belongs_to_one_actor_one_shard_one_block_and_one_process(p):
     everything = list(range(p.num_envs))
     owned = lambda ranges: [env for r in ranges for env in r]
     assert owned(p.actor_envs(a) for a in range(p.num_actors)) == everything
-    assert owned(p.shard_envs(s) for s in range(p.num_shards)) == everything
+    assert owned(shard_envs(p, s) for s in range(p.num_shards)) == everything
     assert owned(p.process_actors(i) for i in range(p.num_processes)) == list(range(p.num_actors))
     assert owned(p.process_shards(i) for i in range(p.num_processes)) == list(range(p.num_shards))
     for i in range(p.num_processes):  # no rollout crosses processes
         acted = owned(p.actor_envs(a) for a in p.process_actors(i))
-        learnt = owned(p.shard_envs(s) for s in p.process_shards(i))
+        learnt = owned(shard_envs(p, s) for s in p.process_shards(i))
         assert acted == learnt == everything[i * len(acted) : (i + 1) * len(acted)]
 
 
@@ -84,7 +89,7 @@ def test_a_block_lies_in_one_actor_and_one_shard(p):
     for block in range(p.num_blocks):
         envs = set(range(block * size, (block + 1) * size))
         assert envs <= set(p.actor_envs(block // p.blocks_per_actor))
-        assert envs <= set(p.shard_envs(block // p.blocks_per_shard))
+        assert envs <= set(shard_envs(p, block // p.blocks_per_shard))
     assert p.envs_per_actor * p.num_actors == p.envs_per_shard * p.num_shards == p.num_envs
     assert p.shards_per_learner * p.learners_per_process * p.num_processes == p.num_shards
 

@@ -76,7 +76,7 @@ def check(words: list[str]) -> str:
 
 def is_valid(words: list[str], run_dir) -> bool:
     """Everything up to the first thing that a run starts or compiles."""
-    with mock.patch("cleanba.launch.make_training", side_effect=Fits):
+    with mock.patch("cleanba.launch.run_training", side_effect=Fits):
         try:
             return check([*words, "--run-dir", str(run_dir)]) == "fits"
         except Fits:

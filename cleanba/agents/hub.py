@@ -8,21 +8,22 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from types import ModuleType
+from typing import NamedTuple, TypeVar
 
 import tyro
 
 from cleanba.agents.agent import load_agent
 from cleanba.config import Placement, read_experiment, require
 from cleanba.errors import Exit, Failure, UsageError
-from cleanba.files import Json, read_json
+from cleanba.files import METRICS, Json, read_json
 from cleanba.runtime.checkpoint import save_model
 from cleanba.runtime.digests import params_digest
 from cleanba.runtime.placement import find_devices
 
 DOWNLOADS = Path("runs/hub")
 NEEDED = ("config.json", "model.msgpack")
-COPIED = ("result.json", "eval.json", "metrics.jsonl")
+COPIED = ("result.json", "eval.json", METRICS)
 MACHINE = ("packages", "python", "device_kind", "local_devices", "num_processes", "cpu", "cpu_cores", "cpu_threads")
 REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 
@@ -58,7 +59,7 @@ def push_command(argv: Sequence[str]) -> Exit:
     return Exit()
 
 
-def require_hub() -> Any:
+def require_hub() -> ModuleType:
     """The optional library huggingface_hub.
 
     Raises:

@@ -10,10 +10,10 @@ import numpy as np
 
 from cleanba.algorithm import Metrics
 from cleanba.config import Experiment
-from cleanba.environments.specs import EnvSpec
 from cleanba.ops.losses import kl_estimate
 from cleanba.rollout import PyTree
 from cleanba.shards import ShardAxis
+from cleanba.specs import EnvSpec
 
 AT_ONCE = 2**25  # bytes of observations: 1,188 Atari images, of which the ResNet's layers take 1.6 GB
 CACHED = 2**21  # bytes of observations: 74 Atari images, whose layers' outputs stay in a processor's caches
@@ -84,13 +84,18 @@ def count_valid(shards: ShardAxis, valid: jax.Array, t: jax.Array, b: jax.Array)
     return jnp.maximum(shards.sum(shards.map(of_shard, valid, t, b)), 1)
 
 
+def count_steps(shards: ShardAxis, valid: jax.Array) -> jax.Array:
+    """Valid steps of all shards together, or 1 where there are none, as `count_valid`.  [K', T, B] -> [] int32."""
+    return jnp.maximum(shards.sum(shards.map(lambda valid: valid.sum(dtype=jnp.int32), valid)), 1)
+
+
 def explained_variance(shards: ShardAxis, value: jax.Array, target: jax.Array, valid: jax.Array) -> jax.Array:
     """1 - Var[target - value] / Var[target] over valid transitions; how well values predicted their targets.
 
     Where targets do not vary it is 1 if the errors do not either, else 0, as scikit-learn's.  [K', T, B] each -> [].
     Two passes: the difference of mean square and squared mean has no digits left where means are large.
     """
-    count = jnp.maximum(shards.sum(shards.map(lambda valid: valid.sum(dtype=jnp.int32), valid)), 1)
+    count = count_steps(shards, valid)
 
     def mean(value: jax.Array, target: jax.Array, valid: jax.Array) -> jax.Array:
         x = jnp.stack([target - value, target])
@@ -125,16 +130,19 @@ def version_distance(shards: ShardAxis, log_ratio: jax.Array, valid: jax.Array) 
     def of_shard(log_ratio: jax.Array, valid: jax.Array) -> tuple[jax.Array, jax.Array]:
         ratio = jnp.where(valid, jnp.exp(log_ratio), 0.0)
         kl = jnp.where(valid, kl_estimate(log_ratio), 0.0)
-        return jnp.stack([ratio.sum(), (ratio**2).sum(), kl.sum(), valid.sum(dtype=jnp.float32)]), ratio.max()
+        return jnp.stack([ratio.sum(), (ratio**2).sum(), kl.sum()]), ratio.max()
 
     sums, most = shards.map(of_shard, log_ratio, valid)
 
-    def combine(sums: jax.Array) -> Metrics:
-        ratio, square, kl, count = sums
+    def combine(sums: jax.Array, count: jax.Array) -> Metrics:
+        ratio, square, kl = sums
+        inverse = 1.0 / count  # not two quotients: see `moments.add_batch`
         return {
-            "stats/lag_kl": kl / jnp.maximum(count, 1.0),
-            "stats/lag_ratio_mean": ratio / jnp.maximum(count, 1.0),
+            "stats/lag_kl": kl * inverse,
+            "stats/lag_ratio_mean": ratio * inverse,
             "stats/lag_effective_samples": ratio**2 / jnp.maximum(count * square, 1e-30),
         }
 
-    return shards.isolate(combine, shards.sum(sums)) | {"stats/lag_ratio_max": shards.max(most)}
+    return shards.isolate(combine, shards.sum(sums), count_steps(shards, valid)) | {
+        "stats/lag_ratio_max": shards.max(most)
+    }

@@ -5,7 +5,7 @@ sections are those of `ppo.py`; settings are those of CleanRL, by the kind of en
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,10 +23,10 @@ from cleanba.algorithms.off_policy import (
     repeat,
     require_fraction,
     require_positive,
+    sample,
 )
 from cleanba.algorithms.optimiser import Trained, learning_rate, sgd_step
 from cleanba.config import Partition, require
-from cleanba.environments.specs import EnvSpec
 from cleanba.networks import make_action_values
 from cleanba.networks.sight import legal_actions
 from cleanba.ops import replay
@@ -34,6 +34,7 @@ from cleanba.ops.distributions import Categorical, masked
 from cleanba.ops.losses import by_comparison, squared_error
 from cleanba.rollout import PyTree, Rollout
 from cleanba.shards import ShardAxis
+from cleanba.specs import EnvSpec
 
 
 @dataclass(frozen=True)
@@ -79,26 +80,26 @@ class DQN(OffPolicy):
     """Huber's loss in place of the squared error"""
 
 
-ATARI: dict[str, Any] = {
-    "total_timesteps": 10_000_000,
-    "checkpoint_frequency": 500,  # what is new since the last is copied first, 7 kB a step
-    "num_steps": 16,
-    "network": "nature",
-    "hiddens": (512,),
-    "learning_rate": 1e-4,
-    "buffer_size": 1_000_000,
-    "learning_starts": 80_000,
-    "batch_size": 32,
-    "train_frequency": 4,
-    "target_network_frequency": 1000,
-    "end_e": 0.01,
-    "exploration_fraction": 0.1,
-}
+ATARI = DQN(
+    total_timesteps=10_000_000,
+    checkpoint_frequency=500,  # what is new since the last is copied first, 7 kB a step
+    num_steps=16,
+    network="nature",
+    hiddens=(512,),
+    learning_rate=1e-4,
+    buffer_size=1_000_000,
+    learning_starts=80_000,
+    batch_size=32,
+    train_frequency=4,
+    target_network_frequency=1000,
+    end_e=0.01,
+    exploration_fraction=0.1,
+)
 
 
 def defaults(kind: str) -> DQN:
     """The settings for environments of a kind ("atari" or others)."""
-    return DQN(**ATARI) if kind == "atari" else DQN()
+    return ATARI if kind == "atari" else DQN()
 
 
 def check(e: DQN, partition: Partition) -> None:
@@ -189,13 +190,11 @@ def make(e: DQN, spec: EnvSpec, platform: str) -> Algorithm:
     ) -> tuple[State, replay.Ring, Metrics]:
         memory = replay.write(memory, rollout)
         rate = learning_rate(e, e.learning_rate, state.updates)
-        per_shard = e.batch_size // shards.num_shards
 
         def gradient_step(number: jax.Array, state: State) -> tuple[State, Metrics]:
             def load(i: jax.Array) -> tuple[replay.Window, PyTree]:
                 shard_key = jax.random.fold_in(jax.random.fold_in(key, number), shards.index[i])
-                drawn = replay.sample_indices(memory, i, shard_key, per_shard, e.n_step)
-                return replay.take(memory, i, drawn, e.n_step, stack), state.target
+                return sample(e, memory, shards, i, shard_key, e.n_step, stack), state.target
 
             online, metrics = sgd_step(shards, optimiser, rate, state.online, loss, load)
             moves, since = due(state.since_target, e.train_frequency, e.target_network_frequency)

@@ -1,11 +1,12 @@
 """IMPALA (Espeholt et al. 2018), top to bottom: experiment, network, losses, update.
 
-The sections are those of `ppo.py`; what differs between the files is what differs between the algorithms.
+The sections are those of `ppo.py`; what differs between the files is what differs between the algorithms.  PPO also
+logs what its pass over the whole rollout tells of values and versions; here that would cost a pass of its own.
 """
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +18,12 @@ from cleanba.algorithms.batches import count_pieces, count_valid, in_pieces, seq
 from cleanba.algorithms.normalisation import make_normaliser
 from cleanba.algorithms.optimiser import State, learning_rate, sgd_step
 from cleanba.config import Partition, PolicyGradient, require
-from cleanba.environments.specs import EnvSpec
 from cleanba.networks import make_actor_critic
 from cleanba.ops.losses import kl_estimate, squared_error
 from cleanba.ops.returns import vtrace
 from cleanba.rollout import PyTree, Rollout
 from cleanba.shards import ShardAxis
+from cleanba.specs import EnvSpec
 
 
 @dataclass(frozen=True)
@@ -52,43 +53,43 @@ class IMPALA(PolicyGradient):
 
 
 # As small updates as A2C's in RL Baselines3 Zoo, and many: each sample is learnt from once.
-CONTINUOUS: dict[str, Any] = {
-    "total_timesteps": 1_000_000,
-    "num_envs": 8,
-    "num_steps": 8,
-    "checkpoint_frequency": 5000,
-    "learning_rate": 2e-3,
-    "hiddens": (64, 64),
-    "ent_coef": 0.0,
-    "max_grad_norm": 0.5,
-    "num_minibatches": 1,
-    "loss_scale": 1.0,
-    "vtrace_lambda": 0.9,
-    "rmsprop_eps": 1e-5,
-    "norm_obs": True,
-    "norm_reward": True,
-}
+CONTINUOUS = IMPALA(
+    total_timesteps=1_000_000,
+    num_envs=8,
+    num_steps=8,
+    checkpoint_frequency=5000,
+    learning_rate=2e-3,
+    hiddens=(64, 64),
+    ent_coef=0.0,
+    max_grad_norm=0.5,
+    num_minibatches=1,
+    loss_scale=1.0,
+    vtrace_lambda=0.9,
+    rmsprop_eps=1e-5,
+    norm_obs=True,
+    norm_reward=True,
+)
 
 
 # Small updates, and many, as above; of as many steps as keep a loop over environments in JAX busy.
-MINATAR: dict[str, Any] = {
-    "total_timesteps": 10_000_000,
-    "num_envs": 64,
-    "num_steps": 16,
-    "checkpoint_frequency": 4000,
-    "learning_rate": 1e-3,
-    "hiddens": (128,),
-    "max_grad_norm": 0.5,
-    "num_minibatches": 1,
-    "loss_scale": 1.0,
-    "rmsprop_eps": 1e-5,
-}
+MINATAR = IMPALA(
+    total_timesteps=10_000_000,
+    num_envs=64,
+    num_steps=16,
+    checkpoint_frequency=4000,
+    learning_rate=1e-3,
+    hiddens=(128,),
+    max_grad_norm=0.5,
+    num_minibatches=1,
+    loss_scale=1.0,
+    rmsprop_eps=1e-5,
+)
 SETTINGS = {"continuous": CONTINUOUS, "minatar": MINATAR}
 
 
 def defaults(kind: str) -> IMPALA:
     """The settings for environments of a kind ("continuous", "minatar" or others)."""
-    return IMPALA(**SETTINGS.get(kind, {}))
+    return SETTINGS.get(kind, IMPALA())
 
 
 def check(e: IMPALA, partition: Partition) -> None:

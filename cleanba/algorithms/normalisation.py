@@ -16,15 +16,17 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.tree_util import KeyPath
 
+from cleanba.algorithm import no_memory
 from cleanba.algorithms.optimiser import State
 from cleanba.config import PolicyGradient
-from cleanba.environments.specs import EnvSpec, ObsSpec
 from cleanba.networks.sight import as_vector
 from cleanba.ops.moments import Moments, add_batch, no_moments
 from cleanba.ops.returns import returns_so_far
 from cleanba.rollout import PyTree, Rollout
 from cleanba.shards import ShardAxis
+from cleanba.specs import EnvSpec, ObsSpec
 
 LIMIT = 10.0
 EPSILON = 1e-8
@@ -34,7 +36,7 @@ class Statistics(NamedTuple):
     """What was seen so far."""
 
     obs: dict[str, Moments]  # of each part of an observation that is normalised, by its path
-    discounted_return: Any  # `Moments`, or () where rewards stay as they are
+    discounted_return: Moments | tuple[()]  # () where rewards stay as they are
 
 
 class Acting(NamedTuple):
@@ -60,13 +62,13 @@ class Normaliser:
 
     def init_memory(self, rollout: Rollout) -> PyTree:
         """The discounted returns under way in one shard's environments [B], or ()."""
-        return jnp.zeros(rollout.reward.shape[1]) if self.scales_rewards else ()
+        return jnp.zeros(rollout.reward.shape[1]) if self.scales_rewards else no_memory(rollout)
 
     def shown(self, spec: EnvSpec) -> EnvSpec:
         """What an environment looks like to a network that sees its observations normalised."""
         parts = dict(self.parts)
 
-        def part(path: Any, o: ObsSpec) -> ObsSpec:
+        def part(path: KeyPath, o: ObsSpec) -> ObsSpec:
             return as_seen(o) if jax.tree_util.keystr(path) in parts else o
 
         return spec._replace(obs=jax.tree_util.tree_map_with_path(part, spec.obs))
@@ -75,7 +77,7 @@ class Normaliser:
         """Observations [..., *shape] as the network sees them."""
         parts = dict(self.parts)
 
-        def normal(path: Any, x: jax.Array) -> jax.Array:
+        def normal(path: KeyPath, x: jax.Array) -> jax.Array:
             name = jax.tree_util.keystr(path)
             if name not in parts:
                 return x
@@ -109,16 +111,16 @@ class Normaliser:
             path: add_batch(shards, statistics.obs[path], numbers(part, by_path[path][:, :-1]), everywhere)
             for path, part in self.parts
         }
-        of_return: Any = ()
-        if self.scales_rewards:
+        of_return = statistics.discounted_return
+        if isinstance(of_return, Moments):
             so_far = lambda before, r: returns_so_far(r.reward, r.first[:-1], r.valid, before, self.gamma)
             returns = shards.map(so_far, memory, rollout._replace(obs=(), extras=(), carry=()))
             memory = returns[:, -1]
-            of_return = add_batch(shards, statistics.discounted_return, returns, rollout.valid)
+            of_return = add_batch(shards, of_return, returns, rollout.valid)
         statistics = Statistics(moments, of_return)
 
         def normalise(obs: PyTree, reward: jax.Array) -> tuple[PyTree, jax.Array]:
-            if self.scales_rewards:
+            if isinstance(of_return, Moments):
                 reward = (reward * inverse_std(of_return)).clip(-LIMIT, LIMIT)
             return self.observe(moments, obs), reward
 

@@ -11,12 +11,12 @@ from jax import lax
 
 from cleanba.algorithm import Metrics
 from cleanba.config import Experiment, Partition, require
-from cleanba.environments.specs import EnvSpec
 from cleanba.errors import nearest
 from cleanba.ops import replay
 from cleanba.ops.losses import squared_error
 from cleanba.rollout import PyTree, Rollout
 from cleanba.shards import ShardAxis
+from cleanba.specs import EnvSpec
 
 
 @dataclass(frozen=True)
@@ -191,13 +191,20 @@ def new_memory(e: OffPolicy, rollout: Rollout, stack: int = 1) -> replay.Ring:
     return replay.init(rollout, e.buffer_size // e.num_shards, stack)
 
 
+def sample(
+    e: OffPolicy, memory: replay.Ring, shards: ShardAxis, i: jax.Array, key: jax.Array, n: int = 1, stack: int = 1
+) -> replay.Window:
+    """This device's i-th shard's part of a batch: transitions of n steps, drawn uniformly."""
+    drawn = replay.sample_indices(memory, i, key, e.batch_size // shards.num_shards, n)
+    return replay.take(memory, i, drawn, n, stack)
+
+
 def draw(e: OffPolicy, memory: replay.Ring, shards: ShardAxis, key: jax.Array) -> Batch:
-    """Transitions of one step for one gradient step, drawn uniformly, by keys that are the shards' own."""
-    per_shard = e.batch_size // shards.num_shards
+    """Transitions of one step for one gradient step, with keys for what is random in it; by keys of the shards' own."""
 
     def of_shard(i: jax.Array) -> Batch:
         sample_key, later_key = jax.random.split(jax.random.fold_in(key, shards.index[i]))
-        return Batch(replay.take(memory, i, replay.sample_indices(memory, i, sample_key, per_shard, 1), 1), later_key)
+        return Batch(sample(e, memory, shards, i, sample_key), later_key)
 
     return lax.map(of_shard, jnp.arange(shards.index.shape[0]))
 

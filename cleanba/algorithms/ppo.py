@@ -6,7 +6,7 @@ Its implementation details are those of the original Cleanba and of CleanRL, exc
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,13 +27,13 @@ from cleanba.algorithms.batches import (
 from cleanba.algorithms.normalisation import make_normaliser
 from cleanba.algorithms.optimiser import State, learning_rate, sgd_step
 from cleanba.config import Partition, PolicyGradient, require
-from cleanba.environments.specs import EnvSpec
 from cleanba.networks import make_actor_critic
 from cleanba.networks.actor_critic import Output
 from cleanba.ops.losses import kl_estimate, ppo_policy_loss, squared_error
 from cleanba.ops.returns import corrected_gae, gae
 from cleanba.rollout import PyTree, Rollout
 from cleanba.shards import ShardAxis
+from cleanba.specs import EnvSpec
 
 
 @dataclass(frozen=True)
@@ -56,35 +56,35 @@ class PPO(PolicyGradient):
 
 
 # CleanRL's for continuous actions (`ppo_continuous_action.py`): 2,048 steps per update, here of 16 environments.
-CONTINUOUS: dict[str, Any] = {
-    "total_timesteps": 1_000_000,
-    "num_envs": 16,
-    "learning_rate": 3e-4,
-    "hiddens": (64, 64),
-    "ent_coef": 0.0,
-    "update_epochs": 10,
-    "num_minibatches": 32,
-    "clip_coef": 0.2,
-    "norm_obs": True,
-    "norm_reward": True,
-}
+CONTINUOUS = PPO(
+    total_timesteps=1_000_000,
+    num_envs=16,
+    learning_rate=3e-4,
+    hiddens=(64, 64),
+    ent_coef=0.0,
+    update_epochs=10,
+    num_minibatches=32,
+    clip_coef=0.2,
+    norm_obs=True,
+    norm_reward=True,
+)
 
 
 # As PureJaxRL trains on MinAtar (Lu et al. 2022), but for the network, which is Young & Tian's, and its learning rate.
-MINATAR: dict[str, Any] = {
-    "total_timesteps": 10_000_000,
-    "num_envs": 64,
-    "learning_rate": 1e-3,
-    "hiddens": (128,),
-    "num_minibatches": 8,
-    "clip_coef": 0.2,
-}
+MINATAR = PPO(
+    total_timesteps=10_000_000,
+    num_envs=64,
+    learning_rate=1e-3,
+    hiddens=(128,),
+    num_minibatches=8,
+    clip_coef=0.2,
+)
 SETTINGS = {"continuous": CONTINUOUS, "minatar": MINATAR}
 
 
 def defaults(kind: str) -> PPO:
     """The settings for environments of a kind ("continuous", "minatar" or others)."""
-    return PPO(**SETTINGS.get(kind, {}))
+    return SETTINGS.get(kind, PPO())
 
 
 def check(e: PPO, partition: Partition) -> None:

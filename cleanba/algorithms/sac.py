@@ -5,7 +5,7 @@ With two critics, and an entropy coefficient that is fixed or learnt (Haarnoja e
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,12 +30,12 @@ from cleanba.algorithms.off_policy import (
 )
 from cleanba.algorithms.optimiser import Trained, descend, learning_rate, sgd_step
 from cleanba.config import Partition, require
-from cleanba.environments.specs import EnvSpec
 from cleanba.networks import make_critics, make_policy
 from cleanba.ops import replay
 from cleanba.ops.distributions import SquashedGaussian
 from cleanba.rollout import PyTree, Rollout
 from cleanba.shards import ShardAxis
+from cleanba.specs import EnvSpec
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ def make(e: SAC, spec: EnvSpec, platform: str) -> Algorithm:
         q_rate = learning_rate(e, e.q_lr, state.updates)
         policy_rate = learning_rate(e, e.policy_lr, state.updates)
 
-        def gradient_step(number: jax.Array, state: State) -> tuple[State, Any]:
+        def gradient_step(number: jax.Array, state: State) -> tuple[State, tuple[Metrics, Metrics, jax.Array]]:
             batch = draw(e, memory, shards, jax.random.fold_in(key, number))
 
             def load(i: jax.Array) -> tuple:
@@ -153,7 +153,9 @@ def make(e: SAC, spec: EnvSpec, platform: str) -> Algorithm:
 
             critics, of_critics = sgd_step(shards, optimiser, q_rate, state.critics, critic_loss, load)
 
-            def policy_step(number: jax.Array, learnt: tuple[Trained, Trained]) -> tuple[Any, Metrics]:
+            def policy_step(
+                number: jax.Array, learnt: tuple[Trained, Trained]
+            ) -> tuple[tuple[Trained, Trained], Metrics]:
                 policy, log_alpha = learnt
                 load = lambda i: (*batch.of_shard(i, number + 1), critics.params, log_alpha.params)
                 policy, metrics = sgd_step(shards, optimiser, policy_rate, policy, policy_loss, load)

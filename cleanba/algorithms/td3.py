@@ -4,7 +4,7 @@ Sections are those of `sac.py`; settings are those of CleanRL.
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,11 +29,11 @@ from cleanba.algorithms.off_policy import (
 )
 from cleanba.algorithms.optimiser import Trained, learning_rate, sgd_step
 from cleanba.config import Partition, require
-from cleanba.environments.specs import EnvSpec
 from cleanba.networks import make_critics, make_policy
 from cleanba.ops import replay
 from cleanba.rollout import PyTree, Rollout
 from cleanba.shards import ShardAxis
+from cleanba.specs import EnvSpec
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def make(e: TD3, spec: EnvSpec, platform: str) -> Algorithm:
         memory = replay.write(memory, rollout)
         rate = learning_rate(e, e.learning_rate, state.updates)
 
-        def gradient_step(number: jax.Array, state: State) -> tuple[State, Any]:
+        def gradient_step(number: jax.Array, state: State) -> tuple[State, tuple[Metrics, Metrics, jax.Array]]:
             batch = draw(e, memory, shards, jax.random.fold_in(key, number))
             load = lambda i: (*batch.of_shard(i, 0), state.targets)
             critics, of_critics = sgd_step(shards, optimiser, rate, state.critics, critic_loss, load)

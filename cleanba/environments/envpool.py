@@ -3,8 +3,11 @@
 import ctypes
 from collections.abc import Callable, Sequence
 from functools import cache
+from types import ModuleType
 from typing import Any
 
+import gymnasium
+import jax
 import numpy as np
 
 from cleanba.config import Experiment, require
@@ -12,7 +15,7 @@ from cleanba.environments.gymnasium import steps_per_second
 from cleanba.environments.spaces import action_spec, narrowed, obs_spec
 from cleanba.environments.specs import Compilable, EnvSpec, Step, choice, parse_options, train_reward
 from cleanba.errors import UsageError, closest_names
-from cleanba.rollout import PyTree
+from cleanba.rollout import Array, PyTree
 
 
 def kind(env_id: str) -> str:
@@ -58,10 +61,8 @@ def _known() -> frozenset[str]:
     return frozenset(_envpool().list_all_envs())
 
 
-def _envpool() -> Any:
+def _envpool() -> ModuleType:
     """EnvPool, without Gymnasium's remarks on the precision of bounds, which a user can do nothing about."""
-    import gymnasium
-
     gymnasium.logger.min_level = gymnasium.logger.ERROR
     opengl()
     import envpool
@@ -151,7 +152,9 @@ def opengl() -> bool:
     return True
 
 
-def told(spec: EnvSpec, obs: PyTree, raw_reward: Any, terminated: Any, truncated: Any, info: dict[str, Any]) -> Step:
+def told(
+    spec: EnvSpec, obs: PyTree, raw_reward: Array, terminated: Array, truncated: Array, info: dict[str, Array]
+) -> Step[Array]:
     """What EnvPool reported of one step, [B, ...] of NumPy or of JAX, with the end of a game told from a time limit.
 
     EnvPool calls whatever ends in the last step that the limit permits truncated, and not terminated.
@@ -163,7 +166,7 @@ def told(spec: EnvSpec, obs: PyTree, raw_reward: Any, terminated: Any, truncated
     return Step(obs, train_reward(spec, raw_reward), raw_reward, terminated, truncated, over | truncated)
 
 
-def game_over(spec: EnvSpec, obs: PyTree, raw_reward: Any, info: dict[str, Any]) -> Any:
+def game_over(spec: EnvSpec, obs: PyTree, raw_reward: Array, info: dict[str, Array]) -> Array | np.ndarray:
     """Where the game has come to an end by itself, as far as something tells so apart from EnvPool's flags.  [B] bool.
 
     `docs/details.md` lists where something does.
@@ -219,7 +222,7 @@ class Envs:
         obs, _ = self._pool.reset()
         return _leaves(obs, narrowed)
 
-    def step(self, action: np.ndarray) -> Step:
+    def step(self, action: np.ndarray) -> Step[np.ndarray]:
         """[B], or [B, D] -> what they delivered.  An environment whose episode ended ignores its action and resets."""
         obs, reward, terminated, truncated, info = self._pool.step(self._spec.action.for_environment(action))
         raw = np.asarray(info.get("reward", reward), np.float32)
@@ -231,7 +234,7 @@ class Envs:
         handle, _, _, pool_step = self._pool.xla()
         spec = self._spec
 
-        def step(handle: Any, action: Any) -> tuple[Any, Step]:
+        def step(handle: PyTree, action: jax.Array) -> tuple[PyTree, Step[jax.Array]]:
             handle, (obs, reward, terminated, truncated, info) = pool_step(handle, spec.action.for_environment(action))
             raw = info.get("reward", reward).astype("float32")
             return handle, told(spec, obs, raw, terminated, truncated, info)

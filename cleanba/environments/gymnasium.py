@@ -13,11 +13,12 @@ from contextlib import suppress
 from functools import cache
 from importlib import import_module
 from itertools import pairwise
-from typing import Any
+from typing import Any, NoReturn
 
 import gymnasium
 import jax
 import numpy as np
+from gymnasium.envs.registration import load_env_creator
 from gymnasium.spaces import Box, Discrete, MultiBinary, MultiDiscrete
 
 from cleanba.config import Experiment
@@ -171,7 +172,7 @@ def follows_its_seed(spec: EnvSpec, steps: int = 32) -> bool:
     try:
         envs = Envs(spec, (1, 1), workers=1, patience=10.0)
         try:
-            seen: Any = envs.reset()
+            seen: PyTree = envs.reset()
             for _ in range(steps):
                 if any(not np.array_equal(x[0], x[1], equal_nan=x.dtype.kind == "f") for x in jax.tree.leaves(seen)):
                     return False
@@ -235,14 +236,14 @@ class Envs:
             part.ask("reset", self._seeds[part.mine])
         return self._answers().obs
 
-    def step(self, action: np.ndarray) -> Step:
+    def step(self, action: np.ndarray) -> Step[np.ndarray]:
         """[B], or [B, D] -> what they delivered.  An environment whose episode ended ignores its action and resets."""
         self._arrays.action[:] = self._spec.action.for_environment(action)
         for part in self._parts:
             part.ask("step")
         return self._answers()
 
-    def _answers(self) -> Step:
+    def _answers(self) -> Step[np.ndarray]:
         for part in self._parts:
             part.answer()
         a = self._arrays
@@ -250,7 +251,7 @@ class Envs:
         terminated, truncated, raw = a.terminated.copy(), a.truncated.copy(), a.reward.copy()
         return Step(obs, train_reward(self._spec, raw), raw, terminated, truncated, terminated | truncated)
 
-    def xla(self) -> Any:
+    def xla(self) -> NoReturn:
         """No code in Python can be compiled; its specification says so."""
         raise NotImplementedError
 
@@ -292,8 +293,6 @@ GRACE_SECONDS = 2.0  # for environments to close what they hold
 
 def steps_per_second(env_id: str) -> float:
     """Gymnasium's steps per second of the environment of that name (50 for CartPole); 30 where it knows none."""
-    from gymnasium.envs.registration import load_env_creator
-
     try:
         entry = gymnasium.spec(env_id).entry_point
         made: Any = load_env_creator(entry) if isinstance(entry, str) else entry
@@ -328,13 +327,13 @@ class Here:
     def __init__(self, made: Game, arrays: Arrays, **more: Any):
         self.mine = slice(0, len(arrays.reward))
         self._part = Part(made, arrays, **more)
-        self._answer: Any = None
+        self._answer: object = None
 
-    def ask(self, command: str, *arguments: Any) -> None:
+    def ask(self, command: str, *arguments: object) -> None:
         """Call a method of `Part`."""
         self._answer = getattr(self._part, command)(*arguments)
 
-    def answer(self) -> Any:
+    def answer(self) -> object:
         """What it returned."""
         return self._answer
 
@@ -375,12 +374,12 @@ class Worker:
         theirs.close()
         self.ask(*task)
 
-    def ask(self, *command: Any) -> None:
+    def ask(self, *command: object) -> None:
         """Have it call a method of `Part`; several workers then do so at the same time."""
         with suppress(ConnectionError):  # it is dead, or said why it left: `answer` tells
             self._connection.send(command)
 
-    def answer(self) -> Any:
+    def answer(self) -> object:
         """What that returned.
 
         Raises:

@@ -27,7 +27,7 @@ class Envs(Protocol):
         """Start all environments afresh -> obs [B, ...]."""
         ...
 
-    def step(self, action: np.ndarray) -> Step:
+    def step(self, action: np.ndarray) -> Step[np.ndarray]:
         """[B], or [B, D] -> what they delivered.  An environment whose episode ended ignores its action and resets."""
         ...
 

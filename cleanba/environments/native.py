@@ -12,11 +12,12 @@ An environment is an object with the methods of gymnax's (Lange 2022), which Cra
 Their `step`, which resets within the step that ends an episode and loses its last observation, is not used.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from functools import cache
 from importlib import import_module
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import Any, NamedTuple, Protocol
 
 import gymnasium
 import jax
@@ -39,11 +40,29 @@ CRAFTAX = ("Craftax-Symbolic-v1", "Craftax-Pixels-v1", "Craftax-Classic-Symbolic
 LIMITS = ("max_steps_in_episode", "max_timesteps")  # what gymnax and Craftax call the time limit
 
 
+class Environment(Protocol):
+    """What every environment has; the rest may be left out."""
+
+    def reset_env(self, key: jax.Array, params: PyTree) -> tuple[PyTree, PyTree]:
+        """-> obs, state."""
+        ...
+
+    def step_env(
+        self, key: jax.Array, state: PyTree, action: jax.Array, params: PyTree
+    ) -> tuple[PyTree, PyTree, jax.Array, jax.Array, PyTree]:
+        """-> obs, state, reward, terminated, info."""
+        ...
+
+
+Maker = Callable[..., Environment]
+"""options by name -> the environment"""
+
+
 class Native(NamedTuple):
     """An environment and its numbers."""
 
-    env: Any
-    params: Any
+    env: Environment
+    params: PyTree
 
 
 def make(env_id: str, options: dict[str, Any]) -> Native:
@@ -56,7 +75,7 @@ def make(env_id: str, options: dict[str, Any]) -> Native:
     suite, _, name = env_id.partition(":")
     maker = MAKERS[suite](env_id, name)
     env = maker()
-    params: Any = getattr(env, "default_params", None)
+    params: PyTree = getattr(env, "default_params", None)
     known = {field.name for field in fields(params)} if is_dataclass(params) else set()
     arguments = {name: value for name, value in options.items() if name not in {*known, "max_episode_steps"}}
     if arguments:
@@ -71,21 +90,21 @@ def make(env_id: str, options: dict[str, Any]) -> Native:
     return Native(env, replace(params, **numbers) if numbers else params)
 
 
-def _gymnax(env_id: str, name: str) -> Callable[..., Any]:
+def _gymnax(env_id: str, name: str) -> Maker:
     gymnax = require_library("gymnax")
     if name not in gymnax.registered_envs:
         raise unknown(env_id, [f"gymnax:{known}" for known in gymnax.registered_envs])
     return lambda **options: gymnax.make(name, **options)[0]
 
 
-def _craftax(env_id: str, name: str) -> Callable[..., Any]:
+def _craftax(env_id: str, name: str) -> Maker:
     if name not in CRAFTAX:
         raise unknown(env_id, [f"craftax:{known}" for known in CRAFTAX])
     craftax = require_library("craftax.craftax_env")
     return lambda: craftax.make_craftax_env_from_name(name, auto_reset=False)
 
 
-def _own(env_id: str, name: str) -> Callable[..., Any]:
+def _own(env_id: str, name: str) -> Maker:
     module, _, factory = name.partition(":")
     find_modules_here()
     try:
@@ -113,7 +132,7 @@ def known() -> dict[str, str]:
     return found
 
 
-def require_library(name: str) -> Any:
+def require_library(name: str) -> ModuleType:
     """An optional library.  Raises `UsageError` where it is not installed."""
     try:
         return import_module(name)
@@ -166,9 +185,9 @@ def as_gymnasium(space: Any) -> gymnasium.Space:
     raise TypeError(f"{space} is a space of unknown kind")
 
 
-def named_parts(parts: Any) -> dict[str, Any]:
+def named_parts(parts: Mapping[str, object] | Sequence[object]) -> dict[str, object]:
     """The parts of a dictionary or tuple of spaces, named as `named` names those of observations."""
-    return dict(parts) if isinstance(parts, dict) else {f"{i:02}": part for i, part in enumerate(parts)}
+    return dict(parts) if isinstance(parts, Mapping) else {f"{i:02}": part for i, part in enumerate(parts)}
 
 
 def env_spec(e: Experiment) -> EnvSpec:
@@ -230,11 +249,11 @@ class Block(NamedTuple):
 class Functions(NamedTuple):
     """What B environments do.  The same objects for the same environment: what is compiled for one block fits all."""
 
-    reset: Callable[[Any], tuple[Block, PyTree]]
+    reset: Callable[[jax.Array], tuple[Block, PyTree]]
     """compiled: seeds [B] -> state, obs"""
-    step: Callable[[Block, Any], tuple[Block, Step]]
+    step: Callable[[Block, jax.Array], tuple[Block, Step[jax.Array]]]
     """to be compiled with more: state, action as a policy draws it -> state, what they delivered"""
-    step_alone: Callable[[Block, Any], tuple[Block, Step]]
+    step_alone: Callable[[Block, np.ndarray], tuple[Block, Step[jax.Array]]]
     """compiled"""
 
 
@@ -275,7 +294,7 @@ def _functions(env_id: str, options: Options, takes: ActionSpec, clip_reward: bo
         state, obs = jax.vmap(begin)(jax.vmap(jax.random.fold_in)(key, t))
         return Block(state, key, t, jnp.zeros(seeds.shape, bool)), obs
 
-    def step(block: Block, action: Any) -> tuple[Block, Step]:
+    def step(block: Block, action: jax.Array) -> tuple[Block, Step[jax.Array]]:
         t = block.t + 1
         key = jax.vmap(jax.random.fold_in)(block.key, t)
         taken = takes.for_environment(action)
@@ -308,7 +327,7 @@ class Envs:
         self._spec, self._functions = spec, functions(spec)
         device = jax.config.jax_default_device or jax.local_devices()[0]  # type: ignore[attr-defined]
         self._seeds = jax.device_put(np.array(seeds, np.int32), device)
-        self._block: Any = None
+        self._block: Block  # after `reset`
         self._obs: PyTree = None
 
     def reset(self) -> PyTree:
@@ -317,7 +336,7 @@ class Envs:
         self._obs = jax.device_get(obs)
         return self._obs
 
-    def step(self, action: np.ndarray) -> Step:
+    def step(self, action: np.ndarray) -> Step[np.ndarray]:
         """[B], or [B, D] -> what they delivered.  An environment whose episode ended ignores its action and resets."""
         self._block, out = self._functions.step_alone(self._block, action)
         out = jax.device_get(out)
@@ -355,7 +374,7 @@ def picture(native: Native, spec: EnvSpec, state: PyTree, obs: PyTree) -> np.nda
 
 
 @cache
-def craftax_renderer(classic: bool) -> Callable[[PyTree], Any]:
+def craftax_renderer(classic: bool) -> Callable[[PyTree], jax.Array]:
     """Craftax's own picture of a state, [H, W, 3] numbers up to 255."""
     where = "craftax_classic" if classic else "craftax"
     size = require_library(f"craftax.{where}.constants").BLOCK_PIXEL_SIZE_HUMAN

@@ -1,18 +1,23 @@
 """What Gymnasium's spaces, which EnvPool and others speak of too, mean here."""
 
-from typing import Any
-
 import gymnasium
 import numpy as np
 
-from cleanba.environments.specs import ActionSpec, ObsSpec, choice
 from cleanba.rollout import PyTree
+from cleanba.specs import ActionSpec, ObsSpec, ObsSpecs, choice
 
 
-def obs_spec(space: Any, sample: PyTree, action: ActionSpec, name: str = "", is_minigrid: bool = False) -> PyTree:
+def obs_spec(
+    space: gymnasium.Space | dict[str, gymnasium.Space],
+    sample: PyTree,
+    action: ActionSpec,
+    name: str = "",
+    is_minigrid: bool = False,
+) -> ObsSpecs:
     """What observations look like, from a space and a batch [B, ...] of samples: an `ObsSpec`, or a tree of them."""
     if isinstance(sample, dict):
         parts = space.spaces if isinstance(space, gymnasium.spaces.Dict) else space
+        assert isinstance(parts, dict)
         return {name: obs_spec(parts[name], part, action, name, is_minigrid) for name, part in sample.items()}
     shape, dtype = sample.shape[1:], str(narrowed(sample).dtype)
     if name in MASKS and action.masked_by(shape):
@@ -35,7 +40,7 @@ MOST_CODES = 32  # integers of a grid that can have more values than these are q
 MINIGRID_CODES = 11  # objects; fewer colours and states.  Its space says 256, as if these were the bytes of a picture.
 
 
-def action_spec(space: Any) -> ActionSpec | str:
+def action_spec(space: gymnasium.Space) -> ActionSpec | str:
     """What actions look like, or why no policy can choose them."""
     if isinstance(space, gymnasium.spaces.Discrete):
         return choice(int(space.n), int(space.start))

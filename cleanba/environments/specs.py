@@ -1,126 +1,41 @@
-"""What environments look like and what a step of them delivers, whoever makes them."""
+"""What a step of an environment delivers, whoever makes it; and what it looks like (`cleanba/specs.py`)."""
 
 import ast
-import math
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Generic, NamedTuple
 
 import jax
-import numpy as np
 
 from cleanba.errors import UsageError
-from cleanba.rollout import PyTree
+from cleanba.rollout import Array, PyTree
+from cleanba.specs import ActionSpec, EnvSpec, ObsSpec, choice
+
+__all__ = [
+    "ActionSpec",
+    "Compilable",
+    "EnvSpec",
+    "EnvStep",
+    "ObsSpec",
+    "Step",
+    "choice",
+    "parse_options",
+    "train_reward",
+]
 
 
-@dataclass(frozen=True)
-class ObsSpec:
-    """One array of an observation.  A leaf, where observations are trees."""
-
-    kind: Literal["image", "planes", "codes", "bytes", "vector", "discrete", "mask"]
-    """image: uint8 pictures; planes: a board [H, W, C], one plane for each thing that may be there; codes: integers in
-    [low, low + count) that name things; bytes: uint8 that are no picture, such as text; vector: numbers; discrete: one
-    integer in [low, low + count); mask: which actions are legal, no input"""
-    shape: tuple[int, ...]
-    dtype: str
-    count: int = 0
-    low: int = 0
-
-
-@dataclass(frozen=True)
-class ActionSpec:
-    """One action, as a policy draws it and as the environment takes it.
-
-    A policy draws a number in [0, count) for each part that is a choice, int32, and any number for each part that is a
-    quantity, float32: [B] where there is but one choice, else [B, D] for D parts in C order.
-    """
-
-    kind: Literal["choice", "choices", "quantities"]
-    """choice: one of a number of actions; choices: several at once; quantities: numbers within bounds"""
-    shape: tuple[int, ...] = ()
-    """as the environment takes it"""
-    dtype: str = "int32"
-    counts: tuple[int, ...] = ()
-    """how many there are to choose from, for each part; () for quantities"""
-    low: tuple[float, ...] = (0,)
-    """of each part; choices count from here"""
-    high: tuple[float, ...] = (0,)
-    """of each part, itself included"""
-
-    @property
-    def size(self) -> int:
-        """D, the number of parts."""
-        return len(self.low)
-
-    def masked_by(self, shape: tuple[int, ...]) -> bool:
-        """Whether an array of that shape can say which choices are legal.
-
-        One for each choice, those of several parts one after the other, in any shape; or one for each combination of
-        them, [counts[0], counts[1], ...].
-        """
-        return self.kind != "quantities" and (shape == self.counts or math.prod(shape) == sum(self.counts))
-
-    def for_environment(self, action: Any) -> Any:
-        """What a policy drew, [B] or [B, D] -> what the environment takes, [B, *shape].
-
-        Quantities are clipped to their bounds only here: what is learnt from is the action as it was drawn.
-        """
-        dtype = np.dtype(self.dtype)
-        if self.kind == "quantities":  # cast first: a bound rounded to float32 may lie outside the bounds
-            with np.errstate(over="ignore"):  # "no bound" is in some environments the largest number there is
-                low, high = (np.asarray(bound, np.float64).astype(dtype) for bound in (self.low, self.high))
-            action = action.astype(dtype).clip(low, high)
-        else:
-            action = (action + np.asarray(self.low, np.int32).reshape(action.shape[1:])).astype(dtype)
-        return action.reshape(-1, *self.shape)
-
-
-def choice(count: int, start: int = 0) -> ActionSpec:
-    """One of the actions start, start + 1, ..., start + count - 1."""
-    return ActionSpec("choice", counts=(count,), low=(start,), high=(start + count - 1,))
-
-
-class EnvSpec(NamedTuple):
-    """What an environment shows and takes."""
-
-    env_id: str
-    obs: PyTree
-    """an `ObsSpec`, or a dictionary of them, of any depth"""
-    num_actions: int
-    """how many there are to choose from; 0 where an action is more than one choice"""
-    is_atari: bool
-    clip_reward: bool
-    options: dict[str, Any]
-    """what EnvPool is asked for"""
-    given_action: ActionSpec | None = None
-    """None: one of `num_actions`, counted from 0"""
-    scannable: bool = True
-    """whether it can be stepped from within XLA"""
-    wrappers: tuple[str, ...] = ()
-    """module:function, each of which Gymnasium's environments are given to"""
-    on_device: bool = False
-    """whether it is itself a compiled function, on whatever device acts"""
-
-    @property
-    def action(self) -> ActionSpec:
-        """What it takes."""
-        return self.given_action or choice(self.num_actions)
-
-    @property
-    def shows_images(self) -> bool:
-        """Whether any part of an observation is a picture."""
-        return any(part.kind == "image" for part in jax.tree.leaves(self.obs))
-
-
-class Step(NamedTuple):
-    """What one step of B environments delivered.  `obs` belongs to the caller."""
+class Step(NamedTuple, Generic[Array]):
+    """What one step of B environments delivered, to the host or to a device.  `obs` belongs to the caller."""
 
     obs: PyTree  # [B, ...]
-    reward: np.ndarray  # [B]  float32, what is trained on (clipped if asked)
-    raw_reward: np.ndarray  # [B]  float32, what the environment paid
-    terminated: np.ndarray  # [B]  bool
-    truncated: np.ndarray  # [B]  bool
-    over: np.ndarray  # [B]  bool: the game is over; differs from the two above under --episodic-life
+    reward: Array  # [B]  float32, what is trained on (clipped if asked)
+    raw_reward: Array  # [B]  float32, what the environment paid
+    terminated: Array  # [B]  bool
+    truncated: Array  # [B]  bool
+    over: Array  # [B]  bool: the game is over; differs from the two above under --episodic-life
+
+
+EnvStep = Callable[[PyTree, jax.Array], tuple[PyTree, Step[jax.Array]]]
+"""`step(handle, action) -> handle, Step`"""
 
 
 class Compilable(NamedTuple):
@@ -128,13 +43,13 @@ class Compilable(NamedTuple):
 
     handle: PyTree
     """their state, or what stands for it; threaded through steps, so that these keep their order"""
-    step: Callable[[Any, Any], tuple[Any, Step]]
-    """`step(handle, action) -> handle, Step`, for use under `jit`"""
+    step: EnvStep
+    """for use under `jit`"""
     key: Hashable
     """code that was compiled for as many environments with this key serves these, too"""
 
 
-def train_reward(spec: EnvSpec, raw: Any) -> Any:
+def train_reward(spec: EnvSpec, raw: Array) -> Array:
     """What is trained on: the raw reward, clipped to [-1, 1] if the experiment clips.  [...] -> [...]."""
     return raw.clip(-1.0, 1.0) if spec.clip_reward else raw
 

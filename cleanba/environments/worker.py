@@ -48,7 +48,7 @@ def find_modules_here() -> None:
         sys.path.append(os.getcwd())
 
 
-def named(x: Any) -> Any:
+def named(x: object) -> Any:
     """Observations or spaces with tuples as dictionaries, as parts have names here.  (a, b) -> {"00": a, "01": b}."""
     if isinstance(x, gymnasium.spaces.Tuple | tuple):
         x = {f"{i:02}": part for i, part in enumerate(x)}
@@ -83,7 +83,7 @@ class Arrays(NamedTuple):
 ALIGNMENT = 64  # bytes: two workers then write into no cache line of one array's last and another's first rows
 
 
-def carve(layout: Layout, memory: Any = None) -> tuple[Arrays, int]:
+def carve(layout: Layout, memory: mmap.mmap | None = None) -> tuple[Arrays, int]:
     """Arrays that lie in `memory`, or in memory of their own; and how many bytes they take."""
     arrays, offset = [], 0
     for shape, dtype in layout:
@@ -114,11 +114,11 @@ class Part:
         obs, a.reward[:], a.terminated[:], a.truncated[:], _ = self._envs.step(action)
         self._show(obs)
 
-    def _show(self, obs: Any) -> None:
+    def _show(self, obs: object) -> None:
         for mine, delivered in zip(self._arrays.obs, leaves(named(obs)), strict=True):
             mine[:] = delivered
 
-    def render(self, env: int) -> Any:
+    def render(self, env: int) -> object:
         """What a person would see of one of them."""
         return self._envs.envs[env].render()
 

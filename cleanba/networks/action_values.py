@@ -1,17 +1,18 @@
 """A value for each action, over one torso."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from cleanba.config import Experiment
 from cleanba.networks import torsos
 from cleanba.networks.layers import ConvKind
 from cleanba.networks.sight import see, sight
 from cleanba.rollout import PyTree
+from cleanba.specs import EnvSpec, ObsSpecs
 
 
 class ActionValues(nn.Module):
@@ -20,17 +21,17 @@ class ActionValues(nn.Module):
     `dueling` makes it V(s) + A(s, a) - mean_a A(s, a) (Wang et al. 2016, eq. 9).
     """
 
-    obs_spec: Any  # one `ObsSpec`, or a dictionary of them
+    obs_spec: ObsSpecs
     num_actions: int
     network: str
     channels: Sequence[int]
     hiddens: Sequence[int]
     dueling: bool
-    dtype: Any
+    dtype: DTypeLike
     conv: ConvKind
 
     @nn.compact
-    def __call__(self, obs: Any) -> jax.Array:
+    def __call__(self, obs: PyTree) -> jax.Array:
         """Obs [N, ...] -> [N, num_actions] float32."""
         x = see(self, obs, "relu").astype(jnp.float32)
         values = torsos.Dense(self.num_actions, 1.0, name="action_value")(x)
@@ -44,11 +45,12 @@ class ActionValues(nn.Module):
 
     def values(self, params: PyTree, obs: PyTree) -> jax.Array:
         """`__call__` with these parameters."""
-        out: Any = self.apply(params, obs)
+        out = self.apply(params, obs)
+        assert isinstance(out, jax.Array)
         return out
 
 
-def make_action_values(spec: Any, e: Experiment, dueling: bool, platform: str) -> ActionValues:
+def make_action_values(spec: EnvSpec, e: Experiment, dueling: bool, platform: str) -> ActionValues:
     """The network that an experiment asks for, in the form that is fast on `platform` ("cpu", "gpu" …).
 
     Raises:

@@ -1,11 +1,12 @@
 """A policy and its value function, over one torso and one core or each over its own."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from cleanba.config import PolicyGradient
 from cleanba.networks import cores, torsos
@@ -13,12 +14,13 @@ from cleanba.networks.layers import ConvKind
 from cleanba.networks.sight import legal_actions, see, sight
 from cleanba.ops.distributions import Distribution, distribution, size
 from cleanba.rollout import PyTree
+from cleanba.specs import ActionSpec, EnvSpec, ObsSpecs
 
 
 class Output(NamedTuple):
     policy: Distribution  # [T, B, ...]  over actions
     value: jax.Array  # [T, B]  float32
-    carry: Any  # [B, ...]  after the last step
+    carry: PyTree  # [B, ...]  after the last step
 
 
 class ActorCritic(nn.Module):
@@ -29,8 +31,8 @@ class ActorCritic(nn.Module):
     exp(log_std_init).
     """
 
-    obs_spec: Any  # one `ObsSpec`, or a dictionary of them
-    action: Any  # an `ActionSpec`
+    obs_spec: ObsSpecs
+    action: ActionSpec
     network: str
     channels: Sequence[int]
     hiddens: Sequence[int]
@@ -39,11 +41,11 @@ class ActorCritic(nn.Module):
     lstm_size: int
     forget_bias: float
     log_std_init: float
-    dtype: Any
+    dtype: DTypeLike
     conv: ConvKind
 
     @nn.compact
-    def __call__(self, obs: Any, first: jax.Array, carry: Any) -> Output:
+    def __call__(self, obs: PyTree, first: jax.Array, carry: PyTree) -> Output:
         """Obs [T, B, ...], first [T, B] bool, carry [B, ...] -> `Output`."""
         if self.share_torso:
             for_policy, carry = self.features(obs, first, carry)
@@ -60,7 +62,7 @@ class ActorCritic(nn.Module):
         policy = distribution(self.action, x, log_std, legal_actions(self.obs_spec, obs))
         return Output(policy, value[..., 0], carry)
 
-    def features(self, obs: Any, first: jax.Array, carry: Any) -> tuple[jax.Array, Any]:
+    def features(self, obs: PyTree, first: jax.Array, carry: PyTree) -> tuple[jax.Array, PyTree]:
         """Another torso and core each time it is called: features [T, B, D] float32, carry."""
         t, b = first.shape
         x = see(self, jax.tree.map(lambda o: o.reshape(t * b, *o.shape[2:]), obs)).reshape(t, b, -1)
@@ -81,7 +83,8 @@ class ActorCritic(nn.Module):
 
     def outputs(self, params: PyTree, obs: PyTree, first: jax.Array, carry: PyTree) -> Output:
         """`__call__` with these parameters."""
-        out: Any = self.apply(params, obs, first, carry)
+        out = self.apply(params, obs, first, carry)
+        assert isinstance(out, Output)
         return out
 
     def act(
@@ -107,7 +110,7 @@ class ActorCritic(nn.Module):
         return Output(policy, value, out.carry)
 
 
-def make_actor_critic(spec: Any, e: PolicyGradient, platform: str) -> ActorCritic:
+def make_actor_critic(spec: EnvSpec, e: PolicyGradient, platform: str) -> ActorCritic:
     """The network that an experiment asks for, in the form that is fast on `platform` ("cpu", "gpu" …).
 
     Raises:

@@ -1,33 +1,34 @@
 """Policies and critics over real-valued actions within bounds, each with a torso of its own; rectifiers throughout."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from cleanba.config import Experiment
 from cleanba.networks import torsos
 from cleanba.networks.layers import ConvKind
 from cleanba.networks.sight import see, sight
 from cleanba.rollout import PyTree
+from cleanba.specs import EnvSpec, ObsSpecs
 
 
 class Policy(nn.Module):
     """Torso -> for each part of an action `heads` numbers, near zero at the start."""
 
-    obs_spec: Any  # one `ObsSpec`, or a dictionary of them
+    obs_spec: ObsSpecs
     size: int
     heads: int
     network: str
     channels: Sequence[int]
     hiddens: Sequence[int]
-    dtype: Any
+    dtype: DTypeLike
     conv: ConvKind
 
     @nn.compact
-    def __call__(self, obs: Any) -> jax.Array:
+    def __call__(self, obs: PyTree) -> jax.Array:
         """Obs [N, ...] -> [heads, N, size] float32."""
         x = see(self, obs, "relu").astype(jnp.float32)
         return jnp.stack([torsos.Dense(self.size, 0.01)(x) for _ in range(self.heads)])
@@ -38,22 +39,23 @@ class Policy(nn.Module):
 
     def outputs(self, params: PyTree, obs: PyTree) -> jax.Array:
         """`__call__` with these parameters."""
-        out: Any = self.apply(params, obs)
+        out = self.apply(params, obs)
+        assert isinstance(out, jax.Array)
         return out
 
 
 class Critic(nn.Module):
     """Q(s, a).  The action stands beside the numbers that an MLP sees; of pictures, beside what the torso makes."""
 
-    obs_spec: Any
+    obs_spec: ObsSpecs
     network: str
     channels: Sequence[int]
     hiddens: Sequence[int]
-    dtype: Any
+    dtype: DTypeLike
     conv: ConvKind
 
     @nn.compact
-    def __call__(self, obs: Any, action: jax.Array) -> jax.Array:
+    def __call__(self, obs: PyTree, action: jax.Array) -> jax.Array:
         x = see(self, obs, "relu", action).astype(jnp.float32)
         return torsos.Dense(1, 1.0)(x)[:, 0]
 
@@ -61,17 +63,17 @@ class Critic(nn.Module):
 class Critics(nn.Module):
     """Several critics that differ in their parameters alone."""
 
-    obs_spec: Any
+    obs_spec: ObsSpecs
     size: int
     count: int
     network: str
     channels: Sequence[int]
     hiddens: Sequence[int]
-    dtype: Any
+    dtype: DTypeLike
     conv: ConvKind
 
     @nn.compact
-    def __call__(self, obs: Any, action: jax.Array, first: int | None = None) -> jax.Array:
+    def __call__(self, obs: PyTree, action: jax.Array, first: int | None = None) -> jax.Array:
         """Obs [N, ...], action [N, size] -> [count, N] float32, or of the first so many alone."""
         one = lambda: Critic(self.obs_spec, self.network, self.channels, self.hiddens, self.dtype, self.conv)
         return jnp.stack([one()(obs, action) for _ in range(first or self.count)])
@@ -82,16 +84,17 @@ class Critics(nn.Module):
 
     def values(self, params: PyTree, obs: PyTree, action: jax.Array, first: int | None = None) -> jax.Array:
         """`__call__` with these parameters."""
-        out: Any = self.apply(params, obs, action, first)
+        out = self.apply(params, obs, action, first)
+        assert isinstance(out, jax.Array)
         return out
 
 
-def blank(obs_spec: Any) -> PyTree:
+def blank(obs_spec: ObsSpecs) -> PyTree:
     """One observation of zeros."""
     return jax.tree.map(lambda o: jnp.zeros((1, *o.shape), o.dtype), obs_spec)
 
 
-def make_policy(spec: Any, e: Experiment, heads: int, platform: str) -> Policy:
+def make_policy(spec: EnvSpec, e: Experiment, heads: int, platform: str) -> Policy:
     """The policy network that an experiment asks for, in the form that is fast on `platform` ("cpu", "gpu" …).
 
     Raises:
@@ -100,6 +103,6 @@ def make_policy(spec: Any, e: Experiment, heads: int, platform: str) -> Policy:
     return Policy(**sight(spec, e, platform), size=spec.action.size, heads=heads)
 
 
-def make_critics(spec: Any, e: Experiment, platform: str) -> Critics:
+def make_critics(spec: EnvSpec, e: Experiment, platform: str) -> Critics:
     """Two critics (Fujimoto et al. 2018), with torsos as the policy's."""
     return Critics(**sight(spec, e, platform), size=spec.action.size, count=2)

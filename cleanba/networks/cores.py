@@ -1,11 +1,12 @@
 """What is remembered: [T, B, D] features and a carry -> [T, B, D'] features and the next carry."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from cleanba.networks.torsos import orthogonal
 
@@ -15,7 +16,7 @@ class LSTMCarry(NamedTuple):
     c: jax.Array  # [B, units]  cell
 
 
-def initial_carry(core: str, units: int, batch: int) -> Any:
+def initial_carry(core: str, units: int, batch: int) -> LSTMCarry | tuple[()]:
     """Zeros for an LSTM, () for no core."""
     if core == "none":
         return ()
@@ -39,8 +40,10 @@ def recur(x_gates: jax.Array, first: jax.Array, carry: LSTMCarry, w_h: jax.Array
     return _forward(x_gates, first, carry, w_h)[0]
 
 
-def _forward(x_gates: jax.Array, first: jax.Array, carry: LSTMCarry, w_h: jax.Array) -> Any:
-    def step(carry: LSTMCarry, inputs: tuple[jax.Array, jax.Array]) -> Any:
+def _forward(
+    x_gates: jax.Array, first: jax.Array, carry: LSTMCarry, w_h: jax.Array
+) -> tuple[tuple[jax.Array, LSTMCarry], tuple[jax.Array, ...]]:
+    def step(carry: LSTMCarry, inputs: tuple[jax.Array, jax.Array]) -> tuple[LSTMCarry, tuple[jax.Array, ...]]:
         x_t, first_t = inputs
         h, c = jax.tree.map(lambda y: jnp.where(first_t[:, None], 0.0, y), carry)
         gates = (x_t + h.astype(w_h.dtype) @ w_h).astype(jnp.float32)
@@ -51,11 +54,13 @@ def _forward(x_gates: jax.Array, first: jax.Array, carry: LSTMCarry, w_h: jax.Ar
     return (out, last), (*saved, first, w_h)
 
 
-def _backward(saved: Any, cotangent: Any) -> Any:
+def _backward(
+    saved: tuple[jax.Array, ...], cotangent: tuple[jax.Array, LSTMCarry]
+) -> tuple[jax.Array, None, LSTMCarry, jax.Array]:
     gates, h, c, first, w_h = saved
     d_out, d_last = cotangent
 
-    def step(d_carry: LSTMCarry, inputs: tuple[jax.Array, ...]) -> Any:
+    def step(d_carry: LSTMCarry, inputs: tuple[jax.Array, ...]) -> tuple[LSTMCarry, jax.Array]:
         d_out_t, gates_t, c_t, first_t = inputs
         _, pull = jax.vjp(cell, gates_t, c_t)
         d_gates, d_c = pull((d_carry.h + d_out_t, d_carry.c))
@@ -82,7 +87,7 @@ class LSTM(nn.Module):
     """
 
     units: int
-    dtype: Any = jnp.float32
+    dtype: DTypeLike = jnp.float32
     forget_bias: float = 0.0
 
     @nn.compact

@@ -8,14 +8,15 @@ back to scalar loops, a hundred times slower.  So "patches" writes each gradient
 """
 
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.nn.initializers import Initializer
+from jax.typing import DTypeLike
 
-Initializer = Any
 ConvKind = Literal["xla", "patches"]
 Pads = tuple[tuple[int, int], tuple[int, int]]  # rows and columns of zeros: before and after
 
@@ -124,7 +125,7 @@ class Conv(nn.Module):
     size: int
     stride: int = 1
     padding: Literal["VALID", "SAME"] = "VALID"
-    dtype: Any = jnp.float32
+    dtype: DTypeLike = jnp.float32
     kind: ConvKind = "xla"
     kernel_init: Initializer = nn.initializers.lecun_normal()
     input_scale: float = 1.0  # applied to the kernel, so that images can stay bytes until they are multiplied

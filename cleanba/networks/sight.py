@@ -5,26 +5,29 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from cleanba.config import Experiment
 from cleanba.errors import UsageError
 from cleanba.networks import torsos
 from cleanba.networks.layers import ConvKind
+from cleanba.rollout import PyTree
+from cleanba.specs import EnvSpec, ObsSpec, ObsSpecs
 
 
 class Sighted(Protocol):
     """What a network module has to have to look at observations."""
 
-    obs_spec: Any  # one `ObsSpec`, or a dictionary of them, of any depth
+    obs_spec: ObsSpecs
     network: str
     channels: Sequence[int]
     hiddens: Sequence[int]
-    dtype: Any
+    dtype: DTypeLike
     conv: ConvKind
 
 
-def sight(spec: Any, e: Experiment, platform: str) -> dict[str, Any]:
-    """The fields of `Sighted` for an environment that looks like `spec`, an `EnvSpec`.
+def sight(spec: EnvSpec, e: Experiment, platform: str) -> dict[str, Any]:
+    """The fields of `Sighted` for an environment that looks like `spec`.
 
     `--network auto` takes the IMPALA ResNet for images, MinAtar's convolution for boards and an MLP otherwise.
 
@@ -52,7 +55,7 @@ def sight(spec: Any, e: Experiment, platform: str) -> dict[str, Any]:
     }
 
 
-def see(module: Sighted, obs: Any, activation: str = "tanh", action: jax.Array | None = None) -> jax.Array:
+def see(module: Sighted, obs: PyTree, activation: str = "tanh", action: jax.Array | None = None) -> jax.Array:
     """Look at observations through the torso that a module's fields name, from within its compact method.
 
     `activation` is the MLP's; convolutional torsos have rectifiers.  An action [N, D], if there is one, is beside what
@@ -71,17 +74,17 @@ def see(module: Sighted, obs: Any, activation: str = "tanh", action: jax.Array |
     return torsos.MLP(module.hiddens, module.dtype, activation)(beside(jnp.concatenate(seen, axis=-1)))
 
 
-def leaves(obs_spec: Any, obs: Any) -> list[tuple[Any, Any]]:
+def leaves(obs_spec: ObsSpecs, obs: PyTree) -> list[tuple[ObsSpec, jax.Array]]:
     """The arrays of an observation with their specifications."""
     return list(zip(jax.tree.leaves(obs_spec), jax.tree.leaves(obs), strict=True))  # both by name
 
 
-def legal_actions(obs_spec: Any, obs: Any) -> Any:
+def legal_actions(obs_spec: ObsSpecs, obs: PyTree) -> jax.Array | None:
     """The mask among observations [..., *shape] that says which actions are legal, or None if all always are."""
     return next((part != 0 for spec, part in leaves(obs_spec, obs) if spec.kind == "mask"), None)
 
 
-def as_vector(spec: Any, x: jax.Array) -> jax.Array:
+def as_vector(spec: ObsSpec, x: jax.Array) -> jax.Array:
     """One array of an observation as numbers an MLP can take.  [N, ...] -> [N, D] float32.
 
     Codes become one-hot vectors, and bytes the bits that they are made of: what only names things has no size.

@@ -1,17 +1,19 @@
 """What is seen, as a vector: [N, ...] observations -> [N, D] features."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TypeVar
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.nn.initializers import Initializer
+from jax.typing import DTypeLike
 
 from cleanba.networks.layers import Conv, ConvKind, max_pool, tall_product
 
 
-def orthogonal(scale: float) -> Any:
+def orthogonal(scale: float) -> Initializer:
     """Orthogonal initialisation (Saxe et al. 2014), scaled."""
     return nn.initializers.orthogonal(scale)
 
@@ -19,8 +21,10 @@ def orthogonal(scale: float) -> Any:
 CHUNK = 32  # images
 TALL = 1024  # inputs of a dense layer, from which on its gradient is taken otherwise on CPUs
 
+T = TypeVar("T", "NatureCNN", "ImpalaResNet")
 
-def in_chunks(convolutions: Callable[[Any, jax.Array], jax.Array], torso: Any, x: jax.Array) -> jax.Array:
+
+def in_chunks(convolutions: Callable[[T, jax.Array], jax.Array], torso: T, x: jax.Array) -> jax.Array:
     """`convolutions(torso, x)`, for a kind other than "xla" at most `CHUNK` images at a time.  [N, ...] -> [N, D].
 
     What all layers hold of a few images stays in a CPU's caches; of a large batch it goes to memory and back, and
@@ -53,7 +57,7 @@ class Dense(nn.Module):
 
     features: int
     scale: float
-    dtype: Any = jnp.float32
+    dtype: DTypeLike = jnp.float32
     kind: ConvKind = "xla"
 
     @nn.compact
@@ -68,7 +72,7 @@ class NatureCNN(nn.Module):
     """Three convolutions and dense layers (Mnih et al. 2015); initialised as CleanRL's.  uint8 images -> features."""
 
     hiddens: Sequence[int] = (512,)
-    dtype: Any = jnp.float32
+    dtype: DTypeLike = jnp.float32
     kind: ConvKind = "xla"
 
     @nn.compact
@@ -91,7 +95,7 @@ class Residual(nn.Module):
     """x + conv(relu(conv(relu(x)))) (Espeholt et al. 2018, figure 3)."""
 
     channels: int
-    dtype: Any
+    dtype: DTypeLike
     kind: ConvKind
 
     @nn.compact
@@ -107,7 +111,7 @@ class ImpalaResNet(nn.Module):
 
     channels: Sequence[int] = (16, 32, 32)
     hiddens: Sequence[int] = (256,)
-    dtype: Any = jnp.float32
+    dtype: DTypeLike = jnp.float32
     kind: ConvKind = "xla"
 
     @nn.compact
@@ -132,7 +136,7 @@ class MinAtarCNN(nn.Module):
     """One convolution and dense layers (Young & Tian 2019).  Boards of planes [N, H, W, C] -> features."""
 
     hiddens: Sequence[int] = (128,)
-    dtype: Any = jnp.float32
+    dtype: DTypeLike = jnp.float32
     kind: ConvKind = "xla"
 
     @nn.compact
@@ -147,7 +151,7 @@ class MLP(nn.Module):
     """Dense layers, initialised as CleanRL's.  Numbers [N, ...] -> features."""
 
     hiddens: Sequence[int] = (64, 64)
-    dtype: Any = jnp.float32
+    dtype: DTypeLike = jnp.float32
     activation: str = "tanh"  # or "relu"
 
     @nn.compact

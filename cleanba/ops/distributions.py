@@ -1,6 +1,6 @@
 """What a policy says: distributions over actions, all with one protocol."""
 
-from typing import Any, Protocol
+from typing import Protocol
 
 import chex
 import flax.struct
@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cleanba.ops.losses import log_prob_and_entropy
+from cleanba.specs import ActionSpec
 
 
 class Distribution(Protocol):
@@ -190,8 +191,8 @@ class SquashedGaussian:
 
     mean: jax.Array
     log_std: jax.Array
-    centre: Any
-    scale: Any
+    centre: np.ndarray
+    scale: np.ndarray
 
     def sample(self, key: jax.Array) -> jax.Array:
         return self.sample_and_log_prob(key)[0]
@@ -223,15 +224,15 @@ class SquashedGaussian:
         return {"mean": self.mode()}
 
 
-def size(action: Any) -> int:
-    """How many numbers a network gives for a distribution over actions that look so, an `ActionSpec`."""
+def size(action: ActionSpec) -> int:
+    """How many numbers a network gives for a distribution over actions that look so."""
     return action.size if action.kind == "quantities" else sum(action.counts)
 
 
 def distribution(
-    action: Any, x: jax.Array, log_std: jax.Array | None = None, legal: jax.Array | None = None
+    action: ActionSpec, x: jax.Array, log_std: jax.Array | None = None, legal: jax.Array | None = None
 ) -> Distribution:
-    """The distribution over actions that look so, an `ActionSpec`, of what a network gives, x [..., size].
+    """The distribution over actions that look so, of what a network gives, x [..., size].
 
     `log_std` [D] is that of real-valued actions, which does not depend on what is seen.  `legal` has one of the shapes
     of `ActionSpec.masked_by`: what it does not permit has no probability.

@@ -68,7 +68,7 @@ def find_runs(places: Iterable[Path]) -> list[Path]:
         require(place.is_dir(), f"{place} is no directory; name run directories, or a folder that holds some")
         here = []
         for folder, below, files in os.walk(place, followlinks=True):
-            if "config.json" in files and "metrics.jsonl" in files:
+            if "config.json" in files and log.METRICS in files:
                 here.append(Path(folder))
                 below.clear()
             below.sort()

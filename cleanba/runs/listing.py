@@ -7,13 +7,13 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import tyro
 
 from cleanba.config import require
 from cleanba.errors import Exit
-from cleanba.runs.log import newest
+from cleanba.runs.log import METRICS, newest
 
 DEPTH = 3  # runs may lie in folders of folders
 COLOURS = {"running": "cyan", "finished": "green", "interrupted": "yellow", "failed": "red"}
@@ -67,7 +67,7 @@ def read_run(run_dir: Path) -> Row:
         logged = newest(run_dir)
         running = is_locked(run_dir)
         update = (logged if running else result or logged).get("update") or 0
-        done = [run_dir / name for name in ("config.json", "metrics.jsonl", "result.json")]
+        done = [run_dir / name for name in ("config.json", METRICS, "result.json")]
         return Row(
             run_dir,
             "running" if running else str(result.get("status", "unfinished")),
@@ -83,7 +83,7 @@ def read_run(run_dir: Path) -> Row:
         return Row(run_dir, "damaged")
 
 
-def _number(x: Any) -> float | None:
+def _number(x: float | None) -> float | None:
     return None if x is None else float(x)
 
 

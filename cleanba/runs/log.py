@@ -8,14 +8,12 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from cleanba.files import write_whole
+from cleanba.files import METRICS, Json, write_whole
 
-METRICS = "metrics.jsonl"
-TAIL = 1 << 16  # bytes at the end of metrics.jsonl that surely hold a whole row
+TAIL = 1 << 16  # bytes at the end of `METRICS` that surely hold a whole row
 
-Row = dict[str, Any]
+Row = Json
 
 
 def is_evaluation(row: Row) -> bool:

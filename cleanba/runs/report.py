@@ -6,7 +6,6 @@ forbids it to fetch anything.  Figures take their colours from the style, so the
 
 import base64
 import io
-import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -18,7 +17,7 @@ import tyro
 
 from cleanba.config import read_experiment
 from cleanba.errors import Exit, Failure, UsageError
-from cleanba.files import Json, read_json
+from cleanba.files import METRICS, Json, read_json, write_whole
 from cleanba.runs.curves import column, read_rows
 from cleanba.runtime.metrics import duration
 
@@ -77,9 +76,7 @@ def report_command(argv: Sequence[str]) -> Exit:
     text = page(flags.run_dir)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        scratch = out.with_name(out.name + ".tmp")
-        scratch.write_text(text, encoding="utf-8")
-        os.replace(scratch, out)
+        write_whole(out, text)
     except OSError as error:
         raise Failure(f"{out} cannot be written: {error.strerror}; choose another place with --out") from None
     print(f"wrote {out}")
@@ -93,7 +90,7 @@ def page(run_dir: Path) -> str:
         UsageError: this is no run.
     """
     experiment, config = read_experiment(run_dir), read_json(run_dir / "config.json")
-    rows = read_rows(run_dir) if (run_dir / "metrics.jsonl").exists() else []
+    rows = read_rows(run_dir) if (run_dir / METRICS).exists() else []
     result = optional(run_dir / "result.json")
     e = dict(experiment)
     title = f"{e.pop('algorithm')} on {e.get('env_id')}, seed {e.get('seed')}"

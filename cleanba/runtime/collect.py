@@ -2,10 +2,10 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from jax.sharding import SingleDeviceSharding
 
 from cleanba.algorithm import Algorithm
 from cleanba.environments.kinds import Envs
-from cleanba.environments.specs import Compilable
+from cleanba.environments.specs import Compilable, EnvStep
 from cleanba.rollout import Episode, EpisodeTracker, PyTree, Rollout, heed
 from cleanba.runtime.channels import Stop
 from cleanba.seeds import action_key
@@ -63,12 +63,15 @@ class Recording(NamedTuple):
     extras: PyTree  # [T, B, ...]
 
 
-def write(buffers: PyTree, t: Any, values: PyTree) -> PyTree:
+Tree = TypeVar("Tree", bound=PyTree)
+
+
+def write(buffers: Tree, t: jax.Array | int, values: Tree) -> Tree:
     """Leaves [T, B, ...] with row t replaced by leaves [B, ...]."""
     return jax.tree.map(lambda b, v: lax.dynamic_update_index_in_dim(b, v.astype(b.dtype), t, 0), buffers, values)
 
 
-def blank(num_steps: int, values: PyTree) -> PyTree:
+def blank(num_steps: int, values: Tree) -> Tree:
     """Buffers for `num_steps` rows like these: leaves [B, ...] -> leaves [T, B, ...]."""
     return jax.tree.map(lambda x: jnp.empty((num_steps, *x.shape), x.dtype), values)
 
@@ -90,9 +93,9 @@ class Stepping(NamedTuple):
 class Steppers(NamedTuple):
     """The compiled functions of the stepped collector, shared by all actors of a process."""
 
-    start: Callable[..., Stepping]
-    step: Callable[..., Any]
-    finish: Callable[..., Recording]
+    start: Callable[[PyTree, PyTree, PyTree, jax.Array, np.ndarray], Stepping]
+    step: Callable[[PyTree, Stepping, PyTree, PyTree, jax.Array], tuple[jax.Array, PyTree, Stepping]]
+    finish: Callable[[Stepping, PyTree, jax.Array], Recording]
 
 
 def make_steppers(algorithm: Algorithm, num_steps: int, platform: str) -> Steppers:
@@ -164,10 +167,11 @@ class SteppedCollector:
         stepping = None
         for t in range(self.num_steps):
             self.stop.check()
-            seen = jax.device_put((self._obs, self._first), self.device)  # the one copy of an observation to a device
+            # The one copy of an observation to a device.
+            obs, first = jax.device_put((self._obs, self._first), self.device)
             if stepping is None:
-                stepping = self.steppers.start(params, self._carry, *seen, numbers)
-            action, self._carry, stepping = self.steppers.step(params, stepping, self._carry, *seen)
+                stepping = self.steppers.start(params, self._carry, obs, first, numbers)
+            action, self._carry, stepping = self.steppers.step(params, stepping, self._carry, obs, first)
             host_action = np.asarray(action)
             then, now = now, clock()
             times.inference += now - then
@@ -216,19 +220,22 @@ class ScanState(NamedTuple):
 SCAN_STEPS = 32  # at most so many steps per call into XLA: between calls the collector can be stopped
 
 
+Scanned = tuple[Recording, Outcomes]
+
+
 class Scan(NamedTuple):
     """The functions of the scanned collector, for environments with one `step`."""
 
     length: int  # steps per call
-    step: Callable[..., Any]  # one of them
-    steps: Any  # all of them, to be compiled
+    step: Callable[[PyTree, jax.Array, ScanState, jax.Array | int], tuple[ScanState, Scanned]]  # one of them
+    steps: jax.stages.Wrapped  # all of them, to be compiled
 
 
-def make_scan(algorithm: Algorithm, num_steps: int, env_step: Callable[..., Any]) -> Scan:
+def make_scan(algorithm: Algorithm, num_steps: int, env_step: EnvStep) -> Scan:
     """Acting, `env_step(handle, action) -> handle, Step` and recording as one compiled call for a part of a rollout."""
     length = max(d for d in range(1, min(SCAN_STEPS, num_steps) + 1) if num_steps % d == 0)
 
-    def step(params: PyTree, key: jax.Array, state: ScanState, t: Any) -> tuple[ScanState, Any]:
+    def step(params: PyTree, key: jax.Array, state: ScanState, t: jax.Array | int) -> tuple[ScanState, Scanned]:
         action, carry, extras = algorithm.act(
             params, state.carry, state.obs, state.first, jax.random.fold_in(key, t), True
         )
@@ -238,10 +245,12 @@ def make_scan(algorithm: Algorithm, num_steps: int, env_step: Callable[..., Any]
         recorded = Recording(state.obs, state.first, action, extras)
         return ScanState(handle, out.obs, answer.done, state.done, carry), (recorded, outcome)
 
-    def scan_pool(params: PyTree, numbers: jax.Array, buffers: Any, state: ScanState, t: jax.Array) -> Any:
+    def scan_pool(
+        params: PyTree, numbers: jax.Array, buffers: Scanned, state: ScanState, t: jax.Array
+    ) -> tuple[ScanState, Scanned]:
         key = action_key(*numbers)
 
-        def body(carried: Any, t: jax.Array) -> Any:
+        def body(carried: tuple[ScanState, Scanned], t: jax.Array) -> tuple[tuple[ScanState, Scanned], None]:
             state, buffers = carried
             state, recorded = step(params, key, state, t)
             return (state, write(buffers, t, recorded)), None
@@ -261,8 +270,8 @@ class CompiledScan(NamedTuple):
     """A scan for environments with one key.  It holds no pool: one that lay there can go, and another come."""
 
     length: int  # steps per call
-    steps: Callable[..., Any]
-    new_buffers: Callable[[], tuple[Recording, Outcomes]]  # room for a rollout
+    steps: jax.stages.Compiled
+    new_buffers: Callable[[], Scanned]  # room for a rollout
 
 
 class Scans:
@@ -272,7 +281,7 @@ class Scans:
         self.algorithm = algorithm
         self.num_steps = num_steps
         self._lock = threading.Lock()
-        self._compiled: dict[Any, Future[CompiledScan]] = {}
+        self._compiled: dict[Hashable, Future[CompiledScan]] = {}
 
     def of(self, envs: Compilable, device: jax.Device, args: tuple[PyTree, np.ndarray, ScanState]) -> CompiledScan:
         """The scan over these environments; `args` look like what it will be called with."""
@@ -292,13 +301,13 @@ class Scans:
         return scan.result()
 
     def _compile(
-        self, env_step: Callable[..., Any], device: jax.Device, args: tuple[PyTree, np.ndarray, ScanState]
+        self, env_step: EnvStep, device: jax.Device, args: tuple[PyTree, np.ndarray, ScanState]
     ) -> CompiledScan:
         params, numbers, state = args
         scan = make_scan(self.algorithm, self.num_steps, env_step)
         _, (r, outcome) = jax.eval_shape(lambda: scan.step(params, action_key(*numbers), state, 0))
 
-        def new_buffers() -> tuple[Recording, Outcomes]:
+        def new_buffers() -> Scanned:
             observed = blank(self.num_steps + 1, (r.obs, r.first))
             return Recording(*observed, *blank(self.num_steps, (r.action, r.extras))), blank(self.num_steps, outcome)
 
@@ -334,7 +343,7 @@ class ScannedCollector:
         obs = envs.reset()
         self._compilable = envs.xla()
         carry = first_carry(self.algorithm, n, self.device)
-        state: Any = (self._compilable.handle, obs, np.zeros(n, bool), np.ones(n, bool), carry)
+        state = self._compilable.handle, obs, np.zeros(n, bool), np.ones(n, bool), carry
         self._state = ScanState(*jax.device_put(state, self.device))
         self._tracker = EpisodeTracker(n)
 
@@ -343,7 +352,7 @@ class ScannedCollector:
             self._envs.close()
         self._envs = self._compilable = None  # nothing may hold the pool, or its place would not become free
 
-    def _scan(self, params: PyTree, numbers: np.ndarray, state: ScanState) -> Any:
+    def _scan(self, params: PyTree, numbers: np.ndarray, state: ScanState) -> tuple[ScanState, Scanned]:
         assert self._compilable is not None, "restart() comes first"
         scan = self.scans.of(self._compilable, self.device, (params, numbers, state))
         buffers = scan.new_buffers()

@@ -1,6 +1,7 @@
 """What two runs are compared by: SHA-256 over the bytes of arrays."""
 
 import hashlib
+from collections.abc import Iterable
 
 import jax
 import numpy as np
@@ -10,18 +11,20 @@ from cleanba.rollout import PyTree
 
 def params_digest(params: PyTree) -> str:
     """SHA-256 over the bytes of all parameter arrays, in the order of their paths."""
-    digest = hashlib.sha256()
-    for _, leaf in sorted(_named(params), key=lambda named: named[0]):
-        digest.update(np.ascontiguousarray(leaf).tobytes())
-    return f"sha256:{digest.hexdigest()}"
+    by_path = sorted(_named(params), key=lambda named: named[0])
+    return _sha256(leaf.tobytes() for _, leaf in by_path)
 
 
 def tree_digest(tree: PyTree) -> str:
     """SHA-256 over the names, types, shapes and bytes of all arrays of a tree, in its own order."""
+    words = lambda name, leaf: f"{name} {leaf.dtype} {leaf.shape}".encode()
+    return _sha256(part for name, leaf in _named(tree) for part in (words(name, leaf), leaf.tobytes()))
+
+
+def _sha256(parts: Iterable[bytes]) -> str:
     digest = hashlib.sha256()
-    for name, leaf in _named(tree):
-        digest.update(f"{name} {leaf.dtype} {leaf.shape}".encode())
-        digest.update(np.ascontiguousarray(leaf).tobytes())
+    for part in parts:
+        digest.update(part)
     return f"sha256:{digest.hexdigest()}"
 
 

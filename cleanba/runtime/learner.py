@@ -187,8 +187,8 @@ class Learner:
         """Compile the update for rollouts whose blocks have these shapes."""
         self._compiled = self.trace(state, memory, block).lower().compile()
 
-    def trace(self, state: PyTree, memory: PyTree, block: Rollout) -> Any:
-        """The update for arrays of these shapes, to be lowered: `jax.stages.Traced`."""
+    def trace(self, state: PyTree, memory: PyTree, block: Rollout) -> jax.stages.Traced:
+        """The update for arrays of these shapes, to be lowered."""
         place = lambda s: lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
         total = self._devices.mesh.size
         widen = lambda x: jax.ShapeDtypeStruct((total, *x.shape[1:]), x.dtype, sharding=self._sharded)

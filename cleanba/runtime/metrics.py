@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cleanba.errors import Failure
-from cleanba.files import Json, finite
+from cleanba.files import METRICS, Json, finite
 
 PLAIN_LINE_SECONDS = 5.0
 
@@ -108,7 +108,7 @@ def panel(s: Status) -> Panel:
     for i in range(0, len(losses), 3):
         figures.add_row(*[cell for name, value in losses[i : i + 3] for cell in (name, _number(value))])
 
-    rows: list[Any] = [bar, figures]
+    rows: list[RenderableType] = [bar, figures]
     for who, times in (("actors", s.actor_times), ("learner", s.learner_times)):
         if times:
             rows.append(Text(f"{who:8}" + "   ".join(f"{what} {share:.0%}" for what, share in times.items())))
@@ -172,7 +172,7 @@ class Writers:
         """`history` holds the rows that metrics.jsonl has already, of a run that goes on."""
         from tensorboardX.record_writer import RecordWriter
 
-        self._path = run_dir / "metrics.jsonl"
+        self._path = run_dir / METRICS
         self._lines = open(self._path, "a", buffering=1)  # noqa: SIM115  closed by close()
         # Not its SummaryWriter: that has a thread, which a full disk kills, and then waits for it for ever.
         self._events = RecordWriter(str(run_dir / f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}"))
@@ -192,7 +192,7 @@ class Writers:
             # An evaluation is logged late, at the steps of the version that played: its own steps cannot go backwards.
             self._wandb.define_metric("*", step_metric="global_step")
 
-    def write(self, update: int, global_step: int, seconds: float, values: Mapping[str, Any]) -> None:
+    def write(self, update: int, global_step: int, seconds: float, values: Mapping[str, object]) -> None:
         """One log point: numbers go everywhere, text (digests) only to the JSON lines.
 
         Raises:
@@ -213,7 +213,7 @@ class Writers:
             self._newest = max(self._newest, update)
             self._wandb.log({**numbers, "global_step": global_step, "update": update}, step=self._newest)
 
-    def _add_scalars(self, values: Mapping[str, Any], global_step: int) -> dict[str, float]:
+    def _add_scalars(self, values: Mapping[str, object], global_step: int) -> dict[str, float]:
         from tensorboardX.proto.summary_pb2 import Summary
 
         named = {k: v for k, v in values.items() if "/" in k}  # charts/SPS, not update
@@ -227,7 +227,7 @@ class Writers:
 
         self._add_event(0, summary=text("config", "```json\n" + json.dumps(config, indent=2) + "\n```"))
 
-    def _add_event(self, step: int, **what: Any) -> None:
+    def _add_event(self, step: int, **what: object) -> None:
         from tensorboardX.proto.event_pb2 import Event
 
         self._events.write(Event(wall_time=time.time(), step=step, **what).SerializeToString())

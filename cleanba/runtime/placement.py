@@ -8,6 +8,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from hashlib import sha256
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
@@ -173,8 +174,6 @@ def processes_here() -> int:
 
 def describe_devices() -> dict[str, object]:
     """What a later reader needs to know of the hardware and the packages' versions."""
-    from importlib.metadata import version
-
     packages = ("cleanba", "jax", "jaxlib", "flax", "optax", "envpool", "numpy", "orbax-checkpoint")
     return {
         "packages": {name: version(name) for name in packages if _installed(name)},
@@ -214,8 +213,6 @@ def cpu_model() -> str:
 
 
 def _installed(name: str) -> bool:
-    from importlib.metadata import PackageNotFoundError, version
-
     try:
         version(name)
     except PackageNotFoundError:

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
@@ -108,21 +108,15 @@ def make_training(
     spec: EnvSpec,
     log_frequency: int = 10,
     make_envs: Callable[[Sequence[int], int], Envs] | None = None,
-    checkpoints: Checkpoints | None = None,
-    saved: Saved | None = None,
     env_workers: int | None = None,
-    **limits: Any,
 ) -> Training:
     """The fixed parts of a run over environments that look like `spec`, or over those that `make_envs` makes.
 
-    `env_workers` is the placement's; `limits` are the last fields of `Training`.
+    `env_workers` is the placement's.  What else a `Training` has is for whoever needs it to replace.
     """
     threads = threads_per_actor(partition.num_actors // partition.num_processes)
     opened = lambda seeds, epoch: open_envs(spec, seeds, threads, env_workers)
-    make_envs = make_envs or opened
-    return Training(
-        algorithm, experiment, partition, devices, spec, log_frequency, make_envs, checkpoints, saved, **limits
-    )
+    return Training(algorithm, experiment, partition, devices, spec, log_frequency, make_envs or opened)
 
 
 def learn(
@@ -224,7 +218,7 @@ def run_training(
     steppers = make_steppers(training.algorithm, e.num_steps, devices.platform)
     scans = Scans(training.algorithm, e.num_steps)
 
-    def guarded(body: Callable[..., None], *args: Any) -> None:
+    def guarded(body: Callable[..., None], *args: object) -> None:
         try:
             body(*args)
         except Closed:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields, replace
 from hashlib import sha256
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import tyro
 
@@ -28,6 +28,9 @@ from cleanba.runs.log import is_finished, newest, read_result
 from cleanba.runtime.supervision import handle_signals
 from cleanba.sweeps.manifest import Planned, read_manifest, write_manifest
 from cleanba.sweeps.slurm import job_states, submit
+
+if TYPE_CHECKING:  # what draws tables takes a moment to import
+    from rich.table import Table
 
 USAGE = """cleanba sweep --env-ids ENV ... [FLAGS] -- ppo [FLAGS OF EVERY RUN]
 cleanba sweep status DIR
@@ -457,7 +460,7 @@ class Board:
             self._next = time.monotonic() + 1.0
             self._live.update(self._table(), refresh=True)
 
-    def _table(self) -> Any:
+    def _table(self) -> "Table":
         from rich.table import Table
 
         order = ("running", "interrupted", "failed", "waiting", "finished")
