@@ -1,4 +1,7 @@
-"""PPO and IMPALA solve small games, through the command, with the same flags for every seed."""
+"""PPO and IMPALA solve small games, through the command, with the same flags for every seed.
+
+CartPole, which takes longer, is solved with one seed here; static/small_games.png has three.
+"""
 
 import time
 
@@ -20,8 +23,14 @@ CPU_SECONDS = {"ppo": 60, "impala": 120}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 2, 3])
-@pytest.mark.parametrize("algorithm, env_id", FLAGS)
+@pytest.mark.parametrize(
+    "algorithm, env_id, seed",
+    [
+        (algorithm, env_id, seed)
+        for algorithm, env_id in FLAGS
+        for seed in ((1, 2, 3) if env_id == "Catch-v0" else (1,))
+    ],
+)
 def test_it_solves(algorithm, env_id, seed, tmp_path):
     flags = [*FLAGS[algorithm, env_id].split(), *COMMON.split(), "--seed", str(seed)]
     before = time.process_time()
