@@ -103,8 +103,8 @@ def cells(x: jax.Array, size: int, stride: int, pads: Pads, planes: bool = False
         words = lax.bitcast_convert_type(rows, jnp.uint32).transpose(0, 2, 4, 1, 3, 5)
         # Without the barrier XLA would move bytes again.
         x = lax.bitcast_convert_type(lax.optimization_barrier(words), jnp.uint8)
-        return x.reshape(n, *count, stride * stride * c)
-    x = x.reshape(n, count[0], stride, count[1], stride, c).transpose(0, 1, 3, 2, 4, 5)
+    else:
+        x = x.reshape(n, count[0], stride, count[1], stride, c).transpose(0, 1, 3, 2, 4, 5)
     return x.reshape(n, *count, stride * stride * c)
 
 

@@ -62,7 +62,7 @@ class Dense(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        tall = self.kind != "xla" and x.ndim == 2 and x.shape[-1] > TALL
+        tall = self.kind != "xla" and x.shape[-1] > TALL
         product = (lambda x, w, *_, **precision: tall_product(x, w)) if tall else lax.dot_general
         layer = nn.Dense(self.features, kernel_init=orthogonal(self.scale), dtype=self.dtype, dot_general=product)
         return layer(x)
