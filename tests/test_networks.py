@@ -14,7 +14,7 @@ from cleanba.environments.specs import EnvSpec, ObsSpec
 from cleanba.errors import UsageError
 from cleanba.networks import make_actor_critic
 from cleanba.networks.cores import LSTM, LSTMCarry, initial_carry
-from cleanba.networks.layers import Conv, add_bias, max_pool, tall_product
+from cleanba.networks.layers import FEW, Conv, add_bias, max_pool, tall_product
 from cleanba.networks.sight import as_vector
 from cleanba.networks.torsos import ImpalaResNet, NatureCNN, channels_last
 
@@ -194,10 +194,26 @@ def test_four_bytes_of_a_plane_are_moved_as_one_word_to_the_same_convolution(siz
     assert "bitcast_convert_type" in kinds(planes=True) and "bitcast_convert_type" not in kinds()
 
 
-def test_biases_and_tall_products_have_the_gradients_of_sums_and_products():
+@pytest.mark.parametrize("channels", [1, 4, 15, 16])
+@pytest.mark.parametrize(
+    "size, hw, padding", [(3, (6, 6), "SAME"), (3, (5, 3), "VALID"), (2, (4, 5), "SAME"), (1, (3, 3), "SAME")]
+)
+def test_columns_in_pairs_where_channels_are_few_make_the_same_convolution(channels, size, hw, padding):
+    x = np.random.default_rng(0).normal(size=(2, *hw, channels)).astype(np.float32)
+    options = dict(features=4, size=size, padding=padding)
+    xla, cut = conv_both(x, **options)
+    close(cut, xla, rtol=1e-3, atol=1e-4)
+    kernel = np.zeros((size, size, channels, 4), np.float32)
+    params = {"params": {"kernel": kernel, "bias": np.zeros(4, np.float32)}}
+    text = str(jax.make_jaxpr(Conv(**options, kind="patches").apply)(params, x))
+    assert (f"{size},{size // 2 + 1},{2 * channels},8" in text) == (channels < FEW)
+
+
+@pytest.mark.parametrize("rows", [2, 3, 6])  # fewer than outputs, as many, more: another matrix is turned
+def test_biases_and_tall_products_have_the_gradients_of_sums_and_products(rows):
     rng = np.random.default_rng(0)
-    x, w, b = (rng.normal(size=shape).astype(np.float32) for shape in ((6, 40), (40, 3), 3))
-    weight = rng.normal(size=(6, 3)).astype(np.float32)
+    x, w, b = (rng.normal(size=shape).astype(np.float32) for shape in ((rows, 40), (40, 3), 3))
+    weight = rng.normal(size=(rows, 3)).astype(np.float32)
     ours = jax.grad(lambda x, w, b: (weight * add_bias(tall_product(x, w), b) ** 2).sum(), (0, 1, 2))
     plain = jax.grad(lambda x, w, b: (weight * (x @ w + b) ** 2).sum(), (0, 1, 2))
     close(jax.jit(ours)(x, w, b), plain(x, w, b), rtol=1e-5, atol=1e-5)

@@ -18,7 +18,7 @@ def orthogonal(scale: float) -> Initializer:
     return nn.initializers.orthogonal(scale)
 
 
-CHUNK = 32  # images
+CHUNK = 16  # images
 TALL = 1024  # inputs of a dense layer, from which on its gradient is taken otherwise on CPUs
 
 T = TypeVar("T", "NatureCNN", "ImpalaResNet")
@@ -62,7 +62,7 @@ class Dense(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        tall = self.kind != "xla" and x.shape[-1] > TALL
+        tall = self.kind != "xla" and x.shape[-1] >= TALL
         product = (lambda x, w, *_, **precision: tall_product(x, w)) if tall else lax.dot_general
         layer = nn.Dense(self.features, kernel_init=orthogonal(self.scale), dtype=self.dtype, dot_general=product)
         return layer(x)
@@ -143,7 +143,7 @@ class MinAtarCNN(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         x = nn.relu(Conv(16, 3, 1, "VALID", self.dtype, self.kind, orthogonal(2**0.5))(x)).reshape(x.shape[0], -1)
         for units in self.hiddens:
-            x = nn.relu(Dense(units, 2**0.5, self.dtype)(x))
+            x = nn.relu(Dense(units, 2**0.5, self.dtype, self.kind)(x))
         return x
 
 
