@@ -1,6 +1,7 @@
 """How a command ends.  What ends it other than a defect in the code is one sentence, shown without a stack trace."""
 
 import signal
+import traceback
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from typing import NamedTuple
@@ -29,6 +30,19 @@ class Interrupted(Exception):
     def __init__(self, signum: int, where: str = ""):
         super().__init__(f"interrupted by {signal.Signals(signum).name}{where}")
         self.signum = signum
+
+
+def said(error: BaseException) -> str:
+    """What an error says, in one line."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def why_not_imported(error: Exception) -> str:
+    """Why somebody's module could not be imported, in one line; with the place, if its own code raised that."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__)[1:] if "importlib" not in f.filename]
+    if isinstance(error, ImportError | SyntaxError) or not frames:
+        return said(error)
+    return f"{type(error).__name__}: {said(error)}, at {frames[-1].filename}:{frames[-1].lineno}"
 
 
 def nearest(value: int, fits: Callable[[int], bool], limit: int = 100_000) -> str:

@@ -67,7 +67,8 @@ class ActionSpec:
 
         Quantities are clipped to their bounds only here: what is learnt from is the action as it was drawn.
         """
-        dtype = np.dtype(self.dtype)
+        # JAX has numbers of 4 bytes only, and warns where it is asked for more.
+        dtype = jax.dtypes.canonicalize_dtype(self.dtype) if isinstance(action, jax.Array) else np.dtype(self.dtype)
         if self.kind == "quantities":  # cast first: a bound rounded to float32 may lie outside the bounds
             with np.errstate(over="ignore"):  # "no bound" is in some environments the largest number there is
                 low, high = (np.asarray(bound, np.float64).astype(dtype) for bound in (self.low, self.high))

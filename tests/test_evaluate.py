@@ -274,6 +274,8 @@ def test_frames_show_stacks_numbers_and_all_actions():
     colours = np.zeros((2, 6, 84, 84), np.uint8)
     colours[0, 3] = 200  # red of the second picture
     assert np.asarray(films.see(colours))[80, 250].tolist() == [200, 0, 0]
+    # Gymnasium's pictures have their colours last.
+    assert np.array_equal(films.see(colours.transpose(0, 2, 3, 1)), films.see(colours))
     assert films.see(np.zeros((2, 4), np.float32)).height == 4 * films.LINE
     assert films.see({"a": np.zeros((1, 100)), "b": np.zeros((1, 1))}).height == 17 * films.LINE
     policy = np.asarray(films.draw_policy(films.ATARI_ACTIONS, np.eye(18)[17], [17]))

@@ -1,5 +1,6 @@
 """One protocol, three kinds of environments: what holds for each, what workers survive, and one's own environments."""
 
+import errno
 import os
 import signal
 import sys
@@ -17,7 +18,7 @@ from cleanba.config import Experiment
 from cleanba.environments import gymnasium, native
 from cleanba.environments.kinds import Envs, env_spec, kind, open_envs, warnings
 from cleanba.environments.spaces import action_spec
-from cleanba.environments.specs import ActionSpec
+from cleanba.environments.specs import ActionSpec, parse_options
 from cleanba.errors import Failure, UsageError
 from cleanba.rollout import PyTree
 from cleanba.runtime.channels import Stop
@@ -211,6 +212,87 @@ def test_a_worker_that_dies_or_hangs_is_told_of_and_gone():
         assert process.poll() is not None
 
 
+def test_a_process_that_its_environment_started_does_not_hide_the_death_of_a_worker():
+    envs = gymnasium.Envs(env_spec(Experiment(env_id="odd:Parent-v0")), [1], workers=1, patience=5.0)
+    envs.reset()
+    with pytest.raises(Failure, match="died with exit code 7"):
+        for _ in range(4):
+            envs.step(np.int32([0]))
+    envs.close()
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_signals_to_the_whole_group_are_for_the_process_that_started_the_workers(signum):
+    envs = opened("faulty:Faulty-v0", [1, 2], workers=1)
+    envs.reset()
+    os.kill(envs._parts[0]._process.pid, signum)
+    time.sleep(0.1)
+    assert envs.step(np.zeros(2, np.int32)).reward.tolist() == [1, 1]
+    envs.close()
+
+
+def test_what_an_environment_raises_is_not_taken_for_the_end_of_the_connection():
+    envs = opened("odd:Offline-v0", [1], workers=1)
+    envs.reset()
+    with pytest.raises(RuntimeError, match="ConnectionRefusedError: the simulator is gone"):
+        for _ in range(4):
+            envs.step(np.int32([0]))
+    envs.close()
+
+
+def test_shared_memory_that_is_not_there_is_told_of_before_it_is_used(monkeypatch):
+    def full(file, start, size):
+        raise OSError(errno.ENOSPC, "")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(
+        Failure, match=r"memory takes .* MB.*/dev/shm.*No space left.*--num-envs"
+    ):
+        opened("faulty:Faulty-v0", [1, 2], workers=1)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_environments_tell_beside_observations_may_have_any_form(workers):
+    envs = opened("odd:Tells-v0", [1, 2, 3], workers)
+    envs.reset()
+    assert all(envs.step(np.zeros(3, np.int32)).reward.sum() in (0, 3) for _ in range(20))
+    envs.close()
+
+
+@pytest.mark.parametrize("name", ["Masked", "Pairs", "Parts"])
+def test_environments_that_insist_on_legal_actions_are_tried_with_such(name):
+    spec = env_spec(Experiment(env_id=f"odd:{name}-v0"))
+    assert warnings(spec) == []
+    envs, chance = open_envs(spec, [1], 1, 0), np.random.default_rng(0)
+    obs = envs.reset()
+    for _ in range(20):  # an illegal one raises
+        action = gymnasium.random_action(spec.action, chance, gymnasium.mask_of(spec.obs, obs))
+        obs = envs.step(action).obs
+    envs.close()
+
+
+def test_integers_of_eight_bytes_are_not_cut_off():
+    envs = opened("odd:Wide-v0", [1], 0)
+    assert envs.reset().tolist() == [[2**33, 5]]
+    envs.close()
+
+
+def test_actions_have_the_type_that_the_environment_says():
+    envs = opened("odd:Small-v0", [1], 0)
+    envs.reset()
+    assert envs.step(np.int32([[1, 2]])).reward.tolist() == [1]
+    envs.close()
+
+
+@pytest.mark.filterwarnings("error")  # JAX warns where it is asked for 8 bytes
+def test_environments_in_jax_may_show_nested_tuples_and_need_arguments():
+    envs = opened("jax:odd:Nested", [1, 2], env_options=("size=2", "max_episode_steps=3"))
+    assert {name: x.shape for name, x in envs.reset()["pair"].items()} == {"00": (2,), "01": (2, 2)}
+    steps = [envs.step(np.int32([[1, 2], [0, 0]])) for _ in range(3)]
+    assert [step.reward.tolist() for step in steps] == [[3, 0]] * 3
+    assert [step.truncated.tolist() for step in steps] == [[False] * 2, [False] * 2, [True] * 2]
+
+
 def processes_with(mark: str) -> list[int]:
     """The processes that were started with this in their environment and still live."""
     found = []
@@ -259,6 +341,7 @@ def test_an_environment_that_does_not_follow_its_seed_is_named():
     assert warnings(spec()) == []
     [warning] = warnings(spec("fault=chance"))
     assert "faulty:Faulty-v0 does not follow its seed" in warning
+    assert warnings(env_spec(Experiment(env_id="odd:Forgets-v0"))) != []  # after its first episode
     assert warnings(spec("fault=die")) == warnings(spec("fault=raise")) == []  # that is for the run to say
 
 
@@ -286,7 +369,14 @@ def test_several_choices_of_gymnasiums_are_choices_here():
     "changes, words",
     [
         (dict(env_id="gymnasium:CartPol-v1"), ["gymnasium:CartPol-v1", "CartPole-v1"]),
-        (dict(env_id="no_such_package:X-v0"), ["no_such_package cannot be imported"]),
+        (dict(env_id="no_such_package:X-v0"), ["'no_such_package' cannot be imported"]),
+        (dict(env_id=":CartPole-v1"), ["'' cannot be imported", "Empty module name"]),
+        (dict(env_id=".x:CartPole-v1"), ["'.x' cannot be imported"]),
+        (dict(env_id="broken:X-v0"), ["'broken' cannot be imported", "ZeroDivisionError", "broken.py:2"]),
+        (dict(env_id="jax:broken:X"), ["ZeroDivisionError", "broken.py:2", "jax:module:function"]),
+        (dict(env_id="gymnasium:CartPole-v1", env_wrappers=("broken:x",)), ["ZeroDivisionError", "broken.py:2"]),
+        (dict(env_id="odd:Blind-v0"), ["odd:Blind-v0", "which actions are legal"]),
+        (dict(env_id="faulty:Faulty-v0", env_options=("disable_env_checker=True",)), ["is set by Cleanba"]),
         (dict(env_id="faulty:Faulti-v0"), ["faulty:Faulti-v0", "Faulty-v0"]),
         (dict(env_id="faulty:Texts-v0"), ["Text(", "--env-wrappers"]),
         (dict(env_id="faulty:Faulty-v0", env_options=("falt=1",)), ["falt=1", "unexpected keyword"]),
@@ -298,7 +388,9 @@ def test_several_choices_of_gymnasiums_are_choices_here():
         (dict(env_id="craftax:Craftax-v1"), ["craftax:Craftax-Symbolic-v1"]),
     ],
 )
-def test_what_there_is_not_is_refused_with_a_remedy(changes, words):
+def test_what_there_is_not_is_refused_with_a_remedy(changes, words, tmp_path, monkeypatch):
+    (tmp_path / "broken.py").write_text("# broken\nx = 1 / 0\n")
+    monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(UsageError) as caught:
         env_spec(Experiment(**changes))
     message = str(caught.value)
@@ -309,6 +401,16 @@ def test_a_suite_that_is_not_installed_is_named_with_what_installs_it(monkeypatc
     monkeypatch.setitem(sys.modules, "gymnax", None)
     with pytest.raises(UsageError, match=r"optional package gymnax.*pip install 'cleanba\[jax-envs\]'"):
         env_spec(Experiment(env_id="gymnax:CartPole-v1"))
+
+
+def test_what_cannot_be_made_to_be_drawn_is_not_filmed():
+    with pytest.raises(UsageError, match="cannot be made with render_mode='rgb_array'.*--capture-video"):
+        gymnasium.check_drawable(env_spec(Experiment(env_id="odd:Undrawable-v0")))
+
+
+def test_options_are_read_as_python_or_as_words():
+    read = parse_options(["a=1", "b=false", "c=True", "d=x", "e={[]:1}", "f='false'"])
+    assert read == {"a": 1, "b": False, "c": True, "d": "x", "e": "{[]:1}", "f": "false"}
 
 
 def test_code_in_python_is_not_scanned():
@@ -363,6 +465,9 @@ def test_environments_are_listed_with_what_they_show_and_take():
     assert all(name in ended.out for name in ("EnvPool: classic_control", "gymnasium:CartPole-v1"))
     ended = command("envs")
     assert "EnvPool    atari" in ended.out and "Gymnasium  classic_control" in ended.out
+    assert f"{IN_JAX}  vector 2 float32" in command("envs", IN_JAX).out
+    ended = command("envs", ".x:")
+    assert ended.code == 2 and "package '.x' cannot be imported" in ended.err
     ended = command("envs", "no-such-thing")
     assert ended.code == 2 and "no environment matches" in ended.err
     assert command("envs", "Breakout-v5", "--limit", 0).out.splitlines()[:2] == ["EnvPool: atari", "  Breakout-v5"]

@@ -22,7 +22,7 @@ from gymnasium.envs.registration import load_env_creator
 from gymnasium.spaces import Box, Discrete, MultiBinary, MultiDiscrete
 
 from cleanba.config import Experiment
-from cleanba.environments.spaces import action_spec, obs_spec
+from cleanba.environments.spaces import action_spec, obs_spec, too_wide
 from cleanba.environments.specs import ActionSpec, EnvSpec, Step, choice, parse_options, train_reward
 from cleanba.environments.worker import (
     Arrays,
@@ -36,8 +36,9 @@ from cleanba.environments.worker import (
     leaves,
     named,
 )
-from cleanba.errors import Failure, UsageError, closest_names
+from cleanba.errors import Failure, UsageError, closest_names, said, why_not_imported
 from cleanba.rollout import PyTree
+from cleanba.specs import ObsSpecs
 
 PREFIX = "gymnasium:"
 
@@ -57,11 +58,14 @@ def registered_by(package: str) -> list[str]:
     find_modules_here()
     try:
         import_module(package)
-    except ImportError as error:
-        raise UsageError(f"package {package} cannot be imported ({error}); install it, or go where it lies") from error
+    except Exception as error:  # a module may raise anything
+        reason = why_not_imported(error)
+        raise UsageError(
+            f"package {package!r} cannot be imported ({reason}); install it, or go where it lies"
+        ) from error
     made_by = lambda entry: entry.partition(":")[0] if isinstance(entry, str) else getattr(entry, "__module__", "")
     places = {name: made_by(spec.entry_point) for name, spec in gymnasium.registry.items()}
-    return [f"{package}:{name}" for name in sorted(places) if places[name].partition(".")[0] == package]
+    return [f"{package}:{name}" for name in sorted(places) if f"{places[name]}.".startswith(f"{package}.")]
 
 
 def game(spec: EnvSpec) -> Game:
@@ -89,8 +93,9 @@ def env_spec(e: Experiment) -> EnvSpec:
     """
     gymnasium.logger.min_level = gymnasium.logger.ERROR
     options = parse_options(e.env_options)
-    if "render_mode" in options:
-        raise UsageError("env_options: render_mode is set by Cleanba; leave it out, and ask for a film with --video")
+    for name in ("render_mode", "disable_env_checker"):
+        if name in options:
+            raise UsageError(f"env_options: {name} is set by Cleanba; leave it out (films are asked for with --video)")
     if e.max_episode_steps is not None:
         options["max_episode_steps"] = e.max_episode_steps
     made = Game(e.env_id.removeprefix(PREFIX), options, e.env_wrappers)
@@ -112,13 +117,16 @@ def env_spec(e: Experiment) -> EnvSpec:
             )
         probe: Any = gymnasium.vector.SyncVectorEnv([made.make], copy=False)
         sample, _ = probe.reset(seed=[0])
-        obs = obs_spec(named(observation), named(sample), action)
-        probe.step(probe.action_space.sample())  # the checker that is at work here looks at the first step, too
+        fits = lambda space, x: x.astype(np.float32) if too_wide(space) else x
+        sample = jax.tree.map(fits, named(observation), named(sample))
+        obs = obs_spec(named(observation), sample, action)
+        first = random_action(action, np.random.default_rng(0), mask_of(obs, sample))
+        probe.step(action.for_environment(first))  # the checker that is at work here looks at the first step, too
         probe.close()
     except UsageError:
         raise
     except Exception as error:  # an environment may raise anything
-        reason = " ".join(str(error).split()) or type(error).__name__
+        reason = said(error)
         given = ", ".join([*(f"{k}={v}" for k, v in options.items()), *e.env_wrappers]) or "no options"
         raise UsageError(f"env_id={e.env_id!r} cannot be made with {given}: {reason}") from error
     num_actions = action.counts[0] if action.kind == "choice" else 0
@@ -135,16 +143,16 @@ def check_known(env_id: str, name: str) -> None:
         if colon:
             import_module(module)
         gymnasium.spec(rest)
-    except ImportError as error:
-        raise UsageError(
-            f"env_id={env_id!r}: module {module} cannot be imported ({error}); install it, or start the command where "
-            "it lies"
-        ) from error
     except gymnasium.error.Error as error:
         close = closest_names(rest, gymnasium.registry)
         raise UsageError(
-            f"env_id={env_id!r} is no environment that Gymnasium knows: {' '.join(str(error).split())}"
+            f"env_id={env_id!r} is no environment that Gymnasium knows: {said(error)}"
             + (f"; the closest names are {close}" if close else "")
+        ) from error
+    except Exception as error:  # a module may raise anything
+        raise UsageError(
+            f"env_id={env_id!r}: module {module!r} cannot be imported ({why_not_imported(error)}); install it, or go "
+            "where it lies"
         ) from error
 
 
@@ -156,8 +164,9 @@ def check_wrappers(wrappers: Sequence[str]) -> None:
             raise UsageError(f"env_wrappers={wrapper!r} must have the form module:function; try my_package:wrap")
         try:
             found = getattr(import_module(module), function)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise UsageError(f"env_wrappers={wrapper!r} cannot be imported ({error}); check the name") from error
+        except Exception as error:  # a module may raise anything
+            reason = said(error) if isinstance(error, AttributeError) else why_not_imported(error)
+            raise UsageError(f"env_wrappers={wrapper!r} cannot be imported ({reason}); check the name") from error
         if not callable(found):
             raise UsageError(f"env_wrappers={wrapper!r} is no function; name one that takes an environment")
 
@@ -165,18 +174,23 @@ def check_wrappers(wrappers: Sequence[str]) -> None:
 def follows_its_seed(spec: EnvSpec, steps: int = 32) -> bool:
     """Whether two of these environments with one seed deliver the same, for the same actions.
 
-    They take turns, so one that draws from what all share, such as `numpy.random`, is found out too.  One that raises
-    an error, dies or hangs is left for the run to tell of.
+    They take turns, so one that draws from what all share, such as `numpy.random`, is found out too; and they begin a
+    second episode, with no seed of its own.  One that raises an error, dies or hangs is left for the run to tell of.
     """
     actions = np.random.default_rng(0)
+    alike = lambda x: np.array_equal(x[0], x[1], equal_nan=x.dtype.kind == "f")
     try:
         envs = Envs(spec, (1, 1), workers=1, patience=10.0)
         try:
-            seen: PyTree = envs.reset()
-            for _ in range(steps):
-                if any(not np.array_equal(x[0], x[1], equal_nan=x.dtype.kind == "f") for x in jax.tree.leaves(seen)):
-                    return False
-                seen = envs.step(np.repeat(random_action(spec.action, actions), 2, axis=0))
+            for seeds in ((1, 1), (None, None)):
+                obs = envs.reset(seeds)
+                seen: PyTree = obs
+                for _ in range(steps):
+                    if not all(alike(x) for x in jax.tree.leaves(seen)):
+                        return False
+                    one = random_action(spec.action, actions, mask_of(spec.obs, obs))
+                    seen = envs.step(np.repeat(one, 2, axis=0))
+                    obs = seen.obs
         finally:
             envs.close()
     except (RuntimeError, UsageError):
@@ -184,12 +198,24 @@ def follows_its_seed(spec: EnvSpec, steps: int = 32) -> bool:
     return True
 
 
-def random_action(action: ActionSpec, chance: np.random.Generator) -> np.ndarray:
-    """An action as a policy might draw it, [1] or [1, D]."""
+def mask_of(spec: ObsSpecs, obs: PyTree) -> np.ndarray | None:
+    """Which actions are legal for the first environment, [...], if its observations [B, ...] say it."""
+    parts = zip(leaves(spec), leaves(obs), strict=True)
+    return next((np.asarray(x[0]) != 0 for part, x in parts if part.kind == "mask"), None)
+
+
+def random_action(action: ActionSpec, chance: np.random.Generator, mask: np.ndarray | None = None) -> np.ndarray:
+    """An action as a policy might draw it, [1] or [1, D]: one that the mask allows, if it allows any."""
     if action.kind == "quantities":
         return chance.normal(size=(1, action.size)).astype(np.float32)
-    drawn = chance.integers(0, action.counts, dtype=np.int32)[None]
-    return drawn[:, 0] if action.kind == "choice" else drawn
+    drawn = chance.integers(0, action.counts, dtype=np.int32)
+    if mask is not None and mask.shape == action.counts and mask.any():  # of combinations, or one choice alone
+        drawn = chance.choice(np.argwhere(mask)).astype(np.int32)
+    elif mask is not None and mask.shape != action.counts:
+        parts = np.split(mask.ravel(), np.cumsum(action.counts)[:-1])
+        legal = [chance.choice(np.flatnonzero(part)) if part.any() else n for part, n in zip(parts, drawn, strict=True)]
+        drawn = np.array(legal, np.int32)
+    return drawn if action.kind == "choice" else drawn[None]
 
 
 class Envs:
@@ -224,16 +250,16 @@ class Envs:
             return
         shared = "/dev/shm" if os.path.isdir("/dev/shm") else None
         with tempfile.TemporaryFile(dir=shared) as file:  # it has no name, so nothing of it can be left behind
-            file.truncate(carve(layout)[1])
+            make_room(file.fileno(), carve(layout)[1])
             self._arrays, _ = carve(layout, mmap.mmap(file.fileno(), 0))
             bounds = [i * self.num_envs // count for i in range(count + 1)]
             for start, end in pairwise(bounds):
                 self._parts.append(Worker(spec.env_id, Task(made, layout, start, end, file.fileno()), patience))
 
-    def reset(self) -> PyTree:
-        """Start all environments afresh -> obs [B, ...]."""
+    def reset(self, seeds: Sequence[int | None] | None = None) -> PyTree:
+        """Start all environments afresh, with their own seeds or with others -> obs [B, ...]."""
         for part in self._parts:
-            part.ask("reset", self._seeds[part.mine])
+            part.ask("reset", (seeds or self._seeds)[part.mine])
         return self._answers().obs
 
     def step(self, action: np.ndarray) -> Step[np.ndarray]:
@@ -268,7 +294,7 @@ class Envs:
             assert picture.ndim == 3, "what it returned is no picture"
         except Exception as error:
             raise UsageError(
-                f"{self._spec.env_id} cannot be drawn ({' '.join(str(error).split())}), so there can be no video of "
+                f"{self._spec.env_id} cannot be drawn ({said(error)}), so there can be no video of "
                 "it; leave --video and --capture-video out"
             ) from None
         return picture
@@ -286,6 +312,20 @@ class Envs:
         deadline = time.monotonic() + GRACE_SECONDS
         for part in parts:
             part.end(deadline)
+
+
+def make_room(file: int, size: int) -> None:
+    """Give a file so many bytes.  Raises `Failure` where there are not so many: at their first use it is too late."""
+    try:
+        os.truncate(file, size)
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file, 0, size)
+    except OSError as error:
+        raise Failure(
+            f"the environments' shared memory takes {size / 1e6:.0f} MB, and /dev/shm has no room for it "
+            f"({os.strerror(error.errno or 0)}); give it more (docker run --shm-size 1g), or take fewer --num-envs or "
+            "--env-workers 0"
+        ) from error
 
 
 GRACE_SECONDS = 2.0  # for environments to close what they hold
@@ -310,15 +350,21 @@ def layout_of(spec: EnvSpec, num_envs: int) -> Layout:
 
 
 def check_drawable(spec: EnvSpec) -> None:
-    """Raise `UsageError` unless an environment says that it can be drawn."""
+    """Raise `UsageError` unless an environment says that it can be drawn, and can be made for it."""
     env = game(spec).make()
     modes = env.metadata.get("render_modes", [])
     env.close()
-    if "rgb_array" not in modes:
-        raise UsageError(
-            f"{spec.env_id} has no render mode rgb_array, so there can be no video of it; leave --video and "
-            "--capture-video out, or add the mode to its metadata"
-        )
+    why = "has no render mode rgb_array"
+    if "rgb_array" in modes:
+        try:
+            game(spec).make(render_mode="rgb_array").close()
+            return
+        except Exception as error:  # an environment may raise anything
+            why = f"cannot be made with render_mode='rgb_array' ({said(error)})"
+    raise UsageError(
+        f"{spec.env_id} {why}, so there can be no video of it; leave --video and --capture-video out, or give it "
+        "the mode"
+    )
 
 
 class Here:
@@ -343,6 +389,9 @@ class Here:
     def end(self, deadline: float) -> None:
         """See to it that nothing is left of it."""
         self._part.close()
+
+
+LOOK_SECONDS = 1.0  # after which a process that does not answer is looked at, whether it lives
 
 
 class Trace(Exception):
@@ -387,8 +436,12 @@ class Worker:
             Failure: the process died, or does not answer.
         """
         try:
-            if not self._connection.poll(self._patience):
-                raise Failure(f"the process that steps {self._who} has not answered for {self._patience} s")
+            start = time.monotonic()
+            while not self._connection.poll(LOOK_SECONDS):
+                if self._process.poll() is not None and not self._connection.poll():
+                    raise EOFError  # it died, and what it started still holds its end
+                if self._patience is not None and time.monotonic() - start > self._patience:
+                    raise Failure(f"the process that steps {self._who} has not answered for {self._patience} s")
             answer = self._connection.recv()
         except (EOFError, ConnectionError):
             code = self._process.wait()

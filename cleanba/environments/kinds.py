@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Protocol
 
+import jax
 import numpy as np
 
 from cleanba.config import Experiment, require
@@ -75,7 +76,13 @@ def env_spec(e: Experiment) -> EnvSpec:
         f"env_wrappers={' '.join(e.env_wrappers)} needs an environment in Python, which {e.env_id} is not; leave it "
         f"out, or try --env-id gymnasium:{e.env_id.rpartition(':')[2]}",
     )
-    return module_of(e.env_id).env_spec(e)
+    spec = module_of(e.env_id).env_spec(e)
+    require(
+        any(part.kind != "mask" for part in jax.tree.leaves(spec.obs)),
+        f"env_id={e.env_id!r} shows nothing but which actions are legal, and a network must see something more; add an "
+        "entry to its observations",
+    )
+    return spec
 
 
 def why_unscannable(spec: EnvSpec) -> str:

@@ -33,6 +33,11 @@ def envs_command(argv: Sequence[str]) -> Exit:
     require(flags.limit >= 0, f"limit={flags.limit} must not be negative; 0 shows names alone")
     package, colon, rest = flags.pattern.partition(":")
     own = bool(colon) and package not in (*native.SUITES, gymnasium.PREFIX.rstrip(":"))
+    if colon and package == "jax":
+        print(f"{flags.pattern}  {spaces_of(flags.pattern)}")
+        return Exit()
+    if colon and package in native.SUITES:
+        native.require_library(package)
     families = {("Gymnasium", package): gymnasium.registered_by(package)} if own else all_families()
     wanted = rest if own else flags.pattern
     if not flags.pattern:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from functools import cache
 from importlib import import_module
+from inspect import signature
 from types import ModuleType
 from typing import Any, NamedTuple, Protocol
 
@@ -31,13 +32,13 @@ from cleanba.environments.gymnasium import steps_per_second
 from cleanba.environments.spaces import action_spec, obs_spec
 from cleanba.environments.specs import ActionSpec, Compilable, EnvSpec, ObsSpec, Step, choice, parse_options
 from cleanba.environments.worker import find_modules_here, named
-from cleanba.errors import UsageError, closest_names
+from cleanba.errors import UsageError, closest_names, said, why_not_imported
 from cleanba.rollout import PyTree, heed
 from cleanba.seeds import environment_key
 
 SUITES = ("gymnax", "craftax", "jax")
 CRAFTAX = ("Craftax-Symbolic-v1", "Craftax-Pixels-v1", "Craftax-Classic-Symbolic-v1", "Craftax-Classic-Pixels-v1")
-LIMITS = ("max_steps_in_episode", "max_timesteps")  # what gymnax and Craftax call the time limit
+LIMITS = ("max_steps_in_episode", "max_timesteps", "max_episode_steps")  # what environments call the time limit
 
 
 class Environment(Protocol):
@@ -74,7 +75,10 @@ def make(env_id: str, options: dict[str, Any]) -> Native:
     """
     suite, _, name = env_id.partition(":")
     maker = MAKERS[suite](env_id, name)
-    env = maker()
+    needed = {
+        name for name, p in signature(maker).parameters.items() if p.default is p.empty and p.kind is not p.VAR_KEYWORD
+    }
+    env = maker(**{name: value for name, value in options.items() if name in needed})
     params: PyTree = getattr(env, "default_params", None)
     known = {field.name for field in fields(params)} if is_dataclass(params) else set()
     arguments = {name: value for name, value in options.items() if name not in {*known, "max_episode_steps"}}
@@ -109,9 +113,10 @@ def _own(env_id: str, name: str) -> Maker:
     find_modules_here()
     try:
         return getattr(import_module(module), factory)
-    except (ImportError, AttributeError, ValueError) as error:
+    except Exception as error:  # a module may raise anything
+        reason = said(error) if isinstance(error, AttributeError) else why_not_imported(error)
         raise UsageError(
-            f"env_id={env_id!r} cannot be imported ({error}); write jax:module:function, and start the command where "
+            f"env_id={env_id!r} cannot be imported ({reason}); write jax:module:function, and start the command where "
             "the module lies"
         ) from error
 
@@ -206,11 +211,11 @@ def env_spec(e: Experiment) -> EnvSpec:
             raise UsageError(f"env_id={e.env_id!r} cannot be learnt: {action}; try gymnax:CartPole-v1")
         functions = _functions(e.env_id, Options(options), action, bool(e.reward_clip))
         sample = jax.eval_shape(functions.reset, np.zeros(1, np.int32))[1]
-        obs = as_planes(e.env_id, obs_spec(space_of(native, "observation_space"), sample, action))
+        obs = as_planes(e.env_id, obs_spec(named(space_of(native, "observation_space")), sample, action))
     except UsageError:
         raise
     except Exception as error:  # an environment may raise anything
-        reason = " ".join(str(error).split()) or type(error).__name__
+        reason = said(error)
         given = ", ".join(f"{k}={v}" for k, v in options.items()) or "no options"
         raise UsageError(f"env_id={e.env_id!r} cannot be made with {given}: {reason}") from error
     num_actions = action.counts[0] if action.kind == "choice" else 0

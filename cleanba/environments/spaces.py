@@ -47,9 +47,10 @@ def action_spec(space: gymnasium.Space) -> ActionSpec | str:
     if isinstance(space, gymnasium.spaces.MultiBinary):
         space = gymnasium.spaces.Box(0, 1, space.shape, np.int8)
     if isinstance(space, gymnasium.spaces.MultiDiscrete):
-        space = gymnasium.spaces.Box(space.start, space.start + space.nvec - 1, space.shape, np.int64)
+        space = gymnasium.spaces.Box(space.start, space.start + space.nvec - 1, space.shape, np.dtype(space.dtype).type)  # type: ignore[arg-type]
     if not isinstance(space, gymnasium.spaces.Box):
-        return f"its actions are {space}, but policies here choose a number, several numbers, or real ones"
+        name = " ".join(str(space).split())
+        return f"its actions are {name}, but policies here choose a number, several numbers, or real ones"
     low, high = (tuple(bound.ravel().tolist()) for bound in (space.low, space.high))
     if np.issubdtype(space.dtype, np.floating):
         return ActionSpec("quantities", space.shape, str(space.dtype), (), low, high)
@@ -60,6 +61,14 @@ def action_spec(space: gymnasium.Space) -> ActionSpec | str:
 
 
 MOST_CHOICES = 2**16
+
+
+def too_wide(space: gymnasium.Space) -> bool:
+    """Whether a space has integers that 4 bytes cannot hold."""
+    if not isinstance(space, gymnasium.spaces.Box) or not np.issubdtype(space.dtype, np.integer):
+        return False
+    most = np.iinfo(f"{np.dtype(space.dtype).kind}4")
+    return bool((space.low < most.min).any() or (space.high > most.max).any())
 
 
 def narrowed(x: np.ndarray) -> np.ndarray:

@@ -54,6 +54,9 @@ def train_reward(spec: EnvSpec, raw: Array) -> Array:
     return raw.clip(-1.0, 1.0) if spec.clip_reward else raw
 
 
+WORDS = {"true": True, "false": False}  # as they are written outside of Python, too
+
+
 def parse_options(options: Sequence[str]) -> dict[str, Any]:
     """The words of --env-options -> names and values.  Raises `UsageError` for one of another form."""
     parsed = {}
@@ -62,7 +65,7 @@ def parse_options(options: Sequence[str]) -> dict[str, Any]:
         if not eq or not name.isidentifier():
             raise UsageError(f"env_options={option!r} must have the form name=value; try --env-options frame_skip=2")
         try:
-            parsed[name] = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
+            parsed[name] = WORDS[value] if value in WORDS else ast.literal_eval(value)
+        except (ValueError, SyntaxError, TypeError):
             parsed[name] = value
     return parsed

@@ -6,11 +6,13 @@ Nothing here imports JAX, or anything that does: a process of its own starts in 
 import fcntl
 import mmap
 import os
+import pickle
 import select
 import signal
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from importlib import import_module
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
@@ -93,6 +95,16 @@ def carve(layout: Layout, memory: mmap.mmap | None = None) -> tuple[Arrays, int]
     return Arrays(arrays[:-4], *arrays[-4:]), max(offset, 1)
 
 
+class Envs(SyncVectorEnv):
+    """Environments without what they tell beside their observations, which nobody here reads.
+
+    Gymnasium would gather it into arrays, and fail where it differs in form from one step to the next.
+    """
+
+    def _add_info(self, vector_infos: dict[str, Any], env_info: dict[str, Any], env_num: int) -> dict[str, Any]:
+        return vector_infos
+
+
 class Part:
     """Some environments of a block, stepped one after the other."""
 
@@ -100,10 +112,10 @@ class Part:
         self._arrays = arrays
         make = lambda: game.make(disable_env_checker=True, **more)
         count = len(arrays.reward)
-        self._envs: Any = SyncVectorEnv([make] * count, copy=False, autoreset_mode=AutoresetMode.NEXT_STEP)
+        self._envs: Any = Envs([make] * count, copy=False, autoreset_mode=AutoresetMode.NEXT_STEP)
 
-    def reset(self, seeds: Sequence[int]) -> None:
-        """Start all of them afresh, each with its seed."""
+    def reset(self, seeds: Sequence[int | None]) -> None:
+        """Start all of them afresh, each with its seed; with None its chance goes on as it stands."""
         obs, _ = self._envs.reset(seed=list(seeds))
         self._show(obs)
 
@@ -147,22 +159,35 @@ class Raised(NamedTuple):
 
 def main() -> None:
     """Step a part of a block, as the process at the other end of a connection says, for as long as that lives."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; who started this one ends it
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # these may reach a whole group: Ctrl-C, Slurm's
+        signal.signal(signum, lambda *_: None)  # who started this process ends it; what it starts does not inherit it
     end_with_parent()
     gymnasium.logger.min_level = gymnasium.logger.ERROR  # the one that looked first has said it
     connection = Connection(int(sys.argv[1]))
-    try:
-        task = Task(*connection.recv())
-        size = carve(task.layout)[1]
-        arrays, _ = carve(task.layout, mmap.mmap(task.memory, size))
-        part = Part(task.game, arrays.part(task.start, task.end))
-        while True:
+    part: Part | None = None
+    while True:
+        try:
             command, *arguments = connection.recv()
-            connection.send(getattr(part, command)(*arguments))
-    except (EOFError, ConnectionError):
-        part.close()
-    except BaseException as error:
-        connection.send(Raised(f"{type(error).__name__}: {error}", traceback.format_exc()))
+        except (EOFError, ConnectionError):  # nothing more will be asked
+            if part is not None:
+                part.close()
+            return
+        try:
+            if part is None:
+                part = open_part(Task(command, *arguments))
+                continue
+            answer = pickle.dumps(getattr(part, command)(*arguments))
+        except BaseException as error:  # an environment may raise anything, `sys.exit` included
+            answer = pickle.dumps(Raised(f"{type(error).__name__}: {error}", traceback.format_exc()))
+        with suppress(ConnectionError):
+            connection.send_bytes(answer)
+
+
+def open_part(task: Task) -> Part:
+    """The environments of a task, which answer in the memory that it names."""
+    size = carve(task.layout)[1]
+    arrays, _ = carve(task.layout, mmap.mmap(task.memory, size))
+    return Part(task.game, arrays.part(task.start, task.end))
 
 
 def end_with_parent() -> None:

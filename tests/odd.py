@@ -1,0 +1,187 @@
+"""Environments that keep the rules and are odd nevertheless: Gymnasium's, and in JAX."""
+
+import os
+import time
+from dataclasses import dataclass, replace
+
+import gymnasium
+import jax.numpy as jnp
+import numpy as np
+from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Tuple
+
+
+class Odd(gymnasium.Env):
+    """Shows two random numbers for `length` steps."""
+
+    observation_space = Box(-1, 1, (2,), np.float32)
+    action_space = Discrete(2)
+    length = 7
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.steps = 0
+        return self.look(), self.tell()
+
+    def look(self):
+        return self.np_random.uniform(-1, 1, 2).astype(np.float32)
+
+    def tell(self):
+        return {}
+
+    def step(self, action):
+        self.steps += 1
+        return self.look(), 1.0, self.steps == self.length, False, self.tell()
+
+
+class Tells(Odd):
+    """What it tells has another form at each step."""
+
+    def tell(self):
+        return {"legal": np.arange(self.np_random.integers(1, 5)), "winner": self.np_random.choice([1, None])}
+
+
+class Masked(Odd):
+    """One action of four is legal, and it insists on it."""
+
+    observation_space = Dict(x=Odd.observation_space, action_mask=MultiBinary(4))
+    action_space = Discrete(4)
+
+    def look(self):
+        self.legal = int(self.np_random.integers(4))
+        return {"x": super().look(), "action_mask": np.eye(4, dtype=np.int8)[self.legal]}
+
+    def step(self, action):
+        if action != self.legal:
+            raise ValueError(f"illegal action {action}")
+        return super().step(action)
+
+
+class Pairs(Masked):
+    """The same for two choices at once."""
+
+    action_space = MultiDiscrete([2, 2])
+
+    def step(self, action):
+        return super().step(self.legal if tuple(action) == divmod(self.legal, 2) else -1)
+
+    def look(self):
+        seen = super().look()
+        return seen | {"action_mask": seen["action_mask"].reshape(2, 2)}
+
+    observation_space = Dict(x=Odd.observation_space, action_mask=MultiBinary((2, 2)))
+
+
+class Parts(Pairs):
+    """The same, each choice masked by itself."""
+
+    observation_space = Dict(x=Odd.observation_space, action_mask=MultiBinary(4))
+
+    def look(self):
+        seen = super().look()
+        return seen | {"action_mask": np.eye(2, dtype=np.int8)[list(divmod(self.legal, 2))].ravel()}
+
+
+class Blind(Odd):
+    """Shows nothing but a mask."""
+
+    observation_space = Dict(action_mask=MultiBinary(2))
+
+    def look(self):
+        return {"action_mask": np.ones(2, np.int8)}
+
+
+class Forgets(Odd):
+    """Follows its seed until its first episode ends, which is late."""
+
+    length = 1000
+
+    def reset(self, *, seed=None, options=None):
+        self.chance, self.steps = np.random.default_rng(seed), 0
+        return self.look(), {}
+
+    def look(self):
+        return self.chance.uniform(-1, 1, 2).astype(np.float32)
+
+
+class Wide(Odd):
+    """Counts further than four bytes do."""
+
+    observation_space = Box(0, 2**40, (2,), np.int64)
+
+    def look(self):
+        return np.array([2**33, 5])
+
+
+class Offline(Odd):
+    """Raises what a closed connection raises."""
+
+    def step(self, action):
+        if self.steps == 3:
+            raise ConnectionRefusedError("the simulator is gone")
+        return super().step(action)
+
+
+class Parent(Odd):
+    """Has a process of its own, as simulators do, and dies."""
+
+    def step(self, action):
+        if self.steps == 3 and os.fork() != 0:
+            os._exit(7)
+        if self.steps == 3:
+            time.sleep(20)
+            os._exit(0)
+        return super().step(action)
+
+
+class Undrawable(Odd):
+    """Says that it can be drawn, and cannot be made so."""
+
+    metadata = {"render_modes": ["rgb_array"]}  # noqa: RUF012
+
+
+class Small(Odd):
+    """Takes actions of the type that it says."""
+
+    action_space = MultiDiscrete([2, 3], dtype=np.int8)
+
+    def step(self, action):
+        assert self.action_space.contains(action), action.dtype
+        return super().step(action)
+
+
+for made in (Tells, Masked, Pairs, Parts, Blind, Forgets, Wide, Offline, Parent, Undrawable, Small):
+    gymnasium.register(f"{made.__name__}-v0", made)
+
+
+@dataclass(frozen=True)
+class Params:
+    max_episode_steps: int = 9
+
+    replace = replace
+
+
+class Nested:
+    """In JAX; a tuple in a dictionary, two choices of 8 bytes at once, an argument that must be given."""
+
+    default_params = Params()
+
+    def __init__(self, size):
+        self.size = size
+
+    def observation_space(self, params):
+        return Dict(pair=Tuple([Discrete(3), Box(0, 9, (self.size,), np.float32)]))
+
+    def action_space(self, params):
+        return MultiDiscrete([2, 3])
+
+    def look(self, t):
+        return {"pair": (t % 3, jnp.full(self.size, t, jnp.float32))}
+
+    def reset_env(self, key, params):
+        return self.look(jnp.int32(0)), jnp.int32(0)
+
+    def step_env(self, key, state, action, params):
+        return self.look(state + 1), state + 1, action.sum(), jnp.bool_(False), {}
+
+    def is_truncated(self, state, params):
+        return state >= params.max_episode_steps
