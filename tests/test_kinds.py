@@ -245,9 +245,7 @@ def test_shared_memory_that_is_not_there_is_told_of_before_it_is_used(monkeypatc
         raise OSError(errno.ENOSPC, "")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(
-        Failure, match=r"memory takes .* MB.*/dev/shm.*No space left.*--num-envs"
-    ):
+    with pytest.raises(Failure, match=r"memory takes .* MB.*/dev/shm.*No space left.*--num-envs"):
         opened("faulty:Faulty-v0", [1, 2], workers=1)
 
 
