@@ -54,7 +54,7 @@ class Flags:
     """Train every combination of environments, seeds and --set values; each run's own flags follow after --."""
 
     env_ids: tuple[str, ...]
-    """EnvPool environments, or sets of them: @atari57, @atari5 or @atari3 (Aitchison et al. 2023)"""
+    """environments of any kind, or sets of them: @atari57, @atari5 or @atari3 (Aitchison et al. 2023)"""
     num_seeds: int = 3
     """seeds of every combination: 1, 2 ..."""
     set: tuple[str, ...] = ()
