@@ -37,9 +37,12 @@ def said(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def why_not_imported(error: Exception) -> str:
-    """Why somebody's module could not be imported, in one line; with the place, if its own code raised that."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__)[1:] if "importlib" not in f.filename]
+LIBRARIES = ("importlib", "/gymnasium/", "/jax/", "/cleanba/")
+
+
+def raised(error: BaseException) -> str:
+    """What went wrong in somebody's own code, in one line; with the place, if that is not in a library."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not any(name in f.filename for name in LIBRARIES)]
     if isinstance(error, ImportError | SyntaxError) or not frames:
         return said(error)
     return f"{type(error).__name__}: {said(error)}, at {frames[-1].filename}:{frames[-1].lineno}"

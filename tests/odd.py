@@ -1,6 +1,7 @@
 """Environments that keep the rules and are odd nevertheless: Gymnasium's, and in JAX."""
 
 import os
+import sys
 import time
 from dataclasses import dataclass, replace
 
@@ -90,6 +91,22 @@ class Blind(Odd):
         return {"action_mask": np.ones(2, np.int8)}
 
 
+class Misfit(Odd):
+    """Its mask is not for its actions."""
+
+    observation_space = Dict(x=Odd.observation_space, action_mask=MultiBinary(3))
+
+    def look(self):
+        return {"x": super().look(), "action_mask": np.ones(3, np.int8)}
+
+
+class Leaves(Odd):
+    """Ends the process."""
+
+    def look(self):
+        sys.exit(0)
+
+
 class Forgets(Odd):
     """Follows its seed until its first episode ends, which is late."""
 
@@ -149,7 +166,7 @@ class Small(Odd):
         return super().step(action)
 
 
-for made in (Tells, Masked, Pairs, Parts, Blind, Forgets, Wide, Offline, Parent, Undrawable, Small):
+for made in (Misfit, Leaves, Tells, Masked, Pairs, Parts, Blind, Forgets, Wide, Offline, Parent, Undrawable, Small):
     gymnasium.register(f"{made.__name__}-v0", made)
 
 

@@ -356,9 +356,10 @@ def test_what_does_not_fit_is_refused(name, changes, words):
         (choice(3), "one of a few actions, but SAC chooses real numbers; try `cleanba dqn` or `cleanba ppo`"),
         (replace(BOX, kind="choices", counts=(2, 2)), "several choices at once, but SAC .*; try `cleanba ppo`"),
         (replace(BOX, high=(2.0, float("inf"))), "numbers from -2 to inf, but SAC scales .*; try `cleanba ppo`"),
+        (replace(BOX, high=BOX.high[:1] + BOX.low[1:]), r"both bounds of number \[1\] of an action are"),
         (replace(BOX, low=(-3.4028234663852886e38, 0.0)), "but SAC scales its actions to finite bounds"),
     ],
-    ids=("choice", "choices", "unbounded", "largest"),
+    ids=("choice", "choices", "unbounded", "flat", "largest"),
 )
 def test_other_actions_are_refused(action, words):
     with pytest.raises(UsageError, match=words):

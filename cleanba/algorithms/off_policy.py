@@ -252,6 +252,12 @@ def require_bounded(spec: EnvSpec, name: str) -> Bounds:
     )
     low, high = np.asarray(action.low, np.float64), np.asarray(action.high, np.float64)
     most = np.finfo(np.float32).max  # "no bound" is in some environments the largest number there is
+    flat = np.flatnonzero(low == high)
+    require(
+        flat.size == 0,
+        f"env_id={spec.env_id!r}: both bounds of number {flat[:1]} of an action are {low[flat[:1]]}, but {name} scales "
+        f"actions to what lies between; leave that one out by a wrapper, or try {instead}",
+    )
     require(
         bool(np.all((-most < low) & (low < high) & (high < most))),
         f"env_id={spec.env_id!r} takes numbers from {low.min():g} to {high.max():g}, but {name} scales its actions to "

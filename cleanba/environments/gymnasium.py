@@ -36,7 +36,7 @@ from cleanba.environments.worker import (
     leaves,
     named,
 )
-from cleanba.errors import Failure, UsageError, closest_names, said, why_not_imported
+from cleanba.errors import Failure, UsageError, closest_names, raised, said
 from cleanba.rollout import PyTree
 from cleanba.specs import ObsSpecs
 
@@ -59,7 +59,7 @@ def registered_by(package: str) -> list[str]:
     try:
         import_module(package)
     except Exception as error:  # a module may raise anything
-        reason = why_not_imported(error)
+        reason = raised(error)
         raise UsageError(
             f"package {package!r} cannot be imported ({reason}); install it, or go where it lies"
         ) from error
@@ -101,6 +101,7 @@ def env_spec(e: Experiment) -> EnvSpec:
     made = Game(e.env_id.removeprefix(PREFIX), options, e.env_wrappers)
     check_known(e.env_id, made.name)
     check_wrappers(e.env_wrappers)
+    doing = "made"
     try:
         env = made.make()
         action, observation = action_spec(env.action_space), env.observation_space
@@ -116,19 +117,20 @@ def env_spec(e: Experiment) -> EnvSpec:
                 f"env_id={e.env_id!r} cannot be learnt: {why}; --env-wrappers module:function may change it"
             )
         probe: Any = gymnasium.vector.SyncVectorEnv([made.make], copy=False)
+        doing = "reset"
         sample, _ = probe.reset(seed=[0])
         fits = lambda space, x: x.astype(np.float32) if too_wide(space) else x
         sample = jax.tree.map(fits, named(observation), named(sample))
         obs = obs_spec(named(observation), sample, action)
         first = random_action(action, np.random.default_rng(0), mask_of(obs, sample))
+        doing = "stepped"
         probe.step(action.for_environment(first))  # the checker that is at work here looks at the first step, too
         probe.close()
     except UsageError:
         raise
-    except Exception as error:  # an environment may raise anything
-        reason = said(error)
+    except (Exception, SystemExit) as error:  # an environment may raise anything
         given = ", ".join([*(f"{k}={v}" for k, v in options.items()), *e.env_wrappers]) or "no options"
-        raise UsageError(f"env_id={e.env_id!r} cannot be made with {given}: {reason}") from error
+        raise UsageError(f"env_id={e.env_id!r} cannot be {doing} with {given}: {raised(error)}") from error
     num_actions = action.counts[0] if action.kind == "choice" else 0
     given_action = None if action == choice(num_actions) else action
     clip = bool(e.reward_clip)
@@ -151,7 +153,7 @@ def check_known(env_id: str, name: str) -> None:
         ) from error
     except Exception as error:  # a module may raise anything
         raise UsageError(
-            f"env_id={env_id!r}: module {module!r} cannot be imported ({why_not_imported(error)}); install it, or go "
+            f"env_id={env_id!r}: module {module!r} cannot be imported ({raised(error)}); install it, or go "
             "where it lies"
         ) from error
 
@@ -165,8 +167,9 @@ def check_wrappers(wrappers: Sequence[str]) -> None:
         try:
             found = getattr(import_module(module), function)
         except Exception as error:  # a module may raise anything
-            reason = said(error) if isinstance(error, AttributeError) else why_not_imported(error)
-            raise UsageError(f"env_wrappers={wrapper!r} cannot be imported ({reason}); check the name") from error
+            raise UsageError(
+                f"env_wrappers={wrapper!r} cannot be imported ({raised(error)}); check the name"
+            ) from error
         if not callable(found):
             raise UsageError(f"env_wrappers={wrapper!r} is no function; name one that takes an environment")
 

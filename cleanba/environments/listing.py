@@ -50,7 +50,11 @@ def envs_command(argv: Sequence[str]) -> Exit:
     count = sum(map(len, found.values()))
     if not count:
         close = closest_names(flags.pattern, [name for ids in families.values() for name in ids])
-        raise UsageError(f"no environment matches {flags.pattern!r}; " + (f"try {close}" if close else "try *"))
+        raise UsageError(
+            f"no environment matches {flags.pattern!r}; "
+            + (f"try {close}, " if close else "try `cleanba envs`, ")
+            + f"or {flags.pattern.rstrip(':')}: for what a package of that name registers"
+        )
     shown = 0
     for (kind, family), ids in found.items():
         if ids:

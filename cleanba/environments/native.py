@@ -32,7 +32,7 @@ from cleanba.environments.gymnasium import steps_per_second
 from cleanba.environments.spaces import action_spec, obs_spec
 from cleanba.environments.specs import ActionSpec, Compilable, EnvSpec, ObsSpec, Step, choice, parse_options
 from cleanba.environments.worker import find_modules_here, named
-from cleanba.errors import UsageError, closest_names, said, why_not_imported
+from cleanba.errors import UsageError, closest_names, raised, said
 from cleanba.rollout import PyTree, heed
 from cleanba.seeds import environment_key
 
@@ -83,7 +83,13 @@ def make(env_id: str, options: dict[str, Any]) -> Native:
     known = {field.name for field in fields(params)} if is_dataclass(params) else set()
     arguments = {name: value for name, value in options.items() if name not in {*known, "max_episode_steps"}}
     if arguments:
-        env = maker(**arguments)
+        try:
+            env = maker(**arguments)
+        except TypeError as error:
+            names = f"; its parameters are {', '.join(sorted(known))}" if known else ""
+            raise UsageError(
+                f"env_id={env_id!r} cannot be made with {', '.join(arguments)}: {said(error)}{names}"
+            ) from error
         params = getattr(env, "default_params", None)
     numbers = {name: value for name, value in options.items() if name in known}
     if "max_episode_steps" in options:
@@ -114,10 +120,9 @@ def _own(env_id: str, name: str) -> Maker:
     try:
         return getattr(import_module(module), factory)
     except Exception as error:  # a module may raise anything
-        reason = said(error) if isinstance(error, AttributeError) else why_not_imported(error)
         raise UsageError(
-            f"env_id={env_id!r} cannot be imported ({reason}); write jax:module:function, and start the command where "
-            "the module lies"
+            f"env_id={env_id!r} cannot be imported ({raised(error)}); write jax:module:Class, and go "
+            "where the module lies"
         ) from error
 
 
@@ -215,9 +220,8 @@ def env_spec(e: Experiment) -> EnvSpec:
     except UsageError:
         raise
     except Exception as error:  # an environment may raise anything
-        reason = said(error)
         given = ", ".join(f"{k}={v}" for k, v in options.items()) or "no options"
-        raise UsageError(f"env_id={e.env_id!r} cannot be made with {given}: {reason}") from error
+        raise UsageError(f"env_id={e.env_id!r} cannot be made with {given}: {raised(error)}") from error
     num_actions = action.counts[0] if action.kind == "choice" else 0
     given_action = None if action == choice(num_actions) else action
     clip = bool(e.reward_clip)

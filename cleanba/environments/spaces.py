@@ -3,6 +3,7 @@
 import gymnasium
 import numpy as np
 
+from cleanba.errors import UsageError
 from cleanba.rollout import PyTree
 from cleanba.specs import ActionSpec, ObsSpec, ObsSpecs, choice
 
@@ -14,13 +15,22 @@ def obs_spec(
     name: str = "",
     is_minigrid: bool = False,
 ) -> ObsSpecs:
-    """What observations look like, from a space and a batch [B, ...] of samples: an `ObsSpec`, or a tree of them."""
+    """What observations look like, from a space and a batch [B, ...] of samples: an `ObsSpec`, or a tree of them.
+
+    Raises:
+        UsageError: a mask of actions does not fit them.
+    """
     if isinstance(sample, dict):
         parts = space.spaces if isinstance(space, gymnasium.spaces.Dict) else space
         assert isinstance(parts, dict)
         return {name: obs_spec(parts[name], part, action, name, is_minigrid) for name, part in sample.items()}
     shape, dtype = sample.shape[1:], str(narrowed(sample).dtype)
-    if name in MASKS and action.masked_by(shape):
+    if name in MASKS and action.kind != "quantities":
+        if not action.masked_by(shape):
+            raise UsageError(
+                f"the observation's {name} has the shape {shape}, which does not fit {sum(action.counts)} choices; "
+                "have it show a number for each, 0 where that is not legal, or give it another name"
+            )
         return ObsSpec("mask", shape, dtype)
     if isinstance(space, gymnasium.spaces.Discrete):
         return ObsSpec("discrete", shape, dtype, int(space.n), int(space.start))

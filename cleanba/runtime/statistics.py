@@ -287,6 +287,7 @@ def check_finite(update: int, metrics: Json, saved_update: int) -> None:
                 else "there is no checkpoint yet"
             )
             raise Failure(
-                f"update {update}: {name} is {float(value)}, which is not a finite number; {where}. Try a smaller "
-                "--learning-rate or --max-grad-norm, or go on regardless with --on-nonfinite ignore"
+                f"update {update}: {name} is {float(value)}, which is not a finite number; {where}. See that the "
+                "environment pays and shows finite numbers, try a smaller --learning-rate or --max-grad-norm, or go on "
+                "regardless with --on-nonfinite ignore"
             )
