@@ -4,6 +4,7 @@ import signal
 import traceback
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
+from pathlib import Path
 from typing import NamedTuple
 
 
@@ -37,7 +38,8 @@ def said(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-LIBRARIES = ("importlib", "/gymnasium/", "/jax/", "/cleanba/")
+# Where code lies that is nobody's own.  A folder of the user's may be called cleanba, too.
+LIBRARIES = ("importlib", "/site-packages/gymnasium/", "/site-packages/jax/", f"{Path(__file__).parent}/")
 
 
 def raised(error: BaseException) -> str:

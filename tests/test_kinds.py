@@ -391,8 +391,10 @@ def test_several_choices_of_gymnasiums_are_choices_here():
     ],
 )
 def test_what_there_is_not_is_refused_with_a_remedy(changes, words, tmp_path, monkeypatch):
-    (tmp_path / "broken.py").write_text("# broken\nx = 1 / 0\n")
-    monkeypatch.syspath_prepend(tmp_path)
+    folder = tmp_path / "cleanba"  # as a user may call one
+    folder.mkdir()
+    (folder / "broken.py").write_text("# broken\nx = 1 / 0\n")
+    monkeypatch.syspath_prepend(folder)
     with pytest.raises(UsageError) as caught:
         env_spec(Experiment(**changes))
     message = str(caught.value)

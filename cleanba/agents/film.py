@@ -15,6 +15,7 @@ from cleanba.agents.agent import Agent
 from cleanba.environments.boards import draw_board
 from cleanba.environments.specs import ActionSpec
 from cleanba.errors import Failure
+from cleanba.networks.torsos import channels_first
 from cleanba.rollout import PyTree
 
 GAP = 12  # pixels between the parts
@@ -139,8 +140,8 @@ def see(obs: PyTree) -> Image.Image:
     x = obs[0] if isinstance(obs, np.ndarray) else None
     if x is not None and x.dtype == bool and x.ndim == 3:
         return fit(draw_board(x), 2 * TILE, 2 * TILE)
-    if x is not None and x.ndim == 3 and x.shape[0] >= x.shape[2]:
-        x = x.transpose(2, 0, 1)  # [H, W, C] -> [C, H, W]
+    if x is not None and x.ndim == 3 and not channels_first(x[None]):
+        x = x.transpose(2, 0, 1)
     if x is None or x.dtype != np.uint8 or x.ndim != 3 or min(x.shape[1:]) < 32:
         parts = jax.tree_util.tree_leaves_with_path(obs)
         return draw_numbers({".".join(str(key.key) for key in path): part[0] for path, part in parts})

@@ -14,7 +14,7 @@ from cleanba.config import Experiment, require
 from cleanba.environments.gymnasium import steps_per_second
 from cleanba.environments.spaces import action_spec, narrowed, obs_spec
 from cleanba.environments.specs import Compilable, EnvSpec, Step, choice, parse_options, train_reward
-from cleanba.errors import UsageError, closest_names
+from cleanba.errors import UsageError, closest_names, said
 from cleanba.rollout import Array, PyTree
 
 
@@ -123,7 +123,7 @@ def env_spec(e: Experiment) -> EnvSpec:
     except UsageError:
         raise
     except Exception as error:  # EnvPool raises what comes to hand: TypeError, AssertionError, ImportError, KeyError …
-        reason = " ".join(str(error).split()) or type(error).__name__
+        reason = said(error)
         given = ", ".join(f"{k}={v}" for k, v in options.items()) or "no options"
         raise UsageError(f"env_id={e.env_id!r} cannot be made with {given}: {reason}") from error
 

@@ -11,7 +11,6 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
-from importlib import import_module
 from itertools import pairwise
 from typing import Any, NoReturn
 
@@ -23,16 +22,16 @@ from gymnasium.spaces import Box, Discrete, MultiBinary, MultiDiscrete
 
 from cleanba.config import Experiment
 from cleanba.environments.spaces import action_spec, obs_spec, too_wide
-from cleanba.environments.specs import ActionSpec, EnvSpec, Step, choice, parse_options, train_reward
+from cleanba.environments.specs import ActionSpec, EnvSpec, Step, choice, imported, parse_options, train_reward
 from cleanba.environments.worker import (
     Arrays,
     Game,
     Layout,
     Part,
     Raised,
+    SilentEnvs,
     Task,
     carve,
-    find_modules_here,
     leaves,
     named,
 )
@@ -55,14 +54,7 @@ def registered_by(package: str) -> list[str]:
     Raises:
         UsageError: it cannot be imported.
     """
-    find_modules_here()
-    try:
-        import_module(package)
-    except Exception as error:  # a module may raise anything
-        reason = raised(error)
-        raise UsageError(
-            f"package {package!r} cannot be imported ({reason}); install it, or go where it lies"
-        ) from error
+    imported(f"package {package!r}", "install it, or go where it lies", package)
     made_by = lambda entry: entry.partition(":")[0] if isinstance(entry, str) else getattr(entry, "__module__", "")
     places = {name: made_by(spec.entry_point) for name, spec in gymnasium.registry.items()}
     return [f"{package}:{name}" for name in sorted(places) if f"{places[name]}.".startswith(f"{package}.")]
@@ -116,7 +108,7 @@ def env_spec(e: Experiment) -> EnvSpec:
             raise UsageError(
                 f"env_id={e.env_id!r} cannot be learnt: {why}; --env-wrappers module:function may change it"
             )
-        probe: Any = gymnasium.vector.SyncVectorEnv([made.make], copy=False)
+        probe: Any = SilentEnvs([made.make], copy=False)
         doing = "reset"
         sample, _ = probe.reset(seed=[0])
         fits = lambda space, x: x.astype(np.float32) if too_wide(space) else x
@@ -140,21 +132,15 @@ def env_spec(e: Experiment) -> EnvSpec:
 def check_known(env_id: str, name: str) -> None:
     """Raise `UsageError` unless Gymnasium knows that name, after importing the module before its colon."""
     module, colon, rest = name.rpartition(":")
-    find_modules_here()
+    if colon:
+        imported(f"env_id={env_id!r}: module {module!r}", "install it, or go where it lies", module)
     try:
-        if colon:
-            import_module(module)
         gymnasium.spec(rest)
     except gymnasium.error.Error as error:
         close = closest_names(rest, gymnasium.registry)
         raise UsageError(
             f"env_id={env_id!r} is no environment that Gymnasium knows: {said(error)}"
             + (f"; the closest names are {close}" if close else "")
-        ) from error
-    except Exception as error:  # a module may raise anything
-        raise UsageError(
-            f"env_id={env_id!r}: module {module!r} cannot be imported ({raised(error)}); install it, or go "
-            "where it lies"
         ) from error
 
 
@@ -164,13 +150,7 @@ def check_wrappers(wrappers: Sequence[str]) -> None:
         module, colon, function = wrapper.partition(":")
         if not colon:
             raise UsageError(f"env_wrappers={wrapper!r} must have the form module:function; try my_package:wrap")
-        try:
-            found = getattr(import_module(module), function)
-        except Exception as error:  # a module may raise anything
-            raise UsageError(
-                f"env_wrappers={wrapper!r} cannot be imported ({raised(error)}); check the name"
-            ) from error
-        if not callable(found):
+        if not callable(imported(f"env_wrappers={wrapper!r}", "check the name", module, function)):
             raise UsageError(f"env_wrappers={wrapper!r} is no function; name one that takes an environment")
 
 
@@ -186,8 +166,7 @@ def follows_its_seed(spec: EnvSpec, steps: int = 32) -> bool:
         envs = Envs(spec, (1, 1), workers=1, patience=10.0)
         try:
             for seeds in ((1, 1), (None, None)):
-                obs = envs.reset(seeds)
-                seen: PyTree = obs
+                seen: PyTree = (obs := envs.reset(seeds))
                 for _ in range(steps):
                     if not all(alike(x) for x in jax.tree.leaves(seen)):
                         return False

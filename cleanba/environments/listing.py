@@ -52,8 +52,8 @@ def envs_command(argv: Sequence[str]) -> Exit:
         close = closest_names(flags.pattern, [name for ids in families.values() for name in ids])
         raise UsageError(
             f"no environment matches {flags.pattern!r}; "
-            + (f"try {close}, " if close else "try `cleanba envs`, ")
-            + f"or {flags.pattern.rstrip(':')}: for what a package of that name registers"
+            + (f"try {close}" if close else "try `cleanba envs`")
+            + ("" if colon else f", or {flags.pattern}: for what a package of that name registers")
         )
     shown = 0
     for (kind, family), ids in found.items():

@@ -30,9 +30,9 @@ from cleanba.config import Experiment
 from cleanba.environments.boards import draw_board
 from cleanba.environments.gymnasium import steps_per_second
 from cleanba.environments.spaces import action_spec, obs_spec
-from cleanba.environments.specs import ActionSpec, Compilable, EnvSpec, ObsSpec, Step, choice, parse_options
-from cleanba.environments.worker import find_modules_here, named
-from cleanba.errors import UsageError, closest_names, raised, said
+from cleanba.environments.specs import ActionSpec, Compilable, EnvSpec, ObsSpec, Step, choice, imported, parse_options
+from cleanba.environments.worker import named
+from cleanba.errors import UsageError, closest_names, raised
 from cleanba.rollout import PyTree, heed
 from cleanba.seeds import environment_key
 
@@ -88,7 +88,7 @@ def make(env_id: str, options: dict[str, Any]) -> Native:
         except TypeError as error:
             names = f"; its parameters are {', '.join(sorted(known))}" if known else ""
             raise UsageError(
-                f"env_id={env_id!r} cannot be made with {', '.join(arguments)}: {said(error)}{names}"
+                f"env_id={env_id!r} cannot be made with {', '.join(arguments)}: {raised(error)}{names}"
             ) from error
         params = getattr(env, "default_params", None)
     numbers = {name: value for name, value in options.items() if name in known}
@@ -116,14 +116,7 @@ def _craftax(env_id: str, name: str) -> Maker:
 
 def _own(env_id: str, name: str) -> Maker:
     module, _, factory = name.partition(":")
-    find_modules_here()
-    try:
-        return getattr(import_module(module), factory)
-    except Exception as error:  # a module may raise anything
-        raise UsageError(
-            f"env_id={env_id!r} cannot be imported ({raised(error)}); write jax:module:Class, and go "
-            "where the module lies"
-        ) from error
+    return imported(f"env_id={env_id!r}", "write jax:module:Class, and go where the module lies", module, factory)
 
 
 MAKERS = {"gymnax": _gymnax, "craftax": _craftax, "jax": _own}

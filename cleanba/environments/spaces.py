@@ -57,7 +57,8 @@ def action_spec(space: gymnasium.Space) -> ActionSpec | str:
     if isinstance(space, gymnasium.spaces.MultiBinary):
         space = gymnasium.spaces.Box(0, 1, space.shape, np.int8)
     if isinstance(space, gymnasium.spaces.MultiDiscrete):
-        space = gymnasium.spaces.Box(space.start, space.start + space.nvec - 1, space.shape, np.dtype(space.dtype).type)  # type: ignore[arg-type]
+        bounds = space.start, space.start + space.nvec - 1
+        space = gymnasium.spaces.Box(*bounds, space.shape, np.dtype(space.dtype).type)  # type: ignore[arg-type]
     if not isinstance(space, gymnasium.spaces.Box):
         name = " ".join(str(space).split())
         return f"its actions are {name}, but policies here choose a number, several numbers, or real ones"

@@ -2,11 +2,13 @@
 
 import ast
 from collections.abc import Callable, Hashable, Sequence
+from importlib import import_module
 from typing import Any, Generic, NamedTuple
 
 import jax
 
-from cleanba.errors import UsageError
+from cleanba.environments.worker import find_modules_here
+from cleanba.errors import UsageError, raised
 from cleanba.rollout import Array, PyTree
 from cleanba.specs import ActionSpec, EnvSpec, ObsSpec, choice
 
@@ -18,6 +20,7 @@ __all__ = [
     "ObsSpec",
     "Step",
     "choice",
+    "imported",
     "parse_options",
     "train_reward",
 ]
@@ -52,6 +55,20 @@ class Compilable(NamedTuple):
 def train_reward(spec: EnvSpec, raw: Array) -> Array:
     """What is trained on: the raw reward, clipped to [-1, 1] if the experiment clips.  [...] -> [...]."""
     return raw.clip(-1.0, 1.0) if spec.clip_reward else raw
+
+
+def imported(what: str, remedy: str, module: str, name: str | None = None) -> Any:
+    """A module of the user's, or what it calls by that name; looked for in the current directory, too.
+
+    Raises:
+        UsageError: `what` cannot be imported, whatever the module raised; with the remedy.
+    """
+    find_modules_here()
+    try:
+        found = import_module(module)
+        return found if name is None else getattr(found, name)
+    except Exception as error:  # a module may raise anything
+        raise UsageError(f"{what} cannot be imported ({raised(error)}); {remedy}") from error
 
 
 WORDS = {"true": True, "false": False}  # as they are written outside of Python, too

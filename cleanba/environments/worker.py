@@ -95,7 +95,7 @@ def carve(layout: Layout, memory: mmap.mmap | None = None) -> tuple[Arrays, int]
     return Arrays(arrays[:-4], *arrays[-4:]), max(offset, 1)
 
 
-class Envs(SyncVectorEnv):
+class SilentEnvs(SyncVectorEnv):
     """Environments without what they tell beside their observations, which nobody here reads.
 
     Gymnasium would gather it into arrays, and fail where it differs in form from one step to the next.
@@ -112,7 +112,7 @@ class Part:
         self._arrays = arrays
         make = lambda: game.make(disable_env_checker=True, **more)
         count = len(arrays.reward)
-        self._envs: Any = Envs([make] * count, copy=False, autoreset_mode=AutoresetMode.NEXT_STEP)
+        self._envs: Any = SilentEnvs([make] * count, copy=False, autoreset_mode=AutoresetMode.NEXT_STEP)
 
     def reset(self, seeds: Sequence[int | None]) -> None:
         """Start all of them afresh, each with its seed; with None its chance goes on as it stands."""
