@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -14,9 +15,9 @@ from cleanba.environments.specs import EnvSpec, ObsSpec
 from cleanba.errors import UsageError
 from cleanba.networks import make_actor_critic
 from cleanba.networks.cores import LSTM, LSTMCarry, initial_carry
-from cleanba.networks.layers import FEW, Conv, add_bias, max_pool, tall_product
+from cleanba.networks.layers import FEW, Conv, add_bias, max_pool, product
 from cleanba.networks.sight import as_vector
-from cleanba.networks.torsos import ImpalaResNet, NatureCNN, channels_last
+from cleanba.networks.torsos import Dense, ImpalaResNet, NatureCNN, channels_last
 
 ATARI = ObsSpec("image", (4, 84, 84), "uint8")
 SMALL_IMAGE = ObsSpec("image", (3, 36, 36), "uint8")
@@ -209,16 +210,26 @@ def test_columns_in_pairs_where_channels_are_few_make_the_same_convolution(chann
     assert (f"{size},{size // 2 + 1},{2 * channels},8" in text) == (channels < FEW)
 
 
-@pytest.mark.parametrize("rows", [2, 3, 6])  # fewer than outputs, as many, more: another matrix is turned
-def test_biases_and_tall_products_have_the_gradients_of_sums_and_products(rows):
+@pytest.mark.parametrize("rows, width", [(2, 40), (60, 40), (5, 2), (2, 3)])  # each matrix is the one to turn in some
+def test_biases_and_products_have_the_gradients_of_sums_and_products(rows, width):
     rng = np.random.default_rng(0)
-    x, w, b = (rng.normal(size=shape).astype(np.float32) for shape in ((rows, 40), (40, 3), 3))
+    x, w, b = (rng.normal(size=shape).astype(np.float32) for shape in ((rows, width), (width, 3), 3))
     weight = rng.normal(size=(rows, 3)).astype(np.float32)
-    ours = jax.grad(lambda x, w, b: (weight * add_bias(tall_product(x, w), b) ** 2).sum(), (0, 1, 2))
+    ours = jax.grad(lambda x, w, b: (weight * add_bias(product(x, w), b) ** 2).sum(), (0, 1, 2))
     plain = jax.grad(lambda x, w, b: (weight * (x @ w + b) ** 2).sum(), (0, 1, 2))
     close(jax.jit(ours)(x, w, b), plain(x, w, b), rtol=1e-5, atol=1e-5)
     images = rng.normal(size=(2, 3, 4, 3)).astype(np.float32)
     close(jax.grad(lambda b: (add_bias(images, b) ** 2).sum())(b), 2 * (images + b).sum((0, 1, 2)), rtol=1e-5)
+
+
+@pytest.mark.parametrize("lead", [(5,), (2, 3)], ids=str)
+def test_dense_layers_have_the_same_parameters_and_outputs_in_both_forms(lead):
+    x = np.random.default_rng(0).normal(size=(*lead, 7)).astype(np.float32)
+    (xla, out), (cut, same) = (
+        Dense(3, 2.0, kind=kind).init_with_output(jax.random.key(1), x)[::-1] for kind in ("xla", "patches")
+    )
+    chex.assert_trees_all_equal(xla, cut)
+    close(same, out, rtol=1e-6)
 
 
 @pytest.mark.parametrize("hw", [(84, 84), (21, 11), (4, 5), (3, 3), (2, 1), (1, 1)], ids=str)

@@ -34,10 +34,10 @@ class ActionValues(nn.Module):
     def __call__(self, obs: PyTree) -> jax.Array:
         """Obs [N, ...] -> [N, num_actions] float32."""
         x = see(self, obs, "relu").astype(jnp.float32)
-        values = torsos.Dense(self.num_actions, 1.0, name="action_value")(x)
+        values = torsos.Dense(self.num_actions, 1.0, kind=self.conv, name="action_value")(x)
         if not self.dueling:
             return values
-        return torsos.Dense(1, 1.0, name="value")(x) + values - values.mean(-1, keepdims=True)
+        return torsos.Dense(1, 1.0, kind=self.conv, name="value")(x) + values - values.mean(-1, keepdims=True)
 
     def initial_params(self, key: jax.Array) -> PyTree:
         """Random parameters."""

@@ -54,8 +54,8 @@ class ActorCritic(nn.Module):
             for_policy, of_policy = self.features(obs, first, carry and carry[0])
             for_value, of_value = self.features(obs, first, carry and carry[1])
             carry = carry and (of_policy, of_value)
-        x = torsos.Dense(size(self.action), 0.01, name="policy")(for_policy)
-        value = torsos.Dense(1, 1.0, name="value")(for_value)
+        x = torsos.Dense(size(self.action), 0.01, kind=self.conv, name="policy")(for_policy)
+        value = torsos.Dense(1, 1.0, kind=self.conv, name="value")(for_value)
         log_std = None
         if self.action.kind == "quantities":
             log_std = self.param("log_std", nn.initializers.constant(self.log_std_init), (self.action.size,))

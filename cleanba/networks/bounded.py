@@ -31,7 +31,7 @@ class Policy(nn.Module):
     def __call__(self, obs: PyTree) -> jax.Array:
         """Obs [N, ...] -> [heads, N, size] float32."""
         x = see(self, obs, "relu").astype(jnp.float32)
-        return jnp.stack([torsos.Dense(self.size, 0.01)(x) for _ in range(self.heads)])
+        return jnp.stack([torsos.Dense(self.size, 0.01, kind=self.conv)(x) for _ in range(self.heads)])
 
     def initial_params(self, key: jax.Array) -> PyTree:
         """Random parameters."""
@@ -57,7 +57,7 @@ class Critic(nn.Module):
     @nn.compact
     def __call__(self, obs: PyTree, action: jax.Array) -> jax.Array:
         x = see(self, obs, "relu", action).astype(jnp.float32)
-        return torsos.Dense(1, 1.0)(x)[:, 0]
+        return torsos.Dense(1, 1.0, kind=self.conv)(x)[:, 0]
 
 
 class Critics(nn.Module):

@@ -91,23 +91,39 @@ add_bias.defvjp(lambda x, bias: (x + bias, None), _sum_of_rows)
 
 
 @jax.custom_vjp
-def tall_product(x: jax.Array, w: jax.Array) -> jax.Array:
-    """The product x W for a W with many rows.  [N, D], [D, F] -> [N, F]."""
+def product(x: jax.Array, w: jax.Array) -> jax.Array:
+    """The product x W.  [N, D], [D, F] -> [N, F]."""
     return x @ w
 
 
 def _gradients(saved: tuple[jax.Array, jax.Array], dy: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Both in the form that turns the smaller matrices: dx = dy W^T = (W dy^T)^T, dW = x^T dy = (dy^T x)^T.
+    """Dx = dy W^T = (W dy^T)^T and dW = x^T dy = (dy^T x)^T, each in the form that turns less, counting what it gives.
 
-    Without the barriers XLA would turn the larger ones.
+    Left to itself XLA has Eigen turn matrices while it multiplies: it takes a third longer, and of few columns, as
+    heads have, five to twenty times as long.  The barriers say that a matrix is to be turned before, and which one.
     """
-    x, w = saved
-    if x.shape[0] < w.shape[1]:
-        return lax.optimization_barrier(w @ dy.T).T, x.T @ dy
-    return dy @ w.T, lax.optimization_barrier(dy.T @ x).T
+    (x, w), turned = saved, lambda m: lax.optimization_barrier(m.T)
+    (n, d), f = x.shape, w.shape[1]
+    dx = dy @ turned(w) if d * f <= n * (d + f) else turned(w @ turned(dy))
+    return dx, turned(x) @ dy if n * d <= f * (n + d) else turned(turned(dy) @ x)
 
 
-tall_product.defvjp(lambda x, w: (x @ w, (x, w)), _gradients)
+product.defvjp(lambda x, w: (x @ w, (x, w)), _gradients)
+
+
+class Affine(nn.Module):
+    """x W + b, as `nn.Dense`, but for how its gradients are taken.  [..., D] -> [..., features]."""
+
+    features: int
+    kernel_init: Initializer
+    dtype: DTypeLike = jnp.float32
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        kernel = self.param("kernel", self.kernel_init, (x.shape[-1], self.features))
+        bias = self.param("bias", nn.initializers.zeros_init(), (self.features,))
+        x, kernel, bias = (p.astype(self.dtype) for p in (x, kernel, bias))
+        return add_bias(product(x.reshape(-1, x.shape[-1]), kernel).reshape(*x.shape[:-1], self.features), bias)
 
 
 def cells(x: jax.Array, size: int, stride: int, pads: Pads, planes: bool = False) -> jax.Array:

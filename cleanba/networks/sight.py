@@ -62,6 +62,7 @@ def see(module: Sighted, obs: PyTree, activation: str = "tanh", action: jax.Arra
     the MLP sees; beside the features of a convolutional torso, which one more layer then joins.
     """
     beside = lambda x: x if action is None else jnp.concatenate([x, action.astype(x.dtype)], axis=-1)
+    mlp = lambda hiddens: torsos.MLP(hiddens, module.dtype, activation, module.conv)
     if module.network != "mlp":
         if module.network == "nature":
             x = torsos.NatureCNN(module.hiddens, module.dtype, module.conv)(obs)
@@ -69,9 +70,9 @@ def see(module: Sighted, obs: PyTree, activation: str = "tanh", action: jax.Arra
             x = torsos.MinAtarCNN(module.hiddens, module.dtype, module.conv)(obs)
         else:
             x = torsos.ImpalaResNet(module.channels, module.hiddens, module.dtype, module.conv)(obs)
-        return x if action is None else torsos.MLP(module.hiddens[-1:], module.dtype, activation)(beside(x))
+        return x if action is None else mlp(module.hiddens[-1:])(beside(x))
     seen = [as_vector(spec, part) for spec, part in leaves(module.obs_spec, obs) if spec.kind != "mask"]
-    return torsos.MLP(module.hiddens, module.dtype, activation)(beside(jnp.concatenate(seen, axis=-1)))
+    return mlp(module.hiddens)(beside(jnp.concatenate(seen, axis=-1)))
 
 
 def leaves(obs_spec: ObsSpecs, obs: PyTree) -> list[tuple[ObsSpec, jax.Array]]:

@@ -6,11 +6,10 @@ from typing import TypeVar
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.nn.initializers import Initializer
 from jax.typing import DTypeLike
 
-from cleanba.networks.layers import Conv, ConvKind, max_pool, tall_product
+from cleanba.networks.layers import Affine, Conv, ConvKind, max_pool
 
 
 def orthogonal(scale: float) -> Initializer:
@@ -19,7 +18,6 @@ def orthogonal(scale: float) -> Initializer:
 
 
 CHUNK = 16  # images
-TALL = 1024  # inputs of a dense layer, from which on its gradient is taken otherwise on CPUs
 
 T = TypeVar("T", "NatureCNN", "ImpalaResNet")
 
@@ -62,10 +60,9 @@ class Dense(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        tall = self.kind != "xla" and x.shape[-1] >= TALL
-        product = (lambda x, w, *_, **precision: tall_product(x, w)) if tall else lax.dot_general
-        layer = nn.Dense(self.features, kernel_init=orthogonal(self.scale), dtype=self.dtype, dot_general=product)
-        return layer(x)
+        layer = nn.Dense if self.kind == "xla" else Affine
+        init = orthogonal(self.scale)
+        return layer(self.features, kernel_init=init, dtype=self.dtype, name="Dense_0")(x)
 
 
 class NatureCNN(nn.Module):
@@ -153,10 +150,11 @@ class MLP(nn.Module):
     hiddens: Sequence[int] = (64, 64)
     dtype: DTypeLike = jnp.float32
     activation: str = "tanh"  # or "relu"
+    kind: ConvKind = "xla"
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         x = x.reshape(x.shape[0], -1).astype(self.dtype)
         for units in self.hiddens:
-            x = getattr(nn, self.activation)(Dense(units, 2**0.5, self.dtype)(x))
+            x = getattr(nn, self.activation)(Dense(units, 2**0.5, self.dtype, self.kind)(x))
         return x
