@@ -41,7 +41,7 @@ COMMON = "--learning-rate 5e-4 --clip-coef 0.2"
 VECTORS = f"{COMMON} --hiddens 64 64"
 TESTBEDS: dict[str, tuple[str, dict[str, int]]] = {
     "CartPole": (f"{VECTORS} --num-envs 8 --num-steps 64", {"small": 50_000, "full": 200_000}),
-    "LunarLander": (f"{VECTORS} --num-envs 16 --num-steps 128", {"small": 150_000, "full": 1_000_000}),
+    "LunarLander": (f"{VECTORS} --norm-reward --num-envs 16 --num-steps 128", {"small": 300_000, "full": 1_000_000}),
     "gymnax:": (f"{COMMON} --num-envs 64 --num-steps 64", {"small": 500_000, "full": 5_000_000}),
     "": ("", {"small": 150_000, "full": 1_000_000}),  # the defaults; as for MuJoCo's
 }
@@ -139,6 +139,14 @@ def scales(cells: dict[Cell, dict[str, list[Curve]]]) -> dict[str, tuple[float, 
         first[env_id] += [c.returns[0] for runs in variants.values() for c in runs]
         last[env_id] += [c.returns[-1] for c in variants[SYNCHRONOUS]]
     return {env_id: (float(np.mean(first[env_id])), float(np.mean(last[env_id]))) for env_id in first}
+
+
+def learnable(cells: dict[Cell, dict[str, list[Curve]]]) -> dict[Cell, dict[str, list[Curve]]]:
+    """The cells of environments where synchronous runs ended better than runs began: without that there is no scale."""
+    better = {env_id: last > first for env_id, (first, last) in scales(cells).items()}
+    for env_id in (env_id for env_id, fine in better.items() if not fine):
+        print(f"{env_id} is left out: synchronous runs did not end better than runs began; train it for longer")
+    return {cell: variants for cell, variants in cells.items() if better[cell[0]]}
 
 
 def iqm(matrix: np.ndarray) -> np.ndarray:
@@ -277,9 +285,9 @@ def main(args: Args) -> None:
     if not args.only_draw:
         for env_id in args.env_ids or ENVIRONMENTS[args.scale]:
             train(env_id, args)
-    cells = by_cell(curves.load([args.dir]))
+    cells = learnable(by_cell(curves.load([args.dir])))
     if not cells:
-        sys.exit(f"{args.dir} has no cell yet of which every variant has two seeds; train on")
+        sys.exit(f"{args.dir} has no cell yet that shows learning, and of which every variant has two seeds; train on")
     found = study(cells)
     print(tables(found))
     path = machine.save("policy_lag", found)

@@ -1,6 +1,7 @@
 """Benchmarks: parts for GPUs fit and run small, compiled programs are read rightly, variants compared by arithmetic."""
 
 import functools
+import itertools
 import json
 import operator
 import sys
@@ -245,12 +246,12 @@ def test_cases_grow_with_the_table_of_algorithms():
 # -------------------------------------------------------------------------------------- what policy lag costs
 
 
-def lag_run(folder: Path, rate: float, variant: str, seed: int, last: float) -> None:
+def lag_run(folder: Path, rate: float, variant: str, seed: int, last: float, env_id: str = "CartPole-v1") -> None:
     """A run as it lies on disk, whose return rises from 10 to `last`."""
     folder = folder / f"{rate}-{variant}-{seed}"
     folder.mkdir(parents=True)
     correction = "none" if variant == lag.SYNCHRONOUS else variant
-    e = dict(algorithm="ppo", env_id="CartPole-v1", learning_rate=rate, update_epochs=4, seed=seed)
+    e = dict(algorithm="ppo", env_id=env_id, learning_rate=rate, update_epochs=4, seed=seed)
     e |= dict(concurrency=variant != lag.SYNCHRONOUS, lag_correction=correction)
     (folder / "config.json").write_text(json.dumps({"experiment": e}))
     row = lambda i, x, kl: dict(update=i, global_step=100 * i, seconds=i) | {
@@ -277,6 +278,15 @@ def test_lag_compares_variants_over_the_cells_that_all_of_them_have(tmp_path):
     assert found["variants"]["none"]["iqm_along_the_run"][0] == pytest.approx(0.0)
     assert found["cells"][0]["distance"]["none"]["lag_kl"] == pytest.approx(0.02)  # the first rollout has no lag
     assert "| none" in lag.tables(found) and lag.draw(found) is not None
+
+
+def test_lag_leaves_out_environments_that_nothing_was_learnt_of(tmp_path, capsys):
+    for env_id, last in (("CartPole-v1", 20.0), ("LunarLander-v3", 9.0)):
+        for seed, variant in itertools.product((1, 2), (lag.SYNCHRONOUS, "none")):
+            lag_run(tmp_path / env_id, 1e-3, variant, seed, last, env_id)
+    cells = lag.learnable(lag.by_cell(lag.curves.load([tmp_path])))
+    assert list(cells) == [("CartPole-v1", 1e-3, 4)]
+    assert "LunarLander-v3 is left out" in capsys.readouterr().out
 
 
 def test_lag_trains_what_it_says():
