@@ -59,7 +59,6 @@ def main(args: Args) -> None:
     like = jax.eval_shape(lambda: replay.init(shape, capacity, stack=4))
     write = jax.jit(replay.write, donate_argnums=0)
     ring = jax.jit(lambda: jax.tree.map(lambda x: x[None], replay.init(shape, capacity, stack=4)))()
-    holdings = memory.Holdings(like, range(1))
     rollouts = [rollout_of(i) for i in range(4)]
     whole = capacity // (ENVS * STEPS) + 1
     for i in range(whole):
@@ -69,6 +68,7 @@ def main(args: Args) -> None:
     each = max(1, round(args.new_megabytes * 1e6 / (ENVS * STEPS * 7066)))
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder)
+        holdings = memory.Holdings(like, range(1), folder=run)
         for number in range(1, args.checkpoints + 2):
             before = {path: path.stat().st_size for path in run.rglob("*") if path.is_file()}
             start = time.perf_counter()

@@ -11,7 +11,10 @@ from cleanba.rollout import PyTree, Rollout
 from cleanba.shards import ShardAxis
 
 Metrics = dict[str, jax.Array]
-"""Scalars by name.  Those under "losses/" must be finite numbers: the run ends where one is not."""
+"""Scalars by name.  Those under "losses/" must be finite numbers: the run ends where one is not.
+
+What there may be nothing of in an update has a "count/" beside it, by its own name: where that is 0 it is not logged.
+"""
 
 
 class Init(Protocol):

@@ -41,8 +41,9 @@ class Experiment:
     """rollouts stepped from Python, or scanned inside one jit (None: scanned on CPUs where
     EnvPool can be, else stepped)"""
     checkpoint_frequency: int | None = None
-    """updates between checkpoints; the environments start afresh at each (0: never; None: 500, or where rollouts are
-    scanned and nothing is an image, so that updates are short, as many as make 4 million steps)"""
+    """updates between checkpoints; the environments start afresh at each (0: never; None: 500, or more where two of the
+    longest episodes need more, or where updates are short: if an actor-critic's rollouts are scanned and nothing is an
+    image, as many as make 4 million steps)"""
 
     repeat_action_probability: float = 0.25
     """Atari: probability that the emulator repeats the last action (sticky actions)"""

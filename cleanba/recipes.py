@@ -200,8 +200,13 @@ def suit(e: Experiment, asked: str | None, spec: EnvSpec) -> Experiment:
         e = replace(e, collector="stepped")
     elif spec.on_device and asked is None:
         e = replace(e, collector="scanned")
-    frequency = e.updates_per_checkpoint
-    if e.checkpoint_frequency is None and e.collector == "scanned" and not spec.shows_images:
+    if e.checkpoint_frequency is not None:
+        return e
+    # Environments start afresh at a checkpoint: an episode that is longer than what lies between would never end.
+    longest = e.max_episode_steps or (27_000 if spec.is_atari else 8_000)
+    frequency = max(e.updates_per_checkpoint, -(-2 * longest // e.num_steps))
+    if e.collector == "scanned" and not spec.shows_images and isinstance(e, PolicyGradient):
+        # Updates are short.
         frequency = max(frequency, 4_000_000 // e.transitions_per_update)
     return replace(e, checkpoint_frequency=frequency)
 

@@ -29,8 +29,9 @@ MOMENTS: dict[str, tuple[tuple[Any, ...], str, bool]] = {
     "collect": ((SteppedCollector, ScannedCollector), "__call__", True),
     "update": ((Learner,), "update", True),  # the device is still busy with it
     "save": ((Checkpoints,), "save", True),  # the files are being written
-    "memory": ((memory,), "write", False),  # before anything of a checkpoint's memory is
-    "listing": ((memory,), "write_whole", False),  # what is new in a shard's memory is written, but not yet said so
+    "pack": ((memory.Pack,), "add", True),  # a part of what is new in a shard's memory has been written
+    "memory": ((memory,), "write", False),  # all that is new in this process's memory is, but no list of it
+    "listing": ((memory,), "write_whole", False),  # the same, of one shard after another
     "prune": ((memory,), "prune", True),  # old files have just been removed
 }
 

@@ -15,6 +15,7 @@ from unittest import mock
 import compiled  # noqa: F401  before JAX
 import jax
 import numpy as np
+from ports import free_address
 
 from cleanba import cli
 from cleanba.algorithm import Algorithm
@@ -164,6 +165,13 @@ def finish(process: subprocess.Popen, seconds: float = 300) -> Ended:
 
 def read_result(run_dir: Path) -> dict[str, Any]:
     return json.loads((run_dir / "result.json").read_text())
+
+
+def in_pairs(words: Sequence[object]) -> list[list[str]]:
+    """The command lines of two processes of one run."""
+    address = free_address()
+    where = ["--distributed", "--coordinator-address", address, "--num-processes", "2", "--process-id"]
+    return [[*map(str, words), *where, str(i)] for i in range(2)]
 
 
 def read_rows(run_dir: Path) -> list[dict[str, Any]]:

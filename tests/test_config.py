@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 import time
+from dataclasses import replace
 
 import pytest
 from hypothesis import assume, given, settings
@@ -17,7 +18,7 @@ from cleanba.config import Experiment, Partition, Placement, Run, differences, f
 from cleanba.environments.kinds import env_spec
 from cleanba.errors import UsageError, closest_names, nearest
 from cleanba.files import finite, write_json
-from cleanba.recipes import stand_by, suit
+from cleanba.recipes import RECIPES, stand_by, suit
 
 # ---------------------------------------------------------------------------------------------- who owns what
 
@@ -241,8 +242,10 @@ def test_the_collector_is_the_faster_one_on_that_kind_of_device():
         (dict(env_id="Catch-v0", num_envs=16, num_steps=64), 3906),  # 4 million steps
         (dict(env_id="Catch-v0"), 500),  # which are 7.7 million steps
         (dict(env_id="Catch-v0", num_envs=16, num_steps=64, collector="stepped"), 500),
+        (dict(env_id="Catch-v0", num_envs=16, num_steps=8, collector="stepped"), 2000),  # two episodes of 8,000 steps
+        (dict(env_id="Catch-v0", num_steps=64, max_episode_steps=50_001, collector="stepped"), 1563),
         (dict(env_id="HalfCheetah-v5", num_envs=16), 500),  # cannot be scanned
-        (dict(env_id="Breakout-v5", num_envs=8, num_steps=16), 500),  # images
+        (dict(env_id="Breakout-v5", num_envs=8, num_steps=16), 3375),  # images; two episodes of 27,000 steps
         (dict(env_id="Catch-v0", num_envs=16, checkpoint_frequency=7), 7),
         (dict(env_id="Catch-v0", num_envs=16, checkpoint_frequency=0), 0),
     ],
@@ -250,6 +253,15 @@ def test_the_collector_is_the_faster_one_on_that_kind_of_device():
 def test_checkpoints_are_rarer_where_updates_are_short(fields, frequency):
     e = resolve(PPO(**fields), 1, 1, platform="cpu")
     assert suit(e, fields.get("collector"), env_spec(e)).checkpoint_frequency == frequency
+
+
+@pytest.mark.parametrize(
+    "name, env_id, steps, frequency",
+    [("dqn", "Pong-v5", 16, 3375), ("dqn", "CartPole-v1", 10, 1600), ("sac", "HalfCheetah-v5", 1, 16_000)],
+)
+def test_no_algorithm_cuts_every_long_episode(name, env_id, steps, frequency):
+    e = resolve(replace(RECIPES[name].settings(env_id), env_id=env_id, num_steps=steps), 1, 1, platform="cpu")
+    assert suit(e, None, env_spec(e)).checkpoint_frequency == frequency
 
 
 def test_nothing_else_is_left_to_be_decided_by_the_placement():

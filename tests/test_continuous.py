@@ -142,7 +142,9 @@ def test_memories_of_two_torsos_share_no_buffer_as_they_are_donated():
 
 
 def test_dqn_refuses_what_is_not_one_choice_in_a_sentence():
-    with pytest.raises(UsageError, match="takes 2 numbers at once, but DQN .*; try `cleanba ppo`"):
+    with pytest.raises(
+        UsageError, match="takes real numbers, but DQN .*; try `cleanba sac`, `cleanba td3` or `cleanba ppo`"
+    ):
         dqn.make(dqn.DQN(), SPEC, "cpu")
 
 

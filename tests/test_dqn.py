@@ -2,12 +2,13 @@
 
 import dataclasses
 import itertools
+import signal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from launch import command, digests, finished, same_arrays
+from launch import ROOT, command, digests, finish, finished, in_pairs, python, read_result, same_arrays
 from scripted import CELLS, LEFT_PAYS, RIGHT_PAYS, Corridors
 
 from cleanba.algorithms import dqn
@@ -144,7 +145,8 @@ def test_gradient_steps_are_those_that_the_steps_paid_for():
     """Ten updates of 32 steps: the first two only fill the memory, the others take eight gradient steps each."""
     record = run()
     assert int(record.state.online.optimiser.count) == 8 * 8
-    assert [row["losses/td_loss"] > 0 for row in record.rows] == [False, False] + [True] * 8
+    assert ["losses/td_loss" in row for row in record.rows] == [False, False] + [True] * 8
+    assert all(row["losses/td_loss"] > 0 for row in record.rows[2:])
     assert record.result["policy_lag"] == 1
 
 
@@ -191,6 +193,22 @@ def test_the_same_bits_on_any_devices():
         assert digests(e, actors, learners, recipe=dqn) == reference
 
 
+@pytest.mark.slow
+def test_of_two_processes_one_is_killed_and_one_alone_goes_on_to_the_same_bits(tmp_path):
+    words = "dqn --env-id Catch-v0 --num-envs 8 --num-actors 2 --num-shards 2 --num-steps 8 --hiddens 16"
+    words += " --total-timesteps 1280 --learning-starts 128 --buffer-size 512 --batch-size 16 --train-frequency 4"
+    words += " --checkpoint-frequency 5 --log-frequency 1 --run-dir"
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    assert command(*words.split(), whole).code == 0
+    first, second = in_pairs([*words.split(), run])
+    both = [python("-m", "cleanba", *first), python(ROOT / "tests" / "killed.py", "update", "13", *second)]
+    assert [finish(p, 200).code for p in both][1] == -signal.SIGKILL
+    ended = command(*words.split(), run, "--learner-device-ids", "1", "2")
+    assert ended.code == 0 and "going on after update 10" in ended.out, ended.err
+    for key in ("params_digest", "learner_digest"):
+        assert read_result(run)[key] == read_result(whole)[key]
+
+
 def test_frames_of_images_are_stored_once():
     e = DQN(
         env_id="Breakout-v5", num_envs=2, num_actors=1, num_shards=1, num_steps=4, network="nature", hiddens=(16,),
@@ -233,7 +251,10 @@ def test_defaults_are_those_of_the_kind_of_environment():
         ({"tau": 0.0}, "--tau above 0"),
         ({"buffer_size": 39}, "try --buffer-size 42 or more"),
         ({"end_e": 1.5}, "--end-e"),
-        ({"learning_starts": 10**6}, "--learning-starts"),
+        ({"train_frequency": 50}, "try --train-frequency 18 or 36, or --num-steps 50 or"),
+        ({"learning_starts": 10**6}, "try --learning-starts 3600 or less, or --total-timesteps 1000008 or more"),
+        ({"learning_starts": 361, "total_timesteps": 380}, "beyond the run's 360 steps"),
+        ({"batch_size": 121}, "batch_size=121 is more than the 120 steps that buffer_size holds"),
         ({"n_step": 0}, "--n-step"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",

@@ -1,5 +1,6 @@
 """A memory is a part of the learner: the same bits on any placement, through any interruption, for what is new."""
 
+import errno
 import json
 import os
 import random
@@ -8,7 +9,6 @@ import shutil
 import signal
 import socket
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,16 +17,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import remembering
-from launch import ROOT, Ended, build, digests, finish, python, read_result, read_rows
+from launch import ROOT, Ended, build, digests, finish, in_pairs, python, read_result, read_rows
 from ports import free_address
 from remembering import Memory, Remembering
 
-from cleanba.errors import UsageError
+from cleanba.errors import Failure, UsageError
 from cleanba.files import write_whole
 from cleanba.ops import replay
 from cleanba.rollout import Rollout
 from cleanba.runtime import learner, memory, placement
-from cleanba.runtime.checkpoint import updates_kept
+from cleanba.runtime.checkpoint import Checkpoints, updates_kept
+from cleanba.runtime.keeper import Keeper
 
 # Ten rollouts of eight steps into rings of 25 rows, which wrap three times; episodes end both ways.
 FIELDS = dict(
@@ -123,7 +124,8 @@ def assert_only_what_is_needed(run: Path) -> None:
 
 
 KILLS = [
-    ("memory", 1, ["0"]),  # before the first checkpoint's memory is written
+    ("pack", 5, ["0"]),  # a part of the first checkpoint's memory is written
+    ("memory", 1, ["0"]),  # all of it is, and nothing says so
     ("listing", 8, ["0", "1"]),  # one shard of the second checkpoint is written, the others are not
     ("prune", 1, ["1", "2", "3"]),
     ("save", 2, ["0"]),
@@ -143,13 +145,6 @@ def test_killed_at_the_worst_moments_it_ends_in_the_same_bits(whole, tmp_path):
     assert_same_run(run, whole)
     assert_only_what_is_needed(run)
     assert_only_what_is_needed(whole)
-
-
-def in_pairs(words: Sequence[object]) -> list[list[str]]:
-    """The command lines of two processes of one run."""
-    address = free_address()
-    where = ["--distributed", "--coordinator-address", address, "--num-processes", "2", "--process-id"]
-    return [[*map(str, words), *where, str(i)] for i in range(2)]
 
 
 @pytest.mark.slow
@@ -323,13 +318,13 @@ def test_the_digest_of_the_learner_covers_every_shard():
 def test_a_checkpoint_costs_what_is_new_in_it(small_chunks, tmp_path):
     like = jax.eval_shape(empty)
     m = jax.tree.map(lambda x: jnp.stack([x, x]), empty())
-    holdings = memory.Holdings(like, range(2))
+    holdings = memory.Holdings(like, range(2), folder=tmp_path)
     of_rollout = 2 * sum(x[:, :STEPS].nbytes for x in (rollout_of(0).obs,)) // 2
     everything = 2 * memory.nbytes(like)
     for number in range(1, 40):
         m = step(m, number)
         found = holdings.look(m, number)
-        cost = sum(len(c) for shard in found.values() for cut in shard.new.values() for c in cut)
+        cost = sum(path.stat().st_size for path in tmp_path.rglob(f"{number}-*.pack"))
         # Besides the new rows: the rest of the first and the last chunk, and arrays smaller than a chunk.
         assert cost <= of_rollout + 2 * (2 * 4 * 480 + 5 * ROWS * ENVS * 4) < everything / 3, number
         memory.write(tmp_path, number, found)
@@ -352,24 +347,38 @@ def test_a_checkpoint_costs_what_is_new_in_it(small_chunks, tmp_path):
 def test_after_a_resume_only_what_is_new_is_written(small_chunks, tmp_path):
     like = jax.eval_shape(empty)
     m = jax.tree.map(lambda x: jnp.stack([x, x]), empty())
-    holdings = memory.Holdings(like, range(2))
+    holdings = memory.Holdings(like, range(2), folder=tmp_path)
     for number in range(1, 20):
         m = step(m, number)
     found = holdings.look(m, 19)
     memory.write(tmp_path, 19, found)
     saved = memory.read(tmp_path, 19, range(2), like, [s.digest for s in found.values()])
-    resumed = memory.Holdings(like, range(2), saved)
+    resumed = memory.Holdings(like, range(2), saved, tmp_path / "resumed")
     m = step(m, 20)
     one, other = resumed.look(m, 20), holdings.look(m, 20)
     assert [s.digest for s in one.values()] == [s.digest for s in other.values()]
-    size = lambda shards: sum(len(c) for s in shards.values() for cut in s.new.values() for c in cut)
-    assert size(one) == size(other) < memory.nbytes(like)
+    size = lambda folder: sum(path.stat().st_size for path in folder.glob("memory/*/20-*.pack"))
+    assert 0 < size(tmp_path / "resumed") == size(tmp_path) < memory.nbytes(like)
+
+
+def test_a_disk_that_takes_no_more_is_told_of(tmp_path, monkeypatch):
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    like = jax.eval_shape(empty)
+    checkpoints = Checkpoints(tmp_path, 2, like, range(2))
+    holdings = memory.Holdings(like, range(2), folder=tmp_path)
+    keeper = Keeper(None, None, None, holdings, checkpoints)  # what it has of the learner it does not come to use
+    monkeypatch.setattr(memory.Pack, "add", full)
+    with pytest.raises(Failure, match="could not be written to .*No space left on device"):
+        keeper.look(1, (), step(jax.tree.map(lambda x: jnp.stack([x, x]), empty()), 1))
+    checkpoints.close()
 
 
 def test_rows_that_are_called_zero_and_are_not_are_damage(tmp_path):
     like = jax.eval_shape(empty)
     m = step(jax.tree.map(lambda x: jnp.stack([x, x]), empty()), 1)
-    found = memory.Holdings(like, range(2)).look(m, 1)
+    found = memory.Holdings(like, range(2), folder=tmp_path).look(m, 1)
     memory.write(tmp_path, 1, found)
     path = memory.shard_folder(tmp_path, 1) / "1.json"
     listing = json.loads(path.read_text())

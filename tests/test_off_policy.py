@@ -198,12 +198,22 @@ def test_the_policy_learns_as_often_as_it_should(name):
     e = KINDS[name][1](**PENDULUM | LEARN, train_frequency=3, policy_frequency=4)
     record = finished(e, recipe=KINDS[name][0])
     assert record.result["policy_lag"] == 1
-    assert [row["losses/q_loss"] > 0 for row in record.rows] == [False, False] + [True] * 8
+    assert ["losses/q_loss" in row for row in record.rows] == [False, False] + [True] * 8
+    assert all(row["losses/q_loss"] > 0 for row in record.rows[2:])
     assert int(record.state.critics.optimiser.count) == 32
     assert int(record.state.policy.optimiser.count) == (32 if name == "sac" else 8)
     assert int(record.state.since_policy) == 0
     if name == "sac":
         assert int(record.state.log_alpha.optimiser.count) == 32
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_what_the_policy_did_not_do_is_not_logged(name):
+    """One gradient step in an update of 12 steps: the policy learns in every second update."""
+    rows = finished(KINDS[name][1](**PENDULUM | LEARN, train_frequency=12), recipe=KINDS[name][0]).rows
+    assert ["losses/policy_loss" in row for row in rows] == [False, False] + [False, True] * 4
+    assert all(row["losses/policy_grad_norm"] > 0 for row in rows[3::2])
+    assert not any(name.startswith("count/") for row in rows for name in row)
 
 
 def test_a_fixed_entropy_coefficient_stays():
@@ -334,6 +344,7 @@ def test_defaults_are_cleanrls():
         ("sac", {"core": "lstm"}, "SAC samples single transitions.*--core none"),
         ("td3", {"core": "lstm"}, "TD3 samples single transitions.*--core none"),
         ("sac", {"train_frequency": 7}, "try --train-frequency 6 or 9"),
+        ("sac", {"train_frequency": 50}, "try --train-frequency 18 or 36, or --num-steps 50 or"),
         ("td3", {"batch_size": 15, "num_shards": 2, "num_envs": 4}, "try --batch-size 14 or 16"),
         ("sac", {"tau": 0.0}, "--tau above 0"),
         ("sac", {"alpha": -1.0}, "--alpha to 0 or more"),

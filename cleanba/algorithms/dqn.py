@@ -14,6 +14,7 @@ from jax import lax
 
 from cleanba.algorithm import Algorithm, Metrics
 from cleanba.algorithms.off_policy import (
+    TAKEN,
     OffPolicy,
     check_replay,
     due,
@@ -82,7 +83,6 @@ class DQN(OffPolicy):
 
 ATARI = DQN(
     total_timesteps=10_000_000,
-    checkpoint_frequency=500,  # what is new since the last is copied first, 7 kB a step
     num_steps=16,
     network="nature",
     hiddens=(512,),
@@ -131,8 +131,8 @@ def make(e: DQN, spec: EnvSpec, platform: str) -> Algorithm:
     """DQN on environments that look like `spec`, on devices of kind `platform` ("cpu", "gpu" …)."""
     require(
         spec.action.kind == "choice",
-        f"env_id={e.env_id!r} takes {spec.action.size} numbers at once, but DQN values each of a few actions; "
-        "try `cleanba ppo`, or CartPole-v1",
+        f"env_id={e.env_id!r} takes {TAKEN[spec.action.kind]}, but DQN values each of a few actions; try "
+        f"{'`cleanba sac`, `cleanba td3` or ' * (spec.action.kind == 'quantities')}`cleanba ppo`, or CartPole-v1",
     )
     network = make_action_values(spec, e, e.dueling, platform)
     optimiser = optax.scale_by_adam()

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import gcd
 from typing import NamedTuple, TypeVar
 
 import jax
@@ -23,8 +24,6 @@ from cleanba.specs import EnvSpec
 class OffPolicy(Experiment):
     """What an algorithm that learns from replay has besides."""
 
-    checkpoint_frequency: int | None = 2000
-    """updates between checkpoints; the environments start afresh at each (0: never)"""
     anneal_lr: bool = False
     """decrease the learning rate linearly to 0 over the run"""
 
@@ -90,22 +89,31 @@ def check_replay(e: OffPolicy, partition: Partition, name: str, n_step: int = 1)
             value % shards == 0,
             f"{field}={value} cannot be split over {shards} shards; try --{field.replace('_', '-')} {fits}",
         )
+    require(
+        e.batch_size <= e.buffer_size,
+        f"batch_size={e.batch_size} is more than the {e.buffer_size} steps that buffer_size holds; lower --batch-size "
+        "or raise --buffer-size",
+    )
     rows, needed = e.buffer_size // e.num_envs, max(e.num_steps, n_step) + 2
     require(
         rows >= needed,
         f"buffer_size={e.buffer_size} holds {rows} steps of an environment, but rollouts of {e.num_steps} and targets "
         f"of {n_step} need {needed}; try --buffer-size {needed * e.num_envs} or more",
     )
-    fits = nearest(e.train_frequency, lambda n: steps % n == 0, steps)
+    divisors = sorted((n for n in range(1, steps + 1) if steps % n == 0), key=lambda n: abs(n - e.train_frequency))
+    fits = " or ".join(str(n) for n in sorted(divisors[:2]))
+    longer = e.train_frequency // gcd(e.train_frequency, e.num_envs)
     require(
         steps % e.train_frequency == 0,
-        f"train_frequency={e.train_frequency} does not divide an update's {steps} steps ({e.num_envs} environments x "
-        f"{e.num_steps} steps); try --train-frequency {fits}",
+        f"train_frequency={e.train_frequency} does not divide an update's {steps} steps (num_envs={e.num_envs} x "
+        f"num_steps={e.num_steps}); try --train-frequency {fits}, or --num-steps {longer} or a multiple of that",
     )
+    first = -(-e.learning_starts // steps)
     require(
-        e.learning_starts <= e.total_timesteps,
-        f"learning_starts={e.learning_starts} lies beyond the run's {e.total_timesteps} steps, so nothing would be "
-        "learnt; lower --learning-starts or raise --total-timesteps",
+        first <= e.num_updates,
+        f"learning_starts={e.learning_starts} lies beyond the run's {e.num_updates * steps} steps, so nothing would be "
+        f"learnt; try --learning-starts {e.num_updates * steps} or less, or --total-timesteps {first * steps} or "
+        "more",
     )
 
 
@@ -167,8 +175,8 @@ def follow(shards: ShardAxis, tau: float, now: jax.Array, params: PyTree, target
 
 
 def mean(sums: Metrics, count: jax.Array) -> Metrics:
-    """The means of what `repeat` added up; zeros where that was nothing."""
-    return {name: x / jnp.maximum(count, 1) for name, x in sums.items()}
+    """The means of what `repeat` added up, and of how many; zeros where that was nothing."""
+    return {name: x / jnp.maximum(count, 1) for name, x in sums.items()} | {f"count/{name}": count for name in sums}
 
 
 # ------------------------------------------------------------------------------------------------------------ batches
@@ -227,6 +235,10 @@ def critics_error(e: OffPolicy, t: replay.Transition, values: jax.Array, y: jax.
     return loss, {"losses/q_loss": loss, "losses/q_values": mean(values.mean(0))}
 
 
+# What an environment is given as an action, by the kind that its specification names.
+TAKEN = {"choice": "one of a few actions", "choices": "several choices at once", "quantities": "real numbers"}
+
+
 class Bounds(NamedTuple):
     """Between which the parts of an action lie.  [D] float32 each."""
 
@@ -243,11 +255,10 @@ def require_bounded(spec: EnvSpec, name: str) -> Bounds:
         UsageError: actions are choices, or have no bounds.
     """
     action = spec.action
-    taken = {"choice": "one of a few actions", "choices": "several choices at once", "quantities": "real numbers"}
     instead = {"choice": "`cleanba dqn` or `cleanba ppo`"}.get(action.kind, "`cleanba ppo`")
     require(
         action.kind == "quantities",
-        f"env_id={spec.env_id!r} takes {taken[action.kind]}, but {name} chooses real numbers; try {instead}, or "
+        f"env_id={spec.env_id!r} takes {TAKEN[action.kind]}, but {name} chooses real numbers; try {instead}, or "
         "Pendulum-v1",
     )
     low, high = np.asarray(action.low, np.float64), np.asarray(action.high, np.float64)

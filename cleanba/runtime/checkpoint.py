@@ -91,7 +91,7 @@ class Checkpoints:
         for name in ("absl", "asyncio"):  # Orbax tells of every step; we tell of damage
             logging.getLogger(name).setLevel(logging.CRITICAL)
         self._ocp = ocp
-        self._run_dir, self._keep = run_dir, keep
+        self.run_dir, self._keep = run_dir, keep
         self._folder = (run_dir / "checkpoints").absolute()
         self._like_memory = like_memory
         self._shards = shards if jax.tree.leaves(like_memory) else range(0)
@@ -120,28 +120,36 @@ class Checkpoints:
     def save(self, update: int, shards: Mapping[int, Shard], saved: Saved | None, digests: Sequence[str] = ()) -> None:
         """Begin to write the memory of this process's shards and, in the main process, what else there is to save.
 
-        All processes have called `wait` since the last checkpoint, which therefore is whole.  `digests` are those of
-        the memory of all shards, in their order.  The arrays of `saved` must not change any more.
+        All processes have called `make_ready` since the last checkpoint, which therefore is whole.  `digests` are those
+        of the memory of all shards, in their order.  The arrays of `saved` must not change any more.
 
         Raises:
             Failure: the checkpoint before could not be written, or there is no place for this one.
         """
-        if not self._folder.is_dir():
-            raise Failure(f"{self._folder.parent} has gone; bring it back, then give the same command again to go on")
-        self.wait()
+        self.make_ready()
         # The main process's checkpoints may show late here, so this process keeps what it knows of, too.
-        keep = [*updates_kept(self._run_dir), *self._known[-1:], update]
+        keep = [*updates_kept(self.run_dir), *self._known[-1:], update]
         self._known.append(update)
 
         def write() -> None:
             if self._shards:
-                memory.prune(self._run_dir, self._shards, keep, shards)
-                memory.write(self._run_dir, update, shards)
+                memory.prune(self.run_dir, self._shards, keep, shards)
+                memory.write(self.run_dir, update, shards)
                 come_to(f"memory/{update}")
             if saved is not None and self._memory_is_written(update):
                 self._commit(saved, digests)
 
         self._writing = self._writer.submit(write)
+
+    def make_ready(self) -> None:
+        """Wait until everything that this process writes is on disk, before more of it is written.
+
+        Raises:
+            Failure: the checkpoint before could not be written, or there is no place for another.
+        """
+        if not self._folder.is_dir():
+            raise Failure(f"{self._folder.parent} has gone; bring it back, then give the same command again to go on")
+        self.wait()
 
     def _memory_is_written(self, update: int) -> bool:
         """Wait until every process has written its memory, or this one closes."""
@@ -176,7 +184,7 @@ class Checkpoints:
         """Wait as `wait` does, and so many seconds at most until the main process has written its part, the last."""
         self.wait()
         deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline and update not in updates_kept(self._run_dir):
+        while time.monotonic() < deadline and update not in updates_kept(self.run_dir):
             time.sleep(0.1)
 
     def finish(self) -> None:
@@ -185,19 +193,23 @@ class Checkpoints:
         if self._shards and self._known:
             last = self._known[-1]
             self.wait_for_all(last, LATE_SECONDS)
-            keep = sorted({*updates_kept(self._run_dir), last})[-self._keep :]  # the main process may not be done
-            self._guarded(lambda: memory.prune(self._run_dir, self._shards, keep))
+            keep = sorted({*updates_kept(self.run_dir), last})[-self._keep :]  # the main process may not be done
+            self._guarded(lambda: memory.prune(self.run_dir, self._shards, keep))
 
     def _guarded(self, do: Callable[[], object]) -> None:
         try:
             do()
         except Exception as error:
-            full = "No space left on device"
-            why = full if full in str(error) else _reason(error, 300)
-            raise Failure(
-                f"a checkpoint could not be written to {self._folder} ({why}); "
-                "make room or repair the disk, then give the same command again to go on"
-            ) from error
+            raise self.unwritten(error) from error
+
+    def unwritten(self, error: Exception) -> Failure:
+        """What to tell where a part of a checkpoint could not be written."""
+        full = "No space left on device"
+        why = full if full in str(error) else _reason(error, 300)
+        return Failure(
+            f"a checkpoint could not be written to {self._folder} ({why}); "
+            "make room or repair the disk, then give the same command again to go on"
+        )
 
     def close(self) -> None:
         """Let go of the folder.  What `wait` has not reported yet is not reported any more."""
@@ -216,16 +228,16 @@ class Checkpoints:
             Failure: there are checkpoints, but none is sound.
         """
         warnings: list[str] = []
-        self._found = updates_kept(self._run_dir)
+        self._found = updates_kept(self.run_dir)
         for update in reversed(self._found):
             if at_most is not None and update > at_most:
                 continue
             try:
-                saved = _read(self._run_dir, update, like_state, like_params)
+                saved = _read(self.run_dir, update, like_state, like_params)
                 digests = saved.counters.pop("memory")
                 if self._shards:
                     saved = saved._replace(
-                        memory=memory.read(self._run_dir, update, self._shards, self._like_memory, digests)
+                        memory=memory.read(self.run_dir, update, self._shards, self._like_memory, digests)
                     )
                 self._known = [update]
                 return Restored(saved, warnings)
@@ -241,7 +253,7 @@ class Checkpoints:
     def forget_after(self, update: int) -> None:
         """Put checkpoints newer than `update` aside: damaged ones, which the run is about to write again."""
         damaged = [newer for newer in self._found if newer > update]
-        memory.put_aside(self._run_dir, self._shards, damaged)
+        memory.put_aside(self.run_dir, self._shards, damaged)
         if jax.process_index() != 0:
             return
         aside = self._folder.with_name("damaged_checkpoints")

@@ -31,12 +31,20 @@ class Keeper:
         self._seen: tuple[int, dict[str, str]] = (-1, {})
 
     def look(self, update: int, state: PyTree, memory: PyTree) -> dict[str, str]:
-        """The digests after an update: of the parameters that act, and of the whole state and memory."""
+        """The digests after an update: of the parameters that act, and of the whole state and memory.
+
+        Raises:
+            Failure: what is new in the memory cannot be written, or the checkpoint before could not.
+        """
         if self._seen[0] == update:
             return self._seen[1]
         if self._checkpoints is not None and self._holdings.shards:
-            self._checkpoints.wait()  # so that once all processes have looked, the checkpoint before is whole
-        self._shards = self._holdings.look(memory, update)
+            self._checkpoints.make_ready()  # so that once all processes have looked, the checkpoint before is whole
+        try:
+            self._shards = self._holdings.look(memory, update)
+        except OSError as error:
+            assert self._checkpoints is not None
+            raise self._checkpoints.unwritten(error) from error
         mine = np.array([list(bytes.fromhex(shard.digest)) for shard in self._shards.values()], np.uint8)
         if self._shards:
             everybodys = gather_over_processes(mine)  # [P, K', 32]

@@ -7,8 +7,9 @@ is, for each shard,
     memory/00003/500-1f6c02aa.pack    the chunks that were new at update 500, one after the other
     memory/00003/500.json             which chunks make up the memory after update 500, in this pack and earlier ones
 
-and the second is written last, so the memory after an update is there whole or not at all.  A chunk of zeros, as memory
-begins with, takes no room.  Files that nothing refers to any more are removed.
+and the second is written last, so the memory after an update is there whole or not at all.  A look writes the chunks
+that it finds new as it finds them: of a memory of gigabytes there may be no room for a copy.  A chunk of zeros, as
+memory begins with, takes no room.  Files that nothing refers to any more are removed.
 """
 
 import contextlib
@@ -20,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from hashlib import sha256
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import jax
 import numpy as np
@@ -87,8 +88,8 @@ class Shard(NamedTuple):
     """SHA-256 over the names, shapes and chunks of all its arrays"""
     chunks: list[list[Chunk]]
     """of every array, in order"""
-    new: dict[str, list[bytes]]
-    """the chunks that no file holds yet, by the name of the pack that they are to go to"""
+    new: str | None
+    """the pack that the look wrote to, if anything was new; it is in the system's hands, but maybe not on disk yet"""
 
 
 class SavedShard(NamedTuple):
@@ -139,8 +140,8 @@ def require_room(
     """
     needed = shards_per_device * nbytes(like)
     each, there = host_room() // (len(devices) * processes), device_room(devices)
-    # Parameters, rollouts and environments need room too; and the host has to hold what a checkpoint writes or reads,
-    # which may be all of the memory: beside it, where the devices are simulated.
+    # Parameters, rollouts and environments need room too; and the host has to hold what is read of a checkpoint, which
+    # may be all of the memory: beside it, where the devices are simulated.
     limits = [
         (0.4 if there is None else 0.8, each, f"whose share of the host's memory is {each / 1e9:.1f} GB", "hosts")
     ]
@@ -185,11 +186,46 @@ def _digest(leaves: Iterable[Leaf], chunks: Iterable[Iterable[Chunk]]) -> str:
     return digest.hexdigest()
 
 
+class Pack:
+    """A file of chunks, made when the first is added; without a folder they are only counted."""
+
+    def __init__(self, name: str, home: Path | None):
+        self.name, self.size = name, 0
+        self._home = home
+        self._file: BinaryIO | None = None
+
+    def add(self, data: bytes, sha: str) -> Chunk:
+        """Write a chunk behind those before it."""
+        if self._home is not None:
+            if self._file is None:
+                self._home.mkdir(parents=True, exist_ok=True)
+                self._file = open(self._home / self.name, "wb")  # noqa: SIM115  closed by close()
+            self._file.write(data)
+        chunk = Chunk(sha, self.name, self.size, len(data))
+        self.size += len(data)
+        return chunk
+
+    def close(self) -> None:
+        """Leave what was written to the system."""
+        if self._file is not None:
+            self._file.close()
+
+
 class Holdings:
     """What this process knows of the memory of its shards, from one look to the next."""
 
-    def __init__(self, like: PyTree, shards: range, saved: Mapping[int, SavedShard] | None = None):
-        """`like` has the shapes of one shard's memory; `saved` is what a checkpoint has of each, to go on from."""
+    def __init__(
+        self,
+        like: PyTree,
+        shards: range,
+        saved: Mapping[int, SavedShard] | None = None,
+        folder: Path | None = None,
+    ):
+        """`like` has the shapes of one shard's memory; `saved` is what a checkpoint has of each, to go on from.
+
+        `folder` is where looks write what is new; without it there is nothing to go on from.
+        """
+        self._folder = folder
         self._leaves = leaves_of(like)
         self.shards = shards if self._leaves else range(0)
         nodes, _ = jax.tree.flatten(like, is_leaf=lambda x: isinstance(x, replay.Ring))
@@ -221,38 +257,41 @@ class Holdings:
         return [(int(number(rows.stop + written)), int(number(rows.stop + tail))) for rows, _ in self._rings]
 
     def look(self, memory: PyTree, update: int) -> dict[int, Shard]:
-        """Every shard of this process as it is after that update.  Chunks that changed are copied to the host."""
-        found = {}
-        pack = f"{update}-{secrets.token_hex(4)}.pack"
+        """Every shard of this process as it is after that update.  Chunks that changed are copied to the host, and on.
+
+        Raises:
+            OSError: what is new cannot be written.
+        """
+        name = f"{update}-{secrets.token_hex(4)}.pack"
         arrays = jax.tree.leaves(memory)
+        found = {}
         for shard in self.shards:
-            here = [self._on_device(x, shard) for x in arrays]  # (leaf of a device, index of the shard in it)
-            known, before = self._known[shard], self._written[shard]
-            number = lambda i, here=here: here[i][0][here[i][1]]
-            now = self._marks(number)
-            written: dict[int, Written] = {}  # by array
-            for (rows, capacity), (old, low), (total, high) in zip(self._rings, before, now, strict=True):
-                # The tail at the last look may have been written over since.
-                written |= dict.fromkeys(rows, Written((total - old) % 2**32 + 1, low, high, capacity))
-            new: list[bytes] = []
-            offset = 0
-            for i, (leaf, (x, index)) in enumerate(zip(self._leaves, here, strict=True)):
-                for j, (start, stop) in enumerate(leaf.chunks()):
-                    if i in written and not written[i].touches(start, stop):
-                        continue
-                    data = self._bytes(x, index, start, stop)
-                    sha = sha256(data).hexdigest()
-                    if sha == known[i][j].sha:
-                        continue
-                    if sha == _zeros(len(data)):
-                        known[i][j] = Chunk(sha, None, 0, len(data))
-                        continue
-                    known[i][j] = Chunk(sha, pack, offset, len(data))
-                    new.append(data)
-                    offset += len(data)
-            self._written[shard] = now
-            found[shard] = Shard(_digest(self._leaves, known), [list(c) for c in known], {pack: new} if new else {})
+            home = shard_folder(self._folder, shard) if self._folder is not None else None
+            with contextlib.closing(Pack(name, home)) as pack:
+                self._look_at(shard, [self._on_device(x, shard) for x in arrays], pack)
+            chunks = self._known[shard]
+            found[shard] = Shard(_digest(self._leaves, chunks), [list(c) for c in chunks], name if pack.size else None)
         return found
+
+    def _look_at(self, shard: int, here: list[tuple[jax.Array, int]], pack: "Pack") -> None:
+        """Bring what is known of one shard up to date.  `here` are its arrays: of a device, and its place in each."""
+        known, before = self._known[shard], self._written[shard]
+        now = self._marks(lambda i: here[i][0][here[i][1]])
+        written: dict[int, Written] = {}  # by array
+        for (rows, capacity), (old, low), (total, high) in zip(self._rings, before, now, strict=True):
+            # The tail at the last look may have been written over since.
+            written |= dict.fromkeys(rows, Written((total - old) % 2**32 + 1, low, high, capacity))
+        for i, (leaf, (x, index)) in enumerate(zip(self._leaves, here, strict=True)):
+            for j, (start, stop) in enumerate(leaf.chunks()):
+                if i in written and not written[i].touches(start, stop):
+                    continue
+                data = self._bytes(x, index, start, stop)
+                sha = sha256(data).hexdigest()
+                if sha == known[i][j].sha:
+                    continue
+                zero = sha == _zeros(len(data))
+                known[i][j] = Chunk(sha, None, 0, len(data)) if zero else pack.add(data, sha)
+        self._written[shard] = now
 
     @staticmethod
     def _on_device(x: jax.Array, shard: int) -> tuple[jax.Array, int]:
@@ -283,14 +322,12 @@ def shard_folder(folder: Path, shard: int) -> Path:
 
 
 def write(folder: Path, update: int, shards: Mapping[int, Shard]) -> None:
-    """Write what is new in these shards, then what they are made of."""
+    """See that what looks at these shards wrote is on disk, then write what they are made of."""
     for number, shard in shards.items():
         home = shard_folder(folder, number)
         home.mkdir(parents=True, exist_ok=True)
-        for name, chunks in shard.new.items():
-            with open(home / name, "wb") as file:
-                file.writelines(chunks)
-                file.flush()
+        if shard.new is not None:
+            with open(home / shard.new, "rb+") as file:
                 os.fsync(file.fileno())
         listing = {"digest": shard.digest, "chunks": shard.chunks}
         write_whole(home / f"{update}.json", json.dumps(listing))
@@ -356,8 +393,8 @@ def _read_chunk(home: Path, chunk: Chunk) -> bytes:
 def prune(folder: Path, shards: range, keep: Iterable[int], soon: Mapping[int, Shard] | None = None) -> None:
     """Remove of these shards what belongs to no update of `keep`, and the packs that nothing refers to any more.
 
-    `soon` is what will be written next, in part from packs that are there.  Where a checkpoint was found damaged,
-    packs up to that one stay, for whoever wants to look into it.
+    `soon` is what will be listed next, from packs that are there.  Where a checkpoint was found damaged, packs up to
+    that one stay, for whoever wants to look into it.
     """
     kept = set(keep)
     for shard in shards:

@@ -245,7 +245,10 @@ def log_values(statistics: Statistics, metrics: Json, sps: float | None, recent:
         "charts/episodes": statistics.episodes,
         "stats/policy_lag": lag,
     }
-    values |= {name: float(np.asarray(jax.device_get(value))) for name, value in metrics.items()}
+    there = {
+        name: x for name, x in metrics.items() if not name.startswith("count/") and metrics.get(f"count/{name}", 1)
+    }
+    values |= {name: float(np.asarray(jax.device_get(value))) for name, value in there.items()}
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -288,6 +291,6 @@ def check_finite(update: int, metrics: Json, saved_update: int) -> None:
             )
             raise Failure(
                 f"update {update}: {name} is {float(value)}, which is not a finite number; {where}. See that the "
-                "environment pays and shows finite numbers, try a smaller --learning-rate or --max-grad-norm, or go on "
-                "regardless with --on-nonfinite ignore"
+                "environment pays and shows finite numbers, try smaller learning rates, or go on regardless with "
+                "--on-nonfinite ignore"
             )

@@ -213,7 +213,8 @@ def run_training(
         status.episodic_return = or_nan(progress.statistics.mean_return)
         status.episodic_length = or_nan(progress.statistics.mean_length)
     learner = Learner(training.algorithm, training.partition, devices, e.seed)
-    holdings = Holdings(training.memory_shapes, training.local_shards, saved.memory if saved else None)
+    folder = training.checkpoints.run_dir if training.checkpoints is not None else None
+    holdings = Holdings(training.memory_shapes, training.local_shards, saved.memory if saved else None, folder)
     keeper = Keeper(learner, training.algorithm.actor_params, devices, holdings, training.checkpoints)
     steppers = make_steppers(training.algorithm, e.num_steps, devices.platform)
     scans = Scans(training.algorithm, e.num_steps)
