@@ -190,11 +190,14 @@ class Office:
         self._lock = lock(job.run_dir)
         self._opened = open_run(job.run_dir, job.recipe.name, job.experiment, job.config.placement, self._run)
         self._writers: Writers | None = None
+        self._film: Path | None = None
+        self._display: Display | None = None
         self._profile = Profile(job.run_dir / "profile", self._run.profile)
 
     def begin(self, saved: Saved | None, display: Display) -> None:
         """The run begins, or goes on from a checkpoint."""
         run, config, earlier = self._run, self._opened.config, self._opened.earlier
+        self._display = display
         history = rewind(self._job.run_dir, saved.update if saved else 0)
         names = (run.wandb_project_name, run.wandb_entity)
         self._writers = Writers(self._job.run_dir, run.track, *names, config, history)
@@ -208,6 +211,13 @@ class Office:
         assert self._writers is not None
         self.evaluations.log(self._writers, seconds)
         self._writers.write(update, global_step, seconds, values)
+        e = self._job.experiment
+        if update == e.updates_per_checkpoint and not values["charts/episodes"] and self._display is not None:
+            self._display.say(
+                f"warning: no episode has ended in the {e.num_steps * update} steps before the first checkpoint. "
+                "Environments start afresh at each, so longer ones never end and no return is known; raise "
+                "--checkpoint-frequency, or set --max-episode-steps"
+            )
 
     def after_update(self, display: Display) -> Callable[[int, int, PyTree], None] | None:
         """What is to be called after every update; None if nothing is."""
@@ -229,7 +239,7 @@ class Office:
         if self._run.eval_frequency:
             status.phase = "evaluating the last version"
             display.refresh()
-        self.evaluations.finish(outcome.result, outcome.state)
+        self._film = self.evaluations.finish(outcome.result, outcome.state)
         self.evaluations.log(self._writers, outcome.result["seconds"])
         status.phase = "training"
 
@@ -249,13 +259,13 @@ class Office:
             write_json(run_dir / "result.json", result)
         except OSError as why:
             error = error or Failure(f"{run_dir}/result.json cannot be written: {why.strerror}")
-        print(closing_words(run_dir, result))
+        print(closing_words(run_dir, result, self._film))
         if error is not None:
             saved_update = max(updates_kept(run_dir), default=0)
             repeated = result["update"] - saved_update
             print(
                 f"`cleanba resume {run_dir}` goes on after update {saved_update}"
-                + (f" and repeats {repeated} update{'s' * (repeated != 1)}" if repeated else "")
+                + (f" and repeats {counted(repeated, 'update')}" if repeated else "")
             )
         self._lock.close()
         return error
@@ -296,14 +306,19 @@ def claim(job: Job) -> Office | Exit | None:
     return Exit(0 if refused == 1 else 2) if refused else office
 
 
+def counted(number: int | None, what: str) -> str:
+    """As "1 shard" and "2 shards"."""
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
 def announce(job: Job, saved: Saved | None, display: Display) -> None:
     """Say what is trained, and where."""
     e, place, processes = job.experiment, job.config.placement, job.devices.num_processes
     display.say(
-        f"{job.recipe.name} on {e.env_id}: {e.num_envs} environments, {e.num_actors} actors, {e.num_shards} shards, "
-        f"{e.num_updates} updates of {e.transitions_per_update} steps\n"
+        f"{job.recipe.name} on {e.env_id}: {counted(e.num_envs, 'environment')}, {counted(e.num_actors, 'actor')}, "
+        f"{counted(e.num_shards, 'shard')}, {counted(e.num_updates, 'update')} of {e.transitions_per_update} steps\n"
         f"actors on {job.devices.kind} {list(place.actor_device_ids)}, learners on "
-        f"{list(place.learner_device_ids)}, {processes} process{'es' if processes > 1 else ''}\n"
+        f"{list(place.learner_device_ids)}, {processes} process{'es' * (processes > 1)}\n"
         f"run: {job.run_dir}"
     )
     for warning in warnings(job.spec) if job.devices.is_main else ():
@@ -350,9 +365,9 @@ def open_checkpoints(job: Job) -> tuple[Checkpoints, Saved | None]:
     return checkpoints, saved
 
 
-def closing_words(run_dir: Path, result: Json) -> str:
+def closing_words(run_dir: Path, result: Json, film: Path | None) -> str:
     """Where the run is and how to look at it."""
-    figures = [f"{result['global_step']:,} steps", f"{duration(result['seconds'])} h"]
+    figures = [f"{result['global_step']:,} steps", f"{duration(result['seconds'])}"]
     if result["sps"]:
         figures.insert(1, f"{result['sps']:,.0f} steps/s")
     if result["episodic_return"] is not None:
@@ -360,7 +375,7 @@ def closing_words(run_dir: Path, result: Json) -> str:
     return (
         f"{result['status']}: {', '.join(figures)}\n"
         f"run:     {run_dir}  (result.json, metrics.jsonl, config.json)\n"
-        f"curves:  tensorboard --logdir {run_dir}"
+        f"curves:  tensorboard --logdir {run_dir}" + (f"\nfilm:    {film}" if film else "")
     )
 
 

@@ -1,7 +1,7 @@
 """The table of algorithms, and the way from flags, or from an earlier run, to a configuration that fits."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, make_dataclass, replace
+from dataclasses import dataclass, field, fields, make_dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, NamedTuple
 
@@ -25,6 +25,7 @@ from cleanba.config import (
 )
 from cleanba.environments.kinds import kind, why_unscannable
 from cleanba.environments.specs import EnvSpec
+from cleanba.errors import UsageError
 
 
 class Play(NamedTuple):
@@ -34,6 +35,11 @@ class Play(NamedTuple):
     """by the best action it knows, not as it explores"""
     epsilon: float = 0.0
     """probability of a uniformly random action in place of its own"""
+
+    def in_words(self) -> str:
+        """How actions are chosen, as evaluations and reports say it."""
+        words = "likeliest actions" if self.greedy else "actions drawn from the policy"
+        return words + (f", but for {self.epsilon:.3g} of chance" if self.epsilon else "")
 
 
 class Recipe(NamedTuple, Generic[E]):
@@ -136,6 +142,7 @@ def parse(recipe: Recipe, argv: Sequence[str], default: Config | None = None) ->
     Raises:
         UsageError: --experiment names no run of this algorithm, or flags change an experiment that was given whole.
     """
+    refuse_foreign_flags(recipe, argv)
     form = config_type(recipe)
     source = word_after("--experiment", argv)
     if default is None and source is not None:
@@ -160,6 +167,35 @@ def parse(recipe: Recipe, argv: Sequence[str], default: Config | None = None) ->
         )
     run = replace(parsed.run, exp_name=parsed.run.exp_name or recipe.name)
     return Config(parsed.experiment, parsed.placement, run)
+
+
+# What those who come from elsewhere may type, and what to do in its place; looked up only where there is no such flag.
+FOREIGN_FLAGS = {
+    "--learning-rate": "set --policy-lr and --q-lr",
+    "--policy-lr": "set --learning-rate",
+    "--q-lr": "set --learning-rate",
+    "--local-num-envs": "set --num-envs, which counts over the whole experiment",
+    "--num-actor-threads": "set --num-actors, which counts over the whole experiment",
+    "--gradient-accumulation-steps": "set --num-shards: shards on one device are computed one after the other",
+    "--cuda": "set JAX_PLATFORMS=cpu or JAX_PLATFORMS=cuda in the environment",
+    "--torch-deterministic": "set --deterministic, which is on by default",
+    "--target-kl": "leave it out",
+    "--clip-vloss": "leave it out: values are not clipped",
+    "--target-network-frequency": "targets move in every gradient step, or with the policy; set --tau",
+    "--lr": "set --learning-rate, or for SAC --policy-lr and --q-lr",
+    "--env": "set --env-id",
+    "--timesteps": "set --total-timesteps",
+}
+
+
+def refuse_foreign_flags(recipe: Recipe, argv: Sequence[str]) -> None:
+    """Raise `UsageError` for a flag of other systems that is called otherwise here, or is not there."""
+    own = {f.name for part in (recipe.experiment, Placement, Run) for f in fields(part)}
+    for word in argv:
+        flag = word.partition("=")[0].replace("_", "-").replace("--no-", "--")
+        remedy = FOREIGN_FLAGS.get(flag)
+        if remedy and flag[2:].replace("-", "_") not in own:
+            raise UsageError(f"{recipe.name} has no {flag}; {remedy}")
 
 
 def word_after(flag: str, argv: Sequence[str]) -> str | None:

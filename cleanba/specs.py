@@ -29,6 +29,17 @@ ObsSpecs: TypeAlias = "ObsSpec | Mapping[str, ObsSpecs]"
 """What is observed: one array, or a dictionary of them, of any depth."""
 
 
+def describe(obs: ObsSpecs) -> str:
+    """What is seen, in a few words."""
+    if isinstance(obs, Mapping):
+        return "{" + ", ".join(f"{name}: {describe(part)}" for name, part in obs.items()) + "}"
+    if obs.kind == "discrete":
+        return f"one of {obs.count}"
+    if obs.kind == "mask":
+        return "mask"
+    return f"{obs.kind} {'x'.join(map(str, obs.shape)) or '1'} {obs.dtype}"
+
+
 @dataclass(frozen=True)
 class ActionSpec:
     """One action, as a policy draws it and as the environment takes it.

@@ -4,14 +4,15 @@ import dataclasses
 import json
 import re
 import signal
+from dataclasses import fields
 
 import jax
 import pytest
 from launch import TINY, command, finish, python, read_result
 
 from cleanba.algorithms.ppo import PPO
-from cleanba.config import to_json
-from cleanba.recipes import RECIPES
+from cleanba.config import Placement, Run, to_json
+from cleanba.recipes import RECIPES, refuse_foreign_flags
 
 COMPILED: list[str] = []
 jax.monitoring.register_event_duration_secs_listener(
@@ -178,6 +179,28 @@ def test_an_unknown_flag_is_refused_with_the_closest_one():
     assert COMPILED == []
 
 
+@pytest.mark.parametrize(
+    "words, remedy",
+    [
+        ("sac --learning-rate 1e-3", "set --policy-lr and --q-lr"),
+        ("dqn --q_lr=1e-3", "set --learning-rate"),
+        ("ppo --num-actor-threads 2", "set --num-actors"),
+        ("td3 --no-cuda", "JAX_PLATFORMS"),
+        ("td3 --target-network-frequency 2", "set --tau"),
+    ],
+)
+def test_a_flag_of_another_system_is_refused_with_ours(words, remedy):
+    name, flag, *_ = words.split()
+    message = refusal(name, flag, *words.split()[2:])
+    assert f"{name} has no --" in message and remedy in message
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_no_algorithm_is_refused_its_own_flags(name):
+    own = [f.name for part in (RECIPES[name].experiment, Placement, Run) for f in fields(part)]
+    refuse_foreign_flags(RECIPES[name], [flag for f in own for flag in (f"--{f}", f"--no-{f}".replace("_", "-"))])
+
+
 def test_a_value_of_the_wrong_kind_is_refused():
     ended = command("ppo", *TINY, "--num-steps", "many")
     assert ended.code == 2
@@ -205,6 +228,15 @@ def test_a_run_directory_of_another_experiment_is_refused_with_the_fields_that_d
     assert {path.name: path.read_bytes() for path in done.iterdir() if path.is_file()} == before
 
 
+def test_a_run_directory_of_another_algorithm_is_refused_without_a_list_of_all_that_differs(done):
+    message = refusal("impala", "--env-id", "Catch-v0", "--run-dir", done)
+    assert "another experiment (algorithm: ppo, now impala; " in message and " more)" in message
+    assert "gae_lambda" not in message
+    changes = "--seed 7 --gamma 0.5 --num-steps 4 --hiddens 3 --ent-coef 0 --vf-coef 1 --clip-coef 1 --norm-obs"
+    message = refusal("ppo", *TINY, *changes.split(), "--no-norm-adv", "--run-dir", done)
+    assert message.count(", now ") == 8 and "; 1 more)" in message
+
+
 def test_a_run_directory_whose_config_is_broken_is_refused(tmp_path):
     (tmp_path / "config.json").write_text("{")
     message = refusal("ppo", *TINY, "--run-dir", tmp_path)
@@ -221,6 +253,17 @@ def test_a_finished_run_is_left_alone(done, placement):
     assert ended.err == ""
     assert COMPILED == []
     assert {path.name: path.read_bytes() for path in done.iterdir() if path.is_file()} == before
+
+
+def test_it_is_said_where_no_episode_can_outlive_a_checkpoint(tmp_path):
+    flags = (*TINY, "--num-steps", "4", "--total-timesteps", "160", "--checkpoint-frequency")
+    ended = command("ppo", *flags, "2", "--run-dir", tmp_path / "short")  # 8 steps; Catch's episodes have 9
+    assert ended.code == 0
+    assert ended.out.count("warning: no episode has ended in the 8 steps before the first checkpoint") == 1
+    assert "--checkpoint-frequency" in ended.out
+    missing = command("plot", tmp_path / "short", "--out", tmp_path / "curves")
+    assert missing.code == 2 and "larger --checkpoint-frequency" in missing.err
+    assert "warning" not in command("ppo", *flags, "3", "--run-dir", tmp_path / "long").out
 
 
 def test_the_default_run_directory_names_environment_and_seed(tmp_path, monkeypatch):

@@ -542,7 +542,7 @@ def test_a_run_films_itself_at_its_end(tmp_path):
     assert ended.code == 0, ended.err
     update = read_result(tmp_path / "run")["update"]
     [path] = (tmp_path / "run" / "videos").iterdir()
-    assert path.name == f"update-{update}-seed-1.mp4"
+    assert path.name == f"update-{update}-seed-1.mp4" and f"film:    {path}" in ended.out
     with imageio.get_reader(path) as reader:
         frames, meta = reader.count_frames(), reader.get_meta_data()
     assert meta["fps"] == 50
@@ -552,6 +552,10 @@ def test_a_run_films_itself_at_its_end(tmp_path):
     assert command("eval", tmp_path / "run", "--episodes", "1", "--video").code == 0
     evaluation = read_eval(tmp_path / "run")
     assert evaluation["lengths"] == [frames - 1] and evaluation["video"] == f"videos/{path.name}"
+    # Other games have another name.
+    assert command("eval", tmp_path / "run", "--episodes", "1", "--video", "--greedy", "--epsilon", "0.5").code == 0
+    names = {video.name for video in path.parent.iterdir()}
+    assert names == {path.name, f"update-{update}-seed-1-greedy-epsilon-0.5.mp4"}
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,8 @@ def write_run(folder: Path, rows: int = 40, **result) -> Path:
             "charts/episodes": i,
             f"losses/value_loss{HOSTILE}": 1 / i,
             "losses/explained_variance": None,
+            "charts/epsilon": 1 / i,
+            "stats/lag_kl": 0.01,
             **({"eval/episodic_return": 2.0 * i, "eval/episodic_length": 5.0} if i % 10 == 0 else {}),
             "stats/rollout_time": 1.0,
             "stats/emulators_time": 0.5,
@@ -107,6 +109,7 @@ def full(tmp_path_factory):
     """A run with everything: curves, an evaluation, a film, an error that says what it pleases."""
     run = write_run(tmp_path_factory.mktemp("runs") / "full", status="failed", global_step=40_000, error=HOSTILE)
     evaluation = {"mean": 321.5, "std": 2.0, "episodes": 30, "update": 40, "seed": 1, "human_normalised_score": None}
+    evaluation |= {"greedy": True, "epsilon": 0.05}
     (run / "eval.json").write_text(json.dumps(evaluation))
     (run / "videos").mkdir()
     frames = np.random.default_rng(0).integers(0, 255, (8, 64, 64, 3), np.uint8)
@@ -121,6 +124,7 @@ def test_the_page_has_every_part(full):
         *("ppo on CartPole<i>-v1, seed 3", "failed", "40,000 of 123,456", "Learning", "Evaluation", "321.5"),
         *(
             "last 100 episodes",
+            "likeliest actions, but for 0.05 of chance",
             "evaluation",
             "Throughput",
             "Losses",
@@ -133,7 +137,9 @@ def test_the_page_has_every_part(full):
         ),
     ):
         assert expected in words
-    assert page.tags.count("svg") == len(svgs(text)) == 7  # return, length, speed, actors, learner, bottleneck, a loss
+    assert page.tags.count("svg") == len(svgs(text)) == 9
+    # Return, length, speed, actors, learner, bottleneck, a loss, and these two.
+    assert "epsilon" in words and "lag_kl" in words
     (film,) = [value for tag, name, value in page.attributes if (tag, name) == ("video", "src")]
     assert film.startswith("data:video/mp4;base64,") and len(film) > 1000
 

@@ -105,8 +105,8 @@ class Evaluations:
             writers.write(one.update, one.global_step, seconds, one.values)
             self._forget(self._path(one.update, one.global_step))
 
-    def finish(self, result: Json, state: PyTree) -> None:
-        """The run is finished: wait for what is playing, evaluate the last version too, and film it."""
+    def finish(self, result: Json, state: PyTree) -> Path | None:
+        """The run is finished: wait for what is playing, evaluate the last version too, and film it -> the film."""
         params = jax.device_get(self._agent.algorithm.actor_params(state))
         update, global_step = result["update"], result["global_step"]
         if self._run.eval_frequency:
@@ -116,9 +116,10 @@ class Evaluations:
             if self._latest != update:
                 self._start([Version(update, global_step, params)]).join()
                 self._check()
-        if self._run.capture_video:
-            agent = self._agent._replace(params=params, update=update, global_step=global_step)
-            record(self._run_dir, agent, agent.experiment.seed, 1, self._device)
+        if not self._run.capture_video:
+            return None
+        agent = self._agent._replace(params=params, update=update, global_step=global_step)
+        return record(self._run_dir, agent, agent.experiment.seed, 1, self._device)[1]
 
     def close(self) -> None:
         """End what is playing.  May be called twice."""

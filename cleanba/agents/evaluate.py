@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import jax
 import numpy as np
@@ -33,7 +34,7 @@ MAX_ENVS = 16  # more would mostly wait for those with the longest episodes
 class Eval:
     """Play complete episodes with a run's trained agent, and say what they returned."""
 
-    run_dir: tyro.conf.Positional[str]
+    run_dir: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")]
     """directory of the run, which may still be training; or hf://user/repository for an uploaded one"""
     episodes: int = 30
     """complete episodes to play"""
@@ -120,8 +121,9 @@ def record(
 ) -> tuple[list[Episode], Path]:
     """As `play`, with a film of the first episode of the first environment in the run's videos/."""
     name = f"update-{agent.update}" if agent.update is not None else "model"
-    greedy = (plays or agent.plays).greedy
-    film = Film(run_dir / "videos" / f"{name}-seed-{seed}{'-greedy' * greedy}.mp4", agent)
+    greedy, epsilon = plays or agent.plays
+    name += f"-seed-{seed}" + "-greedy" * greedy + (f"-epsilon-{epsilon:g}" if epsilon else "")
+    film = Film(run_dir / "videos" / f"{name}.mp4", agent)
     try:
         return play(agent, episodes, seed, device, plays=plays, film=film), film.path
     finally:
@@ -194,8 +196,7 @@ def eval_command(argv: Sequence[str]) -> Exit:
 def in_words(run_dir: Path, r: Json) -> str:
     """An evaluation in a few lines."""
     of = "saved model" if r["update"] is None else f"checkpoint of update {r['update']} ({r['global_step']:,} steps)"
-    drawn = "likeliest actions" if r["greedy"] else "actions drawn from the policy"
-    drawn += f" but for {r['epsilon']:.3g} of chance" if r["epsilon"] else ""
+    drawn = Play(r["greedy"], r["epsilon"]).in_words()
     plural = "s" * (r["episodes"] != 1)
     lines = [
         f"{r['algorithm']} on {r['env_id']}, {of}: {r['episodes']} episode{plural}, {drawn}, seed {r['seed']}",

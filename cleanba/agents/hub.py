@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple, TypeVar
+from typing import Annotated, NamedTuple, TypeVar
 
 import tyro
 
@@ -34,7 +34,7 @@ T = TypeVar("T")
 class Flags:
     """Upload a run's trained agent to the Hugging Face Hub, with its configuration, results and a model card."""
 
-    run_dir: tyro.conf.Positional[Path]
+    run_dir: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")]
     """directory of the run; of an unfinished one the newest checkpoint is uploaded"""
     hf_entity: str | None = None
     """user or organisation to upload to (None: who is logged in)"""

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import gcd
-from typing import NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,8 @@ class OffPolicy(Experiment):
 
     anneal_lr: bool = False
     """decrease the learning rate linearly to 0 over the run"""
+    core: Literal["none", "lstm"] = "none"
+    """memory between torso and heads: none, as single transitions are learnt from, which no memory fits"""
 
     buffer_size: int = 1_000_000
     """steps that the replay memory holds, over all shards"""

@@ -10,9 +10,9 @@ import tyro
 from cleanba.config import Experiment, require
 from cleanba.environments import envpool, gymnasium, native
 from cleanba.environments.kinds import env_spec
-from cleanba.environments.specs import ActionSpec, ObsSpec
+from cleanba.environments.specs import ActionSpec
 from cleanba.errors import Exit, UsageError, closest_names
-from cleanba.rollout import PyTree
+from cleanba.specs import describe
 
 EXAMPLES = 3  # of each family, where all are listed
 
@@ -21,7 +21,7 @@ EXAMPLES = 3  # of each family, where all are listed
 class Flags:
     """List what can be trained here: families of environments, or those that match, with what they show and take."""
 
-    pattern: Annotated[str, tyro.conf.Positional] = ""
+    pattern: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[PATTERN]")] = ""
     """a part of names, in lower or upper case, or with * and ?; or package: for what that package registers"""
     limit: int = 40
     """environments of which to show more than the name; each has to be made"""
@@ -89,18 +89,6 @@ def spaces_of(env_id: str) -> str:
     except UsageError as error:
         return f"- {error}"
     return f"{describe(spec.obs)} -> {describe_action(spec.action)}"
-
-
-def describe(obs: PyTree) -> str:
-    """What is seen, in a few words."""
-    if isinstance(obs, dict):
-        return "{" + ", ".join(f"{name}: {describe(part)}" for name, part in obs.items()) + "}"
-    part: ObsSpec = obs
-    if part.kind == "discrete":
-        return f"one of {part.count}"
-    if part.kind == "mask":
-        return "mask"
-    return f"{part.kind} {'x'.join(map(str, part.shape)) or '1'} {part.dtype}"
 
 
 def describe_action(action: ActionSpec) -> str:

@@ -12,7 +12,7 @@ from cleanba.errors import UsageError
 from cleanba.networks import torsos
 from cleanba.networks.layers import ConvKind
 from cleanba.rollout import PyTree
-from cleanba.specs import EnvSpec, ObsSpec, ObsSpecs
+from cleanba.specs import EnvSpec, ObsSpec, ObsSpecs, describe
 
 
 class Sighted(Protocol):
@@ -41,8 +41,8 @@ def sight(spec: EnvSpec, e: Experiment, platform: str) -> dict[str, Any]:
     needed = {"nature": "image", "impala": "image", "minatar": "planes"}.get(network, seen)
     if needed != seen:
         raise UsageError(
-            f"network={network} needs {needed.rstrip('s')}s, but {spec.env_id} shows {spec.obs}; use --network mlp or "
-            "--network auto"
+            f"network={network} needs {needed.rstrip('s')}s, but {spec.env_id} shows {describe(spec.obs)}; use "
+            "--network mlp or --network auto"
         )
     return {
         "obs_spec": spec.obs,

@@ -136,7 +136,11 @@ def load(places: Iterable[Path]) -> list[Curve]:
             curve, shorter = sorted((other, curve), key=lambda c: -c.steps[-1])
             warn(f"{shorter.run_dir} is the same experiment and seed as {curve.run_dir}; left out")
         curves[key] = curve
-    require(bool(curves), f"no run of {', '.join(map(str, places))} has finished an episode yet; train them longer")
+    require(
+        bool(curves),
+        f"no run of {', '.join(map(str, places))} has finished an episode yet; train them longer, or with a larger "
+        "--checkpoint-frequency, as episodes do not outlive a checkpoint",
+    )
     return list(curves.values())
 
 

@@ -23,7 +23,7 @@ COLOURS = {"running": "cyan", "finished": "green", "interrupted": "yellow", "fai
 class Ls:
     """List the runs in a directory, those that changed last at the bottom."""
 
-    directory: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")] = Path("runs")
+    directory: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="[DIR]")] = Path("runs")
     """where to look, folders within it included"""
 
 

@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 import tyro
@@ -50,7 +50,7 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 class Flags:
     """Draw the learning curves of runs, and for several Atari games their aggregate scores beside published ones."""
 
-    runs: tyro.conf.Positional[tuple[Path, ...]]
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUNS ...")]
     """run directories, or folders that hold runs at any depth"""
     out: Path = Path("static/curves")
     """where to write, without a suffix: NAME.png, NAME_time.png, NAME_aggregates.png, each as SVG too, and NAME.md"""

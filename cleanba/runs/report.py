@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import tyro
@@ -18,6 +18,7 @@ import tyro
 from cleanba.config import read_experiment
 from cleanba.errors import Exit, Failure, UsageError
 from cleanba.files import METRICS, Json, read_json, write_whole
+from cleanba.recipes import Play
 from cleanba.runs.curves import column, read_rows
 from cleanba.runtime.metrics import duration
 
@@ -63,7 +64,7 @@ POLICY = "default-src 'none'; img-src data:; media-src data:; style-src 'unsafe-
 class Flags:
     """Write one HTML page about a run: configuration, curves, throughput, evaluation, film, packages and hardware."""
 
-    run_dir: tyro.conf.Positional[Path]
+    run_dir: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")]
     """directory of the run; it may still be training"""
     out: Path | None = None
     """where to write (default: report.html in the run)"""
@@ -200,9 +201,11 @@ def learning(rows: Rows) -> str:
 
 
 def losses(rows: Rows) -> str:
-    """Everything else that the update logs, each in a small figure."""
-    names = sorted({name for row in rows for name in row if name.startswith("losses/")})
-    names += sorted({name for row in rows for name in row if name in ("charts/learning_rate", "stats/policy_lag")})
+    """Everything else that the update logs, each in a small figure: losses, schedules, distance between versions."""
+    logged = {name for row in rows for name in row}
+    names = sorted(name for name in logged if name.startswith("losses/"))
+    names += sorted(logged & {"charts/learning_rate", "charts/epsilon", "charts/policy_lr", "charts/q_lr"})
+    names += sorted(name for name in logged if name.startswith("stats/lag_") or name == "stats/policy_lag")
     steps = column(rows, "global_step")
     drawn = [figure(name.split("/", 1)[1], lines(steps, {"": column(rows, name)}, STEPS)) for name in names]
     return figures(drawn, "Nothing is logged yet.")
@@ -243,7 +246,7 @@ def evaluation(run_dir: Path, result: Json) -> str:
     if result:
         names = ("mean", "std", "median", "min", "max", "mean_length", "episodes", "human_normalised_score")
         parts.append(facts((name.replace("_", " "), result[name]) for name in names if result.get(name) is not None))
-        by = "likeliest actions" if result.get("greedy") else "actions drawn from the policy"
+        by = Play(bool(result.get("greedy")), result.get("epsilon") or 0.0).in_words()
         update = f"after update {shown(result['update'])}, " if result.get("update") is not None else ""
         parts.append(f"<p>{escape(update)}{by}, seed {escape(shown(result.get('seed')))}</p>")
     films = sorted((run_dir / "videos").glob("*.mp4"), key=lambda path: path.stat().st_mtime)

@@ -126,6 +126,7 @@ class Display:
         self._enabled = enabled
         self._last_line = -math.inf
         self._last_phase = ""
+        self._last_words = ""
         self._live: Live | None = None
         if enabled and self._console.is_terminal:
             self._live = Live(get_renderable=lambda: panel(self._status), console=self._console, refresh_per_second=4)
@@ -143,7 +144,10 @@ class Display:
         s, now = self._status, time.monotonic()
         if s.phase != self._last_phase or now - self._last_line >= PLAIN_LINE_SECONDS:
             self._last_phase, self._last_line = s.phase, now
-            self.say(plain_line(s))
+            words = plain_line(s)
+            if words != self._last_words:  # the last line is often the last state already
+                self._last_words = words
+                self.say(words)
 
     def close(self) -> None:
         """Leave the last state on the screen.  May be called twice."""
