@@ -5,6 +5,7 @@ of learning alone (updates on one fixed rollout) and of the whole, in turns with
 the whole: the same actor threads, batch sizes and devices.
 """
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -50,8 +51,12 @@ class Args:
     """steps per rollout"""
     num_minibatches: int = 4
     """minibatches"""
+    num_actors: int | None = None
+    """actors (default: two per actor device)"""
     num_shards: int | None = None
     """shards (default: one per learner device)"""
+    cpu_threads: int | None = None
+    """XLA's threads on CPUs, as PJRT_NPROC (default: eight)"""
     collector: Literal["stepped", "scanned"] = "stepped"
     """how the whole collects"""
     actor_device_ids: tuple[int, ...] = (0,)
@@ -198,9 +203,11 @@ def main(args: Args) -> None:
     """Measure, print a table, write the results."""
     wanted = RECIPES[args.algorithm].experiment(
         env_id=args.env_id, network=args.network, hiddens=args.hiddens, num_envs=args.num_envs,
-        num_steps=args.num_steps, num_minibatches=args.num_minibatches, num_shards=args.num_shards,
-        collector=args.collector,
+        num_steps=args.num_steps, num_minibatches=args.num_minibatches, num_actors=args.num_actors,
+        num_shards=args.num_shards, collector=args.collector,
     )  # fmt: skip
+    if args.cpu_threads is not None:
+        os.environ["PJRT_NPROC"] = str(args.cpu_threads)
     prepare_process(wanted)
     parts = Parts(RECIPES[args.algorithm], wanted, Placement(args.actor_device_ids, args.learner_device_ids))
     e, per_actor = parts.experiment, parts.partition.envs_per_actor
@@ -225,8 +232,9 @@ def main(args: Args) -> None:
     for name, samples in figures.items():
         ratio = f"   whole / {name}: {whole_sps / np.median(samples):.2f}" if name != "whole" else ""
         print(f"{name:16} {np.median(samples):10,.0f} steps/s  ({min(samples):,.0f} … {max(samples):,.0f}){ratio}")
+    chosen = f"_{e.num_actors}_actors" if args.num_actors else ""
     path = machine.save(
-        f"throughput_{parts.devices.platform}_{args.algorithm}_{args.env_id}_{args.network}_{args.collector}",
+        f"throughput_{parts.devices.platform}_{args.algorithm}_{args.env_id}_{args.network}_{args.collector}{chosen}",
         {
             "experiment": spec_words(e),
             "steps_per_second": {name: machine.spread(samples) for name, samples in figures.items()},

@@ -16,7 +16,14 @@ from jax.sharding import Mesh
 from cleanba.errors import UsageError
 from cleanba.networks.layers import max_pool
 from cleanba.recipes import RECIPES
-from cleanba.runtime.placement import DETERMINISTIC_XLA_FLAGS, MESH_AXIS, Devices, make_deterministic, set_precision
+from cleanba.runtime.placement import (
+    DETERMINISTIC_XLA_FLAGS,
+    MESH_AXIS,
+    Devices,
+    cpu_threads,
+    make_deterministic,
+    set_precision,
+)
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 import programs
@@ -124,3 +131,8 @@ def test_flags_of_the_user_win_over_those_for_determinism(monkeypatch):
     make_deterministic()
     assert os.environ["XLA_FLAGS"] == f"{DETERMINISTIC_XLA_FLAGS} --xla_gpu_enable_triton_gemm=true"
     assert os.environ["PJRT_NPROC"] == "3"
+
+
+@pytest.mark.parametrize("asked, devices, threads", [("8", 1, "8"), ("8", 16, "16"), ("2", 2, "2"), (None, 4, None)])
+def test_xla_has_a_thread_for_each_device_at_least(asked, devices, threads):
+    assert cpu_threads(asked, devices) == threads

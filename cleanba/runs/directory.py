@@ -53,7 +53,8 @@ def differing_machines(earlier: Json | None, now: Json) -> list[str]:
     a, b = ({**c.get("packages", {}), "device kind": c.get("device_kind")} for c in (earlier, now))
     if b["device kind"] == "cpu":
         a["CPU"], b["CPU"] = earlier.get("cpu"), now.get("cpu")
-        a["PJRT_NPROC"], b["PJRT_NPROC"] = earlier.get("cpu_threads"), now.get("cpu_threads")
+        name = "XLA threads (PJRT_NPROC, or one for each device)"
+        a[name], b[name] = earlier.get("cpu_threads"), now.get("cpu_threads")
     changed = differences(a, b)
     return [f"the bits may differ from the earlier run's, which had other {'; '.join(changed)}"] if changed else []
 

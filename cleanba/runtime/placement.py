@@ -183,9 +183,14 @@ def describe_devices() -> dict[str, object]:
         "num_processes": jax.process_count(),
         "cpu": cpu_model(),
         "cpu_cores": os.cpu_count(),
-        "cpu_threads": os.environ.get("PJRT_NPROC"),
+        "cpu_threads": cpu_threads(os.environ.get("PJRT_NPROC"), len(jax.local_devices())),
         "slurm": slurm_job(),
     }
+
+
+def cpu_threads(asked: str | None, devices: int) -> str | None:
+    """How many threads XLA has for so many CPU devices: PJRT_NPROC, but one for each device; None: it chose itself."""
+    return str(max(int(asked), devices)) if asked and asked.isdigit() else asked
 
 
 def slurm_job() -> dict[str, str | int] | None:
