@@ -4,6 +4,7 @@ import functools
 import itertools
 import json
 import operator
+import shutil
 import sys
 import typing
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from launch import ROOT, finish, python
+from launch import ROOT, TINY, command, finish, python
 
 from cleanba.algorithms.ppo import PPO
 from cleanba.config import Partition, resolve
@@ -21,6 +22,7 @@ from cleanba.recipes import RECIPES
 sys.path.append(str(ROOT / "benchmarks"))
 import aot
 import gpu
+import keep_curves
 import lag
 
 IMPORT_ALL = """
@@ -297,3 +299,30 @@ def test_lag_trains_what_it_says():
         assert words.count("--num-envs") <= 1 and "--total-timesteps" in words
     for name in lag.CORRECTIONS:
         assert name in typing.get_args(typing.get_type_hints(PPO)["lag_correction"])
+
+
+def test_curves_are_kept_once_each_and_can_be_drawn_again(tmp_path, monkeypatch):
+    flags = (*TINY, "--total-timesteps", "640")
+    for seed in ("1", "2"):
+        assert command("ppo", *flags, "--seed", seed, "--run-dir", tmp_path / "runs" / seed).code == 0
+    monkeypatch.setattr(keep_curves.machine, "RESULTS", tmp_path)
+    monkeypatch.setattr(keep_curves, "ROOT", tmp_path)
+    (tmp_path / "static").mkdir()
+    keep_curves.main(keep_curves.Args("games", (tmp_path / "runs" / "1",)))
+    keep_curves.main(keep_curves.Args("games", (tmp_path / "runs",)))  # one of them again
+    runs = [json.loads(line) for line in (tmp_path / "curves_games.jsonl").read_text().splitlines()]
+    assert [run["experiment"]["seed"] for run in runs] == [1, 2]
+    for run in runs:
+        result = json.loads((tmp_path / "runs" / str(run["experiment"]["seed"]) / "result.json").read_text())
+        assert run["params_digest"] == result["params_digest"]
+        assert run["returns"][-1] == pytest.approx(result["episodic_return"], rel=1e-4)
+        assert len(run["steps"]) == len(run["returns"]) <= keep_curves.POINTS
+    shutil.rmtree(tmp_path / "runs")
+    keep_curves.main(keep_curves.Args("games"))
+    assert "|     2 |" in (tmp_path / "curves_games.md").read_text() and (tmp_path / "static" / "games.png").exists()
+
+
+def test_of_one_experiment_the_longer_curve_is_kept():
+    short = {"experiment": {"env_id": "A", "algorithm": "ppo", "seed": 1}, "steps": [1, 2]}
+    longer = {**short, "steps": [1, 2, 3]}
+    assert keep_curves.merge([longer], [short]) == [longer] == keep_curves.merge([short], [longer])
