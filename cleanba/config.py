@@ -12,7 +12,7 @@ from typing import Annotated, Literal, TypeVar
 
 import tyro
 
-from cleanba.errors import UsageError, nearest
+from cleanba.errors import UsageError, nearest, nearest_divisors
 from cleanba.files import Json, read_json
 
 
@@ -127,12 +127,10 @@ class PolicyGradient(Experiment):
     def check_minibatches(self, size: int, what: str) -> None:
         """Raise `UsageError` unless the minibatches cut the `size` parts of a shard evenly."""
         m = self.num_minibatches
-        divisors = [d for d in range(1, size + 1) if size % d == 0]
-        nearest_fits = sorted(sorted(divisors, key=lambda d: abs(d - m))[:2])
         require(
             size % m == 0,
             f"num_minibatches={m} cannot cut a shard's {what} evenly; "
-            f"try --num-minibatches {' or '.join(map(str, nearest_fits))}",
+            f"try --num-minibatches {nearest_divisors(size, m)}",
         )
 
 

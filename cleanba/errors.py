@@ -4,6 +4,7 @@ import signal
 import traceback
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
+from math import isqrt
 from pathlib import Path
 from typing import NamedTuple
 
@@ -55,6 +56,12 @@ def nearest(value: int, fits: Callable[[int], bool], limit: int = 100_000) -> st
     below = next((n for n in range(value - 1, max(0, value - limit), -1) if fits(n)), None)
     above = next((n for n in range(value + 1, value + limit) if fits(n)), None)
     return " or ".join(str(n) for n in (below, above) if n is not None)
+
+
+def nearest_divisors(of: int, to: int) -> str:
+    """The two divisors of a number that lie nearest to another, as "18 or 36"; or the only one."""
+    divisors = {d for i in range(1, isqrt(of) + 1) if of % i == 0 for d in (i, of // i)}
+    return " or ".join(map(str, sorted(sorted(divisors, key=lambda d: (abs(d - to), d))[:2])))
 
 
 def closest_names(name: str, known: Iterable[str], count: int = 3) -> str:

@@ -208,11 +208,11 @@ class Office:
 
     def log(self, update: int, global_step: int, seconds: float, values: Json) -> None:
         """One log point, and the evaluations that have ended since the last one."""
-        assert self._writers is not None
+        assert self._writers is not None and self._display is not None
         self.evaluations.log(self._writers, seconds)
         self._writers.write(update, global_step, seconds, values)
         e = self._job.experiment
-        if update == e.updates_per_checkpoint and not values["charts/episodes"] and self._display is not None:
+        if update == e.updates_per_checkpoint and not values["charts/episodes"]:
             self._display.say(
                 f"warning: no episode has ended in the {e.num_steps * update} steps before the first checkpoint. "
                 "Environments start afresh at each, so longer ones never end and no return is known; raise "
@@ -367,7 +367,7 @@ def open_checkpoints(job: Job) -> tuple[Checkpoints, Saved | None]:
 
 def closing_words(run_dir: Path, result: Json, film: Path | None) -> str:
     """Where the run is and how to look at it."""
-    figures = [f"{result['global_step']:,} steps", f"{duration(result['seconds'])}"]
+    figures = [f"{result['global_step']:,} steps", duration(result["seconds"])]
     if result["sps"]:
         figures.insert(1, f"{result['sps']:,.0f} steps/s")
     if result["episodic_return"] is not None:

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import re
 import signal
-from dataclasses import fields
 
 import jax
 import pytest
@@ -197,7 +196,7 @@ def test_a_flag_of_another_system_is_refused_with_ours(words, remedy):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_no_algorithm_is_refused_its_own_flags(name):
-    own = [f.name for part in (RECIPES[name].experiment, Placement, Run) for f in fields(part)]
+    own = [f.name for part in (RECIPES[name].experiment, Placement, Run) for f in dataclasses.fields(part)]
     refuse_foreign_flags(RECIPES[name], [flag for f in own for flag in (f"--{f}", f"--no-{f}".replace("_", "-"))])
 
 

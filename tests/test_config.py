@@ -4,7 +4,6 @@ import dataclasses
 import json
 import re
 import time
-from dataclasses import replace
 
 import pytest
 from hypothesis import assume, given, settings
@@ -260,7 +259,9 @@ def test_checkpoints_are_rarer_where_updates_are_short(fields, frequency):
     [("dqn", "Pong-v5", 16, 3375), ("dqn", "CartPole-v1", 10, 1600), ("sac", "HalfCheetah-v5", 1, 16_000)],
 )
 def test_no_algorithm_cuts_every_long_episode(name, env_id, steps, frequency):
-    e = resolve(replace(RECIPES[name].settings(env_id), env_id=env_id, num_steps=steps), 1, 1, platform="cpu")
+    e = resolve(
+        dataclasses.replace(RECIPES[name].settings(env_id), env_id=env_id, num_steps=steps), 1, 1, platform="cpu"
+    )
     assert suit(e, None, env_spec(e)).checkpoint_frequency == frequency
 
 

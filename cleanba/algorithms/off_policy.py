@@ -12,7 +12,7 @@ from jax import lax
 
 from cleanba.algorithm import Metrics
 from cleanba.config import Experiment, Partition, require
-from cleanba.errors import nearest
+from cleanba.errors import nearest, nearest_divisors
 from cleanba.ops import replay
 from cleanba.ops.losses import squared_error
 from cleanba.rollout import PyTree, Rollout
@@ -45,9 +45,14 @@ class OffPolicy(Experiment):
         """Gradient steps per update, once learning has started."""
         return self.transitions_per_update // self.train_frequency
 
+    @property
+    def first_to_learn(self) -> int:
+        """The number of the first update that learns, from 1 (or 0: they all do)."""
+        return -(-self.learning_starts // self.transitions_per_update)
+
     def learns(self, update: jax.Array) -> jax.Array:
         """Whether the update of that number, from 1, learns; later ones do as well.  int32 -> bool."""
-        return update >= -(-self.learning_starts // self.transitions_per_update)
+        return update >= self.first_to_learn
 
     def steps_of(self, update: jax.Array) -> jax.Array:
         """Gradient steps that the rollout of that update pays for: none before learning starts.  int32 -> int32."""
@@ -102,19 +107,18 @@ def check_replay(e: OffPolicy, partition: Partition, name: str, n_step: int = 1)
         f"buffer_size={e.buffer_size} holds {rows} steps of an environment, but rollouts of {e.num_steps} and targets "
         f"of {n_step} need {needed}; try --buffer-size {needed * e.num_envs} or more",
     )
-    divisors = sorted((n for n in range(1, steps + 1) if steps % n == 0), key=lambda n: abs(n - e.train_frequency))
-    fits = " or ".join(str(n) for n in sorted(divisors[:2]))
+    fits = nearest_divisors(steps, e.train_frequency)
     longer = e.train_frequency // gcd(e.train_frequency, e.num_envs)
     require(
         steps % e.train_frequency == 0,
         f"train_frequency={e.train_frequency} does not divide an update's {steps} steps (num_envs={e.num_envs} x "
         f"num_steps={e.num_steps}); try --train-frequency {fits}, or --num-steps {longer} or a multiple of that",
     )
-    first = -(-e.learning_starts // steps)
     require(
-        first <= e.num_updates,
+        e.first_to_learn <= e.num_updates,
         f"learning_starts={e.learning_starts} lies beyond the run's {e.num_updates * steps} steps, so nothing would be "
-        f"learnt; try --learning-starts {e.num_updates * steps} or less, or --total-timesteps {first * steps} or "
+        f"learnt; try --learning-starts {e.num_updates * steps} or less, or --total-timesteps "
+        f"{e.first_to_learn * steps} or "
         "more",
     )
 

@@ -273,7 +273,7 @@ class Holdings:
             found[shard] = Shard(_digest(self._leaves, chunks), [list(c) for c in chunks], name if pack.size else None)
         return found
 
-    def _look_at(self, shard: int, here: list[tuple[jax.Array, int]], pack: "Pack") -> None:
+    def _look_at(self, shard: int, here: list[tuple[jax.Array, int]], pack: Pack) -> None:
         """Bring what is known of one shard up to date.  `here` are its arrays: of a device, and its place in each."""
         known, before = self._known[shard], self._written[shard]
         now = self._marks(lambda i: here[i][0][here[i][1]])
