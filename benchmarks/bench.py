@@ -67,7 +67,7 @@ def of_networks(found: dict[str, Any]) -> list[Row]:
     rows = []
     for row in found["rows"]:
         speed = {form: samples["median"] for form, samples in row["images_per_second"].items()}
-        here = speed.pop("patches")
+        here = speed.pop("direct")
         what = f"{row['network']}, {row['pass']}, {row['images']} images"
         rows += [
             Row(what, f"{here:,.0f} images/s", f"{PEERS[peer]} {there:,.0f}", f"{here / there:.2f}")

@@ -15,9 +15,9 @@ from cleanba.environments.specs import EnvSpec, ObsSpec
 from cleanba.errors import UsageError
 from cleanba.networks import make_actor_critic
 from cleanba.networks.cores import LSTM, LSTMCarry, initial_carry
-from cleanba.networks.layers import FEW, Conv, add_bias, max_pool, product
+from cleanba.networks.layers import Conv, add_bias, max_pool, product
 from cleanba.networks.sight import as_vector
-from cleanba.networks.torsos import Dense, ImpalaResNet, NatureCNN, channels_last
+from cleanba.networks.torsos import Dense, ImpalaResNet, NatureCNN
 
 ATARI = ObsSpec("image", (4, 84, 84), "uint8")
 SMALL_IMAGE = ObsSpec("image", (3, 36, 36), "uint8")
@@ -159,7 +159,7 @@ def conv_both(x, **options):
 
     wrt = (0, 1) if x.dtype == np.float32 else 0
     grad = jax.jit(jax.grad(run, wrt, has_aux=True), static_argnums=2)
-    return grad(params, x, "xla"), grad(params, x, "patches")
+    return grad(params, x, "xla"), grad(params, x, "direct")
 
 
 @pytest.mark.parametrize(
@@ -167,47 +167,48 @@ def conv_both(x, **options):
     [(8, 4, (20, 30), "VALID"), (4, 2, (9, 11), "VALID"), (3, 1, (5, 7), "VALID"), (3, 2, (8, 7), "VALID"),
      (3, 1, (5, 6), "SAME"), (3, 2, (8, 7), "SAME")],
 )  # fmt: skip
-def test_patches_compute_the_same_convolution_and_gradients_as_xla(size, stride, hw, padding):
+def test_direct_convolutions_compute_the_same_convolution_and_gradients_as_xla(size, stride, hw, padding):
     x = np.random.default_rng(0).normal(size=(2, *hw, 3)).astype(np.float32)
     xla, cut = conv_both(x, features=4, size=size, stride=stride, padding=padding)
     close(cut, xla, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("size, stride, padding", [(4, 2, "VALID"), (3, 1, "SAME")])
-def test_patches_take_bytes_and_scale_them_as_xla_does(size, stride, padding):
+def test_direct_convolutions_take_bytes_and_scale_them_as_xla_does(size, stride, padding):
     x = observe(ObsSpec("image", (12, 12, 3), "uint8"), 2)
     options = dict(features=4, size=size, stride=stride, padding=padding)
     xla, cut = conv_both(x, **options, input_scale=1 / 255)
     close(cut, xla, rtol=1e-3, atol=1e-4)
     params = some_params(lambda key: Conv(**options).init(key, x))
     scaled = Conv(**options).apply(params, x.astype(np.float32) / 255)
-    close(Conv(**options, kind="patches", input_scale=1 / 255).apply(params, x), scaled)
+    close(Conv(**options, kind="direct", input_scale=1 / 255).apply(params, x), scaled)
 
 
-@pytest.mark.parametrize("size, stride, hw", [(8, 4, (20, 30)), (4, 4, (12, 9)), (8, 8, (17, 24)), (9, 4, (21, 16))])
-def test_four_bytes_of_a_plane_are_moved_as_one_word_to_the_same_convolution(size, stride, hw):
-    x = observe(ObsSpec("image", (3, *hw), "uint8"), 2).transpose(0, 2, 3, 1)
-    options = dict(features=4, size=size, stride=stride, input_scale=1 / 255)
-    (cut, words), (plain, bytes_) = conv_both(x, **options, planes=True)[1], conv_both(x, **options)[0]
-    close((cut, words), (plain, bytes_), rtol=1e-3, atol=1e-4)
-    kinds = lambda **more: str(jax.make_jaxpr(partial(Conv(**options, kind="patches", **more).apply, {"params": {
-        "kernel": np.zeros((size, size, 3, 4), np.float32), "bias": np.zeros(4, np.float32)}}))(x))  # fmt: skip
-    assert "bitcast_convert_type" in kinds(planes=True) and "bitcast_convert_type" not in kinds()
+@pytest.mark.parametrize("kind", ["xla", "direct"])
+@pytest.mark.parametrize("dtype", ["uint8", "float32"])
+def test_planes_are_seen_as_the_images_that_they_make_up(kind, dtype):
+    x = observe(ObsSpec("image", (3, 20, 30), "uint8"), 2).astype(dtype)
+    options = dict(features=4, size=8, stride=4, kind=kind)
+    params = some_params(lambda key: Conv(**options, planes=True).init(key, x))
+    planes = Conv(**options, planes=True).apply(params, x)
+    close(planes, Conv(**options).apply(params, x.transpose(0, 2, 3, 1)), rtol=1e-5)
 
 
-@pytest.mark.parametrize("channels", [1, 4, 15, 16])
-@pytest.mark.parametrize(
-    "size, hw, padding", [(3, (6, 6), "SAME"), (3, (5, 3), "VALID"), (2, (4, 5), "SAME"), (1, (3, 3), "SAME")]
-)
-def test_columns_in_pairs_where_channels_are_few_make_the_same_convolution(channels, size, hw, padding):
-    x = np.random.default_rng(0).normal(size=(2, *hw, channels)).astype(np.float32)
-    options = dict(features=4, size=size, padding=padding)
-    xla, cut = conv_both(x, **options)
-    close(cut, xla, rtol=1e-3, atol=1e-4)
-    kernel = np.zeros((size, size, channels, 4), np.float32)
-    params = {"params": {"kernel": kernel, "bias": np.zeros(4, np.float32)}}
-    text = str(jax.make_jaxpr(Conv(**options, kind="patches").apply)(params, x))
-    assert (f"{size},{size // 2 + 1},{2 * channels},8" in text) == (channels < FEW)
+@pytest.mark.parametrize("kind", ["xla", "direct"])
+def test_convolutions_rectify_what_they_see_and_add_what_skips_them(kind):
+    x, skip = np.random.default_rng(0).normal(size=(2, 2, 5, 6, 3)).astype(np.float32)
+    options = dict(features=3, size=3, padding="SAME", kind=kind)
+    params = some_params(lambda key: Conv(**options).init(key, x))
+    close(Conv(**options, rectify=True).apply(params, x, skip), Conv(**options).apply(params, np.maximum(x, 0)) + skip)
+
+
+def test_halves_are_multiplied_as_floats_and_come_out_as_halves():
+    x = np.random.default_rng(0).normal(size=(2, 5, 6, 3)).astype(jnp.bfloat16)
+    options = dict(features=3, size=3, dtype=jnp.bfloat16)
+    params = some_params(lambda key: Conv(**options).init(key, x))
+    xla, ours = (Conv(**options, kind=kind).apply(params, x) for kind in ("xla", "direct"))
+    assert ours.dtype == jnp.bfloat16
+    close(ours.astype(np.float32), xla.astype(np.float32), rtol=0.02, atol=0.02)
 
 
 @pytest.mark.parametrize("rows, width", [(2, 40), (60, 40), (5, 2), (2, 3)])  # each matrix is the one to turn in some
@@ -226,7 +227,7 @@ def test_biases_and_products_have_the_gradients_of_sums_and_products(rows, width
 def test_dense_layers_have_the_same_parameters_and_outputs_in_both_forms(lead):
     x = np.random.default_rng(0).normal(size=(*lead, 7)).astype(np.float32)
     (xla, out), (cut, same) = (
-        Dense(3, 2.0, kind=kind).init_with_output(jax.random.key(1), x)[::-1] for kind in ("xla", "patches")
+        Dense(3, 2.0, kind=kind).init_with_output(jax.random.key(1), x)[::-1] for kind in ("xla", "direct")
     )
     chex.assert_trees_all_equal(xla, cut)
     close(same, out, rtol=1e-6)
@@ -259,13 +260,13 @@ def assert_pools_alike(x):
 
 @pytest.mark.parametrize(
     "network, steps, envs",
-    [("nature", 2, 2), ("nature", 3, 32), ("impala", 3, 32)],  # more than 64 images may be taken a few at a time
+    [("nature", 2, 2), ("nature", 3, 32), ("impala", 3, 32)],
 )
-def test_whole_networks_learn_the_same_from_patches_as_from_xla(network, steps, envs):
+def test_whole_networks_learn_the_same_from_direct_convolutions_as_from_xla(network, steps, envs):
     options = dict(network=network, hiddens=(16,), channels=(4,))
     obs, first = observe(SMALL_IMAGE, steps, envs), np.zeros((steps, envs), bool)
     cpu, gpu = (build(SMALL_IMAGE, platform, **options) for platform in ("cpu", "gpu"))
-    assert (cpu.conv, gpu.conv) == ("patches", "xla")
+    assert (cpu.conv, gpu.conv) == ("direct", "xla")
     params = some_params(cpu.initial_params)
 
     def run(network):
@@ -277,13 +278,6 @@ def test_whole_networks_learn_the_same_from_patches_as_from_xla(network, steps, 
         return jax.jit(jax.grad(loss, has_aux=True))(params)
 
     close(run(cpu), run(gpu), rtol=2e-3, atol=1e-4)
-
-
-@pytest.mark.parametrize("shape", [(3, 64, 64), (4, 84, 84), (1, 40, 36)])
-def test_channels_may_come_first_or_last(shape):
-    x = observe(ObsSpec("image", shape, "uint8"), 2)
-    last = x.transpose(0, 2, 3, 1)
-    assert (channels_last(jnp.asarray(x)) == last).all() and (channels_last(jnp.asarray(last)) == last).all()
 
 
 @pytest.mark.parametrize("torso", [NatureCNN((8,)), ImpalaResNet((4,), (8,))], ids=["nature", "impala"])

@@ -1,13 +1,10 @@
-"""Convolution in the form that is fast on the device at hand, and pooling.  Parameters are the same for both forms.
+"""Convolutions, pooling and dense layers in the form that is fast on the device at hand.  Parameters are the same.
 
-On GPUs the form is XLA's own, as cuDNN is hard to beat.  On CPUs XLA has a fast convolution (Eigen's), but outside
-of a program's top level, and all training is inside of a loop, takes it only for what is written as a plain one:
-[N, H, W, C] by [k, k, C, F], no dilated input, no reversed kernel.  The gradients that JAX derives are not, and fall
-back to scalar loops, a hundred times slower.  So "patches" writes each gradient as a plain convolution
+On GPUs the form is XLA's own, as cuDNN is hard to beat.  On CPUs convolutions and pooling are ours ("direct",
+`ops/convolution.py`), and gradients of dense layers are taken in the form that Eigen, which XLA calls, is fast at
 (`benchmarks/networks.py` measures it).
 """
 
-from functools import partial
 from typing import Literal
 
 import flax.linen as nn
@@ -17,59 +14,9 @@ from jax import lax
 from jax.nn.initializers import Initializer
 from jax.typing import DTypeLike
 
-ConvKind = Literal["xla", "patches"]
-Pads = tuple[tuple[int, int], tuple[int, int]]  # rows and columns of zeros: before and after
+from cleanba.ops import convolution
 
-FEW = 16  # channels: below that many a plain convolution is done in pairs of columns
-
-
-def convolve(x: jax.Array, kernel: jax.Array, pads: Pads, stride: int = 1) -> jax.Array:
-    """y_hw = sum_ij x_{sh+i, sw+j} K_ij, as XLA does it.  [N, H, W, C], [k, k, C, F] -> [N, H', W', F]."""
-    return lax.conv_general_dilated(x, kernel, (stride, stride), pads, dimension_numbers=("NHWC", "HWIO", "NHWC"))
-
-
-def in_pairs(x: jax.Array, kernel: jax.Array, pads: Pads) -> jax.Array:
-    """`convolve` in steps of one, two columns at a time, which lie side by side in memory: two pixels of C channels are
-    one of 2 C, and so is what comes out.  A third more products, but Eigen, which copies each neighbourhood, uses each
-    copy for twice as many.
-    """
-    (n, h, w, c), (size, _, _, f) = x.shape, kernel.shape
-    columns = w + sum(pads[1]) - size + 1
-    pairs, across = -(-columns // 2), size // 2 + 1  # pairs of columns that come out, and that a kernel sees
-    left, width = pads[1][0], 2 * (pairs + across - 1)
-    x = jnp.pad(x, ((0, 0), (0, 0), (left, width - w - left), (0, 0))).reshape(n, h, width // 2, 2 * c)
-    first, second = (jnp.pad(kernel, ((0, 0), (i, 2 * across - size - i), (0, 0), (0, 0))) for i in range(2))
-    kernel = jnp.stack([first, second], 3).reshape(size, across, 2 * c, 2 * f)
-    y = convolve(x, kernel, (pads[0], (0, 0)))
-    return y.reshape(n, -1, 2 * pairs, f)[:, :, :columns]
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
-def plain_convolve(x: jax.Array, kernel: jax.Array, pads: Pads) -> jax.Array:
-    """`convolve` in steps of one, whose gradients are plain convolutions too.  x may be integers."""
-    return (in_pairs if x.shape[-1] < FEW else convolve)(x.astype(kernel.dtype), kernel, pads)
-
-
-def _forward(x: jax.Array, kernel: jax.Array, pads: Pads) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return plain_convolve(x, kernel, pads), (x, kernel)
-
-
-def _backward(pads: Pads, saved: tuple[jax.Array, jax.Array], dy: jax.Array) -> tuple[jax.Array | None, jax.Array]:
-    """dx_hw = sum_ij dy_{h-i, w-j} K_ij^T: dy by the kernel turned round.  dK_ij = sum_nhw x_{h+i, w+j} dy_hw: x by dy,
-    with the images of the batch for channels.
-    """
-    x, kernel = saved
-    dk = convolve(x.astype(dy.dtype).transpose(3, 1, 2, 0), dy.transpose(1, 2, 0, 3), pads).transpose(1, 2, 0, 3)
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        return None, dk
-    # Without the barrier XLA would put the reversal back into the convolution.
-    turned = lax.optimization_barrier(kernel[::-1, ::-1].swapaxes(2, 3))
-    (top, bottom), (left, right) = pads
-    last = kernel.shape[0] - 1
-    return convolve(dy, turned, ((last - top, last - bottom), (last - left, last - right))), dk
-
-
-plain_convolve.defvjp(_forward, _backward)
+ConvKind = Literal["xla", "direct"]
 
 
 @jax.custom_vjp
@@ -126,39 +73,8 @@ class Affine(nn.Module):
         return add_bias(product(x.reshape(-1, x.shape[-1]), kernel).reshape(*x.shape[:-1], self.features), bias)
 
 
-def cells(x: jax.Array, size: int, stride: int, pads: Pads, planes: bool = False) -> jax.Array:
-    """Cells of stride x stride pixels as one pixel each: what a kernel in such steps sees, for one in steps of one.
-
-    [N, H, W, C] -> [N, H' + k' - 1, W' + k' - 1, stride * stride * C], where k' = ceil(size / stride).  With `planes`
-    x lies in memory as [N, C, H, W], and a cell's channels as [C, stride, stride]: four bytes of a row, side by side in
-    both, are moved as one word.
-    """
-    n, c = x.shape[0], x.shape[3]
-    count = [(d + sum(p) - size) // stride + -(-size // stride) for d, p in zip(x.shape[1:3], pads, strict=True)]
-    edges = [(p[0], m * stride - d - p[0], 0) for d, p, m in zip(x.shape[1:3], pads, count, strict=True)]
-    x = lax.pad(x, jnp.zeros((), x.dtype), ((0, 0, 0), *edges, (0, 0, 0)))
-    if planes:
-        rows = x.transpose(0, 3, 1, 2).reshape(n, c, count[0], stride, count[1], stride // 4, 4)
-        words = lax.bitcast_convert_type(rows, jnp.uint32).transpose(0, 2, 4, 1, 3, 5)
-        # Without the barrier XLA would move bytes again.
-        x = lax.bitcast_convert_type(lax.optimization_barrier(words), jnp.uint8)
-    else:
-        x = x.reshape(n, count[0], stride, count[1], stride, c).transpose(0, 1, 3, 2, 4, 5)
-    return x.reshape(n, *count, stride * stride * c)
-
-
-def cells_kernel(kernel: jax.Array, stride: int, planes: bool = False) -> jax.Array:
-    """A kernel for `cells`.  [k, k, C, F] -> [k', k', stride * stride * C, F], where k' = ceil(k / stride)."""
-    size, _, c, f = kernel.shape
-    count = -(-size // stride)
-    kernel = jnp.pad(kernel, ((0, count * stride - size), (0, count * stride - size), (0, 0), (0, 0)))
-    kernel = kernel.reshape(count, stride, count, stride, c, f)
-    kernel = kernel.transpose((0, 2, 4, 1, 3, 5) if planes else (0, 2, 1, 3, 4, 5))
-    return kernel.reshape(count, count, stride * stride * c, f)
-
-
 class Conv(nn.Module):
-    """2-D convolution, [N, H, W, C] -> [N, H', W', features]."""
+    """2-D convolution, [N, H, W, C], or planes [N, C, H, W], -> [N, H', W', features]."""
 
     features: int
     size: int
@@ -168,32 +84,41 @@ class Conv(nn.Module):
     kind: ConvKind = "xla"
     kernel_init: Initializer = nn.initializers.lecun_normal()
     input_scale: float = 1.0  # applied to the kernel, so that images can stay bytes until they are multiplied
-    planes: bool = False  # whether x lies in memory as [N, C, H, W]
+    planes: bool = False  # whether x is [N, C, H, W]
+    rectify: bool = False  # whether max(x, 0) is what is convolved
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        kernel = self.param("kernel", self.kernel_init, (self.size, self.size, x.shape[-1], self.features))
+    def __call__(self, x: jax.Array, skip: jax.Array | None = None) -> jax.Array:
+        (height, width), channels = (x.shape[2:], x.shape[1]) if self.planes else (x.shape[1:3], x.shape[3])
+        kernel = self.param("kernel", self.kernel_init, (self.size, self.size, channels, self.features))
         bias = self.param("bias", nn.initializers.zeros_init(), (self.features,))
         kernel, bias = (kernel * self.input_scale).astype(self.dtype), bias.astype(self.dtype)
-        rows, columns = lax.padtype_to_pads(x.shape[1:3], kernel.shape[:2], (self.stride,) * 2, self.padding)
+        rows, columns = lax.padtype_to_pads((height, width), kernel.shape[:2], (self.stride,) * 2, self.padding)
         pads = (rows, columns)
-        if self.kind == "xla":
-            return convolve(x.astype(self.dtype), kernel, pads, self.stride) + bias
-        if self.stride > 1:
-            words = self.planes and x.dtype == jnp.uint8 and self.stride % 4 == 0
-            # The barrier keeps bytes being bytes; XLA would convert before it copies, and copy four times more.
-            x = lax.optimization_barrier(cells(x, self.size, self.stride, pads, words))
-            kernel, pads = cells_kernel(kernel, self.stride, words), ((0, 0), (0, 0))
-        return add_bias(plain_convolve(x, kernel, pads), bias)
+        if self.kind == "direct":
+            planes = self.planes and x.dtype == jnp.uint8
+            if x.dtype != jnp.uint8:
+                x = (x.transpose(0, 2, 3, 1) if self.planes else x).astype(jnp.float32)
+            how = convolution.How(pads, self.stride, planes, self.rectify)
+            return convolution.convolve(
+                how, x, *(jax.tree.map(lambda p: p.astype(jnp.float32), (kernel, bias, skip)))
+            ).astype(self.dtype)
+        x = (x.transpose(0, 2, 3, 1) if self.planes else x).astype(self.dtype)
+        x = nn.relu(x) if self.rectify else x
+        numbers = ("NHWC", "HWIO", "NHWC")
+        y = lax.conv_general_dilated(x, kernel, (self.stride, self.stride), pads, dimension_numbers=numbers) + bias
+        return y if skip is None else skip + y
 
 
-def max_pool(x: jax.Array) -> jax.Array:
+def max_pool(x: jax.Array, kind: ConvKind = "xla") -> jax.Array:
     """Maxima of 3 x 3 pixels in steps of 2, padded ("SAME").  [N, H, W, C] -> [N, ceil(H/2), ceil(W/2), C].
 
     Values and gradients are those of `nn.max_pool`, also where maxima are equal: the first has the gradient.  But what
     JAX derives from that is a loop over scalars on CPUs and a scatter on GPUs, which XLA, to have the same bits every
     time, puts behind a sort of all pixels.  From this it derives selects and pads, which fuse.
     """
+    if kind == "direct" and x.dtype == jnp.float32 and x.shape[-1] % convolution.WIDEST == 0:
+        return convolution.max_pool(x)
     later_if_greater = lambda a, b: jnp.where(b > a, b, a)  # `jnp.maximum` would split a gradient, and be slower
 
     def pool(x: jax.Array, axis: int) -> jax.Array:

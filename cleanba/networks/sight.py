@@ -51,7 +51,7 @@ def sight(spec: EnvSpec, e: Experiment, platform: str) -> dict[str, Any]:
         "hiddens": e.hiddens,
         # How products of float32 are taken is for `placement.set_precision` to say.
         "dtype": jnp.bfloat16 if e.dtype == "bfloat16" else jnp.float32,
-        "conv": "patches" if platform == "cpu" else "xla",
+        "conv": "direct" if platform == "cpu" else "xla",
     }
 
 

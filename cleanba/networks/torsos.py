@@ -1,7 +1,6 @@
 """What is seen, as a vector: [N, ...] observations -> [N, D] features."""
 
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
 import flax.linen as nn
 import jax
@@ -17,37 +16,9 @@ def orthogonal(scale: float) -> Initializer:
     return nn.initializers.orthogonal(scale)
 
 
-CHUNK = 16  # images
-
-T = TypeVar("T", "NatureCNN", "ImpalaResNet")
-
-
-def in_chunks(convolutions: Callable[[T, jax.Array], jax.Array], torso: T, x: jax.Array) -> jax.Array:
-    """`convolutions(torso, x)`, for a kind other than "xla" at most `CHUNK` images at a time.  [N, ...] -> [N, D].
-
-    What all layers hold of a few images stays in a CPU's caches; of a large batch it goes to memory and back, and
-    page-faults.  Batches that a policy acts on, and those that no such chunks make up, are left whole.
-    """
-    n = x.shape[0]
-    size = max(d for d in range(1, CHUNK + 1) if n % d == 0)
-    if torso.kind == "xla" or n <= 2 * CHUNK or 2 * size < CHUNK:
-        return convolutions(torso, x)
-    chunked = nn.scan(
-        lambda torso, _, chunk: (None, convolutions(torso, chunk)),
-        variable_broadcast="params",
-        split_rngs={"params": False},
-    )
-    return chunked(torso, None, x.reshape(n // size, size, *x.shape[1:]))[1].reshape(n, -1)
-
-
 def channels_first(x: jax.Array) -> bool:
     """Whether images, which EnvPool delivers as [N, C, H, W] or [N, H, W, C], are the first; told by the short side."""
     return x.shape[1] < x.shape[3]
-
-
-def channels_last(x: jax.Array) -> jax.Array:
-    """Images of either kind -> [N, H, W, C]."""
-    return x.transpose(0, 2, 3, 1) if channels_first(x) else x
 
 
 class Dense(nn.Module):
@@ -74,18 +45,15 @@ class NatureCNN(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        x = in_chunks(NatureCNN._convolutions, self, x)
+        planes = channels_first(x)
+        for features, size, stride, scale in ((32, 8, 4, 1 / 255), (64, 4, 2, 1.0), (64, 3, 1, 1.0)):
+            init, rectify = orthogonal(2**0.5), scale == 1.0
+            x = Conv(features, size, stride, "VALID", self.dtype, self.kind, init, scale, planes, rectify)(x)
+            planes = False
+        x = nn.relu(x).reshape(x.shape[0], -1)
         for units in self.hiddens:
             x = nn.relu(Dense(units, 2**0.5, self.dtype, self.kind)(x))
         return x
-
-    def _convolutions(self, x: jax.Array) -> jax.Array:
-        planes = channels_first(x)
-        x = channels_last(x)
-        for features, size, stride, scale in ((32, 8, 4, 1 / 255), (64, 4, 2, 1.0), (64, 3, 1, 1.0)):
-            init = orthogonal(2**0.5)
-            x = nn.relu(Conv(features, size, stride, "VALID", self.dtype, self.kind, init, scale, planes)(x))
-        return x.reshape(x.shape[0], -1)
 
 
 class Residual(nn.Module):
@@ -97,10 +65,8 @@ class Residual(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        y = x
-        for _ in range(2):
-            y = Conv(self.channels, 3, padding="SAME", dtype=self.dtype, kind=self.kind)(nn.relu(y))
-        return x + y
+        first, second = (Conv(self.channels, 3, 1, "SAME", self.dtype, self.kind, rectify=True) for _ in range(2))
+        return second(first(x), skip=x)
 
 
 class ImpalaResNet(nn.Module):
@@ -113,20 +79,17 @@ class ImpalaResNet(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        x = in_chunks(ImpalaResNet._convolutions, self, x)
+        scale, planes = 1 / 255, channels_first(x)
+        for channels in self.channels:
+            x = Conv(channels, 3, 1, "SAME", self.dtype, self.kind, input_scale=scale, planes=planes)(x)
+            scale, planes = 1.0, False
+            x = max_pool(x, self.kind)
+            for _ in range(2):
+                x = Residual(channels, self.dtype, self.kind)(x)
+        x = nn.relu(x).reshape(x.shape[0], -1)
         for units in self.hiddens:
             x = nn.relu(Dense(units, 2**0.5, self.dtype, self.kind)(x))
         return x
-
-    def _convolutions(self, x: jax.Array) -> jax.Array:
-        x = channels_last(x)
-        for i, channels in enumerate(self.channels):
-            scale = 1 / 255 if i == 0 else 1.0
-            x = Conv(channels, 3, padding="SAME", dtype=self.dtype, kind=self.kind, input_scale=scale)(x)
-            x = max_pool(x)
-            for _ in range(2):
-                x = Residual(channels, self.dtype, self.kind)(x)
-        return nn.relu(x).reshape(x.shape[0], -1)
 
 
 class MinAtarCNN(nn.Module):

@@ -1,0 +1,487 @@
+"""Convolutions and max-pooling for CPUs, by loops of our own that keep a block of results in the vector registers.
+
+XLA's convolution on CPUs copies each pixel's neighbourhood and multiplies what it copied as a matrix.  With 16 or 32
+channels the copy costs more than the product.  Here nothing is copied: a row of k pixels of C channels lies in memory
+as k C numbers in a row, so with T = k C
+
+    y_{h,p,f} = b_f + sum_{d<k} sum_{t<T} x_{sh+d, spC+t} K_{d,t,f}
+    dK_{d,t,f} = sum_{n,h,p} x_{sh+d, spC+t} dy_{h,p,f}
+
+are, for a block of p (or t) by some vectors of f, one number of x in all lanes times a vector, added to a register: two
+such products in each cycle (direct convolution: Georganas et al. 2018, "Anatomy of high-performance deep learning
+convolutions on SIMD architectures").  Sums are taken in the order above, whatever the processor's vectors.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from llvmlite import ir
+
+from cleanba.ops.llvm import BYTE, FLOAT, HALF, Code, compiled, registers, word
+
+Pads = tuple[tuple[int, int], tuple[int, int]]  # rows and columns of zeros: before and after
+PARTS = 32  # units of a batch at most
+WIDEST = 16  # the longest vectors: features are padded to a multiple
+CACHED = 8192  # floats of x that stay in a first-level cache
+
+
+class Window(NamedTuple):
+    """A convolution's shape."""
+
+    height: int
+    width: int
+    channels: int
+    features: int
+    size: int
+    stride: int
+    pads: Pads
+    images: str = ""
+    """what x is: "" for float32 [N, H, W, C], "last" for bytes [N, H, W, C], "first" for bytes [N, C, H, W]"""
+    rectify: bool = False
+    """whether max(x, 0) is what is convolved"""
+    skip: bool = False
+    """whether something is added to y"""
+    mask: bool = False
+    """whether y is set to 0 where something is not positive"""
+
+    @property
+    def padded(self) -> tuple[int, int]:
+        """Rows and columns with their padding."""
+        return self.height + sum(self.pads[0]), self.width + sum(self.pads[1])
+
+    @property
+    def out(self) -> tuple[int, int]:
+        """Rows and columns that come out."""
+        rows, columns = ((n - self.size) // self.stride + 1 for n in self.padded)
+        return rows, columns
+
+    def __str__(self) -> str:
+        """As part of a name."""
+        (top, bottom), (left, right) = self.pads
+        x = f"{self.height}x{self.width}x{self.channels}{self.images}"
+        more = "".join("_" + name for name in ("rectify", "skip", "mask") if getattr(self, name))
+        return (
+            f"{x}_{self.size}x{self.size}x{self.features}_stride{self.stride}_pads{top}_{bottom}_{left}_{right}{more}"
+        )
+
+
+class How(NamedTuple):
+    """How a convolution goes over its images."""
+
+    pads: Pads
+    stride: int = 1
+    planes: bool = False
+    """x is bytes [N, C, H, W], not [N, H, W, C]"""
+    rectify: bool = False
+    """max(x, 0) is what is convolved"""
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def convolve(how: How, x: jax.Array, kernel: jax.Array, bias: jax.Array, skip: jax.Array | None) -> jax.Array:
+    """y_hw = b + sum_ij x_{sh+i, sw+j} K_ij + skip_hw.  [N, H, W, C], [k, k, C, F], [F] -> [N, H', W', F], float32.
+
+    x is float32, or bytes, which have no gradient.
+    """
+    return _forward(how, x, kernel, bias, skip)[0]
+
+
+def _forward(
+    how: How, x: jax.Array, kernel: jax.Array, bias: jax.Array, skip: jax.Array | None, mask: jax.Array | None = None
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array, bool]]:
+    few, wide = kernel.shape[-1], _widened(kernel.shape[-1])
+    w = _window(how, x, kernel)._replace(skip=skip is not None, mask=mask is not None)
+    given = [x, *(_widen(p, wide) for p in (kernel, bias, skip, mask) if p is not None)]
+    name = compiled(forward, w, [_kind(x), *[FLOAT] * len(given)], 1, PARTS)
+    y = jax.ShapeDtypeStruct((x.shape[0], *w.out, wide), jnp.float32)
+    return jax.ffi.ffi_call(name, y, vmap_method="sequential")(*given)[..., :few], (x, kernel, skip is not None)
+
+
+def _backward(
+    how: How, saved: tuple[jax.Array, jax.Array, bool], dy: jax.Array
+) -> tuple[jax.Array | None, jax.Array, jax.Array, jax.Array | None]:
+    """All gradients.  That of x, sum_ij dy_{h-i, w-j} K_ij^T, is dy convolved by the kernel turned round."""
+    (x, kernel, skipped), (pads, stride) = saved, how[:2]
+    w, few = _window(how, x, kernel), kernel.shape[-1]
+    parts = max(min(x.shape[0], 2), min(x.shape[0] // 8, 16))
+    name = compiled(gradient, w, [_kind(x), FLOAT, FLOAT, FLOAT], 2)
+    sums = [jax.ShapeDtypeStruct((parts, *shape, w.features), jnp.float32) for shape in (kernel.shape[:-1], ())]
+    both = jax.ffi.ffi_call(name, sums, vmap_method="sequential")(x, _widen(dy, w.features))
+    dk, db = (p.sum(0)[..., :few] for p in both)
+    dskip = dy if skipped else None
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return None, dk, db, dskip
+    turned = cells_kernel(kernel, stride)[::-1, ::-1].swapaxes(2, 3)
+    last, none = turned.shape[0] - 1, jnp.zeros(turned.shape[-1], jnp.float32)
+    if stride == 1:
+        (top, bottom), (left, right) = pads
+        back = How(((last - top, last - bottom), (last - left, last - right)))
+        return _forward(back, dy, turned, none, None, x if how.rectify else None)[0], dk, db, dskip
+    dcells = _forward(How(((last, last), (last, last))), dy, turned, none, None)[0]
+    (dx,) = jax.linear_transpose(lambda x: cells(x, kernel.shape[0], stride, pads), x)(dcells)
+    return jnp.where(x > 0, dx, 0.0) if how.rectify else dx, dk, db, dskip
+
+
+convolve.defvjp(_forward, _backward)
+
+
+def _window(how: How, x: jax.Array, kernel: jax.Array) -> Window:
+    images = "" if x.dtype == jnp.float32 else "first" if how.planes else "last"
+    height, width = x.shape[2:] if how.planes else x.shape[1:3]
+    size, _, channels, features = kernel.shape
+    return Window(height, width, channels, _widened(features), size, how.stride, how.pads, images, how.rectify)
+
+
+def _widened(features: int) -> int:
+    return -(-features // WIDEST) * WIDEST
+
+
+def _widen(x: jax.Array, features: int) -> jax.Array:
+    return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, features - x.shape[-1]),))
+
+
+def _kind(x: jax.Array) -> ir.Type:
+    return FLOAT if x.dtype == jnp.float32 else BYTE
+
+
+def cells(x: jax.Array, size: int, stride: int, pads: Pads) -> jax.Array:
+    """Cells of stride x stride pixels as one pixel each: what a kernel in such steps sees, for one in steps of one.
+
+    [N, H, W, C] -> [N, H' + k' - 1, W' + k' - 1, stride * stride * C], where k' = ceil(size / stride).
+    """
+    n, c = x.shape[0], x.shape[3]
+    count = [(d + sum(p) - size) // stride + -(-size // stride) for d, p in zip(x.shape[1:3], pads, strict=True)]
+    edges = [(p[0], m * stride - d - p[0], 0) for d, p, m in zip(x.shape[1:3], pads, count, strict=True)]
+    x = lax.pad(x, jnp.zeros((), x.dtype), ((0, 0, 0), *edges, (0, 0, 0)))
+    x = x.reshape(n, count[0], stride, count[1], stride, c).transpose(0, 1, 3, 2, 4, 5)
+    return x.reshape(n, *count, stride * stride * c)
+
+
+def cells_kernel(kernel: jax.Array, stride: int) -> jax.Array:
+    """A kernel for `cells`.  [k, k, C, F] -> [k', k', stride * stride * C, F], where k' = ceil(k / stride)."""
+    size, _, c, f = kernel.shape
+    count = -(-size // stride)
+    kernel = jnp.pad(kernel, ((0, count * stride - size), (0, count * stride - size), (0, 0), (0, 0)))
+    kernel = kernel.reshape(count, stride, count, stride, c, f).transpose(0, 2, 1, 3, 4, 5)
+    return kernel.reshape(count, count, stride * stride * c, f)
+
+
+@jax.custom_vjp
+def max_pool(x: jax.Array) -> jax.Array:
+    """Maxima of 3 x 3 pixels in steps of 2, padded ("SAME").  [N, H, W, C] -> [N, ceil(H/2), ceil(W/2), C], float32.
+
+    C must be a multiple of `WIDEST`.  The first of equal maxima has the gradient.
+    """
+    return _pool(x)[0]
+
+
+def _pool_shape(x: jax.Array) -> Window:
+    _, height, width, channels = x.shape
+    pads = [((2 * -(-d // 2) + 1 - d) // 2, (2 * -(-d // 2) + 2 - d) // 2) for d in (height, width)]
+    return Window(height, width, channels, channels, 3, 2, (pads[0], pads[1]))
+
+
+def _pool(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    w = _pool_shape(x)
+    y = jax.ShapeDtypeStruct((x.shape[0], *w.out, w.channels), jnp.float32)
+    name = compiled(pool, w, [FLOAT, FLOAT], 1, PARTS)
+    return jax.ffi.ffi_call(name, y, vmap_method="sequential")(x), x
+
+
+def _pool_backward(x: jax.Array, dy: jax.Array) -> tuple[jax.Array]:
+    name = compiled(pool_gradient, _pool_shape(x), [FLOAT, FLOAT, FLOAT], 1, PARTS)
+    dx = jax.ShapeDtypeStruct(x.shape, jnp.float32)
+    return (jax.ffi.ffi_call(name, dx, vmap_method="sequential")(x, dy),)
+
+
+max_pool.defvjp(_pool, _pool_backward)
+
+
+def forward(code: Code, w: Window, pointers: list[ir.Value], _: ir.Value, first: ir.Value, last: ir.Value) -> None:
+    """Write y from x, kernel and bias, for some of the images."""
+    x, kernel, bias, *others, y = pointers
+    (rows, columns), row, f = w.out, w.size * w.channels, w.features
+    look = _reader(code, w, x)
+    wide = _vectors_at_once(code, f)
+
+    def image(n: ir.Value) -> None:
+        seen = look(n)
+        for v in range(0, f, wide * code.lanes):
+            vectors = [v + i * code.lanes for i in range(wide)]
+
+            def line(h: ir.Value, vectors: list[int] = vectors) -> None:
+                for many, count, start in _blocks(columns, _most() // wide):
+
+                    def block(q: ir.Value, many: int = many, start: int = start) -> None:
+                        step = w.stride * w.channels  # from one result's first number to the next one's
+                        corner = code.at(seen, (h, w.stride * w.padded[1] * w.channels), (q, many * step), start * step)
+
+                        def across(d: ir.Value, *sums: ir.Value) -> list[ir.Value]:
+                            numbers = code.at(corner, (d, w.padded[1] * w.channels))
+                            weights = code.at(kernel, (d, row * f), vectors[0])
+
+                            def term(t: ir.Value, *sums: ir.Value) -> list[ir.Value]:
+                                new = list(sums)
+                                for u in range(unrolled):
+                                    k = [
+                                        code.get(code.at(weights, (t, f), u * f + i * code.lanes)) for i in range(wide)
+                                    ]
+                                    for p in range(many):
+                                        number = code.spread(code.at(numbers, t, p * step + u))
+                                        for i in range(wide):
+                                            new[p * wide + i] = code.multiply_add(number, k[i], new[p * wide + i])
+                                return new
+
+                            unrolled = next(u for u in (4, 3, 2, 1) if row % u == 0)
+                            return code.repeat(0, row, term, sums, unrolled)
+
+                        sums = [code.get(code.at(bias, i)) for i in vectors] * many
+                        sums = code.repeat(0, w.size, across, sums)
+                        index = (n, rows * columns * f), (h, columns * f), (q, many * f), start * f
+                        result, *beside = (code.at(pointer, *index) for pointer in (y, *others))
+                        for p in range(many):
+                            for i, at in enumerate(vectors):
+                                value, values = sums[p * wide + i], [code.get(code.at(b, p * f + at)) for b in beside]
+                                if w.mask:
+                                    value = code.select(
+                                        code.fcmp_ordered(">", values.pop(), code.zeros), value, code.zeros
+                                    )
+                                code.put(
+                                    code.fadd(value, values.pop()) if w.skip else value, code.at(result, p * f + at)
+                                )
+
+                    code.repeat(0, count, block)
+
+            code.repeat(0, rows, line)
+
+    code.repeat(first, last, image)
+
+
+def gradient(code: Code, w: Window, pointers: list[ir.Value], part: ir.Value, first: ir.Value, last: ir.Value) -> None:
+    """Write a part's sums of dK and db from x and dy: those of some of the images."""
+    x, dy, dk, db = pointers
+    (rows, columns), row, f = w.out, w.size * w.channels, w.features
+    look = _reader(code, w, x)
+    wide = min(2, _vectors_at_once(code, f))
+    dk, db = code.at(dk, (part, w.size * row * f)), code.at(db, (part, f))
+    code.fill(dk, w.size * row * f, 0.0)
+    code.fill(db, f, 0.0)
+    near = max(1, min(rows, CACHED // (w.padded[1] * w.channels * w.stride)))  # rows of results at once
+
+    def image(n: ir.Value) -> None:
+        seen, given = look(n), code.at(dy, (n, rows * columns * f))
+
+        def some_rows(start: ir.Value, stop: ir.Value) -> None:
+            for v in range(0, f, wide * code.lanes):
+                vectors = [v + i * code.lanes for i in range(wide)]
+
+                def rows_of_kernel(d: ir.Value, vectors: list[int] = vectors) -> None:
+                    for many, count, t0 in _blocks(row, _most() // wide):
+
+                        def block(q: ir.Value, many: int = many, t0: int = t0) -> None:
+                            here = [
+                                code.at(dk, (d, row * f), (q, many * f), (t0 + j) * f + i)
+                                for j in range(many)
+                                for i in vectors
+                            ]
+
+                            def line(h: ir.Value, *sums: ir.Value) -> list[ir.Value]:
+                                below = code.add(code.mul(h, word(w.stride)), d)
+                                numbers = code.at(seen, (below, w.padded[1] * w.channels), (q, many), t0)
+                                gradients = code.at(given, (h, columns * f))
+
+                                def pixel(p: ir.Value, *sums: ir.Value) -> list[ir.Value]:
+                                    new = list(sums)
+                                    g = [code.get(code.at(gradients, (p, f), i)) for i in vectors]
+                                    for j in range(many):
+                                        number = code.spread(code.at(numbers, (p, w.stride * w.channels), j))
+                                        for i in range(wide):
+                                            new[j * wide + i] = code.multiply_add(number, g[i], new[j * wide + i])
+                                    return new
+
+                                return code.repeat(0, columns, pixel, sums)
+
+                            sums = code.repeat(start, stop, line, [code.get(place) for place in here])
+                            for place, value in zip(here, sums, strict=True):
+                                code.put(value, place)
+
+                        code.repeat(0, count, block)
+
+                code.repeat(0, w.size, rows_of_kernel)
+
+        whole = rows // near * near
+        code.repeat(0, whole, lambda h: some_rows(h, code.add(h, word(near))), step=near)
+        if whole < rows:
+            some_rows(word(whole), word(rows))
+        for i in range(0, f, code.lanes):
+            add = lambda p, total, i=i: [code.fadd(total, code.get(code.at(given, (p, f), i)))]
+            (total,) = code.repeat(0, rows * columns, add, [code.get(code.at(db, i))])
+            code.put(total, code.at(db, i))
+
+    code.repeat(first, last, image)
+
+
+def pool(code: Code, w: Window, pointers: list[ir.Value], _: ir.Value, first: ir.Value, last: ir.Value) -> None:
+    """Write the maxima y of x's windows, for some of the images."""
+    x, y = pointers
+    (rows, columns), c = w.out, w.channels
+    look = _reader(code, w, x, edge=-math.inf)
+
+    def image(n: ir.Value) -> None:
+        seen = look(n)
+
+        def window(h: ir.Value, p: ir.Value, i: int) -> None:
+            best = None
+            for place in _places(code, w, seen, h, p, i):
+                value = code.get(place)
+                best = value if best is None else code.select(code.fcmp_ordered(">", value, best), value, best)
+            code.put(best, code.at(y, (n, rows * columns * c), (h, columns * c), (p, c), i))
+
+        _for_windows(code, w, window)
+
+    code.repeat(first, last, image)
+
+
+def pool_gradient(
+    code: Code, w: Window, pointers: list[ir.Value], _: ir.Value, first: ir.Value, last: ir.Value
+) -> None:
+    """Write dx from x and dy: each window's gradient goes to its first maximum."""
+    x, dy, dx = pointers
+    (rows, columns), c, (height, width) = w.out, w.channels, w.padded
+    look, sums = _reader(code, w, x, edge=-math.inf), code.room(height * width * c)
+
+    def image(n: ir.Value) -> None:
+        seen = look(n)
+        code.fill(sums, height * width * c, 0.0)
+
+        def window(h: ir.Value, p: ir.Value, i: int) -> None:
+            values = [code.get(place) for place in _places(code, w, seen, h, p, i)]
+            best, where = values[0], code.zeros
+            for number, value in enumerate(values[1:], 1):
+                greater = code.fcmp_ordered(">", value, best)
+                best = code.select(greater, value, best)
+                where = code.select(greater, code.all(number), where)
+            given = code.get(code.at(dy, (n, rows * columns * c), (h, columns * c), (p, c), i))
+            for number, place in enumerate(_places(code, w, sums, h, p, i)):
+                hit = code.fcmp_ordered("==", where, code.all(number))
+                code.put(code.fadd(code.get(place), code.select(hit, given, code.zeros)), place)
+
+        _for_windows(code, w, window)
+        inner = code.at(sums, (w.pads[0][0] * width + w.pads[1][0]) * c)
+
+        def line(h: ir.Value) -> None:
+            read, write = code.at(inner, (h, width * c)), code.at(dx, (n, w.height * w.width * c), (h, w.width * c))
+            _for_vectors(
+                code, w.width * c, lambda i, lanes: code.put(code.get(code.at(read, i), lanes), code.at(write, i))
+            )
+
+        code.repeat(0, w.height, line)
+
+    code.repeat(first, last, image)
+
+
+def _places(code: Code, w: Window, image: ir.Value, h: ir.Value, p: ir.Value, i: int) -> list[ir.Value]:
+    """The places of a window's pixels in a padded image, row by row."""
+    row = w.padded[1] * w.channels
+    corner = code.at(image, (h, w.stride * row), (p, w.stride * w.channels), i)
+    return [code.at(corner, d * row + e * w.channels) for d in range(w.size) for e in range(w.size)]
+
+
+def _for_windows(code: Code, w: Window, body: Callable[[ir.Value, ir.Value, int], None]) -> None:
+    """`body(h, p, i)` for each window, and the channels from i on that make up a vector."""
+
+    def window(h: ir.Value, p: ir.Value) -> None:
+        for i in range(0, w.channels, code.lanes):
+            body(h, p, i)
+
+    code.repeat(0, w.out[0], lambda h: code.repeat(0, w.out[1], lambda p: window(h, p)) and None)
+
+
+def _most() -> int:
+    """Sums in registers at most: a few registers are for what is multiplied."""
+    return registers()[1] - 4
+
+
+def _vectors_at_once(code: Code, features: int) -> int:
+    """How many vectors of features a block of sums spans."""
+    return next(n for n in (4, 3, 2, 1) if features // code.lanes % n == 0)
+
+
+def _blocks(total: int, most: int) -> list[tuple[int, int, int]]:
+    """Cut into blocks as even as can be, of at most so many: how large, how many of these, and where they start."""
+    blocks = -(-total // most)
+    small, more = divmod(total, blocks)
+    cut = [(small + 1, more, 0), (small, blocks - more, more * (small + 1))]
+    return [block for block in cut if block[1]]
+
+
+def _reader(code: Code, w: Window, x: ir.Value, edge: float = 0.0) -> Callable[[ir.Value], ir.Value]:
+    """How a unit gets at an image as floats [H, W, C] with its padding: `look(n)` gives its place.
+
+    An image that is not so already is copied.  The padding is there from the start, and nothing is written there.
+    """
+    size, (height, width), c = w.height * w.width * w.channels, w.padded, w.channels
+    if not w.images and not w.rectify and w.pads == ((0, 0), (0, 0)):
+        return lambda n: code.at(x, (n, size))
+    copy = code.room(height * width * c)
+    code.fill(copy, height * width * c, edge)
+    inner = code.at(copy, (w.pads[0][0] * width + w.pads[1][0]) * c)
+
+    def in_order(n: ir.Value) -> ir.Value:
+        def line(h: ir.Value) -> None:
+            read, write = code.at(x, (n, size), (h, w.width * c)), code.at(inner, (h, width * c))
+
+            def some(i: ir.Value, lanes: int) -> None:
+                value = code.get(code.at(read, i), lanes)
+                if w.rectify:
+                    zeros = ir.Constant(value.type, [0.0] * lanes)
+                    value = code.select(code.fcmp_ordered("<", value, zeros), zeros, value)
+                code.put(value, code.at(write, i))
+
+            _for_vectors(code, w.width * c, some)
+
+        code.repeat(0, w.height, line)
+        return copy
+
+    def planes(n: ir.Value) -> ir.Value:
+        def line(h: ir.Value) -> None:
+            def pixels(i: ir.Value, lanes: int) -> None:
+                read = code.at(x, (n, size), (h, w.width), i)
+                side_by_side = [code.get(code.at(read, plane * w.height * w.width), lanes) for plane in range(c)]
+                code.put(_interleaved(code, side_by_side), code.at(inner, (h, width * c), (i, c)))
+
+            _for_vectors(code, w.width, pixels)
+
+        code.repeat(0, w.height, line)
+        return copy
+
+    return planes if w.images == "first" else in_order
+
+
+def _for_vectors(code: Code, count: int, body: Callable[[ir.Value, int], None]) -> None:
+    """`body(i, lanes)` for vectors that cover `count` elements; the last may be shorter."""
+    whole = count // code.lanes * code.lanes
+    code.repeat(0, whole, lambda i: body(i, code.lanes), step=code.lanes)
+    if whole < count:
+        body(word(whole), count - whole)
+
+
+def _interleaved(code: Code, parts: list[ir.Value]) -> ir.Value:
+    """Vectors a, b, ... as one: a_0, b_0, ..., a_1, b_1, ..."""
+    shuffle = lambda x, y, order: code.shuffle_vector(x, y, ir.Constant(ir.VectorType(HALF, len(order)), order))
+    count, many = parts[0].type.count, len(parts)
+    if many == 1:
+        return parts[0]
+    if many % 2 == 0:
+        even, odd = _interleaved(code, parts[::2]), _interleaved(code, parts[1::2])
+        half = count * many // 2
+        return shuffle(even, odd, [i + k * half for i in range(half) for k in range(2)])
+    joined = parts[0]
+    for i, part in enumerate(parts[1:], 1):
+        longer = shuffle(part, part, [j % count for j in range(i * count)])
+        joined = shuffle(joined, longer, list(range((i + 1) * count)))
+    return shuffle(joined, joined, [i + k * count for i in range(count) for k in range(many)])

@@ -1,0 +1,323 @@
+"""Functions of our own for CPUs: written in LLVM's language, compiled in this process, called by XLA's programs.
+
+XLA compiles for CPUs by LLVM, too, but what it does badly nothing said in JAX can make it do well.  Here a loop is
+written down to its vectors: `Code` writes loops, and `compiled` makes a function of them that `jax.ffi.ffi_call` finds.
+
+XLA calls a *handler* by C's conventions (xla/ffi/api/c_api.h, which lies in jaxlib).  The handler cuts the work into
+*units*, which the calling thread and others of XLA's pool take one by one, as many threads as there are cores.  Which
+thread takes a unit changes no bit of it, so no result depends on how many there are.
+"""
+
+import ctypes
+import os
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+from threading import Lock
+from typing import TypeVar
+
+import jax
+import llvmlite
+import llvmlite.binding as llvm
+from llvmlite import ir
+
+INT, HALF, BYTE, FLOAT, NOTHING = ir.IntType(64), ir.IntType(32), ir.IntType(8), ir.FloatType(), ir.VoidType()
+POINTER = ir.PointerType(BYTE)
+
+# Where a field is in XLA's structures, in words of eight bytes.
+FRAME = {"extension": 1, "api": 2, "context": 3, "arguments": 9, "results": 14, "future": 21}
+BUFFER = {"data": 3, "dims": 5}
+API = {"schedule": 17, "create_future": 19, "set_available": 20}
+METADATA, MAJOR, MINOR = 3, 6, 7  # the extension's word that points to it; in words of four bytes, the version's places
+VERSION = (0, 3)  # of the interface, as this was written for it
+# What the threads of one call share: units taken, done, in all; threads that still look at it; the first dimension of
+# the first argument; XLA's; then the buffers.
+STATE = {"taken": 0, "done": 1, "units": 2, "threads": 3, "count": 4, "future": 5, "set_available": 6, "buffers": 7}
+
+
+def word(value: int) -> ir.Constant:
+    """An integer."""
+    return ir.Constant(INT, value)
+
+
+def processor() -> llvm.TargetMachine:
+    """The processor at hand.  A new one each time, as what executes code owns its own."""
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    features = llvm.get_host_cpu_features().flatten()
+    return llvm.Target.from_default_triple().create_target_machine(llvm.get_host_cpu_name(), features, opt=3)
+
+
+@cache
+def registers() -> tuple[int, int]:
+    """Floats in a vector of this processor, and how many vectors it holds: with AVX-512, AVX, or else, as NEON."""
+    has = llvm.get_host_cpu_features()
+    return (16, 32) if has.get("avx512f") else (8, 16) if has.get("avx") else (4, 32)
+
+
+class Code(ir.IRBuilder):
+    """A function as it is written: LLVM's instructions, and loops, vectors and indices made of them."""
+
+    def __init__(self, module: ir.Module, name: str, result: ir.Type, *arguments: ir.Type):
+        function = ir.Function(module, ir.FunctionType(result, arguments), name)
+        super().__init__(function.append_basic_block())
+        self.lanes = registers()[0]
+        self.vector = ir.VectorType(FLOAT, self.lanes)
+        self.zeros = self.all(0.0)
+        self.rooms: list[ir.Value] = []
+
+    def repeat(
+        self,
+        start: int | ir.Value,
+        stop: int | ir.Value,
+        body: Callable[..., Sequence[ir.Value] | None],
+        carried: Sequence[ir.Value] = (),
+        step: int = 1,
+    ) -> list[ir.Value]:
+        """`for i in range(start, stop, step): carried = body(i, *carried)`.  Returns what is carried in the end."""
+        start, stop = (word(x) if isinstance(x, int) else x for x in (start, stop))
+        before = self.block
+        head, inside, after = (self.append_basic_block() for _ in range(3))
+        self.branch(head)
+        self.position_at_end(head)
+        old = [self.phi(x.type) for x in (start, *carried)]
+        self.cbranch(self.icmp_signed("<", old[0], stop), inside, after)
+        self.position_at_end(inside)
+        new = [*(body(*old) or ())]
+        new = [self.add(old[0], word(step)), *new]
+        for phi, first, then in zip(old, (start, *carried), new, strict=True):
+            phi.add_incoming(first, before)
+            phi.add_incoming(then, self.block)
+        self.branch(head)
+        self.position_at_end(after)
+        return old[1:]
+
+    def at(self, pointer: ir.Value, *terms: int | ir.Value | tuple[ir.Value, int]) -> ir.Value:
+        """The place of an element.  Its index is a sum: of numbers, values, and values times numbers."""
+        index: ir.Value = word(sum(t for t in terms if isinstance(t, int)))
+        for t in terms:
+            if not isinstance(t, int):
+                index = self.add(index, self.mul(t[0], word(t[1])) if isinstance(t, tuple) else t)
+        return self.gep(pointer, [index])
+
+    def get(self, pointer: ir.Value, lanes: int = 0) -> ir.Value:
+        """A vector from memory as floats; of as many lanes as the processor has, or so many."""
+        kind = ir.VectorType(pointer.type.pointee, lanes or self.lanes)
+        value = self.load(self.bitcast(pointer, ir.PointerType(kind)), align=1)
+        return value if kind.element == FLOAT else self.uitofp(value, ir.VectorType(FLOAT, kind.count))
+
+    def put(self, value: ir.Value, pointer: ir.Value) -> None:
+        """A vector to memory."""
+        self.store(value, self.bitcast(pointer, ir.PointerType(value.type)), align=4)
+
+    def spread(self, pointer: ir.Value) -> ir.Value:
+        """One float from memory in all lanes."""
+        one = self.insert_element(ir.Constant(self.vector, ir.Undefined), self.load(pointer), ir.Constant(HALF, 0))
+        return self.shuffle_vector(one, one, ir.Constant(ir.VectorType(HALF, self.lanes), [0] * self.lanes))
+
+    def multiply_add(self, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
+        """The sum x y + z, rounded once."""
+        fma = self.of_c(f"llvm.fma.v{self.lanes}f32", self.vector, *[self.vector] * 3)
+        return self.call(fma, (x, y, z))
+
+    def all(self, value: float) -> ir.Constant:
+        """A vector of one number."""
+        return ir.Constant(self.vector, [value] * self.lanes)
+
+    def fill(self, pointer: ir.Value, count: int, value: float) -> None:
+        """`count` floats that are all the same."""
+        whole, many = count // self.lanes * self.lanes, self.all(value)
+        self.repeat(0, whole, lambda i: self.put(many, self.at(pointer, i)), step=self.lanes)
+        for i in range(whole, count):
+            self.store(ir.Constant(FLOAT, value), self.at(pointer, i))
+
+    def room(self, count: int) -> ir.Value:
+        """Memory for floats, from a cache line's start on; on the heap, as threads' stacks are small.  See `leave`."""
+        size = -(-4 * count // 64) * 64
+        allocate = self.of_c("aligned_alloc", POINTER, INT, INT)
+        self.rooms.append(self.call(allocate, [word(64), word(size)]))
+        return self.bitcast(self.rooms[-1], ir.PointerType(FLOAT))
+
+    def leave(self) -> None:
+        """The end of a function without a result, which gives back its rooms."""
+        for room in self.rooms:
+            self.free(room)
+        self.ret_void()
+
+    def free(self, pointer: ir.Value) -> None:
+        """Give memory back."""
+        self.call(self.of_c("free", NOTHING, POINTER), [self.bitcast(pointer, POINTER)])
+
+    def of_c(self, name: str, result: ir.Type, *arguments: ir.Type) -> ir.Function:
+        """A function of C's library, or of LLVM's own."""
+        return self.module.globals.get(name) or ir.Function(self.module, ir.FunctionType(result, arguments), name)
+
+    def words(self, value: ir.Value) -> ir.Value:
+        """An integer, or another pointer, as a pointer to words."""
+        return (self.inttoptr if value.type == INT else self.bitcast)(value, ir.PointerType(INT))
+
+    def follow(self, pointer: ir.Value, *fields: int) -> ir.Value:
+        """The word that words point to: pointer[field][field] ..."""
+        value = self.load(self.at(pointer, fields[0]))
+        return value if len(fields) == 1 else self.follow(self.words(value), *fields[1:])
+
+    def ask(self, function: ir.Value, *fields: ir.Value) -> tuple[ir.Value, ir.Value]:
+        """Call a function of XLA's, which takes one structure; the error's address, or 0, and the structure."""
+        structure = self.alloca(INT, 2 + len(fields))
+        for i, value in enumerate((word(8 * (2 + len(fields))), word(0), *fields)):
+            self.store(value, self.at(structure, i))
+        kind = ir.PointerType(ir.FunctionType(INT, [structure.type]))
+        return self.call(self.inttoptr(function, kind), [structure]), structure
+
+
+S = TypeVar("S", bound=Hashable)
+Unit = Callable[[Code, S, list[ir.Value], ir.Value, ir.Value, ir.Value], None]
+KEPT: dict[str, llvm.ExecutionEngine] = {}  # what is compiled, for as long as the process lives
+ONE_AT_A_TIME = Lock()
+
+
+def compiled(unit: Unit[S], shape: S, kinds: Sequence[ir.Type], results: int, units: int = 0) -> str:
+    """Have a function for XLA's programs on CPUs; the name by which `jax.ffi.ffi_call` finds it.
+
+    unit: writes what is to be done for a part of the batch: `unit(code, shape, pointers, number, first, last)`, where
+        `number` is the unit's, and `first` to `last` are those of the first argument's first dimension that it is for.
+    shape: all that the code depends on.
+    kinds: what the pointers point to: of arguments, then of results.
+    results: how many of them are results.
+    units: how many there are at most; 0 means as many as the first dimension of the first result.
+    """
+    name = name_of(unit, shape)
+    with ONE_AT_A_TIME:
+        if name not in KEPT:
+            KEPT[name] = engine = _compile(unit, shape, kinds, results, units)
+            address = ctypes.CFUNCTYPE(ctypes.c_void_p)(engine.get_function_address("handler"))
+            jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(address), platform="cpu")
+    return name
+
+
+def name_of(unit: Unit[S], shape: S) -> str:
+    """A function's name in XLA's programs, and in profiles of them."""
+    return f"cleanba_{unit.__name__}_{shape}"
+
+
+def _compile(unit: Unit[S], shape: S, kinds: Sequence[ir.Type], results: int, units: int) -> llvm.ExecutionEngine:
+    """The function in this process's memory.  Its machine code is kept where JAX keeps what it compiled."""
+    machine, folder = processor(), jax.config.values["jax_compilation_cache_dir"]
+    features = llvm.get_host_cpu_features().flatten()
+    depends_on = [llvmlite.__version__, machine.triple, llvm.get_host_cpu_name(), features]
+    depends_on += [Path(source).read_text() for source in (__file__, unit.__code__.co_filename)]
+    depends_on += [name_of(unit, shape), str(len(os.sched_getaffinity(0)))]
+    key = sha256("\n".join(depends_on).encode()).hexdigest()
+    kept = Path(folder) / f"cleanba_{unit.__name__}-{key}.o" if folder else None
+    code = b""
+    if kept is not None:
+        with suppress(OSError):
+            code = kept.read_bytes()
+    if not code:
+        module = ir.Module()
+        _write_handler(module, _write_task(module, _write_unit(module, unit, shape, kinds)), len(kinds), results, units)
+        optimised = llvm.parse_assembly(str(module))
+        options = llvm.create_pipeline_tuning_options(speed_level=2)
+        # What is written stands as it is to run.
+        options.loop_unrolling = options.loop_vectorization = options.slp_vectorization = False
+        passes = llvm.create_pass_builder(machine, options)
+        passes.getModulePassManager().run(optimised, passes)
+        code = machine.emit_object(optimised)
+        if kept is not None:
+            with suppress(OSError):  # read-only, full
+                scratch = kept.with_suffix(f".{os.getpid()}")  # other processes may be at the same
+                scratch.write_bytes(code)
+                os.replace(scratch, kept)
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), processor())
+    engine.add_object_file(llvm.ObjectFileRef.from_data(code))
+    engine.finalize_object()
+    return engine
+
+
+def _write_unit(module: ir.Module, unit: Unit[S], shape: S, kinds: Sequence[ir.Type]) -> ir.Function:
+    """unit(state, number): what `unit` writes, for its part of the batch."""
+    code = Code(module, "unit", NOTHING, ir.PointerType(INT), INT)
+    state, number = code.function.args
+    count, units = (code.follow(state, STATE[x]) for x in ("count", "units"))
+    addresses = [code.follow(state, STATE["buffers"] + i) for i in range(len(kinds))]
+    pointers = [code.inttoptr(a, ir.PointerType(k)) for a, k in zip(addresses, kinds, strict=True)]
+    first, last = (code.sdiv(code.mul(count, n), units) for n in (number, code.add(number, word(1))))
+    unit(code, shape, pointers, number, first, last)
+    code.leave()
+    return code.function
+
+
+def _write_task(module: ir.Module, unit: ir.Function) -> ir.Function:
+    """task(state): take units until none is left; who does the last one says so, who leaves last frees the state."""
+    code = Code(module, "task", NOTHING, ir.PointerType(INT))
+    (state,) = code.function.args
+    count_up = lambda field, by=1: code.atomic_rmw("add", code.at(state, STATE[field]), word(by), "acq_rel")
+    units, future = code.follow(state, STATE["units"]), code.follow(state, STATE["future"])
+    look, work, stop, gone = (code.append_basic_block() for _ in range(4))
+    code.branch(look)
+    code.position_at_end(look)
+    number = count_up("taken")
+    code.cbranch(code.icmp_signed("<", number, units), work, stop)
+    code.position_at_end(work)
+    code.call(unit, [state, number])
+    is_last = code.icmp_signed("==", count_up("done"), code.sub(units, word(1)))
+    with code.if_then(code.and_(is_last, code.icmp_signed("!=", future, word(0)))):
+        code.ask(code.follow(state, STATE["set_available"]), future)
+    code.branch(look)
+    code.position_at_end(stop)
+    last = code.icmp_signed("==", count_up("threads", -1), word(1))
+    with code.if_then(last):
+        code.free(state)
+    code.branch(gone)
+    code.position_at_end(gone)
+    code.ret_void()
+    return code.function
+
+
+def _write_handler(module: ir.Module, task: ir.Function, buffers: int, results: int, most: int) -> None:
+    """handler(frame): say which interface this is written for, if that is asked; else do the work."""
+    code = Code(module, "handler", INT, ir.PointerType(INT))
+    (frame,) = code.function.args
+    extension = code.follow(frame, FRAME["extension"])
+    with code.if_then(code.icmp_signed("!=", extension, word(0))):
+        metadata = code.bitcast(code.words(code.follow(code.words(extension), METADATA)), ir.PointerType(HALF))
+        for place, number in zip((MAJOR, MINOR), VERSION, strict=True):
+            code.store(ir.Constant(HALF, number), code.at(metadata, place))
+        code.ret(word(0))
+
+    state = code.words(code.call(code.of_c("malloc", POINTER, INT), [word(8 * (STATE["buffers"] + buffers))]))
+    share = lambda field, value, more=0: code.store(value, code.at(state, STATE[field] + more))
+    inputs = buffers - results
+    for i in range(buffers):
+        where = (FRAME["arguments"], i) if i < inputs else (FRAME["results"], i - inputs)
+        share("buffers", code.follow(frame, *where, BUFFER["data"]), i)
+    count = code.follow(frame, FRAME["arguments"], 0, BUFFER["dims"], 0)
+    smaller = lambda x, y: code.select(code.icmp_signed("<", x, y), x, y)
+    units = smaller(count, word(most)) if most else code.follow(frame, FRAME["results"], 0, BUFFER["dims"], 0)
+    api, threads = code.words(code.follow(frame, FRAME["api"])), smaller(units, word(len(os.sched_getaffinity(0))))
+    share("set_available", code.follow(api, API["set_available"]))
+    for field, value in {"units": units, "count": count, "threads": threads}.items():
+        share(field, value)
+    for field in ("taken", "done", "future"):
+        share(field, word(0))
+
+    with code.if_then(code.icmp_signed(">", threads, word(1))):
+        error, created = code.ask(code.follow(api, API["create_future"]), word(0))
+        with code.if_then(code.icmp_signed("!=", error, word(0))):
+            code.ret(error)
+        future = code.follow(created, 2)
+        code.store(future, code.at(frame, FRAME["future"]))
+        share("future", future)
+        context, schedule = code.follow(frame, FRAME["context"]), code.follow(api, API["schedule"])
+        job = code.ptrtoint(task, INT), code.ptrtoint(state, INT)
+
+        def helper(_: ir.Value) -> None:
+            error, _ = code.ask(schedule, context, *job)
+            with code.if_then(code.icmp_signed("!=", error, word(0))):  # no thread will come
+                code.call(task, [state])
+
+        code.repeat(1, threads, helper)
+    code.call(task, [state])
+    code.ret(word(0))

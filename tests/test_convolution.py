@@ -1,0 +1,201 @@
+"""Our convolutions for CPUs: the definition as loops, XLA's gradients, and the same bits however they are computed."""
+
+import os
+import subprocess
+import sys
+from functools import partial
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from cleanba.ops import convolution, llvm
+from cleanba.ops.convolution import How, convolve, max_pool
+
+SAME, VALID = ((1, 1), (1, 1)), ((0, 0), (0, 0))
+
+
+def draw(*shape, seed=0):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def by_definition(how, x, kernel, bias, skip=None):
+    """One number after the other, in float64."""
+    x = x.transpose(0, 2, 3, 1) if how.planes else x
+    x = np.pad(np.maximum(x, 0) if how.rectify else x, ((0, 0), *how.pads, (0, 0))).astype(np.float64)
+    n, (size, _, _, features) = x.shape[0], kernel.shape
+    rows, columns = ((d - size) // how.stride + 1 for d in x.shape[1:3])
+    y = np.zeros((n, rows, columns, features))
+    for i in range(n):
+        for h in range(rows):
+            for p in range(columns):
+                seen = x[i, h * how.stride : h * how.stride + size, p * how.stride : p * how.stride + size]
+                for f in range(features):
+                    y[i, h, p, f] = bias[f] + (seen * kernel[..., f]).sum()
+    return y if skip is None else y + skip
+
+
+def as_xla_has_it(how, x, kernel, bias, skip):
+    x = (x.transpose(0, 2, 3, 1) if how.planes else x).astype(jnp.float32)
+    x = nn.relu(x) if how.rectify else x
+    numbers = ("NHWC", "HWIO", "NHWC")
+    strides = (how.stride, how.stride)
+    y = lax.conv_general_dilated(x, kernel, strides, how.pads, dimension_numbers=numbers, precision="highest") + bias
+    return y if skip is None else y + skip
+
+
+CASES = {  # how, shape of x, size and features, whether something is added
+    "the ResNet's first": (How(SAME, planes=True), (3, 4, 21, 37), 3, 16, False),
+    "its blocks' first": (How(SAME, rectify=True), (5, 11, 12, 16), 3, 16, False),
+    "its blocks' second": (How(SAME, rectify=True), (17, 5, 6, 32), 3, 32, True),
+    "the Nature CNN's first": (How(VALID, 4, planes=True), (2, 4, 36, 40), 8, 32, False),
+    "its second": (How(VALID, 2, rectify=True), (2, 8, 10, 32), 4, 64, False),
+    "its third": (How(VALID, 1, rectify=True), (9, 7, 6, 64), 3, 64, False),
+    "MinAtar's": (How(VALID), (40, 10, 10, 7), 3, 16, False),
+    "more columns than registers": (How(SAME), (1, 3, 61, 2), 3, 16, False),
+    "steps that leave a rest": (How(((1, 0), (0, 1)), 2), (2, 8, 7, 5), 3, 4, False),
+    "steps longer than the kernel": (How(VALID, 3), (2, 8, 7, 5), 2, 16, False),
+    "few features": (How(SAME, rectify=True), (2, 4, 5, 3), 3, 5, True),
+    "many features": (How(SAME), (2, 4, 5, 3), 3, 80, False),
+    "three planes": (How(VALID, 2, planes=True), (2, 3, 9, 11), 3, 16, False),
+    "six planes": (How(VALID, planes=True), (2, 6, 9, 21), 3, 16, False),
+    "bytes, channels last": (How(SAME), (2, 9, 11, 3), 3, 16, False),
+    "one pixel": (How(VALID), (1, 1, 1, 1), 1, 1, False),
+    "more padding than image": (How(((2, 2), (2, 2))), (2, 1, 1, 16), 3, 16, False),
+}
+
+
+def given(case):
+    how, shape, size, features, skips = CASES[case]
+    bytes_ = how.planes or "bytes" in case
+    x = np.random.default_rng(1).integers(256, size=shape).astype(np.uint8) if bytes_ else draw(*shape)
+    channels = shape[1] if how.planes else shape[3]
+    kernel, bias = draw(size, size, channels, features, seed=2), draw(features, seed=3)
+    y = jax.eval_shape(partial(as_xla_has_it, how), x, kernel, bias, None).shape
+    return how, (x, kernel, bias, draw(*y, seed=4) if skips else None), draw(*y, seed=5)
+
+
+def gradients(convolution, how, arguments, weight):
+    """The result and all gradients there are."""
+    of = tuple(i for i, x in enumerate(arguments) if x is not None and x.dtype == np.float32)
+    loss = lambda *arguments: (convolution(how, *arguments) * weight).sum()
+    return [jax.jit(partial(convolution, how))(*arguments), *jax.jit(jax.grad(loss, of))(*arguments)]
+
+
+def near(ours, expected):
+    assert len(ours) == len(expected)
+    for x, y in zip(ours, expected, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=2e-6 * np.abs(y).max())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_results_are_the_definitions_and_gradients_xlas(case):
+    how, arguments, weight = given(case)
+    ours = gradients(convolve, how, arguments, weight)
+    near(ours[:1], [by_definition(how, *arguments)])
+    near(ours, gradients(as_xla_has_it, how, arguments, weight))
+
+
+@pytest.mark.parametrize("registers", [(16, 32), (8, 16), (4, 32)], ids=["avx512", "avx", "neon"])
+@pytest.mark.parametrize("case", ["its blocks' second", "its second", "three planes", "few features"])
+def test_a_processor_with_other_vectors_ends_in_the_same_bits(case, registers, monkeypatch):
+    how, arguments, weight = given(case)
+    here = gradients(convolve, how, arguments, weight)
+    monkeypatch.setattr(llvm, "registers", lambda: registers)
+    monkeypatch.setattr(convolution, "registers", lambda: registers)
+    monkeypatch.setattr(llvm, "name_of", lambda unit, shape: f"{registers}_{unit.__name__}_{shape}")
+    jax.clear_caches()
+    there = gradients(convolve, how, arguments, weight)
+    assert any(name.startswith(str(registers)) for name in llvm.KEPT)
+    for x, y in zip(here, there, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+THREADS = """
+import hashlib, os, sys
+os.sched_setaffinity(0, map(int, sys.argv[1:]))
+import numpy as np
+from test_convolution import CASES, given, gradients
+from cleanba.ops.convolution import convolve
+for case in ("its blocks' second", "MinAtar's"):
+    for x in gradients(convolve, *given(case)):
+        print(case, hashlib.sha256(np.asarray(x).tobytes()).hexdigest())
+"""
+
+
+def test_the_number_of_threads_changes_no_bit():
+    """One core has one thread; two cores of one thread of XLA's, too; then two, then more than there are cores."""
+    cores = sorted(os.sched_getaffinity(0))
+    outputs = []
+    for allowed, threads in ((cores[:1], 1), (cores, 1), (cores[:2], 2), (cores, 8)):
+        out = subprocess.run(
+            [sys.executable, "-c", THREADS, *map(str, allowed)], env=os.environ | {"PJRT_NPROC": str(threads)},
+            cwd=os.path.dirname(__file__), capture_output=True, text=True, timeout=300,
+        )  # fmt: skip
+        assert out.returncode == 0, out.stderr
+        outputs.append(out.stdout)
+    assert outputs[0].count("\n") == 9 and len(set(outputs)) == 1
+
+
+def test_a_part_of_a_batch_gives_the_bits_that_it_gives_within_the_batch():
+    how, (x, kernel, bias, skip), _ = given("its blocks' second")
+    whole = convolve(how, x, kernel, bias, skip)
+    for part in (slice(0, 1), slice(3, 10), slice(16, 17)):
+        np.testing.assert_array_equal(convolve(how, x[part], kernel, bias, skip[part]), whole[part])
+
+
+def test_many_calls_at_once_do_not_disturb_one_another():
+    """Independent convolutions, whose units lie in one pool of threads, a hundred times."""
+    how, (x, kernel, bias, _), _ = given("MinAtar's")
+    xs = np.stack([np.roll(x, i, 0) for i in range(6)])
+    separate = [np.asarray(convolve(how, x, kernel, bias, None)) for x in xs]
+    together = jax.jit(lambda xs: [convolve(how, x, kernel, bias, None) for x in xs])
+    mapped = jax.jit(jax.vmap(lambda x: convolve(how, x, kernel, bias, None)))
+    for _ in range(100):
+        np.testing.assert_array_equal(together(xs), separate)
+    np.testing.assert_array_equal(mapped(xs), separate)
+
+
+def test_what_is_not_a_number_stays_so():
+    x = draw(1, 3, 3, 16)
+    x[0, 1, 1, 0] = np.nan
+    y = convolve(How(SAME, rectify=True), x, draw(3, 3, 16, 16, seed=1), np.zeros(16, np.float32), None)
+    assert np.isnan(y).all()
+
+
+@pytest.mark.parametrize(
+    "shape", [(2, 84, 20, 16), (3, 21, 11, 32), (1, 4, 5, 48), (2, 1, 2, 16), (1, 1, 1, 16)], ids=str
+)
+@pytest.mark.parametrize("whole", [False, True], ids=["distinct", "equal maxima"])
+def test_maxima_are_xlas_and_so_are_their_gradients(shape, whole):
+    x = np.round(draw(*shape)) - 5 if whole else draw(*shape) - 5  # padding must not win
+    xlas = partial(nn.max_pool, window_shape=(3, 3), strides=(2, 2), padding="SAME")
+    weight = draw(*jax.eval_shape(xlas, x).shape, seed=1)
+    both = [[jax.jit(f)(x), jax.jit(jax.grad(lambda x, f=f: (f(x) * weight).sum()))(x)] for f in (max_pool, xlas)]
+    np.testing.assert_array_equal(both[0][0], both[1][0])
+    near(*both)
+
+
+@pytest.fixture
+def cache(tmp_path):
+    before = jax.config.values["jax_compilation_cache_dir"]
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    yield tmp_path
+    jax.config.update("jax_compilation_cache_dir", before)
+
+
+def test_what_was_compiled_is_kept_on_disk_and_taken_from_there(cache, monkeypatch):
+    shape = convolution._pool_shape(np.zeros((1, 6, 6, 16)))
+    compile_ = partial(llvm._compile, convolution.pool, shape, [llvm.FLOAT] * 2, 1, 4)
+    compile_()
+    (kept,) = cache.iterdir()
+    written = []
+    monkeypatch.setattr(llvm, "_write_unit", lambda *args: written.append(args) or 1 / 0)
+    assert compile_().get_function_address("handler")
+    kept.write_bytes(b"")  # as after a full disk
+    with pytest.raises(ZeroDivisionError):
+        compile_()
+    assert len(written) == 1
