@@ -13,7 +13,7 @@ import pytest
 from jax import lax
 
 from cleanba.ops import convolution, llvm
-from cleanba.ops.convolution import How, convolve, max_pool
+from cleanba.ops.convolution import How, convolve
 
 SAME, VALID = ((1, 1), (1, 1)), ((0, 0), (0, 0))
 
@@ -35,7 +35,20 @@ def by_definition(how, x, kernel, bias, skip=None):
                 seen = x[i, h * how.stride : h * how.stride + size, p * how.stride : p * how.stride + size]
                 for f in range(features):
                     y[i, h, p, f] = bias[f] + (seen * kernel[..., f]).sum()
+    y = maxima(y) if how.pool else y
     return y if skip is None else y + skip
+
+
+def maxima(x):
+    """Of 3 x 3 pixels in steps of 2, where as many are beyond the image before it as after it, or one fewer."""
+    before = [(2 * -(-d // 2) + 1 - d) // 2 for d in x.shape[1:3]]
+    rows, columns = (-(-d // 2) for d in x.shape[1:3])
+    y = np.zeros((x.shape[0], rows, columns, x.shape[3]))
+    for h in range(rows):
+        for p in range(columns):
+            top, left = 2 * h - before[0], 2 * p - before[1]
+            y[:, h, p] = x[:, max(top, 0) : top + 3, max(left, 0) : left + 3].max((1, 2))
+    return y
 
 
 def as_xla_has_it(how, x, kernel, bias, skip):
@@ -44,6 +57,7 @@ def as_xla_has_it(how, x, kernel, bias, skip):
     numbers = ("NHWC", "HWIO", "NHWC")
     strides = (how.stride, how.stride)
     y = lax.conv_general_dilated(x, kernel, strides, how.pads, dimension_numbers=numbers, precision="highest") + bias
+    y = nn.max_pool(y, (3, 3), strides=(2, 2), padding="SAME") if how.pool else y
     return y if skip is None else y + skip
 
 
@@ -54,6 +68,9 @@ CASES = {  # how, shape of x, size and features, whether something is added
     "the Nature CNN's first": (How(VALID, 4, planes=True), (2, 4, 36, 40), 8, 32, False),
     "its second": (How(VALID, 2, rectify=True), (2, 8, 10, 32), 4, 64, False),
     "its third": (How(VALID, 1, rectify=True), (9, 7, 6, 64), 3, 64, False),
+    "a stage's first": (How(SAME, pool=True), (5, 7, 10, 16), 3, 32, False),
+    "a stage's first of bytes": (How(SAME, planes=True, pool=True), (3, 4, 12, 21), 3, 16, False),
+    "a stage's first, rectified": (How(SAME, rectify=True, pool=True), (3, 1, 2, 3), 3, 16, False),
     "MinAtar's": (How(VALID), (40, 10, 10, 7), 3, 16, False),
     "more columns than registers": (How(SAME), (1, 3, 61, 2), 3, 16, False),
     "steps that leave a rest": (How(((1, 0), (0, 1)), 2), (2, 8, 7, 5), 3, 4, False),
@@ -100,7 +117,9 @@ def test_results_are_the_definitions_and_gradients_xlas(case):
 
 
 @pytest.mark.parametrize("registers", [(16, 32), (8, 16), (4, 32)], ids=["avx512", "avx", "neon"])
-@pytest.mark.parametrize("case", ["its blocks' second", "its second", "three planes", "few features"])
+@pytest.mark.parametrize(
+    "case", ["its blocks' second", "its second", "three planes", "few features", "a stage's first"]
+)
 def test_a_processor_with_other_vectors_ends_in_the_same_bits(case, registers, monkeypatch):
     how, arguments, weight = given(case)
     here = gradients(convolve, how, arguments, weight)
@@ -166,17 +185,26 @@ def test_what_is_not_a_number_stays_so():
     assert np.isnan(y).all()
 
 
+@pytest.mark.parametrize("hw", [(84, 20), (21, 11), (4, 5), (1, 2), (1, 1)], ids=str)
+def test_the_first_of_equal_maxima_has_the_gradient_as_xlas(hw):
+    """A kernel that changes nothing before whole numbers, below zero, as padding must not win."""
+    x = np.round(draw(2, *hw, 16)) - 5
+    kernel = np.zeros((3, 3, 16, 16), np.float32)
+    kernel[1, 1] = np.eye(16)
+    arguments = x, kernel, np.zeros(16, np.float32), None
+    how = How(SAME, pool=True)
+    weight = draw(*jax.eval_shape(partial(as_xla_has_it, how), *arguments).shape, seed=1)
+    ours, xlas = (gradients(f, how, arguments, weight) for f in (convolve, as_xla_has_it))
+    np.testing.assert_array_equal(ours[0], xlas[0])
+    near(ours, xlas)
+
+
 @pytest.mark.parametrize(
-    "shape", [(2, 84, 20, 16), (3, 21, 11, 32), (1, 4, 5, 48), (2, 1, 2, 16), (1, 1, 1, 16)], ids=str
+    "how, size, features", [(How(VALID, pool=True), 3, 16), (How(SAME, pool=True), 2, 16), (How(SAME, pool=True), 3, 8)]
 )
-@pytest.mark.parametrize("whole", [False, True], ids=["distinct", "equal maxima"])
-def test_maxima_are_xlas_and_so_are_their_gradients(shape, whole):
-    x = np.round(draw(*shape)) - 5 if whole else draw(*shape) - 5  # padding must not win
-    xlas = partial(nn.max_pool, window_shape=(3, 3), strides=(2, 2), padding="SAME")
-    weight = draw(*jax.eval_shape(xlas, x).shape, seed=1)
-    both = [[jax.jit(f)(x), jax.jit(jax.grad(lambda x, f=f: (f(x) * weight).sum()))(x)] for f in (max_pool, xlas)]
-    np.testing.assert_array_equal(both[0][0], both[1][0])
-    near(*both)
+def test_what_cannot_be_pooled_is_refused(how, size, features):
+    with pytest.raises(ValueError, match="cannot be pooled"):
+        convolve(how, draw(1, 5, 5, 16), draw(size, size, 16, features), draw(features), None)
 
 
 @pytest.fixture
@@ -188,8 +216,8 @@ def cache(tmp_path):
 
 
 def test_what_was_compiled_is_kept_on_disk_and_taken_from_there(cache, monkeypatch):
-    shape = convolution._pool_shape(np.zeros((1, 6, 6, 16)))
-    compile_ = partial(llvm._compile, convolution.pool, shape, [llvm.FLOAT] * 2, 1, 4)
+    shape = convolution.Window(6, 6, 16, 16, 3, 1, SAME)
+    compile_ = partial(llvm._compile, convolution.forward, shape, [llvm.FLOAT] * 4, 1, 4)
     compile_()
     (kept,) = cache.iterdir()
     written = []

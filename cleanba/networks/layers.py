@@ -86,6 +86,7 @@ class Conv(nn.Module):
     input_scale: float = 1.0  # applied to the kernel, so that images can stay bytes until they are multiplied
     planes: bool = False  # whether x is [N, C, H, W]
     rectify: bool = False  # whether max(x, 0) is what is convolved
+    pool: bool = False  # whether `max_pool` comes after it; a kernel of 3 x 3 with "SAME" padding only
 
     @nn.compact
     def __call__(self, x: jax.Array, skip: jax.Array | None = None) -> jax.Array:
@@ -96,29 +97,28 @@ class Conv(nn.Module):
         rows, columns = lax.padtype_to_pads((height, width), kernel.shape[:2], (self.stride,) * 2, self.padding)
         pads = (rows, columns)
         if self.kind == "direct":
-            planes = self.planes and x.dtype == jnp.uint8
+            planes, pool = self.planes and x.dtype == jnp.uint8, self.pool and self.features % convolution.WIDEST == 0
             if x.dtype != jnp.uint8:
                 x = (x.transpose(0, 2, 3, 1) if self.planes else x).astype(jnp.float32)
-            how = convolution.How(pads, self.stride, planes, self.rectify)
-            return convolution.convolve(
-                how, x, *(jax.tree.map(lambda p: p.astype(jnp.float32), (kernel, bias, skip)))
-            ).astype(self.dtype)
+            how = convolution.How(pads, self.stride, planes, self.rectify, pool)
+            floats = jax.tree.map(lambda p: p.astype(jnp.float32), (kernel, bias, skip))
+            y = convolution.convolve(how, x, *floats).astype(self.dtype)
+            return max_pool(y) if self.pool and not pool else y
         x = (x.transpose(0, 2, 3, 1) if self.planes else x).astype(self.dtype)
         x = nn.relu(x) if self.rectify else x
         numbers = ("NHWC", "HWIO", "NHWC")
         y = lax.conv_general_dilated(x, kernel, (self.stride, self.stride), pads, dimension_numbers=numbers) + bias
+        y = max_pool(y) if self.pool else y
         return y if skip is None else skip + y
 
 
-def max_pool(x: jax.Array, kind: ConvKind = "xla") -> jax.Array:
+def max_pool(x: jax.Array) -> jax.Array:
     """Maxima of 3 x 3 pixels in steps of 2, padded ("SAME").  [N, H, W, C] -> [N, ceil(H/2), ceil(W/2), C].
 
     Values and gradients are those of `nn.max_pool`, also where maxima are equal: the first has the gradient.  But what
     JAX derives from that is a loop over scalars on CPUs and a scatter on GPUs, which XLA, to have the same bits every
     time, puts behind a sort of all pixels.  From this it derives selects and pads, which fuse.
     """
-    if kind == "direct" and x.dtype == jnp.float32 and x.shape[-1] % convolution.WIDEST == 0:
-        return convolution.max_pool(x)
     later_if_greater = lambda a, b: jnp.where(b > a, b, a)  # `jnp.maximum` would split a gradient, and be slower
 
     def pool(x: jax.Array, axis: int) -> jax.Array:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.nn.initializers import Initializer
 from jax.typing import DTypeLike
 
-from cleanba.networks.layers import Affine, Conv, ConvKind, max_pool
+from cleanba.networks.layers import Affine, Conv, ConvKind
 
 
 def orthogonal(scale: float) -> Initializer:
@@ -81,9 +81,8 @@ class ImpalaResNet(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         scale, planes = 1 / 255, channels_first(x)
         for channels in self.channels:
-            x = Conv(channels, 3, 1, "SAME", self.dtype, self.kind, input_scale=scale, planes=planes)(x)
+            x = Conv(channels, 3, 1, "SAME", self.dtype, self.kind, input_scale=scale, planes=planes, pool=True)(x)
             scale, planes = 1.0, False
-            x = max_pool(x, self.kind)
             for _ in range(2):
                 x = Residual(channels, self.dtype, self.kind)(x)
         x = nn.relu(x).reshape(x.shape[0], -1)

@@ -48,6 +48,10 @@ class Window(NamedTuple):
     """whether something is added to y"""
     mask: bool = False
     """whether y is set to 0 where something is not positive"""
+    pool: bool = False
+    """whether what comes out is pooled: y in `forward`, dy in `gradient`"""
+    unpool: bool = False
+    """whether x is the gradient of what was pooled"""
 
     @property
     def padded(self) -> tuple[int, int]:
@@ -60,14 +64,30 @@ class Window(NamedTuple):
         rows, columns = ((n - self.size) // self.stride + 1 for n in self.padded)
         return rows, columns
 
+    @property
+    def pooling(self) -> "Window":
+        """The windows of which maxima are taken, over what comes out."""
+        return _maxima(*self.out, self.features)
+
+    @property
+    def before(self) -> "Window":
+        """The windows of which maxima were taken, where x is their gradient."""
+        return _maxima(self.height, self.width, self.channels)
+
     def __str__(self) -> str:
         """As part of a name."""
         (top, bottom), (left, right) = self.pads
         x = f"{self.height}x{self.width}x{self.channels}{self.images}"
-        more = "".join("_" + name for name in ("rectify", "skip", "mask") if getattr(self, name))
+        more = "".join("_" + name for name in ("rectify", "skip", "mask", "pool", "unpool") if getattr(self, name))
         return (
             f"{x}_{self.size}x{self.size}x{self.features}_stride{self.stride}_pads{top}_{bottom}_{left}_{right}{more}"
         )
+
+
+def _maxima(height: int, width: int, channels: int) -> Window:
+    """Windows of 3 x 3 in steps of 2, padded ("SAME")."""
+    rows, columns = (((2 * -(-d // 2) + 1 - d) // 2, (2 * -(-d // 2) + 2 - d) // 2) for d in (height, width))
+    return Window(height, width, channels, channels, 3, 2, (rows, columns))
 
 
 class How(NamedTuple):
@@ -79,51 +99,67 @@ class How(NamedTuple):
     """x is bytes [N, C, H, W], not [N, H, W, C]"""
     rectify: bool = False
     """max(x, 0) is what is convolved"""
+    pool: bool = False
+    """maxima of 3 x 3 in steps of 2 are what comes out; for kernels of 3 x 3 with "SAME" padding, and nothing skips"""
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def convolve(how: How, x: jax.Array, kernel: jax.Array, bias: jax.Array, skip: jax.Array | None) -> jax.Array:
     """y_hw = b + sum_ij x_{sh+i, sw+j} K_ij + skip_hw.  [N, H, W, C], [k, k, C, F], [F] -> [N, H', W', F], float32.
 
-    x is float32, or bytes, which have no gradient.
+    x is float32, or bytes, which have no gradient.  Where what comes out is pooled, the first of equal maxima has the
+    gradient.
     """
     return _forward(how, x, kernel, bias, skip)[0]
 
 
 def _forward(
-    how: How, x: jax.Array, kernel: jax.Array, bias: jax.Array, skip: jax.Array | None, mask: jax.Array | None = None
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array, bool]]:
-    few, wide = kernel.shape[-1], _widened(kernel.shape[-1])
-    w = _window(how, x, kernel)._replace(skip=skip is not None, mask=mask is not None)
-    given = [x, *(_widen(p, wide) for p in (kernel, bias, skip, mask) if p is not None)]
-    name = compiled(forward, w, [_kind(x), *[FLOAT] * len(given)], 1, PARTS)
-    y = jax.ShapeDtypeStruct((x.shape[0], *w.out, wide), jnp.float32)
-    return jax.ffi.ffi_call(name, y, vmap_method="sequential")(*given)[..., :few], (x, kernel, skip is not None)
+    how: How, x: jax.Array, kernel: jax.Array, bias: jax.Array, skip: jax.Array | None
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array | None, bool]]:
+    w, few = _window(how, x, kernel), kernel.shape[-1]
+    y, where = _call(w._replace(skip=skip is not None), [x], kernel, bias, skip)
+    return y[..., :few], (x, kernel, where, skip is not None)
+
+
+def _call(
+    w: Window, xs: list[jax.Array], kernel: jax.Array, bias: jax.Array, other: jax.Array | None
+) -> tuple[jax.Array, jax.Array | None]:
+    """What `forward` writes: y, and where in its window each maximum was."""
+    y = (xs[0].shape[0], *(w.pooling if w.pool else w).out, w.features)
+    kinds = (jnp.float32, jnp.uint8) if w.pool else (jnp.float32,)
+    results = [jax.ShapeDtypeStruct(y, kind) for kind in kinds]
+    given = [*xs, *(_widen(p, w.features) for p in (kernel, bias, other) if p is not None)]
+    name = compiled(forward, w, [*map(_kind, given), *map(_kind, results)], len(results), PARTS)
+    first, *more = jax.ffi.ffi_call(name, results, vmap_method="sequential")(*given)
+    return first, more[0] if more else None
 
 
 def _backward(
-    how: How, saved: tuple[jax.Array, jax.Array, bool], dy: jax.Array
+    how: How, saved: tuple[jax.Array, jax.Array, jax.Array | None, bool], dy: jax.Array
 ) -> tuple[jax.Array | None, jax.Array, jax.Array, jax.Array | None]:
     """All gradients.  That of x, sum_ij dy_{h-i, w-j} K_ij^T, is dy convolved by the kernel turned round."""
-    (x, kernel, skipped), (pads, stride) = saved, how[:2]
+    (x, kernel, where, skipped), (pads, stride) = saved, how[:2]
     w, few = _window(how, x, kernel), kernel.shape[-1]
     parts = max(min(x.shape[0], 2), min(x.shape[0] // 8, 16))
-    name = compiled(gradient, w, [_kind(x), FLOAT, FLOAT, FLOAT], 2)
-    sums = [jax.ShapeDtypeStruct((parts, *shape, w.features), jnp.float32) for shape in (kernel.shape[:-1], ())]
-    both = jax.ffi.ffi_call(name, sums, vmap_method="sequential")(x, _widen(dy, w.features))
-    dk, db = (p.sum(0)[..., :few] for p in both)
+    results = [jax.ShapeDtypeStruct((parts, *shape, w.features), jnp.float32) for shape in (kernel.shape[:-1], ())]
+    given = [x, _widen(dy, w.features), *([] if where is None else [where])]
+    name = compiled(gradient, w, [*map(_kind, given), *map(_kind, results)], 2)
+    dk, db = (p.sum(0)[..., :few] for p in jax.ffi.ffi_call(name, results, vmap_method="sequential")(*given))
     dskip = dy if skipped else None
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return None, dk, db, dskip
     turned = cells_kernel(kernel, stride)[::-1, ::-1].swapaxes(2, 3)
     last, none = turned.shape[0] - 1, jnp.zeros(turned.shape[-1], jnp.float32)
-    if stride == 1:
-        (top, bottom), (left, right) = pads
-        back = How(((last - top, last - bottom), (last - left, last - right)))
-        return _forward(back, dy, turned, none, None, x if how.rectify else None)[0], dk, db, dskip
-    dcells = _forward(How(((last, last), (last, last))), dy, turned, none, None)[0]
-    (dx,) = jax.linear_transpose(lambda x: cells(x, kernel.shape[0], stride, pads), x)(dcells)
-    return jnp.where(x > 0, dx, 0.0) if how.rectify else dx, dk, db, dskip
+    if stride > 1:
+        dcells = convolve(How(((last, last), (last, last))), dy, turned, none, None)
+        (dx,) = jax.linear_transpose(lambda x: cells(x, kernel.shape[0], stride, pads), x)(dcells)
+        return jnp.where(x > 0, dx, 0.0) if how.rectify else dx, dk, db, dskip
+    (top, bottom), (left, right) = pads
+    back = ((last - top, last - bottom), (last - left, last - right))
+    (rows, columns), c = w.out, x.shape[-1]
+    w = Window(rows, columns, few, _widened(c), last + 1, 1, back, mask=how.rectify, unpool=how.pool)
+    dx, _ = _call(w, [dy] if where is None else [dy, where], turned, none, x if how.rectify else None)
+    return dx[..., :c], dk, db, dskip
 
 
 convolve.defvjp(_forward, _backward)
@@ -133,7 +169,10 @@ def _window(how: How, x: jax.Array, kernel: jax.Array) -> Window:
     images = "" if x.dtype == jnp.float32 else "first" if how.planes else "last"
     height, width = x.shape[2:] if how.planes else x.shape[1:3]
     size, _, channels, features = kernel.shape
-    return Window(height, width, channels, _widened(features), size, how.stride, how.pads, images, how.rectify)
+    w = Window(height, width, channels, _widened(features), size, how.stride, how.pads, images, how.rectify)
+    if how.pool and (how.stride > 1 or size != 3 or how.pads != ((1, 1), (1, 1)) or features % WIDEST > 0):
+        raise ValueError(f"what comes out of {w} cannot be pooled")
+    return w._replace(pool=how.pool)
 
 
 def _widened(features: int) -> int:
@@ -144,7 +183,7 @@ def _widen(x: jax.Array, features: int) -> jax.Array:
     return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, features - x.shape[-1]),))
 
 
-def _kind(x: jax.Array) -> ir.Type:
+def _kind(x: jax.Array | jax.ShapeDtypeStruct) -> ir.Type:
     return FLOAT if x.dtype == jnp.float32 else BYTE
 
 
@@ -170,46 +209,20 @@ def cells_kernel(kernel: jax.Array, stride: int) -> jax.Array:
     return kernel.reshape(count, count, stride * stride * c, f)
 
 
-@jax.custom_vjp
-def max_pool(x: jax.Array) -> jax.Array:
-    """Maxima of 3 x 3 pixels in steps of 2, padded ("SAME").  [N, H, W, C] -> [N, ceil(H/2), ceil(W/2), C], float32.
-
-    C must be a multiple of `WIDEST`.  The first of equal maxima has the gradient.
-    """
-    return _pool(x)[0]
-
-
-def _pool_shape(x: jax.Array) -> Window:
-    _, height, width, channels = x.shape
-    pads = [((2 * -(-d // 2) + 1 - d) // 2, (2 * -(-d // 2) + 2 - d) // 2) for d in (height, width)]
-    return Window(height, width, channels, channels, 3, 2, (pads[0], pads[1]))
-
-
-def _pool(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    w = _pool_shape(x)
-    y = jax.ShapeDtypeStruct((x.shape[0], *w.out, w.channels), jnp.float32)
-    name = compiled(pool, w, [FLOAT, FLOAT], 1, PARTS)
-    return jax.ffi.ffi_call(name, y, vmap_method="sequential")(x), x
-
-
-def _pool_backward(x: jax.Array, dy: jax.Array) -> tuple[jax.Array]:
-    name = compiled(pool_gradient, _pool_shape(x), [FLOAT, FLOAT, FLOAT], 1, PARTS)
-    dx = jax.ShapeDtypeStruct(x.shape, jnp.float32)
-    return (jax.ffi.ffi_call(name, dx, vmap_method="sequential")(x, dy),)
-
-
-max_pool.defvjp(_pool, _pool_backward)
-
-
 def forward(code: Code, w: Window, pointers: list[ir.Value], _: ir.Value, first: ir.Value, last: ir.Value) -> None:
     """Write y from x, kernel and bias, for some of the images."""
-    x, kernel, bias, *others, y = pointers
+    x, kernel, bias = pointers[w.unpool : 3 + w.unpool]
+    others, results = pointers[3 + w.unpool : -1 - w.pool], pointers[-1 - w.pool :]
     (rows, columns), row, f = w.out, w.size * w.channels, w.features
-    look = _reader(code, w, x)
+    look = _unpooled(code, w.before, w.pads, *pointers[:2]) if w.unpool else _reader(code, w, x)
+    room, finish = _pooled(code, w.pooling, *results) if w.pool else (None, None)
+    line_of_y = (w.pooling.padded[1] if w.pool else columns) * f
     wide = _vectors_at_once(code, f)
 
     def image(n: ir.Value) -> None:
         seen = look(n)
+        y = room or code.at(results[0], (n, rows * columns * f))
+        beside = [code.at(other, (n, rows * columns * f)) for other in others]
         for v in range(0, f, wide * code.lanes):
             vectors = [v + i * code.lanes for i in range(wide)]
 
@@ -241,39 +254,43 @@ def forward(code: Code, w: Window, pointers: list[ir.Value], _: ir.Value, first:
 
                         sums = [code.get(code.at(bias, i)) for i in vectors] * many
                         sums = code.repeat(0, w.size, across, sums)
-                        index = (n, rows * columns * f), (h, columns * f), (q, many * f), start * f
-                        result, *beside = (code.at(pointer, *index) for pointer in (y, *others))
+                        here = [code.at(p, (h, line_of_y), (q, many * f), start * f) for p in (y, *beside)]
                         for p in range(many):
                             for i, at in enumerate(vectors):
-                                value, values = sums[p * wide + i], [code.get(code.at(b, p * f + at)) for b in beside]
+                                value, (to, *of) = sums[p * wide + i], [code.at(place, p * f + at) for place in here]
                                 if w.mask:
-                                    value = code.select(
-                                        code.fcmp_ordered(">", values.pop(), code.zeros), value, code.zeros
-                                    )
-                                code.put(
-                                    code.fadd(value, values.pop()) if w.skip else value, code.at(result, p * f + at)
-                                )
+                                    positive = code.fcmp_ordered(">", code.get(of[-1]), code.zeros)
+                                    value = code.select(positive, value, code.zeros)
+                                code.put(code.fadd(value, code.get(of[0])) if w.skip else value, to)
 
                     code.repeat(0, count, block)
 
             code.repeat(0, rows, line)
+        if finish:
+            finish(n)
 
     code.repeat(first, last, image)
 
 
 def gradient(code: Code, w: Window, pointers: list[ir.Value], part: ir.Value, first: ir.Value, last: ir.Value) -> None:
     """Write a part's sums of dK and db from x and dy: those of some of the images."""
-    x, dy, dk, db = pointers
+    x, dy, *where, dk, db = pointers
     (rows, columns), row, f = w.out, w.size * w.channels, w.features
     look = _reader(code, w, x)
     wide = min(2, _vectors_at_once(code, f))
     dk, db = code.at(dk, (part, w.size * row * f)), code.at(db, (part, f))
     code.fill(dk, w.size * row * f, 0.0)
     code.fill(db, f, 0.0)
+    after = w.pooling
+    look_back = (
+        _unpooled(code, after, after.pads, dy, *where) if w.pool else lambda n: code.at(dy, (n, rows * columns * f))
+    )
+    line_of_dy = (after.padded[1] if w.pool else columns) * f
+    first_of_dy = _inside(after.pads, after.padded[1], f) if w.pool else 0
     near = max(1, min(rows, CACHED // (w.padded[1] * w.channels * w.stride)))  # rows of results at once
 
     def image(n: ir.Value) -> None:
-        seen, given = look(n), code.at(dy, (n, rows * columns * f))
+        seen, given = look(n), code.at(look_back(n), first_of_dy)
 
         def some_rows(start: ir.Value, stop: ir.Value) -> None:
             for v in range(0, f, wide * code.lanes):
@@ -292,7 +309,7 @@ def gradient(code: Code, w: Window, pointers: list[ir.Value], part: ir.Value, fi
                             def line(h: ir.Value, *sums: ir.Value) -> list[ir.Value]:
                                 below = code.add(code.mul(h, word(w.stride)), d)
                                 numbers = code.at(seen, (below, w.padded[1] * w.channels), (q, many), t0)
-                                gradients = code.at(given, (h, columns * f))
+                                gradients = code.at(given, (h, line_of_dy))
 
                                 def pixel(p: ir.Value, *sums: ir.Value) -> list[ir.Value]:
                                     new = list(sums)
@@ -318,76 +335,66 @@ def gradient(code: Code, w: Window, pointers: list[ir.Value], part: ir.Value, fi
         if whole < rows:
             some_rows(word(whole), word(rows))
         for i in range(0, f, code.lanes):
-            add = lambda p, total, i=i: [code.fadd(total, code.get(code.at(given, (p, f), i)))]
-            (total,) = code.repeat(0, rows * columns, add, [code.get(code.at(db, i))])
+
+            def line(h: ir.Value, total: ir.Value, i: int = i) -> list[ir.Value]:
+                add = lambda p, total: [code.fadd(total, code.get(code.at(given, (h, line_of_dy), (p, f), i)))]
+                return code.repeat(0, columns, add, [total])
+
+            (total,) = code.repeat(0, rows, line, [code.get(code.at(db, i))])
             code.put(total, code.at(db, i))
 
     code.repeat(first, last, image)
 
 
-def pool(code: Code, w: Window, pointers: list[ir.Value], _: ir.Value, first: ir.Value, last: ir.Value) -> None:
-    """Write the maxima y of x's windows, for some of the images."""
-    x, y = pointers
-    (rows, columns), c = w.out, w.channels
-    look = _reader(code, w, x, edge=-math.inf)
+def _pooled(code: Code, w: Window, y: ir.Value, where: ir.Value) -> tuple[ir.Value, Callable[[ir.Value], None]]:
+    """Room for an image of which maxima are to be taken, and `finish(n)`, which takes them and where they are."""
+    (height, width), (rows, columns), c = w.padded, w.out, w.channels
+    room = code.room(height * width * c)
+    code.fill(room, height * width * c, -math.inf)
 
-    def image(n: ir.Value) -> None:
-        seen = look(n)
-
+    def finish(n: ir.Value) -> None:
         def window(h: ir.Value, p: ir.Value, i: int) -> None:
-            best = None
-            for place in _places(code, w, seen, h, p, i):
-                value = code.get(place)
-                best = value if best is None else code.select(code.fcmp_ordered(">", value, best), value, best)
-            code.put(best, code.at(y, (n, rows * columns * c), (h, columns * c), (p, c), i))
+            first, *others = (code.get(place) for place in _places(code, w, room, w.pads, h, p, i))
+            best, number = first, code.zeros
+            for k, value in enumerate(others, 1):
+                greater = code.fcmp_ordered(">", value, best)
+                best, number = code.select(greater, value, best), code.select(greater, code.all(k), number)
+            index = (n, rows * columns * c), (h, columns * c), (p, c), i
+            code.put(best, code.at(y, *index))
+            code.put(code.fptoui(number, ir.VectorType(BYTE, code.lanes)), code.at(where, *index))
 
         _for_windows(code, w, window)
 
-    code.repeat(first, last, image)
+    return code.at(room, _inside(w.pads, width, c)), finish
 
 
-def pool_gradient(
-    code: Code, w: Window, pointers: list[ir.Value], _: ir.Value, first: ir.Value, last: ir.Value
-) -> None:
-    """Write dx from x and dy: each window's gradient goes to its first maximum."""
-    x, dy, dx = pointers
-    (rows, columns), c, (height, width) = w.out, w.channels, w.padded
-    look, sums = _reader(code, w, x, edge=-math.inf), code.room(height * width * c)
+def _unpooled(code: Code, w: Window, pads: Pads, dy: ir.Value, where: ir.Value) -> Callable[[ir.Value], ir.Value]:
+    """How a unit gets at the gradient of an image of which maxima were taken, padded: `look(n)` gives its place."""
+    (rows, columns), c = w.out, w.channels
+    height, width = w.height + sum(pads[0]), w.width + sum(pads[1])
+    room = code.room(height * width * c)
 
-    def image(n: ir.Value) -> None:
-        seen = look(n)
-        code.fill(sums, height * width * c, 0.0)
+    def look(n: ir.Value) -> ir.Value:
+        code.fill(room, height * width * c, 0.0)
 
         def window(h: ir.Value, p: ir.Value, i: int) -> None:
-            values = [code.get(place) for place in _places(code, w, seen, h, p, i)]
-            best, where = values[0], code.zeros
-            for number, value in enumerate(values[1:], 1):
-                greater = code.fcmp_ordered(">", value, best)
-                best = code.select(greater, value, best)
-                where = code.select(greater, code.all(number), where)
-            given = code.get(code.at(dy, (n, rows * columns * c), (h, columns * c), (p, c), i))
-            for number, place in enumerate(_places(code, w, sums, h, p, i)):
-                hit = code.fcmp_ordered("==", where, code.all(number))
+            index = (n, rows * columns * c), (h, columns * c), (p, c), i
+            given, number = code.get(code.at(dy, *index)), code.get(code.at(where, *index))
+            for k, place in enumerate(_places(code, w, room, pads, h, p, i)):
+                hit = code.fcmp_ordered("==", number, code.all(k))
                 code.put(code.fadd(code.get(place), code.select(hit, given, code.zeros)), place)
 
         _for_windows(code, w, window)
-        inner = code.at(sums, (w.pads[0][0] * width + w.pads[1][0]) * c)
+        return room
 
-        def line(h: ir.Value) -> None:
-            read, write = code.at(inner, (h, width * c)), code.at(dx, (n, w.height * w.width * c), (h, w.width * c))
-            _for_vectors(
-                code, w.width * c, lambda i, lanes: code.put(code.get(code.at(read, i), lanes), code.at(write, i))
-            )
-
-        code.repeat(0, w.height, line)
-
-    code.repeat(first, last, image)
+    return look
 
 
-def _places(code: Code, w: Window, image: ir.Value, h: ir.Value, p: ir.Value, i: int) -> list[ir.Value]:
-    """The places of a window's pixels in a padded image, row by row."""
-    row = w.padded[1] * w.channels
-    corner = code.at(image, (h, w.stride * row), (p, w.stride * w.channels), i)
+def _places(code: Code, w: Window, image: ir.Value, pads: Pads, h: ir.Value, p: ir.Value, i: int) -> list[ir.Value]:
+    """The places of a window's pixels, row by row, in an image with such padding: the window's, or more."""
+    row = (w.width + sum(pads[1])) * w.channels
+    down, right = (mine[0] - its[0] for mine, its in zip(pads, w.pads, strict=True))
+    corner = code.at(image, (h, w.stride * row), (p, w.stride * w.channels), down * row + right * w.channels + i)
     return [code.at(corner, d * row + e * w.channels) for d in range(w.size) for e in range(w.size)]
 
 
@@ -399,6 +406,11 @@ def _for_windows(code: Code, w: Window, body: Callable[[ir.Value, ir.Value, int]
             body(h, p, i)
 
     code.repeat(0, w.out[0], lambda h: code.repeat(0, w.out[1], lambda p: window(h, p)) and None)
+
+
+def _inside(pads: Pads, width: int, channels: int) -> int:
+    """Where the first pixel is in an image with such padding, which makes its rows so wide."""
+    return (pads[0][0] * width + pads[1][0]) * channels
 
 
 def _most() -> int:
@@ -419,7 +431,7 @@ def _blocks(total: int, most: int) -> list[tuple[int, int, int]]:
     return [block for block in cut if block[1]]
 
 
-def _reader(code: Code, w: Window, x: ir.Value, edge: float = 0.0) -> Callable[[ir.Value], ir.Value]:
+def _reader(code: Code, w: Window, x: ir.Value) -> Callable[[ir.Value], ir.Value]:
     """How a unit gets at an image as floats [H, W, C] with its padding: `look(n)` gives its place.
 
     An image that is not so already is copied.  The padding is there from the start, and nothing is written there.
@@ -428,8 +440,8 @@ def _reader(code: Code, w: Window, x: ir.Value, edge: float = 0.0) -> Callable[[
     if not w.images and not w.rectify and w.pads == ((0, 0), (0, 0)):
         return lambda n: code.at(x, (n, size))
     copy = code.room(height * width * c)
-    code.fill(copy, height * width * c, edge)
-    inner = code.at(copy, (w.pads[0][0] * width + w.pads[1][0]) * c)
+    code.fill(copy, height * width * c, 0.0)
+    inner = code.at(copy, _inside(w.pads, width, c))
 
     def in_order(n: ir.Value) -> ir.Value:
         def line(h: ir.Value) -> None:
