@@ -1,13 +1,17 @@
 """Our convolutions for CPUs: the definition as loops, XLA's gradients, and the same bits however they are computed."""
 
 import os
+import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import jaxlib
 import numpy as np
 import pytest
 from jax import lax
@@ -76,6 +80,7 @@ CASES = {  # how, shape of x, size and features, whether something is added
     "steps that leave a rest": (How(((1, 0), (0, 1)), 2), (2, 8, 7, 5), 3, 4, False),
     "steps longer than the kernel": (How(VALID, 3), (2, 8, 7, 5), 2, 16, False),
     "few features": (How(SAME, rectify=True), (2, 4, 5, 3), 3, 5, True),
+    "three vectors of features": (How(SAME), (2, 4, 5, 3), 3, 48, False),
     "many features": (How(SAME), (2, 4, 5, 3), 3, 80, False),
     "three planes": (How(VALID, 2, planes=True), (2, 3, 9, 11), 3, 16, False),
     "six planes": (How(VALID, planes=True), (2, 6, 9, 21), 3, 16, False),
@@ -178,11 +183,23 @@ def test_many_calls_at_once_do_not_disturb_one_another():
     np.testing.assert_array_equal(mapped(xs), separate)
 
 
-def test_what_is_not_a_number_stays_so():
-    x = draw(1, 3, 3, 16)
-    x[0, 1, 1, 0] = np.nan
-    y = convolve(How(SAME, rectify=True), x, draw(3, 3, 16, 16, seed=1), np.zeros(16, np.float32), None)
-    assert np.isnan(y).all()
+@pytest.mark.parametrize("pool", [False, True])
+def test_what_is_not_a_number_stays_so(pool):
+    x, kernel, bias = draw(1, 9, 9, 16), draw(3, 3, 16, 16, seed=1), np.zeros(16, np.float32)
+    x[0, 4, 5, 0] = np.nan
+    how = How(SAME, pool=pool)
+    ours, xlas = (np.isnan(f(how, x, kernel, bias, None)) for f in (convolve, as_xla_has_it))
+    np.testing.assert_array_equal(ours, xlas)
+    assert np.isnan(convolve(How(SAME, rectify=True), x[:, 3:6, 4:7], kernel, bias, None)).all()
+
+
+def test_threads_may_ask_for_the_same_function_at_once():
+    x, bias = draw(2, 5, 6, 16), np.zeros(16, np.float32)
+    run = lambda k: jax.jit(partial(convolve, How(SAME)))(x[:, :, : 3 + k % 2], draw(3, 3, 16, 16), bias, None)
+    with ThreadPoolExecutor(8) as pool:
+        results = list(pool.map(run, range(8)))
+    for k, y in enumerate(results):
+        np.testing.assert_array_equal(y, results[k % 2])
 
 
 @pytest.mark.parametrize("hw", [(84, 20), (21, 11), (4, 5), (1, 2), (1, 1)], ids=str)
@@ -199,12 +216,24 @@ def test_the_first_of_equal_maxima_has_the_gradient_as_xlas(hw):
     near(ours, xlas)
 
 
+F32, BF16 = np.float32, jnp.bfloat16
+
+
 @pytest.mark.parametrize(
-    "how, size, features", [(How(VALID, pool=True), 3, 16), (How(SAME, pool=True), 2, 16), (How(SAME, pool=True), 3, 8)]
+    "how, size, features, skips, kind, why",
+    [
+        (How(VALID, pool=True), 3, 16, False, F32, "pooled"),
+        (How(SAME, pool=True), 3, 8, False, F32, "pooled"),
+        (How(SAME, pool=True), 3, 16, True, F32, "pooled"),
+        (How(((3, 3), (1, 1))), 3, 16, False, F32, "padding"),
+        (How(VALID), 6, 16, False, F32, "no larger than a padded image"),
+        (How(SAME), 3, 16, False, BF16, "must be float32 or uint8"),
+    ],
 )
-def test_what_cannot_be_pooled_is_refused(how, size, features):
-    with pytest.raises(ValueError, match="cannot be pooled"):
-        convolve(how, draw(1, 5, 5, 16), draw(size, size, 16, features), draw(features), None)
+def test_what_the_loops_are_not_written_for_is_refused(how, size, features, skips, kind, why):
+    skip = draw(1, 5, 5, features) if skips else None
+    with pytest.raises(ValueError, match=why):
+        convolve(how, draw(1, 5, 5, 16).astype(kind), draw(size, size, 16, features), draw(features), skip)
 
 
 @pytest.fixture
@@ -215,15 +244,25 @@ def cache(tmp_path):
     jax.config.update("jax_compilation_cache_dir", before)
 
 
-def test_what_was_compiled_is_kept_on_disk_and_taken_from_there(cache, monkeypatch):
+@pytest.mark.parametrize("damage", [lambda code: b"", lambda code: code[:100], lambda code: code[:-1] + b"x"])
+def test_what_was_compiled_is_kept_on_disk_and_taken_from_there_if_it_is_whole(cache, damage, monkeypatch):
     shape = convolution.Window(6, 6, 16, 16, 3, 1, SAME)
     compile_ = partial(llvm._compile, convolution.forward, shape, [llvm.FLOAT] * 4, 1, 4)
     compile_()
     (kept,) = cache.iterdir()
-    written = []
-    monkeypatch.setattr(llvm, "_write_unit", lambda *args: written.append(args) or 1 / 0)
+    whole = kept.read_bytes()
+    monkeypatch.setattr(llvm, "_keep", lambda *_: pytest.fail("it was compiled again"))
     assert compile_().get_function_address("handler")
-    kept.write_bytes(b"")  # as after a full disk
-    with pytest.raises(ZeroDivisionError):
-        compile_()
-    assert len(written) == 1
+    monkeypatch.undo()
+    kept.write_bytes(damage(whole))
+    assert compile_().get_function_address("handler")
+    assert kept.read_bytes() == whole
+
+
+def test_the_interface_is_the_one_that_jaxlib_has():
+    header = (Path(jaxlib.__file__).parent / "include/xla/ffi/api/c_api.h").read_text()
+    major, minor = (int(re.search(rf"XLA_FFI_API_{x} (\d+)", header)[1]) for x in ("MAJOR", "MINOR"))
+    assert major == llvm.VERSION[0] and minor >= llvm.VERSION[1]
+    functions = re.findall(r"_XLA_FFI_API_STRUCT_FIELD\((XLA_FFI_\w+)\)", header)
+    of = {"schedule": "ThreadPool_Schedule", "create_future": "Future_Create", "set_available": "Future_SetAvailable"}
+    assert {field: 6 + functions.index(f"XLA_FFI_{name}") for field, name in of.items()} == llvm.API

@@ -1,5 +1,6 @@
 """Networks: shapes, sizes counted by hand, two forms of one convolution, and memory that forgets when it must."""
 
+import sys
 from functools import partial
 
 import chex
@@ -278,6 +279,18 @@ def test_whole_networks_learn_the_same_from_direct_convolutions_as_from_xla(netw
         return jax.jit(jax.grad(loss, has_aux=True))(params)
 
     close(run(cpu), run(gpu), rtol=2e-3, atol=1e-4)
+
+
+def test_a_host_without_llvmlite_has_xlas_convolutions(monkeypatch):
+    """As one with GPUs may be; whatever is not for CPUs must not even ask for it."""
+    monkeypatch.setitem(sys.modules, "llvmlite", None)
+    for name in [name for name in sys.modules if name in ("cleanba.ops.convolution", "cleanba.ops.llvm")]:
+        monkeypatch.delitem(sys.modules, name)
+    obs, first = observe(SMALL_IMAGE, 1, 2), np.zeros((1, 2), bool)
+    for platform in ("cpu", "gpu"):
+        network = build(SMALL_IMAGE, platform, hiddens=(8,), channels=(4,))
+        assert network.conv == "xla"
+        assert np.isfinite(network.outputs(some_params(network.initial_params), obs, first, ()).value).all()
 
 
 @pytest.mark.parametrize("torso", [NatureCNN((8,)), ImpalaResNet((4,), (8,))], ids=["nature", "impala"])

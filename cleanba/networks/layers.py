@@ -5,6 +5,7 @@ On GPUs the form is XLA's own, as cuDNN is hard to beat.  On CPUs convolutions a
 (`benchmarks/networks.py` measures it).
 """
 
+from contextlib import suppress
 from typing import Literal
 
 import flax.linen as nn
@@ -14,9 +15,16 @@ from jax import lax
 from jax.nn.initializers import Initializer
 from jax.typing import DTypeLike
 
-from cleanba.ops import convolution
-
 ConvKind = Literal["xla", "direct"]
+
+
+def conv_kind(platform: str) -> ConvKind:
+    """The form for a kind of device.  A CPU has XLA's, too, without llvmlite or where the processor does not suit."""
+    with suppress(ImportError):
+        from cleanba.ops import llvm
+
+        return "direct" if platform == "cpu" and llvm.suits() else "xla"
+    return "xla"
 
 
 @jax.custom_vjp
@@ -86,7 +94,7 @@ class Conv(nn.Module):
     input_scale: float = 1.0  # applied to the kernel, so that images can stay bytes until they are multiplied
     planes: bool = False  # whether x is [N, C, H, W]
     rectify: bool = False  # whether max(x, 0) is what is convolved
-    pool: bool = False  # whether `max_pool` comes after it; a kernel of 3 x 3 with "SAME" padding only
+    pool: bool = False  # whether `max_pool` comes after it; a kernel of 3 x 3 with "SAME" padding, and nothing skips
 
     @nn.compact
     def __call__(self, x: jax.Array, skip: jax.Array | None = None) -> jax.Array:
@@ -97,6 +105,8 @@ class Conv(nn.Module):
         rows, columns = lax.padtype_to_pads((height, width), kernel.shape[:2], (self.stride,) * 2, self.padding)
         pads = (rows, columns)
         if self.kind == "direct":
+            from cleanba.ops import convolution
+
             planes, pool = self.planes and x.dtype == jnp.uint8, self.pool and self.features % convolution.WIDEST == 0
             if x.dtype != jnp.uint8:
                 x = (x.transpose(0, 2, 3, 1) if self.planes else x).astype(jnp.float32)
@@ -115,7 +125,8 @@ class Conv(nn.Module):
 def max_pool(x: jax.Array) -> jax.Array:
     """Maxima of 3 x 3 pixels in steps of 2, padded ("SAME").  [N, H, W, C] -> [N, ceil(H/2), ceil(W/2), C].
 
-    Values and gradients are those of `nn.max_pool`, also where maxima are equal: the first has the gradient.  But what
+    Values and gradients are those of `nn.max_pool`, also where maxima are equal: the first has the gradient; only what
+    is not a number may be lost beside one.  But what
     JAX derives from that is a loop over scalars on CPUs and a scatter on GPUs, which XLA, to have the same bits every
     time, puts behind a sort of all pixels.  From this it derives selects and pads, which fuse.
     """

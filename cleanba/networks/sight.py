@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from cleanba.config import Experiment
 from cleanba.errors import UsageError
 from cleanba.networks import torsos
-from cleanba.networks.layers import ConvKind
+from cleanba.networks.layers import ConvKind, conv_kind
 from cleanba.rollout import PyTree
 from cleanba.specs import EnvSpec, ObsSpec, ObsSpecs, describe
 
@@ -51,7 +51,7 @@ def sight(spec: EnvSpec, e: Experiment, platform: str) -> dict[str, Any]:
         "hiddens": e.hiddens,
         # How products of float32 are taken is for `placement.set_precision` to say.
         "dtype": jnp.bfloat16 if e.dtype == "bfloat16" else jnp.float32,
-        "conv": "direct" if platform == "cpu" else "xla",
+        "conv": conv_kind(platform),
     }
 
 

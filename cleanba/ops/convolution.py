@@ -116,7 +116,7 @@ def convolve(how: How, x: jax.Array, kernel: jax.Array, bias: jax.Array, skip: j
 def _forward(
     how: How, x: jax.Array, kernel: jax.Array, bias: jax.Array, skip: jax.Array | None
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array | None, bool]]:
-    w, few = _window(how, x, kernel), kernel.shape[-1]
+    w, few = _window(how, x, kernel, skip is not None), kernel.shape[-1]
     y, where = _call(w._replace(skip=skip is not None), [x], kernel, bias, skip)
     return y[..., :few], (x, kernel, where, skip is not None)
 
@@ -139,7 +139,7 @@ def _backward(
 ) -> tuple[jax.Array | None, jax.Array, jax.Array, jax.Array | None]:
     """All gradients.  That of x, sum_ij dy_{h-i, w-j} K_ij^T, is dy convolved by the kernel turned round."""
     (x, kernel, where, skipped), (pads, stride) = saved, how[:2]
-    w, few = _window(how, x, kernel), kernel.shape[-1]
+    w, few = _window(how, x, kernel, skipped), kernel.shape[-1]
     parts = max(min(x.shape[0], 2), min(x.shape[0] // 8, 16))
     results = [jax.ShapeDtypeStruct((parts, *shape, w.features), jnp.float32) for shape in (kernel.shape[:-1], ())]
     given = [x, _widen(dy, w.features), *([] if where is None else [where])]
@@ -165,12 +165,23 @@ def _backward(
 convolve.defvjp(_forward, _backward)
 
 
-def _window(how: How, x: jax.Array, kernel: jax.Array) -> Window:
+def _window(how: How, x: jax.Array, kernel: jax.Array, skips: bool) -> Window:
+    """The shape of a convolution.
+
+    Raises:
+        ValueError: it is none that the loops are written for.
+    """
     images = "" if x.dtype == jnp.float32 else "first" if how.planes else "last"
     height, width = x.shape[2:] if how.planes else x.shape[1:3]
-    size, _, channels, features = kernel.shape
+    size, across, channels, features = kernel.shape
     w = Window(height, width, channels, _widened(features), size, how.stride, how.pads, images, how.rectify)
-    if how.pool and (how.stride > 1 or size != 3 or how.pads != ((1, 1), (1, 1)) or features % WIDEST > 0):
+    if x.dtype not in (jnp.float32, jnp.uint8) or kernel.dtype != jnp.float32:
+        raise ValueError(
+            f"x is {x.dtype} and the kernel {kernel.dtype}; x must be float32 or uint8, the kernel float32"
+        )
+    if size != across or min(w.padded) < size or max(max(pad) for pad in how.pads) >= size:
+        raise ValueError(f"{w} must have a square kernel, no larger than a padded image, and larger than any padding")
+    if how.pool and (how.stride > 1 or size != 3 or how.pads != ((1, 1), (1, 1)) or features % WIDEST or skips):
         raise ValueError(f"what comes out of {w} cannot be pooled")
     return w._replace(pool=how.pool)
 
@@ -277,7 +288,7 @@ def gradient(code: Code, w: Window, pointers: list[ir.Value], part: ir.Value, fi
     x, dy, *where, dk, db = pointers
     (rows, columns), row, f = w.out, w.size * w.channels, w.features
     look = _reader(code, w, x)
-    wide = min(2, _vectors_at_once(code, f))
+    wide = _vectors_at_once(code, f, most=2)
     dk, db = code.at(dk, (part, w.size * row * f)), code.at(db, (part, f))
     code.fill(dk, w.size * row * f, 0.0)
     code.fill(db, f, 0.0)
@@ -357,7 +368,7 @@ def _pooled(code: Code, w: Window, y: ir.Value, where: ir.Value) -> tuple[ir.Val
             first, *others = (code.get(place) for place in _places(code, w, room, w.pads, h, p, i))
             best, number = first, code.zeros
             for k, value in enumerate(others, 1):
-                greater = code.fcmp_ordered(">", value, best)
+                greater = code.or_(code.fcmp_ordered(">", value, best), code.fcmp_unordered("uno", value, value))
                 best, number = code.select(greater, value, best), code.select(greater, code.all(k), number)
             index = (n, rows * columns * c), (h, columns * c), (p, c), i
             code.put(best, code.at(y, *index))
@@ -391,7 +402,7 @@ def _unpooled(code: Code, w: Window, pads: Pads, dy: ir.Value, where: ir.Value) 
 
 
 def _places(code: Code, w: Window, image: ir.Value, pads: Pads, h: ir.Value, p: ir.Value, i: int) -> list[ir.Value]:
-    """The places of a window's pixels, row by row, in an image with such padding: the window's, or more."""
+    """The places of a window's pixels, row by row, in an image with at least the window's padding."""
     row = (w.width + sum(pads[1])) * w.channels
     down, right = (mine[0] - its[0] for mine, its in zip(pads, w.pads, strict=True))
     corner = code.at(image, (h, w.stride * row), (p, w.stride * w.channels), down * row + right * w.channels + i)
@@ -418,9 +429,9 @@ def _most() -> int:
     return registers()[1] - 4
 
 
-def _vectors_at_once(code: Code, features: int) -> int:
+def _vectors_at_once(code: Code, features: int, most: int = 4) -> int:
     """How many vectors of features a block of sums spans."""
-    return next(n for n in (4, 3, 2, 1) if features // code.lanes % n == 0)
+    return next(n for n in range(most, 0, -1) if features // code.lanes % n == 0)
 
 
 def _blocks(total: int, most: int) -> list[tuple[int, int, int]]:

@@ -10,6 +10,8 @@ thread takes a unit changes no bit of it, so no result depends on how many there
 
 import ctypes
 import os
+import platform
+import tempfile
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from functools import cache
@@ -30,7 +32,11 @@ POINTER = ir.PointerType(BYTE)
 FRAME = {"extension": 1, "api": 2, "context": 3, "arguments": 9, "results": 14, "future": 21}
 BUFFER = {"data": 3, "dims": 5}
 API = {"schedule": 17, "create_future": 19, "set_available": 20}
-METADATA, MAJOR, MINOR = 3, 6, 7  # the extension's word that points to it; in words of four bytes, the version's places
+METADATA, EXTENSION_KIND = (
+    3,
+    2,
+)  # an extension's word that points to metadata; its kind, in words of four bytes, is 1 then
+MAJOR, MINOR = 6, 7  # the version's places in metadata, in words of four bytes
 VERSION = (0, 3)  # of the interface, as this was written for it
 # What the threads of one call share: units taken, done, in all; threads that still look at it; the first dimension of
 # the first argument; XLA's; then the buffers.
@@ -55,6 +61,16 @@ def registers() -> tuple[int, int]:
     """Floats in a vector of this processor, and how many vectors it holds: with AVX-512, AVX, or else, as NEON."""
     has = llvm.get_host_cpu_features()
     return (16, 32) if has.get("avx512f") else (8, 16) if has.get("avx") else (4, 32)
+
+
+def suits() -> bool:
+    """Whether this processor multiplies and adds in one instruction, without which XLA's functions are faster."""
+    return platform.machine() != "x86_64" or bool(llvm.get_host_cpu_features().get("fma"))
+
+
+def cores() -> int:
+    """How many this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Code(ir.IRBuilder):
@@ -182,7 +198,7 @@ def compiled(unit: Unit[S], shape: S, kinds: Sequence[ir.Type], results: int, un
     """Have a function for XLA's programs on CPUs; the name by which `jax.ffi.ffi_call` finds it.
 
     unit: writes what is to be done for a part of the batch: `unit(code, shape, pointers, number, first, last)`, where
-        `number` is the unit's, and `first` to `last` are those of the first argument's first dimension that it is for.
+        `number` is the unit's; from `first` to before `last` is its part of the first argument's first dimension.
     shape: all that the code depends on.
     kinds: what the pointers point to: of arguments, then of results.
     results: how many of them are results.
@@ -191,9 +207,10 @@ def compiled(unit: Unit[S], shape: S, kinds: Sequence[ir.Type], results: int, un
     name = name_of(unit, shape)
     with ONE_AT_A_TIME:
         if name not in KEPT:
-            KEPT[name] = engine = _compile(unit, shape, kinds, results, units)
+            engine = _compile(unit, shape, kinds, results, units)
             address = ctypes.CFUNCTYPE(ctypes.c_void_p)(engine.get_function_address("handler"))
             jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(address), platform="cpu")
+            KEPT[name] = engine
     return name
 
 
@@ -204,20 +221,12 @@ def name_of(unit: Unit[S], shape: S) -> str:
 
 def _compile(unit: Unit[S], shape: S, kinds: Sequence[ir.Type], results: int, units: int) -> llvm.ExecutionEngine:
     """The function in this process's memory.  Its machine code is kept where JAX keeps what it compiled."""
-    machine, folder = processor(), jax.config.values["jax_compilation_cache_dir"]
-    features = llvm.get_host_cpu_features().flatten()
-    depends_on = [llvmlite.__version__, machine.triple, llvm.get_host_cpu_name(), features]
-    depends_on += [Path(source).read_text() for source in (__file__, unit.__code__.co_filename)]
-    depends_on += [name_of(unit, shape), str(len(os.sched_getaffinity(0)))]
-    key = sha256("\n".join(depends_on).encode()).hexdigest()
-    kept = Path(folder) / f"cleanba_{unit.__name__}-{key}.o" if folder else None
-    code = b""
-    if kept is not None:
-        with suppress(OSError):
-            code = kept.read_bytes()
+    machine, module = processor(), ir.Module()
+    _write_handler(module, _write_task(module, _write_unit(module, unit, shape, kinds)), len(kinds), results, units)
+    told = [str(module), machine.triple, llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()]
+    path = _place("\n".join([*told, llvmlite.__version__]))
+    code = _read(path)
     if not code:
-        module = ir.Module()
-        _write_handler(module, _write_task(module, _write_unit(module, unit, shape, kinds)), len(kinds), results, units)
         optimised = llvm.parse_assembly(str(module))
         options = llvm.create_pipeline_tuning_options(speed_level=2)
         # What is written stands as it is to run.
@@ -225,15 +234,39 @@ def _compile(unit: Unit[S], shape: S, kinds: Sequence[ir.Type], results: int, un
         passes = llvm.create_pass_builder(machine, options)
         passes.getModulePassManager().run(optimised, passes)
         code = machine.emit_object(optimised)
-        if kept is not None:
-            with suppress(OSError):  # read-only, full
-                scratch = kept.with_suffix(f".{os.getpid()}")  # other processes may be at the same
-                scratch.write_bytes(code)
-                os.replace(scratch, kept)
+        _keep(path, code)
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), processor())
     engine.add_object_file(llvm.ObjectFileRef.from_data(code))
     engine.finalize_object()
     return engine
+
+
+def _place(all_that_it_depends_on: str) -> Path | None:
+    """Where machine code is kept, if JAX keeps what it compiles."""
+    chosen = jax.config.values
+    folder = chosen["jax_compilation_cache_dir"] if chosen["jax_enable_compilation_cache"] else None
+    return Path(folder) / f"cleanba-{sha256(all_that_it_depends_on.encode()).hexdigest()}.o" if folder else None
+
+
+def _read(path: Path | None) -> bytes:
+    """What is kept, or nothing: where it is not there or not as it was written."""
+    with suppress(OSError):
+        if path is not None:
+            content = path.read_bytes()
+            if sha256(content[32:]).digest() == content[:32]:
+                return content[32:]
+    return b""
+
+
+def _keep(path: Path | None, code: bytes) -> None:
+    """Keep code with its checksum before it; where that cannot be, as on a full disk, it is not."""
+    with suppress(OSError):
+        if path is not None:
+            # Other processes, also of other machines, may be at the same.
+            handle, scratch = tempfile.mkstemp(dir=path.parent)
+            with open(handle, "wb") as file:
+                file.write(sha256(code).digest() + code)
+            os.replace(scratch, path)
 
 
 def _write_unit(module: ir.Module, unit: Unit[S], shape: S, kinds: Sequence[ir.Type]) -> ir.Function:
@@ -282,10 +315,13 @@ def _write_handler(module: ir.Module, task: ir.Function, buffers: int, results: 
     (frame,) = code.function.args
     extension = code.follow(frame, FRAME["extension"])
     with code.if_then(code.icmp_signed("!=", extension, word(0))):
-        metadata = code.bitcast(code.words(code.follow(code.words(extension), METADATA)), ir.PointerType(HALF))
-        for place, number in zip((MAJOR, MINOR), VERSION, strict=True):
-            code.store(ir.Constant(HALF, number), code.at(metadata, place))
-        code.ret(word(0))
+        extension, halves = code.words(extension), ir.PointerType(HALF)
+        kind = code.load(code.at(code.bitcast(extension, halves), EXTENSION_KIND))
+        with code.if_then(code.icmp_signed("==", kind, ir.Constant(HALF, 1))):
+            metadata = code.bitcast(code.words(code.follow(extension, METADATA)), halves)
+            for place, number in zip((MAJOR, MINOR), VERSION, strict=True):
+                code.store(ir.Constant(HALF, number), code.at(metadata, place))
+            code.ret(word(0))
 
     state = code.words(code.call(code.of_c("malloc", POINTER, INT), [word(8 * (STATE["buffers"] + buffers))]))
     share = lambda field, value, more=0: code.store(value, code.at(state, STATE[field] + more))
@@ -296,7 +332,7 @@ def _write_handler(module: ir.Module, task: ir.Function, buffers: int, results: 
     count = code.follow(frame, FRAME["arguments"], 0, BUFFER["dims"], 0)
     smaller = lambda x, y: code.select(code.icmp_signed("<", x, y), x, y)
     units = smaller(count, word(most)) if most else code.follow(frame, FRAME["results"], 0, BUFFER["dims"], 0)
-    api, threads = code.words(code.follow(frame, FRAME["api"])), smaller(units, word(len(os.sched_getaffinity(0))))
+    api, threads = code.words(code.follow(frame, FRAME["api"])), smaller(units, word(cores()))
     share("set_available", code.follow(api, API["set_available"]))
     for field, value in {"units": units, "count": count, "threads": threads}.items():
         share(field, value)
@@ -306,6 +342,7 @@ def _write_handler(module: ir.Module, task: ir.Function, buffers: int, results: 
     with code.if_then(code.icmp_signed(">", threads, word(1))):
         error, created = code.ask(code.follow(api, API["create_future"]), word(0))
         with code.if_then(code.icmp_signed("!=", error, word(0))):
+            code.free(state)
             code.ret(error)
         future = code.follow(created, 2)
         code.store(future, code.at(frame, FRAME["future"]))
