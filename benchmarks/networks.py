@@ -48,7 +48,7 @@ class Flags:
     """images in a minibatch"""
     minibatches: int = 2
     """in a loop"""
-    forms: tuple[str, ...] = ("xla", "direct", "pytorch", "pytorch-last")
+    forms: tuple[str, ...] = ("direct", "xla", "pytorch", "pytorch-last")
     """which take turns; ratios are to the first"""
     rounds: int = 20
     """how often each takes its turn, at most"""
