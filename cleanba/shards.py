@@ -17,6 +17,7 @@ Five things could still let the placement into the bits, and each has its answer
 * randomness: a key that a shard uses is derived from the shard's number, never from the device's
 """
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar, TypeVarTuple
@@ -46,10 +47,15 @@ def compiler_options(platform: str) -> CompilerOptions:
 def network_options(platform: str) -> CompilerOptions:
     """What to give `jax.jit` as `compiler_options` for code that calls networks, on devices of this kind.
 
-    On CPUs: no YNNPACK, which XLA would call for convolutions and products one by one.  Eigen is twice as fast for
-    images, and as fast for all else (docs/performance.md).
+    On CPUs: no YNNPACK, which XLA would call for products, and its own convolutions, one by one.  Eigen is as fast for
+    products, and twice as fast for those (docs/performance.md).
     """
     return {"xla_cpu_experimental_ynn_fusion_type": ""} if platform == "cpu" else {}
+
+
+def usable_cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @dataclass(frozen=True)

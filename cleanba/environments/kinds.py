@@ -5,7 +5,6 @@ gymnasium:LunarLander-v3, package:Name-v0   Gymnasium's, in Python; the second i
 gymnax:Breakout-MinAtar, craftax:…, jax:…   compiled, on the device that acts
 """
 
-import os
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Protocol
@@ -17,6 +16,7 @@ from cleanba.config import Experiment, require
 from cleanba.environments import envpool, gymnasium, native
 from cleanba.environments.specs import Compilable, EnvSpec, Step
 from cleanba.rollout import PyTree
+from cleanba.shards import usable_cores
 
 
 class Envs(Protocol):
@@ -111,8 +111,7 @@ def open_envs(
 
 def threads_per_actor(local_actors: int) -> int:
     """Threads, or processes, for the environments of each of this process's actors: its cores, shared out."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // local_actors)
+    return max(1, usable_cores() // local_actors)
 
 
 def warnings(spec: EnvSpec) -> list[str]:

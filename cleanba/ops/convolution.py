@@ -140,6 +140,7 @@ def _backward(
     """All gradients.  That of x, sum_ij dy_{h-i, w-j} K_ij^T, is dy convolved by the kernel turned round."""
     (x, kernel, where, skipped), (pads, stride) = saved, how[:2]
     w, few = _window(how, x, kernel, skipped), kernel.shape[-1]
+    # Two sums at least, for two threads; more, of eight images or more each; not so many that adding them up counts.
     parts = max(min(x.shape[0], 2), min(x.shape[0] // 8, 16))
     results = [jax.ShapeDtypeStruct((parts, *shape, w.features), jnp.float32) for shape in (kernel.shape[:-1], ())]
     given = [x, _widen(dy, w.features), *([] if where is None else [where])]

@@ -25,6 +25,8 @@ import llvmlite
 import llvmlite.binding as llvm
 from llvmlite import ir
 
+from cleanba.shards import usable_cores
+
 INT, HALF, BYTE, FLOAT, NOTHING = ir.IntType(64), ir.IntType(32), ir.IntType(8), ir.FloatType(), ir.VoidType()
 POINTER = ir.PointerType(BYTE)
 
@@ -66,11 +68,6 @@ def registers() -> tuple[int, int]:
 def suits() -> bool:
     """Whether this processor multiplies and adds in one instruction, without which XLA's functions are faster."""
     return platform.machine() != "x86_64" or bool(llvm.get_host_cpu_features().get("fma"))
-
-
-def cores() -> int:
-    """How many this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Code(ir.IRBuilder):
@@ -332,7 +329,7 @@ def _write_handler(module: ir.Module, task: ir.Function, buffers: int, results: 
     count = code.follow(frame, FRAME["arguments"], 0, BUFFER["dims"], 0)
     smaller = lambda x, y: code.select(code.icmp_signed("<", x, y), x, y)
     units = smaller(count, word(most)) if most else code.follow(frame, FRAME["results"], 0, BUFFER["dims"], 0)
-    api, threads = code.words(code.follow(frame, FRAME["api"])), smaller(units, word(cores()))
+    api, threads = code.words(code.follow(frame, FRAME["api"])), smaller(units, word(usable_cores()))
     share("set_available", code.follow(api, API["set_available"]))
     for field, value in {"units": units, "count": count, "threads": threads}.items():
         share(field, value)
