@@ -129,7 +129,6 @@ def test_a_processor_with_other_vectors_ends_in_the_same_bits(case, registers, m
     how, arguments, weight = given(case)
     here = gradients(convolve, how, arguments, weight)
     monkeypatch.setattr(llvm, "registers", lambda: registers)
-    monkeypatch.setattr(convolution, "registers", lambda: registers)
     monkeypatch.setattr(llvm, "name_of", lambda unit, shape: f"{registers}_{unit.__name__}_{shape}")
     jax.clear_caches()
     there = gradients(convolve, how, arguments, weight)

@@ -17,7 +17,7 @@ from cleanba.environments.specs import EnvSpec, ObsSpec
 from cleanba.errors import UsageError
 from cleanba.networks import make_actor_critic
 from cleanba.networks.cores import LSTM, LSTMCarry, initial_carry
-from cleanba.networks.layers import Conv, add_bias, max_pool, product
+from cleanba.networks.layers import Conv, max_pool
 from cleanba.networks.sight import as_vector
 from cleanba.networks.torsos import Dense, ImpalaResNet, NatureCNN
 
@@ -213,18 +213,6 @@ def test_halves_are_multiplied_as_floats_and_come_out_as_halves():
     close(ours.astype(np.float32), xla.astype(np.float32), rtol=0.02, atol=0.02)
 
 
-@pytest.mark.parametrize("rows, width", [(2, 40), (60, 40), (5, 2), (2, 3)])  # each matrix is the one to turn in some
-def test_biases_and_products_have_the_gradients_of_sums_and_products(rows, width):
-    rng = np.random.default_rng(0)
-    x, w, b = (rng.normal(size=shape).astype(np.float32) for shape in ((rows, width), (width, 3), 3))
-    weight = rng.normal(size=(rows, 3)).astype(np.float32)
-    ours = jax.grad(lambda x, w, b: (weight * add_bias(product(x, w), b) ** 2).sum(), (0, 1, 2))
-    plain = jax.grad(lambda x, w, b: (weight * (x @ w + b) ** 2).sum(), (0, 1, 2))
-    close(jax.jit(ours)(x, w, b), plain(x, w, b), rtol=1e-5, atol=1e-5)
-    images = rng.normal(size=(2, 3, 4, 3)).astype(np.float32)
-    close(jax.grad(lambda b: (add_bias(images, b) ** 2).sum())(b), 2 * (images + b).sum((0, 1, 2)), rtol=1e-5)
-
-
 @pytest.mark.parametrize("lead", [(5,), (2, 3)], ids=str)
 def test_dense_layers_have_the_same_parameters_and_outputs_in_both_forms(lead):
     x = np.random.default_rng(0).normal(size=(*lead, 7)).astype(np.float32)
@@ -381,7 +369,8 @@ def stepped(cell, x, carry, first):
     return np.stack(outputs), LSTMCarry(h=h, c=c)
 
 
-def test_lstm_equals_flaxs_with_resets_in_the_middle(sequence):
+@pytest.mark.parametrize("kind", ["xla", "direct"])
+def test_lstm_equals_flaxs_with_resets_in_the_middle(sequence, kind):
     params, x, carry, first = sequence
     p = params["params"]
     gates = zip("ifgo", *(np.split(p[name], 4, axis=-1) for name in ("w_x", "w_h", "b")), strict=True)
@@ -389,7 +378,7 @@ def test_lstm_equals_flaxs_with_resets_in_the_middle(sequence):
     for gate, w_x, w_h, b in gates:
         theirs |= {f"i{gate}": {"kernel": w_x}, f"h{gate}": {"kernel": w_h, "bias": b}}
     cell = lambda carry, x: OptimizedLSTMCell(UNITS).apply({"params": theirs}, carry, x)
-    close(LSTM(UNITS).apply(params, x, first, carry), stepped(cell, x, carry, first))
+    close(LSTM(UNITS, kind=kind).apply(params, x, first, carry), stepped(cell, x, carry, first))
 
 
 def test_lstm_equals_pytorchs_with_resets_in_the_middle(sequence):
@@ -409,7 +398,8 @@ def test_lstm_equals_pytorchs_with_resets_in_the_middle(sequence):
     close(LSTM(UNITS).apply(params, x, first, carry), stepped(cell, x, carry, first))
 
 
-def test_lstm_gradients_are_those_of_its_steps_differentiated_one_by_one(sequence):
+@pytest.mark.parametrize("kind", ["xla", "direct"])
+def test_lstm_gradients_are_those_of_its_steps_differentiated_one_by_one(sequence, kind):
     params, x, carry, first = sequence
     rng = np.random.default_rng(1)
     weights = [
@@ -430,7 +420,7 @@ def test_lstm_gradients_are_those_of_its_steps_differentiated_one_by_one(sequenc
         total = lambda *args: sum((y * w).sum() for y, w in zip(jax.tree.leaves(lstm(*args)), weights, strict=True))
         return jax.grad(total, argnums=(0, 1, 2))(params, jnp.asarray(x), carry)
 
-    close(gradients(lambda params, x, carry: LSTM(UNITS).apply(params, x, first, carry)), gradients(slow))
+    close(gradients(lambda params, x, carry: LSTM(UNITS, kind=kind).apply(params, x, first, carry)), gradients(slow))
 
 
 def test_lstm_forgets_all_that_came_before_the_first_step_of_an_episode(sequence):

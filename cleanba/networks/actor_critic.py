@@ -67,7 +67,7 @@ class ActorCritic(nn.Module):
         t, b = first.shape
         x = see(self, jax.tree.map(lambda o: o.reshape(t * b, *o.shape[2:]), obs)).reshape(t, b, -1)
         if self.core == "lstm":
-            x, carry = cores.LSTM(self.lstm_size, self.dtype, self.forget_bias)(x, first, carry)
+            x, carry = cores.LSTM(self.lstm_size, self.dtype, self.forget_bias, self.conv)(x, first, carry)
         return x.astype(jnp.float32), carry  # the heads are small, and what they say is exponentiated and squared
 
     def initial_params(self, key: jax.Array) -> PyTree:

@@ -1,8 +1,7 @@
 """Convolutions, pooling and dense layers in the form that is fast on the device at hand.  Parameters are the same.
 
-On GPUs the form is XLA's own, as cuDNN is hard to beat.  On CPUs convolutions and pooling are ours ("direct",
-`ops/convolution.py`), and gradients of dense layers are taken in the form that Eigen, which XLA calls, is fast at
-(`benchmarks/networks.py` measures it).
+On GPUs the form is XLA's own, as cuDNN is hard to beat.  On CPUs they are ours ("direct": `ops/convolution.py` and
+`ops/product.py`; `benchmarks/networks.py` compares).
 """
 
 from contextlib import suppress
@@ -27,47 +26,8 @@ def conv_kind(platform: str) -> ConvKind:
     return "xla"
 
 
-@jax.custom_vjp
-def add_bias(x: jax.Array, bias: jax.Array) -> jax.Array:
-    """The sum x + b.  [..., F], [F] -> [..., F].
-
-    b's gradient is a product, as XLA may fuse the sum of it with whatever moves dy, in scalar loops: a tenth of a
-    Nature CNN's gradient.
-    """
-    return x + bias
-
-
-def _sum_of_rows(_: None, dy: jax.Array) -> tuple[jax.Array, jax.Array]:
-    rows = dy.reshape(-1, dy.shape[-1])
-    return dy, jnp.ones(rows.shape[0], rows.dtype) @ rows
-
-
-add_bias.defvjp(lambda x, bias: (x + bias, None), _sum_of_rows)
-
-
-@jax.custom_vjp
-def product(x: jax.Array, w: jax.Array) -> jax.Array:
-    """The product x W.  [N, D], [D, F] -> [N, F]."""
-    return x @ w
-
-
-def _gradients(saved: tuple[jax.Array, jax.Array], dy: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Dx = dy W^T = (W dy^T)^T and dW = x^T dy = (dy^T x)^T, each in the form that turns less, counting what it gives.
-
-    Left to itself XLA has Eigen turn matrices while it multiplies: it takes a third longer, and of few columns, as
-    heads have, five to twenty times as long.  The barriers say that a matrix is to be turned before, and which one.
-    """
-    (x, w), turned = saved, lambda m: lax.optimization_barrier(m.T)
-    (n, d), f = x.shape, w.shape[1]
-    dx = dy @ turned(w) if d * f <= n * (d + f) else turned(w @ turned(dy))
-    return dx, turned(x) @ dy if n * d <= f * (n + d) else turned(turned(dy) @ x)
-
-
-product.defvjp(lambda x, w: (x @ w, (x, w)), _gradients)
-
-
 class Affine(nn.Module):
-    """x W + b, as `nn.Dense`, but for how its gradients are taken.  [..., D] -> [..., features]."""
+    """x W + b, as `nn.Dense`, but by loops of our own.  [..., D] -> [..., features]."""
 
     features: int
     kernel_init: Initializer
@@ -77,8 +37,27 @@ class Affine(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         kernel = self.param("kernel", self.kernel_init, (x.shape[-1], self.features))
         bias = self.param("bias", nn.initializers.zeros_init(), (self.features,))
-        x, kernel, bias = (p.astype(self.dtype) for p in (x, kernel, bias))
-        return add_bias(product(x.reshape(-1, x.shape[-1]), kernel).reshape(*x.shape[:-1], self.features), bias)
+        return affine("direct", x.astype(self.dtype), kernel.astype(self.dtype), bias.astype(self.dtype))
+
+
+def affine(kind: ConvKind, x: jax.Array, w: jax.Array, b: jax.Array) -> jax.Array:
+    """The sum x W + b.  [..., D], [D, F], [F] -> [..., F]."""
+    if kind == "xla":
+        return x @ w + b
+    from cleanba.ops import product
+
+    rows, *others = (p.astype(jnp.float32) for p in (x.reshape(-1, x.shape[-1]), w, b))
+    return product.affine(rows, *others).reshape(*x.shape[:-1], w.shape[1]).astype(x.dtype)
+
+
+def multiply(kind: ConvKind, a: jax.Array, b: jax.Array, turned: bool = False) -> jax.Array:
+    """The product A B, or A^T B.  [M, K] or [K, M], [K, N] -> [M, N].  Has no gradient where `kind` is "direct"."""
+    if kind == "xla":
+        return (a.T if turned else a) @ b
+    from cleanba.ops import product
+
+    floats = a.astype(jnp.float32), b.astype(jnp.float32)
+    return (product.multiply_turned(*floats)[0] if turned else product.multiply(*floats)).astype(a.dtype)
 
 
 class Conv(nn.Module):
@@ -105,9 +84,9 @@ class Conv(nn.Module):
         rows, columns = lax.padtype_to_pads((height, width), kernel.shape[:2], (self.stride,) * 2, self.padding)
         pads = (rows, columns)
         if self.kind == "direct":
-            from cleanba.ops import convolution
+            from cleanba.ops import convolution, llvm
 
-            planes, pool = self.planes and x.dtype == jnp.uint8, self.pool and self.features % convolution.WIDEST == 0
+            planes, pool = self.planes and x.dtype == jnp.uint8, self.pool and self.features % llvm.WIDEST == 0
             if x.dtype != jnp.uint8:
                 x = (x.transpose(0, 2, 3, 1) if self.planes else x).astype(jnp.float32)
             how = convolution.How(pads, self.stride, planes, self.rectify, pool)

@@ -22,11 +22,10 @@ import jax.numpy as jnp
 from jax import lax
 from llvmlite import ir
 
-from cleanba.ops.llvm import BYTE, FLOAT, HALF, Code, compiled, registers, word
+from cleanba.ops.llvm import BYTE, FLOAT, HALF, WIDEST, Code, blocks, compiled, most_sums, widen, widened, word
 
 Pads = tuple[tuple[int, int], tuple[int, int]]  # rows and columns of zeros: before and after
 PARTS = 32  # units of a batch at most
-WIDEST = 16  # the longest vectors: features are padded to a multiple
 CACHED = 8192  # floats of x that stay in a first-level cache
 
 
@@ -128,7 +127,7 @@ def _call(
     y = (xs[0].shape[0], *(w.pooling if w.pool else w).out, w.features)
     kinds = (jnp.float32, jnp.uint8) if w.pool else (jnp.float32,)
     results = [jax.ShapeDtypeStruct(y, kind) for kind in kinds]
-    given = [*xs, *(_widen(p, w.features) for p in (kernel, bias, other) if p is not None)]
+    given = [*xs, *(widen(p) for p in (kernel, bias, other) if p is not None)]
     name = compiled(forward, w, [*map(_kind, given), *map(_kind, results)], len(results), PARTS)
     first, *more = jax.ffi.ffi_call(name, results, vmap_method="sequential")(*given)
     return first, more[0] if more else None
@@ -143,7 +142,7 @@ def _backward(
     # Two sums at least, for two threads; more, of eight images or more each; not so many that adding them up counts.
     parts = max(min(x.shape[0], 2), min(x.shape[0] // 8, 16))
     results = [jax.ShapeDtypeStruct((parts, *shape, w.features), jnp.float32) for shape in (kernel.shape[:-1], ())]
-    given = [x, _widen(dy, w.features), *([] if where is None else [where])]
+    given = [x, widen(dy), *([] if where is None else [where])]
     name = compiled(gradient, w, [*map(_kind, given), *map(_kind, results)], 2)
     dk, db = (p.sum(0)[..., :few] for p in jax.ffi.ffi_call(name, results, vmap_method="sequential")(*given))
     dskip = dy if skipped else None
@@ -158,7 +157,7 @@ def _backward(
     (top, bottom), (left, right) = pads
     back = ((last - top, last - bottom), (last - left, last - right))
     (rows, columns), c = w.out, x.shape[-1]
-    w = Window(rows, columns, few, _widened(c), last + 1, 1, back, mask=how.rectify, unpool=how.pool)
+    w = Window(rows, columns, few, widened(c), last + 1, 1, back, mask=how.rectify, unpool=how.pool)
     dx, _ = _call(w, [dy] if where is None else [dy, where], turned, none, x if how.rectify else None)
     return dx[..., :c], dk, db, dskip
 
@@ -175,7 +174,7 @@ def _window(how: How, x: jax.Array, kernel: jax.Array, skips: bool) -> Window:
     images = "" if x.dtype == jnp.float32 else "first" if how.planes else "last"
     height, width = x.shape[2:] if how.planes else x.shape[1:3]
     size, across, channels, features = kernel.shape
-    w = Window(height, width, channels, _widened(features), size, how.stride, how.pads, images, how.rectify)
+    w = Window(height, width, channels, widened(features), size, how.stride, how.pads, images, how.rectify)
     if x.dtype not in (jnp.float32, jnp.uint8) or kernel.dtype != jnp.float32:
         raise ValueError(
             f"x is {x.dtype} and the kernel {kernel.dtype}; x must be float32 or uint8, the kernel float32"
@@ -185,14 +184,6 @@ def _window(how: How, x: jax.Array, kernel: jax.Array, skips: bool) -> Window:
     if how.pool and (how.stride > 1 or size != 3 or how.pads != ((1, 1), (1, 1)) or features % WIDEST or skips):
         raise ValueError(f"what comes out of {w} cannot be pooled")
     return w._replace(pool=how.pool)
-
-
-def _widened(features: int) -> int:
-    return -(-features // WIDEST) * WIDEST
-
-
-def _widen(x: jax.Array, features: int) -> jax.Array:
-    return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, features - x.shape[-1]),))
 
 
 def _kind(x: jax.Array | jax.ShapeDtypeStruct) -> ir.Type:
@@ -230,16 +221,16 @@ def forward(code: Code, w: Window, pointers: list[ir.Value], _: ir.Value, first:
     room, finish = _pooled(code, w.pooling, *results) if w.pool else (None, None)
     line_of_y = (w.pooling.padded[1] if w.pool else columns) * f
     wide = _vectors_at_once(code, f)
+    vectors = [i * code.lanes for i in range(wide)]
 
     def image(n: ir.Value) -> None:
         seen = look(n)
         y = room or code.at(results[0], (n, rows * columns * f))
         beside = [code.at(other, (n, rows * columns * f)) for other in others]
-        for v in range(0, f, wide * code.lanes):
-            vectors = [v + i * code.lanes for i in range(wide)]
 
-            def line(h: ir.Value, vectors: list[int] = vectors) -> None:
-                for many, count, start in _blocks(columns, _most() // wide):
+        def some_features(v: ir.Value) -> None:
+            def line(h: ir.Value) -> None:
+                for many, count, start in blocks(columns, most_sums() // wide):
 
                     def block(q: ir.Value, many: int = many, start: int = start) -> None:
                         step = w.stride * w.channels  # from one result's first number to the next one's
@@ -247,7 +238,7 @@ def forward(code: Code, w: Window, pointers: list[ir.Value], _: ir.Value, first:
 
                         def across(d: ir.Value, *sums: ir.Value) -> list[ir.Value]:
                             numbers = code.at(corner, (d, w.padded[1] * w.channels))
-                            weights = code.at(kernel, (d, row * f), vectors[0])
+                            weights = code.at(kernel, (d, row * f), v)
 
                             def term(t: ir.Value, *sums: ir.Value) -> list[ir.Value]:
                                 new = list(sums)
@@ -264,9 +255,9 @@ def forward(code: Code, w: Window, pointers: list[ir.Value], _: ir.Value, first:
                             unrolled = next(u for u in (4, 3, 2, 1) if row % u == 0)
                             return code.repeat(0, row, term, sums, unrolled)
 
-                        sums = [code.get(code.at(bias, i)) for i in vectors] * many
+                        sums = [code.get(code.at(bias, v, i)) for i in vectors] * many
                         sums = code.repeat(0, w.size, across, sums)
-                        here = [code.at(p, (h, line_of_y), (q, many * f), start * f) for p in (y, *beside)]
+                        here = [code.at(p, (h, line_of_y), (q, many * f), v, start * f) for p in (y, *beside)]
                         for p in range(many):
                             for i, at in enumerate(vectors):
                                 value, (to, *of) = sums[p * wide + i], [code.at(place, p * f + at) for place in here]
@@ -278,6 +269,8 @@ def forward(code: Code, w: Window, pointers: list[ir.Value], _: ir.Value, first:
                     code.repeat(0, count, block)
 
             code.repeat(0, rows, line)
+
+        code.repeat(0, f, some_features, step=wide * code.lanes)
         if finish:
             finish(n)
 
@@ -290,6 +283,7 @@ def gradient(code: Code, w: Window, pointers: list[ir.Value], part: ir.Value, fi
     (rows, columns), row, f = w.out, w.size * w.channels, w.features
     look = _reader(code, w, x)
     wide = _vectors_at_once(code, f, most=2)
+    vectors = [i * code.lanes for i in range(wide)]
     dk, db = code.at(dk, (part, w.size * row * f)), code.at(db, (part, f))
     code.fill(dk, w.size * row * f, 0.0)
     code.fill(db, f, 0.0)
@@ -305,15 +299,13 @@ def gradient(code: Code, w: Window, pointers: list[ir.Value], part: ir.Value, fi
         seen, given = look(n), code.at(look_back(n), first_of_dy)
 
         def some_rows(start: ir.Value, stop: ir.Value) -> None:
-            for v in range(0, f, wide * code.lanes):
-                vectors = [v + i * code.lanes for i in range(wide)]
-
-                def rows_of_kernel(d: ir.Value, vectors: list[int] = vectors) -> None:
-                    for many, count, t0 in _blocks(row, _most() // wide):
+            def some_features(v: ir.Value) -> None:
+                def rows_of_kernel(d: ir.Value) -> None:
+                    for many, count, t0 in blocks(row, most_sums() // wide):
 
                         def block(q: ir.Value, many: int = many, t0: int = t0) -> None:
                             here = [
-                                code.at(dk, (d, row * f), (q, many * f), (t0 + j) * f + i)
+                                code.at(dk, (d, row * f), (q, many * f), v, (t0 + j) * f + i)
                                 for j in range(many)
                                 for i in vectors
                             ]
@@ -321,7 +313,7 @@ def gradient(code: Code, w: Window, pointers: list[ir.Value], part: ir.Value, fi
                             def line(h: ir.Value, *sums: ir.Value) -> list[ir.Value]:
                                 below = code.add(code.mul(h, word(w.stride)), d)
                                 numbers = code.at(seen, (below, w.padded[1] * w.channels), (q, many), t0)
-                                gradients = code.at(given, (h, line_of_dy))
+                                gradients = code.at(given, (h, line_of_dy), v)
 
                                 def pixel(p: ir.Value, *sums: ir.Value) -> list[ir.Value]:
                                     new = list(sums)
@@ -342,18 +334,22 @@ def gradient(code: Code, w: Window, pointers: list[ir.Value], part: ir.Value, fi
 
                 code.repeat(0, w.size, rows_of_kernel)
 
+            code.repeat(0, f, some_features, step=wide * code.lanes)
+
         whole = rows // near * near
         code.repeat(0, whole, lambda h: some_rows(h, code.add(h, word(near))), step=near)
         if whole < rows:
             some_rows(word(whole), word(rows))
-        for i in range(0, f, code.lanes):
 
-            def line(h: ir.Value, total: ir.Value, i: int = i) -> list[ir.Value]:
-                add = lambda p, total: [code.fadd(total, code.get(code.at(given, (h, line_of_dy), (p, f), i)))]
+        def some_biases(v: ir.Value) -> None:
+            def line(h: ir.Value, total: ir.Value) -> list[ir.Value]:
+                add = lambda p, total: [code.fadd(total, code.get(code.at(given, (h, line_of_dy), (p, f), v)))]
                 return code.repeat(0, columns, add, [total])
 
-            (total,) = code.repeat(0, rows, line, [code.get(code.at(db, i))])
-            code.put(total, code.at(db, i))
+            (total,) = code.repeat(0, rows, line, [code.get(code.at(db, v))])
+            code.put(total, code.at(db, v))
+
+        code.repeat(0, f, some_biases, step=code.lanes)
 
     code.repeat(first, last, image)
 
@@ -425,22 +421,9 @@ def _inside(pads: Pads, width: int, channels: int) -> int:
     return (pads[0][0] * width + pads[1][0]) * channels
 
 
-def _most() -> int:
-    """Sums in registers at most: a few registers are for what is multiplied."""
-    return registers()[1] - 4
-
-
 def _vectors_at_once(code: Code, features: int, most: int = 4) -> int:
     """How many vectors of features a block of sums spans."""
     return next(n for n in range(most, 0, -1) if features // code.lanes % n == 0)
-
-
-def _blocks(total: int, most: int) -> list[tuple[int, int, int]]:
-    """Cut into blocks as even as can be, of at most so many: how large, how many of these, and where they start."""
-    blocks = -(-total // most)
-    small, more = divmod(total, blocks)
-    cut = [(small + 1, more, 0), (small, blocks - more, more * (small + 1))]
-    return [block for block in cut if block[1]]
 
 
 def _reader(code: Code, w: Window, x: ir.Value) -> Callable[[ir.Value], ir.Value]:

@@ -21,6 +21,7 @@ from threading import Lock
 from typing import TypeVar
 
 import jax
+import jax.numpy as jnp
 import llvmlite
 import llvmlite.binding as llvm
 from llvmlite import ir
@@ -29,6 +30,7 @@ from cleanba.shards import usable_cores
 
 INT, HALF, BYTE, FLOAT, NOTHING = ir.IntType(64), ir.IntType(32), ir.IntType(8), ir.FloatType(), ir.VoidType()
 POINTER = ir.PointerType(BYTE)
+WIDEST = 16  # floats of the longest vectors
 
 # Where a field is in XLA's structures, in words of eight bytes.
 FRAME = {"extension": 1, "api": 2, "context": 3, "arguments": 9, "results": 14, "future": 21}
@@ -40,8 +42,8 @@ METADATA, EXTENSION_KIND = (
 )  # an extension's word that points to metadata; its kind, in words of four bytes, is 1 then
 MAJOR, MINOR = 6, 7  # the version's places in metadata, in words of four bytes
 VERSION = (0, 3)  # of the interface, as this was written for it
-# What the threads of one call share: units taken, done, in all; threads that still look at it; the first dimension of
-# the first argument; XLA's; then the buffers.
+# What the threads of one call share: units taken, done, in all; threads that still look at it; what is cut into units;
+# XLA's; then the buffers.
 STATE = {"taken": 0, "done": 1, "units": 2, "threads": 3, "count": 4, "future": 5, "set_available": 6, "buffers": 7}
 
 
@@ -63,6 +65,29 @@ def registers() -> tuple[int, int]:
     """Floats in a vector of this processor, and how many vectors it holds: with AVX-512, AVX, or else, as NEON."""
     has = llvm.get_host_cpu_features()
     return (16, 32) if has.get("avx512f") else (8, 16) if has.get("avx") else (4, 32)
+
+
+def most_sums() -> int:
+    """Sums in registers at most: a few registers are for what is multiplied."""
+    return registers()[1] - 4
+
+
+def blocks(total: int, most: int) -> list[tuple[int, int, int]]:
+    """Cut into blocks as even as can be, of at most so many: how large, how many of these, and where they start."""
+    count = -(-total // most)
+    small, more = divmod(total, count)
+    cut = [(small + 1, more, 0), (small, count - more, more * (small + 1))]
+    return [block for block in cut if block[1]]
+
+
+def widened(features: int) -> int:
+    """The next multiple of the longest vector."""
+    return -(-features // WIDEST) * WIDEST
+
+
+def widen(x: jax.Array) -> jax.Array:
+    """Zeros after the last dimension, up to a multiple of the longest vector."""
+    return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, widened(x.shape[-1]) - x.shape[-1]),))
 
 
 def suits() -> bool:
@@ -139,6 +164,14 @@ class Code(ir.IRBuilder):
         """A vector of one number."""
         return ir.Constant(self.vector, [value] * self.lanes)
 
+    def smaller(self, x: ir.Value, y: ir.Value) -> ir.Value:
+        """The smaller of two integers."""
+        return self.select(self.icmp_signed("<", x, y), x, y)
+
+    def larger(self, x: ir.Value, y: ir.Value) -> ir.Value:
+        """The larger of two integers."""
+        return self.select(self.icmp_signed("<", x, y), y, x)
+
     def fill(self, pointer: ir.Value, count: int, value: float) -> None:
         """`count` floats that are all the same."""
         whole, many = count // self.lanes * self.lanes, self.all(value)
@@ -191,20 +224,21 @@ KEPT: dict[str, llvm.ExecutionEngine] = {}  # what is compiled, for as long as t
 ONE_AT_A_TIME = Lock()
 
 
-def compiled(unit: Unit[S], shape: S, kinds: Sequence[ir.Type], results: int, units: int = 0) -> str:
+def compiled(unit: Unit[S], shape: S, kinds: Sequence[ir.Type], results: int, units: int = 0, count: int = 0) -> str:
     """Have a function for XLA's programs on CPUs; the name by which `jax.ffi.ffi_call` finds it.
 
-    unit: writes what is to be done for a part of the batch: `unit(code, shape, pointers, number, first, last)`, where
-        `number` is the unit's; from `first` to before `last` is its part of the first argument's first dimension.
+    unit: writes what is to be done for a part of the work: `unit(code, shape, pointers, number, first, last)`, where
+        `number` is the unit's; from `first` to before `last` is its part of `count`.
     shape: all that the code depends on.
     kinds: what the pointers point to: of arguments, then of results.
     results: how many of them are results.
     units: how many there are at most; 0 means as many as the first dimension of the first result.
+    count: what is cut into units; 0 means the first dimension of the first argument, a batch's.
     """
     name = name_of(unit, shape)
     with ONE_AT_A_TIME:
         if name not in KEPT:
-            engine = _compile(unit, shape, kinds, results, units)
+            engine = _compile(unit, shape, kinds, results, units, count)
             address = ctypes.CFUNCTYPE(ctypes.c_void_p)(engine.get_function_address("handler"))
             jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(address), platform="cpu")
             KEPT[name] = engine
@@ -216,10 +250,13 @@ def name_of(unit: Unit[S], shape: S) -> str:
     return f"cleanba_{unit.__name__}_{shape}"
 
 
-def _compile(unit: Unit[S], shape: S, kinds: Sequence[ir.Type], results: int, units: int) -> llvm.ExecutionEngine:
+def _compile(
+    unit: Unit[S], shape: S, kinds: Sequence[ir.Type], results: int, units: int, count: int = 0
+) -> llvm.ExecutionEngine:
     """The function in this process's memory.  Its machine code is kept where JAX keeps what it compiled."""
     machine, module = processor(), ir.Module()
-    _write_handler(module, _write_task(module, _write_unit(module, unit, shape, kinds)), len(kinds), results, units)
+    task = _write_task(module, _write_unit(module, unit, shape, kinds))
+    _write_handler(module, task, len(kinds), results, units, count)
     told = [str(module), machine.triple, llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()]
     path = _place("\n".join([*told, llvmlite.__version__]))
     code = _read(path)
@@ -306,7 +343,9 @@ def _write_task(module: ir.Module, unit: ir.Function) -> ir.Function:
     return code.function
 
 
-def _write_handler(module: ir.Module, task: ir.Function, buffers: int, results: int, most: int) -> None:
+def _write_handler(
+    module: ir.Module, task: ir.Function, buffers: int, results: int, most: int, all_in_all: int
+) -> None:
     """handler(frame): say which interface this is written for, if that is asked; else do the work."""
     code = Code(module, "handler", INT, ir.PointerType(INT))
     (frame,) = code.function.args
@@ -326,10 +365,9 @@ def _write_handler(module: ir.Module, task: ir.Function, buffers: int, results: 
     for i in range(buffers):
         where = (FRAME["arguments"], i) if i < inputs else (FRAME["results"], i - inputs)
         share("buffers", code.follow(frame, *where, BUFFER["data"]), i)
-    count = code.follow(frame, FRAME["arguments"], 0, BUFFER["dims"], 0)
-    smaller = lambda x, y: code.select(code.icmp_signed("<", x, y), x, y)
-    units = smaller(count, word(most)) if most else code.follow(frame, FRAME["results"], 0, BUFFER["dims"], 0)
-    api, threads = code.words(code.follow(frame, FRAME["api"])), smaller(units, word(usable_cores()))
+    count = word(all_in_all) if all_in_all else code.follow(frame, FRAME["arguments"], 0, BUFFER["dims"], 0)
+    units = code.smaller(count, word(most)) if most else code.follow(frame, FRAME["results"], 0, BUFFER["dims"], 0)
+    api, threads = code.words(code.follow(frame, FRAME["api"])), code.smaller(units, word(usable_cores()))
     share("set_available", code.follow(api, API["set_available"]))
     for field, value in {"units": units, "count": count, "threads": threads}.items():
         share(field, value)

@@ -1,0 +1,184 @@
+"""Matrix products for CPUs, by loops of our own whose results have the same bits on any number of threads.
+
+XLA has Eigen multiply, which cuts a long sum by the number of its threads.  Here each number of A B is one sum, in the
+order of k,
+
+    c_{m,n} = b_n + sum_k a_{m,k} B_{k,n}
+
+A block of m by some vectors of n is kept in registers while k goes through a part of its range, in which B's rows stay
+in a near cache (Goto & van de Geijn 2008, "Anatomy of high-performance matrix multiplication").  Neither A nor B is
+copied: where A is turned, as in a gradient x^T dy, numbers of one of its rows are those of a block.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from llvmlite import ir
+
+from cleanba.ops.llvm import FLOAT, Code, blocks, compiled, most_sums, registers, widen, widened, word
+
+NEAR = 256  # rows of B whose blocks of columns stay in a near cache
+WIDE = 4  # vectors in a row of a block
+WORTH = 2**17  # products that are worth a thread's waking
+
+
+class Shape(NamedTuple):
+    """What is multiplied."""
+
+    rows: int
+    inner: int
+    columns: int
+    turned: bool = False
+    """A is [inner, rows]"""
+    bias: bool = False
+    """whether something is added to each row"""
+    sums: bool = False
+    """whether the sums of B's columns are wanted, too"""
+
+    def __str__(self) -> str:
+        """As part of a name."""
+        more = "".join("_" + name for name in ("turned", "bias", "sums") if getattr(self, name))
+        return f"{self.rows}x{self.inner}x{self.columns}{more}"
+
+
+@jax.custom_vjp
+def affine(x: jax.Array, w: jax.Array, b: jax.Array) -> jax.Array:
+    """The sum x W + b.  [N, D], [D, F], [F] -> [N, F], all float32."""
+    return multiply(x, w, b)
+
+
+def _gradients(saved: tuple[jax.Array, jax.Array], dy: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Dx = dy W^T = (W dy^T)^T, in the form that turns less; dW = x^T dy; db, the sums of dy's columns."""
+    (x, w), (n, f) = saved, dy.shape
+    d = w.shape[0]
+    dw, db = multiply_turned(x, dy)
+    return multiply(dy, w.T) if d * f <= n * (d + f) else multiply(w, dy.T).T, dw, db
+
+
+affine.defvjp(lambda x, w, b: (affine(x, w, b), (x, w)), _gradients)
+
+
+def multiply(a: jax.Array, b: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+    """A B, or A B + bias.  [M, K], [K, N], [N] -> [M, N], all float32.  Has no gradient; see `affine`."""
+    (rows, inner), few = a.shape, b.shape[1]
+    given = [a, widen(b), *([] if bias is None else [widen(bias)])]
+    return _call(Shape(rows, inner, widened(few), bias=bias is not None), given)[0][:, :few]
+
+
+def multiply_turned(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """A^T B, and the sums of B's columns.  [K, M], [K, N] -> [M, N], [N], all float32.  Has no gradient."""
+    (inner, rows), few = a.shape, b.shape[1]
+    c, sums = _call(Shape(rows, inner, widened(few), turned=True, sums=True), [a, widen(b)])
+    return c[:, :few], sums[:few]
+
+
+def _call(p: Shape, given: list[jax.Array]) -> list[jax.Array]:
+    """What `product` writes.
+
+    Raises:
+        ValueError: what is given is none that the loops are written for.
+    """
+    if any(x.dtype != jnp.float32 for x in given) or given[0].shape[not p.turned] != given[1].shape[0]:
+        raise ValueError(f"{[(x.shape, str(x.dtype)) for x in given]} must be matrices of float32 that fit")
+    results = [(p.rows, p.columns), *([(p.columns,)] if p.sums else [])]
+    products = p.rows * p.inner * p.columns
+    name = compiled(
+        product, p, [FLOAT] * (len(given) + len(results)), len(results), units=min(max(products // WORTH, 1), 16),
+        count=_tasks(p)[0],
+    )  # fmt: skip
+    kinds = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in results]
+    return jax.ffi.ffi_call(name, kinds, vmap_method="sequential")(*given)
+
+
+def _tasks(p: Shape) -> tuple[int, int]:
+    """Tasks in all, of a block of columns and a group of rows each; and how many groups there are."""
+    across = sum(count for _, count, _ in blocks(p.columns // registers()[0], WIDE))
+    groups = max(1, min(16 // across, p.rows * WIDE // most_sums()))
+    return across * groups, groups
+
+
+def product(code: Code, p: Shape, pointers: list[ir.Value], _: ir.Value, first: ir.Value, last: ir.Value) -> None:
+    """Write some of A B's blocks, and the sums of B's columns."""
+    tasks, groups = _tasks(p)
+    across = word(tasks // groups)
+
+    def part(k: ir.Value, count: int, begins: bool) -> None:
+        """Add what `count` of the rows of B from k on give."""
+
+        def task(t: ir.Value) -> None:
+            column, group = code.srem(t, across), code.sdiv(t, across)
+            before = 0
+            for wide, number, start in blocks(p.columns // code.lanes, WIDE):
+
+                def columns(i: ir.Value, wide: int = wide, more: int = start - before * wide) -> None:
+                    place = code.add(code.mul(i, word(wide * code.lanes)), word(more * code.lanes))
+                    _columns(code, p, pointers, place, wide, group, word(groups), k, count, begins)
+
+                _within(code, before, number, column, code.add(column, word(1)), columns)
+                before += number
+
+        code.repeat(first, last, task)
+
+    begin = p.inner - (p.inner - 1) // NEAR * NEAR
+    part(word(0), begin, True)
+    code.repeat(begin, p.inner, lambda k: part(k, NEAR, False), step=NEAR)
+
+
+def _within(
+    code: Code, start: int, count: int, first: ir.Value, last: ir.Value, body: Callable[[ir.Value], None]
+) -> None:
+    """`body(i)` for those of `count` numbers from `start` on that are from `first` to before `last`."""
+    code.repeat(code.larger(first, word(start)), code.smaller(last, word(start + count)), body)
+
+
+def _columns(
+    code: Code, p: Shape, pointers: list[ir.Value], place: ir.Value, wide: int,
+    group: ir.Value, groups: ir.Value, k: ir.Value, count: int, begins: bool,
+) -> None:  # fmt: skip
+    """Write a group of rows of some columns: `wide` vectors from `place` on."""
+    a, b, c = pointers[0], code.at(pointers[1], (k, p.columns), place), code.at(pointers[2 + p.bias], place)
+    cut = blocks(p.rows, most_sums() // wide)
+    in_all = word(sum(count for _, count, _ in cut))
+    first, last = (code.sdiv(code.mul(in_all, g), groups) for g in (group, code.add(group, word(1))))
+    vectors = [v * code.lanes for v in range(wide)]
+    down, along = (1, p.rows) if p.turned else (p.inner, 1)
+    unrolled = next(u for u in (4, 3, 2, 1) if count % u == 0)
+    blocks_before = 0
+    for many, number, start in cut:
+
+        def block(i: ir.Value, many: int = many, more: int = start - many * blocks_before) -> None:
+            row = code.add(code.mul(i, word(many)), word(more))
+            here = [code.at(c, (row, p.columns), m * p.columns + v) for m in range(many) for v in vectors]
+            numbers = code.at(a, (row, down), (k, along))
+
+            def term(k: ir.Value, *sums: ir.Value) -> list[ir.Value]:
+                new = list(sums)
+                for u in range(unrolled):
+                    some = [code.get(code.at(b, (k, p.columns), u * p.columns + v)) for v in vectors]
+                    for m in range(many):
+                        number = code.spread(code.at(numbers, (k, along), u * along + m * down))
+                        for v in range(wide):
+                            new[m * wide + v] = code.multiply_add(number, some[v], new[m * wide + v])
+                return new
+
+            if begins and p.bias:
+                sums = [code.get(code.at(pointers[2], place, v)) for v in vectors] * many
+            else:
+                sums = [code.zeros if begins else code.get(at) for at in here]
+            for at, value in zip(here, code.repeat(0, count, term, sums, unrolled), strict=True):
+                code.put(value, at)
+
+        _within(code, blocks_before, number, first, last, block)
+        blocks_before += number
+    if p.sums:
+        sums = [code.at(pointers[-1], place, v) for v in vectors]
+        with code.if_then(code.icmp_signed("==", group, word(0))):
+            add = lambda k, *totals: [
+                code.fadd(total, code.get(code.at(b, (k, p.columns), v)))
+                for v, total in zip(vectors, totals, strict=True)
+            ]
+            before = [code.zeros if begins else code.get(at) for at in sums]
+            for at, total in zip(sums, code.repeat(0, count, add, before), strict=True):
+                code.put(total, at)

@@ -1,0 +1,117 @@
+"""Our matrix products for CPUs: NumPy's, and the same bits on any number of threads and with any vectors."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from cleanba.ops import llvm, product
+from cleanba.ops.product import affine, multiply, multiply_turned
+
+
+def draw(*shape, seed=0):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def near(ours, expected):
+    for x, y in zip(ours, expected, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=3e-6 * np.abs(y).max())
+
+
+# Rows, sums' length, columns: of one block and of many, with and without a rest, of a near cache and beyond.
+SHAPES = [
+    (1, 1, 1), (1, 17, 256), (2, 3, 16), (5, 40, 2), (7, 64, 64), (28, 256, 16), (29, 257, 17), (33, 50, 48),
+    (64, 700, 80), (100, 23, 64), (3, 513, 112), (600, 31, 1), (257, 300, 128),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("rows, inner, columns", SHAPES, ids=str)
+def test_products_and_sums_of_columns_are_numpys(rows, inner, columns):
+    a, b, bias = draw(rows, inner), draw(inner, columns, seed=1), draw(columns, seed=2)
+    exact = a.astype(np.float64) @ b
+    near([multiply(a, b), multiply(a, b, bias)], [exact, exact + bias])
+    near(multiply_turned(np.ascontiguousarray(a.T), b), [exact, b.sum(0, dtype=np.float64)])
+
+
+@pytest.mark.parametrize("rows, inner, columns", [(2, 40, 3), (60, 40, 3), (5, 2, 3), (300, 20, 70), (9, 300, 257)])
+def test_the_gradients_are_those_of_a_product_and_a_sum(rows, inner, columns):  # each matrix is the one to turn in some
+    arguments = draw(rows, inner), draw(inner, columns, seed=1), draw(columns, seed=2)
+    weight = draw(rows, columns, seed=3)
+    gradients = lambda f: jax.jit(jax.grad(lambda x, w, b: (weight * f(x, w, b) ** 2).sum(), (0, 1, 2)))(*arguments)
+    near(gradients(affine), gradients(lambda x, w, b: x @ w + b))
+
+
+@pytest.mark.parametrize("registers", [(16, 32), (8, 16), (4, 32)], ids=["avx512", "avx", "neon"])
+@pytest.mark.parametrize("shape", [(29, 257, 17), (33, 50, 48), (600, 31, 1)], ids=str)
+def test_a_processor_with_other_vectors_ends_in_the_same_bits(shape, registers, monkeypatch):
+    rows, inner, columns = shape
+    a, b = draw(rows, inner), draw(inner, columns, seed=1)
+    both = lambda: [multiply(a, b, b[0]), *multiply_turned(a, draw(rows, columns, seed=2))]
+    here = both()
+    for module in (llvm, product):
+        monkeypatch.setattr(module, "registers", lambda: registers)
+    monkeypatch.setattr(llvm, "name_of", lambda unit, shape: f"{registers}_{unit.__name__}_{shape}")
+    jax.clear_caches()
+    for x, y in zip(here, both(), strict=True):
+        np.testing.assert_array_equal(x, y)
+    assert any(name.startswith(str(registers)) for name in llvm.KEPT)
+
+
+THREADS = """
+import hashlib, os, sys
+os.sched_setaffinity(0, map(int, sys.argv[1:]))
+import jax, numpy as np
+from test_product import affine, draw
+for rows, inner, columns in ((64, 3136, 512), (1024, 64, 64), (300, 257, 17)):
+    f = jax.jit(lambda x, w, b: jax.value_and_grad(lambda *a: (affine(*a) ** 2).sum(), (0, 1, 2))(x, w, b))
+    for x in jax.tree.leaves(f(draw(rows, inner), draw(inner, columns, seed=1), draw(columns, seed=2))):
+        print(hashlib.sha256(np.asarray(x).tobytes()).hexdigest())
+"""
+
+
+def test_the_number_of_threads_changes_no_bit():
+    cores = sorted(os.sched_getaffinity(0))
+    outputs = []
+    for allowed, threads in ((cores[:1], 1), (cores[:2], 2), (cores, 8)):
+        ended = subprocess.run(
+            [sys.executable, "-c", THREADS, *map(str, allowed)], env=os.environ | {"PJRT_NPROC": str(threads)},
+            cwd=Path(__file__).parent, capture_output=True, text=True, timeout=300,
+        )  # fmt: skip
+        assert ended.returncode == 0, ended.stderr
+        outputs.append(ended.stdout)
+    assert outputs[0].count("\n") == 12 and len(set(outputs)) == 1
+
+
+def test_a_part_of_the_rows_gives_the_bits_that_it_gives_among_all():
+    a, b, bias = draw(100, 300), draw(300, 65, seed=1), draw(65, seed=2)
+    whole = multiply(a, b, bias)
+    for part in (slice(0, 1), slice(3, 10), slice(50, 100)):
+        np.testing.assert_array_equal(multiply(a[part], b, bias), whole[part])
+
+
+def test_many_products_at_once_do_not_disturb_one_another():
+    xs, w = np.stack([draw(300, 70, seed=i) for i in range(6)]), draw(70, 90)
+    separate = [np.asarray(multiply(x, w)) for x in xs]
+    together = jax.jit(lambda xs: [multiply(x, w) for x in xs])
+    for _ in range(100):
+        np.testing.assert_array_equal(together(xs), separate)
+    np.testing.assert_array_equal(jax.vmap(lambda x: multiply(x, w))(xs), separate)
+
+
+def test_what_is_not_a_number_stays_so():
+    a, b = draw(30, 20), draw(20, 40)
+    a[3, 4] = np.nan
+    there = np.isnan(multiply(a, b))
+    assert there[3].all() and there.sum() == 40
+
+
+@pytest.mark.parametrize("a, b", [(draw(2, 3), draw(4, 5)), (draw(2, 3).astype(jnp.bfloat16), draw(3, 5))])
+def test_what_does_not_fit_is_refused(a, b):
+    for form in (multiply, lambda a, b: multiply_turned(a.T, b)):
+        with pytest.raises(ValueError, match="must be matrices of float32 that fit"):
+            form(a, b)
