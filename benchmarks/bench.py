@@ -87,7 +87,7 @@ def of_peers(found: dict[str, Any]) -> list[Row]:
 
 
 SMALL = "--network mlp --hiddens 64 64 --num-envs 64 --num-steps 64 --collector scanned --seconds 2"
-FEW = "--num-actors 1 --cpu-threads 2"
+FEW = "--num-actors 1"
 TORCH = find_spec("torch")
 BESIDE = "pytorch pytorch-last" if TORCH else "xla"  # whose turn takes 20 seconds, all others' one
 PARTS = [
@@ -97,9 +97,9 @@ PARTS = [
     Part(f"throughput.py --env-id Catch-v0 {SMALL}", "throughput_cpu_ppo_Catch-v0_mlp_scanned",
          of_throughput("PPO on Catch, 64 x 64")),
     Part(f"throughput.py --env-id CartPole-v1 {SMALL} {FEW}", "throughput_cpu_ppo_CartPole-v1_mlp_scanned_1_actors",
-         of_throughput("PPO on CartPole, 64 x 64, one actor, two XLA threads")),
+         of_throughput("PPO on CartPole, 64 x 64, one actor")),
     Part(f"throughput.py --env-id Catch-v0 {SMALL} {FEW}", "throughput_cpu_ppo_Catch-v0_mlp_scanned_1_actors",
-         of_throughput("PPO on Catch, 64 x 64, one actor, two XLA threads")),
+         of_throughput("PPO on Catch, 64 x 64, one actor")),
     Part(f"networks.py --act 32 --seconds 12 --forms direct {BESIDE}", "networks_cpu", of_networks),
     *([Part("peers.py --rounds 3", "peers_cpu", of_peers)] if TORCH else []),
 ]  # fmt: skip

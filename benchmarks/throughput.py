@@ -56,7 +56,7 @@ class Args:
     num_shards: int | None = None
     """shards (default: one per learner device)"""
     cpu_threads: int | None = None
-    """XLA's threads on CPUs, as PJRT_NPROC (default: eight)"""
+    """XLA's threads on CPUs, as PJRT_NPROC (default: one for each core)"""
     collector: Literal["stepped", "scanned"] = "stepped"
     """how the whole collects"""
     actor_device_ids: tuple[int, ...] = (0,)

@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from cleanba.errors import UsageError
 from cleanba.networks.layers import max_pool
 from cleanba.recipes import RECIPES
+from cleanba.runtime import placement
 from cleanba.runtime.placement import (
     DETERMINISTIC_XLA_FLAGS,
     MESH_AXIS,
@@ -131,6 +132,16 @@ def test_flags_of_the_user_win_over_those_for_determinism(monkeypatch):
     make_deterministic()
     assert os.environ["XLA_FLAGS"] == f"{DETERMINISTIC_XLA_FLAGS} --xla_gpu_enable_triton_gemm=true"
     assert os.environ["PJRT_NPROC"] == "3"
+
+
+@pytest.mark.parametrize("kind, threads", [("xla", "8"), ("direct", None)])
+def test_the_number_of_threads_is_fixed_only_where_bits_depend_on_it(kind, threads, monkeypatch):
+    monkeypatch.setattr(placement, "conv_kind", lambda platform: kind)
+    monkeypatch.setenv("XLA_FLAGS", "")
+    monkeypatch.setenv("PJRT_NPROC", "1")  # so that it is as it was afterwards
+    monkeypatch.delenv("PJRT_NPROC")
+    make_deterministic()
+    assert os.environ.get("PJRT_NPROC") == threads
 
 
 @pytest.mark.parametrize("asked, devices, threads", [("8", 1, "8"), ("8", 16, "16"), ("2", 2, "2"), (None, 4, None)])

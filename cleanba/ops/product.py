@@ -10,7 +10,7 @@ in a near cache (Goto & van de Geijn 2008, "Anatomy of high-performance matrix m
 copied: where A is turned, as in a gradient x^T dy, numbers of one of its rows are those of a block.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -74,7 +74,7 @@ def multiply_turned(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
     return c[:, :few], sums[:few]
 
 
-def _call(p: Shape, given: list[jax.Array]) -> list[jax.Array]:
+def _call(p: Shape, given: list[jax.Array]) -> Sequence[jax.Array]:
     """What `product` writes.
 
     Raises:

@@ -53,8 +53,10 @@ def differing_machines(earlier: Json | None, now: Json) -> list[str]:
     a, b = ({**c.get("packages", {}), "device kind": c.get("device_kind")} for c in (earlier, now))
     if b["device kind"] == "cpu":
         a["CPU"], b["CPU"] = earlier.get("cpu"), now.get("cpu")
-        name = "XLA threads (PJRT_NPROC, or one for each device)"
-        a[name], b[name] = earlier.get("cpu_threads"), now.get("cpu_threads")
+        a["matrix products"], b["matrix products"] = earlier.get("cpu_products"), now.get("cpu_products")
+        if now.get("cpu_products") == "xla":
+            name = "XLA threads (PJRT_NPROC, or one for each device)"
+            a[name], b[name] = earlier.get("cpu_threads"), now.get("cpu_threads")
     changed = differences(a, b)
     return [f"the bits may differ from the earlier run's, which had other {'; '.join(changed)}"] if changed else []
 

@@ -11,6 +11,7 @@ import jax
 
 from cleanba.config import Experiment
 from cleanba.runtime.placement import cpu_model, let_threads_finish, make_deterministic, set_precision
+from cleanba.shards import usable_cores
 
 UNUSED_DAYS = 30  # after which a program is removed
 
@@ -51,11 +52,11 @@ def cache_folder() -> Path:
     """The folder of this user, for programs that fit this machine.
 
     JAX's keys tell programs, versions, flags and kinds of GPU apart, but neither processors, whose instructions differ,
-    nor numbers of threads, by which XLA cuts sums: the wrong ones would crash, or change bits.  A home may be shared by
+    nor numbers of threads, by which XLA cuts its work: wrong ones would crash, or change bits.  A home may be shared by
     machines of many kinds, so there is a folder for each.
     """
     root = os.environ.get("XDG_CACHE_HOME", "")
-    what = [platform.machine(), cpu_model(), instructions(), str(os.cpu_count())]
+    what = [platform.machine(), cpu_model(), instructions(), str(usable_cores())]
     what += [os.environ.get(name, "") for name in ("PJRT_NPROC", "JAX_NUM_CPU_DEVICES", "XLA_FLAGS")]
     machine = sha256("\n".join(what).encode()).hexdigest()[:16]
     return (Path(root) if os.path.isabs(root) else Path.home() / ".cache") / "cleanba" / "xla" / machine

@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from cleanba.config import Placement, require
+from cleanba.networks.layers import conv_kind
 
 MESH_AXIS = "learner"
 
@@ -51,17 +52,20 @@ class Devices(NamedTuple):
 # from asking cuDNN at all.)  The first on its own list, for matrix products in Triton, is a tiny tile; without Triton
 # they go to cuBLAS.
 DETERMINISTIC_XLA_FLAGS = "--xla_gpu_deterministic_ops=true --xla_gpu_enable_triton_gemm=false"
-# XLA cuts large sums on a CPU into as many parts as it has threads, by default one per core or per simulated device.
+# XLA cuts large sums on a CPU into as many parts as it has threads, by default one per core or simulated device.  Our
+# products do not.
 DETERMINISTIC_CPU_THREADS = "8"
 
 
 def make_deterministic() -> None:
     """Have XLA make the same bits every time.  Comes before anything that touches a device.
 
-    Flags that the user gave in XLA_FLAGS come last, and so win; a number of threads in PJRT_NPROC stays.
+    Flags that the user gave in XLA_FLAGS come last, and so win; a number of threads in PJRT_NPROC stays.  One is set
+    only where networks on CPUs are left to XLA.
     """
     os.environ["XLA_FLAGS"] = f"{DETERMINISTIC_XLA_FLAGS} {os.environ.get('XLA_FLAGS', '')}".strip()
-    os.environ.setdefault("PJRT_NPROC", DETERMINISTIC_CPU_THREADS)
+    if conv_kind("cpu") == "xla":
+        os.environ.setdefault("PJRT_NPROC", DETERMINISTIC_CPU_THREADS)
 
 
 def let_threads_finish() -> None:
@@ -183,6 +187,7 @@ def describe_devices() -> dict[str, object]:
         "num_processes": jax.process_count(),
         "cpu": cpu_model(),
         "cpu_cores": os.cpu_count(),
+        "cpu_products": conv_kind("cpu"),
         "cpu_threads": cpu_threads(os.environ.get("PJRT_NPROC"), len(jax.local_devices())),
         "slurm": slurm_job(),
     }
