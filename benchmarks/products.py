@@ -1,0 +1,98 @@
+"""How fast dense layers run on one core: ours, and XLA's, in microseconds.
+
+    python benchmarks/products.py                 # a minute; results in benchmarks/results/
+
+Each by itself, with its bias: forward; forward and all three gradients, those of XLA as JAX derives them.  Several in
+one compiled loop, as small ones take less than a call.  Time is the processor's, the shortest of some turns that all
+take: what else the machine does lengthens it least.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import machine
+import numpy as np
+import tyro
+from convolutions import shortest
+from jax import lax
+from rich.console import Console
+from rich.table import Table
+
+from cleanba.ops.product import affine
+from cleanba.shards import network_options
+
+LAYERS = {  # rows, what goes in, what comes out
+    "MLP of 64, acting": (32, 64, 64),
+    "MLP of 64, learning": (1024, 64, 64),
+    "its policy's head": (1024, 64, 2),
+    "SAC's first": (256, 23, 256),
+    "SAC's second": (256, 256, 256),
+    "SAC's policy's head": (256, 256, 6),
+    "SAC's critic's head": (256, 256, 1),
+    "MinAtar's": (1024, 1024, 128),
+    "an LSTM's step": (8, 256, 1024),
+    "ResNet's, acting": (32, 3872, 256),
+    "ResNet's, learning": (64, 3872, 256),
+    "Nature CNN's, acting": (32, 3136, 512),
+    "Nature CNN's, learning": (512, 3136, 512),
+}
+FORMS: dict[str, Callable[..., jax.Array]] = {"ours": affine, "XLA": lambda x, w, b: x @ w + b}
+
+
+@dataclass(frozen=True)
+class Flags:
+    """What is measured."""
+
+    turns: int = 20
+    """of each"""
+
+
+def measure(name: str, flags: Flags) -> dict[str, object]:
+    """Microseconds of one layer."""
+    rows, inner, columns = LAYERS[name]
+    times = max(1, min(64, 2**25 // (rows * inner * columns)))
+    rng = np.random.default_rng(0)
+    xs, w, b = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((times, rows, inner), (inner, columns), columns))
+    runs = {}
+    for form, layer in FORMS.items():
+
+        def forward(
+            carry: tuple[jax.Array, jax.Array], x: jax.Array, layer: Callable[..., jax.Array] = layer
+        ) -> tuple[tuple[jax.Array, jax.Array], None]:
+            w, b = carry
+            return (w, b + 1e-9 * layer(x, w, b)[0]), None
+
+        def both(
+            carry: tuple[jax.Array, jax.Array], x: jax.Array, layer: Callable[..., jax.Array] = layer
+        ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+            y, back = jax.vjp(layer, x, *carry)
+            dx, dw, db = back(y)
+            w, b = carry
+            return (w - 1e-9 * dw, b - 1e-9 * db), dx[0, 0]
+
+        for what, step in (("forward", forward), ("forward and gradients", both)):
+            loop = jax.jit(
+                lambda w, b, xs, step=step: lax.scan(step, (w, b), xs), compiler_options=network_options("cpu")
+            )
+            runs[f"{what}, {form}"] = lambda loop=loop: jax.block_until_ready(loop(w, b, xs))
+    return {"layer": name} | {run: 1e6 * s / times for run, s in shortest(runs, flags.turns).items()}
+
+
+def main(flags: Flags) -> None:
+    os.environ["PJRT_NPROC"] = "1"  # read when a device is first asked for
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    found = [measure(name, flags) for name in LAYERS]
+    columns = [f"{what}, {form}" for what in ("forward", "forward and gradients") for form in FORMS]
+    table = Table("layer", "rows x in x out", *columns, title="microseconds of one core")
+    for row in found:
+        size = " x ".join(f"{n:,}" for n in LAYERS[str(row["layer"])])
+        table.add_row(row["layer"], size, *[f"{row[c]:,.1f}" for c in columns])
+    Console(width=140).print(table)
+    print(machine.save("products_cpu", {"rows": found}))
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Flags))
