@@ -14,9 +14,9 @@ import pytest
 from jax.sharding import Mesh
 
 from cleanba.errors import UsageError
+from cleanba.networks import layers
 from cleanba.networks.layers import max_pool
 from cleanba.recipes import RECIPES
-from cleanba.runtime import placement
 from cleanba.runtime.placement import (
     DETERMINISTIC_XLA_FLAGS,
     MESH_AXIS,
@@ -136,7 +136,7 @@ def test_flags_of_the_user_win_over_those_for_determinism(monkeypatch):
 
 @pytest.mark.parametrize("kind, threads", [("xla", "8"), ("direct", None)])
 def test_the_number_of_threads_is_fixed_only_where_bits_depend_on_it(kind, threads, monkeypatch):
-    monkeypatch.setattr(placement, "conv_kind", lambda platform: kind)
+    monkeypatch.setattr(layers, "conv_kind", lambda platform: kind)
     monkeypatch.setenv("XLA_FLAGS", "")
     monkeypatch.setenv("PJRT_NPROC", "1")  # so that it is as it was afterwards
     monkeypatch.delenv("PJRT_NPROC")

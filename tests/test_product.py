@@ -1,5 +1,6 @@
 """Our matrix products for CPUs: NumPy's, and the same bits on any number of threads and with any vectors."""
 
+import json
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from launch import finish, python
 
 from cleanba.ops import llvm, product
 from cleanba.ops.product import affine, multiply, multiply_turned
@@ -110,8 +112,44 @@ def test_what_is_not_a_number_stays_so():
     assert there[3].all() and there.sum() == 40
 
 
-@pytest.mark.parametrize("a, b", [(draw(2, 3), draw(4, 5)), (draw(2, 3).astype(jnp.bfloat16), draw(3, 5))])
+@pytest.mark.parametrize(
+    "a, b",
+    [
+        (draw(2, 3), draw(4, 5)), (draw(2, 3).astype(jnp.bfloat16), draw(3, 5)),
+        (draw(2, 0), draw(0, 5)), (draw(0, 3), draw(3, 5)), (draw(2, 3), draw(3, 0)),
+    ],
+)  # fmt: skip
 def test_what_does_not_fit_is_refused(a, b):
     for form in (multiply, lambda a, b: multiply_turned(a.T, b)):
         with pytest.raises(ValueError, match="must be matrices of float32 that fit"):
             form(a, b)
+
+
+@pytest.mark.parametrize("length", [1, 64, 79, 96])
+def test_a_bias_of_another_length_is_refused(length):
+    with pytest.raises(ValueError, match=rf"float32\[{length}\] must be matrices of float32 that fit"):
+        multiply(draw(2, 3), draw(3, 80), draw(length))
+
+
+WHOLE = """
+import os, sys
+os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:int(sys.argv.pop(1))])
+from cleanba.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+TWO_ACTORS = (
+    "--num-envs 8 --num-actors 2 --num-steps 8 --network mlp --hiddens 16 --collector scanned --total-timesteps 512"
+)
+
+
+@pytest.mark.slow
+def test_a_whole_run_ends_in_the_same_bits_on_one_core_and_on_many_threads(tmp_path):
+    """One core has one thread of XLA's, on which two actors' scans and the learner take turns."""
+    found = set()
+    for cores, threads, devices in (("1", "", "1"), ("1", "5", "1"), ("99", "", "8")):
+        folder = tmp_path / f"{cores}-{threads}-{devices}"
+        run = ["ppo", "--env-id", "CartPole-v1", *TWO_ACTORS.split(), "--run-dir", folder]
+        ended = finish(python("-c", WHOLE, cores, *run, PJRT_NPROC=threads, JAX_NUM_CPU_DEVICES=devices))
+        assert ended.code == 0, ended.err
+        found.add(json.loads((folder / "result.json").read_text())["params_digest"])
+    assert len(found) == 1

@@ -24,7 +24,17 @@ from cleanba.runtime.placement import find_devices
 DOWNLOADS = Path("runs/hub")
 NEEDED = ("config.json", "model.msgpack")
 COPIED = ("result.json", "eval.json", METRICS)
-MACHINE = ("packages", "python", "device_kind", "local_devices", "num_processes", "cpu", "cpu_cores", "cpu_threads")
+MACHINE = (
+    "packages",
+    "python",
+    "device_kind",
+    "local_devices",
+    "num_processes",
+    "cpu",
+    "cpu_cores",
+    "cpu_products",
+    "cpu_threads",
+)
 REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 
 T = TypeVar("T")

@@ -304,7 +304,7 @@ def _keep(path: Path | None, code: bytes) -> None:
 
 
 def _write_unit(module: ir.Module, unit: Unit[S], shape: S, kinds: Sequence[ir.Type]) -> ir.Function:
-    """unit(state, number): what `unit` writes, for its part of the batch."""
+    """unit(state, number): what `unit` writes, for its part of the work."""
     code = Code(module, "unit", NOTHING, ir.PointerType(INT), INT)
     state, number = code.function.args
     count, units = (code.follow(state, STATE[x]) for x in ("count", "units"))

@@ -6,11 +6,11 @@ order of k,
     c_{m,n} = b_n + sum_k a_{m,k} B_{k,n}
 
 A block of m by some vectors of n is kept in registers while k goes through a part of its range, in which B's rows stay
-in a near cache (Goto & van de Geijn 2008, "Anatomy of high-performance matrix multiplication").  Neither A nor B is
-copied: where A is turned, as in a gradient x^T dy, numbers of one of its rows are those of a block.
+in a near cache (Goto & van de Geijn 2008, "Anatomy of high-performance matrix multiplication").  A turned A, as in a
+gradient x^T dy, is read as it is: numbers of one of its rows are those of a block.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -62,26 +62,27 @@ affine.defvjp(lambda x, w, b: (affine(x, w, b), (x, w)), _gradients)
 
 def multiply(a: jax.Array, b: jax.Array, bias: jax.Array | None = None) -> jax.Array:
     """A B, or A B + bias.  [M, K], [K, N], [N] -> [M, N], all float32.  Has no gradient; see `affine`."""
-    (rows, inner), few = a.shape, b.shape[1]
-    given = [a, widen(b), *([] if bias is None else [widen(bias)])]
-    return _call(Shape(rows, inner, widened(few), bias=bias is not None), given)[0][:, :few]
+    shape = Shape(*a.shape, b.shape[1], bias=bias is not None)
+    return _call(shape, [a, b] if bias is None else [a, b, bias])[0]
 
 
 def multiply_turned(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
     """A^T B, and the sums of B's columns.  [K, M], [K, N] -> [M, N], [N], all float32.  Has no gradient."""
-    (inner, rows), few = a.shape, b.shape[1]
-    c, sums = _call(Shape(rows, inner, widened(few), turned=True, sums=True), [a, widen(b)])
-    return c[:, :few], sums[:few]
+    product, sums = _call(Shape(*a.shape[::-1], b.shape[1], turned=True, sums=True), [a, b])
+    return product, sums
 
 
-def _call(p: Shape, given: list[jax.Array]) -> Sequence[jax.Array]:
-    """What `product` writes.
+def _call(p: Shape, given: list[jax.Array]) -> list[jax.Array]:
+    """What `product` writes, without the columns that fill up vectors.
 
     Raises:
         ValueError: what is given is none that the loops are written for.
     """
-    if any(x.dtype != jnp.float32 for x in given) or given[0].shape[not p.turned] != given[1].shape[0]:
-        raise ValueError(f"{[(x.shape, str(x.dtype)) for x in given]} must be matrices of float32 that fit")
+    shapes = [(p.inner, p.rows) if p.turned else (p.rows, p.inner), (p.inner, p.columns), (p.columns,)][: len(given)]
+    if [x.shape for x in given] != shapes or any(x.dtype != jnp.float32 for x in given) or 0 in p[:3]:
+        found = ", ".join(f"{x.dtype}{list(x.shape)}" for x in given)
+        raise ValueError(f"{found} must be matrices of float32 that fit, none of them empty")
+    few, p = p.columns, p._replace(columns=widened(p.columns))
     results = [(p.rows, p.columns), *([(p.columns,)] if p.sums else [])]
     products = p.rows * p.inner * p.columns
     name = compiled(
@@ -89,7 +90,8 @@ def _call(p: Shape, given: list[jax.Array]) -> Sequence[jax.Array]:
         count=_tasks(p)[0],
     )  # fmt: skip
     kinds = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in results]
-    return jax.ffi.ffi_call(name, kinds, vmap_method="sequential")(*given)
+    found = jax.ffi.ffi_call(name, kinds, vmap_method="sequential")(given[0], *map(widen, given[1:]))
+    return [x[..., :few] for x in found]
 
 
 def _tasks(p: Shape) -> tuple[int, int]:

@@ -17,7 +17,6 @@ import numpy as np
 from jax.sharding import Mesh
 
 from cleanba.config import Placement, require
-from cleanba.networks.layers import conv_kind
 
 MESH_AXIS = "learner"
 
@@ -64,6 +63,10 @@ def make_deterministic() -> None:
     only where networks on CPUs are left to XLA.
     """
     os.environ["XLA_FLAGS"] = f"{DETERMINISTIC_XLA_FLAGS} {os.environ.get('XLA_FLAGS', '')}".strip()
+    from cleanba.networks.layers import (
+        conv_kind,
+    )  # Flax takes a quarter of a second, which not every command has need of
+
     if conv_kind("cpu") == "xla":
         os.environ.setdefault("PJRT_NPROC", DETERMINISTIC_CPU_THREADS)
 
@@ -178,6 +181,8 @@ def processes_here() -> int:
 
 def describe_devices() -> dict[str, object]:
     """What a later reader needs to know of the hardware and the packages' versions."""
+    from cleanba.networks.layers import conv_kind
+
     packages = ("cleanba", "jax", "jaxlib", "flax", "optax", "envpool", "numpy", "orbax-checkpoint")
     return {
         "packages": {name: version(name) for name in packages if _installed(name)},
