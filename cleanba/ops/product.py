@@ -62,14 +62,16 @@ affine.defvjp(lambda x, w, b: (affine(x, w, b), (x, w)), _gradients)
 
 def multiply(a: jax.Array, b: jax.Array, bias: jax.Array | None = None) -> jax.Array:
     """A B, or A B + bias.  [M, K], [K, N], [N] -> [M, N], all float32.  Has no gradient; see `affine`."""
-    shape = Shape(*a.shape, b.shape[1], bias=bias is not None)
+    (rows, inner), columns = a.shape, b.shape[1]
+    shape = Shape(rows, inner, columns, bias=bias is not None)
     return _call(shape, [a, b] if bias is None else [a, b, bias])[0]
 
 
 def multiply_turned(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
     """A^T B, and the sums of B's columns.  [K, M], [K, N] -> [M, N], [N], all float32.  Has no gradient."""
-    product, sums = _call(Shape(*a.shape[::-1], b.shape[1], turned=True, sums=True), [a, b])
-    return product, sums
+    (inner, rows), columns = a.shape, b.shape[1]
+    c, sums = _call(Shape(rows, inner, columns, turned=True, sums=True), [a, b])
+    return c, sums
 
 
 def _call(p: Shape, given: list[jax.Array]) -> list[jax.Array]:
@@ -80,8 +82,8 @@ def _call(p: Shape, given: list[jax.Array]) -> list[jax.Array]:
     """
     shapes = [(p.inner, p.rows) if p.turned else (p.rows, p.inner), (p.inner, p.columns), (p.columns,)][: len(given)]
     if [x.shape for x in given] != shapes or any(x.dtype != jnp.float32 for x in given) or 0 in p[:3]:
-        found = ", ".join(f"{x.dtype}{list(x.shape)}" for x in given)
-        raise ValueError(f"{found} must be matrices of float32 that fit, none of them empty")
+        what = ", ".join(f"{x.dtype}{list(x.shape)}" for x in given)
+        raise ValueError(f"{what} must be matrices of float32 that fit, none of them empty")
     few, p = p.columns, p._replace(columns=widened(p.columns))
     results = [(p.rows, p.columns), *([(p.columns,)] if p.sums else [])]
     products = p.rows * p.inner * p.columns
