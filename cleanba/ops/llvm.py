@@ -11,11 +11,13 @@ thread takes a unit changes no bit of it, so no result depends on how many there
 import ctypes
 import os
 import platform
+import sys
 import tempfile
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from functools import cache
 from hashlib import sha256
+from inspect import getsource
 from pathlib import Path
 from threading import Lock
 from typing import TypeVar
@@ -254,13 +256,17 @@ def _compile(
     unit: Unit[S], shape: S, kinds: Sequence[ir.Type], results: int, units: int, count: int = 0
 ) -> llvm.ExecutionEngine:
     """The function in this process's memory.  Its machine code is kept where JAX keeps what it compiled."""
-    machine, module = processor(), ir.Module()
-    task = _write_task(module, _write_unit(module, unit, shape, kinds))
-    _write_handler(module, task, len(kinds), results, units, count)
-    told = [str(module), machine.triple, llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()]
-    path = _place("\n".join([*told, llvmlite.__version__]))
+    told: list[object] = [unit.__name__, repr(shape), [str(kind) for kind in kinds], results, units, count]
+    told += [registers(), usable_cores()]
+    machine = processor()
+    told += [machine.triple, llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten(), llvmlite.__version__]
+    told += [getsource(sys.modules[name]) for name in (unit.__module__, __name__)]
+    path = _place("\n".join(map(str, told)))
     code = _read(path)
     if not code:
+        module = ir.Module()
+        task = _write_task(module, _write_unit(module, unit, shape, kinds))
+        _write_handler(module, task, len(kinds), results, units, count)
         optimised = llvm.parse_assembly(str(module))
         options = llvm.create_pipeline_tuning_options(speed_level=2)
         # What is written stands as it is to run.
