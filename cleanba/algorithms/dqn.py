@@ -15,20 +15,22 @@ from jax import lax
 from cleanba.algorithm import Algorithm, Metrics
 from cleanba.algorithms.off_policy import (
     TAKEN,
+    Chance,
     OffPolicy,
     check_replay,
+    draw,
     due,
     follow,
     mean,
     new_memory,
-    repeat,
+    repeat_by_chance,
     require_fraction,
     require_positive,
-    sample,
 )
-from cleanba.algorithms.optimiser import Trained, learning_rate, sgd_step
+from cleanba.algorithms.optimiser import Trained, learning_rate, make_adam, sgd_step
 from cleanba.config import Partition, require
 from cleanba.networks import make_action_values
+from cleanba.networks.layers import conv_kind
 from cleanba.networks.sight import legal_actions
 from cleanba.ops import replay
 from cleanba.ops.distributions import Categorical, masked
@@ -135,7 +137,7 @@ def make(e: DQN, spec: EnvSpec, platform: str) -> Algorithm:
         f"{'`cleanba sac`, `cleanba td3` or ' * (spec.action.kind == 'quantities')}`cleanba ppo`, or CartPole-v1",
     )
     network = make_action_values(spec, e, e.dueling, platform)
-    optimiser = optax.scale_by_adam()
+    optimiser, kind = make_adam(platform), conv_kind(platform)
     # EnvPool stacks the newest frames of an Atari game: of each image only the newest is stored.
     stack = int(spec.options.get("stack_num", 4)) if spec.is_atari else 1
 
@@ -191,18 +193,19 @@ def make(e: DQN, spec: EnvSpec, platform: str) -> Algorithm:
         memory = replay.write(memory, rollout)
         rate = learning_rate(e, e.learning_rate, state.updates)
 
-        def gradient_step(number: jax.Array, state: State) -> tuple[State, Metrics]:
+        def gradient_step(chance: Chance, state: State) -> tuple[State, Metrics]:
             def load(i: jax.Array) -> tuple[replay.Window, PyTree]:
-                shard_key = jax.random.fold_in(jax.random.fold_in(key, number), shards.index[i])
-                return sample(e, memory, shards, i, shard_key, e.n_step, stack), state.target
+                drawn = jax.tree.map(lambda x: x[i], chance.indices)
+                return replay.take(memory, i, drawn, e.n_step, stack), state.target
 
             online, metrics = sgd_step(shards, optimiser, rate, state.online, loss, load)
             moves, since = due(state.since_target, e.train_frequency, e.target_network_frequency)
-            target = follow(shards, e.tau, moves, online.params, state.target)
+            target = follow(shards, kind, e.tau, moves, online.params, state.target)
             return State(online, target, state.updates, since), metrics
 
         steps = e.steps_of(state.updates + 1)
-        state, total = repeat(steps, gradient_step, state)
+        chance = lambda numbers: draw(e, memory, shards, key, numbers, e.n_step)
+        state, total = repeat_by_chance(steps, e.gradient_steps, chance, gradient_step, state)
         metrics = mean(total, steps)
         metrics |= {"charts/learning_rate": rate, "charts/epsilon": epsilon(state.updates)}
         return state._replace(updates=state.updates + 1), memory, metrics

@@ -16,7 +16,7 @@ from jax import lax
 from cleanba.algorithm import Algorithm, Metrics
 from cleanba.algorithms.batches import count_pieces, count_valid, in_pieces, sequences
 from cleanba.algorithms.normalisation import make_normaliser
-from cleanba.algorithms.optimiser import State, learning_rate, sgd_step
+from cleanba.algorithms.optimiser import Optimiser, State, clipped, learning_rate, sgd_step
 from cleanba.config import Partition, PolicyGradient, require
 from cleanba.networks import make_actor_critic
 from cleanba.ops.losses import kl_estimate, squared_error
@@ -123,10 +123,8 @@ def make(e: IMPALA, spec: EnvSpec, platform: str) -> Algorithm:
     """IMPALA on environments that look like `spec`, on devices of kind `platform` ("cpu", "gpu" …)."""
     normaliser = make_normaliser(e, spec)
     network = make_actor_critic(normaliser.shown(spec), e, platform)
-    optimiser = optax.chain(
-        optax.clip_by_global_norm(e.max_grad_norm),
-        optax.scale_by_rms(e.rmsprop_decay, e.rmsprop_eps, eps_in_sqrt=False),
-    )
+    rule = optax.scale_by_rms(e.rmsprop_decay, e.rmsprop_eps, eps_in_sqrt=False)
+    optimiser = Optimiser(clipped(rule, e.max_grad_norm), e.max_grad_norm)
 
     def init(key: jax.Array) -> State:
         params = network.initial_params(key)

@@ -13,6 +13,7 @@ from jax import lax
 from cleanba.algorithm import Metrics
 from cleanba.config import Experiment, Partition, require
 from cleanba.errors import nearest, nearest_divisors
+from cleanba.networks.layers import ConvKind
 from cleanba.ops import replay
 from cleanba.ops.losses import squared_error
 from cleanba.rollout import PyTree, Rollout
@@ -139,6 +140,8 @@ def require_fraction(e: Experiment, name: str) -> None:
 
 S = TypeVar("S")
 M = TypeVar("M")
+C = TypeVar("C")
+DRAWN = 32  # gradient steps whose random numbers are drawn at once
 
 
 def repeat(times: jax.Array, step: Callable[[jax.Array, S], tuple[S, M]], carried: S) -> tuple[S, M]:
@@ -157,6 +160,32 @@ def repeat(times: jax.Array, step: Callable[[jax.Array, S], tuple[S, M]], carrie
     return lax.fori_loop(0, times, once, (carried, nothing))
 
 
+def repeat_by_chance(
+    times: jax.Array, most: int, chance: Callable[[jax.Array], C], step: Callable[[C, S], tuple[S, M]], carried: S
+) -> tuple[S, M]:
+    """As `repeat`, for steps in which something is random: `step(drawn, carried) -> carried, metrics`.
+
+    `chance(numbers)` [B] draws for the steps of these numbers at once, leaves [B, ...]: many small random numbers are
+    much quicker drawn together.  There are at most `most` steps.
+    """
+    block = min(most, DRAWN)
+    like = jax.eval_shape(lambda: jax.tree.map(lambda x: x[0], chance(jnp.zeros(block, jnp.int32))))
+    blank = lambda like: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+    nothing = blank(jax.eval_shape(step, like, carried)[1])
+
+    def some(number: jax.Array, so_far: tuple[S, M]) -> tuple[S, M]:
+        before = number * block
+        drawn = chance(before + jnp.arange(block))
+
+        def once(i: jax.Array, so_far: tuple[S, M]) -> tuple[S, M]:
+            carried, metrics = step(jax.tree.map(lambda x: x[i], drawn), so_far[0])
+            return carried, jax.tree.map(jnp.add, so_far[1], metrics)
+
+        return lax.fori_loop(0, jnp.minimum(times - before, block), once, so_far)
+
+    return lax.fori_loop(0, -(-times // block), some, (carried, nothing))
+
+
 class Due(NamedTuple):
     """Whether something is due that happens every so many steps, and how many there were since."""
 
@@ -171,13 +200,18 @@ def due(since: jax.Array, more: int, every: int) -> Due:
     return Due(now, jnp.where(now, since % every, since))
 
 
-def follow(shards: ShardAxis, tau: float, now: jax.Array, params: PyTree, targets: PyTree) -> PyTree:
+def follow(shards: ShardAxis, kind: ConvKind, tau: float, now: jax.Array, params: PyTree, targets: PyTree) -> PyTree:
     """The target networks, moved by tau towards the networks if that is due now."""
+    if kind == "direct":
+        from cleanba.ops import descent
 
-    def moved(now: jax.Array, params: PyTree, targets: PyTree) -> PyTree:
+        moved = descent.follow(jnp.where(now, tau, 0.0), *map(jax.tree.leaves, (params, targets)))
+        return jax.tree.unflatten(jax.tree.structure(targets), moved)
+
+    def move(now: jax.Array, params: PyTree, targets: PyTree) -> PyTree:
         return jax.tree.map(lambda p, q: jnp.where(now, tau * p + (1 - tau) * q, q), params, targets)
 
-    return shards.isolate(moved, now, params, targets)
+    return shards.isolate(move, now, params, targets)
 
 
 def mean(sums: Metrics, count: jax.Array) -> Metrics:
@@ -188,15 +222,32 @@ def mean(sums: Metrics, count: jax.Array) -> Metrics:
 # ------------------------------------------------------------------------------------------------------------ batches
 
 
+class Noise(NamedTuple):
+    """The normal numbers that a gradient step needs for each of its transitions."""
+
+    uses: int
+    size: int
+
+
+NONE = Noise(0, 0)
+
+
+class Chance(NamedTuple):
+    """What is random in one gradient step, for this device's shards.  Leaves [K', ...]."""
+
+    indices: replay.Indices
+    noise: jax.Array  # [K', U, N D] normal numbers, for U uses
+
+
 class Batch(NamedTuple):
     """One gradient step's transitions, of this device's shards.  Leaves [K', N, ...]."""
 
     windows: replay.Window
-    keys: jax.Array  # [K'] random keys
+    noise: jax.Array  # [K', U, N, D]
 
     def of_shard(self, i: jax.Array, use: jax.Array | int) -> tuple[replay.Window, jax.Array]:
-        """Transitions [N] of this device's i-th shard, and a key for a certain use of them."""
-        return jax.tree.map(lambda x: x[i], self.windows), jax.random.fold_in(self.keys[i], use)
+        """Transitions [N] of this device's i-th shard, and noise [N, D] for a certain use of them."""
+        return jax.tree.map(lambda x: x[i], self.windows), self.noise[i, use]
 
 
 def new_memory(e: OffPolicy, rollout: Rollout, stack: int = 1) -> replay.Ring:
@@ -205,22 +256,43 @@ def new_memory(e: OffPolicy, rollout: Rollout, stack: int = 1) -> replay.Ring:
     return replay.init(rollout, e.buffer_size // e.num_shards, stack)
 
 
-def sample(
-    e: OffPolicy, memory: replay.Ring, shards: ShardAxis, i: jax.Array, key: jax.Array, n: int = 1, stack: int = 1
-) -> replay.Window:
-    """This device's i-th shard's part of a batch: transitions of n steps, drawn uniformly."""
-    drawn = replay.sample_indices(memory, i, key, e.batch_size // shards.num_shards, n)
-    return replay.take(memory, i, drawn, n, stack)
+def draw(
+    e: OffPolicy,
+    memory: replay.Ring,
+    shards: ShardAxis,
+    key: jax.Array,
+    numbers: jax.Array,
+    n: int = 1,
+    noise: Noise = NONE,
+) -> Chance:
+    """What is random in the gradient steps of these numbers [B], by keys of the shards' own.  Leaves [B, K', ...].
+
+    Transitions of n steps are drawn uniformly; `noise` is how many numbers of how many parts each of them needs.
+    """
+    batch = e.batch_size // shards.num_shards
+
+    def of_shard(i: jax.Array) -> Chance:
+        def of_step(number: jax.Array) -> tuple[replay.Indices, jax.Array]:
+            shard_key = jax.random.fold_in(jax.random.fold_in(key, number), shards.index[i])
+            sample_key, noise_key = jax.random.split(shard_key) if noise.uses else (shard_key, shard_key)
+            return replay.sample_indices(memory, i, sample_key, batch, n), noise_key
+
+        def noise_of(key: jax.Array) -> jax.Array:
+            # In one long row, along which XLA has vectors.
+            of_use = lambda use: jax.random.normal(jax.random.fold_in(key, use), (batch * noise.size,))
+            return jax.vmap(of_use)(jnp.arange(noise.uses))
+
+        indices, keys = jax.vmap(of_step)(numbers)
+        return Chance(indices, shards.isolate(jax.vmap(noise_of), keys) if noise.uses else keys)
+
+    return jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), lax.map(of_shard, jnp.arange(shards.index.shape[0])))
 
 
-def draw(e: OffPolicy, memory: replay.Ring, shards: ShardAxis, key: jax.Array) -> Batch:
-    """Transitions of one step for one gradient step, with keys for what is random in it; by keys of the shards' own."""
-
-    def of_shard(i: jax.Array) -> Batch:
-        sample_key, later_key = jax.random.split(jax.random.fold_in(key, shards.index[i]))
-        return Batch(sample(e, memory, shards, i, sample_key), later_key)
-
-    return lax.map(of_shard, jnp.arange(shards.index.shape[0]))
+def load_batch(memory: replay.Ring, chance: Chance) -> Batch:
+    """The transitions of one step that were drawn for one gradient step."""
+    of_shard = lambda i: replay.take(memory, i, jax.tree.map(lambda x: x[i], chance.indices), 1)
+    windows = lax.map(of_shard, jnp.arange(chance.noise.shape[0]))
+    return Batch(windows, chance.noise.reshape(*chance.noise.shape[:2], *windows.valid.shape[1:], -1))
 
 
 # ------------------------------------------------------------------------------------------- policies and their critics

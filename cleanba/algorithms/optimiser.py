@@ -1,5 +1,6 @@
 """What a learner keeps, and the one gradient step that every algorithm takes."""
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple, TypeVar
@@ -11,8 +12,11 @@ from jax import lax
 
 from cleanba.algorithm import Metrics
 from cleanba.config import Experiment
+from cleanba.networks.layers import conv_kind
 from cleanba.rollout import PyTree
 from cleanba.shards import ShardAxis
+
+BETAS = 0.9, 0.999  # Adam's, of both moments
 
 
 class State(NamedTuple):
@@ -34,6 +38,32 @@ class Trained(NamedTuple):
 T = TypeVar("T", State, Trained)
 
 
+class Optimiser(NamedTuple):
+    """A rule by which a gradient becomes a step."""
+
+    rule: optax.GradientTransformation
+    """the rule as optax has it, which says what its state is; clips first, if `max_norm` is finite"""
+    max_norm: float = math.inf
+    """the gradient's largest global norm: longer ones are shortened to it"""
+    eps: float | None = None
+    """Adam's, if its steps are to be those of `ops/descent.py`"""
+
+    def init(self, params: PyTree) -> PyTree:
+        """The state before the first step."""
+        return self.rule.init(params)
+
+
+def clipped(rule: optax.GradientTransformation, max_norm: float) -> optax.GradientTransformation:
+    """The rule, for gradients that are shortened to that global norm."""
+    return rule if max_norm == math.inf else optax.chain(optax.clip_by_global_norm(max_norm), rule)
+
+
+def make_adam(platform: str, eps: float = 1e-8, max_norm: float = math.inf) -> Optimiser:
+    """Adam, in the form that is fast on devices of kind `platform` ("cpu", "gpu" …)."""
+    rule = clipped(optax.scale_by_adam(*BETAS, eps), max_norm)
+    return Optimiser(rule, max_norm, eps if conv_kind(platform) == "direct" else None)
+
+
 def learning_rate(e: Experiment, start: float, updates: jax.Array) -> jax.Array:
     """The learning rate of the next update: constant, or falling linearly from `start` to 0 over the run."""
     # Never a constant that the compiler knows: it would fold it into the step, differently on different placements.
@@ -43,7 +73,7 @@ def learning_rate(e: Experiment, start: float, updates: jax.Array) -> jax.Array:
 
 def sgd_step(
     shards: ShardAxis,
-    optimiser: optax.GradientTransformation,
+    optimiser: Optimiser,
     rate: jax.Array,
     trained: T,
     loss: Callable[..., tuple[jax.Array, Metrics]],
@@ -70,16 +100,45 @@ def sgd_step(
         return lax.fori_loop(0, pieces, lambda i, total: jax.tree.map(jnp.add, total, of_piece(i)), nothing)
 
     gradient, metrics = shards.sum(shards.map_from(load, of_shard))
-    trained, norm = shards.isolate(partial(descend, optimiser), rate, trained, gradient)
+    if optimiser.eps is None:
+        trained, norm = shards.isolate(partial(descend, optimiser.rule), rate, trained, gradient)
+    else:
+        trained, norm = descend_by_adam(shards, optimiser, optimiser.eps, rate, trained, gradient)
     return trained, metrics | {"losses/grad_norm": norm}
 
 
-def descend(
-    optimiser: optax.GradientTransformation, rate: jax.Array, trained: T, gradient: PyTree
-) -> tuple[T, jax.Array]:
-    """One step along the optimiser's direction.  Also returns the gradient's global norm, before clipping."""
-    direction, optimiser_state = optimiser.update(gradient, trained.optimiser, trained.params)
+def descend(rule: optax.GradientTransformation, rate: jax.Array, trained: T, gradient: PyTree) -> tuple[T, jax.Array]:
+    """One step along the rule's direction.  Also returns the gradient's global norm, before clipping."""
+    direction, optimiser_state = rule.update(gradient, trained.optimiser, trained.params)
     params = jax.tree.map(lambda p, d: p - rate * d, trained.params, direction)
+    return trained._replace(params=params, optimiser=optimiser_state), global_norm(gradient)
+
+
+def descend_by_adam(
+    shards: ShardAxis, optimiser: Optimiser, eps: float, rate: jax.Array, trained: T, gradient: PyTree
+) -> tuple[T, jax.Array]:
+    """`descend` by Adam's own loop, which nothing around it can change."""
+    from cleanba.ops import descent
+
+    leaves, structure = jax.tree.flatten(gradient)
+    state = trained.optimiser if optimiser.max_norm == math.inf else trained.optimiser[1]
+
+    def weigh(rate: jax.Array, count: jax.Array, squares: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        norm, count = jnp.sqrt(squares), optax.safe_increment(count)
+        clip = jnp.where(norm < optimiser.max_norm, 1.0, optimiser.max_norm / norm)
+        first, second = (1 - beta**count for beta in BETAS)
+        return jnp.stack([clip, rate / first, 1 / second]), count, norm
+
+    factors, count, norm = shards.isolate(weigh, rate, state.count, descent.squares(leaves))
+    params, mu, nu = map(jax.tree.leaves, (trained.params, state.mu, state.nu))
+    found = descent.adam(leaves, params, mu, nu, factors, *BETAS, eps)
+    params, mu, nu = (jax.tree.unflatten(structure, x) for x in found)
+    state = state._replace(count=count, mu=mu, nu=nu)
+    state = state if optimiser.max_norm == math.inf else (trained.optimiser[0], state)
+    return trained._replace(params=params, optimiser=state), norm
+
+
+def global_norm(tree: PyTree) -> jax.Array:
+    """The root of the sum of all squares.  Leaves [...] -> float32."""
     # Products: what XLA makes of optax's sums of squares goes over memory twice.
-    norm = jnp.sqrt(sum(jnp.vdot(g, g) for g in jax.tree.leaves(gradient)))
-    return trained._replace(params=params, optimiser=optimiser_state), norm
+    return jnp.sqrt(sum(jnp.vdot(x, x) for x in jax.tree.leaves(tree)))

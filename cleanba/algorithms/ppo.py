@@ -10,7 +10,6 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax import lax
 
 from cleanba.algorithm import Algorithm, Metrics
@@ -25,7 +24,7 @@ from cleanba.algorithms.batches import (
     version_distance,
 )
 from cleanba.algorithms.normalisation import make_normaliser
-from cleanba.algorithms.optimiser import State, learning_rate, sgd_step
+from cleanba.algorithms.optimiser import State, learning_rate, make_adam, sgd_step
 from cleanba.config import Partition, PolicyGradient, require
 from cleanba.networks import make_actor_critic
 from cleanba.networks.actor_critic import Output
@@ -139,7 +138,7 @@ def make(e: PPO, spec: EnvSpec, platform: str) -> Algorithm:
     """PPO on environments that look like `spec`, on devices of kind `platform` ("cpu", "gpu" …)."""
     normaliser = make_normaliser(e, spec)
     network = make_actor_critic(normaliser.shown(spec), e, platform)
-    optimiser = optax.chain(optax.clip_by_global_norm(e.max_grad_norm), optax.scale_by_adam(eps=1e-5))
+    optimiser = make_adam(platform, eps=1e-5, max_norm=e.max_grad_norm)
     recurrent = e.core != "none"
     correction = e.lag_correction if e.concurrency else "none"  # taking turns, the newest policy acts
     weighted = correction in ("decoupled", "both")

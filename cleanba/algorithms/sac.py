@@ -9,28 +9,32 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax import lax
 
 from cleanba.algorithm import Algorithm, Metrics
 from cleanba.algorithms.off_policy import (
     Acting,
+    Chance,
+    Noise,
     OffPolicyActorCritic,
     check_replay,
     critics_error,
     draw,
     due,
     follow,
+    load_batch,
     mean,
     new_memory,
     repeat,
+    repeat_by_chance,
     require_bounded,
     require_positive,
     uniform_actions,
 )
-from cleanba.algorithms.optimiser import Trained, descend, learning_rate, sgd_step
+from cleanba.algorithms.optimiser import Trained, descend, learning_rate, make_adam, sgd_step
 from cleanba.config import Partition, require
 from cleanba.networks import make_critics, make_policy
+from cleanba.networks.layers import conv_kind
 from cleanba.ops import replay
 from cleanba.ops.distributions import SquashedGaussian
 from cleanba.rollout import PyTree, Rollout
@@ -81,8 +85,11 @@ def make(e: SAC, spec: EnvSpec, platform: str) -> Algorithm:
     """SAC on environments that look like `spec`, on devices of kind `platform` ("cpu", "gpu" …)."""
     bounds = require_bounded(spec, "SAC")
     policy_network, critic_network = make_policy(spec, e, 2, platform), make_critics(spec, e, platform)
-    optimiser = optax.scale_by_adam()
+    optimiser, kind = make_adam(platform), conv_kind(platform)
     target_entropy = -float(spec.action.size)
+    noise = Noise(
+        1 + e.policy_frequency, spec.action.size
+    )  # for the next actions, and the policy's at each of its steps
 
     def init(key: jax.Array) -> State:
         policy_key, critic_key = jax.random.split(key)
@@ -111,24 +118,24 @@ def make(e: SAC, spec: EnvSpec, platform: str) -> Algorithm:
         return jnp.where(e.learns(params.updates), own, uniform_actions(bounds, uniform_key, own)), carry, {}
 
     def critic_loss(
-        params: PyTree, window: replay.Window, key: jax.Array, policy: PyTree, targets: PyTree, log_alpha: jax.Array
+        params: PyTree, window: replay.Window, noise: jax.Array, policy: PyTree, targets: PyTree, log_alpha: jax.Array
     ) -> tuple[jax.Array, Metrics]:
         """This shard's part of the mean over the batch, all shards together.
 
         y = r + gamma (min_i Q'_i(s', a') - alpha log pi(a'|s')), a' drawn from pi(.|s') (2018, eqs. 5 and 6).
         """
         t = replay.n_step(window, e.gamma)
-        action, log_prob = policy_of(policy, t.next_obs).sample_and_log_prob(key)
+        action, log_prob = policy_of(policy, t.next_obs).act(noise)
         future = critic_network.values(targets, t.next_obs, action).min(0) - jnp.exp(log_alpha) * log_prob
         y = lax.stop_gradient(t.reward + t.discount * future)
         values = critic_network.values(params, t.obs, t.action)
         return critics_error(e, t, values, y)
 
     def policy_loss(
-        params: PyTree, window: replay.Window, key: jax.Array, critics: PyTree, log_alpha: jax.Array
+        params: PyTree, window: replay.Window, noise: jax.Array, critics: PyTree, log_alpha: jax.Array
     ) -> tuple[jax.Array, Metrics]:
         """This shard's part of the mean of alpha log pi(a|s) - min_i Q_i(s, a), a drawn from pi(.|s) (2018, eq. 9)."""
-        action, log_prob = policy_of(params, window.obs).sample_and_log_prob(key)
+        action, log_prob = policy_of(params, window.obs).act(noise)
         value = critic_network.values(critics, window.obs, action).min(0)
         of_batch = lambda x: jnp.where(window.valid, x, 0.0).sum() / e.batch_size
         loss = of_batch(jnp.exp(log_alpha) * log_prob - value)
@@ -136,7 +143,7 @@ def make(e: SAC, spec: EnvSpec, platform: str) -> Algorithm:
 
     def tune(rate: jax.Array, log_alpha: Trained, entropy: jax.Array) -> Trained:
         """One step down the gradient of alpha (entropy - its target) (2019, eq. 18), by log alpha."""
-        return descend(optimiser, rate, log_alpha, jnp.exp(log_alpha.params) * (entropy - target_entropy))[0]
+        return descend(optimiser.rule, rate, log_alpha, jnp.exp(log_alpha.params) * (entropy - target_entropy))[0]
 
     def update(
         state: State, memory: replay.Ring, rollout: Rollout, shards: ShardAxis, key: jax.Array
@@ -145,8 +152,8 @@ def make(e: SAC, spec: EnvSpec, platform: str) -> Algorithm:
         q_rate = learning_rate(e, e.q_lr, state.updates)
         policy_rate = learning_rate(e, e.policy_lr, state.updates)
 
-        def gradient_step(number: jax.Array, state: State) -> tuple[State, tuple[Metrics, Metrics, jax.Array]]:
-            batch = draw(e, memory, shards, jax.random.fold_in(key, number))
+        def gradient_step(chance: Chance, state: State) -> tuple[State, tuple[Metrics, Metrics, jax.Array]]:
+            batch = load_batch(memory, chance)
 
             def load(i: jax.Array) -> tuple:
                 return *batch.of_shard(i, 0), state.policy.params, state.targets, state.log_alpha.params
@@ -167,12 +174,14 @@ def make(e: SAC, spec: EnvSpec, platform: str) -> Algorithm:
             times = jnp.where(learns, e.policy_frequency, 0)
             (policy, log_alpha), of_policy = repeat(times, policy_step, (state.policy, state.log_alpha))
             moves, since_target = due(state.since_target, e.train_frequency, e.target_network_frequency)
-            targets = follow(shards, e.tau, moves, critics.params, state.targets)
+            targets = follow(shards, kind, e.tau, moves, critics.params, state.targets)
             state = State(policy, critics, targets, log_alpha, state.updates, since_target, since_policy)
             return state, (of_critics, of_policy, times)
 
         steps = e.steps_of(state.updates + 1)
-        state, (of_critics, of_policy, policy_steps) = repeat(steps, gradient_step, state)
+        chance = lambda numbers: draw(e, memory, shards, key, numbers, noise=noise)
+        found = repeat_by_chance(steps, e.gradient_steps, chance, gradient_step, state)
+        state, (of_critics, of_policy, policy_steps) = found
         of_policy["losses/policy_grad_norm"] = of_policy.pop("losses/grad_norm")
         metrics = mean(of_critics, steps) | mean(of_policy, policy_steps)
         metrics |= {

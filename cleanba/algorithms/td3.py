@@ -8,28 +8,32 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax import lax
 
 from cleanba.algorithm import Algorithm, Metrics
 from cleanba.algorithms.off_policy import (
     Acting,
+    Chance,
+    Noise,
     OffPolicyActorCritic,
     check_replay,
     critics_error,
     draw,
     due,
     follow,
+    load_batch,
     mean,
     new_memory,
     repeat,
+    repeat_by_chance,
     require_bounded,
     require_positive,
     uniform_actions,
 )
-from cleanba.algorithms.optimiser import Trained, learning_rate, sgd_step
+from cleanba.algorithms.optimiser import Trained, learning_rate, make_adam, sgd_step
 from cleanba.config import Partition, require
 from cleanba.networks import make_critics, make_policy
+from cleanba.networks.layers import conv_kind
 from cleanba.ops import replay
 from cleanba.rollout import PyTree, Rollout
 from cleanba.shards import ShardAxis
@@ -83,7 +87,7 @@ def make(e: TD3, spec: EnvSpec, platform: str) -> Algorithm:
     """TD3 on environments that look like `spec`, on devices of kind `platform` ("cpu", "gpu" …)."""
     bounds = require_bounded(spec, "TD3")
     policy_network, critic_network = make_policy(spec, e, 1, platform), make_critics(spec, e, platform)
-    optimiser = optax.scale_by_adam()
+    optimiser, kind = make_adam(platform), conv_kind(platform)
 
     def init(key: jax.Array) -> State:
         policy_key, critic_key = jax.random.split(key)
@@ -109,14 +113,14 @@ def make(e: TD3, spec: EnvSpec, platform: str) -> Algorithm:
         return jnp.where(e.learns(params.updates), noisy, uniform_actions(bounds, uniform_key, action)), carry, {}
 
     def critic_loss(
-        params: PyTree, window: replay.Window, key: jax.Array, targets: Networks
+        params: PyTree, window: replay.Window, noise: jax.Array, targets: Networks
     ) -> tuple[jax.Array, Metrics]:
         """This shard's part of the mean over the batch, all shards together.
 
         y = r + gamma min_i Q'_i(s', a'), where a' is the target policy's action with clipped noise (eqs. 10 and 14).
         """
         t = replay.n_step(window, e.gamma)
-        noise = (e.policy_noise * jax.random.normal(key, t.action.shape)).clip(-e.noise_clip, e.noise_clip)
+        noise = (e.policy_noise * noise).clip(-e.noise_clip, e.noise_clip)
         action = (best(targets.policy, t.next_obs) + bounds.scale * noise).clip(bounds.low, bounds.high)
         future = critic_network.values(targets.critics, t.next_obs, action).min(0)
         y = lax.stop_gradient(t.reward + t.discount * future)
@@ -135,8 +139,8 @@ def make(e: TD3, spec: EnvSpec, platform: str) -> Algorithm:
         memory = replay.write(memory, rollout)
         rate = learning_rate(e, e.learning_rate, state.updates)
 
-        def gradient_step(number: jax.Array, state: State) -> tuple[State, tuple[Metrics, Metrics, jax.Array]]:
-            batch = draw(e, memory, shards, jax.random.fold_in(key, number))
+        def gradient_step(chance: Chance, state: State) -> tuple[State, tuple[Metrics, Metrics, jax.Array]]:
+            batch = load_batch(memory, chance)
             load = lambda i: (*batch.of_shard(i, 0), state.targets)
             critics, of_critics = sgd_step(shards, optimiser, rate, state.critics, critic_loss, load)
 
@@ -147,11 +151,13 @@ def make(e: TD3, spec: EnvSpec, platform: str) -> Algorithm:
             learns, since_policy = due(state.since_policy, 1, e.policy_frequency)
             times = learns.astype(jnp.int32)
             policy, of_policy = repeat(times, policy_step, state.policy)
-            targets = follow(shards, e.tau, learns, Networks(policy.params, critics.params), state.targets)
+            targets = follow(shards, kind, e.tau, learns, Networks(policy.params, critics.params), state.targets)
             return State(policy, critics, targets, state.updates, since_policy), (of_critics, of_policy, times)
 
         steps = e.steps_of(state.updates + 1)
-        state, (of_critics, of_policy, policy_steps) = repeat(steps, gradient_step, state)
+        chance = lambda numbers: draw(e, memory, shards, key, numbers, noise=Noise(1, spec.action.size))
+        found = repeat_by_chance(steps, e.gradient_steps, chance, gradient_step, state)
+        state, (of_critics, of_policy, policy_steps) = found
         of_policy["losses/policy_grad_norm"] = of_policy.pop("losses/grad_norm")
         metrics = mean(of_critics, steps) | mean(of_policy, policy_steps)
         metrics["charts/learning_rate"] = rate

@@ -33,11 +33,11 @@ class ActionValues(nn.Module):
     @nn.compact
     def __call__(self, obs: PyTree) -> jax.Array:
         """Obs [N, ...] -> [N, num_actions] float32."""
-        x = see(self, obs, "relu").astype(jnp.float32)
-        values = torsos.Dense(self.num_actions, 1.0, kind=self.conv, name="action_value")(x)
-        if not self.dueling:
-            return values
-        return torsos.Dense(1, 1.0, kind=self.conv, name="value")(x) + values - values.mean(-1, keepdims=True)
+        heads = [torsos.Dense(self.num_actions, 1.0, kind=self.conv, name="action_value")]
+        if self.dueling:
+            heads.append(torsos.Dense(1, 1.0, kind=self.conv, name="value"))
+        values, *value = see(self, obs, heads, "relu")
+        return value[0] + values - values.mean(-1, keepdims=True) if self.dueling else values
 
     def initial_params(self, key: jax.Array) -> PyTree:
         """Random parameters."""

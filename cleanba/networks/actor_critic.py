@@ -47,28 +47,36 @@ class ActorCritic(nn.Module):
     @nn.compact
     def __call__(self, obs: PyTree, first: jax.Array, carry: PyTree) -> Output:
         """Obs [T, B, ...], first [T, B] bool, carry [B, ...] -> `Output`."""
+        heads = (
+            torsos.Dense(size(self.action), 0.01, kind=self.conv, name="policy"),
+            torsos.Dense(1, 1.0, kind=self.conv, name="value"),
+        )
         if self.share_torso:
-            for_policy, carry = self.features(obs, first, carry)
-            for_value = for_policy
+            (x, value), carry = self.look_by(heads, obs, first, carry)
         else:
-            for_policy, of_policy = self.features(obs, first, carry and carry[0])
-            for_value, of_value = self.features(obs, first, carry and carry[1])
+            (x,), of_policy = self.look_by(heads[:1], obs, first, carry and carry[0])
+            (value,), of_value = self.look_by(heads[1:], obs, first, carry and carry[1])
             carry = carry and (of_policy, of_value)
-        x = torsos.Dense(size(self.action), 0.01, kind=self.conv, name="policy")(for_policy)
-        value = torsos.Dense(1, 1.0, kind=self.conv, name="value")(for_value)
         log_std = None
         if self.action.kind == "quantities":
             log_std = self.param("log_std", nn.initializers.constant(self.log_std_init), (self.action.size,))
         policy = distribution(self.action, x, log_std, legal_actions(self.obs_spec, obs))
         return Output(policy, value[..., 0], carry)
 
-    def features(self, obs: PyTree, first: jax.Array, carry: PyTree) -> tuple[jax.Array, PyTree]:
-        """Another torso and core each time it is called: features [T, B, D] float32, carry."""
+    def look_by(
+        self, heads: Sequence[torsos.Dense], obs: PyTree, first: jax.Array, carry: PyTree
+    ) -> tuple[list[jax.Array], PyTree]:
+        """By another torso and core each time it is called: what each head makes of it [T, B, ...] float32, carry."""
         t, b = first.shape
-        x = see(self, jax.tree.map(lambda o: o.reshape(t * b, *o.shape[2:]), obs)).reshape(t, b, -1)
-        if self.core == "lstm":
-            x, carry = cores.LSTM(self.lstm_size, self.dtype, self.forget_bias, self.conv)(x, first, carry)
-        return x.astype(jnp.float32), carry  # the heads are small, and what they say is exponentiated and squared
+        flat = jax.tree.map(lambda o: o.reshape(t * b, *o.shape[2:]), obs)
+        if self.core == "none":
+            return [x.reshape(t, b, -1) for x in see(self, flat, heads)], carry
+        (x,) = see(self, flat)
+        x, carry = cores.LSTM(self.lstm_size, self.dtype, self.forget_bias, self.conv)(
+            x.reshape(t, b, -1), first, carry
+        )
+        # The heads are small, and what they say is exponentiated and squared.
+        return [head(x.astype(jnp.float32)) for head in heads], carry
 
     def initial_params(self, key: jax.Array) -> PyTree:
         """Random parameters."""

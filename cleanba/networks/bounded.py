@@ -30,8 +30,9 @@ class Policy(nn.Module):
     @nn.compact
     def __call__(self, obs: PyTree) -> jax.Array:
         """Obs [N, ...] -> [heads, N, size] float32."""
-        x = see(self, obs, "relu").astype(jnp.float32)
-        return jnp.stack([torsos.Dense(self.size, 0.01, kind=self.conv)(x) for _ in range(self.heads)])
+        return jnp.stack(
+            see(self, obs, [torsos.Dense(self.size, 0.01, kind=self.conv) for _ in range(self.heads)], "relu")
+        )
 
     def initial_params(self, key: jax.Array) -> PyTree:
         """Random parameters."""
@@ -56,8 +57,8 @@ class Critic(nn.Module):
 
     @nn.compact
     def __call__(self, obs: PyTree, action: jax.Array) -> jax.Array:
-        x = see(self, obs, "relu", action).astype(jnp.float32)
-        return torsos.Dense(1, 1.0, kind=self.conv)(x)[:, 0]
+        (value,) = see(self, obs, [torsos.Dense(1, 1.0, kind=self.conv)], "relu", action)
+        return value[:, 0]
 
 
 class Critics(nn.Module):

@@ -4,17 +4,21 @@ On GPUs the form is XLA's own, as cuDNN is hard to beat.  On CPUs they are ours 
 `ops/product.py`; `benchmarks/networks.py` compares).
 """
 
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Literal
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.nn.initializers import Initializer
 from jax.typing import DTypeLike
 
 ConvKind = Literal["xla", "direct"]
+Activation = Literal["relu", "tanh"]
+Layers = Sequence[tuple[jax.Array, jax.Array]]  # of each W [D, F] and b [F]
 
 
 def conv_kind(platform: str) -> ConvKind:
@@ -26,18 +30,36 @@ def conv_kind(platform: str) -> ConvKind:
     return "xla"
 
 
-class Affine(nn.Module):
-    """x W + b, as `nn.Dense`, but by loops of our own.  [..., D] -> [..., features]."""
+class Weights(nn.Module):
+    """What a dense layer learns: W [D, features] and b [features]."""
 
     features: int
     kernel_init: Initializer
     dtype: DTypeLike = jnp.float32
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        kernel = self.param("kernel", self.kernel_init, (x.shape[-1], self.features))
+    def __call__(self, inputs: int) -> tuple[jax.Array, jax.Array]:
+        kernel = self.param("kernel", self.kernel_init, (inputs, self.features))
         bias = self.param("bias", nn.initializers.zeros_init(), (self.features,))
-        return affine("direct", x.astype(self.dtype), kernel.astype(self.dtype), bias.astype(self.dtype))
+        return kernel.astype(self.dtype), bias.astype(self.dtype)
+
+
+def mlp(kind: ConvKind, activation: Activation, x: jax.Array, layers: Layers, heads: Layers = ()) -> list[jax.Array]:
+    """Dense layers (W, b), each followed by its activation, then heads, which all see what comes out, in float32.
+
+    [N, D] -> [N, features] of each head, or of the last layer if there are none.
+    """
+    if kind == "direct" and x.dtype == jnp.float32 and layers:
+        from cleanba.ops import mlp
+
+        if not heads:
+            return [mlp.mlp(activation, False, x, layers)]
+        beside = tuple(jnp.concatenate(parts, -1) for parts in zip(*heads, strict=True))
+        out = mlp.mlp(activation, True, x, [*layers, beside])
+        return jnp.split(out, np.cumsum([b.size for _, b in heads])[:-1], axis=-1)
+    for w, b in layers:
+        x = getattr(nn, activation)(affine(kind, x, w, b))
+    return [affine(kind, x.astype(jnp.float32), w, b) for w, b in heads] or [x]
 
 
 def affine(kind: ConvKind, x: jax.Array, w: jax.Array, b: jax.Array) -> jax.Array:

@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from cleanba.config import Experiment
 from cleanba.errors import UsageError
 from cleanba.networks import torsos
-from cleanba.networks.layers import ConvKind, conv_kind
+from cleanba.networks.layers import Activation, ConvKind, conv_kind
 from cleanba.rollout import PyTree
 from cleanba.specs import EnvSpec, ObsSpec, ObsSpecs, describe
 
@@ -55,11 +55,15 @@ def sight(spec: EnvSpec, e: Experiment, platform: str) -> dict[str, Any]:
     }
 
 
-def see(module: Sighted, obs: PyTree, activation: str = "tanh", action: jax.Array | None = None) -> jax.Array:
+def see(
+    module: Sighted, obs: PyTree, heads: Sequence[torsos.Dense] = (), activation: Activation = "tanh",
+    action: jax.Array | None = None,
+) -> list[jax.Array]:  # fmt: skip
     """Look at observations through the torso that a module's fields name, from within its compact method.
 
-    `activation` is the MLP's; convolutional torsos have rectifiers.  An action [N, D], if there is one, is beside what
-    the MLP sees; beside the features of a convolutional torso, which one more layer then joins.
+    Returns what each head makes of the features, [N, ...] float32 each, or only these.  `activation` is the MLP's;
+    convolutional torsos have rectifiers.  An action [N, D], if there is one, is beside what the MLP sees; beside the
+    features of a convolutional torso, which one more layer then joins.
     """
     beside = lambda x: x if action is None else jnp.concatenate([x, action.astype(x.dtype)], axis=-1)
     mlp = lambda hiddens: torsos.MLP(hiddens, module.dtype, activation, module.conv)
@@ -70,9 +74,11 @@ def see(module: Sighted, obs: PyTree, activation: str = "tanh", action: jax.Arra
             x = torsos.MinAtarCNN(module.hiddens, module.dtype, module.conv)(obs)
         else:
             x = torsos.ImpalaResNet(module.channels, module.hiddens, module.dtype, module.conv)(obs)
-        return x if action is None else mlp(module.hiddens[-1:])(beside(x))
+        if action is not None:
+            return mlp(module.hiddens[-1:])(beside(x), heads)
+        return [head(x.astype(jnp.float32)) for head in heads] or [x]
     seen = [as_vector(spec, part) for spec, part in leaves(module.obs_spec, obs) if spec.kind != "mask"]
-    return mlp(module.hiddens)(beside(jnp.concatenate(seen, axis=-1)))
+    return mlp(module.hiddens)(beside(jnp.concatenate(seen, axis=-1)), heads)
 
 
 def leaves(obs_spec: ObsSpecs, obs: PyTree) -> list[tuple[ObsSpec, jax.Array]]:

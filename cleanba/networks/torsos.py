@@ -1,6 +1,7 @@
 """What is seen, as a vector: [N, ...] observations -> [N, D] features."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import flax.linen as nn
 import jax
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 from jax.nn.initializers import Initializer
 from jax.typing import DTypeLike
 
-from cleanba.networks.layers import Affine, Conv, ConvKind
+from cleanba.networks.layers import Activation, Conv, ConvKind, Weights, affine, mlp
 
 
 def orthogonal(scale: float) -> Initializer:
@@ -30,10 +31,13 @@ class Dense(nn.Module):
     kind: ConvKind = "xla"
 
     @nn.compact
+    def weights(self, inputs: int) -> tuple[jax.Array, jax.Array]:
+        """W [inputs, features] and b [features]."""
+        return Weights(self.features, orthogonal(self.scale), self.dtype, name="Dense_0")(inputs)
+
     def __call__(self, x: jax.Array) -> jax.Array:
-        layer = nn.Dense if self.kind == "xla" else Affine
-        init = orthogonal(self.scale)
-        return layer(self.features, kernel_init=init, dtype=self.dtype, name="Dense_0")(x)
+        """[..., D] -> [..., features]."""
+        return affine(self.kind, x.astype(self.dtype), *self.weights(x.shape[-1]))
 
 
 class NatureCNN(nn.Module):
@@ -107,16 +111,17 @@ class MinAtarCNN(nn.Module):
 
 
 class MLP(nn.Module):
-    """Dense layers, initialised as CleanRL's.  Numbers [N, ...] -> features."""
+    """Dense layers, initialised as CleanRL's."""
 
     hiddens: Sequence[int] = (64, 64)
     dtype: DTypeLike = jnp.float32
-    activation: str = "tanh"  # or "relu"
+    activation: Activation = "tanh"
     kind: ConvKind = "xla"
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, heads: Sequence[Dense] = ()) -> list[jax.Array]:
+        """Numbers [N, ...] -> what each head makes of the features, or only these."""
         x = x.reshape(x.shape[0], -1).astype(self.dtype)
-        for units in self.hiddens:
-            x = getattr(nn, self.activation)(Dense(units, 2**0.5, self.dtype, self.kind)(x))
-        return x
+        widths = (x.shape[1], *self.hiddens)
+        layers = [Dense(units, 2**0.5, self.dtype, self.kind).weights(width) for width, units in pairwise(widths)]
+        return mlp(self.kind, self.activation, x, layers, [head.weights(widths[-1]) for head in heads])

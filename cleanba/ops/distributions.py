@@ -203,7 +203,10 @@ class SquashedGaussian:
 
     def sample_and_log_prob(self, key: jax.Array) -> tuple[jax.Array, jax.Array]:
         """An action drawn at random, and its log pi(a) [...], finite also where tanh rounds to one."""
-        noise = jax.random.normal(key, self.mean.shape)
+        return self.act(jax.random.normal(key, self.mean.shape))
+
+    def act(self, noise: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The action that normal noise [..., D] makes, and its log pi(a) [...]."""
         u = self.mean + jnp.exp(self.log_std) * noise
         return self.centre + self.scale * jnp.tanh(u), self._density(u, noise)
 
@@ -216,8 +219,10 @@ class SquashedGaussian:
 
     def _density(self, u: jax.Array, z: jax.Array) -> jax.Array:
         """Log pi of the action that u squashes to; z is (u - mu) / sigma."""
-        # log(1 - tanh(u)^2), without the difference, which has no digits left where u is large.
-        log_slope = 2 * (LOG_2 - u - jax.nn.softplus(-2 * u)) + jnp.log(self.scale)
+        # log(1 - tanh(u)^2), without the difference, which has no digits left where u is large.  (`softplus`, or log1p,
+        # would add digits that the sum cannot hold, and XLA has no vectors for them on CPUs.)
+        far = jnp.abs(u)
+        log_slope = 2 * (LOG_2 - far - jnp.log(1 + jnp.exp(-2 * far))) + jnp.log(self.scale)
         return -(0.5 * (jnp.square(z) + LOG_2PI) + self.log_std + log_slope).sum(-1)
 
     def describe(self) -> dict[str, jax.Array]:

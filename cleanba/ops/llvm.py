@@ -44,9 +44,9 @@ METADATA, EXTENSION_KIND = (
 )  # an extension's word that points to metadata; its kind, in words of four bytes, is 1 then
 MAJOR, MINOR = 6, 7  # the version's places in metadata, in words of four bytes
 VERSION = (0, 3)  # of the interface, as this was written for it
-# What the threads of one call share: units taken, done, in all; threads that still look at it; what is cut into units;
-# XLA's; then the buffers.
-STATE = {"taken": 0, "done": 1, "units": 2, "threads": 3, "count": 4, "future": 5, "set_available": 6, "buffers": 7}
+# What the threads of one call share: units done, in all; threads, and those that still look at it; what is cut into
+# units; XLA's; then the buffers, and for each unit whether it is taken.
+STATE = {"done": 0, "units": 1, "threads": 2, "looking": 3, "count": 4, "future": 5, "set_available": 6, "buffers": 7}
 
 
 def word(value: int) -> ir.Constant:
@@ -89,6 +89,8 @@ def widened(features: int) -> int:
 
 def widen(x: jax.Array) -> jax.Array:
     """Zeros after the last dimension, up to a multiple of the longest vector."""
+    if x.shape[-1] % WIDEST == 0:
+        return x
     return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, widened(x.shape[-1]) - x.shape[-1]),))
 
 
@@ -134,6 +136,10 @@ class Code(ir.IRBuilder):
         self.position_at_end(after)
         return old[1:]
 
+    def within(self, start: int, count: int, first: ir.Value, last: ir.Value, body: Callable[[ir.Value], None]) -> None:
+        """`body(i)` for those of `count` numbers from `start` on that are from `first` to before `last`."""
+        self.repeat(self.larger(first, word(start)), self.smaller(last, word(start + count)), body)
+
     def at(self, pointer: ir.Value, *terms: int | ir.Value | tuple[ir.Value, int]) -> ir.Value:
         """The place of an element.  Its index is a sum: of numbers, values, and values times numbers."""
         index: ir.Value = word(sum(t for t in terms if isinstance(t, int)))
@@ -152,10 +158,12 @@ class Code(ir.IRBuilder):
         """A vector to memory."""
         self.store(value, self.bitcast(pointer, ir.PointerType(value.type)), align=4)
 
-    def spread(self, pointer: ir.Value) -> ir.Value:
-        """One float from memory in all lanes."""
-        one = self.insert_element(ir.Constant(self.vector, ir.Undefined), self.load(pointer), ir.Constant(HALF, 0))
-        return self.shuffle_vector(one, one, ir.Constant(ir.VectorType(HALF, self.lanes), [0] * self.lanes))
+    def spread(self, pointer: ir.Value, lanes: int = 0) -> ir.Value:
+        """One float from memory in all lanes; as many as the processor has, or so many."""
+        lanes = lanes or self.lanes
+        undefined = ir.Constant(ir.VectorType(FLOAT, lanes), ir.Undefined)
+        one = self.insert_element(undefined, self.load(pointer), ir.Constant(HALF, 0))
+        return self.shuffle_vector(one, one, ir.Constant(ir.VectorType(HALF, lanes), [0] * lanes))
 
     def multiply_add(self, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
         """The sum x y + z, rounded once."""
@@ -265,7 +273,7 @@ def _compile(
     code = _read(path)
     if not code:
         module = ir.Module()
-        task = _write_task(module, _write_unit(module, unit, shape, kinds))
+        task = _write_task(module, _write_unit(module, unit, shape, kinds), len(kinds))
         _write_handler(module, task, len(kinds), results, units, count)
         optimised = llvm.parse_assembly(str(module))
         options = llvm.create_pipeline_tuning_options(speed_level=2)
@@ -322,29 +330,32 @@ def _write_unit(module: ir.Module, unit: Unit[S], shape: S, kinds: Sequence[ir.T
     return code.function
 
 
-def _write_task(module: ir.Module, unit: ir.Function) -> ir.Function:
-    """task(state): take units until none is left; who does the last one says so, who leaves last frees the state."""
+def _write_task(module: ir.Module, unit: ir.Function, buffers: int) -> ir.Function:
+    """task(state): do units until none is left; who does the last one says so, who leaves last frees the state.
+
+    Each core begins at a place of its own, so that from call to call it has the same part of a batch in its cache.
+    """
     code = Code(module, "task", NOTHING, ir.PointerType(INT))
     (state,) = code.function.args
     count_up = lambda field, by=1: code.atomic_rmw("add", code.at(state, STATE[field]), word(by), "acq_rel")
-    units, future = code.follow(state, STATE["units"]), code.follow(state, STATE["future"])
-    look, work, stop, gone = (code.append_basic_block() for _ in range(4))
-    code.branch(look)
-    code.position_at_end(look)
-    number = count_up("taken")
-    code.cbranch(code.icmp_signed("<", number, units), work, stop)
-    code.position_at_end(work)
-    code.call(unit, [state, number])
-    is_last = code.icmp_signed("==", count_up("done"), code.sub(units, word(1)))
-    with code.if_then(code.and_(is_last, code.icmp_signed("!=", future, word(0)))):
-        code.ask(code.follow(state, STATE["set_available"]), future)
-    code.branch(look)
-    code.position_at_end(stop)
-    last = code.icmp_signed("==", count_up("threads", -1), word(1))
+    units, threads, future = (code.follow(state, STATE[x]) for x in ("units", "threads", "future"))
+    core = code.zext(code.call(code.of_c("sched_getcpu", HALF), []), INT) if sys.platform == "linux" else word(0)
+    start = code.sdiv(code.mul(code.srem(core, threads), units), threads)
+
+    def look(i: ir.Value) -> None:
+        number = code.srem(code.add(start, i), units)
+        flag = code.at(state, number, STATE["buffers"] + buffers)
+        free = code.icmp_signed("==", code.atomic_rmw("xchg", flag, word(1), "acq_rel"), word(0))
+        with code.if_then(free):
+            code.call(unit, [state, number])
+            is_last = code.icmp_signed("==", count_up("done"), code.sub(units, word(1)))
+            with code.if_then(code.and_(is_last, code.icmp_signed("!=", future, word(0)))):
+                code.ask(code.follow(state, STATE["set_available"]), future)
+
+    code.repeat(0, units, look)
+    last = code.icmp_signed("==", count_up("looking", -1), word(1))
     with code.if_then(last):
         code.free(state)
-    code.branch(gone)
-    code.position_at_end(gone)
     code.ret_void()
     return code.function
 
@@ -365,20 +376,26 @@ def _write_handler(
                 code.store(ir.Constant(HALF, number), code.at(metadata, place))
             code.ret(word(0))
 
-    state = code.words(code.call(code.of_c("malloc", POINTER, INT), [word(8 * (STATE["buffers"] + buffers))]))
+    count = word(all_in_all) if all_in_all else code.follow(frame, FRAME["arguments"], 0, BUFFER["dims"], 0)
+    units = code.smaller(count, word(most)) if most else code.follow(frame, FRAME["results"], 0, BUFFER["dims"], 0)
+    flags = STATE["buffers"] + buffers
+    state = code.words(code.call(code.of_c("malloc", POINTER, INT), [code.mul(code.add(units, word(flags)), word(8))]))
     share = lambda field, value, more=0: code.store(value, code.at(state, STATE[field] + more))
     inputs = buffers - results
     for i in range(buffers):
         where = (FRAME["arguments"], i) if i < inputs else (FRAME["results"], i - inputs)
         share("buffers", code.follow(frame, *where, BUFFER["data"]), i)
-    count = word(all_in_all) if all_in_all else code.follow(frame, FRAME["arguments"], 0, BUFFER["dims"], 0)
-    units = code.smaller(count, word(most)) if most else code.follow(frame, FRAME["results"], 0, BUFFER["dims"], 0)
     api, threads = code.words(code.follow(frame, FRAME["api"])), code.smaller(units, word(usable_cores()))
     share("set_available", code.follow(api, API["set_available"]))
-    for field, value in {"units": units, "count": count, "threads": threads}.items():
+    for field, value in {"units": units, "count": count, "threads": threads, "looking": threads}.items():
         share(field, value)
-    for field in ("taken", "done", "future"):
+    for field in ("done", "future"):
         share(field, word(0))
+
+    def clear(i: ir.Value) -> None:
+        code.store(word(0), code.at(state, i, flags))
+
+    code.repeat(0, units, clear)
 
     with code.if_then(code.icmp_signed(">", threads, word(1))):
         error, created = code.ask(code.follow(api, API["create_future"]), word(0))

@@ -89,14 +89,14 @@ def _call(p: Shape, given: list[jax.Array]) -> list[jax.Array]:
     products = p.rows * p.inner * p.columns
     name = compiled(
         product, p, [FLOAT] * (len(given) + len(results)), len(results), units=min(max(products // WORTH, 1), 16),
-        count=_tasks(p)[0],
+        count=tasks_of(p)[0],
     )  # fmt: skip
     kinds = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in results]
     found = jax.ffi.ffi_call(name, kinds, vmap_method="sequential")(given[0], *map(widen, given[1:]))
     return [x[..., :few] for x in found]
 
 
-def _tasks(p: Shape) -> tuple[int, int]:
+def tasks_of(p: Shape) -> tuple[int, int]:
     """Tasks in all, of a block of columns and a group of rows each; and how many groups there are."""
     across = sum(count for _, count, _ in blocks(p.columns // registers()[0], WIDE))
     groups = max(1, min(16 // across, p.rows * WIDE // most_sums()))
@@ -105,84 +105,114 @@ def _tasks(p: Shape) -> tuple[int, int]:
 
 def product(code: Code, p: Shape, pointers: list[ir.Value], _: ir.Value, first: ir.Value, last: ir.Value) -> None:
     """Write some of A B's blocks, and the sums of B's columns."""
-    tasks, groups = _tasks(p)
+    tasks, groups = tasks_of(p)
     across = word(tasks // groups)
+    a, b, *others = pointers
 
     def part(k: ir.Value, count: int, begins: bool) -> None:
         """Add what `count` of the rows of B from k on give."""
 
         def task(t: ir.Value) -> None:
             column, group = code.srem(t, across), code.sdiv(t, across)
-            before = 0
-            for wide, number, start in blocks(p.columns // code.lanes, WIDE):
 
-                def columns(i: ir.Value, wide: int = wide, more: int = start - before * wide) -> None:
-                    place = code.add(code.mul(i, word(wide * code.lanes)), word(more * code.lanes))
-                    _columns(code, p, pointers, place, wide, group, word(groups), k, count, begins)
+            def columns(place: ir.Value, wide: int) -> None:
+                in_all = word(row_blocks(p, wide))
+                first, last = (code.sdiv(code.mul(in_all, g), word(groups)) for g in (group, code.add(group, word(1))))
+                here = code.at(b, (k, p.columns), place)
+                bias, c = (code.at(x, place) for x in (others[0], others[p.bias]))
+                write_columns(code, p, (a, here, c, bias if p.bias else None), wide, (first, last), k, count, begins)
+                if p.sums:
+                    with code.if_then(code.icmp_signed("==", group, word(0))):
+                        _add_rows(code, p, here, code.at(others[-1], place), wide, count, begins)
 
-                _within(code, before, number, column, code.add(column, word(1)), columns)
-                before += number
+            each_columns(code, p.columns, column, code.add(column, word(1)), columns)
 
         code.repeat(first, last, task)
 
-    begin = p.inner - (p.inner - 1) // NEAR * NEAR
-    part(word(0), begin, True)
-    code.repeat(begin, p.inner, lambda k: part(k, NEAR, False), step=NEAR)
+    for_parts(code, p.inner, lambda k, count, begins, ends: part(k, count, begins))
 
 
-def _within(
-    code: Code, start: int, count: int, first: ir.Value, last: ir.Value, body: Callable[[ir.Value], None]
+def row_blocks(p: Shape, wide: int) -> int:
+    """How many blocks of rows there are, where a block has so many vectors of columns."""
+    return sum(number for _, number, _ in blocks(p.rows, most_sums() // wide))
+
+
+def for_parts(code: Code, inner: int, part: Callable[[ir.Value, int, bool, bool], None]) -> None:
+    """`part(k, count, begins, ends)` for the parts of a sum over k: from where, how many, whether first or last."""
+    begin = inner - (inner - 1) // NEAR * NEAR
+    part(word(0), begin, True, begin == inner)
+    if begin < inner:
+        code.repeat(begin, inner - NEAR, lambda k: part(k, NEAR, False, False), step=NEAR)
+        part(word(inner - NEAR), NEAR, False, True)
+
+
+def each_columns(
+    code: Code, columns: int, first: int | ir.Value, last: int | ir.Value, body: Callable[[ir.Value, int], None]
 ) -> None:
-    """`body(i)` for those of `count` numbers from `start` on that are from `first` to before `last`."""
-    code.repeat(code.larger(first, word(start)), code.smaller(last, word(start + count)), body)
+    """`body(place, wide)` for blocks of columns from `first` to before `last`: where each begins, and its vectors."""
+    first, last = (word(x) if isinstance(x, int) else x for x in (first, last))
+    before = 0
+    for wide, number, start in blocks(columns // code.lanes, WIDE):
+
+        def block(i: ir.Value, wide: int = wide, more: int = start - before * wide) -> None:
+            body(code.add(code.mul(i, word(wide * code.lanes)), word(more * code.lanes)), wide)
+
+        code.within(before, number, first, last, block)
+        before += number
 
 
-def _columns(
-    code: Code, p: Shape, pointers: list[ir.Value], place: ir.Value, wide: int,
-    group: ir.Value, groups: ir.Value, k: ir.Value, count: int, begins: bool,
+def write_columns(
+    code: Code, p: Shape, matrices: tuple[ir.Value, ir.Value, ir.Value, ir.Value | None], wide: int,
+    some: tuple[ir.Value, ir.Value], k: ir.Value, count: int, begins: bool,
+    finish: Callable[[ir.Value, tuple[ir.Value, int], int], ir.Value] | None = None,
 ) -> None:  # fmt: skip
-    """Write a group of rows of some columns: `wide` vectors from `place` on."""
-    a, b, c = pointers[0], code.at(pointers[1], (k, p.columns), place), code.at(pointers[2 + p.bias], place)
-    cut = blocks(p.rows, most_sums() // wide)
-    in_all = word(sum(count for _, count, _ in cut))
-    first, last = (code.sdiv(code.mul(in_all, g), groups) for g in (group, code.add(group, word(1))))
+    """Write some blocks of rows, of `wide` vectors of columns.
+
+    matrices: A, B at row k and at the first of the columns, C there, and what is added to each row there.
+    finish: makes of a vector of sums what is written; the rest says where it is in C.
+    """
+    a, b, c, bias = matrices
     vectors = [v * code.lanes for v in range(wide)]
     down, along = (1, p.rows) if p.turned else (p.inner, 1)
     unrolled = next(u for u in (4, 3, 2, 1) if count % u == 0)
     blocks_before = 0
-    for many, number, start in cut:
+    for many, number, start in blocks(p.rows, most_sums() // wide):
 
         def block(i: ir.Value, many: int = many, more: int = start - many * blocks_before) -> None:
             row = code.add(code.mul(i, word(many)), word(more))
-            here = [code.at(c, (row, p.columns), m * p.columns + v) for m in range(many) for v in vectors]
+            places = [((row, p.columns), m * p.columns + v) for m in range(many) for v in vectors]
+            here = [code.at(c, *place) for place in places]
             numbers = code.at(a, (row, down), (k, along))
 
             def term(k: ir.Value, *sums: ir.Value) -> list[ir.Value]:
                 new = list(sums)
                 for u in range(unrolled):
-                    some = [code.get(code.at(b, (k, p.columns), u * p.columns + v)) for v in vectors]
+                    row_of_b = [code.get(code.at(b, (k, p.columns), u * p.columns + v)) for v in vectors]
                     for m in range(many):
                         number = code.spread(code.at(numbers, (k, along), u * along + m * down))
                         for v in range(wide):
-                            new[m * wide + v] = code.multiply_add(number, some[v], new[m * wide + v])
+                            new[m * wide + v] = code.multiply_add(number, row_of_b[v], new[m * wide + v])
                 return new
 
-            if begins and p.bias:
-                sums = [code.get(code.at(pointers[2], place, v)) for v in vectors] * many
+            if begins and bias is not None:
+                sums = [code.get(code.at(bias, v)) for v in vectors] * many
             else:
                 sums = [code.zeros if begins else code.get(at) for at in here]
-            for at, value in zip(here, code.repeat(0, count, term, sums, unrolled), strict=True):
-                code.put(value, at)
+            for at, value, place in zip(here, code.repeat(0, count, term, sums, unrolled), places, strict=True):
+                code.put(finish(value, *place) if finish else value, at)
 
-        _within(code, blocks_before, number, first, last, block)
+        code.within(blocks_before, number, *some, block)
         blocks_before += number
-    if p.sums:
-        sums = [code.at(pointers[-1], place, v) for v in vectors]
-        with code.if_then(code.icmp_signed("==", group, word(0))):
-            add = lambda k, *totals: [
-                code.fadd(total, code.get(code.at(b, (k, p.columns), v)))
-                for v, total in zip(vectors, totals, strict=True)
-            ]
-            before = [code.zeros if begins else code.get(at) for at in sums]
-            for at, total in zip(sums, code.repeat(0, count, add, before), strict=True):
-                code.put(total, at)
+
+
+def _add_rows(code: Code, p: Shape, b: ir.Value, sums: ir.Value, wide: int, count: int, begins: bool) -> None:
+    """Add so many rows of B, in some columns."""
+    vectors = [v * code.lanes for v in range(wide)]
+
+    def add(k: ir.Value, *totals: ir.Value) -> list[ir.Value]:
+        rows = [code.get(code.at(b, (k, p.columns), v)) for v in vectors]
+        return [code.fadd(total, row) for total, row in zip(totals, rows, strict=True)]
+
+    before = [code.zeros if begins else code.get(code.at(sums, v)) for v in vectors]
+    for v, total in zip(vectors, code.repeat(0, count, add, before), strict=True):
+        code.put(total, code.at(sums, v))

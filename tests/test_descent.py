@@ -1,0 +1,64 @@
+"""Our loops over all parameters on CPUs: optax's Adam, targets that follow, sums of squares."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_product import draw
+
+from cleanba.algorithms.optimiser import Trained, descend, make_adam
+from cleanba.ops import descent, llvm
+
+# Scalars, less than a vector, a vector and a rest, more than a piece.
+SIZES = [(), (1,), (15,), (16,), (3, 7), (descent.PIECE,), (3, 3001), (20, 2000)]
+
+
+def arrays(seed=0):
+    return [draw(*size, seed=seed + i).reshape(size) for i, size in enumerate(SIZES)]
+
+
+@pytest.mark.parametrize("max_norm", [float("inf"), 1e9, 0.5])
+def test_three_steps_are_optaxs(max_norm, on_devices):
+    optimiser = make_adam("cpu", eps=1e-5, max_norm=max_norm)
+    assert optimiser.eps == 1e-5
+    ours = theirs = Trained(arrays(), optimiser.init(arrays()))
+    from cleanba.algorithms.optimiser import descend_by_adam
+
+    for i in range(3):
+        gradient, rate = arrays(100 * i), jnp.float32(0.1 / (i + 1))
+        run = lambda shards, _, trained=ours, gradient=gradient, rate=rate: descend_by_adam(
+            shards, optimiser, 1e-5, rate, trained, gradient
+        )
+        ours, norm = on_devices(run, 1, 1)(jnp.zeros(1))
+        theirs, same = descend(optimiser.rule, rate, theirs, gradient)
+        np.testing.assert_allclose(norm, same, rtol=1e-6)
+        assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+        for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+            np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
+
+
+def test_targets_follow_by_tau_and_stay_by_nothing():
+    params, targets = arrays(), arrays(50)
+    for tau in (0.25, 1.0):
+        for p, q, moved in zip(params, targets, descent.follow(jnp.float32(tau), params, targets), strict=True):
+            np.testing.assert_allclose(moved, tau * p + (1 - tau) * q, rtol=1e-6, atol=1e-7)
+    for q, same in zip(targets, descent.follow(jnp.float32(0), params, targets), strict=True):
+        np.testing.assert_array_equal(q, same)
+
+
+@pytest.mark.parametrize("registers", [(16, 32), (8, 16), (4, 32)], ids=["avx512", "avx", "neon"])
+def test_squares_are_numpys_and_the_same_bits_with_any_vectors(registers, monkeypatch):
+    some = arrays()
+    here = descent.squares(some)
+    np.testing.assert_allclose(here, sum((x.astype(np.float64) ** 2).sum() for x in some), rtol=1e-6)
+    monkeypatch.setattr(llvm, "registers", lambda: registers)
+    monkeypatch.setattr(llvm, "name_of", lambda unit, shape: f"{registers}_{unit.__name__}_{shape}")
+    jax.clear_caches()
+    assert descent.squares(some) == here
+    assert any(name.startswith(f"{registers}__squares") for name in llvm.KEPT)
+
+
+@pytest.mark.parametrize("other", [np.zeros((2, 3), np.float16), np.zeros((3, 2), np.float32)], ids=["halves", "shape"])
+def test_what_is_not_alike_is_refused(other):
+    with pytest.raises(ValueError, match="must be alike, and of float32"):
+        descent.follow(jnp.float32(0.5), [np.zeros((2, 3), np.float32)], [other])
