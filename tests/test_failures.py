@@ -11,6 +11,7 @@ from launch import CROWD, TINY, command, finish, python, read_result, read_rows
 from scripted import Planted
 
 from cleanba.environments.envpool import Envs
+from cleanba.runtime.channels import Stop
 from cleanba.runtime.learner import Learner
 from cleanba.runtime.metrics import Writers
 
@@ -102,15 +103,23 @@ def test_an_error_anywhere_ends_the_run_soon_and_is_reported_once(owner, name, c
 def test_a_signal_ends_the_run_soon_and_cleanly(signum, code, moment, tmp_path, monkeypatch, pools):
     sent = []
     method = {"compiling": "compile", "training": "update"}[moment]
-    original = getattr(Learner, method)
+    original, end = getattr(Learner, method), Stop.__call__
+    stopped = threading.Event()
+
+    def stopping(*args):
+        end(*args)
+        stopped.set()
 
     def signalling(*args):
         if method == "compile" or args[4] == 3:
             sent.append(time.perf_counter())
             os.kill(os.getpid(), signum)
+            if moment == "training":  # further updates take less time than the main thread may take to wake
+                stopped.wait(SOON)
         return original(*args)
 
     monkeypatch.setattr(Learner, method, signalling)
+    monkeypatch.setattr(Stop, "__call__", stopping)
     handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     ended = command("ppo", *ENDLESS, "--run-dir", tmp_path / "run")
     if moment == "training":  # a compilation may finish first
@@ -123,6 +132,10 @@ def test_a_signal_ends_the_run_soon_and_cleanly(signum, code, moment, tmp_path, 
     result = read_result(tmp_path / "run")
     assert result["status"] == "interrupted"
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
+    if moment == "compiling":  # which nothing can end but the end of the process
+        for thread in threading.enumerate():
+            if thread.name == "learner":
+                thread.join(10 * SOON)
     assert_nothing_is_left(pools)
     if moment == "training":
         assert result["update"] in (2, 3)
