@@ -258,6 +258,19 @@ def test_what_was_compiled_is_kept_on_disk_and_taken_from_there_if_it_is_whole(c
     assert kept.read_bytes() == whole
 
 
+def test_what_is_kept_is_for_the_modules_that_wrote_it_and_no_others(cache, monkeypatch):
+    shape = convolution.Window(6, 6, 16, 16, 3, 1, SAME)
+    compile_ = partial(llvm._compile, convolution.forward, shape, [llvm.FLOAT] * 4, 1, 4)
+    compile_()
+    for name in ("product.py", "mlp.py", "llvm.py"):  # units are written with the help of others' functions
+        text = (Path(llvm.__file__).parent / name).read_text()
+        assert text in llvm.SOURCES
+        monkeypatch.setattr(llvm, "SOURCES", llvm.SOURCES.replace(text, text + "#"))
+        before = set(cache.iterdir())
+        compile_()
+        assert len(set(cache.iterdir()) - before) == 1
+
+
 def test_the_interface_is_the_one_that_jaxlib_has():
     header = (Path(jaxlib.__file__).parent / "include/xla/ffi/api/c_api.h").read_text()
     major, minor = (int(re.search(rf"XLA_FFI_API_{x} (\d+)", header)[1]) for x in ("MAJOR", "MINOR"))

@@ -286,15 +286,44 @@ def test_pictures_and_dictionaries_are_seen(name, what, on_devices):
         assert all(not same_arrays(x, y) for x, y in pairs(getattr(after, part), getattr(state, part)))
 
 
+# --------------------------------------------------------------------------------------------------------- randomness
+
+
+@pytest.mark.parametrize("block", [1, 7, 32])
+@pytest.mark.parametrize("times", [0, 1, 31, 32, 33, 65])
+def test_steps_whose_chance_is_drawn_in_blocks_are_those_drawn_one_by_one(times, block):
+    key = jax.random.key(0)
+    chance = lambda numbers: jax.vmap(lambda n: jax.random.bits(jax.random.fold_in(key, n), (2,)))(numbers)
+    # The order counts, and each step's own numbers.
+    follow = lambda drawn, x: (x * jnp.uint32(1664525) + drawn, {"sum": x})
+    one_by_one = lambda i, x: follow(chance(i[None])[0], x)
+    start, n = jnp.zeros(2, jnp.uint32), jnp.int32(times)
+    expected = jax.jit(lambda n: off_policy.repeat(n, one_by_one, start))(n)
+    found = jax.jit(lambda n: off_policy.repeat_by_chance(n, block, chance, follow, start))(n)
+    assert same_arrays(found[0], expected[0]) and same_arrays(found[1]["sum"], expected[1]["sum"])
+
+
+@pytest.mark.parametrize(
+    "envs, steps, batch, block",
+    [(1, 1, 256, 1), (4, 8, 256, 32), (6, 6, 256, 18), (4, 64, 8192, 2), (128, 4, 2**20, 1)],
+)
+def test_as_much_is_drawn_at_once_as_fits_into_memory_and_evenly(envs, steps, batch, block):
+    e = experiment("sac", num_envs=envs, num_steps=steps, batch_size=batch, buffer_size=2**21, train_frequency=1)
+    assert off_policy.drawn_at_once(e, off_policy.Noise(3, 17)) == block
+
+
 # --------------------------------------------------------------------------------------------------------- placements
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_the_same_bits_on_any_devices(name):
+def test_the_same_bits_on_any_devices(name, monkeypatch):
+    """However many gradient steps' random numbers are drawn at once, too."""
     sizes = dict(num_envs=12, num_actors=6, num_shards=6, batch_size=24, checkpoint_frequency=3, hiddens=(16,))
     e = KINDS[name][1](**PENDULUM | LEARN | sizes | {"total_timesteps": 216, "train_frequency": 4})
     reference = digests(e, recipe=KINDS[name][0])
     assert len(reference) > 1
+    assert off_policy.drawn_at_once(e, off_policy.NONE) == e.gradient_steps > 4
+    monkeypatch.setattr(off_policy, "DRAWN", (4, off_policy.DRAWN[1]))
     for actors, learners in (([0, 1], [2, 3, 4]), ([7], [0, 1, 2, 3, 4, 5])):
         assert digests(e, actors, learners, recipe=KINDS[name][0]) == reference
 

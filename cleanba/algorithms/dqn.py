@@ -14,11 +14,13 @@ from jax import lax
 
 from cleanba.algorithm import Algorithm, Metrics
 from cleanba.algorithms.off_policy import (
+    NONE,
     TAKEN,
     Chance,
     OffPolicy,
     check_replay,
     draw,
+    drawn_at_once,
     due,
     follow,
     mean,
@@ -205,7 +207,7 @@ def make(e: DQN, spec: EnvSpec, platform: str) -> Algorithm:
 
         steps = e.steps_of(state.updates + 1)
         chance = lambda numbers: draw(e, memory, shards, key, numbers, e.n_step)
-        state, total = repeat_by_chance(steps, e.gradient_steps, chance, gradient_step, state)
+        state, total = repeat_by_chance(steps, drawn_at_once(e, NONE), chance, gradient_step, state)
         metrics = mean(total, steps)
         metrics |= {"charts/learning_rate": rate, "charts/epsilon": epsilon(state.updates)}
         return state._replace(updates=state.updates + 1), memory, metrics

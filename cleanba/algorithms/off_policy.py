@@ -141,7 +141,7 @@ def require_fraction(e: Experiment, name: str) -> None:
 S = TypeVar("S")
 M = TypeVar("M")
 C = TypeVar("C")
-DRAWN = 32  # gradient steps whose random numbers are drawn at once
+DRAWN = 32, 2**20  # at most so many gradient steps' random numbers are drawn at once, and about so many numbers
 
 
 def repeat(times: jax.Array, step: Callable[[jax.Array, S], tuple[S, M]], carried: S) -> tuple[S, M]:
@@ -160,15 +160,21 @@ def repeat(times: jax.Array, step: Callable[[jax.Array, S], tuple[S, M]], carrie
     return lax.fori_loop(0, times, once, (carried, nothing))
 
 
+def drawn_at_once(e: OffPolicy, noise: "Noise") -> int:
+    """How many of an update's gradient steps make a block of `repeat_by_chance`: blocks are as even as can be."""
+    steps, numbers = DRAWN
+    at_once = max(1, min(steps, numbers // (e.batch_size * (1 + noise.uses * noise.size))))
+    return -(-e.gradient_steps // -(-e.gradient_steps // at_once))
+
+
 def repeat_by_chance(
-    times: jax.Array, most: int, chance: Callable[[jax.Array], C], step: Callable[[C, S], tuple[S, M]], carried: S
+    times: jax.Array, block: int, chance: Callable[[jax.Array], C], step: Callable[[C, S], tuple[S, M]], carried: S
 ) -> tuple[S, M]:
     """As `repeat`, for steps in which something is random: `step(drawn, carried) -> carried, metrics`.
 
-    `chance(numbers)` [B] draws for the steps of these numbers at once, leaves [B, ...]: many small random numbers are
-    much quicker drawn together.  There are at most `most` steps.
+    `chance(numbers)` [block] draws for the steps of these numbers at once, leaves [block, ...]: many small random
+    numbers are much quicker drawn together.
     """
-    block = min(most, DRAWN)
     like = jax.eval_shape(lambda: jax.tree.map(lambda x: x[0], chance(jnp.zeros(block, jnp.int32))))
     blank = lambda like: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
     nothing = blank(jax.eval_shape(step, like, carried)[1])

@@ -124,8 +124,10 @@ def descend_by_adam(
     state = trained.optimiser if optimiser.max_norm == math.inf else trained.optimiser[1]
 
     def weigh(rate: jax.Array, count: jax.Array, squares: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        norm, count = jnp.sqrt(squares), optax.safe_increment(count)
-        clip = jnp.where(norm < optimiser.max_norm, 1.0, optimiser.max_norm / norm)
+        norm, count = jnp.sqrt(squares.sum()), optax.safe_increment(count)
+        # Where nothing is clipped, a norm that is not finite changes nothing.
+        unclipped = (norm < optimiser.max_norm) | (optimiser.max_norm == math.inf)
+        clip = jnp.where(unclipped, 1.0, optimiser.max_norm / norm)
         first, second = (1 - beta**count for beta in BETAS)
         return jnp.stack([clip, rate / first, 1 / second]), count, norm
 

@@ -20,6 +20,7 @@ from cleanba.algorithms.off_policy import (
     check_replay,
     critics_error,
     draw,
+    drawn_at_once,
     due,
     follow,
     load_batch,
@@ -87,9 +88,7 @@ def make(e: SAC, spec: EnvSpec, platform: str) -> Algorithm:
     policy_network, critic_network = make_policy(spec, e, 2, platform), make_critics(spec, e, platform)
     optimiser, kind = make_adam(platform), conv_kind(platform)
     target_entropy = -float(spec.action.size)
-    noise = Noise(
-        1 + e.policy_frequency, spec.action.size
-    )  # for the next actions, and the policy's at each of its steps
+    needs = Noise(1 + e.policy_frequency, spec.action.size)  # for the next actions, and at each step of the policy
 
     def init(key: jax.Array) -> State:
         policy_key, critic_key = jax.random.split(key)
@@ -179,8 +178,8 @@ def make(e: SAC, spec: EnvSpec, platform: str) -> Algorithm:
             return state, (of_critics, of_policy, times)
 
         steps = e.steps_of(state.updates + 1)
-        chance = lambda numbers: draw(e, memory, shards, key, numbers, noise=noise)
-        found = repeat_by_chance(steps, e.gradient_steps, chance, gradient_step, state)
+        chance = lambda numbers: draw(e, memory, shards, key, numbers, noise=needs)
+        found = repeat_by_chance(steps, drawn_at_once(e, needs), chance, gradient_step, state)
         state, (of_critics, of_policy, policy_steps) = found
         of_policy["losses/policy_grad_norm"] = of_policy.pop("losses/grad_norm")
         metrics = mean(of_critics, steps) | mean(of_policy, policy_steps)

@@ -19,6 +19,7 @@ from cleanba.algorithms.off_policy import (
     check_replay,
     critics_error,
     draw,
+    drawn_at_once,
     due,
     follow,
     load_batch,
@@ -88,6 +89,7 @@ def make(e: TD3, spec: EnvSpec, platform: str) -> Algorithm:
     bounds = require_bounded(spec, "TD3")
     policy_network, critic_network = make_policy(spec, e, 1, platform), make_critics(spec, e, platform)
     optimiser, kind = make_adam(platform), conv_kind(platform)
+    needs = Noise(1, spec.action.size)  # for the next actions
 
     def init(key: jax.Array) -> State:
         policy_key, critic_key = jax.random.split(key)
@@ -155,8 +157,8 @@ def make(e: TD3, spec: EnvSpec, platform: str) -> Algorithm:
             return State(policy, critics, targets, state.updates, since_policy), (of_critics, of_policy, times)
 
         steps = e.steps_of(state.updates + 1)
-        chance = lambda numbers: draw(e, memory, shards, key, numbers, noise=Noise(1, spec.action.size))
-        found = repeat_by_chance(steps, e.gradient_steps, chance, gradient_step, state)
+        chance = lambda numbers: draw(e, memory, shards, key, numbers, noise=needs)
+        found = repeat_by_chance(steps, drawn_at_once(e, needs), chance, gradient_step, state)
         state, (of_critics, of_policy, policy_steps) = found
         of_policy["losses/policy_grad_norm"] = of_policy.pop("losses/grad_norm")
         metrics = mean(of_critics, steps) | mean(of_policy, policy_steps)

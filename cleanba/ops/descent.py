@@ -47,13 +47,13 @@ def adam(
 
 
 def follow(tau: jax.Array, params: Arrays, targets: Arrays) -> Arrays:
-    """The sum tau p + (1 - tau) q of parameters p and targets q; tau is a float32."""
+    """The sum tau p + (1 - tau) q of parameters p and targets q; tau is a float32.  With 0 it is q, untouched."""
     return _call(_follow, [params, targets], jnp.stack([tau, 1 - tau]), len(params))
 
 
 def squares(arrays: Arrays) -> jax.Array:
-    """The sum of all squares; float32."""
-    return _call(_squares, [arrays])[0].sum()
+    """Squares of all numbers, added up in parts, whose sum is that of all; float32 [parts, WIDEST]."""
+    return _call(_squares, [arrays])[0]
 
 
 def _call(
@@ -138,6 +138,7 @@ def _adam(code: Code, p: Shape, pointers: list[ir.Value], _: ir.Value, first: ir
 def _follow(code: Code, p: Shape, pointers: list[ir.Value], _: ir.Value, first: ir.Value, last: ir.Value) -> None:
     """Write new targets."""
     n = len(p.sizes)
+    tau = code.load(pointers[2 * n])
 
     def some(array: int, at: ir.Value, lanes: int) -> None:
         param, target = (code.get(code.at(pointers[array + k * n], at), lanes) for k in range(2))
@@ -145,7 +146,8 @@ def _follow(code: Code, p: Shape, pointers: list[ir.Value], _: ir.Value, first: 
         value = code.fadd(code.fmul(some, param), code.fmul(rest, target))
         code.put(value, code.at(pointers[2 * n + 1 + array], at))
 
-    _each_number(code, p, first, last, some)
+    with code.if_then(code.fcmp_unordered("!=", tau, ir.Constant(FLOAT, 0.0))):  # else they stay where they are
+        _each_number(code, p, first, last, some)
 
 
 def _squares(code: Code, p: Shape, pointers: list[ir.Value], _: ir.Value, first: ir.Value, last: ir.Value) -> None:

@@ -17,7 +17,6 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from functools import cache
 from hashlib import sha256
-from inspect import getsource
 from pathlib import Path
 from threading import Lock
 from typing import TypeVar
@@ -47,6 +46,10 @@ VERSION = (0, 3)  # of the interface, as this was written for it
 # What the threads of one call share: units done, in all; threads, and those that still look at it; what is cut into
 # units; XLA's; then the buffers, and for each unit whether it is taken.
 STATE = {"done": 0, "units": 1, "threads": 2, "looking": 3, "count": 4, "future": 5, "set_available": 6, "buffers": 7}
+
+
+# What units are written by: the modules beside this one, as they are now, while they are imported.
+SOURCES = "\n".join(path.read_text() for path in sorted(Path(__file__).parent.glob("*.py")))
 
 
 def word(value: int) -> ir.Constant:
@@ -268,7 +271,7 @@ def _compile(
     told += [registers(), usable_cores()]
     machine = processor()
     told += [machine.triple, llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten(), llvmlite.__version__]
-    told += [getsource(sys.modules[name]) for name in (unit.__module__, __name__)]
+    told += [SOURCES]
     path = _place("\n".join(map(str, told)))
     code = _read(path)
     if not code:

@@ -62,6 +62,8 @@ class Chain(NamedTuple):
 def mlp(activation: Activation, linear: bool, x: jax.Array, layers: Sequence[Layer]) -> jax.Array:
     """All layers, each followed by the activation, but for the last if `linear`.  [N, D] -> [N, F_L], float32.
 
+    An infinite number in x, or in what a layer gives, may make a whole row NaN: layers are widened by zeros.
+
     Raises:
         ValueError: what is given does not fit.
     """
@@ -88,7 +90,7 @@ def _forward(
 
 def _gradients(
     activation: Activation, linear: bool, saved: tuple[list[jax.Array], Sequence[Layer]], dy: jax.Array
-) -> tuple[jax.Array, list[Layer]]:
+) -> tuple[jax.Array, Sequence[Layer]]:
     ys, layers = saved
     widths = tuple(y.shape[1] for y in ys)
     turned = [_rows(widen(w), d).T for (w, _), d in zip(layers[1:], widths[1:-1], strict=True)]
@@ -97,7 +99,8 @@ def _gradients(
     found = multiply_all_turned(ys[:-1], dzs)
     cut = [(dw[: w.shape[0], : b.size], db[: b.size]) for (w, b), (dw, db) in zip(layers, found, strict=True)]
     first = layers[0][0]
-    return multiply(dzs[0][:, : first.shape[1]], first.T), cut
+    dx = multiply(dzs[0][:, : first.shape[1]], first.T)
+    return dx, jax.tree.unflatten(jax.tree.structure(layers), jax.tree.leaves(cut))
 
 
 mlp.defvjp(_forward, _gradients)

@@ -23,6 +23,10 @@ def prepare_process(e: Experiment) -> None:
         make_deterministic()
     keep_compiled()
     set_precision(e.dtype)
+    with suppress(ImportError):  # of llvmlite, without which JAX draws by itself, the same numbers
+        from cleanba.ops import threefry
+
+        threefry.install()
 
 
 def keep_compiled() -> None:
