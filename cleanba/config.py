@@ -30,7 +30,8 @@ class Experiment:
     num_envs: int = 120
     """environments over the whole experiment"""
     num_actors: int | None = None
-    """actor threads over the whole experiment (None: two per actor device, or the nearest number that fits)"""
+    """actor threads over the whole experiment (None: two per actor device, one per CPU device, or the nearest number
+    that fits)"""
     num_shards: int | None = None
     """parts of the batch whose gradients are computed alone (None: one per learner device)"""
     num_steps: int = 128
@@ -41,9 +42,9 @@ class Experiment:
     """rollouts stepped from Python, or scanned inside one jit (None: scanned on CPUs where
     EnvPool can be, else stepped)"""
     checkpoint_frequency: int | None = None
-    """updates between checkpoints; the environments start afresh at each (0: never; None: 500, or more where two of the
-    longest episodes need more, or where updates are short: if an actor-critic's rollouts are scanned and nothing is an
-    image, as many as make 4 million steps)"""
+    """updates between checkpoints; the environments start afresh at each (0: only one, at the end; None: 500, or more
+    where two of the longest episodes need more, or where updates are short: if an actor-critic's rollouts are scanned
+    and nothing is an image, as many as make 4 million steps)"""
 
     repeat_action_probability: float = 0.25
     """Atari: probability that the emulator repeats the last action (sticky actions)"""
@@ -265,10 +266,11 @@ def _check_numbers(e: Experiment) -> None:
 def resolve(e: E, actor_devices: int, learner_devices: int, num_processes: int = 1, platform: str = "") -> E:
     """The experiment with `num_actors`, `num_shards` and `collector` filled in for that many devices of all processes.
 
-    Defaults are two actors per actor device and one shard per learner device.  One of the two numbers must divide the
-    other; where two per device do not fit the shards, the nearest number of actors that fits is taken, at least one
-    per actor device if there is such a number.  The collector is the one that was measured to be faster on devices of
-    that kind ("cpu", "gpu" …).
+    Defaults are one shard per learner device and two actors per actor device, of which one acts while the other's
+    emulators run; on CPUs, where the same cores do both, one.  One of the two numbers must divide the other; where so
+    many actors per device do not fit the shards, the nearest number that fits is taken, at least one per actor device
+    if there is such a number.  The collector is the one that was measured to be faster on devices of that kind ("cpu",
+    "gpu" …).
 
     Raises:
         UsageError: a number is out of its range.
@@ -282,7 +284,7 @@ def resolve(e: E, actor_devices: int, learner_devices: int, num_processes: int =
     def fits(a: int) -> bool:
         return (a % shards == 0 or shards % a == 0) and e.num_envs % a == 0 and a % num_processes == 0
 
-    wanted = 2 * actor_devices
+    wanted = (1 if platform == "cpu" else 2) * actor_devices
     reach = min(max(wanted, shards) + wanted, e.num_envs, 10_000)  # a slip of the finger must not take for ever
     candidates = [a for a in range(1, reach + 1) if fits(a)] or [wanted]
     enough = [a for a in candidates if a >= actor_devices] or candidates

@@ -78,7 +78,9 @@ class EpisodeTracker:
         self.ret += np.where(valid, raw_reward, 0.0)
         self.length += valid
         ended = np.flatnonzero(over & valid)
-        episodes = [Episode(float(self.ret[i]), int(self.length[i])) for i in ended]
+        if not ended.size:
+            return []
+        episodes = list(map(Episode, self.ret[ended].tolist(), self.length[ended].tolist()))
         self.ret[ended] = 0.0
         self.length[ended] = 0
         return episodes

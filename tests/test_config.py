@@ -184,21 +184,23 @@ def test_defaults_fit_every_placement_whose_devices_divide_the_environments(
     Partition(e.num_envs, e.num_actors, e.num_shards, num_processes, learner_devices // num_processes)
 
 
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
 @settings(max_examples=80, deadline=None)
 @placements
-def test_default_actors_are_the_fitting_number_nearest_to_two_per_device(
-    actor_devices, learner_devices, num_processes, envs_per_shard
+def test_default_actors_are_the_fitting_number_nearest_to_two_per_device_or_one_per_cpu(
+    actor_devices, learner_devices, num_processes, envs_per_shard, platform
 ):
     actor_devices, learner_devices = actor_devices * num_processes, learner_devices * num_processes
     n = learner_devices * envs_per_shard
-    chosen = resolve(Experiment(num_envs=n), actor_devices, learner_devices, num_processes).num_actors
-    reach = 2 * actor_devices + max(2 * actor_devices, learner_devices)  # a thread per environment helps nobody
+    wanted = {"cpu": 1, "gpu": 2}[platform] * actor_devices
+    chosen = resolve(Experiment(num_envs=n), actor_devices, learner_devices, num_processes, platform).num_actors
+    reach = wanted + max(wanted, learner_devices)  # a thread per environment helps nobody
     split = (num_processes, learner_devices // num_processes)
     fitting = [a for a in range(1, reach + 1) if fits(n, a, learner_devices, *split)]
     if any(a >= actor_devices for a in fitting):
         fitting = [a for a in fitting if a >= actor_devices]
     assert chosen in fitting
-    assert abs(chosen - 2 * actor_devices) == min(abs(a - 2 * actor_devices) for a in fitting)
+    assert abs(chosen - wanted) == min(abs(a - wanted) for a in fitting)
 
 
 @pytest.mark.parametrize("devices", [1, 2, 3, 4, 5, 6, 8])

@@ -119,15 +119,15 @@ def test_what_was_left_out_stands_as_the_first_run_worked_it_out(tmp_path, monke
         signalled(patch, signal.SIGTERM, at=10)
         assert command(*BARE, *two, "--run-dir", run).code == 128 + signal.SIGTERM
     experiment = json.loads((run / "config.json").read_text())["experiment"]
-    assert (experiment["num_actors"], experiment["num_shards"], experiment["collector"]) == (2, 2, "scanned")
+    assert (experiment["num_actors"], experiment["num_shards"], experiment["collector"]) == (1, 2, "scanned")
 
     typed = command(*BARE, *one, "--num-shards", "1", "--run-dir", run)
     assert typed.code == 2 and "num_shards: 2, now 1" in typed.err
     with monkeypatch.context() as patch:
         signalled(patch, signal.SIGTERM, at=17)
         assert command("resume", run, *one).code == 128 + signal.SIGTERM
-    ended = command(*BARE, *one, "--run-dir", run)  # alone, these devices would make four actors and one shard
-    assert ended.code == 0 and "2 actors, 2 shards" in ended.out
+    ended = command(*BARE, *one, "--run-dir", run)  # alone, these devices would make two actors and one shard
+    assert ended.code == 0 and "1 actor, 2 shards" in ended.out
     assert json.loads((run / "config.json").read_text())["experiment"] == experiment
     assert_same_run(run, whole)
 
