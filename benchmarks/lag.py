@@ -1,67 +1,66 @@
 """What does acting one version behind cost PPO in learning, and what do the corrections give back?
 
-    python benchmarks/lag.py --scale small            # three hours or so on two cores
-    python benchmarks/lag.py --scale full             # every testbed, days; where it was interrupted it goes on
-    python benchmarks/lag.py --only-draw              # of what is there
-
-Results go to benchmarks/results/, the figure to static/.
+    python benchmarks/lag.py                                     # every testbed: 20 hours of one core
+    python benchmarks/lag.py --env-ids CartPole-v1 Hopper-v4     # these, now
+    python benchmarks/lag.py --only-draw                         # what is there
 
 Trains with `cleanba sweep`: synchronously (--no-concurrency), and lagged with every --lag-correction, at several
 learning rates and numbers of epochs, the larger of which bring versions farther apart.  All else is equal.  A cell is
 an environment with one learning rate and one number of epochs; a run's score is the mean return of its last 100
 episodes, on a scale where 0 is what the environment's runs had at their first log point, and 1 what the synchronous
 runs of all its cells had at their end on average.  Cells weigh the same.
+
+Runs are kept in benchmarks/results/policy_lag/, a file to an environment (kept.py), and are not made again, so the
+study can be interrupted, and go on on another machine.  Several processes may run at a time, of different environments.
 """
 
+import itertools
 import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
+import kept
 import machine
 import numpy as np
 import tyro
 
+from cleanba.files import Json
 from cleanba.recipes import RECIPES
 from cleanba.runs import curves, plot
 from cleanba.runs.aggregates import square, stratified
 from cleanba.runs.curves import Curve
 
 ROOT = Path(__file__).parents[1]
-CORRECTIONS = ("none", "proximal", "decoupled", "vtrace", "both")
+CORRECTIONS = ("none", "decoupled", "vtrace", "both", "proximal")
 SYNCHRONOUS = "synchronous"
 VARIANTS = (SYNCHRONOUS, *CORRECTIONS)
 DISTANCES = ("lag_kl", "lag_ratio_max", "lag_effective_samples")
 
-# By how an environment's name begins: its settings, and its steps at each scale.
+# By how an environment's name begins: its settings.
 COMMON = "--learning-rate 5e-4 --clip-coef 0.2"
 VECTORS = f"{COMMON} --hiddens 64 64"
-TESTBEDS: dict[str, tuple[str, dict[str, int]]] = {
-    "CartPole": (f"{VECTORS} --num-envs 8 --num-steps 64", {"small": 50_000, "full": 200_000}),
-    "LunarLander": (f"{VECTORS} --norm-reward --num-envs 16 --num-steps 128", {"small": 300_000, "full": 1_000_000}),
-    "gymnax:": (f"{COMMON} --num-envs 64 --num-steps 64", {"small": 500_000, "full": 5_000_000}),
-    "": ("", {"small": 150_000, "full": 1_000_000}),  # the defaults; as for MuJoCo's
+TESTBEDS = {
+    "CartPole": f"{VECTORS} --num-envs 8 --num-steps 64 --total-timesteps 50000",
+    "LunarLander": f"{VECTORS} --norm-reward --num-envs 16 --num-steps 128 --total-timesteps 300000",
+    "gymnax:": f"{COMMON} --num-envs 64 --num-steps 64 --total-timesteps 500000",
+    "": "--total-timesteps 300000",  # the defaults; as for MuJoCo's
 }
-ENVIRONMENTS = {
-    "small": ("CartPole-v1", "LunarLander-v3"),
-    "full": (
-        *("CartPole-v1", "LunarLander-v3", "HalfCheetah-v4", "Hopper-v4", "Walker2d-v4"),
-        *(f"gymnax:{game}-MinAtar" for game in ("Asterix", "Breakout", "Freeway", "Seaquest", "SpaceInvaders")),
-    ),
-}
+ENVIRONMENTS = (
+    *("CartPole-v1", "LunarLander-v3", "HalfCheetah-v4", "Hopper-v4", "Walker2d-v4"),
+    *(f"gymnax:{game}-MinAtar" for game in ("Asterix", "Breakout", "Freeway", "Seaquest", "SpaceInvaders")),
+)
 
 
 @dataclass(frozen=True)
 class Args:
     """Flags of the benchmark."""
 
-    scale: Literal["small", "full"] = "small"
-    """which environments, and for how many steps"""
-    env_ids: tuple[str, ...] | None = None
-    """other environments than the scale's"""
+    env_ids: tuple[str, ...] = ENVIRONMENTS
+    """environments to train"""
     seeds: int = 5
     """seeds of every cell"""
     rates: tuple[float, ...] = (1.0, 3.0)
@@ -71,41 +70,83 @@ class Args:
     corrections: tuple[str, ...] = CORRECTIONS
     """lagged variants"""
     dir: Path = Path("runs/lag")
-    """folder of the runs; those that are finished are not run again"""
+    """folder of the runs"""
     workers: int = 1
     """runs at a time"""
     only_draw: bool = False
     """train nothing, draw what is there"""
 
 
-def settings(env_id: str, scale: str) -> list[str]:
+class Run(NamedTuple):
+    """What counts of a run.  Arrays are [N], as a Curve's."""
+
+    experiment: Json
+    steps: np.ndarray
+    returns: np.ndarray
+    distance: dict[str, float]  # mean over the run, by DISTANCES
+
+
+def settings(env_id: str) -> list[str]:
     """An environment's flags of `cleanba ppo`."""
-    words, steps = next(found for name, found in TESTBEDS.items() if env_id.startswith(name))
-    return [*words.split(), "--total-timesteps", str(steps[scale]), "--log-frequency", "5"]
+    words = next(found for name, found in TESTBEDS.items() if env_id.startswith(name))
+    return [*words.split(), "--log-frequency", "5"]
+
+
+def given(env_id: str, flag: str) -> str | None:
+    """What an environment's settings give a flag; None, if they leave it to the defaults."""
+    words = settings(env_id)
+    return words[words.index(flag) + 1] if flag in words else None
 
 
 def own_rate(env_id: str) -> float:
     """An environment's own learning rate."""
-    words = settings(env_id, "full")
-    if "--learning-rate" in words:
-        return float(words[words.index("--learning-rate") + 1])
+    rate = given(env_id, "--learning-rate")
+    if rate is not None:
+        return float(rate)
     defaults: Any = RECIPES["ppo"].defaults
     return float(defaults("continuous").learning_rate)
 
 
 def train(env_id: str, args: Args) -> None:
-    """Two sweeps of one environment.  Seed by seed within a cell, cell after cell: an interruption leaves few open."""
-    rates = ",".join(f"{rate * own_rate(env_id):.6g}" for rate in args.rates)
-    cells = ["--set", f"learning_rate={rates}", f"update_epochs={','.join(map(str, args.epochs))}"]
-    folder = args.dir / env_id.replace(":", "-")
-    for name, extra, flags in (
-        (SYNCHRONOUS, [], ["--no-concurrency"]),
-        ("lagged", [f"lag_correction={','.join(args.corrections)}"], []),
-    ):
-        words = ["sweep", "--env-ids", env_id, "--num-seeds", str(args.seeds), *cells, *extra]
-        words += ["--dir", str(folder / name), "--workers", str(args.workers)]
-        words += ["--", "ppo", *settings(env_id, args.scale), *flags]
-        subprocess.run([sys.executable, "-m", "cleanba", *words], check=False)  # what failed is simply not there
+    """Make what is not kept yet, cell after cell, and keep it."""
+    path = place(env_id)
+    there = sort([as_run(run) for run in kept.read(path)])
+    for rate, epochs in itertools.product(args.rates, args.epochs):
+        cell = env_id, float(f"{rate * own_rate(env_id):.6g}"), epochs
+        for name in (SYNCHRONOUS, *args.corrections):
+            if set(there[cell][name]) >= set(range(1, args.seeds + 1)):
+                continue
+            folder = args.dir / path.stem / f"{cell[1]:g}-{epochs}-{name}"
+            flags = ["--no-concurrency"] if name == SYNCHRONOUS else ["--lag-correction", name]
+            words = ["sweep", "--env-ids", env_id, "--num-seeds", str(args.seeds), "--workers", str(args.workers)]
+            words += ["--dir", str(folder), "--", "ppo", *settings(env_id), *flags]
+            words += ["--learning-rate", f"{cell[1]:g}", "--update-epochs", str(epochs)]
+            subprocess.run([sys.executable, "-m", "cleanba", *words], check=False)  # what failed is simply not there
+            if folder.exists():
+                keep(env_id, folder)
+
+
+def place(env_id: str) -> Path:
+    """Where an environment's runs are kept."""
+    return machine.RESULTS / "policy_lag" / f"{env_id.replace(':', '-')}.jsonl"
+
+
+def keep(env_id: str, folder: Path) -> None:
+    """Keep the runs there that are finished."""
+    runs = [kept.entry(curve, points=51, distance=distance(curve)) for curve in curves.load([folder])]
+    kept.add(place(env_id), [run for run in runs if run["status"] == "finished"])
+
+
+def distance(curve: Curve) -> dict[str, float]:
+    """How far versions were apart: the mean over a run's log points, the first aside, which has no lag."""
+    rows = curves.read_rows(curve.run_dir)[1:]
+    return {name: float(np.nanmean(curves.column(rows, f"stats/{name}"))) for name in DISTANCES}
+
+
+def as_run(run: Json) -> Run:
+    """What `keep` kept."""
+    curve = kept.as_curve(run)
+    return Run(curve.experiment, curve.steps, curve.returns, run["distance"])
 
 
 # ---------------------------------------------------------------------------------------------------- what came out
@@ -113,16 +154,23 @@ def train(env_id: str, args: Args) -> None:
 Cell = tuple[str, float, int]  # environment, learning rate, epochs
 
 
-def variant(curve: Curve) -> str:
-    return str(curve.experiment["lag_correction"]) if curve.experiment["concurrency"] else SYNCHRONOUS
+def variant(run: Run) -> str:
+    return str(run.experiment["lag_correction"]) if run.experiment["concurrency"] else SYNCHRONOUS
 
 
-def by_cell(runs: Sequence[Curve]) -> dict[Cell, dict[str, list[Curve]]]:
+def sort(runs: Sequence[Run]) -> dict[Cell, dict[str, dict[int, Run]]]:
+    """Runs by cell, variant and seed.  Those of other lengths than the study's are left out."""
+    found: dict[Cell, dict[str, dict[int, Run]]] = defaultdict(lambda: defaultdict(dict))
+    for run in runs:
+        e = run.experiment
+        if str(e["total_timesteps"]) == given(e["env_id"], "--total-timesteps"):
+            found[e["env_id"], e["learning_rate"], e["update_epochs"]][variant(run)][e["seed"]] = run
+    return found
+
+
+def by_cell(runs: Sequence[Run]) -> dict[Cell, dict[str, list[Run]]]:
     """Runs by cell and variant, in the order of their seeds: cells that every variant has two seeds of, and those."""
-    found: dict[Cell, dict[str, dict[int, Curve]]] = defaultdict(lambda: defaultdict(dict))
-    for c in runs:
-        e = c.experiment
-        found[e["env_id"], e["learning_rate"], e["update_epochs"]][variant(c)][e["seed"]] = c
+    found = sort(runs)
     names = {name for cell in found.values() for name in cell}
     cells = {}
     for cell, variants in sorted(found.items()):
@@ -132,7 +180,7 @@ def by_cell(runs: Sequence[Curve]) -> dict[Cell, dict[str, list[Curve]]]:
     return cells
 
 
-def scales(cells: dict[Cell, dict[str, list[Curve]]]) -> dict[str, tuple[float, float]]:
+def scales(cells: dict[Cell, dict[str, list[Run]]]) -> dict[str, tuple[float, float]]:
     """By environment: the returns that have scores 0 and 1."""
     first, last = defaultdict(list), defaultdict(list)
     for (env_id, _, _), variants in cells.items():
@@ -141,7 +189,7 @@ def scales(cells: dict[Cell, dict[str, list[Curve]]]) -> dict[str, tuple[float, 
     return {env_id: (float(np.mean(first[env_id])), float(np.mean(last[env_id]))) for env_id in first}
 
 
-def learnable(cells: dict[Cell, dict[str, list[Curve]]]) -> dict[Cell, dict[str, list[Curve]]]:
+def learnable(cells: dict[Cell, dict[str, list[Run]]]) -> dict[Cell, dict[str, list[Run]]]:
     """The cells of environments where synchronous runs ended better than runs began: without that there is no scale."""
     better = {env_id: last > first for env_id, (first, last) in scales(cells).items()}
     for env_id in (env_id for env_id, fine in better.items() if not fine):
@@ -162,7 +210,7 @@ def improvement(x: np.ndarray, y: np.ndarray) -> float:
     return float(((pairs > 0) + 0.5 * (pairs == 0)).mean())
 
 
-def study(cells: dict[Cell, dict[str, list[Curve]]]) -> dict[str, Any]:
+def study(cells: dict[Cell, dict[str, list[Run]]]) -> dict[str, Any]:
     """Scores, aggregates and distances of every variant."""
     bounds = scales(cells)
     names = [name for name in VARIANTS if name in next(iter(cells.values()))]
@@ -192,15 +240,10 @@ def study(cells: dict[Cell, dict[str, list[Curve]]]) -> dict[str, Any]:
         row["seeds"] = len(variants[SYNCHRONOUS])
         row["scores"] = {name: [round(float(x), 4) for x in final[name][i]] for name in names}
         row["returns"] = {name: float(np.mean([c.returns[-1] for c in variants[name]])) for name in names}
-        row["distance"] = {name: distance(variants[name]) for name in names}
+        mean = lambda runs, what: float(np.mean([run.distance[what] for run in runs]))
+        row["distance"] = {name: {what: mean(variants[name], what) for what in DISTANCES} for name in names}
         table.append(row)
     return {"scores_0_and_1_are_returns": bounds, "variants": rows, "cells": table}
-
-
-def distance(runs: Sequence[Curve]) -> dict[str, float]:
-    """How far versions were apart: the mean over the log points of all runs, the first aside, which has no lag."""
-    rows = [row for c in runs for row in curves.read_rows(c.run_dir)[1:]]
-    return {name: float(np.nanmean(curves.column(rows, f"stats/{name}"))) for name in DISTANCES}
 
 
 # ------------------------------------------------------------------------------------------------------ showing it
@@ -283,11 +326,12 @@ def tables(found: dict[str, Any]) -> str:
 def main(args: Args) -> None:
     """Train, print tables, write results and figure."""
     if not args.only_draw:
-        for env_id in args.env_ids or ENVIRONMENTS[args.scale]:
+        for env_id in args.env_ids:
             train(env_id, args)
-    cells = learnable(by_cell(curves.load([args.dir])))
+    runs = [as_run(run) for path in sorted((machine.RESULTS / "policy_lag").glob("*.jsonl")) for run in kept.read(path)]
+    cells = learnable(by_cell(runs))
     if not cells:
-        sys.exit(f"{args.dir} has no cell yet that shows learning, and of which every variant has two seeds; train on")
+        sys.exit("no cell yet that shows learning, and of which every variant has two seeds, is kept; train on")
     found = study(cells)
     print(tables(found))
     path = machine.save("policy_lag", found)

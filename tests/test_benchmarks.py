@@ -23,6 +23,7 @@ sys.path.append(str(ROOT / "benchmarks"))
 import aot
 import gpu
 import keep_curves
+import kept
 import lag
 
 IMPORT_ALL = """
@@ -287,22 +288,39 @@ def lag_run(folder: Path, rate: float, variant: str, seed: int, last: float, env
     folder.mkdir(parents=True)
     correction = "none" if variant == lag.SYNCHRONOUS else variant
     e = dict(algorithm="ppo", env_id=env_id, learning_rate=rate, update_epochs=4, seed=seed)
-    e |= dict(concurrency=variant != lag.SYNCHRONOUS, lag_correction=correction)
+    words = lag.settings(env_id)
+    steps = int(words[words.index("--total-timesteps") + 1])
+    e |= dict(concurrency=variant != lag.SYNCHRONOUS, lag_correction=correction, total_timesteps=steps)
     (folder / "config.json").write_text(json.dumps({"experiment": e}))
     row = lambda i, x, kl: dict(update=i, global_step=100 * i, seconds=i) | {
         "charts/episodic_return": x, "stats/lag_kl": kl, "stats/lag_ratio_max": 2.0, "stats/lag_effective_samples": 0.9
     }  # fmt: skip
     rows = [row(1, 10.0, 0.0), row(2, (10 + last) / 2, 0.01), row(3, last, 0.03)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    (folder / "result.json").write_text(json.dumps({"status": "finished"}))
 
 
-def test_lag_compares_variants_over_the_cells_that_all_of_them_have(tmp_path):
+@pytest.fixture
+def kept_runs(tmp_path, monkeypatch):
+    """Puts runs of an environment where `lag` keeps them, and reads them back."""
+    monkeypatch.setattr(lag.machine, "RESULTS", tmp_path / "results")
+
+    def keep(*env_ids):
+        for env_id in env_ids:
+            lag.keep(env_id, tmp_path / env_id)
+        return [lag.as_run(run) for env_id in env_ids for run in kept.read(lag.place(env_id))]
+
+    return keep
+
+
+def test_lag_compares_variants_over_the_cells_that_all_of_them_have(tmp_path, kept_runs):
+    folder = tmp_path / "CartPole-v1"
     for seed, noise in ((1, -10), (2, 0), (3, 10)):
         for rate in (1e-3, 3e-3):
-            lag_run(tmp_path, rate, lag.SYNCHRONOUS, seed, 110 + noise)
-            lag_run(tmp_path, rate, "none", seed, 60 + noise)
-        lag_run(tmp_path, 1e-3, "decoupled", seed, 110 + noise)  # not yet at the other rate
-    cells = lag.by_cell(lag.curves.load([tmp_path]))
+            lag_run(folder, rate, lag.SYNCHRONOUS, seed, 110 + noise)
+            lag_run(folder, rate, "none", seed, 60 + noise)
+        lag_run(folder, 1e-3, "decoupled", seed, 110 + noise)  # not yet at the other rate
+    cells = lag.by_cell(kept_runs("CartPole-v1"))
     assert list(cells) == [("CartPole-v1", 1e-3, 4)]
     found = json.loads(json.dumps(lag.study(cells)))
     assert found["scores_0_and_1_are_returns"] == {"CartPole-v1": [10.0, 110.0]}
@@ -315,18 +333,43 @@ def test_lag_compares_variants_over_the_cells_that_all_of_them_have(tmp_path):
     assert "| none" in lag.tables(found) and lag.draw(found) is not None
 
 
-def test_lag_leaves_out_environments_that_nothing_was_learnt_of(tmp_path, capsys):
+def test_lag_leaves_out_environments_that_nothing_was_learnt_of(tmp_path, kept_runs, capsys):
     for env_id, last in (("CartPole-v1", 20.0), ("LunarLander-v3", 9.0)):
         for seed, variant in itertools.product((1, 2), (lag.SYNCHRONOUS, "none")):
             lag_run(tmp_path / env_id, 1e-3, variant, seed, last, env_id)
-    cells = lag.learnable(lag.by_cell(lag.curves.load([tmp_path])))
+    cells = lag.learnable(lag.by_cell(kept_runs("CartPole-v1", "LunarLander-v3")))
     assert list(cells) == [("CartPole-v1", 1e-3, 4)]
     assert "LunarLander-v3 is left out" in capsys.readouterr().out
 
 
+def test_lag_makes_only_what_is_not_kept_yet_and_keeps_what_is_finished(tmp_path, kept_runs, monkeypatch):
+    args = lag.Args(seeds=2, rates=(1.0,), epochs=(4,), corrections=("none",), dir=tmp_path / "runs")
+    made = []
+
+    def sweep(words, check):
+        variant = lag.SYNCHRONOUS if "--no-concurrency" in words else words[words.index("--lag-correction") + 1]
+        made.append(variant)
+        for seed in (1, 2):
+            lag_run(Path(words[words.index("--dir") + 1]), 5e-4, variant, seed, 100)
+
+    monkeypatch.setattr(lag.subprocess, "run", sweep)
+    lag_run(tmp_path / "CartPole-v1", 5e-4, "none", 1, 100)
+    lag_run(tmp_path / "CartPole-v1", 5e-4, "none", 2, 100)
+    shutil.rmtree(tmp_path / "CartPole-v1" / "0.0005-none-2")
+    assert len(kept_runs("CartPole-v1")) == 1
+    lag.train("CartPole-v1", args)
+    assert made == [lag.SYNCHRONOUS, "none"]  # of none a seed was missing
+    assert len(kept.read(lag.place("CartPole-v1"))) == 4
+    lag.train("CartPole-v1", args)
+    assert len(made) == 2
+    lag_run(tmp_path / "CartPole-v1", 5e-4, "vtrace", 3, 100)
+    (tmp_path / "CartPole-v1" / "0.0005-vtrace-3" / "result.json").unlink()  # as it is while it runs
+    assert len(kept_runs("CartPole-v1")) == 4
+
+
 def test_lag_trains_what_it_says():
-    for env_id in (*lag.ENVIRONMENTS["small"], *lag.ENVIRONMENTS["full"]):
-        words = lag.settings(env_id, "full")
+    for env_id in lag.ENVIRONMENTS:
+        words = lag.settings(env_id)
         e = RECIPES["ppo"].defaults("continuous" if "-v4" in env_id else "other")
         assert lag.own_rate(env_id) == (e.learning_rate if "-v4" in env_id else 5e-4), env_id
         assert words.count("--num-envs") <= 1 and "--total-timesteps" in words
@@ -349,7 +392,7 @@ def test_curves_are_kept_once_each_and_can_be_drawn_again(tmp_path, monkeypatch)
         result = json.loads((tmp_path / "runs" / str(run["experiment"]["seed"]) / "result.json").read_text())
         assert run["params_digest"] == result["params_digest"]
         assert run["returns"][-1] == pytest.approx(result["episodic_return"], rel=1e-4)
-        assert len(run["steps"]) == len(run["returns"]) <= keep_curves.POINTS
+        assert len(run["steps"]) == len(run["returns"]) <= kept.POINTS
     shutil.rmtree(tmp_path / "runs")
     keep_curves.main(keep_curves.Args("games"))
     assert "|     2 |" in (tmp_path / "curves_games.md").read_text() and (tmp_path / "static" / "games.png").exists()
@@ -358,4 +401,4 @@ def test_curves_are_kept_once_each_and_can_be_drawn_again(tmp_path, monkeypatch)
 def test_of_one_experiment_the_longer_curve_is_kept():
     short = {"experiment": {"env_id": "A", "algorithm": "ppo", "seed": 1}, "steps": [1, 2]}
     longer = {**short, "steps": [1, 2, 3]}
-    assert keep_curves.merge([longer], [short]) == [longer] == keep_curves.merge([short], [longer])
+    assert kept.merge([longer], [short]) == [longer] == kept.merge([short], [longer])

@@ -1,0 +1,70 @@
+"""Learning curves as they are kept in results/: a run to a line, thinned, with its experiment, processor and digest.
+
+Studies of many runs go on for days and on several machines; run directories do not come along, these lines do.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cleanba.errors import UsageError
+from cleanba.files import Json, read_json, write_whole
+from cleanba.runs.curves import Curve
+
+POINTS = 160  # of a curve, at most
+
+
+def entry(curve: Curve, points: int = POINTS, **more: Any) -> Json:
+    """One run as it is kept, `more` with it."""
+    chosen = np.unique(np.linspace(0, len(curve.steps) - 1, points).round().astype(int))
+    config = read_json(curve.run_dir / "config.json")
+    try:
+        result = read_json(curve.run_dir / "result.json")
+    except UsageError:  # it was killed
+        result = {}
+    return {
+        "experiment": curve.experiment,
+        "cpu": config.get("cpu"),
+        "status": result.get("status", "unfinished"),
+        "params_digest": result.get("params_digest"),
+        "steps": curve.steps[chosen].astype(int).tolist(),
+        "seconds": curve.seconds[chosen].round(1).tolist(),
+        "returns": [float(f"{x:.5g}") for x in curve.returns[chosen]],
+        **more,
+    }
+
+
+def as_curve(run: Json) -> Curve:
+    """What `entry` made, as far as it is drawn."""
+    arrays: Any = (np.array(run[name], np.float64) for name in ("steps", "seconds", "returns"))
+    return Curve(Path(), run["experiment"], *arrays)
+
+
+def merge(kept: Sequence[Json], new: Sequence[Json]) -> list[Json]:
+    """All runs, once each: of two of the same experiment the one that got farther, of equals the newer one."""
+    merged: list[Json] = []
+    for run in [*kept, *new]:
+        twin = next((one for one in merged if one["experiment"] == run["experiment"]), None)
+        if twin is None:
+            merged.append(run)
+        elif run["steps"][-1] >= twin["steps"][-1]:
+            merged[merged.index(twin)] = run
+    of = lambda run: (run["experiment"]["env_id"], run["experiment"]["algorithm"], run["experiment"]["seed"])
+    return sorted(merged, key=of)
+
+
+def read(path: Path) -> list[Json]:
+    """What is kept there; nothing, if there is no such file."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def add(path: Path, new: Sequence[Json]) -> list[Json]:
+    """Keep these, too.  Returns all that is kept there."""
+    runs = merge(read(path), new)
+    if runs:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, "".join(json.dumps(run) + "\n" for run in runs))
+    return runs
