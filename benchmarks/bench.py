@@ -87,19 +87,16 @@ def of_peers(found: dict[str, Any]) -> list[Row]:
 
 
 SMALL = "--network mlp --hiddens 64 64 --num-envs 64 --num-steps 64 --collector scanned --seconds 2"
-FEW = "--num-actors 1"
 TORCH = find_spec("torch")
 BESIDE = "pytorch pytorch-last" if TORCH else "xla"  # whose turn takes 20 seconds, all others' one
 PARTS = [
     Part("startup.py", "startup_cpu", of_startup),
-    Part(f"throughput.py --env-id CartPole-v1 {SMALL}", "throughput_cpu_ppo_CartPole-v1_mlp_scanned",
-         of_throughput("PPO on CartPole, 64 x 64")),
-    Part(f"throughput.py --env-id Catch-v0 {SMALL}", "throughput_cpu_ppo_Catch-v0_mlp_scanned",
-         of_throughput("PPO on Catch, 64 x 64")),
-    Part(f"throughput.py --env-id CartPole-v1 {SMALL} {FEW}", "throughput_cpu_ppo_CartPole-v1_mlp_scanned_1_actors",
-         of_throughput("PPO on CartPole, 64 x 64, one actor")),
-    Part(f"throughput.py --env-id Catch-v0 {SMALL} {FEW}", "throughput_cpu_ppo_Catch-v0_mlp_scanned_1_actors",
-         of_throughput("PPO on Catch, 64 x 64, one actor")),
+    *(
+        Part(f"throughput.py --env-id {name}-{version} {SMALL} --num-actors {actors}",
+             f"throughput_cpu_ppo_{name}-{version}_mlp_scanned_{actors}_actors",
+             of_throughput(f"PPO on {name}, 64 x 64, {actors} actor{'s' * (actors > 1)}"))
+        for actors in (1, 2) for name, version in (("CartPole", "v1"), ("Catch", "v0"))
+    ),
     Part(f"networks.py --act 32 --seconds 12 --forms direct {BESIDE}", "networks_cpu", of_networks),
     *([Part("peers.py --rounds 3", "peers_cpu", of_peers)] if TORCH else []),
 ]  # fmt: skip

@@ -52,7 +52,7 @@ class Args:
     num_minibatches: int = 4
     """minibatches"""
     num_actors: int | None = None
-    """actors (default: two per actor device)"""
+    """actors (default: two per actor device, on CPUs one)"""
     num_shards: int | None = None
     """shards (default: one per learner device)"""
     cpu_threads: int | None = None
