@@ -22,7 +22,20 @@ import jax.numpy as jnp
 from jax import lax
 from llvmlite import ir
 
-from cleanba.ops.llvm import BYTE, FLOAT, HALF, WIDEST, Code, blocks, compiled, most_sums, widen, widened, word
+from cleanba.ops.llvm import (
+    BYTE,
+    FLOAT,
+    HALF,
+    WIDEST,
+    Code,
+    blocks,
+    compiled,
+    most_across,
+    most_sums,
+    widen,
+    widened,
+    word,
+)
 
 Pads = tuple[tuple[int, int], tuple[int, int]]  # rows and columns of zeros: before and after
 PARTS = 32  # units of a batch at most
@@ -423,7 +436,7 @@ def _inside(pads: Pads, width: int, channels: int) -> int:
 
 def _vectors_at_once(code: Code, features: int, most: int = 4) -> int:
     """How many vectors of features a block of sums spans."""
-    return next(n for n in range(most, 0, -1) if features // code.lanes % n == 0)
+    return next(n for n in range(min(most, most_across()), 0, -1) if features // code.lanes % n == 0)
 
 
 def _reader(code: Code, w: Window, x: ir.Value) -> Callable[[ir.Value], ir.Value]:

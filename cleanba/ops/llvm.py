@@ -77,6 +77,15 @@ def most_sums() -> int:
     return registers()[1] - 4
 
 
+def most_across() -> int:
+    """Vectors in a row of a block of sums at most.
+
+    A block of r rows of v vectors needs r v + v + 1 registers; with one too few, sums go to memory and back at every
+    step, which takes two to six times as long.  Of 16 registers, six rows of two vectors need 15.
+    """
+    return 4 if registers()[1] >= 32 else 2
+
+
 def blocks(total: int, most: int) -> list[tuple[int, int, int]]:
     """Cut into blocks as even as can be, of at most so many: how large, how many of these, and where they start."""
     count = -(-total // most)

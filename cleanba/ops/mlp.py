@@ -225,7 +225,9 @@ def _layer(
             here = None if bias is None else code.at(bias, place)
             done = (lambda value, row, more: finish(value, row, place, more)) if ends else None
             matrices = a, code.at(b, (k, p.columns), place), code.at(c, place), here
-            write_columns(code, p, matrices, wide, (word(0), word(row_blocks(p, wide))), k, count, begins, done)
+            write_columns(
+                code, p, matrices, p.columns, wide, (word(0), word(row_blocks(p, wide))), k, count, begins, done
+            )
 
         each_columns(code, p.columns, 0, p.columns, columns)
 

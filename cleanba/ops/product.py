@@ -17,11 +17,11 @@ import jax
 import jax.numpy as jnp
 from llvmlite import ir
 
-from cleanba.ops.llvm import FLOAT, Code, blocks, compiled, most_sums, registers, widen, widened, word
+from cleanba.ops.llvm import FLOAT, Code, blocks, compiled, most_across, most_sums, registers, widen, widened, word
 
 NEAR = 256  # rows of B whose blocks of columns stay in a near cache
-WIDE = 4  # vectors in a row of a block
 WORTH = 2**17  # products that are worth a thread's waking
+OFTEN = 8  # blocks that use what is gathered, at least: to gather takes as long as half a block
 
 
 class Shape(NamedTuple):
@@ -98,8 +98,8 @@ def _call(p: Shape, given: list[jax.Array]) -> list[jax.Array]:
 
 def tasks_of(p: Shape) -> tuple[int, int]:
     """Tasks in all, of a block of columns and a group of rows each; and how many groups there are."""
-    across = sum(count for _, count, _ in blocks(p.columns // registers()[0], WIDE))
-    groups = max(1, min(16 // across, p.rows * WIDE // most_sums()))
+    across = sum(count for _, count, _ in blocks(p.columns // registers()[0], most_across()))
+    groups = max(1, min(16 // across, p.rows * most_across() // most_sums()))
     return across * groups, groups
 
 
@@ -108,6 +108,8 @@ def product(code: Code, p: Shape, pointers: list[ir.Value], _: ir.Value, first: 
     tasks, groups = tasks_of(p)
     across = word(tasks // groups)
     a, b, *others = pointers
+    often = row_blocks(p, most_across()) >= OFTEN
+    room = code.room(NEAR * most_across() * code.lanes) if p.turned and often else None
 
     def part(k: ir.Value, count: int, begins: bool) -> None:
         """Add what `count` of the rows of B from k on give."""
@@ -120,10 +122,14 @@ def product(code: Code, p: Shape, pointers: list[ir.Value], _: ir.Value, first: 
                 first, last = (code.sdiv(code.mul(in_all, g), word(groups)) for g in (group, code.add(group, word(1))))
                 here = code.at(b, (k, p.columns), place)
                 bias, c = (code.at(x, place) for x in (others[0], others[p.bias]))
-                write_columns(code, p, (a, here, c, bias if p.bias else None), wide, (first, last), k, count, begins)
                 if p.sums:
                     with code.if_then(code.icmp_signed("==", group, word(0))):
                         _add_rows(code, p, here, code.at(others[-1], place), wide, count, begins)
+                line = p.columns
+                if room is not None:
+                    here, line = _gathered(code, here, line, wide * code.lanes, count, room), wide * code.lanes
+                matrices = a, here, c, bias if p.bias else None
+                write_columns(code, p, matrices, line, wide, (first, last), k, count, begins)
 
             each_columns(code, p.columns, column, code.add(column, word(1)), columns)
 
@@ -152,7 +158,7 @@ def each_columns(
     """`body(place, wide)` for blocks of columns from `first` to before `last`: where each begins, and its vectors."""
     first, last = (word(x) if isinstance(x, int) else x for x in (first, last))
     before = 0
-    for wide, number, start in blocks(columns // code.lanes, WIDE):
+    for wide, number, start in blocks(columns // code.lanes, most_across()):
 
         def block(i: ir.Value, wide: int = wide, more: int = start - before * wide) -> None:
             body(code.add(code.mul(i, word(wide * code.lanes)), word(more * code.lanes)), wide)
@@ -162,13 +168,14 @@ def each_columns(
 
 
 def write_columns(
-    code: Code, p: Shape, matrices: tuple[ir.Value, ir.Value, ir.Value, ir.Value | None], wide: int,
+    code: Code, p: Shape, matrices: tuple[ir.Value, ir.Value, ir.Value, ir.Value | None], line: int, wide: int,
     some: tuple[ir.Value, ir.Value], k: ir.Value, count: int, begins: bool,
     finish: Callable[[ir.Value, tuple[ir.Value, int], int], ir.Value] | None = None,
 ) -> None:  # fmt: skip
     """Write some blocks of rows, of `wide` vectors of columns.
 
     matrices: A, B at row k and at the first of the columns, C there, and what is added to each row there.
+    line: from a row of B to the next.
     finish: makes of a vector of sums what is written; the rest says where it is in C.
     """
     a, b, c, bias = matrices
@@ -187,7 +194,7 @@ def write_columns(
             def term(k: ir.Value, *sums: ir.Value) -> list[ir.Value]:
                 new = list(sums)
                 for u in range(unrolled):
-                    row_of_b = [code.get(code.at(b, (k, p.columns), u * p.columns + v)) for v in vectors]
+                    row_of_b = [code.get(code.at(b, (k, line), u * line + v)) for v in vectors]
                     for m in range(many):
                         number = code.spread(code.at(numbers, (k, along), u * along + m * down))
                         for v in range(wide):
@@ -203,6 +210,20 @@ def write_columns(
 
         code.within(blocks_before, number, *some, block)
         blocks_before += number
+
+
+def _gathered(code: Code, b: ir.Value, line: int, wide: int, count: int, room: ir.Value) -> ir.Value:
+    """Rows of some columns of B side by side.
+
+    Numbers a power of two apart share a few places of a near cache.  Where A's are, too, B's would be lost to them.
+    """
+
+    def row(k: ir.Value) -> None:
+        for v in range(0, wide, code.lanes):
+            code.put(code.get(code.at(b, (k, line), v)), code.at(room, (k, wide), v))
+
+    code.repeat(0, count, row)
+    return room
 
 
 def _add_rows(code: Code, p: Shape, b: ir.Value, sums: ir.Value, wide: int, count: int, begins: bool) -> None:
