@@ -31,7 +31,7 @@ from cleanba.ops.llvm import (
     blocks,
     compiled,
     most_across,
-    most_sums,
+    most_rows,
     widen,
     widened,
     word,
@@ -243,7 +243,7 @@ def forward(code: Code, w: Window, pointers: list[ir.Value], _: ir.Value, first:
 
         def some_features(v: ir.Value) -> None:
             def line(h: ir.Value) -> None:
-                for many, count, start in blocks(columns, most_sums() // wide):
+                for many, count, start in blocks(columns, most_rows(wide)):
 
                     def block(q: ir.Value, many: int = many, start: int = start) -> None:
                         step = w.stride * w.channels  # from one result's first number to the next one's
@@ -314,7 +314,7 @@ def gradient(code: Code, w: Window, pointers: list[ir.Value], part: ir.Value, fi
         def some_rows(start: ir.Value, stop: ir.Value) -> None:
             def some_features(v: ir.Value) -> None:
                 def rows_of_kernel(d: ir.Value) -> None:
-                    for many, count, t0 in blocks(row, most_sums() // wide):
+                    for many, count, t0 in blocks(row, most_rows(wide)):
 
                         def block(q: ir.Value, many: int = many, t0: int = t0) -> None:
                             here = [

@@ -72,18 +72,18 @@ def registers() -> tuple[int, int]:
     return (16, 32) if has.get("avx512f") else (8, 16) if has.get("avx") else (4, 32)
 
 
-def most_sums() -> int:
-    """Sums in registers at most: a few registers are for what is multiplied."""
-    return registers()[1] - 4
-
-
 def most_across() -> int:
-    """Vectors in a row of a block of sums at most.
-
-    A block of r rows of v vectors needs r v + v + 1 registers; with one too few, sums go to memory and back at every
-    step, which takes two to six times as long.  Of 16 registers, six rows of two vectors need 15.
-    """
+    """Vectors in a row of a block of sums at most: where there are few registers, more would leave too few rows."""
     return 4 if registers()[1] >= 32 else 2
+
+
+def most_rows(across: int) -> int:
+    """Rows of a block of sums at most, where a row has so many vectors.
+
+    Sums stay in registers, with a row of what is multiplied and the number it is multiplied by.  With one register too
+    few, sums go to memory and back at every step, which took two to six times as long.
+    """
+    return (registers()[1] - 1) // across - 1
 
 
 def blocks(total: int, most: int) -> list[tuple[int, int, int]]:

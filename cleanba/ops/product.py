@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from llvmlite import ir
 
-from cleanba.ops.llvm import FLOAT, Code, blocks, compiled, most_across, most_sums, registers, widen, widened, word
+from cleanba.ops.llvm import FLOAT, Code, blocks, compiled, most_across, most_rows, registers, widen, widened, word
 
 NEAR = 256  # rows of B whose blocks of columns stay in a near cache
 WORTH = 2**17  # products that are worth a thread's waking
@@ -99,7 +99,7 @@ def _call(p: Shape, given: list[jax.Array]) -> list[jax.Array]:
 def tasks_of(p: Shape) -> tuple[int, int]:
     """Tasks in all, of a block of columns and a group of rows each; and how many groups there are."""
     across = sum(count for _, count, _ in blocks(p.columns // registers()[0], most_across()))
-    groups = max(1, min(16 // across, p.rows * most_across() // most_sums()))
+    groups = max(1, min(16 // across, row_blocks(p, most_across())))
     return across * groups, groups
 
 
@@ -140,7 +140,7 @@ def product(code: Code, p: Shape, pointers: list[ir.Value], _: ir.Value, first: 
 
 def row_blocks(p: Shape, wide: int) -> int:
     """How many blocks of rows there are, where a block has so many vectors of columns."""
-    return sum(number for _, number, _ in blocks(p.rows, most_sums() // wide))
+    return sum(number for _, number, _ in blocks(p.rows, most_rows(wide)))
 
 
 def for_parts(code: Code, inner: int, part: Callable[[ir.Value, int, bool, bool], None]) -> None:
@@ -183,7 +183,7 @@ def write_columns(
     down, along = (1, p.rows) if p.turned else (p.inner, 1)
     unrolled = next(u for u in (4, 3, 2, 1) if count % u == 0)
     blocks_before = 0
-    for many, number, start in blocks(p.rows, most_sums() // wide):
+    for many, number, start in blocks(p.rows, most_rows(wide)):
 
         def block(i: ir.Value, many: int = many, more: int = start - many * blocks_before) -> None:
             row = code.add(code.mul(i, word(many)), word(more))
