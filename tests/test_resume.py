@@ -14,7 +14,7 @@ import pytest
 from launch import CROWD, ROOT, TINY, command, finish, python, read_result, read_rows
 from ports import free_address
 
-from cleanba.runtime import peers
+from cleanba.runtime import peers, train
 from cleanba.runtime.checkpoint import updates_kept
 from cleanba.runtime.collect import SteppedCollector
 from cleanba.runtime.keeper import Keeper
@@ -138,15 +138,25 @@ def test_what_was_left_out_stands_as_the_first_run_worked_it_out(tmp_path, monke
 def signalled(monkeypatch, signum: int, at: int, times: int = 1, saving: bool = False) -> None:
     """Have the process hear a signal when it comes to that update, or to saving its checkpoint."""
     owner, name, place = (Keeper, "save", 0) if saving else (Learner, "update", 3)
-    original = getattr(owner, name)
+    original, hear, heard = getattr(owner, name), train.hear_signals, threading.Event()
+
+    def hearing(asked):
+        def also_here(signum: int) -> None:
+            heard.set()
+            asked(signum)
+
+        return hear(also_here)
 
     def signalling(self, *args):
         for _ in range(times if args[place] == at else 0):
+            heard.clear()
             os.kill(os.getpid(), signum)
-            time.sleep(0.2)  # for the signal to be heard
+            assert heard.wait(60)  # the main thread may wake late
+            time.sleep(0.2)  # for it to do what it is asked to
         return original(self, *args)
 
     monkeypatch.setattr(owner, name, signalling)
+    monkeypatch.setattr(train, "hear_signals", hearing)
 
 
 @pytest.mark.parametrize("at, times, saving", [(10, 1, False), (10, 2, False), (14, 1, True)])
