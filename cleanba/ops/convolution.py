@@ -233,7 +233,7 @@ def forward(code: Code, w: Window, pointers: list[ir.Value], _: ir.Value, first:
     look = _unpooled(code, w.before, w.pads, *pointers[:2]) if w.unpool else _reader(code, w, x)
     room, finish = _pooled(code, w.pooling, *results) if w.pool else (None, None)
     line_of_y = (w.pooling.padded[1] if w.pool else columns) * f
-    wide = _vectors_at_once(code, f)
+    wide = _vectors_at_once(code, f, most_across())
     vectors = [i * code.lanes for i in range(wide)]
 
     def image(n: ir.Value) -> None:
@@ -295,7 +295,7 @@ def gradient(code: Code, w: Window, pointers: list[ir.Value], part: ir.Value, fi
     x, dy, *where, dk, db = pointers
     (rows, columns), row, f = w.out, w.size * w.channels, w.features
     look = _reader(code, w, x)
-    wide = _vectors_at_once(code, f, most=2)
+    wide = _vectors_at_once(code, f, 2)
     vectors = [i * code.lanes for i in range(wide)]
     dk, db = code.at(dk, (part, w.size * row * f)), code.at(db, (part, f))
     code.fill(dk, w.size * row * f, 0.0)
@@ -434,9 +434,9 @@ def _inside(pads: Pads, width: int, channels: int) -> int:
     return (pads[0][0] * width + pads[1][0]) * channels
 
 
-def _vectors_at_once(code: Code, features: int, most: int = 4) -> int:
+def _vectors_at_once(code: Code, features: int, most: int) -> int:
     """How many vectors of features a block of sums spans."""
-    return next(n for n in range(min(most, most_across()), 0, -1) if features // code.lanes % n == 0)
+    return next(n for n in range(most, 0, -1) if features // code.lanes % n == 0)
 
 
 def _reader(code: Code, w: Window, x: ir.Value) -> Callable[[ir.Value], ir.Value]:

@@ -37,10 +37,8 @@ WIDEST = 16  # floats of the longest vectors
 FRAME = {"extension": 1, "api": 2, "context": 3, "arguments": 9, "results": 14, "future": 21}
 BUFFER = {"data": 3, "dims": 5}
 API = {"schedule": 17, "create_future": 19, "set_available": 20}
-METADATA, EXTENSION_KIND = (
-    3,
-    2,
-)  # an extension's word that points to metadata; its kind, in words of four bytes, is 1 then
+METADATA = 3  # an extension's word that points to metadata
+EXTENSION_KIND = 2  # the place of its kind, in words of four bytes, which is 1 then
 MAJOR, MINOR = 6, 7  # the version's places in metadata, in words of four bytes
 VERSION = (0, 3)  # of the interface, as this was written for it
 # What the threads of one call share: units done, in all; threads, and those that still look at it; what is cut into
