@@ -181,7 +181,7 @@ FOREIGN_FLAGS = {
     "--torch-deterministic": "set --deterministic, which is on by default",
     "--target-kl": "leave it out",
     "--clip-vloss": "leave it out: values are not clipped",
-    "--target-network-frequency": "targets move in every gradient step, or with the policy; set --tau",
+    "--target-network-frequency": "targets move each time the policy learns; set --tau, or --policy-frequency",
     "--lr": "set --learning-rate, or for SAC --policy-lr and --q-lr",
     "--env": "set --env-id",
     "--timesteps": "set --total-timesteps",

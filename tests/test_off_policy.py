@@ -6,6 +6,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from launch import ROOT, command, digests, finish, finished, python, read_result, same_arrays
 
@@ -15,7 +16,9 @@ from cleanba.algorithms.td3 import TD3
 from cleanba.config import Partition
 from cleanba.environments.specs import ActionSpec, EnvSpec, ObsSpec, choice
 from cleanba.errors import UsageError
+from cleanba.networks import make_critics, make_policy
 from cleanba.ops import replay
+from cleanba.ops.distributions import SquashedGaussian
 from cleanba.recipes import RECIPES, parse
 from cleanba.rollout import Rollout
 
@@ -183,6 +186,85 @@ def test_losses_gradients_and_targets_are_the_papers(name, on_devices):
         np.testing.assert_allclose(x, z, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("name", KINDS)
+def test_two_gradient_steps_on_two_shards_are_those_of_one_batch(name, on_devices):
+    """Shards draw by keys of their own, the policy learns at the second step, each of its steps by new noise."""
+    often = {"target_network_frequency": 2 * 36} if name == "sac" else {}
+    e = experiment(name, num_envs=2 * B, num_shards=2, train_frequency=36, policy_frequency=2, tau=0.25, **often)
+    assert e.gradient_steps == 2
+    algorithm, rollout, key = KINDS[name][0].make(e, SPEC, "cpu"), random_rollout(), jax.random.key(7)
+    mirrored = rollout._replace(obs=rollout.obs[..., ::-1].copy(), reward=2 * rollout.reward)
+    both = jax.tree.map(lambda *x: np.stack(x), rollout, mirrored)
+    state, memory = algorithm.init(jax.random.key(0)), algorithm.init_memory(rollout)
+    memory = jax.tree.map(lambda x: jnp.stack([x, x]), memory)
+    run = lambda shards, state, memory, rollout: algorithm.update(state, memory, rollout, shards, key)[::2]
+    after, metrics = on_devices(run, 2, 1)(state, memory, both)
+
+    ring, adam = replay.write(memory, both), optax.scale_by_adam(eps=1e-8)
+    networks = make_policy(SPEC, e, 2 if name == "sac" else 1, "gpu"), make_critics(SPEC, e, "gpu")
+    rates = (e.policy_lr, e.q_lr) if name == "sac" else (e.learning_rate, e.learning_rate)
+    policy, critics, log_alpha = ((p, adam.init(p)) for p in (state.policy.params, state.critics.params, jnp.zeros(())))
+    targets = state.targets if name == "sac" else state.targets.critics
+    q_losses, policy_losses, shape = [], [], (e.batch_size // 2, SIZE)
+
+    def down(trained, gradient, rate):
+        params, moments = trained
+        step, moments = adam.update(gradient, moments)
+        return jax.tree.map(lambda p, d: p - rate * d, params, step), moments
+
+    def drawn(params, obs, noise):
+        mean, x = networks[0].outputs(params, obs)
+        return SquashedGaussian(mean, -5 + 3.5 * (jnp.tanh(x) + 1), CENTRE.astype("f"), SCALE.astype("f")).act(noise)
+
+    best = lambda params, obs: CENTRE + SCALE * jnp.tanh(networks[0].outputs(params, obs)[0])
+    values = networks[1].values
+    for number in range(2):
+        of_shard = [jax.random.split(jax.random.fold_in(jax.random.fold_in(key, number), k)) for k in range(2)]
+        indices = [replay.sample_indices(ring, jnp.int32(k), of_shard[k][0], e.batch_size // 2, 1) for k in range(2)]
+        pieces = [replay.take(ring, jnp.int32(k), indices[k], 1) for k in range(2)]
+        w = jax.tree.map(lambda *x: jnp.concatenate(x), *pieces)
+        noise = lambda use, keys=of_shard: jnp.concatenate(
+            [jax.random.normal(jax.random.fold_in(own, use), shape) for _, own in keys]
+        )
+        if name == "sac":
+            action, log_prob = drawn(policy[0], w.next_obs, noise(0))
+            future = values(targets, w.next_obs, action).min(0) - jnp.exp(log_alpha[0]) * log_prob
+        else:
+            action = best(state.targets.policy, w.next_obs) + SCALE * jnp.clip(0.2 * noise(0), -0.5, 0.5)
+            future = values(targets, w.next_obs, jnp.clip(action, jnp.array(LOW), jnp.array(HIGH))).min(0)
+        y = w.reward[:, 0] + jnp.where(w.terminated, 0.0, 0.9) * future
+        of_critics = lambda p, w=w, y=y: 0.5 * ((values(p, w.obs, w.action) - y) ** 2).sum(0).mean()
+        loss, gradient = jax.value_and_grad(of_critics)(critics[0])
+        q_losses.append(loss)
+        critics = down(critics, gradient, rates[1])
+        for use in range(1, 1 + number * (2 if name == "sac" else 1)):
+
+            def of_policy(p, w=w, use=use, noise=noise, log_alpha=log_alpha, critics=critics):
+                if name == "td3":
+                    return -values(critics[0], w.obs, best(p, w.obs))[0].mean(), 0.0
+                action, log_prob = drawn(p, w.obs, noise(use))
+                return (
+                    jnp.exp(log_alpha[0]) * log_prob - values(critics[0], w.obs, action).min(0)
+                ).mean(), -log_prob.mean()
+
+            (loss, entropy), gradient = jax.value_and_grad(of_policy, has_aux=True)(policy[0])
+            policy_losses.append(loss)
+            policy = down(policy, gradient, rates[0])
+            if name == "sac":
+                log_alpha = down(log_alpha, jnp.exp(log_alpha[0]) * (entropy + SIZE), rates[1])
+
+    np.testing.assert_allclose(metrics["losses/q_loss"], np.mean(q_losses), rtol=1e-5)
+    np.testing.assert_allclose(metrics["losses/policy_loss"], np.mean(policy_losses), rtol=1e-5)
+    online = critics[0] if name == "sac" else td3.Networks(policy[0], critics[0])
+    blend = jax.tree.map(lambda p, q: 0.25 * p + 0.75 * q, online, state.targets)
+    found = [after.policy.params, after.critics.params, after.targets]
+    expected = [policy[0], critics[0], blend]
+    if name == "sac":
+        found, expected = [*found, after.log_alpha.params], [*expected, log_alpha[0]]
+    for x, z in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(x, z, rtol=1e-5, atol=1e-6)
+
+
 # --------------------------------------------------------------------------------------------------------- schedules
 
 PENDULUM = dict(env_id="Pendulum-v1", num_envs=4, num_actors=2, num_shards=1, num_steps=3, hiddens=(8,), seed=3)
@@ -333,6 +415,7 @@ def test_the_same_bits_on_any_devices(name, monkeypatch):
 def test_killed_it_goes_on_to_the_same_bits(name, tmp_path):
     flags = "--env-id Pendulum-v1 --num-envs 4 --num-actors 2 --num-shards 1 --num-steps 3 --hiddens 8"
     flags += " --total-timesteps 240 --learning-starts 48 --batch-size 12 --checkpoint-frequency 6 --log-frequency 1"
+    flags += " --train-frequency 4"  # 3 gradient steps: a policy that learns at every second has one behind it
     words = [name, *flags.split()]
     whole, run = tmp_path / "whole", tmp_path / "run"
     assert command(*words, "--run-dir", whole).code == 0
@@ -377,8 +460,10 @@ def test_defaults_are_cleanrls():
         ("td3", {"batch_size": 15, "num_shards": 2, "num_envs": 4}, "try --batch-size 14 or 16"),
         ("sac", {"tau": 0.0}, "--tau above 0"),
         ("sac", {"alpha": -1.0}, "--alpha to 0 or more"),
+        ("sac", {"alpha": 0.05}, "add --no-autotune, or leave --alpha out"),
         ("sac", {"target_network_frequency": 0}, "--target-network-frequency to 1 or more"),
         ("td3", {"policy_frequency": 0}, "--policy-frequency to 1 or more"),
+        ("td3", {"policy_frequency": 101}, "the run's 100 gradient steps, .* try --policy-frequency 100 or less"),
         ("td3", {"policy_noise": float("nan")}, "--policy-noise to 0 or more"),
         ("td3", {"noise_clip": -0.5}, "--noise-clip to 0 or more"),
     ],

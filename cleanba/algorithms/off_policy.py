@@ -69,6 +69,8 @@ class OffPolicyActorCritic(OffPolicy):
     in JAX (`cleanba envs` lists them)"""
     total_timesteps: int = 1_000_000
     """environment steps in all"""
+    learning_starts: int = 5_000
+    """steps before the first gradient step; until then actions are drawn uniformly"""
     num_envs: int = 4
     """environments over the whole experiment"""
     num_steps: int = 8
@@ -76,7 +78,7 @@ class OffPolicyActorCritic(OffPolicy):
     hiddens: tuple[int, ...] = (256, 256)
     """units of the dense layers after the convolutions, or of the MLP"""
     policy_frequency: int = 2
-    """gradient steps of the critics for each time that the policy learns"""
+    """gradient steps of the critics for each one of the policy"""
 
 
 def check_replay(e: OffPolicy, partition: Partition, name: str, n_step: int = 1) -> None:
@@ -121,6 +123,18 @@ def check_replay(e: OffPolicy, partition: Partition, name: str, n_step: int = 1)
         f"learnt; try --learning-starts {e.num_updates * steps} or less, or --total-timesteps "
         f"{e.first_to_learn * steps} or "
         "more",
+    )
+
+
+def check_actor_critic(e: OffPolicyActorCritic, partition: Partition, name: str) -> None:
+    """`check_replay`, and that the policy learns at all."""
+    check_replay(e, partition, name)
+    require_positive(e, "policy_frequency")
+    most = (e.num_updates - max(e.first_to_learn, 1) + 1) * e.gradient_steps
+    require(
+        e.policy_frequency <= most,
+        f"policy_frequency={e.policy_frequency} is more than the run's {most} gradient steps, so the policy would "
+        f"never learn; try --policy-frequency {most} or less",
     )
 
 
@@ -200,14 +214,17 @@ class Due(NamedTuple):
 
 
 def due(since: jax.Array, more: int, every: int) -> Due:
-    """After `more` steps beside those `since` it was due: every so many it is."""
+    """After `more` steps beside those `since` [] it was due: every so many it is."""
     since = since + more
     now = since >= every
     return Due(now, jnp.where(now, since % every, since))
 
 
 def follow(shards: ShardAxis, kind: ConvKind, tau: float, now: jax.Array, params: PyTree, targets: PyTree) -> PyTree:
-    """The target networks, moved by tau towards the networks if that is due now."""
+    """The target networks q, moved towards the networks p if that is due `now` []: q = tau p + (1 - tau) q.
+
+    Leaves of `params`, of `targets` and of what is returned have the same shapes (Lillicrap et al. 2015, algorithm 1).
+    """
     if kind == "direct":
         from cleanba.ops import descent
 

@@ -1,7 +1,8 @@
-"""Soft actor-critic (Haarnoja et al. 2018), top to bottom: experiment, networks, losses, update.
+"""Soft actor-critic, top to bottom: experiment, networks, losses, update.
 
-With two critics, and an entropy coefficient that is fixed or learnt (Haarnoja et al. 2019).  Sections are those of
-`dqn.py`; settings are those of CleanRL.
+Haarnoja et al. 2018, "Soft Actor-Critic Algorithms and Applications" (arXiv 1812.05905), whose equations are named
+here: two critics, and an entropy coefficient that is fixed or learnt.  Sections are those of `dqn.py`; settings are
+those of CleanRL.
 """
 
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from cleanba.algorithms.off_policy import (
     Chance,
     Noise,
     OffPolicyActorCritic,
-    check_replay,
+    check_actor_critic,
     critics_error,
     draw,
     drawn_at_once,
@@ -42,6 +43,8 @@ from cleanba.rollout import PyTree, Rollout
 from cleanba.shards import ShardAxis
 from cleanba.specs import EnvSpec
 
+ALPHA = 0.2
+
 
 @dataclass(frozen=True)
 class SAC(OffPolicyActorCritic):
@@ -53,18 +56,23 @@ class SAC(OffPolicyActorCritic):
     """step size of the critics' optimiser at the start, and of the entropy coefficient's"""
     target_network_frequency: int = 1
     """environment steps between updates of the target networks"""
-    alpha: float = 0.2
-    """entropy coefficient, where it is not learnt"""
+    policy_frequency: int = 2
+    """gradient steps of the critics for each time that the policy learns, which then takes as many"""
+    alpha: float = ALPHA
+    """entropy coefficient with --no-autotune"""
     autotune: bool = True
-    """learn the entropy coefficient: so that the entropy is minus the number of parts of an action"""
+    """learn the entropy coefficient, from 1 on: so that the entropy is minus the number of parts of an action"""
 
 
 def check(e: SAC, partition: Partition) -> None:
     """Raise `UsageError` for hyperparameters that do not fit."""
-    check_replay(e, partition, "SAC")
-    for name in ("policy_frequency", "target_network_frequency"):
-        require_positive(e, name)
+    check_actor_critic(e, partition, "SAC")
+    require_positive(e, "target_network_frequency")
     require(0 <= e.alpha < float("inf"), f"alpha={e.alpha} must not be negative; set --alpha to 0 or more")
+    require(
+        e.alpha == ALPHA or not e.autotune,
+        f"alpha={e.alpha} is the entropy coefficient where none is learnt; add --no-autotune, or leave --alpha out",
+    )
 
 
 class State(NamedTuple):
@@ -121,7 +129,7 @@ def make(e: SAC, spec: EnvSpec, platform: str) -> Algorithm:
     ) -> tuple[jax.Array, Metrics]:
         """This shard's part of the mean over the batch, all shards together.
 
-        y = r + gamma (min_i Q'_i(s', a') - alpha log pi(a'|s')), a' drawn from pi(.|s') (2018, eqs. 5 and 6).
+        y = r + gamma (min_i Q'_i(s', a') - alpha log pi(a'|s')), a' drawn from pi(.|s') (eqs. 5 and 6).
         """
         t = replay.n_step(window, e.gamma)
         action, log_prob = policy_of(policy, t.next_obs).act(noise)
@@ -133,7 +141,7 @@ def make(e: SAC, spec: EnvSpec, platform: str) -> Algorithm:
     def policy_loss(
         params: PyTree, window: replay.Window, noise: jax.Array, critics: PyTree, log_alpha: jax.Array
     ) -> tuple[jax.Array, Metrics]:
-        """This shard's part of the mean of alpha log pi(a|s) - min_i Q_i(s, a), a drawn from pi(.|s) (2018, eq. 9)."""
+        """This shard's part of the mean of alpha log pi(a|s) - min_i Q_i(s, a), a drawn from pi(.|s) (eq. 9)."""
         action, log_prob = policy_of(params, window.obs).act(noise)
         value = critic_network.values(critics, window.obs, action).min(0)
         of_batch = lambda x: jnp.where(window.valid, x, 0.0).sum() / e.batch_size
@@ -141,7 +149,7 @@ def make(e: SAC, spec: EnvSpec, platform: str) -> Algorithm:
         return loss, {"losses/policy_loss": loss, "losses/entropy": -of_batch(log_prob)}
 
     def tune(rate: jax.Array, log_alpha: Trained, entropy: jax.Array) -> Trained:
-        """One step down the gradient of alpha (entropy - its target) (2019, eq. 18), by log alpha."""
+        """One step down the gradient of alpha (entropy - its target) (eq. 18), by log alpha."""
         return descend(optimiser.rule, rate, log_alpha, jnp.exp(log_alpha.params) * (entropy - target_entropy))[0]
 
     def update(

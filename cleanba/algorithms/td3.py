@@ -16,7 +16,7 @@ from cleanba.algorithms.off_policy import (
     Chance,
     Noise,
     OffPolicyActorCritic,
-    check_replay,
+    check_actor_critic,
     critics_error,
     draw,
     drawn_at_once,
@@ -28,7 +28,6 @@ from cleanba.algorithms.off_policy import (
     repeat,
     repeat_by_chance,
     require_bounded,
-    require_positive,
     uniform_actions,
 )
 from cleanba.algorithms.optimiser import Trained, learning_rate, make_adam, sgd_step
@@ -48,19 +47,18 @@ class TD3(OffPolicyActorCritic):
     learning_rate: float = 3e-4
     """both optimisers' step size at the start"""
     learning_starts: int = 25_000
-    """steps before the first gradient step"""
+    """steps before the first gradient step; until then actions are drawn uniformly"""
     exploration_noise: float = 0.1
     """standard deviation of the noise on the actions that are taken, where bounds are -1 and 1"""
     policy_noise: float = 0.2
-    """standard deviation of the noise on the actions that targets value"""
+    """standard deviation of the noise on the actions that targets value, where bounds are -1 and 1"""
     noise_clip: float = 0.5
-    """where that noise is clipped"""
+    """where that noise is clipped, where bounds are -1 and 1"""
 
 
 def check(e: TD3, partition: Partition) -> None:
     """Raise `UsageError` for hyperparameters that do not fit."""
-    check_replay(e, partition, "TD3")
-    require_positive(e, "policy_frequency")
+    check_actor_critic(e, partition, "TD3")
     for name in ("exploration_noise", "policy_noise", "noise_clip"):
         value = getattr(e, name)
         fits = 0 <= value < float("inf")

@@ -57,6 +57,7 @@ class Critic(nn.Module):
 
     @nn.compact
     def __call__(self, obs: PyTree, action: jax.Array) -> jax.Array:
+        """Obs [N, ...], action [N, size] -> [N] float32."""
         (value,) = see(self, obs, [torsos.Dense(1, 1.0, kind=self.conv)], "relu", action)
         return value[:, 0]
 
