@@ -109,7 +109,8 @@ def product(code: Code, p: Shape, pointers: list[ir.Value], _: ir.Value, first: 
     across = word(tasks // groups)
     a, b, *others = pointers
     often = row_blocks(p, most_across()) >= OFTEN
-    room = code.room(NEAR * most_across() * code.lanes) if p.turned and often else None
+    several = p.columns > most_across() * code.lanes  # else they lie side by side as they are
+    room = code.room(NEAR * most_across() * code.lanes) if p.turned and often and several else None
 
     def part(k: ir.Value, count: int, begins: bool) -> None:
         """Add what `count` of the rows of B from k on give."""
