@@ -43,8 +43,6 @@ from cleanba.rollout import PyTree, Rollout
 from cleanba.shards import ShardAxis
 from cleanba.specs import EnvSpec
 
-ALPHA = 0.2
-
 
 @dataclass(frozen=True)
 class SAC(OffPolicyActorCritic):
@@ -58,7 +56,7 @@ class SAC(OffPolicyActorCritic):
     """environment steps between updates of the target networks"""
     policy_frequency: int = 2
     """gradient steps of the critics for each time that the policy learns, which then takes as many"""
-    alpha: float = ALPHA
+    alpha: float = 0.2
     """entropy coefficient with --no-autotune"""
     autotune: bool = True
     """learn the entropy coefficient, from 1 on: so that the entropy is minus the number of parts of an action"""
@@ -70,7 +68,7 @@ def check(e: SAC, partition: Partition) -> None:
     require_positive(e, "target_network_frequency")
     require(0 <= e.alpha < float("inf"), f"alpha={e.alpha} must not be negative; set --alpha to 0 or more")
     require(
-        e.alpha == ALPHA or not e.autotune,
+        e.alpha == SAC.alpha or not e.autotune,
         f"alpha={e.alpha} is the entropy coefficient where none is learnt; add --no-autotune, or leave --alpha out",
     )
 
