@@ -2,13 +2,14 @@
 
     python benchmarks/lag.py                                     # every testbed: 20 hours of one core
     python benchmarks/lag.py --env-ids CartPole-v1 Hopper-v4     # these, now
+    python benchmarks/lag.py --env-ids Breakout-v5 Pong-v5 --seeds 1 --rates 1 --epochs 4
     python benchmarks/lag.py --only-draw                         # what is there
 
-Trains with `cleanba sweep`: synchronously (--no-concurrency), and lagged with every --lag-correction, at several
-learning rates and numbers of epochs, the larger of which bring versions farther apart.  All else is equal.  A cell is
-an environment with one learning rate and one number of epochs; a run's score is the mean return of its last 100
-episodes, on a scale where 0 is what the environment's runs had at their first log point, and 1 what the synchronous
-runs of all its cells had at their end on average.  Cells weigh the same.
+Trains with `cleanba sweep`: synchronously (--no-concurrency), and lagged with every correction, at several learning
+rates and numbers of epochs, the larger of which bring versions farther apart.  All else is equal.  A cell is an
+environment with one learning rate and one number of epochs; a run's score is the mean return of its last 100 episodes,
+on a scale where 0 is what the environment's runs had at their first log point, and 1 what the synchronous runs of all
+its cells had at their end on average.  Cells weigh the same.
 
 Runs are kept in benchmarks/results/policy_lag/, a file to an environment (kept.py), and are not made again, so the
 study can be interrupted, and go on on another machine.  Several processes may run at a time, of different environments.
@@ -28,6 +29,7 @@ import machine
 import numpy as np
 import tyro
 
+from cleanba.algorithms.ppo import PPO
 from cleanba.files import Json
 from cleanba.recipes import RECIPES
 from cleanba.runs import curves, plot
@@ -35,24 +37,40 @@ from cleanba.runs.aggregates import square, stratified
 from cleanba.runs.curves import Curve
 
 ROOT = Path(__file__).parents[1]
-CORRECTIONS = ("none", "decoupled", "vtrace", "both", "proximal")
 SYNCHRONOUS = "synchronous"
-VARIANTS = (SYNCHRONOUS, *CORRECTIONS)
+VARIANTS: dict[str, dict[str, Any]] = {  # what sets them apart from PPO's defaults
+    SYNCHRONOUS: {"concurrency": False},
+    "none": {},
+    "proximal": {"lag_correction": "proximal"},
+    "decoupled": {"lag_correction": "decoupled"},
+    "vtrace": {"lag_correction": "vtrace"},
+    "vtrace-2": {"lag_correction": "vtrace", "lag_trace_cap": 2.0},
+    "both": {"lag_correction": "both"},
+    "both-2": {"lag_correction": "both", "lag_trace_cap": 2.0},
+    "synchronous-0.89": {"concurrency": False, "gae_lambda": 0.89},
+}
+STUDIED = ("none", "proximal", "decoupled", "vtrace", "both", "both-2")
 DISTANCES = ("lag_kl", "lag_ratio_max", "lag_effective_samples")
+COMPARED = ("iqm", "iqm_minus_synchronous", "improvement_over_synchronous")
 
 # By how an environment's name begins: its settings.
 COMMON = "--learning-rate 5e-4 --clip-coef 0.2"
 VECTORS = f"{COMMON} --hiddens 64 64"
+ATARIS = "--learning-rate 5e-4 --network nature --num-envs 32 --num-steps 64"
+EASIER = "--env-options img_height=60 img_width=60 --no-full-action-space --repeat-action-probability 0"
 TESTBEDS = {
     "CartPole": f"{VECTORS} --num-envs 8 --num-steps 64 --total-timesteps 50000",
     "LunarLander": f"{VECTORS} --norm-reward --num-envs 16 --num-steps 128 --total-timesteps 300000",
-    "gymnax:": f"{COMMON} --num-envs 64 --num-steps 64 --total-timesteps 500000",
-    "": "--total-timesteps 300000",  # the defaults; as for MuJoCo's
+    "Breakout": f"{ATARIS} --total-timesteps 500000",
+    "Pong": f"{ATARIS} {EASIER} --total-timesteps 500000",
+    "gymnax:": "--num-envs 32 --num-steps 64 --total-timesteps 250000",  # else MinAtar's own settings
+    "": "--total-timesteps 300000",  # else MuJoCo's own
 }
 ENVIRONMENTS = (
     *("CartPole-v1", "LunarLander-v3", "HalfCheetah-v4", "Hopper-v4", "Walker2d-v4"),
     *(f"gymnax:{game}-MinAtar" for game in ("Asterix", "Breakout", "Freeway", "Seaquest", "SpaceInvaders")),
 )
+ATARI = ("Breakout-v5", "Pong-v5")  # too slow for a CPU to be part of the study; one seed of them says something
 
 
 @dataclass(frozen=True)
@@ -67,8 +85,8 @@ class Args:
     """learning rates, as multiples of an environment's own"""
     epochs: tuple[int, ...] = (4, 10)
     """passes over each batch"""
-    corrections: tuple[str, ...] = CORRECTIONS
-    """lagged variants"""
+    variants: tuple[str, ...] = STUDIED
+    """what is trained beside synchronous runs"""
     dir: Path = Path("runs/lag")
     """folder of the runs"""
     workers: int = 1
@@ -100,11 +118,8 @@ def given(env_id: str, flag: str) -> str | None:
 
 def own_rate(env_id: str) -> float:
     """An environment's own learning rate."""
-    rate = given(env_id, "--learning-rate")
-    if rate is not None:
-        return float(rate)
-    defaults: Any = RECIPES["ppo"].defaults
-    return float(defaults("continuous").learning_rate)
+    own: Any = RECIPES["ppo"].settings(env_id)
+    return float(given(env_id, "--learning-rate") or own.learning_rate)
 
 
 def train(env_id: str, args: Args) -> None:
@@ -113,17 +128,25 @@ def train(env_id: str, args: Args) -> None:
     there = sort([as_run(run) for run in kept.read(path)])
     for rate, epochs in itertools.product(args.rates, args.epochs):
         cell = env_id, float(f"{rate * own_rate(env_id):.6g}"), epochs
-        for name in (SYNCHRONOUS, *args.corrections):
+        for name in (SYNCHRONOUS, *args.variants):
             if set(there[cell][name]) >= set(range(1, args.seeds + 1)):
                 continue
             folder = args.dir / path.stem / f"{cell[1]:g}-{epochs}-{name}"
-            flags = ["--no-concurrency"] if name == SYNCHRONOUS else ["--lag-correction", name]
             words = ["sweep", "--env-ids", env_id, "--num-seeds", str(args.seeds), "--workers", str(args.workers)]
-            words += ["--dir", str(folder), "--", "ppo", *settings(env_id), *flags]
+            words += ["--dir", str(folder), "--", "ppo", *settings(env_id), *flags(name)]
             words += ["--learning-rate", f"{cell[1]:g}", "--update-epochs", str(epochs)]
             subprocess.run([sys.executable, "-m", "cleanba", *words], check=False)  # what failed is simply not there
             if folder.exists():
                 keep(env_id, folder)
+
+
+def flags(name: str) -> list[str]:
+    """A variant's flags of `cleanba ppo`."""
+    words = []
+    for field, value in VARIANTS[name].items():
+        flag = field.replace("_", "-")
+        words += [f"--no-{flag}"] if value is False else [f"--{flag}", f"{value}"]
+    return words
 
 
 def place(env_id: str) -> Path:
@@ -152,35 +175,46 @@ def as_run(run: Json) -> Run:
 # ---------------------------------------------------------------------------------------------------- what came out
 
 Cell = tuple[str, float, int]  # environment, learning rate, epochs
+Cells = dict[Cell, dict[str, list[Run]]]  # by variant
+Paths = dict[Cell, dict[str, np.ndarray]]  # scores [seeds, SHARES] by variant
+
+SHARES = np.linspace(0, 1, 51)  # of a run's steps
+KL_EDGES = (0.003, 0.01, 0.03)  # where cells are parted by the distance between versions
 
 
-def variant(run: Run) -> str:
-    return str(run.experiment["lag_correction"]) if run.experiment["concurrency"] else SYNCHRONOUS
+def variant(e: Json) -> str | None:
+    """The name of an experiment's variant; None if it is of no such."""
+    fields = dict.fromkeys(field for variant in VARIANTS.values() for field in variant)
+    usual = {field: getattr(PPO, field) for field in fields}
+    own = {field: e.get(field, usual[field]) for field in fields}  # a field may be younger than the run
+    return next((name for name, changed in VARIANTS.items() if own == usual | changed), None)
 
 
 def sort(runs: Sequence[Run]) -> dict[Cell, dict[str, dict[int, Run]]]:
-    """Runs by cell, variant and seed.  Those of other lengths than the study's are left out."""
+    """Runs by cell, variant and seed.  Those of other lengths or variants than the study's are left out."""
     found: dict[Cell, dict[str, dict[int, Run]]] = defaultdict(lambda: defaultdict(dict))
     for run in runs:
         e = run.experiment
-        if str(e["total_timesteps"]) == given(e["env_id"], "--total-timesteps"):
-            found[e["env_id"], e["learning_rate"], e["update_epochs"]][variant(run)][e["seed"]] = run
+        name = variant(e)
+        if name is not None and str(e["total_timesteps"]) == given(e["env_id"], "--total-timesteps"):
+            found[e["env_id"], e["learning_rate"], e["update_epochs"]][name][e["seed"]] = run
     return found
 
 
-def by_cell(runs: Sequence[Run]) -> dict[Cell, dict[str, list[Run]]]:
-    """Runs by cell and variant, in the order of their seeds: cells that every variant has two seeds of, and those."""
-    found = sort(runs)
-    names = {name for cell in found.values() for name in cell}
+def by_cell(runs: Sequence[Run]) -> Cells:
+    """Runs by cell and variant, in the order of their seeds.
+
+    Variants of a cell with two seeds or more, and cells that are left with synchronous runs and something beside them.
+    """
     cells = {}
-    for cell, variants in sorted(found.items()):
-        common = sorted(set.intersection(*(set(variants[name]) for name in names)))
-        if len(common) > 1:
-            cells[cell] = {name: [variants[name][seed] for seed in common] for name in VARIANTS if name in names}
+    for cell, variants in sorted(sort(runs).items()):
+        seeds = {name: variants[name] for name in VARIANTS if len(variants.get(name, ())) > 1}
+        if SYNCHRONOUS in seeds and len(seeds) > 1:
+            cells[cell] = {name: [runs[seed] for seed in sorted(runs)] for name, runs in seeds.items()}
     return cells
 
 
-def scales(cells: dict[Cell, dict[str, list[Run]]]) -> dict[str, tuple[float, float]]:
+def scales(cells: Cells) -> dict[str, tuple[float, float]]:
     """By environment: the returns that have scores 0 and 1."""
     first, last = defaultdict(list), defaultdict(list)
     for (env_id, _, _), variants in cells.items():
@@ -189,7 +223,7 @@ def scales(cells: dict[Cell, dict[str, list[Run]]]) -> dict[str, tuple[float, fl
     return {env_id: (float(np.mean(first[env_id])), float(np.mean(last[env_id]))) for env_id in first}
 
 
-def learnable(cells: dict[Cell, dict[str, list[Run]]]) -> dict[Cell, dict[str, list[Run]]]:
+def learnable(cells: Cells) -> Cells:
     """The cells of environments where synchronous runs ended better than runs began: without that there is no scale."""
     better = {env_id: last > first for env_id, (first, last) in scales(cells).items()}
     for env_id in (env_id for env_id, fine in better.items() if not fine):
@@ -204,46 +238,105 @@ def iqm(matrix: np.ndarray) -> np.ndarray:
     return np.array([metrics.aggregate_iqm(matrix)])
 
 
-def improvement(x: np.ndarray, y: np.ndarray) -> float:
-    """P(X > Y) + P(X = Y) / 2 of one run each, averaged over cells (Agarwal et al. 2021).  [seeds, cells] each."""
+def improvement(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """P(X > Y) + P(X = Y) / 2 of one run each, averaged over cells (Agarwal et al. 2021).  [seeds, cells], both."""
     pairs = x[:, None] - y[None]
-    return float(((pairs > 0) + 0.5 * (pairs == 0)).mean())
+    return np.array([((pairs > 0) + 0.5 * (pairs == 0)).mean()])
 
 
-def study(cells: dict[Cell, dict[str, list[Run]]]) -> dict[str, Any]:
-    """Scores, aggregates and distances of every variant."""
+def study(cells: Cells) -> dict[str, Any]:
+    """Scores, aggregates and distances of every variant, each over the cells that it has."""
     bounds = scales(cells)
-    names = [name for name in VARIANTS if name in next(iter(cells.values()))]
     score = lambda env_id, x: (x - bounds[env_id][0]) / (bounds[env_id][1] - bounds[env_id][0])
-    final = {
-        name: [np.array([score(cell[0], c.returns[-1]) for c in variants[name]]) for cell, variants in cells.items()]
-        for name in names
-    }
-    share = np.linspace(0, 1, 51)  # of the steps
-    along = lambda env_id, c: score(env_id, np.interp(share * c.steps[-1], c.steps, c.returns))
-    rows: dict[str, Any] = {}
-    n = len(cells)
-    for name in names:
-        estimate = stratified(final[name], iqm)
-        against = stratified([*final[name], *final[SYNCHRONOUS]], lambda m: np.array([improvement(m[:, :n], m[:, n:])]))
-        path = [np.stack([along(cell[0], c) for c in variants[name]]) for cell, variants in cells.items()]
-        curve = [float(iqm(square([p[:, i] for p in path]))[0]) for i in range(len(share))]
-        interval = lambda x: [float(x.value[0]), float(x.low[0]), float(x.high[0])]
-        rows[name] = {
-            "iqm": interval(estimate),
-            "improvement_over_synchronous": None if name == SYNCHRONOUS else interval(against),
-            "iqm_along_the_run": curve,
+    paths = {  # scores along a run: [seeds, shares]
+        cell: {
+            name: np.stack([score(cell[0], np.interp(SHARES * c.steps[-1], c.steps, c.returns)) for c in runs])
+            for name, runs in variants.items()
         }
-    table = []
-    for i, (cell, variants) in enumerate(cells.items()):
-        row: dict[str, Any] = dict(zip(("env_id", "learning_rate", "update_epochs"), cell, strict=True))
-        row["seeds"] = len(variants[SYNCHRONOUS])
-        row["scores"] = {name: [round(float(x), 4) for x in final[name][i]] for name in names}
-        row["returns"] = {name: float(np.mean([c.returns[-1] for c in variants[name]])) for name in names}
-        mean = lambda runs, what: float(np.mean([run.distance[what] for run in runs]))
-        row["distance"] = {name: {what: mean(variants[name], what) for what in DISTANCES} for name in names}
-        table.append(row)
-    return {"scores_0_and_1_are_returns": bounds, "variants": rows, "cells": table}
+        for cell, variants in cells.items()
+    }
+    interval = lambda x: [float(x.value[0]), float(x.low[0]), float(x.high[0])]
+    along = lambda paths: [float(iqm(square([p[:, i] for p in paths]))[0]) for i in range(len(SHARES))]
+    rows: dict[str, Any] = {}
+    for name in (name for name in VARIANTS if any(name in variants for variants in cells.values())):
+        own, beside = both_of(paths, name)
+        ends = [p[:, -1] for p in own + beside]
+        compared = lambda statistic, ends=ends: interval(stratified(ends, lambda m: statistic(*np.hsplit(m, 2))))
+        rows[name] = {
+            "cells": len(own),
+            "iqm": interval(stratified([p[:, -1] for p in own], iqm)),
+            "iqm_minus_synchronous": None if name == SYNCHRONOUS else compared(lambda x, y: iqm(x) - iqm(y)),
+            "improvement_over_synchronous": None if name == SYNCHRONOUS else compared(improvement),
+            "iqm_along_the_run": along(own),
+            "iqm_of_synchronous_there": along(beside),
+        }
+    return {
+        "scores_0_and_1_are_returns": bounds,
+        "variants": rows,
+        "environments": by_environment(paths),
+        "distance": by_distance(cells, paths),
+        "cells": [describe(cell, variants, paths[cell]) for cell, variants in cells.items()],
+    }
+
+
+def both_of(paths: Paths, name: str) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """A variant's scores in the cells that it has, and synchronous runs' in the same."""
+    there = [variants for variants in paths.values() if name in variants]
+    return [variants[name] for variants in there], [variants[SYNCHRONOUS] for variants in there]
+
+
+def describe(cell: Cell, variants: dict[str, list[Run]], paths: dict[str, np.ndarray]) -> dict[str, Any]:
+    """One cell, as it is written down."""
+    mean = lambda runs, what: float(np.mean([run.distance[what] for run in runs]))
+    return dict(zip(("env_id", "learning_rate", "update_epochs"), cell, strict=True)) | {
+        "scores": {name: [round(float(x), 4) for x in path[:, -1]] for name, path in paths.items()},
+        "returns": {name: float(np.mean([c.returns[-1] for c in runs])) for name, runs in variants.items()},
+        "distance": {name: {what: mean(runs, what) for what in DISTANCES} for name, runs in variants.items()},
+    }
+
+
+def by_environment(paths: Paths) -> dict[str, dict[str, list[float]]]:
+    """Mean scores along the run of every environment's variants, over the cells that all of its variants have."""
+    found = {}
+    for env_id in dict.fromkeys(env_id for env_id, _, _ in paths):
+        cells = [variants for (name, _, _), variants in paths.items() if name == env_id]
+        full = [variants for variants in cells if len(variants) == max(map(len, cells))]
+        found[env_id] = {name: np.mean([v[name].mean(0) for v in full], axis=0).round(4).tolist() for name in full[0]}
+    return found
+
+
+def by_distance(cells: Cells, paths: Paths) -> list[dict[str, Any]]:
+    """What lag without a correction costs in cells of a like distance between versions, by KL."""
+    rows = []
+    kl = {cell: np.mean([run.distance["lag_kl"] for run in v["none"]]) for cell, v in cells.items() if "none" in v}
+    for low, high in itertools.pairwise((0.0, *KL_EDGES, np.inf)):
+        there = [cell for cell, x in kl.items() if low <= x < high]
+        if not there:
+            continue
+        ends = [paths[cell][name][:, -1] for name in ("none", SYNCHRONOUS) for cell in there]
+        cost = stratified(ends, lambda m: np.array([np.subtract(*np.hsplit(m, 2)).mean()]))
+        mean = lambda what, there=there: float(np.mean([run.distance[what] for c in there for run in cells[c]["none"]]))
+        rows.append(
+            {"kl_from": low, "kl_below": None if high == np.inf else high, "cells": len(there)}
+            | {what: mean(what) for what in DISTANCES}
+            | {"score_minus_synchronous": [float(x[0]) for x in (cost.value, cost.low, cost.high)]}
+        )
+    return rows
+
+
+def one_seed(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Cells of which every variant has one seed: their returns, from which nothing is aggregated."""
+    rows = []
+    for cell, variants in sorted(sort(runs).items()):
+        if SYNCHRONOUS in variants and len(variants) > 1 and all(len(seeds) == 1 for seeds in variants.values()):
+            alone = {name: next(iter(variants[name].values())) for name in VARIANTS if name in variants}
+            rows.append(
+                dict(zip(("env_id", "learning_rate", "update_epochs"), cell, strict=True))
+                | {"steps": int(alone[SYNCHRONOUS].steps[-1])}
+                | {"returns": {name: float(run.returns[-1]) for name, run in alone.items()}}
+                | {"lag_kl": {name: run.distance["lag_kl"] for name, run in alone.items()}}
+            )
+    return rows
 
 
 # ------------------------------------------------------------------------------------------------------ showing it
@@ -252,75 +345,158 @@ def study(cells: dict[Cell, dict[str, list[Run]]]) -> dict[str, Any]:
 def draw(found: dict[str, Any]) -> Any:
     """Four panels: scores, improvement, curves, and what distance between versions does."""
     from matplotlib.figure import Figure
-    from matplotlib.lines import Line2D
 
-    figure = Figure(figsize=(9.5, 6.4), layout="constrained")
+    figure = Figure(figsize=(9.5, 6.8), layout="constrained")
     (scores, better), (along, apart) = figure.subplots(2, 2)
     names = list(found["variants"])
-    looks = {name: plot.look(i) for i, name in enumerate(names)}
-    for i, name in enumerate(names):
-        row, style = found["variants"][name], looks[name]
-        for panel, numbers in ((scores, row["iqm"]), (better, row["improvement_over_synchronous"])):
-            if numbers is not None:
-                value, low, high = numbers
-                panel.plot([low, high], [i, i], color=style["color"], linewidth=6, alpha=0.35, solid_capstyle="butt")
-                panel.plot(value, i, style["marker"], color=style["color"], markersize=6)
-        curve = row["iqm_along_the_run"]
-        along.plot(np.linspace(0, 1, len(curve)), curve, linewidth=1.4, markersize=4.5, markevery=(4 + i, 12), **style)
-    for panel, title in ((scores, "normalised score at the end (IQM)"), (better, "probability to beat synchronous")):
+    lagged = [name for name in names if name != SYNCHRONOUS]
+    for i, name in enumerate(lagged):
+        row, style = found["variants"][name], looks(names)[name]
+        for panel, what in ((scores, "iqm_minus_synchronous"), (better, "improvement_over_synchronous")):
+            value, low, high = row[what]
+            panel.plot([low, high], [i, i], color=style["color"], linewidth=6, alpha=0.35, solid_capstyle="butt")
+            panel.plot(value, i, style["marker"], color=style["color"], markersize=6)
+    labels = [f"{name}\n{found['variants'][name]['cells']} cells" for name in lagged]
+    for panel, title, equal in (
+        (scores, "score at the end (IQM) minus synchronous", 0.0),
+        (better, "probability to beat synchronous", 0.5),
+    ):
         panel.set_title(title, fontsize=9)
-        panel.set_yticks(range(len(names)), names)
-        panel.set_ylim(len(names) - 0.5, -0.5)
-    better.axvline(0.5, color="0.5", linewidth=0.8)
+        panel.axvline(equal, color="0.5", linewidth=0.8)
+        panel.set_yticks(range(len(lagged)), labels)
+        panel.set_ylim(len(lagged) - 0.5, -0.5)
+    most = max(row["cells"] for row in found["variants"].values())
+    for i, name in enumerate(names):
+        row = found["variants"][name]
+        if row["cells"] == most:  # over fewer cells it would not compare
+            marks = dict(linewidth=1.4, markersize=4.5, markevery=(4 + i, 12))
+            along.plot(SHARES, row["iqm_along_the_run"], **marks, **looks(names)[name])
     along.set_xlabel("share of the steps", fontsize=8.5)
-    along.set_ylabel("normalised score (IQM)", fontsize=8.5)
-    markers = dict(zip(sorted({row["env_id"] for row in found["cells"]}), plot.MARKERS[1:], strict=False))
-    for row in found["cells"]:
-        mean = {name: float(np.mean(row["scores"][name])) for name in names}
-        for name in ("none", "decoupled"):
-            if name in mean:
-                x = row["distance"][name]["lag_kl"]
-                apart.plot(x, mean[name] - mean[SYNCHRONOUS], markers[row["env_id"]], color=looks[name]["color"])
-    apart.axhline(0, color="0.5", linewidth=0.8)
-    apart.set_xscale("log")
-    apart.tick_params(axis="x", which="minor", labelbottom=False)
-    apart.set_xlabel("KL between versions (stats/lag_kl), mean of a cell", fontsize=8.5)
-    apart.set_ylabel("score minus synchronous", fontsize=8.5)
-    apart.legend(
-        handles=[Line2D([], [], color="0.4", linestyle="", marker=m, label=env_id) for env_id, m in markers.items()],
-        fontsize=7,
-    )
+    along.set_ylabel(f"score (IQM of {most} cells)", fontsize=8.5)
+    draw_distance(apart, found)
     for panel in (scores, better, along, apart):
         plot.dress(panel, 8.5)
-    seeds = plot.span(row["seeds"] for row in found["cells"])
     caption = (
-        f"{len(found['cells'])} cells (environment, learning rate, epochs), {seeds} seeds each. Bars: 95% stratified "
+        f"{most} cells (environment, learning rate, epochs), {seeds_of(found)} seeds each. Bars: 95% stratified "
         "bootstrap intervals (2,000 resamples of every cell's seeds)."
     )
-    plot.legend_below(figure, [Line2D([], [], label=name, markersize=4.5, **looks[name]) for name in names], caption)
+    plot.legend_below(figure, handles(names), caption)
+    return figure
+
+
+def looks(names: Sequence[str]) -> dict[str, Any]:
+    """How each variant is drawn."""
+    return {name: plot.look(i) for i, name in enumerate(names)}
+
+
+def handles(names: Sequence[str]) -> list[Any]:
+    """A legend's entries."""
+    from matplotlib.lines import Line2D
+
+    return [Line2D([], [], label=name, markersize=4.5, **look) for name, look in looks(names).items()]
+
+
+def seeds_of(found: dict[str, Any]) -> str:
+    """How many seeds a cell has."""
+    return plot.span(len(scores) for row in found["cells"] for scores in row["scores"].values())
+
+
+def draw_distance(panel: Any, found: dict[str, Any]) -> None:
+    """What `none` costs in every cell, by the distance between its versions; and the mean of cells of like distance."""
+    from matplotlib.lines import Line2D
+
+    envs = dict.fromkeys(row["env_id"] for row in found["cells"])
+    shapes = dict(zip(envs, itertools.cycle(plot.MARKERS), strict=False))
+    for row in found["cells"]:
+        if "none" in row["scores"]:
+            cost = np.mean(row["scores"]["none"]) - np.mean(row["scores"][SYNCHRONOUS])
+            kl = row["distance"]["none"]["lag_kl"]
+            panel.plot(kl, cost, shapes[row["env_id"]], color=colours(envs)[row["env_id"]], markersize=4.5, alpha=0.8)
+    for row in found["distance"]:
+        value, low, high = row["score_minus_synchronous"]
+        panel.errorbar(row["lag_kl"], value, [[value - low], [high - value]], fmt="_k", markersize=14, capsize=3)
+    panel.axhline(0, color="0.5", linewidth=0.8)
+    panel.set_xscale("log")
+    panel.tick_params(axis="x", which="minor", labelbottom=False)
+    panel.set_xlabel("KL between versions (stats/lag_kl), mean of a cell", fontsize=8.5)
+    panel.set_ylabel("none: score minus synchronous", fontsize=8.5)
+    marks = [
+        Line2D([], [], color=colours(envs)[e], linestyle="", marker=m, markersize=4, label=short(e))
+        for e, m in shapes.items()
+    ]
+    panel.legend(handles=marks, fontsize=6, ncols=2)
+
+
+def colours(envs: Sequence[str] | dict[str, None]) -> dict[str, str]:
+    """A colour for each environment."""
+    return dict(zip(envs, itertools.cycle(plot.COLOURS), strict=False))
+
+
+def short(env_id: str) -> str:
+    """An environment's name without its suite and version."""
+    return env_id.partition(":")[2].removesuffix("-MinAtar") or env_id
+
+
+def draw_environments(found: dict[str, Any]) -> Any:
+    """Mean scores along the run, a panel to an environment."""
+    from matplotlib.figure import Figure
+
+    curves = found["environments"]
+    rows, columns = plot.grid_of(len(curves))
+    figure = Figure(figsize=(2.7 * columns + 0.6, 2.0 * rows + 0.9), layout="constrained")
+    panels = figure.subplots(rows, columns, squeeze=False).ravel()
+    names = list(found["variants"])
+    for panel, (env_id, by_name) in zip(panels, curves.items(), strict=False):
+        for name, curve in by_name.items():
+            panel.plot(SHARES, curve, **{**looks(names)[name], "marker": ""}, linewidth=1.3)
+        panel.set_title(short(env_id), fontsize=8.5)
+        plot.dress(panel, 7.5)
+    for panel in panels[len(curves) :]:
+        panel.set_visible(False)
+    caption = (
+        "Mean scores over the share of the steps: 0 at the start, 1 at the end of synchronous runs, all cells together."
+    )
+    plot.legend_below(figure, handles(names), caption)
     return figure
 
 
 def tables(found: dict[str, Any]) -> str:
-    """Markdown: every variant over all cells, then mean scores of every cell with the distance between versions."""
+    """Markdown: variants over all cells, by distance, by cell; and what has one seed."""
     names = list(found["variants"])
     of = lambda numbers: "" if numbers is None else "{:.2f} ({:.2f} to {:.2f})".format(*numbers)
     overall = [
-        [name, of(row["iqm"]), of(row["improvement_over_synchronous"])] for name, row in found["variants"].items()
+        [name, str(row["cells"]), *(of(row[what]) for what in COMPARED)] for name, row in found["variants"].items()
     ]
+    distance = [
+        [f"{row['kl_from']:g} to {row['kl_below'] or 'more'}", str(row["cells"])]
+        + [f"{row[name]:.3g}" for name in DISTANCES]
+        + ["{:+.3f} ({:+.3f} to {:+.3f})".format(*row["score_minus_synchronous"])]
+        for row in found["distance"]
+    ]
+    head = lambda row: [row["env_id"], f"{row['learning_rate']:.3g}", str(row["update_epochs"])]
     cells = []
     for row in found["cells"]:
+        scores = [f"{np.mean(row['scores'][name]):.2f}" if name in row["scores"] else "" for name in names]
         lagged = row["distance"].get("none", {})
-        apart = [f"{lagged.get(name, float('nan')):.3g}" for name in DISTANCES]
-        head = [row["env_id"], f"{row['learning_rate']:.3g}", str(row["update_epochs"])]
-        cells.append([*head, *(f"{np.mean(row['scores'][name]):.2f}" for name in names), *apart])
-    distances = ["KL", "greatest ratio", "effective samples"]
-    return "\n\n".join(
-        [
-            plot.markdown(["variant", "IQM of scores", "probability to beat synchronous"], overall),
-            plot.markdown(["environment", "learning rate", "epochs", *names, *distances], cells),
+        cells.append([*head(row), *scores, *(f"{lagged.get(name, float('nan')):.3g}" for name in DISTANCES)])
+    apart = ["KL", "greatest ratio", "effective samples"]
+    cell = ["environment", "learning rate", "epochs"]
+    made = [
+        plot.markdown(["variant", "cells", "IQM of scores", "minus synchronous", "probability to beat it"], overall),
+        plot.markdown(["KL between versions", "cells", *apart, "`none` minus synchronous"], distance),
+        plot.markdown([*cell, *names, *apart], cells),
+    ]
+    if found["one_seed"]:
+        single = [
+            [
+                *head(row),
+                f"{row['steps']:,}",
+                *(plot.number(row["returns"][n]) if n in row["returns"] else "" for n in VARIANTS),
+            ]
+            for row in found["one_seed"]
         ]
-    )
+        made.append(plot.markdown([*cell, "steps", *VARIANTS], single))
+    return "\n\n".join(made)
 
 
 def main(args: Args) -> None:
@@ -332,10 +508,11 @@ def main(args: Args) -> None:
     cells = learnable(by_cell(runs))
     if not cells:
         sys.exit("no cell yet that shows learning, and of which every variant has two seeds, is kept; train on")
-    found = study(cells)
+    found = study(cells) | {"one_seed": one_seed(runs)}
     print(tables(found))
     path = machine.save("policy_lag", found)
     drawn = plot.save(draw(found), ROOT / "static" / "policy_lag")
+    drawn += plot.save(draw_environments(found), ROOT / "static" / "policy_lag_environments")
     print(f"written: benchmarks/results/{path.name}, {', '.join(f'static/{p.name}' for p in drawn)}")
 
 

@@ -70,9 +70,9 @@ def slow_vtrace(d: Data, gamma, lam=1.0, rho_bar=1.0, c_bar=1.0, pg_rho_bar=None
     return v, advantage
 
 
-def slow_corrected_gae(d: Data, gamma: float, lam: float) -> tuple[np.ndarray, np.ndarray]:
-    """A_s = sum_t (gamma lam)^{t-s} (prod_{s < i <= t} rho_i) delta_t, rho_i = min(1, ratio_i) -> V + rho A, A."""
-    rho, advantage = np.minimum(1, np.exp(d.log_ratio)), np.zeros_like(d.reward)
+def slow_corrected_gae(d: Data, gamma: float, lam: float, rho_bar: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
+    """A_s = sum_t (gamma lam)^{t-s} (prod_{s < i <= t} rho_i) delta_t, rho = min(rho_bar, ratio) -> V + rho A, A."""
+    rho, advantage = np.minimum(rho_bar, np.exp(d.log_ratio)), np.zeros_like(d.reward)
     for s, b in np.argwhere(d.valid):
         for t in range(s, last_step(d, s, b) + 1):
             delta = d.reward[t, b] + gamma * value_after(d, t, b) - d.value[t, b]

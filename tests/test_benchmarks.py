@@ -6,18 +6,16 @@ import json
 import operator
 import shutil
 import sys
-import typing
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from launch import ROOT, TINY, command, finish, python
 
-from cleanba.algorithms.ppo import PPO
 from cleanba.config import Partition, resolve
-from cleanba.recipes import RECIPES
+from cleanba.recipes import RECIPES, parse
 
 sys.path.append(str(ROOT / "benchmarks"))
 import aot
@@ -286,11 +284,8 @@ def lag_run(folder: Path, rate: float, variant: str, seed: int, last: float, env
     """A run as it lies on disk, whose return rises from 10 to `last`."""
     folder = folder / f"{rate}-{variant}-{seed}"
     folder.mkdir(parents=True)
-    correction = "none" if variant == lag.SYNCHRONOUS else variant
-    e = dict(algorithm="ppo", env_id=env_id, learning_rate=rate, update_epochs=4, seed=seed)
-    words = lag.settings(env_id)
-    steps = int(words[words.index("--total-timesteps") + 1])
-    e |= dict(concurrency=variant != lag.SYNCHRONOUS, lag_correction=correction, total_timesteps=steps)
+    e = dict(algorithm="ppo", env_id=env_id, learning_rate=rate, update_epochs=4, seed=seed, **lag.VARIANTS[variant])
+    e |= dict(total_timesteps=int(lag.given(env_id, "--total-timesteps")))
     (folder / "config.json").write_text(json.dumps({"experiment": e}))
     row = lambda i, x, kl: dict(update=i, global_step=100 * i, seconds=i) | {
         "charts/episodic_return": x, "stats/lag_kl": kl, "stats/lag_ratio_max": 2.0, "stats/lag_effective_samples": 0.9
@@ -313,24 +308,56 @@ def kept_runs(tmp_path, monkeypatch):
     return keep
 
 
-def test_lag_compares_variants_over_the_cells_that_all_of_them_have(tmp_path, kept_runs):
+def test_lag_compares_every_variant_with_synchronous_runs_of_the_same_cells(tmp_path, kept_runs):
     folder = tmp_path / "CartPole-v1"
     for seed, noise in ((1, -10), (2, 0), (3, 10)):
-        for rate in (1e-3, 3e-3):
-            lag_run(folder, rate, lag.SYNCHRONOUS, seed, 110 + noise)
-            lag_run(folder, rate, "none", seed, 60 + noise)
+        for rate, last in ((1e-3, 110), (3e-3, 210)):
+            lag_run(folder, rate, lag.SYNCHRONOUS, seed, last + noise)
+            lag_run(folder, rate, "none", seed, last - 50 + noise)
         lag_run(folder, 1e-3, "decoupled", seed, 110 + noise)  # not yet at the other rate
+    lag_run(folder, 1e-3, "vtrace", 1, 110)  # of which one seed is no variant yet
     cells = lag.by_cell(kept_runs("CartPole-v1"))
-    assert list(cells) == [("CartPole-v1", 1e-3, 4)]
-    found = json.loads(json.dumps(lag.study(cells)))
-    assert found["scores_0_and_1_are_returns"] == {"CartPole-v1": [10.0, 110.0]}
-    iqm = {name: row["iqm"][0] for name, row in found["variants"].items()}
-    assert iqm == pytest.approx({"synchronous": 1.0, "none": 0.5, "decoupled": 1.0})
-    better = {name: row["improvement_over_synchronous"] for name, row in found["variants"].items()}
-    assert better["synchronous"] is None and better["none"][0] == 0.0 and better["decoupled"][0] == 0.5
-    assert found["variants"]["none"]["iqm_along_the_run"][0] == pytest.approx(0.0)
+    assert [set(variants) for variants in cells.values()] == [
+        {"synchronous", "none", "decoupled"},
+        {"synchronous", "none"},
+    ]
+    found = json.loads(json.dumps(lag.study(cells) | {"one_seed": []}))
+    assert found["scores_0_and_1_are_returns"] == {"CartPole-v1": [10.0, 160.0]}  # 110 and 210 on average
+    figure = lambda what: {name: row[what] and row[what][0] for name, row in found["variants"].items()}
+    assert {name: row["cells"] for name, row in found["variants"].items()} == {
+        "synchronous": 2,
+        "none": 2,
+        "decoupled": 1,
+    }
+    assert figure("iqm") == pytest.approx({"synchronous": 1.0, "none": 2 / 3, "decoupled": 2 / 3}, abs=1e-3)
+    gaps = {"synchronous": None, "none": -1 / 3, "decoupled": 0.0}  # in its own cell
+    assert figure("iqm_minus_synchronous") == pytest.approx(gaps, abs=1e-3)
+    assert figure("improvement_over_synchronous") == {"synchronous": None, "none": 0.0, "decoupled": 0.5}
+    assert found["variants"]["decoupled"]["iqm_along_the_run"][0] == pytest.approx(0.0)
+    assert found["variants"]["decoupled"]["iqm_of_synchronous_there"][-1] == pytest.approx(2 / 3, abs=1e-3)
     assert found["cells"][0]["distance"]["none"]["lag_kl"] == pytest.approx(0.02)  # the first rollout has no lag
-    assert "| none" in lag.tables(found) and lag.draw(found) is not None
+    [alike] = found["distance"]
+    assert (alike["kl_from"], alike["kl_below"], alike["cells"]) == (0.01, 0.03, 2)
+    assert alike["score_minus_synchronous"][0] == pytest.approx(-1 / 3, abs=1e-3)
+    by_env = found["environments"]["CartPole-v1"]  # of the one cell that has all of its variants
+    assert {name: round(curve[-1], 2) for name, curve in by_env.items()} == {
+        "synchronous": 0.67, "none": 0.33, "decoupled": 0.67
+    }  # fmt: skip
+    assert "| none" in lag.tables(found) and lag.draw(found) is not None and lag.draw_environments(found) is not None
+
+
+def test_lag_sets_single_seeds_apart(tmp_path, kept_runs):
+    for variant, last in ((lag.SYNCHRONOUS, 30.0), ("none", 20.0)):
+        lag_run(tmp_path / "Breakout-v5", 5e-4, variant, 1, last, "Breakout-v5")
+        for seed in (1, 2):
+            lag_run(tmp_path / "CartPole-v1", 5e-4, variant, seed, last)
+    runs = kept_runs("Breakout-v5", "CartPole-v1")
+    cells = lag.by_cell(runs)
+    assert {env_id for env_id, _, _ in cells} == {"CartPole-v1"}
+    [row] = lag.one_seed(runs)
+    assert row["env_id"] == "Breakout-v5" and row["returns"] == {"synchronous": 30.0, "none": 20.0}
+    assert row["lag_kl"]["none"] == pytest.approx(0.02)
+    assert "| Breakout-v5" in lag.tables(lag.study(cells) | {"one_seed": [row]})
 
 
 def test_lag_leaves_out_environments_that_nothing_was_learnt_of(tmp_path, kept_runs, capsys):
@@ -343,11 +370,11 @@ def test_lag_leaves_out_environments_that_nothing_was_learnt_of(tmp_path, kept_r
 
 
 def test_lag_makes_only_what_is_not_kept_yet_and_keeps_what_is_finished(tmp_path, kept_runs, monkeypatch):
-    args = lag.Args(seeds=2, rates=(1.0,), epochs=(4,), corrections=("none",), dir=tmp_path / "runs")
+    args = lag.Args(seeds=2, rates=(1.0,), epochs=(4,), variants=("none",), dir=tmp_path / "runs")
     made = []
 
     def sweep(words, check):
-        variant = lag.SYNCHRONOUS if "--no-concurrency" in words else words[words.index("--lag-correction") + 1]
+        variant = lag.SYNCHRONOUS if "--no-concurrency" in words else "none"
         made.append(variant)
         for seed in (1, 2):
             lag_run(Path(words[words.index("--dir") + 1]), 5e-4, variant, seed, 100)
@@ -368,13 +395,15 @@ def test_lag_makes_only_what_is_not_kept_yet_and_keeps_what_is_finished(tmp_path
 
 
 def test_lag_trains_what_it_says():
-    for env_id in lag.ENVIRONMENTS:
+    own = {"-v4": 3e-4, "MinAtar": 1e-3}  # those of their kind; 5e-4 is the study's
+    for env_id in (*lag.ENVIRONMENTS, *lag.ATARI):
         words = lag.settings(env_id)
-        e = RECIPES["ppo"].defaults("continuous" if "-v4" in env_id else "other")
-        assert lag.own_rate(env_id) == (e.learning_rate if "-v4" in env_id else 5e-4), env_id
+        assert lag.own_rate(env_id) == next((rate for name, rate in own.items() if name in env_id), 5e-4), env_id
         assert words.count("--num-envs") <= 1 and "--total-timesteps" in words
-    for name in lag.CORRECTIONS:
-        assert name in typing.get_args(typing.get_type_hints(PPO)["lag_correction"])
+    assert lag.variant({}) == "none" and lag.variant({"lag_correction": "both", "lag_trace_cap": 3.0}) is None
+    for name in lag.VARIANTS:
+        words = ["--env-id", "CartPole-v1", *lag.flags(name)]
+        assert lag.variant(asdict(parse(RECIPES["ppo"], words).experiment)) == name
 
 
 def test_curves_are_kept_once_each_and_can_be_drawn_again(tmp_path, monkeypatch):

@@ -102,6 +102,8 @@ def done(tmp_path_factory):
         ("--gamma 1.5", ["gamma=1.5", "[0, 1]"]),
         ("--gae-lambda -0.1", ["gae_lambda=-0.1", "[0, 1]"]),
         ("--clip-coef 0", ["clip_coef=0", "--clip-coef"]),
+        ("--lag-weight-cap 0.5", ["lag_weight_cap=0.5", "at least 1"]),
+        ("--lag-trace-cap 0", ["lag_trace_cap=0", "at least 1"]),
         ("--update-epochs 0", ["update_epochs=0", "--update-epochs"]),
         ("--seed -3", ["seed=-3", "--seed 3"]),
         ("--hiddens 0", ["hiddens=(0,)", "--hiddens"]),

@@ -174,7 +174,7 @@ def numpy_update(e, params, r):
     lag = numpy_log_prob(params, r)[0] - r.extras["log_prob"]
     data = Data(value, lag, r.reward, r.terminated, r.truncated, r.valid)
     if e.lag_correction in ("vtrace", "both"):
-        target, advantage = slow_corrected_gae(data, e.gamma, e.gae_lambda)
+        target, advantage = slow_corrected_gae(data, e.gamma, e.gae_lambda, e.lag_trace_cap)
     else:
         advantage = slow_gae(data, e.gamma, e.gae_lambda)
         target = advantage + value[:-1]
@@ -198,6 +198,7 @@ def numpy_update(e, params, r):
 OTHERWISE = dict(update_epochs=3, norm_adv=False, max_grad_norm=0.1, ent_coef=0.0, anneal_lr=False)
 CORRECTED = [dict(update_epochs=3, lag_correction=name) for name in ("proximal", "decoupled", "vtrace")]
 CORRECTED += [dict(update_epochs=2, lag_correction="both", lag_weight_cap=1.1, learning_rate=0.05)]
+CORRECTED += [dict(update_epochs=3, lag_correction="vtrace", lag_trace_cap=1.5)]
 
 
 @pytest.mark.parametrize("changes", [dict(), OTHERWISE, *CORRECTED], ids=str)

@@ -66,12 +66,12 @@ def our_vtrace(d: Data, gamma: float, **options) -> tuple[np.ndarray, np.ndarray
 
 
 @jax.jit
-def compiled_corrected_gae(d: Data, gamma, lam):
-    return corrected_gae(d.value, d.log_ratio, d.reward, d.terminated, d.truncated, gamma, lam)
+def compiled_corrected_gae(d: Data, gamma, lam, rho_bar):
+    return corrected_gae(d.value, d.log_ratio, d.reward, d.terminated, d.truncated, gamma, lam, rho_bar)
 
 
-def our_corrected_gae(d: Data, gamma: float, lam: float) -> tuple[np.ndarray, np.ndarray]:
-    v = compiled_corrected_gae(Data(*map(single, d)), gamma, lam)
+def our_corrected_gae(d: Data, gamma: float, lam: float, rho_bar: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
+    v = compiled_corrected_gae(Data(*map(single, d)), gamma, lam, rho_bar)
     return np.asarray(v.value), np.asarray(v.advantage)
 
 
@@ -106,10 +106,11 @@ def test_vtrace_follows_its_definition_wherever_episodes_end(options):
     assert_equal_where_valid(d, our_vtrace(d, 0.9, **options), slow_vtrace(d, 0.9, **options))
 
 
-@pytest.mark.parametrize("gamma, lam", [(0.9, 0.8), (1.0, 1.0), (0.9, 0.0)])
-def test_corrected_gae_follows_its_definition_wherever_episodes_end(gamma, lam):
+@pytest.mark.parametrize("gamma, lam, rho_bar", [(0.9, 0.8, 1.0), (1.0, 1.0, 1.5), (0.9, 0.0, 1.0), (0.9, 0.9, np.inf)])
+def test_corrected_gae_follows_its_definition_wherever_episodes_end(gamma, lam, rho_bar):
     d = random_data(layouts(5), seed=12)
-    assert_equal_where_valid(d, our_corrected_gae(d, gamma, lam), slow_corrected_gae(d, gamma, lam))
+    expected = slow_corrected_gae(d, gamma, lam, rho_bar)
+    assert_equal_where_valid(d, our_corrected_gae(d, gamma, lam, rho_bar), expected)
 
 
 def test_layouts_put_every_kind_of_end_at_every_step():
@@ -209,10 +210,11 @@ def test_corrected_gae_equals_rlax(lam):
 # ------------------------------------------------------------------------------------------ what must follow
 
 
-@pytest.mark.parametrize("lam", [0.0, 0.6, 1.0])
-def test_the_target_of_the_corrected_gae_is_that_of_vtrace(lam):
+@pytest.mark.parametrize("lam, bound", [(0.0, 1.0), (0.6, 1.0), (1.0, 1.0), (0.8, 1.5)])
+def test_the_target_of_the_corrected_gae_is_that_of_vtrace(lam, bound):
     d = random_data(layouts(5), seed=14)
-    assert_equal_where_valid(d, our_corrected_gae(d, 0.9, lam)[:1], our_vtrace(d, 0.9, lam=lam)[:1])
+    expected = our_vtrace(d, 0.9, lam=lam, rho_bar=bound, c_bar=bound)
+    assert_equal_where_valid(d, our_corrected_gae(d, 0.9, lam, bound)[:1], expected[:1])
 
 
 def test_on_policy_the_corrected_gae_has_the_bits_of_the_gae():

@@ -52,6 +52,8 @@ class PPO(PolicyGradient):
     by the ratio of the two; correct advantages by V-trace; decoupled and vtrace both (docs/policy-lag.md)"""
     lag_weight_cap: float = 2.0
     """bound on the ratio of the newest policy to the one that acted, where it is a weight"""
+    lag_trace_cap: float = 1.0
+    """bound on that ratio where it corrects advantages: V-trace's two bounds"""
 
 
 # CleanRL's for continuous actions (`ppo_continuous_action.py`): 2,048 steps per update, here of 16 environments.
@@ -93,6 +95,9 @@ def check(e: PPO, partition: Partition) -> None:
     require(e.clip_coef > 0, f"clip_coef={e.clip_coef} must be positive; set --clip-coef, say to 0.1")
     require(
         e.lag_weight_cap >= 1, f"lag_weight_cap={e.lag_weight_cap} must be at least 1; set --lag-weight-cap, say to 2"
+    )
+    require(
+        e.lag_trace_cap >= 1, f"lag_trace_cap={e.lag_trace_cap} must be at least 1; set --lag-trace-cap, say to 2"
     )
     if e.core == "none":
         transitions = partition.envs_per_shard * e.num_steps
@@ -161,7 +166,8 @@ def make(e: PPO, spec: EnvSpec, platform: str) -> Algorithm:
         log_ratio = jnp.where(rollout.valid, proximal - behaviour, 0.0)
         if correction in ("vtrace", "both"):
             target, advantage = corrected_gae(
-                value, log_ratio, rollout.reward, rollout.terminated, rollout.truncated, e.gamma, e.gae_lambda
+                *(value, log_ratio, rollout.reward, rollout.terminated, rollout.truncated),
+                *(e.gamma, e.gae_lambda, e.lag_trace_cap),
             )
         else:
             advantage = gae(value, rollout.reward, rollout.terminated, rollout.truncated, e.gamma, e.gae_lambda)

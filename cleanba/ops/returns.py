@@ -117,17 +117,21 @@ def corrected_gae(
     truncated: jax.Array,
     gamma: float,
     lam: float,
+    rho_bar: float = 1.0,
 ) -> VTrace:
     """What `gae` would have estimated, had another policy acted: V-trace whose advantage is mixed by lambda, too.
 
-        A_t = delta_t + gamma lam (1 - ended_t) rho_{t+1} A_{t+1},   v_t = V_t + rho_t A_t,   rho_t = min(1, ratio_t)
+        A_t = delta_t + gamma lam (1 - ended_t) rho_{t+1} A_{t+1},   v_t = V_t + rho_t A_t
+        rho_t = min(rho_bar, ratio_t)
 
-    v is V-trace's target with both bounds 1 (Espeholt et al. 2018, eq. 1); A is what it adds up before the ratio of
-    its first action, which a policy's loss multiplies by (`rlax.vtrace_td_error_and_advantage` mixes alike).  Where
-    ratios are 1, A has the bits of `gae`.  Arguments are those of `vtrace`; ignored steps need a finite `log_ratio`.
+    v is V-trace's target with both bounds `rho_bar` (Espeholt et al. 2018, eq. 1); A is what it adds up before the
+    ratio of its first action, which a policy's loss multiplies by (`rlax.vtrace_td_error_and_advantage` mixes alike).
+    Where ratios are 1, A has the bits of `gae`.  With `rho_bar` 1 a trace fades by the total variation between the
+    policies at each step, on average: E min(1, ratio) = 1 - TV.  Arguments are those of `vtrace`; ignored steps need
+    a finite `log_ratio`.
     """
     chex.assert_equal_shape([value[1:], log_ratio, reward, terminated, truncated])
-    rho = jnp.minimum(1.0, jnp.exp(log_ratio))
+    rho = jnp.minimum(rho_bar, jnp.exp(log_ratio))
     rho_next = jnp.concatenate([rho[1:], jnp.ones_like(rho[:1])])
     _, delta = td_errors(value, reward, terminated, gamma)
     advantage = discounted_sum(delta, jnp.where(terminated | truncated, 0.0, gamma * lam) * rho_next)
