@@ -179,6 +179,7 @@ Cells = dict[Cell, dict[str, list[Run]]]  # by variant
 Paths = dict[Cell, dict[str, np.ndarray]]  # scores [seeds, SHARES] by variant
 
 SHARES = np.linspace(0, 1, 51)  # of a run's steps
+LEVELS = (0.25, 0.5, 0.75)  # scores for which steps are compared
 KL_EDGES = (0.003, 0.01, 0.03)  # where cells are parted by the distance between versions
 
 
@@ -270,6 +271,9 @@ def study(cells: Cells) -> dict[str, Any]:
             "iqm_along_the_run": along(own),
             "iqm_of_synchronous_there": along(beside),
         }
+        rows[name]["times_the_steps"] = times_the_steps(
+            rows[name]["iqm_along_the_run"], rows[name]["iqm_of_synchronous_there"]
+        )
     return {
         "scores_0_and_1_are_returns": bounds,
         "variants": rows,
@@ -277,6 +281,21 @@ def study(cells: Cells) -> dict[str, Any]:
         "distance": by_distance(cells, paths),
         "cells": [describe(cell, variants, paths[cell]) for cell, variants in cells.items()],
     }
+
+
+def times_the_steps(curve: Sequence[float], synchronous: Sequence[float]) -> dict[str, float | None]:
+    """How many times the steps of synchronous runs a score takes, by score; None where it is not reached."""
+
+    def share(curve: Sequence[float], level: float) -> float | None:
+        """Where a curve first passes a level."""
+        crossings = (i for i in range(len(curve) - 1) if curve[i] < level <= curve[i + 1])
+        return next((float(np.interp(level, curve[i : i + 2], SHARES[i : i + 2])) for i in crossings), None)
+
+    times = {}
+    for level in LEVELS:
+        ours, theirs = share(curve, level), share(synchronous, level)
+        times[f"{level:g}"] = None if ours is None or theirs is None else round(ours / theirs, 3)
+    return times
 
 
 def both_of(paths: Paths, name: str) -> tuple[list[np.ndarray], list[np.ndarray]]:
@@ -465,8 +484,11 @@ def tables(found: dict[str, Any]) -> str:
     names = list(found["variants"])
     of = lambda numbers: "" if numbers is None else "{:.2f} ({:.2f} to {:.2f})".format(*numbers)
     overall = [
-        [name, str(row["cells"]), *(of(row[what]) for what in COMPARED)] for name, row in found["variants"].items()
+        [name, str(row["cells"]), *(of(row[what]) for what in COMPARED)]
+        + ["" if x is None or name == SYNCHRONOUS else f"{x:.2f}" for x in row["times_the_steps"].values()]
+        for name, row in found["variants"].items()
     ]
+    steps = [f"steps to {level:g}, times synchronous" for level in LEVELS]
     distance = [
         [f"{row['kl_from']:g} to {row['kl_below'] or 'more'}", str(row["cells"])]
         + [f"{row[name]:.3g}" for name in DISTANCES]
@@ -482,7 +504,9 @@ def tables(found: dict[str, Any]) -> str:
     apart = ["KL", "greatest ratio", "effective samples"]
     cell = ["environment", "learning rate", "epochs"]
     made = [
-        plot.markdown(["variant", "cells", "IQM of scores", "minus synchronous", "probability to beat it"], overall),
+        plot.markdown(
+            ["variant", "cells", "IQM of scores", "minus synchronous", "probability to beat it", *steps], overall
+        ),
         plot.markdown(["KL between versions", "cells", *apart, "`none` minus synchronous"], distance),
         plot.markdown([*cell, *names, *apart], cells),
     ]

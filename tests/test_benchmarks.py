@@ -346,6 +346,15 @@ def test_lag_compares_every_variant_with_synchronous_runs_of_the_same_cells(tmp_
     assert "| none" in lag.tables(found) and lag.draw(found) is not None and lag.draw_environments(found) is not None
 
 
+def test_lag_tells_how_many_times_the_steps_a_score_takes():
+    line = lag.SHARES  # score x after a share x of the steps
+    late = [0.0 if x < 0.2 else 0.8 * (x - 0.2) / 0.8 for x in line]
+    assert lag.times_the_steps(late, line) == pytest.approx(
+        {"0.25": 0.45 / 0.25, "0.5": 0.7 / 0.5, "0.75": 0.95 / 0.75}, abs=1e-3
+    )
+    assert lag.times_the_steps(0.6 * line, line) == {"0.25": 1.667, "0.5": 1.667, "0.75": None}
+
+
 def test_lag_sets_single_seeds_apart(tmp_path, kept_runs):
     for variant, last in ((lag.SYNCHRONOUS, 30.0), ("none", 20.0)):
         lag_run(tmp_path / "Breakout-v5", 5e-4, variant, 1, last, "Breakout-v5")
