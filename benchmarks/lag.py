@@ -62,7 +62,7 @@ TESTBEDS = {
     "CartPole": f"{VECTORS} --num-envs 8 --num-steps 64 --total-timesteps 50000",
     "LunarLander": f"{VECTORS} --norm-reward --num-envs 16 --num-steps 128 --total-timesteps 300000",
     "Breakout": f"{ATARIS} --total-timesteps 500000",
-    "Pong": f"{ATARIS} {EASIER} --total-timesteps 500000",
+    "Pong": f"{ATARIS} {EASIER} --total-timesteps 1000000",
     "gymnax:": "--num-envs 32 --num-steps 64 --total-timesteps 250000",  # else MinAtar's own settings
     "": "--total-timesteps 300000",  # else MuJoCo's own
 }

@@ -56,7 +56,12 @@ def action_key(seed: int | jax.Array, actor: int | jax.Array, rollout: int | jax
     return jax.random.fold_in(jax.random.fold_in(_key(seed, "act"), actor), rollout)
 
 
-def update_key(seed: int, update: int | jax.Array) -> jax.Array:
+def update_numbers(seed: int, update: int) -> np.ndarray:
+    """What `update_key` is made from, [2] int32: arguments of the compiled update, which so serves every seed."""
+    return np.array([seed, update], np.int32)
+
+
+def update_key(seed: int | jax.Array, update: int | jax.Array) -> jax.Array:
     """The key of an update; what it draws folds its own numbers in."""
     return jax.random.fold_in(_key(seed, "update"), update)
 

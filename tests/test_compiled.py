@@ -1,15 +1,21 @@
 """What was compiled is found again at the next start, if it fits this machine."""
 
 import os
+import sys
 import threading
 import time
 
 import jax
 import pytest
-from launch import TINY, finish, python, read_result
+from launch import ROOT, TINY, finish, python, read_result
 
+from cleanba.config import Placement
+from cleanba.recipes import RECIPES
 from cleanba.runtime import compiled
-from cleanba.runtime.placement import let_threads_finish
+from cleanba.runtime.placement import find_devices, let_threads_finish
+
+sys.path.append(str(ROOT / "benchmarks"))
+import programs
 
 
 @pytest.fixture
@@ -69,6 +75,16 @@ def test_programs_for_other_processors_lie_elsewhere(name, monkeypatch):
     one = compiled.cache_folder()
     monkeypatch.setattr(compiled, name, lambda: "another")
     assert one != compiled.cache_folder()
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_update_of_every_seed_is_one_program(name):
+    def lowered(**fields: object) -> str:
+        sizes = {"num_envs": 8, "num_actors": 1, "hiddens": (8,), "total_timesteps": 100_000}
+        program = programs.make(RECIPES[name], programs.VARIANTS["mlp"] | sizes | fields, 1, "cpu")
+        return programs.trace_update(program, find_devices(Placement())).lower().as_text()
+
+    assert lowered(seed=1) == lowered(seed=2) != lowered(seed=1, gamma=0.5)
 
 
 def test_what_nobody_uses_is_removed(tmp_path):

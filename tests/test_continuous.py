@@ -267,7 +267,7 @@ def on_one(name: str) -> dict[int, str]:
 
 
 def real(name: str, actors, learners) -> dict[int, str]:
-    both = dict(update_epochs=2, lag_correction="both")
+    both = dict(update_epochs=2, lag_correction="both", lag_trace_cap=2.0)
     e = impala.IMPALA(**REAL) if name == "impala" else ppo.PPO(**REAL, **both)
     if name == "codes":
         e = replace(e, env_id="MiniGrid-Empty-Random-5x5-v0", core="lstm", lstm_size=8, num_minibatches=1)

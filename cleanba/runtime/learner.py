@@ -14,7 +14,7 @@ from cleanba.environments.specs import EnvSpec
 from cleanba.rollout import PyTree, Rollout
 from cleanba.runtime.memory import SavedShard, leaves_of, put_rows
 from cleanba.runtime.placement import MESH_AXIS, Devices
-from cleanba.seeds import init_key, update_key
+from cleanba.seeds import init_key, update_key, update_numbers
 from cleanba.shards import ShardAxis, compiler_options
 
 
@@ -196,25 +196,25 @@ class Learner:
             jax.tree.map(place(self._replicated), state),
             jax.tree.map(place(self._sharded), memory),
             tuple(jax.tree.map(widen, block) for _ in range(self.blocks_per_device)),
-            jax.ShapeDtypeStruct((), jnp.int32, sharding=self._replicated),
+            jax.ShapeDtypeStruct((2,), jnp.int32, sharding=self._replicated),
         )
         return self._jitted().trace(*args)
 
     def _jitted(self) -> jax.stages.Wrapped:
-        p, algorithm, seed = self._partition, self._algorithm, self._seed
+        p, algorithm = self._partition, self._algorithm
 
         def update(
-            state: PyTree, memory: PyTree, blocks: tuple[Rollout, ...], number: jax.Array
+            state: PyTree, memory: PyTree, blocks: tuple[Rollout, ...], numbers: jax.Array
         ) -> tuple[PyTree, PyTree, Metrics]:
             local = jnp.arange(p.shards_per_learner, dtype=jnp.int32)
             shards = ShardAxis(
                 num_shards=p.num_shards,
                 index=jax.lax.axis_index(MESH_AXIS) * p.shards_per_learner + local,
-                always=number > 0,  # updates are counted from 1
+                always=numbers[1] > 0,  # updates are counted from 1
                 mesh_axis=MESH_AXIS,
             )
-            key = update_key(seed, number)
-            return algorithm.update(state, memory, join_blocks(blocks, p.blocks_per_shard), shards, key)
+            blocks_of_shards = join_blocks(blocks, p.blocks_per_shard)
+            return algorithm.update(state, memory, blocks_of_shards, shards, update_key(*numbers))
 
         same, cut = PartitionSpec(), PartitionSpec(MESH_AXIS)
         mapped = jax.shard_map(
@@ -232,7 +232,8 @@ class Learner:
     ) -> tuple[PyTree, PyTree, Metrics]:
         """Update `number` with this process's blocks in order: state, memory and metrics, as promises of them."""
         assert self._compiled is not None, "compile first"
-        return self._compiled(state, memory, self._global_blocks(blocks), self.replicate(np.int32(number)))
+        numbers = self.replicate(update_numbers(self._seed, number))
+        return self._compiled(state, memory, self._global_blocks(blocks), numbers)
 
     def local(self, tree: PyTree) -> PyTree:
         """This process's first copy of replicated arrays."""
