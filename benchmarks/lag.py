@@ -66,10 +66,12 @@ TESTBEDS = {
     "gymnax:": "--num-envs 32 --num-steps 64 --total-timesteps 250000",  # else MinAtar's own settings
     "": "--total-timesteps 300000",  # else MuJoCo's own
 }
-ENVIRONMENTS = (
-    *("CartPole-v1", "LunarLander-v3", "HalfCheetah-v4", "Hopper-v4", "Walker2d-v4"),
-    *(f"gymnax:{game}-MinAtar" for game in ("Asterix", "Breakout", "Freeway", "Seaquest", "SpaceInvaders")),
-)
+SUITES = {
+    "control": ("CartPole-v1", "LunarLander-v3"),
+    "MuJoCo": ("HalfCheetah-v4", "Hopper-v4", "Walker2d-v4"),
+    "MinAtar": tuple(f"gymnax:{x}-MinAtar" for x in ("Asterix", "Breakout", "Freeway", "Seaquest", "SpaceInvaders")),
+}
+ENVIRONMENTS = tuple(itertools.chain(*SUITES.values()))
 ATARI = ("Breakout-v5", "Pong-v5")  # too slow for a CPU to be part of the study; one seed of them says something
 
 
@@ -277,6 +279,7 @@ def study(cells: Cells) -> dict[str, Any]:
     return {
         "scores_0_and_1_are_returns": bounds,
         "variants": rows,
+        "suites": by_suite(paths),
         "environments": by_environment(paths),
         "distance": by_distance(cells, paths),
         "cells": [describe(cell, variants, paths[cell]) for cell, variants in cells.items()],
@@ -324,22 +327,38 @@ def by_environment(paths: Paths) -> dict[str, dict[str, list[float]]]:
     return found
 
 
+def cost(paths: Paths, cells: Sequence[Cell], name: str) -> list[float]:
+    """A variant's mean score at the end minus synchronous runs', over these cells; and a 95% interval."""
+    ends = [paths[cell][which][:, -1] for which in (name, SYNCHRONOUS) for cell in cells]
+    found = stratified(ends, lambda m: np.array([np.subtract(*np.hsplit(m, 2)).mean()]))
+    return [float(x[0]) for x in (found.value, found.low, found.high)]
+
+
+def by_suite(paths: Paths) -> dict[str, dict[str, Any]]:
+    """What each variant costs in the cells of a suite's environments."""
+    rows: dict[str, dict[str, Any]] = {}
+    for suite, envs in SUITES.items():
+        for name in VARIANTS:
+            there = [cell for cell, variants in paths.items() if cell[0] in envs and name in variants]
+            if there and name != SYNCHRONOUS:
+                row = {"cells": len(there), "score_minus_synchronous": cost(paths, there, name)}
+                rows.setdefault(suite, {})[name] = row
+    return rows
+
+
 def by_distance(cells: Cells, paths: Paths) -> list[dict[str, Any]]:
     """What lag without a correction costs in cells of a like distance between versions, by KL."""
     rows = []
     kl = {cell: np.mean([run.distance["lag_kl"] for run in v["none"]]) for cell, v in cells.items() if "none" in v}
     for low, high in itertools.pairwise((0.0, *KL_EDGES, np.inf)):
         there = [cell for cell, x in kl.items() if low <= x < high]
-        if not there:
-            continue
-        ends = [paths[cell][name][:, -1] for name in ("none", SYNCHRONOUS) for cell in there]
-        cost = stratified(ends, lambda m: np.array([np.subtract(*np.hsplit(m, 2)).mean()]))
-        mean = lambda what, there=there: float(np.mean([run.distance[what] for c in there for run in cells[c]["none"]]))
-        rows.append(
-            {"kl_from": low, "kl_below": None if high == np.inf else high, "cells": len(there)}
-            | {what: mean(what) for what in DISTANCES}
-            | {"score_minus_synchronous": [float(x[0]) for x in (cost.value, cost.low, cost.high)]}
-        )
+        if there:
+            runs = [run for cell in there for run in cells[cell]["none"]]
+            rows.append(
+                {"kl_from": low, "kl_below": None if high == np.inf else high, "cells": len(there)}
+                | {what: float(np.mean([run.distance[what] for run in runs])) for what in DISTANCES}
+                | {"score_minus_synchronous": cost(paths, there, "none")}
+            )
     return rows
 
 
@@ -362,11 +381,11 @@ def one_seed(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def draw(found: dict[str, Any]) -> Any:
-    """Four panels: scores, improvement, curves, and what distance between versions does."""
+    """Five panels: scores, improvement, what each suite costs, curves, and what distance between versions does."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9.5, 6.8), layout="constrained")
-    (scores, better), (along, apart) = figure.subplots(2, 2)
+    figure = Figure(figsize=(12.0, 6.8), layout="constrained")
+    scores, better, suites, along, apart = figure.subplot_mosaic("abc;dee").values()
     names = list(found["variants"])
     lagged = [name for name in names if name != SYNCHRONOUS]
     for i, name in enumerate(lagged):
@@ -392,8 +411,9 @@ def draw(found: dict[str, Any]) -> Any:
             along.plot(SHARES, row["iqm_along_the_run"], **marks, **looks(names)[name])
     along.set_xlabel("share of the steps", fontsize=8.5)
     along.set_ylabel(f"score (IQM of {most} cells)", fontsize=8.5)
+    draw_suites(suites, found, names)
     draw_distance(apart, found)
-    for panel in (scores, better, along, apart):
+    for panel in (scores, better, suites, along, apart):
         plot.dress(panel, 8.5)
     caption = (
         f"{most} cells (environment, learning rate, epochs), {seeds_of(found)} seeds each. Bars: 95% stratified "
@@ -418,6 +438,20 @@ def handles(names: Sequence[str]) -> list[Any]:
 def seeds_of(found: dict[str, Any]) -> str:
     """How many seeds a cell has."""
     return plot.span(len(scores) for row in found["cells"] for scores in row["scores"].values())
+
+
+def draw_suites(panel: Any, found: dict[str, Any], names: Sequence[str]) -> None:
+    """What each variant costs in each suite."""
+    for i, (_, rows) in enumerate(found["suites"].items()):
+        for j, (name, row) in enumerate(rows.items()):
+            (value, low, high), style = row["score_minus_synchronous"], looks(names)[name]
+            y = i + 0.8 * ((j + 0.5) / len(rows) - 0.5)
+            panel.plot([low, high], [y, y], color=style["color"], linewidth=3, alpha=0.35, solid_capstyle="butt")
+            panel.plot(value, y, style["marker"], color=style["color"], markersize=4)
+    panel.axvline(0, color="0.5", linewidth=0.8)
+    panel.set_yticks(range(len(found["suites"])), found["suites"])
+    panel.set_ylim(len(found["suites"]) - 0.5, -0.5)
+    panel.set_title("mean score minus synchronous, by suite", fontsize=9)
 
 
 def draw_distance(panel: Any, found: dict[str, Any]) -> None:
@@ -495,6 +529,11 @@ def tables(found: dict[str, Any]) -> str:
         + ["{:+.3f} ({:+.3f} to {:+.3f})".format(*row["score_minus_synchronous"])]
         for row in found["distance"]
     ]
+    suites = []
+    for name in names[1:]:
+        rows = [by_name.get(name) for by_name in found["suites"].values()]
+        cost_of = lambda row: "{:+.2f} ({:+.2f} to {:+.2f})".format(*row["score_minus_synchronous"])
+        suites.append([name, *("" if row is None else f"{cost_of(row)}, {row['cells']}" for row in rows)])
     head = lambda row: [row["env_id"], f"{row['learning_rate']:.3g}", str(row["update_epochs"])]
     cells = []
     for row in found["cells"]:
@@ -507,6 +546,7 @@ def tables(found: dict[str, Any]) -> str:
         plot.markdown(
             ["variant", "cells", "IQM of scores", "minus synchronous", "probability to beat it", *steps], overall
         ),
+        plot.markdown(["minus synchronous, cells", *found["suites"]], suites),
         plot.markdown(["KL between versions", "cells", *apart, "`none` minus synchronous"], distance),
         plot.markdown([*cell, *names, *apart], cells),
     ]

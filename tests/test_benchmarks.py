@@ -336,6 +336,8 @@ def test_lag_compares_every_variant_with_synchronous_runs_of_the_same_cells(tmp_
     assert found["variants"]["decoupled"]["iqm_along_the_run"][0] == pytest.approx(0.0)
     assert found["variants"]["decoupled"]["iqm_of_synchronous_there"][-1] == pytest.approx(2 / 3, abs=1e-3)
     assert found["cells"][0]["distance"]["none"]["lag_kl"] == pytest.approx(0.02)  # the first rollout has no lag
+    assert found["suites"]["control"]["none"]["cells"] == 2 and found["suites"]["control"]["decoupled"]["cells"] == 1
+    assert found["suites"]["control"]["none"]["score_minus_synchronous"][0] == pytest.approx(-1 / 3, abs=1e-3)
     [alike] = found["distance"]
     assert (alike["kl_from"], alike["kl_below"], alike["cells"]) == (0.01, 0.03, 2)
     assert alike["score_minus_synchronous"][0] == pytest.approx(-1 / 3, abs=1e-3)
