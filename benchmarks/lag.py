@@ -142,12 +142,18 @@ def train(env_id: str, args: Args) -> None:
                 keep(env_id, folder)
 
 
+def fields(name: str) -> dict[str, Any]:
+    """What sets variants apart, as a variant has it."""
+    names = dict.fromkeys(field for changed in VARIANTS.values() for field in changed)
+    return {field: VARIANTS[name].get(field, getattr(PPO, field)) for field in names}
+
+
 def flags(name: str) -> list[str]:
-    """A variant's flags of `cleanba ppo`."""
+    """A variant's flags of `cleanba ppo`, all of them: what is the default depends on the environment."""
     words = []
-    for field, value in VARIANTS[name].items():
+    for field, value in fields(name).items():
         flag = field.replace("_", "-")
-        words += [f"--no-{flag}"] if value is False else [f"--{flag}", f"{value}"]
+        words += [f"--{'' if value else 'no-'}{flag}"] if isinstance(value, bool) else [f"--{flag}", f"{value}"]
     return words
 
 
@@ -187,10 +193,8 @@ KL_EDGES = (0.003, 0.01, 0.03)  # where cells are parted by the distance between
 
 def variant(e: Json) -> str | None:
     """The name of an experiment's variant; None if it is of no such."""
-    fields = dict.fromkeys(field for variant in VARIANTS.values() for field in variant)
-    usual = {field: getattr(PPO, field) for field in fields}
-    own = {field: e.get(field, usual[field]) for field in fields}  # a field may be younger than the run
-    return next((name for name, changed in VARIANTS.items() if own == usual | changed), None)
+    own = {field: e.get(field, usual) for field, usual in fields("none").items()}  # it may be younger than the run
+    return next((name for name in VARIANTS if own == fields(name)), None)
 
 
 def sort(runs: Sequence[Run]) -> dict[Cell, dict[str, dict[int, Run]]]:

@@ -413,8 +413,9 @@ def test_lag_trains_what_it_says():
         assert words.count("--num-envs") <= 1 and "--total-timesteps" in words
     assert lag.variant({}) == "none" and lag.variant({"lag_correction": "both", "lag_trace_cap": 3.0}) is None
     for name in lag.VARIANTS:
-        words = ["--env-id", "CartPole-v1", *lag.flags(name)]
-        assert lag.variant(asdict(parse(RECIPES["ppo"], words).experiment)) == name
+        for env_id in ("CartPole-v1", "Hopper-v4"):
+            words = ["--env-id", env_id, *lag.flags(name)]
+            assert lag.variant(asdict(parse(RECIPES["ppo"], words).experiment)) == name
 
 
 def test_curves_are_kept_once_each_and_can_be_drawn_again(tmp_path, monkeypatch):
