@@ -245,11 +245,12 @@ def test_images_and_masks_are_not_normalised_and_the_rest_only_if_asked():
         assert (acting is state.params) == ("norm_obs" not in changes)  # acting needs no statistics of rewards
 
 
-def test_normalisation_is_the_default_for_real_valued_actions_alone():
+def test_normalisation_and_a_correction_of_lag_are_the_defaults_for_real_valued_actions_alone():
     for algorithm in (ppo, impala):
         e, other = algorithm.defaults("continuous"), algorithm.defaults("other")
         assert e.norm_obs and e.norm_reward and not other.norm_obs and not other.norm_reward
         assert algorithm.defaults("atari") == other
+    assert ppo.defaults("continuous").lag_correction == "decoupled" and ppo.PPO().lag_correction == "none"
 
 
 # -------------------------------------------------------------- placement, checkpoints, agents; with statistics

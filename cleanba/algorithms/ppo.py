@@ -56,7 +56,8 @@ class PPO(PolicyGradient):
     """bound on that ratio where it corrects advantages: V-trace's two bounds"""
 
 
-# CleanRL's for continuous actions (`ppo_continuous_action.py`): 2,048 steps per update, here of 16 environments.
+# CleanRL's for continuous actions (`ppo_continuous_action.py`): 2,048 steps per update, here of 16 environments.  Acting
+# one version behind, clipping around the policy that acted loses half of what is learnt there (docs/policy-lag.md).
 CONTINUOUS = PPO(
     total_timesteps=1_000_000,
     num_envs=16,
@@ -68,6 +69,7 @@ CONTINUOUS = PPO(
     clip_coef=0.2,
     norm_obs=True,
     norm_reward=True,
+    lag_correction="decoupled",
 )
 
 
