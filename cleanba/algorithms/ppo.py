@@ -56,8 +56,8 @@ class PPO(PolicyGradient):
     """bound on that ratio where it corrects advantages: V-trace's two bounds"""
 
 
-# CleanRL's for continuous actions (`ppo_continuous_action.py`): 2,048 steps per update, here of 16 environments.  Acting
-# one version behind, clipping around the policy that acted loses half of what is learnt there (docs/policy-lag.md).
+# CleanRL's for continuous actions (`ppo_continuous_action.py`): 2,048 steps per update, here of 16 environments.
+# One version behind, clipping around the policy that acted costs most there (docs/policy-lag.md).
 CONTINUOUS = PPO(
     total_timesteps=1_000_000,
     num_envs=16,
@@ -98,9 +98,7 @@ def check(e: PPO, partition: Partition) -> None:
     require(
         e.lag_weight_cap >= 1, f"lag_weight_cap={e.lag_weight_cap} must be at least 1; set --lag-weight-cap, say to 2"
     )
-    require(
-        e.lag_trace_cap >= 1, f"lag_trace_cap={e.lag_trace_cap} must be at least 1; set --lag-trace-cap, say to 2"
-    )
+    require(e.lag_trace_cap >= 1, f"lag_trace_cap={e.lag_trace_cap} must be at least 1; set --lag-trace-cap, say to 2")
     if e.core == "none":
         transitions = partition.envs_per_shard * e.num_steps
         e.check_minibatches(transitions, f"{partition.envs_per_shard} environments x {e.num_steps} steps")
