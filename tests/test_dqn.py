@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import re
 import signal
 
 import jax
@@ -204,7 +205,8 @@ def test_of_two_processes_one_is_killed_and_one_alone_goes_on_to_the_same_bits(t
     both = [python("-m", "cleanba", *first), python(ROOT / "tests" / "killed.py", "update", "13", *second)]
     assert [finish(p, 200).code for p in both][1] == -signal.SIGKILL
     ended = command(*words.split(), run, "--learner-device-ids", "1", "2")
-    assert ended.code == 0 and "going on after update 10" in ended.out, ended.err
+    # Of update 10's checkpoint the disk may have been too slow to have all.
+    assert ended.code == 0 and re.search(r"going on after update (5|10)\b", ended.out), ended
     for key in ("params_digest", "learner_digest"):
         assert read_result(run)[key] == read_result(whole)[key]
 

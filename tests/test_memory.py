@@ -188,6 +188,18 @@ def test_killed_at_random_instants_it_ends_in_the_same_bits(whole, tmp_path):
     assert_only_what_is_needed(run)
 
 
+def test_killed_after_its_last_checkpoint_it_still_says_what_it_came_to(whole, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+    last = max(updates_kept(run))
+    assert last == read_result(run)["update"]
+    (run / "result.json").unlink()
+    ended = finish(python(REMEMBERING, "resume", run))
+    assert ended.code == 0 and f"going on after update {last}" in ended.out, ended
+    assert_same_run(run, whole)
+    assert_only_what_is_needed(run)
+
+
 # ------------------------------------------------------------------------------------------------------------ damage
 
 

@@ -148,7 +148,9 @@ def learn(
     status.phase = "collecting the first rollout"
     book.begin()
 
-    if saved and schedule.first <= schedule.last and schedule.policy_version(schedule.first) == saved.update:
+    if saved and schedule.first > schedule.last:
+        keeper.look(saved.update, state, memory)  # it ended with this checkpoint, and only its result is missing
+    elif saved and schedule.policy_version(schedule.first) == saved.update:
         publish(saved.update, saved.older_params)  # the rollout that was under way while update `saved.update` ran
     for update in range(schedule.first, schedule.last + 1):
         # Version `update` is what update-1 made.  With concurrency it serves the next rollout, without it this one.
