@@ -8,8 +8,8 @@
 Trains with `cleanba sweep`: synchronously (--no-concurrency), and lagged with every correction, at several learning
 rates and numbers of epochs, the larger of which bring versions farther apart.  All else is equal.  A cell is an
 environment with one learning rate and one number of epochs; a run's score is the mean return of its last 100 episodes,
-on a scale where 0 is what the environment's runs had at their first log point, and 1 what the synchronous runs of all
-its cells had at their end on average.  Cells weigh the same.
+on a scale where 0 is what the environment's runs had at their first log point, and 1 what synchronous runs had at their
+end on average in that of its cells where they did best.  Cells weigh the same.
 
 Runs are kept in benchmarks/results/policy_lag/, a file to an environment (kept.py), and are not made again, so the
 study can be interrupted, and go on on another machine.  Several processes may run at a time, of different environments.
@@ -226,8 +226,8 @@ def scales(cells: Cells) -> dict[str, tuple[float, float]]:
     first, last = defaultdict(list), defaultdict(list)
     for (env_id, _, _), variants in cells.items():
         first[env_id] += [c.returns[0] for runs in variants.values() for c in runs]
-        last[env_id] += [c.returns[-1] for c in variants[SYNCHRONOUS]]
-    return {env_id: (float(np.mean(first[env_id])), float(np.mean(last[env_id]))) for env_id in first}
+        last[env_id].append(float(np.mean([c.returns[-1] for c in variants[SYNCHRONOUS]])))
+    return {env_id: (float(np.mean(first[env_id])), max(last[env_id])) for env_id in first}
 
 
 def learnable(cells: Cells) -> Cells:
@@ -511,7 +511,7 @@ def draw_environments(found: dict[str, Any]) -> Any:
     for panel in panels[len(curves) :]:
         panel.set_visible(False)
     caption = (
-        "Mean scores over the share of the steps: 0 at the start, 1 at the end of synchronous runs, all cells together."
+        "Mean scores over the share of the steps: 0 at the start, 1 at the end of synchronous runs in their best cell."
     )
     plot.legend_below(figure, handles(names), caption)
     return figure
