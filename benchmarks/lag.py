@@ -322,12 +322,12 @@ def describe(cell: Cell, variants: dict[str, list[Run]], paths: dict[str, np.nda
 
 
 def by_environment(paths: Paths) -> dict[str, dict[str, list[float]]]:
-    """Mean scores along the run of every environment's variants, over the cells that all of its variants have."""
+    """Mean scores along the run over all of an environment's cells, of the variants that all of them have."""
     found = {}
     for env_id in dict.fromkeys(env_id for env_id, _, _ in paths):
         cells = [variants for (name, _, _), variants in paths.items() if name == env_id]
-        full = [variants for variants in cells if len(variants) == max(map(len, cells))]
-        found[env_id] = {name: np.mean([v[name].mean(0) for v in full], axis=0).round(4).tolist() for name in full[0]}
+        names = [name for name in VARIANTS if all(name in variants for variants in cells)]
+        found[env_id] = {name: np.mean([v[name].mean(0) for v in cells], axis=0).round(4).tolist() for name in names}
     return found
 
 
@@ -511,9 +511,10 @@ def draw_environments(found: dict[str, Any]) -> Any:
     for panel in panels[len(curves) :]:
         panel.set_visible(False)
     caption = (
-        "Mean scores over the share of the steps: 0 at the start, 1 at the end of synchronous runs in their best cell."
+        "Mean scores of all cells over the share of the steps, of the variants that all of an environment's cells have."
     )
-    plot.legend_below(figure, handles(names), caption)
+    drawn = set(itertools.chain(*curves.values()))
+    plot.legend_below(figure, [handle for handle in handles(names) if handle.get_label() in drawn], caption)
     return figure
 
 

@@ -341,10 +341,8 @@ def test_lag_compares_every_variant_with_synchronous_runs_of_the_same_cells(tmp_
     [alike] = found["distance"]
     assert (alike["kl_from"], alike["kl_below"], alike["cells"]) == (0.01, 0.03, 2)
     assert alike["score_minus_synchronous"][0] == pytest.approx(-0.25, abs=1e-3)
-    by_env = found["environments"]["CartPole-v1"]  # of the one cell that has all of its variants
-    assert {name: round(curve[-1], 2) for name, curve in by_env.items()} == {
-        "synchronous": 0.5, "none": 0.25, "decoupled": 0.5
-    }  # fmt: skip
+    by_env = found["environments"]["CartPole-v1"]  # of the variants that both cells have
+    assert {name: round(curve[-1], 2) for name, curve in by_env.items()} == {"synchronous": 0.75, "none": 0.5}
     assert "| none" in lag.tables(found) and lag.draw(found) is not None and lag.draw_environments(found) is not None
 
 
