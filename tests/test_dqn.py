@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import re
 import signal
 
 import jax
@@ -202,11 +201,11 @@ def test_of_two_processes_one_is_killed_and_one_alone_goes_on_to_the_same_bits(t
     whole, run = tmp_path / "whole", tmp_path / "run"
     assert command(*words.split(), whole).code == 0
     first, second = in_pairs([*words.split(), run])
-    both = [python("-m", "cleanba", *first), python(ROOT / "tests" / "killed.py", "update", "13", *second)]
+    # It dies while update 15's checkpoint is written: that of 10 is whole by then, however slow the disk is.
+    both = [python("-m", "cleanba", *first), python(ROOT / "tests" / "killed.py", "memory", "3", *second)]
     assert [finish(p, 200).code for p in both][1] == -signal.SIGKILL
     ended = command(*words.split(), run, "--learner-device-ids", "1", "2")
-    # Of update 10's checkpoint the disk may have been too slow to have all.
-    assert ended.code == 0 and re.search(r"going on after update (5|10)\b", ended.out), ended
+    assert ended.code == 0 and "going on after update 10" in ended.out, ended
     for key in ("params_digest", "learner_digest"):
         assert read_result(run)[key] == read_result(whole)[key]
 
