@@ -284,6 +284,7 @@ def study(cells: Cells) -> dict[str, Any]:
         "scores_0_and_1_are_returns": bounds,
         "variants": rows,
         "suites": by_suite(paths),
+        "steps": by_step(cells, paths),
         "environments": by_environment(paths),
         "distance": by_distance(cells, paths),
         "cells": [describe(cell, variants, paths[cell]) for cell, variants in cells.items()],
@@ -347,6 +348,22 @@ def by_suite(paths: Paths) -> dict[str, dict[str, Any]]:
             if there and name != SYNCHRONOUS:
                 row = {"cells": len(there), "score_minus_synchronous": cost(paths, there, name)}
                 rows.setdefault(suite, {})[name] = row
+    return rows
+
+
+def by_step(cells: Cells, paths: Paths) -> list[dict[str, Any]]:
+    """By suite, learning rate and epochs: what variants that all cells have cost, and how far apart versions are."""
+    rows = []
+    multiple = lambda cell: round(cell[1] / own_rate(cell[0]), 2)
+    for suite, envs in SUITES.items():
+        steps = sorted({(multiple(cell), cell[2]) for cell in paths if cell[0] in envs})
+        for step in steps:
+            there = [cell for cell in paths if cell[0] in envs and (multiple(cell), cell[2]) == step]
+            names = [name for name in VARIANTS if name != SYNCHRONOUS and all(name in paths[cell] for cell in there)]
+            kl = lambda name, there=there: float(np.mean([r.distance["lag_kl"] for c in there for r in cells[c][name]]))
+            costs = {n: {"score_minus_synchronous": cost(paths, there, n), "lag_kl": kl(n)} for n in names}
+            row = {"suite": suite, "times_its_own_rate": step[0], "update_epochs": step[1], "cells": len(there)}
+            rows.append(row | {"variants": costs})
     return rows
 
 
@@ -539,6 +556,14 @@ def tables(found: dict[str, Any]) -> str:
         rows = [by_name.get(name) for by_name in found["suites"].values()]
         cost_of = lambda row: "{:+.2f} ({:+.2f} to {:+.2f})".format(*row["score_minus_synchronous"])
         suites.append([name, *("" if row is None else f"{cost_of(row)}, {row['cells']}" for row in rows)])
+    by_size = []
+    there = [name for name in names[1:] if any(name in row["variants"] for row in found["steps"])]
+    for row in found["steps"]:
+        own = [row["variants"].get(name) for name in there]
+        by_size.append(
+            [row["suite"], f"{row['times_its_own_rate']:g}", f"{row['update_epochs']}", f"{row['cells']}"]
+            + ["" if x is None else f"{x['score_minus_synchronous'][0]:+.2f} ({x['lag_kl']:.3f})" for x in own]
+        )
     head = lambda row: [row["env_id"], f"{row['learning_rate']:.3g}", str(row["update_epochs"])]
     cells = []
     for row in found["cells"]:
@@ -552,6 +577,7 @@ def tables(found: dict[str, Any]) -> str:
             ["variant", "cells", "IQM of scores", "minus synchronous", "probability to beat it", *steps], overall
         ),
         plot.markdown(["minus synchronous, cells", *found["suites"]], suites),
+        plot.markdown(["minus synchronous (lag_kl)", "times its own rate", "epochs", "cells", *there], by_size),
         plot.markdown(["KL between versions", "cells", *apart, "`none` minus synchronous"], distance),
         plot.markdown([*cell, *names, *apart], cells),
     ]

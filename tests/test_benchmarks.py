@@ -346,6 +346,27 @@ def test_lag_compares_every_variant_with_synchronous_runs_of_the_same_cells(tmp_
     assert "| none" in lag.tables(found) and lag.draw(found) is not None and lag.draw_environments(found) is not None
 
 
+def test_lag_tells_by_the_size_of_the_step_of_what_all_its_cells_have(tmp_path, kept_runs):
+    envs = ("CartPole-v1", "LunarLander-v3")  # both with a rate of 5e-4 of their own
+    for env_id, rate, seed in itertools.product(envs, (5e-4, 1.5e-3), (1, 2)):
+        lag_run(tmp_path / env_id, rate, lag.SYNCHRONOUS, seed, 110, env_id)
+        lag_run(tmp_path / env_id, rate, "none", seed, 60, env_id)
+        if env_id == "CartPole-v1" or rate == 5e-4:
+            lag_run(tmp_path / env_id, rate, "vtrace", seed, 90, env_id)
+    cells = lag.by_cell(kept_runs(*envs))
+    found = lag.study(cells)
+    small, large = found["steps"]
+    assert [(row["suite"], row["times_its_own_rate"], row["cells"]) for row in (small, large)] == [
+        ("control", 1, 2),
+        ("control", 3, 2),
+    ]
+    gaps = lambda row: {name: x["score_minus_synchronous"][0] for name, x in row["variants"].items()}
+    assert gaps(small) == pytest.approx({"none": -0.5, "vtrace": -0.2}, abs=1e-3)
+    assert gaps(large) == pytest.approx({"none": -0.5}, abs=1e-3)
+    assert large["variants"]["none"]["lag_kl"] == pytest.approx(0.02)
+    assert "| -0.50 (0.020) | -0.20 (0.020) |" in lag.tables(found | {"one_seed": []})
+
+
 def test_lag_tells_how_many_times_the_steps_a_score_takes():
     line = lag.SHARES  # score x after a share x of the steps
     late = [0.0 if x < 0.2 else 0.8 * (x - 0.2) / 0.8 for x in line]
