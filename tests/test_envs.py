@@ -7,13 +7,42 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from launch import finish, python
 
 from cleanba.config import Experiment
-from cleanba.environments.envpool import Envs, env_spec, kind
+from cleanba.environments.envpool import Envs, env_spec, kind, known
 from cleanba.environments.kinds import threads_per_actor
 from cleanba.environments.specs import ActionSpec, EnvSpec, ObsSpec, Step, choice, train_reward
 from cleanba.errors import UsageError
 from cleanba.seeds import action_key, env_seed
+
+# --------------------------------------------------------------------------------------------- loading EnvPool
+
+LOADING = """
+import sys
+from importlib import import_module
+from cleanba.environments import envpool
+names = envpool._known()
+families = {envpool.family(name) for name in names}
+assert families.isdisjoint(sys.modules) and "matplotlib" not in sys.modules, "a family was loaded"
+assert envpool.kind("CartPole-v1") == "other" and families & set(sys.modules) == {"envpool.classic_control"}
+import envpool as plain
+assert names == set(plain.list_all_envs())
+for name in names:  # EnvPool finds the class of each
+    path, spec, _ = plain.registration.registry.specs[name]
+    try:
+        getattr(import_module(path), spec)
+    except Exception as error:  # Procgen needs Qt, and says so by errors of its own
+        assert "cannot open shared object file" in str(error.__cause__ or error), error
+"""
+
+
+def test_looking_environments_up_loads_the_code_of_none_and_all_can_still_be_made():
+    ended = finish(python("-c", LOADING))
+    assert ended.code == 0, ended.err
+    plain = finish(python("-c", "import envpool; print(*sorted(envpool.list_all_envs()), sep=',')"))
+    assert plain.out.strip() == ",".join(sorted(known()))
+
 
 # --------------------------------------------------------------------------------------------- seeds and keys
 

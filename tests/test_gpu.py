@@ -1,5 +1,6 @@
 """What GPUs are given to compile, as far as it shows without one: no scatter, no needless sort, float32 throughout."""
 
+import functools
 import os
 import re
 import sys
@@ -77,6 +78,17 @@ def small(recipe: str, variant: str, **fields) -> programs.Program:
     return programs.make(RECIPES[recipe], programs.VARIANTS[variant] | sizes | fields, 1, "gpu")
 
 
+@pytest.fixture(scope="module")
+def update_for(devices):
+    """(recipe, variant) -> the program of an update for a GPU, as text; traced once for all tests."""
+
+    @functools.cache
+    def text(recipe: str, variant: str) -> str:
+        return lowered(programs.trace_update(small(recipe, variant), devices))
+
+    return text
+
+
 def test_what_does_not_fit_is_refused():
     for recipe, variant in REFUSED:
         with pytest.raises(UsageError, match=variant):
@@ -86,8 +98,8 @@ def test_what_does_not_fit_is_refused():
 @pytest.mark.parametrize(
     "recipe, variant", [(r, v) for r in RECIPES for v in programs.VARIANTS if (r, v) not in REFUSED]
 )
-def test_an_update_scatters_nothing_and_sorts_only_what_is_listed(recipe, variant, devices):
-    text = lowered(programs.trace_update(small(recipe, variant), devices))
+def test_an_update_scatters_nothing_and_sorts_only_what_is_listed(recipe, variant, update_for):
+    text = update_for(recipe, variant)
     assert scatters(text) == []
     assert sorts(text) == SORTED.get((recipe, variant), [])
 
@@ -103,9 +115,9 @@ def test_acting_neither_scatters_nor_sorts(trace, recipe, variant, devices):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_float32_is_float32_in_every_product_unless_asked_otherwise(recipe, devices):
+def test_float32_is_float32_in_every_product_unless_asked_otherwise(recipe, devices, update_for):
     variant = "resnet" if (recipe, "lstm") in REFUSED else "lstm"
-    found = products(lowered(programs.trace_update(small(recipe, variant), devices)))
+    found = products(update_for(recipe, variant))
     assert len(found) > 30 and set(found) == {"HIGHEST"}
     set_precision("tensorfloat32")
     coarse = products(lowered(programs.trace_update(small(recipe, variant, dtype="tensorfloat32"), devices)))

@@ -57,9 +57,17 @@ MODES = [
 ]
 
 
-@pytest.mark.parametrize("network, concurrency", MODES)
-@pytest.mark.parametrize("placement", PLACEMENTS)
-def test_one_process_gives_the_same_bits_on_any_devices(placement, network, concurrency):
+# The larger network takes long to compile: of placements that divide the learning alike, one has to do.
+RUNS = [
+    pytest.param(*mode.values, placement, id=f"{placement}-{mode.id}", marks=mode.marks)
+    for mode in MODES
+    for placement in PLACEMENTS
+    if mode.values[0] == "mlp" or placement in ("a0,1-l2,3", "a0-l1,2,3,4")
+]
+
+
+@pytest.mark.parametrize("network, concurrency, placement", RUNS)
+def test_one_process_gives_the_same_bits_on_any_devices(network, concurrency, placement):
     actors, learners = PLACEMENTS[placement]
     e = PPO(**EXPERIMENTS[network], concurrency=concurrency)
     assert digests(e, actors, learners) == reference(network, concurrency)
@@ -75,7 +83,10 @@ def test_memory_and_actors_of_several_shards_give_the_same_bits_too():
 
 
 RUNS_OF_PROCESSES = [
-    pytest.param(*mode.values, placement, id=f"{placement}-{mode.id}") for mode in MODES for placement in SEVERAL
+    pytest.param(*mode.values, placement, id=f"{placement}-{mode.id}")
+    for mode in MODES
+    for placement in SEVERAL
+    if mode.values[0] == "mlp" or placement == "2 x a0,1-l0,1"
 ]
 
 

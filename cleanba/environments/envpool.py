@@ -1,8 +1,12 @@
 """EnvPool environments: how one is looked up, and one way to step a block of them."""
 
 import ctypes
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -65,9 +69,33 @@ def _envpool() -> ModuleType:
     """EnvPool, without Gymnasium's remarks on the precision of bounds, which a user can do nothing about."""
     gymnasium.logger.min_level = gymnasium.logger.ERROR
     opengl()
-    import envpool
-
+    with _families_unloaded():
+        import envpool
     return envpool
+
+
+@contextmanager
+def _families_unloaded() -> Iterator[None]:
+    """Have EnvPool, where it is first imported here, list its environments, but load no code of any.
+
+    It imports every family's `registration`, and with it the family itself: Matplotlib and the emulators of hundreds of
+    games, seconds of each start.  Meanwhile an empty module stands for each family; the first environment that is made
+    of one imports it, as EnvPool looks it up by its name.
+    """
+    found = find_spec("envpool") if "envpool" not in sys.modules else None
+    empty = {}
+    for root in map(Path, (found and found.submodule_search_locations) or ()):
+        for path in (*root.glob("*/registration.py"), *root.glob("*/*/registration.py")):
+            name = ".".join(("envpool", *path.parent.relative_to(root).parts))
+            spec = spec_from_file_location(name, path.with_name("__init__.py"))
+            if spec is not None:
+                empty[name] = module_from_spec(spec)
+    sys.modules.update(empty)
+    try:
+        yield
+    finally:
+        for name in empty:
+            del sys.modules[name]
 
 
 def _leaves(tree: PyTree, fn: Callable[[np.ndarray], np.ndarray]) -> PyTree:
