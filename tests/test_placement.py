@@ -57,7 +57,7 @@ MODES = [
 ]
 
 
-# The larger network takes long to compile: of placements that divide the learning alike, one has to do.
+# The larger network takes long to compile, and what placements change does not depend on it: a few have to do.
 RUNS = [
     pytest.param(*mode.values, placement, id=f"{placement}-{mode.id}", marks=mode.marks)
     for mode in MODES

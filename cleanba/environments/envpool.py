@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
+from threading import Lock
 from types import ModuleType
 from typing import Any
 
@@ -69,9 +70,12 @@ def _envpool() -> ModuleType:
     """EnvPool, without Gymnasium's remarks on the precision of bounds, which a user can do nothing about."""
     gymnasium.logger.min_level = gymnasium.logger.ERROR
     opengl()
-    with _families_unloaded():
+    with _LOADING, _families_unloaded():
         import envpool
     return envpool
+
+
+_LOADING = Lock()
 
 
 @contextmanager
@@ -94,8 +98,9 @@ def _families_unloaded() -> Iterator[None]:
     try:
         yield
     finally:
-        for name in empty:
-            del sys.modules[name]
+        for name, module in empty.items():
+            if sys.modules.get(name) is module:
+                del sys.modules[name]
 
 
 def _leaves(tree: PyTree, fn: Callable[[np.ndarray], np.ndarray]) -> PyTree:
