@@ -56,13 +56,14 @@ COMPARED = ("iqm", "iqm_minus_synchronous", "improvement_over_synchronous")
 # By how an environment's name begins: its settings.
 COMMON = "--learning-rate 5e-4 --clip-coef 0.2"
 VECTORS = f"{COMMON} --hiddens 64 64"
-ATARIS = "--learning-rate 5e-4 --network nature --num-envs 32 --num-steps 64"
+ATARIS = "--learning-rate 5e-4 --network nature"
 EASIER = "--env-options img_height=60 img_width=60 --no-full-action-space --repeat-action-probability 0"
+SMALLER_STEPS = "--num-envs 16 --num-steps 128 --num-minibatches 8 --clip-coef 0.2 --no-anneal-lr"
 TESTBEDS = {
     "CartPole": f"{VECTORS} --num-envs 8 --num-steps 64 --total-timesteps 50000",
     "LunarLander": f"{VECTORS} --norm-reward --num-envs 16 --num-steps 128 --total-timesteps 300000",
-    "Breakout": f"{ATARIS} --total-timesteps 500000",
-    "Pong": f"{ATARIS} {EASIER} --total-timesteps 1000000",
+    "Breakout": f"{ATARIS} --num-envs 32 --num-steps 64 --total-timesteps 500000",
+    "Pong": f"{ATARIS} {EASIER} {SMALLER_STEPS} --total-timesteps 1200000",
     "gymnax:": "--num-envs 32 --num-steps 64 --total-timesteps 250000",  # else MinAtar's own settings
     "": "--total-timesteps 300000",  # else MuJoCo's own
 }
@@ -127,7 +128,7 @@ def own_rate(env_id: str) -> float:
 def train(env_id: str, args: Args) -> None:
     """Make what is not kept yet, cell after cell, and keep it."""
     path = place(env_id)
-    there = sort([as_run(run) for run in kept.read(path)])
+    there = sort(finished(path))
     for rate, epochs in itertools.product(args.rates, args.epochs):
         cell = env_id, float(f"{rate * own_rate(env_id):.6g}"), epochs
         for name in (SYNCHRONOUS, *args.variants):
@@ -172,6 +173,11 @@ def distance(curve: Curve) -> dict[str, float]:
     """How far versions were apart: the mean over a run's log points, the first aside, which has no lag."""
     rows = curves.read_rows(curve.run_dir)[1:]
     return {name: float(np.nanmean(curves.column(rows, f"stats/{name}"))) for name in DISTANCES}
+
+
+def finished(path: Path) -> list[Run]:
+    """The runs kept there that came to their end."""
+    return [as_run(run) for run in kept.read(path) if run["status"] == "finished"]
 
 
 def as_run(run: Json) -> Run:
@@ -599,7 +605,7 @@ def main(args: Args) -> None:
     if not args.only_draw:
         for env_id in args.env_ids:
             train(env_id, args)
-    runs = [as_run(run) for path in sorted((machine.RESULTS / "policy_lag").glob("*.jsonl")) for run in kept.read(path)]
+    runs = [run for path in sorted((machine.RESULTS / "policy_lag").glob("*.jsonl")) for run in finished(path)]
     cells = learnable(by_cell(runs))
     if not cells:
         sys.exit("no cell yet that shows learning, and of which every variant has two seeds, is kept; train on")

@@ -422,6 +422,10 @@ def test_lag_makes_only_what_is_not_kept_yet_and_keeps_what_is_finished(tmp_path
     lag_run(tmp_path / "CartPole-v1", 5e-4, "vtrace", 3, 100)
     (tmp_path / "CartPole-v1" / "0.0005-vtrace-3" / "result.json").unlink()  # as it is while it runs
     assert len(kept_runs("CartPole-v1")) == 4
+    place = lag.place("CartPole-v1")
+    stopped = kept.read(place)[0]
+    kept.add(place, [stopped | {"status": "interrupted", "experiment": stopped["experiment"] | {"seed": 7}}])
+    assert len(kept.read(place)) == 5 and len(lag.finished(place)) == 4
 
 
 def test_lag_trains_what_it_says():
