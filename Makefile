@@ -7,7 +7,7 @@
 MAKEFLAGS += --no-print-directory
 
 # Small enough for a laptop without a GPU; `make train ARGS="--seed 2"` adds to them, ARGS winning.
-TRAIN_FLAGS ?= --num-envs 32 --num-steps 64 --network nature --learning-rate 5e-4 --log-frequency 1 --checkpoint-frequency 12
+TRAIN_FLAGS ?= --num-envs 32 --num-steps 64 --network nature --learning-rate 5e-4 --log-frequency 1 --env-epoch 12
 ARGS ?=
 
 # The first that fits is taken; `make train PYTHON=/path/to/python3.12` names one.

@@ -46,7 +46,7 @@ def train(words: str, frequency: int, collector: str) -> dict[str, Any]:
     """The result of a run."""
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
-        flags = ["--checkpoint-frequency", str(frequency), "--collector", collector, "--run-dir", str(run)]
+        flags = ["--env-epoch", str(frequency), "--collector", collector, "--run-dir", str(run)]
         command = [sys.executable, "-m", "cleanba", *words.split(), *flags]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         return json.loads((run / "result.json").read_text())
@@ -57,7 +57,7 @@ def default_frequency(words: str, collector: str) -> int:
     algorithm, *flags = words.split()
     config = parse(RECIPES[algorithm], [*flags, "--collector", collector])
     e, _ = fit(RECIPES[algorithm], config, processes=1)
-    return suit(e, collector, env_spec(e)).updates_per_checkpoint
+    return suit(e, collector, env_spec(e)).updates_per_epoch
 
 
 def main(args: Args) -> None:

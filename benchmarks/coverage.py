@@ -147,7 +147,7 @@ def surroundings() -> dict[str, str]:
 def train(env_id: str, seconds: float, folder: str) -> str:
     """A run of two updates by the command, with all defaults but its size: "" or how it failed."""
     words = "--num-envs 2 --num-actors 1 --num-shards 1 --num-steps 4 --num-minibatches 2 --update-epochs 1"
-    words += " --total-timesteps 16 --checkpoint-frequency 0 --log-frequency 1"
+    words += " --total-timesteps 16 --env-epoch 0 --log-frequency 1"
     run_dir = Path(folder) / f"run-{abs(hash(env_id))}"
     command = [sys.executable, "-m", "cleanba", "ppo", "--env-id", env_id, *words.split(), "--run-dir", str(run_dir)]
     try:

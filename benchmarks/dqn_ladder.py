@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import machine
 import tyro
 
-COMMON = "--env-id Pong-v5 --buffer-size 20000 --learning-starts 1024 --checkpoint-frequency 0 --num-shards 1"
+COMMON = "--env-id Pong-v5 --buffer-size 20000 --learning-starts 1024 --env-epoch 0 --num-shards 1"
 ALONE = "--num-envs 1 --num-actors 1 --collector stepped"
 MANY = "--num-envs 8 --num-actors 2 --num-steps 16 --collector scanned --log-frequency 1"
 LARGE = "--batch-size 128 --train-frequency 16"

@@ -138,7 +138,7 @@ def clocks() -> np.ndarray:
 def training(env_id: str, flags: Flags) -> dict[str, Any]:
     """Our run and the plain loop, in turns."""
     e = ppo.defaults("minatar") if "MinAtar" in env_id else ppo.PPO(num_minibatches=4, hiddens=(64, 64))
-    fields = {**vars(e), "env_id": env_id, "num_envs": flags.envs, "checkpoint_frequency": 0, "anneal_lr": False}
+    fields = {**vars(e), "env_id": env_id, "num_envs": flags.envs, "env_epoch": 0, "anneal_lr": False}
     fields |= {"collector": "scanned", "total_timesteps": flags.updates * flags.envs * e.num_steps}
     e = ppo.PPO(**fields)
     loop = plain_loop(e, flags.updates)

@@ -37,7 +37,7 @@ class Args:
 
 COMMON = (
     "--env-id CartPole-v1 --num-envs 16 --num-actors 2 --num-shards 2 --num-steps 32 --hiddens 32 --num-minibatches 2 "
-    "--total-timesteps 409600 --checkpoint-frequency 25 --log-frequency 5"
+    "--total-timesteps 409600 --env-epoch 25 --log-frequency 5"
 )
 KINDS = {
     "PPO": f"ppo {COMMON}",
@@ -50,7 +50,7 @@ KINDS = {
 REPLAY = {
     "DQN, a gigabyte of replay": "dqn --env-id Pong-v5 --env-options img_height=420 img_width=420 --network impala "
     "--channels 4 4 4 --hiddens 16 --num-envs 8 --num-actors 2 --num-shards 2 --num-steps 16 --buffer-size 5760 "
-    "--total-timesteps 8192 --learning-starts 1024 --train-frequency 64 --batch-size 8 --checkpoint-frequency 8 "
+    "--total-timesteps 8192 --learning-starts 1024 --train-frequency 64 --batch-size 8 --env-epoch 8 "
     "--log-frequency 1"
 }
 PLACEMENTS = ("0 / 0", "0 / 1 2", "0 1 / 2 3", "3 / 0")  # actors / learners

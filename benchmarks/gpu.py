@@ -31,7 +31,7 @@ RESULT = "RESULT "  # begins the line on which a part's process says what it fou
 CACHE = "JAX_COMPILATION_CACHE_DIR"
 RESNET, NATURE = {"network": "impala"}, {"network": "nature", "hiddens": (512,)}
 TINY: dict[str, Any] = dict(
-    env_id="Catch-v0", network="mlp", hiddens=(8,), num_envs=48, num_steps=4, num_minibatches=2, checkpoint_frequency=0
+    env_id="Catch-v0", network="mlp", hiddens=(8,), num_envs=48, num_steps=4, num_minibatches=2, env_epoch=0
 )
 
 

@@ -61,7 +61,7 @@ def time_ours(name: str, args: Args) -> dict[str, float]:
 
     recipe = RECIPES[name]
     wanted = recipe.experiment(
-        env_id=args.env_id, total_timesteps=args.warmup + args.steps, learning_starts=256, checkpoint_frequency=0
+        env_id=args.env_id, total_timesteps=args.warmup + args.steps, learning_starts=256, env_epoch=0
     )
     prepare_process(wanted)
     spec, devices = env_spec(wanted), find_devices(Placement())

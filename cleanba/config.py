@@ -41,10 +41,10 @@ class Experiment:
     collector: Literal["stepped", "scanned"] | None = None
     """rollouts stepped from Python, or scanned inside one jit (None: scanned on CPUs where
     EnvPool can be, else stepped)"""
-    checkpoint_frequency: int | None = None
-    """updates between checkpoints; the environments start afresh at each (0: only one, at the end; None: 500, or more
-    where two of the longest episodes need more, or where updates are short: if an actor-critic's rollouts are scanned
-    and nothing is an image, as many as make 4 million steps)"""
+    env_epoch: int | None = None
+    """updates after which the environments start afresh (0: never; None: 500, or more where two of the longest episodes
+    need more, or where updates are short: if an actor-critic's rollouts are scanned and nothing is an image, as many as
+    make 4 million steps)"""
 
     repeat_action_probability: float = 0.25
     """Atari: probability that the emulator repeats the last action (sticky actions)"""
@@ -91,9 +91,9 @@ class Experiment:
         return self.num_envs * self.num_steps
 
     @property
-    def updates_per_checkpoint(self) -> int:
-        """Updates between checkpoints; 0 for never.  500 where `recipes.suit` was not asked what suits."""
-        return 500 if self.checkpoint_frequency is None else self.checkpoint_frequency
+    def updates_per_epoch(self) -> int:
+        """Updates after which environments start afresh; 0: never.  500 where `recipes.suit` was not asked."""
+        return 500 if self.env_epoch is None else self.env_epoch
 
     @property
     def num_updates(self) -> int:
@@ -166,6 +166,8 @@ class Run:
     """directory of the run (default: runs/<env>__<exp-name>__<seed>__<time, or job of Slurm>)"""
     experiment_from: Annotated[str | None, tyro.conf.arg(name="experiment", metavar="RUN_DIR")] = None
     """take the whole experiment from this earlier run's config.json; only other flags may be added"""
+    checkpoint_frequency: int | None = None
+    """updates between checkpoints (0: only one, at the end; None: one wherever the environments start afresh)"""
     keep_checkpoints: int = 2
     """newest checkpoints to keep"""
     grace_period: float = 60.0
@@ -248,8 +250,8 @@ def _check_numbers(e: Experiment) -> None:
     require(-20 <= log_std <= 20, f"log_std_init={log_std} must lie in [-20, 20]; try --log-std-init -1")
     require(0 <= e.seed < 2**31, f"seed={e.seed} must lie in [0, 2^31); try --seed {abs(e.seed) % 2**31}")
     require(
-        e.checkpoint_frequency is None or e.checkpoint_frequency >= 0,
-        f"checkpoint_frequency={e.checkpoint_frequency} must not be negative; 0 means never",
+        e.env_epoch is None or e.env_epoch >= 0,
+        f"env_epoch={e.env_epoch} must not be negative; 0 means never",
     )
     require(
         e.max_episode_steps is None or e.max_episode_steps >= 1,
@@ -406,13 +408,32 @@ def from_json(cls: type[T], values: Json) -> T:
     return cls(**arguments)
 
 
+def read_config(run_dir: Path) -> Json:
+    """The config.json of an earlier run.
+
+    Once, checkpoint_frequency also said when environments start afresh; what such a run has is read as both.
+
+    Raises:
+        UsageError: there is no such run.
+    """
+    config = read_json(run_dir / "config.json")
+    e, run = config.get("experiment"), config.get("run")
+    if isinstance(e, dict) and "checkpoint_frequency" in e and "env_epoch" not in e:
+        frequency = e["checkpoint_frequency"]
+        both = {"env_epoch" if name == "checkpoint_frequency" else name: value for name, value in e.items()}
+        config["experiment"] = both
+        if isinstance(run, dict):
+            config["run"] = {"checkpoint_frequency": frequency, **run}
+    return config
+
+
 def read_experiment(run_dir: Path) -> Json:
     """The experiment of an earlier run, with "algorithm", as its config.json has it.
 
     Raises:
         UsageError: there is no such run.
     """
-    experiment = read_json(run_dir / "config.json").get("experiment")
+    experiment = read_config(run_dir).get("experiment")
     if not isinstance(experiment, dict) or "algorithm" not in experiment:
         raise UsageError(f"{run_dir}/config.json holds no experiment; name the directory of a run")
     return experiment

@@ -17,7 +17,7 @@ from cleanba.agents.agent import new_agent
 from cleanba.agents.beside import Evaluations
 from cleanba.agents.hub import push, require_login
 from cleanba.algorithm import Algorithm
-from cleanba.config import Experiment, Partition, Placement, Run, from_json, require, require_same, to_json
+from cleanba.config import Experiment, Partition, Placement, Run, from_json, read_config, require, require_same, to_json
 from cleanba.environments.kinds import env_spec, warnings
 from cleanba.environments.specs import EnvSpec
 from cleanba.errors import Exit, Failure, Interrupted, UsageError
@@ -67,7 +67,7 @@ def resume_command(argv: Sequence[str]) -> Exit:
         print(words)
         return Exit()
     run_dir = Path(argv[0])
-    saved = read_json(run_dir / "config.json")
+    saved = read_config(run_dir)
     recipe, experiment = read_recipe(run_dir)
     default = config_type(recipe)(
         experiment=experiment,
@@ -95,6 +95,7 @@ def train(recipe: Recipe, config: Config, peers: Peers | None = None) -> Exit:
             job.training,
             checkpoints=checkpoints,
             saved=saved,
+            checkpoint_frequency=run.checkpoint_frequency,
             stall_timeout=run.stall_timeout,
             grace_period=run.grace_period,
             stop_on_nonfinite=run.on_nonfinite == "stop",
@@ -212,11 +213,11 @@ class Office:
         self.evaluations.log(self._writers, seconds)
         self._writers.write(update, global_step, seconds, values)
         e = self._job.experiment
-        if update == e.updates_per_checkpoint and not values["charts/episodes"]:
+        if update == e.updates_per_epoch and not values["charts/episodes"]:
             self._display.say(
-                f"warning: no episode has ended in the {e.num_steps * update} steps before the first checkpoint. "
-                "Environments start afresh at each, so longer ones never end and no return is known; raise "
-                "--checkpoint-frequency, or set --max-episode-steps"
+                f"warning: no episode has ended in the {e.num_steps * update} steps of the first epoch of "
+                "environments. They start afresh after each, so longer ones never end and no return is known; raise "
+                "--env-epoch, or set --max-episode-steps"
             )
 
     def after_update(self, display: Display) -> Callable[[int, int, PyTree], None] | None:

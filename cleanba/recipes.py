@@ -223,7 +223,7 @@ def read_recipe(run_dir: Path) -> tuple[Recipe, Experiment]:
 
 
 def suit(e: Experiment, asked: str | None, spec: EnvSpec) -> Experiment:
-    """The experiment with what is left to its environment filled in: checkpoints, and a collector if none was `asked`.
+    """The experiment with what is left to its environment filled in: epochs, and a collector if none was `asked`.
 
     Raises:
         UsageError: the collector that was asked for does not fit.
@@ -236,19 +236,19 @@ def suit(e: Experiment, asked: str | None, spec: EnvSpec) -> Experiment:
         e = replace(e, collector="stepped")
     elif spec.on_device and asked is None:
         e = replace(e, collector="scanned")
-    if e.checkpoint_frequency is not None:
+    if e.env_epoch is not None:
         return e
-    # Environments start afresh at a checkpoint: an episode that is longer than what lies between would never end.
+    # An episode that is longer than an epoch of environments would never end.
     longest = e.max_episode_steps or (27_000 if spec.is_atari else 8_000)
-    frequency = max(e.updates_per_checkpoint, -(-2 * longest // e.num_steps))
+    epoch = max(e.updates_per_epoch, -(-2 * longest // e.num_steps))
     if e.collector == "scanned" and not spec.shows_images and isinstance(e, PolicyGradient):
         # Updates are short.
-        frequency = max(frequency, 4_000_000 // e.transitions_per_update)
-    return replace(e, checkpoint_frequency=frequency)
+        epoch = max(epoch, 4_000_000 // e.transitions_per_update)
+    return replace(e, env_epoch=epoch)
 
 
 # What `config.resolve` and `suit` fill in, from the devices and the environment.
-RESOLVED = ("num_actors", "num_shards", "collector", "checkpoint_frequency")
+RESOLVED = ("num_actors", "num_shards", "collector", "env_epoch")
 
 
 def stand_by(algorithm: str, e: Experiment, run_dir: Path) -> tuple[Experiment, list[str]]:
@@ -289,6 +289,8 @@ def fit(recipe: Recipe, config: Config, processes: int, platform: str = "") -> t
     workers = config.placement.env_workers
     require(workers is None or workers >= 0, f"env_workers={workers} must not be negative; 0 means no processes")
     require(run.log_frequency >= 1, f"log_frequency={run.log_frequency} must be at least 1")
+    f = run.checkpoint_frequency
+    require(f is None or f >= 0, f"checkpoint_frequency={f} must not be negative; 0 means never")
     require(run.keep_checkpoints >= 1, f"keep_checkpoints={run.keep_checkpoints} must be at least 1")
     require(run.profile >= 0, f"profile={run.profile} must not be negative; 0 records nothing")
     require(run.stall_timeout >= 1, f"stall_timeout={run.stall_timeout} must be at least 1 (seconds); inf means never")

@@ -25,7 +25,7 @@ def env_seed(seed: int, env: int, epoch: int, num_envs: int) -> int:
     """
     n = epoch * num_envs + env
     if n >= 2**30:
-        raise UsageError(f"environment {env} of epoch {epoch} is beyond the 2^30 seeds; raise --checkpoint-frequency")
+        raise UsageError(f"environment {env} of epoch {epoch} is beyond the 2^30 seeds; raise --env-epoch")
     left, right = n >> 15, n & 0x7FFF
     for key in np.random.SeedSequence((seed, 0xE9)).generate_state(6, np.uint32).tolist():
         mixed = ((right ^ key) * 0x9E3779B1 + (key >> 7)) & 0xFFFFFFFF

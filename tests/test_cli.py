@@ -107,6 +107,7 @@ def done(tmp_path_factory):
         ("--update-epochs 0", ["update_epochs=0", "--update-epochs"]),
         ("--seed -3", ["seed=-3", "--seed 3"]),
         ("--hiddens 0", ["hiddens=(0,)", "--hiddens"]),
+        ("--env-epoch -1", ["env_epoch=-1"]),
         ("--checkpoint-frequency -1", ["checkpoint_frequency=-1"]),
         ("--max-episode-steps 0", ["max_episode_steps=0"]),
         ("--log-frequency 0", ["log_frequency=0"]),
@@ -257,13 +258,13 @@ def test_a_finished_run_is_left_alone(done, placement):
 
 
 def test_it_is_said_where_no_episode_can_outlive_a_checkpoint(tmp_path):
-    flags = (*TINY, "--num-steps", "4", "--total-timesteps", "160", "--checkpoint-frequency")
+    flags = (*TINY, "--num-steps", "4", "--total-timesteps", "160", "--env-epoch")
     ended = command("ppo", *flags, "2", "--run-dir", tmp_path / "short")  # 8 steps; Catch's episodes have 9
     assert ended.code == 0
-    assert ended.out.count("warning: no episode has ended in the 8 steps before the first checkpoint") == 1
-    assert "--checkpoint-frequency" in ended.out
+    assert ended.out.count("warning: no episode has ended in the 8 steps of the first epoch of environments") == 1
+    assert "--env-epoch" in ended.out
     missing = command("plot", tmp_path / "short", "--out", tmp_path / "curves")
-    assert missing.code == 2 and "larger --checkpoint-frequency" in missing.err
+    assert missing.code == 2 and "larger --env-epoch" in missing.err
     assert "warning" not in command("ppo", *flags, "3", "--run-dir", tmp_path / "long").out
 
 
@@ -325,7 +326,7 @@ FLAGS = """
     --total-timesteps --learning-rate --num-steps --anneal-lr --gamma --gae-lambda --num-minibatches
     --update-epochs --norm-adv --clip-coef --ent-coef --vf-coef --max-grad-norm --channels --hiddens
     --actor-device-ids --learner-device-ids --distributed --concurrency --num-envs --num-actors --num-shards
-    --network --core --collector --dtype --experiment --run-dir --checkpoint-frequency
+    --network --core --collector --dtype --experiment --run-dir --env-epoch --checkpoint-frequency
     --repeat-action-probability --full-action-space --episodic-life --max-episode-steps --reward-clip
     --coordinator-address --num-processes --process-id
 """

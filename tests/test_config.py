@@ -13,7 +13,19 @@ from cleanba.algorithms.impala import IMPALA
 from cleanba.algorithms.impala import check as check_impala
 from cleanba.algorithms.ppo import PPO
 from cleanba.algorithms.ppo import check as check_ppo
-from cleanba.config import Experiment, Partition, Placement, Run, differences, from_json, require, resolve, to_json
+from cleanba.config import (
+    Experiment,
+    Partition,
+    Placement,
+    Run,
+    differences,
+    from_json,
+    read_config,
+    read_experiment,
+    require,
+    resolve,
+    to_json,
+)
 from cleanba.environments.kinds import env_spec
 from cleanba.errors import UsageError, closest_names, nearest
 from cleanba.files import finite, write_json
@@ -247,13 +259,13 @@ def test_the_collector_is_the_faster_one_on_that_kind_of_device():
         (dict(env_id="Catch-v0", num_steps=64, max_episode_steps=50_001, collector="stepped"), 1563),
         (dict(env_id="HalfCheetah-v5", num_envs=16), 500),  # cannot be scanned
         (dict(env_id="Breakout-v5", num_envs=8, num_steps=16), 3375),  # images; two episodes of 27,000 steps
-        (dict(env_id="Catch-v0", num_envs=16, checkpoint_frequency=7), 7),
-        (dict(env_id="Catch-v0", num_envs=16, checkpoint_frequency=0), 0),
+        (dict(env_id="Catch-v0", num_envs=16, env_epoch=7), 7),
+        (dict(env_id="Catch-v0", num_envs=16, env_epoch=0), 0),
     ],
 )
-def test_checkpoints_are_rarer_where_updates_are_short(fields, frequency):
+def test_epochs_are_longer_where_updates_are_short(fields, frequency):
     e = resolve(PPO(**fields), 1, 1, platform="cpu")
-    assert suit(e, fields.get("collector"), env_spec(e)).checkpoint_frequency == frequency
+    assert suit(e, fields.get("collector"), env_spec(e)).env_epoch == frequency
 
 
 @pytest.mark.parametrize(
@@ -264,7 +276,7 @@ def test_no_algorithm_cuts_every_long_episode(name, env_id, steps, frequency):
     e = resolve(
         dataclasses.replace(RECIPES[name].settings(env_id), env_id=env_id, num_steps=steps), 1, 1, platform="cpu"
     )
-    assert suit(e, None, env_spec(e)).checkpoint_frequency == frequency
+    assert suit(e, None, env_spec(e)).env_epoch == frequency
 
 
 def test_nothing_else_is_left_to_be_decided_by_the_placement():
@@ -284,7 +296,7 @@ OUT_OF_RANGE = [
     *((name, value) for name in ("gamma", "repeat_action_probability") for value in (-0.1, 1.1, NAN)),
     *((name, value) for name in ("ent_coef", "vf_coef") for value in (-0.1, INF, NAN)),
     *(("seed", value) for value in (-1, 2**31)),
-    ("checkpoint_frequency", -1),
+    ("env_epoch", -1),
     ("max_episode_steps", 0),
     *((name, value) for name in ("channels", "hiddens") for value in ((), (16, 0))),
 ]
@@ -299,7 +311,7 @@ def test_numbers_out_of_range_are_refused_by_name(name, value):
 
 @pytest.mark.parametrize(
     "name, value",
-    [("gamma", 0.0), ("gamma", 1.0), ("ent_coef", 0.0), ("checkpoint_frequency", 0), ("seed", 2**31 - 1), ("seed", 0)],
+    [("gamma", 0.0), ("gamma", 1.0), ("ent_coef", 0.0), ("env_epoch", 0), ("seed", 2**31 - 1), ("seed", 0)],
 )
 def test_numbers_at_the_edge_of_their_range_are_accepted(name, value):
     assert getattr(resolve(PPO(**{name: value}), 1, 1), name) == value
@@ -463,3 +475,13 @@ def test_only_what_was_typed_can_contradict_it(tmp_path):
     ):
         assert stand_by("ppo", typed, tmp_path) == (typed, words)
     assert "algorithm: ppo, now impala" in stand_by("impala", IMPALA(env_id="Catch-v0", num_envs=24), tmp_path)[1]
+
+
+def test_what_once_said_both_is_read_as_both(tmp_path):
+    """config.json of a run from before epochs of environments and checkpoints were told apart."""
+    e, run = to_json(PPO(env_epoch=7)), to_json(Run())
+    e["checkpoint_frequency"] = e.pop("env_epoch")
+    del run["checkpoint_frequency"]
+    write_json(tmp_path / "config.json", {"experiment": {"algorithm": "ppo", **e}, "run": run})
+    assert differences(read_experiment(tmp_path), {"algorithm": "ppo", **to_json(PPO(env_epoch=7))}) == []
+    assert from_json(Run, read_config(tmp_path)["run"]) == Run(checkpoint_frequency=7)

@@ -257,7 +257,7 @@ def test_normalisation_and_a_correction_of_lag_are_the_defaults_for_real_valued_
 
 # EnvPool's numbers of eight bytes; episodes end, and are cut off, within a few steps.
 REAL = dict(env_id="InvertedDoublePendulum-v5", max_episode_steps=9, num_envs=6, num_actors=6, num_shards=3)
-REAL |= dict(num_steps=8, hiddens=(8,), num_minibatches=2, total_timesteps=6 * 48, checkpoint_frequency=2)
+REAL |= dict(num_steps=8, hiddens=(8,), num_minibatches=2, total_timesteps=6 * 48, env_epoch=2)
 REAL |= dict(norm_obs=True, norm_reward=True, collector="stepped")
 PLACEMENTS = {"two": ((0, 1), (2,)), "three": ((1,), (0, 1, 2))}
 
@@ -287,7 +287,7 @@ def test_other_statistics_end_in_other_bits():
 
 
 WORDS = "--env-id InvertedDoublePendulum-v5 --num-envs 4 --num-actors 2 --num-shards 2 --num-steps 16 --hiddens 8"
-WORDS += " --num-minibatches 2 --update-epochs 1 --total-timesteps 640 --log-frequency 1 --checkpoint-frequency 3"
+WORDS += " --num-minibatches 2 --update-epochs 1 --total-timesteps 640 --log-frequency 1 --env-epoch 3"
 
 
 @pytest.fixture(scope="module")
@@ -368,7 +368,7 @@ def test_actors_see_with_the_statistics_of_their_version():
     # Without concurrency nothing has moved when the first minibatch is learnt from but the statistics themselves.
     scripts = Scripts((Play((1.0,) * 5),))
     words = dict(num_envs=2, num_actors=1, num_shards=1, num_steps=8, hiddens=(4,), num_minibatches=1, update_epochs=1)
-    words |= dict(total_timesteps=10 * 16, concurrency=False, checkpoint_frequency=0, learning_rate=1e-9)
+    words |= dict(total_timesteps=10 * 16, concurrency=False, env_epoch=0, learning_rate=1e-9)
     deviation = {}
     for norm_obs in (False, True):
         e = ppo.PPO(**words, norm_obs=norm_obs)

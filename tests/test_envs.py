@@ -83,7 +83,7 @@ def test_seeds_look_random():
 
 def test_seeds_that_have_run_out_are_refused():
     assert env_seed(1, 1, 2**29 - 1, 2) >= 0
-    with pytest.raises(UsageError, match="environment 0 of epoch 536870912.*--checkpoint-frequency"):
+    with pytest.raises(UsageError, match="environment 0 of epoch 536870912.*--env-epoch"):
         env_seed(1, 0, 2**29, 2)
 
 

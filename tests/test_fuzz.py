@@ -18,7 +18,7 @@ REALS = st.one_of(NUMBERS, st.floats(allow_nan=True, width=32).map(str))
 DEVICES = st.lists(st.integers(-1, 9).map(str), max_size=4)
 WORDS = {
     **dict.fromkeys(["num-envs", "num-actors", "num-shards", "num-steps", "num-minibatches", "seed"], NUMBERS),
-    **dict.fromkeys(["lstm-size", "checkpoint-frequency", "keep-checkpoints", "log-frequency"], NUMBERS),
+    **dict.fromkeys(["lstm-size", "env-epoch", "checkpoint-frequency", "keep-checkpoints", "log-frequency"], NUMBERS),
     **dict.fromkeys(["learning-rate", "gamma", "ent-coef", "vf-coef", "max-grad-norm"], REALS),
     **dict.fromkeys(["grace-period", "stall-timeout"], REALS),
     "env-id": st.sampled_from(["Catch-v0", "CartPole-v1", "Pendulum-v1", "FrozenLake-v1", "catch-v0", "Nope-v1", ""]),

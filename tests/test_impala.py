@@ -477,7 +477,7 @@ def test_every_collected_rollout_is_learnt_from_once_and_in_order(concurrency):
     updates, steps = 7, 5
     e = impala.IMPALA(
         env_id="Scripted-v0", num_envs=4, num_actors=2, num_shards=1, num_steps=steps, hiddens=(8,), num_minibatches=2,
-        total_timesteps=updates * steps * 4 + 3, checkpoint_frequency=0, collector="stepped", concurrency=concurrency,
+        total_timesteps=updates * steps * 4 + 3, env_epoch=0, collector="stepped", concurrency=concurrency,
     )  # fmt: skip
     envs = Scripts([Play((1.0,) * 1000)])
     record = finished(e, spec=spec(), make_envs=envs, wrap=with_steps_seen, recipe=impala)
@@ -526,7 +526,7 @@ PLACEMENTS = {  # actor devices, learner devices
 def digest_on(placement: str, concurrency: bool, seed: int = 1) -> str:
     e = impala.IMPALA(
         env_id="Catch-v0", seed=seed, num_envs=16, num_actors=4, num_shards=4, num_steps=12, num_minibatches=2,
-        hiddens=(16,), core="lstm", lstm_size=8, total_timesteps=6 * 16 * 12, checkpoint_frequency=4,
+        hiddens=(16,), core="lstm", lstm_size=8, total_timesteps=6 * 16 * 12, env_epoch=4,
         collector="stepped", concurrency=concurrency,
     )  # fmt: skip
     return str(digests(e, *PLACEMENTS[placement], recipe=impala))

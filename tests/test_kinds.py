@@ -153,7 +153,7 @@ def test_environments_in_jax_are_compiled_once_and_both_collectors_record_the_sa
 def experiment(env_id: str, **fields) -> ppo.PPO:
     return ppo.PPO(
         env_id=env_id, num_envs=8, num_actors=4, num_shards=2, num_steps=8, hiddens=(8,), num_minibatches=2,
-        update_epochs=1, total_timesteps=8 * 8 * 4, checkpoint_frequency=2, **fields,
+        update_epochs=1, total_timesteps=8 * 8 * 4, env_epoch=2, **fields,
     )  # fmt: skip
 
 
@@ -168,7 +168,7 @@ def test_placements_train_the_same_bits(env_id, collector):
 @pytest.mark.parametrize("env_id", [IN_PYTHON, IN_JAX])
 def test_a_killed_run_goes_on_to_the_same_bits(env_id, tmp_path):
     flags = ("--env-id", env_id, "--num-envs", 4, "--num-steps", 8, "--hiddens", 8, "--num-minibatches", 2)
-    flags += ("--total-timesteps", 256, "--checkpoint-frequency", 3, "--num-actors", 2, "--num-shards", 1)
+    flags += ("--total-timesteps", 256, "--env-epoch", 3, "--num-actors", 2, "--num-shards", 1)
     killed = python(
         ROOT / "tests/killed.py", "collect", 11, "ppo", *flags, "--run-dir", tmp_path / "a", PYTHONPATH=PATH
     )

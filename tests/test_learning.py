@@ -17,7 +17,7 @@ FLAGS = {
     ("impala", "CartPole-v1"): "--total-timesteps 800000 --num-envs 64 --learning-rate 3e-3 --num-minibatches 2"
     " --ent-coef 0.001 --vf-coef 0.005 --max-grad-norm 1e6",
 }
-COMMON = "--hiddens 64 64 --collector scanned --checkpoint-frequency 0"
+COMMON = "--hiddens 64 64 --collector scanned --env-epoch 0"
 GOAL = {"Catch-v0": 0.95, "CartPole-v1": 475.0}
 CPU_SECONDS = {"ppo": 60, "impala": 120}
 

@@ -38,7 +38,7 @@ FIELDS = dict(
     num_shards=6,
     num_steps=8,
     total_timesteps=960,
-    checkpoint_frequency=3,
+    env_epoch=3,
     buffer_size=300,
     batch_size=30,
 )

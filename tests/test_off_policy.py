@@ -400,7 +400,7 @@ def test_as_much_is_drawn_at_once_as_fits_into_memory_and_evenly(envs, steps, ba
 @pytest.mark.parametrize("name", KINDS)
 def test_the_same_bits_on_any_devices(name, monkeypatch):
     """However many gradient steps' random numbers are drawn at once, too."""
-    sizes = dict(num_envs=12, num_actors=6, num_shards=6, batch_size=24, checkpoint_frequency=3, hiddens=(16,))
+    sizes = dict(num_envs=12, num_actors=6, num_shards=6, batch_size=24, env_epoch=3, hiddens=(16,))
     e = KINDS[name][1](**PENDULUM | LEARN | sizes | {"total_timesteps": 216, "train_frequency": 4})
     reference = digests(e, recipe=KINDS[name][0])
     assert len(reference) > 1
@@ -414,7 +414,7 @@ def test_the_same_bits_on_any_devices(name, monkeypatch):
 @pytest.mark.parametrize("name", KINDS)
 def test_killed_it_goes_on_to_the_same_bits(name, tmp_path):
     flags = "--env-id Pendulum-v1 --num-envs 4 --num-actors 2 --num-shards 1 --num-steps 3 --hiddens 8"
-    flags += " --total-timesteps 240 --learning-starts 48 --batch-size 12 --checkpoint-frequency 6 --log-frequency 1"
+    flags += " --total-timesteps 240 --learning-starts 48 --batch-size 12 --env-epoch 6 --log-frequency 1"
     flags += " --train-frequency 4"  # 3 gradient steps: a policy that learns at every second has one behind it
     words = [name, *flags.split()]
     whole, run = tmp_path / "whole", tmp_path / "run"

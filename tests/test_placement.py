@@ -16,7 +16,7 @@ from cleanba.algorithms.ppo import PPO
 from cleanba.runtime.collect import SteppedCollector
 from cleanba.shards import ShardAxis
 
-COMMON = dict(num_actors=4, num_shards=4, num_minibatches=2, hiddens=(16,), checkpoint_frequency=2, collector="stepped")
+COMMON = dict(num_actors=4, num_shards=4, num_minibatches=2, hiddens=(16,), env_epoch=2, collector="stepped")
 EXPERIMENTS = {
     "mlp": dict(COMMON, env_id="Catch-v0", num_envs=48, num_steps=8, update_epochs=2, total_timesteps=4 * 48 * 8),
     "nature": dict(
@@ -130,7 +130,7 @@ def test_several_processes_give_the_same_bits(network, concurrency, placement, r
         {"num_shards": 2},
         {"num_actors": 2},
         {"num_envs": 24, "total_timesteps": 2 * 48 * 8},  # as many updates
-        {"checkpoint_frequency": 0},
+        {"env_epoch": 0},
         {"concurrency": False},
     ],
     ids=lambda change: next(iter(change)),

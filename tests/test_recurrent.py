@@ -28,7 +28,7 @@ B, T, ROLLOUTS = len(LENGTHS), 7, 4
 def experiment(name: str, **changes):
     """A few updates of a small LSTM."""
     values = dict(env_id="Scripted-v0", num_envs=B, num_actors=2, num_shards=1, num_steps=T, hiddens=(8,), lstm_size=8)
-    values |= dict(core="lstm", num_minibatches=1, checkpoint_frequency=0, collector="stepped")
+    values |= dict(core="lstm", num_minibatches=1, env_epoch=0, collector="stepped")
     values |= dict(update_epochs=1) if name == "ppo" else {}
     values |= changes
     updates = values.pop("updates", ROLLOUTS)
@@ -344,7 +344,7 @@ def test_every_placement_ends_in_the_same_bits(name, collector):
         num_minibatches=2,
         updates=4,
         learning_rate=0.01,
-        checkpoint_frequency=3,  # with fresh environments on the way
+        env_epoch=3,  # with fresh environments on the way
     )
     placements = [((0,), (0,)), ((0,), (0, 1)), ((0, 1), (2, 3))]
     one, *others = (digests(e, actors, learners, recipe=RECIPES[name][0]) for actors, learners in placements)

@@ -22,7 +22,7 @@ from cleanba.runtime.learner import Learner
 from cleanba.runtime.train import Schedule
 
 # 40 updates of 64 steps, and a checkpoint after every seventh.
-FLAGS = [*TINY, "--total-timesteps", "2560", "--checkpoint-frequency", "7", "--collector", "stepped"]
+FLAGS = [*TINY, "--total-timesteps", "2560", "--env-epoch", "7", "--collector", "stepped"]
 EPOCHS = FLAGS.index("--update-epochs")  # which IMPALA does not have
 KINDS = {
     "ppo": ["ppo", *FLAGS],
@@ -377,7 +377,7 @@ def pairs(tmp_path_factory):
         for i in ("0", "1"):
             words = ["ppo", *PEER_FLAGS, "--coordinator-address", address, "--num-processes", "2", "--process-id", i]
             words += ["--collector", "stepped", "--run-dir", str(run)]
-            words += ["--checkpoint-frequency", "25"] if name == "warned" else ["--grace-period", "0"]
+            words += ["--env-epoch", "25"] if name == "warned" else ["--grace-period", "0"]
             words += ["--seed", i] if name == "differ" else []
             both.append(python("-c", UNHURRIED, "20" if name == "raises" and i == "1" else "0", *words))
         started[name] = both, run

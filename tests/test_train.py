@@ -42,7 +42,7 @@ def collect(collector: SteppedCollector, rollouts: int) -> list:
 def experiment(**changes) -> PPO:
     """A few updates on scripted environments."""
     values = dict(env_id="Scripted-v0", num_envs=4, num_actors=2, num_shards=1, num_steps=4, hiddens=(8,))
-    values |= dict(num_minibatches=2, update_epochs=1, checkpoint_frequency=0, collector="stepped") | changes
+    values |= dict(num_minibatches=2, update_epochs=1, env_epoch=0, collector="stepped") | changes
     updates = values.pop("updates", 5)
     return PPO(**values, total_timesteps=updates * values["num_envs"] * values["num_steps"])
 
@@ -294,7 +294,7 @@ def test_global_step_counts_executed_steps_only():
 
 def test_environments_start_afresh_after_every_checkpoint_with_other_seeds():
     scripts = Scripts(THREE_STEPS)
-    e = experiment(updates=5, checkpoint_frequency=2, seed=3)
+    e = experiment(updates=5, env_epoch=2, seed=3)
     finished(e, spec=spec(), make_envs=scripts)
 
     # num_envs=4, two actors: rollouts 1 and 2 are epoch 0, 3 and 4 epoch 1, 5 epoch 2
@@ -312,7 +312,7 @@ def test_environments_start_afresh_after_every_checkpoint_with_other_seeds():
 
 def test_one_environment_epoch_without_checkpoints():
     scripts = Scripts(THREE_STEPS)
-    finished(experiment(updates=5, checkpoint_frequency=0), spec=spec(), make_envs=scripts)
+    finished(experiment(updates=5, env_epoch=0), spec=spec(), make_envs=scripts)
     assert [made.epoch for made in scripts.made] == [0, 0]
 
 
@@ -334,7 +334,7 @@ def run_dir(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WANDB_MODE", "offline")
         patch.setenv("WANDB_SILENT", "true")
-        ended = command("ppo", *TINY, "--run-dir", directory, "--checkpoint-frequency", "2", "--track", "--save-model")
+        ended = command("ppo", *TINY, "--run-dir", directory, "--env-epoch", "2", "--track", "--save-model")
     assert ended.code == 0, ended.err
     assert str(directory) in ended.out
     return directory

@@ -32,8 +32,8 @@ class IMPALA(PolicyGradient):
 
     num_steps: int = 20
     """steps per environment and rollout"""
-    checkpoint_frequency: int | None = 3200
-    """updates between checkpoints; the environments start afresh at each (0: never)"""
+    env_epoch: int | None = 3200
+    """updates after which the environments start afresh (0: never)"""
     learning_rate: float = 6e-4
     """optimiser's step size at the start"""
     max_grad_norm: float = 40.0
@@ -57,7 +57,7 @@ CONTINUOUS = IMPALA(
     total_timesteps=1_000_000,
     num_envs=8,
     num_steps=8,
-    checkpoint_frequency=5000,
+    env_epoch=5000,
     learning_rate=2e-3,
     hiddens=(64, 64),
     ent_coef=0.0,
@@ -76,7 +76,7 @@ MINATAR = IMPALA(
     total_timesteps=10_000_000,
     num_envs=64,
     num_steps=16,
-    checkpoint_frequency=4000,
+    env_epoch=4000,
     learning_rate=1e-3,
     hiddens=(128,),
     max_grad_norm=0.5,

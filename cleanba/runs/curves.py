@@ -139,7 +139,7 @@ def load(places: Iterable[Path]) -> list[Curve]:
     require(
         bool(curves),
         f"no run of {', '.join(map(str, places))} has finished an episode yet; train them longer, or with a larger "
-        "--checkpoint-frequency, as episodes do not outlive a checkpoint",
+        "--env-epoch, as no episode outlives an epoch of environments",
     )
     return list(curves.values())
 

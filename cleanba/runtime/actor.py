@@ -35,7 +35,7 @@ class Schedule(NamedTuple):
     first: int  # number of the first rollout to collect: 1, or later after a resume
     last: int
     concurrency: bool
-    checkpoint_frequency: int  # in updates; 0 for never
+    env_epoch: int  # in updates; 0 for never
 
     def policy_version(self, rollout: int) -> int:
         """With concurrency rollout k+1 is collected while update k runs, with the version from before it."""
@@ -46,17 +46,17 @@ class Schedule(NamedTuple):
         return rollout - self.policy_version(rollout)
 
     def epoch(self, rollout: int) -> int:
-        """Environments start afresh at every checkpoint: the number of checkpoints before that rollout."""
-        return (rollout - 1) // self.checkpoint_frequency if self.checkpoint_frequency else 0
+        """How often the environments have started afresh before that rollout, the first time left out."""
+        return (rollout - 1) // self.env_epoch if self.env_epoch else 0
 
     def ends_epoch(self, update: int) -> bool:
         """Whether that update is followed by a checkpoint: at the end of an epoch, and of the run."""
-        f = self.checkpoint_frequency
+        f = self.env_epoch
         return update == self.last or (f > 0 and update % f == 0)
 
     def next_checkpoint(self, update: int) -> int:
         """The first update after `update` that is followed by a checkpoint."""
-        f = self.checkpoint_frequency
+        f = self.env_epoch
         return min(self.last, (update // f + 1) * f) if f else self.last
 
     def starts_epoch(self, rollout: int) -> bool:

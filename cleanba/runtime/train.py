@@ -51,6 +51,8 @@ class Training:
     """where checkpoints go; None to keep none"""
     saved: Saved | None = None
     """the checkpoint to go on from"""
+    checkpoint_frequency: int | None = None
+    """updates between checkpoints, where an epoch ends, too; 0: none but the last; None: at each end"""
     stall_timeout: float = float("inf")
     """seconds without an update after which the run ends"""
     grace_period: float = 0.0
@@ -64,7 +66,7 @@ class Training:
     def schedule(self) -> Schedule:
         e = self.experiment
         first = self.saved.update + 1 if self.saved else 1
-        return Schedule(first, e.num_updates, e.concurrency, e.updates_per_checkpoint)
+        return Schedule(first, e.num_updates, e.concurrency, e.updates_per_epoch)
 
     @property
     def local_actors(self) -> range:
@@ -158,7 +160,9 @@ def learn(
             publish(update, learner.local(params_of(state)))
 
         blocks = book.receive(rollout_channels, update)
-        saving = training.checkpoints is not None and schedule.ends_epoch(update)
+        f = training.checkpoint_frequency
+        due = f is None or update == schedule.last or (f > 0 and update % f == 0)
+        saving = training.checkpoints is not None and schedule.ends_epoch(update) and due
         older_params = jax.device_get(learner.local(params_of(state))) if saving else None
         progress.state = None
         with book.updating():
