@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from cleanba.agents.agent import new_agent
+from cleanba.agents.agent import new_policy
 from cleanba.agents.beside import Evaluations
 from cleanba.agents.hub import push, require_login
 from cleanba.algorithm import Algorithm
@@ -184,7 +184,7 @@ class Office:
             UsageError: flags that cannot be obeyed, another experiment or process in the directory.
         """
         self._job, self._run = job, job.config.run
-        agent = new_agent(job.experiment, job.spec, job.algorithm, job.devices.platform, job.recipe.plays)
+        agent = new_policy(job.experiment, job.spec, job.algorithm, job.devices.platform, job.recipe.plays)
         self.evaluations = Evaluations(job.run_dir, self._run, agent, job.devices)
         if self._run.upload_model:
             require_login()

@@ -19,7 +19,7 @@ from scripted import spec as scripted_spec
 from slowly import Data, finite_difference, slow_gae, slow_vtrace
 from test_ppo import LAYOUT, OBS, B, T, tiny, tiny_rollout
 
-from cleanba.agents.agent import load_agent
+from cleanba.agents.agent import load_policy
 from cleanba.agents.evaluate import play
 from cleanba.algorithms import dqn, impala, ppo
 from cleanba.algorithms.normalisation import LIMIT, Normaliser, make_normaliser
@@ -305,12 +305,12 @@ def test_what_cannot_be_scanned_is_stepped_and_normalised_by_default(run):
 
 
 def test_a_policy_restored_from_disk_acts_as_it_did(run, tmp_path):
-    e, restored = ppo.defaults("continuous"), load_agent(run, "last", "cpu")
+    e, restored = ppo.defaults("continuous"), load_policy(run, "last", "cpu")
     assert e.norm_obs and restored.params.obs[""].counted.tolist() == [0, 640]
     (tmp_path / "alone").mkdir()
     for name in ("config.json", "model.msgpack"):
         shutil.copy(run / name, tmp_path / "alone")
-    model = load_agent(tmp_path / "alone", "last", "cpu")
+    model = load_policy(tmp_path / "alone", "last", "cpu")
     device = jax.devices()[0]
     returns = [[episode.ret for episode in play(agent, 4, 1, device)] for agent in (restored, model)]
     assert returns[0] == returns[1]
@@ -319,7 +319,7 @@ def test_a_policy_restored_from_disk_acts_as_it_did(run, tmp_path):
 
 
 def test_evaluation_leaves_the_statistics_as_they_are(run):
-    agent = load_agent(run, "last", "cpu")
+    agent = load_policy(run, "last", "cpu")
     before = jax.tree.map(np.array, agent.params)
     play(agent, 2, 5, jax.devices()[0])
     assert all(jax.tree.leaves(jax.tree.map(np.array_equal, before, agent.params)))

@@ -17,7 +17,7 @@ from scripted import Play, ScriptedEnvs, mirror, spec
 
 from cleanba.agents import beside, evaluate
 from cleanba.agents import film as films
-from cleanba.agents.agent import Agent, load_agent, read_best
+from cleanba.agents.agent import Policy, load_policy, read_best
 from cleanba.config import Experiment, Placement, Run
 from cleanba.environments.atari_scores import human_normalised, reference, table
 from cleanba.rollout import Episode
@@ -41,10 +41,10 @@ class DrawnEnvs(ScriptedEnvs):
         return np.full((30, 20, 3), 5 * self._step[env], np.uint8)
 
 
-def agent(algorithm=None, inspect=None) -> Agent:
+def agent(algorithm=None, inspect=None) -> Policy:
     algorithm = (algorithm or mirror())._replace(inspect=inspect)
     act = lambda params, carry, obs, first, key, t, explore: algorithm.act(params, carry, obs, first, key, explore)[:2]
-    return Agent(Experiment(), spec(), algorithm, jax.jit(act, static_argnums=6), {}, 3, 100)
+    return Policy(Experiment(), spec(), algorithm, jax.jit(act, static_argnums=6), {}, 3, 100)
 
 
 def play_scripts(scripts, episodes, film=None, algorithm=None, inspect=None, **common):
@@ -206,7 +206,7 @@ def test_a_run_without_checkpoints_is_played_from_its_model(runs, tmp_path):
     from cleanba.runtime.checkpoint import save_model
 
     platform = jax.devices()[0].platform
-    save_model(run_dir / "model.msgpack", load_agent(runs["ff"], "last", platform).params)
+    save_model(run_dir / "model.msgpack", load_policy(runs["ff"], "last", platform).params)
     assert command("eval", run_dir, "--episodes", "20").code == 0
     from_model = read_eval(run_dir)
     assert command("eval", runs["ff"], "--episodes", "20").code == 0
@@ -364,7 +364,7 @@ def test_evaluation_beside_the_training_changes_no_bit_and_keeps_the_best(tmp_pa
 @pytest.fixture
 def evaluations(runs, tmp_path):
     """Of a run whose agent is never played: tests put something in the place of `play`."""
-    watched = load_agent(runs["ff"], "last", "cpu")
+    watched = load_policy(runs["ff"], "last", "cpu")
     made = beside.Evaluations(tmp_path, Run(eval_frequency=2), watched, find_devices(Placement()))
     yield made, watched
     made.close()

@@ -8,7 +8,7 @@ import pytest
 from launch import finished
 from scipy import stats
 
-from cleanba.agents.agent import new_agent
+from cleanba.agents.agent import new_policy
 from cleanba.agents.evaluate import play
 from cleanba.algorithms import dqn, ppo
 from cleanba.algorithms.normalisation import make_normaliser
@@ -220,7 +220,7 @@ def test_training_and_evaluation_do_only_what_is_legal_and_losses_are_finite():
     record = finished(e, spec=spec, make_envs=make_envs)
     assert all(np.isfinite(row["losses/loss"]) for row in record.rows) and pools[0].checked == 192
     algorithm = ppo.make(e, spec, "cpu")
-    agent = new_agent(e, spec, algorithm, "cpu", Play())._replace(params=algorithm.actor_params(record.state))
+    agent = new_policy(e, spec, algorithm, "cpu", Play())._replace(params=algorithm.actor_params(record.state))
     for plays in (Play(), Play(greedy=True), Play(epsilon=1.0)):
         assert len(play(agent, 2, 1, jax.devices()[0], plays=plays, make_envs=make_envs)) == 2
         assert pools[-1].checked > 20

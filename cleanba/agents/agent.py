@@ -1,22 +1,28 @@
-"""A trained agent: its environment, its algorithm and its parameters, loaded from a run."""
+"""A trained agent, loaded from a run: a policy with its parameters, and what plays by it step by step."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
+from numpy.typing import ArrayLike
 
 from cleanba.algorithm import Algorithm
 from cleanba.config import Experiment, require
 from cleanba.environments.kinds import env_spec
 from cleanba.environments.specs import EnvSpec
-from cleanba.errors import Failure
+from cleanba.environments.worker import named
+from cleanba.errors import Failure, UsageError
 from cleanba.files import Json, read_json
 from cleanba.recipes import Play, read_recipe
 from cleanba.rollout import PyTree
 from cleanba.runtime import checkpoint as ckpt
+from cleanba.runtime.collect import first_carry
+from cleanba.runtime.placement import precision
+from cleanba.seeds import evaluation_key
 from cleanba.shards import network_options
+from cleanba.specs import ObsSpec, ObsSpecs, describe
 
 BEST = "best"  # the folder of a run that holds the parameters which played best
 
@@ -38,7 +44,7 @@ class ActOnce(Protocol):
         ...
 
 
-class Agent(NamedTuple):
+class Policy(NamedTuple):
     """A policy with its parameters, and the environment that it was trained for."""
 
     experiment: Experiment
@@ -53,20 +59,176 @@ class Agent(NamedTuple):
     """how it acts where no flag says otherwise"""
 
 
-def new_agent(e: Experiment, spec: EnvSpec, algorithm: Algorithm, platform: str, plays: Play = Play()) -> Agent:  # noqa: B008
-    """An agent that has no parameters yet."""
+def new_policy(e: Experiment, spec: EnvSpec, algorithm: Algorithm, platform: str, plays: Play = Play()) -> Policy:  # noqa: B008
+    """A policy that has no parameters yet."""
 
     def act(
         params: PyTree, carry: PyTree, obs: PyTree, first: jax.Array, key: jax.Array, t: jax.Array, explore: bool
     ) -> tuple[jax.Array, PyTree]:
         return algorithm.act(params, carry, obs, first, jax.random.fold_in(key, t), explore)[:2]
 
-    return Agent(
+    return Policy(
         e, spec, algorithm, jax.jit(act, static_argnums=6, compiler_options=network_options(platform)), plays=plays
     )
 
 
-def load_agent(run_dir: Path, checkpoint: str, platform: str) -> Agent:
+class Agent:
+    """A policy that plays step by step: it keeps what it remembers, and the key that its actions are drawn with.
+
+    It may not be used by two threads at once.
+    """
+
+    def __init__(self, policy: Policy, device: jax.Device, seed: int = 1):
+        """An agent that acts on this device, and whose actions are drawn with this seed."""
+        self._policy = policy
+        self._device = device
+        self._params = jax.device_put(policy.params, device)
+        self.reset(seed)
+
+    @property
+    def policy(self) -> Policy:
+        """The policy by itself, which keeps nothing between two steps."""
+        return self._policy
+
+    @property
+    def spec(self) -> EnvSpec:
+        """What its environment shows (`spec.obs`) and takes (`spec.action`)."""
+        return self._policy.spec
+
+    @property
+    def experiment(self) -> Experiment:
+        """The experiment that trained it."""
+        return self._policy.experiment
+
+    @property
+    def update(self) -> int | None:
+        """The update that made its parameters; None for a model without its run."""
+        return self._policy.update
+
+    @property
+    def global_step(self) -> int | None:
+        """The environment steps that its parameters were trained on; None for a model without its run."""
+        return self._policy.global_step
+
+    @property
+    def params(self) -> PyTree:
+        """The parameters that act: a tree of arrays."""
+        return self._policy.params
+
+    @property
+    def device(self) -> jax.Device:
+        """The device that acts."""
+        return self._device
+
+    def __repr__(self) -> str:
+        after = "" if self.update is None else f", after update {self.update}"
+        return f"<cleanba agent for {self.spec.env_id}{after}: sees {describe(self.spec.obs)}>"
+
+    def reset(self, seed: int | None = None) -> None:
+        """Forget what was seen: the next observations are the first of an episode.
+
+        With a seed, actions are drawn afresh with that; without, the numbers that they are drawn with go on.
+
+        Raises:
+            UsageError: the seed is out of range.
+        """
+        if seed is not None:
+            require(0 <= seed < 2**31, f"seed={seed} must lie in [0, 2^31); try 1")
+            with jax.default_device(self._device):
+                self._key = evaluation_key(seed, 0)
+            self._step = 0
+        self._carry: PyTree = ()
+        self._remembers = 0  # how many environments the carry is of; 0 before the first step
+
+    def act(self, obs: Any, first: ArrayLike | None = None, greedy: bool | None = None) -> np.ndarray:
+        """The next action for one observation, or for a batch of them.
+
+        Args:
+            obs: one observation, or B of them along a new first axis, in the environment's own form: an array, a
+                number, or a dictionary of them.  Its shape says which: `spec.obs` has the shape of one.
+            first: whether this is the first observation of an episode, [] or [B] bool.  None: it is so at the first
+                call, and after `reset`.
+            greedy: the best action that it knows, or one drawn from the policy as in training; None: as its algorithm
+                is evaluated, drawn for PPO and IMPALA and greedy for the others.
+
+        Returns:
+            The action in the environment's own form: [*shape] for one observation, [B, *shape] for a batch, with
+            `spec.action`'s shape and type, and clipped to its bounds.
+
+        Raises:
+            UsageError: the observation does not look like those of the environment; or a recurrent agent is given
+                another number of them than it remembers.
+        """
+        policy = self._policy
+        seen, batch = as_batch(policy.spec, obs)
+        n = 1 if batch is None else batch
+        begins = self._remembers == 0
+        if first is None:
+            flags = np.full(n, begins)
+        else:
+            flags = np.asarray(first)
+            fits = flags.shape == (n,) or (flags.ndim == 0 and n == 1)
+            require(fits, f"first has the shape {flags.shape}, but there are {n} observations; give one bool for each")
+            flags = flags.astype(bool).reshape(n)
+        with jax.default_device(self._device), jax.default_matmul_precision(precision(policy.experiment.dtype)):
+            if n != self._remembers:
+                known = begins or not jax.tree.leaves(self._carry) or bool(flags.all())
+                require(
+                    known,
+                    f"the agent remembers the past of {self._remembers} environments and was given {n} observations; "
+                    "call reset() before their number changes",
+                )
+                self._carry, self._remembers = first_carry(policy.algorithm, n, self._device), n
+            explore = not (policy.plays.greedy if greedy is None else greedy)
+            chosen, self._carry = policy.act(
+                self._params, self._carry, seen, flags, self._key, np.int32(self._step), explore
+            )
+        self._step = (self._step + 1) % 2**31
+        action = np.asarray(policy.spec.action.for_environment(np.asarray(chosen)))
+        return action[0] if batch is None else action
+
+
+def as_batch(spec: EnvSpec, obs: object) -> tuple[PyTree, int | None]:
+    """Observations as the policy takes them, [B, ...], and B; None where there was one, without a batch axis.
+
+    Raises:
+        UsageError: they do not look like `spec.obs`.
+    """
+    sizes: set[int | None] = set()
+    wanted = f"{spec.env_id} shows {describe(spec.obs)}"
+
+    def fit(part: ObsSpecs, x: object, name: str) -> PyTree:
+        what = f"observation[{name!r}]" if name else "the observation"
+        if isinstance(part, Mapping):
+            if not isinstance(x, Mapping) or not set(part) <= set(x):
+                given = f"the parts {', '.join(map(str, x))}" if isinstance(x, Mapping) else f"a {type(x).__name__}"
+                raise UsageError(f"{what} must have the parts {', '.join(part)}, but is {given}; {wanted}")
+            return {key: fit(below, x[key], f"{name}.{key}" if name else key) for key, below in part.items()}
+        assert isinstance(part, ObsSpec)
+        try:
+            array = np.asarray(x)
+            single = array.shape == part.shape
+            require(
+                single or (array.ndim == len(part.shape) + 1 and array.shape[1:] == part.shape and len(array) > 0),
+                f"{what} has the shape {array.shape}, but one has {part.shape}, and a batch one more axis before; "
+                f"{wanted}",
+            )
+            kinds = "biuf" if np.issubdtype(part.dtype, np.floating) else "biu"
+            require(array.dtype.kind in kinds, f"{what} is of type {array.dtype}, which is not {part.dtype}; {wanted}")
+        except ValueError as error:
+            if isinstance(error, UsageError):
+                raise
+            raise UsageError(f"{what} is no array ({error}); {wanted}") from None
+        sizes.add(None if single else len(array))
+        array = array.astype(part.dtype)
+        return array[None] if single else array
+
+    batch = fit(spec.obs, named(obs), "")
+    require(len(sizes) == 1, f"some parts of the observation are batches of another size than others; {wanted}")
+    return batch, sizes.pop()
+
+
+def load_policy(run_dir: Path, checkpoint: str, platform: str) -> Policy:
     """Network, environment and parameters, as the run's config.json and checkpoints have them.
 
     Raises:
@@ -79,8 +241,8 @@ def load_agent(run_dir: Path, checkpoint: str, platform: str) -> Agent:
     like_state = jax.eval_shape(algorithm.init, jax.random.key(0))
     like_params = jax.eval_shape(algorithm.actor_params, like_state)
     params, update, global_step = read_params(run_dir, checkpoint, algorithm.actor_params, like_state, like_params)
-    agent = new_agent(e, spec, algorithm, platform, recipe.plays)
-    return agent._replace(params=params, update=update, global_step=global_step)
+    policy = new_policy(e, spec, algorithm, platform, recipe.plays)
+    return policy._replace(params=params, update=update, global_step=global_step)
 
 
 def read_params(

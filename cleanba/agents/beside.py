@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import jax
 
-from cleanba.agents.agent import BEST, Agent, read_best
+from cleanba.agents.agent import BEST, Policy, read_best
 from cleanba.agents.evaluate import play, record, summary
 from cleanba.config import Run, require
 from cleanba.environments.kinds import Envs, open_envs, threads_per_actor
@@ -55,7 +55,7 @@ class Evaluations:
     kill cuts short is played again when the run goes on, from a later checkpoint too.
     """
 
-    def __init__(self, run_dir: Path, run: Run, agent: Agent, devices: Devices):
+    def __init__(self, run_dir: Path, run: Run, agent: Policy, devices: Devices):
         """Raises `UsageError` for flags that cannot be obeyed."""
         require(run.eval_frequency >= 0, f"eval_frequency={run.eval_frequency} must not be negative; 0 means never")
         require(run.eval_episodes >= 1, f"eval_episodes={run.eval_episodes} must be at least 1; set --eval-episodes")

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import tyro
 
-from cleanba.agents.agent import Agent, load_agent
+from cleanba.agents.agent import Policy, load_policy
 from cleanba.agents.film import Film
 from cleanba.agents.hub import download
 from cleanba.config import Placement, require
@@ -51,7 +51,7 @@ class Eval:
 
 
 def play(
-    agent: Agent,
+    agent: Policy,
     episodes: int,
     seed: int,
     device: jax.Device,
@@ -117,7 +117,7 @@ def play(
 
 
 def record(
-    run_dir: Path, agent: Agent, seed: int, episodes: int, device: jax.Device, plays: Play | None = None
+    run_dir: Path, agent: Policy, seed: int, episodes: int, device: jax.Device, plays: Play | None = None
 ) -> tuple[list[Episode], Path]:
     """As `play`, with a film of the first episode of the first environment in the run's videos/."""
     name = f"update-{agent.update}" if agent.update is not None else "model"
@@ -165,7 +165,7 @@ def eval_command(argv: Sequence[str]) -> Exit:
     recipe, e = read_recipe(run_dir)
     prepare_process(e)
     devices = find_devices(Placement())
-    agent = load_agent(run_dir, options.checkpoint, devices.platform)
+    agent = load_policy(run_dir, options.checkpoint, devices.platform)
     epsilon = agent.plays.epsilon if options.epsilon is None else options.epsilon
     plays = Play(options.greedy or agent.plays.greedy, epsilon)
     film = None

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from cleanba.agents.agent import Agent
+from cleanba.agents.agent import Policy
 from cleanba.environments.boards import draw_board
 from cleanba.environments.specs import ActionSpec
 from cleanba.errors import Failure
@@ -42,7 +42,7 @@ class Film:
     and the score so far.  The last frame shows the end of the episode.  The file is there whole or not at all.
     """
 
-    def __init__(self, path: Path, agent: Agent):
+    def __init__(self, path: Path, agent: Policy):
         self.path = path
         self.frames = 0
         self._agent = agent

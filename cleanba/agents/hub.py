@@ -13,7 +13,7 @@ from typing import Annotated, NamedTuple, TypeVar
 
 import tyro
 
-from cleanba.agents.agent import load_agent
+from cleanba.agents.agent import load_policy
 from cleanba.config import Placement, read_experiment, require
 from cleanba.errors import Exit, Failure, UsageError
 from cleanba.files import METRICS, Json, read_json
@@ -168,7 +168,7 @@ def write_model(path: Path, run_dir: Path) -> Model:
         shutil.copyfile(kept, path)
         return Model(result["update"], result["global_step"], result["params_digest"])
 
-    agent = load_agent(run_dir, "last", find_devices(Placement()).platform)
+    agent = load_policy(run_dir, "last", find_devices(Placement()).platform)
     save_model(path, agent.params)
     return Model(agent.update, agent.global_step, params_digest(agent.params))
 

@@ -89,7 +89,12 @@ def set_precision(dtype: str) -> None:
     JAX would round their inputs to 10 bits on GPUs that multiply such numbers faster (TensorFloat-32).  Comes before
     anything is compiled.
     """
-    jax.config.update("jax_default_matmul_precision", "tensorfloat32" if dtype == "tensorfloat32" else "highest")
+    jax.config.update("jax_default_matmul_precision", precision(dtype))
+
+
+def precision(dtype: str) -> str:
+    """JAX's name for how products are taken in an experiment of that `dtype`."""
+    return "tensorfloat32" if dtype == "tensorfloat32" else "highest"
 
 
 def initialise(p: Placement) -> None:
