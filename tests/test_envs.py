@@ -1,5 +1,6 @@
 """Seeds, what EnvPool is relied on for, and what users are told who ask for what there is not."""
 
+import os
 from itertools import pairwise
 
 import jax
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from launch import finish, python
+from launch import ROOT, finish, python
 
 from cleanba.config import Experiment
 from cleanba.environments.envpool import Envs, env_spec, kind, known
@@ -42,6 +43,50 @@ def test_looking_environments_up_loads_the_code_of_none_and_all_can_still_be_mad
     assert ended.code == 0, ended.err
     plain = finish(python("-c", "import envpool; print(*sorted(envpool.list_all_envs()), sep=',')"))
     assert plain.out.strip() == ",".join(sorted(known()))
+
+
+# A release of EnvPool in which one family's list needs what the family holds.
+RELEASE = {
+    "__init__.py": "import envpool.entry\nfrom envpool.registration import list_all_envs",
+    "entry.py": "import envpool.needy.registration\nimport envpool.plain.registration",
+    "registration.py": "names = {}\ndef list_all_envs():\n    return list(names)",
+    "plain/__init__.py": "print('plain is loaded')",
+    "plain/registration.py": "from envpool.registration import names\nnames['Plain-v0'] = 1",
+    "needy/__init__.py": "TASKS = ['Needy-v0']",
+    "needy/registration.py": "from . import TASKS as all\nfrom envpool.registration import names\nnames |= {all[0]: 1}",
+}
+LISTED = "from cleanba.environments import envpool; print(sorted(envpool._known()))"
+
+
+@pytest.mark.parametrize(
+    ("changed", "loaded"),
+    [
+        ({}, False),
+        # A placeholder is no attribute of EnvPool's: here the light import fails, and the plain one does not.
+        (
+            {
+                "needy/__init__.py": "import envpool.plain\nTASKS = envpool.plain.TASKS",
+                "plain/__init__.py": "print('plain is loaded')\nTASKS = ['Needy-v0']",
+            },
+            True,
+        ),
+    ],
+)
+def test_a_list_that_needs_its_family_is_read_all_the_same(tmp_path, changed, loaded):
+    for name, text in (RELEASE | changed).items():
+        (tmp_path / "envpool" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "envpool" / name).write_text(text)
+    ended = finish(python("-c", LISTED, PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}"))
+    assert "['Needy-v0', 'Plain-v0']" in ended.out, ended.err
+    assert ("plain is loaded" in ended.out) == loaded
+
+
+def test_an_envpool_that_cannot_be_imported_is_one_sentence(tmp_path):
+    (tmp_path / "envpool").mkdir()
+    (tmp_path / "envpool/__init__.py").write_text("import absent_module")
+    ended = finish(python("-m", "cleanba", "envs", PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}"))
+    assert ended.code == 1 and "Traceback" not in ended.err
+    assert "EnvPool cannot be imported (No module named 'absent_module')" in ended.err
 
 
 # --------------------------------------------------------------------------------------------- seeds and keys

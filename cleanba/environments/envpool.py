@@ -5,7 +5,9 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from importlib import import_module
+from importlib.machinery import ExtensionFileLoader, ModuleSpec
+from importlib.util import find_spec, spec_from_file_location
 from pathlib import Path
 from threading import Lock
 from types import ModuleType
@@ -19,7 +21,7 @@ from cleanba.config import Experiment, require
 from cleanba.environments.gymnasium import steps_per_second
 from cleanba.environments.spaces import action_spec, narrowed, obs_spec
 from cleanba.environments.specs import Compilable, EnvSpec, Step, choice, parse_options, train_reward
-from cleanba.errors import UsageError, closest_names, said
+from cleanba.errors import Failure, UsageError, closest_names, raised, said
 from cleanba.rollout import Array, PyTree
 
 
@@ -70,9 +72,22 @@ def _envpool() -> ModuleType:
     """EnvPool, without Gymnasium's remarks on the precision of bounds, which a user can do nothing about."""
     gymnasium.logger.min_level = gymnasium.logger.ERROR
     opengl()
-    with _LOADING, _families_unloaded():
-        import envpool
-    return envpool
+    with _LOADING:
+        if "envpool" in sys.modules:
+            return import_module("envpool")
+        try:
+            with _families_unloaded():
+                return import_module("envpool")
+        except Exception:  # a release whose lists need what the families hold: slower to start, but whole
+            _forget_envpool()
+        try:
+            return import_module("envpool")
+        except Exception as error:
+            _forget_envpool()
+            raise Failure(
+                f"EnvPool cannot be imported ({raised(error)}); install it anew with "
+                "`pip install --force-reinstall envpool`"
+            ) from error
 
 
 _LOADING = Lock()
@@ -80,26 +95,59 @@ _LOADING = Lock()
 
 @contextmanager
 def _families_unloaded() -> Iterator[None]:
-    """Have EnvPool, where it is first imported here, list its environments, but load no code of any.
+    """Have EnvPool, where it is first imported here, list its environments, but load the code of none.
 
     It imports every family's `registration`, and with it the family itself: Matplotlib and the emulators of hundreds of
-    games, seconds of each start.  Meanwhile an empty module stands for each family; the first environment that is made
+    games, seconds of each start.  Meanwhile a placeholder stands for each family; the first environment that is made
     of one imports it, as EnvPool looks it up by its name.
     """
-    found = find_spec("envpool") if "envpool" not in sys.modules else None
-    empty = {}
+    found = find_spec("envpool")
+    placeholders = {}
     for root in map(Path, (found and found.submodule_search_locations) or ()):
         for path in (*root.glob("*/registration.py"), *root.glob("*/*/registration.py")):
             name = ".".join(("envpool", *path.parent.relative_to(root).parts))
             spec = spec_from_file_location(name, path.with_name("__init__.py"))
             if spec is not None:
-                empty[name] = module_from_spec(spec)
-    sys.modules.update(empty)
+                placeholders[name] = _Placeholder(spec)
+    sys.modules.update(placeholders)
     try:
         yield
     finally:
-        for name, module in empty.items():
-            if sys.modules.get(name) is module:
+        for name, module in placeholders.items():
+            if not module.loaded and sys.modules.get(name) is module:
+                del sys.modules[name]
+
+
+class _Placeholder(ModuleType):
+    """A family of EnvPool that is loaded when something in it is asked for.
+
+    Most lists name environments only.  A few read them from the family: those of MJLab, since EnvPool 1.2.7.
+    """
+
+    loaded = False
+
+    def __init__(self, spec: ModuleSpec):
+        super().__init__(spec.name)
+        self.__spec__, self.__file__ = spec, spec.origin
+        self.__path__ = list(spec.submodule_search_locations or ())
+        self.__package__ = spec.name
+        self.__loader__ = spec.loader
+
+    def __getattr__(self, name: str) -> Any:
+        loader = self.__dict__["__loader__"]
+        if self.loaded or name.startswith("__") or loader is None:
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        self.loaded = True
+        loader.exec_module(self)
+        return getattr(self, name)
+
+
+def _forget_envpool() -> None:
+    """Let the next import of EnvPool begin anew.  Extensions stay: they cannot be loaded twice."""
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] == "envpool":
+            loader = getattr(getattr(module, "__spec__", None), "loader", None)
+            if not isinstance(loader, ExtensionFileLoader):
                 del sys.modules[name]
 
 
