@@ -3,16 +3,19 @@
 import json
 import os
 import signal
+import threading
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from launch import TINY, command, finish, python, read_result, read_rows
 from rich.console import Console
 
 from cleanba.errors import Failure
+from cleanba.runs.directory import lock
 from cleanba.sweeps.slurm import job_states
-from cleanba.sweeps.sweep import Board, Job, Planned, expand_sets, share_devices
+from cleanba.sweeps.sweep import Board, Job, Planned, expand_sets, share_devices, start
 
 SHORT = [w for flag, w in zip(TINY[::2], TINY[1::2], strict=True) if flag != "--env-id" for w in (flag, w)]
 ENVS = ("--env-ids", "Catch-v0", "CartPole-v1")
@@ -119,6 +122,55 @@ def test_the_live_table_shows_every_run_that_there_is_room_for(tmp_path):
     assert "running" in row and "3/7" in row and "1,234" in row
 
 
+def test_without_a_terminal_each_run_says_once_a_minute_how_far_it_is(tmp_path, capsys, monkeypatch):
+    jobs = [Job(Planned(f"run{i}", "Catch-v0", "ppo", i, (), 100), tmp_path / f"run{i}", tmp_path) for i in range(2)]
+    jobs[0].state = "running"
+    (tmp_path / "run0").mkdir()
+    row = lambda update, seconds: {"update": update, "seconds": seconds, "losses/entropy": 1.0}
+    filling = [{"update": 5, "seconds": 0.1}]  # of a replay buffer, which is much faster
+    rows = [row(1, 30.0), *filling, row(10, 40.0), row(20, 60.0) | {"charts/episodic_return": 0.25}]
+    (tmp_path / "run0" / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    clock = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    board = Board(tmp_path, jobs, 1)
+    for clock[0] in range(125):  # type: ignore[misc]
+        board.refresh()
+    # Ten updates took 20 s, and 80 are left.
+    assert capsys.readouterr().out == "run0: update 20/100, return 0.25, ETA 0:02:40\n" * 2
+
+
+PACT = """if True:
+    import os, subprocess, sys, time
+    from cleanba.sweeps import child
+    if sys.argv[1] == "parent":
+        subprocess.Popen([sys.executable, "-c", sys.argv[2], "child", str(os.getpid()), *sys.argv[3:]])
+        time.sleep(600)
+    if "portable" in sys.argv:  # as where there is no prctl
+        child.ctypes = type("none", (), {"CDLL": lambda *_, **__: object()})
+    child.end_with(int(sys.argv[2]))
+    print("begun", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("how", ["linux", "portable"])
+def test_what_a_killed_sweep_started_ends_too(how):
+    sweep = python("-c", PACT, "parent", PACT, how)
+    assert sweep.stdout is not None and sweep.stdout.readline() == "begun\n"
+    (child,) = children(sweep.pid)
+    sweep.kill()
+    sweep.wait()
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{child}").exists():
+        assert time.monotonic() < deadline, "it lives on"
+        time.sleep(0.02)
+
+
+def test_what_was_started_by_a_sweep_that_is_gone_already_ends_at_once():
+    ended = finish(python("-m", "cleanba.sweeps.child", "1", "envs"), 60)
+    assert ended.code == -signal.SIGKILL and ended.out == ""
+
+
 def test_jobs_whose_state_slurm_does_not_tell_are_not_taken_for_gone(tmp_path, monkeypatch):
     """Else a controller that is busy for a minute would have everything submitted twice."""
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -139,6 +191,38 @@ def children(parent: int) -> set[int]:
         if int(ppid) == parent and state != "Z":
             found.add(int(stat.parent.name))
     return found
+
+
+def trains(pid: int, folder: Path) -> bool:
+    """Whether a process holds the lock of a run in a folder."""
+    try:
+        held = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()]
+    except OSError:
+        return False
+    return any(name.startswith(str(folder)) and name.endswith(".lock") for name in held)
+
+
+def test_a_run_that_another_process_trains_is_waited_for(tmp_path, monkeypatch):
+    """Else it would be refused, with 2, and left undone."""
+    monkeypatch.setattr("cleanba.sweeps.sweep.POLL_SECONDS", 0.02)
+    monkeypatch.setattr("cleanba.sweeps.sweep.LOOK_SECONDS", 0.02)
+    words = ["sweep", "--env-ids", "Catch-v0", "--num-seeds", "1", "--dir", tmp_path, "--", "ppo", *SHORT]
+    run = tmp_path / "Catch-v0__ppo__s1"
+    run.mkdir()
+    held = lock(run)
+
+    other = threading.Timer(0.5, held.close)  # from when the sweep has looked
+
+    def start_both(*args) -> None:
+        start(*args)
+        if other.ident is None:
+            other.start()
+
+    with mock.patch("cleanba.sweeps.sweep.start", start_both):
+        ended = command(*words)
+    other.join()
+    assert ended.code == 0, ended
+    assert "another process is training it" in ended.out and "1 of 1 runs finished" in ended.out
 
 
 @pytest.mark.slow
@@ -167,6 +251,19 @@ def test_a_sweep_is_interrupted_continued_and_reports_its_failure(tmp_path):
     assert not [pid for pid in started if Path(f"/proc/{pid}").exists()], "a run outlived its sweep"
     cut = [d for d in folder.values() if (d / "result.json").exists() and read_result(d)["status"] == "interrupted"]
     assert cut
+
+    killed = python("-m", "cleanba", *words)
+    while not (started := [pid for pid in children(killed.pid) if trains(pid, tmp_path)]):
+        assert killed.poll() is None and time.monotonic() < deadline, finish(killed, 5)
+        time.sleep(0.02)
+    for pid in started:
+        os.kill(pid, signal.SIGSTOP)  # it cannot end by itself meanwhile
+    killed.kill()
+    finish(killed)
+    gone = time.monotonic() + 20
+    while any(Path(f"/proc/{pid}").exists() for pid in started):
+        assert time.monotonic() < gone, "a run outlived its sweep, which was killed"
+        time.sleep(0.02)
 
     ended = finish(python("-m", "cleanba", *words), 300)
     assert ended.code == 1, ended

@@ -12,6 +12,7 @@ from pathlib import Path
 from cleanba.files import METRICS, Json, write_whole
 
 TAIL = 1 << 16  # bytes at the end of `METRICS` that surely hold a whole row
+TIMED_ROWS = 20  # by which the time that is left is estimated
 
 Row = Json
 
@@ -40,19 +41,45 @@ def read(run_dir: Path) -> Iterator[tuple[int, Row | None]]:
     return parse((run_dir / METRICS).read_bytes())
 
 
-def newest(run_dir: Path) -> Row:
-    """The newest value of every metric in the last rows, read from the end of the file; empty where there is none."""
+def tail(run_dir: Path) -> list[Row]:
+    """The last rows, read from the end of the file; none where there is no file yet."""
     try:
         with (run_dir / METRICS).open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))
             lines = file.read()
     except FileNotFoundError:
-        return {}
+        return []
+    return [row for _, row in parse(lines) if row is not None]
+
+
+def together(rows: list[Row]) -> Row:
+    """The newest value of every metric in these rows; empty where there is none."""
     values: Row = {}
-    for _, row in parse(lines):
-        if row is not None:
-            values |= {**row, "update": max(values.get("update", 0), row["update"])}
+    for row in rows:
+        values |= {**row, "update": max(values.get("update", 0), row["update"])}
     return values
+
+
+def newest(run_dir: Path) -> Row:
+    """The newest value of every metric in the last rows of a run."""
+    return together(tail(run_dir))
+
+
+def seconds_left(rows: list[Row], updates: int) -> float | None:
+    """Seconds until a run of so many updates ends, at the speed of its last rows; None where they do not tell.
+
+    Only updates that learn count, as those that fill a replay buffer are much faster, and not the first one, in whose
+    time programs are compiled.
+    """
+    timed = [
+        (row["update"], row["seconds"])
+        for row in rows
+        if row["update"] > 1 and "seconds" in row and any(name.startswith("losses/") for name in row)
+    ][-TIMED_ROWS:]
+    if len(timed) < 2 or timed[-1][0] <= timed[0][0]:
+        return None
+    (first, began), (last, now) = timed[0], timed[-1]
+    return max(0.0, now - began) / (last - first) * max(0, updates - last)
 
 
 def rewind(run_dir: Path, update: int) -> list[Row]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields, replace
 from hashlib import sha256
 from io import StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import tyro
 
@@ -24,7 +24,9 @@ from cleanba.environments.kinds import env_spec
 from cleanba.errors import Exit, Failure, UsageError, closest_names
 from cleanba.recipes import RECIPES, Config, Recipe, fit, parse, stand_by, suit
 from cleanba.runs.directory import lock
-from cleanba.runs.log import is_finished, newest, read_result
+from cleanba.runs.listing import is_locked
+from cleanba.runs.log import is_finished, read_result, seconds_left, tail, together
+from cleanba.runtime.metrics import duration
 from cleanba.runtime.supervision import handle_signals
 from cleanba.sweeps.manifest import Planned, read_manifest, write_manifest
 from cleanba.sweeps.slurm import job_states, submit
@@ -45,6 +47,8 @@ examples:
 """
 GRACE_SECONDS = 60.0  # for runs that were told to end, and may be writing a checkpoint
 POLL_SECONDS = 0.2
+LOOK_SECONDS = 1.0  # between looks at the live table, and at runs that other processes train
+LINE_SECONDS = 60.0  # between lines about each run, where there is no terminal
 GIVEN_BY_SWEEP = ("env_id", "seed", "run_dir", "experiment")
 WRONG_USE = 2  # the exit code of a run whose flags are refused: trying again would not help
 
@@ -232,6 +236,9 @@ def check(recipe: Recipe, words: list[str], run_dir: Path, whole: bool) -> Exper
 # ---------------------------------------------------------------- running it here
 
 
+ELSEWHERE = "running elsewhere"  # the state of a run that another process trains
+
+
 @dataclass
 class Job:
     """A run, and how far it has come."""
@@ -289,15 +296,18 @@ def share_devices(gpus: Sequence[str], per_run: int, workers: int | None) -> lis
 
 
 def start(job: Job, worker: int, environment: dict[str, str]) -> None:
-    """Have a worker take a run up."""
+    """Have a worker take a run up.  One that another process trains already is only waited for."""
     job.log.parent.mkdir(parents=True, exist_ok=True)
     job.worker, job.state, job.started = worker, "running", time.monotonic()
+    if is_locked(job.run_dir):
+        job.state = ELSEWHERE
+        return
     job.attempts += 1
     with open(job.log, "a") as log:
         log.write(f"$ {shlex.join(['cleanba', *job.run.words])}\n")
         log.flush()
         job.process = subprocess.Popen(
-            [sys.executable, "-m", "cleanba", *job.run.words],
+            [sys.executable, "-m", "cleanba.sweeps.child", str(os.getpid()), *job.run.words],
             env={**os.environ, **environment},
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -340,6 +350,7 @@ def run_here(recipe: Recipe, runs: Sequence[Planned], folder: Path, argv: Sequen
     skipped = sum(job.state == "finished" for job in jobs)
     free = list(range(len(environments)))
     waiting = [job for job in jobs if job.state == "waiting"]
+    next_look = 0.0
     heard: list[int] = []  # the signals that asked this process to end
     signals = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as under nohup
@@ -352,12 +363,19 @@ def run_here(recipe: Recipe, runs: Sequence[Planned], folder: Path, argv: Sequen
                 while waiting and free:
                     job = waiting.pop(0)
                     start(job, worker := free.pop(0), environments[worker])
-                    board.say(f"{job.run.name}: {'started' if job.attempts == 1 else 'started again'}")
+                    board.say(f"{job.run.name}: {begun(job)}")
                 for job in jobs:
                     if job.process is not None and (code := job.process.poll()) is not None:
                         assert job.worker is not None
                         free.append(job.worker)
                         settle(job, code, flags.retries, waiting, board)
+                if time.monotonic() >= next_look:
+                    next_look = time.monotonic() + LOOK_SECONDS
+                    for job in jobs:
+                        if job.state == ELSEWHERE and not is_locked(job.run_dir):
+                            assert job.worker is not None
+                            free.append(job.worker)
+                            take_back(job, waiting, board)
                 board.refresh()
                 time.sleep(POLL_SECONDS)
         finally:
@@ -365,6 +383,24 @@ def run_here(recipe: Recipe, runs: Sequence[Planned], folder: Path, argv: Sequen
             board.refresh()
     held.close()
     return report(folder, jobs, heard)
+
+
+def begun(job: Job) -> str:
+    """How a worker has taken a run up, in words."""
+    if job.state == ELSEWHERE:
+        return "another process is training it; waiting for that to end"
+    return "started" if job.attempts == 1 else "started again"
+
+
+def take_back(job: Job, waiting: list[Job], board: "Board") -> None:
+    """The process elsewhere that trained a run has ended: the run is finished, or is gone on with here."""
+    job.worker = None
+    if is_finished(job.run_dir):
+        job.state = "finished"
+        board.say(f"{job.run.name}: finished by another process")
+    else:
+        job.state = "waiting"
+        waiting.insert(0, job)
 
 
 def settle(job: Job, code: int, retries: int, waiting: list[Job], board: "Board") -> None:
@@ -412,24 +448,45 @@ def last_words(log: Path) -> str:
 
 # ---------------------------------------------------------------- showing it
 
-STYLES = {"running": "cyan", "failed": "bold red", "finished": "green", "interrupted": "yellow"}
+STYLES = {"running": "cyan", ELSEWHERE: "cyan", "failed": "bold red", "finished": "green", "interrupted": "yellow"}
 
 
-def progress(run_dir: Path, updates: int) -> tuple[str, str, str]:
-    """How far a run is, its speed, and its mean return, as the logs say."""
-    row = read_result(run_dir) or newest(run_dir)
+class Figures(NamedTuple):
+    """How far a run is, as words for a table; empty where nothing is known."""
+
+    update: str
+    """as 30/300"""
+    speed: str
+    """environment steps per second"""
+    mean_return: str
+    eta: str
+    """hours, minutes and seconds that it still takes; empty for a run that has ended"""
+
+    def in_words(self) -> str:
+        """As one line."""
+        words = [f"update {self.update}"] + [f"{self.speed} steps/s"] * bool(self.speed)
+        words += [f"return {self.mean_return}"] * bool(self.mean_return) + [f"ETA {self.eta}"] * bool(self.eta)
+        return ", ".join(words)
+
+
+def progress(run_dir: Path, updates: int) -> Figures:
+    """How far a run of so many updates is, as its logs say."""
+    result, rows = read_result(run_dir), tail(run_dir)
+    row = result or together(rows)
     number = lambda *names: next((row[n] for n in names if row.get(n) is not None), None)
     update, sps = number("update"), number("sps", "charts/SPS_recent", "charts/SPS")
     value = number("episodic_return", "charts/episodic_return")
-    return (
+    left = None if result else seconds_left(rows, updates)
+    return Figures(
         f"{update or 0}/{updates}",
         "" if sps is None else f"{sps:,.0f}",
         "" if value is None else f"{value:.4g}",
+        "" if left is None else duration(left),
     )
 
 
 class Board:
-    """A live table of all runs in a terminal, a line for every change elsewhere."""
+    """A live table of all runs in a terminal; elsewhere a line for every change, and one a minute for each run."""
 
     def __init__(self, folder: Path, jobs: Sequence[Job], workers: int):
         from rich.console import Console
@@ -438,7 +495,7 @@ class Board:
         self._folder, self._jobs, self._workers = folder, jobs, workers
         self._console = Console(file=sys.stdout)
         self._live = Live(console=self._console, auto_refresh=False) if self._console.is_terminal else None
-        self._next = 0.0
+        self._next = time.monotonic() + (0.0 if self._live is not None else LINE_SECONDS)
 
     def __enter__(self) -> "Board":
         if self._live is not None:
@@ -455,22 +512,29 @@ class Board:
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def refresh(self) -> None:
-        """Show how things stand, once a second."""
-        if self._live is not None and time.monotonic() >= self._next:
-            self._next = time.monotonic() + 1.0
+        """Show how things stand, if it is time to."""
+        if time.monotonic() < self._next:
+            return
+        if self._live is not None:
+            self._next = time.monotonic() + LOOK_SECONDS
             self._live.update(self._table(), refresh=True)
+        else:
+            self._next = time.monotonic() + LINE_SECONDS
+            for job in self._jobs:
+                if job.state in ("running", ELSEWHERE):
+                    self.say(f"{job.run.name}: {progress(job.run_dir, job.run.updates).in_words()}")
 
     def _table(self) -> "Table":
         from rich.table import Table
 
-        order = ("running", "interrupted", "failed", "waiting", "finished")
+        order = ("running", ELSEWHERE, "interrupted", "failed", "waiting", "finished")
         jobs = sorted(self._jobs, key=lambda job: order.index(job.state))
         room = max(3, self._console.height - 6)
         counts = ", ".join(f"{n} {s}" for s in order if (n := sum(job.state == s for job in jobs)))
         title = f"{self._folder}: {counts}; {self._workers} at a time"
-        table = Table("run", "state", "update", "steps/s", "return", "tries", title=title, title_justify="left")
+        table = Table("run", "state", "update", "steps/s", "return", "ETA", "tries", title=title, title_justify="left")
         for job in jobs[:room]:
-            figures = ("", "", "") if job.state == "waiting" else progress(job.run_dir, job.run.updates)
+            figures = ("", "", "", "") if job.state == "waiting" else progress(job.run_dir, job.run.updates)
             table.add_row(job.run.name, job.state, *figures, str(job.attempts or ""), style=STYLES.get(job.state))
         if len(jobs) > room:
             table.caption = f"and {len(jobs) - room} more"
@@ -490,7 +554,7 @@ def status_command(argv: Sequence[str]) -> Exit:
     except Failure as why:
         print(f"cleanba: warning: {why}", file=sys.stderr)
         states = {}
-    table = Table("run", "state", "update", "steps/s", "return", *(("job", "Slurm") if states else ()))
+    table = Table("run", "state", "update", "steps/s", "return", "ETA", *(("job", "Slurm") if states else ()))
     for name, run in runs.items():
         run_dir = folder / name
         state = read_result(run_dir).get("status") or ("begun" if (run_dir / "config.json").exists() else "not begun")
