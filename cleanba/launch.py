@@ -18,7 +18,7 @@ from cleanba.agents.beside import Evaluations
 from cleanba.agents.hub import push, require_login
 from cleanba.algorithm import Algorithm
 from cleanba.config import Experiment, Partition, Placement, Run, from_json, read_config, require, require_same, to_json
-from cleanba.environments.kinds import env_spec, warnings
+from cleanba.environments.kinds import check_workers, env_spec, warnings
 from cleanba.environments.specs import EnvSpec
 from cleanba.errors import Exit, Failure, Interrupted, UsageError
 from cleanba.files import Json, read_json, write_json
@@ -33,7 +33,7 @@ from cleanba.runs.directory import (
 )
 from cleanba.runs.log import rewind
 from cleanba.runtime.checkpoint import Checkpoints, Saved, save_model, updates_kept
-from cleanba.runtime.compiled import prepare_process
+from cleanba.runtime.compiled import prepared
 from cleanba.runtime.memory import require_room
 from cleanba.runtime.metrics import Display, Status, Writers, duration
 from cleanba.runtime.peers import Peers
@@ -45,18 +45,13 @@ from cleanba.runtime.placement import (
     processes_here,
 )
 from cleanba.runtime.profile import Profile
+from cleanba.runtime.supervision import leave_process
 from cleanba.runtime.train import Outcome, Training, make_training, run_training
 
 
 def train_command(recipe: Recipe, argv: Sequence[str], default: Config | None = None) -> Exit:
-    """`cleanba ppo …`: parse, refuse what does not fit, train."""
-    config = parse(recipe, argv, default)
-    prepare_process(config.experiment)
-    initialise(config.placement)
-    if not config.placement.distributed:
-        return train(recipe, config)
-    with Peers() as peers:
-        return train(recipe, config, peers)
+    """`cleanba ppo …`: parse, train, say how it ended."""
+    return exit_of(launch(recipe, parse(recipe, argv, default)))
 
 
 def resume_command(argv: Sequence[str]) -> Exit:
@@ -77,42 +72,88 @@ def resume_command(argv: Sequence[str]) -> Exit:
     return train_command(recipe, argv[1:], default)
 
 
-def train(recipe: Recipe, config: Config, peers: Peers | None = None) -> Exit:
-    """Everything between flags and exit code.  Raises `UsageError` before anything is compiled."""
+class Ended(NamedTuple):
+    """How a training ended."""
+
+    run_dir: Path
+    error: BaseException | None = None
+    stuck: bool = False
+    """a thread still sits inside a long computation"""
+    said: bool = False
+    """the error is on the console already"""
+    shared: bool = True
+    """the upload that was asked for, if any, has succeeded"""
+    remedy: str = ""
+    """how an unfinished run goes on"""
+
+
+def launch(recipe: Recipe, config: Config, shown: bool = True, give_up: Callable[[int], None] = leave_process) -> Ended:
+    """The one way from flags to a run, of the command and of Python.
+
+    Progress is on the console, or in the notebook, if it is to be `shown`.  `give_up` is given the signal when Ctrl-C
+    is pressed a second time.
+
+    Raises:
+        UsageError: flags that cannot be obeyed.  Nothing was compiled.
+    """
+    with prepared(config.experiment):
+        initialise(config.placement)
+        if not config.placement.distributed:
+            return train(recipe, config, None, shown, give_up)
+        with Peers() as peers:
+            return train(recipe, config, peers, shown, give_up)
+
+
+def train(recipe: Recipe, config: Config, peers: Peers | None, shown: bool, give_up: Callable[[int], None]) -> Ended:
+    """`launch`, once JAX knows all processes."""
     job = prepare(recipe, config)
-    office = claim(job)
-    if isinstance(office, Exit):
-        return office
-    checkpoints, saved = open_checkpoints(job)
-    status = Status(f"{recipe.name} on {job.experiment.env_id}, seed {job.experiment.seed}", *job.size)
-    display = Display(status, enabled=job.devices.is_main)
-    run = config.run
+    check_workers(job.spec, config.placement.env_workers)
     try:
-        if office is not None:
-            office.begin(saved, display)
-        announce(job, saved, display)
-        training = replace(
-            job.training,
-            checkpoints=checkpoints,
-            saved=saved,
-            checkpoint_frequency=run.checkpoint_frequency,
-            stall_timeout=run.stall_timeout,
-            grace_period=run.grace_period,
-            stop_on_nonfinite=run.on_nonfinite == "stop",
-            after_update=office.after_update(display) if office else None,
-        )
-        log = office.log if office else lambda update, global_step, seconds, values: None
-        outcome = run_training(training, display, status, log, peers)
-        if office is not None and outcome.error is None:
-            office.finish(outcome, status, display)
+        office = claim(job, shown)
+    except Finished as done:
+        if shown and job.devices.is_main:
+            print(f"cleanba: {done}")
+        return Ended(job.run_dir)
+    except RefusedElsewhere as why:
+        return Ended(job.run_dir, why, said=True)
+    try:
+        checkpoints, saved = open_checkpoints(job)
+        status = Status(f"{recipe.name} on {job.experiment.env_id}, seed {job.experiment.seed}", *job.size)
+        display = Display(status, enabled=job.devices.is_main and shown)
+        run = config.run
+        try:
+            if office is not None:
+                office.begin(saved, display)
+            announce(job, saved, display)
+            training = replace(
+                job.training,
+                checkpoints=checkpoints,
+                saved=saved,
+                checkpoint_frequency=run.checkpoint_frequency,
+                stall_timeout=run.stall_timeout,
+                grace_period=run.grace_period,
+                stop_on_nonfinite=run.on_nonfinite == "stop",
+                after_update=office.after_update(display) if office else None,
+            )
+            log = office.log if office else lambda update, global_step, seconds, values: None
+            outcome = run_training(training, display, status, log, peers, give_up)
+            if office is not None and outcome.error is None:
+                office.finish(outcome, status, display)
+        finally:
+            display.close()
+            if office is not None:
+                office.close_logs()
+            checkpoints.close()
+        error = office.write_result(outcome) if office is not None else outcome.error
+        said = error is not None and peers is not None and error is peers.error
+        remedy = how_to_go_on(job.run_dir, outcome.result) if error is not None else ""
+        if remedy and shown and office is not None:
+            print(remedy)
     finally:
-        display.close()
         if office is not None:
-            office.close_logs()
-        checkpoints.close()
-    error = office.write_result(outcome) if office is not None else outcome.error
-    known = error is not None and peers is not None and error is peers.error  # said already
-    return exit_of(error, outcome.stuck, said=known) if error else Exit(office.share() if office else 0, outcome.stuck)
+            office.unlock()
+    shared = office.share() if office is not None and error is None else True
+    return Ended(job.run_dir, error, outcome.stuck, said, shared, remedy)
 
 
 class Job(NamedTuple):
@@ -176,20 +217,24 @@ def prepare(recipe: Recipe, config: Config) -> Job:
 class Office:
     """What only the main process does beside the training: the lock, the logs, evaluations, the last files."""
 
-    def __init__(self, job: Job):
+    def __init__(self, job: Job, shown: bool):
         """Take the run's directory.
 
         Raises:
             Finished: the same experiment has finished there.
             UsageError: flags that cannot be obeyed, another experiment or process in the directory.
         """
-        self._job, self._run = job, job.config.run
+        self._job, self._run, self._shown = job, job.config.run, shown
         agent = new_policy(job.experiment, job.spec, job.algorithm, job.devices.platform, job.recipe.plays)
         self.evaluations = Evaluations(job.run_dir, self._run, agent, job.devices)
         if self._run.upload_model:
             require_login()
         self._lock = lock(job.run_dir)
-        self._opened = open_run(job.run_dir, job.recipe.name, job.experiment, job.config.placement, self._run)
+        try:
+            self._opened = open_run(job.run_dir, job.recipe.name, job.experiment, job.config.placement, self._run)
+        except BaseException:
+            self.unlock()
+            raise
         self._writers: Writers | None = None
         self._film: Path | None = None
         self._display: Display | None = None
@@ -252,7 +297,7 @@ class Office:
             self._writers.close()
 
     def write_result(self, outcome: Outcome) -> BaseException | None:
-        """Leave the last files, say how the run ended, let go of its directory.  Returns what it failed with."""
+        """Leave the last files, and say how the run ended.  Returns what it failed with."""
         run_dir, result, error = self._job.run_dir, outcome.result, outcome.error
         if (self._run.save_model or self._run.upload_model) and result["status"] == "finished":
             save_model(run_dir / "model.msgpack", self._job.algorithm.actor_params(outcome.state))
@@ -260,51 +305,55 @@ class Office:
             write_json(run_dir / "result.json", result)
         except OSError as why:
             error = error or Failure(f"{run_dir}/result.json cannot be written: {why.strerror}")
-        print(closing_words(run_dir, result, self._film))
-        if error is not None:
-            saved_update = max(updates_kept(run_dir), default=0)
-            repeated = result["update"] - saved_update
-            print(
-                f"`cleanba resume {run_dir}` goes on after update {saved_update}"
-                + (f" and repeats {counted(repeated, 'update')}" if repeated else "")
-            )
-        self._lock.close()
+        if self._shown:
+            print(closing_words(run_dir, result, self._film))
         return error
 
-    def share(self) -> int:
-        """Upload the finished run, which lies safely on disk, if the flags say so.  Returns the exit code."""
+    def unlock(self) -> None:
+        """Let go of the run's directory.  May be called twice."""
+        self._lock.close()
+
+    def share(self) -> bool:
+        """Upload the finished run, which lies safely on disk, if the flags say so.  Returns whether all went well."""
         if not self._run.upload_model:
-            return 0
+            return True
         try:
-            print(f"uploaded: {push(self._job.run_dir, self._run.hf_entity)}")
+            address = push(self._job.run_dir, self._run.hf_entity)
         except (UsageError, Failure) as why:
             print(f"cleanba: warning: {why}", file=sys.stderr)
-            return 1
-        return 0
+            return False
+        if self._shown:
+            print(f"uploaded: {address}")
+        return True
 
 
-def claim(job: Job) -> Office | Exit | None:
+class RefusedElsewhere(UsageError):
+    """Another process of this run refuses it, and says why."""
+
+
+def claim(job: Job, shown: bool) -> Office | None:
     """The main process takes the run's directory; the others hear whether it could.  All processes must call this.
 
-    Returns how to leave, where there is nothing to do or another process refuses.
-
     Raises:
-        UsageError: this process refuses.
+        Finished: there is nothing to do.
+        UsageError: this process, or another one, refuses.
     """
     office: Office | None = None
     refusal: Exception | None = None
     if job.devices.is_main:
         try:
-            office = Office(job)
+            office = Office(job, shown)
         except (UsageError, Finished) as why:
             refusal = why
     said = 0 if refusal is None else 1 if isinstance(refusal, Finished) else 2
     refused = int(gather_over_processes(np.array([said])).max())
-    if isinstance(refusal, Finished):
-        print(f"cleanba: {refusal}")
-    elif refusal is not None:
+    if refusal is not None:
         raise refusal
-    return Exit(0 if refused == 1 else 2) if refused else office
+    if refused == 1:
+        raise Finished(f"{job.run_dir} is finished; nothing to do")
+    if refused:
+        raise RefusedElsewhere("process 0 refuses this run, and says why")
+    return office
 
 
 def counted(number: int | None, what: str) -> str:
@@ -380,13 +429,24 @@ def closing_words(run_dir: Path, result: Json, film: Path | None) -> str:
     )
 
 
-def exit_of(error: BaseException, stuck: bool, said: bool) -> Exit:
-    """The exit code that an error has, which is told unless it was `said` already."""
+def how_to_go_on(run_dir: Path, result: Json) -> str:
+    """What an unfinished run goes on after."""
+    saved_update = max(updates_kept(run_dir), default=0)
+    repeated = result["update"] - saved_update
+    again = f" and repeats {counted(repeated, 'update')}" if repeated else ""
+    return f"`cleanba resume {run_dir}` goes on after update {saved_update}{again}"
+
+
+def exit_of(ended: Ended) -> Exit:
+    """The exit code of a training, whose error is told unless it is known already."""
+    error = ended.error
+    if error is None:
+        return Exit(0 if ended.shared else 1, ended.stuck)
     if isinstance(error, Interrupted | Failure | UsageError):
-        if not said:
+        if not ended.said:
             print(f"cleanba: {error}", file=sys.stderr)
         code = 128 + error.signum if isinstance(error, Interrupted) else 2 if isinstance(error, UsageError) else 1
-        return Exit(code, stuck)
+        return Exit(code, ended.stuck)
     traceback.print_exception(error)
     print(f"cleanba: the run failed: {type(error).__name__}: {error}", file=sys.stderr)
-    return Exit(1, stuck)
+    return Exit(1, ended.stuck)

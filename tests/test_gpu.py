@@ -18,6 +18,7 @@ from cleanba.errors import UsageError
 from cleanba.networks import layers
 from cleanba.networks.layers import max_pool
 from cleanba.recipes import RECIPES
+from cleanba.runtime import placement
 from cleanba.runtime.placement import (
     DETERMINISTIC_XLA_FLAGS,
     MESH_AXIS,
@@ -139,6 +140,7 @@ def test_a_sort_and_a_scatter_are_seen():
 
 
 def test_flags_of_the_user_win_over_those_for_determinism(monkeypatch):
+    monkeypatch.setattr(placement.xla_bridge, "backends_are_initialized", lambda: False)
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=true")
     monkeypatch.setenv("PJRT_NPROC", "3")
     make_deterministic()
@@ -152,8 +154,25 @@ def test_the_number_of_threads_is_fixed_only_where_bits_depend_on_it(kind, threa
     monkeypatch.setenv("XLA_FLAGS", "")
     monkeypatch.setenv("PJRT_NPROC", "1")  # so that it is as it was afterwards
     monkeypatch.delenv("PJRT_NPROC")
+    monkeypatch.setattr(placement.xla_bridge, "backends_are_initialized", lambda: False)
     make_deterministic()
     assert os.environ.get("PJRT_NPROC") == threads
+
+
+@pytest.mark.parametrize(
+    "platform, kind, missing",
+    [("cpu", "direct", ""), ("cpu", "xla", "PJRT_NPROC=8"), ("gpu", "direct", "--xla_gpu_deterministic_ops=true")],
+)
+def test_what_jax_cannot_hear_any_more_is_said_where_it_matters(platform, kind, missing, monkeypatch, capsys):
+    monkeypatch.setattr(layers, "conv_kind", lambda platform: kind)
+    monkeypatch.setattr(placement.xla_bridge, "backends_are_initialized", lambda: True)
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    monkeypatch.setenv("XLA_FLAGS", "")
+    monkeypatch.delenv("PJRT_NPROC", raising=False)
+    make_deterministic()
+    assert os.environ["XLA_FLAGS"] == "" and "PJRT_NPROC" not in os.environ
+    said = capsys.readouterr().err
+    assert (missing in said and "cannot be set any more" in said) if missing else said == ""
 
 
 @pytest.mark.parametrize("asked, devices, threads", [("8", 1, "8"), ("8", 16, "16"), ("2", 2, "2"), (None, 4, None)])

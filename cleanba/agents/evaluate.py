@@ -10,21 +10,20 @@ import jax
 import numpy as np
 import tyro
 
-from cleanba.agents.agent import Policy, load_policy
+from cleanba.agents.agent import Agent, Policy
 from cleanba.agents.film import Film
-from cleanba.agents.hub import download
-from cleanba.config import Placement, require
+from cleanba.agents.load import load, locate
+from cleanba.config import read_experiment, require
 from cleanba.environments.atari_scores import human_normalised, reference
 from cleanba.environments.kinds import Envs, open_envs, threads_per_actor
 from cleanba.errors import Exit, Failure
 from cleanba.files import Json, write_json
 from cleanba.networks.sight import legal_actions
-from cleanba.recipes import Play, read_recipe
+from cleanba.recipes import Play
 from cleanba.rollout import Episode, EpisodeTracker, heed
 from cleanba.runtime.collect import first_carry
-from cleanba.runtime.compiled import prepare_process
 from cleanba.runtime.digests import params_digest
-from cleanba.runtime.placement import find_devices
+from cleanba.runtime.placement import precision
 from cleanba.seeds import eval_seed, evaluation_key
 
 MAX_ENVS = 16  # more would mostly wait for those with the longest episodes
@@ -51,7 +50,7 @@ class Eval:
 
 
 def play(
-    agent: Policy,
+    policy: Policy,
     episodes: int,
     seed: int,
     device: jax.Device,
@@ -68,33 +67,33 @@ def play(
     that is, would count too many short ones.  It acts as `plays` says, or else as its algorithm is evaluated.  `epoch`
     distinguishes evaluations with the same seed; `check` is called at every step and may raise to end the evaluation.
     """
-    greedy, epsilon = plays or agent.plays
+    greedy, epsilon = plays or policy.plays
     require(
-        epsilon == 0 or agent.spec.action.kind == "choice",
-        f"epsilon={epsilon} needs actions to choose from, which {agent.spec.env_id} has not; leave --epsilon out",
+        epsilon == 0 or policy.spec.action.kind == "choice",
+        f"epsilon={epsilon} needs actions to choose from, which {policy.spec.env_id} has not; leave --epsilon out",
     )
     chance = np.random.default_rng((seed, epoch))
     n = min(episodes, MAX_ENVS)
     quota = [episodes // n + (i < episodes % n) for i in range(n)]
     seeds = [eval_seed(seed, i, epoch, n) for i in range(n)]
-    opened = lambda seeds: open_envs(agent.spec, seeds, threads_per_actor(1), render=film is not None)
+    opened = lambda seeds: open_envs(policy.spec, seeds, threads_per_actor(1), render=film is not None)
     with jax.default_device(device):  # the first one may be busy learning
-        key, params = jax.device_put((evaluation_key(seed, epoch), agent.params), device)
+        key, params = jax.device_put((evaluation_key(seed, epoch), policy.params), device)
         envs = (make_envs or opened)(seeds)
     try:
-        carry = first_carry(agent.algorithm, n, device)
+        carry = first_carry(policy.algorithm, n, device)
         obs, done, first = envs.reset(), np.zeros(n, bool), np.ones(n, bool)
         played: list[list[Episode]] = [[] for _ in range(n)]
         tracker = EpisodeTracker(n)
         t = 0
         while any(len(mine) < most for mine, most in zip(played, quota, strict=True)):
             check()
-            chosen, next_carry = agent.act(params, carry, obs, first, key, np.int32(t), not greedy)
+            chosen, next_carry = policy.act(params, carry, obs, first, key, np.int32(t), not greedy)
             action = np.asarray(chosen)
             if epsilon > 0:
-                legal = legal_actions(agent.spec.obs, obs)
+                legal = legal_actions(policy.spec.obs, obs)
                 if legal is None:
-                    anything = chance.integers(0, agent.spec.num_actions, n, np.int32)
+                    anything = chance.integers(0, policy.spec.num_actions, n, np.int32)
                 else:  # one of those that are
                     legal = legal.reshape(n, -1)
                     anything = np.where(legal, chance.random(legal.shape), 0).argmax(-1).astype(np.int32)
@@ -117,17 +116,106 @@ def play(
 
 
 def record(
-    run_dir: Path, agent: Policy, seed: int, episodes: int, device: jax.Device, plays: Play | None = None
+    run_dir: Path, policy: Policy, seed: int, episodes: int, device: jax.Device, plays: Play | None = None
 ) -> tuple[list[Episode], Path]:
     """As `play`, with a film of the first episode of the first environment in the run's videos/."""
-    name = f"update-{agent.update}" if agent.update is not None else "model"
-    greedy, epsilon = plays or agent.plays
-    name += f"-seed-{seed}" + "-greedy" * greedy + (f"-epsilon-{epsilon:g}" if epsilon else "")
-    film = Film(run_dir / "videos" / f"{name}.mp4", agent)
+    path = film_path(run_dir, policy, seed, plays or policy.plays)
+    return film_to(path, policy, seed, episodes, device, plays), path
+
+
+def film_path(run_dir: Path, policy: Policy, seed: int, plays: Play) -> Path:
+    """Where in a run the film of a policy lies: other games have another name."""
+    name = f"update-{policy.update}" if policy.update is not None else "model"
+    name += f"-seed-{seed}" + "-greedy" * plays.greedy + (f"-epsilon-{plays.epsilon:g}" if plays.epsilon else "")
+    return run_dir / "videos" / f"{name}.mp4"
+
+
+def film_to(
+    path: Path, policy: Policy, seed: int, episodes: int, device: jax.Device, plays: Play | None = None
+) -> list[Episode]:
+    """As `play`, with a film of the first episode of the first environment in that file."""
+    film = Film(path, policy)
     try:
-        return play(agent, episodes, seed, device, plays=plays, film=film), film.path
+        return play(policy, episodes, seed, device, plays=plays, film=film)
     finally:
         film.close()
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """How an agent played complete episodes."""
+
+    returns: np.ndarray
+    """[N] float64: sum of the rewards that the environment paid in each episode"""
+    lengths: np.ndarray
+    """[N] int64: steps of each episode"""
+    summary: Json
+    """the same in numbers, by the names that eval.json has: mean, std, median, min, max, mean_length, and for Atari
+    human_normalised_score"""
+    film: Path | None = None
+    """the film of the first episode, if one was asked for"""
+
+    @property
+    def mean(self) -> float:
+        """Mean return."""
+        return self.summary["mean"]
+
+    @property
+    def std(self) -> float:
+        """Standard deviation of the returns over the episodes."""
+        return self.summary["std"]
+
+    def __repr__(self) -> str:
+        return f"<evaluation: mean {self.mean:.6g}, std {self.std:.4g} over {len(self.returns)} episodes>"
+
+
+def check_games(episodes: int, seed: int, epsilon: float | None) -> None:
+    """Raise `UsageError` for numbers that no evaluation can have."""
+    require(episodes >= 1, f"episodes={episodes} must be at least 1; set --episodes")
+    require(epsilon is None or 0 <= epsilon <= 1, f"epsilon={epsilon} must lie in [0, 1]; set --epsilon accordingly")
+    require(0 <= seed < 2**31, f"seed={seed} must lie in [0, 2^31); try --seed 1")
+
+
+def evaluate(
+    agent: Agent,
+    episodes: int = 30,
+    *,
+    seed: int = 1,
+    greedy: bool | None = None,
+    epsilon: float | None = None,
+    film: str | Path | None = None,
+) -> Evaluation:
+    """Play complete episodes in environments of their own; what the agent remembers of others stays as it is.
+
+    The same seed plays the same games as `cleanba eval`, and no training run has any of them.
+
+    Args:
+        agent: who plays.
+        episodes: how many complete episodes.
+        seed: seed of environments and actions.
+        greedy: by the best actions that it knows, or by those drawn from its policy; None: as its algorithm is
+            evaluated.
+        epsilon: probability of a uniformly random action in place of its own; None: 0.05 for DQN, else 0.
+        film: an .mp4 file for a film of the first episode.
+
+    Raises:
+        UsageError: a number is out of range, or such an environment cannot be drawn.
+        Failure: the film cannot be written.
+    """
+    check_games(episodes, seed, epsilon)
+    path = None if film is None else Path(film)
+    require(path is None or path.suffix == ".mp4", f"film={str(film)!r} must be an .mp4 file; try film.mp4")
+    policy, device = agent.policy, agent.device
+    plays = Play(
+        policy.plays.greedy if greedy is None else greedy, policy.plays.epsilon if epsilon is None else epsilon
+    )
+    with jax.default_matmul_precision(precision(policy.experiment.dtype)):
+        if path is None:
+            played = play(policy, episodes, seed, device, plays=plays)
+        else:
+            played = film_to(path, policy, seed, episodes, device, plays)
+    r = summary(policy.spec.env_id, policy.spec.is_atari, played)
+    return Evaluation(np.array(r["returns"]), np.array(r["lengths"]), r, path)
 
 
 def summary(env_id: str, is_atari: bool, episodes: Sequence[Episode]) -> Json:
@@ -152,38 +240,25 @@ def summary(env_id: str, is_atari: bool, episodes: Sequence[Episode]) -> Json:
 def eval_command(argv: Sequence[str]) -> Exit:
     """`cleanba eval RUN_DIR …`"""
     options = tyro.cli(Eval, args=argv, prog="cleanba eval")
-    require(options.episodes >= 1, f"episodes={options.episodes} must be at least 1; set --episodes")
-    require(
-        options.epsilon is None or 0 <= options.epsilon <= 1,
-        f"epsilon={options.epsilon} must lie in [0, 1]; set --epsilon accordingly",
-    )
-    require(0 <= options.seed < 2**31, f"seed={options.seed} must lie in [0, 2^31); try --seed 1")
-    run_dir = Path(options.run_dir)
-    if options.run_dir.startswith("hf://"):
-        run_dir = download(options.run_dir)
-
-    recipe, e = read_recipe(run_dir)
-    prepare_process(e)
-    devices = find_devices(Placement())
-    agent = load_policy(run_dir, options.checkpoint, devices.platform)
-    epsilon = agent.plays.epsilon if options.epsilon is None else options.epsilon
-    plays = Play(options.greedy or agent.plays.greedy, epsilon)
-    film = None
-    if options.video:
-        episodes, film = record(run_dir, agent, options.seed, options.episodes, devices.actors[0], plays)
-    else:
-        episodes = play(agent, options.episodes, options.seed, devices.actors[0], plays=plays)
+    check_games(options.episodes, options.seed, options.epsilon)
+    run_dir = locate(options.run_dir)
+    agent = load(run_dir, options.checkpoint)
+    policy = agent.policy
+    epsilon = policy.plays.epsilon if options.epsilon is None else options.epsilon
+    plays = Play(options.greedy or policy.plays.greedy, epsilon)
+    film = film_path(run_dir, policy, options.seed, plays) if options.video else None
+    played = evaluate(agent, options.episodes, seed=options.seed, greedy=plays.greedy, epsilon=epsilon, film=film)
     result = {
-        "env_id": e.env_id,
-        "algorithm": recipe.name,
-        "update": agent.update,
-        "global_step": agent.global_step,
+        "env_id": policy.spec.env_id,
+        "algorithm": read_experiment(run_dir)["algorithm"],
+        "update": policy.update,
+        "global_step": policy.global_step,
         "seed": options.seed,
         "greedy": plays.greedy,
         "epsilon": plays.epsilon,
-        "params_digest": params_digest(agent.params),
+        "params_digest": params_digest(policy.params),
         "video": str(film.relative_to(run_dir)) if film is not None else None,
-        **summary(e.env_id, agent.spec.is_atari, episodes),
+        **played.summary,
     }
     try:
         write_json(run_dir / "eval.json", result)

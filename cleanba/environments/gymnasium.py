@@ -3,14 +3,17 @@
 import mmap
 import multiprocessing
 import os
+import pickle
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
+from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any, NoReturn
 
@@ -62,7 +65,39 @@ def registered_by(package: str) -> list[str]:
 
 def game(spec: EnvSpec) -> Game:
     """How an environment is made, without its prefix: what Gymnasium knows by it."""
-    return Game(spec.env_id.removeprefix(PREFIX), spec.options, spec.wrappers)
+    name = spec.env_id.removeprefix(PREFIX)
+    entry = gymnasium.registry.get(name)
+    own = entry is None or str(entry.entry_point).startswith("gymnasium.")
+    return Game(name, spec.options, spec.wrappers, None if own else entry)
+
+
+LOCAL = "local/"  # the namespace of environments that a program has defined, and no module
+
+
+def register(maker: Callable[..., gymnasium.Env]) -> str:
+    """Have a class, or a function that makes an environment, known in this process.  Returns its id.
+
+    The id takes its name.  What had that id before, such as the class from before a cell was run again, is forgotten.
+    """
+    name = re.sub(r"[^\w.-]+", "", getattr(maker, "__name__", type(maker).__name__))
+    gymnasium.registry.pop(f"{LOCAL}{name}-v0", None)
+    gymnasium.register(f"{LOCAL}{name}-v0", entry_point=maker)
+    kind.cache_clear()
+    return f"{PREFIX}{LOCAL}{name}-v0"
+
+
+def can_be_sent(spec: EnvSpec) -> bool:
+    """Whether a process of its own can make these environments: none can import what a program itself defines."""
+    made = game(spec)
+    modules = [wrapper.partition(":")[0] for wrapper in made.wrappers]
+    entry = None if made.registered is None else made.registered.entry_point
+    if callable(entry):
+        modules.append(getattr(entry, "__module__", ""))
+    try:
+        found = all(not module or find_spec(module) is not None for module in modules)
+        return found and b"__main__" not in pickle.dumps(made) and "__main__" not in modules
+    except Exception:  # one that is no file, or a function without a name
+        return False
 
 
 @cache
@@ -132,6 +167,11 @@ def env_spec(e: Experiment) -> EnvSpec:
 def check_known(env_id: str, name: str) -> None:
     """Raise `UsageError` unless Gymnasium knows that name, after importing the module before its colon."""
     module, colon, rest = name.rpartition(":")
+    if name.startswith(LOCAL) and name not in gymnasium.registry:
+        raise UsageError(
+            f"env_id={env_id!r} was defined by the program that trained on it, and is not known here: go on in Python, "
+            f"after gymnasium.register({name!r}, entry_point=…), or put it into a module of its own for the command"
+        )
     if colon:
         imported(f"env_id={env_id!r}: module {module!r}", "install it, or go where it lies", module)
     try:
@@ -175,7 +215,7 @@ def follows_its_seed(spec: EnvSpec, steps: int = 32) -> bool:
                     obs = seen.obs
         finally:
             envs.close()
-    except (RuntimeError, UsageError):
+    except Exception:  # those stepped in this thread may raise anything
         pass
     return True
 
@@ -216,13 +256,15 @@ class Envs:
     ):
         """With no `workers`, environments are stepped in this thread, one after the other; to be drawn, always.
 
+        So are those that no other process can make.
+
         `patience` is how many seconds a worker is waited for; None for as long as it takes.
         """
         self.num_envs = len(seeds)
         self._spec, self._seeds = spec, seeds
         self._parts: list[Here | Worker] = []
         made, layout = game(spec), layout_of(spec, self.num_envs)
-        count = 0 if render else min(workers, self.num_envs)
+        count = 0 if render or not can_be_sent(spec) else min(workers, self.num_envs)
         if count == 0:
             self._arrays, _ = carve(layout)
             more = {"render_mode": "rgb_array"} if render else {}

@@ -114,11 +114,30 @@ def threads_per_actor(local_actors: int) -> int:
     return max(1, usable_cores() // local_actors)
 
 
+def check_workers(spec: EnvSpec, workers: int | None) -> None:
+    """Raise `UsageError` where so many processes are asked for and none can make such an environment."""
+    require(
+        not workers or module_of(spec.env_id) is not gymnasium or gymnasium.can_be_sent(spec),
+        f"env_workers={workers}: {spec.env_id} {UNSENDABLE}; leave env_workers out, or put it into a module",
+    )
+
+
+UNSENDABLE = "is defined in the program that runs, where no other process can import it"
+
+
 def warnings(spec: EnvSpec) -> list[str]:
     """What is wrong with an environment that can be played nevertheless."""
-    if module_of(spec.env_id) is gymnasium and not gymnasium.follows_its_seed(spec):
-        return [
+    if module_of(spec.env_id) is not gymnasium:
+        return []
+    found = []
+    if not gymnasium.can_be_sent(spec):
+        found.append(
+            f"{spec.env_id} {UNSENDABLE}, so its actors' threads step it, on one core together; in a module of its own "
+            "it has processes"
+        )
+    if not gymnasium.follows_its_seed(spec):
+        found.append(
             f"{spec.env_id} does not follow its seed: two of them, reset with the same one, delivered different "
             "numbers for the same actions; nothing trained on it will come out the same twice"
-        ]
-    return []
+        )
+    return found

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import gymnasium
 import numpy as np
+from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 Layout = list[tuple[tuple[int, ...], str]]
@@ -33,10 +34,14 @@ class Game(NamedTuple):
     options: dict[str, Any]
     wrappers: tuple[str, ...] = ()
     """module:function, each called with the environment so far"""
+    registered: EnvSpec | None = None
+    """what the program that trains has told Gymnasium of that name, where only that program knows it"""
 
     def make(self, **more: Any) -> gymnasium.Env:
         """One environment.  Raises whatever its makers raise."""
         find_modules_here()
+        if self.registered is not None:
+            gymnasium.registry.setdefault(self.name, self.registered)
         env = gymnasium.make(self.name, **self.options, **more)
         for wrapper in self.wrappers:
             module, _, function = wrapper.partition(":")

@@ -3,7 +3,8 @@
 import os
 import platform
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
 
@@ -27,6 +28,17 @@ def prepare_process(e: Experiment) -> None:
         from cleanba.ops import threefry
 
         threefry.install()
+
+
+@contextmanager
+def prepared(e: Experiment) -> Iterator[None]:
+    """`prepare_process`, for as long as this lasts as far as it would change what else the process computes."""
+    before = jax.config.values["jax_default_matmul_precision"]
+    prepare_process(e)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_default_matmul_precision", before)
 
 
 def keep_compiled() -> None:

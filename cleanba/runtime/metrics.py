@@ -1,6 +1,7 @@
 """What the user sees of a run: the console, JSON lines, TensorBoard, Weights & Biases.  Nothing else writes metrics."""
 
 import contextlib
+import html
 import json
 import math
 import os
@@ -117,8 +118,43 @@ def panel(s: Status) -> Panel:
     return Panel(Group(*rows), title=s.title, title_align="left", width=min(100, Console().width))
 
 
+CELL_SECONDS = 0.5  # a notebook shows the state after this long
+
+
+class Cell:
+    """A line below a notebook's cell, with a bar, which changes in place."""
+
+    def __init__(self, status: Status):
+        from IPython.display import display
+
+        self._status = status
+        self._shown = time.monotonic()
+        self._handle = display(self._bundle(), raw=True, display_id=True)
+
+    def refresh(self, now: bool = False) -> None:
+        """Show the state, if it is time to."""
+        if now or time.monotonic() - self._shown >= CELL_SECONDS:
+            self._shown = time.monotonic()
+            self._handle.update(self._bundle(), raw=True)
+
+    def _bundle(self) -> dict[str, str]:
+        words, s = plain_line(self._status), self._status
+        bar = f'<progress value="{s.update}" max="{max(1, s.num_updates)}" style="width: 12em"></progress>'
+        return {"text/plain": words, "text/html": f"{bar} <code>{html.escape(words)}</code>"}
+
+
+def in_notebook() -> bool:
+    """Whether what this thread shows goes below the cell of a notebook."""
+    ipython: Any = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    return getattr(shell, "kernel", None) is not None
+
+
 class Display:
-    """A live panel in a terminal, a plain line every few seconds elsewhere; nothing unless `enabled`."""
+    """A live panel in a terminal, a line that changes in a notebook, else a plain line every few seconds.
+
+    Nothing unless `enabled`.
+    """
 
     def __init__(self, status: Status, enabled: bool = True, console: Console | None = None):
         self._status = status
@@ -128,19 +164,24 @@ class Display:
         self._last_phase = ""
         self._last_words = ""
         self._live: Live | None = None
-        if enabled and self._console.is_terminal:
+        self._cell = Cell(status) if enabled and console is None and in_notebook() else None
+        if enabled and self._cell is None and self._console.is_terminal:
             self._live = Live(get_renderable=lambda: panel(self._status), console=self._console, refresh_per_second=4)
             self._live.start()
 
     def say(self, text: str) -> None:
         """A line that stays."""
-        if self._enabled:
+        if self._enabled and self._cell is not None:
+            print(text)
+        elif self._enabled:
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def refresh(self) -> None:
         """Show the status, if it is time to."""
         if not self._enabled or self._live is not None:
             return
+        if self._cell is not None:
+            return self._cell.refresh()
         s, now = self._status, time.monotonic()
         if s.phase != self._last_phase or now - self._last_line >= PLAIN_LINE_SECONDS:
             self._last_phase, self._last_line = s.phase, now
@@ -152,7 +193,9 @@ class Display:
     def close(self) -> None:
         """Leave the last state on the screen.  May be called twice."""
         live, self._live = self._live, None
-        if live is not None:
+        if self._cell is not None:
+            self._cell.refresh(now=True)
+        elif live is not None:
             live.stop()
         elif self._enabled and self._status.phase == "training" and self._last_line > -math.inf:
             self._last_line = -math.inf

@@ -4,6 +4,7 @@ import os
 import platform
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
@@ -14,6 +15,7 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
+from jax._src import xla_bridge
 from jax.sharding import Mesh
 
 from cleanba.config import Placement, require
@@ -60,14 +62,32 @@ def make_deterministic() -> None:
     """Have XLA make the same bits every time.  Comes before anything that touches a device.
 
     Flags that the user gave in XLA_FLAGS come last, and so win; a number of threads in PJRT_NPROC stays.  One is set
-    only where networks on CPUs are left to XLA.
+    only where networks on CPUs are left to XLA.  Once JAX has used a device it hears of no flag: what is missing then,
+    and matters on such devices, is said.
     """
-    os.environ["XLA_FLAGS"] = f"{DETERMINISTIC_XLA_FLAGS} {os.environ.get('XLA_FLAGS', '')}".strip()
     from cleanba.networks.layers import (
         conv_kind,
     )  # Flax takes a quarter of a second, which not every command has need of
 
-    if conv_kind("cpu") == "xla":
+    given = os.environ.get("XLA_FLAGS", "")
+    by_xla = conv_kind("cpu") == "xla"
+    if xla_bridge.backends_are_initialized():
+        missing = []
+        if jax.default_backend() != "cpu" and DETERMINISTIC_XLA_FLAGS not in given:
+            missing.append(f'XLA_FLAGS="{DETERMINISTIC_XLA_FLAGS}"')
+        if jax.default_backend() == "cpu" and by_xla and "PJRT_NPROC" not in os.environ:
+            missing.append(f"PJRT_NPROC={DETERMINISTIC_CPU_THREADS}")
+        if missing:
+            print(
+                "cleanba: warning: JAX has used a device of this process before Cleanba was asked for anything, so "
+                f"{' '.join(missing)} cannot be set any more, and the bits may differ from other runs'; train first, "
+                "or set it in the environment",
+                file=sys.stderr,
+            )
+        return
+    if DETERMINISTIC_XLA_FLAGS not in given:
+        os.environ["XLA_FLAGS"] = f"{DETERMINISTIC_XLA_FLAGS} {given}".strip()
+    if by_xla:
         os.environ.setdefault("PJRT_NPROC", DETERMINISTIC_CPU_THREADS)
 
 
@@ -110,6 +130,10 @@ def initialise(p: Placement) -> None:
         "--process-id": p.process_id,
     }
     given = [flag for flag, value in manual.items() if value is not None]
+    require(
+        not (p.distributed and jax.distributed.is_initialized()),
+        "--distributed joins other processes once, and this process has done so already; start a new one",
+    )
     if not p.distributed:
         require(not given, f"{', '.join(given)} need --distributed; add it, or leave them out")
         return

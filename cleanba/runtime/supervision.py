@@ -28,11 +28,16 @@ def handle_signals(handler: Callable[[int], None], signals: Iterable[signal.Sign
             signal.signal(s, earlier)
 
 
-@contextmanager
-def hear_signals(asked: Callable[[int], None]) -> Iterator[None]:
-    """Ctrl-C, SIGTERM and SIGUSR1 call `asked`, in another thread; a second Ctrl-C ends the process at once.
+def leave_process(signum: int) -> None:
+    """End the process at once, as by that signal."""
+    os._exit(128 + signum)
 
-    Only works in the main thread.
+
+@contextmanager
+def hear_signals(asked: Callable[[int], None], give_up: Callable[[int], None] = leave_process) -> Iterator[None]:
+    """Ctrl-C, SIGTERM and SIGUSR1 call `asked`, in another thread; a second Ctrl-C calls `give_up` in this one.
+
+    Only works in the main thread: in others nothing is heard.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -44,7 +49,7 @@ def hear_signals(asked: Callable[[int], None]) -> Iterator[None]:
         if signum == signal.SIGINT:
             # `timeout -s INT` and others signal a process and its group: that is one Ctrl-C.
             if time.monotonic() - first_ctrl_c > 0.2:
-                os._exit(128 + signum)
+                return give_up(signum)
             first_ctrl_c = min(first_ctrl_c, time.monotonic())
         # Not here: a handler runs between any two instructions, perhaps inside a lock that stopping needs.
         threading.Thread(target=asked, args=(signum,), daemon=True).start()

@@ -31,7 +31,7 @@ from cleanba.runtime.metrics import Display, Status
 from cleanba.runtime.peers import Peers
 from cleanba.runtime.placement import Devices
 from cleanba.runtime.statistics import Book, LogPoint, Progress, Statistics, or_nan
-from cleanba.runtime.supervision import GRACE_SECONDS, Watchdog, end_by_signal, hear_signals
+from cleanba.runtime.supervision import GRACE_SECONDS, Watchdog, end_by_signal, hear_signals, leave_process
 from cleanba.seeds import env_seed
 
 
@@ -201,9 +201,17 @@ class Outcome(NamedTuple):
 
 
 def run_training(
-    training: Training, display: Display, status: Status, log: LogPoint, peers: Peers | None = None
+    training: Training,
+    display: Display,
+    status: Status,
+    log: LogPoint,
+    peers: Peers | None = None,
+    give_up: Callable[[int], None] = leave_process,
 ) -> Outcome:
-    """Run all threads to the end of the experiment, or to the first error or signal, here or in another process."""
+    """Run all threads to the end of the experiment, or to the first error or signal, here or in another process.
+
+    `give_up` is called, in this thread, when Ctrl-C is pressed a second time.
+    """
     e, devices = training.experiment, training.devices
     stop = Stop()
     progress = Progress(status)
@@ -267,7 +275,7 @@ def run_training(
         if peers.error is not None:
             stop(peers.error)
     watchdog = Watchdog(training.stall_timeout)
-    with hear_signals(asked):
+    with hear_signals(asked, give_up):
         for thread in threads:
             thread.start()
         while any(t.is_alive() for t in threads) and not stop.is_set:
