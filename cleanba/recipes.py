@@ -26,6 +26,7 @@ from cleanba.config import (
 from cleanba.environments.kinds import kind, why_unscannable
 from cleanba.environments.specs import EnvSpec
 from cleanba.errors import UsageError
+from cleanba.flags import FLAGS
 
 
 class Play(NamedTuple):
@@ -155,6 +156,7 @@ def parse(recipe: Recipe, argv: Sequence[str], default: Config | None = None) ->
         form,
         args=argv,
         prog=f"cleanba {recipe.name}",
+        registry=FLAGS,
         default=default or form(experiment=recipe.settings(*chosen)),
         config=(tyro.conf.OmitArgPrefixes,),
     )

@@ -77,4 +77,4 @@ def environment_key(seed: int | jax.Array) -> jax.Array:
 
 
 def _key(seed: int | jax.Array, use: str) -> jax.Array:
-    return jax.random.fold_in(jax.random.key(seed), USES[use])
+    return jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), USES[use])

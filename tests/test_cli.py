@@ -11,6 +11,7 @@ from launch import TINY, command, finish, python, read_result
 
 from cleanba.algorithms.ppo import PPO
 from cleanba.config import Placement, Run, to_json
+from cleanba.flags import whole_number
 from cleanba.recipes import RECIPES, refuse_foreign_flags
 
 COMPILED: list[str] = []
@@ -266,6 +267,63 @@ def test_it_is_said_where_no_episode_can_outlive_a_checkpoint(tmp_path):
     missing = command("plot", tmp_path / "short", "--out", tmp_path / "curves")
     assert missing.code == 2 and "larger --env-epoch" in missing.err
     assert "warning" not in command("ppo", *flags, "3", "--run-dir", tmp_path / "long").out
+
+
+@pytest.fixture
+def jax_settings():
+    """Sets JAX's own settings as variables in the environment would, and sets them back."""
+    before = dict(jax.config.values)
+    changed = set()
+
+    def change(**settings) -> None:
+        for name, value in settings.items():
+            jax.config.update(name, value)
+            changed.add(name)
+
+    yield change
+    for name in changed:
+        jax.config.update(name, before[name])
+
+
+def test_other_random_numbers_of_jax_change_no_bit(done, tmp_path, jax_settings):
+    jax_settings(jax_default_prng_impl="rbg", jax_threefry_partitionable=False, jax_random_seed_offset=3)
+    assert command("ppo", *TINY, "--run-dir", tmp_path / "run").code == 0
+    assert read_result(tmp_path / "run")["learner_digest"] == read_result(done)["learner_digest"]
+
+
+def test_64_bit_numbers_are_refused(done, tmp_path, jax_settings):
+    jax_settings(jax_enable_x64=True)
+    sweep = ("sweep", "--env-ids", "Catch-v0", "--dir", tmp_path / "sweep", "--", "ppo")
+    for words in (("ppo", *TINY, "--run-dir", tmp_path / "run"), ("eval", done), ("resume", done), sweep):
+        assert "JAX_ENABLE_X64=0" in refusal(*words)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["cuda", "nonsense"])
+def test_devices_that_are_not_there_are_refused(name, tmp_path):
+    ended = finish(python("-m", "cleanba", "ppo", *TINY, "--run-dir", tmp_path / "run", JAX_PLATFORMS=name))
+    assert ended.code == 2 and not (tmp_path / "run").exists()
+    (said,) = [line for line in ended.err.splitlines() if line.startswith("cleanba: ")]
+    assert f"JAX_PLATFORMS={name}" in said and "set JAX_PLATFORMS=cpu" in said and "Traceback" not in ended.err
+
+
+@pytest.mark.parametrize(
+    "word, number",
+    [("1e6", 10**6), ("2.5e2", 250), ("320.0", 320), ("1_000", 1000), ("-3", -3)]
+    + [(word, None) for word in ("1.5e0", "1e-3", "nan", "inf", "1e999999999", "many", "", "1e")],
+)
+def test_whole_numbers_may_be_written_as_powers_of_ten(word, number):
+    if number is not None:
+        assert whole_number(word) == number
+    else:
+        with pytest.raises(ValueError, match="is not a whole number"):
+            whole_number(word)
+
+
+def test_a_flag_that_is_a_whole_number_is_read_so(tmp_path, accept):
+    assert accept(*TINY, "--total-timesteps", "1e6", "--num-actors", "2e0", "--hiddens", "1.6e1", "--run-dir", tmp_path)
+    ended = command("ppo", *TINY, "--total-timesteps", "1.5e0")
+    assert ended.code == 2 and "'1.5e0' is not a whole number" in ended.err
 
 
 def test_the_default_run_directory_names_environment_and_seed(tmp_path, monkeypatch):

@@ -61,6 +61,15 @@ def test_without_room_for_it_a_run_goes_on(no_folder, tmp_path, monkeypatch):
     assert jax.config.jax_compilation_cache_dir is None
 
 
+def test_without_a_home_a_run_goes_on(no_folder, monkeypatch):
+    """HOME is not set, and the system knows no such user: as in a container."""
+    monkeypatch.delenv("HOME")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr("os.getuid", lambda: 987654)
+    compiled.keep_compiled()
+    assert jax.config.jax_compilation_cache_dir is None
+
+
 @pytest.mark.parametrize("name", ["PJRT_NPROC", "JAX_NUM_CPU_DEVICES", "XLA_FLAGS"])
 def test_programs_for_other_threads_lie_elsewhere(name, monkeypatch):
     one = compiled.cache_folder()

@@ -167,6 +167,16 @@ def test_the_same_seed_plays_the_same_games(runs, name):
     assert played(*flags, "--seed", "5", "--greedy") == played(*flags, "--seed", "5", "--greedy")
 
 
+def test_an_evaluation_overwrites_none_of_another_mode(runs):
+    kept = {}
+    for flags in ([], ["--greedy"], ["--epsilon", "0.5"], ["--greedy", "--seed", "2"]):
+        assert command("eval", runs["ff"], "--episodes", "2", *flags).code == 0
+        kept[" ".join(flags)] = read_eval(runs["ff"])
+    files = [json.loads(path.read_text()) for path in (runs["ff"] / "evaluations").glob("*.json")]
+    for flags, evaluation in kept.items():
+        assert evaluation in files, flags
+
+
 def test_checkpoints_are_found_or_named(runs):
     assert updates_kept(runs["lstm"])[-1] == read_result(runs["lstm"])["update"]
     first = updates_kept(runs["lstm"])[0]
@@ -186,8 +196,10 @@ def test_a_damaged_checkpoint_is_passed_over(runs, tmp_path):
     for path in (run_dir / "checkpoints" / str(newest) / "arrays").rglob("*"):
         if path.is_file() and path.parent.name == "d":
             path.write_bytes(path.read_bytes()[:-20])
-    assert command("eval", run_dir, "--episodes", "2").code == 0
-    assert read_eval(run_dir)["update"] == older
+    ended = command("eval", run_dir, "--episodes", "2")
+    assert ended.code == 0 and read_eval(run_dir)["update"] == older
+    assert f"warning: checkpoint {newest}" in ended.err and ended.err.count("\n") == 1
+    assert f"taking the checkpoint of update {older} instead" in ended.err
     ended = command("eval", run_dir, "--episodes", "2", "--checkpoint", newest)
     assert ended.code == 1 and "cannot be read" in ended.err
 
@@ -280,6 +292,8 @@ def test_frames_show_stacks_numbers_and_all_actions():
     assert films.see({"a": np.zeros((1, 100)), "b": np.zeros((1, 1))}).height == 17 * films.LINE
     policy = np.asarray(films.draw_policy(films.ATARI_ACTIONS, np.eye(18)[17], [17]))
     assert policy.shape[0] <= films.PICTURE[1]
+    for values in ([np.nan, 0.5], [np.inf, 0.5], [np.nan, np.nan]):  # of a network that has diverged
+        assert np.asarray(films.draw_policy(("a", "b"), np.array(values), [0])).any()
     assert (policy[17 * films.LINE + 10, 200] > 100).any() and (policy[10, 200] < 50).all()
 
 

@@ -84,6 +84,14 @@ def test_no_names_of_folders_hosts_and_accounts_are_uploaded(server, tmp_path):
     assert not [name for name, content in files.items() if b"secret" in content]
 
 
+def test_what_a_failed_run_says_of_its_error_is_not_uploaded(server, tmp_path):
+    error = "Failure: /home/me/secret/metrics.jsonl cannot be written"
+    command("push", write_run(tmp_path / "run", error=error), "--repo", "name")
+    files = server.repos["tester/name"]
+    assert json.loads(files["result.json"])["params_digest"] == DIGEST
+    assert not [name for name, content in files.items() if b"secret" in content or b"cannot be written" in content]
+
+
 def test_the_card_says_what_it_is(server, tmp_path):
     run = write_run(tmp_path / "run")
     evaluate(run)
@@ -107,6 +115,14 @@ def test_an_evaluation_of_other_parameters_is_no_result_of_these(server, tmp_pat
     (metric,) = head["model-index"][0]["results"][0]["metrics"]
     assert metric["type"].startswith("training_return") and metric["value"] == "0.50"
     assert "Not evaluated apart from training" in text
+    (run / "evaluations").mkdir()  # an earlier one, which the last did not overwrite
+    (run / "evaluations/update-5-seed-1.json").write_text(
+        json.dumps(json.loads((run / "eval.json").read_text()) | {"params_digest": DIGEST})
+    )
+    command("push", run, "--repo", "name")
+    head, _ = metadata(server.repos["tester/name"]["README.md"])
+    assert head["model-index"][0]["results"][0]["metrics"][0]["type"] == "mean_reward"
+    assert json.loads(server.repos["tester/name"]["eval.json"])["params_digest"] == DIGEST
 
 
 def test_a_second_upload_replaces_the_first(server, tmp_path):

@@ -17,7 +17,7 @@ from cleanba.algorithms.ppo import PPO
 from cleanba.config import Run
 from cleanba.runs.directory import default_run_dir
 from cleanba.runtime.placement import slurm_job
-from cleanba.sweeps.slurm import job_script
+from cleanba.sweeps.slurm import bash_word, job_script
 
 TEMPLATES = ("one-gpu", "one-node", "tasks-per-node", "nodes", "cpu")
 # Fits 1 to 6 learners in one or two processes.
@@ -126,26 +126,31 @@ def test_a_job_that_was_requeued_or_signalled_ends_in_the_same_bits(cluster, her
 
 @pytest.mark.slow
 def test_a_sweep_is_a_job_array_that_fills_its_folders(cluster, here):
-    words = ["sweep", "--env-ids", "Catch-v0", "CartPole-v1", "--num-seeds", "2", "--dir", "s", "--slurm"]
+    folder = "it's 5%j"  # Slurm would read a quote, a space and %j in the options of a script
+    words = ["sweep", "--env-ids", "Catch-v0", "CartPole-v1", "--num-seeds", "2", "--dir", folder, "--slurm"]
     words += ["slurm/one-gpu.sh", "--", "ppo", *SWEPT]
     sweep = lambda *w: cluster.run(sys.executable, "-m", "cleanba", *w, cwd=here)
     first = sweep(*words)
     assert first.returncode == 0 and "4 of 4 runs to submit" in first.stdout, first
     again = sweep(*words)
     assert "0 of 4 runs to submit, 4 in the queue" in again.stdout, again
-    (job,) = {run["job"].partition("_")[0] for run in json.loads((here / "s/sweep.json").read_text())["runs"].values()}
+    (job,) = {
+        run["job"].partition("_")[0] for run in json.loads((here / folder / "sweep.json").read_text())["runs"].values()
+    }
     for element in range(4):
-        assert cluster.wait(f"{job}_{element}") == "COMPLETED", (here / f"s/logs/{job}_{element}.log").read_text()
+        assert cluster.wait(f"{job}_{element}") == "COMPLETED", (
+            here / f"{folder}/logs/{job}_{element}.log"
+        ).read_text()
     for env in ("Catch-v0", "CartPole-v1"):
         for seed in (1, 2):
-            run_dir = here / "s" / f"{env}__ppo__s{seed}"
+            run_dir = here / folder / f"{env}__ppo__s{seed}"
             experiment = json.loads((run_dir / "config.json").read_text())["experiment"]
             assert (experiment["env_id"], experiment["seed"]) == (env, seed)
             assert read_result(run_dir)["status"] == "finished"
-    rows = [line for line in sweep("sweep", "status", "s").stdout.splitlines() if "__s" in line]
+    rows = [line for line in sweep("sweep", "status", folder).stdout.splitlines() if "__s" in line]
     assert len(rows) == 4 and all("finished" in r and "COMPLETED" in r and "10/10" in r for r in rows), rows
     assert "0 of 4 runs to submit, 0 in the queue, 4 finished" in sweep(*words).stdout
-    assert len(list((here / "s/slurm").iterdir())) == 2
+    assert len(list((here / folder / "slurm").iterdir())) == 2
 
 
 @pytest.mark.slow
@@ -207,14 +212,15 @@ def test_an_element_of_an_array_takes_its_own_words(template, tmp_path):
     (tmp_path / "settings.sh").write_text("")
     (tmp_path / "launch.sh").write_text('LEARNERS=(1 2)\nlaunch() { printf "%s\\n" "$@"; }\n')
     words = tmp_path / "words of it"
-    words.write_text("ppo --seed 1\nppo --seed 2 --env-options 'a=b c'\n")
-    text = job_script((ROOT / f"slurm/{template}.sh").read_text(), words, "name", 2, None, tmp_path / "log")
-    assert text.count("--job-name") == 1 and "#SBATCH --requeue\n" in text and "#SBATCH --array=0-1\n" in text
+    second = ["ppo", "--seed", "2", "--env-options", "a=b c", "x=it's\\two\nlines \u00e9\t"]
+    words.write_text("".join(" ".join(map(bash_word, run)) + "\n" for run in (["ppo", "--seed", "1"], second)))
+    text = job_script((ROOT / f"slurm/{template}.sh").read_text(), words, "its name", 2, None, tmp_path / "log")
+    assert text.count("--job-name") == 1 and "#SBATCH --job-name='its name'\n" in text
+    assert "#SBATCH --requeue\n" in text and "#SBATCH --array=0-1\n" in text
     (tmp_path / "job.sh").write_text(text)
     env = {"SLURM_ARRAY_TASK_ID": "1", "CLEANBA_SLURM": str(tmp_path), "PATH": "/usr/bin:/bin"}
     done = subprocess.run(["bash", tmp_path / "job.sh"], env=env, capture_output=True, text=True, check=True)
-    said = done.stdout.splitlines()
-    assert said[0] == "ppo" and said[-4:] == ["--seed", "2", "--env-options", "a=b c"]
+    assert done.stdout.startswith("ppo\n") and done.stdout.endswith("\n".join(second[1:]) + "\n")
 
 
 def test_a_run_in_a_batch_job_has_a_name_that_survives_a_requeue(monkeypatch):

@@ -1,5 +1,6 @@
 """A trained agent, loaded from a run: a policy with its parameters, and what plays by it step by step."""
 
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -274,9 +275,12 @@ def read_params(
     for update in reversed(there):
         try:
             saved = ckpt.read(run_dir, update, like_state, like_params)
-            return actor_params(saved.state), saved.update, saved.counters["global_step"]
         except Failure as error:  # damaged, or removed by the run since we looked
             damage = damage or error
+            continue
+        if damage is not None and there[-1] in ckpt.updates_kept(run_dir):
+            print(f"cleanba: warning: {damage}; taking the checkpoint of update {update} instead", file=sys.stderr)
+        return actor_params(saved.state), saved.update, saved.counters["global_step"]
     if damage is not None:
         raise damage
     model = run_dir / "model.msgpack"

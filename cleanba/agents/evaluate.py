@@ -18,6 +18,7 @@ from cleanba.environments.atari_scores import human_normalised, reference
 from cleanba.environments.kinds import Envs, open_envs, threads_per_actor
 from cleanba.errors import Exit, Failure
 from cleanba.files import Json, write_json
+from cleanba.flags import FLAGS
 from cleanba.networks.sight import legal_actions
 from cleanba.recipes import Play
 from cleanba.rollout import Episode, EpisodeTracker, heed
@@ -26,6 +27,7 @@ from cleanba.runtime.digests import params_digest
 from cleanba.runtime.placement import precision
 from cleanba.seeds import eval_seed, evaluation_key
 
+EVALUATIONS = "evaluations"  # the folder of a run that keeps each of them; the newest is eval.json, too
 MAX_ENVS = 16  # more would mostly wait for those with the longest episodes
 
 
@@ -115,6 +117,12 @@ def play(
     return [episode for mine, most in zip(played, quota, strict=True) for episode in mine[:most]]
 
 
+def name_of(update: int | None, seed: int, plays: Play) -> str:
+    """What an evaluation's files are called: other parameters, seeds and ways to play have other names."""
+    name = f"update-{update}" if update is not None else "model"
+    return f"{name}-seed-{seed}" + "-greedy" * plays.greedy + (f"-epsilon-{plays.epsilon:g}" if plays.epsilon else "")
+
+
 def record(
     run_dir: Path, policy: Policy, seed: int, episodes: int, device: jax.Device, plays: Play | None = None
 ) -> tuple[list[Episode], Path]:
@@ -125,9 +133,7 @@ def record(
 
 def film_path(run_dir: Path, policy: Policy, seed: int, plays: Play) -> Path:
     """Where in a run the film of a policy lies: other games have another name."""
-    name = f"update-{policy.update}" if policy.update is not None else "model"
-    name += f"-seed-{seed}" + "-greedy" * plays.greedy + (f"-epsilon-{plays.epsilon:g}" if plays.epsilon else "")
-    return run_dir / "videos" / f"{name}.mp4"
+    return run_dir / "videos" / f"{name_of(policy.update, seed, plays)}.mp4"
 
 
 def film_to(
@@ -239,7 +245,7 @@ def summary(env_id: str, is_atari: bool, episodes: Sequence[Episode]) -> Json:
 
 def eval_command(argv: Sequence[str]) -> Exit:
     """`cleanba eval RUN_DIR …`"""
-    options = tyro.cli(Eval, args=argv, prog="cleanba eval")
+    options = tyro.cli(Eval, args=argv, prog="cleanba eval", registry=FLAGS)
     check_games(options.episodes, options.seed, options.epsilon)
     run_dir = locate(options.run_dir)
     agent = load(run_dir, options.checkpoint)
@@ -260,16 +266,19 @@ def eval_command(argv: Sequence[str]) -> Exit:
         "video": str(film.relative_to(run_dir)) if film is not None else None,
         **played.summary,
     }
+    kept = run_dir / EVALUATIONS / f"{name_of(agent.update, options.seed, plays)}.json"
     try:
+        kept.parent.mkdir(exist_ok=True)
+        write_json(kept, result)
         write_json(run_dir / "eval.json", result)
     except OSError as error:
         raise Failure(f"{run_dir}/eval.json cannot be written: {os.strerror(error.errno or 0)}") from None
-    print(in_words(run_dir, result))
+    print(in_words(run_dir, result, kept))
     return Exit()
 
 
-def in_words(run_dir: Path, r: Json) -> str:
-    """An evaluation in a few lines."""
+def in_words(run_dir: Path, r: Json, kept: Path) -> str:
+    """An evaluation in a few lines; `kept` is its file that no other evaluation overwrites."""
     of = "saved model" if r["update"] is None else f"checkpoint of update {r['update']} ({r['global_step']:,} steps)"
     drawn = Play(r["greedy"], r["epsilon"]).in_words()
     plural = "s" * (r["episodes"] != 1)
@@ -285,5 +294,5 @@ def in_words(run_dir: Path, r: Json) -> str:
             f"human-normalised score: {r['human_normalised_score']:.4g} "
             f"(random plays {scores['random']:g}, a human {scores['human']:g})"
         )
-    lines.append(f"written: {run_dir / 'eval.json'}" + (f", {run_dir / r['video']}" if r["video"] else ""))
+    lines.append(f"written: {run_dir / 'eval.json'}, {kept}" + (f", {run_dir / r['video']}" if r["video"] else ""))
     return "\n".join(lines)

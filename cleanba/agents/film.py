@@ -189,13 +189,16 @@ def draw_policy(names: tuple[str, ...], values: np.ndarray, chosen: Collection[i
     highest, or one.  Only the first `MOST_BARS` are drawn.
     """
     names, values = names[:MOST_BARS], values[:MOST_BARS]
-    low, high = min(0.0, float(values.min())), max(1.0, float(values.max()))
+    known = values[np.isfinite(values)]
+    low, high = float(known.min(initial=0.0)), float(known.max(initial=1.0))
     image = Image.new("RGB", (BARS, LINE * len(names)), PAPER)
     draw, font = ImageDraw.Draw(image), ImageFont.load_default(13)
     for i, (name, value) in enumerate(zip(names, values, strict=True)):
         top, colour = i * LINE, INK if i in chosen else DIM
         draw.text((0, top), name, colour, font)
         draw.text((105, top), f"{value:.2f}", colour, font)
+        if not np.isfinite(value):  # a network that has diverged: the number says so
+            continue
         length = round((float(value) - low) / (high - low) * (BARS - 140))
         draw.rectangle((139, top + 2, 139 + length, top + LINE - 5), CHOSEN if i in chosen else BAR)
     return image

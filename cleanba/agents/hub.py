@@ -16,7 +16,8 @@ import tyro
 from cleanba.agents.agent import load_policy
 from cleanba.config import Placement, read_experiment, require
 from cleanba.errors import Exit, Failure, UsageError
-from cleanba.files import METRICS, Json, read_json
+from cleanba.files import METRICS, Json, read_json, write_json
+from cleanba.flags import FLAGS
 from cleanba.runtime.checkpoint import save_model
 from cleanba.runtime.digests import params_digest
 from cleanba.runtime.placement import find_devices
@@ -64,7 +65,7 @@ class Model(NamedTuple):
 
 def push_command(argv: Sequence[str]) -> Exit:
     """`cleanba push`."""
-    flags = tyro.cli(Flags, args=argv, prog="cleanba push")
+    flags = tyro.cli(Flags, args=argv, prog="cleanba push", registry=FLAGS)
     print(f"uploaded: {push(flags.run_dir, flags.hf_entity, flags.repo, flags.private)}")
     return Exit()
 
@@ -154,6 +155,11 @@ def fill(folder: Path, run_dir: Path, repo_id: str) -> None:
     for name in COPIED:
         if (run_dir / name).exists():
             shutil.copyfile(run_dir / name, folder / name)
+    result = read_json(run_dir / "result.json") if (run_dir / "result.json").exists() else {}
+    if "error" in result:  # it may name folders and hosts
+        write_json(folder / "result.json", {name: value for name, value in result.items() if name != "error"})
+    if kept := evaluation_of(run_dir, model.digest):
+        shutil.copyfile(kept, folder / "eval.json")
     films = sorted((run_dir / "videos").glob("*.mp4"), key=lambda path: path.stat().st_mtime)
     if films:
         shutil.copyfile(films[-1], folder / "replay.mp4")  # the name that the Hub shows beside the card
@@ -186,14 +192,23 @@ def public_config(run_dir: Path) -> Json:
     }
 
 
+def evaluation_of(run_dir: Path, digest: str | None) -> Path | None:
+    """The newest file of `cleanba eval` about the parameters with this digest; None where it never played them."""
+    kept = sorted((run_dir / "evaluations").glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
+    newest = run_dir / "eval.json"
+    for path in [newest] * newest.exists() + kept:
+        if read_json(path).get("params_digest") == digest:
+            return path
+    return None
+
+
 def card(run_dir: Path, repo_id: str, model: Model, film: bool) -> str:
     """The model card: metadata that the Hub reads, then results, usage and configuration."""
     hub = require_hub()
     e = read_experiment(run_dir)
     result = read_json(run_dir / "result.json") if (run_dir / "result.json").exists() else {}
-    evaluation = read_json(run_dir / "eval.json") if (run_dir / "eval.json").exists() else {}
-    if evaluation.get("params_digest") != model.digest:
-        evaluation = {}  # of other parameters than these
+    kept = evaluation_of(run_dir, model.digest)
+    evaluation = read_json(kept) if kept else {}
     name = f"{e['algorithm']}-{e['env_id']}"
     metrics = []
     if evaluation:

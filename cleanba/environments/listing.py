@@ -12,6 +12,7 @@ from cleanba.environments import envpool, gymnasium, native
 from cleanba.environments.kinds import env_spec
 from cleanba.environments.specs import ActionSpec
 from cleanba.errors import Exit, UsageError, closest_names
+from cleanba.flags import FLAGS
 from cleanba.specs import describe
 
 EXAMPLES = 3  # of each family, where all are listed
@@ -29,7 +30,7 @@ class Flags:
 
 def envs_command(argv: Sequence[str]) -> Exit:
     """`cleanba envs [PATTERN]`"""
-    flags = tyro.cli(Flags, args=argv, prog="cleanba envs")
+    flags = tyro.cli(Flags, args=argv, prog="cleanba envs", registry=FLAGS)
     require(flags.limit >= 0, f"limit={flags.limit} must not be negative; 0 shows names alone")
     package, colon, rest = flags.pattern.partition(":")
     own = bool(colon) and package not in (*native.SUITES, gymnasium.PREFIX.rstrip(":"))

@@ -13,6 +13,7 @@ import tyro
 
 from cleanba.config import require
 from cleanba.errors import Exit
+from cleanba.flags import FLAGS
 from cleanba.runs.log import METRICS, newest
 
 DEPTH = 3  # runs may lie in folders of folders
@@ -101,7 +102,7 @@ def is_locked(run_dir: Path) -> bool:
 
 def ls_command(argv: Sequence[str]) -> Exit:
     """`cleanba ls`."""
-    folder = tyro.cli(Ls, args=argv, prog="cleanba ls").directory
+    folder = tyro.cli(Ls, args=argv, prog="cleanba ls", registry=FLAGS).directory
     require(folder.is_dir(), f"{folder} is not a directory; name one that holds runs (`cleanba ppo` makes runs/)")
     rows = sorted((read_run(path) for path in find_runs(folder)), key=lambda row: (row.when, str(row.path)))
     if rows:

@@ -17,6 +17,7 @@ from cleanba.config import require
 from cleanba.environments.atari_scores import human_normalised, reference
 from cleanba.errors import Exit, UsageError
 from cleanba.files import Json
+from cleanba.flags import FLAGS
 from cleanba.runs.aggregates import STATISTICS, Aggregates, aggregates, published, published_systems
 from cleanba.runs.curves import Groups, Interval, band, ends_early, group, load, mean_interval, variants_of
 
@@ -60,7 +61,7 @@ def plot_command(argv: Sequence[str]) -> Exit:
     """`cleanba plot`."""
     import matplotlib
 
-    flags = tyro.cli(Flags, args=argv, prog="cleanba plot")
+    flags = tyro.cli(Flags, args=argv, prog="cleanba plot", registry=FLAGS)
     require(bool(flags.runs), "plot needs runs to draw; name run directories, or a folder that holds some")
     groups = group(load(flags.runs))
     over_games = aggregates(groups)

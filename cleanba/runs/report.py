@@ -18,6 +18,7 @@ import tyro
 from cleanba.config import read_experiment
 from cleanba.errors import Exit, Failure, UsageError
 from cleanba.files import METRICS, Json, read_json, write_whole
+from cleanba.flags import FLAGS
 from cleanba.recipes import Play
 from cleanba.runs.curves import column, read_rows
 from cleanba.runtime.metrics import duration
@@ -72,7 +73,7 @@ class Flags:
 
 def report_command(argv: Sequence[str]) -> Exit:
     """`cleanba report`."""
-    flags = tyro.cli(Flags, args=argv, prog="cleanba report")
+    flags = tyro.cli(Flags, args=argv, prog="cleanba report", registry=FLAGS)
     out = flags.out or flags.run_dir / "report.html"
     text = page(flags.run_dir)
     try:

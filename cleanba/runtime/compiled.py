@@ -11,19 +11,33 @@ from pathlib import Path
 import jax
 
 from cleanba.config import Experiment
-from cleanba.runtime.placement import cpu_model, let_threads_finish, make_deterministic, set_precision
+from cleanba.runtime.placement import (
+    RANDOM_NUMBERS,
+    cpu_model,
+    let_threads_finish,
+    make_deterministic,
+    pin_random_numbers,
+    refuse_64_bits,
+    set_precision,
+)
 from cleanba.shards import usable_cores
 
 UNUSED_DAYS = 30  # after which a program is removed
 
 
 def prepare_process(e: Experiment) -> None:
-    """All that an experiment asks of this process and of XLA.  Comes before anything that touches a device."""
+    """All that an experiment asks of this process and of XLA.  Comes before anything that touches a device.
+
+    Raises:
+        UsageError: JAX was told to compute with 64-bit numbers.
+    """
+    refuse_64_bits()
     let_threads_finish()
     if e.deterministic:
         make_deterministic()
     keep_compiled()
     set_precision(e.dtype)
+    pin_random_numbers()
     with suppress(ImportError):  # of llvmlite, without which JAX draws by itself, the same numbers
         from cleanba.ops import threefry
 
@@ -33,12 +47,13 @@ def prepare_process(e: Experiment) -> None:
 @contextmanager
 def prepared(e: Experiment) -> Iterator[None]:
     """`prepare_process`, for as long as this lasts as far as it would change what else the process computes."""
-    before = jax.config.values["jax_default_matmul_precision"]
+    before = {name: jax.config.values[name] for name in ("jax_default_matmul_precision", *RANDOM_NUMBERS)}
     prepare_process(e)
     try:
         yield
     finally:
-        jax.config.update("jax_default_matmul_precision", before)
+        for name, value in before.items():
+            jax.config.update(name, value)
 
 
 def keep_compiled() -> None:
@@ -51,11 +66,11 @@ def keep_compiled() -> None:
     chosen = jax.config.values
     if chosen["jax_compilation_cache_dir"] is not None or not chosen["jax_enable_compilation_cache"]:
         return
-    folder = cache_folder()
     try:
+        folder = cache_folder()
         folder.mkdir(parents=True, exist_ok=True)
         clean(folder)
-    except (OSError, RuntimeError):  # no such home, read-only, full
+    except (OSError, RuntimeError):  # no home at all, read-only, full
         return
     if not os.access(folder, os.W_OK):
         return

@@ -19,6 +19,7 @@ from jax._src import xla_bridge
 from jax.sharding import Mesh
 
 from cleanba.config import Placement, require
+from cleanba.errors import UsageError, said
 
 MESH_AXIS = "learner"
 
@@ -117,6 +118,32 @@ def precision(dtype: str) -> str:
     return "tensorfloat32" if dtype == "tensorfloat32" else "highest"
 
 
+# Settings of JAX that change what is drawn, by names of `jax.config`; each has a variable in the environment, too.
+RANDOM_NUMBERS = {
+    "jax_default_prng_impl": "threefry2x32",
+    "jax_threefry_partitionable": True,
+    "jax_random_seed_offset": 0,
+}
+
+
+def pin_random_numbers() -> None:
+    """Have the same numbers drawn whatever JAX_DEFAULT_PRNG_IMPL and its like say, in environments' own code too.
+
+    Comes before anything is compiled.
+    """
+    for name, value in RANDOM_NUMBERS.items():
+        jax.config.update(name, value)
+
+
+def refuse_64_bits() -> None:
+    """Raise `UsageError` where JAX would make 64-bit numbers of what must be 32 bits wide."""
+    require(
+        not jax.config.jax_enable_x64,  # type: ignore[attr-defined]
+        "JAX_ENABLE_X64 is set, but networks, optimisers and replay here compute with 32-bit numbers; "
+        "set JAX_ENABLE_X64=0",
+    )
+
+
 def initialise(p: Placement) -> None:
     """Join the other processes, if the placement is distributed.  Comes before anything that touches a device.
 
@@ -159,13 +186,32 @@ def initialise(p: Placement) -> None:
         )
 
 
+def local_devices() -> list[jax.Device]:
+    """This process's devices, of the kind that JAX_PLATFORMS names or JAX prefers.
+
+    Raises:
+        UsageError: JAX finds none.
+    """
+    try:
+        return jax.local_devices()
+    except (RuntimeError, AssertionError) as error:  # the second where a plugin is installed for no such hardware
+        asked = os.environ.get("JAX_PLATFORMS", "")
+        if not asked:
+            raise
+        reason = f" ({said(error)})" if str(error) else ""
+        raise UsageError(
+            f"JAX_PLATFORMS={asked}: JAX finds no such device here{reason}; set JAX_PLATFORMS=cpu, or for a GPU "
+            "see that `nvidia-smi` lists it and install Cleanba with its extra cuda12 or cuda13"
+        ) from None
+
+
 def pick_devices(ids: Sequence[int], name: str) -> tuple[jax.Device, ...]:
     """This process's devices by local index; `name` is the flag that named them.
 
     Raises:
         UsageError: one does not exist or is named twice, or none is named.
     """
-    local = jax.local_devices()
+    local = local_devices()
     there = ", ".join(f"{i} ({d.device_kind})" for i, d in enumerate(local))
     hint = "; JAX_NUM_CPU_DEVICES=8 in the environment makes eight CPU devices" if local[0].platform == "cpu" else ""
     require(len(ids) > 0, f"{name} names no device; this process has {there}")

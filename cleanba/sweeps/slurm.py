@@ -17,10 +17,11 @@ QUEUED = ("PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "REQUE
 
 def job_script(template: str, words_file: Path, name: str, size: int, at_a_time: int | None, log: Path) -> str:
     """A template as the script of a job array: element i runs with line i + 1 of `words_file` as its words."""
+    require("\n" not in f"{words_file}{log}", f"{words_file.parent} has a line break in its name; choose another --dir")
     options = [
-        f"#SBATCH --job-name={name}",
+        f"#SBATCH --job-name={shlex.quote(name)}",
         f"#SBATCH --array=0-{size - 1}" + (f"%{at_a_time}" if at_a_time else ""),
-        f"#SBATCH --output={log}",
+        f"#SBATCH --output={shlex.quote(str(log))}",
     ]
     take_words = f'eval "set -- $(sed -n "$((SLURM_ARRAY_TASK_ID + 1))p" {shlex.quote(str(words_file))})"'
     replaced = ("--job-name", "--array", "--output")
@@ -30,6 +31,14 @@ def job_script(template: str, words_file: Path, name: str, size: int, at_a_time:
     body = next((i for i, line in enumerate(lines) if is_code(line)), len(lines))
     comment = ["# The words of this element of the array: those of one run of the sweep."]
     return "\n".join([lines[0], *options, *lines[1:body], *comment, take_words, *lines[body:]]) + "\n"
+
+
+def bash_word(word: str) -> str:
+    """A word as bash reads it back, on one line whatever it holds."""
+    if word.isprintable():
+        return shlex.quote(word)
+    plain = lambda byte: chr(byte) if 32 <= byte < 127 and chr(byte) not in "'\\" else f"\\{byte:03o}"
+    return "$'" + "".join(map(plain, os.fsencode(word))) + "'"
 
 
 def submit(
@@ -59,9 +68,9 @@ def submit(
     for number, start in enumerate(range(0, len(to_do), LARGEST_ARRAY), first):
         chunk = to_do[start : start + LARGEST_ARRAY]
         script, words = scripts / f"array-{number}.sh", scripts / f"array-{number}.words"
-        log = logs / "%A_%a.log"
+        log = Path(str(logs).replace("%", "%%")) / "%A_%a.log"  # Slurm fills in what follows a single one
         text = job_script(template.read_text(), words.absolute(), folder.name or "sweep", len(chunk), at_a_time, log)
-        lines = "".join(shlex.join(run.words) + "\n" for run in chunk)
+        lines = "".join(" ".join(map(bash_word, run.words)) + "\n" for run in chunk)
         if dry_run:
             print(f"$ {shlex.join([*sbatch, str(script)])}\n\n{script}:\n{text}\n{words}:\n{lines}", end="")
             continue

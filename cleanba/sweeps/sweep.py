@@ -22,11 +22,13 @@ from cleanba.config import Experiment, Placement, Run, require, require_same
 from cleanba.environments.atari_scores import table
 from cleanba.environments.kinds import env_spec
 from cleanba.errors import Exit, Failure, UsageError, closest_names
+from cleanba.flags import FLAGS
 from cleanba.recipes import RECIPES, Config, Recipe, fit, parse, stand_by, suit
 from cleanba.runs.directory import lock
 from cleanba.runs.listing import is_locked
 from cleanba.runs.log import is_finished, read_result, seconds_left, tail, together
 from cleanba.runtime.metrics import duration
+from cleanba.runtime.placement import refuse_64_bits
 from cleanba.runtime.supervision import handle_signals
 from cleanba.sweeps.manifest import Planned, read_manifest, write_manifest
 from cleanba.sweeps.slurm import job_states, submit
@@ -84,13 +86,14 @@ def sweep_command(argv: Sequence[str]) -> Exit:
         return status_command(argv[1:])
     cut = argv.index("--") if "--" in argv else len(argv)
     own, rest = argv[:cut], list(argv[cut + 1 :])
-    flags = tyro.cli(Flags, args=own, prog="cleanba sweep", description=USAGE)
+    flags = tyro.cli(Flags, args=own, prog="cleanba sweep", registry=FLAGS, description=USAGE)
     require(
         bool(rest) and rest[0] in RECIPES,
         f"a sweep needs to know what to run: end the command with -- {' or -- '.join(RECIPES)}, and that one's flags",
     )
     require(flags.workers is None or flags.workers >= 1, f"workers={flags.workers} must be at least 1; set --workers")
     require(flags.retries >= 0, f"retries={flags.retries} must not be negative; 0 means never")
+    refuse_64_bits()  # each run would
     recipe, common = RECIPES[rest[0]], rest[1:]
     folder = flags.dir or Path("sweeps") / default_folder(flags, rest)
     runs = plan(recipe, common, flags, folder)

@@ -1,0 +1,44 @@
+"""How the values of flags are read, beyond what tyro knows."""
+
+from decimal import Decimal, InvalidOperation
+from typing import Any
+
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
+
+MOST_DIGITS = 30  # a longer number is a slip of the finger, and would take for ever to write out
+
+FLAGS = ConstructorRegistry()
+"""`registry` of every `tyro.cli`"""
+
+
+def whole_number(word: str) -> int:
+    """A whole number as it is written, also as 1e6 or 2.5e5.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        return int(word)
+    except ValueError:
+        pass
+    try:
+        number = Decimal(word)
+    except InvalidOperation:
+        number = Decimal("nan")
+    if not number.is_finite() or number.adjusted() > MOST_DIGITS or number != number.to_integral_value():
+        raise ValueError(f"{word!r} is not a whole number; write it as 1000000 or 1e6")
+    return int(number)
+
+
+@FLAGS.primitive_rule
+def read_whole_numbers(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+    """Tyro's rule for flags that are whole numbers."""
+    if info.type is not int:
+        return None
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="INT",
+        instance_from_str=lambda words: whole_number(words[0]),
+        is_instance=lambda x: isinstance(x, int),
+        str_from_instance=lambda number: [str(number)],
+    )
