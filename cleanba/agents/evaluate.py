@@ -24,7 +24,7 @@ from cleanba.recipes import Play
 from cleanba.rollout import Episode, EpisodeTracker, heed
 from cleanba.runtime.collect import first_carry
 from cleanba.runtime.digests import params_digest
-from cleanba.runtime.placement import precision
+from cleanba.runtime.placement import pin_random_numbers, precision
 from cleanba.seeds import eval_seed, evaluation_key
 
 EVALUATIONS = "evaluations"  # the folder of a run that keeps each of them; the newest is eval.json, too
@@ -248,6 +248,7 @@ def eval_command(argv: Sequence[str]) -> Exit:
     options = tyro.cli(Eval, args=argv, prog="cleanba eval", registry=FLAGS)
     check_games(options.episodes, options.seed, options.epsilon)
     run_dir = locate(options.run_dir)
+    pin_random_numbers()
     agent = load(run_dir, options.checkpoint)
     policy = agent.policy
     epsilon = policy.plays.epsilon if options.epsilon is None else options.epsilon
