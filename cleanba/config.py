@@ -173,7 +173,8 @@ class Run:
     grace_period: float = 60.0
     """seconds that SIGUSR1 leaves to reach the next checkpoint; where it is farther, the run ends at once"""
     stall_timeout: float = 600.0
-    """seconds without an update, compilation aside, after which the run ends and shows where each thread stands"""
+    """seconds without an update, or at the end without a step of an evaluation or a film, compilation aside, after
+    which the run ends and shows where each thread stands"""
     on_nonfinite: Literal["stop", "ignore"] = "stop"
     """what to do when a loss or gradient is not a finite number"""
     log_frequency: int = 10
@@ -182,6 +183,9 @@ class Run:
     """updates between evaluations beside the training, which also keep the best parameters (0: never)"""
     eval_episodes: int = 10
     """complete episodes in each of these evaluations"""
+    eval_max_steps: int | None = None
+    """steps after which an episode of an evaluation or a film is cut off and reported as truncated (None: 27,000, or
+    the environment's own limit where that is longer)"""
     eval_device_id: int | None = None
     """device that acts in them, by local index (None: the last one that acts in training)"""
     profile: int = 0

@@ -45,7 +45,7 @@ from cleanba.runtime.placement import (
     processes_here,
 )
 from cleanba.runtime.profile import Profile
-from cleanba.runtime.supervision import leave_process
+from cleanba.runtime.supervision import Watchdog, leave_process, watched
 from cleanba.runtime.train import Outcome, Training, make_training, run_training
 
 
@@ -138,7 +138,9 @@ def train(recipe: Recipe, config: Config, peers: Peers | None, shown: bool, give
             log = office.log if office else lambda update, global_step, seconds, values: None
             outcome = run_training(training, display, status, log, peers, give_up)
             if office is not None and outcome.error is None:
-                office.finish(outcome, status, display)
+                outcome = office.finish(outcome, status, display)
+                if peers and outcome.error is not None:  # they wait for this process to end
+                    peers.tell(outcome.error)
         finally:
             display.close()
             if office is not None:
@@ -279,15 +281,27 @@ class Office:
 
         return both
 
-    def finish(self, outcome: Outcome, status: Status, display: Display) -> None:
-        """The training is finished: evaluate and film its last version, as the flags say."""
+    def finish(self, outcome: Outcome, status: Status, display: Display) -> Outcome:
+        """The training is finished: evaluate and film its last version, as the flags say -> how that ended, too."""
         assert self._writers is not None
+        evaluations, result = self.evaluations, outcome.result
         if self._run.eval_frequency:
             status.phase = "evaluating the last version"
             display.refresh()
-        self._film = self.evaluations.finish(outcome.result, outcome.state)
-        self.evaluations.log(self._writers, outcome.result["seconds"])
-        status.phase = "training"
+        watchdog = Watchdog(self._run.stall_timeout, "step of evaluations")
+        try:
+            self._film = watched(
+                lambda: evaluations.finish(result, outcome.state),
+                watchdog,
+                lambda: (evaluations.moves, evaluations.doing),
+            )
+            evaluations.log(self._writers, result["seconds"])
+        except Exception as error:
+            said = {"status": "failed", "error": f"{type(error).__name__}: {error}"}
+            return outcome._replace(result=result | said, error=error)
+        finally:
+            status.phase = "training"
+        return outcome
 
     def close_logs(self) -> None:
         """End what still plays and what is recorded, and close the logs."""

@@ -60,10 +60,12 @@ def heed(done: Array, reward: Array, terminated: Array, truncated: Array) -> Ans
 
 
 class Episode(NamedTuple):
-    """A finished episode: the sum of its raw, unclipped rewards and its length in steps."""
+    """An episode: the sum of its raw, unclipped rewards and its length in steps."""
 
     ret: float
     length: int
+    cut: bool = False
+    """an evaluation stopped counting here, at its limit, and the game went on"""
 
 
 class EpisodeTracker:

@@ -166,7 +166,35 @@ class Small(Odd):
         return super().step(action)
 
 
-for made in (Misfit, Leaves, Tells, Masked, Pairs, Parts, Blind, Forgets, Wide, Offline, Parent, Undrawable, Small):
+class Endless(Odd):
+    """Its episodes never end, and it states no limit."""
+
+    metadata = {"render_modes": ["rgb_array"]}  # noqa: RUF012
+    length = 10**9
+
+    def __init__(self, render_mode=None):
+        self.render_mode = render_mode
+
+    def render(self):
+        return np.zeros((32, 32, 3), np.uint8)
+
+
+for made in (
+    Endless,
+    Misfit,
+    Leaves,
+    Tells,
+    Masked,
+    Pairs,
+    Parts,
+    Blind,
+    Forgets,
+    Wide,
+    Offline,
+    Parent,
+    Undrawable,
+    Small,
+):
     gymnasium.register(f"{made.__name__}-v0", made)
 
 

@@ -12,19 +12,22 @@ import imageio.v2 as imageio
 import jax
 import numpy as np
 import pytest
-from launch import ROOT, TINY, command, finish, python, read_result, read_rows
+from launch import CROWD, ROOT, TINY, command, finish, in_pairs, python, read_result, read_rows
 from scripted import Play, ScriptedEnvs, mirror, spec
 
+from cleanba import launch
 from cleanba.agents import beside, evaluate
 from cleanba.agents import film as films
 from cleanba.agents.agent import Policy, load_policy, read_best
 from cleanba.config import Experiment, Placement, Run
 from cleanba.environments.atari_scores import human_normalised, reference, table
+from cleanba.environments.kinds import env_spec
 from cleanba.rollout import Episode
 from cleanba.runs import listing
 from cleanba.runs.log import newest
 from cleanba.runtime.checkpoint import Saved, updates_kept
 from cleanba.runtime.placement import find_devices
+from cleanba.runtime.supervision import Watchdog
 from cleanba.seeds import env_seed, eval_seed
 
 pytestmark = pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # imageio starts ffmpeg to read a film
@@ -47,8 +50,8 @@ def agent(algorithm=None, inspect=None) -> Policy:
     return Policy(Experiment(), spec(), algorithm, jax.jit(act, static_argnums=6), {}, 3, 100)
 
 
-def play_scripts(scripts, episodes, film=None, algorithm=None, inspect=None, **common):
-    """The episodes that were played, and the environments that played them."""
+def play_scripts(scripts, episodes, film=None, algorithm=None, inspect=None, max_steps=None, **common):
+    """The episodes that were played, and the environments that played the last of them."""
     made = []
 
     def make(seeds):
@@ -56,7 +59,8 @@ def play_scripts(scripts, episodes, film=None, algorithm=None, inspect=None, **c
         return made[-1]
 
     them = agent(algorithm, inspect)
-    return evaluate.play(them, episodes, 1, jax.devices()[0], make_envs=make, film=film), made[0]
+    played = evaluate.play(them, episodes, 1, jax.devices()[0], make_envs=make, film=film, max_steps=max_steps)
+    return played, made[-1]
 
 
 def test_short_episodes_count_no_more_than_long_ones():
@@ -76,6 +80,7 @@ def test_short_episodes_count_no_more_than_long_ones():
         "max": 10.0,
         "mean_length": 20.5,
         "human_normalised_score": None,
+        "truncated": 0,
         "returns": [e.ret for e in played],
         "lengths": [e.length for e in played],
     }
@@ -95,6 +100,27 @@ def test_returns_are_raw_and_whole():
     lives = [Play((5.0, -3.0), over=False), Play((7.0,), terminated=False, truncated=True)]
     played, _ = play_scripts([lives], 2, clip_reward=True, reward_at_reset=100.0)
     assert played == [Episode(9.0, 3)] * 2
+
+
+def test_an_episode_that_does_not_end_is_cut_off_and_the_rest_is_still_played():
+    """Every other environment plays for ever; each plays three, the odd ones as they do without a limit."""
+    endless = Play((2.0,) * 1000)
+    played, last = play_scripts([[endless], [SHORT, LONG]], 6, max_steps=45)
+    assert played == [Episode(90.0, 45, cut=True), Episode(1.0, 1)] * 3
+    played, last = play_scripts([[endless], [SHORT, LONG]], 48, max_steps=45)
+    assert played == ([Episode(90.0, 45, cut=True)] * 3 + [Episode(1.0, 1), Episode(10.0, 40), Episode(1.0, 1)]) * 8
+    assert last.closed == 1 and len(last.actions) == 45, "fresh environments play what is left"
+    assert evaluate.summary("Scripted-v0", False, played)["truncated"] == 24
+    # What ends by itself is not cut off, whatever the environment says of itself.
+    assert evaluate.step_limit(spec(), None) == evaluate.step_limit(spec()._replace(time_limit=40), None) == 27_000
+    assert evaluate.step_limit(spec()._replace(time_limit=10**6), None) == 10**6
+    assert not any(episode.cut for episode in play_scripts([[LONG]], 3, max_steps=41)[0])
+
+
+def test_environments_state_their_time_limits():
+    limits = {"CartPole-v1": 500, "gymnasium:CartPole-v1": 500, "Catch-v0": None, "odd:Endless-v0": None}
+    assert {name: env_spec(Experiment(env_id=name)).time_limit for name in limits} == limits
+    assert env_spec(Experiment(env_id="odd:Endless-v0", max_episode_steps=7)).time_limit == 7
 
 
 def test_first_marks_the_first_observation_of_each_episode():
@@ -261,7 +287,9 @@ def test_an_episode_that_did_not_end_leaves_no_film(tmp_path):
 
     steps_left = iter(range(5))
 
-    def interrupt():
+    def interrupt(doing):
+        if doing != "playing":
+            return
         if next(steps_left, None) is None:
             raise KeyboardInterrupt
 
@@ -276,7 +304,7 @@ def test_an_episode_that_did_not_end_leaves_no_film(tmp_path):
             check=interrupt,
         )
     film.close()
-    assert film.frames == 5 and list(tmp_path.iterdir()) == []
+    assert film.frames == 6 and list(tmp_path.iterdir()) == []
 
 
 def test_frames_show_stacks_numbers_and_all_actions():
@@ -448,7 +476,7 @@ def test_an_evaluation_that_was_cut_short_is_played_again(evaluations, monkeypat
     def endless(*_, check, **__):
         playing.set()
         while True:
-            check()
+            check("playing")
 
     monkeypatch.setattr(beside, "play", endless)
     marked = lambda update: jax.tree.map(lambda x: x + update, watched.params)
@@ -550,6 +578,71 @@ def test_an_evaluation_ends_with_the_run(evaluations):
     assert not made._thread.is_alive()
 
 
+def test_a_run_ends_whose_episodes_do_not(tmp_path):
+    flags = (*TINY, "--env-id", "odd:Endless-v0", "--env-workers", "0", "--total-timesteps", "128", "--capture-video")
+    run = tmp_path / "run"
+    limits = ("--eval-frequency", "2", "--eval-episodes", "2", "--eval-max-steps", "30")
+    ended = command("ppo", *flags, *limits, "--run-dir", run)
+    assert ended.code == 0, ended.err
+    (row,) = [row for row in read_rows(run) if "eval/episodic_return" in row]
+    assert (row["eval/truncated"], row["eval/episodic_return"], row["eval/episodic_length"]) == (2, 30, 30)
+    (film,) = (run / "videos").iterdir()
+    with imageio.get_reader(film) as reader:
+        assert reader.count_frames() == 31
+    ended = command("eval", run, "--episodes", "3", "--max-steps", "25")
+    assert ended.code == 0 and "3 of 3 episodes did not end within 25 steps" in ended.out, ended
+    evaluation = read_eval(run)
+    assert (evaluation["truncated"], evaluation["max_steps"], evaluation["lengths"]) == (3, 25, [25] * 3)
+    ended = command("eval", run, "--max-steps", "0")
+    assert ended.code == 2 and "max_steps=0 must be at least 1" in ended.err
+
+
+def test_an_evaluation_at_the_end_that_stands_still_ends_the_run(tmp_path, monkeypatch):
+    release = threading.Event()
+
+    def hangs(*_, check, **__):
+        check("playing")
+        release.wait(60)
+        check("playing")
+
+    monkeypatch.setattr(beside, "play", hangs)
+    # Training, which has to compile on a busy machine, has a minute, its end a second.
+    monkeypatch.setattr(launch, "Watchdog", lambda timeout, counted: Watchdog(timeout / 60, counted))
+    run = tmp_path / "run"
+    flags = (*TINY, "--eval-frequency", "100", "--eval-episodes", "2", "--run-dir", run)
+    ended = command("ppo", *flags, "--stall-timeout", "60")
+    assert ended.code == 1 and "thread 'evaluation'" in ended.err and "release.wait(60)" in ended.err, ended
+    assert ended.err.count("cleanba: no step of evaluations for 1 s after step of evaluations 1 (playing)") == 1
+    result = read_result(run)
+    assert result["status"] == "failed" and "no step of evaluations" in result["error"] and result["update"] == 5
+    release.set()
+    monkeypatch.undo()
+    ended = command("ppo", *flags)
+    assert ended.code == 0 and "goes on after update 5" not in ended.out, ended
+    assert [row["update"] for row in read_rows(run) if "eval/episodic_return" in row] == [5]
+    assert read_result(run)["status"] == "finished"
+
+
+HANGS_AT_ITS_END = """
+import sys, time
+from cleanba import cli, launch
+from cleanba.agents import beside
+from cleanba.runtime.supervision import Watchdog
+launch.Watchdog = lambda timeout, counted: Watchdog(timeout / 60, counted)
+beside.play = lambda *_, **__: time.sleep(600)
+cli.main(sys.argv[1:])
+"""
+
+
+@pytest.mark.slow
+def test_no_process_waits_for_one_whose_last_evaluation_stands_still(tmp_path):
+    flags = ("ppo", *TINY, "--num-shards", "2", "--eval-frequency", "100", "--run-dir", tmp_path / "run")
+    both = [python("-c", HANGS_AT_ITS_END, *words) for words in in_pairs([*flags, "--stall-timeout", "120"])]
+    first, second = [finish(process, 120 * CROWD) for process in both]
+    assert first.code == 1 and "no step of evaluations for 2 s" in first.err, first
+    assert second.code == 1 and "process 0 of 2 failed: no step of evaluations for 2 s" in second.err, second
+
+
 def test_a_run_films_itself_at_its_end(tmp_path):
     flags = (*TINY, "--env-id", "CartPole-v1", "--run-dir", tmp_path / "run", "--capture-video")
     ended = command("ppo", *flags)
@@ -577,6 +670,7 @@ def test_a_run_films_itself_at_its_end(tmp_path):
     [
         (("--eval-frequency", "-1"), "eval_frequency=-1 must not be negative"),
         (("--eval-episodes", "0"), "eval_episodes=0 must be at least 1"),
+        (("--eval-max-steps", "0"), "eval_max_steps=0 must be at least 1"),
         (("--eval-device-id", "99"), "--eval-device-id: there is no device 99"),
         (("--capture-video",), "EnvPool cannot draw Catch-v0"),
     ],

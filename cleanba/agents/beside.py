@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 
 from cleanba.agents.agent import BEST, Policy, read_best
-from cleanba.agents.evaluate import play, record, summary
+from cleanba.agents.evaluate import film_path, film_to, play, require_steps, summary
 from cleanba.config import Run, require
 from cleanba.environments.kinds import Envs, open_envs, threads_per_actor
 from cleanba.environments.specs import EnvSpec
@@ -59,12 +59,17 @@ class Evaluations:
         """Raises `UsageError` for flags that cannot be obeyed."""
         require(run.eval_frequency >= 0, f"eval_frequency={run.eval_frequency} must not be negative; 0 means never")
         require(run.eval_episodes >= 1, f"eval_episodes={run.eval_episodes} must be at least 1; set --eval-episodes")
+        require_steps(run.eval_max_steps, "--eval-max-steps")
         given = run.eval_device_id
         self._device = devices.actors[-1] if given is None else pick_devices((given,), "--eval-device-id")[0]
         if run.capture_video:
             check_can_be_filmed(agent.spec)
         self._run_dir, self._run, self._agent = run_dir, run, agent
         self._best: Json | None = None
+        self.moves = 0
+        """steps of all evaluations and films so far"""
+        self.doing = "opening environments"
+        """what is done next in the one that plays"""
         self._stop = Stop()
         self._lock = threading.Lock()
         self._done: list[Evaluated] = []
@@ -119,7 +124,10 @@ class Evaluations:
         if not self._run.capture_video:
             return None
         agent = self._agent._replace(params=params, update=update, global_step=global_step)
-        return record(self._run_dir, agent, agent.experiment.seed, 1, self._device)[1]
+        seed, limit = agent.experiment.seed, self._run.eval_max_steps
+        path = film_path(self._run_dir, agent, seed, agent.plays)
+        film_to(path, agent, seed, 1, self._device, max_steps=limit, check=self._move)
+        return path
 
     def close(self) -> None:
         """End what is playing.  May be called twice."""
@@ -132,6 +140,10 @@ class Evaluations:
         self._check()
         if update % self._run.eval_frequency == 0 and not (self._thread and self._thread.is_alive()):
             self._start([Version(update, global_step, params)])
+
+    def _move(self, doing: str) -> None:
+        self._stop.check()
+        self.moves, self.doing = self.moves + 1, doing
 
     def _check(self) -> None:
         if self._stop.error is not None:
@@ -197,7 +209,7 @@ class Evaluations:
         e = agent.experiment
         episodes = play(
             agent, self._run.eval_episodes, e.seed, self._device,
-            epoch=update, make_envs=self._quiet_envs, check=self._stop.check,
+            epoch=update, max_steps=self._run.eval_max_steps, make_envs=self._quiet_envs, check=self._move,
         )  # fmt: skip
         r = summary(e.env_id, agent.spec.is_atari, episodes)
         values = {
@@ -205,6 +217,7 @@ class Evaluations:
             "eval/episodic_return_std": r["std"],
             "eval/episodic_length": r["mean_length"],
             "eval/human_normalised_score": r["human_normalised_score"],
+            "eval/truncated": r["truncated"] or None,
             "eval/seconds": time.perf_counter() - started,
         }
         if self._best is None or r["mean"] > self._best["episodic_return"]:

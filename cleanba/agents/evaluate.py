@@ -1,5 +1,6 @@
 """`cleanba eval`: how well a trained agent plays, over complete episodes and true returns."""
 
+import itertools
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from cleanba.agents.load import load, locate
 from cleanba.config import read_experiment, require
 from cleanba.environments.atari_scores import human_normalised, reference
 from cleanba.environments.kinds import Envs, open_envs, threads_per_actor
+from cleanba.environments.specs import EnvSpec
 from cleanba.errors import Exit, Failure
 from cleanba.files import Json, write_json
 from cleanba.flags import FLAGS
@@ -29,6 +31,7 @@ from cleanba.seeds import eval_seed, evaluation_key
 
 EVALUATIONS = "evaluations"  # the folder of a run that keeps each of them; the newest is eval.json, too
 MAX_ENVS = 16  # more would mostly wait for those with the longest episodes
+MAX_STEPS = 27_000  # Atari's limit, for all who state none; a greedy policy may keep an episode going for ever
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,9 @@ class Eval:
     """which parameters: those after this update, "last", or "best" (of the evaluations made while training)"""
     seed: int = 1
     """seed of environments and actions; no training run has any of these environments"""
+    max_steps: int | None = None
+    """steps after which an episode is cut off and reported as truncated (None: 27,000, or the environment's own limit
+    where that is longer)"""
     greedy: bool = False
     """take the likeliest action instead of drawing one from the policy; DQN always takes the best that it knows"""
     epsilon: float | None = None
@@ -59,37 +65,45 @@ def play(
     *,
     plays: Play | None = None,
     epoch: int = 0,
+    max_steps: int | None = None,
     film: Film | None = None,
     make_envs: Callable[[Sequence[int]], Envs] | None = None,
-    check: Callable[[], None] = lambda: None,
+    check: Callable[[str], None] = lambda doing: None,
 ) -> list[Episode]:
     """Play that many complete episodes -> what they returned, by environment and in the order it played them.
 
     Each environment has its number of episodes before anything is played.  Counting those that end first, wherever
     that is, would count too many short ones.  It acts as `plays` says, or else as its algorithm is evaluated.  `epoch`
-    distinguishes evaluations with the same seed; `check` is called at every step and may raise to end the evaluation.
+    distinguishes evaluations with the same seed; `check` is told at every step what is done next, and may raise to end
+    the evaluation.
+
+    An episode that lasts `max_steps` (None: see `step_limit`) is cut off there and counts as it stands.  As no single
+    environment can be reset, the episodes that this one still has to play are played afterwards by a fresh one.
     """
     greedy, epsilon = plays or policy.plays
     require(
         epsilon == 0 or policy.spec.action.kind == "choice",
         f"epsilon={epsilon} needs actions to choose from, which {policy.spec.env_id} has not; leave --epsilon out",
     )
+    limit = step_limit(policy.spec, max_steps)
     chance = np.random.default_rng((seed, epoch))
     n = min(episodes, MAX_ENVS)
     quota = [episodes // n + (i < episodes % n) for i in range(n)]
-    seeds = [eval_seed(seed, i, epoch, n) for i in range(n)]
     opened = lambda seeds: open_envs(policy.spec, seeds, threads_per_actor(1), render=film is not None)
     with jax.default_device(device):  # the first one may be busy learning
         key, params = jax.device_put((evaluation_key(seed, epoch), policy.params), device)
-        envs = (make_envs or opened)(seeds)
-    try:
+    played: list[list[Episode]] = [[] for _ in range(n)]
+    t = 0
+
+    def play_on(envs: Envs) -> None:
+        """Play until each environment has played its number, or had an episode cut off."""
+        nonlocal t
         carry = first_carry(policy.algorithm, n, device)
         obs, done, first = envs.reset(), np.zeros(n, bool), np.ones(n, bool)
-        played: list[list[Episode]] = [[] for _ in range(n)]
-        tracker = EpisodeTracker(n)
-        t = 0
-        while any(len(mine) < most for mine, most in zip(played, quota, strict=True)):
-            check()
+        tracker, out = EpisodeTracker(n), np.zeros(n, bool)
+        while any(len(mine) < most and not out[i] for i, (mine, most) in enumerate(zip(played, quota, strict=True))):
+            if t == 0:
+                check("compiling the policy")
             chosen, next_carry = policy.act(params, carry, obs, first, key, np.int32(t), not greedy)
             action = np.asarray(chosen)
             if epsilon > 0:
@@ -103,17 +117,31 @@ def play(
             filming = film if not played[0] and not done[0] else None
             if filming is not None:
                 filming.add(envs.render(0), envs.steps_per_second, params, obs, first, carry, action, tracker.ret[0])
+            check("playing")
             step = envs.step(action)
             answer = heed(done, step.reward, step.terminated, step.truncated)
             ended = np.flatnonzero(step.over & answer.valid)
             for i, episode in zip(ended, tracker.add(step.raw_reward, answer.valid, step.over), strict=True):
-                played[i].append(episode)
+                if not out[i]:
+                    played[i].append(episode)
+            for i in np.flatnonzero((tracker.length >= limit) & ~out):
+                played[i].append(Episode(float(tracker.ret[i]), int(tracker.length[i]), cut=True))
+                out[i] = True
             if filming is not None and played[0]:
                 filming.end(envs.render(0), envs.steps_per_second, step.obs, played[0][0].ret)
             obs, carry, first, done = step.obs, next_carry, done, answer.done
             t += 1
-    finally:
-        envs.close()
+
+    for again in itertools.count():
+        check("opening environments")
+        with jax.default_device(device):
+            envs = (make_envs or opened)([eval_seed(seed + again * 2**31, i, epoch, n) for i in range(n)])
+        try:
+            play_on(envs)
+        finally:
+            envs.close()
+        if all(len(mine) >= most for mine, most in zip(played, quota, strict=True)):
+            break
     return [episode for mine, most in zip(played, quota, strict=True) for episode in mine[:most]]
 
 
@@ -123,12 +151,19 @@ def name_of(update: int | None, seed: int, plays: Play) -> str:
     return f"{name}-seed-{seed}" + "-greedy" * plays.greedy + (f"-epsilon-{plays.epsilon:g}" if plays.epsilon else "")
 
 
-def record(
-    run_dir: Path, policy: Policy, seed: int, episodes: int, device: jax.Device, plays: Play | None = None
-) -> tuple[list[Episode], Path]:
-    """As `play`, with a film of the first episode of the first environment in the run's videos/."""
-    path = film_path(run_dir, policy, seed, plays or policy.plays)
-    return film_to(path, policy, seed, episodes, device, plays), path
+def step_limit(spec: EnvSpec, asked: int | None) -> int:
+    """Steps after which an evaluation cuts an episode off.
+
+    That is `asked`, or else 27,000, or what the environment states if that is longer: where it keeps to its own limit,
+    nothing is cut off.
+    """
+    return max(MAX_STEPS, spec.time_limit or 0) if asked is None else asked
+
+
+def require_steps(max_steps: int | None, flag: str) -> None:
+    """Raise `UsageError` unless a limit on episodes is a positive number."""
+    name = flag.removeprefix("--").replace("-", "_")
+    require(max_steps is None or max_steps >= 1, f"{name}={max_steps} must be at least 1; set {flag}, or leave it out")
 
 
 def film_path(run_dir: Path, policy: Policy, seed: int, plays: Play) -> Path:
@@ -137,12 +172,20 @@ def film_path(run_dir: Path, policy: Policy, seed: int, plays: Play) -> Path:
 
 
 def film_to(
-    path: Path, policy: Policy, seed: int, episodes: int, device: jax.Device, plays: Play | None = None
+    path: Path,
+    policy: Policy,
+    seed: int,
+    episodes: int,
+    device: jax.Device,
+    *,
+    plays: Play | None = None,
+    max_steps: int | None = None,
+    check: Callable[[str], None] = lambda doing: None,
 ) -> list[Episode]:
     """As `play`, with a film of the first episode of the first environment in that file."""
     film = Film(path, policy)
     try:
-        return play(policy, episodes, seed, device, plays=plays, film=film)
+        return play(policy, episodes, seed, device, plays=plays, max_steps=max_steps, film=film, check=check)
     finally:
         film.close()
 
@@ -156,8 +199,8 @@ class Evaluation:
     lengths: np.ndarray
     """[N] int64: steps of each episode"""
     summary: Json
-    """the same in numbers, by the names that eval.json has: mean, std, median, min, max, mean_length, and for Atari
-    human_normalised_score"""
+    """the same in numbers, by the names that eval.json has: mean, std, median, min, max, mean_length, truncated (how
+    many episodes were cut off at `max_steps`), and for Atari human_normalised_score"""
     film: Path | None = None
     """the film of the first episode, if one was asked for"""
 
@@ -189,6 +232,7 @@ def evaluate(
     seed: int = 1,
     greedy: bool | None = None,
     epsilon: float | None = None,
+    max_steps: int | None = None,
     film: str | Path | None = None,
 ) -> Evaluation:
     """Play complete episodes in environments of their own; what the agent remembers of others stays as it is.
@@ -202,6 +246,8 @@ def evaluate(
         greedy: by the best actions that it knows, or by those drawn from its policy; None: as its algorithm is
             evaluated.
         epsilon: probability of a uniformly random action in place of its own; None: 0.05 for DQN, else 0.
+        max_steps: steps after which an episode is cut off and reported as truncated; None: 27,000, or the environment's
+            own limit where that is longer.
         film: an .mp4 file for a film of the first episode.
 
     Raises:
@@ -209,6 +255,7 @@ def evaluate(
         Failure: the film cannot be written.
     """
     check_games(episodes, seed, epsilon)
+    require_steps(max_steps, "--max-steps")
     path = None if film is None else Path(film)
     require(path is None or path.suffix == ".mp4", f"film={str(film)!r} must be an .mp4 file; try film.mp4")
     policy, device = agent.policy, agent.device
@@ -217,9 +264,9 @@ def evaluate(
     )
     with jax.default_matmul_precision(precision(policy.experiment.dtype)):
         if path is None:
-            played = play(policy, episodes, seed, device, plays=plays)
+            played = play(policy, episodes, seed, device, plays=plays, max_steps=max_steps)
         else:
-            played = film_to(path, policy, seed, episodes, device, plays)
+            played = film_to(path, policy, seed, episodes, device, plays=plays, max_steps=max_steps)
     r = summary(policy.spec.env_id, policy.spec.is_atari, played)
     return Evaluation(np.array(r["returns"]), np.array(r["lengths"]), r, path)
 
@@ -238,6 +285,7 @@ def summary(env_id: str, is_atari: bool, episodes: Sequence[Episode]) -> Json:
         "max": float(returns.max()),
         "mean_length": float(lengths.mean()),
         "human_normalised_score": human_normalised(env_id, mean) if is_atari else None,
+        "truncated": sum(episode.cut for episode in episodes),
         "returns": returns.tolist(),
         "lengths": lengths.tolist(),
     }
@@ -247,6 +295,7 @@ def eval_command(argv: Sequence[str]) -> Exit:
     """`cleanba eval RUN_DIR …`"""
     options = tyro.cli(Eval, args=argv, prog="cleanba eval", registry=FLAGS)
     check_games(options.episodes, options.seed, options.epsilon)
+    require_steps(options.max_steps, "--max-steps")
     run_dir = locate(options.run_dir)
     pin_random_numbers()
     agent = load(run_dir, options.checkpoint)
@@ -254,7 +303,15 @@ def eval_command(argv: Sequence[str]) -> Exit:
     epsilon = policy.plays.epsilon if options.epsilon is None else options.epsilon
     plays = Play(options.greedy or policy.plays.greedy, epsilon)
     film = film_path(run_dir, policy, options.seed, plays) if options.video else None
-    played = evaluate(agent, options.episodes, seed=options.seed, greedy=plays.greedy, epsilon=epsilon, film=film)
+    played = evaluate(
+        agent,
+        options.episodes,
+        seed=options.seed,
+        greedy=plays.greedy,
+        epsilon=epsilon,
+        max_steps=options.max_steps,
+        film=film,
+    )
     result = {
         "env_id": policy.spec.env_id,
         "algorithm": read_experiment(run_dir)["algorithm"],
@@ -263,6 +320,7 @@ def eval_command(argv: Sequence[str]) -> Exit:
         "seed": options.seed,
         "greedy": plays.greedy,
         "epsilon": plays.epsilon,
+        "max_steps": step_limit(policy.spec, options.max_steps),
         "params_digest": params_digest(policy.params),
         "video": str(film.relative_to(run_dir)) if film is not None else None,
         **played.summary,
@@ -289,6 +347,11 @@ def in_words(run_dir: Path, r: Json, kept: Path) -> str:
         f"min {r['min']:.6g}, max {r['max']:.6g}",
         f"length: mean {r['mean_length']:.6g} steps",
     ]
+    if r["truncated"]:
+        lines.append(
+            f"truncated: {r['truncated']} of {r['episodes']} episode{plural} did not end within {r['max_steps']:,} "
+            "steps (--max-steps); the returns are those until then"
+        )
     if r["human_normalised_score"] is not None:
         scores = reference(r["env_id"]) or {}
         lines.append(

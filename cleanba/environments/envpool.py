@@ -194,6 +194,7 @@ def env_spec(e: Experiment) -> EnvSpec:
     try:
         probe = _envpool().make(e.env_id, env_type="gymnasium", num_envs=1, seed=[0], **options)
         players = int(probe.config.get("max_num_players", 1))
+        limit = int(probe.config.get("max_episode_steps", NO_LIMIT))
         action = action_spec(probe.action_space) if players == 1 else f"it has {players} players, who would learn apart"
         if isinstance(action, str):
             raise UsageError(f"env_id={e.env_id!r} cannot be learnt: {action}; try CartPole-v1 or HalfCheetah-v5")
@@ -212,8 +213,11 @@ def env_spec(e: Experiment) -> EnvSpec:
     scannable = all(np.dtype(array.dtype).itemsize <= MOST_SCANNED_BYTES for array in arrays)
     num_actions = action.counts[0] if action.kind == "choice" else 0
     given_action = None if action == choice(num_actions) else action
-    return EnvSpec(e.env_id, obs, num_actions, is_atari, clip, options, given_action, scannable)
+    time_limit = limit if limit < NO_LIMIT else None
+    return EnvSpec(e.env_id, obs, num_actions, is_atari, clip, options, given_action, scannable, time_limit=time_limit)
 
+
+NO_LIMIT = 2**31 - 1  # the max_episode_steps of EnvPool's environments that have none
 
 # EnvPool's XLA interface makes its buffers for the numbers that JAX keeps by itself, of 4 bytes at most, and copies
 # into them what the emulator wrote, of 8 where it says so: beyond their end.  FetchReach-v1's process aborts at once.

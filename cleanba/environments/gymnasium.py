@@ -132,6 +132,7 @@ def env_spec(e: Experiment) -> EnvSpec:
     try:
         env = made.make()
         action, observation = action_spec(env.action_space), env.observation_space
+        limit = env.spec.max_episode_steps if env.spec is not None else None
         env.close()
         unseen = [
             space
@@ -161,7 +162,9 @@ def env_spec(e: Experiment) -> EnvSpec:
     num_actions = action.counts[0] if action.kind == "choice" else 0
     given_action = None if action == choice(num_actions) else action
     clip = bool(e.reward_clip)
-    return EnvSpec(e.env_id, obs, num_actions, False, clip, options, given_action, False, e.env_wrappers)
+    return EnvSpec(
+        e.env_id, obs, num_actions, False, clip, options, given_action, False, e.env_wrappers, time_limit=limit
+    )
 
 
 def check_known(env_id: str, name: str) -> None:

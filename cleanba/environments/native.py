@@ -218,7 +218,18 @@ def env_spec(e: Experiment) -> EnvSpec:
     num_actions = action.counts[0] if action.kind == "choice" else 0
     given_action = None if action == choice(num_actions) else action
     clip = bool(e.reward_clip)
-    return EnvSpec(e.env_id, obs, num_actions, False, clip, options, given_action, on_device=True)
+    limits = [int(getattr(native.params, name)) for name in LIMITS if hasattr(native.params, name)]
+    return EnvSpec(
+        e.env_id,
+        obs,
+        num_actions,
+        False,
+        clip,
+        options,
+        given_action,
+        on_device=True,
+        time_limit=min(limits, default=None),
+    )
 
 
 def as_planes(env_id: str, obs: PyTree) -> PyTree:

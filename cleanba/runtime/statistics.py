@@ -48,7 +48,7 @@ class Statistics:
         row = np.zeros(2 + 2 * EPISODES_SHOWN, np.float64)
         last = self.new_episodes[-EPISODES_SHOWN:]
         row[0], row[1] = self.new_steps, len(self.new_episodes)
-        row[2 : 2 + 2 * len(last)] = np.asarray(last, np.float64).ravel()
+        row[2 : 2 + 2 * len(last)] = np.array([(e.ret, e.length) for e in last], np.float64).ravel()
         rows = gather_over_processes(row)
         for r in rows:
             count = min(int(r[1]), EPISODES_SHOWN)
@@ -70,7 +70,7 @@ class Statistics:
 
     def counters(self, seconds: float) -> Json:
         """What a checkpoint keeps of this."""
-        recent = [list(episode) for episode in self.recent]
+        recent = [[episode.ret, episode.length] for episode in self.recent]
         return {"global_step": self.global_step, "episodes": self.episodes, "recent": recent, "seconds": seconds}
 
     @classmethod

@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 from cleanba.errors import Failure, Interrupted
 from cleanba.runtime.channels import Channel, Stop
@@ -102,25 +103,55 @@ def stacks(channels: Sequence[Channel]) -> str:
 
 @dataclass
 class Watchdog:
-    """Notices that no update has come for too long."""
+    """Notices that something which is counted has not gone on for too long."""
 
     timeout: float
+    counted: str = "update"
     mark: tuple[int, str] | None = None
     since: float = 0.0
 
-    def check(self, progress: Progress, channels: Sequence[Channel]) -> None:
-        """Look, every now and then.
+    def check(self, count: int, phase: str, channels: Sequence[Channel] = ()) -> None:
+        """Look, every now and then, how many there were and what is done now; compiling may take any time.
 
         Raises:
             Failure: the run stalls; the stacks are on the error output.
         """
-        now, mark = time.perf_counter(), (progress.update, progress.status.phase)
-        if mark != self.mark or progress.status.phase.startswith("compiling"):
+        now, mark = time.perf_counter(), (count, phase)
+        if mark != self.mark or phase.startswith("compiling"):
             self.mark, self.since = mark, now
         elif now - self.since > self.timeout:
             print(stacks(channels), file=sys.stderr)
             raise Failure(
-                f"no update for {now - self.since:.0f} s after update {progress.update} ({progress.status.phase}); "
+                f"no {self.counted} for {now - self.since:.0f} s after {self.counted} {count} ({phase}); "
                 "the stacks above show where each thread stands. "
                 f"If nothing is wrong there, raise --stall-timeout above {self.timeout:g}"
             )
+
+
+T = TypeVar("T")
+
+
+def watched(body: Callable[[], T], watchdog: Watchdog, progress: Callable[[], tuple[int, str]]) -> T:
+    """`body()`, in a thread of its own; `progress` is what the watchdog looks at meanwhile.
+
+    Raises:
+        Failure: nothing goes on any more.  The thread is left behind.
+        BaseException: what `body` raised.
+    """
+    returned: list[T] = []
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            returned.append(body())
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run, name="end of the run", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(0.1)
+        watchdog.check(*progress())
+    if raised:
+        raise raised[0]
+    return returned[0]

@@ -282,7 +282,8 @@ def run_training(
             threads[-1].join(0.1) if threads[-1].is_alive() else stop.wait(0.02)
             display.refresh()
             try:
-                watchdog.check(progress, [*rollout_channels, *(channel for _, channel in params_channels)])
+                channels: list[Channel] = [*rollout_channels, *(channel for _, channel in params_channels)]
+                watchdog.check(progress.update, status.phase, channels)
             except Failure as stalled:
                 stop(stalled)
         if peers and stop.error is not None:
