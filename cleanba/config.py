@@ -166,6 +166,8 @@ class Run:
     """directory of the run (default: runs/<env>__<exp-name>__<seed>__<time, or job of Slurm>)"""
     experiment_from: Annotated[str | None, tyro.conf.arg(name="experiment", metavar="RUN_DIR")] = None
     """take the whole experiment from this earlier run's config.json; only other flags may be added"""
+    trust_remote_code: bool = False
+    """with --experiment of a downloaded run: import and call what its config.json names (docs/trust.md)"""
     checkpoint_frequency: int | None = None
     """updates between checkpoints (0: only one, at the end; None: one wherever the environments start afresh)"""
     keep_checkpoints: int = 2

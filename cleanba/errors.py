@@ -70,3 +70,16 @@ def closest_names(name: str, known: Iterable[str], count: int = 3) -> str:
     for k in known:
         by_lower.setdefault(k.lower(), k)
     return ", ".join(by_lower[m] for m in get_close_matches(name.lower(), by_lower, count, cutoff=0.4))
+
+
+def missing(what: str, error: ImportError, extra: str) -> UsageError:
+    """The message where a package of an optional part of Cleanba is not installed.
+
+    It names the module that is missing, which need not be the package that was asked for but one that it needs.
+    """
+    module = (error.name or "").partition(".")[0]
+    lack = f"the module {module}, which is not installed" if module else f"a package that does not load ({said(error)})"
+    return UsageError(
+        f"{what} needs {lack}; install Cleanba's extra `{extra}`: `pip install -e '.[{extra}]'` in a clone, or "
+        f"`pip install 'cleanba[{extra}] @ git+<repository>'`"
+    )

@@ -48,7 +48,7 @@ def read_json(path: Path) -> Json:
         values = json.loads(path.read_text())
     except FileNotFoundError:
         raise UsageError(f"{path} does not exist; name the directory of an earlier run") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"{path} cannot be read ({error}); restore it, or choose another run") from None
     if not isinstance(values, dict):
         raise UsageError(f"{path} does not hold a JSON object; restore it, or choose another run")

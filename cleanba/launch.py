@@ -47,6 +47,7 @@ from cleanba.runtime.placement import (
 from cleanba.runtime.profile import Profile
 from cleanba.runtime.supervision import Watchdog, leave_process, watched
 from cleanba.runtime.train import Outcome, Training, make_training, run_training
+from cleanba.trust import require_trusted
 
 
 def train_command(recipe: Recipe, argv: Sequence[str], default: Config | None = None) -> Exit:
@@ -62,6 +63,7 @@ def resume_command(argv: Sequence[str]) -> Exit:
         print(words)
         return Exit()
     run_dir = Path(argv[0])
+    require_trusted(run_dir, "a run goes on only where it began")
     saved = read_config(run_dir)
     recipe, experiment = read_recipe(run_dir)
     default = config_type(recipe)(

@@ -27,6 +27,7 @@ from cleanba.environments.kinds import kind, why_unscannable
 from cleanba.environments.specs import EnvSpec
 from cleanba.errors import UsageError
 from cleanba.flags import FLAGS
+from cleanba.trust import check_environment, check_values, source_of
 
 
 class Play(NamedTuple):
@@ -147,7 +148,7 @@ def parse(recipe: Recipe, argv: Sequence[str], default: Config | None = None) ->
     form = config_type(recipe)
     source = word_after("--experiment", argv)
     if default is None and source is not None:
-        earlier_recipe, experiment = read_recipe(Path(source))
+        earlier_recipe, experiment = read_recipe(Path(source), "--trust-remote-code" in argv)
         name = earlier_recipe.name
         require(name == recipe.name, f"--experiment {source} is a run of {name}; use `cleanba {name}`")
         default = form(experiment=experiment)
@@ -211,17 +212,27 @@ def word_after(flag: str, argv: Sequence[str]) -> str | None:
     return found
 
 
-def read_recipe(run_dir: Path) -> tuple[Recipe, Experiment]:
+def read_recipe(run_dir: Path, trust_remote_code: bool = False) -> tuple[Recipe, Experiment]:
     """An earlier run's algorithm and experiment.
 
+    Of a run from elsewhere they are checked first, unless `trust_remote_code`: see `trust.py`.
+
     Raises:
-        UsageError: there is no such run, or it was written by another version.
+        UsageError: there is no such run, it was written by another version, or it is from elsewhere and chooses what
+            such a run may not choose.
     """
     values = read_experiment(run_dir)
     algorithm = values.pop("algorithm")
-    require(algorithm in RECIPES, f"{run_dir} is a run of {algorithm!r}; this version knows {', '.join(RECIPES)}")
+    known = isinstance(algorithm, str) and algorithm in RECIPES
+    require(known, f"{run_dir} is a run of {str(algorithm)[:40]!r}; this version knows {', '.join(RECIPES)}")
     recipe = RECIPES[algorithm]
-    return recipe, from_json(recipe.experiment, values)
+    source = None if trust_remote_code else source_of(run_dir)
+    if source is not None:
+        check_values(recipe.experiment, values, source)
+    e = from_json(recipe.experiment, values)
+    if source is not None:
+        check_environment(e, source)
+    return recipe, e
 
 
 def suit(e: Experiment, asked: str | None, spec: EnvSpec) -> Experiment:

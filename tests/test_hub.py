@@ -10,7 +10,7 @@ import yaml
 from fake_hub import TOKEN, fake_hub
 from launch import TINY, command, read_result
 
-from cleanba.agents import hub
+from cleanba.runs.remote import DOWNLOADS, download
 
 EXPERIMENT = {"algorithm": "ppo", "env_id": "Catch-v0", "seed": 7, "num_envs": 8, "env_options": []}
 DIGEST = "sha256:1234"
@@ -152,34 +152,36 @@ def test_wrong_use_is_one_sentence(server, tmp_path, monkeypatch):
     assert ended.code == 2 and "hf auth login" in ended.err
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     ended = command("push", run)
-    assert ended.code == 2 and "pip install huggingface_hub" in ended.err
+    assert (
+        ended.code == 2 and "needs the module huggingface_hub" in ended.err and "pip install -e '.[hub]'" in ended.err
+    )
     assert server.repos == {}
 
 
 @pytest.mark.parametrize("reference", ["hf://", "hf://user", "hf://a/b/c", "hf://../etc", "hf://user/.."])
 def test_references_that_are_none(server, reference):
     with pytest.raises(Exception, match="names no repository"):
-        hub.download(reference)
+        download(reference)
 
 
 def test_what_is_not_there_or_no_model(server):
     with pytest.raises(Exception, match="there is no hf://tester/absent"):
-        hub.download("hf://tester/absent")
+        download("hf://tester/absent")
     server.repos["tester/other"] = {"config.json": b"{}"}
     with pytest.raises(Exception, match="it has no model.msgpack"):
-        hub.download("hf://tester/other")
+        download("hf://tester/other")
 
 
 def test_a_download_follows_the_upload(server, tmp_path):
     run = write_run(tmp_path / "run")
     evaluate(run)
     command("push", run, "--repo", "name")
-    folder = hub.download("hf://tester/name")
+    folder = download("hf://tester/name")
     assert (folder / "model.msgpack").read_bytes() == (run / "model.msgpack").read_bytes()
     assert not (folder / "eval.json").exists()  # that is somebody else's
     (run / "model.msgpack").write_bytes(b"others")
     command("push", run, "--repo", "name")
-    assert hub.download("hf://tester/name") == folder
+    assert download("hf://tester/name") == folder
     assert (folder / "model.msgpack").read_bytes() == b"others"
 
 
@@ -198,7 +200,7 @@ def test_a_run_uploads_itself_and_is_played_from_there(server, tmp_path):
     there = command("eval", "hf://team/catch", "--episodes", "4")
     assert (here.code, there.code) == (0, 0), there.err
     mine = json.loads((tmp_path / "run/eval.json").read_text())
-    played = json.loads((hub.DOWNLOADS / "team/catch/eval.json").read_text())
+    played = json.loads((DOWNLOADS / "team/catch/eval.json").read_text())
     assert (
         played["returns"] == mine["returns"]
         and played["params_digest"] == read_result(tmp_path / "run")["params_digest"]

@@ -24,6 +24,7 @@ from cleanba.runtime.placement import precision
 from cleanba.seeds import evaluation_key
 from cleanba.shards import network_options
 from cleanba.specs import ObsSpec, ObsSpecs, describe
+from cleanba.trust import check_size, source_of
 
 BEST = "best"  # the folder of a run that holds the parameters which played best
 
@@ -229,19 +230,26 @@ def as_batch(spec: EnvSpec, obs: object) -> tuple[PyTree, int | None]:
     return batch, sizes.pop()
 
 
-def load_policy(run_dir: Path, checkpoint: str, platform: str) -> Policy:
+def load_policy(run_dir: Path, checkpoint: str, platform: str, trust_remote_code: bool = False) -> Policy:
     """Network, environment and parameters, as the run's config.json and checkpoints have them.
 
+    Of a run from elsewhere (`trust.py`) only models in Flax's msgpack form are read, unless `trust_remote_code`.
+
     Raises:
-        UsageError: no such run, no such checkpoint.
+        UsageError: no such run, no such checkpoint, or a run from elsewhere that chooses what it may not choose.
         Failure: the checkpoint is damaged.
     """
-    recipe, e = read_recipe(run_dir)
+    recipe, e = read_recipe(run_dir, trust_remote_code)
+    source = None if trust_remote_code else source_of(run_dir)
     spec = env_spec(e)
     algorithm = recipe.make(e, spec, platform)
     like_state = jax.eval_shape(algorithm.init, jax.random.key(0))
     like_params = jax.eval_shape(algorithm.actor_params, like_state)
-    params, update, global_step = read_params(run_dir, checkpoint, algorithm.actor_params, like_state, like_params)
+    if source is not None:
+        check_size(like_params, source)
+        params, update, global_step = read_uploaded(run_dir, checkpoint, source, like_params)
+    else:
+        params, update, global_step = read_params(run_dir, checkpoint, algorithm.actor_params, like_state, like_params)
     policy = new_policy(e, spec, algorithm, platform, recipe.plays)
     return policy._replace(params=params, update=update, global_step=global_step)
 
@@ -288,6 +296,16 @@ def read_params(
         model.exists(),
         f"{run_dir} has no checkpoint yet: a run writes one every --checkpoint-frequency updates, and one at its end",
     )
+    return ckpt.read_model(model, like_params), None, None
+
+
+def read_uploaded(
+    run_dir: Path, checkpoint: str, source: str, like_params: PyTree
+) -> tuple[PyTree, int | None, int | None]:
+    """The parameters of a run from elsewhere: the one model that it comes with, whose update nobody vouches for."""
+    require(checkpoint == "last", f"checkpoint={checkpoint!r}: {source} has one model; leave --checkpoint out")
+    model = run_dir / "model.msgpack"
+    require(model.exists(), f"{source} has no model.msgpack; choose another run")
     return ckpt.read_model(model, like_params), None, None
 
 

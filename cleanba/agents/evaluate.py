@@ -13,7 +13,7 @@ import tyro
 
 from cleanba.agents.agent import Agent, Policy
 from cleanba.agents.film import Film
-from cleanba.agents.load import load, locate
+from cleanba.agents.load import load
 from cleanba.config import read_experiment, require
 from cleanba.environments.atari_scores import human_normalised, reference
 from cleanba.environments.kinds import Envs, open_envs, threads_per_actor
@@ -24,6 +24,7 @@ from cleanba.flags import FLAGS
 from cleanba.networks.sight import legal_actions
 from cleanba.recipes import Play
 from cleanba.rollout import Episode, EpisodeTracker, heed
+from cleanba.runs.remote import find_run
 from cleanba.runtime.collect import first_carry
 from cleanba.runtime.digests import params_digest
 from cleanba.runtime.placement import pin_random_numbers, precision
@@ -39,7 +40,7 @@ class Eval:
     """Play complete episodes with a run's trained agent, and say what they returned."""
 
     run_dir: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")]
-    """directory of the run, which may still be training; or hf://user/repository for an uploaded one"""
+    """directory of the run, which may still be training; hf://user/repository for an uploaded one, or an archive"""
     episodes: int = 30
     """complete episodes to play"""
     checkpoint: str = "last"
@@ -53,6 +54,8 @@ class Eval:
     """take the likeliest action instead of drawing one from the policy; DQN always takes the best that it knows"""
     epsilon: float | None = None
     """probability of a uniformly random action in place of the policy's (None: 0.05 for DQN, else 0)"""
+    trust_remote_code: bool = False
+    """of a run that was downloaded or unpacked: import and call what its config.json names (docs/trust.md)"""
     video: bool = False
     """film the first episode of the first environment (an MP4 in the run's videos/)"""
 
@@ -296,9 +299,9 @@ def eval_command(argv: Sequence[str]) -> Exit:
     options = tyro.cli(Eval, args=argv, prog="cleanba eval", registry=FLAGS)
     check_games(options.episodes, options.seed, options.epsilon)
     require_steps(options.max_steps, "--max-steps")
-    run_dir = locate(options.run_dir)
+    run_dir = find_run(options.run_dir)
     pin_random_numbers()
-    agent = load(run_dir, options.checkpoint)
+    agent = load(run_dir, options.checkpoint, trust_remote_code=options.trust_remote_code)
     policy = agent.policy
     epsilon = policy.plays.epsilon if options.epsilon is None else options.epsilon
     plays = Play(options.greedy or policy.plays.greedy, epsilon)

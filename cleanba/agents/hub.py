@@ -1,4 +1,4 @@
-"""`cleanba push RUN_DIR`: a trained agent on the Hugging Face Hub, with a card that says what it is; and back again."""
+"""`cleanba push RUN_DIR`: a trained agent on the Hugging Face Hub, with a card that says what it is."""
 
 import json
 import re
@@ -8,22 +8,20 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Annotated, NamedTuple, TypeVar
 
 import tyro
 
 from cleanba.agents.agent import load_policy
 from cleanba.config import Placement, read_experiment, require
-from cleanba.errors import Exit, Failure, UsageError
+from cleanba.errors import Exit, Failure
 from cleanba.files import METRICS, Json, read_json, write_json
 from cleanba.flags import FLAGS
+from cleanba.runs.remote import REPO, require_hub
 from cleanba.runtime.checkpoint import save_model
 from cleanba.runtime.digests import params_digest
 from cleanba.runtime.placement import find_devices
 
-DOWNLOADS = Path("runs/hub")
-NEEDED = ("config.json", "model.msgpack")
 COPIED = ("result.json", "eval.json", METRICS)
 MACHINE = (
     "packages",
@@ -36,7 +34,6 @@ MACHINE = (
     "cpu_products",
     "cpu_threads",
 )
-REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 
 T = TypeVar("T")
 
@@ -68,23 +65,6 @@ def push_command(argv: Sequence[str]) -> Exit:
     flags = tyro.cli(Flags, args=argv, prog="cleanba push", registry=FLAGS)
     print(f"uploaded: {push(flags.run_dir, flags.hf_entity, flags.repo, flags.private)}")
     return Exit()
-
-
-def require_hub() -> ModuleType:
-    """The optional library huggingface_hub.
-
-    Raises:
-        UsageError: it is not installed.
-    """
-    try:
-        import huggingface_hub.errors
-        import huggingface_hub.utils
-    except ImportError:
-        raise UsageError(
-            "the Hugging Face Hub needs the optional package huggingface_hub; "
-            "install it with `pip install huggingface_hub`, or Cleanba with its extra `hub`"
-        ) from None
-    return huggingface_hub
 
 
 def require_login() -> None:
@@ -252,7 +232,7 @@ def card(run_dir: Path, repo_id: str, model: Model, film: bool) -> str:
         "\n".join(["| | |", "|---|---|", *results]) + "\n" if results else "",
         "A film of it is in `replay.mp4`.\n" if film else "",
         "## Usage\n",
-        "With Cleanba and the package `huggingface_hub` installed:\n",
+        "With Cleanba and its extra `hub` installed:\n",
         f"```bash\ncleanba eval hf://{repo_id} --episodes 30 --video\n```\n",
         f"`config.json` is the whole experiment: `cleanba {e['algorithm']} --experiment FOLDER`, with the folder that "
         "holds it, trains it again, bit for bit on hardware and packages of the same kind. `model.msgpack` holds the "
@@ -261,33 +241,3 @@ def card(run_dir: Path, repo_id: str, model: Model, film: bool) -> str:
         "\n".join(["| field | value |", "|---|---|", *(f"| `{k}` | `{show(v)}` |" for k, v in e.items())]) + "\n",
     ]
     return f"---\n{data.to_yaml()}\n---\n\n" + "\n".join(part for part in parts if part)
-
-
-# And back again
-
-
-def download(reference: str) -> Path:
-    """hf://user/repo or hf://user/repo@revision -> a run directory with config.json and model.msgpack.
-
-    It lies under `runs/hub/` and is fetched again only if it has changed.
-
-    Raises:
-        UsageError: the reference is none, or what it names is no uploaded run.
-        Failure: the Hub could not be reached.
-    """
-    repo_id, _, revision = reference.removeprefix("hf://").partition("@")
-    require(REPO.fullmatch(repo_id) is not None, f"{reference} names no repository; write hf://user/repo")
-    hub = require_hub()
-    hub.utils.disable_progress_bars()
-    folder = DOWNLOADS / repo_id
-    wanted = [*NEEDED, *(name for name in COPIED if name != "eval.json")]
-    try:
-        hub.snapshot_download(repo_id, revision=revision or None, local_dir=folder, allow_patterns=wanted)
-    except (hub.errors.RepositoryNotFoundError, hub.errors.RevisionNotFoundError):
-        raise UsageError(f"there is no {reference} on the Hub; check the name, and log in if it is private") from None
-    except Exception as error:
-        reason = " ".join((str(error) or type(error).__name__).split())[:300]
-        raise Failure(f"{reference} could not be downloaded; try again later ({reason})") from error
-    missing = [name for name in NEEDED if not (folder / name).exists()]
-    require(not missing, f"{reference} is no model of Cleanba: it has no {' and no '.join(missing)}")
-    return folder

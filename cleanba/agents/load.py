@@ -3,38 +3,33 @@
 from pathlib import Path
 
 from cleanba.agents.agent import Agent, load_policy
-from cleanba.agents.hub import download
 from cleanba.config import Placement
 from cleanba.recipes import read_recipe
+from cleanba.runs.remote import find_run
 from cleanba.runtime.compiled import prepared
 from cleanba.runtime.placement import find_devices
 
 
-def locate(run: str | Path) -> Path:
-    """The directory of a run; hf://user/repository is downloaded.
-
-    Raises:
-        UsageError: the Hub has no such repository, or it holds no agent.
-        Failure: it cannot be downloaded.
-    """
-    return download(str(run)) if str(run).startswith("hf://") else Path(run)
-
-
-def load(run: str | Path, checkpoint: str | int = "last", *, seed: int = 1) -> Agent:
+def load(run: str | Path, checkpoint: str | int = "last", *, seed: int = 1, trust_remote_code: bool = False) -> Agent:
     """The trained agent of a run, which may still be training, or of the Hugging Face Hub.
 
     Args:
-        run: directory of the run, or hf://user/repository.
+        run: directory of the run, hf://user/repository, or an archive of a run (.zip, .tar.gz …).
         checkpoint: whose parameters: "last"; "best", of the evaluations made while it trained; or the number of an
             update.
         seed: seed that its actions are drawn with.
+        trust_remote_code: of a run that is downloaded or unpacked, import and call what its config.json names, which
+            may be any code (docs/trust.md).
 
     Raises:
-        UsageError: there is no such run or checkpoint, or its environment is not here.
+        UsageError: there is no such run or checkpoint, its environment is not here, or a run from elsewhere chooses
+            what it may not choose.
         Failure: the checkpoint is damaged, or cannot be downloaded.
     """
-    run_dir = locate(run)
-    _, e = read_recipe(run_dir)
+    run_dir = find_run(run)
+    _, e = read_recipe(run_dir, trust_remote_code)
     with prepared(e):
         devices = find_devices(Placement())
-        return Agent(load_policy(run_dir, str(checkpoint), devices.platform), devices.actors[0], seed)
+        return Agent(
+            load_policy(run_dir, str(checkpoint), devices.platform, trust_remote_code), devices.actors[0], seed
+        )

@@ -344,9 +344,14 @@ def read_model(path: Path, like_params: PyTree) -> PyTree:
 
     try:
         zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), like_params)
+        size, most = path.stat().st_size, sum(x.nbytes + 1000 for x in jax.tree.leaves(zeros)) + 10_000
+        if size > most:
+            raise ValueError(f"it has {size:,} bytes, and they take {most:,} at most")
         params = flax.serialization.from_bytes(zeros, path.read_bytes())
         if jax.tree.map(np.shape, params) != jax.tree.map(np.shape, zeros):
             raise ValueError("its arrays have other shapes")
+        if jax.tree.map(lambda x: np.asarray(x).dtype, params) != jax.tree.map(lambda x: x.dtype, zeros):
+            raise ValueError("its arrays are of other types")
     except Exception as error:  # msgpack and Flax raise many kinds
         raise Failure(f"{path} does not hold the parameters of this network: {error}") from error
     return params
