@@ -46,6 +46,7 @@ from cleanba.runtime.placement import (
 )
 from cleanba.runtime.profile import Profile
 from cleanba.runtime.supervision import Watchdog, leave_process, watched
+from cleanba.runtime.tracking import require_tracking
 from cleanba.runtime.train import Outcome, Training, make_training, run_training
 from cleanba.trust import require_trusted
 
@@ -233,6 +234,8 @@ class Office:
         self.evaluations = Evaluations(job.run_dir, self._run, agent, job.devices)
         if self._run.upload_model:
             require_login()
+        if self._run.track:
+            require_tracking()
         self._lock = lock(job.run_dir)
         try:
             self._opened = open_run(job.run_dir, job.recipe.name, job.experiment, job.config.placement, self._run)

@@ -22,6 +22,7 @@ from rich.text import Text
 
 from cleanba.errors import Failure
 from cleanba.files import METRICS, Json, finite
+from cleanba.runtime.tracking import Tracking
 
 PLAIN_LINE_SECONDS = 5.0
 
@@ -228,16 +229,7 @@ class Writers:
         self._add_config(config)
         for row in history:
             self._add_scalars(row, row["global_step"])
-        self._wandb: Any = None
-        self._newest = 0
-        if track:
-            import wandb
-
-            self._wandb = wandb.init(
-                project=project, entity=entity, name=run_dir.name, dir=str(run_dir), config=config, save_code=False
-            )
-            # An evaluation is logged late, at the steps of the version that played: its own steps cannot go backwards.
-            self._wandb.define_metric("*", step_metric="global_step")
+        self._tracking = Tracking(run_dir, project, entity, config, history) if track else None
 
     def write(self, update: int, global_step: int, seconds: float, values: Mapping[str, object]) -> None:
         """One log point: numbers go everywhere, text (digests) only to the JSON lines.
@@ -255,10 +247,8 @@ class Writers:
                 f"{self._path} cannot be written ({error.strerror}); make room, or bring the directory back, "
                 "then give the same command again to go on"
             ) from None
-        if self._wandb is not None:
-            # W&B drops what is older than the step before; an evaluation comes after its update.
-            self._newest = max(self._newest, update)
-            self._wandb.log({**numbers, "global_step": global_step, "update": update}, step=self._newest)
+        if self._tracking is not None:
+            self._tracking.write(update, global_step, numbers)
 
     def _add_scalars(self, values: Mapping[str, object], global_step: int) -> dict[str, float]:
         from tensorboardX.proto.summary_pb2 import Summary
@@ -287,5 +277,5 @@ class Writers:
         for file in (self._lines, self._events):
             with contextlib.suppress(OSError):
                 file.close()
-        if self._wandb is not None:
-            self._wandb.finish()
+        if self._tracking is not None:
+            self._tracking.close()

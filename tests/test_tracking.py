@@ -1,0 +1,177 @@
+"""Weights & Biases has one run for each run directory, with each row once, however often it was interrupted."""
+
+import json
+import shutil
+import struct
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from launch import TINY, command, finish, python, read_rows
+
+from cleanba.errors import Failure, UsageError
+from cleanba.runtime.tracking import Tracking, require_tracking
+
+PLACE = ("project", "team", {"num_envs": 8})
+
+
+def records(path: Path) -> list[bytes]:
+    """What a .wandb file holds: a header of 7 bytes, then LevelDB's log format, in blocks of 32 KiB."""
+    data, at, found, begun = path.read_bytes(), 7, [], b""
+    while at + 7 <= len(data):
+        left = 32768 - at % 32768
+        if left < 7:
+            at += left
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, at)
+        if kind == 0:
+            break
+        part = data[at + 7 : at + 7 + length]
+        begun = part if kind in (1, 2) else begun + part  # whole or first; middle or last
+        if kind in (1, 4):
+            found.append(begun)
+        at += 7 + length
+    return found
+
+
+def history(run_dir: Path, last: int) -> tuple[str, list[int]]:
+    """The id of the one offline run of a directory, and the updates of its rows, of which one is the last."""
+    from wandb.proto import wandb_internal_pb2 as pb
+
+    (path,) = run_dir.glob("wandb/offline-run-*/run-*.wandb")
+    deadline, rows = time.monotonic() + 60, []
+    while last not in rows and time.monotonic() < deadline:  # its own process writes, on a busy machine a moment later
+        rows = []
+        for record in map(pb.Record.FromString, records(path)):
+            items = {item.key or ".".join(item.nested_key): item.value_json for item in record.history.item}
+            rows += [json.loads(items["update"])] if "update" in items else []
+        time.sleep(0.1)
+    return path.stem.removeprefix("run-"), rows
+
+
+def test_an_offline_run_that_goes_on_has_each_row_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    run_dir = tmp_path / "run"
+    words = ("ppo", *TINY, "--env-epoch", "3", "--checkpoint-frequency", "3", "--track", "--run-dir", run_dir)
+    assert command(*words).code == 0
+    first = history(run_dir, 5)
+    assert first[1] == [1, 2, 3, 4, 5]
+    shutil.rmtree(run_dir / "checkpoints" / "5")  # as if it had been killed before it ended
+    (run_dir / "result.json").unlink()
+    ended = command(*words)
+    assert ended.code == 0 and "going on after update 3" in ended.out
+    assert history(run_dir, 5) == first
+    assert [row["update"] for row in read_rows(run_dir)] == first[1]
+
+
+class Service:
+    """Stands in for the module `wandb`, online, with a server that keeps rows by step."""
+
+    def __init__(self, api_key: str | None = "key"):
+        self.settings = SimpleNamespace(mode="online", api_key=api_key, identity_token_file=None, base_url="https://x")
+        self.calls: list[dict] = []
+        self.rows: dict[int, dict] = {}
+        self.sent: list[int] = []
+        self.errors = SimpleNamespace(Error=ConnectionError)
+        self.down = False
+
+    def setup(self):
+        return SimpleNamespace(settings=self.settings)
+
+    def init(self, **words):
+        if self.down:
+            raise ConnectionError("nobody\nanswers")
+        self.calls.append(words)
+        self.starting_step = max(self.rows, default=-1) + 1
+        return self
+
+    def define_metric(self, *_, **__):
+        pass
+
+    def log(self, values, step):
+        self.sent.append(step)
+        self.rows.setdefault(step, {}).update(values)
+
+    def finish(self):
+        pass
+
+
+@pytest.fixture
+def service(monkeypatch):
+    stand_in = Service()
+    monkeypatch.setitem(sys.modules, "wandb", stand_in)
+    return stand_in
+
+
+def row(update: int) -> dict:
+    return {"update": update, "global_step": 8 * update, "charts/SPS": 1.0, "params_digest": "x"}
+
+
+def test_online_it_is_one_run_which_is_sent_nothing_twice(service, tmp_path):
+    rows = [row(update) for update in range(1, 9)]
+    tracking = Tracking(tmp_path, *PLACE)
+    for r in rows[:5]:
+        tracking.write(r["update"], r["global_step"], r)
+    del service.rows[5]  # the last one had not been sent when the run was killed
+    tracking = Tracking(tmp_path, *PLACE, history=rows[:3])  # on from a checkpoint
+    for r in rows[3:]:
+        tracking.write(r["update"], r["global_step"], r)
+    first, second = service.calls
+    assert (first["resume"], second["resume"]) == ("allow", "must") and first["id"] == second["id"]
+    assert service.sent == [1, 2, 3, 4, 5, 5, 6, 7, 8]
+    assert service.rows[7] == {"charts/SPS": 1.0, "global_step": 56, "update": 7}
+
+
+def test_what_the_server_lacks_of_a_log_is_sent(service, tmp_path):
+    Tracking(tmp_path, *PLACE).write(1, 8, row(1))
+    service.rows.clear()
+    tracking = Tracking(tmp_path, "another project", None, {}, history=[row(1), row(2)])
+    tracking.write(3, 24, row(3))
+    assert service.calls[1]["resume"] == "allow" and sorted(service.rows) == [1, 2, 3]
+
+
+def test_a_service_that_does_not_answer_is_told_in_a_sentence(service, tmp_path):
+    service.down = True
+    with pytest.raises(Failure, match="nobody answers.*WANDB_MODE=offline"):
+        Tracking(tmp_path, *PLACE)
+
+
+def test_without_a_key_tracking_is_refused_before_anything_is_written(tmp_path):
+    nobody = {"WANDB_MODE": "online", "WANDB_API_KEY": "", "HOME": str(tmp_path), "NETRC": ""}
+    ended = finish(python("-m", "cleanba", "ppo", *TINY, "--track", "--run-dir", tmp_path / "run", **nobody))
+    assert ended.code == 2 and ended.err.startswith("cleanba: --track needs a key") and ended.err.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "where, found",
+    [
+        ({"WANDB_API_KEY": "x"}, True),
+        ({"NETRC": "machine x login user password y"}, True),
+        ({"NETRC": "machine api.wandb.ai login user password y"}, True),
+        ({"NETRC": "machine elsewhere login user password y"}, False),
+        ({"NETRC": "not a netrc"}, False),
+    ],
+)
+def test_keys_are_looked_for_where_they_are_kept(service, where, found, tmp_path, monkeypatch):
+    service.settings.api_key = None
+    for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in where.items():
+        if name == "NETRC":
+            (tmp_path / "netrc").write_text(value)
+            value = str(tmp_path / "netrc")
+        monkeypatch.setenv(name, value)
+    if found:
+        require_tracking()
+    else:
+        with pytest.raises(UsageError, match="needs a key"):
+            require_tracking()
+
+
+def test_without_the_package_tracking_is_refused(monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(UsageError, match="needs the package wandb"):
+        require_tracking()
