@@ -178,7 +178,7 @@ class Run:
     """seconds without an update, or at the end without a step of an evaluation or a film, compilation aside, after
     which the run ends and shows where each thread stands"""
     on_nonfinite: Literal["stop", "ignore"] = "stop"
-    """what to do when a loss or gradient is not a finite number"""
+    """what to do when a loss, a gradient, an observation or a reward is not a finite number"""
     log_frequency: int = 10
     """updates between entries in the logs"""
     eval_frequency: int = 0

@@ -26,6 +26,10 @@ class Failure(RuntimeError):
     """What broke around the code: a full disk, a dead process, numbers that are not finite.  Exit code 1."""
 
 
+class NotFinite(Failure):
+    """Numbers that are not finite.  The run goes on from its checkpoint to the same ones."""
+
+
 class Interrupted(Exception):
     """A signal asked the run to end; the command exits with 128 + its number."""
 

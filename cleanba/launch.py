@@ -20,7 +20,7 @@ from cleanba.algorithm import Algorithm
 from cleanba.config import Experiment, Partition, Placement, Run, from_json, read_config, require, require_same, to_json
 from cleanba.environments.kinds import check_workers, env_spec, warnings
 from cleanba.environments.specs import EnvSpec
-from cleanba.errors import Exit, Failure, Interrupted, UsageError
+from cleanba.errors import Exit, Failure, Interrupted, NotFinite, UsageError
 from cleanba.files import Json, read_json, write_json
 from cleanba.recipes import Config, Recipe, config_type, fit, parse, read_recipe, stand_by, suit
 from cleanba.rollout import PyTree
@@ -151,7 +151,8 @@ def train(recipe: Recipe, config: Config, peers: Peers | None, shown: bool, give
             checkpoints.close()
         error = office.write_result(outcome) if office is not None else outcome.error
         said = error is not None and peers is not None and error is peers.error
-        remedy = how_to_go_on(job.run_dir, outcome.result) if error is not None else ""
+        in_vain = error is None or isinstance(error, NotFinite)  # it would come to the same numbers
+        remedy = "" if in_vain else how_to_go_on(job.run_dir, outcome.result)
         if remedy and shown and office is not None:
             print(remedy)
     finally:

@@ -166,6 +166,24 @@ class Small(Odd):
         return super().step(action)
 
 
+class Rotten(Odd):
+    """Shows no number at its third step."""
+
+    observation_space = Dict(x=Odd.observation_space)
+
+    def look(self):
+        seen = super().look()
+        return {"x": np.where([False, self.steps == 3], np.float32(np.nan), seen)}
+
+
+class Grows(Odd):
+    """Shows more than its space says, from its third step on."""
+
+    def look(self):
+        seen = super().look()
+        return seen if self.steps < 3 else np.append(seen, seen)
+
+
 class Endless(Odd):
     """Its episodes never end, and it states no limit."""
 
@@ -181,6 +199,8 @@ class Endless(Odd):
 
 for made in (
     Endless,
+    Rotten,
+    Grows,
     Misfit,
     Leaves,
     Tells,
@@ -230,3 +250,11 @@ class Nested:
 
     def is_truncated(self, state, params):
         return state >= params.max_episode_steps
+
+
+class Bankrupt(Nested):
+    """In JAX; pays no number at its fifth step."""
+
+    def step_env(self, key, state, action, params):
+        obs, state, _, *rest = super().step_env(key, state, action, params)
+        return obs, state, jnp.where(state == 5, jnp.inf, 1.0), *rest

@@ -1,6 +1,7 @@
 """Both collectors record the same, and what they record is what the environments did."""
 
 import contextlib
+import re
 import threading
 import time
 from collections import Counter
@@ -9,18 +10,22 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from launch import TINY, command, read_result
 
 from cleanba.algorithm import Algorithm
 from cleanba.algorithms import ppo
 from cleanba.environments.envpool import Envs, env_spec
 from cleanba.environments.specs import EnvSpec
+from cleanba.errors import NotFinite
 from cleanba.rollout import EpisodeTracker
 from cleanba.runtime.channels import Closed, Stop
 from cleanba.runtime.collect import (
     Collected,
     Collector,
+    Inspection,
     ScannedCollector,
     Scans,
     SteppedCollector,
@@ -323,3 +328,38 @@ def test_a_collector_that_was_told_to_stop_does_not_begin():
         with pytest.raises(Closed):
             collector(prepare(CASES["catch"])[2], action_numbers(1, 0, 1), Times())
         collector.close()
+
+
+def test_what_is_not_finite_is_named_by_environment_step_and_field():
+    inspection = Inspection("Odd-v0", first_env=8)
+    obs = {"image": jnp.zeros((4, 3, 2), jnp.uint8), "x": jnp.zeros((4, 3, 2))}
+    reward, valid = np.zeros((3, 3), np.float32), np.ones((3, 3), bool)
+    inspection.check(1, obs, reward, valid)
+    holed = obs | {"x": obs["x"].at[2, 1, 1].set(jnp.nan).at[3, 0, 0].set(jnp.inf)}
+    with pytest.raises(NotFinite, match=r"environment 9 of Odd-v0: .*\['x'\]\[1\] after step 2 of rollout 7 is nan"):
+        inspection.check(7, holed, reward, valid)
+    holed = obs | {"x": obs["x"].at[0, 2, 0].set(-jnp.inf)}
+    with pytest.raises(NotFinite, match=r"environment 10 .* before the first step of rollout 7 is -inf"):
+        inspection.check(7, holed, reward, valid)
+    reward[2, 0] = np.inf
+    with pytest.raises(NotFinite, match="environment 8 of Odd-v0: the reward of step 3 of rollout 7 is inf"):
+        inspection.check(7, obs, reward, valid)
+    valid[2, 0] = False  # what is paid where an action is ignored is of no episode
+    inspection.check(7, obs, reward, valid)
+
+
+@pytest.mark.parametrize(
+    "env_id, options, where",
+    [
+        ("odd:Rotten-v0", ("--env-workers", "0"), r"the observation\['x'\]\[1\] after step 3 of rollout 1 is nan"),
+        ("jax:odd:Bankrupt", ("--env-options", "size=2"), "the reward of step 5 of rollout 1 is inf"),
+    ],
+    ids=COLLECTORS,
+)
+def test_an_environment_whose_numbers_are_not_finite_ends_the_run(env_id, options, where, tmp_path):
+    flags = (*TINY, "--env-id", env_id, *options)
+    ended = command("ppo", *flags, "--run-dir", tmp_path / "run")
+    assert ended.code == 1 and "Traceback" not in ended.err, ended
+    assert re.search(rf"cleanba: environment [04] of {env_id}: {where}, which is not a finite number", ended.err)
+    assert "goes on after" not in ended.out, "it would come to the same number"
+    assert read_result(tmp_path / "run")["status"] == "failed"

@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from gymnasium.spaces import MultiDiscrete
+from gymnasium.spaces import Box, Dict, MultiDiscrete
 from launch import ROOT, command, digests, finish, python, read_result
 
 from cleanba.algorithms import ppo
@@ -19,6 +19,7 @@ from cleanba.environments import gymnasium, native
 from cleanba.environments.kinds import Envs, env_spec, kind, open_envs, warnings
 from cleanba.environments.spaces import action_spec
 from cleanba.environments.specs import ActionSpec, parse_options
+from cleanba.environments.worker import misfit
 from cleanba.errors import Failure, UsageError
 from cleanba.rollout import PyTree
 from cleanba.runtime.channels import Stop
@@ -475,3 +476,22 @@ def test_environments_are_listed_with_what_they_show_and_take():
     ended = command("envs", "no-such-thing")
     assert ended.code == 2 and "no environment matches" in ended.err
     assert command("envs", "Breakout-v5", "--limit", 0).out.splitlines()[:2] == ["EnvPool: atari", "  Breakout-v5"]
+
+
+def test_an_observation_that_does_not_fit_its_space_is_told_with_both_shapes():
+    spec = env_spec(Experiment(env_id="odd:Grows-v0"))
+    words = r"the observation has the shape \(4,\), but its space has \(2,\): Box"
+    for workers in (0, 1):
+        envs = open_envs(spec, [1, 2], 1, workers)
+        envs.reset()
+        envs.step(np.zeros(2, np.int32))
+        envs.step(np.zeros(2, np.int32))
+        with pytest.raises((ValueError, RuntimeError), match=words):
+            envs.step(np.zeros(2, np.int32))
+        envs.close()
+    box = Box(0, 1, (2,))
+    nested = Dict(a=Dict(b=box))
+    assert misfit(box, np.zeros(2)) == misfit(nested, {"a": {"b": np.zeros(2)}}) == ""
+    assert "observation 'a.b' has the shape (3,), but its space has (2,)" in misfit(nested, {"a": {"b": np.zeros(3)}})
+    assert "has the entries ['c'], but its space has ['b']" in misfit(nested, {"a": {"c": 0}})
+    assert "is float, but its space has ['a']" in misfit(nested, 0.5)

@@ -12,7 +12,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
@@ -100,11 +100,45 @@ def carve(layout: Layout, memory: mmap.mmap | None = None) -> tuple[Arrays, int]
     return Arrays(arrays[:-4], *arrays[-4:]), max(offset, 1)
 
 
+def misfit(space: gymnasium.Space, obs: object, name: str = "") -> str:
+    """In what an observation's parts and their shapes are not those of its space; "" where they are."""
+    parts, shown = named(space), named(obs)
+    what = f"observation{name and f' {name[1:]!r}'}"
+    if isinstance(parts, dict):
+        if not isinstance(shown, dict) or set(shown) != set(parts):
+            has = f"has the entries {sorted(shown)}" if isinstance(shown, dict) else f"is {type(obs).__name__}"
+            return f"the {what} {has}, but its space has {sorted(parts)}"
+        return next(filter(None, (misfit(parts[part], shown[part], f"{name}.{part}") for part in parts)), "")
+    shape = np.shape(shown)
+    return "" if shape == space.shape else f"the {what} has the shape {shape}, but its space has {space.shape}: {space}"
+
+
 class SilentEnvs(SyncVectorEnv):
     """Environments without what they tell beside their observations, which nobody here reads.
 
-    Gymnasium would gather it into arrays, and fail where it differs in form from one step to the next.
+    Gymnasium would gather it into arrays, and fail where it differs in form from one step to the next.  Where an
+    observation does not fit its space, NumPy would say so in words of its own.
     """
+
+    def reset(self, **how: Any) -> Any:
+        """As Gymnasium's; raises `ValueError` for an observation that does not fit its space."""
+        with self._shapes_named():
+            return super().reset(**how)
+
+    def step(self, actions: Any) -> Any:
+        """As Gymnasium's; raises `ValueError` for an observation that does not fit its space."""
+        with self._shapes_named():
+            return super().step(actions)
+
+    @contextmanager
+    def _shapes_named(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            for obs in self._env_obs:
+                if obs is not None and (why := misfit(self.single_observation_space, obs)):
+                    raise ValueError(why) from error
+            raise
 
     def _add_info(self, vector_infos: dict[str, Any], env_info: dict[str, Any], env_num: int) -> dict[str, Any]:
         return vector_infos

@@ -16,6 +16,7 @@ from jax.sharding import SingleDeviceSharding
 from cleanba.algorithm import Algorithm
 from cleanba.environments.kinds import Envs
 from cleanba.environments.specs import Compilable, EnvStep
+from cleanba.errors import NotFinite
 from cleanba.rollout import Episode, EpisodeTracker, PyTree, Rollout, heed
 from cleanba.runtime.channels import Stop
 from cleanba.seeds import action_key
@@ -38,6 +39,53 @@ class Collected(NamedTuple):
     rollout: Rollout  # on the actor's device
     steps: int  # executed: ignored actions do not count
     episodes: list[Episode]
+
+
+@jax.jit
+def _all_finite(obs: PyTree) -> jax.Array:
+    """Whether all real numbers among the leaves are finite.  -> [] bool."""
+    real = [x for x in jax.tree.leaves(obs) if jnp.issubdtype(x.dtype, jnp.floating)]
+    return jnp.stack([jnp.isfinite(x).all() for x in real]).all() if real else jnp.bool(True)
+
+
+class Inspection(NamedTuple):
+    """Sees that an actor's environments deliver finite numbers, in each rollout once it is collected.
+
+    Apart from what collects it, whose bits it must not change: one number comes from the device, and only where that
+    says so are observations fetched and the place found.
+    """
+
+    env_id: str
+    first_env: int
+    """the number of the actor's first environment"""
+
+    def check(self, rollout: int, obs: PyTree, raw_reward: np.ndarray, valid: np.ndarray) -> None:
+        """Obs [T+1, B, ...] on a device, raw_reward and valid [T, B] on the host, of the rollout of that number.
+
+        Raises:
+            NotFinite: naming environment, step and field.
+        """
+        obs_are = _all_finite(obs)
+        wrong = ~np.isfinite(raw_reward) & valid
+        if wrong.any():
+            t, env = np.argwhere(wrong)[0].tolist()
+            raise self._found(env, f"the reward of step {t + 1} of rollout {rollout}", raw_reward[t, env])
+        if obs_are:
+            return
+        places = []
+        for path, x in jax.tree_util.tree_leaves_with_path(jax.device_get(obs)):
+            if np.issubdtype(x.dtype, np.floating) and not np.isfinite(x).all():
+                t, env, *part = np.argwhere(~np.isfinite(x))[0].tolist()
+                places.append((t, env, "".join(map(str, path)) + (str(part) if part else ""), x[(t, env, *part)]))
+        t, env, part, value = min(places, key=lambda place: place[0])  # where it began
+        when = f"after step {t} of rollout {rollout}" if t else f"before the first step of rollout {rollout}"
+        raise self._found(env, f"the observation{part} {when}", value)
+
+    def _found(self, env: int, what: str, value: object) -> NotFinite:
+        return NotFinite(
+            f"environment {self.first_env + env} of {self.env_id}: {what} is {value}, which is not a finite number; "
+            "mend the environment, have a wrapper replace such numbers, or go on regardless with --on-nonfinite ignore"
+        )
 
 
 class Collector(Protocol):
@@ -135,6 +183,7 @@ class SteppedCollector:
     num_steps: int
     device: jax.Device
     stop: Stop
+    inspection: Inspection | None = None
     _envs: Envs | None = None
     _obs: PyTree = None
     _done: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
@@ -159,7 +208,7 @@ class SteppedCollector:
         assert self._envs is not None, "restart() comes first"
         clock = time.perf_counter
         n = self._envs.num_envs
-        reward = np.zeros((self.num_steps, n), np.float32)
+        reward, raw_reward = (np.zeros((self.num_steps, n), np.float32) for _ in range(2))
         terminated, truncated, valid = (np.zeros((self.num_steps, n), bool) for _ in range(3))
         episodes: list[Episode] = []
         start_carry = self._carry
@@ -179,16 +228,19 @@ class SteppedCollector:
             step = self._envs.step(host_action)
             answer = heed(self._done, step.reward, step.terminated, step.truncated)
             reward[t], terminated[t], truncated[t], valid[t], _ = answer
+            raw_reward[t] = step.raw_reward
             episodes += self._tracker.add(step.raw_reward, answer.valid, step.over)
             self._obs, self._first, self._done = step.obs, self._done, answer.done
             then, now = now, clock()
             times.emulators += now - then
         assert stepping is not None
-        executed = int(valid.sum())
+        executed, valid_here = int(valid.sum()), valid
         last, reward, terminated, truncated, valid = jax.device_put(
             ((self._obs, self._first), reward, terminated, truncated, valid), self.device
         )
         r = self.steppers.finish(stepping, *last)
+        if self.inspection is not None:
+            self.inspection.check(int(numbers[-1]), r.obs, raw_reward, valid_here)
         rollout = Rollout(
             r.obs, r.first, r.action, reward, terminated, truncated, valid, extras=r.extras, carry=start_carry
         )
@@ -331,6 +383,7 @@ class ScannedCollector:
     device: jax.Device
     stop: Stop
     scans: Scans
+    inspection: Inspection | None = None
     _envs: Envs | None = None
     _compilable: Compilable | None = None
     _state: ScanState | None = None
@@ -368,6 +421,8 @@ class ScannedCollector:
         start_carry = self._state.carry
         self._state, (r, outcome) = self._scan(params, numbers, self._state)
         raw_reward, valid, over = jax.device_get((outcome.raw_reward, outcome.valid, outcome.over))
+        if self.inspection is not None:
+            self.inspection.check(int(numbers[-1]), r.obs, raw_reward, valid)
         episodes = [e for t in range(self.num_steps) for e in self._tracker.add(raw_reward[t], valid[t], over[t])]
         o = outcome
         rollout = Rollout(

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from cleanba.algorithm import Metrics
-from cleanba.errors import Failure, Interrupted
+from cleanba.errors import Interrupted, NotFinite
 from cleanba.files import Json
 from cleanba.rollout import Episode, PyTree, Rollout
 from cleanba.runtime.actor import Parcel, Schedule
@@ -196,7 +196,7 @@ class Book:
         Looked at an update late, when they have arrived; at the end of an epoch at once, before they are saved.
 
         Raises:
-            Failure: one is not.
+            NotFinite: one is not.
         """
         jax.tree.map(lambda x: x.copy_to_host_async(), metrics)
         check_finite(*self._unchecked, self._progress.saved_update)
@@ -280,7 +280,7 @@ def check_finite(update: int, metrics: Json, saved_update: int) -> None:
     """Losses and gradients must be numbers.
 
     Raises:
-        Failure: one is not.
+        NotFinite: one is not.
     """
     for name, value in metrics.items():
         if name.startswith("losses/") and not np.isfinite(np.asarray(value)).all():
@@ -289,8 +289,8 @@ def check_finite(update: int, metrics: Json, saved_update: int) -> None:
                 if saved_update
                 else "there is no checkpoint yet"
             )
-            raise Failure(
-                f"update {update}: {name} is {float(value)}, which is not a finite number; {where}. See that the "
-                "environment pays and shows finite numbers, try smaller learning rates, or go on regardless with "
+            raise NotFinite(
+                f"update {update}: {name} is {float(value)}, which is not a finite number; {where}, and to go on from "
+                "there comes to the same. Try smaller learning rates in a run of its own, or go on regardless with "
                 "--on-nonfinite ignore"
             )

@@ -23,7 +23,7 @@ from cleanba.rollout import PyTree, Rollout
 from cleanba.runtime.actor import Params, Parcel, Schedule, run_actor
 from cleanba.runtime.channels import Channel, Closed, Stop
 from cleanba.runtime.checkpoint import Checkpoints, Saved
-from cleanba.runtime.collect import Collector, ScannedCollector, Scans, SteppedCollector, make_steppers
+from cleanba.runtime.collect import Collector, Inspection, ScannedCollector, Scans, SteppedCollector, make_steppers
 from cleanba.runtime.keeper import Keeper
 from cleanba.runtime.learner import Learner, abstract_block, memory_shapes
 from cleanba.runtime.memory import Holdings
@@ -58,7 +58,7 @@ class Training:
     grace_period: float = 0.0
     """seconds that SIGUSR1 leaves to reach the next checkpoint"""
     stop_on_nonfinite: bool = True
-    """whether a loss or gradient that is not finite ends the run"""
+    """whether a loss, a gradient, an observation or a reward that is not finite ends the run"""
     after_update: Callable[[int, int, PyTree], None] | None = None
     """is given each update's number, the steps so far, and the parameters, which it must copy before it returns"""
 
@@ -256,10 +256,12 @@ def run_training(
     for i, actor in enumerate(actors):
         device = devices.actors[i * len(devices.actors) // len(actors)]
         collector: Collector
+        inspection = Inspection(training.spec.env_id, training.partition.actor_envs(actor).start)
+        looks = inspection if training.stop_on_nonfinite else None
         if e.collector == "scanned":
-            collector = ScannedCollector(training.algorithm, e.num_steps, device, stop, scans)
+            collector = ScannedCollector(training.algorithm, e.num_steps, device, stop, scans, looks)
         else:
-            collector = SteppedCollector(training.algorithm, steppers, e.num_steps, device, stop)
+            collector = SteppedCollector(training.algorithm, steppers, e.num_steps, device, stop, looks)
         to_actor: Channel[Params] = Channel(f"parameters for actor {actor}", stop)
         to_learner: Channel[Parcel] = Channel(f"rollouts of actor {actor}", stop)
         make_envs = training.envs_of(actor, device)
