@@ -327,6 +327,19 @@ def test_the_digest_of_the_learner_covers_every_shard():
     assert len(set(digests)) == 4
 
 
+def test_a_number_that_no_longer_changes_keeps_no_old_pack(tmp_path):
+    """The ring is full after 13 rollouts, from when on its size stays; 20 rollouts write all of its rows anew."""
+    m = jax.tree.map(lambda x: jnp.stack([x, x]), empty())
+    holdings = memory.Holdings(jax.eval_shape(empty), range(2), folder=tmp_path)
+    for update in range(1, 5):
+        for number in range(20):
+            m = step(m, 20 * update + number)
+        found = holdings.look(m, update)
+        assert m.ring.size.tolist() == [ROWS] * 2
+        for shard in found.values():
+            assert {chunk.pack for cut in shard.chunks for chunk in cut} - {None} == {shard.new}, update
+
+
 def test_a_checkpoint_costs_what_is_new_in_it(small_chunks, tmp_path):
     like = jax.eval_shape(empty)
     m = jax.tree.map(lambda x: jnp.stack([x, x]), empty())

@@ -8,8 +8,8 @@ is, for each shard,
     memory/00003/500.json             which chunks make up the memory after update 500, in this pack and earlier ones
 
 and the second is written last, so the memory after an update is there whole or not at all.  A look writes the chunks
-that it finds new as it finds them: of a memory of gigabytes there may be no room for a copy.  A chunk of zeros, as
-memory begins with, takes no room.  Files that nothing refers to any more are removed.
+that it finds new as it finds them: of a memory of gigabytes there may be no room for a copy.  Single numbers it always
+writes.  A chunk of zeros, as memory begins with, takes no room.  Files that nothing refers to any more are removed.
 """
 
 import contextlib
@@ -33,6 +33,7 @@ from cleanba.ops import replay
 from cleanba.rollout import PyTree
 
 CHUNK_BYTES = 4 << 20
+TINY_BYTES = 64  # chunks of no more are written at every look, new or not
 FOLDER = "memory"
 DAMAGED = "damaged-"  # how the names of listings begin that were put aside
 
@@ -287,7 +288,9 @@ class Holdings:
                     continue
                 data = self._bytes(x, index, start, stop)
                 sha = sha256(data).hexdigest()
-                if sha == known[i][j].sha:
+                unchanged = sha == known[i][j].sha
+                # A number that no longer changes must not keep the pack, of gigabytes, in which it was written last.
+                if unchanged and (len(data) > TINY_BYTES or known[i][j].pack is None):
                     continue
                 zero = sha == _zeros(len(data))
                 known[i][j] = Chunk(sha, None, 0, len(data)) if zero else pack.add(data, sha)
