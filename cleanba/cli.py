@@ -10,8 +10,6 @@ from typing import NamedTuple
 
 from cleanba import __version__
 from cleanba.errors import Exit, Failure, UsageError, closest_names
-from cleanba.launch import train_command
-from cleanba.recipes import RECIPES
 
 
 class Command(NamedTuple):
@@ -66,22 +64,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def dispatch(argv: Sequence[str]) -> Exit:
-    """Do what the command's words say."""
-    names = {name: known.about for name, known in (RECIPES | COMMANDS).items()}
-    commands = "\n".join(f"  {name:10} {about}" for name, about in names.items())
-    usage = f"usage: cleanba COMMAND [FLAGS]\n\ncommands:\n{commands}\n\n`cleanba COMMAND --help` explains its flags."
+    """Do what the command's words say.  What takes long to import is imported once it is known to be needed."""
     if argv and argv[0] in ("--version", "-V"):
         print(f"cleanba {__version__}")
         return Exit()
+    if argv and argv[0] in COMMANDS:
+        module, function = COMMANDS[argv[0]].where.split(":")
+        return getattr(import_module(module), function)(argv[1:])
+    from cleanba.recipes import RECIPES
+
+    names = {name: known.about for name, known in (RECIPES | COMMANDS).items()}
     if not argv or argv[0] in ("-h", "--help"):
-        print(usage)
+        commands = "\n".join(f"  {name:10} {about}" for name, about in names.items())
+        print(
+            f"usage: cleanba COMMAND [FLAGS]\n\ncommands:\n{commands}\n\n`cleanba COMMAND --help` explains its flags."
+        )
         return Exit(0 if argv else 2)
     name, *flags = argv
     if name in RECIPES:
+        from cleanba.launch import train_command
+
         return train_command(RECIPES[name], flags)
-    if name in COMMANDS:
-        module, function = COMMANDS[name].where.split(":")
-        return getattr(import_module(module), function)(flags)
     close = closest_names(name, names)
     raise UsageError(
         f"there is no command {name!r}; " + (f"did you mean {close}?" if close else f"try {', '.join(names)}")
