@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from hashlib import sha256
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -435,6 +436,12 @@ def open_checkpoints(job: Job) -> tuple[Checkpoints, Saved | None]:
     return checkpoints, saved
 
 
+def how_to_draw(run_dir: Path) -> str:
+    """The command that shows a run's curves, by what is installed."""
+    ours = f"cleanba report {run_dir}"
+    return f"{ours}, or tensorboard --logdir {run_dir}" if find_spec("tensorboard") else ours
+
+
 def closing_words(run_dir: Path, result: Json, film: Path | None) -> str:
     """Where the run is and how to look at it."""
     figures = [f"{result['global_step']:,} steps", duration(result["seconds"])]
@@ -445,7 +452,7 @@ def closing_words(run_dir: Path, result: Json, film: Path | None) -> str:
     return (
         f"{result['status']}: {', '.join(figures)}\n"
         f"run:     {run_dir}  (result.json, metrics.jsonl, config.json)\n"
-        f"curves:  tensorboard --logdir {run_dir}" + (f"\nfilm:    {film}" if film else "")
+        f"curves:  {how_to_draw(run_dir)}" + (f"\nfilm:    {film}" if film else "")
     )
 
 

@@ -168,6 +168,13 @@ def test_flags_that_fit_are_accepted(tmp_path, accept):
     assert accept("--env-id", "Catch-v0", "--run-dir", tmp_path / "defaults")  # with every default
 
 
+def test_the_version_is_there_at_once():
+    """JAX alone takes more than a second to import."""
+    code = "import sys; from cleanba import cli; sys.exit = lambda code: None; cli.main(['--version']); "
+    ended = finish(python("-c", code + "print(sorted({'jax', 'numpy', 'tyro', 'rich'} & set(sys.modules)))"))
+    assert ended.out.startswith("cleanba 0") and ended.out.endswith("\n[]\n"), ended
+
+
 def test_an_unknown_command_is_refused_with_the_closest_one():
     message = refusal("pppo", "--env-id", "Catch-v0")
     assert "'pppo'" in message and "did you mean ppo" in message

@@ -20,6 +20,7 @@ from cleanba.agents import beside, evaluate
 from cleanba.agents import film as films
 from cleanba.agents.agent import Policy, load_policy, read_best
 from cleanba.config import Experiment, Placement, Run
+from cleanba.environments.action_names import action_names
 from cleanba.environments.atari_scores import human_normalised, reference, table
 from cleanba.environments.kinds import env_spec
 from cleanba.rollout import Episode
@@ -323,6 +324,31 @@ def test_frames_show_stacks_numbers_and_all_actions():
     for values in ([np.nan, 0.5], [np.inf, 0.5], [np.nan, np.nan]):  # of a network that has diverged
         assert np.asarray(films.draw_policy(("a", "b"), np.array(values), [0])).any()
     assert (policy[17 * films.LINE + 10, 200] > 100).any() and (policy[10, 200] < 50).all()
+
+
+def test_no_bar_is_drawn_over_a_number():
+    def text(values):  # what is grey in the first row; bars are blue
+        row = np.asarray(films.draw_policy(("left", "right"), np.array(values), []))[: films.LINE].astype(int)
+        return (np.ptp(row, axis=-1) < 12) & (row.min(-1) > 60)
+
+    for value in (123.45, 1e5, 1.5e20):
+        assert text([value, 0.0]).sum() > text([value, 0.0])[:, :40].sum() > 0
+        assert np.array_equal(text([value, 0.0]), text([value, 1e3 * value]))  # a long bar, and a short one
+
+
+@pytest.mark.parametrize(
+    "env_id, names",
+    [
+        ("HalfCheetah-v5", ("back thigh", "back shin")),
+        ("gymnasium:CartPole-v1", ("left", "right")),
+        ("Pong-v5", ("noop", "fire")),
+        ("odd:Odd", ("action 0", "action 1")),
+    ],
+)
+def test_actions_are_called_by_their_names(env_id, names):
+    spec = env_spec(Experiment(env_id=env_id))
+    assert action_names(spec)[:2] == names
+    assert len(action_names(spec)) == (spec.num_actions or spec.action.size)
 
 
 def test_environments_that_cannot_be_drawn_are_named(runs):

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from gymnasium.spaces import Box, Dict, MultiDiscrete
 from launch import ROOT, command, digests, finish, python, read_result
+from odd import Odd
 
 from cleanba.algorithms import ppo
 from cleanba.config import Experiment
@@ -268,6 +269,20 @@ def test_environments_that_insist_on_legal_actions_are_tried_with_such(name):
         action = gymnasium.random_action(spec.action, chance, gymnasium.mask_of(spec.obs, obs))
         obs = envs.step(action).obs
     envs.close()
+
+
+def test_a_class_need_not_be_registered():
+    """Here and in a process of its own; its steps can be limited, though nobody stated a limit."""
+    spec = env_spec(Experiment(env_id="odd:Odd", max_episode_steps=3))
+    assert spec.time_limit == 3 and gymnasium.can_be_sent(spec)
+    for workers in (0, 2):
+        envs = opened("odd:Odd", [1, 2], workers, max_episode_steps=3)
+        assert np.array_equal(envs.reset(), [Odd().reset(seed=seed)[0] for seed in (1, 2)])
+        steps = [envs.step(np.array([0, 1])) for _ in range(3)]
+        assert [bool(step.truncated.all()) for step in steps] == [False, False, True]
+        envs.close()
+    with pytest.raises(UsageError, match="no environment that Gymnasium knows.*the closest names are Odd"):
+        env_spec(Experiment(env_id="odd:Od"))
 
 
 def test_integers_of_eight_bytes_are_not_cut_off():

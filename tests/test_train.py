@@ -20,6 +20,7 @@ import cleanba.runtime.learner
 import cleanba.runtime.train
 from cleanba.algorithms.ppo import PPO
 from cleanba.environments.envpool import Envs, env_spec
+from cleanba.launch import how_to_draw
 from cleanba.runtime.actor import Schedule
 from cleanba.runtime.channels import Stop
 from cleanba.runtime.collect import SteppedCollector, Times, make_steppers
@@ -393,6 +394,13 @@ def tfrecords(path):
         (length,) = struct.unpack_from("<Q", data, at)
         yield data[at + 12 : at + 12 + length]
         at += 12 + length + 4
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_the_end_advises_only_what_is_installed(installed, monkeypatch, tmp_path):
+    monkeypatch.setattr("cleanba.launch.find_spec", lambda name: object() if installed else None)
+    assert ("tensorboard --logdir" in how_to_draw(tmp_path)) == installed
+    assert f"cleanba report {tmp_path}" in how_to_draw(tmp_path)
 
 
 def test_tensorboard_shows_the_same_numbers_as_metrics_jsonl(run_dir):

@@ -1,5 +1,6 @@
 """A film of an agent: the emulator's picture, what the network sees, and what it makes of it, as an MP4."""
 
+import math
 import os
 import warnings
 from collections.abc import Collection
@@ -12,6 +13,8 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from cleanba.agents.agent import Policy
+from cleanba.environments.action_names import ATARI_ACTIONS as ATARI_ACTIONS
+from cleanba.environments.action_names import action_names
 from cleanba.environments.boards import draw_board
 from cleanba.environments.specs import ActionSpec
 from cleanba.errors import Failure
@@ -22,17 +25,10 @@ GAP = 12  # pixels between the parts
 PICTURE = (480, 420)  # what the emulator's picture must fit into, width and height
 TILE = 168  # side of one picture that the network sees
 LINE = 22  # height of a line of text
-BARS = 250  # width of the column of probabilities
+BAR_LENGTH = 110  # of a probability of one
 MOST_BARS = 40  # of actions of many parts
 MOST_NUMBERS = 16  # of a vector observation that are written out
 INK, DIM, PAPER, BAR, CHOSEN = "#e8e8e8", "#9a9a9a", "#15171c", "#4a6fa5", "#e0a030"
-
-# The 18 actions of the Atari console in the order of the full action space.
-ATARI_ACTIONS = (
-    *("noop", "fire", "up", "right", "left", "down", "up right", "up left", "down right", "down left"),
-    *("up fire", "right fire", "left fire", "down fire"),
-    *("up right fire", "up left fire", "down right fire", "down left fire"),
-)
 
 
 class Film:
@@ -49,8 +45,7 @@ class Film:
         self._scratch = path.with_name(f".{path.stem}.tmp.mp4")
         self._writer: Any = None
         self._ended = False
-        full = agent.spec.is_atari and agent.spec.num_actions == len(ATARI_ACTIONS)
-        self._names = ATARI_ACTIONS if full else bar_names(agent.spec.action)
+        self._names = action_names(agent.spec)
 
         def look(params: PyTree, carry: PyTree, obs: PyTree, first: jax.Array) -> dict[str, jax.Array]:
             shown = agent.algorithm.inspect(params, *jax.tree.map(lambda x: x[:1], (carry, obs, first)))
@@ -71,7 +66,7 @@ class Film:
     ) -> None:
         """One step: the picture [H, W, 3]; the first of obs, first, carry, action [B, ...] is the one shown."""
         shown: dict[str, np.ndarray] = jax.device_get(self._look(params, carry, obs, first))
-        caption = "   ".join(f"{name} {x:.2f}" for name, x in shown.items() if x.ndim == 0)
+        caption = "   ".join(f"{name} {figure(x)}" for name, x in shown.items() if x.ndim == 0)
         bars = next((x for x in shown.values() if x.shape == (len(self._names),)), np.zeros(len(self._names)))
         self._write(picture, fps, obs, score, caption, bars, bars_of(self._agent.spec.action, np.asarray(action)[0]))
 
@@ -167,19 +162,15 @@ def draw_numbers(parts: dict[str, np.ndarray]) -> Image.Image:
     return image
 
 
-def bar_names(action: ActionSpec) -> tuple[str, ...]:
-    """What stands beside the bars: an action, a choice for each part of one, or the part itself, a real number."""
-    if action.kind == "choice":
-        return tuple(f"action {i}" for i in range(action.counts[0]))
-    if action.kind == "choices":
-        return tuple(f"part {d}: {i}" for d, count in enumerate(action.counts) for i in range(count))
-    return tuple(f"part {d}" for d in range(action.size))
-
-
 def bars_of(action: ActionSpec, chosen: np.ndarray) -> list[int]:
     """The numbers of the bars that belong to an action, [] or [D]; none where it is real."""
     starts = np.cumsum((0, *action.counts[:-1]))
     return [] if action.kind == "quantities" else (starts + chosen).tolist()
+
+
+def figure(x: Any) -> str:
+    """A number in at most nine characters."""
+    return f"{x:.2f}" if abs(x) < 1000 or not np.isfinite(x) else f"{x:.2e}"
 
 
 def draw_policy(names: tuple[str, ...], values: np.ndarray, chosen: Collection[int]) -> Image.Image:
@@ -191,16 +182,20 @@ def draw_policy(names: tuple[str, ...], values: np.ndarray, chosen: Collection[i
     names, values = names[:MOST_BARS], values[:MOST_BARS]
     known = values[np.isfinite(values)]
     low, high = float(known.min(initial=0.0)), float(known.max(initial=1.0))
-    image = Image.new("RGB", (BARS, LINE * len(names)), PAPER)
-    draw, font = ImageDraw.Draw(image), ImageFont.load_default(13)
+    font = ImageFont.load_default(13)
+    # The same in every frame, so the widths are those of the longest name and of the longest number there can be.
+    numbers_end = math.ceil(max(map(font.getlength, names), default=0) + GAP + font.getlength("-8.88e+88"))
+    bars = numbers_end + GAP // 2
+    image = Image.new("RGB", (bars + BAR_LENGTH + 1, LINE * len(names)), PAPER)
+    draw = ImageDraw.Draw(image)
     for i, (name, value) in enumerate(zip(names, values, strict=True)):
         top, colour = i * LINE, INK if i in chosen else DIM
         draw.text((0, top), name, colour, font)
-        draw.text((105, top), f"{value:.2f}", colour, font)
+        draw.text((numbers_end, top), figure(value), colour, font, anchor="ra")
         if not np.isfinite(value):  # a network that has diverged: the number says so
             continue
-        length = round((float(value) - low) / (high - low) * (BARS - 140))
-        draw.rectangle((139, top + 2, 139 + length, top + LINE - 5), CHOSEN if i in chosen else BAR)
+        length = round((float(value) - low) / (high - low) * BAR_LENGTH)
+        draw.rectangle((bars, top + 2, bars + length, top + LINE - 5), CHOSEN if i in chosen else BAR)
     return image
 
 

@@ -37,6 +37,7 @@ from cleanba.environments.worker import (
     carve,
     leaves,
     named,
+    unregistered,
 )
 from cleanba.errors import Failure, UsageError, closest_names, raised, said
 from cleanba.rollout import PyTree
@@ -170,17 +171,22 @@ def env_spec(e: Experiment) -> EnvSpec:
 def check_known(env_id: str, name: str) -> None:
     """Raise `UsageError` unless Gymnasium knows that name, after importing the module before its colon."""
     module, colon, rest = name.rpartition(":")
+    found: object = None
     if name.startswith(LOCAL) and name not in gymnasium.registry:
         raise UsageError(
             f"env_id={env_id!r} was defined by the program that trained on it, and is not known here: go on in Python, "
             f"after gymnasium.register({name!r}, entry_point=…), or put it into a module of its own for the command"
         )
     if colon:
-        imported(f"env_id={env_id!r}: module {module!r}", "install it, or go where it lies", module)
+        found = imported(f"env_id={env_id!r}: module {module!r}", "install it, or go where it lies", module)
+        if unregistered(name) is not None:
+            return
     try:
         gymnasium.spec(rest)
     except gymnasium.error.Error as error:
-        close = closest_names(rest, gymnasium.registry)
+        is_env = lambda x: isinstance(x, type) and issubclass(x, gymnasium.Env)
+        classes = [n for n, x in getattr(found, "__dict__", {}).items() if is_env(x)]
+        close = closest_names(rest, [*classes, *gymnasium.registry])
         raise UsageError(
             f"env_id={env_id!r} is no environment that Gymnasium knows: {said(error)}"
             + (f"; the closest names are {close}" if close else "")

@@ -42,11 +42,23 @@ class Game(NamedTuple):
         find_modules_here()
         if self.registered is not None:
             gymnasium.registry.setdefault(self.name, self.registered)
-        env = gymnasium.make(self.name, **self.options, **more)
+        env = gymnasium.make(unregistered(self.name) or self.name, **self.options, **more)
         for wrapper in self.wrappers:
             module, _, function = wrapper.partition(":")
             env = getattr(import_module(module), function)(env)
         return env
+
+
+def unregistered(name: str) -> EnvSpec | None:
+    """How the class or function `Name` of module:Name makes an environment, where the module registers no such name."""
+    module, colon, rest = name.rpartition(":")
+    if not colon or not callable(getattr(import_module(module), rest, None)):
+        return None
+    try:
+        gymnasium.spec(rest)
+    except gymnasium.error.Error:
+        return EnvSpec(id=rest, entry_point=name)
+    return None
 
 
 def find_modules_here() -> None:
