@@ -18,8 +18,9 @@ import machine
 import numpy as np
 import tyro
 
-from cleanba.environments.kinds import env_spec
-from cleanba.recipes import RECIPES, fit, parse, suit
+from cleanba.recipes import RECIPES
+from cleanba.resolution import resolve
+from cleanba.train_flags import parse
 
 
 @dataclass(frozen=True)
@@ -55,9 +56,9 @@ def train(words: str, frequency: int, collector: str) -> dict[str, Any]:
 def default_frequency(words: str, collector: str) -> int:
     """How many updates lie between the checkpoints of such a run by default."""
     algorithm, *flags = words.split()
-    config = parse(RECIPES[algorithm], [*flags, "--collector", collector])
-    e, _ = fit(RECIPES[algorithm], config, processes=1)
-    return suit(e, collector, env_spec(e)).updates_per_epoch
+    recipe = RECIPES[algorithm]
+    config = parse(recipe, [*flags, "--collector", collector])
+    return resolve(recipe, config.typed, "cpu").experiment.env_epoch
 
 
 def main(args: Args) -> None:

@@ -9,7 +9,7 @@ program, with nothing around it.  It has the network, the optimiser and the size
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import gymnasium
@@ -22,12 +22,13 @@ from jax import lax
 from machine import save
 
 from cleanba.algorithms import ppo
-from cleanba.config import Experiment, Partition, Placement, resolve
+from cleanba.config import Experiment, Placement
 from cleanba.environments import native
 from cleanba.environments.kinds import env_spec, open_envs, threads_per_actor
 from cleanba.networks import make_actor_critic
 from cleanba.ops.returns import gae
 from cleanba.recipes import RECIPES
+from cleanba.resolution import fit, resolve
 from cleanba.runtime.channels import Stop
 from cleanba.runtime.collect import SteppedCollector, Times, make_steppers
 from cleanba.runtime.compiled import prepare_process
@@ -116,9 +117,8 @@ def plain_loop(e: ppo.PPO, updates: int) -> Callable[[jax.Array], Any]:
 def cleanba_rate(e: ppo.PPO) -> np.ndarray:
     """Steps per second of a run of ours, after its first updates: of the clock, and of the processor's time.  [2]."""
     devices = find_devices(Placement())
-    e = resolve(e, 1, 1, platform=devices.platform)
     spec, recipe = env_spec(e), RECIPES["ppo"]
-    partition = Partition(e.num_envs, e.num_actors or 1, e.num_shards or 1)
+    partition = fit(recipe, e, Placement())
     rows: list[tuple[int, np.ndarray]] = []
     log = lambda update, global_step, seconds, values: rows.append((update, clocks()))
     training = make_training(recipe.make(e, spec, devices.platform), e, partition, devices, spec, log_frequency=4)
@@ -137,10 +137,12 @@ def clocks() -> np.ndarray:
 
 def training(env_id: str, flags: Flags) -> dict[str, Any]:
     """Our run and the plain loop, in turns."""
-    e = ppo.defaults("minatar") if "MinAtar" in env_id else ppo.PPO(num_minibatches=4, hiddens=(64, 64))
-    fields = {**vars(e), "env_id": env_id, "num_envs": flags.envs, "env_epoch": 0, "anneal_lr": False}
-    fields |= {"collector": "scanned", "total_timesteps": flags.updates * flags.envs * e.num_steps}
-    e = ppo.PPO(**fields)
+    fields: dict[str, Any] = {"env_id": env_id, "num_envs": flags.envs, "env_epoch": 0, "anneal_lr": False}
+    fields |= {"collector": "scanned"}
+    if "MinAtar" not in env_id:
+        fields |= dict(num_steps=128, num_minibatches=4, hiddens=(64, 64), learning_rate=2.5e-4, clip_coef=0.1)
+    e = resolve(RECIPES["ppo"], fields, "cpu").experiment
+    e = replace(e, total_timesteps=flags.updates * e.transitions_per_update)
     loop = plain_loop(e, flags.updates)
     jax.block_until_ready(loop(jax.random.key(0)))
     ours, plain = [], []

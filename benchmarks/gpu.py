@@ -143,14 +143,13 @@ def speed(part: Part) -> Iterator[dict[str, Any]]:
     import numpy as np
     from throughput import Parts, steps_per_second
 
-    from cleanba.config import Experiment, Placement
+    from cleanba.config import Placement
     from cleanba.environments.kinds import threads_per_actor
     from cleanba.recipes import RECIPES
 
     recipe = RECIPES[part.algorithm]
     started = time.perf_counter()
-    e = replace(recipe.settings(part.fields.get("env_id", Experiment.env_id)), **part.fields)
-    p = Parts(recipe, e, Placement(part.actors, part.learners))
+    p = Parts(recipe, part.fields, Placement(part.actors, part.learners))
     metrics = p.learn()
     compiling = time.perf_counter() - started
     ratios = {"ratio": ratios_before_learning(p)}
@@ -264,24 +263,21 @@ def digests(part: Part) -> Iterator[dict[str, Any]]:
     """Digests of one short run: twice on one device, and on 2 and 4 where there are as many."""
     import jax
 
-    from cleanba.config import Experiment, Partition, Placement, resolve
-    from cleanba.environments.envpool import env_spec
+    from cleanba.config import Placement
     from cleanba.recipes import RECIPES
+    from cleanba.resolution import fit, resolve
     from cleanba.runtime.metrics import Display, Status
     from cleanba.runtime.placement import find_devices
     from cleanba.runtime.train import make_training, run_training
 
     recipe, there = RECIPES[part.algorithm], len(jax.local_devices())
-    e = replace(recipe.settings(part.fields.get("env_id", Experiment.env_id)), **part.fields)
+    e, spec, *_ = resolve(recipe, part.fields, jax.default_backend())
     e = replace(e, total_timesteps=3 * e.transitions_per_update)
     found: list[str] = []
     counts = [n for n in (1, 1, 2, 4) if n <= min(there, e.num_shards)]
     for learners in counts:
-        devices = find_devices(Placement((0,), tuple(range(learners))))
-        e = resolve(e, 1, learners, platform=devices.platform)
-        partition = Partition(e.num_envs, e.num_actors, e.num_shards, 1, learners)
-        recipe.check(e, partition)
-        spec = env_spec(e)
+        placement = Placement((0,), tuple(range(learners)))
+        devices, partition = find_devices(placement), fit(recipe, e, placement)
         algorithm = recipe.make(e, spec, devices.platform)
         training = make_training(algorithm, e, partition, devices, spec, log_frequency=3)
         status = Status("", 3, e.total_timesteps)

@@ -32,6 +32,7 @@ import tyro
 from cleanba.algorithms.ppo import PPO
 from cleanba.files import Json
 from cleanba.recipes import RECIPES
+from cleanba.resolution import resolve
 from cleanba.runs import curves, plot
 from cleanba.runs.aggregates import square, stratified
 from cleanba.runs.curves import Curve
@@ -55,7 +56,10 @@ COMPARED = ("iqm", "iqm_minus_synchronous", "improvement_over_synchronous")
 
 # By how an environment's name begins: its settings.
 COMMON = "--learning-rate 5e-4 --clip-coef 0.2"
-VECTORS = f"{COMMON} --hiddens 64 64"
+VECTORS = (  # as they were before these had presets of their own
+    f"{COMMON} --hiddens 64 64 --ent-coef 0.01 --gamma 0.99 --gae-lambda 0.95 --num-minibatches 4 --share-torso "
+    "--no-norm-obs --no-norm-reward"
+)
 ATARIS = "--learning-rate 5e-4 --network nature"
 EASIER = "--env-options img_height=60 img_width=60 --no-full-action-space --repeat-action-probability 0"
 SMALLER_STEPS = "--num-envs 16 --num-steps 128 --num-minibatches 8 --clip-coef 0.2 --no-anneal-lr"
@@ -121,8 +125,9 @@ def given(env_id: str, flag: str) -> str | None:
 
 def own_rate(env_id: str) -> float:
     """An environment's own learning rate."""
-    own: Any = RECIPES["ppo"].settings(env_id)
-    return float(given(env_id, "--learning-rate") or own.learning_rate)
+    rate = given(env_id, "--learning-rate")
+    own: Any = None if rate else resolve(RECIPES["ppo"], {"env_id": env_id}, "cpu").experiment
+    return float(rate or own.learning_rate)
 
 
 def train(env_id: str, args: Args) -> None:

@@ -1,6 +1,5 @@
 """What is compiled of an algorithm, without running any of it: its update, a step of acting, a scanned rollout."""
 
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -10,9 +9,9 @@ from jax.sharding import SingleDeviceSharding
 from cleanba.algorithm import Algorithm
 from cleanba.algorithms.off_policy import OffPolicyActorCritic
 from cleanba.config import Experiment, Partition
-from cleanba.environments.envpool import env_spec
 from cleanba.environments.specs import ActionSpec, EnvSpec, Step
 from cleanba.recipes import Recipe
+from cleanba.resolution import resolve
 from cleanba.rollout import PyTree
 from cleanba.runtime.collect import Recording, ScanState, blank, make_scan, make_steppers
 from cleanba.runtime.learner import Learner, abstract_block, memory_shapes
@@ -56,10 +55,9 @@ def make(recipe: Recipe, fields: dict[str, Any], learners: int, platform: str) -
         UsageError: the fields do not fit each other, or not the algorithm.
     """
     fields = {"env_id": Experiment.env_id, "num_actors": 2, "num_shards": learners, **fields}
-    e = replace(recipe.settings(fields["env_id"]), **fields)
+    e, spec, *_ = resolve(recipe, fields, platform)
     partition = Partition(e.num_envs, e.num_actors, e.num_shards, 1, learners)
     recipe.check(e, partition)
-    spec = env_spec(e)
     if isinstance(e, OffPolicyActorCritic):  # whose actions these games do not take
         spec = spec._replace(given_action=ActionSpec("quantities", (6,), "float32", (), (-1.0,) * 6, (1.0,) * 6))
     return Program(e, partition, spec, recipe.make(e, spec, platform))

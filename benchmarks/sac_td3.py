@@ -52,21 +52,19 @@ def processor_seconds() -> float:
 def time_ours(name: str, args: Args) -> dict[str, float]:
     """One training: its steps per second once it learns."""
     from cleanba.config import Placement
-    from cleanba.environments.kinds import env_spec
-    from cleanba.recipes import RECIPES, Config, fit, suit
+    from cleanba.recipes import RECIPES
+    from cleanba.resolution import fit, resolve
     from cleanba.runtime.compiled import prepare_process
     from cleanba.runtime.metrics import Display, Status
     from cleanba.runtime.placement import find_devices
     from cleanba.runtime.train import make_training, run_training
 
     recipe = RECIPES[name]
-    wanted = recipe.experiment(
-        env_id=args.env_id, total_timesteps=args.warmup + args.steps, learning_starts=256, env_epoch=0
-    )
-    prepare_process(wanted)
-    spec, devices = env_spec(wanted), find_devices(Placement())
-    e, partition = fit(recipe, Config(wanted), 1, devices.platform)
-    e = suit(e, None, spec)
+    fields = dict(env_id=args.env_id, total_timesteps=args.warmup + args.steps, learning_starts=256, env_epoch=0)
+    prepare_process(recipe.experiment(**fields))
+    devices = find_devices(Placement())
+    e, spec, *_ = resolve(recipe, fields, devices.platform)
+    partition = fit(recipe, e, Placement())
     marks: list[tuple[int, float, float]] = []
 
     def log(update: int, step: int, seconds: float, values: dict[str, Any]) -> None:

@@ -18,10 +18,11 @@ import machine
 import numpy as np
 import tyro
 
-from cleanba.config import Experiment, Partition, Placement, resolve
-from cleanba.environments.envpool import Envs, env_spec
+from cleanba.config import Placement
+from cleanba.environments.envpool import Envs
 from cleanba.environments.kinds import threads_per_actor
-from cleanba.recipes import RECIPES, Recipe, suit
+from cleanba.recipes import RECIPES, Recipe
+from cleanba.resolution import fit, resolve
 from cleanba.runtime.channels import Stop
 from cleanba.runtime.collect import SteppedCollector, Times, make_steppers
 from cleanba.runtime.compiled import prepare_process
@@ -41,7 +42,7 @@ class Args:
     """what learns"""
     env_id: str = "Breakout-v5"
     """EnvPool environment"""
-    network: Literal["auto", "nature", "impala", "mlp"] = "nature"
+    network: Literal["nature", "impala", "mlp"] = "nature"
     """torso"""
     hiddens: tuple[int, ...] = (256,)
     """units of the dense layers"""
@@ -90,15 +91,16 @@ def steps_per_second(step: Callable[[int], Any], threads: int, steps: int, secon
 class Parts:
     """A training's parts, placed and sized as in the whole, each to be run alone."""
 
-    def __init__(self, recipe: Recipe, wanted: Experiment, placement: Placement):
+    def __init__(self, recipe: Recipe, fields: dict[str, Any], placement: Placement):
+        """With these fields of the experiment; left out, a shard for each device that learns, actors that keep busy."""
         self.recipe = recipe
         self.devices = find_devices(placement)
         actors, learners = len(self.devices.actors), len(self.devices.learners)
-        self.experiment = e = resolve(wanted, actors, learners, platform=self.devices.platform)
-        self.partition = Partition(e.num_envs, e.num_actors or 0, e.num_shards or 0, 1, learners)
-        recipe.check(e, self.partition)
-        self.spec = env_spec(e)
-        self.experiment = e = suit(e, wanted.collector, self.spec)
+        platform = self.devices.platform
+        fields = {"num_actors": actors * (1 if platform == "cpu" else 2), "num_shards": learners, **fields}
+        self.experiment, self.spec, *_ = resolve(recipe, fields, platform)
+        e = self.experiment
+        self.partition = fit(recipe, e, placement)
         self.algorithm = recipe.make(e, self.spec, self.devices.platform)
         self.actors = range(self.partition.num_actors)
         self.learner = Learner(self.algorithm, self.partition, self.devices, e.seed)
@@ -201,15 +203,17 @@ class Parts:
 
 def main(args: Args) -> None:
     """Measure, print a table, write the results."""
-    wanted = RECIPES[args.algorithm].experiment(
+    recipe = RECIPES[args.algorithm]
+    fields: dict[str, Any] = dict(
         env_id=args.env_id, network=args.network, hiddens=args.hiddens, num_envs=args.num_envs,
-        num_steps=args.num_steps, num_minibatches=args.num_minibatches, num_actors=args.num_actors,
-        num_shards=args.num_shards, collector=args.collector,
+        num_steps=args.num_steps, num_minibatches=args.num_minibatches, collector=args.collector,
     )  # fmt: skip
+    split = {"num_actors": args.num_actors, "num_shards": args.num_shards}
+    fields |= {name: number for name, number in split.items() if number is not None}
     if args.cpu_threads is not None:
         os.environ["PJRT_NPROC"] = str(args.cpu_threads)
-    prepare_process(wanted)
-    parts = Parts(RECIPES[args.algorithm], wanted, Placement(args.actor_device_ids, args.learner_device_ids))
+    prepare_process(recipe.experiment())
+    parts = Parts(recipe, fields, Placement(args.actor_device_ids, args.learner_device_ids))
     e, per_actor = parts.experiment, parts.partition.envs_per_actor
     parts.learn()
     start = time.perf_counter()

@@ -1,61 +1,187 @@
 """What is trained (experiment), where it runs (placement), and what is kept of it (run): three frozen dataclasses.
 
-An algorithm's experiment derives from `Experiment` and adds its own hyperparameters.
+An algorithm's experiment derives from `Experiment` and adds its own hyperparameters.  Each field says, in its
+annotation, which values it may have.  No field of an experiment is ever left open: `resolution.py` makes one from what
+was typed, from presets and from what the environment is.
 """
 
+import ast
 import dataclasses
+import inspect
 import json
 import math
+import textwrap
+import types
+from collections.abc import Mapping
 from dataclasses import astuple, dataclass
+from functools import cache
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import tyro
 
-from cleanba.errors import UsageError, nearest, nearest_divisors
+from cleanba.errors import UsageError, closest_names, nearest, nearest_divisors
 from cleanba.files import Json, read_json
+
+# -------------------------------------------------------------------------------------------------- rules of a value
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise `UsageError(message)` unless `condition`."""
+    if not condition:
+        raise UsageError(message)
+
+
+def flag(name: str) -> str:
+    """The flag of a field: num_envs -> --num-envs."""
+    return "--" + name.replace("_", "-")
+
+
+INF = math.inf
+MOST = 2**31 - 1  # what a device can count
+
+
+class Range(NamedTuple):
+    """Which numbers a field may hold.  Stands in the field's annotation; of a tuple it concerns each number."""
+
+    low: float
+    high: float = INF
+    open_low: bool = False
+    """`low` itself is not allowed"""
+    open_high: bool = False
+    """`high` itself is not allowed"""
+    unit: str = ""
+    """what the number counts"""
+
+    def holds(self, number: float) -> bool:
+        """Whether a number is allowed.  NaN never is."""
+        above = number > self.low if self.open_low else number >= self.low
+        return above and (number < self.high if self.open_high else number <= self.high)
+
+    @property
+    def bounds(self) -> str:
+        """As "at least 1", "above 0" or "[0, 1]"."""
+        if self.low == -INF:
+            return "a finite number"
+        if self.high in (INF, MOST):
+            return f"{'above' if self.open_low else 'at least'} {_short(self.low)}"
+        brackets = "(" if self.open_low else "[", ")" if self.open_high else "]"
+        return f"{brackets[0]}{_short(self.low)}, {_short(self.high)}{brackets[1]}"
+
+    def require(self, name: str, value: Any) -> None:
+        """Raise `UsageError` unless the field of that name may have this value."""
+        for number in value if isinstance(value, tuple) else (value,):
+            if number is not None and not self.holds(number):
+                raise UsageError(f"{name}={value} {self._refusal(flag(name), number)}")
+
+    def _refusal(self, flag: str, number: float) -> str:
+        low = _short(self.low)
+        if self.low == -INF:
+            return f"must be {self.bounds}; set {flag} to one"
+        if isinstance(number, int) and number > self.high:
+            return f"is too large; it can be {_short(self.high)} at most"
+        if isinstance(number, int) and number < 0 and self.holds(-number):
+            remedy = f"try {flag} {-number}"
+        elif self.high not in (INF, MOST):
+            remedy = f"set {flag} accordingly"
+        else:
+            remedy = f"set {flag} above {low}" if self.open_low else f"set {flag} to {low} or more"
+        if self.high not in (INF, MOST):
+            return f"must lie in {self.bounds}; {remedy}"
+        if self.low == 0:
+            return f"must {'be positive' if self.open_low else 'not be negative'}; {remedy}"
+        return f"must be {self.bounds}; {remedy}"
+
+
+class Sizes(NamedTuple):
+    """One or more positive numbers.  Stands in the annotation of a tuple."""
+
+    most: int = 2**16
+    unit: str = ""
+
+    @property
+    def bounds(self) -> str:
+        """As "each in [1, 65536]"."""
+        return f"each in [1, {self.most}]"
+
+    def require(self, name: str, value: Any) -> None:
+        """Raise `UsageError` unless the field of that name may have this value."""
+        require(
+            len(value) > 0 and min(value) >= 1,
+            f"{name}={value} must be one or more positive numbers; try {flag(name)} 16 32",
+        )
+        for number in value:
+            require(number <= self.most, f"{name}={number} is too large; it can be {self.most} at most")
+
+
+Settings = dict[str, Any]
+"""Values for some fields of an experiment, by name."""
+
+
+class _NotOffered(NamedTuple):
+    pass
+
+
+X = TypeVar("X")
+NotOffered = Annotated[tyro.conf.Fixed[X], _NotOffered()]
+"""A field that an algorithm inherits but cannot use: there is no flag for it."""
+
+
+def _short(x: float) -> str:
+    return f"{x:.0e}".replace("e+0", "e") if x >= 1e6 and x < INF and x % 1e6 == 0 else f"{x:.10g}"
+
+
+Count = Annotated[int, Range(1, MOST)]
+Steps = Annotated[int, Range(1, MOST, unit="steps")]
+Updates = Annotated[int, Range(0, MOST, unit="updates")]
+Fraction = Annotated[float, Range(0, 1)]
+Positive = Annotated[float, Range(0, INF, open_low=True, open_high=True)]
+NotNegative = Annotated[float, Range(0, INF, open_high=True)]
+PositiveOrInf = Annotated[float, Range(0, INF, open_low=True)]
+Finite = Annotated[float, Range(-INF, INF, open_low=True, open_high=True)]
+
+# ------------------------------------------------------------------------------------------- the three groups of flags
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """What is trained: together these decide every bit of the trained parameters."""
+    """What is trained: together these decide every bit of the trained parameters.
+
+    Defaults are those of an algorithm on environments that it has no preset for.
+    """
 
     env_id: str = "Breakout-v5"
     """EnvPool's environment of that name; gymnasium:Name-v0 or package:Name-v0 for Gymnasium's, gymnax:Name for one
     in JAX (`cleanba envs` lists them)"""
-    seed: int = 1
+    seed: Annotated[int, Range(0, 2**31, open_high=True)] = 1
     """seed of environments, parameters, actions and minibatches"""
-    total_timesteps: int = 50_000_000
+    total_timesteps: Annotated[int, Range(1, unit="steps")] = 50_000_000
     """environment steps in all (an Atari step is 4 frames)"""
-    num_envs: int = 120
+    num_envs: Annotated[int, Range(1, 10**6)] = 120
     """environments over the whole experiment"""
-    num_actors: int | None = None
-    """actor threads over the whole experiment (None: two per actor device, one per CPU device, or the nearest number
-    that fits)"""
-    num_shards: int | None = None
-    """parts of the batch whose gradients are computed alone (None: one per learner device)"""
-    num_steps: int = 128
+    num_actors: Annotated[int, Range(1, 10**4)] = 1
+    """actor threads over the whole experiment"""
+    num_shards: Annotated[int, Range(1, 10**4)] = 1
+    """parts of the batch whose gradients are computed alone; as many devices can learn"""
+    num_steps: Annotated[int, Range(1, 10**6, unit="steps")] = 128
     """steps per environment and rollout"""
     concurrency: bool = True
     """collect rollout k+1 while update k runs, with a policy exactly one version behind; off: take turns"""
-    collector: Literal["stepped", "scanned"] | None = None
-    """rollouts stepped from Python, or scanned inside one jit (None: scanned on CPUs where
-    EnvPool can be, else stepped)"""
-    env_epoch: int | None = None
-    """updates after which the environments start afresh (0: never; None: 500, or more where two of the longest episodes
-    need more, or where updates are short: if an actor-critic's rollouts are scanned and nothing is an image, as many as
-    make 4 million steps)"""
+    collector: Literal["stepped", "scanned"] = "stepped"
+    """rollouts stepped from Python, or scanned inside one jit"""
+    env_epoch: Updates = 500
+    """updates after which the environments start afresh (0: never)"""
 
-    repeat_action_probability: float = 0.25
+    repeat_action_probability: Fraction = 0.25
     """Atari: probability that the emulator repeats the last action (sticky actions)"""
     full_action_space: bool = True
     """Atari: all 18 actions rather than the game's minimal set"""
     episodic_life: bool = False
     """Atari: end the training episode at the loss of a life"""
-    max_episode_steps: int | None = None
-    """steps after which an episode is truncated (None: 27,000 for Atari, elsewhere the environment's own)"""
-    reward_clip: bool | None = None
-    """clip training rewards to [-1, 1]; reported returns stay raw (None: for Atari only)"""
+    max_episode_steps: Annotated[int, Range(0, MOST, unit="steps")] = 0
+    """steps after which an episode is truncated (0: the environment's own limit if it has one; Atari: 27,000)"""
+    reward_clip: bool = False
+    """clip training rewards to [-1, 1]; reported returns stay raw"""
     env_options: tuple[str, ...] = ()
     """what the environment is made with, as name=value (EnvPool: frame_skip=2 noop_max=1)"""
     env_wrappers: tuple[str, ...] = ()
@@ -63,22 +189,15 @@ class Experiment:
 
     anneal_lr: bool = True
     """decrease the learning rate linearly to 0 over the run"""
-    gamma: float = 0.99
+    gamma: Fraction = 0.99
     """discount per step"""
 
-    network: Literal["auto", "nature", "impala", "minatar", "mlp"] = "auto"
-    """torso: Nature CNN, IMPALA ResNet, MinAtar CNN, MLP; auto takes IMPALA for images, MinAtar's for boards of planes,
-    and MLP otherwise"""
-    channels: tuple[int, ...] = (16, 32, 32)
+    network: Literal["nature", "impala", "minatar", "mlp"] = "mlp"
+    """torso: Nature CNN or IMPALA ResNet for images, MinAtar CNN for boards of planes, MLP for all else"""
+    channels: Annotated[tuple[int, ...], Sizes()] = (16, 32, 32)
     """channels of the IMPALA ResNet's sections"""
-    hiddens: tuple[int, ...] = (256,)
+    hiddens: Annotated[tuple[int, ...], Sizes(unit="units")] = (256,)
     """units of the dense layers after the convolutions, or of the MLP"""
-    core: Literal["none", "lstm"] = "none"
-    """memory between torso and heads"""
-    lstm_size: int = 256
-    """units of the LSTM"""
-    forget_bias: float = 0.0
-    """what the LSTM's forget gates begin with: 0 halves what is remembered in every step, 2 keeps 7/8 of it"""
     deterministic: bool = True
     """the same bits every time: GPU kernels that add in order, a fixed number of CPU threads (docs/determinism.md)"""
     dtype: Literal["float32", "tensorfloat32", "bfloat16"] = "float32"
@@ -91,11 +210,6 @@ class Experiment:
         return self.num_envs * self.num_steps
 
     @property
-    def updates_per_epoch(self) -> int:
-        """Updates after which environments start afresh; 0: never.  500 where `recipes.suit` was not asked."""
-        return 500 if self.env_epoch is None else self.env_epoch
-
-    @property
     def num_updates(self) -> int:
         """Updates in the run."""
         return self.total_timesteps // self.transitions_per_update
@@ -105,20 +219,26 @@ class Experiment:
 class PolicyGradient(Experiment):
     """What an actor-critic that learns from each rollout once has besides."""
 
-    learning_rate: float = 2.5e-4
+    core: Literal["none", "lstm"] = "none"
+    """memory between torso and heads"""
+    lstm_size: Annotated[int, Range(1, 2**16, unit="units")] = 256
+    """units of the LSTM"""
+    forget_bias: Finite = 0.0
+    """what the LSTM's forget gates begin with: 0 halves what is remembered in every step, 2 keeps 7/8 of it"""
+    learning_rate: Positive = 2.5e-4
     """optimiser's step size at the start"""
-    ent_coef: float = 0.01
+    ent_coef: NotNegative = 0.01
     """weight of the entropy bonus"""
-    vf_coef: float = 0.5
+    vf_coef: NotNegative = 0.5
     """weight of the value loss"""
-    max_grad_norm: float = 0.5
+    max_grad_norm: Positive = 0.5
     """global norm to which gradients are clipped"""
-    num_minibatches: int = 4
+    num_minibatches: Count = 4
     """minibatches that each epoch cuts the batch into"""
-    log_std_init: float = 0.0
+    log_std_init: Annotated[float, Range(-20, 20)] = 0.0
     """real-valued actions: logarithm of the policy's standard deviation at the start"""
-    share_torso: bool | None = None
-    """one torso, and core, for both policy and value (None: unless actions are real numbers and nothing is an image)"""
+    share_torso: bool = True
+    """one torso, and core, for both policy and value"""
     norm_obs: bool = False
     """shift and scale what is observed, but images, by its running mean and standard deviation; of codes and text, the
     zeros and ones that stand for them"""
@@ -151,7 +271,7 @@ class Placement:
     """number of processes, where no cluster tells"""
     process_id: int | None = None
     """this process's number, from 0, where no cluster tells"""
-    env_workers: int | None = None
+    env_workers: Annotated[int | None, Range(0, MOST)] = None
     """Gymnasium: processes that step each actor's environments (None: this process's cores, shared out among its
     actors; 0: the actor's own thread)"""
 
@@ -168,29 +288,29 @@ class Run:
     """take the whole experiment from this earlier run's config.json; only other flags may be added"""
     trust_remote_code: bool = False
     """with --experiment of a downloaded run: import and call what its config.json names (docs/trust.md)"""
-    checkpoint_frequency: int | None = None
+    checkpoint_frequency: Annotated[int | None, Range(0, MOST, unit="updates")] = None
     """updates between checkpoints (0: only one, at the end; None: one wherever the environments start afresh)"""
-    keep_checkpoints: int = 2
+    keep_checkpoints: Count = 2
     """newest checkpoints to keep"""
-    grace_period: float = 60.0
+    grace_period: Annotated[float, Range(0, 1e6, unit="seconds")] = 60.0
     """seconds that SIGUSR1 leaves to reach the next checkpoint; where it is farther, the run ends at once"""
-    stall_timeout: float = 600.0
+    stall_timeout: Annotated[float, Range(1, INF, unit="seconds")] = 600.0
     """seconds without an update, or at the end without a step of an evaluation or a film, compilation aside, after
     which the run ends and shows where each thread stands"""
     on_nonfinite: Literal["stop", "ignore"] = "stop"
     """what to do when a loss, a gradient, an observation or a reward is not a finite number"""
-    log_frequency: int = 10
+    log_frequency: Annotated[int, Range(1, MOST, unit="updates")] = 10
     """updates between entries in the logs"""
-    eval_frequency: int = 0
+    eval_frequency: Updates = 0
     """updates between evaluations beside the training, which also keep the best parameters (0: never)"""
-    eval_episodes: int = 10
+    eval_episodes: Count = 10
     """complete episodes in each of these evaluations"""
-    eval_max_steps: int | None = None
+    eval_max_steps: Annotated[int | None, Range(1, MOST, unit="steps")] = None
     """steps after which an episode of an evaluation or a film is cut off and reported as truncated (None: 27,000, or
     the environment's own limit where that is longer)"""
     eval_device_id: int | None = None
     """device that acts in them, by local index (None: the last one that acts in training)"""
-    profile: int = 0
+    profile: Updates = 0
     """updates to record with JAX's profiler, from the third on, in the run's profile/ (docs/performance.md)"""
     capture_video: bool = False
     """film an episode when the run is finished (an MP4 in the run's videos/)"""
@@ -208,96 +328,125 @@ class Run:
     """user or organisation on the Hugging Face Hub (None: who is logged in)"""
 
 
+# ------------------------------------------------------------------------------------------------- values of fields
+
+Group = Experiment | Placement | Run
+T = TypeVar("T", bound=Group)
 E = TypeVar("E", bound=Experiment)
 
 
-def require(condition: bool, message: str) -> None:
-    """Raise `UsageError(message)` unless `condition`."""
-    if not condition:
-        raise UsageError(message)
+class Field(NamedTuple):
+    """What is known of a field."""
+
+    annotation: Any
+    """its type, with rules"""
+    about: str
+    """what it means"""
+    rule: Range | Sizes | None
+    offered: bool
+    """whether there is a flag for it"""
 
 
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
+def fields_of(cls: type) -> dict[str, Field]:
+    """The fields of a dataclass in their order.  One that a class gives another default keeps the rule of its base."""
+    return _fields_of(cls)
 
 
-MOST = dict(num_envs=10**6, num_actors=10**4, num_shards=10**4, num_steps=10**6) | dict.fromkeys(
-    ("hiddens", "channels", "lstm_size"), 2**16
-)
+@cache
+def _fields_of(cls: Any) -> dict[str, Field]:
+    abouts = _abouts(cls)
+    hints = [get_type_hints(base, include_extras=True) for base in cls.__mro__ if dataclasses.is_dataclass(base)]
+    found = {}
+    for f in dataclasses.fields(cls):
+        marks = [mark for own in hints for mark in getattr(own.get(f.name), "__metadata__", ())]
+        rule = next((mark for mark in marks if isinstance(mark, Range | Sizes)), None)
+        offered = not any(isinstance(mark, _NotOffered) for mark in marks)
+        found[f.name] = Field(hints[0][f.name], abouts.get(f.name, ""), rule, offered)
+    return found
 
 
-def _check_numbers(e: Experiment) -> None:
-    for name in (
-        "total_timesteps",
-        "num_envs",
-        "num_steps",
-        "num_minibatches",
-        "num_actors",
-        "num_shards",
-        "lstm_size",
-    ):
-        count = getattr(e, name, None)
-        require(count is None or count >= 1, f"{name}={count} must be at least 1; set {_flag(name)} to 1 or more")
-    for f in dataclasses.fields(e):  # numbers that arrays and loops can have
-        value, most = getattr(e, f.name), MOST.get(f.name, 2**31 - 1)
-        if f.name not in ("seed", "total_timesteps"):
-            for n in value if isinstance(value, tuple) else (value,):
-                require(not isinstance(n, int) or n <= most, f"{f.name}={n} is too large; it can be {most} at most")
-    for name in ("learning_rate", "policy_lr", "q_lr", "max_grad_norm"):
-        value = getattr(e, name, 1.0)
-        require(0 < value < float("inf"), f"{name}={value} must be positive; set {_flag(name)} above 0")
-    for name in ("gamma", "repeat_action_probability"):
-        value = getattr(e, name)
-        require(0 <= value <= 1, f"{name}={value} must lie in [0, 1]; set {_flag(name)} accordingly")
-    for name in ("ent_coef", "vf_coef"):
-        value = getattr(e, name, 0.0)
-        require(0 <= value < float("inf"), f"{name}={value} must not be negative; set {_flag(name)} to 0 or more")
-    log_std = getattr(e, "log_std_init", 0.0)
-    require(-20 <= log_std <= 20, f"log_std_init={log_std} must lie in [-20, 20]; try --log-std-init -1")
-    require(0 <= e.seed < 2**31, f"seed={e.seed} must lie in [0, 2^31); try --seed {abs(e.seed) % 2**31}")
-    require(
-        e.env_epoch is None or e.env_epoch >= 0,
-        f"env_epoch={e.env_epoch} must not be negative; 0 means never",
-    )
-    require(
-        e.max_episode_steps is None or e.max_episode_steps >= 1,
-        f"max_episode_steps={e.max_episode_steps} must be at least 1; leave it out for the environment's own limit",
-    )
-    for name in ("channels", "hiddens"):
-        value = getattr(e, name)
-        require(
-            len(value) > 0 and min(value) >= 1,
-            f"{name}={value} must be one or more positive numbers; try {_flag(name)} 16 32",
-        )
+def _abouts(cls: type) -> dict[str, str]:
+    """The strings below the fields of a dataclass and of its bases, each on one line."""
+    found: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        try:
+            body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
+        except (OSError, TypeError):  # built in, or typed where no source is kept
+            continue
+        assert isinstance(body, ast.ClassDef)
+        for node, after in zip(body.body, body.body[1:], strict=False):
+            name = node.target.id if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) else None
+            about = after.value.value if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) else None
+            if name is not None and isinstance(about, str):
+                found[name] = " ".join(about.split())
+    return found
 
 
-def resolve(e: E, actor_devices: int, learner_devices: int, num_processes: int = 1, platform: str = "") -> E:
-    """The experiment with `num_actors`, `num_shards` and `collector` filled in for that many devices of all processes.
+def check_values(config: Group) -> None:
+    """Raise `UsageError` for a value that its field may not have."""
+    for name, f in fields_of(type(config)).items():
+        if f.rule is not None:
+            f.rule.require(name, getattr(config, name))
 
-    Defaults are one shard per learner device and two actors per actor device, of which one acts while the other's
-    emulators run; on CPUs, where the same cores do both, one.  One of the two numbers must divide the other; where so
-    many actors per device do not fit the shards, the nearest number that fits is taken, at least one per actor device
-    if there is such a number.  The collector is the one that was measured to be faster on devices of that kind ("cpu",
-    "gpu" …).
+
+def as_typed(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values for fields of a dataclass, as JSON or somebody's Python has them -> the same in the fields' own types.
+
+    Lists become tuples, whole numbers become floats where these are wanted, and "inf" is a float.
 
     Raises:
-        UsageError: a number is out of its range.
+        UsageError: there is no such field, or it is of another type.
     """
-    _check_numbers(e)
-    shards = e.num_shards or learner_devices
-    e = dataclasses.replace(e, collector=e.collector or ("scanned" if platform == "cpu" else "stepped"))
-    if e.num_actors is not None:
-        return dataclasses.replace(e, num_shards=shards)
+    known = fields_of(cls)
+    found = {}
+    for name, value in values.items():
+        if name not in known:
+            close = closest_names(name, known)
+            raise UsageError(f"there is no {name!r}" + (f"; did you mean {close}?" if close else ""))
+        try:
+            found[name] = _converted(known[name].annotation, value)
+        except TypeError as error:
+            raise UsageError(f"{name}={value!r} must be {error}") from None
+    return found
 
-    def fits(a: int) -> bool:
-        return (a % shards == 0 or shards % a == 0) and e.num_envs % a == 0 and a % num_processes == 0
 
-    wanted = (1 if platform == "cpu" else 2) * actor_devices
-    reach = min(max(wanted, shards) + wanted, e.num_envs, 10_000)  # a slip of the finger must not take for ever
-    candidates = [a for a in range(1, reach + 1) if fits(a)] or [wanted]
-    enough = [a for a in candidates if a >= actor_devices] or candidates
-    actors = min(enough, key=lambda a: (abs(a - wanted), -a))
-    return dataclasses.replace(e, num_actors=actors, num_shards=shards)
+def _converted(annotation: Any, value: Any) -> Any:
+    """A value in the type of an annotation.  Raises `TypeError` that says what it must be."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _converted(arguments[0], value)
+    if origin in (Union, types.UnionType):
+        whys = []
+        for argument in arguments:
+            try:
+                return _converted(argument, value)
+            except TypeError as why:
+                whys.append(str(why))
+        raise TypeError(" or ".join(whys))
+    if origin is Literal:
+        if value in arguments:
+            return value
+        raise TypeError("one of " + ", ".join(map(str, arguments)))
+    if origin is tuple:
+        if isinstance(value, list | tuple):
+            return tuple(_converted(arguments[0], x) for x in value)
+        raise TypeError("a list")
+    if annotation is type(None):
+        if value is None:
+            return value
+        raise TypeError("None")
+    if annotation is Path:
+        if isinstance(value, str | Path):
+            return Path(value)
+        raise TypeError("a path")
+    if annotation is float and isinstance(value, str) and value in ("inf", "-inf", "nan"):
+        return float(value)
+    if annotation in (int, float) and isinstance(value, int | float) and not isinstance(value, bool):
+        if annotation is float or int(value) == value:
+            return annotation(value)
+    elif annotation in (bool, str) and isinstance(value, annotation):
+        return value
+    raise TypeError({int: "a whole number", float: "a number", bool: "true or false", str: "a string"}[annotation])
 
 
 @dataclass(frozen=True)
@@ -345,7 +494,7 @@ class Partition:
 
         one = nearest(numbers[name], fits, limit)
         if one:
-            return f"try {_flag(name)} {one}"
+            return f"try {flag(name)} {one}"
         shards = p * learners * max(1, round(k / (p * learners)))
         actors = p * max(d for d in range(1, shards // p + 1) if shards // p % d == 0 and p * d <= max(a, p))
         envs = shards * max(1, round(n / shards))
@@ -388,30 +537,25 @@ class Partition:
         return range(process * n, (process + 1) * n)
 
 
-T = TypeVar("T", bound=Experiment | Placement | Run)
+# ------------------------------------------------------------------------------------------------------ on disk
 
 
-def to_json(config: Experiment | Placement | Run) -> Json:
+def to_json(config: Group) -> Json:
     """A frozen dataclass as JSON values."""
     known_to_json = lambda v: not isinstance(v, Path) and not (isinstance(v, float) and not math.isfinite(v))
     return {k: v if known_to_json(v) else str(v) for k, v in dataclasses.asdict(config).items()}
 
 
 def from_json(cls: type[T], values: Json) -> T:
-    """The dataclass that `to_json` wrote; fields of another version are named.
+    """The dataclass that `to_json` wrote.  What another version wrote is left out; what it did not has its default.
+
+    For an experiment, of which nothing may be left out, there is `resolution.known_of`.
 
     Raises:
-        UsageError: a field is missing from `values`, or unknown.
+        UsageError: a value is of another type than its field.
     """
-    fields = {f.name: f for f in dataclasses.fields(cls)}
-    require(
-        set(values) == set(fields),
-        f"the experiment was written by another version of Cleanba: "
-        f"its fields differ in {', '.join(sorted(set(values) ^ set(fields)))}; repeat the flags instead",
-    )
-    arguments: Json = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
-    arguments |= {k: float(v) for k, v in values.items() if fields[k].type is float and isinstance(v, str)}  # "inf"
-    return cls(**arguments)
+    known = fields_of(cls)
+    return cls(**as_typed(cls, {name: value for name, value in values.items() if name in known}))
 
 
 def read_config(run_dir: Path) -> Json:

@@ -18,12 +18,13 @@ from cleanba.agents.agent import new_policy
 from cleanba.agents.beside import Evaluations
 from cleanba.agents.hub import push, require_login
 from cleanba.algorithm import Algorithm
-from cleanba.config import Experiment, Partition, Placement, Run, from_json, read_config, require, require_same, to_json
-from cleanba.environments.kinds import check_workers, env_spec, warnings
+from cleanba.config import Experiment, Partition, Placement, Run, from_json, read_config, require, to_json
+from cleanba.environments.kinds import check_workers, warnings
 from cleanba.environments.specs import EnvSpec
 from cleanba.errors import Exit, Failure, Interrupted, NotFinite, UsageError
 from cleanba.files import Json, read_json, write_json
-from cleanba.recipes import Config, Recipe, config_type, fit, parse, read_recipe, stand_by, suit
+from cleanba.recipes import Recipe
+from cleanba.resolution import Config, Resolved, fit, read_recipe, settle
 from cleanba.rollout import PyTree
 from cleanba.runs.directory import (
     Finished,
@@ -49,6 +50,7 @@ from cleanba.runtime.profile import Profile
 from cleanba.runtime.supervision import Watchdog, leave_process, watched
 from cleanba.runtime.tracking import require_tracking
 from cleanba.runtime.train import Outcome, Training, make_training, run_training
+from cleanba.train_flags import parse
 from cleanba.trust import require_trusted
 
 
@@ -68,10 +70,11 @@ def resume_command(argv: Sequence[str]) -> Exit:
     require_trusted(run_dir, "a run goes on only where it began")
     saved = read_config(run_dir)
     recipe, experiment = read_recipe(run_dir)
-    default = config_type(recipe)(
-        experiment=experiment,
+    default = Config(
+        experiment,
         placement=from_json(Placement, saved["placement"]),
         run=replace(from_json(Run, saved["run"]), run_dir=run_dir),
+        whole=run_dir,
     )
     return train_command(recipe, argv[1:], default)
 
@@ -100,7 +103,7 @@ def launch(recipe: Recipe, config: Config, shown: bool = True, give_up: Callable
     Raises:
         UsageError: flags that cannot be obeyed.  Nothing was compiled.
     """
-    with prepared(config.experiment):
+    with prepared(config.asked):
         initialise(config.placement)
         if not config.placement.distributed:
             return train(recipe, config, None, shown, give_up)
@@ -168,12 +171,21 @@ class Job(NamedTuple):
 
     recipe: Recipe
     config: Config
-    experiment: Experiment  # with its defaults filled in
+    resolved: Resolved
     partition: Partition
     devices: Devices
-    spec: EnvSpec
     algorithm: Algorithm
     run_dir: Path
+
+    @property
+    def experiment(self) -> Experiment:
+        """What is trained."""
+        return self.resolved.experiment
+
+    @property
+    def spec(self) -> EnvSpec:
+        """What its environment looks like."""
+        return self.resolved.spec
 
     @property
     def training(self) -> Training:
@@ -202,16 +214,13 @@ def prepare(recipe: Recipe, config: Config) -> Job:
     """
     devices = find_devices(config.placement)
     now = int(gather_over_processes(np.array([int(time.time())]))[0, 0])  # process 0's clock names the run
-    run_dir = config.run.run_dir or default_run_dir(config.experiment, config.run, now)
-    standing, changed = stand_by(recipe.name, config.experiment, run_dir)
-    require_same(run_dir, changed)
-    config = replace(config, experiment=standing)
-    e, partition = fit(recipe, config, devices.num_processes, devices.platform)
+    run_dir = config.run.run_dir or default_run_dir(config.asked, config.run, now)
+    resolved = settle(recipe, config, devices.platform, run_dir)
+    e = resolved.experiment
+    partition = fit(recipe, e, config.placement, devices.num_processes)
     require_same_flags({"algorithm": recipe.name, **to_json(e), "log_frequency": config.run.log_frequency})
-    spec = env_spec(e)
-    e = suit(e, config.experiment.collector, spec)
-    algorithm = recipe.make(e, spec, devices.platform)
-    job = Job(recipe, config, e, partition, devices, spec, algorithm, run_dir)
+    algorithm = recipe.make(e, resolved.spec, devices.platform)
+    job = Job(recipe, config, resolved, partition, devices, algorithm, run_dir)
     shapes, buffer_size = job.training.memory_shapes, getattr(e, "buffer_size", None)
     require_room(shapes, partition.shards_per_learner, devices.learners, processes_here(), buffer_size)
     require(
@@ -240,7 +249,7 @@ class Office:
             require_tracking()
         self._lock = lock(job.run_dir)
         try:
-            self._opened = open_run(job.run_dir, job.recipe.name, job.experiment, job.config.placement, self._run)
+            self._opened = open_run(job.run_dir, job.recipe, job.resolved, job.config.placement, self._run)
         except BaseException:
             self.unlock()
             raise
@@ -267,7 +276,7 @@ class Office:
         self.evaluations.log(self._writers, seconds)
         self._writers.write(update, global_step, seconds, values)
         e = self._job.experiment
-        if update == e.updates_per_epoch and not values["charts/episodes"]:
+        if update == e.env_epoch and not values["charts/episodes"]:
             self._display.say(
                 f"warning: no episode has ended in the {e.num_steps * update} steps of the first epoch of "
                 "environments. They start afresh after each, so longer ones never end and no return is known; raise "
@@ -390,6 +399,7 @@ def announce(job: Job, saved: Saved | None, display: Display) -> None:
         f"{counted(e.num_shards, 'shard')}, {counted(e.num_updates, 'update')} of {e.transitions_per_update} steps\n"
         f"actors on {job.devices.kind} {list(place.actor_device_ids)}, learners on "
         f"{list(place.learner_device_ids)}, {processes} process{'es' * (processes > 1)}\n"
+        f"settings: {job.resolved.in_words(job.recipe)}\n"
         f"run: {job.run_dir}"
     )
     for warning in warnings(job.spec) if job.devices.is_main else ():

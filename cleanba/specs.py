@@ -113,6 +113,8 @@ class EnvSpec(NamedTuple):
     """module:function, each of which Gymnasium's environments are given to"""
     on_device: bool = False
     """whether it is itself a compiled function, on whatever device acts"""
+    family: str = ""
+    """where its library keeps it, such as envpool.classic_control"""
     time_limit: int | None = None
     """steps after which it truncates an episode by itself; None where it states no limit"""
 

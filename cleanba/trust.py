@@ -36,7 +36,7 @@ MOST = {  # of whole numbers; others may have up to 10^9
     "seed": 2**31 - 1,
     "total_timesteps": 10**15,
 }
-POSITIVE = (*("num_envs", "num_steps", "num_actors", "num_shards", "num_minibatches", "max_episode_steps"), "lstm_size")
+POSITIVE = (*("num_envs", "num_steps", "num_actors", "num_shards", "num_minibatches"), "lstm_size")
 MOST_LAYERS = 16
 MOST_NUMBER: float = 1e12  # of real numbers
 MOST_BYTES = 2**31  # of all parameters together

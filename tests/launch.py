@@ -20,7 +20,7 @@ from ports import free_address
 from cleanba import cli
 from cleanba.algorithm import Algorithm
 from cleanba.algorithms import ppo
-from cleanba.config import Experiment, Partition, Placement, resolve
+from cleanba.config import Experiment, Partition, Placement
 from cleanba.environments.kinds import env_spec
 from cleanba.environments.specs import EnvSpec
 from cleanba.runtime.metrics import Display, Status
@@ -68,7 +68,7 @@ def build(
     """A run on these devices of this process, ready to start.  `spec` and `make_envs` replace EnvPool's."""
     devices = find_devices(Placement(tuple(actors), tuple(learners)))
     processes = devices.num_processes
-    e = resolve(experiment, len(actors) * processes, devices.mesh.size, processes)
+    e = experiment
     partition = Partition(e.num_envs, e.num_actors, e.num_shards, processes, len(learners))
     recipe.check(e, partition)
     spec = spec or env_spec(e)

@@ -197,6 +197,22 @@ class Endless(Odd):
         return np.zeros((32, 32, 3), np.uint8)
 
 
+def as_pictures(env):
+    """A wrapper: what is shown becomes a picture."""
+    space = Box(0, 255, (64, 64, 3), np.uint8)
+    return gymnasium.wrappers.TransformObservation(env, lambda obs: np.zeros((64, 64, 3), np.uint8), space)
+
+
+def as_code(env):
+    """A wrapper: what is shown becomes a number."""
+    return gymnasium.wrappers.TransformObservation(env, lambda obs: int(obs[0] > 0), Discrete(2))
+
+
+def continuous(env):
+    """A wrapper: what is done becomes a real number."""
+    return gymnasium.wrappers.TransformAction(env, lambda x: int(x[0] > 0), Box(-1, 1, (1,), np.float32))
+
+
 for made in (
     Endless,
     Rotten,

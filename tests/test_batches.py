@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cleanba.algorithms import batches
-from cleanba.config import Experiment
+from cleanba.algorithms.ppo import PPO
 from cleanba.environments.specs import EnvSpec, ObsSpec
 
 T, B = 25, 8
@@ -129,9 +129,9 @@ def test_every_order_is_equally_likely():
 def test_as_many_images_are_computed_at_a_time_as_caches_hold_or_nearly(steps, envs, pieces):
     spec = EnvSpec("game", {"image": ObsSpec("image", (4, 84, 84), "uint8")}, 4, False, False, {})
     index = jax.ShapeDtypeStruct((2, 4, steps, envs), jnp.int32)
-    assert batches.count_pieces(Experiment(), spec, "cpu", index) == pieces
-    assert batches.count_pieces(Experiment(), spec, "gpu", index) == 1
-    assert batches.count_pieces(Experiment(core="lstm"), spec, "cpu", index) == 1
+    assert batches.count_pieces(PPO(), spec, "cpu", index) == pieces
+    assert batches.count_pieces(PPO(), spec, "gpu", index) == 1
+    assert batches.count_pieces(PPO(core="lstm"), spec, "cpu", index) == 1
 
 
 def test_pieces_hold_every_index_of_the_minibatch_and_whole_sequences():

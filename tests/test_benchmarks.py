@@ -14,8 +14,10 @@ from types import SimpleNamespace
 import pytest
 from launch import ROOT, TINY, command, finish, python
 
-from cleanba.config import Partition, resolve
-from cleanba.recipes import RECIPES, parse
+from cleanba.config import Placement
+from cleanba.recipes import RECIPES
+from cleanba.resolution import fit, resolve
+from cleanba.train_flags import parse
 
 sys.path.append(str(ROOT / "benchmarks"))
 import aot
@@ -78,8 +80,8 @@ DIFFERENT = {
 @pytest.mark.parametrize("part", gpu.parts(8), ids=lambda part: part.name)
 def test_every_part_fits(part):
     recipe = RECIPES[part.algorithm]
-    e = resolve(recipe.experiment(**part.fields), len(part.actors), len(part.learners), platform="gpu")
-    recipe.check(e, Partition(e.num_envs, e.num_actors, e.num_shards, 1, len(part.learners)))
+    fields = {"num_actors": 2 * len(part.actors), "num_shards": len(part.learners), **part.fields}
+    fit(recipe, resolve(recipe, fields, "gpu").experiment, Placement(part.actors, part.learners))
 
 
 def test_parts_have_names_of_their_own_and_devices_that_are_there():
@@ -438,7 +440,8 @@ def test_lag_trains_what_it_says():
     for name in lag.VARIANTS:
         for env_id in ("CartPole-v1", "Hopper-v4"):
             words = ["--env-id", env_id, *lag.flags(name)]
-            assert lag.variant(asdict(parse(RECIPES["ppo"], words).experiment)) == name
+            config = parse(RECIPES["ppo"], words)
+            assert lag.variant(asdict(resolve(RECIPES["ppo"], config.typed, "cpu").experiment)) == name
 
 
 def test_curves_are_kept_once_each_and_can_be_drawn_again(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""What is refused, what is filled in, who owns what, and what a file of it says."""
+"""What is refused, who owns what, and what a file of it says."""
 
 import dataclasses
 import json
@@ -9,27 +9,28 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from cleanba.algorithms.dqn import DQN
 from cleanba.algorithms.impala import IMPALA
-from cleanba.algorithms.impala import check as check_impala
 from cleanba.algorithms.ppo import PPO
 from cleanba.algorithms.ppo import check as check_ppo
+from cleanba.algorithms.sac import SAC
+from cleanba.algorithms.td3 import TD3
 from cleanba.config import (
     Experiment,
     Partition,
     Placement,
     Run,
+    as_typed,
+    check_values,
     differences,
+    fields_of,
     from_json,
-    read_config,
-    read_experiment,
     require,
-    resolve,
     to_json,
 )
-from cleanba.environments.kinds import env_spec
 from cleanba.errors import UsageError, closest_names, nearest
-from cleanba.files import finite, write_json
-from cleanba.recipes import RECIPES, stand_by, suit
+from cleanba.files import finite
+from cleanba.recipes import RECIPES
 
 # ---------------------------------------------------------------------------------------------- who owns what
 
@@ -175,116 +176,20 @@ def test_refusals_say_the_value_the_rule_and_the_remedy(split, words):
     assert all(word in message for word in words), message
 
 
-# ---------------------------------------------------------------------------------------- what is filled in
-
-placements = given(
-    actor_devices=st.integers(1, 8),
-    learner_devices=st.integers(1, 8),
-    num_processes=st.integers(1, 3),
-    envs_per_shard=st.integers(1, 30),
-)
-
-
-@settings(max_examples=80, deadline=None)
-@placements
-def test_defaults_fit_every_placement_whose_devices_divide_the_environments(
-    actor_devices, learner_devices, num_processes, envs_per_shard
-):
-    actor_devices, learner_devices = actor_devices * num_processes, learner_devices * num_processes
-    e = resolve(Experiment(num_envs=learner_devices * envs_per_shard), actor_devices, learner_devices, num_processes)
-    assert e.num_shards == learner_devices
-    Partition(e.num_envs, e.num_actors, e.num_shards, num_processes, learner_devices // num_processes)
-
-
-@pytest.mark.parametrize("platform", ["cpu", "gpu"])
-@settings(max_examples=80, deadline=None)
-@placements
-def test_default_actors_are_the_fitting_number_nearest_to_two_per_device_or_one_per_cpu(
-    actor_devices, learner_devices, num_processes, envs_per_shard, platform
-):
-    actor_devices, learner_devices = actor_devices * num_processes, learner_devices * num_processes
-    n = learner_devices * envs_per_shard
-    wanted = {"cpu": 1, "gpu": 2}[platform] * actor_devices
-    chosen = resolve(Experiment(num_envs=n), actor_devices, learner_devices, num_processes, platform).num_actors
-    reach = wanted + max(wanted, learner_devices)  # a thread per environment helps nobody
-    split = (num_processes, learner_devices // num_processes)
-    fitting = [a for a in range(1, reach + 1) if fits(n, a, learner_devices, *split)]
-    if any(a >= actor_devices for a in fitting):
-        fitting = [a for a in fitting if a >= actor_devices]
-    assert chosen in fitting
-    assert abs(chosen - wanted) == min(abs(a - wanted) for a in fitting)
-
-
-@pytest.mark.parametrize("devices", [1, 2, 3, 4, 5, 6, 8])
-def test_the_default_number_of_environments_splits_over_usual_numbers_of_devices(devices):
-    e = resolve(PPO(), devices, devices)
-    p = Partition(e.num_envs, e.num_actors, e.num_shards, 1, devices)
-    assert (e.num_actors, e.num_shards, p.shards_per_learner) == (2 * devices, devices, 1) or devices == 8
-    check_ppo(e, p)
-
-
-def test_what_was_asked_for_is_kept():
-    e = resolve(PPO(num_actors=6, num_shards=3), 4, 1)
-    assert (e.num_actors, e.num_shards) == (6, 3)
-    assert resolve(PPO(num_shards=6), 1, 1).num_shards == 6
-    assert resolve(PPO(num_actors=6), 1, 3).num_actors == 6
-    assert resolve(e, 1, 1) == e  # resolved once, the placement does not matter any more
+# ------------------------------------------------------------------------------------------------ what is refused
 
 
 @pytest.mark.parametrize("name", ["num_envs", "num_actors", "num_shards", "num_steps", "update_epochs", "lstm_size"])
 def test_absurd_numbers_are_refused_at_once(name):
     start = time.monotonic()
     with pytest.raises(UsageError, match=f"{name}=.* is too large"):
-        resolve(PPO(**{name: 10**20}), 1, 1)
+        check_values(PPO(**{name: 10**20}))
     with pytest.raises(UsageError, match="hiddens=.* is too large"):
-        resolve(PPO(hiddens=(8, 10**20)), 1, 1)
+        check_values(PPO(hiddens=(8, 10**20)))
     with pytest.raises(UsageError):  # as large as can be: still refused for not fitting, and soon
-        e = resolve(PPO(num_envs=8, num_shards=10**4), 1, 1)
-        Partition(e.num_envs, e.num_actors, e.num_shards, 1, 1)
+        Partition(num_envs=8, num_actors=1, num_shards=10**4)
     assert time.monotonic() - start < 5
 
-
-def test_the_collector_is_the_faster_one_on_that_kind_of_device():
-    assert [resolve(PPO(), 1, 1, 1, kind).collector for kind in ("cpu", "gpu")] == ["scanned", "stepped"]
-    assert resolve(PPO(collector="stepped"), 1, 1, 1, "cpu").collector == "stepped"
-
-
-@pytest.mark.parametrize(
-    ("fields", "frequency"),
-    [
-        (dict(env_id="Catch-v0", num_envs=16, num_steps=64), 3906),  # 4 million steps
-        (dict(env_id="Catch-v0"), 500),  # which are 7.7 million steps
-        (dict(env_id="Catch-v0", num_envs=16, num_steps=64, collector="stepped"), 500),
-        (dict(env_id="Catch-v0", num_envs=16, num_steps=8, collector="stepped"), 2000),  # two episodes of 8,000 steps
-        (dict(env_id="Catch-v0", num_steps=64, max_episode_steps=50_001, collector="stepped"), 1563),
-        (dict(env_id="HalfCheetah-v5", num_envs=16), 500),  # cannot be scanned
-        (dict(env_id="Breakout-v5", num_envs=8, num_steps=16), 3375),  # images; two episodes of 27,000 steps
-        (dict(env_id="Catch-v0", num_envs=16, env_epoch=7), 7),
-        (dict(env_id="Catch-v0", num_envs=16, env_epoch=0), 0),
-    ],
-)
-def test_epochs_are_longer_where_updates_are_short(fields, frequency):
-    e = resolve(PPO(**fields), 1, 1, platform="cpu")
-    assert suit(e, fields.get("collector"), env_spec(e)).env_epoch == frequency
-
-
-@pytest.mark.parametrize(
-    "name, env_id, steps, frequency",
-    [("dqn", "Pong-v5", 16, 3375), ("dqn", "CartPole-v1", 10, 1600), ("sac", "HalfCheetah-v5", 1, 16_000)],
-)
-def test_no_algorithm_cuts_every_long_episode(name, env_id, steps, frequency):
-    e = resolve(
-        dataclasses.replace(RECIPES[name].settings(env_id), env_id=env_id, num_steps=steps), 1, 1, platform="cpu"
-    )
-    assert suit(e, None, env_spec(e)).env_epoch == frequency
-
-
-def test_nothing_else_is_left_to_be_decided_by_the_placement():
-    a, b = resolve(PPO(), 1, 2), resolve(PPO(), 4, 4)
-    assert {line.split(":")[0] for line in differences(to_json(a), to_json(b))} == {"num_actors", "num_shards"}
-
-
-# ------------------------------------------------------------------------------------------------ what is refused
 
 INF, NAN = float("inf"), float("nan")
 
@@ -297,7 +202,7 @@ OUT_OF_RANGE = [
     *((name, value) for name in ("ent_coef", "vf_coef") for value in (-0.1, INF, NAN)),
     *(("seed", value) for value in (-1, 2**31)),
     ("env_epoch", -1),
-    ("max_episode_steps", 0),
+    ("max_episode_steps", -1),
     *((name, value) for name in ("channels", "hiddens") for value in ((), (16, 0))),
 ]
 
@@ -305,7 +210,7 @@ OUT_OF_RANGE = [
 @pytest.mark.parametrize("name, value", OUT_OF_RANGE)
 def test_numbers_out_of_range_are_refused_by_name(name, value):
     with pytest.raises(UsageError) as caught:
-        resolve(PPO(**{name: value}), 1, 1)
+        check_values(PPO(**{name: value}))
     assert f"{name}={value}" in str(caught.value)
 
 
@@ -314,24 +219,40 @@ def test_numbers_out_of_range_are_refused_by_name(name, value):
     [("gamma", 0.0), ("gamma", 1.0), ("ent_coef", 0.0), ("env_epoch", 0), ("seed", 2**31 - 1), ("seed", 0)],
 )
 def test_numbers_at_the_edge_of_their_range_are_accepted(name, value):
-    assert getattr(resolve(PPO(**{name: value}), 1, 1), name) == value
+    check_values(PPO(**{name: value}))
 
 
 @pytest.mark.parametrize(
-    "check, e, name",
+    "config, name",
     [
-        (check_ppo, PPO(gae_lambda=1.5), "gae_lambda"),
-        (check_ppo, PPO(update_epochs=0), "update_epochs"),
-        (check_ppo, PPO(clip_coef=0.0), "clip_coef"),
-        (check_impala, IMPALA(vtrace_lambda=-0.1), "vtrace_lambda"),
-        (check_impala, IMPALA(rho_clip=0.0), "rho_clip"),
-        (check_impala, IMPALA(c_clip=NAN), "c_clip"),
-        (check_impala, IMPALA(rmsprop_decay=1.0), "rmsprop_decay"),
+        (PPO(gae_lambda=1.5), "gae_lambda"),
+        (PPO(update_epochs=0), "update_epochs"),
+        (PPO(clip_coef=0.0), "clip_coef"),
+        (PPO(forget_bias=INF), "forget_bias"),
+        (IMPALA(vtrace_lambda=-0.1), "vtrace_lambda"),
+        (IMPALA(rho_clip=0.0), "rho_clip"),
+        (IMPALA(c_clip=NAN), "c_clip"),
+        (IMPALA(rmsprop_decay=1.0), "rmsprop_decay"),
+        (IMPALA(num_steps=0), "num_steps"),  # whose default is IMPALA's own; the rule is inherited
+        (DQN(tau=0.0), "tau"),
+        (SAC(alpha=-1.0), "alpha"),
+        (TD3(policy_noise=INF), "policy_noise"),
+        (Run(keep_checkpoints=0), "keep_checkpoints"),
+        (Placement(env_workers=-1), "env_workers"),
     ],
 )
-def test_hyperparameters_out_of_range_are_refused_by_name(check, e, name):
+def test_hyperparameters_out_of_range_are_refused_by_name(config, name):
     with pytest.raises(UsageError, match=f"{name}=.*--{name.replace('_', '-')}"):
-        check(e, Partition(120, 2, 1))
+        check_values(config)
+
+
+def test_every_number_has_a_rule():
+    for group in (*(recipe.experiment for recipe in RECIPES.values()), Placement, Run):
+        for name, f in fields_of(group).items():
+            numbers = re.search(r"\b(int|float)\b", str(f.annotation)) is not None
+            of_devices = name in ("num_processes", "process_id") or "device_id" in name  # which are asked for them
+            assert f.rule is not None or not numbers or of_devices, (group.__name__, name)
+            assert f.about, (group.__name__, name)
 
 
 @settings(max_examples=60, deadline=None)
@@ -383,8 +304,8 @@ def test_a_configuration_survives_being_written_and_read(config):
         PPO,
         seed=st.integers(0, 2**31 - 1),
         learning_rate=st.floats(1e-9, 1.0),
-        num_actors=st.none() | st.integers(1, 99),
-        reward_clip=st.none() | st.booleans(),
+        num_actors=st.integers(1, 99),
+        reward_clip=st.booleans(),
         hiddens=st.lists(st.integers(1, 999), min_size=1, max_size=4).map(tuple),
         env_options=st.lists(st.text(max_size=9), max_size=3).map(tuple),
         env_id=st.text(max_size=20),
@@ -396,11 +317,30 @@ def test_an_experiment_survives_being_written_and_read(e):
     assert differences(to_json(e), json.loads(json.dumps(to_json(read)))) == []
 
 
-def test_fields_of_another_version_are_named():
-    values = to_json(PPO())
-    values["temperature"] = values.pop("gamma")
-    with pytest.raises(UsageError, match="gamma, temperature"):
-        from_json(PPO, values)
+@pytest.mark.parametrize(
+    "values, words",
+    [
+        ({"gamma": "high"}, ["gamma='high'", "a number"]),
+        ({"num_envs": 2.5}, ["num_envs=2.5", "a whole number"]),
+        ({"num_envs": True}, ["num_envs=True", "a whole number"]),
+        ({"anneal_lr": 1}, ["anneal_lr=1", "true or false"]),
+        ({"network": "big"}, ["network='big'", "one of nature, impala, minatar, mlp"]),
+        ({"hiddens": 64}, ["hiddens=64", "a list"]),
+        ({"env_id": None}, ["env_id=None", "a string"]),
+        ({"learning_rat": 0.1}, ["'learning_rat'", "learning_rate"]),
+    ],
+)
+def test_values_of_another_type_are_refused_by_name(values, words):
+    with pytest.raises(UsageError) as caught:
+        as_typed(PPO, values)
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_values_come_in_the_types_of_their_fields():
+    given = {"hiddens": [8, 16], "gamma": 1, "num_envs": 1e3, "lag_weight_cap": "inf"}
+    found = as_typed(PPO, given)
+    assert found == {"hiddens": (8, 16), "gamma": 1.0, "num_envs": 1000, "lag_weight_cap": INF}
+    assert [type(x) for x in found.values()] == [tuple, float, int, float]
 
 
 def test_differences_name_the_field_and_both_values():
@@ -444,44 +384,3 @@ def test_closest_names_forgive_case_and_typing_errors(name, best):
 def test_closest_names_are_few_and_none_if_nothing_is_alike():
     assert len(closest_names("Env-v1", [f"Env{i}-v1" for i in range(9)]).split(", ")) == 3
     assert closest_names("zzz", ["Pong-v5", "CartPole-v1"]) == ""
-
-
-# --------------------------------------------------------------------------------------------------- runs that go on
-
-
-def run_with(tmp_path, **changes):
-    """The directory of a run whose first start resolved what its flags left out."""
-    e = resolve(PPO(env_id="Catch-v0", num_envs=24, **changes), 2, 3, platform="cpu")
-    write_json(tmp_path / "config.json", {"experiment": {"algorithm": "ppo", **to_json(e)}})
-    return e
-
-
-def test_what_the_first_run_resolved_stands(tmp_path):
-    """On two actor and three learner devices; it goes on with one of each, and the same command."""
-    e = run_with(tmp_path)
-    assert (e.num_actors, e.num_shards, e.collector) == (3, 3, "scanned")
-    again = PPO(env_id="Catch-v0", num_envs=24)
-    standing, changed = stand_by("ppo", again, tmp_path)
-    assert resolve(standing, 1, 1, platform="gpu") == e and not changed
-    assert stand_by("ppo", again, tmp_path / "elsewhere") == (again, [])
-
-
-def test_only_what_was_typed_can_contradict_it(tmp_path):
-    run_with(tmp_path)
-    for typed, words in (
-        (PPO(env_id="Catch-v0", num_envs=24, num_shards=6), ["num_shards: 3, now 6"]),
-        (PPO(env_id="Catch-v0", num_envs=7), ["num_envs: 24, now 7"]),
-        (PPO(env_id="Catch-v0", num_envs=24, num_actors=3, seed=2), ["seed: 1, now 2"]),
-    ):
-        assert stand_by("ppo", typed, tmp_path) == (typed, words)
-    assert "algorithm: ppo, now impala" in stand_by("impala", IMPALA(env_id="Catch-v0", num_envs=24), tmp_path)[1]
-
-
-def test_what_once_said_both_is_read_as_both(tmp_path):
-    """config.json of a run from before epochs of environments and checkpoints were told apart."""
-    e, run = to_json(PPO(env_epoch=7)), to_json(Run())
-    e["checkpoint_frequency"] = e.pop("env_epoch")
-    del run["checkpoint_frequency"]
-    write_json(tmp_path / "config.json", {"experiment": {"algorithm": "ppo", **e}, "run": run})
-    assert differences(read_experiment(tmp_path), {"algorithm": "ppo", **to_json(PPO(env_epoch=7))}) == []
-    assert from_json(Run, read_config(tmp_path)["run"]) == Run(checkpoint_frequency=7)

@@ -23,10 +23,12 @@ from cleanba.agents.agent import load_policy
 from cleanba.agents.evaluate import play
 from cleanba.algorithms import dqn, impala, ppo
 from cleanba.algorithms.normalisation import LIMIT, Normaliser, make_normaliser
+from cleanba.config import Placement
 from cleanba.environments.specs import ActionSpec, EnvSpec, ObsSpec, choice
 from cleanba.errors import UsageError
 from cleanba.ops.moments import Moments
-from cleanba.recipes import RECIPES, fit, parse
+from cleanba.recipes import RECIPES
+from cleanba.resolution import fit, resolve
 from cleanba.rollout import Rollout
 
 PARTS = 2
@@ -247,10 +249,9 @@ def test_images_and_masks_are_not_normalised_and_the_rest_only_if_asked():
 
 def test_normalisation_and_a_correction_of_lag_are_the_defaults_for_real_valued_actions_alone():
     for algorithm in (ppo, impala):
-        e, other = algorithm.defaults("continuous"), algorithm.defaults("other")
-        assert e.norm_obs and e.norm_reward and not other.norm_obs and not other.norm_reward
-        assert algorithm.defaults("atari") == other
-    assert ppo.defaults("continuous").lag_correction == "decoupled" and ppo.PPO().lag_correction == "none"
+        assert algorithm.PRESETS["continuous"]["norm_obs"] and algorithm.PRESETS["continuous"]["norm_reward"]
+        assert "norm_obs" not in algorithm.PRESETS["atari"] and not algorithm.PRESETS["minatar"].get("norm_obs")
+    assert ppo.PRESETS["continuous"]["lag_correction"] == "decoupled" and ppo.PPO().lag_correction == "none"
 
 
 # -------------------------------------------------------------- placement, checkpoints, agents; with statistics
@@ -305,7 +306,10 @@ def test_what_cannot_be_scanned_is_stepped_and_normalised_by_default(run):
 
 
 def test_a_policy_restored_from_disk_acts_as_it_did(run, tmp_path):
-    e, restored = ppo.defaults("continuous"), load_policy(run, "last", "cpu")
+    e, restored = (
+        resolve(RECIPES["ppo"], {"env_id": "HalfCheetah-v5"}, "cpu").experiment,
+        load_policy(run, "last", "cpu"),
+    )
     assert e.norm_obs and restored.params.obs[""].counted.tolist() == [0, 640]
     (tmp_path / "alone").mkdir()
     for name in ("config.json", "model.msgpack"):
@@ -351,12 +355,12 @@ def test_killed_and_resumed_elsewhere_it_ends_in_the_bits_of_one_that_never_stop
 
 
 def test_with_an_lstm_the_defaults_fit_too():
-    choose = lambda *words: parse(RECIPES["ppo"], ["--env-id", "HalfCheetah-v5", *words])
-    assert choose().experiment.num_minibatches == 32
-    recurrent = choose("--core", "lstm")
-    fit(RECIPES["ppo"], recurrent, 1)
-    assert recurrent.experiment.num_minibatches == 4 and recurrent.experiment.update_epochs == 10
-    assert choose("--core=lstm", "--num-minibatches", "8").experiment.num_minibatches == 8
+    choose = lambda **typed: resolve(RECIPES["ppo"], {"env_id": "HalfCheetah-v5", **typed}, "cpu").experiment
+    assert choose().num_minibatches == 32
+    recurrent = choose(core="lstm")
+    fit(RECIPES["ppo"], recurrent, Placement())
+    assert recurrent.num_minibatches == 4 and recurrent.update_epochs == 10
+    assert choose(core="lstm", num_minibatches=8).num_minibatches == 8
 
 
 def test_evaluation_with_chance_needs_actions_to_choose_from(run):

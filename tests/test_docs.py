@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from cleanba.cli import COMMANDS
-from cleanba.config import Placement, Run
-from cleanba.recipes import RECIPES, parse
+from cleanba.config import Placement, Run, fields_of, flag
+from cleanba.recipes import RECIPES
+from cleanba.train_flags import in_words, parse
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("README.md")])
@@ -19,7 +20,7 @@ DETAILS = ROOT / "docs/details.md"
 REFERENCE = re.compile(r"`([\w/]+\.py): ([\w.]+)`")
 FLAG = re.compile(r"(?<![\w-])--(?!xla_)[a-z][a-z0-9_-]*")
 
-OTHERS = {"--help", "--version"}  # of every command
+OTHERS = {"--help", "--help-all", "--show-config", "--version"}  # of every command
 OTHERS |= {"--logdir", "--nodes"}  # TensorBoard's, Slurm's
 OTHERS |= {"--local-num-envs", "--num-actor-threads", "--gradient-accumulation-steps"}  # the original Cleanba's
 OTHERS |= {"--clip-vloss", "--cuda", "--target-kl", "--torch-deterministic"}  # CleanRL's
@@ -103,7 +104,7 @@ def test_known_flags_are_those_that_the_command_takes(recipe, capsys):
     with pytest.raises(SystemExit):
         parse(RECIPES[recipe], ["--help"])
     helped = set(FLAG.findall(re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)))
-    own = {f"--{f.name.replace('_', '-')}" for f in dataclasses.fields(RECIPES[recipe].experiment)}
+    own = {flag(name) for name, f in fields_of(RECIPES[recipe].experiment).items() if f.offered}
     assert own <= helped
     assert "--experiment" in helped and helped <= known_flags()
 
@@ -111,3 +112,13 @@ def test_known_flags_are_those_that_the_command_takes(recipe, capsys):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_flag_that_is_named_exists(page):
     assert set(FLAG.findall(page.read_text())) - known_flags() == set()
+
+
+def test_the_table_of_presets_is_what_the_algorithms_have():
+    rows = re.findall(r"^\| (\w+) \| `(\w+)` \| (.*) \|$", (ROOT / "docs/presets.md").read_text(), re.M)
+    listed = {(name, preset): [] if words == "in nothing" else words.split(", ") for name, preset, words in rows}
+    assert listed == {
+        (name, preset): [f"`{field}={in_words(value)}`" for field, value in settings.items()]
+        for name, recipe in RECIPES.items()
+        for preset, settings in recipe.presets.items()
+    }

@@ -13,11 +13,12 @@ from scripted import CELLS, LEFT_PAYS, RIGHT_PAYS, Corridors
 
 from cleanba.algorithms import dqn
 from cleanba.algorithms.dqn import DQN
-from cleanba.config import Partition
+from cleanba.config import Partition, check_values
 from cleanba.environments.specs import EnvSpec, ObsSpec
 from cleanba.errors import UsageError
 from cleanba.ops import replay
-from cleanba.recipes import RECIPES, parse
+from cleanba.recipes import RECIPES
+from cleanba.resolution import resolve
 from cleanba.rollout import Rollout
 
 T, B, FEATURES, ACTIONS = 12, 3, 4, 3
@@ -237,19 +238,18 @@ def image_rollout(e: DQN) -> Rollout:
 
 
 def test_defaults_are_those_of_the_kind_of_environment():
-    atari, other = (parse(RECIPES["dqn"], ["--env-id", name]).experiment for name in ("Pong-v5", "CartPole-v1"))
+    atari, other = (resolve(RECIPES["dqn"], {"env_id": name}, "cpu").experiment for name in ("Pong-v5", "CartPole-v1"))
     assert (atari.buffer_size, atari.batch_size, atari.train_frequency, atari.end_e) == (1_000_000, 32, 4, 0.01)
     assert (other.buffer_size, other.batch_size, other.train_frequency, other.end_e) == (10_000, 128, 10, 0.05)
-    assert parse(RECIPES["dqn"], ["--env-id=Pong-v5", "--batch-size", "64"]).experiment.batch_size == 64
+    assert resolve(RECIPES["dqn"], {"env_id": "Pong-v5", "batch_size": 64}, "cpu").experiment.batch_size == 64
 
 
 @pytest.mark.parametrize(
     "changes, words",
     [
-        ({"core": "lstm"}, "--core none"),
         ({"train_frequency": 7}, "try --train-frequency 6 or 9"),
         ({"batch_size": 15, "num_shards": 2, "num_envs": 4}, "try --batch-size 14 or 16"),
-        ({"tau": 0.0}, "--tau above 0"),
+        ({"tau": 0.0}, "--tau accordingly"),
         ({"buffer_size": 39}, "try --buffer-size 42 or more"),
         ({"end_e": 1.5}, "--end-e"),
         ({"train_frequency": 50}, "try --train-frequency 18 or 36, or --num-steps 50 or"),
@@ -263,6 +263,7 @@ def test_defaults_are_those_of_the_kind_of_environment():
 def test_what_does_not_fit_is_refused(changes, words):
     e = experiment(**changes)
     with pytest.raises(UsageError, match=words):
+        check_values(e)
         dqn.check(e, Partition(e.num_envs, 1, e.num_shards))
 
 

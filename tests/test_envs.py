@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from launch import ROOT, finish, python
 
 from cleanba.config import Experiment
-from cleanba.environments.envpool import Envs, env_spec, kind, known
+from cleanba.environments.envpool import Envs, env_spec, known
 from cleanba.environments.kinds import threads_per_actor
 from cleanba.environments.specs import ActionSpec, EnvSpec, ObsSpec, Step, choice, train_reward
 from cleanba.errors import UsageError
+from cleanba.resolution import preset_name
 from cleanba.seeds import action_key, env_seed
 
 # --------------------------------------------------------------------------------------------- loading EnvPool
@@ -26,7 +27,9 @@ from cleanba.environments import envpool
 names = envpool._known()
 families = {envpool.family(name) for name in names}
 assert families.isdisjoint(sys.modules) and "matplotlib" not in sys.modules, "a family was loaded"
-assert envpool.kind("CartPole-v1") == "other" and families & set(sys.modules) == {"envpool.classic_control"}
+from cleanba.config import Experiment
+assert envpool.env_spec(Experiment(env_id="CartPole-v1")).max_episode_steps == 500
+assert families & set(sys.modules) == {"envpool.classic_control"}
 import envpool as plain
 assert names == set(plain.list_all_envs())
 for name in names:  # EnvPool finds the class of each
@@ -243,19 +246,14 @@ def test_what_a_policy_draws_beyond_the_bounds_moves_the_environment_as_the_boun
 @pytest.mark.parametrize(
     "env_id, known",
     [
-        ("Breakout-v5", "atari"),
-        ("CartPole-v1", "other"),
-        ("HalfCheetah-v5", "continuous"),
-        ("LunarLander-v3", "other"),
-        ("LunarLanderContinuous-v3", "continuous"),
         ("MyoHandAirplaneFixed-v0", "continuous"),
-        ("BinPack-v2", "other"),
-        ("BigfishEasy-v0", "other"),
-        ("Nothing-v0", "other"),
+        ("BinPack-v2", "minigrid"),  # a board of codes
+        ("Game2048-v1", "minigrid"),
+        ("Blackjack-v1", "toy_text"),
     ],
 )
-def test_kinds_of_environments(env_id, known):
-    assert kind(env_id) == known
+def test_presets_of_unusual_environments(env_id, known):
+    assert preset_name(env_spec(Experiment(env_id=env_id))) == known
 
 
 def test_atari_is_set_up_as_machado_et_al_recommend():

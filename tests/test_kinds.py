@@ -17,11 +17,13 @@ from odd import Odd
 from cleanba.algorithms import ppo
 from cleanba.config import Experiment
 from cleanba.environments import gymnasium, native
-from cleanba.environments.kinds import Envs, env_spec, kind, open_envs, warnings
+from cleanba.environments.kinds import Envs, env_spec, open_envs, warnings
 from cleanba.environments.spaces import action_spec
 from cleanba.environments.specs import ActionSpec, parse_options
 from cleanba.environments.worker import misfit
 from cleanba.errors import Failure, UsageError
+from cleanba.recipes import RECIPES
+from cleanba.resolution import preset_name, resolve
 from cleanba.rollout import PyTree
 from cleanba.runtime.channels import Stop
 from cleanba.runtime.collect import ScannedCollector, Scans, SteppedCollector, Times, make_steppers
@@ -440,9 +442,10 @@ def test_code_in_python_is_not_scanned():
 
 def test_minatars_boards_are_seen_by_its_network_and_kept_as_bits():
     pytest.importorskip("gymnax")
-    assert kind("gymnax:Seaquest-MinAtar") == "minatar" and kind("gymnax:Pendulum-v1") == "continuous"
-    e = ppo.PPO(env_id="gymnax:Breakout-MinAtar", max_episode_steps=4, num_envs=2, num_steps=4)
-    spec = env_spec(e)
+    assert preset_name(env_spec(Experiment(env_id="gymnax:Pendulum-v1"))) == "continuous"
+    typed = dict(env_id="gymnax:Breakout-MinAtar", max_episode_steps=4, num_envs=2, num_steps=4)
+    e, spec, preset, _ = resolve(RECIPES["ppo"], typed, "cpu")
+    assert preset == "minatar"
     assert (spec.obs.kind, spec.obs.shape, spec.obs.dtype, spec.num_actions) == ("planes", (10, 10, 4), "bool", 3)
     params = ppo.make(e, spec, "cpu").init(jax.random.key(0)).params
     assert "MinAtarCNN_0" in params["params"]

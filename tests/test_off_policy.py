@@ -13,13 +13,14 @@ from launch import ROOT, command, digests, finish, finished, python, read_result
 from cleanba.algorithms import off_policy, sac, td3
 from cleanba.algorithms.sac import SAC
 from cleanba.algorithms.td3 import TD3
-from cleanba.config import Partition
+from cleanba.config import Partition, check_values
 from cleanba.environments.specs import ActionSpec, EnvSpec, ObsSpec, choice
 from cleanba.errors import UsageError
 from cleanba.networks import make_critics, make_policy
 from cleanba.ops import replay
 from cleanba.ops.distributions import SquashedGaussian
-from cleanba.recipes import RECIPES, parse
+from cleanba.recipes import RECIPES
+from cleanba.resolution import resolve
 from cleanba.rollout import Rollout
 
 T, B, FEATURES, SIZE = 12, 3, 4, 2
@@ -433,11 +434,11 @@ def test_killed_it_goes_on_to_the_same_bits(name, tmp_path):
 
 
 def test_defaults_are_cleanrls():
-    one = parse(RECIPES["sac"], []).experiment
+    one = resolve(RECIPES["sac"], {}, "cpu").experiment
     assert (one.gamma, one.tau, one.batch_size, one.learning_starts, one.buffer_size) == (0.99, 0.005, 256, 5000, 10**6)
     assert (one.policy_lr, one.q_lr, one.alpha, one.autotune, one.anneal_lr) == (3e-4, 1e-3, 0.2, True, False)
     assert (one.policy_frequency, one.target_network_frequency, one.train_frequency) == (2, 1, 1)
-    two = parse(RECIPES["td3"], []).experiment
+    two = resolve(RECIPES["td3"], {}, "cpu").experiment
     assert (two.gamma, two.tau, two.batch_size, two.learning_starts, two.buffer_size) == (
         0.99,
         0.005,
@@ -453,12 +454,10 @@ def test_defaults_are_cleanrls():
 @pytest.mark.parametrize(
     "name, changes, words",
     [
-        ("sac", {"core": "lstm"}, "SAC samples single transitions.*--core none"),
-        ("td3", {"core": "lstm"}, "TD3 samples single transitions.*--core none"),
         ("sac", {"train_frequency": 7}, "try --train-frequency 6 or 9"),
         ("sac", {"train_frequency": 50}, "try --train-frequency 18 or 36, or --num-steps 50 or"),
         ("td3", {"batch_size": 15, "num_shards": 2, "num_envs": 4}, "try --batch-size 14 or 16"),
-        ("sac", {"tau": 0.0}, "--tau above 0"),
+        ("sac", {"tau": 0.0}, "--tau accordingly"),
         ("sac", {"alpha": -1.0}, "--alpha to 0 or more"),
         ("sac", {"alpha": 0.05}, "add --no-autotune, or leave --alpha out"),
         ("sac", {"target_network_frequency": 0}, "--target-network-frequency to 1 or more"),
@@ -472,6 +471,7 @@ def test_defaults_are_cleanrls():
 def test_what_does_not_fit_is_refused(name, changes, words):
     e = experiment(name, **changes)
     with pytest.raises(UsageError, match=words):
+        check_values(e)
         KINDS[name][0].check(e, Partition(e.num_envs, 1, e.num_shards))
 
 

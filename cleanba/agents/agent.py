@@ -16,7 +16,8 @@ from cleanba.environments.specs import EnvSpec
 from cleanba.environments.worker import named
 from cleanba.errors import Failure, UsageError
 from cleanba.files import Json, read_json
-from cleanba.recipes import Play, read_recipe
+from cleanba.recipes import Play
+from cleanba.resolution import read_recipe
 from cleanba.rollout import PyTree
 from cleanba.runtime import checkpoint as ckpt
 from cleanba.runtime.collect import first_carry

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from cleanba.agents.agent import Agent, load_policy
 from cleanba.config import Placement
-from cleanba.recipes import read_recipe
+from cleanba.resolution import read_recipe
 from cleanba.runs.remote import find_run
 from cleanba.runtime.compiled import prepared
 from cleanba.runtime.placement import find_devices

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cleanba.algorithm import Metrics
-from cleanba.config import Experiment
+from cleanba.config import PolicyGradient
 from cleanba.ops.losses import kl_estimate
 from cleanba.rollout import PyTree
 from cleanba.shards import ShardAxis
@@ -30,7 +30,7 @@ def steps_at_once(obs: PyTree) -> int:
     return -(-steps // parts)
 
 
-def count_pieces(e: Experiment, spec: EnvSpec, platform: str, index: jax.Array) -> int:
+def count_pieces(e: PolicyGradient, spec: EnvSpec, platform: str, index: jax.Array) -> int:
     """Into how many equal pieces a shard's minibatch of sequences is cut, one of them computed at a time.
 
     Images on CPUs: as many as bring those of a piece closest to `CACHED`, so that what the layers make of them stays in

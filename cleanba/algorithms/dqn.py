@@ -26,11 +26,9 @@ from cleanba.algorithms.off_policy import (
     mean,
     new_memory,
     repeat_by_chance,
-    require_fraction,
-    require_positive,
 )
 from cleanba.algorithms.optimiser import Trained, learning_rate, make_adam, sgd_step
-from cleanba.config import Partition, require
+from cleanba.config import Fraction, Partition, Positive, Settings, Steps, require
 from cleanba.networks import make_action_values
 from cleanba.networks.layers import conv_kind
 from cleanba.networks.sight import legal_actions
@@ -55,7 +53,7 @@ class DQN(OffPolicy):
     hiddens: tuple[int, ...] = (120, 84)
     """units of the dense layers after the convolutions, or of the MLP"""
 
-    learning_rate: float = 2.5e-4
+    learning_rate: Positive = 2.5e-4
     """optimiser's step size at the start"""
     buffer_size: int = 10_000
     """steps that the replay memory holds, over all shards"""
@@ -65,54 +63,58 @@ class DQN(OffPolicy):
     """transitions in one gradient step, over all shards"""
     train_frequency: int = 10
     """environment steps for each gradient step, over all environments"""
-    target_network_frequency: int = 500
+    target_network_frequency: Steps = 500
     """environment steps between updates of the target network"""
     tau: float = 1.0
     """how far each of its updates moves a target network towards the network (1: all the way)"""
-    start_e: float = 1.0
+    start_e: Fraction = 1.0
     """probability of a random action at the start"""
-    end_e: float = 0.05
+    end_e: Fraction = 0.05
     """probability of a random action at the end of the exploration"""
-    exploration_fraction: float = 0.5
+    exploration_fraction: Fraction = 0.5
     """part of the run over which that probability falls, linearly"""
     double: bool = False
     """let the network choose the next action, and the target network value it"""
     dueling: bool = False
     """estimate action values as a state's value and the actions' advantages"""
-    n_step: int = 1
+    n_step: Steps = 1
     """rewards that a target adds up before it bootstraps"""
     huber: bool = False
     """Huber's loss in place of the squared error"""
 
 
-ATARI = DQN(
-    total_timesteps=10_000_000,
-    num_steps=16,
-    network="nature",
-    hiddens=(512,),
-    learning_rate=1e-4,
-    buffer_size=1_000_000,
-    learning_starts=80_000,
-    batch_size=32,
-    train_frequency=4,
-    target_network_frequency=1000,
-    end_e=0.01,
-    exploration_fraction=0.1,
-)
-
-
-def defaults(kind: str) -> DQN:
-    """The settings for environments of a kind ("atari" or others)."""
-    return ATARI if kind == "atari" else DQN()
+# By kind of environment (docs/presets.md): what differs from the defaults above, which are for vectors.
+PRESETS: dict[str, Settings] = {
+    "atari": Settings(
+        total_timesteps=10_000_000,
+        num_steps=16,
+        hiddens=(512,),
+        network="nature",
+        learning_rate=1e-4,
+        buffer_size=1_000_000,
+        learning_starts=80_000,
+        batch_size=32,
+        train_frequency=4,
+        target_network_frequency=1000,
+        end_e=0.01,
+        exploration_fraction=0.1,
+    ),
+    "classic_control": Settings(),
+    "toy_text": Settings(
+        total_timesteps=60_000,
+        num_steps=8,
+        learning_starts=1000,
+        train_frequency=4,
+        target_network_frequency=250,
+        hiddens=(64, 64),
+        learning_rate=5e-4,
+    ),
+}
 
 
 def check(e: DQN, partition: Partition) -> None:
     """Raise `UsageError` for hyperparameters that do not fit."""
     check_replay(e, partition, "DQN", e.n_step)
-    for name in ("target_network_frequency", "n_step"):
-        require_positive(e, name)
-    for name in ("start_e", "end_e", "exploration_fraction"):
-        require_fraction(e, name)
 
 
 class State(NamedTuple):

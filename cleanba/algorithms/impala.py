@@ -6,7 +6,7 @@ logs what its pass over the whole rollout tells of values and versions; here tha
 
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from cleanba.algorithm import Algorithm, Metrics
 from cleanba.algorithms.batches import count_pieces, count_valid, in_pieces, sequences
 from cleanba.algorithms.normalisation import make_normaliser
 from cleanba.algorithms.optimiser import Optimiser, State, clipped, learning_rate, sgd_step
-from cleanba.config import Partition, PolicyGradient, require
+from cleanba.config import Fraction, Partition, PolicyGradient, Positive, PositiveOrInf, Range, Settings
 from cleanba.networks import make_actor_critic
 from cleanba.ops.losses import kl_estimate, squared_error
 from cleanba.ops.returns import vtrace
@@ -32,76 +32,79 @@ class IMPALA(PolicyGradient):
 
     num_steps: int = 20
     """steps per environment and rollout"""
-    env_epoch: int | None = 3200
-    """updates after which the environments start afresh (0: never)"""
     learning_rate: float = 6e-4
     """optimiser's step size at the start"""
     max_grad_norm: float = 40.0
     """global norm to which gradients are clipped"""
-    loss_scale: float = 640.0
+    loss_scale: Positive = 640.0
     """factor of the mean loss; 640 keeps the step that Cleanba's sum over its default minibatch makes"""
-    vtrace_lambda: float = 1.0
+    vtrace_lambda: Fraction = 1.0
     """lambda of V-trace"""
-    rho_clip: float = 1.0
+    rho_clip: PositiveOrInf = 1.0
     """V-trace's bound on importance ratios (rho-bar); decides what the value function converges to"""
-    c_clip: float = 1.0
+    c_clip: PositiveOrInf = 1.0
     """V-trace's bound on trace coefficients (c-bar); decides how fast it converges"""
-    rmsprop_decay: float = 0.99
+    rmsprop_decay: Annotated[float, Range(0, 1, open_high=True)] = 0.99
     """RMSProp: decay of the mean squared gradient"""
-    rmsprop_eps: float = 0.01
+    rmsprop_eps: Positive = 0.01
     """RMSProp: added to the root of the mean squared gradient, as PyTorch does"""
 
 
-# As small updates as A2C's in RL Baselines3 Zoo, and many: each sample is learnt from once.
-CONTINUOUS = IMPALA(
-    total_timesteps=1_000_000,
-    num_envs=8,
-    num_steps=8,
-    env_epoch=5000,
-    learning_rate=2e-3,
-    hiddens=(64, 64),
-    ent_coef=0.0,
-    max_grad_norm=0.5,
-    num_minibatches=1,
-    loss_scale=1.0,
-    vtrace_lambda=0.9,
-    rmsprop_eps=1e-5,
-    norm_obs=True,
-    norm_reward=True,
-)
-
-
-# Small updates, and many, as above; of as many steps as keep a loop over environments in JAX busy.
-MINATAR = IMPALA(
-    total_timesteps=10_000_000,
-    num_envs=64,
-    num_steps=16,
-    env_epoch=4000,
-    learning_rate=1e-3,
-    hiddens=(128,),
-    max_grad_norm=0.5,
-    num_minibatches=1,
-    loss_scale=1.0,
-    rmsprop_eps=1e-5,
-)
-SETTINGS = {"continuous": CONTINUOUS, "minatar": MINATAR}
-
-
-def defaults(kind: str) -> IMPALA:
-    """The settings for environments of a kind ("continuous", "minatar" or others)."""
-    return SETTINGS.get(kind, IMPALA())
+# By kind of environment (docs/presets.md): what differs from the defaults above, which are Cleanba's on Atari.
+PRESETS: dict[str, Settings] = {
+    "atari": Settings(num_actors=2, num_shards=6, env_epoch=3200),
+    # As small updates as A2C's in RL Baselines3 Zoo, and many: each sample is learnt from once.
+    "continuous": Settings(
+        total_timesteps=1_000_000,
+        num_envs=8,
+        num_steps=8,
+        env_epoch=5000,
+        learning_rate=2e-3,
+        hiddens=(64, 64),
+        ent_coef=0.0,
+        max_grad_norm=0.5,
+        num_minibatches=1,
+        loss_scale=1.0,
+        vtrace_lambda=0.9,
+        rmsprop_eps=1e-5,
+        norm_obs=True,
+        norm_reward=True,
+    ),
+    # Small updates, and many, as above; of as many steps as keep a loop over environments in JAX busy.
+    "minatar": Settings(
+        total_timesteps=10_000_000,
+        num_envs=64,
+        num_steps=16,
+        env_epoch=4000,
+        learning_rate=1e-3,
+        hiddens=(128,),
+        max_grad_norm=0.5,
+        num_minibatches=1,
+        loss_scale=1.0,
+        rmsprop_eps=1e-5,
+    ),
+    "classic_control": Settings(
+        total_timesteps=800_000,
+        num_envs=64,
+        learning_rate=3e-3,
+        hiddens=(64, 64),
+        ent_coef=0.001,
+        vf_coef=0.005,
+        max_grad_norm=1e6,
+        num_minibatches=2,
+    ),
+    "toy_text": Settings(
+        total_timesteps=300_000,
+        num_envs=64,
+        learning_rate=2e-3,
+        hiddens=(64, 64),
+        num_minibatches=2,
+    ),
+}
 
 
 def check(e: IMPALA, partition: Partition) -> None:
     """Raise `UsageError` for hyperparameters that do not fit."""
-    require(
-        0 <= e.vtrace_lambda <= 1,
-        f"vtrace_lambda={e.vtrace_lambda} must lie in [0, 1]; set --vtrace-lambda accordingly",
-    )
-    for name in ("loss_scale", "rho_clip", "c_clip", "rmsprop_eps"):
-        value = getattr(e, name)
-        require(value > 0, f"{name}={value} must be positive; set --{name.replace('_', '-')} above 0")
-    require(0 <= e.rmsprop_decay < 1, f"rmsprop_decay={e.rmsprop_decay} must lie in [0, 1); try --rmsprop-decay 0.99")
     e.check_minibatches(partition.envs_per_shard, f"{partition.envs_per_shard} environments")
 
 

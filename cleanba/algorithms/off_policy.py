@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import gcd
-from typing import Literal, NamedTuple, TypeVar
+from typing import Annotated, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from cleanba.algorithm import Metrics
-from cleanba.config import Experiment, Partition, require
+from cleanba.config import MOST, Count, Experiment, NotOffered, Partition, Range, Steps, require
 from cleanba.errors import nearest, nearest_divisors
 from cleanba.networks.layers import ConvKind
 from cleanba.ops import replay
@@ -27,18 +27,16 @@ class OffPolicy(Experiment):
 
     anneal_lr: bool = False
     """decrease the learning rate linearly to 0 over the run"""
-    core: Literal["none", "lstm"] = "none"
-    """memory between torso and heads: none, as single transitions are learnt from, which no memory fits"""
 
-    buffer_size: int = 1_000_000
+    buffer_size: Steps = 1_000_000
     """steps that the replay memory holds, over all shards"""
-    learning_starts: int = 5_000
+    learning_starts: Annotated[int, Range(0, MOST, unit="steps")] = 5_000
     """steps before the first gradient step"""
-    batch_size: int = 256
+    batch_size: Count = 256
     """transitions in one gradient step, over all shards"""
-    train_frequency: int = 1
+    train_frequency: Steps = 1
     """environment steps for each gradient step, over all environments"""
-    tau: float = 0.005
+    tau: Annotated[float, Range(0, 1, open_low=True)] = 0.005
     """how far each of its updates moves a target network towards the network (1: all the way)"""
 
     @property
@@ -64,6 +62,10 @@ class OffPolicy(Experiment):
 class OffPolicyActorCritic(OffPolicy):
     """What an algorithm that learns a policy over real-valued actions from replay has besides."""
 
+    # Atari's actions are choices.
+    repeat_action_probability: NotOffered[float] = 0.25
+    full_action_space: NotOffered[bool] = True
+    episodic_life: NotOffered[bool] = False
     env_id: str = "HalfCheetah-v5"
     """EnvPool's environment of that name; gymnasium:Name-v0 or package:Name-v0 for Gymnasium's, gymnax:Name for one
     in JAX (`cleanba envs` lists them)"""
@@ -77,20 +79,12 @@ class OffPolicyActorCritic(OffPolicy):
     """steps per environment and rollout"""
     hiddens: tuple[int, ...] = (256, 256)
     """units of the dense layers after the convolutions, or of the MLP"""
-    policy_frequency: int = 2
+    policy_frequency: Count = 2
     """gradient steps of the critics for each one of the policy"""
 
 
 def check_replay(e: OffPolicy, partition: Partition, name: str, n_step: int = 1) -> None:
     """Raise `UsageError` for hyperparameters of the algorithm of that name that do not fit its memory, or its steps."""
-    require(
-        e.core == "none", f"core={e.core}: {name} samples single transitions, which no memory fits; use --core none"
-    )
-    for field in ("buffer_size", "batch_size", "train_frequency"):
-        require_positive(e, field)
-    require_fraction(e, "tau")
-    require(e.tau > 0, "tau=0 would never move the target network; set --tau above 0")
-    require(e.learning_starts >= 0, f"learning_starts={e.learning_starts} must not be negative; 0 means at once")
     shards, steps = partition.num_shards, e.transitions_per_update
     for field in ("buffer_size", "batch_size"):
         value = getattr(e, field)
@@ -129,25 +123,12 @@ def check_replay(e: OffPolicy, partition: Partition, name: str, n_step: int = 1)
 def check_actor_critic(e: OffPolicyActorCritic, partition: Partition, name: str) -> None:
     """`check_replay`, and that the policy learns at all."""
     check_replay(e, partition, name)
-    require_positive(e, "policy_frequency")
     most = (e.num_updates - max(e.first_to_learn, 1) + 1) * e.gradient_steps
     require(
         e.policy_frequency <= most,
         f"policy_frequency={e.policy_frequency} is more than the run's {most} gradient steps, so the policy would "
         f"never learn; try --policy-frequency {most} or less",
     )
-
-
-def require_positive(e: Experiment, name: str) -> None:
-    """Raise `UsageError` unless the field of that name is at least 1."""
-    value = getattr(e, name)
-    require(value >= 1, f"{name}={value} must be at least 1; set --{name.replace('_', '-')} to 1 or more")
-
-
-def require_fraction(e: Experiment, name: str) -> None:
-    """Raise `UsageError` unless the field of that name lies in [0, 1]."""
-    value = getattr(e, name)
-    require(0 <= value <= 1, f"{name}={value} must lie in [0, 1]; set --{name.replace('_', '-')} accordingly")
 
 
 # -------------------------------------------------------------------------------------------------------------- steps
@@ -275,7 +256,6 @@ class Batch(NamedTuple):
 
 def new_memory(e: OffPolicy, rollout: Rollout, stack: int = 1) -> replay.Ring:
     """One shard's memory; of images that are stacks of so many frames it stores each frame once."""
-    assert e.num_shards is not None
     return replay.init(rollout, e.buffer_size // e.num_shards, stack)
 
 

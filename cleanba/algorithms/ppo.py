@@ -6,7 +6,7 @@ Its implementation details are those of the original Cleanba and of CleanRL, exc
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ from cleanba.algorithms.batches import (
 )
 from cleanba.algorithms.normalisation import make_normaliser
 from cleanba.algorithms.optimiser import State, learning_rate, make_adam, sgd_step
-from cleanba.config import Partition, PolicyGradient, require
+from cleanba.config import Count, Fraction, Partition, PolicyGradient, Positive, Range, Settings
 from cleanba.networks import make_actor_critic
 from cleanba.networks.actor_critic import Output
 from cleanba.ops.losses import kl_estimate, ppo_policy_loss, squared_error
@@ -39,66 +39,80 @@ from cleanba.specs import EnvSpec
 class PPO(PolicyGradient):
     """What is trained: together these decide every bit of the trained parameters."""
 
-    gae_lambda: float = 0.95
+    gae_lambda: Fraction = 0.95
     """lambda of generalised advantage estimation"""
-    update_epochs: int = 4
+    update_epochs: Count = 4
     """passes over each batch"""
     norm_adv: bool = True
     """normalise advantages over each minibatch"""
-    clip_coef: float = 0.1
+    clip_coef: Positive = 0.1
     """how far the probability ratio may leave 1 before it is clipped"""
     lag_correction: Literal["none", "proximal", "decoupled", "vtrace", "both"] = "none"
     """what is done about rollouts of the policy version before: nothing; clip around the newest policy; also weight
     by the ratio of the two; correct advantages by V-trace; decoupled and vtrace both (docs/policy-lag.md)"""
-    lag_weight_cap: float = 2.0
+    lag_weight_cap: Annotated[float, Range(1)] = 2.0
     """bound on the ratio of the newest policy to the one that acted, where it is a weight"""
-    lag_trace_cap: float = 1.0
+    lag_trace_cap: Annotated[float, Range(1)] = 1.0
     """bound on that ratio where it corrects advantages: V-trace's two bounds"""
 
 
-# CleanRL's for continuous actions (`ppo_continuous_action.py`): 2,048 steps per update, here of 16 environments.
-# One version behind, clipping around the policy that acted costs most there (docs/policy-lag.md).
-CONTINUOUS = PPO(
-    total_timesteps=1_000_000,
-    num_envs=16,
-    learning_rate=3e-4,
+# Vectors and codes with a few actions: small batches, networks of their own for policy and value, and what is seen and
+# paid brought to the size of one.
+SMALL = Settings(
+    num_envs=32,
+    num_steps=32,
+    learning_rate=1e-3,
     hiddens=(64, 64),
     ent_coef=0.0,
-    update_epochs=10,
-    num_minibatches=32,
     clip_coef=0.2,
+    share_torso=False,
     norm_obs=True,
     norm_reward=True,
-    lag_correction="decoupled",
 )
 
-
-# As PureJaxRL trains on MinAtar (Lu et al. 2022), but for the network, which is Young & Tian's, and its learning rate.
-MINATAR = PPO(
-    total_timesteps=10_000_000,
-    num_envs=64,
-    learning_rate=1e-3,
-    hiddens=(128,),
-    num_minibatches=8,
-    clip_coef=0.2,
-)
-SETTINGS = {"continuous": CONTINUOUS, "minatar": MINATAR}
-
-
-def defaults(kind: str) -> PPO:
-    """The settings for environments of a kind ("continuous", "minatar" or others)."""
-    return SETTINGS.get(kind, PPO())
+# By kind of environment (docs/presets.md): what differs from the defaults above, which are Cleanba's on Atari.
+PRESETS: dict[str, Settings] = {
+    "atari": Settings(num_actors=2, num_shards=6),
+    # CleanRL's for continuous actions (`ppo_continuous_action.py`): 2,048 steps per update, here of 16 environments.
+    # One version behind, clipping around the policy that acted costs most there (docs/policy-lag.md).
+    "continuous": Settings(
+        total_timesteps=1_000_000,
+        num_envs=16,
+        learning_rate=3e-4,
+        hiddens=(64, 64),
+        ent_coef=0.0,
+        update_epochs=10,
+        num_minibatches=32,
+        clip_coef=0.2,
+        norm_obs=True,
+        norm_reward=True,
+        lag_correction="decoupled",
+    ),
+    # As PureJaxRL trains on MinAtar (Lu et al. 2022), but for the network, which is Young & Tian's, and its learning
+    # rate.
+    "minatar": Settings(
+        total_timesteps=10_000_000,
+        num_envs=64,
+        learning_rate=1e-3,
+        hiddens=(128,),
+        num_minibatches=8,
+        clip_coef=0.2,
+    ),
+    "classic_control": Settings(**SMALL, total_timesteps=250_000),
+    "box2d": Settings(
+        **SMALL | dict(num_steps=128),
+        total_timesteps=1_000_000,
+        num_minibatches=16,
+        gamma=0.999,
+        gae_lambda=0.98,
+    ),
+    "minigrid": Settings(**SMALL | dict(ent_coef=0.01), total_timesteps=250_000),
+    "toy_text": Settings(**SMALL, total_timesteps=400_000),
+}
 
 
 def check(e: PPO, partition: Partition) -> None:
     """Raise `UsageError` for hyperparameters that do not fit."""
-    require(0 <= e.gae_lambda <= 1, f"gae_lambda={e.gae_lambda} must lie in [0, 1]; set --gae-lambda accordingly")
-    require(e.update_epochs >= 1, f"update_epochs={e.update_epochs} must be at least 1; set --update-epochs")
-    require(e.clip_coef > 0, f"clip_coef={e.clip_coef} must be positive; set --clip-coef, say to 0.1")
-    require(
-        e.lag_weight_cap >= 1, f"lag_weight_cap={e.lag_weight_cap} must be at least 1; set --lag-weight-cap, say to 2"
-    )
-    require(e.lag_trace_cap >= 1, f"lag_trace_cap={e.lag_trace_cap} must be at least 1; set --lag-trace-cap, say to 2")
     if e.core == "none":
         transitions = partition.envs_per_shard * e.num_steps
         e.check_minibatches(transitions, f"{partition.envs_per_shard} environments x {e.num_steps} steps")

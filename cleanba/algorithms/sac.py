@@ -30,11 +30,10 @@ from cleanba.algorithms.off_policy import (
     repeat,
     repeat_by_chance,
     require_bounded,
-    require_positive,
     uniform_actions,
 )
 from cleanba.algorithms.optimiser import Trained, descend, learning_rate, make_adam, sgd_step
-from cleanba.config import Partition, require
+from cleanba.config import NotNegative, Partition, Positive, Settings, Steps, require
 from cleanba.networks import make_critics, make_policy
 from cleanba.networks.layers import conv_kind
 from cleanba.ops import replay
@@ -48,25 +47,27 @@ from cleanba.specs import EnvSpec
 class SAC(OffPolicyActorCritic):
     """What is trained: together these decide every bit of the trained parameters."""
 
-    policy_lr: float = 3e-4
+    policy_lr: Positive = 3e-4
     """step size of the policy's optimiser at the start"""
-    q_lr: float = 1e-3
+    q_lr: Positive = 1e-3
     """step size of the critics' optimiser at the start, and of the entropy coefficient's"""
-    target_network_frequency: int = 1
+    target_network_frequency: Steps = 1
     """environment steps between updates of the target networks"""
     policy_frequency: int = 2
     """gradient steps of the critics for each time that the policy learns, which then takes as many"""
-    alpha: float = 0.2
+    alpha: NotNegative = 0.2
     """entropy coefficient with --no-autotune"""
     autotune: bool = True
     """learn the entropy coefficient, from 1 on: so that the entropy is minus the number of parts of an action"""
 
 
+# By kind of environment: the defaults above are CleanRL's for continuous control.
+PRESETS: dict[str, Settings] = {"continuous": Settings()}
+
+
 def check(e: SAC, partition: Partition) -> None:
     """Raise `UsageError` for hyperparameters that do not fit."""
     check_actor_critic(e, partition, "SAC")
-    require_positive(e, "target_network_frequency")
-    require(0 <= e.alpha < float("inf"), f"alpha={e.alpha} must not be negative; set --alpha to 0 or more")
     require(
         e.alpha == SAC.alpha or not e.autotune,
         f"alpha={e.alpha} is the entropy coefficient where none is learnt; add --no-autotune, or leave --alpha out",

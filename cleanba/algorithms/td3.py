@@ -31,7 +31,7 @@ from cleanba.algorithms.off_policy import (
     uniform_actions,
 )
 from cleanba.algorithms.optimiser import Trained, learning_rate, make_adam, sgd_step
-from cleanba.config import Partition, require
+from cleanba.config import NotNegative, Partition, Positive, Settings
 from cleanba.networks import make_critics, make_policy
 from cleanba.networks.layers import conv_kind
 from cleanba.ops import replay
@@ -44,25 +44,25 @@ from cleanba.specs import EnvSpec
 class TD3(OffPolicyActorCritic):
     """What is trained: together these decide every bit of the trained parameters."""
 
-    learning_rate: float = 3e-4
+    learning_rate: Positive = 3e-4
     """both optimisers' step size at the start"""
     learning_starts: int = 25_000
     """steps before the first gradient step; until then actions are drawn uniformly"""
-    exploration_noise: float = 0.1
+    exploration_noise: NotNegative = 0.1
     """standard deviation of the noise on the actions that are taken, where bounds are -1 and 1"""
-    policy_noise: float = 0.2
+    policy_noise: NotNegative = 0.2
     """standard deviation of the noise on the actions that targets value, where bounds are -1 and 1"""
-    noise_clip: float = 0.5
+    noise_clip: NotNegative = 0.5
     """where that noise is clipped, where bounds are -1 and 1"""
+
+
+# By kind of environment: the defaults above are CleanRL's for continuous control.
+PRESETS: dict[str, Settings] = {"continuous": Settings()}
 
 
 def check(e: TD3, partition: Partition) -> None:
     """Raise `UsageError` for hyperparameters that do not fit."""
     check_actor_critic(e, partition, "TD3")
-    for name in ("exploration_noise", "policy_noise", "noise_clip"):
-        value = getattr(e, name)
-        fits = 0 <= value < float("inf")
-        require(fits, f"{name}={value} must not be negative; set --{name.replace('_', '-')} to 0 or more")
 
 
 class Networks(NamedTuple):

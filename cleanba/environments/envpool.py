@@ -25,31 +25,6 @@ from cleanba.errors import Failure, UsageError, closest_names, raised, said
 from cleanba.rollout import Array, PyTree
 
 
-def kind(env_id: str) -> str:
-    """What kind of environment this is, by which defaults are chosen; whether or not it exists.
-
-    "atari"; "continuous" if actions are numbers; or "other".
-    """
-    if env_id not in _known():
-        return "other"
-    if "atari" in family(env_id):
-        return "atari"
-    if not family(env_id).endswith(MAY_BE_CONTINUOUS):
-        return "other"
-    try:
-        action = _envpool().make_spec(env_id).action_array_spec
-    except Exception:  # a library or a file is missing: said when it is made
-        return "other"
-    return "continuous" if any(np.issubdtype(part.dtype, np.floating) for part in action.values()) else "other"
-
-
-# A look at the actions loads the family's code, which takes a while where it is large.
-MAY_BE_CONTINUOUS = (
-    *("box2d", "classic_control", "highway", "jumanji", "vizdoom"),
-    *("dmc", "gym", "metaworld", "myosuite", "playground", "robotics"),  # MuJoCo
-)
-
-
 def known() -> dict[str, str]:
     """All environments, by name: the family of each."""
     return {name: family(name).removeprefix("envpool.") for name in sorted(_known())}
@@ -175,17 +150,17 @@ def env_spec(e: Experiment) -> EnvSpec:
         e.env_id not in NETWORKED,
         f"env_id={e.env_id!r} cannot be learnt: it waits for other players to join over a network; try CartPole-v1",
     )
-    is_atari = kind(e.env_id) == "atari"
+    is_atari = "atari" in family(e.env_id)
     options: dict[str, Any] = {}
     if is_atari:
         options = dict(
             repeat_action_probability=e.repeat_action_probability,
             full_action_space=e.full_action_space,
             episodic_life=e.episodic_life,
-            max_episode_steps=27_000,
+            max_episode_steps=27_000,  # of 4 frames: half an hour
             noop_max=1,  # sticky actions take the place of random no-ops at the start
         )
-    if e.max_episode_steps is not None:
+    if e.max_episode_steps:
         options["max_episode_steps"] = e.max_episode_steps
     options |= parse_options(e.env_options)
     for reserved in ("num_envs", "batch_size", "seed", "num_threads", "env_type", "reward_clip"):
@@ -209,12 +184,15 @@ def env_spec(e: Experiment) -> EnvSpec:
         given = ", ".join(f"{k}={v}" for k, v in options.items()) or "no options"
         raise UsageError(f"env_id={e.env_id!r} cannot be made with {given}: {reason}") from error
 
-    clip = is_atari if e.reward_clip is None else e.reward_clip
     scannable = all(np.dtype(array.dtype).itemsize <= MOST_SCANNED_BYTES for array in arrays)
     num_actions = action.counts[0] if action.kind == "choice" else 0
     given_action = None if action == choice(num_actions) else action
-    time_limit = limit if limit < NO_LIMIT else None
-    return EnvSpec(e.env_id, obs, num_actions, is_atari, clip, options, given_action, scannable, time_limit=time_limit)
+    options |= {"max_episode_steps": limit} if limit < NO_LIMIT else {}
+    return EnvSpec(
+        *(e.env_id, obs, num_actions, is_atari, e.reward_clip, options, given_action, scannable),
+        family=family(e.env_id),
+        time_limit=limit if limit < NO_LIMIT else None,
+    )
 
 
 NO_LIMIT = 2**31 - 1  # the max_episode_steps of EnvPool's environments that have none

@@ -12,7 +12,6 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import cache
 from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any, NoReturn
@@ -59,7 +58,6 @@ def registered_by(package: str) -> list[str]:
         UsageError: it cannot be imported.
     """
     imported(f"package {package!r}", "install it, or go where it lies", package)
-    made_by = lambda entry: entry.partition(":")[0] if isinstance(entry, str) else getattr(entry, "__module__", "")
     places = {name: made_by(spec.entry_point) for name, spec in gymnasium.registry.items()}
     return [f"{package}:{name}" for name in sorted(places) if f"{places[name]}.".startswith(f"{package}.")]
 
@@ -83,7 +81,6 @@ def register(maker: Callable[..., gymnasium.Env]) -> str:
     name = re.sub(r"[^\w.-]+", "", getattr(maker, "__name__", type(maker).__name__))
     gymnasium.registry.pop(f"{LOCAL}{name}-v0", None)
     gymnasium.register(f"{LOCAL}{name}-v0", entry_point=maker)
-    kind.cache_clear()
     return f"{PREFIX}{LOCAL}{name}-v0"
 
 
@@ -101,18 +98,6 @@ def can_be_sent(spec: EnvSpec) -> bool:
         return False
 
 
-@cache
-def kind(env_id: str) -> str:
-    """What kind of environment this is, by which defaults are chosen: "continuous" or "other"."""
-    try:
-        env = Game(env_id.removeprefix(PREFIX), {}).make()
-        action = action_spec(env.action_space)
-        env.close()
-    except Exception:  # said when it is made for good
-        return "other"
-    return "continuous" if isinstance(action, ActionSpec) and action.kind == "quantities" else "other"
-
-
 def env_spec(e: Experiment) -> EnvSpec:
     """Look an environment up and make one to see its spaces.
 
@@ -124,7 +109,7 @@ def env_spec(e: Experiment) -> EnvSpec:
     for name in ("render_mode", "disable_env_checker"):
         if name in options:
             raise UsageError(f"env_options: {name} is set by Cleanba; leave it out (films are asked for with --video)")
-    if e.max_episode_steps is not None:
+    if e.max_episode_steps:
         options["max_episode_steps"] = e.max_episode_steps
     made = Game(e.env_id.removeprefix(PREFIX), options, e.env_wrappers)
     check_known(e.env_id, made.name)
@@ -162,10 +147,20 @@ def env_spec(e: Experiment) -> EnvSpec:
         raise UsageError(f"env_id={e.env_id!r} cannot be {doing} with {given}: {raised(error)}") from error
     num_actions = action.counts[0] if action.kind == "choice" else 0
     given_action = None if action == choice(num_actions) else action
-    clip = bool(e.reward_clip)
+    module, _, name = made.name.rpartition(":")
+    registered = gymnasium.registry.get(name)  # unless it is a class
+    own = options.get("max_episode_steps") or (registered and registered.max_episode_steps)  # before wrappers
+    options |= {"max_episode_steps": int(own)} if own else {}
     return EnvSpec(
-        e.env_id, obs, num_actions, False, clip, options, given_action, False, e.env_wrappers, time_limit=limit
+        *(e.env_id, obs, num_actions, False, e.reward_clip, options, given_action, False, e.env_wrappers),
+        family=made_by(registered.entry_point) if registered else module,
+        time_limit=limit,
     )
+
+
+def made_by(entry: object) -> str:
+    """The module that an entry point lies in."""
+    return entry.partition(":")[0] if isinstance(entry, str) else getattr(entry, "__module__", "")
 
 
 def check_known(env_id: str, name: str) -> None:

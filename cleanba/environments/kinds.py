@@ -56,14 +56,6 @@ def module_of(env_id: str) -> ModuleType:
     return envpool if not colon else native if suite in native.SUITES else gymnasium
 
 
-def kind(env_id: str) -> str:
-    """What kind of environment this is, by which defaults are chosen; whether or not it exists.
-
-    "atari"; "minatar"; "continuous" if actions are numbers; or "other".
-    """
-    return module_of(env_id).kind(env_id)
-
-
 def env_spec(e: Experiment) -> EnvSpec:
     """Look an environment up and make one to see its spaces.
 

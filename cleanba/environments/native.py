@@ -93,11 +93,17 @@ def make(env_id: str, options: dict[str, Any]) -> Native:
         params = getattr(env, "default_params", None)
     numbers = {name: value for name, value in options.items() if name in known}
     if "max_episode_steps" in options:
-        limits = known.intersection(LIMITS)
-        if not limits:
+        limit = limit_name(params)
+        if limit is None:
             raise UsageError(f"{env_id} has no time limit to set; leave --max-episode-steps out")
-        numbers[limits.pop()] = options["max_episode_steps"]
+        numbers[limit] = options["max_episode_steps"]
     return Native(env, replace(params, **numbers) if numbers else params)
+
+
+def limit_name(params: PyTree) -> str | None:
+    """What an environment's numbers call its time limit; None where they have none."""
+    known = {field.name for field in fields(params)} if is_dataclass(params) else set()
+    return next((name for name in LIMITS if name in known), None)
 
 
 def _gymnax(env_id: str, name: str) -> Maker:
@@ -153,17 +159,6 @@ def unknown(env_id: str, known: Sequence[str]) -> UsageError:
     return UsageError(f"env_id={env_id!r} does not exist; {f'the closest names are {close}' if close else known}")
 
 
-def kind(env_id: str) -> str:
-    """What kind of environment this is, by which defaults are chosen: "minatar", "continuous" or "other"."""
-    if env_id.endswith("-MinAtar"):
-        return "minatar"
-    try:
-        action = action_spec(space_of(make(env_id, {}), "action_space"))
-    except Exception:  # said when it is made for good
-        return "other"
-    return "continuous" if isinstance(action, ActionSpec) and action.kind == "quantities" else "other"
-
-
 def space_of(native: Native, name: str) -> gymnasium.Space:
     """A space of an environment, as Gymnasium's."""
     return as_gymnasium(getattr(native.env, name)(native.params))
@@ -200,14 +195,17 @@ def env_spec(e: Experiment) -> EnvSpec:
         UsageError: there is no such environment, its library is missing, or no policy here can play it.
     """
     options = parse_options(e.env_options)
-    if e.max_episode_steps is not None:
+    if e.max_episode_steps:
         options["max_episode_steps"] = e.max_episode_steps
     try:
         native = make(e.env_id, options)
         action = action_spec(space_of(native, "action_space"))
         if isinstance(action, str):
             raise UsageError(f"env_id={e.env_id!r} cannot be learnt: {action}; try gymnax:CartPole-v1")
-        functions = _functions(e.env_id, Options(options), action, bool(e.reward_clip))
+        limit = limit_name(native.params)
+        most = int(getattr(native.params, limit)) if limit else None
+        options |= {"max_episode_steps": most} if most else {}
+        functions = _functions(e.env_id, Options(options), action, e.reward_clip)
         sample = jax.eval_shape(functions.reset, np.zeros(1, np.int32))[1]
         obs = as_planes(e.env_id, obs_spec(named(space_of(native, "observation_space")), sample, action))
     except UsageError:
@@ -217,18 +215,11 @@ def env_spec(e: Experiment) -> EnvSpec:
         raise UsageError(f"env_id={e.env_id!r} cannot be made with {given}: {raised(error)}") from error
     num_actions = action.counts[0] if action.kind == "choice" else 0
     given_action = None if action == choice(num_actions) else action
-    clip = bool(e.reward_clip)
-    limits = [int(getattr(native.params, name)) for name in LIMITS if hasattr(native.params, name)]
     return EnvSpec(
-        e.env_id,
-        obs,
-        num_actions,
-        False,
-        clip,
-        options,
-        given_action,
+        *(e.env_id, obs, num_actions, False, e.reward_clip, options, given_action),
         on_device=True,
-        time_limit=min(limits, default=None),
+        family=type(native.env).__module__,
+        time_limit=most,
     )
 
 

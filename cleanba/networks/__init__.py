@@ -3,6 +3,7 @@
 from cleanba.networks.action_values import ActionValues, make_action_values
 from cleanba.networks.actor_critic import ActorCritic, make_actor_critic
 from cleanba.networks.bounded import Critics, Policy, make_critics, make_policy
+from cleanba.networks.sight import suitable_network
 
 __all__ = [
     "ActionValues",
@@ -13,4 +14,5 @@ __all__ = [
     "make_actor_critic",
     "make_critics",
     "make_policy",
+    "suitable_network",
 ]

@@ -124,13 +124,10 @@ def make_actor_critic(spec: EnvSpec, e: PolicyGradient, platform: str) -> ActorC
     Raises:
         UsageError: the torso does not fit the observations.
     """
-    shares = e.share_torso
-    if shares is None:
-        shares = spec.action.kind != "quantities" or spec.shows_images
     return ActorCritic(
         **sight(spec, e, platform),
         action=spec.action,
-        share_torso=shares,
+        share_torso=e.share_torso,
         core=e.core,
         lstm_size=e.lstm_size,
         forget_bias=e.forget_bias,

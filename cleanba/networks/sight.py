@@ -29,30 +29,30 @@ class Sighted(Protocol):
 def sight(spec: EnvSpec, e: Experiment, platform: str) -> dict[str, Any]:
     """The fields of `Sighted` for an environment that looks like `spec`.
 
-    `--network auto` takes the IMPALA ResNet for images, MinAtar's convolution for boards and an MLP otherwise.
-
     Raises:
         UsageError: the torso does not fit the observations.
     """
     seen = getattr(spec.obs, "kind", "")
-    network: str = e.network
-    if network == "auto":
-        network = {"image": "impala", "planes": "minatar"}.get(seen, "mlp")
-    needed = {"nature": "image", "impala": "image", "minatar": "planes"}.get(network, seen)
+    needed = {"nature": "image", "impala": "image", "minatar": "planes"}.get(e.network, seen)
     if needed != seen:
         raise UsageError(
-            f"network={network} needs {needed.rstrip('s')}s, but {spec.env_id} shows {describe(spec.obs)}; use "
-            "--network mlp or --network auto"
+            f"network={e.network} needs {needed.rstrip('s')}s, but {spec.env_id} shows {describe(spec.obs)}; use "
+            "--network mlp, or leave it out"
         )
     return {
         "obs_spec": spec.obs,
-        "network": network,
+        "network": e.network,
         "channels": e.channels,
         "hiddens": e.hiddens,
         # How products of float32 are taken is for `placement.set_precision` to say.
         "dtype": jnp.bfloat16 if e.dtype == "bfloat16" else jnp.float32,
         "conv": conv_kind(platform),
     }
+
+
+def suitable_network(obs: ObsSpecs) -> str:
+    """The torso that suits an observation: of several parts, an MLP, which sees them side by side."""
+    return {"image": "impala", "planes": "minatar"}.get(getattr(obs, "kind", ""), "mlp")
 
 
 def see(

@@ -9,9 +9,11 @@ import time
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
-from cleanba.config import Experiment, Placement, Run, differences, read_experiment, require_same, to_json
+from cleanba.config import Experiment, Placement, Run, differences, require_same, to_json
 from cleanba.errors import UsageError
 from cleanba.files import Json, read_json, write_json
+from cleanba.recipes import Recipe
+from cleanba.resolution import Resolved, read_recipe
 from cleanba.runtime.placement import describe_devices
 
 
@@ -61,7 +63,7 @@ def differing_machines(earlier: Json | None, now: Json) -> list[str]:
     return [f"the bits may differ from the earlier run's, which had other {'; '.join(changed)}"] if changed else []
 
 
-def open_run(run_dir: Path, algorithm: str, e: Experiment, placement: Placement, run: Run) -> Opened:
+def open_run(run_dir: Path, recipe: Recipe, resolved: Resolved, placement: Placement, run: Run) -> Opened:
     """Make the directory and write config.json, or look at what is there already.
 
     Raises:
@@ -69,7 +71,8 @@ def open_run(run_dir: Path, algorithm: str, e: Experiment, placement: Placement,
         UsageError: another experiment lives there, or the directory cannot be written.
     """
     config: Json = {
-        "experiment": {"algorithm": algorithm, **to_json(e)},
+        "experiment": {"algorithm": recipe.name, **to_json(resolved.experiment)},
+        "origin": dict(resolved.origin),
         "placement": to_json(placement),
         "run": to_json(run),
         **describe_devices(),
@@ -77,7 +80,8 @@ def open_run(run_dir: Path, algorithm: str, e: Experiment, placement: Placement,
     path = run_dir / "config.json"
     earlier = read_json(path) if path.exists() else None
     if earlier is not None:
-        require_same(run_dir, differences(read_experiment(run_dir), config["experiment"]))
+        there, e = read_recipe(run_dir)
+        require_same(run_dir, differences({"algorithm": there.name, **to_json(e)}, config["experiment"]))
         result = run_dir / "result.json"
         if result.exists() and read_json(result).get("status") == "finished":
             raise Finished(f"{run_dir} is finished; nothing to do")

@@ -66,7 +66,7 @@ class Training:
     def schedule(self) -> Schedule:
         e = self.experiment
         first = self.saved.update + 1 if self.saved else 1
-        return Schedule(first, e.num_updates, e.concurrency, e.updates_per_epoch)
+        return Schedule(first, e.num_updates, e.concurrency, e.env_epoch)
 
     @property
     def local_actors(self) -> range:

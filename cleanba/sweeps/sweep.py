@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import redirect_stderr
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from hashlib import sha256
 from io import StringIO
 from pathlib import Path
@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import tyro
 
-from cleanba.config import Experiment, Placement, Run, require, require_same
+from cleanba.config import Experiment, Placement, Run, require
 from cleanba.environments.atari_scores import table
-from cleanba.environments.kinds import env_spec
+from cleanba.environments.specs import EnvSpec
 from cleanba.errors import Exit, Failure, UsageError, closest_names
 from cleanba.flags import FLAGS
-from cleanba.recipes import RECIPES, Config, Recipe, fit, parse, stand_by, suit
+from cleanba.recipes import RECIPES, Recipe
+from cleanba.resolution import Config, fit, resolve, stand_by
 from cleanba.runs.directory import lock
 from cleanba.runs.listing import is_locked
 from cleanba.runs.log import is_finished, read_result, seconds_left, tail, together
@@ -32,6 +33,7 @@ from cleanba.runtime.placement import refuse_64_bits
 from cleanba.runtime.supervision import handle_signals
 from cleanba.sweeps.manifest import Planned, read_manifest, write_manifest
 from cleanba.sweeps.slurm import job_states, submit
+from cleanba.train_flags import parse
 
 if TYPE_CHECKING:  # what draws tables takes a moment to import
     from rich.table import Table
@@ -184,12 +186,13 @@ def plan(recipe: Recipe, common: list[str], flags: Flags, folder: Path) -> list[
     checked_parse(recipe, common)  # what is wrong with every run needs no run's name
     runs = []
     for env_id, (variant, words) in itertools.product(expand_sets(flags.env_ids), variants(recipe, flags.set)):
+        spec: EnvSpec | None = None  # the environment is made for the first seed alone
         for seed in range(1, flags.num_seeds + 1):
             name = safe(f"{env_id}__{variant}__s{seed}")
             run_dir = folder / name
             all_words = [*common, "--env-id", env_id, *words, "--seed", str(seed), "--run-dir", str(run_dir)]
             try:
-                e = check(recipe, all_words, run_dir, whole=seed == 1)
+                e, spec = check(recipe, all_words, run_dir, spec)
             except UsageError as error:
                 raise UsageError(f"{env_id}, {variant}: {error}") from None
             runs.append(Planned(name, env_id, variant, seed, (recipe.name, *all_words), e.num_updates))
@@ -204,7 +207,7 @@ def safe(name: str) -> str:
 
 
 def checked_parse(recipe: Recipe, words: list[str]) -> Config:
-    """`recipes.parse`, with what tyro would print as one `UsageError`."""
+    """`train_flags.parse`, with what tyro would print as one `UsageError`."""
     printed = StringIO()
     try:
         with redirect_stderr(printed):
@@ -224,16 +227,14 @@ def tyro_sentence(box: str) -> str:
     return "".join(blocks[not framed :][:1]).rstrip(".")
 
 
-def check(recipe: Recipe, words: list[str], run_dir: Path, whole: bool) -> Experiment:
-    """The experiment of these flags, if it fits; with `whole` its environment and network are made, too."""
+def check(recipe: Recipe, words: list[str], run_dir: Path, spec: EnvSpec | None) -> tuple[Experiment, EnvSpec]:
+    """The experiment of these flags, if it fits, and what its environment looks like, if that is not known yet."""
     config = checked_parse(recipe, words)
-    standing, changed = stand_by(recipe.name, config.experiment, run_dir)
-    require_same(run_dir, changed, "--dir")
-    e, _ = fit(recipe, replace(config, experiment=standing), processes=1)
-    if whole:
-        spec = env_spec(e)
-        recipe.make(suit(e, config.experiment.collector, spec), spec, "cpu")
-    return e
+    resolved = stand_by(recipe, resolve(recipe, config.typed, "cpu", spec), run_dir, "--dir")
+    fit(recipe, resolved.experiment, config.placement)
+    if spec is None:
+        recipe.make(resolved.experiment, resolved.spec, "cpu")
+    return resolved.experiment, resolved.spec
 
 
 # ---------------------------------------------------------------- running it here

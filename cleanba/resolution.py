@@ -1,0 +1,393 @@
+"""One step from what was typed to an experiment in which nothing is left open.
+
+Where a value comes from, the first that has one:
+
+1. what was typed, as a flag or as a keyword in Python;
+2. an earlier run: the one in the run's own directory, whose config.json stands, or that of --experiment and `resume`,
+   which is taken whole; what is typed and differs is refused;
+3. the preset for what the environment is (`preset_name`), after its options and wrappers have had their say;
+4. what suits the environment, and for the collector the kind of device (`suit`);
+5. the algorithm's default.
+
+`num_actors`, `num_shards` and `num_minibatches` are lowered, where they were not typed, to what fits the rest.  Nothing
+depends on how many devices or processes there are.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from cleanba import trust
+from cleanba.config import (
+    Experiment,
+    Partition,
+    Placement,
+    PolicyGradient,
+    Run,
+    as_typed,
+    check_values,
+    differences,
+    fields_of,
+    read_experiment,
+    require,
+    require_same,
+    to_json,
+)
+from cleanba.environments.kinds import env_spec, why_unscannable
+from cleanba.environments.specs import EnvSpec
+from cleanba.errors import UsageError
+from cleanba.files import Json, read_json
+from cleanba.networks import suitable_network
+from cleanba.recipes import RECIPES, Recipe
+
+TYPED, DEFAULT, ENVIRONMENT, DEVICE, FITTED, EARLIER = (
+    "typed",
+    "default",
+    "environment",
+    "kind of device",
+    "lowered to fit",
+    "earlier run",
+)
+
+
+class Resolved(NamedTuple):
+    """An experiment in which nothing is left open."""
+
+    experiment: Experiment
+    """what is hashed, saved, compared and trained"""
+    spec: EnvSpec
+    """what its environment looks like"""
+    preset: str
+    """the preset that was taken; "" where the algorithm has none for this kind of environment"""
+    origin: Mapping[str, str]
+    """field -> where its value comes from: "typed", "preset NAME", "default", …"""
+
+    def in_words(self, recipe: Recipe) -> str:
+        """Whose settings these are."""
+        count = sum(where == TYPED for where in self.origin.values())
+        if TYPED not in self.origin.values() and DEFAULT not in self.origin.values():
+            return f"those of the {min(self.origin.values())}"
+        base = f"preset {self.preset}" if self.preset else f"the defaults of {recipe.name}"
+        return base + (f", and {count} typed" if count else "")
+
+
+def resolve(recipe: Recipe, typed: Mapping[str, Any], platform: str, spec: EnvSpec | None = None) -> Resolved:
+    """The experiment that these values of an algorithm's fields ask for, on devices of a kind ("cpu", "gpu" …).
+
+    A value of None or "auto" is as good as none.  `spec` may tell what the environment looks like, if that is known.
+
+    Raises:
+        UsageError: there is no such field, a value is not allowed, or there is no such environment.
+    """
+    typed = wishes(recipe, typed)
+    plain = recipe.experiment(**typed)
+    check_values(plain)
+    if spec is None:
+        spec = env_spec(plain)
+    name = preset_name(spec)
+    preset = recipe.presets.get(name)
+    origin = dict.fromkeys(fields_of(recipe.experiment), DEFAULT)
+    origin |= dict.fromkeys(preset or (), f"preset {name}") | dict.fromkeys(typed, TYPED)
+
+    e = replace(plain, **{field: value for field, value in (preset or {}).items() if field not in typed})
+    suited = suit(e, spec, platform, {field for field, where in origin.items() if where != DEFAULT})
+    origin |= {field: DEVICE if field == "collector" and spec.scannable else ENVIRONMENT for field in suited}
+    e = replace(e, **suited)
+    require(
+        e.collector != "scanned" or spec.scannable,
+        f"collector=scanned {why_unscannable(spec)}; use --collector stepped, or leave it out",
+    )
+    fitted = fit_parts(recipe, e, typed)
+    for field in ("num_actors", "num_shards", "num_minibatches"):
+        if getattr(fitted, field, None) != getattr(e, field, None):
+            origin[field] = FITTED
+    return Resolved(fitted, spec._replace(clip_reward=fitted.reward_clip), name if preset is not None else "", origin)
+
+
+def wishes(recipe: Recipe, values: Mapping[str, Any]) -> dict[str, Any]:
+    """What somebody asks for, in the fields' own types, without what is left open.
+
+    Raises:
+        UsageError: there is no such field, or it is of another type.
+    """
+    known = fields_of(recipe.experiment)
+    for name in values:
+        require(name not in known or known[name].offered, f"{recipe.name} has no use for {name}; leave it out")
+    try:
+        return as_typed(recipe.experiment, {name: x for name, x in values.items() if x is not None and x != "auto"})
+    except UsageError as error:
+        raise UsageError(f"{recipe.name}: {error}") from None
+
+
+def preset_name(spec: EnvSpec) -> str:
+    """Which preset is for an environment that looks like this; what it shows and takes counts, not its name.
+
+    Its family only tells apart what looks the same: a lander and a pole are vectors, with a few actions.
+    """
+    shown = {part.kind for part in jax.tree.leaves(spec.obs)} - {"mask"}
+    if spec.action.kind == "quantities":
+        return "continuous"
+    if spec.is_atari:
+        return "atari"
+    if "image" in shown:
+        return "images"
+    if "planes" in shown:
+        return "minatar"
+    if "codes" in shown or "minigrid" in spec.family:
+        return "minigrid"
+    if "box2d" in spec.family:
+        return "box2d"
+    if shown <= {"discrete"} or ("toy_text" in spec.family and "vector" not in shown):
+        return "toy_text"
+    return "classic_control"
+
+
+def suit(e: Experiment, spec: EnvSpec, platform: str, given: Collection[str]) -> dict[str, Any]:
+    """Values for the fields that an environment, or the kind of device, decides where they were not `given`."""
+    found = dict(suit_environment(e, spec, given))
+    if "collector" not in given:  # the one that was measured to be faster
+        found["collector"] = "scanned" if spec.scannable and (spec.on_device or platform == "cpu") else "stepped"
+    if "env_epoch" not in given:
+        collector = found.get("collector", e.collector)
+        # An episode that is longer than an epoch of environments would never end.
+        longest = max(found.get("max_episode_steps", e.max_episode_steps), 8_000)
+        epoch = max(type(e).env_epoch, -(-2 * longest // e.num_steps))
+        if collector == "scanned" and not spec.shows_images and isinstance(e, PolicyGradient):
+            epoch = max(epoch, 4_000_000 // e.transitions_per_update)  # updates are short
+        found["env_epoch"] = epoch
+    return found
+
+
+def suit_environment(e: Experiment, spec: EnvSpec, given: Collection[str]) -> dict[str, Any]:
+    """Values for the fields that an environment alone decides where they were not `given`."""
+    found: dict[str, Any] = {}
+    limit = spec.options.get("max_episode_steps", 0)
+    if limit != e.max_episode_steps:  # 0 asks for the environment's own, which may have a number
+        found["max_episode_steps"] = limit
+    if "network" not in given:
+        found["network"] = suitable_network(spec.obs)
+    if "reward_clip" not in given:
+        found["reward_clip"] = spec.is_atari
+    if "share_torso" not in given and isinstance(e, PolicyGradient):
+        found["share_torso"] = spec.action.kind != "quantities" or spec.shows_images
+    return found
+
+
+def fit_parts(recipe: Recipe, e: Any, typed: Collection[str]) -> Experiment:
+    """The experiment with its actors, shards and minibatches lowered to what fits, as far as they were not `typed`.
+
+    A recurrent network's minibatches hold whole environments.  Where nothing fits, one actor and one shard remain, for
+    the message to be about what was typed.
+    """
+    recurrent = isinstance(e, PolicyGradient) and e.core != "none"
+    if recurrent and "num_minibatches" not in typed and e.num_minibatches > e.num_envs:
+        most = min(e.num_envs, PolicyGradient.num_minibatches)
+        e = replace(e, num_minibatches=max(m for m in range(1, most + 1) if e.num_envs % m == 0))
+    names = [name for name in ("num_minibatches", "num_shards", "num_actors") if hasattr(e, name)]
+    numbers = [[getattr(e, name)] if name in typed else range(getattr(e, name), 0, -1) for name in names]
+    for chosen in itertools.product(*numbers):
+        candidate = replace(e, **dict(zip(names, chosen, strict=True)))
+        if candidate.transitions_per_update % getattr(candidate, "num_minibatches", 1):
+            continue
+        try:
+            recipe.check(candidate, Partition(e.num_envs, candidate.num_actors, candidate.num_shards))
+        except UsageError:
+            continue
+        return candidate
+    return replace(e, **{name: 1 for name in ("num_shards", "num_actors") if name not in typed})
+
+
+# ------------------------------------------------------------------------------------------------- what was run before
+
+# Fields that some algorithm once had and has no more -> the only value that changed nothing (None: any did).
+GONE: dict[str, Any] = {"core": "none", "lstm_size": None, "forget_bias": None}
+
+
+def known_of(recipe: Recipe, values: Json) -> dict[str, Any]:
+    """What an experiment in config.json says, whichever version wrote it, without what it leaves open.
+
+    Raises:
+        UsageError: it says something that this version does not know.
+    """
+    fields = fields_of(recipe.experiment)
+    gone = {name for name in values if name not in fields and name in GONE and GONE[name] in (None, values[name])}
+    unknown = sorted(set(values) - set(fields) - gone)
+    require(
+        not unknown,
+        f"the experiment was written by another version of Cleanba, which has {', '.join(unknown)}; repeat the flags "
+        "instead",
+    )
+    return as_typed(
+        recipe.experiment, {name: x for name, x in values.items() if name in fields and x is not None and x != "auto"}
+    )
+
+
+def earlier_experiment(recipe: Recipe, values: Json, source: str | None = None) -> Experiment:
+    """The experiment of an earlier run as config.json has it, and what that left open as the run had it.
+
+    What a file does not name had no say when it was written: the algorithm's default is neutral.  What it left open,
+    the environment decides, which is made to see it.  One from elsewhere, `source`, is checked before (`trust.py`).
+
+    Raises:
+        UsageError: another version wrote something that this one does not know, or it is from elsewhere and chooses
+            what such a run may not choose.
+    """
+    if source is not None:
+        trust.check_values(
+            recipe.experiment, {k: x for k, x in values.items() if x is not None and x != "auto"}, source
+        )
+    known = known_of(recipe, values)
+    e = recipe.experiment(**known)
+    if source is not None:
+        trust.check_environment(e, source)
+    left_open = {"network", "reward_clip", "share_torso", "max_episode_steps"} & set(fields_of(type(e)))
+    return e if left_open <= set(known) else replace(e, **suit_environment(e, env_spec(e), known))
+
+
+def read_recipe(run_dir: Path, trust_remote_code: bool = False) -> tuple[Recipe, Experiment]:
+    """An earlier run's algorithm and experiment.
+
+    Of a run from elsewhere they are checked first, unless `trust_remote_code`: see `trust.py`.
+
+    Raises:
+        UsageError: there is no such run, another version wrote something that this one does not know, or it is from
+            elsewhere and chooses what such a run may not choose.
+    """
+    values = read_experiment(run_dir)
+    algorithm = values.pop("algorithm")
+    known = isinstance(algorithm, str) and algorithm in RECIPES
+    require(known, f"{run_dir} is a run of {str(algorithm)[:40]!r}; this version knows {', '.join(RECIPES)}")
+    source = None if trust_remote_code else trust.source_of(run_dir)
+    return RECIPES[algorithm], earlier_experiment(RECIPES[algorithm], values, source)
+
+
+def taken_whole(recipe: Recipe, source: Path, platform: str, trust_remote_code: bool = False) -> Resolved:
+    """The whole experiment of an earlier run.
+
+    Raises:
+        UsageError: there is none of that algorithm.
+    """
+    e = read_whole(recipe, source, trust_remote_code)
+    resolved = resolve(recipe, offered(e), platform)
+    return resolved._replace(experiment=e, origin=dict.fromkeys(resolved.origin, f"run {source}"))
+
+
+def read_whole(recipe: Recipe, source: Path, trust_remote_code: bool = False) -> Experiment:
+    """`read_recipe` for a run that must be of this algorithm."""
+    earlier, e = read_recipe(source, trust_remote_code)
+    require(
+        earlier.name == recipe.name, f"--experiment {source} is a run of {earlier.name}; use `cleanba {earlier.name}`"
+    )
+    return e
+
+
+def offered(e: Experiment) -> dict[str, Any]:
+    """The fields of an experiment that could be typed."""
+    return {name: getattr(e, name) for name, f in fields_of(type(e)).items() if f.offered}
+
+
+def stand_by(recipe: Recipe, now: Resolved, run_dir: Path, flag: str = "--run-dir") -> Resolved:
+    """What was resolved `now`, or the experiment that has begun in a directory, if that goes on there.
+
+    It goes on if nothing that was typed, then or now, differs.  All else stands as it is in config.json, whatever this
+    version would choose.
+
+    Raises:
+        UsageError: another experiment has begun there.  `flag` is what chooses another directory.
+    """
+    if not (run_dir / "config.json").exists():
+        return now
+    values = read_experiment(run_dir)
+    if values["algorithm"] != recipe.name:
+        require_same(run_dir, differences(values, {"algorithm": recipe.name, **to_json(now.experiment)}), flag)
+    del values["algorithm"]
+    e = earlier_experiment(recipe, values, trust.source_of(run_dir))
+    origin = read_json(run_dir / "config.json").get("origin", {})
+    was_typed = {name for name, where in (*now.origin.items(), *origin.items()) if where == TYPED}
+    only = lambda values: {name: value for name, value in values.items() if name in was_typed}
+    require_same(run_dir, differences(only(to_json(e)), only(to_json(now.experiment))), flag)
+    same = e == now.experiment
+    spec = now.spec if same else env_spec(e)
+    return Resolved(e, spec, now.preset if same else "", {name: origin.get(name, EARLIER) for name in now.origin})
+
+
+# ------------------------------------------------------------------------------------------------------ what was asked
+
+
+@dataclass(frozen=True)
+class Config:
+    """All that a training command, or its like in Python, was given."""
+
+    asked: Experiment
+    """what was typed upon the algorithm's defaults, or an earlier run's experiment: enough for what must be known
+    before a device is touched"""
+    typed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """the experiment's fields that were typed"""
+    placement: Placement = dataclasses.field(default_factory=Placement)
+    run: Run = dataclasses.field(default_factory=Run)
+    whole: Path | None = None
+    """the run whose whole experiment is taken"""
+
+
+def configure(
+    recipe: Recipe, typed: Mapping[str, Any], placement: Placement, run: Run, whole: Path | None = None
+) -> Config:
+    """What was given, if each value for itself is allowed.  `whole` names a run to take the whole experiment from.
+
+    Raises:
+        UsageError: a value is not allowed, there is no such field or run, or what was typed contradicts that run.
+    """
+    if whole is None and run.experiment_from is not None:
+        whole = Path(run.experiment_from)
+    typed = wishes(recipe, typed)
+    asked = recipe.experiment(**typed)
+    for group in (asked, placement, run):
+        check_values(group)
+    if whole is not None:
+        asked = read_whole(recipe, whole, run.trust_remote_code)
+        changed = differences(to_json(asked), to_json(replace(asked, **typed)))
+        require(
+            not changed,
+            f"the whole experiment is taken from {whole}, but flags change it ({'; '.join(changed)}); leave these "
+            "flags out, or start an experiment of its own",
+        )
+    return Config(asked, typed, placement, replace(run, exp_name=run.exp_name or recipe.name), whole)
+
+
+def settle(recipe: Recipe, config: Config, platform: str, run_dir: Path | None) -> Resolved:
+    """The experiment that a command asks for, on devices of a kind, in a directory that may hold a run already.
+
+    Raises:
+        UsageError: it cannot be had, or another one has begun there.
+    """
+    if config.whole is not None:
+        resolved = taken_whole(recipe, config.whole, platform, config.run.trust_remote_code)
+    else:
+        resolved = resolve(recipe, config.typed, platform)
+    return resolved if run_dir is None else stand_by(recipe, resolved, run_dir)
+
+
+def fit(recipe: Recipe, e: Experiment, placement: Placement, processes: int = 1) -> Partition:
+    """Who owns which environments where an experiment is placed so.
+
+    Raises:
+        UsageError: it does not fit.
+    """
+    partition = Partition(e.num_envs, e.num_actors, e.num_shards, processes, len(placement.learner_device_ids))
+    require(
+        e.num_updates >= 1,
+        f"total_timesteps={e.total_timesteps} is less than one update's {e.transitions_per_update} "
+        f"({e.num_envs} environments x {e.num_steps} steps); try --total-timesteps {e.transitions_per_update}",
+    )
+    require(
+        e.num_updates < 2**31,
+        f"total_timesteps={e.total_timesteps} makes {e.num_updates} updates, more than can be counted; "
+        f"try --total-timesteps {(2**31 - 1) * e.transitions_per_update}",
+    )
+    recipe.check(e, partition)
+    return partition

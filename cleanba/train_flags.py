@@ -1,0 +1,293 @@
+"""From the words of a training command to what was asked, and what --help and --show-config print."""
+
+import json
+import shutil
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout, suppress
+from dataclasses import field, fields, make_dataclass
+from io import StringIO
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import jax
+import tyro
+
+from cleanba.config import Experiment, Field, Group, Placement, Run, fields_of, flag
+from cleanba.errors import UsageError
+from cleanba.flags import FLAGS
+from cleanba.recipes import Recipe
+from cleanba.resolution import DEFAULT, TYPED, Config, Resolved, configure, fit, settle
+
+HELP = ("-h", "--help", "--help-all")
+SHOW = "--show-config"
+
+
+def parse(recipe: Recipe, argv: Sequence[str], default: Config | None = None) -> Config:
+    """Words -> what was asked.  tyro prints its own message and exits with 2 for flags it cannot read.
+
+    --help, --help-all and --show-config print, and exit with 0.  `default` is the configuration of a run to go on with.
+
+    Raises:
+        UsageError: a value is not allowed, --experiment names no run of this algorithm, or flags change an experiment
+            that is taken whole.
+    """
+    words = in_one_form(recipe, [word for word in argv if word not in (*HELP, SHOW)])
+    asked_for = [word for word in argv if word in (*HELP, SHOW)]
+    if asked_for and asked_for[0] in HELP:
+        print(help_text(recipe, words, default, whole=asked_for[0] == "--help-all"))
+        raise SystemExit(0)
+    config = read_flags(recipe, words, default)
+    if asked_for:
+        print(config_text(recipe, config, typed_names(recipe, words)))
+        raise SystemExit(0)
+    return config
+
+
+def read_flags(recipe: Recipe, words: Sequence[str], default: Config | None) -> Config:
+    """`parse`, for words that only set fields."""
+    refuse_foreign_flags(recipe, words)
+    form = make_dataclass(
+        "Form",
+        [
+            ("experiment", recipe.experiment, field(default_factory=recipe.experiment)),
+            ("placement", Placement, field(default_factory=Placement)),
+            ("run", Run, field(default_factory=Run)),
+        ],
+        frozen=True,
+    )
+    before = form(default.asked, default.placement, default.run) if default else form()
+    parsed: Any = tyro.cli(
+        form,
+        args=words,
+        prog=f"cleanba {recipe.name}",
+        registry=FLAGS,
+        default=before,
+        config=(tyro.conf.OmitArgPrefixes,),
+    )
+    typed = {name: getattr(parsed.experiment, name) for name in typed_names(recipe, words) & offered_names(recipe)}
+    return configure(recipe, typed, parsed.placement, parsed.run, default.whole if default else None)
+
+
+def offered_names(recipe: Recipe) -> set[str]:
+    """The fields of an experiment that have flags."""
+    return {name for name, f in fields_of(recipe.experiment).items() if f.offered}
+
+
+def typed_names(recipe: Recipe, words: Sequence[str]) -> set[str]:
+    """The fields, of all three groups, whose flags are among the words."""
+    known = {name for group in (recipe.experiment, Placement, Run) for name in fields_of(group)}
+    names = {word[2:].partition("=")[0].replace("-", "_") for word in words if word.startswith("--")}
+    names |= {"experiment_from"} if "experiment" in names else set()
+    return known & (names | {name.removeprefix("no_") for name in names})
+
+
+def in_one_form(recipe: Recipe, argv: Sequence[str]) -> list[str]:
+    """Words as tyro takes them: "--anneal-lr False", as CleanRL has it, is --no-anneal-lr.
+
+    "--network auto" is as good as nothing, and so is None for a field of the experiment.
+    """
+    known = fields_of(recipe.experiment)
+    words: list[str] = []
+    rest = list(argv)
+    while rest:
+        word = rest.pop(0)
+        name, eq, value = word.partition("=")
+        about = known.get(name[2:].replace("-", "_")) if name.startswith("--") else None
+        value = value if eq else rest[0] if rest else ""
+        if about is not None and value in ("auto", "None"):
+            rest = rest if eq else rest[1:]
+        elif about is not None and about.annotation is bool and value.lower() in ("true", "false"):
+            rest = rest if eq else rest[1:]
+            words.append(name if value.lower() == "true" else f"--no-{name[2:]}")
+        else:
+            words.append(word)
+    return words
+
+
+# What those who come from elsewhere may type, and what to do in its place; looked up only where there is no such flag.
+FOREIGN_FLAGS = {
+    "--learning-rate": "set --policy-lr and --q-lr",
+    "--policy-lr": "set --learning-rate",
+    "--q-lr": "set --learning-rate",
+    "--local-num-envs": "set --num-envs, which counts over the whole experiment",
+    "--num-actor-threads": "set --num-actors, which counts over the whole experiment",
+    "--gradient-accumulation-steps": "set --num-shards: shards on one device are computed one after the other",
+    "--cuda": "set JAX_PLATFORMS=cpu or JAX_PLATFORMS=cuda in the environment",
+    "--torch-deterministic": "set --deterministic, which is on by default",
+    "--target-kl": "leave it out",
+    "--clip-vloss": "leave it out: values are not clipped",
+    "--target-network-frequency": "targets move each time the policy learns; set --tau, or --policy-frequency",
+    "--lr": "set --learning-rate, or for SAC --policy-lr and --q-lr",
+    "--core": "it learns from single transitions, which no memory fits: leave it out",
+    "--lstm-size": "it learns from single transitions, which no memory fits: leave it out",
+    "--forget-bias": "it learns from single transitions, which no memory fits: leave it out",
+    "--repeat-action-probability": "Atari's actions are choices: leave it out",
+    "--full-action-space": "Atari's actions are choices: leave it out",
+    "--episodic-life": "Atari's actions are choices: leave it out",
+    "--env": "set --env-id",
+    "--timesteps": "set --total-timesteps",
+}
+
+
+def refuse_foreign_flags(recipe: Recipe, argv: Sequence[str]) -> None:
+    """Raise `UsageError` for a flag of other systems that is called otherwise here, or is not there."""
+    own = {name for part in (recipe.experiment, Placement, Run) for name, f in fields_of(part).items() if f.offered}
+    for word in argv:
+        flag = word.partition("=")[0].replace("_", "-").replace("--no-", "--")
+        remedy = FOREIGN_FLAGS.get(flag)
+        if remedy and flag[2:].replace("-", "_") not in own:
+            raise UsageError(f"{recipe.name} has no {flag}; {remedy}")
+
+
+# ------------------------------------------------------------------------------------------------------ what is shown
+
+ESSENTIAL = ("env_id", "total_timesteps", "seed", "learning_rate", "policy_lr", "q_lr", "num_envs")
+HEADINGS = {
+    "environment": "repeat_action_probability full_action_space episodic_life max_episode_steps reward_clip "
+    "env_options env_wrappers env_epoch",
+    "collecting": "num_actors num_shards num_steps concurrency collector",
+    "network": "network channels hiddens core lstm_size forget_bias share_torso log_std_init norm_obs dtype "
+    "deterministic",
+}
+
+
+def help_text(recipe: Recipe, words: Sequence[str], default: Config | None, whole: bool) -> str:
+    """What --help prints, with the values that these words lead to; `whole` with rules and all that is to be said."""
+    resolved, config, why = None, Config(recipe.experiment()), ""
+    with suppress(SystemExit), redirect_stderr(StringIO()), redirect_stdout(StringIO()):
+        try:
+            config = read_flags(recipe, words, default)
+            resolved = settle(recipe, config, jax.default_backend(), None)
+        except UsageError as error:
+            why = f"\nDefaults are the algorithm's own: {error}.\n"
+    e = resolved.experiment if resolved else config.asked
+    width = min(max(shutil.get_terminal_size((100, 24)).columns, 72), 120)
+    fill = lambda text: textwrap.fill(text, width, break_on_hyphens=False)
+    about = f"{recipe.about[0].upper()}{recipe.about[1:]}.  Defaults are those of "
+    lines = [f"usage: cleanba {recipe.name} [FLAGS]", "", fill(f"{about}{preset_words(recipe, resolved, e)}."), why]
+    for title, group, names in sections(recipe, e, config):
+        lines.append(f"{title}:")
+        for name in names:
+            f, value = fields_of(type(group))[name], getattr(group, name)
+            lines += flag_lines(name, f, value, width, whole or title == "essentials")
+        lines.append("")
+    lines += ["more:"]
+    for name, about in (
+        ("--help-all", "each flag with its allowed values and all that is to be said of it"),
+        (SHOW, "print the whole configuration, each value with where it comes from, and train nothing"),
+    ):
+        lines += entry(name, about, width)
+    return "\n".join(lines)
+
+
+def preset_words(recipe: Recipe, resolved: Resolved | None, e: Experiment) -> str:
+    """Whose settings these are."""
+    if resolved is None or not resolved.preset:
+        return f"the defaults of {recipe.name}"
+    return f"{recipe.name}'s preset {resolved.preset}, for {e.env_id}"
+
+
+def sections(recipe: Recipe, e: Experiment, config: Config) -> Iterator[tuple[str, Group, list[str]]]:
+    """Headings, each with the group of fields and the names below it."""
+    own = [name for name, f in fields_of(recipe.experiment).items() if f.offered]
+    yield "essentials", e, [name for name in ESSENTIAL if name in own]
+    left = [name for name in own if name not in ESSENTIAL]
+    under = {title: [name for name in names.split() if name in left] for title, names in HEADINGS.items()}
+    placed = {name for names in under.values() for name in names}
+    yield "learning", e, [name for name in left if name not in placed]
+    for title, names in under.items():
+        yield title, e, names
+    yield "placement: no bit of the result depends on it", config.placement, list(fields_of(Placement))
+    yield "run: what is kept and shown", config.run, list(fields_of(Run))
+
+
+def flag_lines(name: str, f: Field, value: Any, width: int, whole: bool) -> list[str]:
+    """A flag in --help."""
+    written = "--experiment" if name == "experiment_from" else flag(name)
+    if f.annotation is bool:
+        written += f", --no-{written[2:]}"
+    elif choices := choices_of(f.annotation):
+        written += f" {'|'.join(choices)}"
+    else:
+        written += f" {metavar(f)}"
+    about = f.about
+    if not whole:  # its first clause
+        about = min((about.partition(end)[0] for end in ("; ", " (")), key=len)
+    rule = f"; {whole_line(f.rule.bounds)}" if whole and f.rule else ""
+    unit = f" {f.rule.unit}" if rule and f.rule and f.rule.unit else ""
+    return entry(written, f"{about}{rule}{unit} {whole_line(f'[default {in_words(value)}]')}", width)
+
+
+def entry(written: str, about: str, width: int) -> list[str]:
+    """A flag and what it means, in two columns; a long flag has a line of its own."""
+    column = 32
+    lines = textwrap.wrap(about, width - column, break_on_hyphens=False, break_long_words=False)
+    lines = [line.replace(HARD_SPACE, " ") for line in lines]
+    head = f"  {written}"
+    first = [f"{head:{column}}{lines.pop(0)}"] if len(head) <= column - 2 else [head]
+    return [*first, *(" " * column + line for line in lines)]
+
+
+HARD_SPACE = "\0"
+
+
+def whole_line(text: str) -> str:
+    """Text that `entry` does not break."""
+    return text.replace(" ", HARD_SPACE)
+
+
+def choices_of(annotation: Any) -> list[str]:
+    """The words that a flag takes, if they are few."""
+    return [str(x) for x in get_args(annotation)] if get_origin(annotation) is Literal else []
+
+
+def metavar(f: Field) -> str:
+    """What stands for a flag's value."""
+    inner = f.annotation
+    while get_origin(inner) is not None and get_args(inner):
+        several, inner = get_origin(inner) is tuple, get_args(inner)[0]
+        if several:
+            return f"{METAVARS.get(inner, 'WORD')} ..."
+    return METAVARS.get(inner, "WORD")
+
+
+METAVARS = {int: "N", float: "X", Path: "DIR"}
+
+
+def in_words(value: Any) -> str:
+    """A value as a flag takes it; what is empty as "none"."""
+    if value is None or value in ((), ""):
+        return "none"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, tuple):
+        return " ".join(map(str, value))
+    return str(value)
+
+
+def config_text(recipe: Recipe, config: Config, typed: set[str]) -> str:
+    """What --show-config prints.
+
+    Raises:
+        UsageError: the experiment cannot be had, or does not fit its placement.
+    """
+    resolved = settle(recipe, config, jax.default_backend(), config.run.run_dir)
+    e = resolved.experiment
+    fit(recipe, e, config.placement, config.placement.num_processes or 1)
+    lines = [f"{recipe.name} on {e.env_id}: {preset_words(recipe, resolved, e)}"]
+    other = lambda group: {name: TYPED if name in typed else DEFAULT for name in fields_of(type(group))}
+    groups: tuple[tuple[str, Group, Mapping[str, str]], ...] = (
+        ("experiment", e, resolved.origin),
+        ("placement", config.placement, other(config.placement)),
+        ("run", config.run, other(config.run)),
+    )
+    for title, group, origin in groups:
+        values = {f.name: json.dumps(getattr(group, f.name), default=str) for f in fields(group)}
+        width = min(max(map(len, values.values())), 30)
+        lines += [
+            "",
+            title,
+            *(f"  {name:28}{value:{width}}  {origin[name]}" for name, value in values.items()),
+        ]
+    return "\n".join(lines)
