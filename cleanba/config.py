@@ -598,16 +598,20 @@ def differences(a: Json, b: Json) -> list[str]:
 MOST_NAMED = 8  # differing settings in one sentence
 
 
+def shortened(changed: list[str]) -> str:
+    """`differences` in one sentence: the first of them, and how many more there are."""
+    # Another algorithm has other settings: to list them all would hide that.
+    named = [field for field in changed if field.startswith("algorithm: ")] or changed[:MOST_NAMED]
+    return "; ".join(named + [f"{len(changed) - len(named)} more"] * (len(changed) > len(named)))
+
+
 def require_same(run_dir: Path, changed: list[str], flag: str = "--run-dir") -> None:
     """Raise `UsageError` if there are `differences` to the experiment that lives in a run's directory.
 
     `flag` is what chooses another directory.
     """
-    # Another algorithm has other settings: to list them all would hide that.
-    named = [field for field in changed if field.startswith("algorithm: ")] or changed[:MOST_NAMED]
-    named += [f"{len(changed) - len(named)} more"] * (len(changed) > len(named))
     require(
         not changed,
-        f"{run_dir} holds another experiment ({'; '.join(named)}); choose another {flag}, or repeat the flags of "
+        f"{run_dir} holds another experiment ({shortened(changed)}); choose another {flag}, or repeat the flags of "
         "that run",
     )

@@ -41,6 +41,14 @@ def test_runs_with_the_same_digests_and_metrics_are_identical(runs):
     assert "state and memory are identical at all 2 digests, the last at update 4" in ended.out
 
 
+def test_two_algorithms_are_told_in_a_short_line(runs):
+    a, b = runs("a"), runs("b")
+    other = {"algorithm": "sac", **to_json(RECIPES["sac"].experiment())}
+    (b / "config.json").write_text(json.dumps({"experiment": other}))
+    (line,) = [line for line in command("diff", a, b).out.splitlines() if line.startswith("different experiments")]
+    assert "algorithm: ppo, now sac; " in line and line.endswith(" more") and len(line) < 80
+
+
 def test_state_and_memory_may_differ_before_the_parameters_do(runs):
     """A memory that was drawn from differently shows in the parameters only later."""
     a = runs("a", params_digest=("p1", "p2", "p3", "p4"), learner_digest=("l1", "l2", "l3", "l4"))

@@ -187,6 +187,19 @@ def looks_drawn(path: Path) -> bool:
     return bool(min(pixels.shape) > 300 and (pixels < 128).mean() > 0.002 and (pixels > 200).mean() > 0.5)
 
 
+def test_figures_lie_beside_their_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("runs/a", "runs/b"):
+        write_run(tmp_path / name, seed=ord(name[-1]))
+    assert plot.beside([Path("runs")]) == Path("runs/plots/curves")
+    assert plot.beside([Path("runs/a"), Path("runs/b")]) == Path("runs/plots/curves")
+    assert plot.beside([Path("runs/a")]) == Path("runs/a/plots/curves")
+    assert plot.beside([tmp_path / "runs", Path("/etc")]) == tmp_path / "runs/plots/curves"
+    assert command("plot", "runs").code == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
+    assert Path("runs/plots/curves.png").exists()
+
+
 def test_one_run(tmp_path):
     run = write_run(tmp_path / "run", env_id="CartPole-v1", returns=(20.0, 100.0, 475.0))
     ended = command("plot", run, "--out", tmp_path / "figures/curves.png")

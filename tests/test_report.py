@@ -1,5 +1,6 @@
 """The page of `cleanba report`: complete, escaped, needing nothing but itself, and rendered by a browser."""
 
+import io
 import json
 import re
 import shutil
@@ -12,6 +13,7 @@ import imageio.v2 as imageio
 import numpy as np
 import pytest
 from launch import TINY, command
+from matplotlib.figure import Figure
 from PIL import Image
 
 from cleanba.runs import report
@@ -180,6 +182,27 @@ def test_curves_are_drawn_where_the_numbers_are():
         assert len(points) == 3 and points[0][0] < points[1][0] < points[2][0]
         heights.append([y for _, y in points])
     assert heights[0] == heights[1][::-1] and heights[0][0] > heights[0][2]  # SVG's y points down
+
+
+@pytest.mark.parametrize(
+    "names, rows",
+    [
+        (("overall", "since the log point before"), 1),
+        (("emulators and inference in one scan", "transfer", "waiting for parameters"), 2),
+        (("a name that is nearly as long as the figure is wide, and then some", "another"), 2),
+    ],
+)
+def test_legends_are_whole(names, rows):
+    drawn = Figure(figsize=(4.4, 2.3), layout="constrained")
+    panel = drawn.subplots()
+    for name in names:
+        panel.plot([0, 1], [0, 1], label=name)
+    report.add_legend(drawn)
+    drawn.savefig(io.BytesIO())  # which lays it out
+    (legend,) = drawn.legends
+    where = legend.get_window_extent()
+    assert where.x0 >= 0 and where.x1 <= drawn.bbox.width
+    assert len({round(text.get_window_extent().y0) for text in legend.get_texts()}) == rows
 
 
 def test_numbers_that_are_missing_leave_a_gap_and_nothing_draws_nothing():

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from cleanba.config import differences, read_experiment
+from cleanba.config import differences, read_experiment, shortened
 from cleanba.errors import Exit, UsageError
 from cleanba.files import Json, read_json
 from cleanba.runs import log
@@ -98,7 +98,7 @@ def diff_command(argv: Sequence[str]) -> Exit:
         raise UsageError(f"diff takes two run directories, but was given {len(argv)}\n{USAGE}")
     a, b = map(Path, argv)
     changed = differences(read_experiment(a), read_experiment(b))
-    print("same experiment" if not changed else f"different experiments: {'; '.join(changed)}")
+    print("same experiment" if not changed else f"different experiments: {shortened(changed)}")
     for line in differing_machines(read_json(a / "config.json"), read_json(b / "config.json")):
         print(line)
 

@@ -4,6 +4,7 @@ What the lines, bands and scores mean stands in docs/plots.md, and in one line b
 """
 
 import math
+import os
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -53,8 +54,9 @@ class Flags:
 
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUNS ...")]
     """run directories, or folders that hold runs at any depth"""
-    out: Path = Path("static/curves")
-    """where to write, without a suffix: NAME.png, NAME_time.png, NAME_aggregates.png, each as SVG too, and NAME.md"""
+    out: Path | None = None
+    """where to write, without a suffix (default: plots/curves in the folder of the runs):
+    NAME.png, NAME_time.png, NAME_aggregates.png, each as SVG too, and NAME.md"""
 
 
 def plot_command(argv: Sequence[str]) -> Exit:
@@ -67,7 +69,8 @@ def plot_command(argv: Sequence[str]) -> Exit:
     over_games = aggregates(groups)
     text = tables(groups, over_games)
     print(text)
-    out = flags.out.with_suffix("") if flags.out.suffix in (".png", ".svg", ".md") else flags.out
+    out = flags.out or beside(flags.runs)
+    out = out.with_suffix("") if out.suffix in (".png", ".svg", ".md") else out
     named = lambda ending: out.with_name(out.name + ending)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -82,6 +85,14 @@ def plot_command(argv: Sequence[str]) -> Exit:
         raise UsageError(f"--out {out} cannot be written: {error.strerror}; choose another place") from None
     print("\n".join(f"wrote {path}" for path in written))
     return Exit()
+
+
+def beside(places: Sequence[Path]) -> Path:
+    """Where figures of these runs and folders of runs belong: in the folder that holds all of them, or the first."""
+    whole = [os.path.abspath(place) for place in places]
+    common = Path(os.path.commonpath(whole))
+    folder = places[0] if len(places) == 1 else Path(os.path.relpath(common)) if common != Path("/") else places[0]
+    return folder / "plots" / "curves"
 
 
 # Tables

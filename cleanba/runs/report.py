@@ -25,6 +25,7 @@ from cleanba.runtime.metrics import duration
 
 if TYPE_CHECKING:  # drawing takes a second to import
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 LARGEST_FILM = 64 * 2**20  # bytes; browsers are slow with larger pages
 
@@ -339,6 +340,15 @@ def bottlenecks(rows: Rows, time: np.ndarray, axis: str) -> str:
     return svg(draw, axis, height=0.7 + 0.3 * len(names))
 
 
+def add_legend(drawn: "Figure") -> None:
+    """A legend above the panel, in as few rows as fit the figure's width; a reader's font may be a little wider."""
+    for columns in (3, 2, 1):
+        legend = drawn.legend(loc="outside upper center", ncols=columns, frameon=False, fontsize=7.5)
+        if columns == 1 or legend.get_window_extent().width <= 0.9 * drawn.bbox.width:
+            return
+        legend.remove()
+
+
 def svg(draw: "Callable[[Axes], None]", axis: str, legend: bool = False, height: float = 2.3) -> str:
     """What `draw(panel)` draws, as an SVG element in the colours of the page."""
     import matplotlib
@@ -366,7 +376,7 @@ def svg(draw: "Callable[[Axes], None]", axis: str, legend: bool = False, height:
         if axis == STEPS:
             panel.xaxis.set_major_formatter(EngFormatter(sep=""))
         if legend:
-            drawn.legend(loc="outside upper center", ncols=3, frameon=False, fontsize=7.5)
+            add_legend(drawn)
         drawn.savefig(out, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     text = out.getvalue()
     text = text[text.index("<svg") :]
