@@ -18,6 +18,7 @@ from cleanba.agents.agent import new_policy
 from cleanba.agents.beside import Evaluations
 from cleanba.agents.hub import push, require_login
 from cleanba.algorithm import Algorithm
+from cleanba.algorithms.off_policy import FILLED
 from cleanba.config import Experiment, Partition, Placement, Run, from_json, read_config, require, to_json
 from cleanba.environments.kinds import check_workers, warnings
 from cleanba.environments.specs import EnvSpec
@@ -230,6 +231,9 @@ def prepare(recipe: Recipe, config: Config) -> Job:
     return job
 
 
+SPARSE = 0.9  # share of the replay's batches that is filled, below which the user is told
+
+
 class Office:
     """What only the main process does beside the training: the lock, the logs, evaluations, the last files."""
 
@@ -256,6 +260,7 @@ class Office:
         self._writers: Writers | None = None
         self._film: Path | None = None
         self._display: Display | None = None
+        self._sparse = False  # whether that was said of the replay
         self._profile = Profile(job.run_dir / "profile", self._run.profile)
 
     def begin(self, saved: Saved | None, display: Display) -> None:
@@ -275,7 +280,14 @@ class Office:
         assert self._writers is not None and self._display is not None
         self.evaluations.log(self._writers, seconds)
         self._writers.write(update, global_step, seconds, values)
-        e = self._job.experiment
+        e, share = self._job.experiment, values.get(FILLED, 1.0)
+        if share < SPARSE and not self._sparse:
+            self._sparse = True
+            self._display.say(
+                f"warning: {share:.0%} of the replay's batches could be filled, as few of the steps in it may be "
+                "drawn: the others were ignored, after an episode's end, or belong to windows that are incomplete. "
+                "Gradients are those of smaller batches; raise --batch-size, or see that episodes last longer"
+            )
         if update == e.env_epoch and not values["charts/episodes"]:
             self._display.say(
                 f"warning: no episode has ended in the {e.num_steps * update} steps of the first epoch of "

@@ -11,8 +11,10 @@ import pytest
 from launch import ROOT, command, digests, finish, finished, in_pairs, python, read_result, same_arrays
 from scripted import CELLS, LEFT_PAYS, RIGHT_PAYS, Corridors
 
+from cleanba import launch
 from cleanba.algorithms import dqn
 from cleanba.algorithms.dqn import DQN
+from cleanba.algorithms.off_policy import FILLED
 from cleanba.config import Partition, check_values
 from cleanba.environments.specs import EnvSpec, ObsSpec
 from cleanba.errors import UsageError
@@ -149,6 +151,21 @@ def test_gradient_steps_are_those_that_the_steps_paid_for():
     assert ["losses/td_loss" in row for row in record.rows] == [False, False] + [True] * 8
     assert all(row["losses/td_loss"] > 0 for row in record.rows[2:])
     assert record.result["policy_lag"] == 1
+    assert [row.get(FILLED) for row in record.rows] == [None, None] + [1.0] * 8
+
+
+def test_batches_that_few_steps_can_fill_are_told(on_devices):
+    """Of ten rows of memory nine were ignored: each of an element's eight draws finds one with probability 1/10."""
+    e = experiment(num_steps=20, batch_size=512, train_frequency=20 * B, buffer_size=1200)
+    algorithm, never = dqn.make(e, SPEC, "cpu"), np.zeros((20, B), bool)
+    rollout = Rollout(
+        np.zeros((21, B, FEATURES), np.float32), np.zeros((21, B), bool), np.zeros((20, B), np.int32),
+        np.zeros((20, B), np.float32), never, never, never | (np.arange(20)[:, None] % 10 == 0), {}, (),
+    )  # fmt: skip
+    memory, one = jax.tree.map(lambda x: x[None], (algorithm.init_memory(rollout), rollout))
+    learn = lambda shards, *args: algorithm.update(*args, shards, jax.random.key(7))[2]
+    metrics = on_devices(learn, 1, 1)(algorithm.init(jax.random.key(0)), memory, one)
+    assert metrics[FILLED] == pytest.approx(1 - 0.9**8, abs=0.08)
 
 
 @pytest.mark.parametrize("tau", [1.0, 0.25])
@@ -267,13 +284,15 @@ def test_what_does_not_fit_is_refused(changes, words):
         dqn.check(e, Partition(e.num_envs, 1, e.num_shards))
 
 
-def test_the_command_trains_plays_and_goes_on(tmp_path):
+def test_the_command_trains_plays_and_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(launch, "SPARSE", 1.1)  # full batches are too few, then
     flags = [f"--{f.name.replace('_', '-')}" for f in dataclasses.fields(DQN)]
     values = CATCH | LEARN | {"env_id": "CartPole-v1"}
     words = list(itertools.chain(*[[flag, str(*v) if isinstance(v, tuple) else str(v)] for flag in flags
                                    if (v := values.get(flag[2:].replace("-", "_"))) is not None]))  # fmt: skip
     ended = command("dqn", *words, "--run-dir", tmp_path / "run", "--log-frequency", "1")
     assert ended.code == 0, ended.err
+    assert ended.out.count("warning: 100% of the replay's batches could be filled") == 1
     played = command("eval", tmp_path / "run", "--episodes", "3", "--video")
     assert played.code == 0 and "dqn on CartPole-v1" in played.out and "but for 0.05 of chance" in played.out, (
         played.err

@@ -22,7 +22,9 @@ from cleanba.algorithms.off_policy import (
     draw,
     drawn_at_once,
     due,
+    filled,
     follow,
+    found,
     mean,
     new_memory,
     repeat_by_chance,
@@ -197,7 +199,7 @@ def make(e: DQN, spec: EnvSpec, platform: str) -> Algorithm:
         memory = replay.write(memory, rollout)
         rate = learning_rate(e, e.learning_rate, state.updates)
 
-        def gradient_step(chance: Chance, state: State) -> tuple[State, Metrics]:
+        def gradient_step(chance: Chance, state: State) -> tuple[State, tuple[Metrics, jax.Array]]:
             def load(i: jax.Array) -> tuple[replay.Window, PyTree]:
                 drawn = jax.tree.map(lambda x: x[i], chance.indices)
                 return replay.take(memory, i, drawn, e.n_step, stack), state.target
@@ -205,12 +207,12 @@ def make(e: DQN, spec: EnvSpec, platform: str) -> Algorithm:
             online, metrics = sgd_step(shards, optimiser, rate, state.online, loss, load)
             moves, since = due(state.since_target, e.train_frequency, e.target_network_frequency)
             target = follow(shards, kind, e.tau, moves, online.params, state.target)
-            return State(online, target, state.updates, since), metrics
+            return State(online, target, state.updates, since), (metrics, found(chance))
 
         steps = e.steps_of(state.updates + 1)
         chance = lambda numbers: draw(e, memory, shards, key, numbers, e.n_step)
-        state, total = repeat_by_chance(steps, drawn_at_once(e, NONE), chance, gradient_step, state)
-        metrics = mean(total, steps)
+        state, (total, drawn) = repeat_by_chance(steps, drawn_at_once(e, NONE), chance, gradient_step, state)
+        metrics = mean(total, steps) | filled(e, shards, drawn, steps)
         metrics |= {"charts/learning_rate": rate, "charts/epsilon": epsilon(state.updates)}
         return state._replace(updates=state.updates + 1), memory, metrics
 

@@ -136,6 +136,7 @@ def check_actor_critic(e: OffPolicyActorCritic, partition: Partition, name: str)
 S = TypeVar("S")
 M = TypeVar("M")
 C = TypeVar("C")
+FILLED = "charts/replay_filled"
 DRAWN = 32, 2**20  # at most so many gradient steps' random numbers are drawn at once, and about so many numbers
 
 
@@ -289,6 +290,20 @@ def draw(
         return Chance(indices, shards.isolate(jax.vmap(noise_of), keys) if noise.uses else keys)
 
     return jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), lax.map(of_shard, jnp.arange(shards.index.shape[0])))
+
+
+def found(chance: Chance) -> jax.Array:
+    """How many transitions of a gradient step's batch were found in each of this device's shards.  -> [K'] int32."""
+    return chance.indices.valid.sum(-1, dtype=jnp.int32)
+
+
+def filled(e: OffPolicy, shards: ShardAxis, found: jax.Array, steps: jax.Array) -> Metrics:
+    """The share of all batches that was filled, from what `found` said of so many gradient steps, added up, [K'].
+
+    The rest had weight 0: where few of the steps stored may be drawn, batches are smaller than they were asked to be.
+    """
+    share = shards.sum(found) / jnp.maximum(steps * e.batch_size, 1)
+    return {FILLED: share, f"count/{FILLED}": steps}
 
 
 def load_batch(memory: replay.Ring, chance: Chance) -> Batch:

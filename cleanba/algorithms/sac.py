@@ -23,7 +23,9 @@ from cleanba.algorithms.off_policy import (
     draw,
     drawn_at_once,
     due,
+    filled,
     follow,
+    found,
     load_batch,
     mean,
     new_memory,
@@ -158,7 +160,7 @@ def make(e: SAC, spec: EnvSpec, platform: str) -> Algorithm:
         q_rate = learning_rate(e, e.q_lr, state.updates)
         policy_rate = learning_rate(e, e.policy_lr, state.updates)
 
-        def gradient_step(chance: Chance, state: State) -> tuple[State, tuple[Metrics, Metrics, jax.Array]]:
+        def gradient_step(chance: Chance, state: State) -> tuple[State, tuple[Metrics, Metrics, jax.Array, jax.Array]]:
             batch = load_batch(memory, chance)
 
             def load(i: jax.Array) -> tuple:
@@ -182,14 +184,14 @@ def make(e: SAC, spec: EnvSpec, platform: str) -> Algorithm:
             moves, since_target = due(state.since_target, e.train_frequency, e.target_network_frequency)
             targets = follow(shards, kind, e.tau, moves, critics.params, state.targets)
             state = State(policy, critics, targets, log_alpha, state.updates, since_target, since_policy)
-            return state, (of_critics, of_policy, times)
+            return state, (of_critics, of_policy, times, found(chance))
 
         steps = e.steps_of(state.updates + 1)
         chance = lambda numbers: draw(e, memory, shards, key, numbers, noise=needs)
-        found = repeat_by_chance(steps, drawn_at_once(e, needs), chance, gradient_step, state)
-        state, (of_critics, of_policy, policy_steps) = found
+        learnt = repeat_by_chance(steps, drawn_at_once(e, needs), chance, gradient_step, state)
+        state, (of_critics, of_policy, policy_steps, drawn) = learnt
         of_policy["losses/policy_grad_norm"] = of_policy.pop("losses/grad_norm")
-        metrics = mean(of_critics, steps) | mean(of_policy, policy_steps)
+        metrics = mean(of_critics, steps) | mean(of_policy, policy_steps) | filled(e, shards, drawn, steps)
         metrics |= {
             "losses/alpha": jnp.exp(state.log_alpha.params),
             "charts/q_lr": q_rate,

@@ -21,7 +21,9 @@ from cleanba.algorithms.off_policy import (
     draw,
     drawn_at_once,
     due,
+    filled,
     follow,
+    found,
     load_batch,
     mean,
     new_memory,
@@ -139,7 +141,7 @@ def make(e: TD3, spec: EnvSpec, platform: str) -> Algorithm:
         memory = replay.write(memory, rollout)
         rate = learning_rate(e, e.learning_rate, state.updates)
 
-        def gradient_step(chance: Chance, state: State) -> tuple[State, tuple[Metrics, Metrics, jax.Array]]:
+        def gradient_step(chance: Chance, state: State) -> tuple[State, tuple[Metrics, Metrics, jax.Array, jax.Array]]:
             batch = load_batch(memory, chance)
             load = lambda i: (*batch.of_shard(i, 0), state.targets)
             critics, of_critics = sgd_step(shards, optimiser, rate, state.critics, critic_loss, load)
@@ -152,14 +154,19 @@ def make(e: TD3, spec: EnvSpec, platform: str) -> Algorithm:
             times = learns.astype(jnp.int32)
             policy, of_policy = repeat(times, policy_step, state.policy)
             targets = follow(shards, kind, e.tau, learns, Networks(policy.params, critics.params), state.targets)
-            return State(policy, critics, targets, state.updates, since_policy), (of_critics, of_policy, times)
+            return State(policy, critics, targets, state.updates, since_policy), (
+                of_critics,
+                of_policy,
+                times,
+                found(chance),
+            )
 
         steps = e.steps_of(state.updates + 1)
         chance = lambda numbers: draw(e, memory, shards, key, numbers, noise=needs)
-        found = repeat_by_chance(steps, drawn_at_once(e, needs), chance, gradient_step, state)
-        state, (of_critics, of_policy, policy_steps) = found
+        learnt = repeat_by_chance(steps, drawn_at_once(e, needs), chance, gradient_step, state)
+        state, (of_critics, of_policy, policy_steps, drawn) = learnt
         of_policy["losses/policy_grad_norm"] = of_policy.pop("losses/grad_norm")
-        metrics = mean(of_critics, steps) | mean(of_policy, policy_steps)
+        metrics = mean(of_critics, steps) | mean(of_policy, policy_steps) | filled(e, shards, drawn, steps)
         metrics["charts/learning_rate"] = rate
         return state._replace(updates=state.updates + 1), memory, metrics
 
