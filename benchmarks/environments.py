@@ -122,7 +122,7 @@ def cleanba_rate(e: ppo.PPO) -> np.ndarray:
     rows: list[tuple[int, np.ndarray]] = []
     log = lambda update, global_step, seconds, values: rows.append((update, clocks()))
     training = make_training(recipe.make(e, spec, devices.platform), e, partition, devices, spec, log_frequency=4)
-    status = Status("benchmark", 1, 1)
+    status = Status("benchmark", 1)
     outcome = run_training(training, Display(status, enabled=False), status, log)
     if outcome.error is not None:
         raise outcome.error

@@ -280,7 +280,7 @@ def digests(part: Part) -> Iterator[dict[str, Any]]:
         devices, partition = find_devices(placement), fit(recipe, e, placement)
         algorithm = recipe.make(e, spec, devices.platform)
         training = make_training(algorithm, e, partition, devices, spec, log_frequency=3)
-        status = Status("", 3, e.total_timesteps)
+        status = Status("", 3)
         outcome = run_training(training, Display(status, enabled=False), status, lambda *_: None)
         if outcome.error is not None:
             raise outcome.error

@@ -71,7 +71,7 @@ def time_ours(name: str, args: Args) -> dict[str, float]:
         marks.append((update * e.transitions_per_update, time.perf_counter(), processor_seconds()))
 
     training = make_training(recipe.make(e, spec, devices.platform), e, partition, devices, spec, log_frequency=4)
-    status = Status("", e.num_updates, e.total_timesteps)
+    status = Status("", e.num_updates)
     outcome = run_training(training, Display(status, enabled=False), status, log)
     if outcome.error is not None:
         raise outcome.error

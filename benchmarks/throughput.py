@@ -188,7 +188,7 @@ class Parts:
         updates = max(3, round(seconds / seconds_per_update) + 1)
         e = replace(self.experiment, total_timesteps=updates * self.experiment.transitions_per_update)
         training = make_training(self.algorithm, e, self.partition, self.devices, self.spec, log_frequency=updates)
-        status = Status("", updates, updates * e.transitions_per_update)
+        status = Status("", updates)
         logged: dict[str, Any] = {}
         outcome = run_training(
             training,

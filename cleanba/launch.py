@@ -126,7 +126,8 @@ def train(recipe: Recipe, config: Config, peers: Peers | None, shown: bool, give
         return Ended(job.run_dir, why, said=True)
     try:
         checkpoints, saved = open_checkpoints(job)
-        status = Status(f"{recipe.name} on {job.experiment.env_id}, seed {job.experiment.seed}", *job.size)
+        title = f"{recipe.name} on {job.experiment.env_id}, seed {job.experiment.seed}"
+        status = Status(title, job.experiment.num_updates)
         display = Display(status, enabled=job.devices.is_main and shown)
         run = config.run
         try:
@@ -200,11 +201,6 @@ class Job(NamedTuple):
             self.config.run.log_frequency,
             env_workers=self.config.placement.env_workers,
         )
-
-    @property
-    def size(self) -> tuple[int, int]:
-        """Updates and environment steps of the whole run."""
-        return self.experiment.num_updates, self.experiment.num_updates * self.experiment.transitions_per_update
 
 
 def prepare(recipe: Recipe, config: Config) -> Job:
@@ -408,7 +404,8 @@ def announce(job: Job, saved: Saved | None, display: Display) -> None:
     e, place, processes = job.experiment, job.config.placement, job.devices.num_processes
     display.say(
         f"{job.recipe.name} on {e.env_id}: {counted(e.num_envs, 'environment')}, {counted(e.num_actors, 'actor')}, "
-        f"{counted(e.num_shards, 'shard')}, {counted(e.num_updates, 'update')} of {e.transitions_per_update} steps\n"
+        f"{counted(e.num_shards, 'shard')}\n"
+        f"{size_in_words(e)}\n"
         f"actors on {job.devices.kind} {list(place.actor_device_ids)}, learners on "
         f"{list(place.learner_device_ids)}, {processes} process{'es' * (processes > 1)}\n"
         f"settings: {job.resolved.in_words(job.recipe)}\n"
@@ -418,6 +415,16 @@ def announce(job: Job, saved: Saved | None, display: Display) -> None:
         display.say(f"warning: {warning}")
     if saved is not None:
         display.say(f"going on after update {saved.update}, step {saved.counters['global_step']:,}")
+
+
+def size_in_words(e: Experiment) -> str:
+    """Exactly what will be done, in updates and steps."""
+    steps = e.num_updates * e.transitions_per_update
+    rest = f" of the {e.total_timesteps:,} asked for, as updates are whole" if steps < e.total_timesteps else ""
+    return (
+        f"{counted(e.num_updates, 'update')} of {e.transitions_per_update:,} steps, {steps:,} steps in all{rest}; "
+        "those that only reset an environment do not count as executed steps (global_step)"
+    )
 
 
 def require_same_flags(flags: Json) -> None:
@@ -466,7 +473,7 @@ def how_to_draw(run_dir: Path) -> str:
 
 def closing_words(run_dir: Path, result: Json, film: Path | None) -> str:
     """Where the run is and how to look at it."""
-    figures = [f"{result['global_step']:,} steps", duration(result["seconds"])]
+    figures = [f"{result['global_step']:,} executed steps", duration(result["seconds"])]
     if result["sps"]:
         figures.insert(1, f"{result['sps']:,.0f} steps/s")
     if result["episodic_return"] is not None:

@@ -83,7 +83,7 @@ def train(*args: Any, **kwargs: Any) -> Record:
     def log(update: int, global_step: int, seconds: float, values: dict[str, Any]) -> None:
         rows.append({"update": update, "global_step": global_step, **values})
 
-    status = Status("test", 1, 1)
+    status = Status("test", 1)
     outcome = run_training(build(*args, **kwargs), Display(status, enabled=False), status, log)
     return Record(outcome.result, rows, outcome.error, outcome.state)
 

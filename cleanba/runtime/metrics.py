@@ -36,12 +36,12 @@ class Status:
 
     title: str
     num_updates: int
-    total_steps: int
     phase: str = "starting"
     update: int = 0
     global_step: int = 0
     sps: float = math.nan
     sps_recent: float = math.nan
+    seconds_per_update: float = math.nan  # of late, and of updates that learn; NaN before there are any
     episodes: int = 0
     episodic_return: float = math.nan
     episodic_length: float = math.nan
@@ -52,8 +52,8 @@ class Status:
 
     @property
     def eta(self) -> float:
-        """Seconds to the end at the recent speed."""
-        return (self.total_steps - self.global_step) / self.sps_recent if self.sps_recent else math.nan
+        """Seconds to the end at the recent speed; NaN where none is known, as before learning starts."""
+        return (self.num_updates - self.update) * self.seconds_per_update
 
 
 def duration(seconds: float) -> str:

@@ -140,8 +140,18 @@ class LogPoint(Protocol):
 class Book:
     """Counts and times the learner's loop, leaves in `progress` how it goes, and makes its log points."""
 
-    def __init__(self, schedule: Schedule, log_frequency: int, devices: Devices, progress: Progress, log: LogPoint):
+    def __init__(
+        self,
+        schedule: Schedule,
+        log_frequency: int,
+        devices: Devices,
+        progress: Progress,
+        log: LogPoint,
+        first_to_learn: int = 0,
+    ):
+        """`first_to_learn` is the number of the first update that learns: those before take less time."""
         self._schedule, self._log_frequency, self._devices = schedule, log_frequency, devices
+        self._first_to_learn, self._last_update = first_to_learn, schedule.first - 1  # the latter at the last log point
         self._progress, self._log = progress, log
         self._began = time.perf_counter() - progress.seconds_before
         self._unchecked: tuple[int, Metrics] = (0, {})
@@ -220,6 +230,9 @@ class Book:
             progress.sps = new_steps / interval
         recent = (statistics.global_step - self._steps_at_last_log) / interval
         self._last_log, self._steps_at_last_log = now, statistics.global_step
+        if update > self._schedule.first and self._last_update >= self._first_to_learn - 1:
+            progress.status.seconds_per_update = interval / (update - self._last_update)
+        self._last_update = update
         lag = self._schedule.lag(update)
         values = log_values(statistics, metrics, progress.sps, recent if progress.sps is not None else None, lag)
         actor_times, learner_times = statistics.take_times()

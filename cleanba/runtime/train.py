@@ -140,7 +140,8 @@ def learn(
         for device, params_channel in params_channels:
             params_channel.put(Params(version, published[device]))
 
-    book = Book(schedule, training.log_frequency, training.devices, progress, log)
+    first_to_learn = getattr(training.experiment, "first_to_learn", 0)
+    book = Book(schedule, training.log_frequency, training.devices, progress, log, first_to_learn)
     status.phase = "compiling the update"
     block = training.block_shapes
     state = progress.state = learner.replicate(saved.state) if saved else learner.init()
