@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from cleanba import trust
 from cleanba.config import (
@@ -142,7 +143,8 @@ def preset_name(spec: EnvSpec) -> str:
         return "minigrid"
     if "box2d" in spec.family:
         return "box2d"
-    if shown <= {"discrete"} or ("toy_text" in spec.family and "vector" not in shown):
+    whole = all(np.issubdtype(part.dtype, np.integer) for part in jax.tree.leaves(spec.obs))
+    if shown <= {"discrete"} or ("toy_text" in spec.family and whole):  # Catch shows a board of real numbers
         return "toy_text"
     return "classic_control"
 

@@ -125,8 +125,10 @@ def test_the_gradient_equals_numpys_with_finite_differences(name, on_devices):
     np.testing.assert_allclose(found, expected, rtol=2e-3, atol=2e-4)
 
 
-def test_policy_and_value_share_nothing_unless_asked():
-    modules = lambda **changes: set(ppo.make(tiny(**changes), SPEC, "cpu").init(jax.random.key(0)).params["params"])
+def test_policy_and_value_share_nothing_or_all():
+    own = {"share_torso": False}
+    made = lambda changes: ppo.make(tiny(**own | changes), SPEC, "cpu").init(jax.random.key(0)).params["params"]
+    modules = lambda **changes: set(made(changes))
     assert modules() == {"MLP_0", "MLP_1", "policy", "value", "log_std"}
     assert modules(share_torso=True) == {"MLP_0", "policy", "value", "log_std"}
     assert modules(core="lstm") == {"MLP_0", "MLP_1", "LSTM_0", "LSTM_1", "policy", "value", "log_std"}
@@ -139,7 +141,7 @@ def test_standard_deviations_begin_where_the_flag_says():
 
 
 def test_memories_of_two_torsos_share_no_buffer_as_they_are_donated():
-    carry = jax.tree.leaves(ppo.make(tiny(core="lstm"), SPEC, "cpu").initial_carry(2))
+    carry = jax.tree.leaves(ppo.make(tiny(core="lstm", share_torso=False), SPEC, "cpu").initial_carry(2))
     assert len({x.unsafe_buffer_pointer() for x in carry}) == len(carry) == 4
 
 
@@ -259,7 +261,7 @@ def test_normalisation_and_a_correction_of_lag_are_the_defaults_for_real_valued_
 # EnvPool's numbers of eight bytes; episodes end, and are cut off, within a few steps.
 REAL = dict(env_id="InvertedDoublePendulum-v5", max_episode_steps=9, num_envs=6, num_actors=6, num_shards=3)
 REAL |= dict(num_steps=8, hiddens=(8,), num_minibatches=2, total_timesteps=6 * 48, env_epoch=2)
-REAL |= dict(norm_obs=True, norm_reward=True, collector="stepped")
+REAL |= dict(norm_obs=True, norm_reward=True, collector="stepped", share_torso=False)
 PLACEMENTS = {"two": ((0, 1), (2,)), "three": ((1,), (0, 1, 2))}
 
 

@@ -15,7 +15,8 @@ from cleanba.environments.envpool import Envs, env_spec, known
 from cleanba.environments.kinds import threads_per_actor
 from cleanba.environments.specs import ActionSpec, EnvSpec, ObsSpec, Step, choice, train_reward
 from cleanba.errors import UsageError
-from cleanba.resolution import preset_name
+from cleanba.recipes import RECIPES
+from cleanba.resolution import preset_name, resolve
 from cleanba.seeds import action_key, env_seed
 
 # --------------------------------------------------------------------------------------------- loading EnvPool
@@ -247,8 +248,7 @@ def test_what_a_policy_draws_beyond_the_bounds_moves_the_environment_as_the_boun
     "env_id, known",
     [
         ("MyoHandAirplaneFixed-v0", "continuous"),
-        ("BinPack-v2", "minigrid"),  # a board of codes
-        ("Game2048-v1", "minigrid"),
+        ("Game2048-v1", "classic_control"),  # numbers, and a mask
         ("Blackjack-v1", "toy_text"),
     ],
 )
@@ -283,7 +283,7 @@ def test_flags_and_options_reach_envpool():
 
 
 def test_only_atari_clips_rewards_unless_asked():
-    clips = lambda env_id, **flags: env_spec(Experiment(env_id=env_id, **flags)).clip_reward
+    clips = lambda env_id, **flags: resolve(RECIPES["ppo"], {"env_id": env_id, **flags}, "cpu").spec.clip_reward
     assert (clips("Pong-v5"), clips("CartPole-v1")) == (True, False)
     assert (clips("Pong-v5", reward_clip=False), clips("CartPole-v1", reward_clip=True)) == (False, True)
 

@@ -15,7 +15,7 @@ from cleanba import ops
 from cleanba.config import PolicyGradient
 from cleanba.environments.specs import EnvSpec, ObsSpec
 from cleanba.errors import UsageError
-from cleanba.networks import make_actor_critic
+from cleanba.networks import make_actor_critic, suitable_network
 from cleanba.networks.cores import LSTM, LSTMCarry, initial_carry
 from cleanba.networks.layers import Conv, max_pool
 from cleanba.networks.sight import as_vector
@@ -73,7 +73,7 @@ SMALL = dict(hiddens=(8,), channels=(4, 6), lstm_size=5)
 @pytest.mark.parametrize(
     "obs, network",
     [(SMALL_IMAGE, "nature"), (SMALL_IMAGE, "impala"), (SMALL_IMAGE, "mlp"), (VECTOR, "mlp"), (DISCRETE, "mlp"),
-     (MINIGRID, "mlp"), (ATARI, "auto"), (MINIGRID, "auto")],
+     (MINIGRID, "mlp"), (ATARI, suitable_network(ATARI)), (MINIGRID, suitable_network(MINIGRID))],
 )  # fmt: skip
 def test_outputs_have_a_logit_per_action_and_a_value_for_every_step_and_environment(obs, network, core):
     net = build(obs, network=network, core=core, **SMALL)
@@ -109,9 +109,9 @@ MLP = (5 * 64 + 64) + (64 * 32 + 32)
 COUNTS = [
     (ATARI, dict(network="nature", hiddens=(512,)), NATURE + head(512, 6)),
     (ATARI, dict(network="impala", hiddens=(256,)), IMPALA + head(256, 6)),
-    (ATARI, dict(network="auto", hiddens=(256,)), IMPALA + head(256, 6)),
+    (ATARI, dict(network=suitable_network(ATARI), hiddens=(256,)), IMPALA + head(256, 6)),
     (VECTOR, dict(network="mlp", hiddens=(64, 32)), MLP + head(32, 6)),
-    (VECTOR, dict(network="auto", hiddens=(64, 32)), MLP + head(32, 6)),
+    (VECTOR, dict(network=suitable_network(VECTOR), hiddens=(64, 32)), MLP + head(32, 6)),
     (ATARI, dict(network="nature", hiddens=(512,), core="lstm"), NATURE + lstm(512, 256) + head(256, 6)),
     (ATARI, dict(network="impala", hiddens=(256,), core="lstm"), IMPALA + lstm(256, 256) + head(256, 6)),
     (VECTOR, dict(network="mlp", hiddens=(64, 32), core="lstm", lstm_size=7), MLP + lstm(32, 7) + head(7, 6)),

@@ -50,6 +50,24 @@ class IMPALA(PolicyGradient):
     """RMSProp: added to the root of the mean squared gradient, as PyTorch does"""
 
 
+# Vectors and codes with a few actions: small updates, and many; networks of their own for policy and value, and what is
+# seen and paid brought to the size of one.
+SMALL = Settings(
+    num_envs=32,
+    num_steps=16,
+    learning_rate=2e-3,
+    hiddens=(64, 64),
+    ent_coef=0.001,
+    max_grad_norm=0.5,
+    num_minibatches=1,
+    loss_scale=1.0,
+    vtrace_lambda=0.95,
+    rmsprop_eps=1e-5,
+    share_torso=False,
+    norm_obs=True,
+    norm_reward=True,
+)
+
 # By kind of environment (docs/presets.md): what differs from the defaults above, which are Cleanba's on Atari.
 PRESETS: dict[str, Settings] = {
     "atari": Settings(num_actors=2, num_shards=6, env_epoch=3200),
@@ -83,23 +101,10 @@ PRESETS: dict[str, Settings] = {
         loss_scale=1.0,
         rmsprop_eps=1e-5,
     ),
-    "classic_control": Settings(
-        total_timesteps=800_000,
-        num_envs=64,
-        learning_rate=3e-3,
-        hiddens=(64, 64),
-        ent_coef=0.001,
-        vf_coef=0.005,
-        max_grad_norm=1e6,
-        num_minibatches=2,
-    ),
-    "toy_text": Settings(
-        total_timesteps=300_000,
-        num_envs=64,
-        learning_rate=2e-3,
-        hiddens=(64, 64),
-        num_minibatches=2,
-    ),
+    "classic_control": Settings(**SMALL, total_timesteps=300_000),
+    "minigrid": Settings(**SMALL, total_timesteps=150_000),
+    "toy_text": Settings(**SMALL, total_timesteps=500_000),
+    "box2d": Settings(**SMALL | dict(gamma=0.999), total_timesteps=1_000_000),
 }
 
 

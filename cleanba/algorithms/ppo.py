@@ -101,13 +101,13 @@ PRESETS: dict[str, Settings] = {
     "classic_control": Settings(**SMALL, total_timesteps=250_000),
     "box2d": Settings(
         **SMALL | dict(num_steps=128),
-        total_timesteps=1_000_000,
+        total_timesteps=600_000,
         num_minibatches=16,
         gamma=0.999,
         gae_lambda=0.98,
     ),
-    "minigrid": Settings(**SMALL | dict(ent_coef=0.01), total_timesteps=250_000),
-    "toy_text": Settings(**SMALL, total_timesteps=400_000),
+    "minigrid": Settings(**SMALL | dict(ent_coef=0.01), total_timesteps=150_000),
+    "toy_text": Settings(**SMALL | dict(num_steps=128), total_timesteps=400_000, num_minibatches=16),
 }
 
 
