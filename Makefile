@@ -35,8 +35,8 @@ lint: .venv/.dev-ready ## check style, format, types, and that imports run downw
 lock: .venv-lock/.ready ## refresh poetry.lock and requirements/ from pyproject.toml; ARGS=--regenerate upgrades all
 	@echo "Resolving the dependencies into poetry.lock"
 	@$(POETRY) lock $(ARGS)
-	$(call export,run,--only main)
-	$(call export,dev,--with dev)
+	$(call export,run,--only main --extras "hub track video")
+	$(call export,dev,--with dev --extras "hub track video")
 
 clean: ## remove .venv and every cache; runs/ stays
 	@rm -rf .venv .venv-lock .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist

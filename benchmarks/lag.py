@@ -34,7 +34,7 @@ from cleanba.files import Json
 from cleanba.recipes import RECIPES
 from cleanba.resolution import resolve
 from cleanba.runs import curves, plot
-from cleanba.runs.aggregates import square, stratified
+from cleanba.runs.aggregates import interquartile_mean, square, stratified
 from cleanba.runs.curves import Curve
 
 ROOT = Path(__file__).parents[1]
@@ -251,9 +251,7 @@ def learnable(cells: Cells) -> Cells:
 
 def iqm(matrix: np.ndarray) -> np.ndarray:
     """The mean of the middle half of all scores (Agarwal et al. 2021).  [seeds, cells] -> [1]."""
-    from rliable import metrics  # type: ignore[import-untyped]
-
-    return np.array([metrics.aggregate_iqm(matrix)])
+    return np.array([interquartile_mean(matrix)])
 
 
 def improvement(x: np.ndarray, y: np.ndarray) -> np.ndarray:

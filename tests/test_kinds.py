@@ -421,7 +421,7 @@ def test_what_there_is_not_is_refused_with_a_remedy(changes, words, tmp_path, mo
 
 def test_a_suite_that_is_not_installed_is_named_with_what_installs_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "gymnax", None)
-    with pytest.raises(UsageError, match=r"optional package gymnax.*pip install 'cleanba\[jax-envs\]'"):
+    with pytest.raises(UsageError, match=r"needs the module gymnax, .*pip install -e '.\[jax-envs\]'"):
         env_spec(Experiment(env_id="gymnax:CartPole-v1"))
 
 

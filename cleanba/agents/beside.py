@@ -13,6 +13,7 @@ import jax
 
 from cleanba.agents.agent import BEST, Policy, read_best
 from cleanba.agents.evaluate import film_path, film_to, play, require_steps, summary
+from cleanba.agents.film import require_films
 from cleanba.config import Run, require
 from cleanba.environments.kinds import Envs, open_envs, threads_per_actor
 from cleanba.environments.specs import EnvSpec
@@ -63,6 +64,7 @@ class Evaluations:
         given = run.eval_device_id
         self._device = devices.actors[-1] if given is None else pick_devices((given,), "--eval-device-id")[0]
         if run.capture_video:
+            require_films()
             check_can_be_filmed(agent.spec)
         self._run_dir, self._run, self._agent = run_dir, run, agent
         self._best: Json | None = None

@@ -5,9 +5,9 @@ import os
 import warnings
 from collections.abc import Collection
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-import imageio.v2 as imageio
 import jax
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
@@ -17,7 +17,7 @@ from cleanba.environments.action_names import ATARI_ACTIONS as ATARI_ACTIONS
 from cleanba.environments.action_names import action_names
 from cleanba.environments.boards import draw_board
 from cleanba.environments.specs import ActionSpec
-from cleanba.errors import Failure
+from cleanba.errors import Failure, missing
 from cleanba.networks.torsos import channels_first
 from cleanba.rollout import PyTree
 
@@ -31,6 +31,20 @@ MOST_NUMBERS = 16  # of a vector observation that are written out
 INK, DIM, PAPER, BAR, CHOSEN = "#e8e8e8", "#9a9a9a", "#15171c", "#4a6fa5", "#e0a030"
 
 
+def require_films() -> ModuleType:
+    """The optional library that writes films.
+
+    Raises:
+        UsageError: it is not installed.
+    """
+    try:
+        import imageio.v2
+        import imageio_ffmpeg  # noqa: F401  imageio looks for it, and says so late
+    except ImportError as error:
+        raise missing("a film (--video, --capture-video)", error, "video") from None
+    return imageio.v2
+
+
 class Film:
     """Frames of one environment's episode, written as they come.
 
@@ -39,6 +53,8 @@ class Film:
     """
 
     def __init__(self, path: Path, agent: Policy):
+        """Raises `UsageError` where the library is missing that writes films."""
+        self._imageio = require_films()
         self.path = path
         self.frames = 0
         self._agent = agent
@@ -94,7 +110,7 @@ class Film:
         try:
             if self._writer is None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                self._writer = imageio.get_writer(
+                self._writer = self._imageio.get_writer(
                     self._scratch,
                     format="FFMPEG",
                     fps=fps,

@@ -38,7 +38,7 @@ from cleanba.environments.worker import (
     named,
     unregistered,
 )
-from cleanba.errors import Failure, UsageError, closest_names, raised, said
+from cleanba.errors import Failure, UsageError, closest_names, missing, raised, said
 from cleanba.rollout import PyTree
 from cleanba.specs import ObsSpecs
 
@@ -142,6 +142,10 @@ def env_spec(e: Experiment) -> EnvSpec:
         probe.close()
     except UsageError:
         raise
+    except gymnasium.error.DependencyNotInstalled as error:
+        if "box2d" in str(error).lower():
+            raise missing(e.env_id, ImportError(name="Box2D"), "box2d") from None
+        raise UsageError(f"env_id={e.env_id!r} cannot be made: {said(error)}") from error
     except (Exception, SystemExit) as error:  # an environment may raise anything
         given = ", ".join([*(f"{k}={v}" for k, v in options.items()), *e.env_wrappers]) or "no options"
         raise UsageError(f"env_id={e.env_id!r} cannot be {doing} with {given}: {raised(error)}") from error

@@ -32,7 +32,7 @@ from cleanba.environments.gymnasium import steps_per_second
 from cleanba.environments.spaces import action_spec, obs_spec
 from cleanba.environments.specs import ActionSpec, Compilable, EnvSpec, ObsSpec, Step, choice, imported, parse_options
 from cleanba.environments.worker import named
-from cleanba.errors import UsageError, closest_names, raised
+from cleanba.errors import UsageError, closest_names, missing, raised
 from cleanba.rollout import PyTree, heed
 from cleanba.seeds import environment_key
 
@@ -146,11 +146,7 @@ def require_library(name: str) -> ModuleType:
     try:
         return import_module(name)
     except ImportError as error:
-        suite = name.partition(".")[0]
-        raise UsageError(
-            f"{suite}'s environments need the optional package {suite} ({error}); install it with `pip install "
-            "'cleanba[jax-envs]'`"
-        ) from None
+        raise missing(f"{name.partition('.')[0]}", error, "jax-envs") from None
 
 
 def unknown(env_id: str, known: Sequence[str]) -> UsageError:

@@ -8,7 +8,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -205,6 +205,19 @@ class Display:
         self._enabled = self._enabled and live is None
 
 
+@contextlib.contextmanager
+def _without_torch() -> Iterator[None]:
+    """Have tensorboardX leave PyTorch alone: it imports that where it is installed, for seconds, to log tensors."""
+    absent = "torch" not in sys.modules
+    if absent:
+        sys.modules["torch"] = None  # type: ignore[assignment]  # an import of it fails
+    try:
+        yield
+    finally:
+        if absent:
+            del sys.modules["torch"]
+
+
 class Writers:
     """The files and services that metrics go to; only the main process has any."""
 
@@ -218,7 +231,8 @@ class Writers:
         history: Sequence[Json] = (),
     ):
         """`history` holds the rows that metrics.jsonl has already, of a run that goes on."""
-        from tensorboardX.record_writer import RecordWriter
+        with _without_torch():
+            from tensorboardX.record_writer import RecordWriter
 
         self._path = run_dir / METRICS
         self._lines = open(self._path, "a", buffering=1)  # noqa: SIM115  closed by close()
