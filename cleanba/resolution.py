@@ -310,7 +310,10 @@ def stand_by(recipe: Recipe, now: Resolved, run_dir: Path, flag: str = "--run-di
     del values["algorithm"]
     e = earlier_experiment(recipe, values, trust.source_of(run_dir))
     origin = read_json(run_dir / "config.json").get("origin", {})
-    was_typed = {name for name, where in (*now.origin.items(), *origin.items()) if where == TYPED}
+    # What --experiment names counts as typed.
+    was_typed = {
+        name for name, where in (*now.origin.items(), *origin.items()) if where == TYPED or where.startswith("run ")
+    }
     only = lambda values: {name: value for name, value in values.items() if name in was_typed}
     require_same(run_dir, differences(only(to_json(e)), only(to_json(now.experiment))), flag)
     same = e == now.experiment

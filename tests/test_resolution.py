@@ -353,6 +353,16 @@ def test_what_was_typed_then_and_is_not_now_contradicts_it_too(tmp_path):
     assert stand_by(RECIPES["ppo"], again, run_dir).experiment.hiddens == (3,)
 
 
+def test_an_experiment_that_is_taken_whole_contradicts_another_in_every_field(tmp_path):
+    (tmp_path / "source").mkdir(), (tmp_path / "other").mkdir()
+    source, other = left(tmp_path / "source", BEFORE), left(tmp_path / "other", BEFORE | {"gamma": 0.5})
+    config = configure(RECIPES["ppo"], {}, Placement(), Run(experiment_from=str(source)))
+    assert settle(RECIPES["ppo"], config, "cpu", None).experiment == read_recipe(source)[1]
+    with pytest.raises(UsageError, match="holds another experiment .gamma: 0.5, now 0.99."):
+        settle(RECIPES["ppo"], config, "cpu", other)
+    assert settle(RECIPES["ppo"], config, "cpu", source).experiment == read_recipe(source)[1]
+
+
 def test_a_run_of_before_goes_on_to_the_same_bits(tmp_path):
     """Begun as the version before wrote it, ended by this one, by `resume` and by the command of old."""
     flags = [*TINY, "--env-epoch", "2", "--collector", "scanned", "--learning-rate", "2.5e-4", "--no-norm-obs"]

@@ -21,7 +21,7 @@ from cleanba.algorithms.ppo import PPO
 from cleanba.config import to_json
 from cleanba.environments.kinds import env_spec
 from cleanba.errors import Failure, UsageError
-from cleanba.recipes import read_recipe
+from cleanba.resolution import read_recipe
 from cleanba.runs import remote
 from cleanba.runtime.checkpoint import read_model
 from cleanba.trust import check_size, mark_downloaded, source_of
