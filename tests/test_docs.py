@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from launch import finish, python
 
 from cleanba.cli import COMMANDS
 from cleanba.config import Placement, Run, fields_of, flag
@@ -122,3 +123,15 @@ def test_the_table_of_presets_is_what_the_algorithms_have():
         for name, recipe in RECIPES.items()
         for preset, settings in recipe.presets.items()
     }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", ["README.md", "docs/python.md"])
+def test_the_examples_in_python_run_as_they_stand_and_print_what_they_say(page, tmp_path):
+    code = "\n".join(re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.M | re.S))
+    (tmp_path / "examples.py").write_text(f"import os; os.chdir({str(tmp_path)!r})\n{code}")
+    ended = finish(python(tmp_path / "examples.py", JAX_NUM_CPU_DEVICES="8"))
+    assert ended.code == 0, ended.err
+    said = re.findall(r"^print\(.*\)\s+# (.*)$", code, re.M) if page == "README.md" else []
+    printed = ended.out.splitlines()
+    assert (printed == said) if page == "README.md" else len(printed) > 3

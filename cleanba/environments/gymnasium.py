@@ -74,27 +74,38 @@ LOCAL = "local/"  # the namespace of environments that a program has defined, an
 
 
 def register(maker: Callable[..., gymnasium.Env]) -> str:
-    """Have a class, or a function that makes an environment, known in this process.  Returns its id.
+    """The id of a class, or of a function that makes an environment; known in this process from now on.
 
-    The id takes its name.  What had that id before, such as the class from before a cell was run again, is forgotten.
+    What a module has is module:Name, for the command too.  What only the running program has is local/Name-v0: what had
+    that id before, such as the class from before a cell was run again, is forgotten.
     """
-    name = re.sub(r"[^\w.-]+", "", getattr(maker, "__name__", type(maker).__name__))
+    name, module = getattr(maker, "__name__", type(maker).__name__), getattr(maker, "__module__", None)
+    if is_module(module) and getattr(sys.modules.get(str(module)), name, None) is maker:
+        return f"{module}:{name}"
+    name = re.sub(r"[^\w.-]+", "", name)
     gymnasium.registry.pop(f"{LOCAL}{name}-v0", None)
     gymnasium.register(f"{LOCAL}{name}-v0", entry_point=maker)
     return f"{PREFIX}{LOCAL}{name}-v0"
 
 
+def is_module(name: str | None) -> bool:
+    """Whether another process could import a module of that name."""
+    try:
+        return name is not None and name != "__main__" and find_spec(name) is not None
+    except (ValueError, ImportError):  # it was made, not imported
+        return False
+
+
 def can_be_sent(spec: EnvSpec) -> bool:
     """Whether a process of its own can make these environments: none can import what a program itself defines."""
     made = game(spec)
-    modules = [wrapper.partition(":")[0] for wrapper in made.wrappers]
+    named_by = [made.name.rpartition(":")[0], *(wrapper.partition(":")[0] for wrapper in made.wrappers)]
     entry = None if made.registered is None else made.registered.entry_point
     if callable(entry):
-        modules.append(getattr(entry, "__module__", ""))
+        named_by.append(getattr(entry, "__module__", ""))
     try:
-        found = all(not module or find_spec(module) is not None for module in modules)
-        return found and b"__main__" not in pickle.dumps(made) and "__main__" not in modules
-    except Exception:  # one that is no file, or a function without a name
+        return all(is_module(name) for name in named_by if name) and b"__main__" not in pickle.dumps(made)
+    except Exception:  # a function without a name, or options that are bound to this process
         return False
 
 

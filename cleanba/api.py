@@ -1,0 +1,357 @@
+"""The Python interface: `cleanba.train(cleanba.ppo("CartPole-v1"))`.  Its names are the package's (`import cleanba`).
+
+As on the command line, what is trained and where it runs are given apart: the keywords of `ppo` and the others are an
+experiment's flags, those of `train` the flags of placement and run.
+"""
+
+import inspect
+import signal
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from pathlib import Path
+from typing import (
+    Annotated,
+    Any,
+    NamedTuple,
+    NoReturn,
+    ParamSpec,
+    Protocol,
+    TypedDict,
+    Unpack,
+    get_args,
+    get_origin,
+    overload,
+)
+
+import gymnasium
+import jax
+import numpy as np
+
+from cleanba import config
+from cleanba.agents.agent import Agent
+from cleanba.agents.evaluate import Evaluation, evaluate
+from cleanba.agents.load import load
+from cleanba.algorithms.dqn import DQN
+from cleanba.algorithms.impala import IMPALA
+from cleanba.algorithms.ppo import PPO
+from cleanba.algorithms.sac import SAC
+from cleanba.algorithms.td3 import TD3
+from cleanba.config import Experiment, Placement, as_typed, fields_of, read_config, read_experiment, require
+from cleanba.environments.gymnasium import register
+from cleanba.errors import Failure, Interrupted, UsageError, closest_names
+from cleanba.files import Json, read_json
+from cleanba.launch import Ended, launch
+from cleanba.recipes import RECIPES
+from cleanba.resolution import configure, settle, wishes
+from cleanba.runs.curves import column, read_rows
+from cleanba.train_flags import FOREIGN_FLAGS
+
+__all__ = [
+    "Agent",
+    "Curve",
+    "Evaluation",
+    "Failure",
+    "Interrupted",
+    "Run",
+    "Spec",
+    "UsageError",
+    "dqn",
+    "evaluate",
+    "impala",
+    "load",
+    "ppo",
+    "sac",
+    "td3",
+    "train",
+]
+
+# ------------------------------------------------------------------------------------------------------ what is trained
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What is trained: an algorithm, and the flags that were given for it.  `ppo` and the others make one."""
+
+    algorithm: str
+    """its name: "ppo", "impala", "dqn", "sac" or "td3" """
+    flags: Mapping[str, Any] = field(default_factory=dict)
+    """what was given; presets and defaults decide the rest"""
+    whole: Path | None = None
+    """the run whose whole experiment this is, for one that `Run.spec` made"""
+    maker: Callable[..., gymnasium.Env] | None = None
+    """the class or function that was given in place of an environment's name"""
+
+    def __repr__(self) -> str:
+        if self.whole is not None:
+            return f"<{self.algorithm}, the whole experiment of {self.whole}>"
+        return f"{self.algorithm}({', '.join(f'{name}={value!r}' for name, value in self.flags.items())})"
+
+    def resolve(self) -> Experiment:
+        """The whole experiment as it would be trained here, with presets and defaults filled in; nothing is trained.
+
+        Raises:
+            UsageError: a value is not allowed, or there is no such environment.
+        """
+        recipe = RECIPES[self.algorithm]
+        self.register()
+        asked = configure(recipe, self.flags, Placement(), config.Run(), self.whole)
+        return settle(recipe, asked, jax.default_backend(), None).experiment
+
+    def register(self) -> None:
+        """Have the class or function that was given known in this process."""
+        if self.maker is not None:
+            register(self.maker)
+
+
+P = ParamSpec("P")
+
+
+class Specify(Protocol[P]):
+    """A function that makes specifications for one algorithm; its keywords are the fields of the experiment."""
+
+    @overload
+    def __call__(self, *args: P.args, **flags: P.kwargs) -> Spec: ...
+    @overload
+    def __call__(self, env_id: Callable[..., gymnasium.Env], /, **flags: Any) -> Spec: ...
+
+
+def _specify(algorithm: str, form: Callable[P, Experiment]) -> Specify[P]:
+    """The function of that name, with the signature and the documentation of the experiment's fields."""
+    recipe = RECIPES[algorithm]
+    known = {name: f for name, f in fields_of(recipe.experiment).items() if f.offered}
+
+    def specify(env_id: str | Callable[..., gymnasium.Env] = recipe.experiment.env_id, /, **flags: Any) -> Spec:
+        maker = None if isinstance(env_id, str) else env_id
+        if "env_id" in flags:
+            env_id = flags.pop("env_id")
+        if maker is not None:
+            require(callable(maker), f"env_id={maker!r} must be a name, or a class or function that makes environments")
+            env_id = register(maker)
+        if unknown := [name for name in flags if name not in known]:
+            _refuse(algorithm, unknown[0], known)
+        return Spec(algorithm, wishes(recipe, {"env_id": env_id, **_plain(flags)}), maker=maker)
+
+    defaults = {f.name: f.default for f in fields(recipe.experiment)}
+    specify.__name__ = specify.__qualname__ = algorithm
+    kinds = inspect.Parameter
+    specify.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [
+            kinds(
+                name,
+                kinds.POSITIONAL_OR_KEYWORD if name == "env_id" else kinds.KEYWORD_ONLY,
+                default=defaults[name],
+                annotation=get_args(f.annotation)[0] if get_origin(f.annotation) is Annotated else f.annotation,
+            )
+            for name, f in known.items()
+        ],
+        return_annotation=Spec,
+    )
+    lines = [f"    {name}: {f.about}" for name, f in known.items()]
+    specify.__doc__ = "\n".join(
+        [
+            f"A specification to {recipe.about}: what `cleanba {algorithm}` trains with the flags of the same names.",
+            "",
+            "What is left out, a preset for such an environment decides, or else the default that is shown here.  In",
+            "place of its name, `env_id` may be a class or a function that makes one of Gymnasium's environments.",
+            "",
+            "Args:",
+            *lines,
+            "",
+            "Raises:",
+            "    UsageError: there is no such keyword, or its value is of another type or out of range.",
+        ]
+    )
+    found: Any = specify  # whose signature no checker can follow
+    return found
+
+
+def _plain(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Keywords as flags have them: NumPy's numbers as Python's, and options in a dictionary as name=value."""
+    plain = {
+        name: value.tolist() if isinstance(value, np.ndarray | np.generic) else value for name, value in flags.items()
+    }
+    options = plain.get("env_options")
+    if isinstance(options, Mapping):
+        plain["env_options"] = tuple(f"{name}={value}" for name, value in options.items())
+    return plain
+
+
+def _refuse(what: str, name: str, known: Collection[str]) -> NoReturn:
+    """Raise `UsageError` for a keyword that is not known, with what to do in its place."""
+    here = {*fields_of(Placement), *fields_of(config.Run)} - {"experiment_from"}
+    flag = f"--{name.replace('_', '-')}"
+    if what != "train" and name in here:
+        raise UsageError(f"{what} has no keyword {name}, which does not change what is trained; give it to train")
+    if what == "train" and any(name in fields_of(recipe.experiment) for recipe in RECIPES.values()):
+        raise UsageError(f"train has no keyword {name}, which changes what is trained; give it to ppo(…) or its like")
+    if what != "train" and flag in FOREIGN_FLAGS:
+        raise UsageError(f"{what} has no keyword {name}; {FOREIGN_FLAGS[flag].replace('--', '').replace('-', '_')}")
+    close = closest_names(name, known)
+    raise UsageError(f"{what} has no keyword {name}" + (f"; the closest are {close}" if close else ""))
+
+
+ppo = _specify("ppo", PPO)
+impala = _specify("impala", IMPALA)
+dqn = _specify("dqn", DQN)
+sac = _specify("sac", SAC)
+td3 = _specify("td3", TD3)
+
+# --------------------------------------------------------------------------------------------------------------- a run
+
+
+class Curve(NamedTuple):
+    """A metric over a run."""
+
+    steps: np.ndarray
+    """[N] int64: environment steps"""
+    values: np.ndarray
+    """[N] float64"""
+
+
+class Run:
+    """A run on disk, which `train` returns; `Run("runs/a")` is one that was trained before, or that still trains."""
+
+    def __init__(self, run_dir: str | Path):
+        """Raises `UsageError` if there is no run."""
+        self.run_dir = Path(run_dir)
+        read_experiment(self.run_dir)
+
+    def __repr__(self) -> str:
+        return f"<cleanba run {self.run_dir}>"
+
+    @property
+    def config(self) -> Json:
+        """config.json: the experiment with every value, the placement, the machine."""
+        return read_config(self.run_dir)
+
+    @property
+    def result(self) -> Json:
+        """result.json: status, update, global_step, episodic_return, params_digest …
+
+        Raises:
+            UsageError: the run still trains, or was killed.
+        """
+        path = self.run_dir / "result.json"
+        require(path.exists(), f"{self.run_dir} has no result yet: it still trains, or was ended by force")
+        return read_json(path)
+
+    @property
+    def metrics(self) -> list[str]:
+        """The names of the curves."""
+        rows = read_rows(self.run_dir)
+        return sorted({name for row in rows for name, value in row.items() if "/" in name and _is_number(value)})
+
+    def curve(self, name: str) -> Curve:
+        """A metric over the steps, such as charts/episodic_return or losses/loss, where it was logged and is a number.
+
+        Raises:
+            UsageError: nothing of that name was logged.
+        """
+        rows = read_rows(self.run_dir)
+        values = column(rows, name)
+        there = np.isfinite(values)
+        if not there.any():
+            known = self.metrics
+            close = closest_names(name, known) or ", ".join(known)
+            raise UsageError(f"{self.run_dir} has logged no number named {name!r}; it has {close or 'none yet'}")
+        return Curve(column(rows, "global_step")[there].astype(np.int64), values[there])
+
+    def agent(self, checkpoint: str | int = "last", *, seed: int = 1) -> Agent:
+        """The trained agent, as `load` returns it.
+
+        Raises:
+            UsageError: there is no such checkpoint.
+            Failure: it is damaged.
+        """
+        return load(self.run_dir, checkpoint, seed=seed)
+
+    @cached_property
+    def spec(self) -> Spec:
+        """The whole experiment, to be trained again in another directory, or to go on with in this one."""
+        return Spec(read_experiment(self.run_dir)["algorithm"], whole=self.run_dir)
+
+
+def _is_number(x: object) -> bool:
+    return isinstance(x, int | float) and not isinstance(x, bool)
+
+
+class TrainFlags(TypedDict, total=False):
+    """The flags of placement and run, as keywords of `train`."""
+
+    actor_device_ids: Collection[int]
+    learner_device_ids: Collection[int]
+    distributed: bool
+    coordinator_address: str | None
+    num_processes: int | None
+    process_id: int | None
+    env_workers: int | None
+    exp_name: str
+    checkpoint_frequency: int | None
+    keep_checkpoints: int
+    grace_period: float
+    stall_timeout: float
+    on_nonfinite: str
+    log_frequency: int
+    eval_frequency: int
+    eval_episodes: int
+    eval_device_id: int | None
+    eval_max_steps: int | None
+    profile: int
+    capture_video: bool
+    track: bool
+    wandb_project_name: str
+    wandb_entity: str | None
+    save_model: bool
+    upload_model: bool
+    hf_entity: str | None
+    trust_remote_code: bool
+
+
+def train(spec: Spec, run_dir: str | Path | None = None, *, progress: bool = True, **flags: Unpack[TrainFlags]) -> Run:
+    """Train to the end of the experiment, and return the run.
+
+    The same call with the same `run_dir` goes on with a run that has not come to its end, and leaves a finished one
+    alone.
+
+    Args:
+        spec: what is trained, such as `ppo("CartPole-v1", seed=1)`.
+        run_dir: directory of the run; None: runs/<env>__<exp-name>__<seed>__<time>.
+        progress: whether progress is shown, on the console or below a notebook's cell.
+        **flags: where it runs and what is kept, by the names of the command's flags: `learner_device_ids=[0, 1]`,
+            `eval_frequency=100`.
+
+    Raises:
+        UsageError: what was asked for cannot be done as written, or another experiment lives in `run_dir`.
+        Failure: something around the code broke: a full disk, a dead process, numbers that are not finite.
+        KeyboardInterrupt: Ctrl-C, or a notebook's "interrupt kernel".  The same call goes on.
+        Interrupted: another signal asked the run to end.  The same call goes on.
+    """
+    require(isinstance(spec, Spec), f"train takes a specification, such as cleanba.ppo('CartPole-v1'), not {spec!r}")
+    recipe = RECIPES[spec.algorithm]
+    given = _plain({"run_dir": run_dir, **flags})
+    place, keep = set(fields_of(Placement)), set(fields_of(config.Run)) - {"experiment_from"}
+    if unknown := [name for name in given if name not in place | keep]:
+        _refuse("train", unknown[0], place | keep)
+    placement = Placement(**as_typed(Placement, {name: x for name, x in given.items() if name in place}))
+    run = config.Run(**as_typed(config.Run, {name: x for name, x in given.items() if name in keep}))
+    spec.register()
+    ended = launch(recipe, configure(recipe, spec.flags, placement, run, spec.whole), progress, _give_up)
+    _raise(ended)
+    return Run(ended.run_dir)
+
+
+def _give_up(signum: int) -> None:
+    """Ctrl-C was pressed a second time: leave the run at once, with its threads."""
+    raise KeyboardInterrupt(signal.Signals(signum).name)
+
+
+def _raise(ended: Ended) -> None:
+    """Raise the error that a run ended by, if there is one, with how it goes on."""
+    error = ended.error
+    if isinstance(error, Interrupted) and error.signum == signal.SIGINT:
+        raise KeyboardInterrupt(f"the run ended early; the same call, or {ended.remedy}") from None
+    if error is not None:
+        if ended.remedy:
+            error.add_note(f"the same call, or {ended.remedy}")
+        raise error

@@ -1,0 +1,462 @@
+"""The Python interface: a run from keywords, its curves, its agent, and how a run ends that somebody interrupts."""
+
+import inspect
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import gymnasium
+import jax
+import numpy as np
+import pytest
+from launch import command, finish, python, read_result
+
+import cleanba
+from cleanba.agents.agent import Agent, as_batch
+from cleanba.config import Placement, fields_of
+from cleanba.config import Run as RunFlags
+from cleanba.recipes import RECIPES
+from cleanba.runtime.collect import first_carry
+from cleanba.specs import ActionSpec, EnvSpec, ObsSpec
+
+SMALL = dict(num_envs=8, num_steps=16, num_actors=2, num_shards=2, hiddens=[16], num_minibatches=2, update_epochs=1)
+
+
+def words_of(flags: dict) -> list[str]:
+    """Keywords as the command takes them."""
+    several = lambda value: value if isinstance(value, list | tuple) else [value]
+    return [str(word) for name, x in flags.items() for word in (f"--{name.replace('_', '-')}", *several(x))]
+
+
+WORDS = words_of(SMALL)
+
+
+def small(env_id="CartPole-v1", **more) -> cleanba.Spec:
+    return cleanba.ppo(env_id, **SMALL, **{"total_timesteps": 1280, **more})
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> cleanba.Run:
+    return cleanba.train(small(), tmp_path_factory.mktemp("api") / "run", progress=False, log_frequency=2)
+
+
+# ------------------------------------------------------------------------------------------------------------- the run
+
+
+def test_the_package_alone_imports_nothing():
+    code = (
+        "import time, sys; began = time.process_time(); import cleanba; seconds = time.process_time() - began\n"
+        "assert not {'jax', 'numpy', 'gymnasium', 'cleanba.api'} & set(sys.modules), sorted(sys.modules)\n"
+        "assert seconds < 0.2, seconds\n"
+        "assert {'ppo', 'train', 'load', 'UsageError'} <= set(dir(cleanba))\n"
+        "try: cleanba.nothing\n"
+        "except AttributeError as error: assert 'nothing' in str(error)"
+    )
+    ended = finish(python("-c", code))
+    assert ended.code == 0, ended.err
+
+
+def test_python_and_the_command_train_the_same_bits_and_know_each_others_runs(run, tmp_path):
+    words = ["ppo", "--env-id", "CartPole-v1", *WORDS, "--total-timesteps", "1280", "--log-frequency", "2"]
+    ended = command(*words, "--run-dir", tmp_path / "typed")
+    assert ended.code == 0, ended.err
+    assert read_result(tmp_path / "typed")["params_digest"] == run.result["params_digest"]
+    ended = command(*words, "--run-dir", run.run_dir)
+    assert ended.code == 0 and "is finished; nothing to do" in ended.out
+
+
+def test_a_finished_run_is_left_alone_and_its_whole_experiment_can_be_trained_elsewhere(run, tmp_path, capsys):
+    before = (run.run_dir / "result.json").stat().st_mtime_ns
+    again = cleanba.train(small(), run.run_dir)
+    assert "is finished; nothing to do" in capsys.readouterr().out
+    assert again.result == run.result and (run.run_dir / "result.json").stat().st_mtime_ns == before
+    other = cleanba.train(run.spec, tmp_path / "run", progress=False, learner_device_ids=(1, 2), actor_device_ids=[3])
+    assert other.result["params_digest"] == run.result["params_digest"]
+    assert other.config["experiment"] == run.config["experiment"]
+    assert capsys.readouterr().out == ""
+
+
+def test_curves_are_arrays_over_steps(run):
+    steps, values = run.curve("charts/episodic_return")
+    assert steps.dtype == np.int64 and values.dtype == np.float64 and len(steps) == len(values) == 6
+    assert steps[-1] == run.result["global_step"] and values[-1] == run.result["episodic_return"]
+    assert "losses/loss" in run.metrics and "params_digest" not in run.metrics
+    with pytest.raises(cleanba.UsageError, match=r"no number named 'charts/episode_return'; it has .*episodic_return"):
+        run.curve("charts/episode_return")
+    assert str(cleanba.Run(run.run_dir).run_dir) in repr(run)
+
+
+def test_what_is_no_run_is_refused(tmp_path):
+    with pytest.raises(cleanba.UsageError, match="does not exist"):
+        cleanba.Run(tmp_path)
+    with pytest.raises(cleanba.UsageError, match="does not exist"):
+        cleanba.load(tmp_path)
+    with pytest.raises(cleanba.UsageError, match="takes a specification"):
+        cleanba.train("CartPole-v1")
+
+
+@pytest.mark.parametrize(
+    "make, words",
+    [
+        (lambda: cleanba.ppo("CartPole-v1", learning_rat=1), "no keyword learning_rat; the closest are learning_rate"),
+        (lambda: cleanba.sac("Pendulum-v1", learning_rate=1e-3), "sac has no keyword learning_rate; set policy_lr"),
+        (lambda: cleanba.ppo("CartPole-v1", run_dir="runs/a"), "does not change what is trained; give it to train"),
+        (lambda: cleanba.ppo("CartPole-v1", learning_rate="fast"), "learning_rate='fast' must be a number"),
+        (lambda: cleanba.ppo("CartPole-v1", num_envs=2.5), "num_envs=2.5 must be a whole number"),
+        (lambda: cleanba.ppo("CartPole-v1", network="big"), "network='big' must be one of"),
+        (lambda: cleanba.ppo("CartPole-v1", hiddens=64), "hiddens=64 must be a list"),
+        (lambda: cleanba.ppo(3), "must be a name, or a class"),
+        (lambda: cleanba.dqn("CartPole-v1", core="lstm"), "dqn"),
+        (lambda: cleanba.train(small(), seed=3), "changes what is trained; give it to ppo"),
+        (lambda: cleanba.train(small(), log_frequenzy=3), "the closest are log_frequency"),
+        (lambda: cleanba.train(small(), log_frequency="often"), "log_frequency='often' must be a whole number"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_in_one_sentence(make, words):
+    with pytest.raises(cleanba.UsageError) as caught:
+        make()
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "flags, placed",
+    [
+        (dict(num_envs=7), {}),
+        (dict(env_id="CartPole-v9"), {}),
+        (dict(gamma=2.0), {}),
+        ({}, dict(learner_device_ids=(99,))),
+        (dict(seed=2), {}),
+    ],
+)
+def test_errors_are_the_sentences_of_the_command(flags, placed, run):
+    words = ["ppo", "--env-id", "CartPole-v1", *WORDS, "--total-timesteps", "1280", "--run-dir", run.run_dir]
+    ended = command(*words, *words_of(flags | placed))
+    with pytest.raises(cleanba.UsageError) as caught:
+        cleanba.train(cleanba.ppo(**{"env_id": "CartPole-v1", "total_timesteps": 1280, **SMALL, **flags}),
+                      run.run_dir, progress=False, **placed)  # fmt: skip
+    assert ended.code == 2 and ended.err == f"cleanba: {caught.value}\n"
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_signatures_and_documentation_have_every_flag(name):
+    specify, known = getattr(cleanba, name), fields_of(RECIPES[name].experiment)
+    offered = [field for field, f in known.items() if f.offered]
+    assert list(inspect.signature(specify).parameters) == offered
+    assert all(f"    {field}: {known[field].about}" in specify.__doc__ for field in offered)
+
+
+def test_train_takes_the_flags_of_placement_and_run():
+    from cleanba.api import TrainFlags
+
+    flags = {*fields_of(Placement), *fields_of(RunFlags)} - {"run_dir", "experiment_from"}
+    assert set(TrainFlags.__annotations__) == flags
+
+
+def test_values_may_be_numpys_and_options_a_dictionary():
+    spec = cleanba.ppo("Breakout-v5", num_envs=np.int64(8), gamma=np.float32(0.5), hiddens=np.array([8, 8]),
+                       total_timesteps=1e6, env_options=dict(frame_skip=2))  # fmt: skip
+    assert spec.flags == dict(
+        env_id="Breakout-v5", num_envs=8, gamma=0.5, hiddens=(8, 8), total_timesteps=10**6,
+        env_options=("frame_skip=2",),
+    )  # fmt: skip
+    assert repr(cleanba.ppo("Catch-v0", seed=2)) == "ppo(env_id='Catch-v0', seed=2)"
+
+
+def test_presets_are_those_of_the_command():
+    e = cleanba.ppo("Pendulum-v1").resolve()
+    assert e.norm_obs and e.network == "mlp" and not e.share_torso
+
+
+# ------------------------------------------------------------------------------------------------------------ the agent
+
+
+def test_one_observation_or_a_batch(run):
+    agent = run.agent()
+    assert isinstance(agent, cleanba.Agent) and agent.update == run.result["update"]
+    assert agent.spec.obs == ObsSpec("vector", (4,), "float32") and "CartPole-v1" in repr(agent)
+    batch = np.random.default_rng(0).normal(size=(5, 4))
+    together = agent.act(batch, greedy=True)
+    assert together.shape == (5,) and together.dtype == np.int32
+    alone = [agent.act(obs.tolist(), greedy=True) for obs in batch]
+    assert all(a.shape == () and int(a) in (0, 1) for a in alone) and np.array_equal(alone, together)
+
+
+def test_actions_are_drawn_with_a_seed_and_never_with_the_same_numbers_twice(run):
+    batch = np.zeros((200, 4), np.float32)  # where both actions are about as likely
+    first, second = cleanba.load(run.run_dir, seed=3), cleanba.load(run.run_dir, seed=3)
+    drawn = [first.act(batch) for _ in range(3)]
+    assert all(0 < x.mean() < 1 for x in drawn) and not np.array_equal(drawn[0], drawn[1])
+    assert all(np.array_equal(x, second.act(batch)) for x in drawn)
+    first.reset()
+    assert not np.array_equal(first.act(batch), drawn[0])
+    first.reset(seed=3)
+    assert np.array_equal(first.act(batch), drawn[0])
+    first.reset(seed=4)
+    assert not np.array_equal(first.act(batch), drawn[0])
+
+
+@pytest.mark.parametrize(
+    "obs, words",
+    [
+        (np.zeros(3), "has the shape (3,), but one has (4,)"),
+        (np.zeros((2, 2, 4)), "has the shape (2, 2, 4)"),
+        (np.zeros((0, 4)), "has the shape (0, 4)"),
+        ("left", "has the shape ()"),
+        ([[1.0], [1.0, 2.0]], "is no array"),
+        (["a"] * 4, "which is not float32"),
+        ({"obs": np.zeros(4)}, "has the shape ()"),
+    ],
+)
+def test_an_observation_of_another_form_is_refused(run, obs, words):
+    with pytest.raises(cleanba.UsageError) as caught:
+        run.agent().act(obs)
+    assert words in str(caught.value) and "CartPole-v1 shows vector 4 float32" in str(caught.value)
+    with pytest.raises(cleanba.UsageError, match="first has the shape"):
+        run.agent().act(np.zeros((3, 4)), first=[True])
+
+
+def test_a_recurrent_agent_remembers_until_an_episode_begins(tmp_path):
+    spec = small("Catch-v0", core="lstm", lstm_size=8, total_timesteps=256)
+    agent = cleanba.train(spec, tmp_path / "run", progress=False).agent()
+    policy, rng = agent.policy, np.random.default_rng(1)
+    shape = policy.spec.obs.shape
+    carry, key = first_carry(policy.algorithm, 2, jax.devices()[0]), agent._key
+    begins = [(True, True), (False, False), (False, True), (False, False)]
+    for t, first in enumerate(begins):
+        obs = rng.integers(0, 2, (2, *shape)).astype(np.float32)
+        expected, carry = policy.act(policy.params, carry, obs, np.array(first), key, np.int32(t), True)
+        # None says that episodes begin at the first call only.
+        got = agent.act(obs, first=None if t in (0, 1, 3) else first)
+        assert np.array_equal(got, np.asarray(expected)), t
+    assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(carry), jax.tree.leaves(agent._carry), strict=True))
+    assert any(np.abs(x).max() > 0 for x in jax.tree.leaves(carry))
+    with pytest.raises(cleanba.UsageError, match="remembers the past of 2 environments and was given 1 observation"):
+        agent.act(np.zeros(shape))
+    agent.act(np.zeros(shape), first=True)  # nothing that was before matters now
+    agent.reset()
+    agent.act(np.zeros((3, *shape)))
+
+
+def test_actions_are_the_environments_own_and_within_its_bounds(tmp_path):
+    spec = cleanba.sac("Pendulum-v1", num_envs=4, num_steps=4, num_actors=1, num_shards=1, hiddens=[8],
+                       total_timesteps=64, learning_starts=16, batch_size=8, buffer_size=64)  # fmt: skip
+    agent = cleanba.train(spec, tmp_path / "run", progress=False).agent()
+    env = gymnasium.make("Pendulum-v1")
+    obs, _ = env.reset(seed=1)
+    for greedy in (None, True, False):
+        action = agent.act(obs, greedy=greedy)
+        assert action in env.action_space and action.shape == (1,)
+    wide = ActionSpec("quantities", (2,), "float64", (), (-1.0, -2.0), (1.0, 2.0))
+    loud = agent.policy._replace(
+        act=lambda params, carry, obs, *_: (np.full((len(obs), 2), 9.0, np.float32), carry),
+        spec=agent.spec._replace(given_action=wide),
+    )
+    action = Agent(loud, jax.devices()[0]).act(np.zeros((3, 3)))
+    assert action.dtype == np.float64 and np.array_equal(action, [[1.0, 2.0]] * 3)
+
+
+def test_dictionaries_tuples_and_masks_are_taken_as_environments_show_them():
+    parts = {"action_mask": ObsSpec("mask", (2,), "int8"), "inner": {"00": ObsSpec("discrete", (), "int32", 3)}}
+    spec = EnvSpec("Some-v0", parts, 2, False, False, {})
+    one, count = as_batch(spec, {"action_mask": [0, 1], "inner": (2,), "more": "text"})
+    assert count is None and one["action_mask"].shape == (1, 2) and one["action_mask"].dtype == np.int8
+    assert one["inner"]["00"].tolist() == [2] and one["inner"]["00"].dtype == np.int32
+    many, count = as_batch(spec, {"action_mask": np.ones((3, 2), bool), "inner": {"00": np.arange(3)}})
+    assert count == 3 and many["inner"]["00"].shape == (3,)
+    with pytest.raises(cleanba.UsageError, match="some parts of the observation are batches of another size"):
+        as_batch(spec, {"action_mask": np.ones((3, 2)) > 0, "inner": {"00": 1}})
+    with pytest.raises(cleanba.UsageError, match="must have the parts action_mask, inner, but is the parts inner"):
+        as_batch(spec, {"inner": {"00": 1}})
+    with pytest.raises(cleanba.UsageError, match=r"observation\['inner.00'\] is of type float64, which is not int32"):
+        as_batch(spec, {"action_mask": [0, 1], "inner": {"00": 1.5}})
+
+
+def test_evaluations_are_those_of_the_command_and_disturb_nothing(run, tmp_path):
+    agent = run.agent()
+    obs = np.zeros((50, 4), np.float32)
+    undisturbed = cleanba.load(run.run_dir)
+    undisturbed.act(obs), agent.act(obs)
+    played = cleanba.evaluate(agent, episodes=4, film=tmp_path / "film.mp4")
+    assert np.array_equal(agent.act(obs), undisturbed.act(obs))
+    assert command("eval", run.run_dir, "--episodes", "4").code == 0
+    expected = json.loads((run.run_dir / "eval.json").read_text())
+    assert played.returns.tolist() == expected["returns"] and played.lengths.tolist() == expected["lengths"]
+    assert (played.mean, played.std) == (expected["mean"], expected["std"])
+    assert played.film == tmp_path / "film.mp4" and played.film.stat().st_size > 1000
+    with pytest.raises(cleanba.UsageError, match="episodes=0 must be at least 1"):
+        cleanba.evaluate(agent, episodes=0)
+    with pytest.raises(cleanba.UsageError, match="must be an .mp4 file"):
+        cleanba.evaluate(agent, episodes=1, film="film.gif")
+
+
+def test_what_other_computations_are_like_stays_as_it_was(run, tmp_path):
+    jax.config.update("jax_default_matmul_precision", "bfloat16")
+    try:
+        cleanba.train(small(total_timesteps=128), tmp_path / "run", progress=False).agent().act(np.zeros(4))
+        assert jax.config.jax_default_matmul_precision == "bfloat16"
+    finally:
+        jax.config.update("jax_default_matmul_precision", None)
+
+
+# ------------------------------------------------------------------------------------------------- how a run is ended
+
+LONG = dict(total_timesteps=128 * 4000, env_epoch=20)
+
+
+def press_when(run_dir: Path, signum: int, ready=lambda lines: lines > 2) -> threading.Thread:
+    """Send this process a signal once a run has logged something."""
+
+    def wait():
+        log = run_dir / "metrics.jsonl"
+        while not (log.exists() and ready(len(log.read_text().splitlines()))):
+            time.sleep(0.02)
+        os.kill(os.getpid(), signum)
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("signum, raised", [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, cleanba.Interrupted)])
+def test_a_signal_ends_a_run_and_the_same_call_goes_on(signum, raised, tmp_path):
+    spec, handlers = small(**LONG), [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
+    press_when(tmp_path / "run", signum)
+    with pytest.raises(raised) as caught:
+        cleanba.train(spec, tmp_path / "run", progress=False, log_frequency=10)
+    words = " ".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
+    assert f"the same call, or `cleanba resume {tmp_path / 'run'}` goes on after update" in words
+    assert [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)] == handlers
+    run = cleanba.Run(tmp_path / "run")
+    assert run.result["status"] == "interrupted" and run.result["update"] < 4000
+    with pytest.raises(cleanba.UsageError, match="holds another experiment"):  # and no other process is in it
+        cleanba.train(small(seed=5, **LONG), tmp_path / "run", progress=False)
+    # The process is usable: a shorter run in it is what it always is.
+    again = cleanba.train(small(total_timesteps=256), tmp_path / "again", progress=False)
+    assert again.result["status"] == "finished"
+
+
+def test_an_interrupted_run_goes_on_to_the_same_bits(tmp_path):
+    spec = small(total_timesteps=128 * 300, env_epoch=20)
+    press_when(tmp_path / "run", signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        cleanba.train(spec, tmp_path / "run", progress=False, log_frequency=1)
+    gone_on = cleanba.train(spec, tmp_path / "run", progress=False, log_frequency=1)
+    whole = cleanba.train(spec, tmp_path / "whole", progress=False)
+    assert gone_on.result["status"] == "finished"
+    assert gone_on.result["params_digest"] == whole.result["params_digest"]
+
+
+def test_a_run_needs_no_main_thread(run, tmp_path):
+    made = []
+    thread = threading.Thread(target=lambda: made.append(cleanba.train(run.spec, tmp_path / "run", progress=False)))
+    thread.start()
+    thread.join()
+    assert made[0].result["params_digest"] == run.result["params_digest"]
+
+
+def test_a_failure_is_raised_with_its_cause_and_lets_go_of_the_directory(run, tmp_path, monkeypatch):
+    def broken(*_, **__):
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr("cleanba.runtime.actor.action_numbers", broken)
+    with pytest.raises(RuntimeError, match="planted") as caught:
+        cleanba.train(run.spec, tmp_path / "run", progress=False)
+    assert (
+        any("broken" in frame.name for frame in caught.traceback)
+        and "goes on after update 0" in caught.value.__notes__[0]
+    )
+    monkeypatch.undo()
+    assert cleanba.train(run.spec, tmp_path / "run", progress=False).result["status"] == "finished"
+
+
+# --------------------------------------------------------------------------------------- environments of the program's
+
+
+class Line(gymnasium.Env):
+    """Walk to the end of a line."""
+
+    observation_space = gymnasium.spaces.Box(0, 1, (1,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.at = int(self.np_random.integers(3))
+        return np.array([self.at / 5], np.float32), {}
+
+    def step(self, action):
+        self.at = max(0, self.at + (1 if action else -1))
+        return np.array([min(self.at, 5) / 5], np.float32), -1.0, self.at >= 5, False, {}
+
+
+def test_a_class_of_a_module_is_stepped_by_processes_too(tmp_path):
+    spec = small(Line, total_timesteps=256)
+    assert spec.flags["env_id"] == "test_api:Line" and spec.maker is Line
+    digests = {
+        cleanba.train(spec, tmp_path / str(workers), progress=False, env_workers=workers).result["params_digest"]
+        for workers in (0, 2)
+    }
+    assert len(digests) == 1
+    agent = cleanba.load(tmp_path / "0")
+    assert agent.act(np.array([0.2], np.float32)) in (0, 1)
+    assert "is finished; nothing to do" in command("resume", tmp_path / "0").out
+
+
+def test_a_function_that_is_defined_again_takes_the_place_of_the_one_before():
+    def limited(steps):
+        def once():
+            return gymnasium.wrappers.TimeLimit(Line(), steps)
+
+        return once
+
+    makers = [limited(5), limited(7)]
+    specs = [cleanba.ppo(maker) for maker in makers]
+    assert [spec.flags["env_id"] for spec in specs] == ["gymnasium:local/once-v0"] * 2
+    now = lambda: gymnasium.spec("local/once-v0").entry_point
+    assert now() is makers[1]
+    specs[0].register()  # as its training does
+    assert now() is makers[0]
+    assert cleanba.ppo(lambda: Line()).flags["env_id"] == "gymnasium:local/lambda-v0"
+
+
+SCRIPT = f"""
+import sys
+import gymnasium, numpy as np
+import cleanba
+
+{inspect.getsource(Line)}
+
+class Main(Line):
+    pass
+
+if __name__ == "__main__":
+    gymnasium.register("Registered-v0", entry_point="test_api:Line")
+    small = dict(num_envs=4, num_steps=8, num_actors=1, num_shards=1, hiddens=[8], num_minibatches=1,
+                 update_epochs=1, total_timesteps=64)
+    for env, name in ((Main, "main"), ("gymnasium:Registered-v0", "registered"), ("gymnasium:CartPole-v1", "known")):
+        run = cleanba.train(cleanba.ppo(env, **small), sys.argv[1] + "/" + name, env_workers=None)
+        assert run.result["status"] == "finished"
+    try:
+        cleanba.train(cleanba.ppo(Main, **small), sys.argv[1] + "/workers", env_workers=2)
+    except cleanba.UsageError as error:
+        print("refused:", error)
+"""
+
+
+@pytest.mark.slow
+def test_a_script_may_define_its_environment_and_use_workers(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    ended = finish(python(tmp_path / "script.py", tmp_path))
+    assert ended.code == 0, ended.err
+    warnings = [line for line in ended.out.splitlines() if line.startswith("warning: ")]
+    assert len(warnings) == 1 and "local/Main-v0 is defined in the program that runs" in warnings[0]
+    assert "refused: env_workers=2: gymnasium:local/Main-v0 is defined in the program that runs" in ended.out
+    assert (
+        json.loads((tmp_path / "main" / "config.json").read_text())["experiment"]["env_id"] == "gymnasium:local/Main-v0"
+    )
+    for word in ("resume", "eval"):
+        ended = command(word, tmp_path / "main")
+        assert ended.code == 2 and ended.err.count("\n") == 1, ended
+        assert "local/Main-v0' was defined by the program that trained on it, and is not known here" in ended.err
