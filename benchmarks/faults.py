@@ -1,8 +1,12 @@
-"""Kills runs at random moments, resumes them on the same or another placement, and compares the bits at the end.
+"""Ends runs at random moments, resumes them on the same or another placement, and compares the bits at the end.
 
-python benchmarks/faults.py                # 32 kills or more, about a quarter of an hour on two cores
-python benchmarks/faults.py --kills 4      # of each kind, fewer
-python benchmarks/faults.py --replay       # DQN alone, with a replay memory of a gigabyte; needs some 4 GB of disk
+By kill -9, SIGTERM and SIGINT, with checkpoints after every update, every fifth, and by time; the run to compare with
+takes none before its end.
+
+python benchmarks/faults.py                        # 100 ends or more, hours on two cores
+python benchmarks/faults.py --kills 4              # of each kind, fewer
+python benchmarks/faults.py --only "SAC, Pendulum" # one kind
+python benchmarks/faults.py --replay               # DQN alone, with a gigabyte of replay; needs some 4 GB of disk
 """
 
 import fcntl
@@ -27,25 +31,37 @@ import tyro
 class Args:
     """Flags of the benchmark."""
 
-    kills: int = 7
-    """of each kind of run"""
+    kills: int = 9
+    """ends of each kind of run"""
+    only: str = ""
+    """the one kind to run"""
     seed: int = 0
     """of the moments"""
     replay: bool = False
     """DQN with a replay memory of a gigabyte, and nothing else"""
 
 
-COMMON = (
-    "--env-id CartPole-v1 --num-envs 16 --num-actors 2 --num-shards 2 --num-steps 32 --hiddens 32 --num-minibatches 2 "
-    "--total-timesteps 409600 --env-epoch 25 --log-frequency 5"
-)
+# A thousand steps or so of each environment, in several epochs.
+COMMON = "--num-actors 2 --num-shards 2 --hiddens 32 --log-frequency 5 --env-epoch 37"
+ACTOR_CRITIC = f"{COMMON} --num-envs 16 --num-steps 32 --num-minibatches 2"
+OFF_POLICY = f"{COMMON} --num-envs 8 --num-steps 8 --learning-starts 512 --batch-size 32 --train-frequency 8"
+SHORT = "--total-timesteps 102400"  # 200 updates
 KINDS = {
-    "PPO": f"ppo {COMMON}",
-    "PPO, LSTM, no concurrency": f"ppo {COMMON} --core lstm --lstm-size 32 --no-concurrency",
-    "IMPALA": f"impala {COMMON}",
-    "IMPALA, LSTM": f"impala {COMMON} --core lstm --lstm-size 32",
-    "PPO, two processes": f"ppo {COMMON}",
+    "PPO, CartPole": f"ppo --env-id CartPole-v1 {ACTOR_CRITIC} {SHORT}",
+    "PPO, LSTM, no concurrency": f"ppo --env-id CartPole-v1 {ACTOR_CRITIC} {SHORT} --core lstm --lstm-size 32 "
+    "--no-concurrency",
+    "IMPALA, LSTM, Breakout": "impala --env-id Breakout-v5 --network nature --core lstm --lstm-size 32 --num-envs 8 "
+    f"--num-steps 16 --num-minibatches 2 --total-timesteps 12800 {COMMON}",
+    "PPO, HalfCheetah": f"ppo --env-id HalfCheetah-v5 {ACTOR_CRITIC} {SHORT}",
+    "PPO, MiniGrid": f"ppo --env-id MiniGrid-Empty-5x5-v0 {ACTOR_CRITIC} {SHORT}",
+    "DQN, Catch": f"dqn --env-id Catch-v0 {OFF_POLICY} --buffer-size 2048 --total-timesteps 12800",
+    "SAC, Pendulum": f"sac --env-id Pendulum-v1 {OFF_POLICY} --buffer-size 2048 --total-timesteps 12800",
+    "PPO, gymnax": f"ppo --env-id gymnax:Breakout-MinAtar {ACTOR_CRITIC} {SHORT}",
+    "PPO, Gymnasium": f"ppo --env-id gymnasium:CartPole-v1 {ACTOR_CRITIC} {SHORT}",
+    "PPO, two processes": f"ppo --env-id CartPole-v1 {ACTOR_CRITIC} {SHORT}",
 }
+FREQUENCIES = (["--checkpoint-frequency", "1"], ["--checkpoint-frequency", "5"], [])  # the last by time
+SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 # Large pictures fill a gigabyte in a few thousand steps, which wrap round once.
 REPLAY = {
     "DQN, a gigabyte of replay": "dqn --env-id Pong-v5 --env-options img_height=420 img_width=420 --network impala "
@@ -56,10 +72,10 @@ REPLAY = {
 PLACEMENTS = ("0 / 0", "0 / 1 2", "0 1 / 2 3", "3 / 0")  # actors / learners
 
 
-def start(kind: str, run: Path, placement: str) -> list[subprocess.Popen]:
+def start(kind: str, run: Path, placement: str, frequency: list[str]) -> list[subprocess.Popen]:
     """The processes of a run."""
     actors, learners = placement.split("/")
-    words = [*(KINDS | REPLAY)[kind].split(), "--run-dir", str(run)]
+    words = [*(KINDS | REPLAY)[kind].split(), "--run-dir", str(run), *frequency]
     words += ["--actor-device-ids", *actors.split(), "--learner-device-ids", *learners.split()]
     count = 2 if "two processes" in kind else 1
     shared: list[str] = []
@@ -99,66 +115,85 @@ def held(run: Path) -> bool:
 
 
 def torment(kind: str, kills: int, reference: dict[str, Any], run: Path, rng: random.Random) -> dict[str, Any]:
-    """Kill a run `kills` times, let it finish, compare."""
-    seconds, done, repeated, slowest = reference["seconds"], 0, 0, 0.0
+    """End a run `kills` times, let it finish, compare."""
+    seconds, done, repeated, lost_by_signal, slowest = reference["seconds"], 0, 0, 0, 0.0
+    ends = {s.name: 0 for s in SIGNALS}
     while done < kills:
         placement = "0 / 0" if "two processes" in kind else rng.choice(PLACEMENTS)
-        processes = start(kind, run, placement)
+        processes = start(kind, run, placement, rng.choice(FREQUENCIES))
         if len(processes) > 1:  # one that has never joined cannot be missed by the others
             while not held(run):
                 time.sleep(0.05)
-        # From start-up, before anything is compiled, to well into the run; short enough that it does not finish.
-        time.sleep(rng.uniform(0.5, 6.0 + seconds / kills))
-        victim = rng.choice(processes)
+        before = kept(run)
+        # From start-up, before anything is compiled, to well into the run.
+        time.sleep(rng.uniform(0.5, 6.0 + 2 * seconds / kills))
+        victim, signum = rng.choice(processes), rng.choice(SIGNALS)
         if victim.poll() is not None:
+            if victim.returncode == 0:
+                break  # it has finished, as checkpoints by time bring it far
             raise SystemExit(f"{kind}: a process ended by itself with code {victim.returncode}")
         logged = update_of(run)
-        victim.send_signal(signal.SIGKILL)
+        victim.send_signal(signum)
         killed_at = time.monotonic()
         for process in processes:
-            process.wait(60)  # the others must notice
+            process.wait(120)  # the others must notice
         slowest = max(slowest, time.monotonic() - killed_at)
-        kept = [int(p.name) for p in (run / "checkpoints").glob("*") if p.name.isdecimal()]
-        repeated += max(0, logged - max(kept, default=0))
+        lost = max(0, max(logged, before) - kept(run))
+        repeated += lost
+        lost_by_signal += lost if signum != signal.SIGKILL else 0
+        ends[signum.name] += 1
         done += 1
-    for process in start(kind, run, "0 / 0" if "two processes" in kind else rng.choice(PLACEMENTS)):
+    placement = "0 / 0" if "two processes" in kind else rng.choice(PLACEMENTS)
+    for process in start(kind, run, placement, rng.choice(FREQUENCIES)):
         if process.wait() != 0:
             raise SystemExit(f"{kind}: the last resume failed")
     result = json.loads((run / "result.json").read_text())
-    updates = [json.loads(line)["update"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     return {
         "kills": done,
+        "ends": ends,
         "updates": result["update"],
         "updates_repeated": repeated,
+        "updates_repeated_after_sigterm_or_sigint": lost_by_signal,
         "seconds_until_all_ended": round(slowest, 2),
         "digest_equal": all(result[name] == reference[name] for name in ("params_digest", "learner_digest")),
-        "log_without_gaps": updates == reference["updates"],
+        "log_without_gaps": logged_updates(run) == reference["updates"],
     }
+
+
+def kept(run: Path) -> int:
+    """The update of the newest checkpoint."""
+    return max((int(p.name) for p in (run / "checkpoints").glob("*") if p.name.isdecimal()), default=0)
+
+
+def logged_updates(run: Path) -> list[int]:
+    """Those that every run logs, however often it takes checkpoints."""
+    updates = [json.loads(line)["update"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [update for update in updates if update % 5 == 0]
 
 
 def main(args: Args) -> None:
     """Measure, print a table, write the results."""
     rng, kinds = random.Random(args.seed), REPLAY if args.replay else KINDS
+    kinds = {args.only: kinds[args.only]} if args.only else kinds
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         for i, kind in enumerate(kinds):
             whole = Path(folder) / f"whole{i}"
-            for process in start(kind, whole, "0 / 0"):
+            for process in start(kind, whole, "0 / 0", ["--checkpoint-frequency", "0"]):
                 if process.wait() != 0:
                     raise SystemExit(f"{kind}: the run without kills failed")
             reference = json.loads((whole / "result.json").read_text())
-            lines = (whole / "metrics.jsonl").read_text().splitlines()
-            reference["updates"] = [json.loads(line)["update"] for line in lines]
+            reference["updates"] = logged_updates(whole)
             results[kind] = r = torment(kind, args.kills, reference, Path(folder) / f"run{i}", rng)
             verdict = "same bits" if r["digest_equal"] and r["log_without_gaps"] else "DIFFERS"
             print(
-                f"{kind:28} {r['kills']} kills, {r['updates_repeated']} of {r['updates']} updates repeated: {verdict}",
+                f"{kind:28} {r['kills']} ends, {r['updates_repeated']} of {r['updates']} updates repeated: {verdict}",
                 flush=True,
             )
     survived = all(r["digest_equal"] and r["log_without_gaps"] for r in results.values())
     name = "faults_replay" if args.replay else "faults"
     path = machine.save(name, {"kinds": kinds, "results": results, "all_equal": survived})
-    print(f"{sum(r['kills'] for r in results.values())} kills; written: benchmarks/results/{path.name}")
+    print(f"{sum(r['kills'] for r in results.values())} ends; written: benchmarks/results/{path.name}")
     sys.exit(not survived)
 
 

@@ -289,11 +289,13 @@ class Run:
     trust_remote_code: bool = False
     """with --experiment of a downloaded run: import and call what its config.json names (docs/trust.md)"""
     checkpoint_frequency: Annotated[int | None, Range(0, MOST, unit="updates")] = None
-    """updates between checkpoints (0: only one, at the end; None: one wherever the environments start afresh)"""
+    """updates between checkpoints (0: only one, at the end, or where a signal ends the run; None: one a minute, fewer
+    where they would take more than 1% of the time)"""
     keep_checkpoints: Count = 2
     """newest checkpoints to keep"""
     grace_period: Annotated[float, Range(0, 1e6, unit="seconds")] = 60.0
-    """seconds that SIGUSR1 leaves to reach the next checkpoint; where it is farther, the run ends at once"""
+    """seconds that Ctrl-C, SIGTERM and SIGUSR1 leave to end the update under way and write a checkpoint; then, or with
+    0, the run ends as it is"""
     stall_timeout: Annotated[float, Range(1, INF, unit="seconds")] = 600.0
     """seconds without an update, or at the end without a step of an evaluation or a film, compilation aside, after
     which the run ends and shows where each thread stands"""

@@ -20,7 +20,7 @@ from cleanba.agents.hub import push, require_login
 from cleanba.algorithm import Algorithm
 from cleanba.algorithms.off_policy import FILLED
 from cleanba.config import Experiment, Partition, Placement, Run, from_json, read_config, require, to_json
-from cleanba.environments.kinds import check_workers, warnings
+from cleanba.environments.kinds import check_workers, repeatable, warnings
 from cleanba.environments.specs import EnvSpec
 from cleanba.errors import Exit, Failure, Interrupted, NotFinite, UsageError
 from cleanba.files import Json, read_json, write_json
@@ -139,6 +139,7 @@ def train(recipe: Recipe, config: Config, peers: Peers | None, shown: bool, give
                 checkpoints=checkpoints,
                 saved=saved,
                 checkpoint_frequency=run.checkpoint_frequency,
+                repeatable=bool(gather_over_processes(np.array([repeatable(job.spec)])).all()),
                 stall_timeout=run.stall_timeout,
                 grace_period=run.grace_period,
                 stop_on_nonfinite=run.on_nonfinite == "stop",
@@ -443,7 +444,14 @@ def open_checkpoints(job: Job) -> tuple[Checkpoints, Saved | None]:
     """The run's checkpoints, and the newest sound one if there is one.  All processes must call this."""
     training = job.training
     keep = job.config.run.keep_checkpoints
-    checkpoints = Checkpoints(job.run_dir, keep, training.memory_shapes, training.local_shards)
+    checkpoints = Checkpoints(
+        job.run_dir,
+        keep,
+        training.memory_shapes,
+        training.local_shards,
+        training.local_actors,
+        training.schedule.ends_epoch,
+    )
     like_state = jax.eval_shape(job.algorithm.init, jax.random.key(0))
     like_params = jax.eval_shape(job.algorithm.actor_params, like_state)
     at_most: int | None = None
@@ -457,7 +465,7 @@ def open_checkpoints(job: Job) -> tuple[Checkpoints, Saved | None]:
             break
         saved = None  # there may be no room for two of them
         require(
-            at_most > 0 and checkpoints.keeps_memory,
+            at_most > 0 and checkpoints.keeps_parts,
             f"the processes see different checkpoints in {job.run_dir} ({', '.join(map(str, updates))}); "
             "give all of them the same --run-dir on a shared file system",
         )
@@ -489,7 +497,7 @@ def how_to_go_on(run_dir: Path, result: Json) -> str:
     """What an unfinished run goes on after."""
     saved_update = max(updates_kept(run_dir), default=0)
     repeated = result["update"] - saved_update
-    again = f" and repeats {counted(repeated, 'update')}" if repeated else ""
+    again = f" and repeats {counted(repeated, 'update')}" if repeated else ", nothing to repeat"
     return f"`cleanba resume {run_dir}` goes on after update {saved_update}{again}"
 
 

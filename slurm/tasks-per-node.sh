@@ -14,7 +14,7 @@
 #SBATCH --requeue
 #SBATCH --signal=USR1@120
 #SBATCH --open-mode=append
-# USR1 comes 120 seconds before the time limit: the run ends at the next checkpoint or, where that is far, at once; it is
+# USR1 comes 120 seconds before the time limit: the run ends after the update under way, with a checkpoint; it is
 # requeued and goes on exactly.
 source "${CLEANBA_SLURM:-slurm}/launch.sh"
 

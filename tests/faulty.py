@@ -21,6 +21,7 @@ class Faulty(gymnasium.Env):
 
     def __init__(self, fault="", at=5):
         self.fault, self.at = fault, at
+        self.all_steps = 0
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
@@ -28,7 +29,8 @@ class Faulty(gymnasium.Env):
         return self.look(), {}
 
     def look(self):
-        chance = np.random.default_rng() if self.fault == "chance" else self.np_random
+        free = self.fault == "chance" or (self.fault == "late" and self.all_steps > 70)
+        chance = np.random.default_rng() if free else self.np_random
         return {
             "pair": (int(chance.integers(3)), chance.integers(0, 2, 2).astype(np.int8)),
             "x": chance.uniform(size=2),
@@ -36,6 +38,7 @@ class Faulty(gymnasium.Env):
 
     def step(self, action):
         self.steps += 1
+        self.all_steps += 1
         if self.steps == self.at and self.fault == "raise":
             raise ValueError("planted")
         if self.steps == self.at and self.fault == "die":

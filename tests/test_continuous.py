@@ -290,7 +290,8 @@ def test_other_statistics_end_in_other_bits():
 
 
 WORDS = "--env-id InvertedDoublePendulum-v5 --num-envs 4 --num-actors 2 --num-shards 2 --num-steps 16 --hiddens 8"
-WORDS += " --num-minibatches 2 --update-epochs 1 --total-timesteps 640 --log-frequency 1 --env-epoch 3"
+WORDS += " --num-minibatches 2 --update-epochs 1 --total-timesteps 640 --log-frequency 1"
+WORDS += " --env-epoch 3 --checkpoint-frequency 3"
 
 
 @pytest.fixture(scope="module")

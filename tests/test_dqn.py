@@ -215,7 +215,7 @@ def test_the_same_bits_on_any_devices():
 def test_of_two_processes_one_is_killed_and_one_alone_goes_on_to_the_same_bits(tmp_path):
     words = "dqn --env-id Catch-v0 --num-envs 8 --num-actors 2 --num-shards 2 --num-steps 8 --hiddens 16"
     words += " --total-timesteps 1280 --learning-starts 128 --buffer-size 512 --batch-size 16 --train-frequency 4"
-    words += " --env-epoch 5 --log-frequency 1 --run-dir"
+    words += " --env-epoch 8 --checkpoint-frequency 5 --log-frequency 1 --run-dir"
     whole, run = tmp_path / "whole", tmp_path / "run"
     assert command(*words.split(), whole).code == 0
     first, second = in_pairs([*words.split(), run])

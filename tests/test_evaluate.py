@@ -155,7 +155,7 @@ def runs(tmp_path_factory) -> dict[str, Path]:
     )
     ended = command("ppo", *learn, "--run-dir", folder / "ff")
     assert ended.code == 0, ended.err
-    recurrent = ("--core", "lstm", "--lstm-size", "8", "--env-epoch", "2")
+    recurrent = ("--core", "lstm", "--lstm-size", "8", "--env-epoch", "2", "--checkpoint-frequency", "2")
     ended = command(
         "impala", *TINY[:-8], *TINY[-4:], *recurrent, "--num-minibatches", "2", "--run-dir", folder / "lstm"
     )
@@ -406,7 +406,7 @@ def test_ls_reads_only_the_end_of_a_log(tmp_path):
 
 
 def test_evaluation_beside_the_training_changes_no_bit_and_keeps_the_best(tmp_path):
-    flags = (*TINY, "--total-timesteps", "2560", "--env-epoch", "10", "--keep-checkpoints", "9")
+    flags = (*TINY, "--total-timesteps", "2560", "--checkpoint-frequency", "10", "--keep-checkpoints", "9")
     watched = command("ppo", *flags, "--eval-frequency", "10", "--eval-episodes", "7", "--run-dir", tmp_path / "a")
     assert watched.code == 0, watched.err
     assert command("ppo", *flags, "--run-dir", tmp_path / "b").code == 0
@@ -557,7 +557,7 @@ def test_a_damaged_copy_is_named_and_left(evaluations):
 
 def test_a_run_killed_during_an_evaluation_has_its_row_after_going_on(tmp_path):
     """It dies while it writes the checkpoint of update 30, and the evaluation of update 10 is still playing."""
-    flags = [*TINY, "--total-timesteps", "2560", "--env-epoch", "10", "--eval-frequency", "10"]
+    flags = [*TINY, "--total-timesteps", "2560", "--checkpoint-frequency", "10", "--eval-frequency", "10"]
     whole, run = tmp_path / "whole", tmp_path / "run"
     assert command("ppo", *flags, "--eval-episodes", "7", "--run-dir", whole).code == 0
     words = ["ppo", *flags, "--eval-episodes", "1000000", "--run-dir", run]

@@ -172,7 +172,18 @@ def test_placements_train_the_same_bits(env_id, collector):
 @pytest.mark.parametrize("env_id", [IN_PYTHON, IN_JAX])
 def test_a_killed_run_goes_on_to_the_same_bits(env_id, tmp_path):
     flags = ("--env-id", env_id, "--num-envs", 4, "--num-steps", 8, "--hiddens", 8, "--num-minibatches", 2)
-    flags += ("--total-timesteps", 256, "--env-epoch", 3, "--num-actors", 2, "--num-shards", 1)
+    flags += (
+        "--total-timesteps",
+        256,
+        "--env-epoch",
+        5,
+        "--checkpoint-frequency",
+        3,
+        "--num-actors",
+        2,
+        "--num-shards",
+        1,
+    )
     killed = python(
         ROOT / "tests/killed.py", "collect", 11, "ppo", *flags, "--run-dir", tmp_path / "a", PYTHONPATH=PATH
     )

@@ -91,6 +91,7 @@ def test_several_processes_remember_the_same(processes, learners, reference, tmp
 
 FLAGS = [f"--{name.replace('_', '-')}={value}" for name, value in FIELDS.items() if name not in ("buffer_size",)]
 COMMAND = ["ppo", *FLAGS, "--collector", "stepped", "--log-frequency", "1", "--buffer-size", "300"]
+COMMAND += ["--checkpoint-frequency", "3"]
 REMEMBERING = ROOT / "tests" / "remembering.py"
 
 

@@ -415,8 +415,9 @@ def test_the_same_bits_on_any_devices(name, monkeypatch):
 @pytest.mark.parametrize("name", KINDS)
 def test_killed_it_goes_on_to_the_same_bits(name, tmp_path):
     flags = "--env-id Pendulum-v1 --num-envs 4 --num-actors 2 --num-shards 1 --num-steps 3 --hiddens 8"
-    flags += " --total-timesteps 240 --learning-starts 48 --batch-size 12 --env-epoch 6 --log-frequency 1"
+    flags += " --total-timesteps 240 --learning-starts 48 --batch-size 12 --env-epoch 9 --log-frequency 1"
     flags += " --train-frequency 4"  # 3 gradient steps: a policy that learns at every second has one behind it
+    flags += " --checkpoint-frequency 6"  # amid an epoch
     words = [name, *flags.split()]
     whole, run = tmp_path / "whole", tmp_path / "run"
     assert command(*words, "--run-dir", whole).code == 0

@@ -21,8 +21,9 @@ from cleanba.runtime.keeper import Keeper
 from cleanba.runtime.learner import Learner
 from cleanba.runtime.train import Schedule
 
-# 40 updates of 64 steps, and a checkpoint after every seventh.
-FLAGS = [*TINY, "--total-timesteps", "2560", "--env-epoch", "7", "--collector", "stepped"]
+# 40 updates of 64 steps, and a checkpoint after every seventh: where environments start afresh, and in their midst.
+FLAGS = [*TINY, "--total-timesteps", "2560", "--env-epoch", "14", "--checkpoint-frequency", "7"]
+FLAGS += ["--collector", "stepped"]
 EPOCHS = FLAGS.index("--update-epochs")  # which IMPALA does not have
 KINDS = {
     "ppo": ["ppo", *FLAGS],
@@ -140,12 +141,12 @@ def signalled(monkeypatch, signum: int, at: int, times: int = 1, saving: bool = 
     owner, name, place = (Keeper, "save", 0) if saving else (Learner, "update", 3)
     original, hear, heard = getattr(owner, name), train.hear_signals, threading.Event()
 
-    def hearing(asked):
+    def hearing(asked, *give_up):
         def also_here(signum: int) -> None:
             heard.set()
             asked(signum)
 
-        return hear(also_here)
+        return hear(also_here, *give_up)
 
     def signalling(self, *args):
         for _ in range(times if args[place] == at else 0):
@@ -159,27 +160,37 @@ def signalled(monkeypatch, signum: int, at: int, times: int = 1, saving: bool = 
     monkeypatch.setattr(train, "hear_signals", hearing)
 
 
-@pytest.mark.parametrize("at, times, saving", [(10, 1, False), (10, 2, False), (14, 1, True)])
-def test_sigusr1_waits_for_a_checkpoint_that_is_near(at, times, saving, whole, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "signum, at, times, saving",
+    [
+        (signal.SIGINT, 10, 1, False),
+        (signal.SIGTERM, 14, 1, True),  # a checkpoint is being written: there is no other to write
+        (signal.SIGUSR1, 24, 2, False),  # a cluster may warn twice
+    ],
+)
+def test_a_run_that_is_asked_to_end_loses_nothing(signum, at, times, saving, whole, tmp_path, monkeypatch):
     run = tmp_path / "run"
     with monkeypatch.context() as patch:
-        signalled(patch, signal.SIGUSR1, at, times, saving)
-        ended = command(*KINDS["ppo"], "--run-dir", run)
-    assert ended.code == 128 + signal.SIGUSR1
-    assert "ending after the checkpoint of update 14," in ended.out + ended.err
-    assert read_result(run)["status"] == "interrupted" and read_result(run)["update"] == 14
-    assert "goes on after update 14\n" in ended.out
-    assert command("resume", run).code == 0
-    assert_same_run(run, whole("ppo"))
-
-
-@pytest.mark.parametrize("signum, grace", [(signal.SIGUSR1, "0"), (signal.SIGTERM, "60"), (signal.SIGINT, "60")])
-def test_other_signals_end_the_run_at_once(signum, grace, whole, tmp_path, monkeypatch):
-    run = tmp_path / "run"
-    with monkeypatch.context() as patch:
-        signalled(patch, signum, at=10)
-        ended = command(*KINDS["ppo"], "--grace-period", grace, "--run-dir", run)
+        signalled(patch, signum, at, times, saving)
+        ended = command(*KINDS["ppo"], "--checkpoint-frequency", "14" if saving else "0", "--run-dir", run)
     assert ended.code == 128 + signum
+    assert "ending after this update, with a checkpoint" in ended.out + ended.err
+    assert read_result(run)["status"] == "interrupted" and read_result(run)["update"] in (at, at + saving)
+    at = read_result(run)["update"]  # the next update's rollouts may have been there already
+    assert f"goes on after update {at}, nothing to repeat\n" in ended.out
+    assert updates_kept(run)[-1] == at
+    assert command("eval", run, "--episodes", "1").code == 0
+    ended = command(*KINDS["ppo"], "--run-dir", run)
+    assert ended.code == 0 and f"going on after update {at}" in ended.out
+    assert read_result(run)["learner_digest"] == read_result(whole("ppo"))["learner_digest"]
+
+
+def test_without_a_grace_period_the_run_ends_as_it_is(whole, tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        signalled(patch, signal.SIGUSR1, at=10)
+        ended = command(*KINDS["ppo"], "--grace-period", "0", "--run-dir", run)
+    assert ended.code == 128 + signal.SIGUSR1
     assert read_result(run)["update"] < 14
     repeated = read_result(run)["update"] - 7
     assert re.search(rf"goes on after update 7 and repeats {repeated} update", ended.out)
@@ -195,10 +206,10 @@ def test_an_interrupted_run_has_counted_its_steps_up_to_its_last_update(whole, t
     assert result["global_step"] == row["global_step"]
 
 
-def test_the_next_checkpoint():
+def test_the_next_end_of_an_epoch():
     every, never = Schedule(1, 40, True, 7), Schedule(1, 40, True, 0)
-    assert [every.next_checkpoint(u) for u in (0, 6, 7, 13, 34, 35, 39)] == [7, 7, 14, 14, 35, 40, 40]
-    assert never.next_checkpoint(3) == 40
+    assert [every.next_end(u) for u in (0, 6, 7, 13, 34, 35, 39)] == [7, 7, 14, 14, 35, 40, 40]
+    assert never.next_end(3) == 40
 
 
 # --------------------------------------------------------------------------------------------------- damage
@@ -377,7 +388,7 @@ def pairs(tmp_path_factory):
         for i in ("0", "1"):
             words = ["ppo", *PEER_FLAGS, "--coordinator-address", address, "--num-processes", "2", "--process-id", i]
             words += ["--collector", "stepped", "--run-dir", str(run)]
-            words += ["--env-epoch", "25"] if name == "warned" else ["--grace-period", "0"]
+            words += ["--checkpoint-frequency", "0"] if name == "warned" else ["--grace-period", "0"]
             words += ["--seed", i] if name == "differ" else []
             both.append(python("-c", UNHURRIED, "20" if name == "raises" and i == "1" else "0", *words))
         started[name] = both, run
@@ -396,15 +407,15 @@ def wait_for_rows(run, count, is_well) -> None:
 
 
 @pytest.mark.slow
-def test_processes_that_are_all_warned_end_at_one_checkpoint(pairs):
+def test_processes_that_are_all_warned_end_after_one_update(pairs):
     both, run = pairs["warned"]
     wait_for_rows(run, 4, lambda: both[0].poll() is None)  # by then it knows how long an update takes
     for process in both:
         process.send_signal(signal.SIGUSR1)
     ended = [finish(process) for process in both]
     assert [e.code for e in ended] == [128 + signal.SIGUSR1] * 2, ended
-    assert "ending after the checkpoint of update" in ended[0].out
-    assert read_result(run)["update"] % 25 == 0 and updates_kept(run)[-1] == read_result(run)["update"]
+    assert "ending after this update, with a checkpoint" in ended[0].out
+    assert updates_kept(run) == [read_result(run)["update"]] and "nothing to repeat" in ended[0].out
 
 
 @pytest.mark.slow

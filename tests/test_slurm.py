@@ -23,7 +23,7 @@ TEMPLATES = ("one-gpu", "one-node", "tasks-per-node", "nodes", "cpu")
 # Fits 1 to 6 learners in one or two processes.
 SHORT = (*TINY, "--num-envs", "24", "--num-shards", "6", "--num-minibatches", "1", "--total-timesteps", "1920")
 # Seconds of training, with many checkpoints on the way.
-LONG = (*SHORT, "--num-shards", "2", "--total-timesteps", "38400", "--env-epoch", "50",
+LONG = (*SHORT, "--num-shards", "2", "--total-timesteps", "38400", "--checkpoint-frequency", "50",
         "--log-frequency", "50")  # fmt: skip
 SWEPT = [w for flag, w in zip(SHORT[::2], SHORT[1::2], strict=True) if flag != "--env-id" for w in (flag, w)]
 

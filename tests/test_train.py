@@ -335,7 +335,8 @@ def run_dir(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WANDB_MODE", "offline")
         patch.setenv("WANDB_SILENT", "true")
-        ended = command("ppo", *TINY, "--run-dir", directory, "--env-epoch", "2", "--track", "--save-model")
+        words = ("--env-epoch", "2", "--checkpoint-frequency", "2", "--track", "--save-model")
+        ended = command("ppo", *TINY, "--run-dir", directory, *words)
     assert ended.code == 0, ended.err
     assert str(directory) in ended.out
     return directory

@@ -295,7 +295,7 @@ def read_params(
     model = run_dir / "model.msgpack"
     require(
         model.exists(),
-        f"{run_dir} has no checkpoint yet: a run writes one every --checkpoint-frequency updates, and one at its end",
+        f"{run_dir} has no checkpoint yet: a run writes its first after ten seconds of training",
     )
     return ckpt.read_model(model, like_params), None, None
 

@@ -291,6 +291,22 @@ class Envs:
         raw = np.asarray(info.get("reward", reward), np.float32)
         return told(self._spec, _leaves(obs, narrowed), raw, terminated, truncated, info)
 
+    def play(self, actions: np.ndarray) -> tuple[PyTree, np.ndarray, np.ndarray]:
+        """Many steps of which only the last shows anything, after `reset`.
+
+        [N, B] or [N, B, D] -> obs [B, ...], raw rewards [N, B], and whether each step reports an episode's end [N, B].
+        """
+        step = self._pool.step
+        rewards = np.empty(actions.shape[:2], np.float32)
+        ended = np.empty(actions.shape[:2], bool)
+        taken = self._spec.action.for_environment(actions.reshape(-1, *actions.shape[2:]))
+        taken = taken.reshape(*actions.shape[:2], *taken.shape[1:])
+        for n, action in enumerate(taken):
+            obs, reward, terminated, truncated, info = step(action)
+            rewards[n] = info.get("reward", reward)
+            np.logical_or(terminated, truncated, out=ended[n])
+        return _leaves(obs, narrowed), rewards, ended
+
     def xla(self) -> Compilable:
         """EnvPool's XLA interface.  Its handle is the pool's address, which compiled code holds as a constant."""
         assert self._spec.scannable, f"{self._spec.env_id} would write beyond its buffers"

@@ -312,11 +312,31 @@ class Envs:
             part.ask("step")
         return self._answers()
 
+    def play(self, actions: np.ndarray) -> tuple[PyTree, np.ndarray, np.ndarray]:
+        """Many steps of which only the last shows anything, after `reset`.
+
+        [N, B] or [N, B, D] -> obs [B, ...], raw rewards [N, B], and whether each step reports an episode's end [N, B].
+        """
+        rewards = np.empty(actions.shape[:2], np.float32)
+        ended = np.empty(actions.shape[:2], bool)
+        a = self._arrays
+        for n, action in enumerate(actions):
+            a.action[:] = self._spec.action.for_environment(action)
+            for part in self._parts:
+                part.ask("step")
+            for part in self._parts:
+                part.answer()
+            rewards[n] = a.reward
+            np.logical_or(a.terminated, a.truncated, out=ended[n])
+        return self._shown(), rewards, ended
+
+    def _shown(self) -> PyTree:
+        return jax.tree.unflatten(jax.tree.structure(self._spec.obs), [x.copy() for x in self._arrays.obs])
+
     def _answers(self) -> Step[np.ndarray]:
         for part in self._parts:
             part.answer()
-        a = self._arrays
-        obs = jax.tree.unflatten(jax.tree.structure(self._spec.obs), [x.copy() for x in a.obs])
+        a, obs = self._arrays, self._shown()
         terminated, truncated, raw = a.terminated.copy(), a.truncated.copy(), a.reward.copy()
         return Step(obs, train_reward(self._spec, raw), raw, terminated, truncated, terminated | truncated)
 

@@ -32,6 +32,13 @@ class Envs(Protocol):
         """[B], or [B, D] -> what they delivered.  An environment whose episode ended ignores its action and resets."""
         ...
 
+    def play(self, actions: np.ndarray) -> tuple[PyTree, np.ndarray, np.ndarray]:
+        """Many steps of which only the last shows anything, after `reset`.
+
+        [N, B] or [N, B, D] -> obs [B, ...], raw rewards [N, B], and whether each step reports an episode's end [N, B].
+        """
+        ...
+
     def xla(self) -> Compilable:
         """After `reset`, what is needed to step them under `jit`."""
         ...
@@ -117,6 +124,17 @@ def check_workers(spec: EnvSpec, workers: int | None) -> None:
 UNSENDABLE = "is defined in the program that runs, where no other process can import it"
 
 
+def repeatable(spec: EnvSpec) -> bool:
+    """Whether environments with the same seed and actions do the same, as far as a short look tells."""
+    key = repr(spec)
+    if key not in _REPEATABLE:
+        _REPEATABLE[key] = module_of(spec.env_id) is not gymnasium or gymnasium.follows_its_seed(spec)
+    return _REPEATABLE[key]
+
+
+_REPEATABLE: dict[str, bool] = {}
+
+
 def warnings(spec: EnvSpec) -> list[str]:
     """What is wrong with an environment that can be played nevertheless."""
     if module_of(spec.env_id) is not gymnasium:
@@ -127,9 +145,10 @@ def warnings(spec: EnvSpec) -> list[str]:
             f"{spec.env_id} {UNSENDABLE}, so its actors' threads step it, on one core together; in a module of its own "
             "it has processes"
         )
-    if not gymnasium.follows_its_seed(spec):
+    if not repeatable(spec):
         found.append(
             f"{spec.env_id} does not follow its seed: two of them, reset with the same one, delivered different "
-            "numbers for the same actions; nothing trained on it will come out the same twice"
+            "numbers for the same actions; nothing trained on it will come out the same twice, and checkpoints are "
+            "taken only where the environments start afresh (--env-epoch)"
         )
     return found

@@ -343,6 +343,25 @@ class Envs:
         self._obs = out.obs
         return out
 
+    def play(self, actions: np.ndarray) -> tuple[PyTree, np.ndarray, np.ndarray]:
+        """Many steps of which only the last shows anything, after `reset`.
+
+        [N, B] or [N, B, D] -> obs [B, ...], raw rewards [N, B], and whether each step reports an episode's end [N, B].
+        """
+        steps = [self.step(action) for action in actions]
+        ended = [step.terminated | step.truncated for step in steps]
+        return self._obs, np.stack([step.raw_reward for step in steps]), np.stack(ended)
+
+    @property
+    def state(self) -> PyTree:
+        """All that they are, after `reset`."""
+        return self._block
+
+    def restore(self, state: PyTree, obs: PyTree) -> None:
+        """Have them be what others were: their `state`, and what they showed."""
+        self._block = jax.device_put(state, self._seeds.sharding)
+        self._obs = obs
+
     def xla(self) -> Compilable:
         """After `reset`, the state of all environments, and their step, which is the same for all blocks."""
         return Compilable(self._block, self._functions.step, self._functions.step)

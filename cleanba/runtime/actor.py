@@ -8,6 +8,7 @@ from cleanba.environments.kinds import Envs
 from cleanba.rollout import Episode, PyTree, Rollout
 from cleanba.runtime.channels import Channel, Stop
 from cleanba.runtime.collect import Collector, Times
+from cleanba.runtime.records import Ending, Standing, Told
 from cleanba.seeds import action_numbers
 
 
@@ -27,6 +28,8 @@ class Parcel(NamedTuple):
     steps: int
     episodes: list[Episode]
     times: Times
+    told: Told
+    ending: Ending
 
 
 class Schedule(NamedTuple):
@@ -36,6 +39,7 @@ class Schedule(NamedTuple):
     last: int
     concurrency: bool
     env_epoch: int  # in updates; 0 for never
+    checkpoint_frequency: int = 0  # where it is a number of updates, and not by time
 
     def policy_version(self, rollout: int) -> int:
         """With concurrency rollout k+1 is collected while update k runs, with the version from before it."""
@@ -50,12 +54,17 @@ class Schedule(NamedTuple):
         return (rollout - 1) // self.env_epoch if self.env_epoch else 0
 
     def ends_epoch(self, update: int) -> bool:
-        """Whether that update is followed by a checkpoint: at the end of an epoch, and of the run."""
+        """Whether no environment goes on after that update: at the end of an epoch, and of the run."""
         f = self.env_epoch
         return update == self.last or (f > 0 and update % f == 0)
 
-    def next_checkpoint(self, update: int) -> int:
-        """The first update after `update` that is followed by a checkpoint."""
+    def is_marked(self, update: int) -> bool:
+        """Whether every run of this experiment with this frequency of checkpoints logs its digests there."""
+        f = self.checkpoint_frequency
+        return self.ends_epoch(update) or (f > 0 and update % f == 0)
+
+    def next_end(self, update: int) -> int:
+        """The first update after `update` that ends an epoch."""
         f = self.env_epoch
         return min(self.last, (update // f + 1) * f) if f else self.last
 
@@ -74,31 +83,40 @@ def run_actor(
     rollout_channel: Channel[Parcel],
     send: Callable[[Rollout, int], list[Rollout]],
     stop: Stop,
+    standing: Standing | None = None,
+    played: Callable[[int], None] = lambda steps: None,
 ) -> None:
     """Collect every rollout of the schedule.  Ends when done, or by `Closed` when the run ends.
 
-    `make_envs` takes an epoch; `send` takes a rollout and the actor's number and returns its blocks.
+    `make_envs` takes an epoch; `send` takes a rollout and the actor's number and returns its blocks.  `standing` is
+    where the first rollout goes on from, if not with fresh environments; `played` hears how many recorded steps were
+    played to bring them there.
     """
     params: Params | None = None
     try:
         for rollout in range(schedule.first, schedule.last + 1):
             times = Times()
             start = time.perf_counter()
+            if schedule.starts_epoch(rollout):
+                collector.close()  # before others are made: `ScannedCollector` says why
+                envs = make_envs(schedule.epoch(rollout))
+                if rollout == schedule.first and standing is not None:
+                    collector.resume(envs, standing, f"the environments of actor {actor}", played)
+                else:
+                    collector.restart(envs)
+                del envs  # the collector's: nobody else may hold them
             needed = schedule.policy_version(rollout)
             while params is None or params.version < needed:
                 params, waited = params_channel.get()
                 times.params_wait += waited
             assert params.version == needed, f"rollout {rollout} needs version {needed}, was given {params.version}"
-            if schedule.starts_epoch(rollout):
-                collector.close()  # before others are made: `ScannedCollector` says why
-                collector.restart(make_envs(schedule.epoch(rollout)))
             collected = collector(params.params, action_numbers(seed, actor, rollout), times)
             before_send = time.perf_counter()
             blocks = send(collected.rollout, actor)
             times.transfer = time.perf_counter() - before_send
             times.rollout = time.perf_counter() - start
             stop.check()
-            parcel = Parcel(rollout, params.version, blocks, collected.steps, collected.episodes, times)
+            parcel = Parcel(rollout, params.version, blocks, collected.steps, collected.episodes, times, *collected[3:])
             del blocks, collected  # the learner's now: their memory goes back as soon as it has learnt from them
             rollout_channel.put(parcel)
             del parcel

@@ -32,6 +32,13 @@ class Stop:
         for channel in channels:
             channel.wake()
 
+    def wake(self) -> None:
+        """Have everybody who waits at a channel look at what they wait for."""
+        with self._lock:
+            channels = list(self._channels)
+        for channel in channels:
+            channel.wake()
+
     def add(self, channel: "Channel") -> None:
         with self._lock:
             self._channels.append(channel)
@@ -75,6 +82,15 @@ class Channel(Generic[T]):
             Closed: the run is ending.
         """
         return self._exchange(lambda: bool(self._items), self._items.pop)
+
+    def get_unless(self, given_up: Callable[[], bool]) -> T | None:
+        """The same; None where it is `given_up` before, of which `Stop.wake` makes this look.
+
+        Raises:
+            Closed: the run is ending.
+        """
+        take = lambda: self._items.pop() if self._items else None
+        return self._exchange(lambda: bool(self._items) or given_up(), take)[0]
 
     def _exchange(self, ready: Callable[[], bool], do: Callable[[], R]) -> tuple[R, float]:
         start = time.perf_counter()

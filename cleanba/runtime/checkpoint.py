@@ -1,10 +1,10 @@
 """Checkpoints by Orbax: save without stopping anybody, keep the newest, restore the newest that is sound.
 
-A checkpoint is taken between two updates, where the environments start afresh; so it needs no emulator's state, and
-a run that goes on from it makes the same bits as one that was never interrupted.  It holds the learner's state, the
-parameters one version older (which the next rollout is collected with), and what the logs count; and, in files of its
-own (`memory.py`), the memory of each shard.  The learner's state is written last, once every process has written its
-memory: a run that is killed before leaves no checkpoint, rather than a part of one.
+A checkpoint is taken between two updates, and a run that goes on from it makes the same bits as one that was never
+interrupted.  It holds the learner's state, the parameters one version older (which the next rollout is collected with),
+and what the logs count; and, in files of its own, the memory of each shard (`memory.py`) and where each actor stands
+(`records.py`), unless the environments start afresh there.  The learner's state is written last, once every process has
+written its own part: a run that is killed before leaves no checkpoint, rather than a part of one.
 """
 
 import contextlib
@@ -27,10 +27,11 @@ import numpy as np
 from cleanba.errors import Failure
 from cleanba.files import Json, write_whole
 from cleanba.rollout import PyTree
-from cleanba.runtime import memory
+from cleanba.runtime import memory, records
 from cleanba.runtime.digests import tree_digest
 from cleanba.runtime.memory import SavedShard, Shard
 from cleanba.runtime.peers import all_came_to, come_to
+from cleanba.runtime.records import Snapshot, Standing, actor_folder
 
 if TYPE_CHECKING:
     import orbax.checkpoint as ocp
@@ -68,6 +69,8 @@ class Saved(NamedTuple):
     """steps, episodes and seconds so far"""
     memory: dict[int, SavedShard] = {}  # noqa: RUF012  never changed
     """the memory of this process's shards, by number; empty where nothing is kept"""
+    standing: dict[int, Standing] = {}  # noqa: RUF012  never changed
+    """where this process's actors stand, by number; empty where environments start afresh"""
 
 
 class Restored(NamedTuple):
@@ -78,14 +81,25 @@ class Restored(NamedTuple):
 
 
 class Checkpoints:
-    """The folders `checkpoints/` and `memory/` of a run.
+    """The folders `checkpoints/`, `memory/` and `actors/` of a run.
 
     Every process may read them.  The main process writes the learner's state, which is the same everywhere; each
-    process the memory of its shards.
+    process the memory of its shards, and where its actors stand.
     """
 
-    def __init__(self, run_dir: Path, keep: int, like_memory: PyTree = (), shards: range = range(0)):
-        """`like_memory` has the shapes of one shard's memory, `shards` are those that this process holds."""
+    def __init__(
+        self,
+        run_dir: Path,
+        keep: int,
+        like_memory: PyTree = (),
+        shards: range = range(0),
+        actors: range = range(0),
+        fresh_after: Callable[[int], bool] = lambda update: True,
+    ):
+        """`like_memory` has the shapes of one shard's memory, `shards` and `actors` are those that this process has.
+
+        `fresh_after` says of an update whether environments start afresh after it, so that actors stand nowhere.
+        """
         import orbax.checkpoint as ocp
 
         for name in ("absl", "asyncio"):  # Orbax tells of every step; we tell of damage
@@ -95,10 +109,12 @@ class Checkpoints:
         self._folder = (run_dir / "checkpoints").absolute()
         self._like_memory = like_memory
         self._shards = shards if jax.tree.leaves(like_memory) else range(0)
+        self._actors, self._fresh_after = actors, fresh_after
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[None] | None = None
         self._closing = threading.Event()
         self._known: list[int] = []  # updates whose memory this process has read or written, in order
+        self.seconds = 0.0  # that the last checkpoint took to be written
         self._found: list[int] = []  # the updates there were checkpoints of when `restore` looked
         self._folder.mkdir(parents=True, exist_ok=True)
         self._manager = ocp.CheckpointManager(
@@ -113,33 +129,59 @@ class Checkpoints:
         )
 
     @property
-    def keeps_memory(self) -> bool:
-        """Whether there is memory to write."""
-        return bool(self._shards)
+    def keeps_parts(self) -> bool:
+        """Whether each process has something to write."""
+        return bool(self._shards or self._actors)
 
-    def save(self, update: int, shards: Mapping[int, Shard], saved: Saved | None, digests: Sequence[str] = ()) -> None:
-        """Begin to write the memory of this process's shards and, in the main process, what else there is to save.
+    def save(
+        self,
+        update: int,
+        shards: Mapping[int, Shard],
+        saved: Saved | None,
+        digests: Sequence[str] = (),
+        actors: Mapping[int, Snapshot] = {},
+        packs: Mapping[int, Sequence[str]] = {},
+    ) -> None:
+        """Begin to write this process's shards and actors and, in the main process, what else there is to save.
 
-        All processes have called `make_ready` since the last checkpoint, which therefore is whole.  `digests` are those
-        of the memory of all shards, in their order.  The arrays of `saved` must not change any more.
+        All processes have called this or `make_ready` since the last checkpoint, which therefore is whole.  `digests`
+        are those of the memory of all shards, in their order; `packs` are, of each shard, those that may not be on disk
+        yet; `actors` is empty where environments start afresh.  The arrays of `saved` must not change any more.
 
         Raises:
             Failure: the checkpoint before could not be written, or there is no place for this one.
         """
         self.make_ready()
-        # The main process's checkpoints may show late here, so this process keeps what it knows of, too.
-        keep = [*updates_kept(self.run_dir), *self._known[-1:], update]
+        keep = [*self._kept(), update]
         self._known.append(update)
+        homes = {actor: actor_folder(self.run_dir, actor) for actor in self._actors}
+        old = {actor: records.action_files(home) for actor, home in homes.items()}
 
         def write() -> None:
+            began = time.perf_counter()
+            for actor, home in homes.items():
+                records.prune(home, keep, old[actor], actors.get(actor))
+            for actor, snapshot in actors.items():
+                records.write(homes[actor], update, snapshot)
             if self._shards:
                 memory.prune(self.run_dir, self._shards, keep, shards)
-                memory.write(self.run_dir, update, shards)
-                come_to(f"memory/{update}")
-            if saved is not None and self._memory_is_written(update):
+                memory.write(self.run_dir, update, shards, packs)
+            come_to(f"checkpoint/{update}")
+            if saved is not None and self._parts_are_written(update):
                 self._commit(saved, digests)
+            self.seconds = time.perf_counter() - began
 
         self._writing = self._writer.submit(write)
+
+    def _kept(self) -> list[int]:
+        # The main process's checkpoints may show late here, so this process keeps what it knows of, too.
+        return [*updates_kept(self.run_dir), *self._known[-1:]]
+
+    def prune_memory(self, shards: Mapping[int, Shard]) -> None:
+        """Remove what neither a checkpoint needs nor the next one will, which begins from these shards."""
+        if shards:
+            self.make_ready()
+            self._guarded(lambda: memory.prune(self.run_dir, self._shards, self._kept(), shards))
 
     def make_ready(self) -> None:
         """Wait until everything that this process writes is on disk, before more of it is written.
@@ -151,9 +193,9 @@ class Checkpoints:
             raise Failure(f"{self._folder.parent} has gone; bring it back, then give the same command again to go on")
         self.wait()
 
-    def _memory_is_written(self, update: int) -> bool:
-        """Wait until every process has written its memory, or this one closes."""
-        while self._shards and not all_came_to(f"memory/{update}"):
+    def _parts_are_written(self, update: int) -> bool:
+        """Wait until every process has written its part, or this one closes."""
+        while not all_came_to(f"checkpoint/{update}"):
             if self._closing.wait(0.05):
                 return False
         return True
@@ -188,13 +230,18 @@ class Checkpoints:
             time.sleep(0.1)
 
     def finish(self) -> None:
-        """Wait until the last checkpoint is whole, then remove the memory that belongs to none that is kept."""
+        """Wait until the last checkpoint is whole, then remove all parts that belong to none that is kept."""
         self.wait()
-        if self._shards and self._known:
+        if self.keeps_parts and self._known:
             last = self._known[-1]
             self.wait_for_all(last, LATE_SECONDS)
             keep = sorted({*updates_kept(self.run_dir), last})[-self._keep :]  # the main process may not be done
-            self._guarded(lambda: memory.prune(self.run_dir, self._shards, keep))
+            self._guarded(lambda: self._prune(keep))
+
+    def _prune(self, keep: Sequence[int]) -> None:
+        memory.prune(self.run_dir, self._shards, keep)
+        for home in (actor_folder(self.run_dir, actor) for actor in self._actors):
+            records.prune(home, keep, records.action_files(home))
 
     def _guarded(self, do: Callable[[], object]) -> None:
         try:
@@ -239,6 +286,11 @@ class Checkpoints:
                     saved = saved._replace(
                         memory=memory.read(self.run_dir, update, self._shards, self._like_memory, digests)
                     )
+                if not self._fresh_after(update):
+                    standing = {
+                        actor: records.read(actor_folder(self.run_dir, actor), update) for actor in self._actors
+                    }
+                    saved = saved._replace(standing=standing)
                 self._known = [update]
                 return Restored(saved, warnings)
             except Exception as error:  # whatever is wrong with it, an older one may be sound
@@ -254,6 +306,7 @@ class Checkpoints:
         """Put checkpoints newer than `update` aside: damaged ones, which the run is about to write again."""
         damaged = [newer for newer in self._found if newer > update]
         memory.put_aside(self.run_dir, self._shards, damaged)
+        records.put_aside(self.run_dir, self._actors, damaged)
         if jax.process_index() != 0:
             return
         aside = self._folder.with_name("damaged_checkpoints")

@@ -14,13 +14,17 @@ from jax import lax
 from jax.sharding import SingleDeviceSharding
 
 from cleanba.algorithm import Algorithm
+from cleanba.environments import native
 from cleanba.environments.kinds import Envs
 from cleanba.environments.specs import Compilable, EnvStep
 from cleanba.errors import NotFinite
 from cleanba.rollout import Episode, EpisodeTracker, PyTree, Rollout, heed
 from cleanba.runtime.channels import Stop
+from cleanba.runtime.playback import play_back
+from cleanba.runtime.records import Ending, Standing, Told, action_dtype, restored
 from cleanba.seeds import action_key
 from cleanba.shards import network_options
+from cleanba.specs import ActionSpec
 
 
 @dataclass
@@ -39,6 +43,8 @@ class Collected(NamedTuple):
     rollout: Rollout  # on the actor's device
     steps: int  # executed: ignored actions do not count
     episodes: list[Episode]
+    told: Told
+    ending: Ending
 
 
 @jax.jit
@@ -99,6 +105,16 @@ class Collector(Protocol):
         """Go on with fresh environments, all at the first step of an episode."""
         ...
 
+    def resume(self, envs: Envs, standing: Standing, who: str, played: Callable[[int], None]) -> None:
+        """Go on from where a checkpoint has it, with fresh environments that are brought there.
+
+        `who` they are for messages; `played` hears how many recorded steps were played.
+
+        Raises:
+            Failure: the environments do not repeat themselves.
+        """
+        ...
+
     def close(self) -> None: ...
 
 
@@ -128,6 +144,49 @@ def first_carry(algorithm: Algorithm, num_envs: int, device: jax.Device) -> PyTr
     """The recurrent state before the first step, made on the actor's device: another may be busy learning."""
     with jax.default_device(device):
         return jax.device_put(algorithm.initial_carry(num_envs), device)
+
+
+class Resumed(NamedTuple):
+    """Where an actor stood, with the environments brought there; what is on the host goes to its device yet."""
+
+    obs: PyTree
+    done: np.ndarray
+    first: np.ndarray
+    carry: PyTree
+    tracker: EpisodeTracker
+
+
+def bring_back(
+    envs: Envs,
+    standing: Standing,
+    takes: ActionSpec | None,
+    like_carry: PyTree,
+    num_steps: int,
+    who: str,
+    stop: Stop,
+    played: Callable[[int], None],
+) -> Resumed:
+    """Bring fresh environments to where an actor stood: by its actions, or, those in JAX, by their state.
+
+    Raises:
+        Failure: the environments do not repeat themselves.
+    """
+    saved = standing.arrays
+    if takes is None:
+        assert isinstance(envs, native.Envs), "only environments in JAX are saved as they are"
+        like = envs.reset()
+        obs = restored(like, saved["obs"])
+        envs.restore(restored(envs.state, saved["state"]), obs)
+    else:
+        obs = play_back(envs, standing, takes, num_steps, who, stop, played)
+    tracker = EpisodeTracker(envs.num_envs)
+    (tracker.ret,), (tracker.length,), (done,), (first,) = (saved[name] for name in ("ret", "length", "done", "first"))
+    return Resumed(obs, done, first, restored(like_carry, saved["carry"]), tracker)
+
+
+def on_host(tree: PyTree) -> PyTree:
+    """A copy that nothing on a device can overwrite."""
+    return jax.tree.map(lambda x: np.array(x), tree)
 
 
 class Stepping(NamedTuple):
@@ -184,6 +243,8 @@ class SteppedCollector:
     device: jax.Device
     stop: Stop
     inspection: Inspection | None = None
+    takes: ActionSpec | None = None  # of whom actions are recorded; None: of nobody
+    keeps_state: bool = False  # of environments in JAX, in place of actions
     _envs: Envs | None = None
     _obs: PyTree = None
     _done: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
@@ -200,6 +261,14 @@ class SteppedCollector:
         self._carry = first_carry(self.algorithm, n, self.device)
         self._tracker = EpisodeTracker(n)
 
+    def resume(self, envs: Envs, standing: Standing, who: str, played: Callable[[int], None]) -> None:
+        self.close()
+        self._envs = envs
+        carry = first_carry(self.algorithm, envs.num_envs, self.device)
+        there = bring_back(envs, standing, self.takes, carry, self.num_steps, who, self.stop, played)
+        self._obs, self._done, self._first, _, self._tracker = there
+        self._carry = jax.device_put(there.carry, self.device)
+
     def close(self) -> None:
         if self._envs is not None:
             self._envs.close()
@@ -209,7 +278,8 @@ class SteppedCollector:
         clock = time.perf_counter
         n = self._envs.num_envs
         reward, raw_reward = (np.zeros((self.num_steps, n), np.float32) for _ in range(2))
-        terminated, truncated, valid = (np.zeros((self.num_steps, n), bool) for _ in range(3))
+        terminated, truncated, valid, done = (np.zeros((self.num_steps, n), bool) for _ in range(4))
+        actions: np.ndarray | None = None
         episodes: list[Episode] = []
         start_carry = self._carry
         now = clock()
@@ -227,8 +297,12 @@ class SteppedCollector:
 
             step = self._envs.step(host_action)
             answer = heed(self._done, step.reward, step.terminated, step.truncated)
-            reward[t], terminated[t], truncated[t], valid[t], _ = answer
+            reward[t], terminated[t], truncated[t], valid[t], done[t] = answer
             raw_reward[t] = step.raw_reward
+            if self.takes is not None:
+                if actions is None:
+                    actions = np.empty((self.num_steps, *host_action.shape), action_dtype(self.takes))
+                actions[t] = host_action
             episodes += self._tracker.add(step.raw_reward, answer.valid, step.over)
             self._obs, self._first, self._done = step.obs, self._done, answer.done
             then, now = now, clock()
@@ -244,8 +318,13 @@ class SteppedCollector:
         rollout = Rollout(
             r.obs, r.first, r.action, reward, terminated, truncated, valid, extras=r.extras, carry=start_carry
         )
+        state = self._envs.state if self.keeps_state and isinstance(self._envs, native.Envs) else None
+        tracker = self._tracker
+        ending = Ending(
+            self._obs, self._done, self._first, on_host(self._carry), tracker.ret.copy(), tracker.length.copy(), state
+        )
         times.inference += clock() - now
-        return Collected(rollout, executed, episodes)
+        return Collected(rollout, executed, episodes, Told(actions, raw_reward, done), ending)
 
 
 class Outcomes(NamedTuple):
@@ -384,6 +463,8 @@ class ScannedCollector:
     stop: Stop
     scans: Scans
     inspection: Inspection | None = None
+    takes: ActionSpec | None = None  # of whom actions are recorded; None: of nobody
+    keeps_state: bool = False  # of environments in JAX, in place of actions
     _envs: Envs | None = None
     _compilable: Compilable | None = None
     _state: ScanState | None = None
@@ -394,11 +475,20 @@ class ScannedCollector:
         self._envs = envs
         n = envs.num_envs
         obs = envs.reset()
-        self._compilable = envs.xla()
-        carry = first_carry(self.algorithm, n, self.device)
-        state = self._compilable.handle, obs, np.zeros(n, bool), np.ones(n, bool), carry
-        self._state = ScanState(*jax.device_put(state, self.device))
+        self._begin(obs, np.zeros(n, bool), np.ones(n, bool), first_carry(self.algorithm, n, self.device))
         self._tracker = EpisodeTracker(n)
+
+    def resume(self, envs: Envs, standing: Standing, who: str, played: Callable[[int], None]) -> None:
+        self.close()
+        self._envs = envs
+        carry = first_carry(self.algorithm, envs.num_envs, self.device)
+        *there, self._tracker = bring_back(envs, standing, self.takes, carry, self.num_steps, who, self.stop, played)
+        self._begin(*there)
+
+    def _begin(self, obs: PyTree, done: np.ndarray, first: np.ndarray, carry: PyTree) -> None:
+        assert self._envs is not None
+        self._compilable = self._envs.xla()
+        self._state = ScanState(*jax.device_put((self._compilable.handle, obs, done, first, carry), self.device))
 
     def close(self) -> None:
         if self._envs is not None:
@@ -423,10 +513,16 @@ class ScannedCollector:
         raw_reward, valid, over = jax.device_get((outcome.raw_reward, outcome.valid, outcome.over))
         if self.inspection is not None:
             self.inspection.check(int(numbers[-1]), r.obs, raw_reward, valid)
+        done = np.asarray(outcome.terminated) | np.asarray(outcome.truncated)
+        action = np.array(r.action, action_dtype(self.takes)) if self.takes is not None else None
         episodes = [e for t in range(self.num_steps) for e in self._tracker.add(raw_reward[t], valid[t], over[t])]
         o = outcome
         rollout = Rollout(
             r.obs, r.first, r.action, o.reward, o.terminated, o.truncated, o.valid, extras=r.extras, carry=start_carry
         )
+        handle, obs, ended, first, carry = self._state
+        state = handle if self.keeps_state else None
+        tracker = self._tracker
+        ending = Ending(obs, ended, first, on_host(carry), tracker.ret.copy(), tracker.length.copy(), state)
         times.scan += time.perf_counter() - start
-        return Collected(rollout, int(valid.sum()), episodes)
+        return Collected(rollout, int(valid.sum()), episodes, Told(action, raw_reward.copy(), done), ending)

@@ -1,4 +1,6 @@
-"""What is kept of a learner at the end of an epoch: digests to compare runs by, and a checkpoint to go on from."""
+"""What is kept of a learner after an update: digests to compare runs by, and a checkpoint to go on from."""
+
+from collections.abc import Iterable
 
 import jax
 import numpy as np
@@ -11,6 +13,7 @@ from cleanba.runtime.digests import params_digest, tree_digest
 from cleanba.runtime.learner import Learner
 from cleanba.runtime.memory import Holdings, Shard, learner_digest
 from cleanba.runtime.placement import Devices, gather_over_processes
+from cleanba.runtime.records import Ending, Records, Told
 
 
 class Keeper:
@@ -23,12 +26,15 @@ class Keeper:
         devices: Devices,
         holdings: Holdings,
         checkpoints: Checkpoints | None,
+        records: Records | None = None,
     ):
         self._learner, self._actor_params, self._devices = learner, actor_params, devices
         self._holdings, self._checkpoints = holdings, checkpoints
+        self._records = records or Records(None, range(0), {})
         self._shards: dict[int, Shard] = {}
         self._shard_digests: list[str] = []  # of all shards, in order
         self._seen: tuple[int, dict[str, str]] = (-1, {})
+        self._unlisted: dict[int, list[str]] = {}  # of every shard: packs of looks that no checkpoint was made of
 
     def look(self, update: int, state: PyTree, memory: PyTree) -> dict[str, str]:
         """The digests after an update: of the parameters that act, and of the whole state and memory.
@@ -45,6 +51,9 @@ class Keeper:
         except OSError as error:
             assert self._checkpoints is not None
             raise self._checkpoints.unwritten(error) from error
+        for number, shard in self._shards.items():
+            if shard.new is not None:
+                self._unlisted.setdefault(number, []).append(shard.new)
         mine = np.array([list(bytes.fromhex(shard.digest)) for shard in self._shards.values()], np.uint8)
         if self._shards:
             everybodys = gather_over_processes(mine)  # [P, K', 32]
@@ -57,6 +66,11 @@ class Keeper:
         self._seen = update, digests
         return digests
 
+    @property
+    def seconds(self) -> float:
+        """How long the last checkpoint took to be written, beside the training."""
+        return self._checkpoints.seconds if self._checkpoints is not None else 0.0
+
     def digests(self, update: int, state: PyTree) -> dict[str, str | None]:
         """What is known of a learner that ended after this update.
 
@@ -68,15 +82,44 @@ class Keeper:
         whole = None if self._holdings.shards else learner_digest(tree_digest(local), [])
         return {"params_digest": params_digest(self._actor_params(local)), "learner_digest": whole}
 
-    def save(self, update: int, state: PyTree, older_params: PyTree, counters: Json) -> None:
-        """Begin to write a checkpoint of what `look` has just seen.
+    def save(
+        self,
+        update: int,
+        state: PyTree,
+        older_params: PyTree,
+        counters: Json,
+        standing: bool = False,
+    ) -> None:
+        """Begin to write a checkpoint of what `look` has just seen; and of where this process's actors are `standing`.
 
         Raises:
             Failure: the one before could not be written, or there is no place for this one.
         """
         assert self._checkpoints is not None and self._seen[0] == update
+        try:
+            actors = self._records.snapshots() if standing else {}
+        except OSError as error:
+            raise self._checkpoints.unwritten(error) from error
         saved = None
         if self._devices.is_main:
             saved = Saved(update, jax.device_get(self._learner.local(state)), older_params, counters)
-        self._checkpoints.save(update, self._shards, saved, self._shard_digests)
+        packs, self._unlisted = self._unlisted, {}
+        self._checkpoints.save(update, self._shards, saved, self._shard_digests, actors, packs)
         self._shards = {}
+
+    def record(self, epoch: int, rollouts: Iterable[tuple[Told, Ending]]) -> None:
+        """Note what one more rollout of each of this process's actors told its environments, and where it ended.
+
+        Raises:
+            Failure: it cannot be written.
+        """
+        try:
+            self._records.add(epoch, rollouts)
+        except OSError as error:
+            assert self._checkpoints is not None
+            raise self._checkpoints.unwritten(error) from error
+
+    def leave(self) -> None:
+        """Make no checkpoint of what `look` has just seen: what it wrote stays only as far as it is still needed."""
+        if self._checkpoints is not None:
+            self._checkpoints.prune_memory(self._shards)

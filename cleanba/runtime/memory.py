@@ -324,13 +324,21 @@ def shard_folder(folder: Path, shard: int) -> Path:
     return folder / FOLDER / f"{shard:05d}"
 
 
-def write(folder: Path, update: int, shards: Mapping[int, Shard]) -> None:
-    """See that what looks at these shards wrote is on disk, then write what they are made of."""
+def write(
+    folder: Path,
+    update: int,
+    shards: Mapping[int, Shard],
+    packs: Mapping[int, Sequence[str]] = {},
+) -> None:
+    """See that what looks at these shards wrote is on disk, then write what they are made of.
+
+    `packs` are, of each shard, those of looks that nothing was written after.
+    """
     for number, shard in shards.items():
         home = shard_folder(folder, number)
         home.mkdir(parents=True, exist_ok=True)
-        if shard.new is not None:
-            with open(home / shard.new, "rb+") as file:
+        for pack in {*packs.get(number, ()), shard.new} - {None}:
+            with contextlib.suppress(FileNotFoundError), open(home / str(pack), "rb+") as file:  # no more needed
                 os.fsync(file.fileno())
         listing = {"digest": shard.digest, "chunks": shard.chunks}
         write_whole(home / f"{update}.json", json.dumps(listing))

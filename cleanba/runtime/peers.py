@@ -40,7 +40,6 @@ class Peers:
             Failure: the processes cannot reach each other.
         """
         self.on_lost: Callable[[BaseException], None] = self._leave
-        self.on_asked: Callable[[int], None] = lambda signum: None
         self.error: BaseException | None = None
         self._me, self._count = _state().process_id, _state().num_processes
         self._lock = threading.Lock()
@@ -114,8 +113,6 @@ class Peers:
                 message = json.loads(line)
                 if message.get("bye"):
                     self._polite.add(peer)
-                if "asked" in message:
-                    threading.Thread(target=self.on_asked, args=(message["asked"],), daemon=True).start()
                 if "lost" in message:
                     self._lose(message, peer)
             why = "died"
@@ -144,10 +141,6 @@ class Peers:
     @property
     def is_first(self) -> bool:
         return self._me == 0
-
-    def ask(self, signum: int) -> None:
-        """Let process 0 decide how the run ends, having heard this signal: its `on_asked` is called."""
-        self._say({"asked": signum})
 
     def tell(self, error: BaseException) -> None:
         """Let the others know that this process ends, and why.  Does nothing once a loss is known."""

@@ -1,12 +1,11 @@
 """What a run counts and times, over all actors and processes, and how a log point says it."""
 
-import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -14,7 +13,7 @@ import numpy as np
 from cleanba.algorithm import Metrics
 from cleanba.errors import Interrupted, NotFinite
 from cleanba.files import Json
-from cleanba.rollout import Episode, PyTree, Rollout
+from cleanba.rollout import Episode, PyTree
 from cleanba.runtime.actor import Parcel, Schedule
 from cleanba.runtime.channels import Channel
 from cleanba.runtime.collect import Times
@@ -22,6 +21,14 @@ from cleanba.runtime.metrics import Status
 from cleanba.runtime.placement import Devices, gather_over_processes
 
 EPISODES_SHOWN = 100  # returns and lengths are means over the last so many episodes
+
+
+class News(NamedTuple):
+    """What a process has counted since the last log point."""
+
+    steps: int
+    episodes: int
+    newest: list[Episode]
 
 
 @dataclass
@@ -32,7 +39,8 @@ class Statistics:
     episodes: int = 0
     recent: deque[Episode] = field(default_factory=lambda: deque(maxlen=EPISODES_SHOWN))
     new_steps: int = 0
-    new_episodes: list[Episode] = field(default_factory=list)
+    new_episodes: int = 0
+    newest: deque[Episode] = field(default_factory=lambda: deque(maxlen=EPISODES_SHOWN))  # of these
     times: list[Times] = field(default_factory=list)
     learner_wait: float = 0.0
     learner_update: float = 0.0
@@ -40,24 +48,34 @@ class Statistics:
     def add(self, parcels: Sequence[Parcel]) -> None:
         for parcel in parcels:
             self.new_steps += parcel.steps
-            self.new_episodes += parcel.episodes
+            self.new_episodes += len(parcel.episodes)
+            self.newest.extend(parcel.episodes)
             self.times.append(parcel.times)
 
     def gather(self) -> int:
         """Combine with the other processes, which must all call this after the same update.  Returns the new steps."""
-        row = np.zeros(2 + 2 * EPISODES_SHOWN, np.float64)
-        last = self.new_episodes[-EPISODES_SHOWN:]
-        row[0], row[1] = self.new_steps, len(self.new_episodes)
-        row[2 : 2 + 2 * len(last)] = np.array([(e.ret, e.length) for e in last], np.float64).ravel()
-        rows = gather_over_processes(row)
-        for r in rows:
-            count = min(int(r[1]), EPISODES_SHOWN)
-            self.recent.extend(Episode(float(a), int(b)) for a, b in r[2 : 2 + 2 * count].reshape(-1, 2))
-        new_steps = int(rows[:, 0].sum())
+        everybodys = self.everybodys_news()
+        for news in everybodys:
+            self.recent.extend(news.newest)
+        new_steps = sum(news.steps for news in everybodys)
         self.global_step += new_steps
-        self.episodes += int(rows[:, 1].sum())
-        self.new_steps, self.new_episodes = 0, []
+        self.episodes += sum(news.episodes for news in everybodys)
+        self.new_steps, self.new_episodes = 0, 0
+        self.newest.clear()
         return new_steps
+
+    def everybodys_news(self) -> list[News]:
+        """What every process has counted since the last log point.  All must call this after the same update."""
+        row = np.zeros(2 + 2 * EPISODES_SHOWN, np.float64)
+        row[0], row[1] = self.new_steps, self.new_episodes
+        row[2 : 2 + 2 * len(self.newest)] = np.array([(e.ret, e.length) for e in self.newest], np.float64).ravel()
+
+        def read(r: np.ndarray) -> News:
+            count = min(int(r[1]), EPISODES_SHOWN)
+            newest = [Episode(float(a), int(b)) for a, b in r[2 : 2 + 2 * count].reshape(-1, 2)]
+            return News(int(r[0]), int(r[1]), newest)
+
+        return [read(r) for r in gather_over_processes(row)]
 
     def take_times(self) -> tuple[dict[str, float], dict[str, float]]:
         """Mean seconds per rollout of the actors' activities, and of the learner's, since the last call."""
@@ -69,15 +87,35 @@ class Statistics:
         return actor, learner
 
     def counters(self, seconds: float) -> Json:
-        """What a checkpoint keeps of this."""
-        recent = [[episode.ret, episode.length] for episode in self.recent]
-        return {"global_step": self.global_step, "episodes": self.episodes, "recent": recent, "seconds": seconds}
+        """What a checkpoint keeps of this.  All processes must call this after the same update.
+
+        "news" is what was counted since the last log point, by process; the totals hold it already.
+        """
+        news = self.everybodys_news()
+        return {
+            "global_step": self.global_step + sum(n.steps for n in news),
+            "episodes": self.episodes + sum(n.episodes for n in news),
+            "recent": [[e.ret, e.length] for e in self.recent],
+            "seconds": seconds,
+            "news": [[n.steps, n.episodes, [[e.ret, e.length] for e in n.newest]] for n in news],
+        }
 
     @classmethod
-    def from_counters(cls, counters: Json) -> "Statistics":
-        """The inverse."""
+    def from_counters(cls, counters: Json, process: int, processes: int) -> "Statistics":
+        """The inverse, in one of so many processes; where they are others than before, the first gets all the news."""
+        news = [News(steps, count, [Episode(*e) for e in newest]) for steps, count, newest in counters.get("news", [])]
+        mine = [news[process]] if len(news) == processes else news if process == 0 else []
         recent = deque((Episode(r, length) for r, length in counters["recent"]), maxlen=EPISODES_SHOWN)
-        return cls(counters["global_step"], counters["episodes"], recent)
+        made = cls(
+            counters["global_step"] - sum(n.steps for n in news),
+            counters["episodes"] - sum(n.episodes for n in news),
+            recent,
+        )
+        for n in mine:
+            made.new_steps += n.steps
+            made.new_episodes += n.episodes
+            made.newest.extend(n.newest)
+        return made
 
     @property
     def mean_return(self) -> float | None:
@@ -111,14 +149,7 @@ class Progress:
     saved_update: int = 0  # the last update that a checkpoint holds, even if that is still being written
     seconds_before: float = 0.0  # that the run took before it was interrupted
     update_seconds: float | None = None  # mean time of an update; None before the second
-    ending: Interrupted | None = None  # end after the checkpoint that follows `saved_update`
-    deciding: threading.Lock = field(default_factory=threading.Lock)  # for whoever needs both of them to fit
-
-    def saved(self, update: int) -> Interrupted | None:
-        """A checkpoint holds this update now.  Returns what the run shall end with, if this was its last."""
-        with self.deciding:
-            self.saved_update = update
-            return self.ending
+    ending: Interrupted | None = None  # end after the next checkpoint, which comes soon
 
     def seconds_until(self, update: int) -> float:
         """How long it will take to be done with that update; infinite as long as nobody knows."""
@@ -169,17 +200,27 @@ class Book:
         statistics = self._progress.statistics
         return statistics.global_step + statistics.new_steps * self._devices.num_processes
 
-    def receive(self, channels: Sequence[Channel[Parcel]], update: int) -> list[Rollout]:
-        """Wait for the rollouts of update `update`, one from each actor, and see that they are what was promised."""
+    def receive(
+        self, channels: Sequence[Channel[Parcel]], update: int, given_up: Callable[[], bool]
+    ) -> list[Parcel] | None:
+        """Wait for the rollouts of update `update`, one from each actor, and see that they are what was promised.
+
+        None where it is `given_up` before.
+        """
         statistics, before = self._progress.statistics, time.perf_counter()
-        parcels = [channel.get()[0] for channel in channels]
+        parcels = []
+        for channel in channels:
+            parcel = channel.get_unless(given_up)
+            if parcel is None:
+                return None
+            parcels.append(parcel)
         statistics.learner_wait += time.perf_counter() - before
         for parcel in parcels:
             assert parcel.rollout == update, f"update {update} was given rollout {parcel.rollout}"
             lag, promised = update - parcel.policy_version, self._schedule.lag(update)
             assert lag == promised, f"update {update}: policy lag {lag}, promised {promised}"
         statistics.add(parcels)
-        return [block for parcel in parcels for block in parcel.blocks]
+        return parcels
 
     @contextmanager
     def updating(self) -> Iterator[None]:
@@ -200,23 +241,23 @@ class Book:
         else:
             progress.update_seconds = (time.perf_counter() - self._timed_from) / (update - self._schedule.first)
 
-    def check_finite(self, update: int, metrics: Metrics) -> None:
+    def check_finite(self, update: int, metrics: Metrics, saving: bool) -> None:
         """Losses and gradients must be numbers.
 
-        Looked at an update late, when they have arrived; at the end of an epoch at once, before they are saved.
+        Looked at an update late, when they have arrived; at once before they are saved.
 
         Raises:
             NotFinite: one is not.
         """
         jax.tree.map(lambda x: x.copy_to_host_async(), metrics)
         check_finite(*self._unchecked, self._progress.saved_update)
-        if self._schedule.ends_epoch(update):
+        if saving:
             check_finite(update, metrics, self._progress.saved_update)
         self._unchecked = update, metrics
 
     def is_log_point(self, update: int) -> bool:
         """Whether all processes log after this update."""
-        return update == 1 or update % self._log_frequency == 0 or self._schedule.ends_epoch(update)
+        return update == 1 or update % self._log_frequency == 0 or self._schedule.is_marked(update)
 
     def log(self, update: int, metrics: Metrics, digests: dict[str, str]) -> None:
         """Make a log point.  All processes must call this after the same updates."""

@@ -62,30 +62,35 @@ def hear_signals(asked: Callable[[int], None], give_up: Callable[[int], None] = 
 def end_by_signal(
     signum: int,
     grace_period: float,
-    next_checkpoint: Callable[[int], int] | None,
+    can_save: bool,
+    next_end: Callable[[int], int] | None,
     progress: Progress,
     stop: Stop,
     say: Callable[[str], None],
 ) -> None:
-    """End the run: at once, or on SIGUSR1, the warning of a cluster, after the next checkpoint if that is near enough.
+    """End the run after the update that is under way, with a checkpoint; at once where nothing can be saved.
 
-    Emulators cannot be saved, so only a checkpoint's boundary resumes exactly: what was done since is repeated.  A
-    cluster warns every process, and a process may hear it from another first: further SIGUSR1 change nothing.
-    `next_checkpoint` says which update is followed by the first checkpoint after another; None where none is kept.
+    After the grace period it ends as it is.  Further signals change nothing: a cluster warns every process, and a
+    process may hear it from another first.
+
+    `next_end` is given where only the end of an epoch can be saved: from an update, the first such update after it.
+    Then SIGUSR1, the warning of a cluster, waits for one that is near enough, and the others wait for none.
     """
-    error = Interrupted(signum)
-    grace = grace_period if signum == signal.SIGUSR1 else 0.0
-    with progress.deciding:
-        if signum == signal.SIGUSR1 and progress.ending is not None:
-            return
-        if next_checkpoint is not None:
-            last = next_checkpoint(progress.saved_update)  # which may be done, and its checkpoint on its way
-            seconds = progress.seconds_until(last)
-            if seconds < grace:
-                progress.ending = error
-    if progress.ending is error:
-        say(f"{error}: ending after the checkpoint of update {last}, in about {seconds:.0f} s")
-        stop.wait(grace)
+    if progress.ending is not None:
+        return
+    error, words = Interrupted(signum), ""
+    if can_save and grace_period > 0 and next_end is None:
+        words = f"{error}: ending after this update, with a checkpoint"
+    elif can_save and next_end is not None and signum == signal.SIGUSR1:
+        end = next_end(progress.saved_update)  # which may be done, and its checkpoint on its way
+        seconds = progress.seconds_until(end)
+        if seconds < grace_period:
+            words = f"{error}: ending after the checkpoint of update {end}, in about {seconds:.0f} s"
+    if words:
+        progress.ending = error
+        say(words)
+        stop.wake()
+        stop.wait(grace_period)
     stop(error)
 
 

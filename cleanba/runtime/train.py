@@ -4,16 +4,15 @@ Three kinds of threads: actors collect rollouts, the learner thread runs `learn`
 it shows progress, hears signals, and ends everything soon after anything fails.
 """
 
-import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import jax
 
-from cleanba.algorithm import Algorithm
+from cleanba.algorithm import Algorithm, Metrics
 from cleanba.config import Experiment, Partition
 from cleanba.environments.kinds import Envs, open_envs, threads_per_actor
 from cleanba.environments.specs import EnvSpec
@@ -28,11 +27,15 @@ from cleanba.runtime.keeper import Keeper
 from cleanba.runtime.learner import Learner, abstract_block, memory_shapes
 from cleanba.runtime.memory import Holdings
 from cleanba.runtime.metrics import Display, Status
+from cleanba.runtime.pace import Pace
 from cleanba.runtime.peers import Peers
 from cleanba.runtime.placement import Devices
+from cleanba.runtime.playback import Playback
+from cleanba.runtime.records import Records
 from cleanba.runtime.statistics import Book, LogPoint, Progress, Statistics, or_nan
 from cleanba.runtime.supervision import GRACE_SECONDS, Watchdog, end_by_signal, hear_signals, leave_process
 from cleanba.seeds import env_seed
+from cleanba.specs import ActionSpec
 
 
 @dataclass(frozen=True)
@@ -52,11 +55,13 @@ class Training:
     saved: Saved | None = None
     """the checkpoint to go on from"""
     checkpoint_frequency: int | None = None
-    """updates between checkpoints, where an epoch ends, too; 0: none but the last; None: at each end"""
+    """updates between checkpoints; 0: none but the last; None: by time"""
+    repeatable: bool = True
+    """whether environments with the same seeds and actions do the same; else checkpoints are taken at ends of epochs"""
     stall_timeout: float = float("inf")
     """seconds without an update after which the run ends"""
-    grace_period: float = 0.0
-    """seconds that SIGUSR1 leaves to reach the next checkpoint"""
+    grace_period: float = 60.0
+    """seconds that signals leave to end an update and to write a checkpoint"""
     stop_on_nonfinite: bool = True
     """whether a loss, a gradient, an observation or a reward that is not finite ends the run"""
     after_update: Callable[[int, int, PyTree], None] | None = None
@@ -66,11 +71,16 @@ class Training:
     def schedule(self) -> Schedule:
         e = self.experiment
         first = self.saved.update + 1 if self.saved else 1
-        return Schedule(first, e.num_updates, e.concurrency, e.env_epoch)
+        return Schedule(first, e.num_updates, e.concurrency, e.env_epoch, self.checkpoint_frequency or 0)
 
     @property
     def local_actors(self) -> range:
         return self.partition.process_actors(self.devices.process)
+
+    @property
+    def takes(self) -> ActionSpec | None:
+        """Of whom actions are recorded; None where the environments' own state is kept."""
+        return None if self.spec.on_device else self.spec.action
 
     @property
     def block_shapes(self) -> Rollout:
@@ -134,11 +144,28 @@ def learn(
     """The learner thread: the updates, in order.  Actors follow through their channels."""
     schedule, saved, status = training.schedule, training.saved, progress.status
     params_of = training.algorithm.actor_params
+    pace = Pace(schedule, training.checkpoint_frequency, not training.repeatable, training.devices, progress)
+    acting: list[Params] = []  # the latest two versions, as an actor has them: the state itself is donated
 
     def publish(version: int, params: PyTree) -> None:
         published = learner.publish(params)
         for device, params_channel in params_channels:
             params_channel.put(Params(version, published[device]))
+        acting[:] = [*acting[-1:], Params(version, published[params_channels[0][0]])]
+
+    def save(update: int) -> None:
+        before = time.perf_counter()
+        keeper.look(update, state, memory)
+        older = next((params for version, params in acting if version == update), acting[-1].params)
+        keeper.save(update, state, older, book.counters(), not schedule.ends_epoch(update))
+        progress.saved_update = update
+        pace.saved(keeper.seconds + time.perf_counter() - before)
+
+    def end(update: int, ending: Interrupted) -> NoReturn:
+        assert training.checkpoints is not None
+        training.checkpoints.wait_for_all(update, training.grace_period)
+        stop(ending)
+        raise Closed
 
     first_to_learn = getattr(training.experiment, "first_to_learn", 0)
     book = Book(schedule, training.log_frequency, training.devices, progress, log, first_to_learn)
@@ -155,37 +182,46 @@ def learn(
         keeper.look(saved.update, state, memory)  # it ended with this checkpoint, and only its result is missing
     elif saved and schedule.policy_version(schedule.first) == saved.update:
         publish(saved.update, saved.older_params)  # the rollout that was under way while update `saved.update` ran
+    metrics: Metrics = {}
     for update in range(schedule.first, schedule.last + 1):
         # Version `update` is what update-1 made.  With concurrency it serves the next rollout, without it this one.
         if schedule.policy_version(update) == update or schedule.policy_version(update + 1) == update < schedule.last:
             publish(update, learner.local(params_of(state)))
 
-        blocks = book.receive(rollout_channels, update)
-        f = training.checkpoint_frequency
-        due = f is None or update == schedule.last or (f > 0 and update % f == 0)
-        saving = training.checkpoints is not None and schedule.ends_epoch(update) and due
-        older_params = jax.device_get(learner.local(params_of(state))) if saving else None
+        parcels = book.receive(rollout_channels, update, lambda: pace.ends_now(progress.update))
+        if parcels is None:  # the rollouts are still under way, and the update before them is done
+            if training.stop_on_nonfinite:
+                book.check_finite(update - 1, metrics, True)
+            if progress.saved_update != update - 1:
+                save(update - 1)
+            assert progress.ending is not None
+            end(update - 1, progress.ending)
+        keeper.record(schedule.epoch(update), [(parcel.told, parcel.ending) for parcel in parcels])
+        blocks = [block for parcel in parcels for block in parcel.blocks]
+        del parcels
         progress.state = None
         with book.updating():
             state, memory, metrics = learner.update(state, memory, blocks, update)
             del blocks
             jax.block_until_ready((state, memory))
         stop.check()
+        verdict = pace.after(update)
+        saving = training.checkpoints is not None and verdict.save
         if training.stop_on_nonfinite:
-            book.check_finite(update, metrics)
+            book.check_finite(update, metrics, saving or schedule.is_marked(update))
         progress.state = state
         book.updated(update)
 
         if training.after_update is not None:
             training.after_update(update, book.steps_so_far, learner.local(params_of(state)))
         if book.is_log_point(update):
-            book.log(update, metrics, keeper.look(update, state, memory) if schedule.ends_epoch(update) else {})
-        if saving and training.checkpoints is not None:
-            keeper.save(update, state, older_params, book.counters())
-            if (ending := progress.saved(update)) is not None:
-                training.checkpoints.wait_for_all(update, training.grace_period)
-                stop(ending)
-                stop.check()
+            book.log(update, metrics, keeper.look(update, state, memory) if schedule.is_marked(update) else {})
+        if saving:
+            save(update)
+            if verdict.ending is not None:
+                end(update, verdict.ending)
+        elif schedule.is_marked(update):
+            keeper.leave()
     if training.checkpoints is not None:
         status.phase = "writing the last checkpoint"
         training.checkpoints.finish()
@@ -218,19 +254,23 @@ def run_training(
     progress = Progress(status)
     started = time.perf_counter()
     if (saved := training.saved) is not None:
-        progress.statistics = Statistics.from_counters(saved.counters)
+        progress.statistics = Statistics.from_counters(saved.counters, devices.process, devices.num_processes)
         progress.update = progress.saved_update = status.update = saved.update
         progress.lag = training.schedule.lag(saved.update)
-        status.global_step = progress.statistics.global_step
         progress.seconds_before = saved.counters["seconds"]
         started -= progress.seconds_before
-        progress.global_step, status.episodes = progress.statistics.global_step, progress.statistics.episodes
+        progress.global_step = status.global_step = saved.counters["global_step"]
+        status.episodes = saved.counters["episodes"]
         status.episodic_return = or_nan(progress.statistics.mean_return)
         status.episodic_length = or_nan(progress.statistics.mean_length)
     learner = Learner(training.algorithm, training.partition, devices, e.seed)
     folder = training.checkpoints.run_dir if training.checkpoints is not None else None
     holdings = Holdings(training.memory_shapes, training.local_shards, saved.memory if saved else None, folder)
-    keeper = Keeper(learner, training.algorithm.actor_params, devices, holdings, training.checkpoints)
+    actors, standing = training.local_actors, saved.standing if saved else {}
+    records = Records(folder, actors, standing)
+    keeper = Keeper(learner, training.algorithm.actor_params, devices, holdings, training.checkpoints, records)
+    recorded = sum(where.steps for where in standing.values() if where.actions) * training.partition.envs_per_actor
+    playback = Playback(recorded, status, display.say)
     steppers = make_steppers(training.algorithm, e.num_steps, devices.platform)
     scans = Scans(training.algorithm, e.num_steps)
 
@@ -243,30 +283,30 @@ def run_training(
             stop(peers.explain(error) if peers else error)
 
     def asked(signum: int) -> None:
-        if peers and not peers.is_first and signum == signal.SIGUSR1:
-            peers.ask(signum)  # one must decide for all
-            stop.wait(training.grace_period + GRACE_SECONDS)
-            return stop(Interrupted(signum))  # should it not answer, this process ends by itself
-        next_checkpoint = training.schedule.next_checkpoint if training.checkpoints is not None else None
-        end_by_signal(signum, training.grace_period, next_checkpoint, progress, stop, display.say)
+        can_save = training.checkpoints is not None and progress.update >= training.schedule.first
+        next_end = None if training.repeatable else training.schedule.next_end
+        end_by_signal(signum, training.grace_period, can_save, next_end, progress, stop, display.say)
 
     threads: list[threading.Thread] = []
     params_channels: list[tuple[jax.Device, Channel[Params]]] = []
     rollout_channels: list[Channel[Parcel]] = []
-    actors = training.local_actors
     for i, actor in enumerate(actors):
         device = devices.actors[i * len(devices.actors) // len(actors)]
+        kept = training.takes, training.spec.on_device
         collector: Collector
         inspection = Inspection(training.spec.env_id, training.partition.actor_envs(actor).start)
         looks = inspection if training.stop_on_nonfinite else None
         if e.collector == "scanned":
-            collector = ScannedCollector(training.algorithm, e.num_steps, device, stop, scans, looks)
+            collector = ScannedCollector(training.algorithm, e.num_steps, device, stop, scans, looks, *kept)
         else:
-            collector = SteppedCollector(training.algorithm, steppers, e.num_steps, device, stop, looks)
+            collector = SteppedCollector(training.algorithm, steppers, e.num_steps, device, stop, looks, *kept)
         to_actor: Channel[Params] = Channel(f"parameters for actor {actor}", stop)
         to_learner: Channel[Parcel] = Channel(f"rollouts of actor {actor}", stop)
         make_envs = training.envs_of(actor, device)
-        args = (actor, e.seed, training.schedule, collector, make_envs, to_actor, to_learner, learner.send, stop)
+        args = (
+            *(actor, e.seed, training.schedule, collector, make_envs, to_actor, to_learner, learner.send, stop),
+            *(standing.get(actor), playback.add),
+        )
         threads.append(threading.Thread(target=guarded, args=(run_actor, *args), name=f"actor {actor}", daemon=True))
         params_channels.append((device, to_actor))
         rollout_channels.append(to_learner)
@@ -274,7 +314,7 @@ def run_training(
     threads.append(threading.Thread(target=guarded, args=(learn, *learn_args), name="learner", daemon=True))
 
     if peers:
-        peers.on_lost, peers.on_asked = stop, asked
+        peers.on_lost = stop
         if peers.error is not None:
             stop(peers.error)
     watchdog = Watchdog(training.stall_timeout)
