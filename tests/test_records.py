@@ -70,7 +70,7 @@ class Actor:
         self.case = case
 
     def collector(self) -> Collector:
-        kept = None if self.spec.on_device else self.spec.action, self.spec.on_device
+        kept = None, None if self.spec.on_device else self.spec.action, self.spec.on_device
         if self.case.collector == "scanned":
             return ScannedCollector(self.algorithm, STEPS, self.device, Stop(), Scans(self.algorithm, STEPS), *kept)
         steppers = make_steppers(self.algorithm, STEPS, "cpu")
