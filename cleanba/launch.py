@@ -6,6 +6,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,6 +18,7 @@ import numpy as np
 from cleanba.agents.agent import new_policy
 from cleanba.agents.beside import Evaluations
 from cleanba.agents.hub import push, require_login
+from cleanba.agents.initial import DIGEST, RECORD, Initial, find_initial, recorded, require_fit, started_from
 from cleanba.algorithm import Algorithm
 from cleanba.algorithms.off_policy import FILLED
 from cleanba.config import Experiment, Partition, Placement, Run, from_json, read_config, require, to_json
@@ -138,6 +140,7 @@ def train(recipe: Recipe, config: Config, peers: Peers | None, shown: bool, give
                 job.training,
                 checkpoints=checkpoints,
                 saved=saved,
+                begin_with=partial(started_from, arrays=job.initial.arrays) if job.initial else None,
                 checkpoint_frequency=run.checkpoint_frequency,
                 repeatable=bool(gather_over_processes(np.array([repeatable(job.spec)])).all()),
                 stall_timeout=run.stall_timeout,
@@ -179,6 +182,8 @@ class Job(NamedTuple):
     devices: Devices
     algorithm: Algorithm
     run_dir: Path
+    initial: Initial | None = None
+    """another run's parameters to start from"""
 
     @property
     def experiment(self) -> Experiment:
@@ -213,12 +218,17 @@ def prepare(recipe: Recipe, config: Config) -> Job:
     devices = find_devices(config.placement)
     now = int(gather_over_processes(np.array([int(time.time())]))[0, 0])  # process 0's clock names the run
     run_dir = config.run.run_dir or default_run_dir(config.asked, config.run, now)
+    config, initial = with_digest(config, run_dir, devices.platform)
     resolved = settle(recipe, config, devices.platform, run_dir)
     e = resolved.experiment
+    if e.init_from is not None and initial is None and not updates_kept(run_dir):
+        initial = find_again(e.init_from, run_dir, config, devices.platform)
     partition = fit(recipe, e, config.placement, devices.num_processes)
     require_same_flags({"algorithm": recipe.name, **to_json(e), "log_frequency": config.run.log_frequency})
     algorithm = recipe.make(e, resolved.spec, devices.platform)
-    job = Job(recipe, config, resolved, partition, devices, algorithm, run_dir)
+    if initial is not None:
+        require_fit(initial, jax.eval_shape(algorithm.init, jax.random.key(0)))
+    job = Job(recipe, config, resolved, partition, devices, algorithm, run_dir, initial)
     shapes, buffer_size = job.training.memory_shapes, getattr(e, "buffer_size", None)
     require_room(shapes, partition.shards_per_learner, devices.learners, processes_here(), buffer_size)
     require(
@@ -226,6 +236,49 @@ def prepare(recipe: Recipe, config: Config) -> Job:
         f"run_dir={str(config.run.run_dir)!r} is the current directory, which holds other files; name one for the run",
     )
     return job
+
+
+def with_digest(config: Config, run_dir: Path, platform: str) -> tuple[Config, Initial | None]:
+    """What was given, with the digest of the parameters that --init-from names in place of the name; and these.
+
+    Raises:
+        UsageError: they cannot be found, and the run does not know them either.
+    """
+    place, record = config.typed.get("init_from"), recorded(run_dir)
+    if place is None or DIGEST.fullmatch(place):
+        return config, None
+    initial: Initial | None = None
+    try:
+        initial = find_initial(place, platform, config.run.trust_remote_code)
+        digest = initial.digest
+    except (UsageError, Failure):
+        if record.get("from") != place:  # else the run has begun, and may need them no more
+            raise
+        digest = record["digest"]
+    typed = {**config.typed, "init_from": digest}
+    return replace(config, asked=replace(config.asked, init_from=digest), typed=typed), initial
+
+
+def find_again(digest: str, run_dir: Path, config: Config, platform: str) -> Initial:
+    """The parameters of that digest, for a run that has no checkpoint yet.
+
+    Raises:
+        UsageError: they are not where they were.
+    """
+    place = (recorded(run_dir) or recorded(config.whole)).get("from")
+    why = "nothing says where they lie"
+    if place is not None:
+        try:
+            initial = find_initial(place, platform, config.run.trust_remote_code)
+            if initial.digest == digest:
+                return initial
+            why = f"{place} has others now"
+        except (UsageError, Failure) as error:
+            why = str(error)
+    raise UsageError(
+        f"{run_dir} has no checkpoint yet and starts from the parameters {digest[:19]}…: {why}; bring them back, or "
+        "give the flags again, with --init-from saying where they lie"
+    )
 
 
 SPARSE = 0.9  # share of the replay's batches that is filled, below which the user is told
@@ -254,6 +307,8 @@ class Office:
         except BaseException:
             self.unlock()
             raise
+        if job.initial is not None:
+            write_json(job.run_dir / RECORD, {"digest": job.initial.digest, "from": job.initial.place})
         self._writers: Writers | None = None
         self._film: Path | None = None
         self._display: Display | None = None

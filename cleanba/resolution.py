@@ -359,7 +359,7 @@ def configure(
         require(
             not changed,
             f"the whole experiment is taken from {whole}, but flags change it ({'; '.join(changed)}); leave these "
-            "flags out, or start an experiment of its own",
+            f"flags out, or start an experiment of its own, from that run's parameters by --init-from {whole}",
         )
     return Config(asked, typed, placement, replace(run, exp_name=run.exp_name or recipe.name), whole)
 

@@ -54,6 +54,8 @@ class Training:
     """where checkpoints go; None to keep none"""
     saved: Saved | None = None
     """the checkpoint to go on from"""
+    begin_with: Callable[[PyTree], PyTree] | None = None
+    """the first state, on the host -> the one to begin with, of another run's parameters; None: as it is"""
     checkpoint_frequency: int | None = None
     """updates between checkpoints; 0: none but the last; None: by time"""
     repeatable: bool = True
@@ -171,7 +173,10 @@ def learn(
     book = Book(schedule, training.log_frequency, training.devices, progress, log, first_to_learn)
     status.phase = "compiling the update"
     block = training.block_shapes
-    state = progress.state = learner.replicate(saved.state) if saved else learner.init()
+    state = learner.replicate(saved.state) if saved else learner.init()
+    if saved is None and training.begin_with is not None:
+        state = learner.replicate(training.begin_with(jax.device_get(learner.local(state))))
+    progress.state = state
     memory = learner.restore_memory(block, saved.memory) if saved else learner.init_memory(block)
     learner.compile(state, memory, block)
     stop.check()

@@ -1,0 +1,124 @@
+"""Parameters of another run to start from (`--init-from`): found, named by their digest, and put into a new state."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from cleanba.agents.agent import load_policy
+from cleanba.algorithm import Algorithm
+from cleanba.config import require
+from cleanba.environments.kinds import env_spec
+from cleanba.errors import Failure, UsageError
+from cleanba.files import read_json
+from cleanba.resolution import read_recipe
+from cleanba.rollout import PyTree
+from cleanba.runs.remote import find_run
+from cleanba.runtime import checkpoint as ckpt
+from cleanba.runtime.digests import tree_digest
+from cleanba.trust import source_of
+
+RECORD = "init_from.json"  # in a run's directory: where the parameters that it started from were found
+DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+# The parts of a learner's state that always begin afresh: optimisers, and what counts updates and steps.
+FRESH = re.compile(r"\.(optimiser|updates|since_\w+)\b")
+
+
+class Initial(NamedTuple):
+    """Parameters to start from."""
+
+    digest: str
+    place: str
+    """where they were found"""
+    arrays: Mapping[str, np.ndarray]
+    """by their names in the learner's state"""
+
+
+def named_leaves(state: PyTree) -> dict[str, PyTree]:
+    """The leaves of a learner's state by their names, such as .params['params']['Dense_0']['bias']."""
+    return {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(state)}
+
+
+def find_initial(place: str, platform: str, trust_remote_code: bool = False) -> Initial:
+    """The parameters that `--init-from` names: RUN, RUN:best, RUN:UPDATE, or a checkpoint's own directory.
+
+    A checkpoint has all networks, targets included.  The best parameters, a kept model and what is on the Hub are those
+    that act; target networks then begin as copies of them.
+
+    Raises:
+        UsageError: there is no such run or checkpoint.
+        Failure: it is damaged.
+    """
+    run, checkpoint = place, "last"
+    if (found := re.fullmatch(r"(.+):(best|last|\d+)", place)) is not None:
+        run, checkpoint = found[1], found[2]
+    elif (found := re.fullmatch(r"(.+)/(?:checkpoints/(\d+)|(best))/?", place)) is not None:
+        run, checkpoint = found[1], found[2] or found[3]
+    run_dir = find_run(run)
+    recipe, e = read_recipe(run_dir, trust_remote_code)
+    there = ckpt.updates_kept(run_dir)
+    if checkpoint == "best" or source_of(run_dir) is not None or not there:
+        policy = load_policy(run_dir, checkpoint, platform, trust_remote_code)
+        arrays = of_acting(policy.algorithm, policy.params)
+    else:
+        algorithm = recipe.make(e, env_spec(e), platform)
+        like_state = jax.eval_shape(algorithm.init, jax.random.key(0))
+        like_params = jax.eval_shape(algorithm.actor_params, like_state)
+        require(
+            checkpoint == "last" or int(checkpoint) in there, f"{run_dir} keeps no checkpoint of update {checkpoint}"
+        )
+        state = None
+        for update in reversed(there) if checkpoint == "last" else [int(checkpoint)]:
+            try:
+                state = ckpt.read(run_dir, update, like_state, like_params).state
+                break
+            except Failure as damage:
+                if update == there[0] or checkpoint != "last":
+                    raise damage
+        arrays = {name: np.asarray(x) for name, x in named_leaves(state).items() if not FRESH.search(name)}
+    return Initial(f"sha256:{tree_digest(arrays).removeprefix('sha256:')}", place, arrays)
+
+
+def of_acting(algorithm: Algorithm, params: PyTree) -> dict[str, np.ndarray]:
+    """The parameters that act, by their names in the learner's state; target networks are copies of them."""
+    like = jax.eval_shape(algorithm.init, jax.random.key(0))
+    names = list(named_leaves(like))
+    numbered = jax.tree.unflatten(jax.tree.structure(like), range(len(names)))
+    acting = zip(jax.tree.leaves(algorithm.actor_params(numbered)), jax.tree.leaves(params), strict=True)
+    arrays = {names[i]: np.asarray(x) for i, x in acting if not FRESH.search(names[i])}
+    for name in names:
+        if (target := re.fullmatch(r"\.targets?(\.\w+)?(\[.*)", name)) is not None:
+            network = target[1] or (".online" if any(n.startswith(".online.") for n in names) else ".critics")
+            arrays[name] = arrays[f"{network}.params{target[2]}"]
+    return arrays
+
+
+def require_fit(initial: Initial, state: PyTree) -> None:
+    """Raise `UsageError` unless all arrays to start from have a place, of the same shape, in a state like this."""
+    mine = named_leaves(state)
+    networks = {name for name in mine if not FRESH.search(name) and ".log_alpha" not in name}
+    for name in sorted(networks | set(initial.arrays)):
+        there = initial.arrays[name].shape if name in initial.arrays else None
+        here = mine[name].shape if name in mine else None
+        if there != here:
+            has = lambda shape: "no such array" if shape is None else f"the shape {shape}"
+            raise UsageError(
+                f"init_from={initial.place}: its networks are not this run's: {name} has {has(there)} there and "
+                f"{has(here)} here; give the settings of that run (cleanba ... --experiment names them all)"
+            )
+
+
+def started_from(state: PyTree, arrays: Mapping[str, np.ndarray]) -> PyTree:
+    """A state with these arrays in place of its own of the same names."""
+    leaves, structure = jax.tree.flatten(state)
+    names = named_leaves(state)
+    return jax.tree.unflatten(structure, [arrays.get(name, x) for name, x in zip(names, leaves, strict=True)])
+
+
+def recorded(run_dir: Path | None) -> dict[str, str]:
+    """What a run's directory says of the parameters that it started from: digest and place; {} if nothing."""
+    path = run_dir / RECORD if run_dir is not None else None
+    return read_json(path) if path is not None and path.exists() else {}

@@ -1,0 +1,80 @@
+"""Starting from another run's parameters."""
+
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from launch import TINY, command
+
+from cleanba.agents.initial import FRESH, find_initial, named_leaves, of_acting
+from cleanba.config import read_experiment
+from cleanba.environments.specs import ActionSpec, EnvSpec, ObsSpec
+from cleanba.recipes import RECIPES
+
+STILL = ("--learning-rate", "1e-60", "--no-anneal-lr")  # 0 in float32
+
+
+def assert_started_from(run, source) -> str:
+    """A run of as many steps that moved no parameter has its source's, and counted on from its statistics."""
+    before, after = (find_initial(str(place), "cpu") for place in (source, run))
+    for name, x in before.arrays.items():
+        if name.startswith(".params"):
+            assert np.array_equal(x, after.arrays[name]), name
+    counted = ".statistics.obs[''].counted"
+    assert np.array_equal(after.arrays[counted], 2 * before.arrays[counted])
+    return before.digest
+
+
+def test_a_run_starts_from_anothers_parameters(tmp_path):
+    first, copied, second = (tmp_path / name for name in ("first", "copied", "second"))
+    assert command("ppo", *TINY, "--run-dir", first).code == 0
+    config = json.loads((first / "config.json").read_text())
+    del config["experiment"]["init_from"]  # as an older version wrote it
+    (first / "config.json").write_text(json.dumps(config))
+    shutil.copytree(first, copied)
+
+    words = lambda source: ("ppo", *TINY, *STILL, "--init-from", source, "--run-dir", second)
+    ended = command(*words(first))
+    assert ended.code == 0, ended.err
+    digest = assert_started_from(second, first)
+    recorded = read_experiment(second)["init_from"]
+    assert recorded == digest and recorded.startswith("sha256:")
+    # The same parameters at another place are the same experiment; so is a place that is gone, once the run has begun.
+    assert "is finished; nothing to do" in command(*words(copied)).out
+    shutil.rmtree(first)
+    assert "is finished; nothing to do" in command(*words(first)).out
+    assert "is finished; nothing to do" in command("resume", second).out
+    # Without a checkpoint it needs them.
+    shutil.rmtree(second / "checkpoints")
+    (second / "result.json").unlink()
+    ended = command("resume", second)
+    assert ended.code == 2 and f"has no checkpoint yet and starts from the parameters {recorded[:19]}" in ended.err
+    assert "--init-from" in ended.err and "Traceback" not in ended.err
+    ended = command(*words(copied))
+    assert ended.code == 0 and assert_started_from(second, copied) == recorded
+
+    ended = command("ppo", *TINY, "--hiddens", "16", "--init-from", copied, "--run-dir", tmp_path / "third")
+    assert ended.code == 2 and "has the shape (8,) there and the shape (16,) here" in ended.err, ended.err
+    ended = command("resume", copied, "--total-timesteps", "640")
+    assert ended.code == 2 and f"--init-from {copied}" in ended.err
+    ended = command("ppo", *TINY, "--init-from", tmp_path / "nowhere", "--run-dir", tmp_path / "fourth")
+    assert ended.code == 2 and "nowhere" in ended.err and not (tmp_path / "fourth").exists()
+
+
+@pytest.mark.parametrize("name", ["ppo", "dqn", "sac", "td3"])
+def test_what_acts_is_enough_and_targets_are_copies_of_it(name):
+    """A fresh state's targets are copies of its networks: what acts of it gives back all its networks."""
+    box = ActionSpec("quantities", (2,), "float32", (), (-1.0, -1.0), (1.0, 1.0))
+    choices = name in ("ppo", "dqn")
+    spec = EnvSpec("Test-v0", ObsSpec("vector", (4,), "float32"), 3 if choices else 0, False, False, {},
+                   None if choices else box)  # fmt: skip
+    recipe = RECIPES[name]
+    algorithm = recipe.make(recipe.experiment(network="mlp", hiddens=(8,)), spec, "cpu")
+    state = algorithm.init(jax.random.key(0))
+    arrays = of_acting(algorithm, algorithm.actor_params(state))
+    expected = {n: x for n, x in named_leaves(state).items() if not FRESH.search(n) and ".log_alpha" not in n}
+    assert set(arrays) == set(expected)
+    assert all(np.array_equal(arrays[n], x) for n, x in expected.items())
+    assert not any("count" in n or ".updates" in n for n in arrays)
