@@ -53,7 +53,7 @@ class Args:
     num_minibatches: int = 4
     """minibatches"""
     num_actors: int | None = None
-    """actors (default: two per actor device, on CPUs one)"""
+    """actors (default: the preset's)"""
     num_shards: int | None = None
     """shards (default: one per learner device)"""
     cpu_threads: int | None = None
@@ -92,12 +92,11 @@ class Parts:
     """A training's parts, placed and sized as in the whole, each to be run alone."""
 
     def __init__(self, recipe: Recipe, fields: dict[str, Any], placement: Placement):
-        """With these fields of the experiment; left out, a shard for each device that learns, actors that keep busy."""
+        """With these fields of the experiment; left out, a shard for each device that learns."""
         self.recipe = recipe
         self.devices = find_devices(placement)
-        actors, learners = len(self.devices.actors), len(self.devices.learners)
         platform = self.devices.platform
-        fields = {"num_actors": actors * (1 if platform == "cpu" else 2), "num_shards": learners, **fields}
+        fields = {"num_shards": len(self.devices.learners), **fields}
         self.experiment, self.spec, *_ = resolve(recipe, fields, platform)
         e = self.experiment
         self.partition = fit(recipe, e, placement)

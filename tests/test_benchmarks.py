@@ -80,7 +80,7 @@ DIFFERENT = {
 @pytest.mark.parametrize("part", gpu.parts(8), ids=lambda part: part.name)
 def test_every_part_fits(part):
     recipe = RECIPES[part.algorithm]
-    fields = {"num_actors": 2 * len(part.actors), "num_shards": len(part.learners), **part.fields}
+    fields = {"num_shards": len(part.learners), **part.fields}
     fit(recipe, resolve(recipe, fields, "gpu").experiment, Placement(part.actors, part.learners))
 
 
