@@ -67,7 +67,8 @@ def trace_update(program: Program, devices: Devices) -> Any:
     """The update of all shards on these devices, ready to be lowered."""
     p, algorithm = program.partition, program.algorithm
     memory = memory_shapes(algorithm, program.block, p)
-    memory = jax.tree.map(lambda x: jax.ShapeDtypeStruct((p.num_shards, *x.shape), x.dtype), memory)
+    places = devices.mesh.size * p.places_per_learner
+    memory = jax.tree.map(lambda x: jax.ShapeDtypeStruct((places, *x.shape), x.dtype), memory)
     return Learner(algorithm, p, devices, program.experiment.seed).trace(program.state, memory, program.block)
 
 

@@ -12,9 +12,11 @@ import json
 import math
 import textwrap
 import types
+from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -469,23 +471,28 @@ class Partition:
         for count, what in ((a, "actors"), (k, "shards")):
             require(n % count == 0, f"num_envs={n} cannot be split over {count} {what}; {self._remedy('num_envs')}")
         for count, name in ((a, "num_actors"), (k, "num_shards")):
-            require(count % p == 0, f"{name}={count} cannot be split over {p} processes; {self._remedy(name)}")
+            fewer = nearest(p, lambda m: self._fits(n, a, k, m, learners), k + p)
+            require(
+                count % p == 0,
+                f"{name}={count} cannot be split over {p} processes; "
+                + (f"start {fewer} process{'es' * (fewer != '1')}, or for another experiment " if fewer else "")
+                + self._remedy(name),
+            )
         require(
             a % k == 0 or k % a == 0,
             f"num_actors={a} and num_shards={k} do not fit: one must divide the other; {self._remedy('num_actors')}",
         )
-        fewer = [str(d) for d in range(1, k // p + 1) if self._fits(n, a, k, p, d)]
+        each = "" if p == 1 else f", {k // p} for each of {p} processes,"
         require(
-            k // p % learners == 0,
-            f"num_shards={k} gives each process {k // p}, which cannot be split over its {learners} learner devices; "
-            + (f"use {' or '.join(fewer)} of them, or for another experiment " if fewer else "")
-            + self._remedy("num_shards"),
+            learners <= k // p,
+            f"num_shards={k}{each} cannot occupy {learners} learner devices, each of which needs one; "
+            f"name {k // p} of them at most, or for another experiment {self._remedy('num_shards')}",
         )
 
     @staticmethod
     def _fits(n: int, a: int, k: int, p: int, learners: int) -> bool:
         divides = n % a == 0 and n % k == 0 and a % p == 0 and k % p == 0 and (a % k == 0 or k % a == 0)
-        return divides and k // p % learners == 0
+        return divides and learners <= k // p
 
     def _remedy(self, name: str) -> str:
         """Values that fit: of that one number if there are such, else of all three."""
@@ -500,7 +507,7 @@ class Partition:
         one = nearest(numbers[name], fits, limit)
         if one:
             return f"try {flag(name)} {one}"
-        shards = p * learners * max(1, round(k / (p * learners)))
+        shards = p * max(learners, round(k / p))
         actors = p * max(d for d in range(1, shards // p + 1) if shards // p % d == 0 and p * d <= max(a, p))
         envs = shards * max(1, round(n / shards))
         return f"try --num-envs {envs} --num-actors {actors} --num-shards {shards}"
@@ -527,8 +534,23 @@ class Partition:
         return self.num_blocks // self.num_shards
 
     @property
-    def shards_per_learner(self) -> int:
-        return self.num_shards // (self.num_processes * self.learners_per_process)
+    def shards_of_learners(self) -> tuple[int, ...]:
+        """How many shards each learner device of a process holds: the first ones one more, if not all equally many."""
+        each, more = divmod(self.num_shards // self.num_processes, self.learners_per_process)
+        return tuple(each + (device < more) for device in range(self.learners_per_process))
+
+    @property
+    def places_per_learner(self) -> int:
+        """How many shards the fullest learner device holds; there is room for so many on each."""
+        return max(self.shards_of_learners)
+
+    def place(self, shard: int) -> int:
+        """Where a shard lies among the places of all learner devices, those of the first device first."""
+        process, local = divmod(shard, self.num_shards // self.num_processes)
+        ends = list(accumulate(self.shards_of_learners))
+        device = bisect_right(ends, local)
+        before = ends[device] - self.shards_of_learners[device]
+        return (process * self.learners_per_process + device) * self.places_per_learner + local - before
 
     def actor_envs(self, actor: int) -> range:
         return range(actor * self.envs_per_actor, (actor + 1) * self.envs_per_actor)

@@ -230,7 +230,7 @@ def prepare(recipe: Recipe, config: Config) -> Job:
         require_fit(initial, jax.eval_shape(algorithm.init, jax.random.key(0)))
     job = Job(recipe, config, resolved, partition, devices, algorithm, run_dir, initial)
     shapes, buffer_size = job.training.memory_shapes, getattr(e, "buffer_size", None)
-    require_room(shapes, partition.shards_per_learner, devices.learners, processes_here(), buffer_size)
+    require_room(shapes, partition.places_per_learner, devices.learners, processes_here(), buffer_size)
     require(
         run_dir != Path() or (run_dir / "config.json").exists() or not any(run_dir.iterdir()),
         f"run_dir={str(config.run.run_dir)!r} is the current directory, which holds other files; name one for the run",

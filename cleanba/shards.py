@@ -4,6 +4,10 @@ A batch is cut into `num_shards` equal parts along the environment axis.  Each p
 results are always combined in shard order, whichever device holds which part.  An algorithm says *what* to compute
 per shard (`map`) and *how* to combine (`sum`); it never asks how many devices there are.
 
+Any number of devices up to `num_shards` will do.  A program has the same shapes on every device, so each has places for
+as many shards as the fullest holds.  Where the devices do not divide the shards, the last place of some is empty: loops
+over shards end before it, and sums leave it out.
+
 Five things could still let the placement into the bits, and each has its answer here:
 
 * the order of a sum: an all-reduce adds in an order of its own; we exchange slices, so that each device has its part
@@ -18,7 +22,7 @@ Five things could still let the placement into the bits, and each has its answer
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar, TypeVarTuple
 
@@ -65,16 +69,33 @@ class ShardAxis:
     num_shards: int
     """K, over all devices of all processes"""
     index: jax.Array
-    """[K'] int32: the numbers of the shards that this device holds"""
+    """[K'] int32: the numbers of the shards in this device's places; an empty place's means nothing"""
     always: jax.Array
     """bool scalar: true, but the compiler cannot know"""
     mesh_axis: str
     """name of the mesh axis that the learner devices lie along"""
+    uneven: tuple[int, ...] = ()
+    """how many shards each device along that axis holds, if not all hold K'; places after those are empty"""
+
+    @classmethod
+    def over(cls, held: Sequence[int], always: jax.Array, mesh_axis: str) -> "ShardAxis":
+        """The axis as one device sees it, inside `shard_map`; `held` says how many shards each device holds."""
+        places = max(held)
+        device, place = lax.axis_index(mesh_axis), jnp.arange(places, dtype=jnp.int32)
+        if min(held) == places:
+            return cls(sum(held), device * places + place, always, mesh_axis)
+        before = np.cumsum([0, *held[:-1]], dtype=np.int32)
+        return cls(sum(held), jnp.asarray(before)[device] + place, always, mesh_axis, tuple(held))
 
     @property
     def num_devices(self) -> int:
         """D, over all processes"""
-        return self.num_shards // self.index.shape[0]
+        return len(self.uneven) or self.num_shards // self.index.shape[0]
+
+    @property
+    def num_held(self) -> int | jax.Array:
+        """How many shards this device holds: the number of its places, less those that are empty."""
+        return jnp.asarray(self.uneven, jnp.int32)[lax.axis_index(self.mesh_axis)] if self.uneven else len(self.index)
 
     def isolate(self, fn: Callable[[*Ts], R], *args: *Ts) -> R:
         """Call fn(*args), compiled by itself: its bits depend on its arguments and on nothing around it."""
@@ -85,7 +106,10 @@ class ShardAxis:
         return lax.cond(self.always, pinned, zeros, *args, *closed_over)
 
     def map(self, fn: Callable[[*Ts], R], *trees: *Ts) -> R:
-        """Call fn on each of this device's shards, one after the other.  Leaves [K', ...] -> leaves [K', ...]."""
+        """Call fn on each of this device's shards, one after the other.  Leaves [K', ...] -> leaves [K', ...].
+
+        Of an empty place the result is zeros, which no sum or maximum sees.
+        """
         return self.map_from(lambda i: jax.tree.map(lambda x: x[i], trees), fn)
 
     def map_from(self, load: Callable[[jax.Array], tuple[*Ts]], fn: Callable[[*Ts], R]) -> R:
@@ -94,7 +118,16 @@ class ShardAxis:
         For taking parts out of large arrays, such as a minibatch, without a copy of the whole shard.  `load` only
         moves data; what it computes is not isolated.
         """
-        return lax.map(lambda i: self.isolate(fn, *load(i)), jnp.arange(self.index.shape[0]))
+        return self.each(lambda i: self.isolate(fn, *load(i)))
+
+    def each(self, fn: Callable[[jax.Array], R]) -> R:
+        """fn(i) for each of this device's shards by its place, not isolated.  -> leaves [K', ...], zeros if empty."""
+        if not self.uneven:
+            return lax.map(fn, jnp.arange(self.index.shape[0]))
+        blank = lambda like: jnp.zeros((self.index.shape[0], *like.shape), like.dtype)
+        put = lambda i: lambda out, x: lax.dynamic_update_index_in_dim(out, x, i, 0)
+        nothing = jax.tree.map(blank, jax.eval_shape(fn, self.index[0]))
+        return lax.fori_loop(0, self.num_held, lambda i, out: jax.tree.map(put(i), out, fn(i)), nothing)
 
     def sum(self, tree: PyTree) -> PyTree:
         """The sum over all shards of all devices, in shard order.  Leaves [K', ...] -> leaves [...], replicated."""
@@ -112,6 +145,9 @@ class ShardAxis:
 
     def max(self, x: jax.Array) -> jax.Array:
         """The greatest over all shards of all devices, for which no order matters.  [K', ...] -> [...], replicated."""
+        if self.uneven:  # an empty place repeats the device's first shard
+            held = jnp.arange(len(x)) < self.num_held
+            x = jnp.where(held.reshape(-1, *(1,) * (x.ndim - 1)), x, x[:1])
         return lax.pmax(x.max(0), self.mesh_axis)
 
     def _sum_vectors(self, x: jax.Array) -> jax.Array:
@@ -119,10 +155,18 @@ class ShardAxis:
         local, n = x.shape
         if self.num_shards * n * x.dtype.itemsize <= GATHER_BYTES:
             gathered = lax.all_gather(x, self.mesh_axis, axis=0, tiled=True)
-            return self.isolate(ordered_sum, gathered)
+            return self.isolate(ordered_sum, self._filled(gathered))
         slices = jnp.pad(x, ((0, 0), (0, -n % self.num_devices))).reshape(local, self.num_devices, -1)
-        mine = lax.all_to_all(slices, self.mesh_axis, split_axis=1, concat_axis=0, tiled=True)[:, 0]  # [K, N / devices]
-        return lax.all_gather(self.isolate(ordered_sum, mine), self.mesh_axis, axis=0, tiled=True)[:n]
+        mine = lax.all_to_all(slices, self.mesh_axis, split_axis=1, concat_axis=0, tiled=True)[:, 0]  # [D K', N / D]
+        return lax.all_gather(self.isolate(ordered_sum, self._filled(mine)), self.mesh_axis, axis=0, tiled=True)[:n]
+
+    def _filled(self, x: jax.Array) -> jax.Array:
+        """The rows of shards among those of all places of all devices.  [D K', ...] -> [K, ...]."""
+        if not self.uneven:
+            return x
+        places = self.index.shape[0]
+        parts = [x[device * places : device * places + held] for device, held in enumerate(self.uneven)]
+        return jnp.concatenate(parts)
 
 
 def ordered_sum(x: jax.Array) -> jax.Array:

@@ -32,6 +32,7 @@ def on_devices():
     """on_devices(fn, num_shards, num_devices) -> jitted (replicated, *sharded) -> fn(shards, replicated, *sharded).
 
     Leaves of `sharded` are [num_shards, ...]; `fn` sees those of its device, and returns what is equal everywhere.
+    Where the devices do not divide the shards, empty places hold what nothing may come of: NaN, or the greatest number.
     Its `trace` and `lower` are `jax.jit`'s.
     """
     import jax
@@ -39,16 +40,27 @@ def on_devices():
     import numpy as np
     from jax.sharding import Mesh, PartitionSpec
 
+    from cleanba.config import Partition
     from cleanba.shards import ShardAxis, compiler_options
 
     def spread(fn, num_shards, num_devices):
-        per_device = num_shards // num_devices
+        partition = Partition(num_shards, 1, num_shards, 1, num_devices)
         everywhere, cut = PartitionSpec(), PartitionSpec("learner")
 
         def body(number, replicated, sharded):
-            index = jax.lax.axis_index("learner") * per_device + jnp.arange(per_device, dtype=jnp.int32)
-            shards = ShardAxis(num_shards=num_shards, index=index, always=number > 0, mesh_axis="learner")
+            shards = ShardAxis.over(partition.shards_of_learners, number > 0, "learner")
             return fn(shards, replicated, *sharded)
+
+        def place(x):
+            """[K, ...] -> [D K', ...]."""
+            places = num_devices * partition.places_per_learner
+            if places == num_shards or isinstance(x, jax.ShapeDtypeStruct):
+                return x
+            whole = jnp.issubdtype(x.dtype, jnp.integer)
+            poison = jnp.iinfo(x.dtype).max if whole else True if x.dtype == bool else np.nan
+            laid = np.full((places, *x.shape[1:]), poison, x.dtype)
+            laid[[partition.place(shard) for shard in range(num_shards)]] = x
+            return laid
 
         mesh = Mesh(np.array(jax.devices()[:num_devices]), ("learner",))
         mapped = jax.jit(
@@ -59,7 +71,7 @@ def on_devices():
         )
 
         def call(replicated, *sharded):
-            return mapped(jnp.int32(1), replicated, sharded)
+            return mapped(jnp.int32(1), replicated, jax.tree.map(place, sharded))
 
         call.trace = lambda replicated, *sharded: mapped.trace(jnp.int32(1), replicated, sharded)
         call.lower = lambda replicated, *sharded: mapped.lower(jnp.int32(1), replicated, sharded)

@@ -50,7 +50,8 @@ def fits(num_envs, num_actors, num_shards, num_processes, learners_per_process) 
         num_envs % num_actors == 0
         and num_envs % num_shards == 0
         and num_actors % num_processes == 0
-        and num_shards % (num_processes * learners_per_process) == 0
+        and num_shards % num_processes == 0
+        and num_shards // num_processes >= learners_per_process
         and (num_actors % num_shards == 0 or num_shards % num_actors == 0)
     )
 
@@ -66,7 +67,7 @@ def refusal(**split) -> str | None:
 @st.composite
 def fitting_splits(draw):
     processes, learners = draw(st.integers(1, 3)), draw(st.integers(1, 3))
-    shards = processes * learners * draw(st.integers(1, 3))
+    shards = processes * draw(st.integers(learners, 3 * learners))
     actors = shards * draw(st.integers(1, 3))
     if draw(st.booleans()):
         actors = processes * draw(st.sampled_from([d for d in range(1, 28) if (shards // processes) % d == 0]))
@@ -104,7 +105,17 @@ def test_a_block_lies_in_one_actor_and_one_shard(p):
         assert envs <= set(p.actor_envs(block // p.blocks_per_actor))
         assert envs <= set(shard_envs(p, block // p.blocks_per_shard))
     assert p.envs_per_actor * p.num_actors == p.envs_per_shard * p.num_shards == p.num_envs
-    assert p.shards_per_learner * p.learners_per_process * p.num_processes == p.num_shards
+
+
+@settings(max_examples=60, deadline=None)
+@given(fitting_splits())
+def test_shards_lie_in_order_as_evenly_as_can_be(p):
+    held = p.shards_of_learners
+    assert len(held) == p.learners_per_process and sum(held) * p.num_processes == p.num_shards
+    assert list(held) == sorted(held, reverse=True) and held[0] == p.places_per_learner <= held[-1] + 1
+    k = p.places_per_learner
+    filled = [device * k + place for device, n in enumerate(held * p.num_processes) for place in range(n)]
+    assert [p.place(shard) for shard in range(p.num_shards)] == filled
 
 
 @settings(max_examples=150, deadline=None)
@@ -137,11 +148,12 @@ def suggestions(message: str) -> dict[str, list[int]]:
 def test_every_value_that_a_refusal_suggests_is_accepted(split):
     message = refusal(**split)
     proposed = suggestions(message)
-    fewer = re.search(r"use (\d+(?: or \d+)*) of them", message)
-    assert proposed or fewer, message
+    assert proposed, message
     alone = [split | {flag: value} for flag, values in proposed.items() for value in values]
-    if fewer:
-        alone += [split | {"learners_per_process": int(n)} for n in fewer[1].split(" or ")]
+    if fewer := re.search(r"name (\d+) of them", message):
+        alone += [split | {"learners_per_process": int(fewer[1])}]
+    if processes := re.search(r"start (\d+(?: or \d+)*) process", message):
+        alone += [split | {"num_processes": int(n)} for n in processes[1].split(" or ")]
     together = split | {flag: values[0] for flag, values in proposed.items()}
     assert all(fits(**s) for s in alone) or fits(**together), message
 
@@ -166,8 +178,16 @@ def test_no_value_nearer_than_the_suggested_ones_would_fit(split):
         (dict(num_envs=120, num_actors=4, num_shards=3, num_processes=2), ["num_shards=3", "2 processes"]),
         (dict(num_envs=120, num_actors=3, num_shards=2, num_processes=2), ["num_actors=3", "2 processes"]),
         (
-            dict(num_envs=120, num_actors=4, num_shards=4, learners_per_process=3),
-            ["num_shards=4", "3 learner devices", "use 1 or 2 or 4 of them", "--num-shards 12"],
+            dict(num_envs=120, num_actors=6, num_shards=6, num_processes=4),
+            ["num_actors=6", "4 processes", "start 3 or 6 processes", "--num-actors 4"],
+        ),
+        (
+            dict(num_envs=120, num_actors=4, num_shards=4, learners_per_process=5),
+            ["num_shards=4 ", "5 learner devices", "name 4 of them at most", "--num-shards 8"],
+        ),
+        (
+            dict(num_envs=120, num_actors=4, num_shards=4, num_processes=2, learners_per_process=3),
+            ["num_shards=4,", "2 for each of 2 processes", "3 learner devices", "name 2 of them", "--num-shards 8"],
         ),
     ],
 )

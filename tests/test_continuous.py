@@ -262,7 +262,7 @@ def test_normalisation_and_a_correction_of_lag_are_the_defaults_for_real_valued_
 REAL = dict(env_id="InvertedDoublePendulum-v5", max_episode_steps=9, num_envs=6, num_actors=6, num_shards=3)
 REAL |= dict(num_steps=8, hiddens=(8,), num_minibatches=2, total_timesteps=6 * 48, env_epoch=2)
 REAL |= dict(norm_obs=True, norm_reward=True, collector="stepped", share_torso=False)
-PLACEMENTS = {"two": ((0, 1), (2,)), "three": ((1,), (0, 1, 2))}
+PLACEMENTS = {"two": ((0, 1), (2, 3)), "three": ((1,), (0, 1, 2))}
 
 
 @cache

@@ -207,7 +207,7 @@ def test_the_same_bits_on_any_devices():
     e = DQN(**CATCH | LEARN | sizes | {"total_timesteps": 960})
     reference = digests(e, recipe=dqn)
     assert len(reference) > 1
-    for actors, learners in (([0], [0, 1]), ([0, 1], [2, 3, 4]), ([7], [0, 1, 2, 3, 4, 5])):
+    for actors, learners in (([0], [0, 1]), ([0, 1], [2, 3, 4, 5]), ([7], [0, 1, 2, 3, 4, 5])):
         assert digests(e, actors, learners, recipe=dqn) == reference
 
 

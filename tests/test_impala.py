@@ -516,7 +516,7 @@ def test_any_number_of_devices_learns_the_same_bits(problem, shards, devices, le
 PLACEMENTS = {  # actor devices, learner devices
     "a0-l0": ((0,), (0,)),
     "a0-l0,1": ((0,), (0, 1)),
-    "a0-l1,2": ((0,), (1, 2)),
+    "a0-l1,2,3": ((0,), (1, 2, 3)),  # 2, 1 and 1 shards
     "a0,1-l2,3": ((0, 1), (2, 3)),
     "a0-l1,2,3,4": ((0,), (1, 2, 3, 4)),
 }

@@ -407,7 +407,7 @@ def test_the_same_bits_on_any_devices(name, monkeypatch):
     assert len(reference) > 1
     assert off_policy.drawn_at_once(e, off_policy.NONE) == e.gradient_steps > 4
     monkeypatch.setattr(off_policy, "DRAWN", (4, off_policy.DRAWN[1]))
-    for actors, learners in (([0, 1], [2, 3, 4]), ([7], [0, 1, 2, 3, 4, 5])):
+    for actors, learners in (([0, 1], [2, 3, 4, 5]), ([7], [0, 1, 2, 3, 4, 5])):
         assert digests(e, actors, learners, recipe=KINDS[name][0]) == reference
 
 

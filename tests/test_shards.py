@@ -13,7 +13,7 @@ from cleanba.networks.cores import LSTM, initial_carry
 from cleanba.shards import ShardAxis
 
 SHARDS = 6
-DEVICES = [1, 2, 3, 6]
+DEVICES = [1, 2, 4, 5, 6]  # 4 and 5 of them have empty places
 STEPS, ENVS, FEATURES, UNITS = 5, 4, 3, 8
 
 
@@ -149,7 +149,7 @@ def test_sum_adds_in_the_order_of_the_shards(on_devices, devices, elements):
         assert digest(found) == digest(slow_sum(expected))
 
 
-@pytest.mark.parametrize("shards, devices", [(40, 1), (40, 8), (24, 2), (17, 1)])
+@pytest.mark.parametrize("shards, devices", [(40, 1), (40, 8), (24, 2), (17, 1), (17, 7)])
 def test_many_shards_are_added_in_the_same_order(on_devices, shards, devices):
     """More than one unrolled part of the loop, with and without a remainder."""
     x = hard_to_add(3001, shards=shards)
@@ -161,16 +161,16 @@ def test_no_device_holds_all_shards_of_a_large_sum(on_devices):
     """What is sent and held does not grow with the number of shards, only with the part of them that a device has."""
     n = 60_000
     leaves = {"a": (n // 2,), "b": (100, n // 400), "c": (n // 4 - 1,), "d": ()}
-    for devices in (2, 3, 6):
-        local = SHARDS // devices
-        tree = {name: jax.ShapeDtypeStruct((SHARDS, *shape), np.float32) for name, shape in leaves.items()}
+    for devices in (2, 3, 4, 6):
+        local = -(-SHARDS // devices)
+        tree = {name: jax.ShapeDtypeStruct((local * devices, *shape), np.float32) for name, shape in leaves.items()}
         lowered = on_devices(lambda shards, _, tree: shards.sum(tree), SHARDS, devices).lower((), tree)
         assert lowered.as_text().count('"stablehlo.all_to_all"') == 1  # all leaves travel together
         assert lowered.as_text().count('"stablehlo.all_gather"') == 1
         compiled = lowered.compile()
         arrays = re.findall(r"(?:f32|bf16|s32)\[([\d,]+)\]", compiled.as_text())
         assert n <= max(math.prod(map(int, shape.split(","))) for shape in arrays) <= local * n < SHARDS * n
-        assert compiled.memory_analysis().temp_size_in_bytes <= 3 * local * n * 4
+        assert compiled.memory_analysis().temp_size_in_bytes <= 3 * local * n * 4  # with empty places, too
 
 
 def test_leaves_of_a_small_sum_are_gathered_together(on_devices):
@@ -184,12 +184,15 @@ def test_map_gives_every_shard_its_own_part_and_number(on_devices, devices):
     x = np.arange(SHARDS * 2, dtype=np.float32).reshape(SHARDS, 2)
 
     def fn(shards, offset, x):
-        assert shards.index.shape == (SHARDS // devices,)
+        assert shards.index.shape == (-(-SHARDS // devices),) and shards.num_devices == devices
         seen = shards.map(lambda part, number: (part + offset, number), x, shards.index)
-        return jax.lax.all_gather(seen, shards.mesh_axis, tiled=True)
+        held = jnp.asarray(shards.num_held)[None]
+        return jax.lax.all_gather((*seen, held), shards.mesh_axis)
 
-    part, number = on_devices(fn, SHARDS, devices)(jnp.float32(100), x)
-    assert (part == x + 100).all() and number.tolist() == list(range(SHARDS))
+    part, number, held = on_devices(fn, SHARDS, devices)(jnp.float32(100), x)  # [D, K', ...]
+    filled = np.arange(part.shape[1]) < held
+    assert (part[filled] == x + 100).all() and number[filled].tolist() == list(range(SHARDS))
+    assert not part[~filled].any(), "what is in an empty place is not computed with"
 
 
 @pytest.mark.parametrize("devices", [1, 3])
@@ -230,6 +233,14 @@ def test_all_that_enters_and_leaves_an_isolated_branch_is_laid_out_by_rows():
     branch = text[text.index('"stablehlo.case"') :]
     pinned = re.findall(r"@LayoutConstraint.*result_layouts = \[dense<\[1, 0\]>.*-> tensor<(\w+)xf32>", branch)
     assert sorted(pinned) == ["3x4", "3x5", "4x5"]
+
+
+@pytest.mark.parametrize("devices", DEVICES)
+def test_the_greatest_is_that_of_the_shards(on_devices, devices):
+    """Not the zeros of an empty place, where all shards are below."""
+    x = -1 - np.random.default_rng(0).random((SHARDS, 4)).astype(np.float32)
+    fn = lambda shards, _, x: shards.max(shards.map(lambda part: part, x))
+    assert (on_devices(fn, SHARDS, devices)((), x) == x.max(0)).all()
 
 
 def test_one_shard_is_its_own_sum(on_devices):

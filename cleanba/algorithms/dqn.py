@@ -196,7 +196,7 @@ def make(e: DQN, spec: EnvSpec, platform: str) -> Algorithm:
     def update(
         state: State, memory: replay.Ring, rollout: Rollout, shards: ShardAxis, key: jax.Array
     ) -> tuple[State, replay.Ring, Metrics]:
-        memory = replay.write(memory, rollout)
+        memory = replay.write(memory, rollout, shards.num_held)
         rate = learning_rate(e, e.learning_rate, state.updates)
 
         def gradient_step(chance: Chance, state: State) -> tuple[State, tuple[Metrics, jax.Array]]:

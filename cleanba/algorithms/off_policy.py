@@ -289,7 +289,7 @@ def draw(
         indices, keys = jax.vmap(of_step)(numbers)
         return Chance(indices, shards.isolate(jax.vmap(noise_of), keys) if noise.uses else keys)
 
-    return jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), lax.map(of_shard, jnp.arange(shards.index.shape[0])))
+    return jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), shards.each(of_shard))
 
 
 def found(chance: Chance) -> jax.Array:
@@ -306,10 +306,10 @@ def filled(e: OffPolicy, shards: ShardAxis, found: jax.Array, steps: jax.Array) 
     return {FILLED: share, f"count/{FILLED}": steps}
 
 
-def load_batch(memory: replay.Ring, chance: Chance) -> Batch:
+def load_batch(memory: replay.Ring, shards: ShardAxis, chance: Chance) -> Batch:
     """The transitions of one step that were drawn for one gradient step."""
     of_shard = lambda i: replay.take(memory, i, jax.tree.map(lambda x: x[i], chance.indices), 1)
-    windows = lax.map(of_shard, jnp.arange(chance.noise.shape[0]))
+    windows = shards.each(of_shard)
     return Batch(windows, chance.noise.reshape(*chance.noise.shape[:2], *windows.valid.shape[1:], -1))
 
 

@@ -156,12 +156,12 @@ def make(e: SAC, spec: EnvSpec, platform: str) -> Algorithm:
     def update(
         state: State, memory: replay.Ring, rollout: Rollout, shards: ShardAxis, key: jax.Array
     ) -> tuple[State, replay.Ring, Metrics]:
-        memory = replay.write(memory, rollout)
+        memory = replay.write(memory, rollout, shards.num_held)
         q_rate = learning_rate(e, e.q_lr, state.updates)
         policy_rate = learning_rate(e, e.policy_lr, state.updates)
 
         def gradient_step(chance: Chance, state: State) -> tuple[State, tuple[Metrics, Metrics, jax.Array, jax.Array]]:
-            batch = load_batch(memory, chance)
+            batch = load_batch(memory, shards, chance)
 
             def load(i: jax.Array) -> tuple:
                 return *batch.of_shard(i, 0), state.policy.params, state.targets, state.log_alpha.params

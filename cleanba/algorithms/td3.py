@@ -138,11 +138,11 @@ def make(e: TD3, spec: EnvSpec, platform: str) -> Algorithm:
     def update(
         state: State, memory: replay.Ring, rollout: Rollout, shards: ShardAxis, key: jax.Array
     ) -> tuple[State, replay.Ring, Metrics]:
-        memory = replay.write(memory, rollout)
+        memory = replay.write(memory, rollout, shards.num_held)
         rate = learning_rate(e, e.learning_rate, state.updates)
 
         def gradient_step(chance: Chance, state: State) -> tuple[State, tuple[Metrics, Metrics, jax.Array, jax.Array]]:
-            batch = load_batch(memory, chance)
+            batch = load_batch(memory, shards, chance)
             load = lambda i: (*batch.of_shard(i, 0), state.targets)
             critics, of_critics = sgd_step(shards, optimiser, rate, state.critics, critic_loss, load)
 

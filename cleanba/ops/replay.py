@@ -137,14 +137,16 @@ def nbytes(rollout: Rollout, capacity: int, stack: int = 1) -> int:
 # ------------------------------------------------------------------------------------------------------------- writing
 
 
-def write(ring: Ring, rollout: Rollout) -> Ring:
+def write(ring: Ring, rollout: Rollout, shards: int | jax.Array | None = None) -> Ring:
     """Append a rollout of every shard of this device.  Leaves [K', C, ...], [K', T(+1), ...] -> [K', C, ...].
 
-    Costs O(T B) if `ring` is donated.
+    Where only the first `shards` of the places hold one, the others stay as they are.  Costs O(T B) if `ring` is
+    donated.
     """
     chex.assert_equal_shape([rollout.reward, rollout.terminated, rollout.truncated, rollout.valid])
     chex.assert_equal(ring.size.shape[0], rollout.reward.shape[0])
-    return lax.fori_loop(0, ring.size.shape[0], lambda i, ring: _write_shard(ring, i, rollout), ring)
+    count = ring.size.shape[0] if shards is None else shards
+    return lax.fori_loop(0, count, lambda i, ring: _write_shard(ring, i, rollout), ring)
 
 
 def _write_shard(ring: Ring, i: jax.Array, rollout: Rollout) -> Ring:

@@ -103,7 +103,8 @@ class Learner:
         self._replicated = NamedSharding(devices.mesh, PartitionSpec())
         self._sharded = NamedSharding(devices.mesh, PartitionSpec(MESH_AXIS))
         self._compiled: jax.stages.Compiled | None = None
-        self.blocks_per_device = partition.shards_per_learner * partition.blocks_per_shard
+        self.blocks_per_device = partition.places_per_learner * partition.blocks_per_shard
+        self._blank: dict[jax.Device, Rollout] = {}
         # Uncut, a rollout only gains an axis: donated, its memory stays where it is.
         donated = 0 if partition.blocks_per_actor == 1 else ()
         self._split = jax.jit(split_rollout, static_argnums=1, donate_argnums=donated)
@@ -114,8 +115,11 @@ class Learner:
         return self.replicate(jax.jit(self._algorithm.init)(jax.device_put(key, self._devices.learners[0])))
 
     def init_memory(self, block: Rollout) -> PyTree:
-        """The memory before the first update: each shard's on the device that holds the shard.  Leaves [K, ...]."""
-        shape, held = shard_shapes(block, self._partition.blocks_per_shard), self._partition.shards_per_learner
+        """The memory before the first update: each shard's on the device that holds the shard.
+
+        Leaves [D K', ...]: K' places on each of all D learner devices, of which empty ones take room too.
+        """
+        shape, held = shard_shapes(block, self._partition.blocks_per_shard), self._partition.places_per_learner
 
         def of_device() -> PyTree:
             one = self._algorithm.init_memory(shape)
@@ -125,13 +129,12 @@ class Learner:
         return jax.jit(jax.shard_map(of_device, mesh=self._devices.mesh, in_specs=(), out_specs=everywhere))()
 
     def restore_memory(self, block: Rollout, saved: Mapping[int, SavedShard]) -> PyTree:
-        """The memory of this process's shards, by number -> leaves [K, ...], each shard on the device that holds it.
+        """The memory of this process's shards, by number -> that of `init_memory`, each shard where it belongs.
 
         Takes the arrays out of `saved` one by one, and copies them chunk by chunk: of a memory of gigabytes there may
         be no room for a copy.
         """
-        held = self._partition.shards_per_learner
-        shards = [saved[number].arrays for number in sorted(saved)]
+        shards = [(self._place(number), saved[number].arrays) for number in sorted(saved)]
         cuts = leaves_of(memory_shapes(self._algorithm, block, self._partition))
         leaves, structure = jax.tree.flatten(self.init_memory(block))
 
@@ -140,12 +143,11 @@ class Learner:
             parts = {part.device: part.data for part in x.addressable_shards}
             shape = x.shape
             del x
-            for i, arrays in enumerate(shards):
-                device = self._devices.learners[i // held]
+            for (device, place), arrays in shards:
                 one, arrays[number] = arrays[number], np.empty(0)
                 for start, stop in cuts[number].chunks():
                     rows = jax.device_put(one[start:stop] if one.shape else one, device)
-                    parts[device] = put_rows(parts[device], rows, np.int32(i % held), np.int32(start))
+                    parts[device] = put_rows(parts[device], rows, np.int32(place), np.int32(start))
                     parts[device].block_until_ready()  # else many chunks would be on their way at once
             copies = [parts[device] for device in self._devices.learners]
             return jax.make_array_from_single_device_arrays(shape, self._sharded, copies)
@@ -161,27 +163,41 @@ class Learner:
 
         return jax.tree.map(put, tree)
 
+    def _place(self, shard: int) -> tuple[jax.Device, int]:
+        """The device of this process that holds a shard, and the shard's place there."""
+        device, place = divmod(self._partition.place(shard), self._partition.places_per_learner)
+        return self._devices.learners[device - self._devices.process * len(self._devices.learners)], place
+
     def send(self, rollout: Rollout, actor: int) -> list[Rollout]:
         """An actor's rollout, cut into blocks, each on its way to the device that will learn from it."""
-        per_actor = self._partition.blocks_per_actor
-        first_local = self._devices.process * self._partition.num_blocks // self._devices.num_processes
+        per_actor, per_shard = self._partition.blocks_per_actor, self._partition.blocks_per_shard
         sent = []
         for i, block in enumerate(self._split(rollout, per_actor)):
-            local_block = actor * per_actor + i - first_local
-            sent.append(jax.device_put(block, self._devices.learners[local_block // self.blocks_per_device]))
+            device, _ = self._place((actor * per_actor + i) // per_shard)
+            sent.append(jax.device_put(block, device))
         return sent
+
+    def _blank_block(self, device: jax.Device, like: Rollout) -> Rollout:
+        """What stands for the blocks of an empty place: zeros, made once."""
+        if device not in self._blank:
+            zeros = lambda x: jax.device_put(np.zeros(x.shape, x.dtype), device)
+            self._blank[device] = jax.tree.map(zeros, like)
+        return self._blank[device]
 
     def _global_blocks(self, blocks: Sequence[Rollout]) -> tuple[Rollout, ...]:
         """This process's blocks in order -> arrays over the mesh, one for each place a block has on a device."""
-        learners = len(self._devices.learners)
-        total = self._devices.mesh.size
+        total, rest = self._devices.mesh.size, iter(blocks)
+        of_devices: list[list[Rollout]] = []
+        for device, shards in zip(self._devices.learners, self._partition.shards_of_learners, strict=True):
+            filled = [next(rest) for _ in range(shards * self._partition.blocks_per_shard)]
+            missing = self.blocks_per_device - len(filled)
+            of_devices.append(filled + [self._blank_block(device, blocks[0])] * missing)
 
         def over_mesh(*parts: jax.Array) -> jax.Array:
             shape = (total, *parts[0].shape[1:])
             return jax.make_array_from_single_device_arrays(shape, self._sharded, list(parts))
 
-        n = self.blocks_per_device
-        return tuple(jax.tree.map(over_mesh, *[blocks[d * n + i] for d in range(learners)]) for i in range(n))
+        return tuple(jax.tree.map(over_mesh, *parts) for parts in zip(*of_devices, strict=True))
 
     def compile(self, state: PyTree, memory: PyTree, block: Rollout) -> None:
         """Compile the update for rollouts whose blocks have these shapes."""
@@ -206,13 +222,8 @@ class Learner:
         def update(
             state: PyTree, memory: PyTree, blocks: tuple[Rollout, ...], numbers: jax.Array
         ) -> tuple[PyTree, PyTree, Metrics]:
-            local = jnp.arange(p.shards_per_learner, dtype=jnp.int32)
-            shards = ShardAxis(
-                num_shards=p.num_shards,
-                index=jax.lax.axis_index(MESH_AXIS) * p.shards_per_learner + local,
-                always=numbers[1] > 0,  # updates are counted from 1
-                mesh_axis=MESH_AXIS,
-            )
+            always = numbers[1] > 0  # updates are counted from 1
+            shards = ShardAxis.over(p.shards_of_learners * p.num_processes, always, MESH_AXIS)
             blocks_of_shards = join_blocks(blocks, p.blocks_per_shard)
             return algorithm.update(state, memory, blocks_of_shards, shards, update_key(*numbers))
 

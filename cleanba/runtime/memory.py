@@ -221,12 +221,14 @@ class Holdings:
         shards: range,
         saved: Mapping[int, SavedShard] | None = None,
         folder: Path | None = None,
+        place: Callable[[int], int] = lambda shard: shard,
     ):
         """`like` has the shapes of one shard's memory; `saved` is what a checkpoint has of each, to go on from.
 
-        `folder` is where looks write what is new; without it there is nothing to go on from.
+        `folder` is where looks write what is new; without it there is nothing to go on from.  `place` says where among
+        the places of all devices a shard lies, where some are empty.
         """
-        self._folder = folder
+        self._folder, self._place = folder, place
         self._leaves = leaves_of(like)
         self.shards = shards if self._leaves else range(0)
         nodes, _ = jax.tree.flatten(like, is_leaf=lambda x: isinstance(x, replay.Ring))
@@ -269,7 +271,7 @@ class Holdings:
         for shard in self.shards:
             home = shard_folder(self._folder, shard) if self._folder is not None else None
             with contextlib.closing(Pack(name, home)) as pack:
-                self._look_at(shard, [self._on_device(x, shard) for x in arrays], pack)
+                self._look_at(shard, [self._on_device(x, self._place(shard)) for x in arrays], pack)
             chunks = self._known[shard]
             found[shard] = Shard(_digest(self._leaves, chunks), [list(c) for c in chunks], name if pack.size else None)
         return found
@@ -297,13 +299,13 @@ class Holdings:
         self._written[shard] = now
 
     @staticmethod
-    def _on_device(x: jax.Array, shard: int) -> tuple[jax.Array, int]:
-        """The part of a global array [K, ...] that holds a shard, and the shard's place in it."""
+    def _on_device(x: jax.Array, place: int) -> tuple[jax.Array, int]:
+        """The part of a global array [D K', ...] that has a certain place, and which of its own that is."""
         for part in x.addressable_shards:
             first = part.index[0].start or 0
-            if first <= shard < first + part.data.shape[0]:
-                return part.data, shard - first
-        raise AssertionError(f"shard {shard} lies on no device of this process")
+            if first <= place < first + part.data.shape[0]:
+                return part.data, place - first
+        raise AssertionError(f"place {place} is on no device of this process")
 
     @staticmethod
     def _bytes(x: jax.Array, index: int, start: int, stop: int) -> bytes:

@@ -270,7 +270,8 @@ def run_training(
         status.episodic_length = or_nan(progress.statistics.mean_length)
     learner = Learner(training.algorithm, training.partition, devices, e.seed)
     folder = training.checkpoints.run_dir if training.checkpoints is not None else None
-    holdings = Holdings(training.memory_shapes, training.local_shards, saved.memory if saved else None, folder)
+    held, place = saved.memory if saved else None, training.partition.place
+    holdings = Holdings(training.memory_shapes, training.local_shards, held, folder, place)
     actors, standing = training.local_actors, saved.standing if saved else {}
     records = Records(folder, actors, standing)
     keeper = Keeper(learner, training.algorithm.actor_params, devices, holdings, training.checkpoints, records)

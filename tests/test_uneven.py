@@ -1,0 +1,66 @@
+"""Eight shards on one to eight learner devices, and a run that goes on from each number of them to another."""
+
+from dataclasses import replace
+from functools import cache
+
+import jax
+import pytest
+from launch import build, digests
+
+from cleanba.algorithms import dqn, ppo, sac
+from cleanba.runtime.checkpoint import Checkpoints
+from cleanba.runtime.metrics import Display, Status
+from cleanba.runtime.train import run_training
+
+ORDER = (8, 3, 5, 1, 7, 2, 6, 4)  # devices, epoch by epoch: from even to uneven, from many to few, and back
+EPOCH = 2  # updates
+
+SIZES = dict(num_envs=16, num_actors=2, num_shards=8, num_steps=4, hiddens=(8,), env_epoch=EPOCH, collector="stepped")
+SIZES |= dict(total_timesteps=len(ORDER) * EPOCH * 16 * 4)
+REPLAY = dict(buffer_size=16 * 14, learning_starts=64, batch_size=32, train_frequency=16)  # rings that wrap
+EXPERIMENTS = {
+    # With statistics of observations and returns, of which the latter need a memory.
+    "ppo": (ppo, ppo.PPO(**SIZES, env_id="Pendulum-v1", num_minibatches=2, norm_obs=True, norm_reward=True)),
+    "dqn": (dqn, dqn.DQN(**SIZES, **REPLAY, env_id="Catch-v0", n_step=2)),
+    "sac": (sac, sac.SAC(**SIZES, **REPLAY, env_id="Pendulum-v1")),
+}
+
+
+class Enough(Exception):
+    """A run has come as far as it should."""
+
+
+@cache
+def on_one(name: str) -> dict[int, str]:
+    recipe, e = EXPERIMENTS[name]
+    return digests(e, recipe=recipe)
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_a_run_goes_on_from_any_number_of_devices_to_any_other(name, tmp_path):
+    recipe, e = EXPERIMENTS[name]
+    found: dict[int, str] = {}
+
+    def log(update, global_step, seconds, values):
+        if "params_digest" in values:
+            found[update] = f"{values['params_digest']} {values['learner_digest']}"
+
+    for epoch, devices in enumerate(ORDER, 1):
+
+        def leave(update, global_step, params, last=epoch * EPOCH):
+            if update > last:  # its checkpoint is being written
+                raise Enough
+
+        training = build(e, (0,), range(devices), recipe=recipe)
+        checkpoints = Checkpoints(tmp_path, 2, training.memory_shapes, training.local_shards)
+        state = jax.eval_shape(training.algorithm.init, jax.random.key(0))
+        saved, warnings = checkpoints.restore(state, jax.eval_shape(training.algorithm.actor_params, state))
+        assert (saved.update if saved else 0) == (epoch - 1) * EPOCH and not warnings
+        training = replace(training, checkpoints=checkpoints, saved=saved, after_update=leave)
+        status = Status("test", 1, 1)
+        outcome = run_training(training, Display(status, enabled=False), status, log)
+        if outcome.error is not None and not isinstance(outcome.error, Enough):
+            raise outcome.error
+        checkpoints.wait()
+        checkpoints.close()
+    assert found == on_one(name)
