@@ -224,7 +224,8 @@ def prepare(recipe: Recipe, config: Config) -> Job:
     if e.init_from is not None and initial is None and not updates_kept(run_dir):
         initial = find_again(e.init_from, run_dir, config, devices.platform)
     partition = fit(recipe, e, config.placement, devices.num_processes)
-    require_same_flags({"algorithm": recipe.name, **to_json(e), "log_frequency": config.run.log_frequency})
+    together = {name: getattr(config.run, name) for name in ("log_frequency", "checkpoint_frequency")}
+    require_same_flags({"algorithm": recipe.name, **to_json(e), **together})
     algorithm = recipe.make(e, resolved.spec, devices.platform)
     if initial is not None:
         require_fit(initial, jax.eval_shape(algorithm.init, jax.random.key(0)))
@@ -484,14 +485,17 @@ def size_in_words(e: Experiment) -> str:
 
 
 def require_same_flags(flags: Json) -> None:
-    """All processes must call this: raise `UsageError` unless they were given the same."""
+    """All processes must call this: raise `UsageError` unless they were given the same.
+
+    That is the experiment, and whatever says after which updates all processes meet.
+    """
     digest = sha256(json.dumps(flags, sort_keys=True).encode()).digest()
     digests = gather_over_processes(np.frombuffer(digest, np.uint8).astype(np.int32))
     others = [str(i) for i, row in enumerate(digests) if (row != digests[0]).any()]
     require(
         not others,
-        f"process {', '.join(others)} has another experiment than process 0; give all processes the same flags, and "
-        "equally many --actor-device-ids",
+        f"process {', '.join(others)} has another experiment than process 0, or another --log-frequency or "
+        "--checkpoint-frequency; give all processes the same flags, and equally many --actor-device-ids",
     )
 
 

@@ -10,6 +10,7 @@ import pytest
 from launch import TINY, command, finish, python, read_result
 
 from cleanba.config import Placement, Run, fields_of, flag, to_json
+from cleanba.errors import UsageError
 from cleanba.flags import whole_number
 from cleanba.recipes import RECIPES
 from cleanba.resolution import resolve
@@ -477,3 +478,21 @@ def test_a_pipe_that_nobody_reads_ends_it_quietly(words, tmp_path):
     process.stdout = None  # for `communicate`
     ended = finish(process)
     assert ended.code in (1, 128 + signal.SIGPIPE) and ended.err == ""
+
+
+@pytest.mark.parametrize("name", ["gamma", "log_frequency", "checkpoint_frequency"])
+def test_processes_must_agree_on_what_all_of_them_do_together(name, monkeypatch, tmp_path):
+    """Else each would wait for the others after updates of its own."""
+
+    class Noted(UsageError):
+        pass
+
+    def note(flags):
+        noted.append(flags)
+        raise Noted("noted")
+
+    noted: list[dict] = []
+    monkeypatch.setattr("cleanba.launch.require_same_flags", note)
+    for value in ("0.5", "0.6") if name == "gamma" else ("5", "6"):
+        assert command("ppo", *TINY, flag(name), value, "--run-dir", tmp_path / "run").code == 2
+    assert {key for key in noted[0] if noted[0][key] != noted[1][key]} == {name}

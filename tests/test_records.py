@@ -1,5 +1,6 @@
 """What emulators were told brings them back: a collector goes on as if it had never stopped, or says what is wrong."""
 
+import io
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +27,7 @@ from cleanba.runtime.collect import (
     make_steppers,
 )
 from cleanba.runtime.learner import Learner
-from cleanba.runtime.records import Record, Standing, action_dtype, actor_folder
+from cleanba.runtime.records import Ending, Record, Standing, Told, action_dtype, actor_folder
 from cleanba.seeds import action_numbers
 from cleanba.specs import ActionSpec, choice
 
@@ -196,8 +197,28 @@ def test_where_an_actor_stood_is_there_whole_or_damaged(cartpole, tmp_path):
         records.read(tmp_path, 2)
 
 
+def test_actions_that_the_disk_takes_piece_by_piece_are_all_there(tmp_path, monkeypatch):
+    """As one that becomes full does: only the next attempt raises an error."""
+
+    class Piecemeal(io.FileIO):
+        def write(self, data):
+            return super().write(data[:7])
+
+    monkeypatch.setattr(records, "open", lambda path, mode, **_: Piecemeal(path, mode), raising=False)
+    record = Record(tmp_path, None)
+    action = np.arange(60, dtype=np.uint8).reshape(20, 3)
+    ending = Ending(*[np.zeros(3)] * 6, None)
+    record.add(0, Told(action, np.zeros((20, 3)), np.zeros((20, 3), bool)), ending)
+    snapshot = record.snapshot()
+    monkeypatch.undo()
+    records.write(tmp_path, 1, snapshot)
+    ((path, size),) = records.read(tmp_path, 1).actions
+    assert size == 60 and path.read_bytes() == action.tobytes()
+
+
 def test_files_that_nothing_refers_to_go_and_others_stay(cartpole, tmp_path):
     _, standing = cartpole
+    (tmp_path / "5.standing.tmp").write_bytes(b"by a run that was killed")
     kept = standing.actions[0][0].name
     (tmp_path / "1-00000000.actions").write_bytes(b"of an epoch that is over")
     old = records.action_files(tmp_path)

@@ -48,6 +48,11 @@ class Pace:
         """Whether a run can go on from a checkpoint taken after that update."""
         return not self._whole_epochs or self._schedule.ends_epoch(update)
 
+    def _saveable_before(self, update: int) -> int:
+        """The last update before that one after which `can_save`; 0 for none."""
+        e = self._schedule.env_epoch
+        return update - 1 if not self._whole_epochs else (update - 1) // e * e if e else 0
+
     def ends_now(self, update: int) -> bool:
         """Whether this process need not wait for what comes after that update, but shall end."""
         return self._devices.num_processes == 1 and self._progress.ending is not None and self.can_save(update)
@@ -57,7 +62,7 @@ class Pace:
         f = self._frequency
         due = update == self._schedule.last
         if f is not None:
-            due |= f > 0 and update % f == 0
+            due |= f > 0 and update // f > self._saveable_before(update) // f
         elif self._whole_epochs:
             due |= self._schedule.ends_epoch(update)
         now = time.perf_counter()

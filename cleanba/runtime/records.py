@@ -146,6 +146,7 @@ class Record:
         self._home = home
         self._file: BinaryIO | None = None
         self._held: list[bytes] = []
+        self._held_bytes = 0
         self._ending: Ending | None = None
         self._epoch, self._steps, self._answers = -1, 0, ""
         self._files: list[list] = []  # name, bytes that count, their SHA-256
@@ -167,11 +168,12 @@ class Record:
         self._ending = ending
         if told.action is not None:
             self._held.append(told.action.tobytes())
-            if sum(map(len, self._held)) >= CHUNK_BYTES:
+            self._held_bytes += told.action.nbytes
+            if self._held_bytes >= CHUNK_BYTES:
                 self._flush()
 
     def _flush(self) -> None:
-        data, self._held = b"".join(self._held), []
+        data, self._held, self._held_bytes = b"".join(self._held), [], 0
         if not data:
             return
         if self._file is None:
@@ -180,7 +182,9 @@ class Record:
             self._file = open(self._home / name, "wb", buffering=0)  # noqa: SIM115  closed by close()
             self._sha = sha256()
             self._files.append([name, 0, ""])
-        self._file.write(data)
+        rest = memoryview(data)
+        while rest:  # a disk that becomes full takes a part, and says so at the next attempt only
+            rest = rest[self._file.write(rest) :]
         self._sha.update(data)
         self._files[-1][1:] = [self._files[-1][1] + len(data), self._sha.hexdigest()]
 
@@ -199,7 +203,7 @@ class Record:
         """Begin another file next time; what is held back belongs to no checkpoint."""
         if self._file is not None:
             self._file.close()
-        self._file, self._held = None, []
+        self._file, self._held, self._held_bytes = None, [], 0
 
 
 def write(home: Path, update: int, snapshot: Snapshot) -> None:
@@ -283,7 +287,7 @@ def action_files(home: Path) -> list[Path]:
 def prune(home: Path, keep: Iterable[int], old: Iterable[Path], soon: Snapshot | None = None) -> None:
     """Remove what belongs to no update of `keep`, and of the `old` files of actions those that nothing refers to.
 
-    `soon` is what will be written next.  Files that are not old may be being written.
+    `soon` is what will be written next, in this thread.  Files that are not old may be being written.
     """
     kept = set(keep)
     referred = {file[0] for file in soon.header["files"]} if soon else set()
@@ -292,9 +296,8 @@ def prune(home: Path, keep: Iterable[int], old: Iterable[Path], soon: Snapshot |
             path.unlink(missing_ok=True)
         else:
             referred |= _referred(path)
-    for path in old:
-        if path.name not in referred:
-            path.unlink(missing_ok=True)
+    for path in [*(path for path in old if path.name not in referred), *home.glob("*.standing.tmp")]:
+        path.unlink(missing_ok=True)  # the latter by a run that was killed while it wrote one
 
 
 def _referred(path: Path) -> set[str]:

@@ -1,0 +1,79 @@
+"""After which updates checkpoints are taken: whatever signals reach whom, all processes come to the same answer."""
+
+import random
+import signal
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from cleanba.errors import Interrupted
+from cleanba.runtime import pace
+from cleanba.runtime.actor import Schedule
+from cleanba.runtime.metrics import Status
+from cleanba.runtime.pace import Pace
+from cleanba.runtime.statistics import Progress
+
+
+def make(schedule, frequency, whole_epochs=False, processes=1):
+    devices = SimpleNamespace(num_processes=processes)
+    return Pace(schedule, frequency, whole_epochs, devices, Progress(Status("", 1, 1)))
+
+
+def saved(frequency, env_epoch, whole_epochs=False, last=40):
+    made = make(Schedule(1, last, True, env_epoch), frequency, whole_epochs)
+    return [update for update in range(1, last + 1) if made.after(update).save]
+
+
+def test_by_number_of_updates():
+    assert saved(7, 14) == [7, 14, 21, 28, 35, 40]
+    assert saved(0, 14) == [40]
+
+
+def test_where_only_ends_of_epochs_will_do_a_checkpoint_is_taken_at_the_first_that_is_not_before_its_time():
+    assert saved(7, 5, whole_epochs=True) == [10, 15, 25, 30, 35, 40]
+    assert saved(1, 14, whole_epochs=True) == saved(None, 14, whole_epochs=True) == [14, 28, 40]
+    assert saved(7, 0, whole_epochs=True) == saved(0, 5, whole_epochs=True) == [40]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_processes_agree_on_checkpoints_and_on_the_end(seed, monkeypatch):
+    """One of three hears a signal, between any two of its updates; clocks differ, and checkpoints are due often."""
+    count, rows, met = 3, [None] * 3, threading.Barrier(3)
+    me = threading.local()
+
+    def gather(row):
+        rows[me.number] = row
+        met.wait(20)
+        everybodys = np.stack(rows)
+        met.wait(20)
+        return everybodys
+
+    monkeypatch.setattr(pace, "gather_over_processes", gather)
+    monkeypatch.setattr(pace, "MEET_SECONDS", 1e-4)
+    verdicts: list[list] = [[] for _ in range(count)]
+    chance = random.Random(seed)
+    warned, at = chance.randrange(count), chance.randrange(1, 30)
+
+    def run(number):
+        me.number = number
+        made = make(Schedule(1, 10_000, True, 0), None, processes=count)
+        made._next = 0.0
+        for update in range(1, 10_001):
+            if number == warned and update == at:
+                made._progress.ending = Interrupted(signal.SIGTERM)
+            verdict = made.after(update)
+            verdicts[number].append((verdict.save, verdict.ending and verdict.ending.signum))
+            if verdict.save:
+                made._next = 0.0 if number == 0 else float("inf")
+            if verdict.ending:
+                return
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert verdicts[0] == verdicts[1] == verdicts[2]
+    assert verdicts[0][-1] == (True, signal.SIGTERM) and at <= len(verdicts[0]) < 3000
