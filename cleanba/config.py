@@ -189,9 +189,9 @@ class Experiment:
     env_wrappers: tuple[str, ...] = ()
     """Gymnasium: functions from environment to environment, as module:function, called in this order"""
 
-    init_from: str | None = None
+    init_from: str = ""
     """start from another run's parameters: RUN_DIR, RUN_DIR:best, RUN_DIR:UPDATE or hf://user/repository; recorded by
-    their digest (None: random ones)"""
+    their digest (left out: from random ones)"""
     anneal_lr: bool = True
     """decrease the learning rate linearly to 0 over the run"""
     gamma: Fraction = 0.99

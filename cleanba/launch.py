@@ -221,7 +221,7 @@ def prepare(recipe: Recipe, config: Config) -> Job:
     config, initial = with_digest(config, run_dir, devices.platform)
     resolved = settle(recipe, config, devices.platform, run_dir)
     e = resolved.experiment
-    if e.init_from is not None and initial is None and not updates_kept(run_dir):
+    if e.init_from and initial is None and not updates_kept(run_dir):
         initial = find_again(e.init_from, run_dir, config, devices.platform)
     partition = fit(recipe, e, config.placement, devices.num_processes)
     together = {name: getattr(config.run, name) for name in ("log_frequency", "checkpoint_frequency")}
@@ -246,7 +246,7 @@ def with_digest(config: Config, run_dir: Path, platform: str) -> tuple[Config, I
         UsageError: they cannot be found, and the run does not know them either.
     """
     place, record = config.typed.get("init_from"), recorded(run_dir)
-    if place is None or DIGEST.fullmatch(place):
+    if not place or DIGEST.fullmatch(place):
         return config, None
     initial: Initial | None = None
     try:
