@@ -365,8 +365,17 @@ def test_an_experiment_that_is_taken_whole_contradicts_another_in_every_field(tm
 
 def test_a_run_of_before_goes_on_to_the_same_bits(tmp_path):
     """Begun as the version before wrote it, ended by this one, by `resume` and by the command of old."""
-    flags = [*TINY, "--env-epoch", "2", "--collector", "scanned", "--learning-rate", "2.5e-4", "--no-norm-obs"]
-    flags += ["--no-norm-reward", "--ent-coef", "0.01", "--clip-coef", "0.1", "--share-torso"]
+    flags = [*TINY, "--env-epoch", "2", "--checkpoint-frequency", "2", "--collector", "scanned", "--no-norm-obs"]
+    flags += [
+        "--learning-rate",
+        "2.5e-4",
+        "--no-norm-reward",
+        "--ent-coef",
+        "0.01",
+        "--clip-coef",
+        "0.1",
+        "--share-torso",
+    ]
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     assert command("ppo", *flags, "--run-dir", whole).code == 0
     ended = command("ppo", *flags, "--run-dir", cut)
