@@ -591,9 +591,14 @@ def read_config(run_dir: Path) -> Json:
     Once, checkpoint_frequency also said when environments start afresh; what such a run has is read as both.
 
     Raises:
-        UsageError: there is no such run.
+        UsageError: there is no such run, or a part of the file is none of Cleanba's.
     """
     config = read_json(run_dir / "config.json")
+    for part in ("origin", "placement", "run", "packages"):
+        require(
+            isinstance(config.get(part, {}), dict),
+            f"{part!r} in {run_dir}/config.json is no JSON object; restore the file, or choose another run",
+        )
     e, run = config.get("experiment"), config.get("run")
     if isinstance(e, dict) and "checkpoint_frequency" in e and "env_epoch" not in e:
         frequency = e["checkpoint_frequency"]

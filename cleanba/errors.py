@@ -43,6 +43,11 @@ def said(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
+def printable(text: str, keep: str = "") -> str:
+    """Text, perhaps from a stranger's file, with its control characters escaped but for those to `keep`."""
+    return "".join(c if c.isprintable() or c in keep else ascii(c)[1:-1] for c in text)
+
+
 # Where code lies that is nobody's own.  A folder of the user's may be called cleanba, too.
 LIBRARIES = ("importlib", "/site-packages/gymnasium/", "/site-packages/jax/", f"{Path(__file__).parent}/")
 

@@ -25,7 +25,7 @@ from cleanba.config import Experiment, Partition, Placement, Run, from_json, rea
 from cleanba.environments.kinds import check_workers, repeatable, warnings
 from cleanba.environments.specs import EnvSpec
 from cleanba.errors import Exit, Failure, Interrupted, NotFinite, UsageError
-from cleanba.files import Json, read_json, write_json
+from cleanba.files import Json, write_json
 from cleanba.recipes import Recipe
 from cleanba.resolution import Config, Resolved, fit, read_recipe, settle
 from cleanba.rollout import PyTree
@@ -75,8 +75,8 @@ def resume_command(argv: Sequence[str]) -> Exit:
     recipe, experiment = read_recipe(run_dir)
     default = Config(
         experiment,
-        placement=from_json(Placement, saved["placement"]),
-        run=replace(from_json(Run, saved["run"]), run_dir=run_dir),
+        placement=from_json(Placement, saved.get("placement", {})),
+        run=replace(from_json(Run, saved.get("run", {})), run_dir=run_dir),
         whole=run_dir,
     )
     return train_command(recipe, argv[1:], default)
@@ -324,7 +324,7 @@ class Office:
         names = (run.wandb_project_name, run.wandb_entity)
         self._writers = Writers(self._job.run_dir, run.track, *names, config, history)
         if earlier is None and run.experiment_from:
-            earlier = read_json(Path(run.experiment_from) / "config.json")
+            earlier = read_config(Path(run.experiment_from))
         for warning in [*differing_machines(earlier, config), *self.evaluations.begin(saved, history)]:
             display.say(f"warning: {warning}")
 

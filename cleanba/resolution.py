@@ -34,6 +34,7 @@ from cleanba.config import (
     check_values,
     differences,
     fields_of,
+    read_config,
     read_experiment,
     require,
     require_same,
@@ -42,7 +43,7 @@ from cleanba.config import (
 from cleanba.environments.kinds import env_spec, why_unscannable
 from cleanba.environments.specs import EnvSpec
 from cleanba.errors import UsageError
-from cleanba.files import Json, read_json
+from cleanba.files import Json
 from cleanba.networks import suitable_network
 from cleanba.recipes import RECIPES, Recipe
 
@@ -309,7 +310,7 @@ def stand_by(recipe: Recipe, now: Resolved, run_dir: Path, flag: str = "--run-di
         require_same(run_dir, differences(values, {"algorithm": recipe.name, **to_json(now.experiment)}), flag)
     del values["algorithm"]
     e = earlier_experiment(recipe, values, trust.source_of(run_dir))
-    origin = read_json(run_dir / "config.json").get("origin", {})
+    origin = read_config(run_dir).get("origin", {})
     # What --experiment names counts as typed.
     was_typed = {
         name for name, where in (*now.origin.items(), *origin.items()) if where == TYPED or where.startswith("run ")

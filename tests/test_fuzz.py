@@ -1,12 +1,17 @@
 """Whatever flags are given, the command trains, or refuses with exit code 2 and one clear message."""
 
 import re
+import shutil
+from collections import Counter
+from pathlib import Path
 from unittest import mock
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from launch import command
+
+from cleanba.cli import COMMANDS
 
 NUMBERS = st.one_of(
     st.sampled_from(
@@ -40,17 +45,85 @@ WORDS = {
 }
 
 
-@st.composite
-def command_lines(draw) -> list[str]:
-    """A command with a few flags: mostly of the right kind, often out of range, never meant to take long."""
-    words = [draw(st.sampled_from(["ppo", "impala"]))]
-    for name in draw(st.lists(st.sampled_from(sorted(WORDS)), max_size=4, unique=True)):
-        value = draw(WORDS[name])
+# Flags of the commands that do not train.  DONE, OTHER and DAMAGED stand for directories: `places`.
+PLACES = ["DONE", "DONE", "DONE", "OTHER", "DAMAGED", "EMPTY", "/nowhere", ".", "", "hf://nobody", "hf://a/../b"]
+PLACE = st.sampled_from(PLACES)
+COUNTS = st.sampled_from(["0", "1", "2", "3", "-1", "1e0", "1.5", "nan", "x", ""])
+OTHER_WORDS = {
+    "eval": {
+        "episodes": COUNTS,
+        "checkpoint": st.sampled_from(["last", "best", "5", "7", "-1", "", "newest"]),
+        "seed": NUMBERS,
+        "greedy": st.none(),
+        "epsilon": REALS,
+        "video": st.none(),
+        "max-steps": COUNTS,
+    },
+    "resume": {
+        "actor-device-ids": DEVICES,
+        "learner-device-ids": DEVICES,
+        "gamma": REALS,
+        "total-timesteps": NUMBERS,
+        "env-id": st.sampled_from(["Catch-v0", "CartPole-v1"]),
+    },
+    "plot": {"out": st.sampled_from(["EMPTY/figure", "DAMAGED/config.json/figure", "/proc/figure.png"])},
+    "report": {"out": st.sampled_from(["EMPTY/page.html", "/proc/page.html", "EMPTY"])},
+    "push": {"repo": st.sampled_from(["name", "a/b", "", "-"]), "private": st.none(), "hf-entity": st.just("me")},
+    "sweep": {
+        "env-ids": st.lists(st.sampled_from(["Catch-v0", "@atari9", "Nope-v1", "CartPole-v1", ""]), max_size=2),
+        "num-seeds": COUNTS,
+        "set": st.lists(st.sampled_from(["gamma=0.9,0.99", "gamma=2", "seed=1", "gamma", "x=1", "=", ""]), max_size=2),
+        "workers": COUNTS,
+        "retries": COUNTS,
+        "slurm": st.sampled_from(["/nowhere", "."]),
+    },
+    "ls": {},
+    "envs": {},
+    "diff": {},
+    "completion": {},
+}
+
+
+def drawn_flags(draw, known: dict) -> list[str]:
+    """A few of the flags with values, now and then with one that there is not."""
+    words = []
+    for name in draw(st.lists(st.sampled_from([*sorted(known), "bogus"]), max_size=4, unique=True)):
+        value = draw(known.get(name, st.just("1")))
         words += [f"--{name}", *(value if isinstance(value, list) else [] if value is None else [value])]
     return words
 
 
+@st.composite
+def command_lines(draw) -> list[str]:
+    """A command with a few flags: mostly of the right kind, often out of range, never meant to take long."""
+    return [draw(st.sampled_from(["ppo", "impala", "dqn", "sac", "td3"])), *drawn_flags(draw, WORDS)]
+
+
+@st.composite
+def other_lines(draw) -> list[str]:
+    """A command that does not train, with places that hold a run, a damaged one or none."""
+    name = draw(st.sampled_from([*sorted({*COMMANDS, *OTHER_WORDS}), "", "pppo", "--version", "--help"]))
+    if name == "envs":
+        places = draw(st.lists(st.sampled_from(["catch", "nope", "gymnasium", "a:b", ""]), max_size=2))
+    elif name == "sweep":
+        places = draw(st.sampled_from([[], [], [], ["status"], ["status", "EMPTY"], ["status", "DONE"]]))
+    else:
+        places = draw(st.lists(PLACE, max_size=1 if name == "push" else 2))
+    flags = drawn_flags(draw, OTHER_WORDS.get(name, {}))
+    if name == "sweep" and not places:
+        flags += ["--dry-run", *draw(st.sampled_from([[], ["--"], ["--", "ppo"], ["--", "nope"]]))]
+    return [name, *places, *flags, *draw(st.sampled_from([[], [], [], ["--help"]]))]
+
+
 SMALL = ["--env-id", "Catch-v0", "--num-envs", "8", "--num-steps", "8", "--hiddens", "8", "--total-timesteps", "64"]
+REPLAYED = [*SMALL, "--learning-starts", "16", "--batch-size", "16"]
+REAL_ACTIONS = [*REPLAYED, "--env-id", "Pendulum-v1"]
+
+
+def small(words: list[str]) -> list[str]:
+    """The words of a training command, with settings that fit before its flags."""
+    defaults = {"dqn": REPLAYED, "sac": REAL_ACTIONS, "td3": REAL_ACTIONS}
+    return [words[0], *defaults.get(words[0], SMALL), *words[1:]]
 
 
 class Fits(Exception):
@@ -59,19 +132,60 @@ class Fits(Exception):
 
 def one_clear_message(err: str) -> bool:
     """Ours in one sentence, or tyro's box; no stack trace."""
-    ours = re.findall(r"^cleanba: .+", err, re.M)
+    ours = re.findall(r"^cleanba: (?!warning).+", err, re.M)
     boxed = bool(re.search("─{9}|-{9}", err)) or "usage" in err.lower()
     return "Traceback" not in err and (len(ours) == 1 or (not ours and boxed))
 
 
 def check(words: list[str]) -> str:
     """Run the command: "fits", or "refused"."""
-    ended = command(words[0], *SMALL, *words[1:])
+    ended = command(*small(words))
     if ended.code == 0:
         return "fits"
     assert ended.code == 2, (words, ended)
     assert one_clear_message(ended.err), (words, ended.err)
     return "refused"
+
+
+def no_traceback(words: list[str], places: dict[str, Path]) -> int:
+    """Run a command that does not train -> its exit code."""
+    here = lambda word: next((word.replace(name, str(path)) for name, path in places.items() if name in word), word)
+    ended = command(*map(here, words))
+    assert ended.code in (0, 1, 2, 3), (words, ended)
+    assert "Traceback" not in ended.err + ended.out, (words, ended)
+    assert ended.code != 2 or one_clear_message(ended.err + ended.out), (words, ended)
+    return ended.code
+
+
+def make_places(folder: Path) -> dict[str, Path]:
+    """Directories with a finished run, one of another algorithm, a damaged one, and nothing."""
+    places = {name: folder / name.lower() for name in ("DONE", "OTHER", "DAMAGED", "EMPTY")}
+    assert command("ppo", *SMALL, "--total-timesteps", "320", "--run-dir", places["DONE"]).code == 0
+    assert command("impala", *SMALL, "--run-dir", places["OTHER"]).code == 0
+    shutil.copytree(places["DONE"], places["DAMAGED"])
+    (places["DAMAGED"] / "config.json").write_text('{"experiment": {"algorithm": "ppo"}, "run": []}')
+    (places["DAMAGED"] / "result.json").write_text("[")
+    (places["DAMAGED"] / "metrics.jsonl").write_text('{"update": 1}\n{"upd')
+    places["EMPTY"].mkdir()
+    return places
+
+
+def test_no_other_command_ends_in_a_traceback(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    places = make_places(tmp_path / "runs")
+    codes = Counter()
+
+    @settings(max_examples=100)
+    @given(other_lines())
+    def look(words):
+        codes[words[0], no_traceback(words, places)] += 1
+
+    look()
+    assert {name for name, _ in codes} >= set(COMMANDS), codes
+    assert min(sum(n for (_, code), n in codes.items() if code == wanted) for wanted in (0, 2)) > 10, codes
 
 
 def is_valid(words: list[str], run_dir) -> bool:
@@ -106,7 +220,7 @@ def test_flags_that_fit_train(tmp_path_factory):
             return
         if is_valid(words, tmp_path_factory.mktemp("run") / "run"):
             run_dir = tmp_path_factory.mktemp("run") / "run"
-            ended = command(words[0], *SMALL, *words[1:], "--run-dir", run_dir)
+            ended = command(*small(words), "--run-dir", run_dir)
             # A wild learning rate may end in numbers that are not finite, an impatient watchdog in a stall: it is said.
             said = re.search("not a finite number|raise --stall-timeout", ended.err)
             assert ended.code == 0 or (ended.code == 1 and said), (words, ended)

@@ -13,7 +13,7 @@ from typing import Annotated, NamedTuple, TypeVar
 import tyro
 
 from cleanba.agents.agent import load_policy
-from cleanba.config import Placement, read_experiment, require
+from cleanba.config import Placement, read_config, read_experiment, require
 from cleanba.errors import Exit, Failure
 from cleanba.files import METRICS, Json, read_json, write_json
 from cleanba.flags import FLAGS
@@ -120,7 +120,7 @@ def _attempt(otherwise: str, do: Callable[[], T]) -> T:
 
 def repository_name(run_dir: Path, experiment: Json) -> str:
     """A repository's name, as CleanRL's users know it."""
-    run = read_json(run_dir / "config.json").get("run") or {}
+    run = read_config(run_dir).get("run") or {}
     name = f"{experiment['env_id']}-{run.get('exp_name') or experiment['algorithm']}-seed{experiment['seed']}"
     return re.sub(r"[-.]{2,}", "-", re.sub(r"[^\w.-]+", "-", name, flags=re.ASCII)).strip("-.")[:96]
 
@@ -161,7 +161,7 @@ def write_model(path: Path, run_dir: Path) -> Model:
 
 def public_config(run_dir: Path) -> Json:
     """config.json without the names of folders, hosts, jobs and accounts."""
-    config = read_json(run_dir / "config.json")
+    config = read_config(run_dir)
     placement, run = config.get("placement", {}), config.get("run", {})
     private = ("run_dir", "experiment_from", "wandb_entity", "wandb_project_name", "hf_entity")
     return {

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from cleanba.config import differences, read_experiment, shortened
-from cleanba.errors import Exit, UsageError
-from cleanba.files import Json, read_json
+from cleanba.config import differences, read_config, read_experiment, shortened
+from cleanba.errors import Exit, UsageError, printable
+from cleanba.files import Json
 from cleanba.runs import log
 from cleanba.runs.directory import differing_machines
 
@@ -98,9 +98,9 @@ def diff_command(argv: Sequence[str]) -> Exit:
         raise UsageError(f"diff takes two run directories, but was given {len(argv)}\n{USAGE}")
     a, b = map(Path, argv)
     changed = differences(read_experiment(a), read_experiment(b))
-    print("same experiment" if not changed else f"different experiments: {shortened(changed)}")
-    for line in differing_machines(read_json(a / "config.json"), read_json(b / "config.json")):
-        print(line)
+    print("same experiment" if not changed else f"different experiments: {printable(shortened(changed))}")
+    for line in differing_machines(read_config(a), read_config(b)):
+        print(printable(line))
 
     rows_a, rows_b = read_rows(a), read_rows(b)
     compared = {name: compare_digests(name, rows_a, rows_b) for name in DIGESTS}

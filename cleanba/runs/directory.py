@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
-from cleanba.config import Experiment, Placement, Run, differences, require_same, to_json
+from cleanba.config import Experiment, Placement, Run, differences, read_config, require_same, to_json
 from cleanba.errors import UsageError
 from cleanba.files import Json, read_json, write_json
 from cleanba.recipes import Recipe
@@ -78,7 +78,7 @@ def open_run(run_dir: Path, recipe: Recipe, resolved: Resolved, placement: Place
         **describe_devices(),
     }
     path = run_dir / "config.json"
-    earlier = read_json(path) if path.exists() else None
+    earlier = read_config(run_dir) if path.exists() else None
     if earlier is not None:
         there, e = read_recipe(run_dir)
         require_same(run_dir, differences({"algorithm": there.name, **to_json(e)}, config["experiment"]))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 import tyro
 
-from cleanba.config import read_experiment
+from cleanba.config import read_config, read_experiment
 from cleanba.errors import Exit, Failure, UsageError
 from cleanba.files import METRICS, Json, read_json, write_whole
 from cleanba.flags import FLAGS
@@ -92,7 +92,7 @@ def page(run_dir: Path) -> str:
     Raises:
         UsageError: this is no run.
     """
-    experiment, config = read_experiment(run_dir), read_json(run_dir / "config.json")
+    experiment, config = read_experiment(run_dir), read_config(run_dir)
     rows = read_rows(run_dir) if (run_dir / METRICS).exists() else []
     result = optional(run_dir / "result.json")
     e = dict(experiment)
