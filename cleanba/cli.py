@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import NamedTuple
 
 from cleanba import __version__
-from cleanba.errors import Exit, Failure, UsageError, closest_names
+from cleanba.errors import Exit, Failure, UsageError, closest_names, printable
 
 
 class Command(NamedTuple):
@@ -18,19 +18,24 @@ class Command(NamedTuple):
     about: str
     where: str
     """module and function, which takes the words after the command and returns an `Exit`"""
+    flags: str = "Flags"
+    """the dataclass of its flags in that module; empty where there is none"""
 
 
 COMMANDS = {
-    "eval": Command("play complete episodes with a trained agent", "cleanba.agents.evaluate:eval_command"),
+    "eval": Command("play complete episodes with a trained agent", "cleanba.agents.evaluate:eval_command", "Eval"),
     "envs": Command("list the environments that can be trained here", "cleanba.environments.listing:envs_command"),
-    "ls": Command("list runs", "cleanba.runs.listing:ls_command"),
-    "resume": Command("go on with a run, on the same placement or another", "cleanba.launch:resume_command"),
-    "diff": Command("tell whether two runs trained the same bits", "cleanba.runs.diff:diff_command"),
+    "ls": Command("list runs", "cleanba.runs.listing:ls_command", "Ls"),
+    "resume": Command("go on with a run, on the same placement or another", "cleanba.launch:resume_command", ""),
+    "diff": Command("tell whether two runs trained the same bits", "cleanba.runs.diff:diff_command", ""),
     "plot": Command("draw learning curves, and Atari scores beside published ones", "cleanba.runs.plot:plot_command"),
     "report": Command("write one HTML page about a run, to be read offline", "cleanba.runs.report:report_command"),
     "push": Command("upload a trained agent to the Hugging Face Hub", "cleanba.agents.hub:push_command"),
     "sweep": Command("train environments x seeds x flags, here or under Slurm", "cleanba.sweeps.sweep:sweep_command"),
+    "completion": Command("complete these words in a shell", "cleanba.completion:completion_command", ""),
 }
+
+LINES = "\n\t"  # a message may have several
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -39,10 +44,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         end = dispatch(argv)
     except UsageError as error:
-        print(f"cleanba: {error}", file=sys.stderr)
+        print(f"cleanba: {printable(str(error), keep=LINES)}", file=sys.stderr)
         end = Exit(2)
     except Failure as error:
-        print(f"cleanba: {error}", file=sys.stderr)
+        print(f"cleanba: {printable(str(error), keep=LINES)}", file=sys.stderr)
         end = Exit(1)
     except KeyboardInterrupt:
         print("cleanba: interrupted", file=sys.stderr)

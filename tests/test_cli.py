@@ -2,13 +2,16 @@
 
 import dataclasses
 import json
+import os
 import re
 import signal
+import subprocess
 
 import jax
 import pytest
 from launch import TINY, command, finish, python, read_result
 
+from cleanba.cli import COMMANDS
 from cleanba.config import Placement, Run, fields_of, flag, to_json
 from cleanba.errors import UsageError
 from cleanba.flags import whole_number
@@ -65,6 +68,56 @@ def done(tmp_path_factory):
     assert command("ppo", *TINY, "--run-dir", run_dir).code == 0
     assert COMPILED, "compilations are not counted"
     return run_dir
+
+
+# ------------------------------------------------------------------------------------------------------ completion
+
+TAB = """
+source "$1"; shift
+COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1))
+_cleanba
+printf "%s\\n" "${COMPREPLY[@]}"
+complete -p cleanba >&2
+"""
+
+
+def test_bash_completes_commands_flags_and_values(tmp_path):
+    script = tmp_path / "cleanba.bash"
+    ended = command("completion", "bash")
+    assert ended.code == 0, ended.err
+    script.write_text(ended.out)
+
+    def tab(line: str) -> set[str]:
+        words = ["bash", "--norc", "-c", TAB, "bash", str(script), *line.split(" ")]
+        done = subprocess.run(words, capture_output=True, text=True, env={"PATH": os.environ["PATH"]})
+        assert "-F _cleanba cleanba" in done.stderr
+        return set(done.stdout.split())
+
+    assert tab("cleanba pp") == {"ppo"}
+    assert tab("cleanba p") == {"ppo", "plot", "push"}
+    assert tab("cleanba ") == {*RECIPES, *COMMANDS}
+    assert tab("cleanba ppo --env-i") == {"--env-id"}
+    assert tab("cleanba ppo --env-id HalfCheetah-v") == {"HalfCheetah-v3", "HalfCheetah-v4", "HalfCheetah-v5"}
+    assert tab("cleanba dqn --seed 1 --collector s") == {"stepped", "scanned"}
+    assert tab("cleanba eval runs/a --ep") == {"--episodes", "--epsilon"}
+    assert tab("cleanba sweep --num-seeds 3 -- im") == {"impala"}
+    assert tab("cleanba sweep --num-seeds 3 -- impala --rho") == {"--rho-clip"}
+    assert tab("cleanba completion ") == {"bash", "zsh", "fish"}
+    assert tab("cleanba report ru") == set()  # names of files, which bash adds
+    for name, recipe in RECIPES.items():
+        flags = {
+            flag(f) for kind in (recipe.experiment, Placement, Run) for f, x in fields_of(kind).items() if x.offered
+        }
+        assert flags - {"--experiment-from"} <= tab(f"cleanba {name} -")
+        assert {"--experiment", "--no-concurrency", "--help-all", "--show-config"} <= tab(f"cleanba {name} --")
+
+
+def test_scripts_for_the_other_shells_have_every_command():
+    for shell, start in (("zsh", "autoload -U +X bashcompinit"), ("fish", "complete -c cleanba")):
+        text = command("completion", shell).out
+        assert start in text and all(name in text for name in (*RECIPES, *COMMANDS))
+    assert "bash, zsh, fish, but was given tcsh" in refusal("completion", "tcsh")
+    assert "but was given nothing" in refusal("completion")
 
 
 # ------------------------------------------------------------------------------------------------------ what is refused

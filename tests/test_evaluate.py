@@ -388,6 +388,18 @@ def test_ls_shows_every_run_whatever_its_files_hold(runs, tmp_path):
     assert listing.read_run(tmp_path / "killed").status == "unfinished"
 
 
+def test_ls_and_diff_show_no_control_characters_of_a_strangers_files(runs, tmp_path):
+    config = json.loads((runs["ff"] / "config.json").read_text())
+    shutil.copytree(runs["ff"], tmp_path / "a\x1b[2Jb")
+    config["experiment"]["env_id"] = "Catch\x1b]0;title\x07-v0\r\n"
+    (tmp_path / "a\x1b[2Jb" / "config.json").write_text(json.dumps(config))
+    for ended in (command("ls", tmp_path), command("diff", runs["ff"], tmp_path / "a\x1b[2Jb")):
+        assert "Catch\\x1b]0;title\\x07-v0\\r\\n" in ended.out
+        assert all(c.isprintable() or c == "\n" for c in ended.out)
+    refused = command("eval", tmp_path / "a\x1b[2Jb")
+    assert refused.code == 2 and "\\x1b" in refused.err and all(c.isprintable() or c == "\n" for c in refused.err)
+
+
 def test_ls_of_nothing(tmp_path):
     assert "no runs" in command("ls", tmp_path).out
     assert command("ls", tmp_path / "nowhere").code == 2

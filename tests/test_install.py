@@ -61,7 +61,9 @@ def without(monkeypatch, *modules: str) -> None:
     ("absent", "extra", "words"),
     [
         ("imageio_ffmpeg", "video", ("ppo", "--env-id", "Catch-v0", "--capture-video", "--total-timesteps", "100000")),
+        ("wandb", "track", ("ppo", "--env-id", "Catch-v0", "--track", "--total-timesteps", "100000")),
         ("huggingface_hub", "hub", ("eval", "hf://somebody/something")),
+        ("huggingface_hub", "hub", ("ppo", "--env-id", "Catch-v0", "--upload-model", "--total-timesteps", "100000")),
         ("gymnax", "jax-envs", ("envs", "gymnax:CartPole-v1")),
         ("Box2D", "box2d", ("ppo", "--env-id", "gymnasium:LunarLander-v3")),
     ],

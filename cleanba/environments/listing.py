@@ -45,6 +45,9 @@ def envs_command(argv: Sequence[str]) -> Exit:
         for (kind, family), ids in families.items():
             examples = ", ".join(ids[:EXAMPLES]) + (" …" if len(ids) > EXAMPLES else "")
             print(f"{kind:10} {family:22} {len(ids):5}  {examples}")
+        for family, packages in envpool.left_out().items():
+            name = family.removeprefix("envpool.")
+            print(f"{'EnvPool':10} {name:22}     -  needs assets: pip install {' '.join(packages)}")
         print("\n`cleanba envs PATTERN` shows single ones; docs/environments.md says how to add your own")
         return Exit()
     found = {family: [name for name in ids if matches(name, wanted)] for family, ids in families.items()}
@@ -55,6 +58,7 @@ def envs_command(argv: Sequence[str]) -> Exit:
             f"no environment matches {flags.pattern!r}; "
             + (f"try {close}" if close else "try `cleanba envs`")
             + ("" if colon else f", or {flags.pattern}: for what a package of that name registers")
+            + ("" if colon else envpool.left_out_words())
         )
     shown = 0
     for (kind, family), ids in found.items():

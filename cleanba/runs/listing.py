@@ -12,7 +12,7 @@ from typing import Annotated, NamedTuple
 import tyro
 
 from cleanba.config import require
-from cleanba.errors import Exit
+from cleanba.errors import Exit, printable
 from cleanba.flags import FLAGS
 from cleanba.runs.log import METRICS, newest
 
@@ -129,12 +129,13 @@ def show(rows: list[Row], folder: Path) -> None:
         table.add_column(name, no_wrap=True)
     for name in ("seed", "done", "return", "steps/s", "changed"):
         table.add_column(name, justify="right", no_wrap=True)
+    text = lambda words, style="": Text(printable(words), style=style)
     written = lambda form, x: "" if x is None else format(x, form)
     for row in rows:
         table.add_row(
-            Text(row.path.name if row.path == folder else str(row.path.relative_to(folder))),
-            Text(row.status, style=COLOURS.get(row.status, "magenta")),
-            *(() if narrow else (Text(row.env_id), Text(row.algorithm))),
+            text(row.path.name if row.path == folder else str(row.path.relative_to(folder))),
+            text(row.status, style=COLOURS.get(row.status, "magenta")),
+            *(() if narrow else (text(row.env_id), text(row.algorithm))),
             written("d", row.seed),
             written(".0%", row.progress),
             written(".5g", row.mean_return),

@@ -18,7 +18,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from cleanba.config import require
-from cleanba.errors import Failure, UsageError, said
+from cleanba.errors import Failure, missing, said
 from cleanba.files import Json, write_json
 
 KEPT = "wandb.json"  # the file of a run with its id there, and where that is known
@@ -42,8 +42,8 @@ def require_tracking() -> None:
 def _wandb() -> ModuleType:
     try:
         import wandb
-    except ImportError:
-        raise UsageError("--track needs the package wandb; `pip install wandb`, or leave --track out") from None
+    except ImportError as error:
+        raise missing("--track", error, "track") from None
     return wandb
 
 
