@@ -112,13 +112,15 @@ BARE = ["ppo", *(w for i, w in enumerate(FLAGS) if w not in LEFT_OUT and FLAGS[i
 BARE += ["--total-timesteps", "1280"]
 
 
-def test_what_was_left_out_stands_as_the_first_run_worked_it_out(tmp_path, monkeypatch):
+def test_a_run_goes_on_with_its_own_shards_on_other_devices(tmp_path, monkeypatch):
+    """The preset has one shard.  A run that has two goes on with these by `resume`, and by the command that began it."""
     two, one = ["--learner-device-ids", "0", "1"], ["--learner-device-ids", "2", "--actor-device-ids", "0", "1"]
+    shards = ["--num-shards", "2"]
     whole, run = tmp_path / "whole", tmp_path / "run"
-    assert command(*BARE, *two, "--run-dir", whole).code == 0
+    assert command(*BARE, *shards, *two, "--run-dir", whole).code == 0
     with monkeypatch.context() as patch:
         signalled(patch, signal.SIGTERM, at=10)
-        assert command(*BARE, *two, "--run-dir", run).code == 128 + signal.SIGTERM
+        assert command(*BARE, *shards, *two, "--run-dir", run).code == 128 + signal.SIGTERM
     experiment = json.loads((run / "config.json").read_text())["experiment"]
     assert (experiment["num_actors"], experiment["num_shards"], experiment["collector"]) == (1, 2, "scanned")
 
@@ -127,7 +129,7 @@ def test_what_was_left_out_stands_as_the_first_run_worked_it_out(tmp_path, monke
     with monkeypatch.context() as patch:
         signalled(patch, signal.SIGTERM, at=17)
         assert command("resume", run, *one).code == 128 + signal.SIGTERM
-    ended = command(*BARE, *one, "--run-dir", run)  # alone, these devices would make two actors and one shard
+    ended = command(*BARE, *shards, *one, "--run-dir", run)
     assert ended.code == 0 and "1 actor, 2 shards" in ended.out
     assert json.loads((run / "config.json").read_text())["experiment"] == experiment
     assert_same_run(run, whole)
