@@ -71,12 +71,14 @@ class Args:
 
 
 def steps_per_second(step: Callable[[int], Any], threads: int, steps: int, seconds: float) -> float:
-    """`threads` threads call step(thread), each time `steps` environment steps, until `seconds` have passed."""
+    """`threads` threads call step(thread), each time `steps` environment steps, until `seconds` have passed; once at least."""
     counts = [0] * threads
     step_all = [threading.Thread(target=lambda i=i: work(i)) for i in range(threads)]
     start = time.perf_counter()
 
     def work(i: int) -> None:
+        step(i)
+        counts[i] += steps
         while time.perf_counter() - start < seconds:
             step(i)
             counts[i] += steps
