@@ -71,7 +71,7 @@ class Args:
 
 
 def steps_per_second(step: Callable[[int], Any], threads: int, steps: int, seconds: float) -> float:
-    """`threads` threads call step(thread), each time `steps` environment steps, until `seconds` have passed; once at least."""
+    """`threads` threads call step(thread), `steps` environment steps each time, for `seconds` but once at least."""
     counts = [0] * threads
     step_all = [threading.Thread(target=lambda i=i: work(i)) for i in range(threads)]
     start = time.perf_counter()
