@@ -257,7 +257,7 @@ def image_rollout(e: DQN) -> Rollout:
 def test_defaults_are_those_of_the_kind_of_environment():
     atari, other = (resolve(RECIPES["dqn"], {"env_id": name}, "cpu").experiment for name in ("Pong-v5", "CartPole-v1"))
     assert (atari.buffer_size, atari.batch_size, atari.train_frequency, atari.end_e) == (1_000_000, 32, 4, 0.01)
-    assert (other.buffer_size, other.batch_size, other.train_frequency, other.end_e) == (10_000, 128, 10, 0.05)
+    assert (other.buffer_size, other.batch_size, other.train_frequency, other.end_e) == (250_000, 128, 4, 0.05)
     assert resolve(RECIPES["dqn"], {"env_id": "Pong-v5", "batch_size": 64}, "cpu").experiment.batch_size == 64
 
 

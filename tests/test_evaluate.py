@@ -7,6 +7,7 @@ import shutil
 import signal
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import imageio.v2 as imageio
 import jax
@@ -450,6 +451,11 @@ def evaluations(runs, tmp_path):
     made.close()
 
 
+def state_that_acts_by(acting):
+    """A learner's state, as far as its actor parameters go: these."""
+    return SimpleNamespace(params=acting.params, statistics=SimpleNamespace(obs=acting.obs))
+
+
 def test_training_does_not_wait_for_evaluation(evaluations, monkeypatch):
     made, watched = evaluations
     played, release = [], threading.Event()
@@ -464,7 +470,7 @@ def test_training_does_not_wait_for_evaluation(evaluations, monkeypatch):
         made.after_update(update, 10 * update, watched.params)
     assert played == [2]
     release.set()
-    state = type("State", (), {"params": watched.params})
+    state = state_that_acts_by(watched.params)
     made.finish({"update": 8, "global_step": 80}, state)
     assert played == [2, 8]
     logged = []
@@ -479,7 +485,7 @@ def test_the_best_stays_the_best_when_a_run_goes_on(evaluations, monkeypatch):
     returns = iter([5.0, 3.0, 9.0])
     monkeypatch.setattr(beside, "play", lambda *_, **__: [Episode(next(returns), 1)])
     best = lambda: read_best(made._run_dir)["update"]
-    state = type("State", (), {"params": watched.params})
+    state = state_that_acts_by(watched.params)
     made.finish({"update": 2, "global_step": 0}, state)
     assert log_of(made) == [(2, 0, 5.0)]
     again = beside.Evaluations(made._run_dir, Run(eval_frequency=2), watched, find_devices(Placement()))
@@ -536,7 +542,7 @@ def test_an_evaluation_that_was_cut_short_is_played_again(evaluations, monkeypat
 
     monkeypatch.setattr(beside, "play", play)
     again = beside.Evaluations(made._run_dir, Run(eval_frequency=2), watched, find_devices(Placement()))
-    state = type("State", (), {"params": watched.params})
+    state = state_that_acts_by(watched.params)
     saved = Saved(5, state, watched.params, {"global_step": 50})
     assert again.begin(saved, [{"update": 3, "eval/episodic_return": 1.0}]) == []
     again._thread.join()
@@ -550,7 +556,7 @@ def test_what_is_in_the_log_is_not_played_again(evaluations, monkeypatch):
     made, watched = evaluations
     monkeypatch.setattr(beside, "play", lambda *_, **__: pytest.fail("played"))
     made._remember(beside.Version(4, 40, watched.params))
-    state = type("State", (), {"params": watched.params})
+    state = state_that_acts_by(watched.params)
     made.begin(Saved(4, state, watched.params, {"global_step": 40}), [{"update": 4, "eval/episodic_return": 1.0}])
     made.finish({"update": 4, "global_step": 40}, state)
     assert made._thread is None and not (made._run_dir / beside.EVALUATING).exists()
@@ -561,7 +567,7 @@ def test_a_damaged_copy_is_named_and_left(evaluations):
     made._remember(beside.Version(2, 20, watched.params))
     path = made._run_dir / beside.EVALUATING / "2-20.msgpack"
     path.write_bytes(path.read_bytes()[:20])
-    state = type("State", (), {"params": watched.params})
+    state = state_that_acts_by(watched.params)
     (warning,) = made.begin(Saved(3, state, watched.params, {"global_step": 30}), [])
     assert "update 2 will not be evaluated again" in warning and str(path) in warning
     assert made._thread is None and path.exists()

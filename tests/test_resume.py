@@ -113,7 +113,7 @@ BARE += ["--total-timesteps", "1280"]
 
 
 def test_a_run_goes_on_with_its_own_shards_on_other_devices(tmp_path, monkeypatch):
-    """The preset has one shard.  A run that has two goes on with these by `resume`, and by the command that began it."""
+    """A run of two shards, where the preset has one, goes on by `resume` and by the command that began it."""
     two, one = ["--learner-device-ids", "0", "1"], ["--learner-device-ids", "2", "--actor-device-ids", "0", "1"]
     shards = ["--num-shards", "2"]
     whole, run = tmp_path / "whole", tmp_path / "run"
