@@ -209,7 +209,7 @@ def test_what_is_recorded_is_what_the_environments_did(case, name):
         envs = environments(case, epoch)
         obs, done, first = envs.reset(), np.zeros(case.envs, bool), np.ones(case.envs, bool)
         carry, tracker = algorithm.initial_carry(case.envs), EpisodeTracker(case.envs)
-        for number, (r, steps, episodes) in enumerate(rollouts):
+        for number, (r, steps, episodes, *_) in enumerate(rollouts):
             key = action_key(1, 0, number + 1 + epoch * case.rollouts)
             assert steps == r.valid.sum()
             played = []

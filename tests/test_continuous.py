@@ -35,6 +35,7 @@ PARTS = 2
 ACTION = ActionSpec("quantities", (PARTS,), "float64", (), (-1.0,) * PARTS, (1.0,) * PARTS)
 SPEC = EnvSpec("tiny", ObsSpec("vector", (OBS,), "float32"), 0, False, False, {}, ACTION)
 SMALL = dict(network="mlp", hiddens=(3,), num_envs=B, num_steps=T, num_minibatches=1, total_timesteps=10 * B * T)
+SMALL |= dict(share_torso=False)
 
 
 def gaussian_rollout() -> Rollout:
@@ -84,7 +85,7 @@ def numpy_impala(e, params, r, advantage, target):
 @pytest.mark.parametrize("name", ["ppo", "impala"])
 def test_the_gradient_equals_numpys_with_finite_differences(name, on_devices):
     if name == "ppo":
-        e = tiny()
+        e = tiny(share_torso=False)
         algorithm, slow = ppo.make(e, SPEC, "cpu"), numpy_ppo
     else:
         e = impala.IMPALA(**SMALL, max_grad_norm=1e9, ent_coef=0.1)

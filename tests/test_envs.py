@@ -29,7 +29,7 @@ names = envpool._known()
 families = {envpool.family(name) for name in names}
 assert families.isdisjoint(sys.modules) and "matplotlib" not in sys.modules, "a family was loaded"
 from cleanba.config import Experiment
-assert envpool.env_spec(Experiment(env_id="CartPole-v1")).max_episode_steps == 500
+assert envpool.env_spec(Experiment(env_id="CartPole-v1")).time_limit == 500
 assert families & set(sys.modules) == {"envpool.classic_control"}
 import envpool as plain
 assert names == set(plain.list_all_envs())
@@ -290,7 +290,7 @@ def test_presets_of_unusual_environments(env_id, known):
 def test_atari_is_set_up_as_machado_et_al_recommend():
     # Revisiting the Arcade Learning Environment (2018): all 18 actions, sticky with probability 0.25, and whole games
     # as episodes, with no random no-ops at the start.
-    spec = env_spec(Experiment(env_id="Breakout-v5"))
+    spec = resolve(RECIPES["ppo"], {"env_id": "Breakout-v5"}, "cpu").spec
     assert spec.is_atari and spec.clip_reward
     envs = Envs(spec, [1])
     options = envs._pool.config
