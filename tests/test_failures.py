@@ -103,23 +103,23 @@ def test_an_error_anywhere_ends_the_run_soon_and_is_reported_once(owner, name, c
 def test_a_signal_ends_the_run_soon_and_cleanly(signum, code, moment, tmp_path, monkeypatch, pools):
     sent = []
     method = {"compiling": "compile", "training": "update"}[moment]
-    original, end = getattr(Learner, method), Stop.__call__
-    stopped = threading.Event()
+    original, wake = getattr(Learner, method), Stop.wake
+    heard = threading.Event()
 
-    def stopping(*args):
-        end(*args)
-        stopped.set()
+    def waking(*args):  # the run knows that it is to end after the update under way
+        wake(*args)
+        heard.set()
 
     def signalling(*args):
         if method == "compile" or args[4] == 3:
             sent.append(time.perf_counter())
             os.kill(os.getpid(), signum)
             if moment == "training":  # further updates take less time than the main thread may take to wake
-                stopped.wait(SOON)
+                heard.wait(SOON)
         return original(*args)
 
     monkeypatch.setattr(Learner, method, signalling)
-    monkeypatch.setattr(Stop, "__call__", stopping)
+    monkeypatch.setattr(Stop, "wake", waking)
     handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     ended = command("ppo", *ENDLESS, "--run-dir", tmp_path / "run")
     if moment == "training":  # a compilation may finish first
@@ -146,7 +146,7 @@ def test_ctrl_c_before_training_ends_without_a_traceback(tmp_path, monkeypatch):
     def press(_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("cleanba.launch.env_spec", press)
+    monkeypatch.setattr("cleanba.resolution.env_spec", press)
     ended = command("ppo", *ENDLESS, "--run-dir", tmp_path / "run")
     assert (ended.code, ended.err) == (130, "cleanba: interrupted\n")
 
