@@ -18,7 +18,7 @@ from cleanba.runtime.statistics import Progress
 
 def make(schedule, frequency, whole_epochs=False, processes=1):
     devices = SimpleNamespace(num_processes=processes)
-    return Pace(schedule, frequency, whole_epochs, devices, Progress(Status("", 1, 1)))
+    return Pace(schedule, frequency, whole_epochs, devices, Progress(Status("", 1)))
 
 
 def saved(frequency, env_epoch, whole_epochs=False, last=40):
