@@ -14,8 +14,8 @@ from cleanba.algorithms import ppo
 from cleanba.environments.kinds import env_spec, open_envs
 from cleanba.environments.specs import EnvSpec
 from cleanba.errors import Failure
-from cleanba.runtime import records
-from cleanba.runtime.channels import Stop
+from cleanba.runtime import playback, records
+from cleanba.runtime.channels import Closed, Stop
 from cleanba.runtime.checkpoint import updates_kept
 from cleanba.runtime.collect import (
     Collected,
@@ -165,6 +165,16 @@ def test_one_other_action_is_noticed(cartpole, tmp_path):
         resume(actor, standing)
     with pytest.raises(ValueError, match=rf"{path.name} is damaged: its checksum does not match"):
         records.read(tmp_path, 2)
+
+
+def test_a_run_that_ends_does_not_wait_for_all_that_is_recorded(cartpole, monkeypatch):
+    actor, standing = cartpole
+    monkeypatch.setattr(playback, "STEPS_AT_ONCE", 3)
+    collector, played = actor.collector(), []
+    with pytest.raises(Closed):
+        collector.resume(actor.envs(), standing, "they", lambda steps: [played.append(steps), collector.stop()])
+    collector.close()
+    assert played == [3 * ENVS]
 
 
 def test_other_pay_or_ends_on_the_way_are_noticed(cartpole):

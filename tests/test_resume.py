@@ -305,18 +305,25 @@ def test_a_disk_that_cannot_be_written_is_refused(small_disk):
     assert ended.code == 2 and "cannot be written" in ended.err and "Traceback" not in ended.err
 
 
-def test_a_directory_that_goes_away_ends_the_run(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "at, more, words",
+    [
+        (10, [], "bring the directory back"),
+        (3, ["--log-frequency", "1000"], "has gone; bring it back"),  # before anything is recorded in it
+    ],
+)
+def test_a_directory_that_goes_away_ends_the_run(at, more, words, tmp_path, monkeypatch):
     run, update = tmp_path / "run", Learner.update
 
     def removing(self, state, memory, blocks, number):
-        if number == 10:
+        if number == at:
             run.rename(tmp_path / "elsewhere")  # in one step: a checkpoint is being written in it
         return update(self, state, memory, blocks, number)
 
     monkeypatch.setattr(Learner, "update", removing)
-    ended = command(*KINDS["ppo"], "--run-dir", run)
+    ended = command(*KINDS["ppo"], *more, "--run-dir", run)
     assert ended.code == 1 and "Traceback" not in ended.err
-    assert "bring the directory back" in ended.err
+    assert words in ended.err and not run.exists()
 
 
 # ------------------------------------------------------------------------------------------- numbers and stalls

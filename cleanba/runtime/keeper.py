@@ -96,6 +96,7 @@ class Keeper:
             Failure: the one before could not be written, or there is no place for this one.
         """
         assert self._checkpoints is not None and self._seen[0] == update
+        self._checkpoints.make_ready()  # before a record makes its folder, where the run's directory has gone
         try:
             actors = self._records.snapshots() if standing else {}
         except OSError as error:

@@ -14,7 +14,8 @@ from cleanba.runtime.metrics import Status
 from cleanba.runtime.records import Standing, Told, action_dtype, chain, digests_of
 from cleanba.specs import ActionSpec
 
-STEPS_AT_ONCE = 256  # played between two looks at whether the run ends
+STEPS_READ = 256  # at once, in whole rollouts
+STEPS_AT_ONCE = 32  # at most, played between two looks at whether the run ends
 MOST_NAMED = 8  # environments in one sentence
 
 
@@ -88,15 +89,18 @@ def play_back(
     obs = envs.reset()
     drawn = np.int32 if takes.kind != "quantities" else np.float32
     answers, done = "", np.zeros(envs.num_envs, bool)
-    for actions in recorded(standing, takes, envs.num_envs, num_steps * max(1, STEPS_AT_ONCE // num_steps)):
-        stop.check()
-        obs, raw_reward, ended = envs.play(actions.astype(drawn))
+    for actions in recorded(standing, takes, envs.num_envs, num_steps * max(1, STEPS_READ // num_steps)):
+        raw_reward, ended = np.empty(actions.shape[:2], np.float32), np.empty(actions.shape[:2], bool)
+        for start in range(0, len(actions), STEPS_AT_ONCE):
+            stop.check()
+            part = slice(start, start + STEPS_AT_ONCE)
+            obs, raw_reward[part], ended[part] = envs.play(actions[part].astype(drawn))
+            played(ended[part].size)
         for now in ended:  # what ends in a step that was ignored ends no episode: see `rollout.heed`
             done = np.greater(now, done, out=now)
         done = done.copy()
         for t in range(0, len(actions), num_steps):
             answers = chain(answers, Told(None, raw_reward[t : t + num_steps], ended[t : t + num_steps]))
-        played(actions.shape[0] * actions.shape[1])
     others = [i for i, (a, b) in enumerate(zip(digests_of(obs), standing.seen, strict=True)) if a != b]
     if others or answers != standing.answers:
         named = ", ".join(map(str, others[:MOST_NAMED])) + (" and others" if len(others) > MOST_NAMED else "")
