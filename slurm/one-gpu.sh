@@ -1,7 +1,7 @@
 #!/bin/bash
-# One GPU, which acts and learns (a0-l0).  In eight shards acting gets its turn between short launches; docs/gpu.md.
+# One GPU, which acts and learns (a0-l0); docs/gpu.md.
 #
-#     slurm/submit slurm/one-gpu.sh ppo --env-id Breakout-v5 --num-shards 8 --dtype tensorfloat32
+#     slurm/submit slurm/one-gpu.sh ppo --env-id Breakout-v5
 #SBATCH --job-name=cleanba
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1
