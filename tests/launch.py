@@ -23,9 +23,12 @@ from cleanba.algorithms import ppo
 from cleanba.config import Experiment, Partition, Placement
 from cleanba.environments.kinds import env_spec
 from cleanba.environments.specs import EnvSpec
+from cleanba.launch import prepare
+from cleanba.recipes import RECIPES
 from cleanba.runtime.metrics import Display, Status
 from cleanba.runtime.placement import find_devices, make_deterministic
 from cleanba.runtime.train import Training, make_training, run_training
+from cleanba.train_flags import parse
 
 ROOT = Path(__file__).parents[1]
 
@@ -78,19 +81,32 @@ def build(
 
 def train(*args: Any, **kwargs: Any) -> Record:
     """Run what `build` makes of these arguments, to its end."""
+    return run(build(*args, **kwargs))
+
+
+def run(training: Training) -> Record:
+    """Run it to its end."""
     rows: list[dict[str, Any]] = []
 
     def log(update: int, global_step: int, seconds: float, values: dict[str, Any]) -> None:
         rows.append({"update": update, "global_step": global_step, **values})
 
     status = Status("test", 1)
-    outcome = run_training(build(*args, **kwargs), Display(status, enabled=False), status, log)
+    outcome = run_training(training, Display(status, enabled=False), status, log)
     return Record(outcome.result, rows, outcome.error, outcome.state)
 
 
 def finished(*args: Any, **kwargs: Any) -> Record:
     """As `train`, for runs that must not fail."""
-    record = train(*args, **kwargs)
+    return without_error(train(*args, **kwargs))
+
+
+def without_error(record: Record) -> Record:
+    """The record of a run that must not fail.
+
+    Raises:
+        BaseException: what the run failed with.
+    """
     if record.error is not None:
         raise record.error
     return record
@@ -98,7 +114,17 @@ def finished(*args: Any, **kwargs: Any) -> Record:
 
 def digests(*args: Any, **kwargs: Any) -> dict[int, str]:
     """By update, at every checkpoint and at its end: the digests of a run's parameters, and of its state and memory."""
-    record = finished(*args, **kwargs)
+    return digests_of(finished(*args, **kwargs))
+
+
+def typed_digests(name: str, words: Sequence[str]) -> dict[int, str]:
+    """As `digests`, of `cleanba NAME WORDS` on devices of this process, which JAX knows already."""
+    recipe = RECIPES[name]
+    return digests_of(without_error(run(prepare(recipe, parse(recipe, words)).training)))
+
+
+def digests_of(record: Record) -> dict[int, str]:
+    """The digests that a run has left, by update."""
     both = lambda row: f"{row['params_digest']} {row['learner_digest']}"
     found = {row["update"]: both(row) for row in record.rows if "params_digest" in row}
     assert found[record.result["update"]] == both(record.result)

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,26 +10,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from launch import Ended, digests, finish, python
+from launch import ROOT, Ended, digests, finish, python, typed_digests
 from ports import free_address
 
 from cleanba.algorithms.ppo import PPO
 from cleanba.runtime.collect import SteppedCollector
 from cleanba.shards import ShardAxis
 
-COMMON = dict(num_actors=4, num_shards=8, num_minibatches=2, hiddens=(16,), env_epoch=2, collector="stepped")
-EXPERIMENTS = {
-    "mlp": dict(COMMON, env_id="Catch-v0", num_envs=48, num_steps=8, update_epochs=2, total_timesteps=4 * 48 * 8),
-    "nature": dict(
-        COMMON,
-        env_id="Breakout-v5",
-        network="nature",
-        num_envs=16,
-        num_steps=4,
-        update_epochs=1,
-        total_timesteps=3 * 64,
-    ),
-}
+MLP = dict(num_actors=4, num_shards=8, num_minibatches=2, hiddens=(16,), env_epoch=2, collector="stepped")
+MLP |= dict(env_id="Catch-v0", num_envs=48, num_steps=8, update_epochs=2, total_timesteps=4 * 48 * 8)
 PLACEMENTS = {  # of one process
     "a0-l0,1": ([0], [0, 1]),
     "a0-l1,2,3": ([0], [1, 2, 3]),  # 3, 3 and 2 shards
@@ -44,50 +34,28 @@ SEVERAL = {  # processes, and what each of them has
 
 
 @functools.cache
-def reference(network: str, concurrency: bool) -> dict[int, str]:
+def reference(concurrency: bool) -> dict[int, str]:
     """The digests on one device that acts and learns: a0-l0."""
-    return digests(PPO(**EXPERIMENTS[network], concurrency=concurrency))
+    return digests(PPO(**MLP, concurrency=concurrency))
 
 
-# The modes differ in the schedule, not in what is compiled: for the larger network, one of them has to do.
-MODES = [
-    pytest.param("mlp", True, id="concurrent-mlp"),
-    pytest.param("mlp", False, id="alternating-mlp"),
-    pytest.param("nature", True, id="concurrent-nature", marks=pytest.mark.slow),
-]
+MODES = [pytest.param(True, id="concurrent"), pytest.param(False, id="alternating")]
 
 
-# The larger network takes long to compile, and what placements change does not depend on it: a few have to do.
-RUNS = [
-    pytest.param(*mode.values, placement, id=f"{placement}-{mode.id}", marks=mode.marks)
-    for mode in MODES
-    for placement in PLACEMENTS
-    if mode.values[0] == "mlp" or placement in ("a0,1-l2,3", "a0-l1,2,3")
-]
-
-
-@pytest.mark.parametrize("network, concurrency, placement", RUNS)
-def test_one_process_gives_the_same_bits_on_any_devices(network, concurrency, placement):
+@pytest.mark.parametrize("concurrency", MODES)
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_one_process_gives_the_same_bits_on_any_devices(placement, concurrency):
     actors, learners = PLACEMENTS[placement]
-    e = PPO(**EXPERIMENTS[network], concurrency=concurrency)
-    assert digests(e, actors, learners) == reference(network, concurrency)
+    assert digests(PPO(**MLP, concurrency=concurrency), actors, learners) == reference(concurrency)
 
 
 def test_memory_and_actors_of_several_shards_give_the_same_bits_too():
-    fields = {**EXPERIMENTS["mlp"], "num_actors": 2, "num_shards": 6, "core": "lstm", "lstm_size": 8}
+    fields = {**MLP, "num_actors": 2, "num_shards": 6, "core": "lstm", "lstm_size": 8}
     e = PPO(**fields, max_episode_steps=5)
     assert digests(e, [0, 1], [2, 3, 4, 5, 6, 7]) == digests(e)
 
 
 # ---------------------------------------------------------------------------------------------------- several processes
-
-
-RUNS_OF_PROCESSES = [
-    pytest.param(*mode.values, placement, id=f"{placement}-{mode.id}")
-    for mode in MODES
-    for placement in SEVERAL
-    if mode.values[0] == "mlp" or placement == "2 x a0,1-l0,1"
-]
 
 
 @pytest.fixture(scope="module")
@@ -96,28 +64,69 @@ def run_processes(tmp_path_factory):
 
     @functools.cache
     def run(processes: int) -> tuple[list[tuple], list[Path], list[Ended]]:
-        runs = [run.values for run in RUNS_OF_PROCESSES if SEVERAL[run.values[2]][0] == processes]
-        words = json.dumps([({**EXPERIMENTS[n], "concurrency": c}, *SEVERAL[p][1:]) for n, c, p in runs])
+        runs = [(p, c) for p in SEVERAL for c in (True, False) if SEVERAL[p][0] == processes]
+        words: list[tuple] = [({**MLP, "concurrency": c}, *SEVERAL[p][1:]) for p, c in runs]
+        if processes == 2:
+            runs += [(TWO_OF_THREE, name) for name in ALGORITHMS]
+            words += [(name, [*DEFAULTS, *ON_TWO_OF_THREE]) for name in ALGORITHMS]
         script, address = Path(__file__).with_name("placements.py"), free_address()
         results = [tmp_path_factory.mktemp("processes") / "results" for _ in range(processes)]
         started = [
-            python(script, address, str(processes), str(i), words, file, JAX_NUM_CPU_DEVICES="3")
+            python(script, address, str(processes), str(i), json.dumps(words), file, JAX_NUM_CPU_DEVICES="4")
             for i, file in enumerate(results)
         ]
         return runs, results, [finish(process, 400) for process in started]
 
-    return run
+    def digests_of(processes: int, *which: object) -> list[dict[int, str]]:
+        """What each process found in a run."""
+        runs, results, ended = run(processes)
+        assert [e.code for e in ended] == [0] * processes, "\n".join(e.err for e in ended)
+        line = runs.index(which)
+        return [{int(k): v for k, v in json.loads(file.read_text().splitlines()[line]).items()} for file in results]
+
+    return digests_of
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("network, concurrency, placement", RUNS_OF_PROCESSES)
-def test_several_processes_give_the_same_bits(network, concurrency, placement, run_processes):
+@pytest.mark.parametrize("concurrency", MODES)
+@pytest.mark.parametrize("placement", SEVERAL)
+def test_several_processes_give_the_same_bits(placement, concurrency, run_processes):
     processes = SEVERAL[placement][0]
-    runs, results, ended = run_processes(processes)
-    assert [e.code for e in ended] == [0] * processes, "\n".join(e.err for e in ended)
-    line = runs.index((network, concurrency, placement))
-    found = [{int(k): v for k, v in json.loads(file.read_text().splitlines()[line]).items()} for file in results]
-    assert found == [reference(network, concurrency)] * processes
+    assert run_processes(processes, placement, concurrency) == [reference(concurrency)] * processes
+
+
+# ------------------------------------------------------------------------------------------------ the README's commands
+
+# Neither --num-shards, --num-actors nor --collector: their defaults must not depend on the devices.
+ALGORITHMS = ("ppo", "impala")
+DEFAULTS = ["--env-id", "Breakout-v5", "--network", "nature", "--hiddens", "16"]
+DEFAULTS += ["--num-steps", "4", "--total-timesteps", "1440"]
+LINE = re.compile(r"^cleanba ppo \$S (.+?) *# (a0-l[\d,]+)", re.MULTILINE)
+TYPED = {name: words.split() for words, name in LINE.findall((ROOT / "README.md").read_text())}
+TWO_OF_THREE = "a0-l1,2,3-d2"
+ON_TWO_OF_THREE = ["--actor-device-ids", "0", "--learner-device-ids", "1", "2", "3"]
+
+
+@functools.cache
+def typed_reference(algorithm: str) -> dict[int, str]:
+    return typed_digests(algorithm, [*DEFAULTS, *TYPED["a0-l0"]])
+
+
+def test_the_readme_has_six_placements():
+    assert list(TYPED) == ["a0-l0", "a0-l0,1", "a0-l1,2", "a0-l1,2,3", "a0-l1,2,3,4", "a0-l1,2,3,4,5,6"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("placement", [p for p in TYPED if p != "a0-l0"])
+def test_the_readmes_placements_are_one_experiment(placement, algorithm):
+    assert typed_digests(algorithm, [*DEFAULTS, *TYPED[placement]]) == typed_reference(algorithm)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_the_same_command_in_two_processes_is_the_same_experiment(algorithm, run_processes):
+    assert run_processes(2, TWO_OF_THREE, algorithm) == [typed_reference(algorithm)] * 2
 
 
 # --------------------------------------------------------------------------------------------- what the digest can tell
@@ -136,13 +145,13 @@ def test_several_processes_give_the_same_bits(network, concurrency, placement, r
     ids=lambda change: next(iter(change)),
 )
 def test_another_experiment_gives_other_bits(change):
-    final = digests(PPO(**EXPERIMENTS["mlp"] | change))[4]
-    assert final != reference("mlp", True)[4]
+    final = digests(PPO(**MLP | change))[4]
+    assert final != reference(True)[4]
 
 
 def test_the_same_experiment_gives_the_same_bits_again():
-    again = digests(PPO(**EXPERIMENTS["mlp"]))
-    assert again == reference("mlp", True)
+    again = digests(PPO(**MLP))
+    assert again == reference(True)
     assert list(again) == [2, 4] and again[2] != again[4]  # at every checkpoint
 
 
@@ -151,7 +160,7 @@ def test_the_same_experiment_gives_the_same_bits_again():
 
 def broken_digests() -> tuple[str, str]:
     """At the end, on one device and on two."""
-    e = PPO(**EXPERIMENTS["mlp"])
+    e = PPO(**MLP)
     return digests(e, [0], [0])[4], digests(e, [1], [2, 3])[4]
 
 

@@ -1,0 +1,111 @@
+"""What do the default shards and actors of an algorithm cost on this machine, against one of each?
+
+Trains an experiment in turns with `--num-shards` and `--num-actors` left out and with one of each, on one device, and
+compares the time of the whole run per environment step: acting, learning, and all between.  The first updates, in which
+everything is compiled, are not counted.  Writes results/defaults_<platform>_<algorithm>_<environment>_<network>.json.
+
+    python benchmarks/defaults.py ppo --env-id Breakout-v5 --network nature --flags "--num-steps 32"
+"""
+
+import os
+import time
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+import machine
+import tyro
+
+from cleanba.launch import Job, prepare
+from cleanba.recipes import RECIPES
+from cleanba.runtime.metrics import Display, Status
+from cleanba.runtime.placement import make_deterministic
+from cleanba.runtime.train import run_training
+from cleanba.train_flags import parse
+
+ONE = "--num-shards 1 --num-actors 1"
+UNCOUNTED = 2  # updates: the first ones compile
+
+
+@dataclass(frozen=True)
+class Args:
+    """Flags of the benchmark."""
+
+    algorithm: Annotated[str, tyro.conf.Positional] = "ppo"
+    """the algorithm"""
+    env_id: str = "Breakout-v5"
+    """the environment"""
+    network: str = "auto"
+    """the network"""
+    flags: str = ""
+    """other flags of the experiment, in one string"""
+    updates: int = 4
+    """updates that are timed in a run"""
+    rounds: int = 5
+    """rounds; ratios are medians over them"""
+
+
+def job(args: Args, split: str) -> Job:
+    """The run that the flags ask for, on one device."""
+    recipe = RECIPES[args.algorithm]
+    words = f"--env-id {args.env_id} --network {args.network} {args.flags} {split}".split()
+    found = prepare(recipe, parse(recipe, words))
+    e = found.experiment
+    e = replace(e, total_timesteps=(UNCOUNTED + args.updates) * e.transitions_per_update)
+    return found._replace(resolved=found.resolved._replace(experiment=e))
+
+
+def seconds_per_step(job: Job) -> tuple[float, float]:
+    """Of one run, by the clock and of all cores together."""
+    e = job.experiment
+    marks: dict[int, tuple[float, float]] = {}
+
+    def mark(update: int, steps: int, params: object) -> None:
+        if update in (UNCOUNTED, e.num_updates):
+            marks[update] = time.perf_counter(), time.process_time()
+
+    status = Status("", 1)
+    outcome = run_training(
+        replace(job.training, after_update=mark), Display(status, enabled=False), status, lambda *row: None
+    )
+    if outcome.error is not None:
+        raise outcome.error
+    steps = (e.num_updates - UNCOUNTED) * e.transitions_per_update
+    wall, cpu = ((last - first) / steps for first, last in zip(marks[UNCOUNTED], marks[e.num_updates], strict=True))
+    return wall, cpu
+
+
+def main(args: Args) -> None:
+    """Measure, print the ratio, write the results."""
+    make_deterministic()
+    load = os.getloadavg()[0]
+    jobs = {"one shard, one actor": job(args, ONE), "default": job(args, "")}
+    base, default = jobs
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in jobs}
+    for turn in range(args.rounds):
+        for name in (jobs, reversed(jobs))[turn % 2]:
+            found[name].append(seconds_per_step(jobs[name]))
+    values: dict[str, object] = {"load_before": round(load, 1), "updates": args.updates, "rounds": args.rounds}
+    for name, samples in found.items():
+        e = jobs[name].experiment
+        speeds = machine.spread([1 / wall for wall, _ in samples])
+        values[name] = {
+            "num_shards": e.num_shards,
+            "num_actors": e.num_actors,
+            "steps_per_second": speeds,
+            "cpu_seconds_per_step": machine.spread([cpu for _, cpu in samples]),
+        }
+        print(
+            f"{name:21} {e.num_shards} shards, {e.num_actors} actors: {speeds['median']:,.0f} steps/s "
+            f"({speeds['min']:,.0f} to {speeds['max']:,.0f})"
+        )
+    for i, what in enumerate(("time", "cpu_time")):
+        pairs = zip(found[default], found[base], strict=True)
+        values[f"{what}_over_one"] = ratio = machine.spread([d[i] / b[i] for d, b in pairs])
+        print(f"{what.replace('_', ' ')} over one: {ratio['median']:.3f} ({ratio['min']:.3f} to {ratio['max']:.3f})")
+    e, platform = jobs[default].experiment, jobs[default].devices.platform
+    path = machine.save(f"defaults_{platform}_{args.algorithm}_{args.env_id}_{e.network}", values)
+    print(f"written: benchmarks/results/{path.name}; the machine's load was {load:.0f} on {os.cpu_count()} cores")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args, description=__doc__))
