@@ -75,7 +75,7 @@ def run_processes(tmp_path_factory):
             python(script, address, str(processes), str(i), json.dumps(words), file, JAX_NUM_CPU_DEVICES="4")
             for i, file in enumerate(results)
         ]
-        return runs, results, [finish(process, 400) for process in started]
+        return runs, results, [finish(process, 600) for process in started]
 
     def digests_of(processes: int, *which: object) -> list[dict[int, str]]:
         """What each process found in a run."""
