@@ -4,13 +4,12 @@ Trains an experiment in turns with `--num-shards` and `--num-actors` left out an
 compares the time of the whole run per environment step: acting, learning, and all between.  The first updates, in which
 everything is compiled, are not counted.  Writes results/defaults_<platform>_<algorithm>_<environment>_<network>.json.
 
-    python benchmarks/defaults.py ppo --env-id Breakout-v5 --network nature --flags "--num-steps 32"
+    python benchmarks/defaults.py --experiment "ppo --env-id Breakout-v5 --network nature --num-steps 32"
 """
 
 import os
 import time
 from dataclasses import dataclass, replace
-from typing import Annotated
 
 import machine
 import tyro
@@ -30,14 +29,8 @@ UNCOUNTED = 2  # updates: the first ones compile
 class Args:
     """Flags of the benchmark."""
 
-    algorithm: Annotated[str, tyro.conf.Positional] = "ppo"
-    """the algorithm"""
-    env_id: str = "Breakout-v5"
-    """the environment"""
-    network: str = "auto"
-    """the network"""
-    flags: str = ""
-    """other flags of the experiment, in one string"""
+    experiment: str = "ppo --env-id Breakout-v5 --network nature --num-steps 32"
+    """the command's words but for shards and actors"""
     updates: int = 4
     """updates that are timed in a run"""
     rounds: int = 5
@@ -46,9 +39,9 @@ class Args:
 
 def job(args: Args, split: str) -> Job:
     """The run that the flags ask for, on one device."""
-    recipe = RECIPES[args.algorithm]
-    words = f"--env-id {args.env_id} --network {args.network} {args.flags} {split}".split()
-    found = prepare(recipe, parse(recipe, words))
+    name, *words = args.experiment.split()
+    recipe = RECIPES[name]
+    found = prepare(recipe, parse(recipe, [*words, *split.split()]))
     e = found.experiment
     e = replace(e, total_timesteps=(UNCOUNTED + args.updates) * e.transitions_per_update)
     return found._replace(resolved=found.resolved._replace(experiment=e))
@@ -102,8 +95,9 @@ def main(args: Args) -> None:
         pairs = zip(found[default], found[base], strict=True)
         values[f"{what}_over_one"] = ratio = machine.spread([d[i] / b[i] for d, b in pairs])
         print(f"{what.replace('_', ' ')} over one: {ratio['median']:.3f} ({ratio['min']:.3f} to {ratio['max']:.3f})")
-    e, platform = jobs[default].experiment, jobs[default].devices.platform
-    path = machine.save(f"defaults_{platform}_{args.algorithm}_{args.env_id}_{e.network}", values)
+    last = jobs[default]
+    names = (last.devices.platform, last.recipe.name, last.experiment.env_id, last.experiment.network)
+    path = machine.save(f"defaults_{'_'.join(names)}", values)
     print(f"written: benchmarks/results/{path.name}; the machine's load was {load:.0f} on {os.cpu_count()} cores")
 
 
