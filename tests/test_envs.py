@@ -113,7 +113,7 @@ def test_families_without_their_assets_are_left_out_and_the_others_listed(both):
         assert f"EnvPool's myosuite and playground need assets that are not installed: `{needed}`" in refused
         assert any("no environment matches 'myohand'" in line and line.endswith(f"`{needed}`") for line in lines)
     else:
-        assert any(line.split()[:3] == ["EnvPool", "mujoco.myosuite", "428"] for line in lines)
+        assert "EnvPool    mujoco.myosuite          796" in ended.out  # perhaps in the first line, after the exit code
 
 
 def test_an_envpool_that_cannot_be_imported_is_one_sentence(tmp_path):
