@@ -1,4 +1,4 @@
-"""Does the model of many GPUs in docs/performance.md describe the program?  Its update, compiled for 1 to 64 devices.
+"""Does the model of many GPUs in docs/inside/performance.md describe the program?  Its update on 1 to 64 devices.
 
     python benchmarks/scaling.py     # five minutes on two cores; results in benchmarks/results/
 

@@ -4,7 +4,7 @@
     agent = cleanba.load("runs/a")
     action = agent.act(obs)
 
-`docs/python.md` has the rest.  Importing this package imports nothing else; JAX comes with the first use of a name.
+`docs/start/python.md` has the rest.  Importing this package imports nothing else; JAX comes with the first name used.
 """
 
 from typing import TYPE_CHECKING

@@ -52,7 +52,7 @@ def network_options(platform: str) -> CompilerOptions:
     """What to give `jax.jit` as `compiler_options` for code that calls networks, on devices of this kind.
 
     On CPUs: no YNNPACK, which XLA would call for products and convolutions that are not ours; Eigen is as fast for
-    products, and twice as fast for convolutions (docs/performance.md).
+    products, and twice as fast for convolutions (docs/inside/performance.md).
     """
     return {"xla_cpu_experimental_ynn_fusion_type": ""} if platform == "cpu" else {}
 

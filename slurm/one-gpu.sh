@@ -1,5 +1,5 @@
 #!/bin/bash
-# One GPU, which acts and learns (a0-l0); docs/gpu.md.
+# One GPU, which acts and learns (a0-l0); docs/guides/gpu.md.
 #
 #     slurm/submit slurm/one-gpu.sh ppo --env-id Breakout-v5
 #SBATCH --job-name=cleanba

@@ -12,7 +12,7 @@ MEMORY=           # sbatch --mem, per node, such as 64G
 NODES=            # nodes, of the templates that use several
 MORE=()           # further options of sbatch, such as (--constraint=ib --mail-type=FAIL)
 
-MAX_RESTARTS=100  # a job that was cut short so often gives up: see "Time limits" in docs/clusters.md
+MAX_RESTARTS=100  # a job that was cut short so often gives up: see "Time limits" in docs/guides/clusters.md
 
 # What a job does before anything else, in the folder it was submitted from: load modules, activate an environment …
 prepare() {

@@ -15,8 +15,8 @@ from cleanba.recipes import RECIPES
 from cleanba.train_flags import in_words, parse
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("README.md")])
-DETAILS = ROOT / "docs/details.md"
+PAGES = sorted([*ROOT.glob("docs/**/*.md"), *ROOT.glob("README.md")])
+DETAILS = ROOT / "docs/algorithms/details.md"
 
 REFERENCE = re.compile(r"`([\w/]+\.py): ([\w.]+)`")
 FLAG = re.compile(r"(?<![\w-])--(?!xla_)[a-z][a-z0-9_-]*")
@@ -57,7 +57,7 @@ def test_the_details_name_many_places():
     assert {"ops/returns.py", "ops/losses.py", "environments/envpool.py"} <= files
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_place_that_is_named_exists(page):
     missing = []
     for file, name in references(page):
@@ -67,7 +67,7 @@ def test_every_place_that_is_named_exists(page):
     assert not missing
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_file_that_is_linked_or_named_exists(page):
     text = page.read_text()
     links = {link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text)}
@@ -110,13 +110,13 @@ def test_known_flags_are_those_that_the_command_takes(recipe, capsys):
     assert "--experiment" in helped and helped <= known_flags()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_flag_that_is_named_exists(page):
     assert set(FLAG.findall(page.read_text())) - known_flags() == set()
 
 
 def test_the_table_of_presets_is_what_the_algorithms_have():
-    rows = re.findall(r"^\| (\w+) \| `(\w+)` \| (.*) \|$", (ROOT / "docs/presets.md").read_text(), re.M)
+    rows = re.findall(r"^\| (\w+) \| `(\w+)` \| (.*) \|$", (ROOT / "docs/reference/presets.md").read_text(), re.M)
     listed = {(name, preset): [] if words == "in nothing" else words.split(", ") for name, preset, words in rows}
     assert listed == {
         (name, preset): [f"`{field}={in_words(value)}`" for field, value in settings.items()]
@@ -126,7 +126,7 @@ def test_the_table_of_presets_is_what_the_algorithms_have():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", ["README.md", "docs/python.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/start/python.md"])
 def test_the_examples_in_python_run_as_they_stand_and_print_what_they_say(page, tmp_path):
     code = "\n".join(re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.M | re.S))
     (tmp_path / "examples.py").write_text(f"import os; os.chdir({str(tmp_path)!r})\n{code}")

@@ -55,7 +55,7 @@ class Eval:
     epsilon: float | None = None
     """probability of a uniformly random action in place of the policy's (None: 0.05 for DQN, else 0)"""
     trust_remote_code: bool = False
-    """of a run that was downloaded or unpacked: import and call what its config.json names (docs/trust.md)"""
+    """of a run that was downloaded or unpacked: import and call what its config.json names (docs/guides/trust.md)"""
     video: bool = False
     """film the first episode of the first environment (an MP4 in the run's videos/)"""
 

@@ -19,7 +19,7 @@ def load(run: str | Path, checkpoint: str | int = "last", *, seed: int = 1, trus
             update.
         seed: seed that its actions are drawn with.
         trust_remote_code: of a run that is downloaded or unpacked, import and call what its config.json names, which
-            may be any code (docs/trust.md).
+            may be any code (docs/guides/trust.md).
 
     Raises:
         UsageError: there is no such run or checkpoint, its environment is not here, or a run from elsewhere chooses

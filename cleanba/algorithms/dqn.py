@@ -103,7 +103,7 @@ SMALL = Settings(
     n_step=3,
 )
 
-# By kind of environment (docs/presets.md): what differs from the defaults above, CleanRL's for classic control.
+# By kind of environment (docs/reference/presets.md): what differs from the values above, CleanRL's for classic control.
 PRESETS: dict[str, Settings] = {
     "atari": Settings(
         total_timesteps=10_000_000,

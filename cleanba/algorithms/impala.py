@@ -68,7 +68,7 @@ SMALL = Settings(
     norm_reward=True,
 )
 
-# By kind of environment (docs/presets.md): what differs from the defaults above, which are Cleanba's on Atari.
+# By kind of environment (docs/reference/presets.md): differences from the defaults above, which are Cleanba's on Atari.
 PRESETS: dict[str, Settings] = {
     "atari": Settings(num_actors=2, num_shards=6, env_epoch=3200),
     # As small updates as A2C's in RL Baselines3 Zoo, and many: each sample is learnt from once.

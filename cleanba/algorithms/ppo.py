@@ -1,6 +1,6 @@
 """Proximal policy optimisation (Schulman et al. 2017), top to bottom: experiment, network, losses, update.
 
-Its implementation details are those of the original Cleanba and of CleanRL, except where `docs/details.md` says so.
+Implementation details are those of the original Cleanba and of CleanRL; `docs/algorithms/details.md` lists where not.
 """
 
 from collections.abc import Callable
@@ -49,7 +49,7 @@ class PPO(PolicyGradient):
     """how far the probability ratio may leave 1 before it is clipped"""
     lag_correction: Literal["none", "proximal", "decoupled", "vtrace", "both"] = "none"
     """what is done about rollouts of the policy version before: nothing; clip around the newest policy; also weight
-    by the ratio of the two; correct advantages by V-trace; decoupled and vtrace both (docs/policy-lag.md)"""
+    by the ratio of the two; correct advantages by V-trace; decoupled and vtrace both (docs/inside/policy-lag.md)"""
     lag_weight_cap: Annotated[float, Range(1)] = 2.0
     """bound on the ratio of the newest policy to the one that acted, where it is a weight"""
     lag_trace_cap: Annotated[float, Range(1)] = 1.0
@@ -70,11 +70,11 @@ SMALL = Settings(
     norm_reward=True,
 )
 
-# By kind of environment (docs/presets.md): what differs from the defaults above, which are Cleanba's on Atari.
+# By kind of environment (docs/reference/presets.md): differences from the defaults above, which are Cleanba's on Atari.
 PRESETS: dict[str, Settings] = {
     "atari": Settings(num_actors=2, num_shards=6),
     # CleanRL's for continuous actions (`ppo_continuous_action.py`): 2,048 steps per update, here of 16 environments.
-    # One version behind, clipping around the policy that acted costs most there (docs/policy-lag.md).
+    # One version behind, clipping around the policy that acted costs most there (docs/inside/policy-lag.md).
     "continuous": Settings(
         total_timesteps=1_000_000,
         num_envs=16,

@@ -284,7 +284,7 @@ def told(
 def game_over(spec: EnvSpec, obs: PyTree, raw_reward: Array, info: dict[str, Array]) -> Array | np.ndarray:
     """Where the game has come to an end by itself, as far as something tells so apart from EnvPool's flags.  [B] bool.
 
-    `docs/details.md` lists where something does.
+    `docs/algorithms/details.md` lists where something does.
     """
     if "terminated" in info:  # Atari, MuJoCo Playground
         return info["terminated"].astype(bool)

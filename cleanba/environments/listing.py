@@ -48,7 +48,7 @@ def envs_command(argv: Sequence[str]) -> Exit:
         for family, packages in envpool.left_out().items():
             name = family.removeprefix("envpool.")
             print(f"{'EnvPool':10} {name:22}     -  needs assets: pip install {' '.join(packages)}")
-        print("\n`cleanba envs PATTERN` shows single ones; docs/environments.md says how to add your own")
+        print("\n`cleanba envs PATTERN` shows single ones; docs/guides/environments.md says how to add your own")
         return Exit()
     found = {family: [name for name in ids if matches(name, wanted)] for family, ids in families.items()}
     count = sum(map(len, found.values()))

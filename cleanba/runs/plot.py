@@ -1,6 +1,6 @@
 """`cleanba plot RUNS…`: learning curves over steps and over wall time; over several Atari games, aggregates as well.
 
-What the lines, bands and scores mean stands in docs/plots.md, and in one line below each figure.
+What the lines, bands and scores mean stands in docs/guides/plots.md, and in one line below each figure.
 """
 
 import math
