@@ -3,19 +3,20 @@
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help train test bench lint lock clean
+.PHONY: help train test bench docs docs-serve lint lock clean
 MAKEFLAGS += --no-print-directory
 
 # Small enough for a laptop without a GPU; `make train ARGS="--seed 2"` adds to them, ARGS winning.
 TRAIN_FLAGS ?= --num-envs 32 --num-steps 64 --network nature --learning-rate 5e-4 --log-frequency 1 --env-epoch 12
 ARGS ?=
+PORT ?= 8000
 
 # The first that fits is taken; `make train PYTHON=/path/to/python3.12` names one.
 PYTHON ?= python3.13 python3.12 python3.11 python3
 FITS := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))
 
 help: ## list these targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
 
 train: .venv/.run-ready ## train PPO on Breakout for 100,000 steps; ARGS adds flags, PYTHON names the Python
 	@.venv/bin/python -m cleanba ppo --env-id Breakout-v5 --total-timesteps 100000 $(TRAIN_FLAGS) $(ARGS)
@@ -25,6 +26,13 @@ test: .venv/.dev-ready ## run the tests; ARGS goes to pytest (ARGS="-m 'not slow
 
 bench: .venv/.run-ready ## measure speed on CPUs: 15 minutes, a table and JSON in benchmarks/results/
 	@.venv/bin/python benchmarks/bench.py
+
+docs: .venv/.docs-ready ## build the documentation into docs/_build/html; fails on broken links and forgotten pages
+	@.venv/bin/python -m sphinx --fail-on-warning --fresh-env -q -b html docs docs/_build/html
+	@echo "docs/_build/html/index.html"
+
+docs-serve: docs ## build the documentation and show it at http://localhost:8000; PORT names another
+	@.venv/bin/python -m http.server --directory docs/_build/html --bind localhost $(PORT)
 
 lint: .venv/.dev-ready ## check style, format, types, and that imports run downwards
 	@.venv/bin/python -m ruff check .
@@ -37,9 +45,10 @@ lock: .venv-lock/.ready ## refresh poetry.lock and requirements/ from pyproject.
 	@$(POETRY) lock $(ARGS)
 	$(call export,run,--only main --extras "hub track video")
 	$(call export,dev,--with dev --extras "hub track video")
+	$(call export,docs,--with docs)
 
 clean: ## remove .venv and every cache; runs/ stays
-	@rm -rf .venv .venv-lock .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	@rm -rf .venv .venv-lock .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist docs/_build
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/.run-ready: requirements/run.txt pyproject.toml
@@ -55,6 +64,13 @@ clean: ## remove .venv and every cache; runs/ stays
 	$(call install,.venv,-r requirements/dev.txt)
 	$(call install,.venv,--no-deps --editable .)
 	@rm .venv/.unfinished && touch .venv/.run-ready $@  # dev.txt holds all of run.txt
+
+.venv/.docs-ready: requirements/docs.txt pyproject.toml
+	$(call create,.venv)
+	@echo "Installing requirements/docs.txt into .venv"
+	$(call install,.venv,-r requirements/docs.txt)
+	$(call install,.venv,--no-deps --editable .)
+	@rm .venv/.unfinished && touch $@
 
 .venv-lock/.ready: requirements/lock.txt
 	$(call create,.venv-lock)

@@ -32,6 +32,7 @@ COMMANDS = {
     "report": Command("write one HTML page about a run, to be read offline", "cleanba.runs.report:report_command"),
     "push": Command("upload a trained agent to the Hugging Face Hub", "cleanba.agents.hub:push_command"),
     "sweep": Command("train environments x seeds x flags, here or under Slurm", "cleanba.sweeps.sweep:sweep_command"),
+    "slurm": Command("write out the templates for Slurm", "cleanba.sweeps.slurm:slurm_command", "Templates"),
     "completion": Command("complete these words in a shell", "cleanba.completion:completion_command", ""),
 }
 

@@ -37,6 +37,8 @@ class Recipe(NamedTuple, Generic[E]):
     """how it is evaluated where no flag says otherwise"""
     presets: Mapping[str, Settings] = {}
     """kind of environment, as `resolution.preset_name` names it -> what differs from the experiment's own defaults"""
+    logs: Mapping[str, str] = {}
+    """what its updates log: name -> meaning"""
 
 
 # Each of them fits together, for its own kind of experiment; whoever takes one from the table cannot know which.
@@ -48,6 +50,7 @@ RECIPES: dict[str, Recipe[Any]] = {
         ppo.check,
         ppo.make,
         presets=ppo.PRESETS,
+        logs=ppo.LOGGED,
     ),
     "impala": Recipe(
         "impala",
@@ -56,6 +59,7 @@ RECIPES: dict[str, Recipe[Any]] = {
         impala.check,
         impala.make,
         presets=impala.PRESETS,
+        logs=impala.LOGGED,
     ),
     "dqn": Recipe(
         "dqn",
@@ -65,6 +69,7 @@ RECIPES: dict[str, Recipe[Any]] = {
         dqn.make,
         Play(greedy=True, epsilon=0.05),  # as CleanRL evaluates it; a policy without chance may run in circles
         dqn.PRESETS,
+        dqn.LOGGED,
     ),
     "sac": Recipe(
         "sac",
@@ -74,6 +79,7 @@ RECIPES: dict[str, Recipe[Any]] = {
         sac.make,
         Play(greedy=True),
         sac.PRESETS,
+        sac.LOGGED,
     ),
     "td3": Recipe(
         "td3",
@@ -83,5 +89,6 @@ RECIPES: dict[str, Recipe[Any]] = {
         td3.make,
         Play(greedy=True),
         td3.PRESETS,
+        td3.LOGGED,
     ),
 }

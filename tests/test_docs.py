@@ -3,20 +3,23 @@
 import ast
 import dataclasses
 import re
+from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
 
 import pytest
-from launch import finish, python
+from launch import command, read_rows
 
+from cleanba.agents import beside
 from cleanba.cli import COMMANDS
 from cleanba.config import Placement, Run, fields_of, flag
 from cleanba.recipes import RECIPES
-from cleanba.train_flags import in_words, parse
+from cleanba.runtime import statistics
+from cleanba.train_flags import parse
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted([*ROOT.glob("docs/**/*.md"), *ROOT.glob("README.md")])
-DETAILS = ROOT / "docs/algorithms/details.md"
+PAGES = sorted([*ROOT.glob("docs/**/*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
+ALGORITHMS = sorted(ROOT.glob("docs/algorithms/*.md"))
 
 REFERENCE = re.compile(r"`([\w/]+\.py): ([\w.]+)`")
 FLAG = re.compile(r"(?<![\w-])--(?!xla_)[a-z][a-z0-9_-]*")
@@ -51,8 +54,9 @@ def references(page: Path) -> list[tuple[str, str]]:
 
 
 def test_the_details_name_many_places():
-    assert len(references(DETAILS)) >= 40
-    files = {file for file, _ in references(DETAILS)}
+    named = {place for page in ALGORITHMS for place in references(page)}
+    assert len(named) >= 40
+    files = {file for file, _ in named}
     assert {f"algorithms/{name}.py" for name in ("ppo", "impala", "optimiser")} <= files
     assert {"ops/returns.py", "ops/losses.py", "environments/envpool.py"} <= files
 
@@ -79,8 +83,9 @@ def test_every_file_that_is_linked_or_named_exists(page):
     assert not missing
 
 
-def test_every_row_of_the_tables_has_as_many_cells_as_its_head():
-    for table in re.findall(r"(?:^\|.*\n)+", DETAILS.read_text(), re.M):
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_row_of_the_tables_has_as_many_cells_as_its_head(page):
+    for table in re.findall(r"(?:^\|.*\n)+", page.read_text(), re.M):
         rows = [len(re.findall(r"(?<!\\)\|", row)) for row in table.splitlines()]
         assert len(set(rows)) == 1, table.splitlines()[rows.index(max(rows))]
 
@@ -115,23 +120,30 @@ def test_every_flag_that_is_named_exists(page):
     assert set(FLAG.findall(page.read_text())) - known_flags() == set()
 
 
-def test_the_table_of_presets_is_what_the_algorithms_have():
-    rows = re.findall(r"^\| (\w+) \| `(\w+)` \| (.*) \|$", (ROOT / "docs/reference/presets.md").read_text(), re.M)
-    listed = {(name, preset): [] if words == "in nothing" else words.split(", ") for name, preset, words in rows}
-    assert listed == {
-        (name, preset): [f"`{field}={in_words(value)}`" for field, value in settings.items()]
-        for name, recipe in RECIPES.items()
-        for preset, settings in recipe.presets.items()
-    }
+SMALL = ("--num-envs", "4", "--num-steps", "8", "--total-timesteps", "160", "--hiddens", "8", "--log-frequency", "1")
+POLICY = (*SMALL, "--env-id", "Catch-v0", "--num-minibatches", "1")
+REPLAY = (*SMALL, "--learning-starts", "32", "--batch-size", "4", "--buffer-size", "160", "--train-frequency", "16")
+LOGGING = {
+    "ppo": (*POLICY, "--eval-frequency", "2", "--eval-episodes", "2", "--save-model", "--update-epochs", "1"),
+    "impala": POLICY,
+    "dqn": (*REPLAY, "--env-id", "Catch-v0"),
+    "sac": (*REPLAY, "--env-id", "Pendulum-v1", "--eval-frequency", "2", "--eval-max-steps", "5"),
+    "td3": (*REPLAY, "--env-id", "Pendulum-v1"),
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", ["README.md", "docs/start/python.md"])
-def test_the_examples_in_python_run_as_they_stand_and_print_what_they_say(page, tmp_path):
-    code = "\n".join(re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.M | re.S))
-    (tmp_path / "examples.py").write_text(f"import os; os.chdir({str(tmp_path)!r})\n{code}")
-    ended = finish(python(tmp_path / "examples.py", JAX_NUM_CPU_DEVICES="8"))
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_tables_of_metrics_and_of_files_have_what_a_run_leaves(recipe, tmp_path):
+    ended = command(recipe, *LOGGING[recipe], "--run-dir", tmp_path / "run")
     assert ended.code == 0, ended.err
-    said = re.findall(r"^print\(.*\)\s+# (.*)$", code, re.M) if page == "README.md" else []
-    printed = ended.out.splitlines()
-    assert (printed == said) if page == "README.md" else len(printed) > 3
+    logged = {name for row in read_rows(tmp_path / "run") for name in row}
+    evaluated = {name for name in logged if name.startswith("eval/")}
+    assert logged - evaluated == {*statistics.LOGGED, *RECIPES[recipe].logs}
+    assert evaluated <= set(beside.LOGGED) and bool(evaluated) == ("--eval-frequency" in LOGGING[recipe])
+    page = (ROOT / "docs/reference/files.md").read_text()
+    listed = {
+        name.rstrip("/") for row in re.findall(r"^\| (`.*?`) \|", page, re.M) for name in re.findall(r"`(.*?)`", row)
+    }
+    found = {path.name for path in (tmp_path / "run").iterdir()}
+    assert [name for name in found if not any(fnmatch(name, pattern) for pattern in listed)] == []

@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -30,7 +29,7 @@ SWEPT = [w for flag, w in zip(SHORT[::2], SHORT[1::2], strict=True) if flag != "
 
 def own_templates(folder: Path) -> Path:
     """slurm/ as a user would have it after setting it up for a small cluster."""
-    shutil.copytree(ROOT / "slurm", folder / "slurm")
+    assert command("slurm", folder / "slurm").code == 0
     settings = folder / "slurm" / "settings.sh"
     text = settings.read_text().replace("\nCPUS= ", "\nCPUS=1 ").replace("\nPARTITION= ", "\nPARTITION=all ")
     text = text.replace("CLEANBA=(python -m cleanba)", f"CLEANBA=({sys.executable} -m cleanba)")
@@ -257,3 +256,19 @@ def test_a_process_under_slurm_keeps_all_of_its_gpus():
         words = [sys.executable, "-c", code]
         done = subprocess.run(words, env=env, cwd=ROOT, capture_output=True, text=True, timeout=240, check=True)
         assert f"visible: {visible}\n" in done.stdout
+
+
+def test_templates_are_written_out_and_never_overwritten(tmp_path):
+    folder = tmp_path / "new" / "slurm"
+    ended = command("slurm", folder)
+    assert ended.code == 0 and f"{folder}/submit {folder}/one-gpu.sh ppo" in ended.out
+    assert {path.name for path in folder.iterdir()} == {path.name for path in (ROOT / "slurm").iterdir()}
+    assert {f"{template}.sh" for template in TEMPLATES} < {path.name for path in folder.iterdir()}
+    assert [path.name for path in folder.iterdir() if path.stat().st_mode & 0o100] == ["submit"]
+    (folder / "settings.sh").write_text("PARTITION=mine\n")
+    (folder / "cpu.sh").unlink()
+    ended = command("slurm", folder)
+    assert ended.code == 0 and "settings.sh is there already" in ended.out and "wrote" in ended.out
+    assert (folder / "settings.sh").read_text() == "PARTITION=mine\n" and (folder / "cpu.sh").exists()
+    ended = command("slurm", folder / "submit")
+    assert ended.code == 2 and "is a file" in ended.err

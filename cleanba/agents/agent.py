@@ -155,7 +155,7 @@ class Agent:
                 is evaluated, drawn for PPO and IMPALA and greedy for the others.
 
         Returns:
-            The action in the environment's own form: [*shape] for one observation, [B, *shape] for a batch, with
+            The action in the environment's own form: `[*shape]` for one observation, `[B, *shape]` for a batch, with
             `spec.action`'s shape and type, and clipped to its bounds.
 
         Raises:

@@ -119,6 +119,15 @@ def explained_variance(shards: ShardAxis, value: jax.Array, target: jax.Array, v
     return shards.isolate(combine, means, shards.sum(shards.map(moments, value, target, valid)))
 
 
+LAG_LOGGED = {
+    "stats/lag_kl": "estimate of KL(policy that acted || newest policy) over the rollout, before the update",
+    "stats/lag_ratio_mean": "mean of the importance ratio newest / acted; near 1",
+    "stats/lag_ratio_max": "the largest of these ratios",
+    "stats/lag_effective_samples": "share of the rollout that counts once weighted by the ratio; 1 where both agree",
+}
+"""What `version_distance` logs."""
+
+
 def version_distance(shards: ShardAxis, log_ratio: jax.Array, valid: jax.Array) -> Metrics:
     """How far the policy that learns is from the one that acted, over the valid steps of all shards.
 

@@ -14,7 +14,9 @@ from jax import lax
 
 from cleanba.algorithm import Algorithm, Metrics
 from cleanba.algorithms.off_policy import (
+    FILLED,
     NONE,
+    REPLAY_LOGGED,
     TAKEN,
     Chance,
     OffPolicy,
@@ -145,6 +147,16 @@ class Acting(NamedTuple):
 
     params: PyTree
     updates: jax.Array  # int32: where the exploration's schedule stands
+
+
+LOGGED = {
+    "losses/td_loss": "mean temporal-difference error: half the squared one, or Huber's",
+    "losses/q_values": "mean action value of the replayed actions",
+    "losses/grad_norm": "global norm of the gradient",
+    FILLED: REPLAY_LOGGED[FILLED],
+    "charts/learning_rate": "the optimiser's step size in this update",
+    "charts/epsilon": "probability of a random action while acting",
+}
 
 
 def make(e: DQN, spec: EnvSpec, platform: str) -> Algorithm:

@@ -14,7 +14,7 @@ import optax
 from jax import lax
 
 from cleanba.algorithm import Algorithm, Metrics
-from cleanba.algorithms.batches import count_pieces, count_valid, in_pieces, sequences
+from cleanba.algorithms.batches import LAG_LOGGED, count_pieces, count_valid, in_pieces, sequences
 from cleanba.algorithms.normalisation import make_normaliser
 from cleanba.algorithms.optimiser import Optimiser, State, clipped, learning_rate, sgd_step
 from cleanba.config import Fraction, Partition, PolicyGradient, Positive, PositiveOrInf, Range, Settings
@@ -111,6 +111,19 @@ PRESETS: dict[str, Settings] = {
 def check(e: IMPALA, partition: Partition) -> None:
     """Raise `UsageError` for hyperparameters that do not fit."""
     e.check_minibatches(partition.envs_per_shard, f"{partition.envs_per_shard} environments")
+
+
+LOGGED = {
+    "losses/loss": "policy loss - ent_coef x entropy + vf_coef x value loss, before it is scaled by loss_scale",
+    "losses/policy_loss": "-log pi(a|s) x V-trace's advantage",
+    "losses/value_loss": "half the squared error between values and V-trace's targets",
+    "losses/entropy": "entropy of the policy in nats",
+    "losses/importance_ratio": "mean ratio of the learner's policy to the one that acted, unclipped",
+    "losses/first_ratio_deviation": "mean |ratio - 1| of the first minibatch, before any step",
+    "losses/grad_norm": "global norm of the gradient of the scaled loss, before clipping",
+    "stats/lag_kl": LAG_LOGGED["stats/lag_kl"],
+    "charts/learning_rate": "the optimiser's step size in this update",
+}
 
 
 class Minibatch(NamedTuple):

@@ -297,6 +297,17 @@ def found(chance: Chance) -> jax.Array:
     return chance.indices.valid.sum(-1, dtype=jnp.int32)
 
 
+REPLAY_LOGGED = {
+    "losses/q_loss": "half the squared error between action values and their targets, added up over the critics",
+    "losses/q_values": "mean action value of the replayed actions",
+    "losses/grad_norm": "global norm of the critics' gradient",
+    "losses/policy_loss": "what the policy minimises",
+    "losses/policy_grad_norm": "global norm of the policy's gradient",
+    FILLED: "share of the batches that replay could fill; below 0.9 a warning says so",
+}
+"""What SAC and TD3 log of the gradient steps of an update, once they learn."""
+
+
 def filled(e: OffPolicy, shards: ShardAxis, found: jax.Array, steps: jax.Array) -> Metrics:
     """The share of all batches that was filled, from what `found` said of so many gradient steps, added up, [K'].
 

@@ -14,6 +14,7 @@ from jax import lax
 
 from cleanba.algorithm import Algorithm, Metrics
 from cleanba.algorithms.batches import (
+    LAG_LOGGED,
     count_pieces,
     count_valid,
     explained_variance,
@@ -118,6 +119,22 @@ def check(e: PPO, partition: Partition) -> None:
         e.check_minibatches(transitions, f"{partition.envs_per_shard} environments x {e.num_steps} steps")
     else:
         e.check_minibatches(partition.envs_per_shard, f"{partition.envs_per_shard} environments")
+
+
+LOGGED = {
+    "losses/loss": "what is minimised: policy loss - ent_coef x entropy + vf_coef x value loss; last epoch",
+    "losses/policy_loss": "clipped surrogate objective, negative; last epoch",
+    "losses/value_loss": "half the squared error of the value function; last epoch",
+    "losses/entropy": "entropy of the policy in nats; last epoch",
+    "losses/approx_kl": "estimate of the KL divergence between clipping's centre and the new policy; last epoch",
+    "losses/clipfrac": "share of the samples whose ratio left the clipping range; last epoch",
+    "losses/first_ratio_deviation": "mean |ratio - 1| of the first minibatch, before any step: the version behind, and "
+    "rounding",
+    "losses/explained_variance": "share of the value targets' variance that values explain before the update; up to 1",
+    "losses/grad_norm": "global norm of the gradient before clipping; last epoch",
+    "charts/learning_rate": "the optimiser's step size in this update",
+    **LAG_LOGGED,
+}
 
 
 class Targets(NamedTuple):

@@ -14,6 +14,7 @@ from jax import lax
 
 from cleanba.algorithm import Algorithm, Metrics
 from cleanba.algorithms.off_policy import (
+    REPLAY_LOGGED,
     Acting,
     Chance,
     Noise,
@@ -89,6 +90,14 @@ class State(NamedTuple):
 
 
 LOG_STD = (-5.0, 2.0)  # between these the policy's log sigma lies
+
+
+LOGGED = REPLAY_LOGGED | {
+    "losses/entropy": "entropy of the policy in nats, in units of the environment's actions",
+    "losses/alpha": "entropy coefficient after the update",
+    "charts/q_lr": "step size of the critics and of the entropy coefficient",
+    "charts/policy_lr": "step size of the policy",
+}
 
 
 def make(e: SAC, spec: EnvSpec, platform: str) -> Algorithm:

@@ -12,6 +12,7 @@ from jax import lax
 
 from cleanba.algorithm import Algorithm, Metrics
 from cleanba.algorithms.off_policy import (
+    REPLAY_LOGGED,
     Acting,
     Chance,
     Noise,
@@ -82,6 +83,9 @@ class State(NamedTuple):
     targets: Networks
     updates: jax.Array  # int32: updates done
     since_policy: jax.Array  # int32: gradient steps of the critics since the policy learnt
+
+
+LOGGED = REPLAY_LOGGED | {"charts/learning_rate": "step size of critics and policy"}
 
 
 def make(e: TD3, spec: EnvSpec, platform: str) -> Algorithm:

@@ -289,6 +289,31 @@ class Book:
         return self._progress.statistics.counters(time.perf_counter() - self._began)
 
 
+LOGGED = {
+    "update": "number of the update, from 1",
+    "global_step": "executed environment steps of all environments; steps whose action was ignored do not count",
+    "seconds": "wall time since the run began, earlier parts of an interrupted run included",
+    "charts/episodic_return": "mean return of the last 100 training episodes, raw rewards",
+    "charts/episodic_length": "mean length of these episodes, in steps",
+    "charts/episodes": "episodes finished so far",
+    "charts/SPS": "environment steps per second since the first update, whose time was compilation",
+    "charts/SPS_recent": "environment steps per second since the log point before",
+    "stats/policy_lag": "versions between the policy that acted and the newest: 1, or 0 without concurrency",
+    "stats/bottleneck": "the part that, made faster, would make the whole faster (a word)",
+    "stats/rollout_time": "seconds of one rollout, mean over the actors",
+    "stats/emulators_time": "of these: stepping environments",
+    "stats/inference_time": "of these: observations to the device, the policy, actions back",
+    "stats/scan_time": "of these: both, where a rollout is one compiled scan",
+    "stats/transfer_time": "of these: handing the rollout to the learner devices",
+    "stats/params_wait_time": "of these: waiting for parameters",
+    "stats/learner_rollout_wait_time": "seconds since the log point before in which the learner waited for rollouts",
+    "stats/learner_update_time": "seconds since the log point before in which it updated",
+    "params_digest": "SHA-256 of the parameters that act; at the end, and where environments start afresh",
+    "learner_digest": "SHA-256 of all that the learner keeps, at the same points",
+}
+"""What a log point holds besides what the algorithm logs: name -> meaning."""
+
+
 def log_values(statistics: Statistics, metrics: Json, sps: float | None, recent: float | None, lag: int) -> Json:
     """The numbers of one log point, by CleanRL's names; what is not known yet is left out."""
     values: Json = {

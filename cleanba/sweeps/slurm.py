@@ -1,18 +1,54 @@
-"""A sweep under Slurm: job arrays made from a template, and the states of their jobs."""
+"""Slurm: its templates, a sweep as job arrays made from one of them, and the states of their jobs."""
 
 import os
 import shlex
 import subprocess
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+import tyro
 
 from cleanba.config import require
 from cleanba.errors import Exit, Failure, UsageError
+from cleanba.flags import FLAGS
 from cleanba.runs.log import is_finished
 from cleanba.sweeps.manifest import Planned, read_manifest, write_manifest
 
 LARGEST_ARRAY = 1000  # Slurm's MaxArraySize is 1001 unless it was raised
 QUEUED = ("PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "REQUEUED", "REQUEUE_HOLD", "STOPPED")
+
+
+TEMPLATES = Path(__file__).parent / "slurm_templates"
+
+
+@dataclass(frozen=True)
+class Templates:
+    """Write out the templates for Slurm: `DIR/submit DIR/one-gpu.sh ppo …` submits a run by one of them."""
+
+    directory: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="[DIR]")] = Path("slurm")
+    """where to; files that are there already are left as they are"""
+
+
+def slurm_command(argv: Sequence[str]) -> Exit:
+    """`cleanba slurm [DIR]`."""
+    folder = tyro.cli(Templates, args=argv, prog="cleanba slurm", registry=FLAGS).directory
+    require(not folder.exists() or folder.is_dir(), f"{folder} is a file; name a directory, new or not")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for template in sorted(TEMPLATES.iterdir()):
+            target = folder / template.name
+            if target.exists():
+                print(f"{target} is there already")
+                continue
+            target.write_text(template.read_text())
+            target.chmod(0o755 if template.name == "submit" else 0o644)
+            print(f"wrote {target}")
+    except OSError as error:
+        raise Failure(f"the templates cannot be written to {folder} ({error}); name another directory") from None
+    print(f"Say in {folder}/settings.sh what your cluster is like, then: {folder}/submit {folder}/one-gpu.sh ppo …")
+    return Exit()
 
 
 def job_script(template: str, words_file: Path, name: str, size: int, at_a_time: int | None, log: Path) -> str:
@@ -49,7 +85,7 @@ def submit(
     Beside a template may lie `submit`, which is called in place of sbatch, with the job's script as its argument; it
     adds what slurm/settings.sh says.
     """
-    require(template.is_file(), f"--slurm {template} does not exist; take one of slurm/, or a copy of your own")
+    require(template.is_file(), f"--slurm {template} does not exist; `cleanba slurm` writes templates to slurm/")
     earlier = read_manifest(folder)["runs"] if (folder / "sweep.json").exists() else {}
     jobs = {name: run["job"] for name, run in earlier.items() if "job" in run}
     states = {} if dry_run and not jobs else job_states(jobs.values())
