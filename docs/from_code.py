@@ -29,7 +29,7 @@ from sphinx.transforms import SphinxTransform
 from sphinx.util import logging
 from sphinx.util.docutils import SphinxDirective
 
-from cleanba.agents import beside
+from cleanba.agents import evaluate
 from cleanba.cli import COMMANDS
 from cleanba.config import Experiment, Field, Placement, PolicyGradient, Run, fields_of, flag
 from cleanba.recipes import RECIPES
@@ -290,7 +290,7 @@ def presets(_: str) -> list[str]:
 
 def metrics(which: str) -> list[str]:
     """Names that a log has, and what they mean: an algorithm's, or those of every run, or of evaluations."""
-    known = {"run": statistics.LOGGED, "evaluation": beside.LOGGED}.get(which) or RECIPES[which].logs
+    known = {"run": statistics.LOGGED, "evaluation": evaluate.LOGGED}.get(which) or RECIPES[which].logs
     return table(("name", "meaning"), [(code(name), meaning) for name, meaning in known.items()])
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from launch import command, read_rows
 
-from cleanba.agents import beside
+from cleanba.agents import evaluate
 from cleanba.cli import COMMANDS
 from cleanba.config import Placement, Run, fields_of, flag
 from cleanba.recipes import RECIPES
@@ -28,6 +28,8 @@ OTHERS = {"--help", "--help-all", "--show-config", "--version"}  # of every comm
 OTHERS |= {"--logdir", "--nodes"}  # TensorBoard's, Slurm's
 OTHERS |= {"--local-num-envs", "--num-actor-threads", "--gradient-accumulation-steps"}  # the original Cleanba's
 OTHERS |= {"--clip-vloss", "--cuda", "--target-kl", "--torch-deterministic"}  # CleanRL's
+OTHERS |= {"--env", "--restart_behavior", "--num_workers", "--num_envs_per_worker", "--with_vtrace", "--use_rnn"}
+OTHERS |= {"--rnn_size", "--normalize_input", "--experiment"}  # Sample Factory's, and those of the line before
 
 
 @cache
@@ -127,8 +129,18 @@ LOGGING = {
     "ppo": (*POLICY, "--eval-frequency", "2", "--eval-episodes", "2", "--save-model", "--update-epochs", "1"),
     "impala": POLICY,
     "dqn": (*REPLAY, "--env-id", "Catch-v0"),
-    "sac": (*REPLAY, "--env-id", "Pendulum-v1", "--eval-frequency", "2", "--eval-max-steps", "5"),
-    "td3": (*REPLAY, "--env-id", "Pendulum-v1"),
+    "sac": (
+        *REPLAY,
+        "--env-id",
+        "Pendulum-v1",
+        "--max-episode-steps",
+        "9",
+        "--eval-frequency",
+        "2",
+        "--eval-max-steps",
+        "5",
+    ),
+    "td3": (*REPLAY, "--env-id", "Pendulum-v1", "--max-episode-steps", "9"),
 }
 
 
@@ -140,7 +152,7 @@ def test_the_tables_of_metrics_and_of_files_have_what_a_run_leaves(recipe, tmp_p
     logged = {name for row in read_rows(tmp_path / "run") for name in row}
     evaluated = {name for name in logged if name.startswith("eval/")}
     assert logged - evaluated == {*statistics.LOGGED, *RECIPES[recipe].logs}
-    assert evaluated <= set(beside.LOGGED) and bool(evaluated) == ("--eval-frequency" in LOGGING[recipe])
+    assert evaluated <= set(evaluate.LOGGED) and bool(evaluated) == ("--eval-frequency" in LOGGING[recipe])
     page = (ROOT / "docs/reference/files.md").read_text()
     listed = {
         name.rstrip("/") for row in re.findall(r"^\| (`.*?`) \|", page, re.M) for name in re.findall(r"`(.*?)`", row)

@@ -12,7 +12,7 @@ from launch import ROOT, command, finish, python
 from cleanba.config import fields_of, flag
 from cleanba.recipes import RECIPES
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
+PAGES = [ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
 BLOCK = re.compile(r"^```(bash|python)\n(.*?)^```\n(?:\n?<!-- not run: (.+?) -->)?", re.M | re.S)
 
 # Appended to every command that trains, as far as it has such a flag; the last of two flags holds.

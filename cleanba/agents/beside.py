@@ -29,17 +29,6 @@ JOIN_SECONDS = 3.0  # for an evaluation to notice that the run ends
 EVALUATING = "evaluating"  # the folder of a run that holds what was to be evaluated and is not in the log yet
 
 
-LOGGED = {
-    "eval/episodic_return": "mean return of the episodes of one evaluation",
-    "eval/episodic_return_std": "standard deviation of these returns",
-    "eval/episodic_length": "mean length of these episodes, in steps",
-    "eval/human_normalised_score": "(return - random) / (human - random); Atari only",
-    "eval/truncated": "how many of these episodes the step limit cut off; left out where none",
-    "eval/seconds": "how long the evaluation took",
-}
-"""What an evaluation beside the training logs: name -> meaning."""
-
-
 class Version(NamedTuple):
     """Parameters to evaluate."""
 

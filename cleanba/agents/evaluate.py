@@ -35,6 +35,17 @@ MAX_ENVS = 16  # more would mostly wait for those with the longest episodes
 MAX_STEPS = 27_000  # Atari's limit, for all who state none; a greedy policy may keep an episode going for ever
 
 
+LOGGED = {
+    "eval/episodic_return": "mean return of the episodes of one evaluation",
+    "eval/episodic_return_std": "standard deviation of these returns",
+    "eval/episodic_length": "mean length of these episodes, in steps",
+    "eval/human_normalised_score": "(return - random) / (human - random); Atari only",
+    "eval/truncated": "how many of these episodes the step limit cut off; left out where none",
+    "eval/seconds": "how long the evaluation took",
+}
+"""What an evaluation beside the training (`beside.py`) logs: name -> meaning."""
+
+
 @dataclass(frozen=True)
 class Eval:
     """Play complete episodes with a run's trained agent, and say what they returned."""
