@@ -37,7 +37,16 @@ from cleanba.algorithms.impala import IMPALA
 from cleanba.algorithms.ppo import PPO
 from cleanba.algorithms.sac import SAC
 from cleanba.algorithms.td3 import TD3
-from cleanba.config import Experiment, Placement, as_typed, fields_of, read_config, read_experiment, require
+from cleanba.config import (
+    Experiment,
+    Placement,
+    as_typed,
+    fields_of,
+    offered_fields,
+    read_config,
+    read_experiment,
+    require,
+)
 from cleanba.environments.gymnasium import register
 from cleanba.errors import Failure, Interrupted, UsageError, closest_names
 from cleanba.files import Json, read_json
@@ -119,7 +128,7 @@ class Specify(Protocol[P]):
 def _specify(algorithm: str, form: Callable[P, Experiment]) -> Specify[P]:
     """The function of that name, with the signature and the documentation of the experiment's fields."""
     recipe = RECIPES[algorithm]
-    known = {name: f for name, f in fields_of(recipe.experiment).items() if f.offered}
+    known = offered_fields(recipe.experiment)
 
     def specify(env_id: str | Callable[..., gymnasium.Env] = recipe.experiment.env_id, /, **flags: Any) -> Spec:
         maker = None if isinstance(env_id, str) else env_id
@@ -180,7 +189,7 @@ def _plain(flags: Mapping[str, Any]) -> dict[str, Any]:
 def _refuse(what: str, name: str, known: Collection[str]) -> NoReturn:
     """Raise `UsageError` for a keyword that is not known, with what to do in its place."""
     here = {*fields_of(Placement), *fields_of(config.Run)} - {"experiment_from"}
-    flag = f"--{name.replace('_', '-')}"
+    flag = config.flag(name)
     if what != "train" and name in here:
         raise UsageError(f"{what} has no keyword {name}, which does not change what is trained; give it to train")
     if what == "train" and any(name in fields_of(recipe.experiment) for recipe in RECIPES.values()):

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple, get_type_hints
 import tyro
 
 from cleanba.cli import COMMANDS
-from cleanba.config import Placement, Run, fields_of, flag
+from cleanba.config import Placement, Run, offered_fields
 from cleanba.environments import envpool
 from cleanba.errors import Exit, UsageError
 from cleanba.recipes import RECIPES
-from cleanba.train_flags import HELP, SHOW, choices_of
+from cleanba.train_flags import HELP, SHOW, choices_of, first_clause, written_flag
 
 USAGE = """usage: cleanba completion bash|zsh|fish
 
@@ -67,11 +67,10 @@ def flags_of(cls: type) -> list[Word]:
     """The flags that the fields of a dataclass are."""
     hints = get_type_hints(cls, include_extras=True)
     words = []
-    for name, f in fields_of(cls).items():
-        if not f.offered or tyro.conf.Positional in getattr(hints[name], "__metadata__", ()):
+    for name, f in offered_fields(cls).items():
+        if tyro.conf.Positional in getattr(hints[name], "__metadata__", ()):
             continue
-        written = "--experiment" if name == "experiment_from" else flag(name)
-        about = min((f.about.partition(end)[0] for end in ("; ", " (")), key=len)
+        written, about = written_flag(name), first_clause(f.about)
         if f.annotation is bool:
             words += [Word(written, about, False), Word(f"--no-{written[2:]}", f"not: {about}", False)]
         else:

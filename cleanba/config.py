@@ -359,7 +359,7 @@ def fields_of(cls: type) -> dict[str, Field]:
     return _fields_of(cls)
 
 
-@cache
+@cache  # apart, as no checker takes a class for something that can be hashed
 def _fields_of(cls: Any) -> dict[str, Field]:
     abouts = _abouts(cls)
     hints = [get_type_hints(base, include_extras=True) for base in cls.__mro__ if dataclasses.is_dataclass(base)]
@@ -370,6 +370,11 @@ def _fields_of(cls: Any) -> dict[str, Field]:
         offered = not any(isinstance(mark, _NotOffered) for mark in marks)
         found[f.name] = Field(hints[0][f.name], abouts.get(f.name, ""), rule, offered)
     return found
+
+
+def offered_fields(cls: type) -> dict[str, Field]:
+    """The fields of a dataclass that have flags."""
+    return {name: f for name, f in fields_of(cls).items() if f.offered}
 
 
 def _abouts(cls: type) -> dict[str, str]:

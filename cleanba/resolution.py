@@ -34,6 +34,7 @@ from cleanba.config import (
     check_values,
     differences,
     fields_of,
+    offered_fields,
     read_config,
     read_experiment,
     require,
@@ -121,9 +122,14 @@ def wishes(recipe: Recipe, values: Mapping[str, Any]) -> dict[str, Any]:
     for name in values:
         require(name not in known or known[name].offered, f"{recipe.name} has no use for {name}; leave it out")
     try:
-        return as_typed(recipe.experiment, {name: x for name, x in values.items() if x is not None and x != "auto"})
+        return as_typed(recipe.experiment, without_open(values))
     except UsageError as error:
         raise UsageError(f"{recipe.name}: {error}") from None
+
+
+def without_open(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values without those that leave a field open: None and "auto"."""
+    return {name: x for name, x in values.items() if x is not None and x != "auto"}
 
 
 def preset_name(spec: EnvSpec) -> str:
@@ -225,9 +231,7 @@ def known_of(recipe: Recipe, values: Json) -> dict[str, Any]:
         f"the experiment was written by another version of Cleanba, which has {', '.join(unknown)}; repeat the flags "
         "instead",
     )
-    return as_typed(
-        recipe.experiment, {name: x for name, x in values.items() if name in fields and x is not None and x != "auto"}
-    )
+    return as_typed(recipe.experiment, {name: x for name, x in without_open(values).items() if name in fields})
 
 
 def earlier_experiment(recipe: Recipe, values: Json, source: str | None = None) -> Experiment:
@@ -241,9 +245,7 @@ def earlier_experiment(recipe: Recipe, values: Json, source: str | None = None) 
             what such a run may not choose.
     """
     if source is not None:
-        trust.check_values(
-            recipe.experiment, {k: x for k, x in values.items() if x is not None and x != "auto"}, source
-        )
+        trust.check_values(recipe.experiment, without_open(values), source)
     known = known_of(recipe, values)
     e = recipe.experiment(**known)
     if source is not None:
@@ -269,13 +271,8 @@ def read_recipe(run_dir: Path, trust_remote_code: bool = False) -> tuple[Recipe,
     return RECIPES[algorithm], earlier_experiment(RECIPES[algorithm], values, source)
 
 
-def taken_whole(recipe: Recipe, source: Path, platform: str, trust_remote_code: bool = False) -> Resolved:
-    """The whole experiment of an earlier run.
-
-    Raises:
-        UsageError: there is none of that algorithm.
-    """
-    e = read_whole(recipe, source, trust_remote_code)
+def taken_whole(recipe: Recipe, e: Experiment, source: Path, platform: str) -> Resolved:
+    """The whole experiment of an earlier run, as `read_whole` has read it from `source`."""
     resolved = resolve(recipe, offered(e), platform)
     return resolved._replace(experiment=e, origin=dict.fromkeys(resolved.origin, f"run {source}"))
 
@@ -291,7 +288,7 @@ def read_whole(recipe: Recipe, source: Path, trust_remote_code: bool = False) ->
 
 def offered(e: Experiment) -> dict[str, Any]:
     """The fields of an experiment that could be typed."""
-    return {name: getattr(e, name) for name, f in fields_of(type(e)).items() if f.offered}
+    return {name: getattr(e, name) for name in offered_fields(type(e))}
 
 
 def stand_by(recipe: Recipe, now: Resolved, run_dir: Path, flag: str = "--run-dir") -> Resolved:
@@ -372,7 +369,7 @@ def settle(recipe: Recipe, config: Config, platform: str, run_dir: Path | None) 
         UsageError: it cannot be had, or another one has begun there.
     """
     if config.whole is not None:
-        resolved = taken_whole(recipe, config.whole, platform, config.run.trust_remote_code)
+        resolved = taken_whole(recipe, config.asked, config.whole, platform)
     else:
         resolved = resolve(recipe, config.typed, platform)
     return resolved if run_dir is None else stand_by(recipe, resolved, run_dir)

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args, get_origin
 import jax
 import tyro
 
-from cleanba.config import Experiment, Field, Group, Placement, Run, fields_of, flag
+from cleanba.config import Experiment, Field, Group, Placement, Run, fields_of, flag, offered_fields
 from cleanba.errors import UsageError
 from cleanba.flags import FLAGS
 from cleanba.recipes import Recipe
@@ -65,13 +65,11 @@ def read_flags(recipe: Recipe, words: Sequence[str], default: Config | None) -> 
         default=before,
         config=(tyro.conf.OmitArgPrefixes,),
     )
-    typed = {name: getattr(parsed.experiment, name) for name in typed_names(recipe, words) & offered_names(recipe)}
+    typed = {
+        name: getattr(parsed.experiment, name)
+        for name in typed_names(recipe, words) & set(offered_fields(recipe.experiment))
+    }
     return configure(recipe, typed, parsed.placement, parsed.run, default.whole if default else None)
-
-
-def offered_names(recipe: Recipe) -> set[str]:
-    """The fields of an experiment that have flags."""
-    return {name for name, f in fields_of(recipe.experiment).items() if f.offered}
 
 
 def typed_names(recipe: Recipe, words: Sequence[str]) -> set[str]:
@@ -132,7 +130,7 @@ FOREIGN_FLAGS = {
 
 def refuse_foreign_flags(recipe: Recipe, argv: Sequence[str]) -> None:
     """Raise `UsageError` for a flag of other systems that is called otherwise here, or is not there."""
-    own = {name for part in (recipe.experiment, Placement, Run) for name, f in fields_of(part).items() if f.offered}
+    own = {name for part in (recipe.experiment, Placement, Run) for name in offered_fields(part)}
     for word in argv:
         flag = word.partition("=")[0].replace("_", "-").replace("--no-", "--")
         remedy = FOREIGN_FLAGS.get(flag)
@@ -190,7 +188,7 @@ def preset_words(recipe: Recipe, resolved: Resolved | None, e: Experiment) -> st
 
 def sections(recipe: Recipe, e: Experiment, config: Config) -> Iterator[tuple[str, Group, list[str]]]:
     """Headings, each with the group of fields and the names below it."""
-    own = [name for name, f in fields_of(recipe.experiment).items() if f.offered]
+    own = list(offered_fields(recipe.experiment))
     yield "essentials", e, [name for name in ESSENTIAL if name in own]
     left = [name for name in own if name not in ESSENTIAL]
     under = {title: [name for name in names.split() if name in left] for title, names in HEADINGS.items()}
@@ -204,19 +202,27 @@ def sections(recipe: Recipe, e: Experiment, config: Config) -> Iterator[tuple[st
 
 def flag_lines(name: str, f: Field, value: Any, width: int, whole: bool) -> list[str]:
     """A flag in --help."""
-    written = "--experiment" if name == "experiment_from" else flag(name)
+    written = written_flag(name)
     if f.annotation is bool:
         written += f", --no-{written[2:]}"
     elif choices := choices_of(f.annotation):
         written += f" {'|'.join(choices)}"
     else:
         written += f" {metavar(f)}"
-    about = f.about
-    if not whole:  # its first clause
-        about = min((about.partition(end)[0] for end in ("; ", " (")), key=len)
+    about = f.about if whole else first_clause(f.about)
     rule = f"; {whole_line(f.rule.bounds)}" if whole and f.rule else ""
     unit = f" {f.rule.unit}" if rule and f.rule and f.rule.unit else ""
     return entry(written, f"{about}{rule}{unit} {whole_line(f'[default {in_words(value)}]')}", width)
+
+
+def written_flag(name: str) -> str:
+    """The flag of a field, as it is typed."""
+    return "--experiment" if name == "experiment_from" else flag(name)
+
+
+def first_clause(about: str) -> str:
+    """What a field means, in a few words."""
+    return min((about.partition(end)[0] for end in ("; ", " (")), key=len)
 
 
 def entry(written: str, about: str, width: int) -> list[str]:

@@ -74,7 +74,7 @@ def require_trusted(run_dir: Path, what: str) -> None:
 def check_values(cls: type[Experiment], values: Json, source: str) -> None:
     """Raise `UsageError` unless the settings in a foreign config.json have the types and sizes that settings can have.
 
-    Names that `cls` does not know are left to `config.from_json`, which refuses them.
+    Names that `cls` does not know are left to `resolution.known_of`, which refuses them.
     """
     hints = get_type_hints(cls)
     require(

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import jax
 
 from cleanba.agents.agent import BEST, Policy, read_best
-from cleanba.agents.evaluate import film_path, film_to, play, require_steps, summary
+from cleanba.agents.evaluate import film_path, film_to, play, summary
 from cleanba.agents.film import require_films
-from cleanba.config import Run, require
+from cleanba.config import Run
 from cleanba.environments.kinds import Envs, open_envs, threads_per_actor
 from cleanba.environments.specs import EnvSpec
 from cleanba.errors import Failure
@@ -58,9 +58,6 @@ class Evaluations:
 
     def __init__(self, run_dir: Path, run: Run, agent: Policy, devices: Devices):
         """Raises `UsageError` for flags that cannot be obeyed."""
-        require(run.eval_frequency >= 0, f"eval_frequency={run.eval_frequency} must not be negative; 0 means never")
-        require(run.eval_episodes >= 1, f"eval_episodes={run.eval_episodes} must be at least 1; set --eval-episodes")
-        require_steps(run.eval_max_steps, "--eval-max-steps")
         given = run.eval_device_id
         self._device = devices.actors[-1] if given is None else pick_devices((given,), "--eval-device-id")[0]
         if run.capture_video:
