@@ -7,9 +7,12 @@
 
 With `--only` the rows of other programs stay as they were; each says of which commit it is.
 
-The packages take 550 MB, and want a virtual environment of their own, so that other runs go on without them.  Compiled,
-with the flags of --deterministic, are each algorithm's update, step of acting and scanned rollout at its defaults for
-Atari, and its update in eight shards on 1, 2 and 8 devices, whose branches for a shard are compared.
+The packages take 550 MB; install them into a virtual environment of their own, so that other runs go on without them.
+With the flags of --deterministic it compiles, for Atari,
+
+* each algorithm's update, step of acting and scanned rollout at its defaults, but in one shard;
+* PPO's and IMPALA's updates in the default number of shards;
+* all updates in eight shards on 1, 2 and 8 devices, and compares their branches for a shard.
 
 Memory and instructions are what would run.  Kernels are not yet chosen, as that takes the device, and nothing is timed.
 """
@@ -37,6 +40,8 @@ from cleanba.recipes import RECIPES
 from cleanba.runtime.placement import MESH_AXIS, Devices, make_deterministic, set_precision
 
 SHARDED = {"num_envs": 128, "num_shards": 8}  # eight shards of 16 environments, for any number of devices
+BY_DEFAULT: dict[str, Any] = {"num_actors": None, "num_shards": None}  # what a user gets who types neither
+ACTOR_CRITICS = ("ppo", "impala")
 
 
 @dataclass(frozen=True)
@@ -247,6 +252,11 @@ def cases(args: Args) -> Iterator[tuple[str, str, dict[str, Any], int, Callable[
     for recipe in RECIPES:  # the most important first
         for variant in args.variants:
             yield f"{recipe}-{variant}-update", recipe, programs.VARIANTS[variant], 1, programs.trace_update
+    for recipe in ACTOR_CRITICS:  # the others have one shard by default
+        for variant in args.variants:
+            fields = programs.VARIANTS[variant] | BY_DEFAULT
+            if "env_id" not in fields:
+                yield f"{recipe}-{variant}-default", recipe, fields, 1, programs.trace_update
     for recipe in RECIPES:
         for count in args.devices:
             fields = programs.VARIANTS["resnet"] | SHARDED
