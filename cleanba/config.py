@@ -204,7 +204,8 @@ class Experiment:
     hiddens: Annotated[tuple[int, ...], Sizes(unit="units")] = (256,)
     """units of the dense layers after the convolutions, or of the MLP"""
     deterministic: bool = True
-    """the same bits every time: GPU kernels that add in order, a fixed number of CPU threads (docs/determinism.md)"""
+    """the same bits every time: GPU kernels that add in order, a fixed number of CPU threads
+    (docs/inside/determinism.md)"""
     dtype: Literal["float32", "tensorfloat32", "bfloat16"] = "float32"
     """number format that the network computes in (parameters stay float32); tensorfloat32 rounds on GPUs what is
     multiplied to 10 bits, elsewhere it is float32"""
@@ -292,7 +293,7 @@ class Run:
     experiment_from: Annotated[str | None, tyro.conf.arg(name="experiment", metavar="RUN_DIR")] = None
     """take the whole experiment from this earlier run's config.json; only other flags may be added"""
     trust_remote_code: bool = False
-    """with --experiment of a downloaded run: import and call what its config.json names (docs/trust.md)"""
+    """with --experiment of a downloaded run: import and call what its config.json names (docs/guides/trust.md)"""
     checkpoint_frequency: Annotated[int | None, Range(0, MOST, unit="updates")] = None
     """updates between checkpoints (0: only one, at the end, or where a signal ends the run; None: one a minute, fewer
     where they would take more than 1% of the time)"""
@@ -318,7 +319,7 @@ class Run:
     eval_device_id: int | None = None
     """device that acts in them, by local index (None: the last one that acts in training)"""
     profile: Updates = 0
-    """updates to record with JAX's profiler, from the third on, in the run's profile/ (docs/performance.md)"""
+    """updates to record with JAX's profiler, from the third on, in the run's profile/ (docs/inside/performance.md)"""
     capture_video: bool = False
     """film an episode when the run is finished (an MP4 in the run's videos/)"""
     track: bool = False

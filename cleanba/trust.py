@@ -1,4 +1,4 @@
-"""What a run from elsewhere may choose.  docs/trust.md says why.
+"""What a run from elsewhere may choose.  docs/guides/trust.md says why.
 
 A run directory is trusted like a program of one's own: its config.json names environments, and an environment may be
 any function of any module.  A run that was downloaded, or unpacked from an archive, is not trusted.  It may choose
