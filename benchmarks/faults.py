@@ -45,22 +45,23 @@ class Args:
 COMMON = "--num-actors 2 --num-shards 2 --hiddens 32 --log-frequency 5 --env-epoch 37"
 ACTOR_CRITIC = f"{COMMON} --num-envs 16 --num-steps 32 --num-minibatches 2"
 OFF_POLICY = f"{COMMON} --num-envs 8 --num-steps 8 --learning-starts 512 --batch-size 32 --train-frequency 8"
-SHORT = "--total-timesteps 102400"  # 200 updates
+SHORT, LONG = "--total-timesteps 102400", "--total-timesteps 512000"  # 200 and 1,000 updates
 KINDS = {
-    "PPO, CartPole": f"ppo --env-id CartPole-v1 {ACTOR_CRITIC} {SHORT}",
+    "PPO, CartPole": f"ppo --env-id CartPole-v1 {ACTOR_CRITIC} {LONG}",
     "PPO, LSTM, no concurrency": f"ppo --env-id CartPole-v1 {ACTOR_CRITIC} {SHORT} --core lstm --lstm-size 32 "
     "--no-concurrency",
     "IMPALA, LSTM, Breakout": "impala --env-id Breakout-v5 --network nature --core lstm --lstm-size 32 --num-envs 8 "
     f"--num-steps 16 --num-minibatches 2 --total-timesteps 12800 {COMMON}",
-    "PPO, HalfCheetah": f"ppo --env-id HalfCheetah-v5 {ACTOR_CRITIC} {SHORT}",
-    "PPO, MiniGrid": f"ppo --env-id MiniGrid-Empty-5x5-v0 {ACTOR_CRITIC} {SHORT}",
+    "PPO, HalfCheetah": f"ppo --env-id HalfCheetah-v5 {ACTOR_CRITIC} {LONG}",
+    "PPO, MiniGrid": f"ppo --env-id MiniGrid-Empty-5x5-v0 {ACTOR_CRITIC} {LONG}",
     "DQN, Catch": f"dqn --env-id Catch-v0 {OFF_POLICY} --buffer-size 2048 --total-timesteps 12800",
     "SAC, Pendulum": f"sac --env-id Pendulum-v1 {OFF_POLICY} --buffer-size 2048 --total-timesteps 12800",
-    "PPO, gymnax": f"ppo --env-id gymnax:Breakout-MinAtar {ACTOR_CRITIC} {SHORT}",
+    "PPO, gymnax": f"ppo --env-id gymnax:Breakout-MinAtar {ACTOR_CRITIC} {LONG}",
     "PPO, Gymnasium": f"ppo --env-id gymnasium:CartPole-v1 {ACTOR_CRITIC} {SHORT}",
-    "PPO, two processes": f"ppo --env-id CartPole-v1 {ACTOR_CRITIC} {SHORT}",
+    "PPO, two processes": f"ppo --env-id CartPole-v1 {ACTOR_CRITIC} {LONG}",
 }
 FREQUENCIES = (["--checkpoint-frequency", "1"], ["--checkpoint-frequency", "5"], [])  # the last by time
+STARTING = 0.2  # of the ends, while a run starts or compiles; the others once it has trained
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 # Large pictures fill a gigabyte in a few thousand steps, which wrap round once.
 REPLAY = {
@@ -102,6 +103,12 @@ def update_of(run: Path) -> int:
         return 0
 
 
+def trains(run: Path, before: int, started: float) -> bool:
+    """Whether a start of the run has logged an update after `before`; what an earlier start logged does not count."""
+    path = run / "metrics.jsonl"
+    return path.exists() and path.stat().st_mtime > started and update_of(run) > before
+
+
 def held(run: Path) -> bool:
     """Whether a process has the run's lock, which process 0 takes once all have found each other."""
     try:
@@ -116,7 +123,7 @@ def held(run: Path) -> bool:
 
 def torment(kind: str, kills: int, reference: dict[str, Any], run: Path, rng: random.Random) -> dict[str, Any]:
     """End a run `kills` times, let it finish, compare."""
-    seconds, done, repeated, lost_by_signal, slowest = reference["seconds"], 0, 0, 0, 0.0
+    seconds, done, training, repeated, lost_by_signal, slowest = reference["seconds"], 0, 0, 0, 0, 0.0
     ends = {s.name: 0 for s in SIGNALS}
     while done < kills:
         placement = "0 / 0" if "two processes" in kind else rng.choice(PLACEMENTS)
@@ -124,21 +131,27 @@ def torment(kind: str, kills: int, reference: dict[str, Any], run: Path, rng: ra
         if len(processes) > 1:  # one that has never joined cannot be missed by the others
             while not held(run):
                 time.sleep(0.05)
-        before = kept(run)
-        # From start-up, before anything is compiled, to well into the run.
-        time.sleep(rng.uniform(0.5, 6.0 + 2 * seconds / kills))
+        before, started = kept(run), time.time()
+        if rng.random() < STARTING:
+            time.sleep(rng.uniform(0.5, 6.0))
+        else:
+            while not (trains(run, before, started) or any(process.poll() is not None for process in processes)):
+                time.sleep(0.05)
+            time.sleep(rng.uniform(0.0, 2 * seconds / kills))
         victim, signum = rng.choice(processes), rng.choice(SIGNALS)
         if victim.poll() is not None:
             if victim.returncode == 0:
                 break  # it has finished, as checkpoints by time bring it far
             raise SystemExit(f"{kind}: a process ended by itself with code {victim.returncode}")
-        logged = update_of(run)
+        trained = trains(run, before, started)
+        logged = update_of(run) if trained else before
+        training += trained
         victim.send_signal(signum)
         killed_at = time.monotonic()
         for process in processes:
             process.wait(120)  # the others must notice
         slowest = max(slowest, time.monotonic() - killed_at)
-        lost = max(0, max(logged, before) - kept(run))
+        lost = max(0, logged - kept(run))
         repeated += lost
         lost_by_signal += lost if signum != signal.SIGKILL else 0
         ends[signum.name] += 1
@@ -151,6 +164,7 @@ def torment(kind: str, kills: int, reference: dict[str, Any], run: Path, rng: ra
     return {
         "kills": done,
         "ends": ends,
+        "while_training": training,
         "updates": result["update"],
         "updates_repeated": repeated,
         "updates_repeated_after_sigterm_or_sigint": lost_by_signal,
@@ -187,7 +201,8 @@ def main(args: Args) -> None:
             results[kind] = r = torment(kind, args.kills, reference, Path(folder) / f"run{i}", rng)
             verdict = "same bits" if r["digest_equal"] and r["log_without_gaps"] else "DIFFERS"
             print(
-                f"{kind:28} {r['kills']} ends, {r['updates_repeated']} of {r['updates']} updates repeated: {verdict}",
+                f"{kind:28} {r['kills']} ends, {r['while_training']} while it trained, "
+                f"{r['updates_repeated']} of {r['updates']} updates repeated: {verdict}",
                 flush=True,
             )
     survived = all(r["digest_equal"] and r["log_without_gaps"] for r in results.values())
