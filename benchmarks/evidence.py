@@ -30,6 +30,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from cleanba.environments.peers import peer
 from cleanba.runs import curves
 
 ROOT = Path(__file__).parents[1]
@@ -47,13 +48,6 @@ PLACEMENTS = {
 }
 KILLS = (0.17, 0.42, 0.71)  # shares of the updates after which the run is killed; it goes on elsewhere each time
 NEXT = ("one acts, three learn", "two act, six learn", "one device acts and learns")
-
-# What others publish: returns, and where.
-GYMNAX = {"Asterix": 15, "Breakout": 28, "Freeway": 58, "SpaceInvaders": 131}  # gymnax's README, PPO of gymnax-blines
-CLEANRL = {  # CleanRL's documentation, benchmark pages: v4, a million steps, end of training
-    ("sac", "HalfCheetah"): 9635, ("sac", "Hopper"): 2310, ("sac", "Walker2d"): 3591,
-    ("td3", "HalfCheetah"): 9583, ("td3", "Hopper"): 3135, ("td3", "Walker2d"): 4058,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -213,6 +207,12 @@ def of_variant(study: str, algorithm: str, env: str) -> list[curves.Curve]:
     return [kept.as_curve(run) for run in known if fits(run["experiment"])]
 
 
+def published(algorithm: str, env: str) -> float:
+    """What others publish of an algorithm on an environment; 0 where nothing is known."""
+    found = peer(algorithm, env)
+    return found.value if found else 0.0
+
+
 def mean_and_range(runs: Sequence[curves.Curve]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Steps, and over the seeds mean, least and greatest return."""
     end = min(run.steps[-1] for run in runs)
@@ -255,7 +255,7 @@ def draw_learning(c: Colours) -> Figure:
     for ax, game in zip(axes, ("Asterix", "Breakout", "SpaceInvaders"), strict=True):
         runs = of_variant("minatar", "ppo", f"{game}-MinAtar")
         learning_panel(ax, c, f"MinAtar {game}", [("Cleanba's PPO, five seeds", c.first, runs)],
-                       {"gymnax's PPO, published": GYMNAX[game]})  # fmt: skip
+                       {"gymnax's PPO, published": published("ppo", f"{game}-MinAtar")})  # fmt: skip
     axes[0].set_ylabel("return", fontsize=11)
     axes[1].set_xlabel("environment steps", fontsize=11)
     legend(made, axes[0], c)
@@ -267,7 +267,9 @@ def draw_minatar(c: Colours) -> Figure:
     for ax, game in zip(axes, ("Asterix", "Breakout", "Freeway", "Seaquest", "SpaceInvaders"), strict=True):
         lines = [(name.upper(), colour, of_variant("minatar", name, f"{game}-MinAtar"))
                  for name, colour in (("ppo", c.first), ("impala", c.second))]  # fmt: skip
-        learning_panel(ax, c, game, lines, {"gymnax's PPO": GYMNAX[game]} if game in GYMNAX else {})
+        learning_panel(
+            ax, c, game, lines, {"gymnax's PPO": level} if (level := published("ppo", f"{game}-MinAtar")) else {}
+        )
         ax.locator_params(axis="x", nbins=3)
     axes[2].set_xlabel("environment steps", fontsize=11)
     legend(made, axes[0], c)
@@ -281,7 +283,7 @@ def draw_mujoco(c: Colours) -> Figure:
                  for name, colour in (("sac", c.first), ("td3", c.second))]  # fmt: skip
         learning_panel(ax, c, env, lines, {})
         for name, colour, dash in (("sac", c.first, (4, 3)), ("td3", c.second, (1, 2))):
-            ax.axhline(CLEANRL[name, env], color=colour, linewidth=1.4, linestyle=(0, dash),
+            ax.axhline(published(name, f"{env}-v5"), color=colour, linewidth=1.4, linestyle=(0, dash),
                        label=f"CleanRL's {name.upper()}")  # fmt: skip
     axes[0].set_ylabel("return in training", fontsize=11)
     axes[1].set_xlabel("environment steps", fontsize=11)

@@ -247,6 +247,27 @@ def test_a_run_of_this_version_fills_the_page(tmp_path):
     assert len(svgs(text)) >= 12
 
 
+def test_a_published_return_is_a_line_where_it_does_not_flatten_the_curve(tmp_path):
+    run_dir = write_run(tmp_path / "run", rows=40)
+    config = json.loads((run_dir / "config.json").read_text())
+    rows = (run_dir / "metrics.jsonl").read_text()
+
+    def shown(algorithm: str, env_id: str, scale: float = 1.0) -> str:
+        config["experiment"] |= {"algorithm": algorithm, "env_id": env_id}
+        (run_dir / "config.json").write_text(json.dumps(config))
+        grown = [json.loads(row) for row in rows.splitlines()]
+        for row in grown:
+            row["charts/episodic_return"] *= scale
+        (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in grown))
+        return page_of(run_dir)[0]
+
+    assert ">CleanRL, 1M steps</text>" in shown("sac", "Hopper-v5", 50)  # from 50 to 2,000; published are 2,310
+    assert "return (CleanRL, 1M steps: 2,310)" in shown("sac", "Hopper-v5", 5)  # up to 200
+    assert ">gymnax, 10M steps</text>" in shown("ppo", "gymnax:Breakout-MinAtar")
+    assert "50M steps" in shown("ppo", "Breakout-v5") and "10M steps" in shown("dqn", "Breakout-v5")
+    assert "M steps" not in shown("ppo", "my_package:Breakout2-v5")
+
+
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 

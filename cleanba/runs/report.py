@@ -6,7 +6,7 @@ forbids it to fetch anything.  Figures take their colours from the style, so the
 
 import base64
 import io
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -16,6 +16,7 @@ import numpy as np
 import tyro
 
 from cleanba.config import read_config, read_experiment
+from cleanba.environments.peers import Peer, peer
 from cleanba.errors import Exit, Failure, UsageError
 from cleanba.files import METRICS, Json, read_json, write_whole
 from cleanba.flags import FLAGS
@@ -58,6 +59,10 @@ figcaption { margin: 0 0 .3rem; color: var(--ink); } figure svg, video { width: 
 table { border-collapse: collapse; width: 100%; } td, th { padding: .12rem .5rem .12rem 0; text-align: left;
   vertical-align: top; border-bottom: 1px solid var(--faint); overflow-wrap: anywhere; }
 th { font-weight: normal; color: var(--dim); } code { font-size: .85em; }
+@media print { :root { color-scheme: light; --paper: #fff; --ink: #000; --dim: #444; --faint: #ccc; --card: #fff;
+  --line0: #0a5fa8; --line1: #d0601a; --line2: #17936b; --line3: #b05a92; --line4: #7fb8e6; --line5: #c9ccd1; }
+  body { font-size: 10pt; margin: 0; max-width: none; } h2 { break-after: avoid; } .film { display: none; }
+  figure, .facts div, tr { break-inside: avoid; } figure { border: 1px solid var(--faint); } }
 """
 POLICY = "default-src 'none'; img-src data:; media-src data:; style-src 'unsafe-inline'"
 
@@ -101,7 +106,7 @@ def page(run_dir: Path) -> str:
     parts = [
         f"<h1>{escape(title)}</h1><p>{escape(str(run_dir))}</p>",
         overview(result, rows, experiment),
-        section("Learning", learning(rows)),
+        section("Learning", learning(rows, peer(str(experiment["algorithm"]), str(e.get("env_id"))))),
         section("Evaluation", evaluation(run_dir, optional(run_dir / "eval.json"))),
         section("Throughput", throughput(rows)),
         section("Losses", losses(rows)),
@@ -190,16 +195,32 @@ def overview(result: Json, rows: Rows, experiment: Json) -> str:
     return words + error + "".join(digests)
 
 
-def learning(rows: Rows) -> str:
-    """Return and length over the steps, in training and in the evaluations beside it."""
+def learning(rows: Rows, published: Peer | None) -> str:
+    """Return and length over the steps, in training and in the evaluations beside it; a line for what is published."""
     drawn = []
     for caption, name in (("return", "episodic_return"), ("episode length, steps", "episodic_length")):
         named = {
             "training, last 100 episodes": column(rows, f"charts/{name}"),
             "evaluation": column(rows, f"eval/{name}"),
         }
-        drawn.append(figure(caption, lines(column(rows, "global_step"), named, STEPS)))
+        levels = {}
+        if published is not None and name == "episodic_return":
+            if in_reach(published.value, list(named.values())):
+                levels[published.in_words()] = published.value
+            else:
+                caption += f" ({published.in_words()}: {published.value:,.4g})"
+        drawn.append(figure(caption, lines(column(rows, "global_step"), named, STEPS, levels=levels)))
     return figures(drawn, "No episode has ended yet.", "two")
+
+
+def in_reach(level: float, curves: Sequence[np.ndarray]) -> bool:
+    """Whether a line at that level leaves the curves [N] a third of a panel's height or more."""
+    values = np.concatenate(curves) if curves else np.zeros(0)
+    values = values[np.isfinite(values)]
+    if not len(values):
+        return False
+    low, high = values.min(), values.max()
+    return low - (high - low) <= level <= high + 2 * (high - low)
 
 
 def losses(rows: Rows) -> str:
@@ -265,7 +286,7 @@ def film(path: Path) -> str:
     data = base64.b64encode(path.read_bytes()).decode()
     source = f"data:video/mp4;base64,{data}"
     return (
-        f'<div class="figures one"><figure><figcaption>{escape(path.name)}</figcaption>'
+        f'<div class="figures one film"><figure><figcaption>{escape(path.name)}</figcaption>'
         f'<video controls loop muted preload="metadata" src="{source}"></video></figure></div>'
     )
 
@@ -286,8 +307,14 @@ def figure(caption: str, svg: str) -> str:
 STEPS = "environment steps"
 
 
-def lines(x: np.ndarray, named: dict[str, np.ndarray], axis: str, from_zero: bool = False) -> str:
-    """Lines over x [N] as SVG; nothing if there is no number in them."""
+def lines(
+    x: np.ndarray,
+    named: dict[str, np.ndarray],
+    axis: str,
+    from_zero: bool = False,
+    levels: Mapping[str, float] | None = None,
+) -> str:
+    """Lines over x [N] as SVG, with level ones across the panel; nothing if there is no number in them."""
     named = {name: y for name, y in named.items() if np.isfinite(y).any()}
     if not named:
         return ""
@@ -299,6 +326,8 @@ def lines(x: np.ndarray, named: dict[str, np.ndarray], axis: str, from_zero: boo
             panel.plot(
                 x[there], y[there], DASHES[i], marker=dot, markersize=4, color=LINES[i], linewidth=1.3, label=name
             )
+        for name, level in (levels or {}).items():
+            panel.axhline(level, color=INK, linestyle=(0, (5, 3)), linewidth=0.9, label=name)
         if from_zero:
             panel.set_ylim(bottom=0)
 
@@ -342,9 +371,9 @@ def bottlenecks(rows: Rows, time: np.ndarray, axis: str) -> str:
 
 def add_legend(drawn: "Figure") -> None:
     """A legend above the panel, in as few rows as fit the figure's width; a reader's font may be a little wider."""
-    for columns in (3, 2, 1):
-        legend = drawn.legend(loc="outside upper center", ncols=columns, frameon=False, fontsize=7.5)
-        if columns == 1 or legend.get_window_extent().width <= 0.9 * drawn.bbox.width:
+    for columns, size in ((3, 7.5), (2, 7.5), (1, 7.5), (1, 6.0), (1, 5.0)):
+        legend = drawn.legend(loc="outside upper center", ncols=columns, frameon=False, fontsize=size)
+        if size == 5.0 or legend.get_window_extent().width <= 0.9 * drawn.bbox.width:
             return
         legend.remove()
 
