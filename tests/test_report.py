@@ -170,7 +170,7 @@ def test_figures_take_their_colours_from_the_style(full):
     text, _ = page_of(full)
     assert not re.search(r"#0[12]0[12]0[12]|#0000f\d", text)
     assert "var(--line0)" in text and "currentColor" in text
-    assert text.count("--line0:") == 2  # light and dark
+    assert text.count("--line0:") == 3  # light, dark and printed
 
 
 def test_curves_are_drawn_where_the_numbers_are():
