@@ -103,7 +103,7 @@ def update_of(run: Path) -> int:
         return 0
 
 
-def trains(run: Path, before: int, started: float) -> bool:
+def trains(run: Path, before: float, started: float) -> bool:
     """Whether a start of the run has logged an update after `before`; what an earlier start logged does not count."""
     path = run / "metrics.jsonl"
     return path.exists() and path.stat().st_mtime > started and update_of(run) > before
@@ -123,7 +123,7 @@ def held(run: Path) -> bool:
 
 def torment(kind: str, kills: int, reference: dict[str, Any], run: Path, rng: random.Random) -> dict[str, Any]:
     """End a run `kills` times, let it finish, compare."""
-    seconds, done, training, repeated, lost_by_signal, slowest = reference["seconds"], 0, 0, 0, 0, 0.0
+    done, training, repeated, lost_by_signal, slowest = 0, 0, 0, 0, 0.0
     ends = {s.name: 0 for s in SIGNALS}
     while done < kills:
         placement = "0 / 0" if "two processes" in kind else rng.choice(PLACEMENTS)
@@ -135,9 +135,9 @@ def torment(kind: str, kills: int, reference: dict[str, Any], run: Path, rng: ra
         if rng.random() < STARTING:
             time.sleep(rng.uniform(0.5, 6.0))
         else:
-            while not (trains(run, before, started) or any(process.poll() is not None for process in processes)):
-                time.sleep(0.05)
-            time.sleep(rng.uniform(0.0, 2 * seconds / kills))
+            until = before + rng.uniform(0, 2 * reference["update"] / kills)
+            while not (trains(run, until, started) or any(process.poll() is not None for process in processes)):
+                time.sleep(rng.uniform(0.0, 0.1))
         victim, signum = rng.choice(processes), rng.choice(SIGNALS)
         if victim.poll() is not None:
             if victim.returncode == 0:
