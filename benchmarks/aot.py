@@ -37,7 +37,8 @@ from jax.sharding import Mesh
 
 from cleanba.errors import UsageError
 from cleanba.recipes import RECIPES
-from cleanba.runtime.placement import MESH_AXIS, Devices, make_deterministic, set_precision
+from cleanba.runtime.devices import MESH_AXIS, Devices
+from cleanba.runtime.process_setup import make_deterministic, set_precision
 
 SHARDED = {"num_envs": 128, "num_shards": 8}  # eight shards of 16 environments, for any number of devices
 BY_DEFAULT: dict[str, Any] = {"num_actors": None, "num_shards": None}  # what a user gets who types neither

@@ -84,7 +84,7 @@ def assert_fits(spec: Any, x: Any) -> None:
 
 def work() -> None:
     """Names on standard input, JSON on standard output."""
-    from cleanba.runtime.placement import make_deterministic
+    from cleanba.runtime.process_setup import make_deterministic
 
     make_deterministic()
     answers = os.fdopen(os.dup(1), "w")

@@ -17,7 +17,7 @@ import tyro
 from cleanba.launch import Job, prepare
 from cleanba.recipes import RECIPES
 from cleanba.runtime.metrics import Display, Status
-from cleanba.runtime.placement import make_deterministic
+from cleanba.runtime.process_setup import make_deterministic
 from cleanba.runtime.train import run_training
 from cleanba.train_flags import parse
 

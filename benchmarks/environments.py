@@ -31,9 +31,9 @@ from cleanba.recipes import RECIPES
 from cleanba.resolution import fit, resolve
 from cleanba.runtime.channels import Stop
 from cleanba.runtime.collect import SteppedCollector, Times, make_steppers
-from cleanba.runtime.compiled import prepare_process
+from cleanba.runtime.devices import find_devices
 from cleanba.runtime.metrics import Display, Status
-from cleanba.runtime.placement import find_devices
+from cleanba.runtime.process_setup import prepare_process
 from cleanba.runtime.train import make_training, run_training
 from cleanba.seeds import action_numbers, env_seed
 

@@ -266,8 +266,8 @@ def digests(part: Part) -> Iterator[dict[str, Any]]:
     from cleanba.config import Placement
     from cleanba.recipes import RECIPES
     from cleanba.resolution import fit, resolve
+    from cleanba.runtime.devices import find_devices
     from cleanba.runtime.metrics import Display, Status
-    from cleanba.runtime.placement import find_devices
     from cleanba.runtime.train import make_training, run_training
 
     recipe, there = RECIPES[part.algorithm], len(jax.local_devices())
@@ -291,7 +291,7 @@ def digests(part: Part) -> Iterator[dict[str, Any]]:
 def measure(part: Part) -> None:
     """In this process: one part, and after each of its figures a line that says what was found so far."""
     from cleanba.config import Experiment
-    from cleanba.runtime.compiled import prepare_process
+    from cleanba.runtime.process_setup import prepare_process
 
     asked = {name: part.fields[name] for name in ("deterministic", "dtype") if name in part.fields}
     prepare_process(Experiment(**asked))

@@ -17,7 +17,7 @@ def describe() -> dict[str, Any]:
     """Processor, cores, devices and versions; no names of hosts, users or folders."""
     import jax
 
-    from cleanba.runtime.placement import describe_devices
+    from cleanba.runtime.hardware import describe_devices
 
     return {"device": jax.devices()[0].device_kind, **describe_devices()}
 

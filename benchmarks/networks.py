@@ -27,7 +27,7 @@ from rich.table import Table
 
 from cleanba.config import Experiment
 from cleanba.networks.torsos import ImpalaResNet, NatureCNN
-from cleanba.runtime.compiled import prepare_process
+from cleanba.runtime.process_setup import prepare_process
 from cleanba.shards import compiler_options, network_options
 
 NETWORKS = {

@@ -20,7 +20,7 @@ from throughput import Parts
 
 from cleanba.config import Placement
 from cleanba.recipes import RECIPES
-from cleanba.runtime.compiled import prepare_process
+from cleanba.runtime.process_setup import prepare_process
 
 
 @dataclass(frozen=True)

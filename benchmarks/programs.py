@@ -14,8 +14,8 @@ from cleanba.recipes import Recipe
 from cleanba.resolution import resolve
 from cleanba.rollout import PyTree
 from cleanba.runtime.collect import Recording, ScanState, blank, make_scan, make_steppers
+from cleanba.runtime.devices import Devices
 from cleanba.runtime.learner import Learner, abstract_block, memory_shapes
-from cleanba.runtime.placement import Devices
 from cleanba.seeds import action_numbers
 
 # What every algorithm is compiled as, beside its own defaults, which are Cleanba's on Atari.

@@ -54,9 +54,9 @@ def time_ours(name: str, args: Args) -> dict[str, float]:
     from cleanba.config import Placement
     from cleanba.recipes import RECIPES
     from cleanba.resolution import fit, resolve
-    from cleanba.runtime.compiled import prepare_process
+    from cleanba.runtime.devices import find_devices
     from cleanba.runtime.metrics import Display, Status
-    from cleanba.runtime.placement import find_devices
+    from cleanba.runtime.process_setup import prepare_process
     from cleanba.runtime.train import make_training, run_training
 
     recipe = RECIPES[name]

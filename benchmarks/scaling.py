@@ -45,7 +45,8 @@ def main(args: Args) -> None:
 
     from cleanba.config import Placement
     from cleanba.recipes import RECIPES
-    from cleanba.runtime.placement import find_devices, make_deterministic
+    from cleanba.runtime.devices import find_devices
+    from cleanba.runtime.process_setup import make_deterministic
 
     make_deterministic()
     rows: list[dict[str, Any]] = []

@@ -19,8 +19,8 @@ import tyro
 from cleanba.algorithms import ppo
 from cleanba.config import Partition, Placement
 from cleanba.environments.specs import EnvSpec, ObsSpec
+from cleanba.runtime.devices import find_devices
 from cleanba.runtime.learner import Learner
-from cleanba.runtime.placement import find_devices
 from cleanba.runtime.train import abstract_block
 from cleanba.shards import ShardAxis
 

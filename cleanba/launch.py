@@ -38,17 +38,12 @@ from cleanba.runs.directory import (
 )
 from cleanba.runs.log import rewind
 from cleanba.runtime.checkpoint import Checkpoints, Saved, save_model, updates_kept
-from cleanba.runtime.compiled import prepared
+from cleanba.runtime.devices import Devices, find_devices
 from cleanba.runtime.memory import require_room
 from cleanba.runtime.metrics import Display, Status, Writers, duration
 from cleanba.runtime.peers import Peers
-from cleanba.runtime.placement import (
-    Devices,
-    find_devices,
-    gather_over_processes,
-    initialise,
-    processes_here,
-)
+from cleanba.runtime.process_setup import prepared
+from cleanba.runtime.processes import gather_over_processes, initialise, processes_here
 from cleanba.runtime.profile import Profile
 from cleanba.runtime.supervision import Watchdog, leave_process, watched
 from cleanba.runtime.tracking import require_tracking
@@ -463,7 +458,7 @@ def announce(job: Job, saved: Saved | None, display: Display) -> None:
         f"{job.recipe.name} on {e.env_id}: {counted(e.num_envs, 'environment')}, {counted(e.num_actors, 'actor')}, "
         f"{counted(e.num_shards, 'shard')}\n"
         f"{size_in_words(e)}\n"
-        f"actors on {job.devices.kind} {list(place.actor_device_ids)}, learners on "
+        f"actors on {job.devices.hardware} {list(place.actor_device_ids)}, learners on "
         f"{list(place.learner_device_ids)}, {processes} process{'es' * (processes > 1)}\n"
         f"settings: {job.resolved.in_words(job.recipe)}\n"
         f"run: {job.run_dir}"

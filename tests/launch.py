@@ -25,8 +25,9 @@ from cleanba.environments.kinds import env_spec
 from cleanba.environments.specs import EnvSpec
 from cleanba.launch import prepare
 from cleanba.recipes import RECIPES
+from cleanba.runtime.devices import find_devices
 from cleanba.runtime.metrics import Display, Status
-from cleanba.runtime.placement import find_devices, make_deterministic
+from cleanba.runtime.process_setup import make_deterministic
 from cleanba.runtime.train import Training, make_training, run_training
 from cleanba.train_flags import parse
 

@@ -16,7 +16,8 @@ from launch import digests, typed_digests
 from cleanba.algorithms import ppo
 from cleanba.algorithms.ppo import PPO
 from cleanba.config import Placement
-from cleanba.runtime.placement import initialise, make_deterministic
+from cleanba.runtime.process_setup import make_deterministic
+from cleanba.runtime.processes import initialise
 
 
 def main(coordinator: str, processes: str, this: str, runs: str, results: str) -> None:

@@ -11,8 +11,9 @@ from launch import ROOT, TINY, finish, python, read_result
 
 from cleanba.config import Placement
 from cleanba.recipes import RECIPES
-from cleanba.runtime import compiled
-from cleanba.runtime.placement import find_devices, let_threads_finish
+from cleanba.runtime import compilation_cache
+from cleanba.runtime.devices import find_devices
+from cleanba.runtime.process_setup import use_batch_scheduling
 
 sys.path.append(str(ROOT / "benchmarks"))
 import programs
@@ -34,13 +35,13 @@ def no_folder(tmp_path, monkeypatch):
 def test_a_folder_that_the_user_chose_stands():
     chosen = jax.config.jax_compilation_cache_dir
     assert chosen  # by compiled.py, beside this file
-    compiled.keep_compiled()
+    compilation_cache.keep_compiled_programs()
     assert jax.config.jax_compilation_cache_dir == chosen
 
 
 def test_without_a_choice_it_is_the_users_folder_for_caches(no_folder, tmp_path):
-    compiled.keep_compiled()
-    folder = compiled.cache_folder()
+    compilation_cache.keep_compiled_programs()
+    folder = compilation_cache.cache_folder()
     assert jax.config.jax_compilation_cache_dir == str(folder)
     assert folder.is_dir() and folder.parent == tmp_path / "cleanba" / "xla"
 
@@ -48,7 +49,7 @@ def test_without_a_choice_it_is_the_users_folder_for_caches(no_folder, tmp_path)
 def test_whoever_wants_no_cache_has_none(no_folder, tmp_path):
     jax.config.update("jax_enable_compilation_cache", False)
     try:
-        compiled.keep_compiled()
+        compilation_cache.keep_compiled_programs()
     finally:
         jax.config.update("jax_enable_compilation_cache", True)
     assert jax.config.jax_compilation_cache_dir is None and list(tmp_path.iterdir()) == []
@@ -57,7 +58,7 @@ def test_whoever_wants_no_cache_has_none(no_folder, tmp_path):
 def test_without_room_for_it_a_run_goes_on(no_folder, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    compiled.keep_compiled()
+    compilation_cache.keep_compiled_programs()
     assert jax.config.jax_compilation_cache_dir is None
 
 
@@ -66,24 +67,24 @@ def test_without_a_home_a_run_goes_on(no_folder, monkeypatch):
     monkeypatch.delenv("HOME")
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr("os.getuid", lambda: 987654)
-    compiled.keep_compiled()
+    compilation_cache.keep_compiled_programs()
     assert jax.config.jax_compilation_cache_dir is None
 
 
 @pytest.mark.parametrize("name", ["PJRT_NPROC", "JAX_NUM_CPU_DEVICES", "XLA_FLAGS"])
 def test_programs_for_other_threads_lie_elsewhere(name, monkeypatch):
-    one = compiled.cache_folder()
-    assert one == compiled.cache_folder()
+    one = compilation_cache.cache_folder()
+    assert one == compilation_cache.cache_folder()
     monkeypatch.setenv(name, "3")
-    assert one != compiled.cache_folder()
+    assert one != compilation_cache.cache_folder()
 
 
 @pytest.mark.parametrize("name", ["cpu_model", "instructions"])
 def test_programs_for_other_processors_lie_elsewhere(name, monkeypatch):
-    assert compiled.instructions()
-    one = compiled.cache_folder()
-    monkeypatch.setattr(compiled, name, lambda: "another")
-    assert one != compiled.cache_folder()
+    assert compilation_cache.instructions()
+    one = compilation_cache.cache_folder()
+    monkeypatch.setattr(compilation_cache, name, lambda: "another")
+    assert one != compilation_cache.cache_folder()
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -97,12 +98,12 @@ def test_the_update_of_every_seed_is_one_program(name):
 
 
 def test_what_nobody_uses_is_removed(tmp_path):
-    old = time.time() - (compiled.UNUSED_DAYS + 1) * 86400
+    old = time.time() - (compilation_cache.UNUSED_DAYS + 1) * 86400
     now = time.time()
     for name, used in (("jit_update-1-cache", now), ("jit_update-2-cache", old), ("jit_scan_pool-3-cache", now)):
         (tmp_path / name).touch()
         os.utime(tmp_path / name, (used, old))
-    compiled.clean(tmp_path)
+    compilation_cache.clean(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["jit_update-1-cache"]
 
 
@@ -139,7 +140,7 @@ def test_threads_that_wake_interrupt_none_unless_the_user_said_how_they_are_sche
 
     def start():  # a policy is a thread's own
         os.sched_setscheduler(0, getattr(os, chosen), os.sched_param(0))
-        let_threads_finish()
+        use_batch_scheduling()
         note()
         later = threading.Thread(target=note)
         later.start()

@@ -28,7 +28,7 @@ from cleanba.rollout import Episode
 from cleanba.runs import listing
 from cleanba.runs.log import newest
 from cleanba.runtime.checkpoint import Saved, updates_kept
-from cleanba.runtime.placement import find_devices
+from cleanba.runtime.devices import find_devices
 from cleanba.runtime.supervision import Watchdog
 from cleanba.seeds import env_seed, eval_seed
 

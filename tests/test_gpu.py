@@ -18,15 +18,10 @@ from cleanba.errors import UsageError
 from cleanba.networks import layers
 from cleanba.networks.layers import max_pool
 from cleanba.recipes import RECIPES
-from cleanba.runtime import placement
-from cleanba.runtime.placement import (
-    DETERMINISTIC_XLA_FLAGS,
-    MESH_AXIS,
-    Devices,
-    cpu_threads,
-    make_deterministic,
-    set_precision,
-)
+from cleanba.runtime import process_setup
+from cleanba.runtime.devices import MESH_AXIS, Devices
+from cleanba.runtime.hardware import cpu_threads
+from cleanba.runtime.process_setup import DETERMINISTIC_XLA_FLAGS, make_deterministic, set_precision
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 import programs
@@ -140,7 +135,7 @@ def test_a_sort_and_a_scatter_are_seen():
 
 
 def test_flags_of_the_user_win_over_those_for_determinism(monkeypatch):
-    monkeypatch.setattr(placement.xla_bridge, "backends_are_initialized", lambda: False)
+    monkeypatch.setattr(process_setup.xla_bridge, "backends_are_initialized", lambda: False)
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=true")
     monkeypatch.setenv("PJRT_NPROC", "3")
     make_deterministic()
@@ -154,7 +149,7 @@ def test_the_number_of_threads_is_fixed_only_where_bits_depend_on_it(kind, threa
     monkeypatch.setenv("XLA_FLAGS", "")
     monkeypatch.setenv("PJRT_NPROC", "1")  # so that it is as it was afterwards
     monkeypatch.delenv("PJRT_NPROC")
-    monkeypatch.setattr(placement.xla_bridge, "backends_are_initialized", lambda: False)
+    monkeypatch.setattr(process_setup.xla_bridge, "backends_are_initialized", lambda: False)
     make_deterministic()
     assert os.environ.get("PJRT_NPROC") == threads
 
@@ -165,7 +160,7 @@ def test_the_number_of_threads_is_fixed_only_where_bits_depend_on_it(kind, threa
 )
 def test_what_jax_cannot_hear_any_more_is_said_where_it_matters(platform, kind, missing, monkeypatch, capsys):
     monkeypatch.setattr(layers, "conv_kind", lambda platform: kind)
-    monkeypatch.setattr(placement.xla_bridge, "backends_are_initialized", lambda: True)
+    monkeypatch.setattr(process_setup.xla_bridge, "backends_are_initialized", lambda: True)
     monkeypatch.setattr(jax, "default_backend", lambda: platform)
     monkeypatch.setenv("XLA_FLAGS", "")
     monkeypatch.delenv("PJRT_NPROC", raising=False)

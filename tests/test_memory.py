@@ -25,7 +25,7 @@ from cleanba.errors import Failure, UsageError
 from cleanba.files import write_whole
 from cleanba.ops import replay
 from cleanba.rollout import Rollout
-from cleanba.runtime import learner, memory, placement
+from cleanba.runtime import learner, memory, processes
 from cleanba.runtime.checkpoint import Checkpoints, updates_kept
 from cleanba.runtime.keeper import Keeper
 
@@ -462,8 +462,8 @@ def test_the_hosts_memory_is_known():
 def test_processes_of_one_host_are_counted(monkeypatch):
     """By their hosts' names, whatever the order."""
     name = np.frombuffer(memory.sha256(socket.gethostname().encode()).digest(), np.uint8)
-    monkeypatch.setattr(placement, "gather_over_processes", lambda mine: np.stack([mine, mine[::-1], name]))
-    assert placement.processes_here() == 2
+    monkeypatch.setattr(processes, "gather_over_processes", lambda mine: np.stack([mine, mine[::-1], name]))
+    assert processes.processes_here() == 2
 
 
 def test_memory_is_put_back_in_place_chunk_by_chunk(monkeypatch):

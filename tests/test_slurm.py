@@ -15,7 +15,7 @@ from launch import ROOT, TINY, command, read_result, read_rows
 from cleanba.algorithms.ppo import PPO
 from cleanba.config import Run
 from cleanba.runs.directory import default_run_dir
-from cleanba.runtime.placement import slurm_job
+from cleanba.runtime.hardware import slurm_job
 from cleanba.sweeps.slurm import bash_word, job_script
 
 TEMPLATES = ("one-gpu", "one-node", "tasks-per-node", "nodes", "cpu")
@@ -247,7 +247,7 @@ def test_a_process_under_slurm_keeps_all_of_its_gpus():
     code = """if True:
         from jax._src import xla_bridge
         from cleanba.config import Placement
-        from cleanba.runtime.placement import initialise
+        from cleanba.runtime.processes import initialise
         initialise(Placement(distributed=True))
         print("visible:", xla_bridge.CUDA_VISIBLE_DEVICES.value)"""
     task = {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "1", "SLURM_PROCID": "0"}

@@ -5,8 +5,8 @@ import math
 from cleanba.config import Experiment, Placement
 from cleanba.launch import size_in_words
 from cleanba.runtime.actor import Schedule
+from cleanba.runtime.devices import find_devices
 from cleanba.runtime.metrics import Status
-from cleanba.runtime.placement import find_devices
 from cleanba.runtime.statistics import Book, Progress
 
 

@@ -21,7 +21,7 @@ from cleanba.resolution import read_recipe
 from cleanba.rollout import PyTree
 from cleanba.runtime import checkpoint as ckpt
 from cleanba.runtime.collect import first_carry
-from cleanba.runtime.placement import precision
+from cleanba.runtime.process_setup import precision
 from cleanba.seeds import evaluation_key
 from cleanba.shards import network_options
 from cleanba.specs import ObsSpec, ObsSpecs, describe

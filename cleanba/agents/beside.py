@@ -22,8 +22,8 @@ from cleanba.files import Json, write_json
 from cleanba.rollout import PyTree
 from cleanba.runtime.channels import Closed, Stop
 from cleanba.runtime.checkpoint import Saved, read_model, save_model
+from cleanba.runtime.devices import Devices, pick_devices
 from cleanba.runtime.metrics import Writers
-from cleanba.runtime.placement import Devices, pick_devices
 
 JOIN_SECONDS = 3.0  # for an evaluation to notice that the run ends
 EVALUATING = "evaluating"  # the folder of a run that holds what was to be evaluated and is not in the log yet

@@ -27,7 +27,7 @@ from cleanba.rollout import Episode, EpisodeTracker, heed
 from cleanba.runs.remote import find_run
 from cleanba.runtime.collect import first_carry
 from cleanba.runtime.digests import params_digest
-from cleanba.runtime.placement import pin_random_numbers, precision
+from cleanba.runtime.process_setup import pin_random_numbers, precision
 from cleanba.seeds import eval_seed, evaluation_key
 
 EVALUATIONS = "evaluations"  # the folder of a run that keeps each of them; the newest is eval.json, too

@@ -19,8 +19,8 @@ from cleanba.files import METRICS, Json, read_json, write_json
 from cleanba.flags import FLAGS
 from cleanba.runs.remote import REPO, require_hub
 from cleanba.runtime.checkpoint import save_model
+from cleanba.runtime.devices import find_devices
 from cleanba.runtime.digests import params_digest
-from cleanba.runtime.placement import find_devices
 
 COPIED = ("result.json", "eval.json", METRICS)
 MACHINE = (

@@ -6,8 +6,8 @@ from cleanba.agents.agent import Agent, load_policy
 from cleanba.config import Placement
 from cleanba.resolution import read_recipe
 from cleanba.runs.remote import find_run
-from cleanba.runtime.compiled import prepared
-from cleanba.runtime.placement import find_devices
+from cleanba.runtime.devices import find_devices
+from cleanba.runtime.process_setup import prepared
 
 
 def load(run: str | Path, checkpoint: str | int = "last", *, seed: int = 1, trust_remote_code: bool = False) -> Agent:

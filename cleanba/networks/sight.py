@@ -44,7 +44,7 @@ def sight(spec: EnvSpec, e: Experiment, platform: str) -> dict[str, Any]:
         "network": e.network,
         "channels": e.channels,
         "hiddens": e.hiddens,
-        # How products of float32 are taken is for `placement.set_precision` to say.
+        # How products of float32 are taken is for `process_setup.set_precision` to say.
         "dtype": jnp.bfloat16 if e.dtype == "bfloat16" else jnp.float32,
         "conv": conv_kind(platform),
     }

@@ -14,7 +14,7 @@ from cleanba.errors import UsageError
 from cleanba.files import Json, read_json, write_json
 from cleanba.recipes import Recipe
 from cleanba.resolution import Resolved, read_recipe
-from cleanba.runtime.placement import describe_devices
+from cleanba.runtime.hardware import describe_devices
 
 
 class Finished(Exception):

@@ -9,10 +9,11 @@ from cleanba.algorithm import ActorParams
 from cleanba.files import Json
 from cleanba.rollout import PyTree
 from cleanba.runtime.checkpoint import Checkpoints, Saved
+from cleanba.runtime.devices import Devices
 from cleanba.runtime.digests import params_digest, tree_digest
 from cleanba.runtime.learner import Learner
 from cleanba.runtime.memory import Holdings, Shard, learner_digest
-from cleanba.runtime.placement import Devices, gather_over_processes
+from cleanba.runtime.processes import gather_over_processes
 from cleanba.runtime.records import Ending, Records, Told
 
 

@@ -12,8 +12,8 @@ from cleanba.algorithm import Algorithm, Metrics
 from cleanba.config import Partition
 from cleanba.environments.specs import EnvSpec
 from cleanba.rollout import PyTree, Rollout
+from cleanba.runtime.devices import MESH_AXIS, Devices
 from cleanba.runtime.memory import SavedShard, leaves_of, put_rows
-from cleanba.runtime.placement import MESH_AXIS, Devices
 from cleanba.seeds import init_key, update_key, update_numbers
 from cleanba.shards import ShardAxis, compiler_options
 

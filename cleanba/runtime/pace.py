@@ -7,7 +7,8 @@ import numpy as np
 
 from cleanba.errors import Interrupted
 from cleanba.runtime.actor import Schedule
-from cleanba.runtime.placement import Devices, gather_over_processes
+from cleanba.runtime.devices import Devices
+from cleanba.runtime.processes import gather_over_processes
 from cleanba.runtime.statistics import Progress
 
 FIRST_SECONDS = 10.0  # until the first checkpoint of a start of the run, where they go by time

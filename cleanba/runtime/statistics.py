@@ -17,8 +17,9 @@ from cleanba.rollout import Episode, PyTree
 from cleanba.runtime.actor import Parcel, Schedule
 from cleanba.runtime.channels import Channel
 from cleanba.runtime.collect import Times
+from cleanba.runtime.devices import Devices
 from cleanba.runtime.metrics import Status
-from cleanba.runtime.placement import Devices, gather_over_processes
+from cleanba.runtime.processes import gather_over_processes
 
 EPISODES_SHOWN = 100  # returns and lengths are means over the last so many episodes
 

@@ -23,13 +23,13 @@ from cleanba.runtime.actor import Params, Parcel, Schedule, run_actor
 from cleanba.runtime.channels import Channel, Closed, Stop
 from cleanba.runtime.checkpoint import Checkpoints, Saved
 from cleanba.runtime.collect import Collector, Inspection, ScannedCollector, Scans, SteppedCollector, make_steppers
+from cleanba.runtime.devices import Devices
 from cleanba.runtime.keeper import Keeper
 from cleanba.runtime.learner import Learner, abstract_block, memory_shapes
 from cleanba.runtime.memory import Holdings
 from cleanba.runtime.metrics import Display, Status
 from cleanba.runtime.pace import Pace
 from cleanba.runtime.peers import Peers
-from cleanba.runtime.placement import Devices
 from cleanba.runtime.playback import Playback
 from cleanba.runtime.records import Records
 from cleanba.runtime.statistics import Book, LogPoint, Progress, Statistics, or_nan

@@ -29,7 +29,7 @@ from cleanba.runs.directory import lock
 from cleanba.runs.listing import is_locked
 from cleanba.runs.log import is_finished, read_result, seconds_left, tail, together
 from cleanba.runtime.metrics import duration
-from cleanba.runtime.placement import refuse_64_bits
+from cleanba.runtime.process_setup import refuse_64_bits
 from cleanba.runtime.supervision import handle_signals
 from cleanba.sweeps.manifest import Planned, read_manifest, write_manifest
 from cleanba.sweeps.slurm import job_states, submit

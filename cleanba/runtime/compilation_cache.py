@@ -1,0 +1,70 @@
+"""JAX's cache of compiled programs: one folder for each kind of machine, so that the next start compiles nothing."""
+
+import os
+import platform
+import time
+from contextlib import suppress
+from hashlib import sha256
+from pathlib import Path
+
+import jax
+
+from cleanba.runtime.hardware import cpu_model
+from cleanba.shards import usable_cores
+
+UNUSED_DAYS = 30  # after which a program is removed
+
+
+def keep_compiled_programs() -> None:
+    """Have JAX keep compiled programs on disk and look for them there.
+
+    The user's own choice of a folder (JAX_COMPILATION_CACHE_DIR) or of none (JAX_ENABLE_COMPILATION_CACHE=false)
+    stands.  Where no folder can be written, nothing is cached.  Call it after `make_deterministic`, whose flags are
+    part of the folder's name, and before anything is compiled.
+    """
+    chosen = jax.config.values
+    if chosen["jax_compilation_cache_dir"] is not None or not chosen["jax_enable_compilation_cache"]:
+        return
+    try:
+        folder = cache_folder()
+        folder.mkdir(parents=True, exist_ok=True)
+        clean(folder)
+    except (OSError, RuntimeError):  # no home at all, read-only, full
+        return
+    if not os.access(folder, os.W_OK):
+        return
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)  # a start compiles dozens of small programs
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def cache_folder() -> Path:
+    """This user's folder for programs compiled on such a machine.
+
+    JAX's keys distinguish programs, versions, flags and GPU models.  They ignore the processor's instructions, without
+    which a program crashes, and the number of threads, which changes bits.  Different machines may share a home
+    directory, so each gets a folder of its own.
+    """
+    root = os.environ.get("XDG_CACHE_HOME", "")
+    what = [platform.machine(), cpu_model(), instructions(), str(usable_cores())]
+    what += [os.environ.get(name, "") for name in ("PJRT_NPROC", "JAX_NUM_CPU_DEVICES", "XLA_FLAGS")]
+    machine = sha256("\n".join(what).encode()).hexdigest()[:16]
+    return (Path(root) if os.path.isabs(root) else Path.home() / ".cache") / "cleanba" / "xla" / machine
+
+
+def instructions() -> str:
+    """The processor's instruction sets, as Linux lists them."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.lower().startswith(("flags", "features")):
+                return line
+    return ""
+
+
+def clean(folder: Path) -> None:
+    """Remove programs that have not been used for `UNUSED_DAYS`, and those that cannot be used again."""
+    for path in folder.iterdir():
+        with suppress(OSError):  # another process may be removing it, too
+            of_one_pool = path.name.startswith("jit_scan_pool-")  # holds the address of a pool in one process's memory
+            if of_one_pool or time.time() - path.stat().st_atime > UNUSED_DAYS * 86400:
+                path.unlink()

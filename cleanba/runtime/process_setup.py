@@ -1,0 +1,138 @@
+"""How a process is set up for an experiment: determinism, precision, random numbers, scheduling, compiled programs."""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import jax
+from jax._src import xla_bridge
+
+from cleanba.config import Experiment, require
+from cleanba.runtime.compilation_cache import keep_compiled_programs
+
+# The first flag excludes kernels that add in a varying order, and stops XLA from choosing kernels by timing them: it
+# then takes the first kernel of each library's list, which the library expects to be fastest.  (An autotune level of 0
+# would keep XLA from asking cuDNN at all.)  For matrix products XLA's own first choice is a tiny Triton tile, so the
+# second flag sends them to cuBLAS.
+DETERMINISTIC_XLA_FLAGS = "--xla_gpu_deterministic_ops=true --xla_gpu_enable_triton_gemm=false"
+# On CPUs XLA cuts large sums into one part per thread, by default one per core or simulated device.  Our own matrix
+# products do not depend on the number of threads.
+DETERMINISTIC_CPU_THREADS = "8"
+
+# The JAX settings that random numbers depend on, by their names in `jax.config`.  Users can set each of them in the
+# environment too.
+RANDOM_NUMBERS = {
+    "jax_default_prng_impl": "threefry2x32",
+    "jax_threefry_partitionable": True,
+    "jax_random_seed_offset": 0,
+}
+
+
+def prepare_process(e: Experiment) -> None:
+    """Set this process and XLA up for an experiment.  Call it before anything touches a device.
+
+    Raises:
+        UsageError: JAX_ENABLE_X64 is set.
+    """
+    refuse_64_bits()
+    use_batch_scheduling()
+    if e.deterministic:
+        make_deterministic()
+    keep_compiled_programs()
+    set_precision(e.dtype)
+    pin_random_numbers()
+    with suppress(ImportError):  # of llvmlite, without which JAX draws by itself, the same numbers
+        from cleanba.ops import threefry
+
+        threefry.install()
+
+
+@contextmanager
+def prepared(e: Experiment) -> Iterator[None]:
+    """Call `prepare_process`; on leaving, restore the settings that other code in this process would notice."""
+    before = {name: jax.config.values[name] for name in ("jax_default_matmul_precision", *RANDOM_NUMBERS)}
+    prepare_process(e)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+
+
+def make_deterministic() -> None:
+    """Set the flags that make XLA compute the same bits every time.  Call it before anything touches a device.
+
+    The user's own XLA_FLAGS are put last, so they take precedence, and PJRT_NPROC is kept if it is set.  It is set here
+    only where XLA computes the networks on CPUs.  JAX reads these variables once, when it first uses a device: after
+    that, a warning names those that are missing and matter for the device.
+    """
+    from cleanba.networks.layers import (
+        conv_kind,
+    )  # Flax takes a quarter of a second, which not every command has need of
+
+    given = os.environ.get("XLA_FLAGS", "")
+    by_xla = conv_kind("cpu") == "xla"
+    if xla_bridge.backends_are_initialized():
+        missing = []
+        if jax.default_backend() != "cpu" and DETERMINISTIC_XLA_FLAGS not in given:
+            missing.append(f'XLA_FLAGS="{DETERMINISTIC_XLA_FLAGS}"')
+        if jax.default_backend() == "cpu" and by_xla and "PJRT_NPROC" not in os.environ:
+            missing.append(f"PJRT_NPROC={DETERMINISTIC_CPU_THREADS}")
+        if missing:
+            print(
+                "cleanba: warning: JAX has used a device of this process before Cleanba was asked for anything, so "
+                f"{' '.join(missing)} cannot be set any more, and the bits may differ from other runs'; train first, "
+                "or set it in the environment",
+                file=sys.stderr,
+            )
+        return
+    if DETERMINISTIC_XLA_FLAGS not in given:
+        os.environ["XLA_FLAGS"] = f"{DETERMINISTIC_XLA_FLAGS} {given}".strip()
+    if by_xla:
+        os.environ.setdefault("PJRT_NPROC", DETERMINISTIC_CPU_THREADS)
+
+
+def use_batch_scheduling() -> None:
+    """Schedule this thread, and those it starts later, under Linux's SCHED_BATCH.
+
+    XLA's threads spin for some microseconds before they sleep, and wake each other at every operation.  With more
+    threads than cores, spinning threads would pre-empt working ones; under SCHED_BATCH a thread that wakes up does not
+    pre-empt.  This changes no results.  Nothing happens where the system lacks or forbids the policy, or where the user
+    has chosen another one.
+    """
+    with suppress(OSError, AttributeError):
+        if os.sched_getscheduler(0) == os.SCHED_OTHER:
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
+def set_precision(dtype: str) -> None:
+    """Compute float32 products and convolutions in full precision, unless the experiment's `dtype` says otherwise.
+
+    By default JAX rounds their inputs to 10 bits on GPUs with TensorFloat-32 units.  Call it before anything is
+    compiled.
+    """
+    jax.config.update("jax_default_matmul_precision", precision(dtype))
+
+
+def precision(dtype: str) -> str:
+    """JAX's name for the precision of matrix products in an experiment with this `dtype`."""
+    return "tensorfloat32" if dtype == "tensorfloat32" else "highest"
+
+
+def pin_random_numbers() -> None:
+    """Use Threefry and JAX's defaults for random numbers, whatever JAX_DEFAULT_PRNG_IMPL and its like say.
+
+    This holds for the code of environments too.  Call it before anything is compiled.
+    """
+    for name, value in RANDOM_NUMBERS.items():
+        jax.config.update(name, value)
+
+
+def refuse_64_bits() -> None:
+    """Raise `UsageError` where JAX would use 64-bit numbers: dtypes here are 32 bits wide."""
+    require(
+        not jax.config.jax_enable_x64,  # type: ignore[attr-defined]
+        "JAX_ENABLE_X64 is set, but networks, optimisers and replay here compute with 32-bit numbers; "
+        "set JAX_ENABLE_X64=0",
+    )

@@ -1,0 +1,71 @@
+"""The processes of a distributed run: how they join (`jax.distributed`), and the one collective of the host code."""
+
+import os
+import signal
+import socket
+import threading
+from hashlib import sha256
+
+import jax
+import numpy as np
+
+from cleanba.config import Placement, require
+
+
+def initialise(p: Placement) -> None:
+    """Join the other processes, if the placement is distributed.  Call it before anything touches a device.
+
+    Raises:
+        UsageError: the flags contradict each other, or no cluster was found and no address given.
+        RuntimeError: the coordinator could not be reached.
+    """
+    manual = {
+        "--coordinator-address": p.coordinator_address,
+        "--num-processes": p.num_processes,
+        "--process-id": p.process_id,
+    }
+    given = [flag for flag, value in manual.items() if value is not None]
+    require(
+        not (p.distributed and jax.distributed.is_initialized()),
+        "--distributed joins other processes once, and this process has done so already; start a new one",
+    )
+    if not p.distributed:
+        require(not given, f"{', '.join(given)} need --distributed; add it, or leave them out")
+        return
+    if given:
+        missing = [flag for flag, value in manual.items() if value is None]
+        require(not missing, f"{', '.join(given)} were given without {', '.join(missing)}; give all three or none")
+        n, i = p.num_processes or 0, p.process_id or 0
+        require(n >= 1, f"num_processes={n} must be at least 1; set --num-processes")
+        require(0 <= i < n, f"process_id={i} must lie in [0, {n}); set --process-id")
+    try:
+        # Each process sees all devices of its host; the two id flags choose among them.
+        jax.distributed.initialize(p.coordinator_address, p.num_processes, p.process_id)
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # JAX would note it and go on
+        if "JAX_LOCAL_DEVICE_IDS" not in os.environ:  # under Slurm JAX would leave each process a single GPU
+            jax.config.update("jax_cuda_visible_devices", "all")
+            jax.config.update("jax_rocm_visible_devices", "all")
+    except ValueError as error:
+        require(
+            False,
+            "--distributed found no cluster (Slurm, Open MPI or Kubernetes) to join; "
+            f"add --coordinator-address, --num-processes and --process-id ({error})",
+        )
+
+
+def processes_here() -> int:
+    """The number of this run's processes on this host.  All processes must call this."""
+    names = gather_over_processes(np.frombuffer(sha256(socket.gethostname().encode()).digest(), np.uint8))
+    return int((names == names[jax.process_index()]).all(1).sum())
+
+
+def gather_over_processes(x: np.ndarray) -> np.ndarray:
+    """The arrays of all P processes.  [...] -> [P, ...].  All processes must call this, in the same order."""
+    if jax.process_count() == 1:
+        return x[None]
+    from jax.experimental import multihost_utils
+
+    # As bytes: JAX would round float64 to float32.
+    gathered = np.asarray(multihost_utils.process_allgather(np.ascontiguousarray(x).view(np.uint8)))
+    return gathered.reshape(jax.process_count(), -1).view(x.dtype).reshape(jax.process_count(), *x.shape)
