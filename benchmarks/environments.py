@@ -34,7 +34,8 @@ from cleanba.runtime.collect import SteppedCollector, Times, make_steppers
 from cleanba.runtime.devices import find_devices
 from cleanba.runtime.metrics import Display, Status
 from cleanba.runtime.process_setup import prepare_process
-from cleanba.runtime.train import make_training, run_training
+from cleanba.runtime.train import run_training
+from cleanba.runtime.training import make_training
 from cleanba.seeds import action_numbers, env_seed
 
 

@@ -268,7 +268,8 @@ def digests(part: Part) -> Iterator[dict[str, Any]]:
     from cleanba.resolution import fit, resolve
     from cleanba.runtime.devices import find_devices
     from cleanba.runtime.metrics import Display, Status
-    from cleanba.runtime.train import make_training, run_training
+    from cleanba.runtime.train import run_training
+    from cleanba.runtime.training import make_training
 
     recipe, there = RECIPES[part.algorithm], len(jax.local_devices())
     e, spec, *_ = resolve(recipe, part.fields, jax.default_backend())

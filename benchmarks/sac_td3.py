@@ -57,7 +57,8 @@ def time_ours(name: str, args: Args) -> dict[str, float]:
     from cleanba.runtime.devices import find_devices
     from cleanba.runtime.metrics import Display, Status
     from cleanba.runtime.process_setup import prepare_process
-    from cleanba.runtime.train import make_training, run_training
+    from cleanba.runtime.train import run_training
+    from cleanba.runtime.training import make_training
 
     recipe = RECIPES[name]
     fields = dict(env_id=args.env_id, total_timesteps=args.warmup + args.steps, learning_starts=256, env_epoch=0)

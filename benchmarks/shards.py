@@ -20,8 +20,7 @@ from cleanba.algorithms import ppo
 from cleanba.config import Partition, Placement
 from cleanba.environments.specs import EnvSpec, ObsSpec
 from cleanba.runtime.devices import find_devices
-from cleanba.runtime.learner import Learner
-from cleanba.runtime.train import abstract_block
+from cleanba.runtime.learner import Learner, abstract_block
 from cleanba.shards import ShardAxis
 
 

@@ -26,10 +26,11 @@ from cleanba.resolution import fit, resolve
 from cleanba.runtime.channels import Stop
 from cleanba.runtime.collect import SteppedCollector, Times, make_steppers
 from cleanba.runtime.devices import find_devices
-from cleanba.runtime.learner import Learner
+from cleanba.runtime.learner import Learner, abstract_block
 from cleanba.runtime.metrics import Display, Status
 from cleanba.runtime.process_setup import prepare_process
-from cleanba.runtime.train import abstract_block, make_training, run_training
+from cleanba.runtime.train import run_training
+from cleanba.runtime.training import make_training
 from cleanba.seeds import action_numbers, env_seed
 from cleanba.shards import network_options
 

@@ -47,7 +47,8 @@ from cleanba.runtime.processes import gather_over_processes, initialise, process
 from cleanba.runtime.profile import Profile
 from cleanba.runtime.supervision import Watchdog, leave_process, watched
 from cleanba.runtime.tracking import require_tracking
-from cleanba.runtime.train import Outcome, Training, make_training, run_training
+from cleanba.runtime.train import Outcome, run_training
+from cleanba.runtime.training import Training, make_training
 from cleanba.train_flags import parse
 from cleanba.trust import require_trusted
 

@@ -28,7 +28,8 @@ from cleanba.recipes import RECIPES
 from cleanba.runtime.devices import find_devices
 from cleanba.runtime.metrics import Display, Status
 from cleanba.runtime.process_setup import make_deterministic
-from cleanba.runtime.train import Training, make_training, run_training
+from cleanba.runtime.train import run_training
+from cleanba.runtime.training import Training, make_training
 from cleanba.train_flags import parse
 
 ROOT = Path(__file__).parents[1]

@@ -10,10 +10,10 @@ import pytest
 
 from cleanba.errors import Interrupted
 from cleanba.runtime import pace
-from cleanba.runtime.actor import Schedule
 from cleanba.runtime.metrics import Status
 from cleanba.runtime.pace import Pace
-from cleanba.runtime.statistics import Progress
+from cleanba.runtime.progress import Progress
+from cleanba.runtime.schedule import Schedule
 
 
 def make(schedule, frequency, whole_epochs=False, processes=1):

@@ -19,7 +19,7 @@ from cleanba.runtime.checkpoint import updates_kept
 from cleanba.runtime.collect import SteppedCollector
 from cleanba.runtime.keeper import Keeper
 from cleanba.runtime.learner import Learner
-from cleanba.runtime.train import Schedule
+from cleanba.runtime.schedule import Schedule
 
 # 40 updates of 64 steps, and a checkpoint after every seventh: where environments start afresh, and in their midst.
 FLAGS = [*TINY, "--total-timesteps", "2560", "--env-epoch", "14", "--checkpoint-frequency", "7"]

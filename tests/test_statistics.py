@@ -4,10 +4,11 @@ import math
 
 from cleanba.config import Experiment, Placement
 from cleanba.launch import size_in_words
-from cleanba.runtime.actor import Schedule
 from cleanba.runtime.devices import find_devices
 from cleanba.runtime.metrics import Status
-from cleanba.runtime.statistics import Book, Progress
+from cleanba.runtime.progress import Progress
+from cleanba.runtime.schedule import Schedule
+from cleanba.runtime.training_log import Book
 
 
 def test_the_start_says_exactly_what_will_be_done():

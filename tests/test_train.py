@@ -21,10 +21,10 @@ import cleanba.runtime.train
 from cleanba.algorithms.ppo import PPO
 from cleanba.environments.envpool import Envs, env_spec
 from cleanba.launch import how_to_draw
-from cleanba.runtime.actor import Schedule
 from cleanba.runtime.channels import Stop
 from cleanba.runtime.collect import SteppedCollector, Times, make_steppers
 from cleanba.runtime.digests import params_digest
+from cleanba.runtime.schedule import Schedule
 from cleanba.seeds import action_numbers, env_seed
 
 THREE_STEPS = (Play((1.0, 2.0, 3.0)),)  # then terminated

@@ -9,6 +9,7 @@ from cleanba.rollout import Episode, PyTree, Rollout
 from cleanba.runtime.channels import Channel, Stop
 from cleanba.runtime.collect import Collector, Times
 from cleanba.runtime.records import Ending, Standing, Told
+from cleanba.runtime.schedule import Schedule
 from cleanba.seeds import action_numbers
 
 
@@ -30,47 +31,6 @@ class Parcel(NamedTuple):
     times: Times
     told: Told
     ending: Ending
-
-
-class Schedule(NamedTuple):
-    """Which rollouts there are, and which policy and which environments each is collected with."""
-
-    first: int  # number of the first rollout to collect: 1, or later after a resume
-    last: int
-    concurrency: bool
-    env_epoch: int  # in updates; 0 for never
-    checkpoint_frequency: int = 0  # where it is a number of updates, and not by time
-
-    def policy_version(self, rollout: int) -> int:
-        """With concurrency rollout k+1 is collected while update k runs, with the version from before it."""
-        return max(1, rollout - 1) if self.concurrency else rollout
-
-    def lag(self, rollout: int) -> int:
-        """How many versions the learner is ahead when it learns from that rollout."""
-        return rollout - self.policy_version(rollout)
-
-    def epoch(self, rollout: int) -> int:
-        """How often the environments have started afresh before that rollout, the first time left out."""
-        return (rollout - 1) // self.env_epoch if self.env_epoch else 0
-
-    def ends_epoch(self, update: int) -> bool:
-        """Whether no environment goes on after that update: at the end of an epoch, and of the run."""
-        f = self.env_epoch
-        return update == self.last or (f > 0 and update % f == 0)
-
-    def is_marked(self, update: int) -> bool:
-        """Whether every run of this experiment with this frequency of checkpoints logs its digests there."""
-        f = self.checkpoint_frequency
-        return self.ends_epoch(update) or (f > 0 and update % f == 0)
-
-    def next_end(self, update: int) -> int:
-        """The first update after `update` that ends an epoch."""
-        f = self.env_epoch
-        return min(self.last, (update // f + 1) * f) if f else self.last
-
-    def starts_epoch(self, rollout: int) -> bool:
-        """Whether the environments start afresh before that rollout."""
-        return rollout == self.first or self.epoch(rollout) != self.epoch(rollout - 1)
 
 
 def run_actor(

@@ -6,10 +6,10 @@ from typing import NamedTuple
 import numpy as np
 
 from cleanba.errors import Interrupted
-from cleanba.runtime.actor import Schedule
 from cleanba.runtime.devices import Devices
 from cleanba.runtime.processes import gather_over_processes
-from cleanba.runtime.statistics import Progress
+from cleanba.runtime.progress import Progress
+from cleanba.runtime.schedule import Schedule
 
 FIRST_SECONDS = 10.0  # until the first checkpoint of a start of the run, where they go by time
 SECONDS = 60.0  # between checkpoints

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from cleanba.errors import Failure, Interrupted
 from cleanba.runtime.channels import Channel, Stop
-from cleanba.runtime.statistics import Progress
+from cleanba.runtime.progress import Progress
 
 GRACE_SECONDS = 3.0  # for threads to notice that the run ends
 

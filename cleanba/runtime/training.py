@@ -1,0 +1,114 @@
+"""The fixed parts of a run: what is trained, on which devices, with which checkpoints."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import jax
+
+from cleanba.algorithm import Algorithm
+from cleanba.config import Experiment, Partition
+from cleanba.environments.kinds import Envs, open_envs, threads_per_actor
+from cleanba.environments.specs import EnvSpec
+from cleanba.rollout import PyTree, Rollout
+from cleanba.runtime.checkpoint import Checkpoints, Saved
+from cleanba.runtime.devices import Devices
+from cleanba.runtime.learner import abstract_block, memory_shapes
+from cleanba.runtime.schedule import Schedule
+from cleanba.seeds import env_seed
+from cleanba.specs import ActionSpec
+
+
+@dataclass(frozen=True)
+class Training:
+    """The fixed parts of a run, which all its threads share."""
+
+    algorithm: Algorithm
+    experiment: Experiment
+    partition: Partition
+    devices: Devices
+    spec: EnvSpec
+    log_frequency: int
+    make_envs: Callable[[Sequence[int], int], Envs]
+    """seeds, epoch -> environments"""
+    checkpoints: Checkpoints | None = None
+    """where checkpoints go; None: there are none"""
+    saved: Saved | None = None
+    """the checkpoint to continue from"""
+    begin_with: Callable[[PyTree], PyTree] | None = None
+    """the initial state, on the host -> the same with another run's parameters (--init-from)"""
+    checkpoint_frequency: int | None = None
+    """updates between checkpoints; 0: none but the last; None: by time"""
+    repeatable: bool = True
+    """whether environments repeat themselves given the same seeds and actions; if not, checkpoints are taken only at
+    ends of epochs"""
+    stall_timeout: float = float("inf")
+    """seconds without an update after which the run ends"""
+    grace_period: float = 60.0
+    """seconds left after a signal to end the update and write a checkpoint"""
+    stop_on_nonfinite: bool = True
+    """whether a loss, gradient, observation or reward that is not finite ends the run"""
+    after_update: Callable[[int, int, PyTree], None] | None = None
+    """called with each update's number, the steps so far, and the parameters, which it must copy before it returns"""
+
+    @property
+    def schedule(self) -> Schedule:
+        e = self.experiment
+        first = self.saved.update + 1 if self.saved else 1
+        return Schedule(first, e.num_updates, e.concurrency, e.env_epoch, self.checkpoint_frequency or 0)
+
+    @property
+    def local_actors(self) -> range:
+        return self.partition.process_actors(self.devices.process)
+
+    @property
+    def recorded_action(self) -> ActionSpec | None:
+        """The actions to record, for playing them back after a resume; None where environments' states are saved."""
+        return None if self.spec.on_device else self.spec.action
+
+    @property
+    def block_shapes(self) -> Rollout:
+        """The shapes of one block of a rollout."""
+        envs = self.partition.num_envs // self.partition.num_blocks
+        return abstract_block(self.algorithm, self.spec, self.experiment.num_steps, envs)
+
+    @property
+    def local_shards(self) -> range:
+        return self.partition.process_shards(self.devices.process)
+
+    @property
+    def memory_shapes(self) -> PyTree:
+        """The shapes of one shard's memory."""
+        return memory_shapes(self.algorithm, self.block_shapes, self.partition)
+
+    def envs_of(self, actor: int, device: jax.Device) -> Callable[[int], Envs]:
+        """Epoch -> this actor's environments, on its device where they are JAX environments.
+
+        Their seeds depend on the experiment, the epoch and the actor's number, never on where it runs.
+        """
+        e, p = self.experiment, self.partition
+
+        def make(epoch: int) -> Envs:
+            seeds = [env_seed(e.seed, i, epoch, p.num_envs) for i in p.actor_envs(actor)]
+            with jax.default_device(device):
+                return self.make_envs(seeds, epoch)
+
+        return make
+
+
+def make_training(
+    algorithm: Algorithm,
+    experiment: Experiment,
+    partition: Partition,
+    devices: Devices,
+    spec: EnvSpec,
+    log_frequency: int = 10,
+    make_envs: Callable[[Sequence[int], int], Envs] | None = None,
+    env_workers: int | None = None,
+) -> Training:
+    """A `Training` on environments that `spec` describes.  `make_envs` makes others in their place, as tests do.
+
+    `env_workers` is the placement's.  The remaining fields keep their defaults; `dataclasses.replace` sets them.
+    """
+    threads = threads_per_actor(partition.num_actors // partition.num_processes)
+    opened = lambda seeds, epoch: open_envs(spec, seeds, threads, env_workers)
+    return Training(algorithm, experiment, partition, devices, spec, log_frequency, make_envs or opened)

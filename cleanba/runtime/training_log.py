@@ -1,0 +1,225 @@
+"""The log points of the learner's loop: what a run counts and times, by the names it is logged under."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import jax
+import numpy as np
+
+from cleanba.algorithm import Metrics
+from cleanba.errors import NotFinite
+from cleanba.files import Json
+from cleanba.runtime.devices import Devices
+from cleanba.runtime.metrics import Status
+from cleanba.runtime.progress import Progress
+from cleanba.runtime.schedule import Schedule
+from cleanba.runtime.statistics import Statistics
+
+
+LOGGED = {
+    "update": "number of the update, from 1",
+    "global_step": "executed environment steps of all environments; steps whose action was ignored do not count",
+    "seconds": "wall time since the run began, earlier parts of an interrupted run included",
+    "charts/episodic_return": "mean return of the last 100 training episodes, raw rewards",
+    "charts/episodic_length": "mean length of these episodes, in steps",
+    "charts/episodes": "episodes finished so far",
+    "charts/SPS": "environment steps per second since the first update, whose time was compilation",
+    "charts/SPS_recent": "environment steps per second since the log point before",
+    "stats/policy_lag": "versions between the policy that acted and the newest: 1, or 0 without concurrency",
+    "stats/bottleneck": "the part that, made faster, would make the whole faster (a word)",
+    "stats/rollout_time": "seconds of one rollout, mean over the actors",
+    "stats/emulators_time": "of these: stepping environments",
+    "stats/inference_time": "of these: observations to the device, the policy, actions back",
+    "stats/scan_time": "of these: both, where a rollout is one compiled scan",
+    "stats/transfer_time": "of these: handing the rollout to the learner devices",
+    "stats/params_wait_time": "of these: waiting for parameters",
+    "stats/learner_rollout_wait_time": "seconds since the log point before in which the learner waited for rollouts",
+    "stats/learner_update_time": "seconds since the log point before in which it updated",
+    "params_digest": "SHA-256 of the parameters that act; at the end, and where environments start afresh",
+    "learner_digest": "SHA-256 of all that the learner keeps, at the same points",
+}
+"""What a log point holds besides what the algorithm logs: name -> meaning."""
+
+
+class LogPoint(Protocol):
+    """Takes one log point: update, global step, seconds since the run began, and the values by their names."""
+
+    def __call__(self, update: int, global_step: int, seconds: float, values: Json) -> None: ...
+
+
+class Book:
+    """Counts and times the learner's loop, leaves in `progress` how it goes, and makes its log points."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        log_frequency: int,
+        devices: Devices,
+        progress: Progress,
+        log: LogPoint,
+        first_to_learn: int = 0,
+    ):
+        """`first_to_learn` is the number of the first update that learns: those before take less time."""
+        self._schedule, self._log_frequency, self._devices = schedule, log_frequency, devices
+        self._first_to_learn, self._last_update = first_to_learn, schedule.first - 1  # the latter at the last log point
+        self._progress, self._log = progress, log
+        self._began = time.perf_counter() - progress.seconds_before
+        self._unchecked: tuple[int, Metrics] = (0, {})
+        self.begin()
+
+    def begin(self) -> None:
+        """All is compiled: the first rollout is on its way."""
+        statistics = self._progress.statistics
+        self._timed_from, self._timed_steps = time.perf_counter(), 0
+        self._last_log, self._steps_at_last_log = time.perf_counter(), statistics.global_step
+
+    @property
+    def steps_so_far(self) -> int:
+        """Environment steps of all processes; between log points as if the others had made as many as this one."""
+        statistics = self._progress.statistics
+        return statistics.global_step + statistics.new_steps * self._devices.num_processes
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Time a wait for rollouts."""
+        before = time.perf_counter()
+        yield
+        self._progress.statistics.learner_wait += time.perf_counter() - before
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """Around the computation of an update."""
+        before = time.perf_counter()
+        yield
+        self._progress.statistics.learner_update += time.perf_counter() - before
+
+    def updated(self, update: int) -> None:
+        """An update is done."""
+        progress = self._progress
+        progress.update, progress.lag = update, self._schedule.lag(update)
+        if self._devices.num_processes == 1:  # the steps of others are known at log points
+            progress.global_step = progress.status.global_step = self.steps_so_far
+        progress.status.phase, progress.status.update = "training", update
+        if update == self._schedule.first:  # its time was mostly compilation, so the clock starts after it
+            self._timed_from, self._timed_steps = time.perf_counter(), self.steps_so_far
+        else:
+            progress.update_seconds = (time.perf_counter() - self._timed_from) / (update - self._schedule.first)
+
+    def check_finite(self, update: int, metrics: Metrics, saving: bool) -> None:
+        """Losses and gradients must be numbers.
+
+        Looked at an update late, when they have arrived; at once before they are saved.
+
+        Raises:
+            NotFinite: one is not.
+        """
+        jax.tree.map(lambda x: x.copy_to_host_async(), metrics)
+        check_finite(*self._unchecked, self._progress.saved_update)
+        if saving:
+            check_finite(update, metrics, self._progress.saved_update)
+        self._unchecked = update, metrics
+
+    def is_log_point(self, update: int) -> bool:
+        """Whether all processes log after this update."""
+        return update == 1 or update % self._log_frequency == 0 or self._schedule.is_marked(update)
+
+    def log(self, update: int, metrics: Metrics, digests: dict[str, str]) -> None:
+        """Make a log point.  All processes must call this after the same updates."""
+        progress, statistics, now = self._progress, self._progress.statistics, time.perf_counter()
+        new_steps = statistics.gather()
+        progress.global_step = statistics.global_step
+        interval = now - self._last_log
+        if update > self._schedule.first:
+            progress.sps = (statistics.global_step - self._timed_steps) / (now - self._timed_from)
+        elif self._schedule.first == self._schedule.last:  # nothing but the first update to go by
+            progress.sps = new_steps / interval
+        recent = (statistics.global_step - self._steps_at_last_log) / interval
+        self._last_log, self._steps_at_last_log = now, statistics.global_step
+        if update > self._schedule.first and self._last_update >= self._first_to_learn - 1:
+            progress.status.seconds_per_update = interval / (update - self._last_update)
+        self._last_update = update
+        lag = self._schedule.lag(update)
+        values = log_values(statistics, metrics, progress.sps, recent if progress.sps is not None else None, lag)
+        actor_times, learner_times = statistics.take_times()
+        values |= {f"stats/{name}_time": seconds for name, seconds in actor_times.items()}
+        values |= {f"stats/learner_{name}_time": seconds for name, seconds in learner_times.items()}
+        bottleneck = name_bottleneck(actor_times, learner_times, self._schedule.concurrency)
+        values |= {"stats/bottleneck": bottleneck, **digests}
+        self._log(update, statistics.global_step, now - self._began, values)
+        fill_status(progress.status, statistics, values, actor_times, learner_times, interval, bottleneck)
+
+    def counters(self) -> Json:
+        """What a checkpoint keeps of this."""
+        return self._progress.statistics.counters(time.perf_counter() - self._began)
+
+
+def log_values(statistics: Statistics, metrics: Json, sps: float | None, recent: float | None, lag: int) -> Json:
+    """The numbers of one log point, by CleanRL's names; what is not known yet is left out."""
+    values: Json = {
+        "charts/SPS": sps,
+        "charts/SPS_recent": recent,
+        "charts/episodic_return": statistics.mean_return,
+        "charts/episodic_length": statistics.mean_length,
+        "charts/episodes": statistics.episodes,
+        "stats/policy_lag": lag,
+    }
+    there = {
+        name: x for name, x in metrics.items() if not name.startswith("count/") and metrics.get(f"count/{name}", 1)
+    }
+    values |= {name: float(np.asarray(jax.device_get(value))) for name, value in there.items()}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def fill_status(
+    status: Status,
+    statistics: Statistics,
+    values: Json,
+    actor_times: dict[str, float],
+    learner_times: dict[str, float],
+    interval: float,
+    bottleneck: str,
+) -> None:
+    """Show a log point on the console."""
+    nan = float("nan")
+    status.global_step, status.episodes = statistics.global_step, statistics.episodes
+    status.sps, status.sps_recent = values.get("charts/SPS", nan), values.get("charts/SPS_recent", nan)
+    status.episodic_return = values.get("charts/episodic_return", nan)
+    status.episodic_length = values.get("charts/episodic_length", nan)
+    status.losses = {name.removeprefix("losses/"): v for name, v in values.items() if name.startswith("losses/")}
+    whole = max(actor_times["rollout"], 1e-9)
+    words = {"params_wait": "waiting for parameters"}
+    status.actor_times = {words.get(k, k): s / whole for k, s in actor_times.items() if k != "rollout" and s > 0}
+    words = {"rollout_wait": "waiting for rollouts"}
+    status.learner_times = {words.get(k, k): s / max(interval, 1e-9) for k, s in learner_times.items()}
+    status.bottleneck = bottleneck
+
+
+def check_finite(update: int, metrics: Json, saved_update: int) -> None:
+    """Losses and gradients must be numbers.
+
+    Raises:
+        NotFinite: one is not.
+    """
+    for name, value in metrics.items():
+        if name.startswith("losses/") and not np.isfinite(np.asarray(value)).all():
+            where = (
+                f"the checkpoint of update {saved_update} is the last good one"
+                if saved_update
+                else "there is no checkpoint yet"
+            )
+            raise NotFinite(
+                f"update {update}: {name} is {float(value)}, which is not a finite number; {where}, and to go on from "
+                "there comes to the same. Try smaller learning rates in a run of its own, or go on regardless with "
+                "--on-nonfinite ignore"
+            )
+
+
+def name_bottleneck(actor: dict[str, float], learner: dict[str, float], concurrency: bool) -> str:
+    """Which part, made faster, would make the whole faster.  Seconds per rollout and per log interval, by activity."""
+    acting = max(("emulators", "inference", "scan", "transfer"), key=lambda name: actor[name])
+    acting = {"scan": "acting (emulators and inference in one scan)"}.get(acting, acting)
+    if not concurrency:  # nothing overlaps, so the largest part is the one to shorten
+        return "learner" if learner["update"] > learner["rollout_wait"] else acting
+    return acting if learner["rollout_wait"] > 0.1 * learner["update"] else "learner"
