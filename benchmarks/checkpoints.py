@@ -28,8 +28,8 @@ import machine
 import numpy as np
 import tyro
 
+from cleanba.environments.backends import env_spec
 from cleanba.environments.envpool import Envs
-from cleanba.environments.kinds import env_spec
 from cleanba.recipes import RECIPES
 from cleanba.resolution import resolve
 from cleanba.runtime.channels import Stop

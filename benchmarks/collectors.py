@@ -14,10 +14,10 @@ import tyro
 from machine import save
 
 from cleanba.algorithms import ppo
+from cleanba.environments.backends import threads_per_actor
 from cleanba.environments.envpool import Envs, env_spec
-from cleanba.environments.kinds import threads_per_actor
 from cleanba.runtime.channels import Stop
-from cleanba.runtime.collect import Collector, ScannedCollector, Scans, SteppedCollector, Times, make_steppers
+from cleanba.runtime.collect import Collector, ScanCache, ScannedCollector, SteppedCollector, Times, make_steppers
 from cleanba.seeds import action_numbers, env_seed
 
 
@@ -38,7 +38,7 @@ class Flags:
     """How much is measured."""
 
     rounds: int = 7
-    """how often each collector takes its turn"""
+    """how often each collector recorded_action its turn"""
     envs: tuple[int, ...] = (8, 64)
     """environments of the actor, for the small games"""
     steps: int = 128
@@ -78,7 +78,7 @@ def measure(s: Setting, rounds: int) -> dict[str, Any]:
         "stepped": SteppedCollector(
             algorithm, make_steppers(algorithm, s.steps, device.platform), s.steps, device, Stop()
         ),
-        "scanned": ScannedCollector(algorithm, s.steps, device, Stop(), Scans(algorithm, s.steps)),
+        "scanned": ScannedCollector(algorithm, s.steps, device, Stop(), ScanCache(algorithm, s.steps)),
     }
     seconds: dict[str, list[float]] = {name: [] for name in collectors}
     compile_seconds, executed = {}, {name: 0 for name in collectors}

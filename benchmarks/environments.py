@@ -23,8 +23,8 @@ from machine import save
 
 from cleanba.algorithms import ppo
 from cleanba.config import Experiment, Placement
-from cleanba.environments import native
-from cleanba.environments.kinds import env_spec, open_envs, threads_per_actor
+from cleanba.environments import jax_envs
+from cleanba.environments.backends import env_spec, open_envs, threads_per_actor
 from cleanba.networks import make_actor_critic
 from cleanba.ops.returns import gae
 from cleanba.recipes import RECIPES
@@ -60,7 +60,7 @@ class Flags:
 def plain_loop(e: ppo.PPO, updates: int) -> Callable[[jax.Array], Any]:
     """Train for so many updates, as one compiled function of a key."""
     spec = env_spec(e)
-    network, functions = make_actor_critic(spec, e, jax.default_backend()), native.functions(spec)
+    network, functions = make_actor_critic(spec, e, jax.default_backend()), jax_envs.functions(spec)
     optimiser = optax.chain(optax.clip_by_global_norm(e.max_grad_norm), optax.adam(e.learning_rate, eps=1e-5))
 
     def loss(params: Any, batch: Any) -> jax.Array:

@@ -144,7 +144,7 @@ def speed(part: Part) -> Iterator[dict[str, Any]]:
     from throughput import Parts, steps_per_second
 
     from cleanba.config import Placement
-    from cleanba.environments.kinds import threads_per_actor
+    from cleanba.environments.backends import threads_per_actor
     from cleanba.recipes import RECIPES
 
     recipe = RECIPES[part.algorithm]

@@ -68,11 +68,11 @@ def main(args: Args) -> None:
     each = max(1, round(args.new_megabytes * 1e6 / (ENVS * STEPS * 7066)))
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder)
-        holdings = memory.Holdings(like, range(1), folder=run)
+        memory_store = memory.MemoryStore(like, range(1), folder=run)
         for number in range(1, args.checkpoints + 2):
             before = {path: path.stat().st_size for path in run.rglob("*") if path.is_file()}
             start = time.perf_counter()
-            found = holdings.look(ring, number)
+            found = memory_store.snapshot(ring, number)
             looked = time.perf_counter()
             memory.prune(run, range(1), [number - 1, number])
             memory.write(run, number, found)

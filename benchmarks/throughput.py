@@ -19,8 +19,8 @@ import numpy as np
 import tyro
 
 from cleanba.config import Placement
+from cleanba.environments.backends import threads_per_actor
 from cleanba.environments.envpool import Envs
-from cleanba.environments.kinds import threads_per_actor
 from cleanba.recipes import RECIPES, Recipe
 from cleanba.resolution import fit, resolve
 from cleanba.runtime.channels import Stop

@@ -1,94 +1,121 @@
 """The waist between what is learned and how it runs: pure functions.
 
-The runtime never sees a loss; an algorithm never sees a thread, a queue or a device.
+The runtime never sees a loss; an algorithm never sees a thread, a queue or a device.  Four types cross the waist, and
+each algorithm has its own:
+
+    S   the learner's state, the same on every learner device: parameters, optimiser state, counters
+    M   the memory of one shard, on the device that holds the shard; () if nothing is kept
+    P   what acting needs of the state
+    C   the carry, which is the state of a recurrent policy; () for a feed-forward one
 """
 
-from typing import NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import jax
 
 from cleanba.rollout import PyTree, Rollout
 from cleanba.shards import ShardAxis
 
-Metrics = dict[str, jax.Array]
-"""Scalars by name.  Those under "losses/" must be finite numbers: the run ends where one is not.
+S = TypeVar("S")
+M = TypeVar("M")
+P = TypeVar("P")
+C = TypeVar("C")
+S_co = TypeVar("S_co", covariant=True)  # where a function only returns it
+M_co = TypeVar("M_co", covariant=True)
+P_co = TypeVar("P_co", covariant=True)
+C_co = TypeVar("C_co", covariant=True)
+S_contra = TypeVar("S_contra", contravariant=True)  # where a function only takes it
+P_contra = TypeVar("P_contra", contravariant=True)
+C_contra = TypeVar("C_contra", contravariant=True)
 
-What there may be nothing of in an update has a "count/" beside it, by its own name: where that is 0 it is not logged.
+Metrics = dict[str, jax.Array]
+"""Scalars by name.  A run ends where one under "losses/" is not finite.
+
+A metric that some updates lack comes with "count/<name>", and is not logged where that is 0.
 """
 
 
-class Init(Protocol):
-    def __call__(self, key: jax.Array) -> PyTree:
-        """The learner's first state: parameters, optimiser state, counters, whatever the algorithm needs."""
+class Init(Protocol[S_co]):
+    def __call__(self, key: jax.Array) -> S_co:
+        """The learner's state before the first update: parameters, optimiser state, counters."""
         ...
 
 
-class InitMemory(Protocol):
-    def __call__(self, rollout: Rollout) -> PyTree:
-        """One shard's first memory, from the shapes of its rollout, [T(+1), B, ...]; () if nothing is kept.
+class InitMemory(Protocol[M_co]):
+    def __call__(self, rollout: Rollout) -> M_co:
+        """One shard's memory before the first update, from the shapes of its rollout, [T(+1), B, ...].
 
-        What grows (a replay buffer) or belongs to single environments (a discounted return under way) is memory.
+        What grows (a replay memory), or belongs to single environments (a discounted return under way), is memory.
         """
         ...
 
 
-class InitialCarry(Protocol):
-    def __call__(self, batch: int) -> PyTree:
-        """What a recurrent policy remembers before it has seen anything, [B, ...]; () for a feed-forward one."""
+class InitialCarry(Protocol[C_co]):
+    def __call__(self, batch: int) -> C_co:
+        """The carry before the first observation, for B = `batch` environments.  Leaves [B, ...]."""
         ...
 
 
-class Act(Protocol):
+class Act(Protocol[P_contra, C]):
     def __call__(
-        self, params: PyTree, carry: PyTree, obs: PyTree, first: jax.Array, key: jax.Array, explore: bool
-    ) -> tuple[jax.Array, PyTree, PyTree]:
-        """One step of B environments: obs [B, ...], first [B] -> action [B], carry, extras [B, ...].
+        self, params: P_contra, carry: C, obs: PyTree, first: jax.Array, key: jax.Array, explore: bool
+    ) -> tuple[jax.Array, C, PyTree]:
+        """One step of B environments: obs [B, ...], first [B] bool -> action [B, ...], carry, extras [B, ...].
 
-        `extras` is what learning wants to know of acting.  Without `explore` the action is the best one known.
+        `extras` is what `update` needs to know of acting.  Without `explore` the action is the best one known.
         """
         ...
 
 
-class Update(Protocol):
+class Update(Protocol[S, M]):
     def __call__(
-        self, state: PyTree, memory: PyTree, rollout: Rollout, shards: ShardAxis, key: jax.Array
-    ) -> tuple[PyTree, PyTree, Metrics]:
-        """All optimisation done with one rollout of all environments: state, memory and metrics after it.
+        self, state: S, memory: M, rollout: Rollout, shards: ShardAxis, key: jax.Array
+    ) -> tuple[S, M, Metrics]:
+        """All optimisation done with one rollout of all environments: the state and memory after it, and metrics.
 
-        The leaves of `memory` are [K', ...], those of `rollout` [K', T(+1), B, ...]: this device's shards.  State and
-        metrics come out the same everywhere.  State and memory are donated: memory that is written in place costs no
-        copy of it.
+        The leaves of `memory` are [K', ...] and those of `rollout` [K', T(+1), B, ...], for the K' shards of this
+        device.  State and metrics come out the same on every device.  State and memory are donated, so memory that is
+        written in place is not copied.
         """
         ...
 
 
-class ActorParams(Protocol):
-    def __call__(self, state: PyTree) -> PyTree:
+class ActorParams(Protocol[S_contra, P_co]):
+    def __call__(self, state: S_contra) -> P_co:
         """What `act` needs of the learner's state."""
         ...
 
 
-class Inspect(Protocol):
-    def __call__(self, params: PyTree, carry: PyTree, obs: PyTree, first: jax.Array) -> dict[str, jax.Array]:
-        """What to show of a policy in a film: numbers [B], and one for each action [B, A], by name.
-
-        The arguments are those of `act`.
-        """
+class Inspect(Protocol[P_contra, C_contra]):
+    def __call__(self, params: P_contra, carry: C_contra, obs: PyTree, first: jax.Array) -> dict[str, jax.Array]:
+        """Numbers to show in a film, by name: [B], or one for each action, [B, A].  Arguments as those of `act`."""
         ...
 
 
-def no_memory(rollout: Rollout) -> PyTree:
+def no_memory(rollout: Rollout) -> tuple[()]:
     """`init_memory` of an algorithm that learns from each rollout once and keeps nothing of it."""
     return ()
 
 
-class Algorithm(NamedTuple):
+NoCarry: TypeAlias = tuple[()]
+
+
+def no_carry(batch: int) -> NoCarry:
+    """`initial_carry` of a feed-forward policy."""
+    return ()
+
+
+class Algorithm(NamedTuple, Generic[S, M, P, C]):
     """No base class, registry or callback: to add an algorithm, write these, and a line in `recipes.py`."""
 
-    init: Init
-    init_memory: InitMemory
-    initial_carry: InitialCarry
-    act: Act
-    update: Update
-    actor_params: ActorParams
-    inspect: Inspect
+    init: Init[S]
+    init_memory: InitMemory[M]
+    initial_carry: InitialCarry[C]
+    act: Act[P, C]
+    update: Update[S, M]
+    actor_params: ActorParams[S, P]
+    inspect: Inspect[P, C]
+
+
+AnyAlgorithm: TypeAlias = Algorithm[Any, Any, Any, Any]
+"""An algorithm whose types are only known at run time, as one that was looked up by its name."""

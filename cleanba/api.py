@@ -52,7 +52,7 @@ from cleanba.errors import Failure, Interrupted, UsageError, closest_names
 from cleanba.files import Json, read_json
 from cleanba.launch import Ended, launch
 from cleanba.recipes import RECIPES
-from cleanba.resolution import configure, settle, wishes
+from cleanba.resolution import configure, settle, typed_values
 from cleanba.runs.curves import column, read_rows
 from cleanba.train_flags import FOREIGN_FLAGS
 
@@ -88,7 +88,7 @@ class Spec:
     """what was given; presets and defaults decide the rest"""
     whole: Path | None = None
     """the run whose whole experiment this is, for one that `Run.spec` made"""
-    maker: Callable[..., gymnasium.Env] | None = None
+    maker: Callable[..., gymnasium.Env[Any, Any]] | None = None
     """the class or function that was given in place of an environment's name"""
 
     def __repr__(self) -> str:
@@ -122,7 +122,7 @@ class Specify(Protocol[P]):
     @overload
     def __call__(self, *args: P.args, **flags: P.kwargs) -> Spec: ...
     @overload
-    def __call__(self, env_id: Callable[..., gymnasium.Env], /, **flags: Any) -> Spec: ...
+    def __call__(self, env_id: Callable[..., gymnasium.Env[Any, Any]], /, **flags: Any) -> Spec: ...
 
 
 def _specify(algorithm: str, form: Callable[P, Experiment]) -> Specify[P]:
@@ -130,7 +130,9 @@ def _specify(algorithm: str, form: Callable[P, Experiment]) -> Specify[P]:
     recipe = RECIPES[algorithm]
     known = offered_fields(recipe.experiment)
 
-    def specify(env_id: str | Callable[..., gymnasium.Env] = recipe.experiment.env_id, /, **flags: Any) -> Spec:
+    def specify(
+        env_id: str | Callable[..., gymnasium.Env[Any, Any]] = recipe.experiment.env_id, /, **flags: Any
+    ) -> Spec:
         maker = None if isinstance(env_id, str) else env_id
         if "env_id" in flags:
             env_id = flags.pop("env_id")
@@ -139,16 +141,16 @@ def _specify(algorithm: str, form: Callable[P, Experiment]) -> Specify[P]:
             env_id = register(maker)
         if unknown := [name for name in flags if name not in known]:
             _refuse(algorithm, unknown[0], known)
-        return Spec(algorithm, wishes(recipe, {"env_id": env_id, **_plain(flags)}), maker=maker)
+        return Spec(algorithm, typed_values(recipe, {"env_id": env_id, **_plain(flags)}), maker=maker)
 
     defaults = {f.name: f.default for f in fields(recipe.experiment)}
     specify.__name__ = specify.__qualname__ = algorithm
-    kinds = inspect.Parameter
+    parameter = inspect.Parameter
     specify.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [
-            kinds(
+            parameter(
                 name,
-                kinds.POSITIONAL_OR_KEYWORD if name == "env_id" else kinds.KEYWORD_ONLY,
+                parameter.POSITIONAL_OR_KEYWORD if name == "env_id" else parameter.KEYWORD_ONLY,
                 default=defaults[name],
                 annotation=get_args(f.annotation)[0] if get_origin(f.annotation) is Annotated else f.annotation,
             )

@@ -10,23 +10,23 @@ from functools import partial
 from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from cleanba.agents.agent import new_policy
-from cleanba.agents.beside import Evaluations
 from cleanba.agents.hub import push, require_login
 from cleanba.agents.initial import DIGEST, RECORD, Initial, find_initial, recorded, require_fit, started_from
-from cleanba.algorithm import Algorithm
-from cleanba.algorithms.off_policy import FILLED
+from cleanba.agents.periodic_evaluation import PeriodicEvaluation
+from cleanba.algorithm import AnyAlgorithm
+from cleanba.algorithms.gradient_steps import REPLAY_FILLED
 from cleanba.config import Experiment, Partition, Placement, Run, from_json, read_config, require, to_json
-from cleanba.environments.kinds import check_workers, repeatable, warnings
+from cleanba.environments.backends import check_workers, repeatable, warnings
 from cleanba.environments.specs import EnvSpec
 from cleanba.errors import Exit, Failure, Interrupted, NotFinite, UsageError
 from cleanba.files import Json, write_json
-from cleanba.recipes import Recipe
+from cleanba.recipes import AnyRecipe
 from cleanba.resolution import Config, Resolved, fit, read_recipe, settle
 from cleanba.rollout import PyTree
 from cleanba.runs.directory import (
@@ -47,13 +47,13 @@ from cleanba.runtime.processes import gather_over_processes, initialise, process
 from cleanba.runtime.profile import Profile
 from cleanba.runtime.supervision import Watchdog, leave_process, watched
 from cleanba.runtime.tracking import require_tracking
-from cleanba.runtime.train import Outcome, run_training
+from cleanba.runtime.train import RunOutcome, run_training
 from cleanba.runtime.training import Training, make_training
 from cleanba.train_flags import parse
 from cleanba.trust import require_trusted
 
 
-def train_command(recipe: Recipe, argv: Sequence[str], default: Config | None = None) -> Exit:
+def train_command(recipe: AnyRecipe, argv: Sequence[str], default: Config | None = None) -> Exit:
     """`cleanba ppo …`: parse, train, say how it ended."""
     return exit_of(launch(recipe, parse(recipe, argv, default)))
 
@@ -93,11 +93,13 @@ class Ended(NamedTuple):
     """how an unfinished run goes on"""
 
 
-def launch(recipe: Recipe, config: Config, shown: bool = True, give_up: Callable[[int], None] = leave_process) -> Ended:
-    """The one way from flags to a run, of the command and of Python.
+def launch(
+    recipe: AnyRecipe, config: Config, shown: bool = True, give_up: Callable[[int], None] = leave_process
+) -> Ended:
+    """Train as the configuration says: the one way from flags to a run, for the command and for Python.
 
-    Progress is on the console, or in the notebook, if it is to be `shown`.  `give_up` is given the signal when Ctrl-C
-    is pressed a second time.
+    shown: whether progress is shown on the console, or in the notebook.
+    give_up: called with the signal when Ctrl-C is pressed a second time.
 
     Raises:
         UsageError: flags that cannot be obeyed.  Nothing was compiled.
@@ -110,12 +112,12 @@ def launch(recipe: Recipe, config: Config, shown: bool = True, give_up: Callable
             return train(recipe, config, peers, shown, give_up)
 
 
-def train(recipe: Recipe, config: Config, peers: Peers | None, shown: bool, give_up: Callable[[int], None]) -> Ended:
-    """`launch`, once JAX knows all processes."""
+def train(recipe: AnyRecipe, config: Config, peers: Peers | None, shown: bool, give_up: Callable[[int], None]) -> Ended:
+    """`launch`, after the processes have joined."""
     job = prepare(recipe, config)
     check_workers(job.spec, config.placement.env_workers)
     try:
-        office = claim(job, shown)
+        run_writer = claim(job, shown)
     except Finished as done:
         if shown and job.devices.is_main:
             print(f"cleanba: {done}")
@@ -129,8 +131,8 @@ def train(recipe: Recipe, config: Config, peers: Peers | None, shown: bool, give
         display = Display(status, enabled=job.devices.is_main and shown)
         run = config.run
         try:
-            if office is not None:
-                office.begin(saved, display)
+            if run_writer is not None:
+                run_writer.begin(saved, display)
             announce(job, saved, display)
             training = replace(
                 job.training,
@@ -142,41 +144,41 @@ def train(recipe: Recipe, config: Config, peers: Peers | None, shown: bool, give
                 stall_timeout=run.stall_timeout,
                 grace_period=run.grace_period,
                 stop_on_nonfinite=run.on_nonfinite == "stop",
-                after_update=office.after_update(display) if office else None,
+                after_update=run_writer.after_update(display) if run_writer else None,
             )
-            log = office.log if office else lambda update, global_step, seconds, values: None
+            log = run_writer.log if run_writer else lambda update, global_step, seconds, values: None
             outcome = run_training(training, display, status, log, peers, give_up)
-            if office is not None and outcome.error is None:
-                outcome = office.finish(outcome, status, display)
+            if run_writer is not None and outcome.error is None:
+                outcome = run_writer.finish(outcome, status, display)
                 if peers and outcome.error is not None:  # they wait for this process to end
                     peers.tell(outcome.error)
         finally:
             display.close()
-            if office is not None:
-                office.close_logs()
+            if run_writer is not None:
+                run_writer.close_logs()
             checkpoints.close()
-        error = office.write_result(outcome) if office is not None else outcome.error
+        error = run_writer.write_result(outcome) if run_writer is not None else outcome.error
         said = error is not None and peers is not None and error is peers.error
         in_vain = error is None or isinstance(error, NotFinite)  # it would come to the same numbers
         remedy = "" if in_vain else how_to_go_on(job.run_dir, outcome.result)
-        if remedy and shown and office is not None:
+        if remedy and shown and run_writer is not None:
             print(remedy)
     finally:
-        if office is not None:
-            office.unlock()
-    shared = office.share() if office is not None and error is None else True
+        if run_writer is not None:
+            run_writer.unlock()
+    shared = run_writer.share() if run_writer is not None and error is None else True
     return Ended(job.run_dir, error, outcome.stuck, said, shared, remedy)
 
 
 class Job(NamedTuple):
-    """A training that fits its devices and its environment.  Nothing is compiled or written yet."""
+    """A training whose flags fit its devices and its environment.  Nothing is compiled or written yet."""
 
-    recipe: Recipe
+    recipe: AnyRecipe
     config: Config
     resolved: Resolved
     partition: Partition
     devices: Devices
-    algorithm: Algorithm
+    algorithm: AnyAlgorithm
     run_dir: Path
     initial: Initial | None = None
     """another run's parameters to start from"""
@@ -192,8 +194,8 @@ class Job(NamedTuple):
         return self.resolved.spec
 
     @property
-    def training(self) -> Training:
-        """Its fixed parts, as far as they are known before anything is opened."""
+    def training(self) -> Training[Any, Any, Any, Any]:
+        """The fixed parts of the run that are known before anything is opened."""
         return make_training(
             self.algorithm,
             self.experiment,
@@ -205,11 +207,11 @@ class Job(NamedTuple):
         )
 
 
-def prepare(recipe: Recipe, config: Config) -> Job:
-    """Look at devices and environment.  All processes must call this.
+def prepare(recipe: AnyRecipe, config: Config) -> Job:
+    """Find the devices and the environment, and check the flags against them.  All processes must call this.
 
     Raises:
-        UsageError: the flags fit neither each other nor what is there, or the processes were given different ones.
+        UsageError: the flags do not fit each other, the devices or the environment, or differ between processes.
     """
     devices = find_devices(config.placement)
     now = int(gather_over_processes(np.array([int(time.time())]))[0, 0])  # process 0's clock names the run
@@ -236,10 +238,10 @@ def prepare(recipe: Recipe, config: Config) -> Job:
 
 
 def with_digest(config: Config, run_dir: Path, platform: str) -> tuple[Config, Initial | None]:
-    """What was given, with the digest of the parameters that --init-from names in place of the name; and these.
+    """The configuration with --init-from replaced by the digest of the parameters that it names; and the parameters.
 
     Raises:
-        UsageError: they cannot be found, and the run does not know them either.
+        UsageError: they cannot be found, and the run has not recorded their digest.
     """
     place, record = config.typed.get("init_from"), recorded(run_dir)
     if not place or DIGEST.fullmatch(place):
@@ -257,10 +259,10 @@ def with_digest(config: Config, run_dir: Path, platform: str) -> tuple[Config, I
 
 
 def find_again(digest: str, run_dir: Path, config: Config, platform: str) -> Initial:
-    """The parameters of that digest, for a run that has no checkpoint yet.
+    """The parameters with this digest, for a run that has no checkpoint yet.
 
     Raises:
-        UsageError: they are not where they were.
+        UsageError: they are no longer where they were.
     """
     place = (recorded(run_dir) or recorded(config.whole)).get("from")
     why = "nothing says where they lie"
@@ -278,14 +280,14 @@ def find_again(digest: str, run_dir: Path, config: Config, platform: str) -> Ini
     )
 
 
-SPARSE = 0.9  # share of the replay's batches that is filled, below which the user is told
+SPARSE = 0.9  # below this share of filled replay batches, the user is warned
 
 
-class Office:
-    """What only the main process does beside the training: the lock, the logs, evaluations, the last files."""
+class RunWriter:
+    """Writes the run's directory, in the main process: the lock, logs, evaluations, and the files at the end."""
 
     def __init__(self, job: Job, shown: bool):
-        """Take the run's directory.
+        """Lock the run's directory and open it.
 
         Raises:
             Finished: the same experiment has finished there.
@@ -293,7 +295,7 @@ class Office:
         """
         self._job, self._run, self._shown = job, job.config.run, shown
         agent = new_policy(job.experiment, job.spec, job.algorithm, job.devices.platform, job.recipe.plays)
-        self.evaluations = Evaluations(job.run_dir, self._run, agent, job.devices)
+        self.evaluations = PeriodicEvaluation(job.run_dir, self._run, agent, job.devices)
         if self._run.upload_model:
             require_login()
         if self._run.track:
@@ -309,11 +311,11 @@ class Office:
         self._writers: Writers | None = None
         self._film: Path | None = None
         self._display: Display | None = None
-        self._sparse = False  # whether that was said of the replay
+        self._sparse = False  # whether the user was told of sparse replay batches
         self._profile = Profile(job.run_dir / "profile", self._run.profile)
 
-    def begin(self, saved: Saved | None, display: Display) -> None:
-        """The run begins, or goes on from a checkpoint."""
+    def begin(self, saved: Saved[Any, Any] | None, display: Display) -> None:
+        """Open the logs of a run that begins, or that continues from a checkpoint."""
         run, config, earlier = self._run, self._opened.config, self._opened.earlier
         self._display = display
         history = rewind(self._job.run_dir, saved.update if saved else 0)
@@ -325,11 +327,11 @@ class Office:
             display.say(f"warning: {warning}")
 
     def log(self, update: int, global_step: int, seconds: float, values: Json) -> None:
-        """One log point, and the evaluations that have ended since the last one."""
+        """Write a log point, and the evaluations that have ended since the last one."""
         assert self._writers is not None and self._display is not None
         self.evaluations.log(self._writers, seconds)
         self._writers.write(update, global_step, seconds, values)
-        e, share = self._job.experiment, values.get(FILLED, 1.0)
+        e, share = self._job.experiment, values.get(REPLAY_FILLED, 1.0)
         if share < SPARSE and not self._sparse:
             self._sparse = True
             self._display.say(
@@ -345,7 +347,7 @@ class Office:
             )
 
     def after_update(self, display: Display) -> Callable[[int, int, PyTree], None] | None:
-        """What is to be called after every update; None if nothing is."""
+        """The function to call after every update; None if there is none."""
         consider = self.evaluations.after_update
         if not self._run.profile:
             return consider
@@ -358,8 +360,8 @@ class Office:
 
         return both
 
-    def finish(self, outcome: Outcome, status: Status, display: Display) -> Outcome:
-        """The training is finished: evaluate and film its last version, as the flags say -> how that ended, too."""
+    def finish(self, outcome: RunOutcome[Any], status: Status, display: Display) -> RunOutcome[Any]:
+        """Evaluate and film the last version, as the flags say.  Returns the outcome, failed if that failed."""
         assert self._writers is not None
         evaluations, result = self.evaluations, outcome.result
         if self._run.eval_frequency:
@@ -381,14 +383,14 @@ class Office:
         return outcome
 
     def close_logs(self) -> None:
-        """End what still plays and what is recorded, and close the logs."""
+        """Stop evaluations and profiling, and close the logs."""
         self.evaluations.close()
         self._profile.close()
         if self._writers is not None:
             self._writers.close()
 
-    def write_result(self, outcome: Outcome) -> BaseException | None:
-        """Leave the last files, and say how the run ended.  Returns what it failed with."""
+    def write_result(self, outcome: RunOutcome[Any]) -> BaseException | None:
+        """Write the last files, and print how the run ended.  Returns the error that it failed with."""
         run_dir, result, error = self._job.run_dir, outcome.result, outcome.error
         if (self._run.save_model or self._run.upload_model) and result["status"] == "finished":
             save_model(run_dir / "model.msgpack", self._job.algorithm.actor_params(outcome.state))
@@ -401,11 +403,11 @@ class Office:
         return error
 
     def unlock(self) -> None:
-        """Let go of the run's directory.  May be called twice."""
+        """Unlock the run's directory.  May be called twice."""
         self._lock.close()
 
     def share(self) -> bool:
-        """Upload the finished run, which lies safely on disk, if the flags say so.  Returns whether all went well."""
+        """Upload the finished run if the flags say so.  Returns whether that succeeded, or was not asked for."""
         if not self._run.upload_model:
             return True
         try:
@@ -419,21 +421,21 @@ class Office:
 
 
 class RefusedElsewhere(UsageError):
-    """Another process of this run refuses it, and says why."""
+    """Another process of this run refuses it, and prints the reason."""
 
 
-def claim(job: Job, shown: bool) -> Office | None:
-    """The main process takes the run's directory; the others hear whether it could.  All processes must call this.
+def claim(job: Job, shown: bool) -> RunWriter | None:
+    """Open the run's directory in the main process; the others learn whether that failed.  All must call this.
 
     Raises:
         Finished: there is nothing to do.
         UsageError: this process, or another one, refuses.
     """
-    office: Office | None = None
+    run_writer: RunWriter | None = None
     refusal: Exception | None = None
     if job.devices.is_main:
         try:
-            office = Office(job, shown)
+            run_writer = RunWriter(job, shown)
         except (UsageError, Finished) as why:
             refusal = why
     said = 0 if refusal is None else 1 if isinstance(refusal, Finished) else 2
@@ -444,7 +446,7 @@ def claim(job: Job, shown: bool) -> Office | None:
         raise Finished(f"{job.run_dir} is finished; nothing to do")
     if refused:
         raise RefusedElsewhere("process 0 refuses this run, and says why")
-    return office
+    return run_writer
 
 
 def counted(number: int | None, what: str) -> str:
@@ -452,7 +454,7 @@ def counted(number: int | None, what: str) -> str:
     return f"{number} {what}{'s' * (number != 1)}"
 
 
-def announce(job: Job, saved: Saved | None, display: Display) -> None:
+def announce(job: Job, saved: Saved[Any, Any] | None, display: Display) -> None:
     """Say what is trained, and where."""
     e, place, processes = job.experiment, job.config.placement, job.devices.num_processes
     display.say(
@@ -495,7 +497,7 @@ def require_same_flags(flags: Json) -> None:
     )
 
 
-def open_checkpoints(job: Job) -> tuple[Checkpoints, Saved | None]:
+def open_checkpoints(job: Job) -> tuple[Checkpoints, Saved[Any, Any] | None]:
     """The run's checkpoints, and the newest sound one if there is one.  All processes must call this."""
     training = job.training
     keep = job.config.run.keep_checkpoints

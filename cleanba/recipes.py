@@ -1,9 +1,9 @@
 """The table of algorithms, each with its presets."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, Generic, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeAlias
 
-from cleanba.algorithm import Algorithm
+from cleanba.algorithm import AnyAlgorithm
 from cleanba.algorithms import dqn, impala, ppo, sac, td3
 from cleanba.config import E, Partition, Settings
 from cleanba.environments.specs import EnvSpec
@@ -31,18 +31,21 @@ class Recipe(NamedTuple, Generic[E]):
     experiment: type[E]
     check: Callable[[E, Partition], None]
     """experiment, partition; raises `UsageError` for hyperparameters that do not fit"""
-    make: Callable[[E, EnvSpec, str], Algorithm]
-    """experiment, what the environment looks like, kind of device -> the algorithm"""
+    make: Callable[[E, EnvSpec, str], AnyAlgorithm]
+    """experiment, specification of the environment, platform -> the algorithm"""
     plays: Play = Play()
     """how it is evaluated where no flag says otherwise"""
     presets: Mapping[str, Settings] = {}
-    """kind of environment, as `resolution.preset_name` names it -> what differs from the experiment's own defaults"""
+    """name of the preset, from `resolution.preset_name` -> what differs from the experiment's own defaults"""
     logs: Mapping[str, str] = {}
     """what its updates log: name -> meaning"""
 
 
-# Each of them fits together, for its own kind of experiment; whoever takes one from the table cannot know which.
-RECIPES: dict[str, Recipe[Any]] = {
+AnyRecipe: TypeAlias = Recipe[Any]
+"""A recipe whose experiment's type is only known at run time, as one that was looked up by its name."""
+
+# Any: each recipe is for a type of experiment of its own, which code that looks one up by name cannot know.
+RECIPES: dict[str, AnyRecipe] = {
     "ppo": Recipe(
         "ppo",
         "train with proximal policy optimisation",

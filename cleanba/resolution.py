@@ -6,7 +6,7 @@ Where a value comes from, the first that has one:
 2. an earlier run: the one in the run's own directory, whose config.json stands, or that of --experiment and `resume`,
    which is taken whole; what is typed and differs is refused;
 3. the preset for what the environment is (`preset_name`), after its options and wrappers have had their say;
-4. what suits the environment, and for the collector the kind of device (`suit`);
+4. what the environment implies, and for the collector the platform (`inferred_values`);
 5. the algorithm's default.
 
 `num_actors`, `num_shards` and `num_minibatches` are lowered, where they were not typed, to what fits the rest.  Nothing
@@ -41,12 +41,12 @@ from cleanba.config import (
     require_same,
     to_json,
 )
-from cleanba.environments.kinds import env_spec, why_unscannable
+from cleanba.environments.backends import env_spec, why_unscannable
 from cleanba.environments.specs import EnvSpec
 from cleanba.errors import UsageError
 from cleanba.files import Json
 from cleanba.networks import suitable_network
-from cleanba.recipes import RECIPES, Recipe
+from cleanba.recipes import RECIPES, AnyRecipe
 
 TYPED, DEFAULT, ENVIRONMENT, DEVICE, FITTED, EARLIER = (
     "typed",
@@ -70,7 +70,7 @@ class Resolved(NamedTuple):
     origin: Mapping[str, str]
     """field -> where its value comes from: "typed", "preset NAME", "default", …"""
 
-    def in_words(self, recipe: Recipe) -> str:
+    def in_words(self, recipe: AnyRecipe) -> str:
         """Whose settings these are."""
         count = sum(where == TYPED for where in self.origin.values())
         if TYPED not in self.origin.values() and DEFAULT not in self.origin.values():
@@ -79,15 +79,15 @@ class Resolved(NamedTuple):
         return base + (f", and {count} typed" if count else "")
 
 
-def resolve(recipe: Recipe, typed: Mapping[str, Any], platform: str, spec: EnvSpec | None = None) -> Resolved:
-    """The experiment that these values of an algorithm's fields ask for, on devices of a kind ("cpu", "gpu" …).
+def resolve(recipe: AnyRecipe, typed: Mapping[str, Any], platform: str, spec: EnvSpec | None = None) -> Resolved:
+    """The experiment that these values of an algorithm's fields ask for, on this platform ("cpu", "gpu" …).
 
     A value of None or "auto" is as good as none.  `spec` may tell what the environment looks like, if that is known.
 
     Raises:
         UsageError: there is no such field, a value is not allowed, or there is no such environment.
     """
-    typed = wishes(recipe, typed)
+    typed = typed_values(recipe, typed)
     plain = recipe.experiment(**typed)
     check_values(plain)
     if spec is None:
@@ -98,9 +98,9 @@ def resolve(recipe: Recipe, typed: Mapping[str, Any], platform: str, spec: EnvSp
     origin |= dict.fromkeys(preset or (), f"preset {name}") | dict.fromkeys(typed, TYPED)
 
     e = replace(plain, **{field: value for field, value in (preset or {}).items() if field not in typed})
-    suited = suit(e, spec, platform, {field for field, where in origin.items() if where != DEFAULT})
-    origin |= {field: DEVICE if field == "collector" and spec.scannable else ENVIRONMENT for field in suited}
-    e = replace(e, **suited)
+    inferred = inferred_values(e, spec, platform, {field for field, where in origin.items() if where != DEFAULT})
+    origin |= {field: DEVICE if field == "collector" and spec.scannable else ENVIRONMENT for field in inferred}
+    e = replace(e, **inferred)
     require(
         e.collector != "scanned" or spec.scannable,
         f"collector=scanned {why_unscannable(spec)}; use --collector stepped, or leave it out",
@@ -112,8 +112,8 @@ def resolve(recipe: Recipe, typed: Mapping[str, Any], platform: str, spec: EnvSp
     return Resolved(fitted, spec._replace(clip_reward=fitted.reward_clip), name if preset is not None else "", origin)
 
 
-def wishes(recipe: Recipe, values: Mapping[str, Any]) -> dict[str, Any]:
-    """What somebody asks for, in the fields' own types, without what is left open.
+def typed_values(recipe: AnyRecipe, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values that were typed, in the fields' own types, without those that leave a field open.
 
     Raises:
         UsageError: there is no such field, or it is of another type.
@@ -156,9 +156,9 @@ def preset_name(spec: EnvSpec) -> str:
     return "classic_control"
 
 
-def suit(e: Experiment, spec: EnvSpec, platform: str, given: Collection[str]) -> dict[str, Any]:
-    """Values for the fields that an environment, or the kind of device, decides where they were not `given`."""
-    found = dict(suit_environment(e, spec, given))
+def inferred_values(e: Experiment, spec: EnvSpec, platform: str, given: Collection[str]) -> dict[str, Any]:
+    """Values for the fields that follow from the environment, or from the platform, and were not `given`."""
+    found = dict(inferred_from_env(e, spec, given))
     if "collector" not in given:  # the one that was measured to be faster
         found["collector"] = "scanned" if spec.scannable and (spec.on_device or platform == "cpu") else "stepped"
     if "env_epoch" not in given:
@@ -172,8 +172,8 @@ def suit(e: Experiment, spec: EnvSpec, platform: str, given: Collection[str]) ->
     return found
 
 
-def suit_environment(e: Experiment, spec: EnvSpec, given: Collection[str]) -> dict[str, Any]:
-    """Values for the fields that an environment alone decides where they were not `given`."""
+def inferred_from_env(e: Experiment, spec: EnvSpec, given: Collection[str]) -> dict[str, Any]:
+    """Values for the fields that follow from the environment alone and were not `given`."""
     found: dict[str, Any] = {}
     limit = spec.options.get("max_episode_steps", 0)
     if limit != e.max_episode_steps:  # 0 asks for the environment's own, which may have a number
@@ -187,7 +187,7 @@ def suit_environment(e: Experiment, spec: EnvSpec, given: Collection[str]) -> di
     return found
 
 
-def fit_parts(recipe: Recipe, e: Any, typed: Collection[str]) -> Experiment:
+def fit_parts(recipe: AnyRecipe, e: Any, typed: Collection[str]) -> Experiment:
     """The experiment with its actors, shards and minibatches lowered to what fits, as far as they were not `typed`.
 
     A recurrent network's minibatches hold whole environments.  Where nothing fits, one actor and one shard remain, for
@@ -217,7 +217,7 @@ def fit_parts(recipe: Recipe, e: Any, typed: Collection[str]) -> Experiment:
 GONE: dict[str, Any] = {"core": "none", "lstm_size": None, "forget_bias": None}
 
 
-def known_of(recipe: Recipe, values: Json) -> dict[str, Any]:
+def known_of(recipe: AnyRecipe, values: Json) -> dict[str, Any]:
     """What an experiment in config.json says, whichever version wrote it, without what it leaves open.
 
     Raises:
@@ -234,7 +234,7 @@ def known_of(recipe: Recipe, values: Json) -> dict[str, Any]:
     return as_typed(recipe.experiment, {name: x for name, x in without_open(values).items() if name in fields})
 
 
-def earlier_experiment(recipe: Recipe, values: Json, source: str | None = None) -> Experiment:
+def earlier_experiment(recipe: AnyRecipe, values: Json, source: str | None = None) -> Experiment:
     """The experiment of an earlier run as config.json has it, and what that left open as the run had it.
 
     What a file does not name had no say when it was written: the algorithm's default is neutral.  What it left open,
@@ -251,10 +251,10 @@ def earlier_experiment(recipe: Recipe, values: Json, source: str | None = None) 
     if source is not None:
         trust.check_environment(e, source)
     left_open = {"network", "reward_clip", "share_torso", "max_episode_steps"} & set(fields_of(type(e)))
-    return e if left_open <= set(known) else replace(e, **suit_environment(e, env_spec(e), known))
+    return e if left_open <= set(known) else replace(e, **inferred_from_env(e, env_spec(e), known))
 
 
-def read_recipe(run_dir: Path, trust_remote_code: bool = False) -> tuple[Recipe, Experiment]:
+def read_recipe(run_dir: Path, trust_remote_code: bool = False) -> tuple[AnyRecipe, Experiment]:
     """An earlier run's algorithm and experiment.
 
     Of a run from elsewhere they are checked first, unless `trust_remote_code`: see `trust.py`.
@@ -271,13 +271,13 @@ def read_recipe(run_dir: Path, trust_remote_code: bool = False) -> tuple[Recipe,
     return RECIPES[algorithm], earlier_experiment(RECIPES[algorithm], values, source)
 
 
-def taken_whole(recipe: Recipe, e: Experiment, source: Path, platform: str) -> Resolved:
+def taken_whole(recipe: AnyRecipe, e: Experiment, source: Path, platform: str) -> Resolved:
     """The whole experiment of an earlier run, as `read_whole` has read it from `source`."""
     resolved = resolve(recipe, offered(e), platform)
     return resolved._replace(experiment=e, origin=dict.fromkeys(resolved.origin, f"run {source}"))
 
 
-def read_whole(recipe: Recipe, source: Path, trust_remote_code: bool = False) -> Experiment:
+def read_whole(recipe: AnyRecipe, source: Path, trust_remote_code: bool = False) -> Experiment:
     """`read_recipe` for a run that must be of this algorithm."""
     earlier, e = read_recipe(source, trust_remote_code)
     require(
@@ -291,14 +291,14 @@ def offered(e: Experiment) -> dict[str, Any]:
     return {name: getattr(e, name) for name in offered_fields(type(e))}
 
 
-def stand_by(recipe: Recipe, now: Resolved, run_dir: Path, flag: str = "--run-dir") -> Resolved:
-    """What was resolved `now`, or the experiment that has begun in a directory, if that goes on there.
+def continue_experiment(recipe: AnyRecipe, now: Resolved, run_dir: Path, flag: str = "--run-dir") -> Resolved:
+    """The experiment in a run's directory, if the one resolved `now` continues it; `now` if the directory is empty.
 
-    It goes on if nothing that was typed, then or now, differs.  All else stands as it is in config.json, whatever this
-    version would choose.
+    It continues it if nothing that was typed, then or now, differs.  All other values are those of config.json,
+    whatever this version of Cleanba would choose.
 
     Raises:
-        UsageError: another experiment has begun there.  `flag` is what chooses another directory.
+        UsageError: the directory holds another experiment.  `flag` is the flag that chooses another directory.
     """
     if not (run_dir / "config.json").exists():
         return now
@@ -338,7 +338,7 @@ class Config:
 
 
 def configure(
-    recipe: Recipe, typed: Mapping[str, Any], placement: Placement, run: Run, whole: Path | None = None
+    recipe: AnyRecipe, typed: Mapping[str, Any], placement: Placement, run: Run, whole: Path | None = None
 ) -> Config:
     """What was given, if each value for itself is allowed.  `whole` names a run to take the whole experiment from.
 
@@ -347,7 +347,7 @@ def configure(
     """
     if whole is None and run.experiment_from is not None:
         whole = Path(run.experiment_from)
-    typed = wishes(recipe, typed)
+    typed = typed_values(recipe, typed)
     asked = recipe.experiment(**typed)
     for group in (asked, placement, run):
         check_values(group)
@@ -362,8 +362,8 @@ def configure(
     return Config(asked, typed, placement, replace(run, exp_name=run.exp_name or recipe.name), whole)
 
 
-def settle(recipe: Recipe, config: Config, platform: str, run_dir: Path | None) -> Resolved:
-    """The experiment that a command asks for, on devices of a kind, in a directory that may hold a run already.
+def settle(recipe: AnyRecipe, config: Config, platform: str, run_dir: Path | None) -> Resolved:
+    """The experiment that a command asks for, on this platform, in a directory that may hold a run already.
 
     Raises:
         UsageError: it cannot be had, or another one has begun there.
@@ -372,10 +372,10 @@ def settle(recipe: Recipe, config: Config, platform: str, run_dir: Path | None) 
         resolved = taken_whole(recipe, config.asked, config.whole, platform)
     else:
         resolved = resolve(recipe, config.typed, platform)
-    return resolved if run_dir is None else stand_by(recipe, resolved, run_dir)
+    return resolved if run_dir is None else continue_experiment(recipe, resolved, run_dir)
 
 
-def fit(recipe: Recipe, e: Experiment, placement: Placement, processes: int = 1) -> Partition:
+def fit(recipe: AnyRecipe, e: Experiment, placement: Placement, processes: int = 1) -> Partition:
     """Who owns which environments where an experiment is placed so.
 
     Raises:

@@ -34,29 +34,29 @@ class Rollout(NamedTuple):
     terminated: jax.Array  # [T, B]  bool: the episode ended, nothing comes after
     truncated: jax.Array  # [T, B]  bool: the episode was cut off, its last state still has a value
     valid: jax.Array  # [T, B]  bool: the action was executed
-    extras: PyTree  # [T, B, ...]  what the policy wants to remember of acting (log-probabilities)
+    extras: PyTree  # [T, B, ...]  what learning needs to know of acting (log-probabilities)
     carry: PyTree  # [B, ...]  recurrent state before obs[0]; () for a feed-forward policy
 
 
-class Answer(NamedTuple, Generic[Array]):
-    """What one step of B environments means, by the time index above.  Leaves [B]."""
+class StepOutcome(NamedTuple, Generic[Array]):
+    """The outcome of one step of B environments, by the time index above.  Leaves [B]."""
 
     reward: Array
     terminated: Array
     truncated: Array
     valid: Array
-    done: Array  # the episode ended here, so the next step will be ignored
+    done: Array  # the episode ended here, so the next action will be ignored
 
 
-def heed(done: Array, reward: Array, terminated: Array, truncated: Array) -> Answer[Array]:
-    """What environments answered, where `done` says whose episode had ended before.  [B] each.
+def step_outcome(done: Array, reward: Array, terminated: Array, truncated: Array) -> StepOutcome[Array]:
+    """The outcome of a step from what environments returned.  `done` tells whose episode had ended before.  [B] each.
 
-    Those reset in this step and did nothing else: their action was ignored, and what they report is of no episode.
+    These environments only reset: their action was ignored, so the step is not valid and belongs to no episode.
     """
     valid = ~done
     xp = np if isinstance(done, np.ndarray) else jnp
     terminated, truncated = terminated & valid, truncated & valid
-    return Answer(xp.where(valid, reward, 0.0), terminated, truncated, valid, terminated | truncated)
+    return StepOutcome(xp.where(valid, reward, 0.0), terminated, truncated, valid, terminated | truncated)
 
 
 class Episode(NamedTuple):
@@ -65,7 +65,7 @@ class Episode(NamedTuple):
     ret: float
     length: int
     cut: bool = False
-    """an evaluation stopped counting here, at its limit, and the game went on"""
+    """whether an evaluation stopped counting at its limit of steps, while the game went on"""
 
 
 class EpisodeTracker:
@@ -76,7 +76,7 @@ class EpisodeTracker:
         self.length = np.zeros(num_envs, np.int64)
 
     def add(self, raw_reward: np.ndarray, valid: np.ndarray, over: np.ndarray) -> list[Episode]:
-        """[B] raw rewards, [B] bool, [B] bool: the game is over -> the episodes that ended, by environment number."""
+        """Add a step: raw rewards [B], valid [B], over [B] -> the episodes that ended, in environment order."""
         self.ret += np.where(valid, raw_reward, 0.0)
         self.length += valid
         ended = np.flatnonzero(over & valid)

@@ -1,6 +1,6 @@
-"""Randomness from identity: every seed and key is made from who asks for it, never from where or when.
+"""Randomness from identity: every seed and key is derived from what it is for, never from where or when it is used.
 
-Nothing is threaded through time, so nothing of it needs to be saved.
+No key is carried from step to step, so none needs to be saved.
 """
 
 import jax
@@ -14,7 +14,7 @@ USES = {
     "update": 2,
     "evaluate": 3,
     "environment": 4,
-}  # what a key is used for, as a number to fold in
+}  # what a key is for -> the number to fold in
 
 
 def env_seed(seed: int, env: int, epoch: int, num_envs: int) -> int:
@@ -34,45 +34,45 @@ def env_seed(seed: int, env: int, epoch: int, num_envs: int) -> int:
 
 
 def eval_seed(seed: int, env: int, epoch: int, num_envs: int) -> int:
-    """The seed of an environment that evaluates.  Training's seeds all lie below 2^30, these above."""
+    """The seed of an environment in an evaluation.  Training's seeds lie below 2^30, these do not."""
     return 2**30 + env_seed(seed, env, epoch, num_envs)
 
 
 def init_key(seed: int) -> jax.Array:
-    """The key of the learner's first state."""
+    """The key of the learner's state before the first update."""
     return _key(seed, "init")
 
 
 def action_numbers(seed: int, actor: int, rollout: int) -> np.ndarray:
-    """What `action_key` is made from, [3] int32, for compiled code to make it.
+    """The arguments of `action_key`, [3] int32, so that compiled code can derive the key.
 
-    Numbers are nowhere; a key would be made on JAX's first device, and wait there for the learner's update.
+    They are on the host.  A key would be made on JAX's first device, and wait there for the learner's update.
     """
     return np.array([seed, actor, rollout], np.int32)
 
 
 def action_key(seed: int | jax.Array, actor: int | jax.Array, rollout: int | jax.Array) -> jax.Array:
-    """The key of an actor's rollout; steps fold their number in."""
+    """The key of an actor's rollout.  Each step folds in its number."""
     return jax.random.fold_in(jax.random.fold_in(_key(seed, "act"), actor), rollout)
 
 
 def update_numbers(seed: int, update: int) -> np.ndarray:
-    """What `update_key` is made from, [2] int32: arguments of the compiled update, which so serves every seed."""
+    """The arguments of `update_key`, [2] int32.  The compiled update takes them, so it serves every seed."""
     return np.array([seed, update], np.int32)
 
 
 def update_key(seed: int | jax.Array, update: int | jax.Array) -> jax.Array:
-    """The key of an update; what it draws folds its own numbers in."""
+    """The key of an update.  Each use folds in numbers of its own."""
     return jax.random.fold_in(_key(seed, "update"), update)
 
 
 def evaluation_key(seed: int, epoch: int) -> jax.Array:
-    """The key of an evaluation; steps fold their number in."""
+    """The key of an evaluation.  Each step folds in its number."""
     return jax.random.fold_in(_key(seed, "evaluate"), epoch)
 
 
 def environment_key(seed: int | jax.Array) -> jax.Array:
-    """The key of an environment in JAX, from the seed that `env_seed` made; steps fold their number in."""
+    """The key of a JAX environment, from its `env_seed`.  Each step folds in its number."""
     return _key(seed, "environment")
 
 

@@ -43,16 +43,16 @@ UNROLL = 16  # additions in one fused loop
 
 
 def compiler_options(platform: str) -> CompilerOptions:
-    """What to give `jax.jit` as `compiler_options` for code that maps over shards, on devices of this kind."""
+    """`jax.jit`'s `compiler_options` for code that maps over shards, on this platform."""
     own: CompilerOptions = {"xla_disable_hlo_passes": "small-while-loop-hoisting"} if platform == "cpu" else {}
     return own | network_options(platform)
 
 
 def network_options(platform: str) -> CompilerOptions:
-    """What to give `jax.jit` as `compiler_options` for code that calls networks, on devices of this kind.
+    """`jax.jit`'s `compiler_options` for code that calls networks, on this platform.
 
-    On CPUs: no YNNPACK, which XLA would call for products and convolutions that are not ours; Eigen is as fast for
-    products, and twice as fast for convolutions (docs/inside/performance.md).
+    On CPUs they switch off YNNPACK, which XLA would call for products and convolutions other than ours.  Eigen is as
+    fast for products, and twice as fast for convolutions (docs/inside/performance.md).
     """
     return {"xla_cpu_experimental_ynn_fusion_type": ""} if platform == "cpu" else {}
 
@@ -71,7 +71,7 @@ class ShardAxis:
     index: jax.Array
     """[K'] int32: the numbers of the shards in this device's places; an empty place's means nothing"""
     always: jax.Array
-    """bool scalar: true, but the compiler cannot know"""
+    """[] bool: true, which the compiler cannot know"""
     mesh_axis: str
     """name of the mesh axis that the learner devices lie along"""
     uneven: tuple[int, ...] = ()
@@ -79,7 +79,7 @@ class ShardAxis:
 
     @classmethod
     def over(cls, held: Sequence[int], always: jax.Array, mesh_axis: str) -> "ShardAxis":
-        """The axis as one device sees it, inside `shard_map`; `held` says how many shards each device holds."""
+        """The axis as seen by one device inside `shard_map`.  `held` is the number of shards of each device."""
         places = max(held)
         device, place = lax.axis_index(mesh_axis), jnp.arange(places, dtype=jnp.int32)
         if min(held) == places:
@@ -94,12 +94,13 @@ class ShardAxis:
 
     @property
     def num_held(self) -> int | jax.Array:
-        """How many shards this device holds: the number of its places, less those that are empty."""
+        """The number of shards that this device holds: its places without the empty ones.  A number, or [] int32."""
         return jnp.asarray(self.uneven, jnp.int32)[lax.axis_index(self.mesh_axis)] if self.uneven else len(self.index)
 
     def isolate(self, fn: Callable[[*Ts], R], *args: *Ts) -> R:
-        """Call fn(*args), compiled by itself: its bits depend on its arguments and on nothing around it."""
-        pure, closed_over = jax.closure_convert(fn, *args)  # else parameters in fn's closure would escape `row_major`
+        """fn(*args), compiled by itself, so that its bits depend on its arguments and not on the code around it."""
+        # Arrays in fn's closure become arguments, so that `row_major` pins them too.
+        pure, closed_over = jax.closure_convert(fn, *args)
         out = jax.eval_shape(pure, *args, *closed_over)
         zeros = lambda *_: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), out)  # never taken
         pinned = lambda *args: row_major(pure(*row_major(args)))
@@ -113,15 +114,15 @@ class ShardAxis:
         return self.map_from(lambda i: jax.tree.map(lambda x: x[i], trees), fn)
 
     def map_from(self, load: Callable[[jax.Array], tuple[*Ts]], fn: Callable[[*Ts], R]) -> R:
-        """As `map`, but fn's arguments for this device's i-th shard are what `load(i)` gives.
+        """As `map`, with `load(i)` as fn's arguments for this device's i-th shard.
 
-        For taking parts out of large arrays, such as a minibatch, without a copy of the whole shard.  `load` only
-        moves data; what it computes is not isolated.
+        It gathers parts of large arrays, such as a minibatch, without copying the whole shard.  `load` may only move
+        data, as it is not isolated.  Returns leaves [K', ...].
         """
         return self.each(lambda i: self.isolate(fn, *load(i)))
 
     def each(self, fn: Callable[[jax.Array], R]) -> R:
-        """fn(i) for each of this device's shards by its place, not isolated.  -> leaves [K', ...], zeros if empty."""
+        """fn(i) for each place i of this device, not isolated.  Leaves [K', ...], which are 0 at empty places."""
         if not self.uneven:
             return lax.map(fn, jnp.arange(self.index.shape[0]))
         blank = lambda like: jnp.zeros((self.index.shape[0], *like.shape), like.dtype)
@@ -135,7 +136,7 @@ class ShardAxis:
             return self.isolate(lambda tree: jax.tree.map(ordered_sum, tree), tree)
         leaves, structure = jax.tree.flatten(tree)
         total = list(leaves)
-        for dtype in dict.fromkeys(x.dtype for x in leaves):  # all of one kind together: few, large messages
+        for dtype in dict.fromkeys(x.dtype for x in leaves):  # all of one dtype together, for few large messages
             which = [i for i, x in enumerate(leaves) if x.dtype == dtype]
             vectors = jnp.concatenate([leaves[i].reshape(self.index.shape[0], -1) for i in which], axis=1)
             ends = np.cumsum([leaves[i][0].size for i in which])
@@ -176,11 +177,11 @@ def ordered_sum(x: jax.Array) -> jax.Array:
 
 
 def row_major(tree: PyTree) -> PyTree:
-    """The same arrays with their memory laid out as in C, whatever the compiler would like around here."""
+    """The same arrays [...], with their layout in memory pinned to row-major."""
 
     def pin(x: jax.Array) -> jax.Array:
-        if jnp.ndim(x) == 0 or jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
-            return x  # there is but one way to lay out a scalar, and none to say it of random keys
+        if jnp.ndim(x) == 0 or jnp.issubdtype(x.dtype, jax.dtypes.extended):
+            return x  # scalars have one layout; for random keys none can be given
         return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
     return jax.tree.map(pin, tree)

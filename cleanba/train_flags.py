@@ -16,14 +16,14 @@ import tyro
 from cleanba.config import Experiment, Field, Group, Placement, Run, fields_of, flag, offered_fields
 from cleanba.errors import UsageError
 from cleanba.flags import FLAGS
-from cleanba.recipes import Recipe
+from cleanba.recipes import AnyRecipe
 from cleanba.resolution import DEFAULT, TYPED, Config, Resolved, configure, fit, settle
 
 HELP = ("-h", "--help", "--help-all")
 SHOW = "--show-config"
 
 
-def parse(recipe: Recipe, argv: Sequence[str], default: Config | None = None) -> Config:
+def parse(recipe: AnyRecipe, argv: Sequence[str], default: Config | None = None) -> Config:
     """Words -> what was asked.  tyro prints its own message and exits with 2 for flags it cannot read.
 
     --help, --help-all and --show-config print, and exit with 0.  `default` is the configuration of a run to go on with.
@@ -44,7 +44,7 @@ def parse(recipe: Recipe, argv: Sequence[str], default: Config | None = None) ->
     return config
 
 
-def read_flags(recipe: Recipe, words: Sequence[str], default: Config | None) -> Config:
+def read_flags(recipe: AnyRecipe, words: Sequence[str], default: Config | None) -> Config:
     """`parse`, for words that only set fields."""
     refuse_foreign_flags(recipe, words)
     form = make_dataclass(
@@ -72,7 +72,7 @@ def read_flags(recipe: Recipe, words: Sequence[str], default: Config | None) -> 
     return configure(recipe, typed, parsed.placement, parsed.run, default.whole if default else None)
 
 
-def typed_names(recipe: Recipe, words: Sequence[str]) -> set[str]:
+def typed_names(recipe: AnyRecipe, words: Sequence[str]) -> set[str]:
     """The fields, of all three groups, whose flags are among the words."""
     known = {name for group in (recipe.experiment, Placement, Run) for name in fields_of(group)}
     names = {word[2:].partition("=")[0].replace("-", "_") for word in words if word.startswith("--")}
@@ -80,7 +80,7 @@ def typed_names(recipe: Recipe, words: Sequence[str]) -> set[str]:
     return known & (names | {name.removeprefix("no_") for name in names})
 
 
-def in_one_form(recipe: Recipe, argv: Sequence[str]) -> list[str]:
+def in_one_form(recipe: AnyRecipe, argv: Sequence[str]) -> list[str]:
     """Words as tyro takes them: "--anneal-lr False", as CleanRL has it, is --no-anneal-lr.
 
     "--network auto" is as good as nothing, and so is None for a field of the experiment.
@@ -117,9 +117,9 @@ FOREIGN_FLAGS = {
     "--clip-vloss": "leave it out: values are not clipped",
     "--target-network-frequency": "targets move each time the policy learns; set --tau, or --policy-frequency",
     "--lr": "set --learning-rate, or for SAC --policy-lr and --q-lr",
-    "--core": "it learns from single transitions, which no memory fits: leave it out",
-    "--lstm-size": "it learns from single transitions, which no memory fits: leave it out",
-    "--forget-bias": "it learns from single transitions, which no memory fits: leave it out",
+    "--core": "its replay draws single transitions, so recurrence cannot be trained: leave it out",
+    "--lstm-size": "its replay draws single transitions, so recurrence cannot be trained: leave it out",
+    "--forget-bias": "its replay draws single transitions, so recurrence cannot be trained: leave it out",
     "--repeat-action-probability": "Atari's actions are choices: leave it out",
     "--full-action-space": "Atari's actions are choices: leave it out",
     "--episodic-life": "Atari's actions are choices: leave it out",
@@ -128,7 +128,7 @@ FOREIGN_FLAGS = {
 }
 
 
-def refuse_foreign_flags(recipe: Recipe, argv: Sequence[str]) -> None:
+def refuse_foreign_flags(recipe: AnyRecipe, argv: Sequence[str]) -> None:
     """Raise `UsageError` for a flag of other systems that is called otherwise here, or is not there."""
     own = {name for part in (recipe.experiment, Placement, Run) for name in offered_fields(part)}
     for word in argv:
@@ -150,7 +150,7 @@ HEADINGS = {
 }
 
 
-def help_text(recipe: Recipe, words: Sequence[str], default: Config | None, whole: bool) -> str:
+def help_text(recipe: AnyRecipe, words: Sequence[str], default: Config | None, whole: bool) -> str:
     """What --help prints, with the values that these words lead to; `whole` with rules and all that is to be said."""
     resolved, config, why = None, Config(recipe.experiment()), ""
     with suppress(SystemExit), redirect_stderr(StringIO()), redirect_stdout(StringIO()):
@@ -179,14 +179,14 @@ def help_text(recipe: Recipe, words: Sequence[str], default: Config | None, whol
     return "\n".join(lines)
 
 
-def preset_words(recipe: Recipe, resolved: Resolved | None, e: Experiment) -> str:
+def preset_words(recipe: AnyRecipe, resolved: Resolved | None, e: Experiment) -> str:
     """Whose settings these are."""
     if resolved is None or not resolved.preset:
         return f"the defaults of {recipe.name}"
     return f"{recipe.name}'s preset {resolved.preset}, for {e.env_id}"
 
 
-def sections(recipe: Recipe, e: Experiment, config: Config) -> Iterator[tuple[str, Group, list[str]]]:
+def sections(recipe: AnyRecipe, e: Experiment, config: Config) -> Iterator[tuple[str, Group, list[str]]]:
     """Headings, each with the group of fields and the names below it."""
     own = list(offered_fields(recipe.experiment))
     yield "essentials", e, [name for name in ESSENTIAL if name in own]
@@ -272,7 +272,7 @@ def in_words(value: Any) -> str:
     return str(value)
 
 
-def config_text(recipe: Recipe, config: Config, typed: set[str]) -> str:
+def config_text(recipe: AnyRecipe, config: Config, typed: set[str]) -> str:
     """What --show-config prints.
 
     Raises:

@@ -15,7 +15,7 @@ import gymnasium as gym
 import jax
 
 from cleanba.config import Experiment, require
-from cleanba.environments import envpool, gymnasium, native
+from cleanba.environments import envpool, gymnasium, jax_envs
 from cleanba.environments.specs import parse_options
 from cleanba.errors import UsageError
 from cleanba.files import Json, read_json, write_json
@@ -141,7 +141,7 @@ def check_environment(e: Experiment, source: str) -> None:
     suite, colon, name = e.env_id.partition(":")
     if colon and suite == "jax":
         refuse(source, f"names env_id={_shown(e.env_id)}: playing it would {_called(name, options)}")
-    if colon and suite not in native.SUITES and suite != gymnasium.PREFIX.rstrip(":"):
+    if colon and suite not in jax_envs.SUITES and suite != gymnasium.PREFIX.rstrip(":"):
         module, _, rest = e.env_id.rpartition(":")
         refuse(
             source,
@@ -164,9 +164,9 @@ def _known(suite: str, name: str, env_id: str) -> bool:
     """Whether an environment is in a list that is here, and is not itself a way to name others."""
     if not suite:
         return env_id in envpool.known()
-    if suite in native.SUITES:
-        native.require_library(suite)
-        return env_id in native.known()
+    if suite in jax_envs.SUITES:
+        jax_envs.require_library(suite)
+        return env_id in jax_envs.known()
     spec = gym.registry.get(name)
     return spec is not None and isinstance(spec.entry_point, str) and not name.startswith("GymV")
 

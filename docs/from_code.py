@@ -33,7 +33,7 @@ from cleanba.agents import evaluate
 from cleanba.cli import COMMANDS
 from cleanba.config import Experiment, Field, Placement, PolicyGradient, Run, fields_of, flag
 from cleanba.recipes import RECIPES
-from cleanba.runtime import statistics
+from cleanba.runtime import training_log
 from cleanba.train_flags import ESSENTIAL, HEADINGS, choices_of, in_words, metavar
 
 ROOT = Path(__file__).parents[1]
@@ -290,7 +290,7 @@ def presets(_: str) -> list[str]:
 
 def metrics(which: str) -> list[str]:
     """Names that a log has, and what they mean: an algorithm's, or those of every run, or of evaluations."""
-    known = {"run": statistics.LOGGED, "evaluation": evaluate.LOGGED}.get(which) or RECIPES[which].logs
+    known = {"run": training_log.LOGGED, "evaluation": evaluate.LOGGED}.get(which) or RECIPES[which].logs
     return table(("name", "meaning"), [(code(name), meaning) for name, meaning in known.items()])
 
 

@@ -21,7 +21,7 @@ from cleanba import cli
 from cleanba.algorithm import Algorithm
 from cleanba.algorithms import ppo
 from cleanba.config import Experiment, Partition, Placement
-from cleanba.environments.kinds import env_spec
+from cleanba.environments.backends import env_spec
 from cleanba.environments.specs import EnvSpec
 from cleanba.launch import prepare
 from cleanba.recipes import RECIPES

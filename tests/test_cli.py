@@ -252,8 +252,8 @@ def test_an_unknown_flag_is_refused_with_the_closest_one():
         ("ppo --num-actor-threads 2", "set --num-actors"),
         ("td3 --no-cuda", "JAX_PLATFORMS"),
         ("td3 --target-network-frequency 2", "set --tau"),
-        ("dqn --core lstm", "no memory fits"),
-        ("sac --lstm-size 8", "no memory fits"),
+        ("dqn --core lstm", "recurrence cannot be trained"),
+        ("sac --lstm-size 8", "recurrence cannot be trained"),
         ("td3 --episodic-life", "Atari's actions are choices"),
     ],
 )

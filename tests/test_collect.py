@@ -25,9 +25,9 @@ from cleanba.runtime.channels import Closed, Stop
 from cleanba.runtime.collect import (
     Collected,
     Collector,
-    Inspection,
+    FiniteCheck,
+    ScanCache,
     ScannedCollector,
-    Scans,
     SteppedCollector,
     Times,
     make_steppers,
@@ -86,7 +86,7 @@ def environments(case: Case, epoch: int, actor: int = 0) -> Envs:
 def make(name: str, case: Case, stop: Stop | None = None, device: int = 0) -> Collector:
     algorithm, to = prepare(case)[1], jax.local_devices()[device]
     if name == "scanned":
-        return ScannedCollector(algorithm, case.steps, to, stop or Stop(), Scans(algorithm, case.steps))
+        return ScannedCollector(algorithm, case.steps, to, stop or Stop(), ScanCache(algorithm, case.steps))
     return SteppedCollector(algorithm, make_steppers(algorithm, case.steps, "cpu"), case.steps, to, stop or Stop())
 
 
@@ -331,21 +331,21 @@ def test_a_collector_that_was_told_to_stop_does_not_begin():
 
 
 def test_what_is_not_finite_is_named_by_environment_step_and_field():
-    inspection = Inspection("Odd-v0", first_env=8)
+    finite_check = FiniteCheck("Odd-v0", first_env=8)
     obs = {"image": jnp.zeros((4, 3, 2), jnp.uint8), "x": jnp.zeros((4, 3, 2))}
     reward, valid = np.zeros((3, 3), np.float32), np.ones((3, 3), bool)
-    inspection.check(1, obs, reward, valid)
+    finite_check.check(1, obs, reward, valid)
     holed = obs | {"x": obs["x"].at[2, 1, 1].set(jnp.nan).at[3, 0, 0].set(jnp.inf)}
     with pytest.raises(NotFinite, match=r"environment 9 of Odd-v0: .*\['x'\]\[1\] after step 2 of rollout 7 is nan"):
-        inspection.check(7, holed, reward, valid)
+        finite_check.check(7, holed, reward, valid)
     holed = obs | {"x": obs["x"].at[0, 2, 0].set(-jnp.inf)}
     with pytest.raises(NotFinite, match=r"environment 10 .* before the first step of rollout 7 is -inf"):
-        inspection.check(7, holed, reward, valid)
+        finite_check.check(7, holed, reward, valid)
     reward[2, 0] = np.inf
     with pytest.raises(NotFinite, match="environment 8 of Odd-v0: the reward of step 3 of rollout 7 is inf"):
-        inspection.check(7, obs, reward, valid)
+        finite_check.check(7, obs, reward, valid)
     valid[2, 0] = False  # what is paid where an action is ignored is of no episode
-    inspection.check(7, obs, reward, valid)
+    finite_check.check(7, obs, reward, valid)
 
 
 @pytest.mark.parametrize(

@@ -201,7 +201,7 @@ def test_rollouts_are_normalised_as_numpy_does_for_every_split_into_shards(on_de
 def test_what_lies_far_out_is_cut_off():
     n = Normaliser((("", ObsSpec("vector", (OBS,), "float32")),), True, 0.9)
     seen = {"": Moments(jnp.array([0, 9]), jnp.full(OBS, 5.0), jnp.full(OBS, 4.0))}
-    found = n.observe(seen, np.float32([[5.0, 9.0, 1e9], [-1e9, 24.0, 26.0]]))
+    found = n.normalise(seen, np.float32([[5.0, 9.0, 1e9], [-1e9, 24.0, 26.0]]))
     np.testing.assert_allclose(found, [[0, 2, LIMIT], [-LIMIT, 9.5, LIMIT]], rtol=1e-6)
 
 
@@ -226,11 +226,11 @@ def test_what_names_things_is_normalised_as_zeros_and_ones():
         for k, x in expected.items()
     }
     assert jax.tree.map(jnp.shape, n.init().obs) == jax.tree.map(jnp.shape, seen)
-    found = n.observe(seen, jax.tree.map(lambda x: x.reshape(5, 10, *x.shape[1:]), obs))
+    found = n.normalise(seen, jax.tree.map(lambda x: x.reshape(5, 10, *x.shape[1:]), obs))
     for name, x in expected.items():
         x = (x - x.mean(0)) / np.sqrt(x.var(0) + 1e-8)
         np.testing.assert_allclose(found[name].reshape(50, -1), x.clip(-LIMIT, LIMIT), atol=1e-3)
-        assert found[name].shape[2:] == n.shown(EnvSpec("x", parts, 2, False, False, {})).obs[name].shape
+        assert found[name].shape[2:] == n.network_spec(EnvSpec("x", parts, 2, False, False, {})).obs[name].shape
 
 
 def test_images_and_masks_are_not_normalised_and_the_rest_only_if_asked():
@@ -239,7 +239,7 @@ def test_images_and_masks_are_not_normalised_and_the_rest_only_if_asked():
     obs = {"a": vector, "deep": {"b": vector, "code": code}, "image": image, "mask": mask}
     n = make_normaliser(ppo.PPO(norm_obs=True), EnvSpec("x", obs, 2, False, False, {}))
     assert n.parts == (("['a']", vector), ("['deep']['b']", vector), ("['deep']['code']", code))
-    assert n.shown(EnvSpec("x", obs, 2, False, False, {})).obs == {
+    assert n.network_spec(EnvSpec("x", obs, 2, False, False, {})).obs == {
         "a": vector, "deep": {"b": vector, "code": ObsSpec("vector", (5,), "float32")}, "image": image, "mask": mask,
     }  # fmt: skip
     for changes, leaves in [(dict(norm_obs=True), 3), (dict(norm_reward=True), 3), (dict(), 0)]:

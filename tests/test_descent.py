@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from test_product import draw
 
-from cleanba.algorithms.optimiser import Trained, descend, make_adam
+from cleanba.algorithms.optimiser import TrainState, descend, make_adam
 from cleanba.ops import descent, llvm
 
 # Scalars, less than a vector, a vector and a rest, more than a piece.
@@ -21,7 +21,7 @@ def arrays(seed=0):
 def test_three_steps_are_optaxs(max_norm, on_devices):
     optimiser = make_adam("cpu", eps=1e-5, max_norm=max_norm)
     assert optimiser.eps == 1e-5
-    ours = theirs = Trained(arrays(), optimiser.init(arrays()))
+    ours = theirs = TrainState(arrays(), optimiser.init(arrays()))
     from cleanba.algorithms.optimiser import descend_by_adam
 
     for i in range(3):
@@ -44,7 +44,7 @@ def test_a_gradient_whose_squares_overflow_does_what_it_does_in_optax(max_norm, 
 
     optimiser = make_adam("cpu", max_norm=max_norm)
     params = [jnp.ones(3), jnp.ones(2)]
-    before, gradient = Trained(params, optimiser.init(params)), [jnp.array([1e20, 1, -2]), jnp.array([0.1, 0.2])]
+    before, gradient = TrainState(params, optimiser.init(params)), [jnp.array([1e20, 1, -2]), jnp.array([0.1, 0.2])]
     run = lambda shards, _: descend_by_adam(shards, optimiser, 1e-8, jnp.float32(0.1), before, gradient)
     (after, norm), (theirs, _) = on_devices(run, 1, 1)(jnp.zeros(1)), descend(optimiser.rule, 0.1, before, gradient)
     assert np.isinf(norm)

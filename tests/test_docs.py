@@ -14,7 +14,7 @@ from cleanba.agents import evaluate
 from cleanba.cli import COMMANDS
 from cleanba.config import Placement, Run, fields_of, flag
 from cleanba.recipes import RECIPES
-from cleanba.runtime import statistics
+from cleanba.runtime import training_log
 from cleanba.train_flags import parse
 
 ROOT = Path(__file__).parents[1]
@@ -151,7 +151,7 @@ def test_the_tables_of_metrics_and_of_files_have_what_a_run_leaves(recipe, tmp_p
     assert ended.code == 0, ended.err
     logged = {name for row in read_rows(tmp_path / "run") for name in row}
     evaluated = {name for name in logged if name.startswith("eval/")}
-    assert logged - evaluated == {*statistics.LOGGED, *RECIPES[recipe].logs}
+    assert logged - evaluated == {*training_log.LOGGED, *RECIPES[recipe].logs}
     assert evaluated <= set(evaluate.LOGGED) and bool(evaluated) == ("--eval-frequency" in LOGGING[recipe])
     page = (ROOT / "docs/reference/files.md").read_text()
     listed = {

@@ -14,7 +14,7 @@ from scripted import CELLS, LEFT_PAYS, RIGHT_PAYS, Corridors
 from cleanba import launch
 from cleanba.algorithms import dqn
 from cleanba.algorithms.dqn import DQN
-from cleanba.algorithms.off_policy import FILLED
+from cleanba.algorithms.gradient_steps import REPLAY_FILLED
 from cleanba.config import Partition, check_values
 from cleanba.environments.specs import EnvSpec, ObsSpec
 from cleanba.errors import UsageError
@@ -106,7 +106,7 @@ def test_the_loss_is_the_papers(changes, on_devices):
     starts = list(zip(np.asarray(drawn.row).tolist(), np.asarray(drawn.env).tolist(), strict=True))
     assert all(rollout.valid[t, b] for t, b in starts) and len(set(starts)) > 5
     values = lambda params: (
-        lambda obs: np.asarray(algorithm.inspect(dqn.Acting(params, 0), (), obs[None], None)["action value"][0])
+        lambda obs: np.asarray(algorithm.inspect(dqn.ActingParams(params, 0), (), obs[None], None)["action value"][0])
     )
     expected = slow_loss(e, values(state.online.params), values(state.target), rollout, starts)
     got = float(metrics["losses/td_loss"]), float(metrics["losses/q_values"])
@@ -151,7 +151,7 @@ def test_gradient_steps_are_those_that_the_steps_paid_for():
     assert ["losses/td_loss" in row for row in record.rows] == [False, False] + [True] * 8
     assert all(row["losses/td_loss"] > 0 for row in record.rows[2:])
     assert record.result["policy_lag"] == 1
-    assert [row.get(FILLED) for row in record.rows] == [None, None] + [1.0] * 8
+    assert [row.get(REPLAY_FILLED) for row in record.rows] == [None, None] + [1.0] * 8
 
 
 def test_batches_that_few_steps_can_fill_are_told(on_devices):
@@ -165,7 +165,7 @@ def test_batches_that_few_steps_can_fill_are_told(on_devices):
     memory, one = jax.tree.map(lambda x: x[None], (algorithm.init_memory(rollout), rollout))
     learn = lambda shards, *args: algorithm.update(*args, shards, jax.random.key(7))[2]
     metrics = on_devices(learn, 1, 1)(algorithm.init(jax.random.key(0)), memory, one)
-    assert metrics[FILLED] == pytest.approx(1 - 0.9**8, abs=0.08)
+    assert metrics[REPLAY_FILLED] == pytest.approx(1 - 0.9**8, abs=0.08)
 
 
 @pytest.mark.parametrize("tau", [1.0, 0.25])
@@ -190,10 +190,10 @@ def test_exploration_falls_linearly_with_the_policys_version():
     params = algorithm.init(jax.random.key(0)).online.params
     obs = np.random.default_rng(0).normal(size=(4000, FEATURES)).astype(np.float32)
     act = lambda updates, explore: algorithm.act(
-        dqn.Acting(params, updates), (), obs, None, jax.random.key(2), explore
+        dqn.ActingParams(params, updates), (), obs, None, jax.random.key(2), explore
     )[0]
     best = act(jnp.int32(0), False)
-    assert same_arrays(best, algorithm.inspect(dqn.Acting(params, 0), (), obs, None)["action value"].argmax(-1))
+    assert same_arrays(best, algorithm.inspect(dqn.ActingParams(params, 0), (), obs, None)["action value"].argmax(-1))
     for updates, epsilon in ((0, 0.9), (5, 0.1), (100, 0.1)):
         differ = float((act(updates, True) != best).mean())
         assert abs(differ - epsilon * (ACTIONS - 1) / ACTIONS) < 0.03

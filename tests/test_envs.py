@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from launch import ROOT, finish, python
 
 from cleanba.config import Experiment
+from cleanba.environments.backends import threads_per_actor
 from cleanba.environments.envpool import Envs, env_spec, known
-from cleanba.environments.kinds import threads_per_actor
 from cleanba.environments.specs import ActionSpec, EnvSpec, ObsSpec, Step, choice, train_reward
 from cleanba.errors import UsageError
 from cleanba.recipes import RECIPES

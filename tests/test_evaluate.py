@@ -17,13 +17,13 @@ from launch import CROWD, ROOT, TINY, command, finish, in_pairs, python, read_re
 from scripted import Play, ScriptedEnvs, mirror, spec
 
 from cleanba import launch
-from cleanba.agents import beside, evaluate
+from cleanba.agents import evaluate, periodic_evaluation
 from cleanba.agents import film as films
 from cleanba.agents.agent import Policy, load_policy, read_best
 from cleanba.config import Experiment, Placement, Run
 from cleanba.environments.action_names import action_names
 from cleanba.environments.atari_scores import human_normalised, reference, table
-from cleanba.environments.kinds import env_spec
+from cleanba.environments.backends import env_spec
 from cleanba.rollout import Episode
 from cleanba.runs import listing
 from cleanba.runs.log import newest
@@ -446,7 +446,7 @@ def test_evaluation_beside_the_training_changes_no_bit_and_keeps_the_best(tmp_pa
 def evaluations(runs, tmp_path):
     """Of a run whose agent is never played: tests put something in the place of `play`."""
     watched = load_policy(runs["ff"], "last", "cpu")
-    made = beside.Evaluations(tmp_path, Run(eval_frequency=2), watched, find_devices(Placement()))
+    made = periodic_evaluation.PeriodicEvaluation(tmp_path, Run(eval_frequency=2), watched, find_devices(Placement()))
     yield made, watched
     made.close()
 
@@ -465,7 +465,7 @@ def test_training_does_not_wait_for_evaluation(evaluations, monkeypatch):
         assert release.wait(20)
         return [Episode(float(epoch), 1)]
 
-    monkeypatch.setattr(beside, "play", slow)
+    monkeypatch.setattr(periodic_evaluation, "play", slow)
     for update in range(1, 8):  # 2 starts an evaluation; 4 and 6 come while it is still playing
         made.after_update(update, 10 * update, watched.params)
     assert played == [2]
@@ -483,12 +483,14 @@ def test_training_does_not_wait_for_evaluation(evaluations, monkeypatch):
 def test_the_best_stays_the_best_when_a_run_goes_on(evaluations, monkeypatch):
     made, watched = evaluations
     returns = iter([5.0, 3.0, 9.0])
-    monkeypatch.setattr(beside, "play", lambda *_, **__: [Episode(next(returns), 1)])
+    monkeypatch.setattr(periodic_evaluation, "play", lambda *_, **__: [Episode(next(returns), 1)])
     best = lambda: read_best(made._run_dir)["update"]
     state = state_that_acts_by(watched.params)
     made.finish({"update": 2, "global_step": 0}, state)
     assert log_of(made) == [(2, 0, 5.0)]
-    again = beside.Evaluations(made._run_dir, Run(eval_frequency=2), watched, find_devices(Placement()))
+    again = periodic_evaluation.PeriodicEvaluation(
+        made._run_dir, Run(eval_frequency=2), watched, find_devices(Placement())
+    )
     saved = Saved(4, state, watched.params, {"global_step": 0})
     again.begin(saved, [{"update": 4, "eval/episodic_return": 1.0}])  # that one is known
     assert again._thread is None
@@ -499,7 +501,7 @@ def test_the_best_stays_the_best_when_a_run_goes_on(evaluations, monkeypatch):
     assert best() == 6
 
 
-def log_of(made: beside.Evaluations) -> list[tuple]:
+def log_of(made: periodic_evaluation.PeriodicEvaluation) -> list[tuple]:
     """What it logs now: update, global step and return."""
     logged = []
     writers = type("Writers", (), {"write": lambda self, *row: logged.append(row)})()
@@ -507,9 +509,9 @@ def log_of(made: beside.Evaluations) -> list[tuple]:
     return [(update, global_step, values["eval/episodic_return"]) for update, global_step, _, values in logged]
 
 
-def waiting(made: beside.Evaluations) -> list[str]:
+def waiting(made: periodic_evaluation.PeriodicEvaluation) -> list[str]:
     """The evaluations whose parameters are kept until they are in the log."""
-    return sorted(p.name for p in (made._run_dir / beside.EVALUATING).glob("*"))
+    return sorted(p.name for p in (made._run_dir / periodic_evaluation.EVALUATING).glob("*"))
 
 
 def test_an_evaluation_that_was_cut_short_is_played_again(evaluations, monkeypatch):
@@ -522,15 +524,15 @@ def test_an_evaluation_that_was_cut_short_is_played_again(evaluations, monkeypat
         while True:
             check("playing")
 
-    monkeypatch.setattr(beside, "play", endless)
+    monkeypatch.setattr(periodic_evaluation, "play", endless)
     marked = lambda update: jax.tree.map(lambda x: x + update, watched.params)
     made.after_update(2, 20, marked(2))
     assert playing.wait(20) and waiting(made) == ["2-20.msgpack"]
     made.close()
     assert log_of(made) == [] and waiting(made) == ["2-20.msgpack"]
     for update in (4, 6, 8):
-        made._remember(beside.Version(update, 10 * update, marked(update)))
-    (made._run_dir / beside.EVALUATING / "5-50.msgpack.tmp").write_bytes(b"half a file")
+        made._remember(periodic_evaluation.Version(update, 10 * update, marked(update)))
+    (made._run_dir / periodic_evaluation.EVALUATING / "5-50.msgpack.tmp").write_bytes(b"half a file")
 
     played = []
 
@@ -540,8 +542,10 @@ def test_an_evaluation_that_was_cut_short_is_played_again(evaluations, monkeypat
         played.append((epoch, difference))
         return [Episode(float(epoch), 1)]
 
-    monkeypatch.setattr(beside, "play", play)
-    again = beside.Evaluations(made._run_dir, Run(eval_frequency=2), watched, find_devices(Placement()))
+    monkeypatch.setattr(periodic_evaluation, "play", play)
+    again = periodic_evaluation.PeriodicEvaluation(
+        made._run_dir, Run(eval_frequency=2), watched, find_devices(Placement())
+    )
     state = state_that_acts_by(watched.params)
     saved = Saved(5, state, watched.params, {"global_step": 50})
     assert again.begin(saved, [{"update": 3, "eval/episodic_return": 1.0}]) == []
@@ -549,23 +553,23 @@ def test_an_evaluation_that_was_cut_short_is_played_again(evaluations, monkeypat
     assert played == [(2, 2), (4, 4)], "each with its own parameters and its own games"
     assert waiting(again) == ["2-20.msgpack", "4-40.msgpack"], "kept until they are in the log"
     assert log_of(again) == [(2, 20, 2.0), (4, 40, 4.0)]
-    assert not (made._run_dir / beside.EVALUATING).exists()
+    assert not (made._run_dir / periodic_evaluation.EVALUATING).exists()
 
 
 def test_what_is_in_the_log_is_not_played_again(evaluations, monkeypatch):
     made, watched = evaluations
-    monkeypatch.setattr(beside, "play", lambda *_, **__: pytest.fail("played"))
-    made._remember(beside.Version(4, 40, watched.params))
+    monkeypatch.setattr(periodic_evaluation, "play", lambda *_, **__: pytest.fail("played"))
+    made._remember(periodic_evaluation.Version(4, 40, watched.params))
     state = state_that_acts_by(watched.params)
     made.begin(Saved(4, state, watched.params, {"global_step": 40}), [{"update": 4, "eval/episodic_return": 1.0}])
     made.finish({"update": 4, "global_step": 40}, state)
-    assert made._thread is None and not (made._run_dir / beside.EVALUATING).exists()
+    assert made._thread is None and not (made._run_dir / periodic_evaluation.EVALUATING).exists()
 
 
 def test_a_damaged_copy_is_named_and_left(evaluations):
     made, watched = evaluations
-    made._remember(beside.Version(2, 20, watched.params))
-    path = made._run_dir / beside.EVALUATING / "2-20.msgpack"
+    made._remember(periodic_evaluation.Version(2, 20, watched.params))
+    path = made._run_dir / periodic_evaluation.EVALUATING / "2-20.msgpack"
     path.write_bytes(path.read_bytes()[:20])
     state = state_that_acts_by(watched.params)
     (warning,) = made.begin(Saved(3, state, watched.params, {"global_step": 30}), [])
@@ -598,7 +602,7 @@ def test_a_disk_that_is_full_when_an_evaluation_starts_ends_the_run(tmp_path, mo
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(beside, "save_model", full)
+    monkeypatch.setattr(periodic_evaluation, "save_model", full)
     ended = command("ppo", *TINY, "--eval-frequency", "1", "--run-dir", tmp_path / "run")
     assert ended.code == 1 and "Traceback" not in ended.err and ended.err.count("cleanba:") == 1, ended.err
     assert "evaluating cannot be written (No space left on device); make room" in ended.err
@@ -608,7 +612,7 @@ def test_an_evaluation_that_fails_ends_the_run(tmp_path, monkeypatch):
     def broken(*_, **__):
         raise RuntimeError("planted in the evaluation")
 
-    monkeypatch.setattr(beside, "play", broken)
+    monkeypatch.setattr(periodic_evaluation, "play", broken)
     ended = command("ppo", *TINY, "--eval-frequency", "1", "--run-dir", tmp_path / "run")
     assert ended.code == 1 and "planted in the evaluation" in ended.err
 
@@ -649,7 +653,7 @@ def test_an_evaluation_at_the_end_that_stands_still_ends_the_run(tmp_path, monke
         release.wait(60)
         check("playing")
 
-    monkeypatch.setattr(beside, "play", hangs)
+    monkeypatch.setattr(periodic_evaluation, "play", hangs)
     # Training, which has to compile on a busy machine, has a minute, its end a second.
     monkeypatch.setattr(launch, "Watchdog", lambda timeout, counted: Watchdog(timeout / 60, counted))
     run = tmp_path / "run"
@@ -670,10 +674,10 @@ def test_an_evaluation_at_the_end_that_stands_still_ends_the_run(tmp_path, monke
 HANGS_AT_ITS_END = """
 import sys, time
 from cleanba import cli, launch
-from cleanba.agents import beside
+from cleanba.agents import periodic_evaluation
 from cleanba.runtime.supervision import Watchdog
 launch.Watchdog = lambda timeout, counted: Watchdog(timeout / 60, counted)
-beside.play = lambda *_, **__: time.sleep(600)
+periodic_evaluation.play = lambda *_, **__: time.sleep(600)
 cli.main(sys.argv[1:])
 """
 

@@ -82,7 +82,7 @@ def test_what_needs_an_extra_says_so_in_one_sentence(monkeypatch, tmp_path, abse
 
 
 def test_the_message_names_the_module_that_is_missing_and_not_the_one_that_asked_for_it(monkeypatch, tmp_path):
-    from cleanba.environments import native
+    from cleanba.environments import jax_envs
 
     (tmp_path / "gymnax").mkdir()
     (tmp_path / "gymnax/__init__.py").write_text("import absent_six")
@@ -91,7 +91,7 @@ def test_the_message_names_the_module_that_is_missing_and_not_the_one_that_asked
     monkeypatch.syspath_prepend(tmp_path)
     importlib.invalidate_caches()
     with pytest.raises(UsageError, match=r"gymnax needs the module absent_six, .* `pip install -e '\.\[jax-envs\]'`"):
-        native.require_library("gymnax")
+        jax_envs.require_library("gymnax")
 
 
 def test_logs_do_not_import_torch(tmp_path):

@@ -17,7 +17,7 @@ from cleanba.environments.envpool import Envs, env_spec
 from cleanba.environments.spaces import obs_spec
 from cleanba.environments.specs import ActionSpec, EnvSpec, ObsSpec, choice
 from cleanba.networks import make_actor_critic
-from cleanba.networks.sight import as_vector, legal_actions
+from cleanba.networks.encoder import as_vector, legal_actions
 from cleanba.ops.distributions import Combination, distribution, size
 from cleanba.recipes import Play
 from cleanba.rollout import Rollout
@@ -138,7 +138,7 @@ def test_a_mask_is_no_input_of_the_network():
 def test_dqn_acts_explores_and_bootstraps_within_what_is_legal():
     e = dqn.DQN(num_envs=1, num_actors=1, num_shards=1, hiddens=(4,), start_e=1.0)
     algorithm = dqn.make(e, SPEC, "cpu")
-    params = dqn.Acting(algorithm.init(jax.random.key(0)).online.params, jnp.int32(0))
+    params = dqn.ActingParams(algorithm.init(jax.random.key(0)).online.params, jnp.int32(0))
     n = 3000
     mask = np.tile(np.int8([[1, 0, 1], [0, 1, 0], [0, 0, 0]]), (n // 3, 1))
     x = np.random.default_rng(0).normal(size=(n, 2)).astype(np.float32)
@@ -163,7 +163,7 @@ def test_the_target_is_of_the_best_legal_action(double, on_devices):
     state = algorithm.init(jax.random.key(0))
     x = np.float32([[0.3, -0.7]])
     inspect = lambda mask: algorithm.inspect(
-        dqn.Acting(state.online.params, 0), (), {"deep": {"action_mask": mask}, "x": x}, None
+        dqn.ActingParams(state.online.params, 0), (), {"deep": {"action_mask": mask}, "x": x}, None
     )
     values = np.asarray(inspect(np.ones((1, 3), np.int8))["action value"][0])
     worst = int(values.argmin())

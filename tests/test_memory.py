@@ -27,7 +27,7 @@ from cleanba.ops import replay
 from cleanba.rollout import Rollout
 from cleanba.runtime import learner, memory, processes
 from cleanba.runtime.checkpoint import Checkpoints, updates_kept
-from cleanba.runtime.keeper import Keeper
+from cleanba.runtime.checkpoint_writer import CheckpointWriter
 
 # Ten rollouts of eight steps into rings of 25 rows, which wrap three times; episodes end both ways.
 FIELDS = dict(
@@ -291,7 +291,7 @@ def step(m: Memory, number: int) -> Memory:
 
 
 def plain_digest(m: Memory, shard: int, like: Memory) -> str:
-    """What `Holdings` says of a shard, if it looks at everything."""
+    """What `MemoryStore` says of a shard, if it looks at everything."""
     leaves, chunks = memory.leaves_of(like), []
     for leaf, x in zip(leaves, jax.tree.leaves(m), strict=True):
         data = np.asarray(x)[shard]
@@ -310,17 +310,17 @@ def test_a_look_finds_all_that_changed(every, small_chunks):
     """However many rollouts lie between two looks: more than the ring holds, too."""
     like = jax.eval_shape(empty)
     m = jax.tree.map(lambda x: jnp.stack([x, x]), empty())
-    holdings = memory.Holdings(like, range(2))
+    memory_store = memory.MemoryStore(like, range(2))
     for number in range(1, 40):
         m = step(m, number)
         if number % every == 0:
-            found = holdings.look(m, number)
+            found = memory_store.snapshot(m, number)
             assert [s.digest for s in found.values()] == [plain_digest(m, i, like) for i in range(2)], number
 
 
 def test_the_digest_of_the_learner_covers_every_shard():
     m = step(jax.tree.map(lambda x: jnp.stack([x, x]), empty()), 1)
-    look = lambda m: [s.digest for s in memory.Holdings(jax.eval_shape(empty), range(2)).look(m, 1).values()]
+    look = lambda m: [s.digest for s in memory.MemoryStore(jax.eval_shape(empty), range(2)).snapshot(m, 1).values()]
     other = m._replace(returns=m.returns.at[1, 2].add(1e-6))
     assert look(m)[0] == look(other)[0] and look(m)[1] != look(other)[1]
     digests = [memory.learner_digest("state", look(x)) for x in (m, other)]
@@ -331,11 +331,11 @@ def test_the_digest_of_the_learner_covers_every_shard():
 def test_a_number_that_no_longer_changes_keeps_no_old_pack(tmp_path):
     """The ring is full after 13 rollouts, from when on its size stays; 20 rollouts write all of its rows anew."""
     m = jax.tree.map(lambda x: jnp.stack([x, x]), empty())
-    holdings = memory.Holdings(jax.eval_shape(empty), range(2), folder=tmp_path)
+    memory_store = memory.MemoryStore(jax.eval_shape(empty), range(2), folder=tmp_path)
     for update in range(1, 5):
         for number in range(20):
             m = step(m, 20 * update + number)
-        found = holdings.look(m, update)
+        found = memory_store.snapshot(m, update)
         assert m.ring.size.tolist() == [ROWS] * 2
         for shard in found.values():
             assert {chunk.pack for cut in shard.chunks for chunk in cut} - {None} == {shard.new}, update
@@ -344,12 +344,12 @@ def test_a_number_that_no_longer_changes_keeps_no_old_pack(tmp_path):
 def test_a_checkpoint_costs_what_is_new_in_it(small_chunks, tmp_path):
     like = jax.eval_shape(empty)
     m = jax.tree.map(lambda x: jnp.stack([x, x]), empty())
-    holdings = memory.Holdings(like, range(2), folder=tmp_path)
+    memory_store = memory.MemoryStore(like, range(2), folder=tmp_path)
     of_rollout = 2 * sum(x[:, :STEPS].nbytes for x in (rollout_of(0).obs,)) // 2
     everything = 2 * memory.nbytes(like)
     for number in range(1, 40):
         m = step(m, number)
-        found = holdings.look(m, number)
+        found = memory_store.snapshot(m, number)
         cost = sum(path.stat().st_size for path in tmp_path.rglob(f"{number}-*.pack"))
         # Besides the new rows: the rest of the first and the last chunk, and arrays smaller than a chunk.
         assert cost <= of_rollout + 2 * (2 * 4 * 480 + 5 * ROWS * ENVS * 4) < everything / 3, number
@@ -373,15 +373,15 @@ def test_a_checkpoint_costs_what_is_new_in_it(small_chunks, tmp_path):
 def test_after_a_resume_only_what_is_new_is_written(small_chunks, tmp_path):
     like = jax.eval_shape(empty)
     m = jax.tree.map(lambda x: jnp.stack([x, x]), empty())
-    holdings = memory.Holdings(like, range(2), folder=tmp_path)
+    memory_store = memory.MemoryStore(like, range(2), folder=tmp_path)
     for number in range(1, 20):
         m = step(m, number)
-    found = holdings.look(m, 19)
+    found = memory_store.snapshot(m, 19)
     memory.write(tmp_path, 19, found)
     saved = memory.read(tmp_path, 19, range(2), like, [s.digest for s in found.values()])
-    resumed = memory.Holdings(like, range(2), saved, tmp_path / "resumed")
+    resumed = memory.MemoryStore(like, range(2), saved, tmp_path / "resumed")
     m = step(m, 20)
-    one, other = resumed.look(m, 20), holdings.look(m, 20)
+    one, other = resumed.snapshot(m, 20), memory_store.snapshot(m, 20)
     assert [s.digest for s in one.values()] == [s.digest for s in other.values()]
     size = lambda folder: sum(path.stat().st_size for path in folder.glob("memory/*/20-*.pack"))
     assert 0 < size(tmp_path / "resumed") == size(tmp_path) < memory.nbytes(like)
@@ -393,18 +393,20 @@ def test_a_disk_that_takes_no_more_is_told_of(tmp_path, monkeypatch):
 
     like = jax.eval_shape(empty)
     checkpoints = Checkpoints(tmp_path, 2, like, range(2))
-    holdings = memory.Holdings(like, range(2), folder=tmp_path)
-    keeper = Keeper(None, None, None, holdings, checkpoints)  # what it has of the learner it does not come to use
+    memory_store = memory.MemoryStore(like, range(2), folder=tmp_path)
+    checkpoint_writer = CheckpointWriter(
+        None, None, None, memory_store, checkpoints
+    )  # what it has of the learner it does not come to use
     monkeypatch.setattr(memory.Pack, "add", full)
     with pytest.raises(Failure, match="could not be written to .*No space left on device"):
-        keeper.look(1, (), step(jax.tree.map(lambda x: jnp.stack([x, x]), empty()), 1))
+        checkpoint_writer.snapshot(1, (), step(jax.tree.map(lambda x: jnp.stack([x, x]), empty()), 1))
     checkpoints.close()
 
 
 def test_rows_that_are_called_zero_and_are_not_are_damage(tmp_path):
     like = jax.eval_shape(empty)
     m = step(jax.tree.map(lambda x: jnp.stack([x, x]), empty()), 1)
-    found = memory.Holdings(like, range(2), folder=tmp_path).look(m, 1)
+    found = memory.MemoryStore(like, range(2), folder=tmp_path).snapshot(m, 1)
     memory.write(tmp_path, 1, found)
     path = memory.shard_folder(tmp_path, 1) / "1.json"
     listing = json.loads(path.read_text())

@@ -17,8 +17,8 @@ from cleanba.environments.specs import EnvSpec, ObsSpec
 from cleanba.errors import UsageError
 from cleanba.networks import make_actor_critic, suitable_network
 from cleanba.networks.cores import LSTM, LSTMCarry, initial_carry
+from cleanba.networks.encoder import as_vector
 from cleanba.networks.layers import Conv, max_pool
-from cleanba.networks.sight import as_vector
 from cleanba.networks.torsos import Dense, ImpalaResNet, NatureCNN
 
 ATARI = ObsSpec("image", (4, 84, 84), "uint8")

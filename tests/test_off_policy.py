@@ -10,7 +10,7 @@ import optax
 import pytest
 from launch import ROOT, command, digests, finish, finished, python, read_result, same_arrays
 
-from cleanba.algorithms import off_policy, sac, td3
+from cleanba.algorithms import action_bounds, gradient_steps, sac, td3
 from cleanba.algorithms.sac import SAC
 from cleanba.algorithms.td3 import TD3
 from cleanba.config import Partition, check_values
@@ -335,7 +335,7 @@ def test_the_ends_of_tanh_are_the_bounds(dtype):
     """As the environment is given them: never outside, and at most a rounding of float32 inside."""
     low, high = (-0.4, -3.0, 0.1), (0.4, 1.0, 0.7)
     action = ActionSpec("quantities", (3,), dtype, (), low, high)
-    bounds = off_policy.require_bounded(SPEC._replace(given_action=action), "SAC")
+    bounds = action_bounds.action_bounds(SPEC._replace(given_action=action), "SAC")
     for y, end in ((-1.0, low), (1.0, high)):
         given = action.for_environment((bounds.centre + np.float32(y) * bounds.scale)[None])
         np.testing.assert_allclose(given[0], end, rtol=2e-7)
@@ -374,15 +374,15 @@ def test_pictures_and_dictionaries_are_seen(name, what, on_devices):
 
 @pytest.mark.parametrize("block", [1, 7, 32])
 @pytest.mark.parametrize("times", [0, 1, 31, 32, 33, 65])
-def test_steps_whose_chance_is_drawn_in_blocks_are_those_drawn_one_by_one(times, block):
+def test_steps_with_random_numbers_drawn_in_blocks_are_those_drawn_one_by_one(times, block):
     key = jax.random.key(0)
-    chance = lambda numbers: jax.vmap(lambda n: jax.random.bits(jax.random.fold_in(key, n), (2,)))(numbers)
+    draw = lambda numbers: jax.vmap(lambda n: jax.random.bits(jax.random.fold_in(key, n), (2,)))(numbers)
     # The order counts, and each step's own numbers.
-    follow = lambda drawn, x: (x * jnp.uint32(1664525) + drawn, {"sum": x})
-    one_by_one = lambda i, x: follow(chance(i[None])[0], x)
+    step = lambda drawn, x: (x * jnp.uint32(1664525) + drawn, {"sum": x})
+    one_by_one = lambda i, x: step(draw(i[None])[0], x)
     start, n = jnp.zeros(2, jnp.uint32), jnp.int32(times)
-    expected = jax.jit(lambda n: off_policy.repeat(n, one_by_one, start))(n)
-    found = jax.jit(lambda n: off_policy.repeat_by_chance(n, block, chance, follow, start))(n)
+    expected = jax.jit(lambda n: gradient_steps.repeat(n, one_by_one, start))(n)
+    found = jax.jit(lambda n: gradient_steps.repeat_in_blocks(n, block, draw, step, start))(n)
     assert same_arrays(found[0], expected[0]) and same_arrays(found[1]["sum"], expected[1]["sum"])
 
 
@@ -392,7 +392,7 @@ def test_steps_whose_chance_is_drawn_in_blocks_are_those_drawn_one_by_one(times,
 )
 def test_as_much_is_drawn_at_once_as_fits_into_memory_and_evenly(envs, steps, batch, block):
     e = experiment("sac", num_envs=envs, num_steps=steps, batch_size=batch, buffer_size=2**21, train_frequency=1)
-    assert off_policy.drawn_at_once(e, off_policy.Noise(3, 17)) == block
+    assert gradient_steps.block_length(e, gradient_steps.Noise(3, 17)) == block
 
 
 # --------------------------------------------------------------------------------------------------------- placements
@@ -405,8 +405,8 @@ def test_the_same_bits_on_any_devices(name, monkeypatch):
     e = KINDS[name][1](**PENDULUM | LEARN | sizes | {"total_timesteps": 216, "train_frequency": 4})
     reference = digests(e, recipe=KINDS[name][0])
     assert len(reference) > 1
-    assert off_policy.drawn_at_once(e, off_policy.NONE) == e.gradient_steps > 4
-    monkeypatch.setattr(off_policy, "DRAWN", (4, off_policy.DRAWN[1]))
+    assert gradient_steps.block_length(e, gradient_steps.NO_NOISE) == e.gradient_steps > 4
+    monkeypatch.setattr(gradient_steps, "BLOCK_STEPS", 4)
     for actors, learners in (([0, 1], [2, 3, 4, 5]), ([7], [0, 1, 2, 3, 4, 5])):
         assert digests(e, actors, learners, recipe=KINDS[name][0]) == reference
 

@@ -11,7 +11,7 @@ import pytest
 from launch import command, read_result, read_rows
 
 from cleanba.algorithms import ppo
-from cleanba.environments.kinds import env_spec, open_envs
+from cleanba.environments.backends import env_spec, open_envs
 from cleanba.environments.specs import EnvSpec
 from cleanba.errors import Failure
 from cleanba.runtime import playback, records
@@ -20,14 +20,14 @@ from cleanba.runtime.checkpoint import updates_kept
 from cleanba.runtime.collect import (
     Collected,
     Collector,
+    ScanCache,
     ScannedCollector,
-    Scans,
     SteppedCollector,
     Times,
     make_steppers,
 )
 from cleanba.runtime.learner import Learner
-from cleanba.runtime.records import Ending, Record, Standing, Told, action_dtype, actor_folder
+from cleanba.runtime.records import ActorState, Record, RecordedRollout, SavedActor, action_dtype, actor_folder
 from cleanba.seeds import action_numbers
 from cleanba.specs import ActionSpec, choice
 
@@ -73,7 +73,7 @@ class Actor:
     def collector(self) -> Collector:
         kept = None, None if self.spec.on_device else self.spec.action, self.spec.on_device
         if self.case.collector == "scanned":
-            return ScannedCollector(self.algorithm, STEPS, self.device, Stop(), Scans(self.algorithm, STEPS), *kept)
+            return ScannedCollector(self.algorithm, STEPS, self.device, Stop(), ScanCache(self.algorithm, STEPS), *kept)
         steppers = make_steppers(self.algorithm, STEPS, "cpu")
         return SteppedCollector(self.algorithm, steppers, STEPS, self.device, Stop(), *kept)
 
@@ -84,13 +84,13 @@ class Actor:
     def collect(self, collector: Collector, rollout: int) -> Collected:
         return collector(self.params, action_numbers(1, 0, rollout), Times())
 
-    def recorded(self, home: Path, rollouts: int) -> tuple[list[Any], Standing]:
+    def recorded(self, home: Path, rollouts: int) -> tuple[list[Any], SavedActor]:
         """Rollouts without interruption, and where the actor stood after that many of them; three more follow."""
         collector, record, collected = self.collector(), Record(home, None), []
         collector.restart(self.envs())
         for rollout in range(rollouts + 3):
             got = self.collect(collector, rollout)
-            record.add(2, got.told, got.ending)
+            record.add(2, got.recorded, got.actor_state)
             if rollout + 1 == rollouts:
                 snapshot = record.snapshot()
             collected.append(plain(got))
@@ -101,7 +101,7 @@ class Actor:
 
 def plain(got: Collected) -> Any:
     """What a rollout is compared by."""
-    return jax.tree.map(np.array, (got.rollout, got.steps, got.episodes, got.told))
+    return jax.tree.map(np.array, (got.rollout, got.steps, got.episodes, got.recorded))
 
 
 def assert_same(a: Any, b: Any) -> None:
@@ -124,7 +124,7 @@ def test_a_collector_goes_on_from_where_another_stood(name, tmp_path, monkeypatc
         for rollout in range(first, min(first + 2, 5)):
             got = actor.collect(collector, rollout)
             assert_same(plain(got), whole[rollout])
-            record.add(2, got.told, got.ending)
+            record.add(2, got.recorded, got.actor_state)
         collector.close()
         records.write(tmp_path, first + 2, record.snapshot())
         standing = records.read(tmp_path, first + 2) if first == 2 else standing
@@ -133,12 +133,12 @@ def test_a_collector_goes_on_from_where_another_stood(name, tmp_path, monkeypatc
 
 
 @pytest.fixture
-def cartpole(tmp_path) -> tuple[Actor, Standing]:
+def cartpole(tmp_path) -> tuple[Actor, SavedActor]:
     actor = Actor(CASES["scanned"])
     return actor, actor.recorded(tmp_path, 2)[1]
 
 
-def resume(actor: Actor, standing: Standing, **seeds: Any) -> None:
+def resume(actor: Actor, standing: SavedActor, **seeds: Any) -> None:
     collector = actor.collector()
     try:
         collector.resume(actor.envs(**seeds), standing, "the environments of actor 0", lambda steps: None)
@@ -180,7 +180,7 @@ def test_a_run_that_ends_does_not_wait_for_all_that_is_recorded(cartpole, monkey
 def test_other_pay_or_ends_on_the_way_are_noticed(cartpole):
     actor, standing = cartpole
     with pytest.raises(Failure, match="they paid or ended otherwise"):
-        resume(actor, standing._replace(answers="0" * 64))
+        resume(actor, standing._replace(outcomes_digest="0" * 64))
 
 
 def test_a_record_cut_short_is_damage(cartpole, tmp_path):
@@ -217,8 +217,8 @@ def test_actions_that_the_disk_takes_piece_by_piece_are_all_there(tmp_path, monk
     monkeypatch.setattr(records, "open", lambda path, mode, **_: Piecemeal(path, mode), raising=False)
     record = Record(tmp_path, None)
     action = np.arange(60, dtype=np.uint8).reshape(20, 3)
-    ending = Ending(*[np.zeros(3)] * 6, None)
-    record.add(0, Told(action, np.zeros((20, 3)), np.zeros((20, 3), bool)), ending)
+    actor_state = ActorState(*[np.zeros(3)] * 6, None)
+    record.add(0, RecordedRollout(action, np.zeros((20, 3)), np.zeros((20, 3), bool)), actor_state)
     snapshot = record.snapshot()
     monkeypatch.undo()
     records.write(tmp_path, 1, snapshot)

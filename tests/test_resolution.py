@@ -13,7 +13,7 @@ from launch import TINY, command
 
 from cleanba.algorithms.ppo import PPO
 from cleanba.config import Experiment, Partition, Placement, Run, fields_of, to_json
-from cleanba.environments.kinds import env_spec
+from cleanba.environments.backends import env_spec
 from cleanba.environments.specs import ActionSpec, EnvSpec, ObsSpec
 from cleanba.errors import UsageError
 from cleanba.files import finite, read_json, write_json
@@ -22,12 +22,12 @@ from cleanba.resolution import (
     EARLIER,
     TYPED,
     configure,
+    continue_experiment,
     fit,
     preset_name,
     read_recipe,
     resolve,
     settle,
-    stand_by,
 )
 from cleanba.train_flags import parse
 
@@ -319,10 +319,10 @@ def test_what_has_begun_in_a_directory_stands(tmp_path):
     typed = {"env_id": "Catch-v0", "num_envs": 8}
     recipe, run_dir = RECIPES["ppo"], left(tmp_path, BEFORE)
     now = resolve(recipe, typed, "gpu")
-    standing = stand_by(recipe, now, run_dir)
+    standing = continue_experiment(recipe, now, run_dir)
     assert standing.experiment == read_recipe(run_dir)[1] != now.experiment
     assert set(standing.origin.values()) == {EARLIER}
-    assert stand_by(recipe, now, tmp_path / "elsewhere") == now
+    assert continue_experiment(recipe, now, tmp_path / "elsewhere") == now
 
 
 @pytest.mark.parametrize(
@@ -338,7 +338,7 @@ def test_what_has_begun_in_a_directory_stands(tmp_path):
 def test_what_is_typed_now_can_contradict_it(tmp_path, typed, words):
     now = resolve(RECIPES["ppo"], {"env_id": "Catch-v0"} | typed, "cpu")
     with pytest.raises(UsageError) as caught:
-        stand_by(RECIPES["ppo"], now, left(tmp_path, BEFORE))
+        continue_experiment(RECIPES["ppo"], now, left(tmp_path, BEFORE))
     assert f"holds another experiment ({words})" in str(caught.value)
 
 
@@ -347,10 +347,10 @@ def test_what_was_typed_then_and_is_not_now_contradicts_it_too(tmp_path):
     run_dir = left(tmp_path, BEFORE | {"learning_rate": 0.5, "hiddens": [3]}, origin=origin)
     now = resolve(RECIPES["ppo"], {"env_id": "Catch-v0"}, "cpu")
     with pytest.raises(UsageError) as caught:
-        stand_by(RECIPES["ppo"], now, run_dir)
+        continue_experiment(RECIPES["ppo"], now, run_dir)
     assert "(learning_rate: 0.5, now 0.001)" in str(caught.value)  # gamma is the same, hiddens were a preset's
     again = resolve(RECIPES["ppo"], {"env_id": "Catch-v0", "learning_rate": 0.5}, "cpu")
-    assert stand_by(RECIPES["ppo"], again, run_dir).experiment.hiddens == (3,)
+    assert continue_experiment(RECIPES["ppo"], again, run_dir).experiment.hiddens == (3,)
 
 
 def test_an_experiment_that_is_taken_whole_contradicts_another_in_every_field(tmp_path):

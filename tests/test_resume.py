@@ -16,8 +16,8 @@ from ports import free_address
 
 from cleanba.runtime import peers, train
 from cleanba.runtime.checkpoint import updates_kept
+from cleanba.runtime.checkpoint_writer import CheckpointWriter
 from cleanba.runtime.collect import SteppedCollector
-from cleanba.runtime.keeper import Keeper
 from cleanba.runtime.learner import Learner
 from cleanba.runtime.schedule import Schedule
 
@@ -140,7 +140,7 @@ def test_a_run_goes_on_with_its_own_shards_on_other_devices(tmp_path, monkeypatc
 
 def signalled(monkeypatch, signum: int, at: int, times: int = 1, saving: bool = False) -> None:
     """Have the process hear a signal when it comes to that update, or to saving its checkpoint."""
-    owner, name, place = (Keeper, "save", 0) if saving else (Learner, "update", 3)
+    owner, name, place = (CheckpointWriter, "save", 0) if saving else (Learner, "update", 3)
     original, hear, heard = getattr(owner, name), train.hear_signals, threading.Event()
 
     def hearing(asked, *give_up):

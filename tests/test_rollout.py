@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cleanba.rollout import Episode, EpisodeTracker, heed
+from cleanba.rollout import Episode, EpisodeTracker, step_outcome
 
 
 def play(tracker: EpisodeTracker, *steps: str) -> list[list[Episode]]:
@@ -56,7 +56,7 @@ def test_long_episodes_add_up_exactly():
 @pytest.mark.parametrize("xp", [np, jnp])
 def test_what_environments_report_while_they_reset_is_of_no_episode(xp):
     done = xp.array([False, False, False, True])
-    answer = heed(
+    answer = step_outcome(
         done, xp.float32([1, 2, 3, 4]), xp.array([False, True, False, True]), xp.array([False, False, True, True])
     )
     assert answer.valid.tolist() == [True, True, True, False]

@@ -8,7 +8,7 @@ from cleanba.runtime.devices import find_devices
 from cleanba.runtime.metrics import Status
 from cleanba.runtime.progress import Progress
 from cleanba.runtime.schedule import Schedule
-from cleanba.runtime.training_log import Book
+from cleanba.runtime.training_log import TrainingLog
 
 
 def test_the_start_says_exactly_what_will_be_done():
@@ -25,11 +25,11 @@ def remaining(first_to_learn: int, first: int = 1) -> dict[int, float]:
     """The remaining time that a run of 100 updates shows after each of its first log points."""
     progress, found = Progress(Status("test", 100)), {}
     log = lambda update, global_step, seconds, values: None
-    book = Book(Schedule(first, 100, True, 0), 10, find_devices(Placement()), progress, log, first_to_learn)
+    log = TrainingLog(Schedule(first, 100, True, 0), 10, find_devices(Placement()), progress, log, first_to_learn)
     for update in range(first, 41):
         progress.update = progress.status.update = update
-        if book.is_log_point(update):
-            book.log(update, {}, {})
+        if log.is_log_point(update):
+            log.write(update, {}, {})
             found[update] = progress.status.eta
     return found
 

@@ -19,7 +19,7 @@ from cleanba.agents.load import load
 from cleanba.algorithms.dqn import DQN
 from cleanba.algorithms.ppo import PPO
 from cleanba.config import to_json
-from cleanba.environments.kinds import env_spec
+from cleanba.environments.backends import env_spec
 from cleanba.errors import Failure, UsageError
 from cleanba.resolution import read_recipe
 from cleanba.runs import remote

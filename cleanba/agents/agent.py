@@ -9,9 +9,9 @@ import jax
 import numpy as np
 from numpy.typing import ArrayLike
 
-from cleanba.algorithm import Algorithm
+from cleanba.algorithm import AnyAlgorithm
 from cleanba.config import Experiment, require
-from cleanba.environments.kinds import env_spec
+from cleanba.environments.backends import env_spec
 from cleanba.environments.specs import EnvSpec
 from cleanba.environments.worker import named
 from cleanba.errors import Failure, UsageError
@@ -52,7 +52,7 @@ class Policy(NamedTuple):
 
     experiment: Experiment
     spec: EnvSpec
-    algorithm: Algorithm
+    algorithm: AnyAlgorithm
     act: ActOnce
     params: PyTree = None
     update: int | None = None
@@ -62,7 +62,7 @@ class Policy(NamedTuple):
     """how it acts where no flag says otherwise"""
 
 
-def new_policy(e: Experiment, spec: EnvSpec, algorithm: Algorithm, platform: str, plays: Play = Play()) -> Policy:  # noqa: B008
+def new_policy(e: Experiment, spec: EnvSpec, algorithm: AnyAlgorithm, platform: str, plays: Play = Play()) -> Policy:  # noqa: B008
     """A policy that has no parameters yet."""
 
     def act(

@@ -16,14 +16,14 @@ from cleanba.agents.film import Film
 from cleanba.agents.load import load
 from cleanba.config import read_experiment, require
 from cleanba.environments.atari_scores import human_normalised, reference
-from cleanba.environments.kinds import Envs, open_envs, threads_per_actor
+from cleanba.environments.backends import Envs, open_envs, threads_per_actor
 from cleanba.environments.specs import EnvSpec
 from cleanba.errors import Exit, Failure
 from cleanba.files import Json, write_json
 from cleanba.flags import FLAGS
-from cleanba.networks.sight import legal_actions
+from cleanba.networks.encoder import legal_actions
 from cleanba.recipes import Play
-from cleanba.rollout import Episode, EpisodeTracker, heed
+from cleanba.rollout import Episode, EpisodeTracker, step_outcome
 from cleanba.runs.remote import find_run
 from cleanba.runtime.collect import first_carry
 from cleanba.runtime.digests import params_digest
@@ -133,7 +133,7 @@ def play(
                 filming.add(envs.render(0), envs.steps_per_second, params, obs, first, carry, action, tracker.ret[0])
             check("playing")
             step = envs.step(action)
-            answer = heed(done, step.reward, step.terminated, step.truncated)
+            answer = step_outcome(done, step.reward, step.terminated, step.truncated)
             ended = np.flatnonzero(step.over & answer.valid)
             for i, episode in zip(ended, tracker.add(step.raw_reward, answer.valid, step.over), strict=True):
                 if not out[i]:

@@ -9,9 +9,9 @@ import jax
 import numpy as np
 
 from cleanba.agents.agent import load_policy
-from cleanba.algorithm import Algorithm
+from cleanba.algorithm import AnyAlgorithm
 from cleanba.config import require
-from cleanba.environments.kinds import env_spec
+from cleanba.environments.backends import env_spec
 from cleanba.errors import Failure, UsageError
 from cleanba.files import read_json
 from cleanba.resolution import read_recipe
@@ -82,7 +82,7 @@ def find_initial(place: str, platform: str, trust_remote_code: bool = False) -> 
     return Initial(f"sha256:{tree_digest(arrays).removeprefix('sha256:')}", place, arrays)
 
 
-def of_acting(algorithm: Algorithm, params: PyTree) -> dict[str, np.ndarray]:
+def of_acting(algorithm: AnyAlgorithm, params: PyTree) -> dict[str, np.ndarray]:
     """The parameters that act, by their names in the learner's state; target networks are copies of them."""
     like = jax.eval_shape(algorithm.init, jax.random.key(0))
     names = list(named_leaves(like))

@@ -1,4 +1,4 @@
-"""Batches that lie over shards: what minibatches are made of, and numbers about all shards together."""
+"""Minibatches of a batch that is split into shards, and statistics over all shards."""
 
 import math
 from collections.abc import Callable
@@ -20,9 +20,9 @@ CACHED = 2**21  # bytes of observations: 74 Atari images, whose layers' outputs 
 
 
 def steps_at_once(obs: PyTree) -> int:
-    """Steps of a shard's observations [T, B, ...] that a GPU may see at once, so that it is busy and does not run over.
+    """How many steps of a shard's observations [T, B, ...] a GPU processes at once: enough to be busy, and to fit.
 
-    As even parts as possible.  Decided by the shapes of one shard alone, which every placement has in common.
+    Parts are as even as possible.  They depend on the shapes of one shard alone, which all placements share.
     """
     leaves = jax.tree.leaves(obs)
     steps, size = leaves[0].shape[0], sum(x.size * x.dtype.itemsize for x in leaves)
@@ -31,10 +31,10 @@ def steps_at_once(obs: PyTree) -> int:
 
 
 def count_pieces(e: PolicyGradient, spec: EnvSpec, platform: str, index: jax.Array) -> int:
-    """Into how many equal pieces a shard's minibatch of sequences is cut, one of them computed at a time.
+    """The number of equal pieces that a shard's minibatch is computed in, one after the other.  index [..., T', B'].
 
-    Images on CPUs: as many as bring those of a piece closest to `CACHED`, so that what the layers make of them stays in
-    caches.  Else one: small pieces would leave a GPU idle, and an LSTM's products small.  index [..., T', B'].
+    For images on CPUs, pieces are as close as possible to `CACHED` bytes, so that the layers' outputs stay in caches.
+    Otherwise there is one: small pieces would leave a GPU idle, and make an LSTM's matrix products small.
     """
     if platform != "cpu" or not spec.shows_images or e.core != "none":
         return 1
@@ -48,7 +48,7 @@ M = TypeVar("M")
 
 
 def in_pieces(take: Callable[[jax.Array, jax.Array], M], t: jax.Array, b: jax.Array, pieces: int) -> M:
-    """What `take(t, b)` gives for each of so many pieces of a minibatch's indices [T', B'].  Leaves [pieces, ...]."""
+    """`take(t, b)` for each piece of a minibatch's indices [T', B'].  Returns leaves [pieces, ...]."""
     cut = lambda x: jnp.moveaxis(x.reshape(x.shape[0], pieces, -1), 1, 0)
     return jax.vmap(take)(cut(t), cut(b))
 
@@ -56,12 +56,12 @@ def in_pieces(take: Callable[[jax.Array, jax.Array], M], t: jax.Array, b: jax.Ar
 def shuffled(key: jax.Array, size: int) -> jax.Array:
     """The numbers 0, 1, ... `size` - 1 in a random order.  [size] int32.
 
-    Random bits above, the number below, and one sort of single words, which CPUs do nine times as fast as
-    `jax.random.permutation`'s two sorts of pairs.  Two numbers whose random bits are the same stay in their order: of
-    15,360, which leave 18 bits, one pair in 262,144.
+    Each number becomes a word with random high bits and the number in the low bits, and the words are sorted: on CPUs
+    nine times as fast as `jax.random.permutation`, which sorts pairs twice.  Numbers with equal random bits keep their
+    order: of 15,360 numbers, which leave 18 random bits, one pair in 262,144.
     """
     below = (size - 1).bit_length()
-    if below > 20:  # too few bits would be left
+    if below > 20:  # too few random bits would be left
         return jax.random.permutation(key, size)
     number = jnp.arange(size, dtype=jnp.uint32)
     words = (jax.random.bits(key, (size,), jnp.uint32) << below) | number
@@ -69,31 +69,31 @@ def shuffled(key: jax.Array, size: int) -> jax.Array:
 
 
 def sequences(steps: int, env: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Minibatches of all steps of some environments.  [M, B'] -> time and environment indices [M, T, B']."""
+    """Minibatches of all T steps of some environments.  env [M, B'] -> time and environment indices [M, T, B']."""
     m, b = env.shape
     time = jnp.arange(steps)[None, :, None]
     return jnp.broadcast_to(time, (m, steps, b)), jnp.broadcast_to(env[:, None], (m, steps, b))
 
 
 def count_valid(shards: ShardAxis, valid: jax.Array, t: jax.Array, b: jax.Array) -> jax.Array:
-    """Valid transitions of each minibatch, all shards together, or 1 where there are none: means divide by it.
+    """The number of valid transitions of each minibatch over all shards; 1 where there are none, as means divide by it.
 
-    valid [K', T, B]; t, b [K', M, T', B'] -> [M] int32, which counts exactly where float32 would stop at 2^24.
+    valid [K', T, B]; t, b [K', M, T', B'] -> [M] int32, which is exact, while float32 is not above 2^24.
     """
     of_shard = lambda valid, t, b: valid[t, b].sum((-2, -1), dtype=jnp.int32)
     return jnp.maximum(shards.sum(shards.map(of_shard, valid, t, b)), 1)
 
 
 def count_steps(shards: ShardAxis, valid: jax.Array) -> jax.Array:
-    """Valid steps of all shards together, or 1 where there are none, as `count_valid`.  [K', T, B] -> [] int32."""
+    """The number of valid steps of all shards, or 1 where there are none.  [K', T, B] -> [] int32."""
     return jnp.maximum(shards.sum(shards.map(lambda valid: valid.sum(dtype=jnp.int32), valid)), 1)
 
 
 def explained_variance(shards: ShardAxis, value: jax.Array, target: jax.Array, valid: jax.Array) -> jax.Array:
-    """1 - Var[target - value] / Var[target] over valid transitions; how well values predicted their targets.
+    """1 - Var[target - value] / Var[target] over valid transitions: how well values predict targets.
 
-    Where targets do not vary it is 1 if the errors do not either, else 0, as scikit-learn's.  [K', T, B] each -> [].
-    Two passes: the difference of mean square and squared mean has no digits left where means are large.
+    If targets do not vary it is 1 where errors do not either, else 0, as in scikit-learn.  [K', T, B] each -> [].
+    It takes two passes, as the mean square minus the squared mean loses all digits where means are large.
     """
     count = count_steps(shards, valid)
 
@@ -108,7 +108,7 @@ def explained_variance(shards: ShardAxis, value: jax.Array, target: jax.Array, v
         return jnp.stack([x.sum((1, 2)), (x**2).sum((1, 2))]) / count
 
     def combine(means: jax.Array, moments: jax.Array) -> jax.Array:
-        rest, square = moments  # the rest is what rounding left of a mean of zero (Chan et al. 1983, eq. 1.7)
+        rest, square = moments  # rest: the rounding error of a mean of zero (Chan et al. 1983, eq. 1.7)
         variance = square - rest**2
         rounding = (jnp.finfo(variance.dtype).eps * means) ** 2
         error, of_target = jnp.where(variance <= rounding, 0.0, variance)  # NaN stays NaN
@@ -131,8 +131,8 @@ LAG_LOGGED = {
 def version_distance(shards: ShardAxis, log_ratio: jax.Array, valid: jax.Array) -> Metrics:
     """How far the policy that learns is from the one that acted, over the valid steps of all shards.
 
-    With w = pi_prox / pi_b of the actions taken: an estimate of KL(pi_b || pi_prox), mean and maximum of w, and the
-    share of the samples that counts, (sum w)^2 / (N sum w^2) (Kong 1992).  log_ratio = log w, valid [K', T, B].
+    With w = pi_prox / pi_b of the actions taken: an estimate of KL(pi_b || pi_prox), the mean and maximum of w, and the
+    share of effective samples, (sum w)^2 / (N sum w^2) (Kong 1992).  log_ratio = log w, valid [K', T, B] -> scalars.
     """
     log_ratio = jnp.clip(log_ratio, -20.0, 20.0)  # squares stay finite
 

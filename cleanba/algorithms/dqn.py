@@ -1,7 +1,7 @@
 """Deep Q-learning (Mnih et al. 2015), top to bottom: experiment, network, losses, update.
 
 With double estimators (van Hasselt et al. 2016), dueling heads (Wang et al. 2016) and n-step targets as flags.  The
-sections are those of `ppo.py`; settings are those of CleanRL, by the kind of environment.
+sections are those of `ppo.py`; settings are those of CleanRL, with a preset for each group of environments.
 """
 
 from dataclasses import dataclass
@@ -12,30 +12,16 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from cleanba.algorithm import Algorithm, Metrics
-from cleanba.algorithms.off_policy import (
-    FILLED,
-    NONE,
-    REPLAY_LOGGED,
-    TAKEN,
-    Chance,
-    OffPolicy,
-    check_replay,
-    draw,
-    drawn_at_once,
-    due,
-    filled,
-    follow,
-    found,
-    mean,
-    new_memory,
-    repeat_by_chance,
-)
-from cleanba.algorithms.optimiser import Trained, learning_rate, make_adam, sgd_step
+from cleanba.algorithm import Algorithm, Metrics, NoCarry, no_carry
+from cleanba.algorithms.action_bounds import ACTION_WORDS
+from cleanba.algorithms.gradient_steps import REPLAY_FILLED, REPLAY_LOGGED, Minibatch, every, gradient_steps
+from cleanba.algorithms.off_policy import OffPolicy, check_replay
+from cleanba.algorithms.optimiser import TrainState, learning_rate, make_adam, sgd_step
+from cleanba.algorithms.target_networks import polyak_update
 from cleanba.config import Fraction, Partition, Positive, Settings, Steps, require
 from cleanba.networks import make_action_values
+from cleanba.networks.encoder import legal_actions
 from cleanba.networks.layers import conv_kind
-from cleanba.networks.sight import legal_actions
 from cleanba.ops import replay
 from cleanba.ops.distributions import Categorical, masked
 from cleanba.ops.losses import by_comparison, squared_error
@@ -87,9 +73,9 @@ class DQN(OffPolicy):
     """Huber's loss in place of the squared error"""
 
 
-# Vectors and codes: targets of three rewards learn several times as fast as those of one. A falling learning rate, a
-# target that moves softly, and a memory that holds the whole run keep what was learnt: once the early failures had left
-# a smaller memory, CartPole was unlearnt.
+# For vectors and codes: three-step targets learn several times as fast as one-step targets.  A falling learning rate, a
+# softly updated target and a replay memory of the whole run keep what was learnt: with a smaller memory, CartPole was
+# unlearnt once early failures had been overwritten.
 SMALL = Settings(
     num_steps=8,
     hiddens=(128, 128),
@@ -105,7 +91,7 @@ SMALL = Settings(
     n_step=3,
 )
 
-# By kind of environment (docs/reference/presets.md): what differs from the values above, CleanRL's for classic control.
+# By preset name (docs/reference/presets.md): what differs from the values above, CleanRL's for classic control.
 PRESETS: dict[str, Settings] = {
     "atari": Settings(
         total_timesteps=10_000_000,
@@ -130,66 +116,66 @@ PRESETS: dict[str, Settings] = {
 
 def check(e: DQN, partition: Partition) -> None:
     """Raise `UsageError` for hyperparameters that do not fit."""
-    check_replay(e, partition, "DQN", e.n_step)
+    check_replay(e, partition, e.n_step)
 
 
 class State(NamedTuple):
-    """A learner's state: all that an update changes, but for the replay memory."""
+    """The learner's state."""
 
-    online: Trained
+    online: TrainState
     target: PyTree
     updates: jax.Array  # int32: updates done
-    since_target: jax.Array  # int32: environment steps since the target network moved
+    since_target: jax.Array  # int32: environment steps since the target network was updated
 
 
-class Acting(NamedTuple):
-    """What acting needs."""
+class ActingParams(NamedTuple):
+    """What acting needs of the learner's state."""
 
     params: PyTree
-    updates: jax.Array  # int32: where the exploration's schedule stands
+    updates: jax.Array  # [] int32, which the exploration rate depends on
 
 
 LOGGED = {
     "losses/td_loss": "mean temporal-difference error: half the squared one, or Huber's",
     "losses/q_values": "mean action value of the replayed actions",
     "losses/grad_norm": "global norm of the gradient",
-    FILLED: REPLAY_LOGGED[FILLED],
+    REPLAY_FILLED: REPLAY_LOGGED[REPLAY_FILLED],
     "charts/learning_rate": "the optimiser's step size in this update",
     "charts/epsilon": "probability of a random action while acting",
 }
 
 
-def make(e: DQN, spec: EnvSpec, platform: str) -> Algorithm:
-    """DQN on environments that look like `spec`, on devices of kind `platform` ("cpu", "gpu" …)."""
+def make(e: DQN, spec: EnvSpec, platform: str) -> Algorithm[State, replay.Ring, ActingParams, NoCarry]:
+    """DQN on environments that look like `spec`, on `platform` ("cpu", "gpu" …)."""
     require(
         spec.action.kind == "choice",
-        f"env_id={e.env_id!r} takes {TAKEN[spec.action.kind]}, but DQN values each of a few actions; try "
+        f"env_id={e.env_id!r} takes {ACTION_WORDS[spec.action.kind]}, but DQN values each of a few actions; try "
         f"{'`cleanba sac`, `cleanba td3` or ' * (spec.action.kind == 'quantities')}`cleanba ppo`, or CartPole-v1",
     )
     network = make_action_values(spec, e, e.dueling, platform)
     optimiser, kind = make_adam(platform), conv_kind(platform)
-    # EnvPool stacks the newest frames of an Atari game: of each image only the newest is stored.
+    # EnvPool stacks the newest frames of an Atari game; the replay memory stores each frame once.
     stack = int(spec.options.get("stack_num", 4)) if spec.is_atari else 1
 
     def init(key: jax.Array) -> State:
         params = network.initial_params(key)
-        # Both are donated, so they must not share their memory.
+        # A copy: both are donated, so they must not share a buffer.
         target = jax.tree.map(jnp.copy, params)
-        return State(Trained(params, optimiser.init(params)), target, jnp.int32(0), jnp.int32(0))
+        return State(TrainState(params, optimiser.init(params)), target, jnp.int32(0), jnp.int32(0))
 
     def legal_values(values: jax.Array, obs: PyTree) -> jax.Array:
-        """Action values [N, A], of illegal ones -inf."""
+        """Action values [N, A], with -inf for illegal actions."""
         legal = legal_actions(spec.obs, obs)
         return values if legal is None else masked(values, legal.reshape(values.shape))
 
     def epsilon(updates: jax.Array) -> jax.Array:
-        """The probability of a random action of the policy that so many updates made."""
+        """The probability of a random action after so many updates.  [] int32 -> []."""
         done = jnp.minimum(updates / max(1.0, e.exploration_fraction * e.num_updates), 1.0)
         return e.start_e + (e.end_e - e.start_e) * done
 
     def act(
-        params: Acting, carry: PyTree, obs: PyTree, first: jax.Array, key: jax.Array, explore: bool
-    ) -> tuple[jax.Array, PyTree, PyTree]:
+        params: ActingParams, carry: NoCarry, obs: PyTree, first: jax.Array, key: jax.Array, explore: bool
+    ) -> tuple[jax.Array, NoCarry, PyTree]:
         best = legal_values(network.values(params.params, obs), obs).argmax(-1).astype(jnp.int32)
         if not explore:
             return best, carry, {}
@@ -203,7 +189,7 @@ def make(e: DQN, spec: EnvSpec, platform: str) -> Algorithm:
         return jnp.where(explores, anything, best), carry, {}
 
     def loss(params: PyTree, window: replay.Window, target: PyTree) -> tuple[jax.Array, Metrics]:
-        """This shard's part of the mean over the batch, all shards together.
+        """This shard's part of the mean loss over the batch of all shards.
 
         y = r + gamma max_a Q'(s', a) (Mnih et al. 2015); double: r + gamma Q'(s', argmax_a Q(s', a)); a legal in s'.
         """
@@ -223,28 +209,26 @@ def make(e: DQN, spec: EnvSpec, platform: str) -> Algorithm:
         memory = replay.write(memory, rollout, shards.num_held)
         rate = learning_rate(e, e.learning_rate, state.updates)
 
-        def gradient_step(chance: Chance, state: State) -> tuple[State, tuple[Metrics, jax.Array]]:
-            def load(i: jax.Array) -> tuple[replay.Window, PyTree]:
-                drawn = jax.tree.map(lambda x: x[i], chance.indices)
-                return replay.take(memory, i, drawn, e.n_step, stack), state.target
-
-            online, metrics = sgd_step(shards, optimiser, rate, state.online, loss, load)
-            moves, since = due(state.since_target, e.train_frequency, e.target_network_frequency)
-            target = follow(shards, kind, e.tau, moves, online.params, state.target)
-            return State(online, target, state.updates, since), (metrics, found(chance))
+        def gradient_step(batch: Minibatch, state: State) -> tuple[State, Metrics]:
+            inputs = lambda i: (batch.window(i), state.target)
+            online, metrics = sgd_step(shards, optimiser, rate, state.online, loss, inputs)
+            target_moves, since = every(e.target_network_frequency, state.since_target + e.train_frequency)
+            target = polyak_update(shards, kind, e.tau, target_moves, online.params, state.target)
+            return State(online, target, state.updates, since), metrics
 
         steps = e.steps_of(state.updates + 1)
-        chance = lambda numbers: draw(e, memory, shards, key, numbers, e.n_step)
-        state, (total, drawn) = repeat_by_chance(steps, drawn_at_once(e, NONE), chance, gradient_step, state)
-        metrics = mean(total, steps) | filled(e, shards, drawn, steps)
+        state, metrics = gradient_steps(e, shards, memory, key, steps, gradient_step, state, e.n_step, stack)
         metrics |= {"charts/learning_rate": rate, "charts/epsilon": epsilon(state.updates)}
         return state._replace(updates=state.updates + 1), memory, metrics
 
-    def inspect(params: Acting, carry: PyTree, obs: PyTree, first: jax.Array) -> dict[str, jax.Array]:
+    def inspect(params: ActingParams, carry: NoCarry, obs: PyTree, first: jax.Array) -> dict[str, jax.Array]:
         values = network.values(params.params, obs)
         return {"value": legal_values(values, obs).max(-1), "action value": values}
 
-    acting = lambda state: Acting(state.online.params, state.updates)
-    return Algorithm(
-        init, lambda rollout: new_memory(e, rollout, stack), lambda batch: (), act, update, acting, inspect
-    )
+    def acting_params(state: State) -> ActingParams:
+        return ActingParams(state.online.params, state.updates)
+
+    def init_memory(rollout: Rollout) -> replay.Ring:
+        return replay.init(rollout, e.buffer_size // e.num_shards, stack)
+
+    return Algorithm(init, init_memory, no_carry, act, update, acting_params, inspect)

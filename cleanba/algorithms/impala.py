@@ -1,7 +1,7 @@
 """IMPALA (Espeholt et al. 2018), top to bottom: experiment, network, losses, update.
 
-The sections are those of `ppo.py`; what differs between the files is what differs between the algorithms.  PPO also
-logs what its pass over the whole rollout tells of values and versions; here that would cost a pass of its own.
+The sections are those of `ppo.py`, so that the files differ where the algorithms do.  PPO also logs statistics of
+values and of the policy lag, from its pass over the whole rollout; here that would take an extra pass.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from jax import lax
 
 from cleanba.algorithm import Algorithm, Metrics
 from cleanba.algorithms.batches import LAG_LOGGED, count_pieces, count_valid, in_pieces, sequences
-from cleanba.algorithms.normalisation import make_normaliser
+from cleanba.algorithms.normalisation import ReturnsSoFar, make_normaliser
 from cleanba.algorithms.optimiser import Optimiser, State, clipped, learning_rate, sgd_step
 from cleanba.config import Fraction, Partition, PolicyGradient, Positive, PositiveOrInf, Range, Settings
 from cleanba.networks import make_actor_critic
@@ -50,8 +50,8 @@ class IMPALA(PolicyGradient):
     """RMSProp: added to the root of the mean squared gradient, as PyTorch does"""
 
 
-# Vectors and codes with a few actions: small updates, and many; networks of their own for policy and value, and what is
-# seen and paid brought to the size of one.
+# For vectors and codes with a few actions: many small updates, separate networks for policy and value, and normalised
+# observations and rewards.
 SMALL = Settings(
     num_envs=32,
     num_steps=16,
@@ -68,10 +68,10 @@ SMALL = Settings(
     norm_reward=True,
 )
 
-# By kind of environment (docs/reference/presets.md): differences from the defaults above, which are Cleanba's on Atari.
+# By preset name (docs/reference/presets.md): differences from the defaults above, which are Cleanba's on Atari.
 PRESETS: dict[str, Settings] = {
     "atari": Settings(num_actors=2, num_shards=6, env_epoch=3200),
-    # As small updates as A2C's in RL Baselines3 Zoo, and many: each sample is learnt from once.
+    # Many updates, as small as A2C's in RL Baselines3 Zoo: each sample is used once.
     "continuous": Settings(
         total_timesteps=1_000_000,
         num_envs=8,
@@ -88,7 +88,7 @@ PRESETS: dict[str, Settings] = {
         norm_obs=True,
         norm_reward=True,
     ),
-    # Small updates, and many, as above; of as many steps as keep a loop over environments in JAX busy.
+    # Many small updates, as above, with enough steps to keep a loop over JAX environments busy.
     "minatar": Settings(
         total_timesteps=10_000_000,
         num_envs=64,
@@ -140,10 +140,10 @@ class Minibatch(NamedTuple):
     log_prob: jax.Array
 
 
-def make(e: IMPALA, spec: EnvSpec, platform: str) -> Algorithm:
-    """IMPALA on environments that look like `spec`, on devices of kind `platform` ("cpu", "gpu" …)."""
+def make(e: IMPALA, spec: EnvSpec, platform: str) -> Algorithm[State, ReturnsSoFar, PyTree, PyTree]:
+    """IMPALA on environments that look like `spec`, on `platform` ("cpu", "gpu" …)."""
     normaliser = make_normaliser(e, spec)
-    network = make_actor_critic(normaliser.shown(spec), e, platform)
+    network = make_actor_critic(normaliser.network_spec(spec), e, platform)
     rule = optax.scale_by_rms(e.rmsprop_decay, e.rmsprop_eps, eps_in_sqrt=False)
     optimiser = Optimiser(clipped(rule, e.max_grad_norm), e.max_grad_norm)
 
@@ -160,7 +160,7 @@ def make(e: IMPALA, spec: EnvSpec, platform: str) -> Algorithm:
         return sequences(t, jnp.arange(b).reshape(b // m, m).T)
 
     def take(rollout: Rollout, shard: jax.Array, t: jax.Array, b: jax.Array) -> Minibatch:
-        """Steps [T, B'] out of one of this device's shards [K', T, B, ...]; only these are copied."""
+        """The steps [T, B'] with these indices of one of this device's shards [K', T, B, ...]; only they are copied."""
         at = lambda x: x[shard, t, b]
         and_after = lambda x: x[shard, jnp.concatenate([t, t[-1:] + 1]), jnp.concatenate([b, b[-1:]])]
         return Minibatch(
@@ -177,7 +177,7 @@ def make(e: IMPALA, spec: EnvSpec, platform: str) -> Algorithm:
 
     def loss(params: PyTree, mb: Minibatch, valid: jax.Array) -> tuple[jax.Array, Metrics]:
         """This shard's part of the mean over the valid transitions of the minibatch, all shards together."""
-        out = network.outputs(params, mb.obs, mb.first, mb.carry)  # the last value only bootstraps
+        out = network.outputs(params, mb.obs, mb.first, mb.carry)  # the last value is only for bootstrapping
         acted = jax.tree.map(lambda x: x[:-1], out.policy)
         log_prob, entropy = acted.log_prob_and_entropy(mb.action)
         log_ratio = jnp.where(mb.valid, log_prob - mb.log_prob, 0.0)
@@ -203,8 +203,8 @@ def make(e: IMPALA, spec: EnvSpec, platform: str) -> Algorithm:
         }
 
     def update(
-        state: State, memory: PyTree, rollout: Rollout, shards: ShardAxis, key: jax.Array
-    ) -> tuple[State, PyTree, Metrics]:
+        state: State, memory: ReturnsSoFar, rollout: Rollout, shards: ShardAxis, key: jax.Array
+    ) -> tuple[State, ReturnsSoFar, Metrics]:
         statistics, memory, rollout = normaliser.add(shards, state.statistics, memory, rollout)
         state = state._replace(statistics=statistics)
         rate = learning_rate(e, e.learning_rate, state.updates)
@@ -223,5 +223,7 @@ def make(e: IMPALA, spec: EnvSpec, platform: str) -> Algorithm:
         metrics |= first | {"charts/learning_rate": rate}
         return state._replace(updates=state.updates + 1), memory, metrics
 
-    act, inspect = normaliser.seen_by(network.act), normaliser.seen_by(network.inspect)
-    return Algorithm(init, normaliser.init_memory, network.initial_carry, act, update, normaliser.acting, inspect)
+    act, inspect = normaliser.normalising(network.act), normaliser.normalising(network.inspect)
+    return Algorithm(
+        init, normaliser.init_memory, network.initial_carry, act, update, normaliser.acting_params, inspect
+    )

@@ -1,9 +1,9 @@
-"""What a learner keeps, and the one gradient step that every algorithm takes."""
+"""The learner's state, and the gradient step that every algorithm takes."""
 
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -28,33 +28,33 @@ class State(NamedTuple):
     statistics: PyTree = ()  # of observations and returns
 
 
-class Trained(NamedTuple):
-    """A part of the state that has an optimiser of its own, as critic and actor have."""
+class TrainState(NamedTuple):
+    """Parameters and the state of their optimiser.  A learner with several optimisers, such as SAC, has several."""
 
     params: PyTree
     optimiser: PyTree
 
 
-T = TypeVar("T", State, Trained)
+T = TypeVar("T", State, TrainState)
 
 
 class Optimiser(NamedTuple):
-    """A rule by which a gradient becomes a step."""
+    """How a gradient becomes a step."""
 
     rule: optax.GradientTransformation
-    """the rule as optax has it, which says what its state is; clips first, if `max_norm` is finite"""
+    """the transformation in optax, which clips first if `max_norm` is finite"""
     max_norm: float = math.inf
-    """the gradient's largest global norm: longer ones are shortened to it"""
+    """the global norm that gradients are clipped to"""
     eps: float | None = None
     """Adam's, if its steps are to be those of `ops/descent.py`"""
 
     def init(self, params: PyTree) -> PyTree:
-        """The state before the first step."""
+        """The optimiser's state before the first step: leaves of the parameters' shapes, and counters."""
         return self.rule.init(params)
 
 
 def clipped(rule: optax.GradientTransformation, max_norm: float) -> optax.GradientTransformation:
-    """The rule, for gradients that are shortened to that global norm."""
+    """The rule, preceded by clipping to this global norm."""
     return rule if max_norm == math.inf else optax.chain(optax.clip_by_global_norm(max_norm), rule)
 
 
@@ -65,8 +65,8 @@ def make_adam(platform: str, eps: float = 1e-8, max_norm: float = math.inf) -> O
 
 
 def learning_rate(e: Experiment, start: float, updates: jax.Array) -> jax.Array:
-    """The learning rate of the next update: constant, or falling linearly from `start` to 0 over the run."""
-    # Never a constant that the compiler knows: it would fold it into the step, differently on different placements.
+    """The learning rate after so many updates: constant, or falling linearly from `start` to 0.  [] int32 -> []."""
+    # Never a compile-time constant: XLA would fold it into the step, in different ways on different placements.
     left = 1.0 - updates / e.num_updates if e.anneal_lr else jnp.where(updates >= 0, 1.0, jnp.nan)
     return start * left
 
@@ -77,15 +77,18 @@ def sgd_step(
     rate: jax.Array,
     trained: T,
     loss: Callable[..., tuple[jax.Array, Metrics]],
-    load: Callable[[jax.Array], tuple],
+    load: Callable[[jax.Array], tuple[Any, ...]],
     pieces: int | None = None,
 ) -> tuple[T, Metrics]:
     """One step down the gradient of the sum over all shards of `loss(params, *load(i))`.
 
-    `load(i)` moves this device's i-th shard's part of the minibatch to where it is computed with, and `loss` gives
-    that part's share of the minibatch's loss and of its metrics: shares add up, they are no means of their own.
-    What other parameters a loss needs (targets, another network's) it closes over: they get no gradient.
-    With `pieces` the first of what `load` gives has leaves [pieces, ...], and the loss is summed over these, too.
+    load: gathers shard i's part of the minibatch.  Parameters of other networks that the loss needs, such as targets,
+        come with it: the gradient is only by `trained.params`.
+    loss: this part's share of the minibatch's loss and metrics.  Shares are added up, so a mean over the minibatch is
+        divided by the size of the whole minibatch.
+    pieces: if given, the first value that `load` returns has leaves [pieces, ...], and the loss is summed over these.
+
+    Returns the parameters and optimiser state after the step, and the metrics with the gradient's norm.
     """
 
     def of_shard(*part: PyTree) -> tuple[PyTree, Metrics]:
@@ -108,7 +111,7 @@ def sgd_step(
 
 
 def descend(rule: optax.GradientTransformation, rate: jax.Array, trained: T, gradient: PyTree) -> tuple[T, jax.Array]:
-    """One step along the rule's direction.  Also returns the gradient's global norm, before clipping."""
+    """One step of the optimiser.  Also returns the gradient's global norm [], before clipping."""
     direction, optimiser_state = rule.update(gradient, trained.optimiser, trained.params)
     params = jax.tree.map(lambda p, d: p - rate * d, trained.params, direction)
     return trained._replace(params=params, optimiser=optimiser_state), global_norm(gradient)
@@ -125,7 +128,7 @@ def descend_by_adam(
 
     def weigh(rate: jax.Array, count: jax.Array, squares: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         norm, count = jnp.sqrt(squares.sum()), optax.safe_increment(count)
-        # Where nothing is clipped, a norm that is not finite changes nothing.
+        # Where nothing is clipped, a norm that is not finite has no effect.
         unclipped = (norm < optimiser.max_norm) | (optimiser.max_norm == math.inf)
         clip = jnp.where(unclipped, 1.0, optimiser.max_norm / norm)
         first, second = (1 - beta**count for beta in BETAS)
@@ -141,6 +144,6 @@ def descend_by_adam(
 
 
 def global_norm(tree: PyTree) -> jax.Array:
-    """The root of the sum of all squares.  Leaves [...] -> float32."""
-    # Products: what XLA makes of optax's sums of squares goes over memory twice.
+    """The square root of the sum of all squares.  Leaves [...] -> [] float32."""
+    # By dot products: XLA's code for optax's sums of squares goes over memory twice.
     return jnp.sqrt(sum(jnp.vdot(x, x) for x in jax.tree.leaves(tree)))

@@ -24,7 +24,7 @@ from cleanba.algorithms.batches import (
     steps_at_once,
     version_distance,
 )
-from cleanba.algorithms.normalisation import make_normaliser
+from cleanba.algorithms.normalisation import ReturnsSoFar, make_normaliser
 from cleanba.algorithms.optimiser import State, learning_rate, make_adam, sgd_step
 from cleanba.config import Count, Fraction, Partition, PolicyGradient, Positive, Range, Settings
 from cleanba.networks import make_actor_critic
@@ -57,8 +57,8 @@ class PPO(PolicyGradient):
     """bound on that ratio where it corrects advantages: V-trace's two bounds"""
 
 
-# Vectors and codes with a few actions: small batches, networks of their own for policy and value, and what is seen and
-# paid brought to the size of one.
+# For vectors and codes with a few actions: small batches, separate networks for policy and value, and normalised
+# observations and rewards.
 SMALL = Settings(
     num_envs=32,
     num_steps=32,
@@ -71,11 +71,11 @@ SMALL = Settings(
     norm_reward=True,
 )
 
-# By kind of environment (docs/reference/presets.md): differences from the defaults above, which are Cleanba's on Atari.
+# By preset name (docs/reference/presets.md): differences from the defaults above, which are Cleanba's on Atari.
 PRESETS: dict[str, Settings] = {
     "atari": Settings(num_actors=2, num_shards=6),
     # CleanRL's for continuous actions (`ppo_continuous_action.py`): 2,048 steps per update, here of 16 environments.
-    # One version behind, clipping around the policy that acted costs most there (docs/inside/policy-lag.md).
+    # There, clipping around the policy that acted, one version behind, costs the most (docs/inside/policy-lag.md).
     "continuous": Settings(
         total_timesteps=1_000_000,
         num_envs=16,
@@ -89,8 +89,7 @@ PRESETS: dict[str, Settings] = {
         norm_reward=True,
         lag_correction="decoupled",
     ),
-    # As PureJaxRL trains on MinAtar (Lu et al. 2022), but for the network, which is Young & Tian's, and its learning
-    # rate.
+    # PureJaxRL's for MinAtar (Lu et al. 2022), but with the network of Young & Tian and a learning rate for it.
     "minatar": Settings(
         total_timesteps=10_000_000,
         num_envs=64,
@@ -138,14 +137,14 @@ LOGGED = {
 
 
 class Targets(NamedTuple):
-    """What is computed once per update from a rollout and the learner's parameters before the update."""
+    """Computed once per update, from a rollout and the learner's parameters before the update."""
 
     value: jax.Array  # [T, B]
     advantage: jax.Array  # [T, B]
     target: jax.Array  # [T, B]  of the value function
-    log_ratio: jax.Array  # [T, B]  log pi_prox - log pi_b of the actions: these parameters' and those that acted
+    log_ratio: jax.Array  # [T, B]  log pi_prox - log pi_b: of the parameters before the update, and of those that acted
     center: jax.Array  # [T, B]  the log-probabilities around which the ratio is clipped
-    weight: PyTree  # [T, B]  of the policy's loss, or () where all weigh the same
+    weight: PyTree  # [T, B]  of the policy loss; () if all are 1
 
 
 class Minibatch(NamedTuple):
@@ -170,13 +169,13 @@ class Scale(NamedTuple):
     std: jax.Array
 
 
-def make(e: PPO, spec: EnvSpec, platform: str) -> Algorithm:
-    """PPO on environments that look like `spec`, on devices of kind `platform` ("cpu", "gpu" …)."""
+def make(e: PPO, spec: EnvSpec, platform: str) -> Algorithm[State, ReturnsSoFar, PyTree, PyTree]:
+    """PPO on environments that look like `spec`, on `platform` ("cpu", "gpu" …)."""
     normaliser = make_normaliser(e, spec)
-    network = make_actor_critic(normaliser.shown(spec), e, platform)
+    network = make_actor_critic(normaliser.network_spec(spec), e, platform)
     optimiser = make_adam(platform, eps=1e-5, max_norm=e.max_grad_norm)
     recurrent = e.core != "none"
-    correction = e.lag_correction if e.concurrency else "none"  # taking turns, the newest policy acts
+    correction = e.lag_correction if e.concurrency else "none"  # without concurrency the newest policy acts
     weighted = correction in ("decoupled", "both")
 
     def init(key: jax.Array) -> State:
@@ -184,10 +183,10 @@ def make(e: PPO, spec: EnvSpec, platform: str) -> Algorithm:
         return State(params, optimiser.init(params), jnp.int32(0), normaliser.init())
 
     def prepare(params: PyTree, rollout: Rollout) -> Targets:
-        """Values, advantages and targets of one shard [T(+1), B, ...], all from one set of parameters.
+        """Values, advantages and targets of one shard's rollout [T(+1), B, ...], from one set of parameters.
 
-        These parameters are the proximal policy pi_prox; pi_b acted, one version before.  Decoupled (Hilton et al.
-        2021), the loss is that of `ppo_policy_loss` around pi_prox, times pi_prox / pi_b:
+        These parameters are the proximal policy pi_prox; pi_b, one version older, acted.  With the decoupled objective
+        (Hilton et al. 2021), the loss is `ppo_policy_loss` around pi_prox, times pi_prox / pi_b:
 
             -min(pi / pi_b A, clip(pi / pi_prox, 1 - eps, 1 + eps) pi_prox / pi_b A)
         """
@@ -208,12 +207,12 @@ def make(e: PPO, spec: EnvSpec, platform: str) -> Algorithm:
         return Targets(value[:-1], advantage, target, log_ratio, center, weight)
 
     def outputs_of(params: PyTree, rollout: Rollout) -> Output:
-        """Policy and value [T+1, B, ...], some steps at a time: the layers' outputs of all would take gigabytes."""
+        """Policy and value [T+1, B, ...], some steps at a time, as activations of all steps would take gigabytes."""
         count = rollout.first.shape[0]
         if platform != "cpu":
             steps = steps_at_once(rollout.obs)
         else:
-            steps = count if recurrent else 1  # more at a time would not be faster, even for few environments
+            steps = count if recurrent else 1  # more at a time is not faster, even for few environments
 
         def some(carry: PyTree, start: jax.Array, steps: int) -> tuple[PyTree, Output]:
             part = lambda x: lax.dynamic_slice_in_dim(x, start, steps)
@@ -237,7 +236,7 @@ def make(e: PPO, spec: EnvSpec, platform: str) -> Algorithm:
         return index // b, index % b
 
     def take(rollout: Rollout, targets: Targets, shard: jax.Array, t: jax.Array, b: jax.Array) -> Minibatch:
-        """Steps [T', B'] out of one of this device's shards [K', T, B, ...]; only these are copied."""
+        """The steps [T', B'] of this device's shard number `shard`, of [K', T, B, ...]; no others are copied."""
         at = lambda x: x[shard, t, b]
         return Minibatch(
             obs=jax.tree.map(at, rollout.obs),
@@ -274,8 +273,8 @@ def make(e: PPO, spec: EnvSpec, platform: str) -> Algorithm:
         }
 
     def update(
-        state: State, memory: PyTree, rollout: Rollout, shards: ShardAxis, key: jax.Array
-    ) -> tuple[State, PyTree, Metrics]:
+        state: State, memory: ReturnsSoFar, rollout: Rollout, shards: ShardAxis, key: jax.Array
+    ) -> tuple[State, ReturnsSoFar, Metrics]:
         statistics, memory, rollout = normaliser.add(shards, state.statistics, memory, rollout)
         state = state._replace(statistics=statistics)
         targets = shards.map(partial(prepare, state.params), rollout)
@@ -305,18 +304,20 @@ def make(e: PPO, spec: EnvSpec, platform: str) -> Algorithm:
         }
         return state._replace(updates=state.updates + 1), memory, metrics
 
-    act, inspect = normaliser.seen_by(network.act), normaliser.seen_by(network.inspect)
-    return Algorithm(init, normaliser.init_memory, network.initial_carry, act, update, normaliser.acting, inspect)
+    act, inspect = normaliser.normalising(network.act), normaliser.normalising(network.inspect)
+    return Algorithm(
+        init, normaliser.init_memory, network.initial_carry, act, update, normaliser.acting_params, inspect
+    )
 
 
 def advantage_scale(shards: ShardAxis, advantage: jax.Array, valid: jax.Array, t: jax.Array, b: jax.Array) -> Scale:
-    """Count, mean and standard deviation of the valid advantages of each minibatch, all shards together.
+    """Count, mean and standard deviation of the valid advantages of each minibatch, over all shards.
 
     advantage, valid [K', T, B]; t, b [K', M, T', B'] -> leaves [M].
     """
 
     def total(terms: Callable[[jax.Array], jax.Array]) -> jax.Array:
-        """Sums of terms(advantages) [..., M, T', B'] over each minibatch's valid transitions, all shards together."""
+        """Sums of terms(advantages) [..., M, T', B'] over each minibatch's valid transitions of all shards."""
 
         def of_shard(advantage: jax.Array, valid: jax.Array, t: jax.Array, b: jax.Array) -> jax.Array:
             return jnp.where(valid[t, b], terms(advantage[t, b]), 0.0).sum((-2, -1))
@@ -324,7 +325,7 @@ def advantage_scale(shards: ShardAxis, advantage: jax.Array, valid: jax.Array, t
         return shards.sum(shards.map(of_shard, advantage, valid, t, b))
 
     count = count_valid(shards, valid, t, b)
-    # Summed next to ones, as when these were the count: alone, CPUs would add in another order, to other bits.
+    # Summed together with ones, which once were the count: alone, CPUs would add in another order, with other bits.
     mean = total(lambda x: jnp.stack([jnp.ones_like(x), x]))[1] / count
     square = total(lambda x: (x - mean[:, None, None]) ** 2)
     return Scale(count, mean, jnp.sqrt(square / count) + 1e-8)

@@ -1,8 +1,8 @@
 """Soft actor-critic, top to bottom: experiment, networks, losses, update.
 
-Haarnoja et al. 2018, "Soft Actor-Critic Algorithms and Applications" (arXiv 1812.05905), whose equations are named
-here: two critics, and an entropy coefficient that is fixed or learnt.  Sections are those of `dqn.py`; settings are
-those of CleanRL.
+Haarnoja et al. 2018, "Soft Actor-Critic Algorithms and Applications" (arXiv 1812.05905), whose equations are cited
+below: two critics, and an entropy coefficient that is fixed or learnt.  Sections are those of `dqn.py`; settings are
+CleanRL's.
 """
 
 from dataclasses import dataclass
@@ -12,30 +12,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from cleanba.algorithm import Algorithm, Metrics
-from cleanba.algorithms.off_policy import (
-    REPLAY_LOGGED,
-    Acting,
-    Chance,
-    Noise,
-    OffPolicyActorCritic,
-    check_actor_critic,
-    critics_error,
-    draw,
-    drawn_at_once,
-    due,
-    filled,
-    follow,
-    found,
-    load_batch,
-    mean,
-    new_memory,
-    repeat,
-    repeat_by_chance,
-    require_bounded,
-    uniform_actions,
-)
-from cleanba.algorithms.optimiser import Trained, descend, learning_rate, make_adam, sgd_step
+from cleanba.algorithm import Algorithm, Metrics, NoCarry, no_carry
+from cleanba.algorithms.action_bounds import action_bounds
+from cleanba.algorithms.gradient_steps import Minibatch, Noise, every, gradient_steps, repeat
+from cleanba.algorithms.off_policy import OffPolicyActorCritic, check_actor_critic
+from cleanba.algorithms.optimiser import TrainState, descend, learning_rate, make_adam, sgd_step
+from cleanba.algorithms.target_networks import polyak_update
+from cleanba.algorithms.twin_critics import CRITICS_LOGGED, ActingParams, policy_metrics, td_loss
 from cleanba.config import NotNegative, Partition, Positive, Settings, Steps, require
 from cleanba.networks import make_critics, make_policy
 from cleanba.networks.layers import conv_kind
@@ -64,13 +47,13 @@ class SAC(OffPolicyActorCritic):
     """learn the entropy coefficient, from 1 on: so that the entropy is minus the number of parts of an action"""
 
 
-# By kind of environment: the defaults above are CleanRL's for continuous control.
+# By preset name: the defaults above are CleanRL's for continuous control.
 PRESETS: dict[str, Settings] = {"continuous": Settings()}
 
 
 def check(e: SAC, partition: Partition) -> None:
     """Raise `UsageError` for hyperparameters that do not fit."""
-    check_actor_critic(e, partition, "SAC")
+    check_actor_critic(e, partition)
     require(
         e.alpha == SAC.alpha or not e.autotune,
         f"alpha={e.alpha} is the entropy coefficient where none is learnt; add --no-autotune, or leave --alpha out",
@@ -78,21 +61,21 @@ def check(e: SAC, partition: Partition) -> None:
 
 
 class State(NamedTuple):
-    """A learner's state: all that an update changes, but for the replay memory."""
+    """The learner's state."""
 
-    policy: Trained
-    critics: Trained
+    policy: TrainState
+    critics: TrainState
     targets: PyTree
-    log_alpha: Trained  # of the entropy coefficient
+    log_alpha: TrainState  # of the entropy coefficient
     updates: jax.Array  # int32: updates done
-    since_target: jax.Array  # int32: environment steps since the target networks moved
+    since_target: jax.Array  # int32: environment steps since the target networks were updated
     since_policy: jax.Array  # int32: gradient steps of the critics since the policy learnt
 
 
-LOG_STD = (-5.0, 2.0)  # between these the policy's log sigma lies
+LOG_STD = (-5.0, 2.0)  # bounds of the policy's log sigma
 
 
-LOGGED = REPLAY_LOGGED | {
+LOGGED = CRITICS_LOGGED | {
     "losses/entropy": "entropy of the policy in nats, in units of the environment's actions",
     "losses/alpha": "entropy coefficient after the update",
     "charts/q_lr": "step size of the critics and of the entropy coefficient",
@@ -100,44 +83,44 @@ LOGGED = REPLAY_LOGGED | {
 }
 
 
-def make(e: SAC, spec: EnvSpec, platform: str) -> Algorithm:
-    """SAC on environments that look like `spec`, on devices of kind `platform` ("cpu", "gpu" …)."""
-    bounds = require_bounded(spec, "SAC")
+def make(e: SAC, spec: EnvSpec, platform: str) -> Algorithm[State, replay.Ring, ActingParams, NoCarry]:
+    """SAC on environments that look like `spec`, on `platform` ("cpu", "gpu" …)."""
+    bounds = action_bounds(spec, "SAC")
     policy_network, critic_network = make_policy(spec, e, 2, platform), make_critics(spec, e, platform)
     optimiser, kind = make_adam(platform), conv_kind(platform)
     target_entropy = -float(spec.action.size)
-    needs = Noise(1 + e.policy_frequency, spec.action.size)  # for the next actions, and at each step of the policy
+    noise = Noise(1 + e.policy_frequency, spec.action.size)  # for the next action, and for each step of the policy
 
     def init(key: jax.Array) -> State:
         policy_key, critic_key = jax.random.split(key)
         policy, critics = policy_network.initial_params(policy_key), critic_network.initial_params(critic_key)
-        trained = lambda params: Trained(params, optimiser.init(params))
-        # Both are donated, so they must not share their memory.
+        trained = lambda params: TrainState(params, optimiser.init(params))
+        # A copy: both are donated, so they must not share a buffer.
         targets = jax.tree.map(jnp.copy, critics)
-        log_alpha = trained(jnp.float32(0.0)) if e.autotune else Trained(jnp.log(jnp.float32(e.alpha)), ())
+        log_alpha = trained(jnp.float32(0.0)) if e.autotune else TrainState(jnp.log(jnp.float32(e.alpha)), ())
         zero = jnp.int32(0)
         return State(trained(policy), trained(critics), targets, log_alpha, zero, zero.copy(), zero.copy())
 
     def policy_of(params: PyTree, obs: PyTree) -> SquashedGaussian:
-        """The policy where these are observed.  Leaves [N, ...]."""
+        """The policy at these observations.  Leaves [N, ...]."""
         mean, x = policy_network.outputs(params, obs)
         low, high = LOG_STD
         return SquashedGaussian(mean, low + 0.5 * (high - low) * (jnp.tanh(x) + 1), bounds.centre, bounds.scale)
 
     def act(
-        params: Acting, carry: PyTree, obs: PyTree, first: jax.Array, key: jax.Array, explore: bool
-    ) -> tuple[jax.Array, PyTree, PyTree]:
+        params: ActingParams, carry: NoCarry, obs: PyTree, first: jax.Array, key: jax.Array, explore: bool
+    ) -> tuple[jax.Array, NoCarry, PyTree]:
         policy = policy_of(params.policy, obs)
         if not explore:
             return policy.mode(), carry, {}
         own_key, uniform_key = jax.random.split(key)
         own = policy.sample(own_key)
-        return jnp.where(e.learns(params.updates), own, uniform_actions(bounds, uniform_key, own)), carry, {}
+        return jnp.where(e.learns(params.updates), own, bounds.uniform(uniform_key, own)), carry, {}
 
     def critic_loss(
         params: PyTree, window: replay.Window, noise: jax.Array, policy: PyTree, targets: PyTree, log_alpha: jax.Array
     ) -> tuple[jax.Array, Metrics]:
-        """This shard's part of the mean over the batch, all shards together.
+        """This shard's part of the mean loss over the batch of all shards.
 
         y = r + gamma (min_i Q'_i(s', a') - alpha log pi(a'|s')), a' drawn from pi(.|s') (eqs. 5 and 6).
         """
@@ -146,7 +129,7 @@ def make(e: SAC, spec: EnvSpec, platform: str) -> Algorithm:
         future = critic_network.values(targets, t.next_obs, action).min(0) - jnp.exp(log_alpha) * log_prob
         y = lax.stop_gradient(t.reward + t.discount * future)
         values = critic_network.values(params, t.obs, t.action)
-        return critics_error(e, t, values, y)
+        return td_loss(e, t, values, y)
 
     def policy_loss(
         params: PyTree, window: replay.Window, noise: jax.Array, critics: PyTree, log_alpha: jax.Array
@@ -158,7 +141,7 @@ def make(e: SAC, spec: EnvSpec, platform: str) -> Algorithm:
         loss = of_batch(jnp.exp(log_alpha) * log_prob - value)
         return loss, {"losses/policy_loss": loss, "losses/entropy": -of_batch(log_prob)}
 
-    def tune(rate: jax.Array, log_alpha: Trained, entropy: jax.Array) -> Trained:
+    def tune(rate: jax.Array, log_alpha: TrainState, entropy: jax.Array) -> TrainState:
         """One step down the gradient of alpha (entropy - its target) (eq. 18), by log alpha."""
         return descend(optimiser.rule, rate, log_alpha, jnp.exp(log_alpha.params) * (entropy - target_entropy))[0]
 
@@ -169,38 +152,33 @@ def make(e: SAC, spec: EnvSpec, platform: str) -> Algorithm:
         q_rate = learning_rate(e, e.q_lr, state.updates)
         policy_rate = learning_rate(e, e.policy_lr, state.updates)
 
-        def gradient_step(chance: Chance, state: State) -> tuple[State, tuple[Metrics, Metrics, jax.Array, jax.Array]]:
-            batch = load_batch(memory, shards, chance)
-
-            def load(i: jax.Array) -> tuple:
-                return *batch.of_shard(i, 0), state.policy.params, state.targets, state.log_alpha.params
-
-            critics, of_critics = sgd_step(shards, optimiser, q_rate, state.critics, critic_loss, load)
+        def gradient_step(batch: Minibatch, state: State) -> tuple[State, Metrics]:
+            target_inputs = state.policy.params, state.targets, state.log_alpha.params
+            inputs = lambda i: (batch.window(i), batch.noise(i, 0), *target_inputs)
+            critics, of_critics = sgd_step(shards, optimiser, q_rate, state.critics, critic_loss, inputs)
 
             def policy_step(
-                number: jax.Array, learnt: tuple[Trained, Trained]
-            ) -> tuple[tuple[Trained, Trained], Metrics]:
+                number: jax.Array, learnt: tuple[TrainState, TrainState]
+            ) -> tuple[tuple[TrainState, TrainState], Metrics]:
                 policy, log_alpha = learnt
-                load = lambda i: (*batch.of_shard(i, number + 1), critics.params, log_alpha.params)
-                policy, metrics = sgd_step(shards, optimiser, policy_rate, policy, policy_loss, load)
+                inputs = lambda i: (batch.window(i), batch.noise(i, number + 1), critics.params, log_alpha.params)
+                policy, metrics = sgd_step(shards, optimiser, policy_rate, policy, policy_loss, inputs)
                 if e.autotune:
                     log_alpha = shards.isolate(tune, q_rate, log_alpha, metrics["losses/entropy"])
                 return (policy, log_alpha), metrics
 
-            learns, since_policy = due(state.since_policy, 1, e.policy_frequency)
-            times = jnp.where(learns, e.policy_frequency, 0)
-            (policy, log_alpha), of_policy = repeat(times, policy_step, (state.policy, state.log_alpha))
-            moves, since_target = due(state.since_target, e.train_frequency, e.target_network_frequency)
-            targets = follow(shards, kind, e.tau, moves, critics.params, state.targets)
+            # The policy learns at every `policy_frequency`-th step of the critics, and then takes as many steps itself.
+            policy_learns, since_policy = every(e.policy_frequency, state.since_policy + 1)
+            policy_steps = jnp.where(policy_learns, e.policy_frequency, 0)
+            (policy, log_alpha), of_policy = repeat(policy_steps, policy_step, (state.policy, state.log_alpha))
+
+            targets_move, since_target = every(e.target_network_frequency, state.since_target + e.train_frequency)
+            targets = polyak_update(shards, kind, e.tau, targets_move, critics.params, state.targets)
             state = State(policy, critics, targets, log_alpha, state.updates, since_target, since_policy)
-            return state, (of_critics, of_policy, times, found(chance))
+            return state, of_critics | policy_metrics(of_policy, policy_steps)
 
         steps = e.steps_of(state.updates + 1)
-        chance = lambda numbers: draw(e, memory, shards, key, numbers, noise=needs)
-        learnt = repeat_by_chance(steps, drawn_at_once(e, needs), chance, gradient_step, state)
-        state, (of_critics, of_policy, policy_steps, drawn) = learnt
-        of_policy["losses/policy_grad_norm"] = of_policy.pop("losses/grad_norm")
-        metrics = mean(of_critics, steps) | mean(of_policy, policy_steps) | filled(e, shards, drawn, steps)
+        state, metrics = gradient_steps(e, shards, memory, key, steps, gradient_step, state, noise=noise)
         metrics |= {
             "losses/alpha": jnp.exp(state.log_alpha.params),
             "charts/q_lr": q_rate,
@@ -208,10 +186,15 @@ def make(e: SAC, spec: EnvSpec, platform: str) -> Algorithm:
         }
         return state._replace(updates=state.updates + 1), memory, metrics
 
-    def inspect(params: Acting, carry: PyTree, obs: PyTree, first: jax.Array) -> dict[str, jax.Array]:
+    def inspect(params: ActingParams, carry: NoCarry, obs: PyTree, first: jax.Array) -> dict[str, jax.Array]:
         policy = policy_of(params.policy, obs)
         value = critic_network.values(params.critics, obs, policy.mode()).min(0)
         return {"value": value, **policy.describe()}
 
-    acting = lambda state: Acting(state.policy.params, state.critics.params, state.updates)
-    return Algorithm(init, lambda rollout: new_memory(e, rollout), lambda batch: (), act, update, acting, inspect)
+    def acting_params(state: State) -> ActingParams:
+        return ActingParams(state.policy.params, state.critics.params, state.updates)
+
+    def init_memory(rollout: Rollout) -> replay.Ring:
+        return replay.init(rollout, e.buffer_size // e.num_shards)
+
+    return Algorithm(init, init_memory, no_carry, act, update, acting_params, inspect)

@@ -1,6 +1,6 @@
 """Twin delayed deep deterministic policy gradients (Fujimoto et al. 2018), top to bottom: experiment, losses, update.
 
-Sections are those of `sac.py`; settings are those of CleanRL.
+Sections are those of `sac.py`; settings are CleanRL's.
 """
 
 from dataclasses import dataclass
@@ -10,30 +10,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from cleanba.algorithm import Algorithm, Metrics
-from cleanba.algorithms.off_policy import (
-    REPLAY_LOGGED,
-    Acting,
-    Chance,
-    Noise,
-    OffPolicyActorCritic,
-    check_actor_critic,
-    critics_error,
-    draw,
-    drawn_at_once,
-    due,
-    filled,
-    follow,
-    found,
-    load_batch,
-    mean,
-    new_memory,
-    repeat,
-    repeat_by_chance,
-    require_bounded,
-    uniform_actions,
-)
-from cleanba.algorithms.optimiser import Trained, learning_rate, make_adam, sgd_step
+from cleanba.algorithm import Algorithm, Metrics, NoCarry, no_carry
+from cleanba.algorithms.action_bounds import action_bounds
+from cleanba.algorithms.gradient_steps import Minibatch, Noise, every, gradient_steps, repeat
+from cleanba.algorithms.off_policy import OffPolicyActorCritic, check_actor_critic
+from cleanba.algorithms.optimiser import TrainState, learning_rate, make_adam, sgd_step
+from cleanba.algorithms.target_networks import polyak_update
+from cleanba.algorithms.twin_critics import CRITICS_LOGGED, ActingParams, policy_metrics, td_loss
 from cleanba.config import NotNegative, Partition, Positive, Settings
 from cleanba.networks import make_critics, make_policy
 from cleanba.networks.layers import conv_kind
@@ -59,13 +42,13 @@ class TD3(OffPolicyActorCritic):
     """where that noise is clipped, where bounds are -1 and 1"""
 
 
-# By kind of environment: the defaults above are CleanRL's for continuous control.
+# By preset name: the defaults above are CleanRL's for continuous control.
 PRESETS: dict[str, Settings] = {"continuous": Settings()}
 
 
 def check(e: TD3, partition: Partition) -> None:
     """Raise `UsageError` for hyperparameters that do not fit."""
-    check_actor_critic(e, partition, "TD3")
+    check_actor_critic(e, partition)
 
 
 class Networks(NamedTuple):
@@ -76,62 +59,62 @@ class Networks(NamedTuple):
 
 
 class State(NamedTuple):
-    """A learner's state: all that an update changes, but for the replay memory."""
+    """The learner's state."""
 
-    policy: Trained
-    critics: Trained
+    policy: TrainState
+    critics: TrainState
     targets: Networks
     updates: jax.Array  # int32: updates done
     since_policy: jax.Array  # int32: gradient steps of the critics since the policy learnt
 
 
-LOGGED = REPLAY_LOGGED | {"charts/learning_rate": "step size of critics and policy"}
+LOGGED = CRITICS_LOGGED | {"charts/learning_rate": "step size of critics and policy"}
 
 
-def make(e: TD3, spec: EnvSpec, platform: str) -> Algorithm:
-    """TD3 on environments that look like `spec`, on devices of kind `platform` ("cpu", "gpu" …)."""
-    bounds = require_bounded(spec, "TD3")
+def make(e: TD3, spec: EnvSpec, platform: str) -> Algorithm[State, replay.Ring, ActingParams, NoCarry]:
+    """TD3 on environments that look like `spec`, on `platform` ("cpu", "gpu" …)."""
+    bounds = action_bounds(spec, "TD3")
     policy_network, critic_network = make_policy(spec, e, 1, platform), make_critics(spec, e, platform)
     optimiser, kind = make_adam(platform), conv_kind(platform)
-    needs = Noise(1, spec.action.size)  # for the next actions
+    noise = Noise(1, spec.action.size)  # for the next action
 
     def init(key: jax.Array) -> State:
         policy_key, critic_key = jax.random.split(key)
         policy, critics = policy_network.initial_params(policy_key), critic_network.initial_params(critic_key)
-        trained = lambda params: Trained(params, optimiser.init(params))
-        # All is donated, so nothing must share its memory.
+        trained = lambda params: TrainState(params, optimiser.init(params))
+        # Copies: all are donated, so they must not share a buffer.
         targets = jax.tree.map(jnp.copy, Networks(policy, critics))
         return State(trained(policy), trained(critics), targets, jnp.int32(0), jnp.int32(0))
 
     def best(policy: PyTree, obs: PyTree) -> jax.Array:
-        """The policy's action [N, D] where these are observed.  Leaves [N, ...]."""
+        """The policy's actions [N, D] at these observations [N, ...], without noise."""
         return bounds.centre + bounds.scale * jnp.tanh(policy_network.outputs(policy, obs)[0])
 
     def act(
-        params: Acting, carry: PyTree, obs: PyTree, first: jax.Array, key: jax.Array, explore: bool
-    ) -> tuple[jax.Array, PyTree, PyTree]:
+        params: ActingParams, carry: NoCarry, obs: PyTree, first: jax.Array, key: jax.Array, explore: bool
+    ) -> tuple[jax.Array, NoCarry, PyTree]:
         action = best(params.policy, obs)
         if not explore:
             return action, carry, {}
         noise_key, uniform_key = jax.random.split(key)
         noise = e.exploration_noise * bounds.scale * jax.random.normal(noise_key, action.shape)
-        noisy = (action + noise).clip(bounds.low, bounds.high)
-        return jnp.where(e.learns(params.updates), noisy, uniform_actions(bounds, uniform_key, action)), carry, {}
+        noisy, uniform = bounds.clip(action + noise), bounds.uniform(uniform_key, action)
+        return jnp.where(e.learns(params.updates), noisy, uniform), carry, {}
 
     def critic_loss(
         params: PyTree, window: replay.Window, noise: jax.Array, targets: Networks
     ) -> tuple[jax.Array, Metrics]:
-        """This shard's part of the mean over the batch, all shards together.
+        """This shard's part of the mean loss over the batch of all shards.
 
         y = r + gamma min_i Q'_i(s', a'), where a' is the target policy's action with clipped noise (eqs. 10 and 14).
         """
         t = replay.n_step(window, e.gamma)
         noise = (e.policy_noise * noise).clip(-e.noise_clip, e.noise_clip)
-        action = (best(targets.policy, t.next_obs) + bounds.scale * noise).clip(bounds.low, bounds.high)
+        action = bounds.clip(best(targets.policy, t.next_obs) + bounds.scale * noise)
         future = critic_network.values(targets.critics, t.next_obs, action).min(0)
         y = lax.stop_gradient(t.reward + t.discount * future)
         values = critic_network.values(params, t.obs, t.action)
-        return critics_error(e, t, values, y)
+        return td_loss(e, t, values, y)
 
     def policy_loss(params: PyTree, window: replay.Window, critics: PyTree) -> tuple[jax.Array, Metrics]:
         """This shard's part of the mean of -Q_1(s, pi(s)) (algorithm 1)."""
@@ -145,38 +128,36 @@ def make(e: TD3, spec: EnvSpec, platform: str) -> Algorithm:
         memory = replay.write(memory, rollout, shards.num_held)
         rate = learning_rate(e, e.learning_rate, state.updates)
 
-        def gradient_step(chance: Chance, state: State) -> tuple[State, tuple[Metrics, Metrics, jax.Array, jax.Array]]:
-            batch = load_batch(memory, shards, chance)
-            load = lambda i: (*batch.of_shard(i, 0), state.targets)
-            critics, of_critics = sgd_step(shards, optimiser, rate, state.critics, critic_loss, load)
+        def gradient_step(batch: Minibatch, state: State) -> tuple[State, Metrics]:
+            inputs = lambda i: (batch.window(i), batch.noise(i, 0), state.targets)
+            critics, of_critics = sgd_step(shards, optimiser, rate, state.critics, critic_loss, inputs)
 
-            def policy_step(_: jax.Array, policy: Trained) -> tuple[Trained, Metrics]:
-                load = lambda i: (batch.of_shard(i, 0)[0], critics.params)
-                return sgd_step(shards, optimiser, rate, policy, policy_loss, load)
+            def policy_step(_: jax.Array, policy: TrainState) -> tuple[TrainState, Metrics]:
+                inputs = lambda i: (batch.window(i), critics.params)
+                return sgd_step(shards, optimiser, rate, policy, policy_loss, inputs)
 
-            learns, since_policy = due(state.since_policy, 1, e.policy_frequency)
-            times = learns.astype(jnp.int32)
-            policy, of_policy = repeat(times, policy_step, state.policy)
-            targets = follow(shards, kind, e.tau, learns, Networks(policy.params, critics.params), state.targets)
-            return State(policy, critics, targets, state.updates, since_policy), (
-                of_critics,
-                of_policy,
-                times,
-                found(chance),
-            )
+            # Delayed: policy and targets change at every `policy_frequency`-th step of the critics.
+            policy_learns, since_policy = every(e.policy_frequency, state.since_policy + 1)
+            policy_steps = policy_learns.astype(jnp.int32)
+            policy, of_policy = repeat(policy_steps, policy_step, state.policy)
+            networks = Networks(policy.params, critics.params)
+            targets = polyak_update(shards, kind, e.tau, policy_learns, networks, state.targets)
+            state = State(policy, critics, targets, state.updates, since_policy)
+            return state, of_critics | policy_metrics(of_policy, policy_steps)
 
         steps = e.steps_of(state.updates + 1)
-        chance = lambda numbers: draw(e, memory, shards, key, numbers, noise=needs)
-        learnt = repeat_by_chance(steps, drawn_at_once(e, needs), chance, gradient_step, state)
-        state, (of_critics, of_policy, policy_steps, drawn) = learnt
-        of_policy["losses/policy_grad_norm"] = of_policy.pop("losses/grad_norm")
-        metrics = mean(of_critics, steps) | mean(of_policy, policy_steps) | filled(e, shards, drawn, steps)
+        state, metrics = gradient_steps(e, shards, memory, key, steps, gradient_step, state, noise=noise)
         metrics["charts/learning_rate"] = rate
         return state._replace(updates=state.updates + 1), memory, metrics
 
-    def inspect(params: Acting, carry: PyTree, obs: PyTree, first: jax.Array) -> dict[str, jax.Array]:
+    def inspect(params: ActingParams, carry: NoCarry, obs: PyTree, first: jax.Array) -> dict[str, jax.Array]:
         action = best(params.policy, obs)
         return {"value": critic_network.values(params.critics, obs, action, first=1)[0], "action": action}
 
-    acting = lambda state: Acting(state.policy.params, state.critics.params, state.updates)
-    return Algorithm(init, lambda rollout: new_memory(e, rollout), lambda batch: (), act, update, acting, inspect)
+    def acting_params(state: State) -> ActingParams:
+        return ActingParams(state.policy.params, state.critics.params, state.updates)
+
+    def init_memory(rollout: Rollout) -> replay.Ring:
+        return replay.init(rollout, e.buffer_size // e.num_shards)
+
+    return Algorithm(init, init_memory, no_carry, act, update, acting_params, inspect)

@@ -73,7 +73,7 @@ def game(spec: EnvSpec) -> Game:
 LOCAL = "local/"  # the namespace of environments that a program has defined, and no module
 
 
-def register(maker: Callable[..., gymnasium.Env]) -> str:
+def register(maker: Callable[..., gymnasium.Env[Any, Any]]) -> str:
     """The id of a class, or of a function that makes an environment; known in this process from now on.
 
     What a module has is module:Name, for the command too.  What only the running program has is local/Name-v0: what had

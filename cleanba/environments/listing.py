@@ -1,4 +1,4 @@
-"""`cleanba envs`: what can be trained here, by kind and family, with what it shows and takes."""
+"""`cleanba envs`: what can be trained here, by backend and family, with what it shows and takes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,8 +8,8 @@ from typing import Annotated
 import tyro
 
 from cleanba.config import Experiment, require
-from cleanba.environments import envpool, gymnasium, native
-from cleanba.environments.kinds import env_spec
+from cleanba.environments import envpool, gymnasium, jax_envs
+from cleanba.environments.backends import env_spec
 from cleanba.environments.specs import ActionSpec
 from cleanba.errors import Exit, UsageError, closest_names
 from cleanba.flags import FLAGS
@@ -33,18 +33,18 @@ def envs_command(argv: Sequence[str]) -> Exit:
     flags = tyro.cli(Flags, args=argv, prog="cleanba envs", registry=FLAGS)
     require(flags.limit >= 0, f"limit={flags.limit} must not be negative; 0 shows names alone")
     package, colon, rest = flags.pattern.partition(":")
-    own = bool(colon) and package not in (*native.SUITES, gymnasium.PREFIX.rstrip(":"))
+    own = bool(colon) and package not in (*jax_envs.SUITES, gymnasium.PREFIX.rstrip(":"))
     if colon and package == "jax":
         print(f"{flags.pattern}  {spaces_of(flags.pattern)}")
         return Exit()
-    if colon and package in native.SUITES:
-        native.require_library(package)
+    if colon and package in jax_envs.SUITES:
+        jax_envs.require_library(package)
     families = {("Gymnasium", package): gymnasium.registered_by(package)} if own else all_families()
     wanted = rest if own else flags.pattern
     if not flags.pattern:
-        for (kind, family), ids in families.items():
+        for (backend, family), ids in families.items():
             examples = ", ".join(ids[:EXAMPLES]) + (" …" if len(ids) > EXAMPLES else "")
-            print(f"{kind:10} {family:22} {len(ids):5}  {examples}")
+            print(f"{backend:10} {family:22} {len(ids):5}  {examples}")
         for family, packages in envpool.left_out().items():
             name = family.removeprefix("envpool.")
             print(f"{'EnvPool':10} {name:22}     -  needs assets: pip install {' '.join(packages)}")
@@ -61,9 +61,9 @@ def envs_command(argv: Sequence[str]) -> Exit:
             + ("" if colon else envpool.left_out_words())
         )
     shown = 0
-    for (kind, family), ids in found.items():
+    for (backend, family), ids in found.items():
         if ids:
-            print(f"{kind}: {family}")
+            print(f"{backend}: {family}")
         for name in ids:
             print(f"  {name:36} {spaces_of(name)}" if shown < flags.limit else f"  {name}", flush=True)
             shown += 1
@@ -79,11 +79,11 @@ def matches(name: str, pattern: str) -> bool:
 
 
 def all_families() -> dict[tuple[str, str], list[str]]:
-    """By kind and family: the names by which `--env-id` takes them."""
+    """By backend and family: the names by which `--env-id` takes them."""
     families: dict[tuple[str, str], list[str]] = {}
-    for kind, known in (("EnvPool", envpool.known()), ("Gymnasium", gymnasium.known()), ("JAX", native.known())):
+    for backend, known in (("EnvPool", envpool.known()), ("Gymnasium", gymnasium.known()), ("JAX", jax_envs.known())):
         for name, family in known.items():
-            families.setdefault((kind, family), []).append(name)
+            families.setdefault((backend, family), []).append(name)
     return families
 
 

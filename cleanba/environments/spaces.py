@@ -1,5 +1,7 @@
 """What Gymnasium's spaces, which EnvPool and others speak of too, mean here."""
 
+from typing import Any
+
 import gymnasium
 import numpy as np
 
@@ -9,7 +11,7 @@ from cleanba.specs import ActionSpec, ObsSpec, ObsSpecs, choice
 
 
 def obs_spec(
-    space: gymnasium.Space | dict[str, gymnasium.Space],
+    space: gymnasium.Space[Any] | dict[str, gymnasium.Space[Any]],
     sample: PyTree,
     action: ActionSpec,
     name: str = "",
@@ -50,7 +52,7 @@ MOST_CODES = 32  # integers of a grid that can have more values than these are q
 MINIGRID_CODES = 11  # objects; fewer colours and states.  Its space says 256, as if these were the bytes of a picture.
 
 
-def action_spec(space: gymnasium.Space) -> ActionSpec | str:
+def action_spec(space: gymnasium.Space[Any]) -> ActionSpec | str:
     """What actions look like, or why no policy can choose them."""
     if isinstance(space, gymnasium.spaces.Discrete):
         return choice(int(space.n), int(space.start))
@@ -74,7 +76,7 @@ def action_spec(space: gymnasium.Space) -> ActionSpec | str:
 MOST_CHOICES = 2**16
 
 
-def too_wide(space: gymnasium.Space) -> bool:
+def too_wide(space: gymnasium.Space[Any]) -> bool:
     """Whether a space has integers that 4 bytes cannot hold."""
     if not isinstance(space, gymnasium.spaces.Box) or not np.issubdtype(space.dtype, np.integer):
         return False

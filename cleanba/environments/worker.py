@@ -37,7 +37,7 @@ class Game(NamedTuple):
     registered: EnvSpec | None = None
     """what the program that trains has told Gymnasium of that name, where only that program knows it"""
 
-    def make(self, **more: Any) -> gymnasium.Env:
+    def make(self, **more: Any) -> gymnasium.Env[Any, Any]:
         """One environment.  Raises whatever its makers raise."""
         find_modules_here()
         if self.registered is not None:
@@ -112,7 +112,7 @@ def carve(layout: Layout, memory: mmap.mmap | None = None) -> tuple[Arrays, int]
     return Arrays(arrays[:-4], *arrays[-4:]), max(offset, 1)
 
 
-def misfit(space: gymnasium.Space, obs: object, name: str = "") -> str:
+def misfit(space: gymnasium.Space[Any], obs: object, name: str = "") -> str:
     """In what an observation's parts and their shapes are not those of its space; "" where they are."""
     parts, shown = named(space), named(obs)
     what = f"observation{name and f' {name[1:]!r}'}"

@@ -2,8 +2,8 @@
 
 from cleanba.networks.action_values import ActionValues, make_action_values
 from cleanba.networks.actor_critic import ActorCritic, make_actor_critic
-from cleanba.networks.bounded import Critics, Policy, make_critics, make_policy
-from cleanba.networks.sight import suitable_network
+from cleanba.networks.continuous import Critics, Policy, make_critics, make_policy
+from cleanba.networks.encoder import suitable_network
 
 __all__ = [
     "ActionValues",

@@ -9,8 +9,8 @@ from jax.typing import DTypeLike
 
 from cleanba.config import Experiment
 from cleanba.networks import torsos
+from cleanba.networks.encoder import encode, encoder_fields
 from cleanba.networks.layers import ConvKind
-from cleanba.networks.sight import see, sight
 from cleanba.rollout import PyTree
 from cleanba.specs import EnvSpec, ObsSpecs
 
@@ -36,7 +36,7 @@ class ActionValues(nn.Module):
         heads = [torsos.Dense(self.num_actions, 1.0, kind=self.conv, name="action_value")]
         if self.dueling:
             heads.append(torsos.Dense(1, 1.0, kind=self.conv, name="value"))
-        values, *value = see(self, obs, heads, "relu")
+        values, *value = encode(self, obs, heads, "relu")
         return value[0] + values - values.mean(-1, keepdims=True) if self.dueling else values
 
     def initial_params(self, key: jax.Array) -> PyTree:
@@ -56,4 +56,4 @@ def make_action_values(spec: EnvSpec, e: Experiment, dueling: bool, platform: st
     Raises:
         UsageError: the torso does not fit the observations.
     """
-    return ActionValues(**sight(spec, e, platform), num_actions=spec.num_actions, dueling=dueling)
+    return ActionValues(**encoder_fields(spec, e, platform), num_actions=spec.num_actions, dueling=dueling)

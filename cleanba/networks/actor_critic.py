@@ -10,8 +10,8 @@ from jax.typing import DTypeLike
 
 from cleanba.config import PolicyGradient
 from cleanba.networks import cores, torsos
+from cleanba.networks.encoder import encode, encoder_fields, legal_actions
 from cleanba.networks.layers import ConvKind
-from cleanba.networks.sight import legal_actions, see, sight
 from cleanba.ops.distributions import Distribution, distribution, size
 from cleanba.rollout import PyTree
 from cleanba.specs import ActionSpec, EnvSpec, ObsSpecs
@@ -70,8 +70,8 @@ class ActorCritic(nn.Module):
         t, b = first.shape
         flat = jax.tree.map(lambda o: o.reshape(t * b, *o.shape[2:]), obs)
         if self.core == "none":
-            return [x.reshape(t, b, -1) for x in see(self, flat, heads)], carry
-        (x,) = see(self, flat)
+            return [x.reshape(t, b, -1) for x in encode(self, flat, heads)], carry
+        (x,) = encode(self, flat)
         x, carry = cores.LSTM(self.lstm_size, self.dtype, self.forget_bias, self.conv)(
             x.reshape(t, b, -1), first, carry
         )
@@ -125,7 +125,7 @@ def make_actor_critic(spec: EnvSpec, e: PolicyGradient, platform: str) -> ActorC
         UsageError: the torso does not fit the observations.
     """
     return ActorCritic(
-        **sight(spec, e, platform),
+        **encoder_fields(spec, e, platform),
         action=spec.action,
         share_torso=e.share_torso,
         core=e.core,

@@ -1,4 +1,4 @@
-"""What a policy says: distributions over actions, all with one protocol."""
+"""Distributions over actions, which policies are, all with one protocol."""
 
 from typing import Protocol
 
@@ -13,30 +13,33 @@ from cleanba.specs import ActionSpec
 
 
 class Distribution(Protocol):
-    """Over actions [..., *A]; a tree of arrays [..., ...], which may be indexed and sliced together."""
+    """A distribution over actions [..., *A], for a batch of shape [...].  *A is () for one choice, [D] for D parts.
+
+    It is a tree of arrays [..., ...], so a batch of distributions can be indexed and sliced as arrays are.
+    """
 
     def sample(self, key: jax.Array) -> jax.Array:
-        """An action drawn at random."""
+        """A random action.  -> [..., *A]."""
         ...
 
     def mode(self) -> jax.Array:
-        """The likeliest action."""
+        """The most likely action.  -> [..., *A]."""
         ...
 
     def log_prob(self, action: jax.Array) -> jax.Array:
-        """Log pi(action) [...], of a density where actions are real."""
+        """Log pi(action), of a density where actions are real.  [..., *A] -> [...]."""
         ...
 
     def entropy(self) -> jax.Array:
-        """-E[log pi] [...], differential where actions are real, which may be negative."""
+        """-E[log pi]; differential, and perhaps negative, where actions are real.  -> [...]."""
         ...
 
     def log_prob_and_entropy(self, action: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Both at once, which have much in common."""
+        """`log_prob` and `entropy`, which share computations.  [..., *A] -> [...], [...]."""
         ...
 
     def describe(self) -> dict[str, jax.Array]:
-        """What to show of it in a film: one number for each bar, by name."""
+        """Numbers to show in a film, one for each bar, by name.  -> [..., number of bars]."""
         ...
 
 
@@ -67,11 +70,11 @@ class Categorical:
 
 @flax.struct.dataclass
 class Categoricals:
-    """D choices at once, independent of each other: pi(a) = prod_d pi_d(a_d).  logits [..., sum of counts]."""
+    """D independent choices: pi(a) = prod_d pi_d(a_d).  logits [..., sum of counts]; actions [..., D] int32."""
 
     logits: jax.Array
     counts: tuple[int, ...] = flax.struct.field(pytree_node=False)
-    """how many there are to choose from; actions are [..., D] int32"""
+    """the number of options of each choice"""
 
     def parts(self) -> list[Categorical]:
         return [Categorical(x) for x in jnp.split(self.logits, np.cumsum(self.counts)[:-1], axis=-1)]
@@ -101,7 +104,7 @@ class Categoricals:
 
 @flax.struct.dataclass
 class Combination:
-    """D choices at once, of which only some combinations are legal: pi(a) ~ exp(sum_d l_d(a_d)) over the legal ones.
+    """D choices of which only some combinations are legal: pi(a) ~ exp(sum_d l_d(a_d)) over the legal ones.
 
     logits [..., product of counts], of every combination in C order; actions [..., D] int32.
     """
@@ -117,7 +120,7 @@ class Combination:
         return jnp.stack(jnp.unravel_index(number, self.counts), -1).astype(jnp.int32)
 
     def number(self, action: jax.Array) -> jax.Array:
-        """The inverse of `apart`."""
+        """The inverse: parts [..., D] -> the number of the combination [...] int32."""
         chex.assert_axis_dimension(action, -1, len(self.counts))
         strides = np.cumprod((1, *self.counts[:0:-1]))[::-1].astype(np.int32)
         return (action * strides).sum(-1, dtype=jnp.int32)
@@ -152,8 +155,8 @@ LOG_2PI = float(np.log(2 * np.pi))
 class DiagonalGaussian:
     """D real numbers, independent of each other: log pi(a) = -1/2 sum_d [((a_d - mu_d) / sigma_d)^2 + log 2 pi sigma_d^2].
 
-    mean [..., D]; log_std [..., D], log sigma; actions [..., D] float32, of any size: what is clipped to an
-    environment's bounds on its way there is, here, what it was when it was drawn.
+    mean [..., D]; log_std [..., D], log sigma; actions [..., D] float32, as they were drawn: they are clipped to the
+    bounds of an environment only on their way there.
     """  # noqa: E501
 
     mean: jax.Array
@@ -182,7 +185,7 @@ class DiagonalGaussian:
 
 @flax.struct.dataclass
 class SquashedGaussian:
-    """D numbers within bounds: a = centre + scale tanh(u), where u is Gaussian (Haarnoja et al. 2018, appendix C).
+    """D real numbers within bounds: a = centre + scale tanh(u), where u is Gaussian (Haarnoja et al. 2018, appendix C).
 
         log pi(a) = log N(u; mu, sigma) - sum_d log(scale_d (1 - tanh(u_d)^2))
 
@@ -198,29 +201,29 @@ class SquashedGaussian:
         return self.sample_and_log_prob(key)[0]
 
     def mode(self) -> jax.Array:
-        """The action at the mean of u, which is what is evaluated; of `log_prob` it is not the maximum."""
+        """The action [..., D] at the mean of u, which evaluations play.  It does not maximise `log_prob`."""
         return self.centre + self.scale * jnp.tanh(self.mean)
 
     def sample_and_log_prob(self, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """An action drawn at random, and its log pi(a) [...], finite also where tanh rounds to one."""
+        """A random action [..., D] and its log pi(a) [...], which is finite even where tanh rounds to 1."""
         return self.act(jax.random.normal(key, self.mean.shape))
 
     def act(self, noise: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The action that normal noise [..., D] makes, and its log pi(a) [...]."""
+        """The action [..., D] for standard normal noise [..., D], and its log pi(a) [...]."""
         u = self.mean + jnp.exp(self.log_std) * noise
         return self.centre + self.scale * jnp.tanh(u), self._density(u, noise)
 
     def log_prob(self, action: jax.Array) -> jax.Array:
-        """Log pi(action) [...]; of actions at a bound, where it is infinite, that of the last number before it."""
+        """Log pi(action), [..., D] -> [...].  At a bound, where it is infinite, it is that of the number next to it."""
         chex.assert_equal_shape([action, self.mean, self.log_std])
         most = 1 - jnp.finfo(action.dtype).epsneg
         u = jnp.arctanh(((action - self.centre) / self.scale).clip(-most, most))
         return self._density(u, (u - self.mean) * jnp.exp(-self.log_std))
 
     def _density(self, u: jax.Array, z: jax.Array) -> jax.Array:
-        """Log pi of the action that u squashes to; z is (u - mu) / sigma."""
-        # log(1 - tanh(u)^2), without the difference, which has no digits left where u is large.  (`softplus`, or log1p,
-        # would add digits that the sum cannot hold, and XLA has no vectors for them on CPUs.)
+        """Log pi of the action tanh(u), where z = (u - mu) / sigma.  [..., D], [..., D] -> [...]."""
+        # log(1 - tanh(u)^2), without the difference, which loses all digits where u is large.  (`softplus` or log1p
+        # would add digits that the sum cannot hold, and XLA does not vectorise them on CPUs.)
         far = jnp.abs(u)
         log_slope = 2 * (LOG_2 - far - jnp.log(1 + jnp.exp(-2 * far))) + jnp.log(self.scale)
         return -(0.5 * (jnp.square(z) + LOG_2PI) + self.log_std + log_slope).sum(-1)
@@ -230,17 +233,17 @@ class SquashedGaussian:
 
 
 def size(action: ActionSpec) -> int:
-    """How many numbers a network gives for a distribution over actions that look so."""
+    """The number of network outputs that parametrise a distribution over such actions."""
     return action.size if action.kind == "quantities" else sum(action.counts)
 
 
 def distribution(
     action: ActionSpec, x: jax.Array, log_std: jax.Array | None = None, legal: jax.Array | None = None
 ) -> Distribution:
-    """The distribution over actions that look so, of what a network gives, x [..., size].
+    """The distribution over actions of this specification, from a network's outputs x [..., size].
 
-    `log_std` [D] is that of real-valued actions, which does not depend on what is seen.  `legal` has one of the shapes
-    of `ActionSpec.masked_by`: what it does not permit has no probability.
+    log_std: [D], for real-valued actions; it does not depend on the observation.
+    legal: a mask in one of the shapes of `ActionSpec.masked_by`.  Illegal actions have probability 0.
     """
     chex.assert_axis_dimension(x, -1, size(action))
     if log_std is not None:
@@ -258,13 +261,13 @@ def distribution(
 
 
 def masked(logits: jax.Array, legal: jax.Array) -> jax.Array:
-    """Logits [..., A] of only what is legal [..., A]; where nothing is, as after the end of a game, all is."""
+    """Logits [..., A] with -inf where not `legal` [..., A].  Where no action is legal, as after a game, all are."""
     chex.assert_equal_shape([logits, legal])
     return jnp.where(legal | ~legal.any(-1, keepdims=True), logits, -jnp.inf)
 
 
 def combined(parts: list[jax.Array]) -> jax.Array:
-    """Logits [..., A_d] of each part -> their sums, of every combination in C order, [..., prod of A_d]."""
+    """Logits [..., A_d] of each part -> their sums for every combination, in C order, [..., prod of A_d]."""
     lead = parts[0].shape[:-1]
     total = jnp.zeros((*lead, 1))
     for part in parts:

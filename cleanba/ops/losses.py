@@ -1,4 +1,4 @@
-"""Per-transition losses.  None of them takes a mean: the caller weights by `valid` and sums in shard order."""
+"""Losses of single transitions.  The caller weights them by `valid` and sums them in shard order."""
 
 import chex
 import jax
@@ -7,11 +7,11 @@ from jax import lax
 
 
 def log_prob_and_entropy(logits: jax.Array, action: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Of a categorical policy.  logits [..., A], action [...] int -> log pi(action) [...], entropy [...]."""
+    """Of a categorical policy: logits [..., A], action [...] int -> log pi(action) [...], entropy [...]."""
     chex.assert_equal_shape_prefix([logits, action], action.ndim)
     log_pi = jax.nn.log_softmax(logits)
     chosen = lax.platform_dependent(log_pi, action.astype(jnp.int32), cpu=by_index, default=by_comparison)
-    # A masked action has log pi = -inf; it must count as 0 here, and its gradient too.
+    # A masked action has log pi = -inf; it counts as 0 here, and so does its gradient.
     possible = ~jnp.isneginf(log_pi)
     log_pi = jnp.where(possible, log_pi, 0.0)
     return chosen, -jnp.where(possible, jnp.exp(log_pi) * log_pi, 0.0).sum(-1)
@@ -23,10 +23,10 @@ def by_index(x: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def by_comparison(x: jax.Array, index: jax.Array) -> jax.Array:
-    """The same numbers, without the scatter that is the gradient of an index: a deterministic GPU sorts for it.
+    """x[..., index] without a scatter in its gradient, before which a deterministic GPU would sort.
 
-    The sum is of one number and zeros.  Where the others are -inf, `where` keeps them out, and out of the gradient.
-    CPUs keep the index: compiled with what is around it, this would round the last bit otherwise.
+    [..., A], [...] -> [...].  It sums one number and zeros.  Where other numbers are -inf, `where` keeps them out of
+    the sum and of the gradient.  CPUs index, as there the compiler's fusion of this sum would change the last bit.
     """
     return jnp.where(jnp.arange(x.shape[-1]) == index[..., None], x, 0.0).sum(-1)
 

@@ -1,4 +1,4 @@
-"""Running means and variances of what streams by, updated by one batch after the other."""
+"""Running means and variances, updated batch by batch."""
 
 from typing import NamedTuple
 
@@ -12,23 +12,23 @@ UNIT = 2**24  # up to here a float32 counts exactly
 
 
 class Moments(NamedTuple):
-    """Mean and variance of everything so far, each element [...] apart; 0 and 1 before there was anything."""
+    """Mean and variance of everything so far, for each element [...]; 0 and 1 before the first batch."""
 
-    counted: jax.Array  # [2] int32: how many, as counted[0] * 2^24 + counted[1]; exact at any size
+    counted: jax.Array  # [2] int32: the count counted[0] * 2^24 + counted[1], exact at any size
     mean: jax.Array  # [...]
-    variance: jax.Array  # [...]  of the population: divided by the count
+    variance: jax.Array  # [...]  of the population, divided by the count
 
 
 def no_moments(shape: tuple[int, ...]) -> Moments:
-    """Moments of nothing yet."""
+    """The moments before the first batch, for elements of this shape."""
     return Moments(jnp.zeros(2, jnp.int32), jnp.zeros(shape), jnp.ones(shape))
 
 
 def add_batch(shards: ShardAxis, moments: Moments, x: jax.Array, valid: jax.Array) -> Moments:
-    """Moments with a batch added: x [K', N1, N2, ...] where `valid` [K', N1, N2], all shards together in their order.
+    """Add a batch: the elements of x [K', N1, N2, ...] where `valid` [K', N1, N2], over all shards, in their order.
 
-    In two passes: sums of x, then of (x - mean)^2; as sums of x^2 less squared sums, small variances of large numbers
-    would cancel.  What rounding left in the mean, the second pass sees and takes out.
+    It takes two passes, over x and over (x - mean)^2: in sums of x^2 minus squared sums, small variances of large
+    numbers would cancel.  The second pass also removes the rounding error of the mean.
     """
     chex.assert_equal_shape_prefix([x, valid], 3)
 
@@ -46,8 +46,8 @@ def add_batch(shards: ShardAxis, moments: Moments, x: jax.Array, valid: jax.Arra
     rest, squares = total(mean, 1), total(mean, 2)
 
     def merged(moments: Moments, count: jax.Array, mean: jax.Array, rest: jax.Array, squares: jax.Array) -> Moments:
-        # Not two quotients: of those with one divisor XLA makes all but one, whichever it comes to last, products with
-        # its inverse; and that hangs on the order of this function's arguments, which the number of devices changes.
+        # Not two quotients: of several with one divisor, XLA turns all but the last into products with its inverse.
+        # Which one is last depends on the order of this function's arguments, which changes with the devices.
         inverse = 1.0 / jnp.maximum(count, 1)
         return merge(moments, count, mean + rest * inverse, squares * inverse)
 
@@ -55,7 +55,10 @@ def add_batch(shards: ShardAxis, moments: Moments, x: jax.Array, valid: jax.Arra
 
 
 def merge(a: Moments, count: jax.Array, mean: jax.Array, variance: jax.Array) -> Moments:
-    """Moments of `a` and of `count` more with these moments, together (Chan et al. 1983, eq. 2.1)."""
+    """The moments of `a` together with `count` ([] int32) more elements of this mean and variance, [...] each.
+
+    (Chan et al. 1983, eq. 2.1.)
+    """
     chex.assert_equal_shape([a.mean, a.variance, mean, variance])
     before = a.counted[0].astype(jnp.float32) * UNIT + a.counted[1]
     share = count / jnp.maximum(before + count, 1.0)

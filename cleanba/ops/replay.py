@@ -1,25 +1,25 @@
-"""Replay memory: rollouts written into a ring of rows, n-step transitions drawn from it uniformly.
+"""Replay memory: a ring of rows that rollouts are written to, and n-step transitions are drawn from uniformly.
 
-A row holds one step of every environment of a shard, under the time index of `rollout.py`.  Rows follow one another
-without gaps, so that a transition's next observation, its n-step return and its stack of frames are found in the rows
-beside it and nothing is stored twice:
+A row holds one step of every environment of a shard, with the time index of `rollout.py`.  Rows follow one another
+without gaps, so a transition's next observation, n-step return and stack of frames are found in the rows around it,
+and nothing is stored twice:
 
     row        0      1      2      3      4      5
     obs        s_0    s_1    s_2*   s_0'   s_1'   s_2'     row 5 is the tail: the observation after the last step so
     valid      1      1      0      1      1      0        far, which the first row of the next rollout overwrites
 
-Unless the environments were started afresh in between (at every checkpoint they are): at such a seam the tail stays,
-and the step before it keeps the observation that really followed.  To what comes after, a seam is a truncation.
+Where the environments were started afresh in between (at the end of an epoch) there is a seam: the tail stays, and the
+step before it keeps the observation that really followed.  For the rows after it, a seam is a truncation.
 
 Of stacked images only the newest frame is stored.  EnvPool's Atari stacks [B, S c, H, W], oldest frame first, repeat
 the first frame S times where a game begins, and go on through the loss of a life (--episodic-life), though that begins
 an episode as well.  So whether a stack goes on is read from the stack itself: `history` counts the rows before it that
-hold its older frames; frames before those are repeats of the oldest.  A stack that follows neither rule cannot be
-rebuilt and is never sampled; whoever stacks otherwise (with zeros, say) stores whole stacks, with `stack=1`.
+hold its older frames; frames before those repeat the oldest.  A stack that follows neither rule cannot be rebuilt and
+is never sampled.  Environments that stack in other ways (with zeros, say) need whole stacks, with `stack=1`.
 
 `write`, `sample_indices` and `take` work on the memory of a device, whose leaves are [K', ...] for its K' shards, and
-address the i-th shard in place: no part of them costs more for a larger memory, given that it is donated.  They only
-move and compare data; the arithmetic is in `n_step`, for the caller to isolate (`shards.py`).
+address the i-th shard in place.  Their cost does not depend on the size of the memory, if it is donated.  They only
+move and compare data; the arithmetic is in `n_step`, which the caller isolates (`shards.py`).
 """
 
 from math import prod
@@ -59,15 +59,15 @@ class Ring(NamedTuple):
 
 
 class Indices(NamedTuple):
-    """N transitions of one shard by where they begin."""
+    """N transitions of one shard, by the step that they begin with."""
 
     row: jax.Array  # [N] int32, counted from the oldest row stored
     env: jax.Array  # [N] int32
-    valid: jax.Array  # [N] bool: false where nothing was found to sample; to be masked
+    valid: jax.Array  # [N] bool: false where no transition was found; to be masked
 
 
 class Window(NamedTuple):
-    """What memory says about N transitions of up to n steps."""
+    """N transitions of up to n steps, as the memory holds them."""
 
     obs: PyTree  # [N, ...]
     action: PyTree  # [N, ...]
@@ -129,7 +129,7 @@ def init(rollout: Rollout, capacity: int, stack: int = 1) -> Ring:
 
 
 def nbytes(rollout: Rollout, capacity: int, stack: int = 1) -> int:
-    """The bytes that `init` would take, without taking them."""
+    """The bytes of the memory that `init` makes for such a rollout, leaves [T(+1), B, ...]."""
     empty = jax.eval_shape(lambda: init(rollout, capacity, stack))
     return sum(prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(empty))
 
@@ -140,7 +140,7 @@ def nbytes(rollout: Rollout, capacity: int, stack: int = 1) -> int:
 def write(ring: Ring, rollout: Rollout, shards: int | jax.Array | None = None) -> Ring:
     """Append a rollout of every shard of this device.  Leaves [K', C, ...], [K', T(+1), ...] -> [K', C, ...].
 
-    Where only the first `shards` of the places hold one, the others stay as they are.  Costs O(T B) if `ring` is
+    If only the first `shards` places hold a shard, the others stay as they are.  The cost is O(T B) if `ring` is
     donated.
     """
     chex.assert_equal_shape([rollout.reward, rollout.terminated, rollout.truncated, rollout.valid])
@@ -252,13 +252,13 @@ def _history(obs: PyTree, before: jax.Array, stack: int) -> jax.Array:
 
 
 def sample_indices(ring: Ring, i: jax.Array, key: jax.Array, batch: int, n: int, draws: int = 8) -> Indices:
-    """`batch` transitions of n steps from the i-th shard of this device, each drawn uniformly, with replacement.
+    """Draw N = `batch` transitions of n steps uniformly, with replacement, from this device's i-th shard.  Leaves [N].
 
-    A step may be drawn if it was executed, its stack can be rebuilt from what is stored, and its window is complete: n
-    steps, or fewer if the episode ended or the environments were started afresh.  The last n - 1 steps of an episode
-    under way wait for that.  Each element is the first acceptable of `draws` draws over all rows stored, so given that
-    there is one, all acceptable steps are equally likely; if a share q of the steps stored may not be drawn, an element
-    has none with probability q^draws (below 10^-10 for q = 5%), and is then not `valid`.
+    A step can be drawn if it was executed, its stack can be rebuilt from the stored frames, and its window is complete:
+    n steps, or fewer if the episode ended or the environments were started afresh.  Each element is the first
+    acceptable one of `draws` draws over all stored rows, so all acceptable steps are equally likely.  If a share q of
+    the stored steps is not acceptable, an element finds none with probability q^draws (below 10^-10 for q = 5%), and is
+    then not `valid`.
     """
     rows, envs = ring.rows.valid.shape[1:]
     if n >= rows:
@@ -282,7 +282,7 @@ def _uniform(key: jax.Array, shape: tuple[int, ...], count: jax.Array) -> tuple[
 
 
 def acceptable(ring: Ring, i: jax.Array, row: jax.Array, env: jax.Array, n: int) -> jax.Array:
-    """May the step in this row, counted from the oldest, be sampled?  [...], [...] int32 -> [...] bool."""
+    """Whether the step in this row, counted from the oldest, can be drawn.  [...], [...] int32 -> [...] bool."""
     steps, complete = _horizon(ring, i, row, env, n)
     accepted = complete & _look(ring, ring.rows.valid, i, row, env)
     if _is_stacked(ring.rows):
@@ -293,9 +293,9 @@ def acceptable(ring: Ring, i: jax.Array, row: jax.Array, env: jax.Array, n: int)
 
 
 def _horizon(ring: Ring, i: jax.Array, row: jax.Array, env: jax.Array, n: int) -> tuple[jax.Array, jax.Array]:
-    """How many steps the window that begins here has, and whether all of them are known.  -> [...] int32, [...] bool.
+    """The number of steps of the window that begins here, and whether it is complete.  -> [...] int32, [...] bool.
 
-    It stops after n steps, after a step that ended its episode, or at a row that follows on none: a kept tail.
+    It ends after n steps, after a step that ended its episode, or before a seam.
     """
     tail = ring.size[i] - 1
     window = row[..., None] + jnp.arange(n + 1)
@@ -315,7 +315,10 @@ def _look(ring: Ring, x: jax.Array, i: jax.Array, row: jax.Array, env: jax.Array
 
 
 def take(ring: Ring, i: jax.Array, indices: Indices, n: int, stack: int = 1) -> Window:
-    """What memory says about these transitions of the i-th shard of this device; `n`, `stack` as they were before."""
+    """The transitions at these indices [N] of this device's i-th shard.  Leaves [N, ...].
+
+    `n` is that of `sample_indices`, `stack` that of `init`.
+    """
     chex.assert_equal(stack > 1, _is_stacked(ring.rows))
     row, env = indices.row, indices.env
     steps, _ = _horizon(ring, i, row, env, n)
@@ -344,9 +347,9 @@ def _observations(ring: Ring, i: jax.Array, row: jax.Array, env: jax.Array, stac
 
 
 def n_step(window: Window, gamma: float) -> Transition:
-    """sum_{j<m} gamma^j r_{t+j}, and gamma^m (1 - terminated) for the value of what follows.
+    """The n-step return sum_{j<m} gamma^j r_{t+j}, and the discount gamma^m (1 - terminated) of the value after it.
 
-    (Sutton & Barto 2018, eq. 7.1; m = n unless the episode ended or was cut off before.)
+    (Sutton & Barto 2018, eq. 7.1; m = n unless the episode ended or was cut off before.)  Leaves [N, ...] -> [N, ...].
     """
     chex.assert_equal_shape([window.steps, window.terminated, window.valid, window.reward[:, 0]])
     reward = jnp.zeros_like(window.reward[:, 0])

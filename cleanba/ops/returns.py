@@ -1,7 +1,7 @@
 """Return and advantage estimators over the time index of `rollout.py`.
 
-All of them bootstrap with the value of the next observation unless the step *terminated* its episode, and cut the
-recursion wherever an episode ended, terminated or truncated.
+All of them bootstrap with the value of the next observation unless the step *terminated* its episode, and stop the
+recursion where an episode ended, terminated or truncated.
 """
 
 from typing import NamedTuple
@@ -16,7 +16,7 @@ def discounted_sum(x: jax.Array, discount: jax.Array) -> jax.Array:
     """y_t = x_t + d_t y_{t+1}, with y_T = 0 (Sutton & Barto 2018, eq. 3.9).  [T, B], [T, B] -> [T, B]."""
     chex.assert_equal_shape([x, discount])
 
-    def step(y, inputs):
+    def step(y: jax.Array, inputs: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         x_t, d_t = inputs
         y = x_t + d_t * y
         return y, y
@@ -26,14 +26,14 @@ def discounted_sum(x: jax.Array, discount: jax.Array) -> jax.Array:
 
 
 def returns_so_far(reward: jax.Array, first: jax.Array, valid: jax.Array, before: jax.Array, gamma: float) -> jax.Array:
-    """G_t = r_t + gamma G_{t-1}, what an episode has brought until now; 0 where the action was ignored.
+    """G_t = r_t + gamma G_{t-1}, the discounted sum of an episode's rewards so far; 0 where the action was ignored.
 
-    reward, first, valid [T, B]; before [B], G before the first of these steps -> [T, B].  An episode whose observation
-    is the first begins from 0.
+    reward, first, valid [T, B]; before [B] is G before the first of these steps -> [T, B].  Where `first`, an episode
+    begins from 0.
     """
     chex.assert_equal_shape([reward, first, valid])
 
-    def step(g, inputs):
+    def step(g: jax.Array, inputs: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         reward_t, first_t, valid_t = inputs
         g = jnp.where(valid_t, reward_t + gamma * jnp.where(first_t, 0.0, g), 0.0)
         return g, g
@@ -58,8 +58,8 @@ def gae(
 
         A_t = delta_t + gamma lam (1 - ended_t) A_{t+1},   delta_t = r_t + gamma (1 - terminated_t) V_{t+1} - V_t
 
-    value [T+1, B]; reward, terminated, truncated [T, B] -> advantage [T, B].  What it gives at a step whose action
-    was ignored means nothing, reaches no other step, and is for the caller to mask.
+    value [T+1, B]; reward, terminated, truncated [T, B] -> advantage [T, B].  At a step whose action was ignored the
+    result is meaningless; it reaches no other step, and the caller masks it.
     """
     chex.assert_equal_shape([value[1:], reward, terminated, truncated])
     _, delta = td_errors(value, reward, terminated, gamma)
@@ -119,16 +119,18 @@ def corrected_gae(
     lam: float,
     rho_bar: float = 1.0,
 ) -> VTrace:
-    """What `gae` would have estimated, had another policy acted: V-trace whose advantage is mixed by lambda, too.
+    """`gae` corrected for rollouts of another policy: V-trace with advantages that are mixed by lambda too.
 
         A_t = delta_t + gamma lam (1 - ended_t) rho_{t+1} A_{t+1},   v_t = V_t + rho_t A_t
         rho_t = min(rho_bar, ratio_t)
 
-    v is V-trace's target with both bounds `rho_bar` (Espeholt et al. 2018, eq. 1); A is what it adds up before the
-    ratio of its first action, which a policy's loss multiplies by (`rlax.vtrace_td_error_and_advantage` mixes alike).
-    Where ratios are 1, A has the bits of `gae`.  With `rho_bar` 1 a trace fades by the total variation between the
-    policies at each step, on average: E min(1, ratio) = 1 - TV.  Arguments are those of `vtrace`; ignored steps need
-    a finite `log_ratio`.
+    v is V-trace's target with both bounds equal to `rho_bar` (Espeholt et al. 2018, eq. 1).  A leaves out the ratio of
+    its first action, which the policy's loss multiplies by (as `rlax.vtrace_td_error_and_advantage` does).  Where all
+    ratios are 1, A has the bits of `gae`.  With `rho_bar` 1, a trace fades on average by the total variation between
+    the policies at each step: E min(1, ratio) = 1 - TV.
+
+    Arguments and shapes are those of `vtrace`: value [T+1, B], the others [T, B] -> [T, B] each.  Ignored steps need a
+    finite `log_ratio`.
     """
     chex.assert_equal_shape([value[1:], log_ratio, reward, terminated, truncated])
     rho = jnp.minimum(rho_bar, jnp.exp(log_ratio))

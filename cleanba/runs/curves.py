@@ -14,7 +14,7 @@ import numpy as np
 
 from cleanba.config import read_experiment, require
 from cleanba.errors import UsageError
-from cleanba.files import Json
+from cleanba.files import METRICS, Json
 from cleanba.runs import log
 
 GRID = 256  # points of a band's axis
@@ -68,7 +68,7 @@ def find_runs(places: Iterable[Path]) -> list[Path]:
         require(place.is_dir(), f"{place} is no directory; name run directories, or a folder that holds some")
         here = []
         for folder, below, files in os.walk(place, followlinks=True):
-            if "config.json" in files and log.METRICS in files:
+            if "config.json" in files and METRICS in files:
                 here.append(Path(folder))
                 below.clear()
             below.sort()

@@ -12,7 +12,7 @@ from typing import NamedTuple, TextIO
 from cleanba.config import Experiment, Placement, Run, differences, read_config, require_same, to_json
 from cleanba.errors import UsageError
 from cleanba.files import Json, read_json, write_json
-from cleanba.recipes import Recipe
+from cleanba.recipes import AnyRecipe
 from cleanba.resolution import Resolved, read_recipe
 from cleanba.runtime.hardware import describe_devices
 
@@ -63,7 +63,7 @@ def differing_machines(earlier: Json | None, now: Json) -> list[str]:
     return [f"the bits may differ from the earlier run's, which had other {'; '.join(changed)}"] if changed else []
 
 
-def open_run(run_dir: Path, recipe: Recipe, resolved: Resolved, placement: Placement, run: Run) -> Opened:
+def open_run(run_dir: Path, recipe: AnyRecipe, resolved: Resolved, placement: Placement, run: Run) -> Opened:
     """Make the directory and write config.json, or look at what is there already.
 
     Raises:

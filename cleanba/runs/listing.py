@@ -13,8 +13,9 @@ import tyro
 
 from cleanba.config import require
 from cleanba.errors import Exit, printable
+from cleanba.files import METRICS
 from cleanba.flags import FLAGS
-from cleanba.runs.log import METRICS, newest
+from cleanba.runs.log import newest
 
 DEPTH = 3  # runs may lie in folders of folders
 COLOURS = {"running": "cyan", "finished": "green", "interrupted": "yellow", "failed": "red"}

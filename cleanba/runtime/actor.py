@@ -2,57 +2,63 @@
 
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Generic, NamedTuple
 
-from cleanba.environments.kinds import Envs
-from cleanba.rollout import Episode, PyTree, Rollout
+from cleanba.algorithm import P
+from cleanba.environments.backends import Envs
+from cleanba.rollout import Episode, Rollout
 from cleanba.runtime.channels import Channel, Stop
 from cleanba.runtime.collect import Collector, Times
-from cleanba.runtime.records import Ending, Standing, Told
+from cleanba.runtime.records import ActorState, RecordedRollout, SavedActor
 from cleanba.runtime.schedule import Schedule
 from cleanba.seeds import action_numbers
 
 
-class Params(NamedTuple):
+class Params(NamedTuple, Generic[P]):
     """What actors act with; version k+1 is what update k made."""
 
     version: int
-    params: PyTree
+    params: P
 
 
-class Parcel(NamedTuple):
-    """One actor's rollout, as it reaches the learner."""
+class ActorRollout(NamedTuple):
+    """One actor's rollout on its way to the learner."""
 
-    rollout: int  # its number, from 1
+    number: int
+    """counted from 1"""
     policy_version: int
-    blocks: list[Rollout]  # on the devices that learn from them
+    """the version it was collected with"""
+    blocks: list[Rollout]
+    """on the devices that learn from them"""
     steps: int
+    """executed environment steps"""
     episodes: list[Episode]
+    """those that ended in it"""
     times: Times
-    told: Told
-    ending: Ending
+    recorded: RecordedRollout
+    actor_state: ActorState
 
 
 def run_actor(
     actor: int,
     seed: int,
     schedule: Schedule,
-    collector: Collector,
+    collector: Collector[P],
     make_envs: Callable[[int], Envs],
-    params_channel: Channel[Params],
-    rollout_channel: Channel[Parcel],
+    params_channel: Channel[Params[P]],
+    rollout_channel: Channel[ActorRollout],
     send: Callable[[Rollout, int], list[Rollout]],
     stop: Stop,
-    standing: Standing | None = None,
+    saved_actor: SavedActor | None = None,
     played: Callable[[int], None] = lambda steps: None,
 ) -> None:
     """Collect every rollout of the schedule.  Ends when done, or by `Closed` when the run ends.
 
-    `make_envs` takes an epoch; `send` takes a rollout and the actor's number and returns its blocks.  `standing` is
+    `make_envs` takes an epoch; `send` takes a rollout and the actor's number and returns its blocks.  `saved_actor` is
     where the first rollout goes on from, if not with fresh environments; `played` hears how many recorded steps were
     played to bring them there.
     """
-    params: Params | None = None
+    params: Params[P] | None = None
     try:
         for rollout in range(schedule.first, schedule.last + 1):
             times = Times()
@@ -60,8 +66,8 @@ def run_actor(
             if schedule.starts_epoch(rollout):
                 collector.close()  # before others are made: `ScannedCollector` says why
                 envs = make_envs(schedule.epoch(rollout))
-                if rollout == schedule.first and standing is not None:
-                    collector.resume(envs, standing, f"the environments of actor {actor}", played)
+                if rollout == schedule.first and saved_actor is not None:
+                    collector.resume(envs, saved_actor, f"the environments of actor {actor}", played)
                 else:
                     collector.restart(envs)
                 del envs  # the collector's: nobody else may hold them
@@ -76,9 +82,12 @@ def run_actor(
             times.transfer = time.perf_counter() - before_send
             times.rollout = time.perf_counter() - start
             stop.check()
-            parcel = Parcel(rollout, params.version, blocks, collected.steps, collected.episodes, times, *collected[3:])
-            del blocks, collected  # the learner's now: their memory goes back as soon as it has learnt from them
-            rollout_channel.put(parcel)
-            del parcel
+            counts = collected.steps, collected.episodes
+            sent = ActorRollout(
+                rollout, params.version, blocks, *counts, times, collected.recorded, collected.actor_state
+            )
+            del blocks, collected  # the learner holds them alone, and frees them once it has learnt from them
+            rollout_channel.put(sent)
+            del sent
     finally:
         collector.close()

@@ -1,29 +1,29 @@
-"""Queues of one place that never wait for ever: closing one wakes everybody."""
+"""Queues with room for one item, whose waits all end when the run does."""
 
 import threading
 import time
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 
 class Closed(Exception):
-    """The run is ending; whoever waits at a channel stops."""
+    """The run is ending.  Raised in every thread that waits at a channel."""
 
 
 class Stop:
-    """One signal for the whole run, and the first error that caused it."""
+    """The signal that the run ends, and the first error that caused it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._event = threading.Event()
-        self._channels: list[Channel] = []
+        self._channels: list[Channel[Any]] = []
         self.error: BaseException | None = None
 
     def __call__(self, error: BaseException | None = None) -> None:
-        """End the run: every channel closes.  The first error given is kept."""
+        """End the run: every wait at a channel raises `Closed`.  The first error given is kept."""
         with self._lock:
             if error is not None and self.error is None:
                 self.error = error
@@ -33,13 +33,13 @@ class Stop:
             channel.wake()
 
     def wake(self) -> None:
-        """Have everybody who waits at a channel look at what they wait for."""
+        """Have every thread that waits at a channel check its condition."""
         with self._lock:
             channels = list(self._channels)
         for channel in channels:
             channel.wake()
 
-    def add(self, channel: "Channel") -> None:
+    def add(self, channel: "Channel[Any]") -> None:
         with self._lock:
             self._channels.append(channel)
 
@@ -48,7 +48,7 @@ class Stop:
         return self._event.is_set()
 
     def wait(self, seconds: float) -> bool:
-        """Sleep, but not past the signal.  True once it is set."""
+        """Sleep until the signal is set, or for so long.  Returns whether it is set."""
         return self._event.wait(seconds)
 
     def check(self) -> None:
@@ -58,7 +58,7 @@ class Stop:
 
 
 class Channel(Generic[T]):
-    """A queue with room for one item, whose waits end when the run does."""
+    """A queue with room for one item."""
 
     def __init__(self, name: str, stop: Stop):
         self.name = name
@@ -68,7 +68,7 @@ class Channel(Generic[T]):
         stop.add(self)
 
     def put(self, item: T) -> float:
-        """Wait for room, then leave the item.  Returns the seconds waited.
+        """Wait for room, then put the item.  Returns the seconds waited.
 
         Raises:
             Closed: the run is ending.
@@ -84,7 +84,7 @@ class Channel(Generic[T]):
         return self._exchange(lambda: bool(self._items), self._items.pop)
 
     def get_unless(self, given_up: Callable[[], bool]) -> T | None:
-        """The same; None where it is `given_up` before, of which `Stop.wake` makes this look.
+        """Wait for an item and take it; None once `given_up()` is true, which is checked again at each `Stop.wake`.
 
         Raises:
             Closed: the run is ending.
@@ -102,7 +102,7 @@ class Channel(Generic[T]):
         return result, time.perf_counter() - start
 
     def wake(self) -> None:
-        """Let everybody who waits look at the stop signal."""
+        """Have every thread that waits here check its condition and the stop signal."""
         with self._changed:
             self._changed.notify_all()
 

@@ -1,10 +1,10 @@
-"""Checkpoints by Orbax: save without stopping anybody, keep the newest, restore the newest that is sound.
+"""Checkpoints by Orbax: save in the background, keep the newest, restore the newest that is undamaged.
 
-A checkpoint is taken between two updates, and a run that goes on from it makes the same bits as one that was never
-interrupted.  It holds the learner's state, the parameters one version older (which the next rollout is collected with),
-and what the logs count; and, in files of its own, the memory of each shard (`memory.py`) and where each actor stands
-(`records.py`), unless the environments start afresh there.  The learner's state is written last, once every process has
-written its own part: a run that is killed before leaves no checkpoint, rather than a part of one.
+A checkpoint is taken between two updates, and a run that continues from it ends in the same bits as one that was never
+interrupted.  It holds the learner's state, the parameters one version older (which the next rollout is collected with)
+and the logs' counters.  In files of their own it holds the memory of each shard (`memory.py`) and each actor
+(`records.py`), unless environments start afresh after this update.  The learner's state is written last, once every
+process has written its part, so a run that is killed earlier leaves no checkpoint rather than a part of one.
 """
 
 import contextlib
@@ -19,33 +19,34 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple
 
 import jax
 import numpy as np
 
+from cleanba.algorithm import P, S
 from cleanba.errors import Failure
 from cleanba.files import Json, write_whole
 from cleanba.rollout import PyTree
 from cleanba.runtime import memory, records
 from cleanba.runtime.digests import tree_digest
-from cleanba.runtime.memory import SavedShard, Shard
-from cleanba.runtime.peers import all_came_to, come_to
-from cleanba.runtime.records import Snapshot, Standing, actor_folder
+from cleanba.runtime.memory import SavedShard, ShardSnapshot
+from cleanba.runtime.peers import all_reached_milestone, reach_milestone
+from cleanba.runtime.records import SavedActor, Snapshot, actor_folder
 
 if TYPE_CHECKING:
     import orbax.checkpoint as ocp
 
 COUNTERS = "counters"
 ARRAYS = "arrays"
-LATE_SECONDS = 60.0  # after which a file system shows what another process wrote
+LATE_SECONDS = 60.0  # within which a shared file system shows what another process wrote
 
 
 @cache  # once is enough
 def _hush_tensorstore() -> None:
-    """After a read that failed, TensorStore goes on reporting to an event loop that Orbax has closed by then.
+    """Ignore TensorStore's reports to an event loop that Orbax has closed after a failed read.
 
-    It does so in threads of its own, at any time after the loop was closed: so call this before the read.
+    They come from threads of its own, at any time, so call this before the read.
     """
     before = sys.unraisablehook
 
@@ -56,35 +57,35 @@ def _hush_tensorstore() -> None:
     sys.unraisablehook = hook
 
 
-class Saved(NamedTuple):
+class Saved(NamedTuple, Generic[S, P]):
     """What a checkpoint holds."""
 
     update: int
-    """the last update that is in it"""
-    state: PyTree
+    """the update it was taken after"""
+    state: S
     """the learner's state after that update, on the host"""
-    older_params: PyTree
-    """what acting needs, from before that update"""
+    older_params: P
+    """what acting needs, of the version before that update"""
     counters: Json
     """steps, episodes and seconds so far"""
     memory: dict[int, SavedShard] = {}  # noqa: RUF012  never changed
     """the memory of this process's shards, by number; empty where nothing is kept"""
-    standing: dict[int, Standing] = {}  # noqa: RUF012  never changed
-    """where this process's actors stand, by number; empty where environments start afresh"""
+    actors: dict[int, SavedActor] = {}  # noqa: RUF012  never changed
+    """this process's actors, by number; empty where environments start afresh after this update"""
 
 
-class Restored(NamedTuple):
-    """What was found to go on from."""
+class Restored(NamedTuple, Generic[S, P]):
+    """The checkpoint to continue from, if there is one."""
 
-    saved: Saved | None
-    warnings: list[str]  # one for each newer checkpoint that is not sound
+    saved: Saved[S, P] | None
+    warnings: list[str]  # one for each newer checkpoint that is damaged
 
 
 class Checkpoints:
     """The folders `checkpoints/`, `memory/` and `actors/` of a run.
 
     Every process may read them.  The main process writes the learner's state, which is the same everywhere; each
-    process the memory of its shards, and where its actors stand.
+    process writes the memory of its shards, and its actors.
     """
 
     def __init__(
@@ -96,13 +97,13 @@ class Checkpoints:
         actors: range = range(0),
         fresh_after: Callable[[int], bool] = lambda update: True,
     ):
-        """`like_memory` has the shapes of one shard's memory, `shards` and `actors` are those that this process has.
+        """`like_memory` has the shapes of one shard's memory; `shards` and `actors` are this process's.
 
-        `fresh_after` says of an update whether environments start afresh after it, so that actors stand nowhere.
+        fresh_after: update -> whether environments start afresh after it, so that actors are not saved.
         """
         import orbax.checkpoint as ocp
 
-        for name in ("absl", "asyncio"):  # Orbax tells of every step; we tell of damage
+        for name in ("absl", "asyncio"):  # Orbax logs every step; damage is reported here
             logging.getLogger(name).setLevel(logging.CRITICAL)
         self._ocp = ocp
         self.run_dir, self._keep = run_dir, keep
@@ -115,7 +116,7 @@ class Checkpoints:
         self._closing = threading.Event()
         self._known: list[int] = []  # updates whose memory this process has read or written, in order
         self.seconds = 0.0  # that the last checkpoint took to be written
-        self._found: list[int] = []  # the updates there were checkpoints of when `restore` looked
+        self._found: list[int] = []  # the updates that had checkpoints when `restore` was called
         self._folder.mkdir(parents=True, exist_ok=True)
         self._manager = ocp.CheckpointManager(
             self._folder,
@@ -130,23 +131,26 @@ class Checkpoints:
 
     @property
     def keeps_parts(self) -> bool:
-        """Whether each process has something to write."""
+        """Whether each process has a part of its own to write."""
         return bool(self._shards or self._actors)
 
     def save(
         self,
         update: int,
-        shards: Mapping[int, Shard],
-        saved: Saved | None,
+        shards: Mapping[int, ShardSnapshot],
+        saved: Saved[Any, Any] | None,
         digests: Sequence[str] = (),
         actors: Mapping[int, Snapshot] = {},
         packs: Mapping[int, Sequence[str]] = {},
     ) -> None:
-        """Begin to write this process's shards and actors and, in the main process, what else there is to save.
+        """Begin to write this process's shards and actors and, in the main process, the learner's state.
 
-        All processes have called this or `make_ready` since the last checkpoint, which therefore is whole.  `digests`
-        are those of the memory of all shards, in their order; `packs` are, of each shard, those that may not be on disk
-        yet; `actors` is empty where environments start afresh.  The arrays of `saved` must not change any more.
+        All processes have called this or `make_ready` since the previous checkpoint, which is therefore whole.
+
+        saved: the learner's state, in the main process; its arrays must not change any more.
+        digests: of the memory of all shards, in order.
+        actors: empty where environments start afresh.
+        packs: for each shard, packs that may not be synced to disk yet.
 
         Raises:
             Failure: the checkpoint before could not be written, or there is no place for this one.
@@ -166,7 +170,7 @@ class Checkpoints:
             if self._shards:
                 memory.prune(self.run_dir, self._shards, keep, shards)
                 memory.write(self.run_dir, update, shards, packs)
-            come_to(f"checkpoint/{update}")
+            reach_milestone(f"checkpoint/{update}")
             if saved is not None and self._parts_are_written(update):
                 self._commit(saved, digests)
             self.seconds = time.perf_counter() - began
@@ -174,17 +178,17 @@ class Checkpoints:
         self._writing = self._writer.submit(write)
 
     def _kept(self) -> list[int]:
-        # The main process's checkpoints may show late here, so this process keeps what it knows of, too.
+        # The main process's newest checkpoint may not be visible here yet, so also keep the newest that is known.
         return [*updates_kept(self.run_dir), *self._known[-1:]]
 
-    def prune_memory(self, shards: Mapping[int, Shard]) -> None:
-        """Remove what neither a checkpoint needs nor the next one will, which begins from these shards."""
+    def prune_memory(self, shards: Mapping[int, ShardSnapshot]) -> None:
+        """Remove chunks that neither a checkpoint needs nor the next one will, which begins from these shards."""
         if shards:
             self.make_ready()
             self._guarded(lambda: memory.prune(self.run_dir, self._shards, self._kept(), shards))
 
     def make_ready(self) -> None:
-        """Wait until everything that this process writes is on disk, before more of it is written.
+        """Wait until everything that this process writes is on disk.  Call it before writing more.
 
         Raises:
             Failure: the checkpoint before could not be written, or there is no place for another.
@@ -195,13 +199,13 @@ class Checkpoints:
 
     def _parts_are_written(self, update: int) -> bool:
         """Wait until every process has written its part, or this one closes."""
-        while not all_came_to(f"checkpoint/{update}"):
+        while not all_reached_milestone(f"checkpoint/{update}"):
             if self._closing.wait(0.05):
                 return False
         return True
 
-    def _commit(self, saved: Saved, digests: Sequence[str]) -> None:
-        """Write the learner's state.  It comes last: where it is, the whole checkpoint is."""
+    def _commit(self, saved: Saved[Any, Any], digests: Sequence[str]) -> None:
+        """Write the learner's state, the last part: where it is, the checkpoint is whole."""
         arrays = {"state": saved.state, "older_params": saved.older_params}
         counters = {**saved.counters, "digest": tree_digest(arrays), "memory": [*digests]}
         leaves = {f"{i:05d}": np.asarray(x) for i, x in enumerate(jax.tree.leaves(arrays))}
@@ -223,14 +227,14 @@ class Checkpoints:
             self._guarded(writing.result)
 
     def wait_for_all(self, update: int, seconds: float) -> None:
-        """Wait as `wait` does, and so many seconds at most until the main process has written its part, the last."""
+        """`wait`; then wait for the main process to write the last part, for at most so many seconds."""
         self.wait()
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and update not in updates_kept(self.run_dir):
             time.sleep(0.1)
 
     def finish(self) -> None:
-        """Wait until the last checkpoint is whole, then remove all parts that belong to none that is kept."""
+        """Wait until the last checkpoint is whole, then remove parts of checkpoints that are no longer kept."""
         self.wait()
         if self.keeps_parts and self._known:
             last = self._known[-1]
@@ -250,7 +254,7 @@ class Checkpoints:
             raise self.unwritten(error) from error
 
     def unwritten(self, error: Exception) -> Failure:
-        """What to tell where a part of a checkpoint could not be written."""
+        """The error for a part of a checkpoint that could not be written."""
         full = "No space left on device"
         why = full if full in str(error) else _reason(error, 300)
         return Failure(
@@ -259,20 +263,20 @@ class Checkpoints:
         )
 
     def close(self) -> None:
-        """Let go of the folder.  What `wait` has not reported yet is not reported any more."""
+        """Close the folder.  Errors that `wait` has not raised are dropped."""
         self._closing.set()
         self._writer.shutdown()
         with contextlib.suppress(Exception):
             self._manager.close()
 
-    def restore(self, like_state: PyTree, like_params: PyTree, at_most: int | None = None) -> Restored:
-        """The newest checkpoint that is sound in all parts that this process needs, or none.
+    def restore(self, like_state: S, like_params: P, at_most: int | None = None) -> Restored[S, P]:
+        """The newest checkpoint of which all parts that this process needs are undamaged, or none.
 
-        `like_state` and `like_params` give the structure, shapes and types to expect; `at_most` is the last update to
-        look at.
+        `like_state` and `like_params` have the structure, shapes and dtypes to expect.  Checkpoints of updates after
+        `at_most` are left out.
 
         Raises:
-            Failure: there are checkpoints, but none is sound.
+            Failure: there are checkpoints, but all are damaged.
         """
         warnings: list[str] = []
         self._found = updates_kept(self.run_dir)
@@ -287,15 +291,15 @@ class Checkpoints:
                         memory=memory.read(self.run_dir, update, self._shards, self._like_memory, digests)
                     )
                 if not self._fresh_after(update):
-                    standing = {
+                    saved_actors = {
                         actor: records.read(actor_folder(self.run_dir, actor), update) for actor in self._actors
                     }
-                    saved = saved._replace(standing=standing)
+                    saved = saved._replace(actors=saved_actors)
                 self._known = [update]
                 return Restored(saved, warnings)
-            except Exception as error:  # whatever is wrong with it, an older one may be sound
+            except Exception as error:  # whatever is wrong with it, an older one may be undamaged
                 warnings.append(f"checkpoint {update} is damaged and left out: {_reason(error, 200)}")
-        if warnings:  # to begin again would overwrite what may be readable tomorrow
+        if warnings:  # starting over would overwrite files that may be readable again later
             raise Failure(
                 f"no checkpoint in {self._folder} can be read ({'; '.join(warnings)}); bring sound ones back, or "
                 "remove that directory to start over"
@@ -303,7 +307,7 @@ class Checkpoints:
         return Restored(None, warnings)
 
     def forget_after(self, update: int) -> None:
-        """Put checkpoints newer than `update` aside: damaged ones, which the run is about to write again."""
+        """Move checkpoints newer than `update` aside: damaged ones, which the run will write again."""
         damaged = [newer for newer in self._found if newer > update]
         memory.put_aside(self.run_dir, self._shards, damaged)
         records.put_aside(self.run_dir, self._actors, damaged)
@@ -318,13 +322,13 @@ class Checkpoints:
 
 
 def updates_kept(run_dir: Path) -> list[int]:
-    """The updates that a run keeps checkpoints of."""
+    """The updates that a run has checkpoints of, in order."""
     folder = run_dir / "checkpoints"
     return sorted(int(p.name) for p in folder.iterdir() if p.name.isdecimal()) if folder.is_dir() else []
 
 
 def _alone(use: str) -> "ocp.options.MultiprocessingOptions":
-    """No process waits for another: the state is the same everywhere, so each reads, and one writes, by itself."""
+    """Options for Orbax not to wait for other processes: each reads, and one writes, by itself."""
     import orbax.checkpoint as ocp
 
     me = jax.process_index()
@@ -334,7 +338,7 @@ def _alone(use: str) -> "ocp.options.MultiprocessingOptions":
 
 
 def read_arrays(run_dir: Path, update: int) -> list[np.ndarray]:
-    """All arrays of one checkpoint, in their order, without knowing what they mean."""
+    """All arrays of one checkpoint, in order, without their structure."""
     import orbax.checkpoint as ocp
 
     logging.getLogger("absl").setLevel(logging.CRITICAL)
@@ -349,11 +353,11 @@ def read_arrays(run_dir: Path, update: int) -> list[np.ndarray]:
     return [np.asarray(restored[k]) for k in sorted(restored)]
 
 
-def read(run_dir: Path, update: int, like_state: PyTree, like_params: PyTree) -> Saved:
-    """One checkpoint without its memory, and without holding or changing the folder: its run may be going on.
+def read(run_dir: Path, update: int, like_state: S, like_params: P) -> Saved[S, P]:
+    """One checkpoint without its memory.  The run may still be training: its folder is neither locked nor changed.
 
     Raises:
-        Failure: it is damaged, or just being removed.
+        Failure: it is damaged, or being removed.
     """
     try:
         return _read(run_dir, update, like_state, like_params)
@@ -362,7 +366,7 @@ def read(run_dir: Path, update: int, like_state: PyTree, like_params: PyTree) ->
         raise Failure(f"checkpoint {update} of {run_dir} cannot be read: {reason}; try another --checkpoint") from error
 
 
-def _read(run_dir: Path, update: int, like_state: PyTree, like_params: PyTree) -> Saved:
+def _read(run_dir: Path, update: int, like_state: S, like_params: P) -> Saved[S, P]:
     """One checkpoint without its memory.  Raises whatever Orbax raises, and `ValueError`, if it is damaged."""
     leaves_like, structure = jax.tree.flatten({"state": like_state, "older_params": like_params})
     counters = json.loads((run_dir / "checkpoints" / str(update) / COUNTERS / "metadata").read_text())
@@ -381,14 +385,14 @@ def _reason(error: Exception, most: int) -> str:
 
 
 def save_model(path: Path, params: PyTree) -> None:
-    """What acting needs, in Flax's msgpack form, there whole or not at all."""
+    """Write what acting needs in Flax's msgpack format.  The file is written whole or not at all."""
     import flax.serialization
 
     write_whole(path, flax.serialization.to_bytes(jax.device_get(params)))
 
 
-def read_model(path: Path, like_params: PyTree) -> PyTree:
-    """The inverse; `like_params` gives the structure and shapes to expect.
+def read_model(path: Path, like_params: P) -> P:
+    """The inverse.  `like_params` has the structure, shapes and dtypes to expect.
 
     Raises:
         Failure: these are not the parameters of this network.

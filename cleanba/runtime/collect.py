@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,15 +13,15 @@ import numpy as np
 from jax import lax
 from jax.sharding import SingleDeviceSharding
 
-from cleanba.algorithm import Algorithm
-from cleanba.environments import native
-from cleanba.environments.kinds import Envs
+from cleanba.algorithm import Algorithm, AnyAlgorithm, C, M, P, P_contra, S
+from cleanba.environments import jax_envs
+from cleanba.environments.backends import Envs
 from cleanba.environments.specs import Compilable, EnvStep
 from cleanba.errors import NotFinite
-from cleanba.rollout import Episode, EpisodeTracker, PyTree, Rollout, heed
+from cleanba.rollout import Episode, EpisodeTracker, PyTree, Rollout, step_outcome
 from cleanba.runtime.channels import Stop
 from cleanba.runtime.playback import play_back
-from cleanba.runtime.records import Ending, Standing, Told, action_dtype, restored
+from cleanba.runtime.records import ActorState, RecordedRollout, SavedActor, action_dtype, restored
 from cleanba.seeds import action_key
 from cleanba.shards import network_options
 from cleanba.specs import ActionSpec
@@ -29,7 +29,7 @@ from cleanba.specs import ActionSpec
 
 @dataclass
 class Times:
-    """Seconds that one rollout spent on what."""
+    """What one rollout spent its time on, in seconds."""
 
     emulators: float = 0.0
     inference: float = 0.0  # copying observations to the device, the policy, and copying actions back
@@ -40,11 +40,13 @@ class Times:
 
 
 class Collected(NamedTuple):
+    """A rollout, and what else is kept of it."""
+
     rollout: Rollout  # on the actor's device
     steps: int  # executed: ignored actions do not count
     episodes: list[Episode]
-    told: Told
-    ending: Ending
+    recorded: RecordedRollout
+    actor_state: ActorState
 
 
 @jax.jit
@@ -54,11 +56,11 @@ def _all_finite(obs: PyTree) -> jax.Array:
     return jnp.stack([jnp.isfinite(x).all() for x in real]).all() if real else jnp.bool(True)
 
 
-class Inspection(NamedTuple):
-    """Sees that an actor's environments deliver finite numbers, in each rollout once it is collected.
+class FiniteCheck(NamedTuple):
+    """Checks, after each rollout, that an actor's environments returned finite numbers only.
 
-    Apart from what collects it, whose bits it must not change: one number comes from the device, and only where that
-    says so are observations fetched and the place found.
+    The check is a program of its own, so it cannot change the collector's bits.  It fetches one number from the device;
+    only if that reports something are observations fetched, to find the place.
     """
 
     env_id: str
@@ -94,21 +96,26 @@ class Inspection(NamedTuple):
         )
 
 
-class Collector(Protocol):
-    """Both collectors look like this: construct, then call once per rollout."""
+class Collector(Protocol[P_contra]):
+    """What both collectors offer: after `restart` or `resume`, call it once per rollout."""
 
-    def __call__(self, params: PyTree, numbers: np.ndarray, times: Times) -> Collected:
-        """Collect with these parameters; actions are drawn from `seeds.action_numbers`."""
+    def __call__(self, params: P_contra, numbers: np.ndarray, times: Times) -> Collected:
+        """Collect a rollout with these parameters.
+
+        numbers: the rollout's `seeds.action_numbers`, which the keys of its actions are made from.
+        times: filled with what the rollout spent its time on.
+        """
         ...
 
     def restart(self, envs: Envs) -> None:
-        """Go on with fresh environments, all at the first step of an episode."""
+        """Continue with fresh environments, all at the first step of an episode."""
         ...
 
-    def resume(self, envs: Envs, standing: Standing, who: str, played: Callable[[int], None]) -> None:
-        """Go on from where a checkpoint has it, with fresh environments that are brought there.
+    def resume(self, envs: Envs, saved_actor: SavedActor, who: str, played: Callable[[int], None]) -> None:
+        """Continue from a checkpoint, with fresh environments, which are brought back to where they were.
 
-        `who` they are for messages; `played` hears how many recorded steps were played.
+        who: the environments, as messages name them.
+        played: called with each number of recorded steps that were played.
 
         Raises:
             Failure: the environments do not repeat themselves.
@@ -119,7 +126,7 @@ class Collector(Protocol):
 
 
 class Recording(NamedTuple):
-    """What the device remembers of acting while a rollout is being collected; written in place, step by step."""
+    """The rollout under collection, in buffers on the actor's device, which each step writes one row of."""
 
     obs: PyTree  # [T+1, B, ...]
     first: jax.Array  # [T+1, B]
@@ -131,101 +138,101 @@ Tree = TypeVar("Tree", bound=PyTree)
 
 
 def write(buffers: Tree, t: jax.Array | int, values: Tree) -> Tree:
-    """Leaves [T, B, ...] with row t replaced by leaves [B, ...]."""
+    """Replace row t of buffers [T, B, ...] by values [B, ...]."""
     return jax.tree.map(lambda b, v: lax.dynamic_update_index_in_dim(b, v.astype(b.dtype), t, 0), buffers, values)
 
 
 def blank(num_steps: int, values: Tree) -> Tree:
-    """Buffers for `num_steps` rows like these: leaves [B, ...] -> leaves [T, B, ...]."""
+    """Uninitialised buffers for T = `num_steps` rows like these.  [B, ...] -> [T, B, ...]."""
     return jax.tree.map(lambda x: jnp.empty((num_steps, *x.shape), x.dtype), values)
 
 
-def first_carry(algorithm: Algorithm, num_envs: int, device: jax.Device) -> PyTree:
-    """The recurrent state before the first step, made on the actor's device: another may be busy learning."""
+def first_carry(algorithm: Algorithm[S, M, P, C], num_envs: int, device: jax.Device) -> C:
+    """The carry before the first step, made on the actor's device, as another one may be busy learning."""
     with jax.default_device(device):
         return jax.device_put(algorithm.initial_carry(num_envs), device)
 
 
-class Resumed(NamedTuple):
-    """Where an actor stood, with the environments brought there; what is on the host goes to its device yet."""
+class Resumed(NamedTuple, Generic[C]):
+    """What a collector continues from after a resume, on the host: observations, flags and carry are [B, ...]."""
 
     obs: PyTree
     done: np.ndarray
     first: np.ndarray
-    carry: PyTree
+    carry: C
     tracker: EpisodeTracker
 
 
-def bring_back(
+def restore_envs(
     envs: Envs,
-    standing: Standing,
-    takes: ActionSpec | None,
-    like_carry: PyTree,
+    saved_actor: SavedActor,
+    recorded_action: ActionSpec | None,
+    like_carry: C,
     num_steps: int,
     who: str,
     stop: Stop,
     played: Callable[[int], None],
-) -> Resumed:
-    """Bring fresh environments to where an actor stood: by its actions, or, those in JAX, by their state.
+) -> Resumed[C]:
+    """Bring fresh environments back to where an actor's were, by its recorded actions or, for JAX ones, their state.
 
     Raises:
         Failure: the environments do not repeat themselves.
     """
-    saved = standing.arrays
-    if takes is None:
-        assert isinstance(envs, native.Envs), "only environments in JAX are saved as they are"
+    saved = saved_actor.arrays
+    if recorded_action is None:
+        assert isinstance(envs, jax_envs.Envs), "only environments in JAX are saved as they are"
         like = envs.reset()
         obs = restored(like, saved["obs"])
         envs.restore(restored(envs.state, saved["state"]), obs)
     else:
-        obs = play_back(envs, standing, takes, num_steps, who, stop, played)
+        obs = play_back(envs, saved_actor, recorded_action, num_steps, who, stop, played)
     tracker = EpisodeTracker(envs.num_envs)
     (tracker.ret,), (tracker.length,), (done,), (first,) = (saved[name] for name in ("ret", "length", "done", "first"))
     return Resumed(obs, done, first, restored(like_carry, saved["carry"]), tracker)
 
 
 def on_host(tree: PyTree) -> PyTree:
-    """A copy that nothing on a device can overwrite."""
+    """Copies in host memory, which no donated buffer can overwrite.  [...] -> [...]."""
     return jax.tree.map(lambda x: np.array(x), tree)
 
 
-class Stepping(NamedTuple):
-    """What a rollout that is being collected keeps on the device, so that a step sends nothing but observations."""
+class StepperState(NamedTuple):
+    """What stays on the device between steps, so that a step sends it nothing but observations."""
 
     recording: Recording
     key: jax.Array
     t: jax.Array  # the number of the next step
 
 
-class Steppers(NamedTuple):
+class Steppers(NamedTuple, Generic[P, C]):
     """The compiled functions of the stepped collector, shared by all actors of a process."""
 
-    start: Callable[[PyTree, PyTree, PyTree, jax.Array, np.ndarray], Stepping]
-    step: Callable[[PyTree, Stepping, PyTree, PyTree, jax.Array], tuple[jax.Array, PyTree, Stepping]]
-    finish: Callable[[Stepping, PyTree, jax.Array], Recording]
+    start: Callable[[P, C, PyTree, jax.Array, np.ndarray], StepperState]
+    step: Callable[[P, StepperState, C, PyTree, jax.Array], tuple[jax.Array, C, StepperState]]
+    finish: Callable[[StepperState, PyTree, jax.Array], Recording]
 
 
-def make_steppers(algorithm: Algorithm, num_steps: int, platform: str) -> Steppers:
-    """Compile acting and recording into one call per step, for devices of that kind ("cpu", "gpu" …)."""
+def make_steppers(algorithm: Algorithm[S, M, P, C], num_steps: int, platform: str) -> Steppers[P, C]:
+    """Compile acting and recording into one call per step, for `platform` ("cpu", "gpu" …)."""
 
-    def start(params: PyTree, carry: PyTree, obs: PyTree, first: jax.Array, numbers: jax.Array) -> Stepping:
+    def start(params: P, carry: C, obs: PyTree, first: jax.Array, numbers: jax.Array) -> StepperState:
         key = action_key(*numbers)
         acted = jax.eval_shape(lambda: algorithm.act(params, carry, obs, first, key, True))
         recording = Recording(*blank(num_steps + 1, (obs, first)), *blank(num_steps, (acted[0], acted[2])))
-        return Stepping(recording, key, jnp.int32(0))
+        return StepperState(recording, key, jnp.int32(0))
 
     def step(
-        params: PyTree, now: Stepping, carry: PyTree, obs: PyTree, first: jax.Array
-    ) -> tuple[jax.Array, PyTree, Stepping]:
+        params: P, now: StepperState, carry: C, obs: PyTree, first: jax.Array
+    ) -> tuple[jax.Array, C, StepperState]:
         action, carry, extras = algorithm.act(params, carry, obs, first, jax.random.fold_in(now.key, now.t), True)
         recording = write(now.recording, now.t, Recording(obs, first, action, extras))
-        return action, carry, Stepping(recording, now.key, now.t + 1)
+        return action, carry, StepperState(recording, now.key, now.t + 1)
 
-    def finish(now: Stepping, obs: PyTree, first: jax.Array) -> Recording:
+    def finish(now: StepperState, obs: PyTree, first: jax.Array) -> Recording:
         obs, first = write((now.recording.obs, now.recording.first), num_steps, (obs, first))
         return now.recording._replace(obs=obs, first=first)
 
-    # Without its unused arguments `start` would not know the actor's device, and make its buffers on the first one.
+    # Its unused arguments tell `start` the actor's device; without them its buffers would lie on the first device.
     return Steppers(
         jax.jit(start, keep_unused=True),
         jax.jit(step, donate_argnums=1, compiler_options=network_options(platform)),
@@ -234,17 +241,17 @@ def make_steppers(algorithm: Algorithm, num_steps: int, platform: str) -> Steppe
 
 
 @dataclass
-class SteppedCollector:
+class SteppedCollector(Generic[P, C]):
     """Steps the environments from Python; the policy and the recording are one compiled call per step."""
 
-    algorithm: Algorithm
-    steppers: Steppers
+    algorithm: Algorithm[Any, Any, P, C]
+    steppers: Steppers[P, C]
     num_steps: int
     device: jax.Device
     stop: Stop
-    inspection: Inspection | None = None
-    takes: ActionSpec | None = None  # of whom actions are recorded; None: of nobody
-    keeps_state: bool = False  # of environments in JAX, in place of actions
+    finite_check: FiniteCheck | None = None
+    recorded_action: ActionSpec | None = None  # the actions to record; None: none are
+    saves_state: bool = False  # whether rollouts come with the state of JAX environments, in place of actions
     _envs: Envs | None = None
     _obs: PyTree = None
     _done: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
@@ -261,11 +268,11 @@ class SteppedCollector:
         self._carry = first_carry(self.algorithm, n, self.device)
         self._tracker = EpisodeTracker(n)
 
-    def resume(self, envs: Envs, standing: Standing, who: str, played: Callable[[int], None]) -> None:
+    def resume(self, envs: Envs, saved_actor: SavedActor, who: str, played: Callable[[int], None]) -> None:
         self.close()
         self._envs = envs
         carry = first_carry(self.algorithm, envs.num_envs, self.device)
-        there = bring_back(envs, standing, self.takes, carry, self.num_steps, who, self.stop, played)
+        there = restore_envs(envs, saved_actor, self.recorded_action, carry, self.num_steps, who, self.stop, played)
         self._obs, self._done, self._first, _, self._tracker = there
         self._carry = jax.device_put(there.carry, self.device)
 
@@ -273,7 +280,7 @@ class SteppedCollector:
         if self._envs is not None:
             self._envs.close()
 
-    def __call__(self, params: PyTree, numbers: np.ndarray, times: Times) -> Collected:
+    def __call__(self, params: P, numbers: np.ndarray, times: Times) -> Collected:
         assert self._envs is not None, "restart() comes first"
         clock = time.perf_counter
         n = self._envs.num_envs
@@ -286,7 +293,7 @@ class SteppedCollector:
         stepping = None
         for t in range(self.num_steps):
             self.stop.check()
-            # The one copy of an observation to a device.
+            # The only copy of an observation to a device.
             obs, first = jax.device_put((self._obs, self._first), self.device)
             if stepping is None:
                 stepping = self.steppers.start(params, self._carry, obs, first, numbers)
@@ -296,12 +303,12 @@ class SteppedCollector:
             times.inference += now - then
 
             step = self._envs.step(host_action)
-            answer = heed(self._done, step.reward, step.terminated, step.truncated)
+            answer = step_outcome(self._done, step.reward, step.terminated, step.truncated)
             reward[t], terminated[t], truncated[t], valid[t], done[t] = answer
             raw_reward[t] = step.raw_reward
-            if self.takes is not None:
+            if self.recorded_action is not None:
                 if actions is None:
-                    actions = np.empty((self.num_steps, *host_action.shape), action_dtype(self.takes))
+                    actions = np.empty((self.num_steps, *host_action.shape), action_dtype(self.recorded_action))
                 actions[t] = host_action
             episodes += self._tracker.add(step.raw_reward, answer.valid, step.over)
             self._obs, self._first, self._done = step.obs, self._done, answer.done
@@ -313,22 +320,22 @@ class SteppedCollector:
             ((self._obs, self._first), reward, terminated, truncated, valid), self.device
         )
         r = self.steppers.finish(stepping, *last)
-        if self.inspection is not None:
-            self.inspection.check(int(numbers[-1]), r.obs, raw_reward, valid_here)
+        if self.finite_check is not None:
+            self.finite_check.check(int(numbers[-1]), r.obs, raw_reward, valid_here)
         rollout = Rollout(
             r.obs, r.first, r.action, reward, terminated, truncated, valid, extras=r.extras, carry=start_carry
         )
-        state = self._envs.state if self.keeps_state and isinstance(self._envs, native.Envs) else None
+        state = self._envs.state if self.saves_state and isinstance(self._envs, jax_envs.Envs) else None
         tracker = self._tracker
-        ending = Ending(
+        actor_state = ActorState(
             self._obs, self._done, self._first, on_host(self._carry), tracker.ret.copy(), tracker.length.copy(), state
         )
         times.inference += clock() - now
-        return Collected(rollout, executed, episodes, Told(actions, raw_reward, done), ending)
+        return Collected(rollout, executed, episodes, RecordedRollout(actions, raw_reward, done), actor_state)
 
 
-class Outcomes(NamedTuple):
-    """What the environments answered, as the scanned collector records it beside `Recording`.  Leaves [T, B]."""
+class RecordedOutcomes(NamedTuple):
+    """What steps of the environments returned: the scanned collector's second set of buffers.  Leaves [T, B]."""
 
     reward: jax.Array
     raw_reward: jax.Array
@@ -339,31 +346,31 @@ class Outcomes(NamedTuple):
 
 
 class ScanState(NamedTuple):
-    """What goes from one step of the scan to the next, and from one rollout to the next."""
+    """What the scan carries from one step to the next, and from one rollout to the next."""
 
-    handle: PyTree  # EnvPool's, which keeps the steps in order; or the state of environments in JAX
+    handle: PyTree  # EnvPool's, which orders the steps; or the state of JAX environments
     obs: PyTree  # [B, ...]
     done: jax.Array  # [B]  the last step ended an episode, so the next one is ignored
     first: jax.Array  # [B]
     carry: PyTree
 
 
-SCAN_STEPS = 32  # at most so many steps per call into XLA: between calls the collector can be stopped
+SCAN_STEPS = 32  # at most so many steps per call into XLA, as a collector can be stopped only between calls
 
 
-Scanned = tuple[Recording, Outcomes]
+Scanned = tuple[Recording, RecordedOutcomes]
 
 
 class Scan(NamedTuple):
-    """The functions of the scanned collector, for environments with one `step`."""
+    """The functions of the scanned collector, for one `step` function of environments."""
 
     length: int  # steps per call
     step: Callable[[PyTree, jax.Array, ScanState, jax.Array | int], tuple[ScanState, Scanned]]  # one of them
     steps: jax.stages.Wrapped  # all of them, to be compiled
 
 
-def make_scan(algorithm: Algorithm, num_steps: int, env_step: EnvStep) -> Scan:
-    """Acting, `env_step(handle, action) -> handle, Step` and recording as one compiled call for a part of a rollout."""
+def make_scan(algorithm: Algorithm[S, M, P, C], num_steps: int, env_step: EnvStep) -> Scan:
+    """One compiled call for several steps: acting, `env_step(handle, action) -> handle, Step`, and recording."""
     length = max(d for d in range(1, min(SCAN_STEPS, num_steps) + 1) if num_steps % d == 0)
 
     def step(params: PyTree, key: jax.Array, state: ScanState, t: jax.Array | int) -> tuple[ScanState, Scanned]:
@@ -371,8 +378,10 @@ def make_scan(algorithm: Algorithm, num_steps: int, env_step: EnvStep) -> Scan:
             params, state.carry, state.obs, state.first, jax.random.fold_in(key, t), True
         )
         handle, out = env_step(state.handle, action)
-        answer = heed(state.done, out.reward, out.terminated, out.truncated)
-        outcome = Outcomes(answer.reward, out.raw_reward, answer.terminated, answer.truncated, answer.valid, out.over)
+        answer = step_outcome(state.done, out.reward, out.terminated, out.truncated)
+        outcome = RecordedOutcomes(
+            answer.reward, out.raw_reward, answer.terminated, answer.truncated, answer.valid, out.over
+        )
         recorded = Recording(state.obs, state.first, action, extras)
         return ScanState(handle, out.obs, answer.done, state.done, carry), (recorded, outcome)
 
@@ -394,28 +403,28 @@ def make_scan(algorithm: Algorithm, num_steps: int, env_step: EnvStep) -> Scan:
     return Scan(length, step, jax.jit(scan_pool, donate_argnums=2))
 
 
-SCANS_KEPT = 64  # compiled for as many places where a pool has lain, about a megabyte each
+SCANS_KEPT = 64  # compiled scans, of about a megabyte each
 
 
 class CompiledScan(NamedTuple):
-    """A scan for environments with one key.  It holds no pool: one that lay there can go, and another come."""
+    """A compiled scan for environments with one `Compilable.key`.  It keeps no pool of environments alive."""
 
     length: int  # steps per call
     steps: jax.stages.Compiled
     new_buffers: Callable[[], Scanned]  # room for a rollout
 
 
-class Scans:
+class ScanCache:
     """Compiled scans by device and `Compilable.key`, shared by all actors of a process."""
 
-    def __init__(self, algorithm: Algorithm, num_steps: int):
+    def __init__(self, algorithm: AnyAlgorithm, num_steps: int):
         self.algorithm = algorithm
         self.num_steps = num_steps
         self._lock = threading.Lock()
         self._compiled: dict[Hashable, Future[CompiledScan]] = {}
 
     def of(self, envs: Compilable, device: jax.Device, args: tuple[PyTree, np.ndarray, ScanState]) -> CompiledScan:
-        """The scan over these environments; `args` look like what it will be called with."""
+        """The scan for these environments.  `args` have the shapes of what it will be called with."""
         key = device, envs.key, args[2].first.shape
         with self._lock:
             scan = self._compiled.get(key)
@@ -442,29 +451,29 @@ class Scans:
             observed = blank(self.num_steps + 1, (r.obs, r.first))
             return Recording(*observed, *blank(self.num_steps, (r.action, r.extras))), blank(self.num_steps, outcome)
 
-        # They must be bound to the device: others make the scan's first call another one to compile for.
+        # Committed to the device: uncommitted buffers would have the scan compiled a second time.
         room = jax.jit(new_buffers, out_shardings=SingleDeviceSharding(device))
         steps = scan.steps.lower(params, numbers, room(), state, np.int32(0)).compile(network_options(device.platform))
         return CompiledScan(scan.length, steps, room)
 
 
 @dataclass
-class ScannedCollector:
+class ScannedCollector(Generic[P, C]):
     """Policy, recurrent core and environments as one `lax.scan` under `jit`: EnvPool's through its XLA interface.
 
-    A rollout is one call into XLA, or a few if it is long, so that the end of the run is noticed in time.  Environments
-    in JAX are compiled for once.  Code compiled for EnvPool knows its pool by its place in memory; fresh
-    pools mostly come to lie where those before them lay, which have just gone, and only somewhere new are compiled for.
+    A rollout is one call into XLA, or a few if it is long, so that the end of the run is noticed in time.  For JAX
+    environments the scan is compiled once.  Code compiled for EnvPool contains the address of its pool.  A new pool
+    mostly gets the address of the one that was just freed; otherwise the scan is compiled again.
     """
 
-    algorithm: Algorithm
+    algorithm: Algorithm[Any, Any, P, C]
     num_steps: int
     device: jax.Device
     stop: Stop
-    scans: Scans
-    inspection: Inspection | None = None
-    takes: ActionSpec | None = None  # of whom actions are recorded; None: of nobody
-    keeps_state: bool = False  # of environments in JAX, in place of actions
+    scans: ScanCache
+    finite_check: FiniteCheck | None = None
+    recorded_action: ActionSpec | None = None  # the actions to record; None: none are
+    saves_state: bool = False  # whether rollouts come with the state of JAX environments, in place of actions
     _envs: Envs | None = None
     _compilable: Compilable | None = None
     _state: ScanState | None = None
@@ -478,11 +487,13 @@ class ScannedCollector:
         self._begin(obs, np.zeros(n, bool), np.ones(n, bool), first_carry(self.algorithm, n, self.device))
         self._tracker = EpisodeTracker(n)
 
-    def resume(self, envs: Envs, standing: Standing, who: str, played: Callable[[int], None]) -> None:
+    def resume(self, envs: Envs, saved_actor: SavedActor, who: str, played: Callable[[int], None]) -> None:
         self.close()
         self._envs = envs
         carry = first_carry(self.algorithm, envs.num_envs, self.device)
-        *there, self._tracker = bring_back(envs, standing, self.takes, carry, self.num_steps, who, self.stop, played)
+        *there, self._tracker = restore_envs(
+            envs, saved_actor, self.recorded_action, carry, self.num_steps, who, self.stop, played
+        )
         self._begin(*there)
 
     def _begin(self, obs: PyTree, done: np.ndarray, first: np.ndarray, carry: PyTree) -> None:
@@ -493,7 +504,7 @@ class ScannedCollector:
     def close(self) -> None:
         if self._envs is not None:
             self._envs.close()
-        self._envs = self._compilable = None  # nothing may hold the pool, or its place would not become free
+        self._envs = self._compilable = None  # frees the pool, so that the next one gets its address
 
     def _scan(self, params: PyTree, numbers: np.ndarray, state: ScanState) -> tuple[ScanState, Scanned]:
         assert self._compilable is not None, "restart() comes first"
@@ -505,24 +516,26 @@ class ScannedCollector:
             jax.block_until_ready(state)
         return state, buffers
 
-    def __call__(self, params: PyTree, numbers: np.ndarray, times: Times) -> Collected:
+    def __call__(self, params: P, numbers: np.ndarray, times: Times) -> Collected:
         assert self._state is not None, "restart() comes first"
         start = time.perf_counter()
         start_carry = self._state.carry
         self._state, (r, outcome) = self._scan(params, numbers, self._state)
         raw_reward, valid, over = jax.device_get((outcome.raw_reward, outcome.valid, outcome.over))
-        if self.inspection is not None:
-            self.inspection.check(int(numbers[-1]), r.obs, raw_reward, valid)
+        if self.finite_check is not None:
+            self.finite_check.check(int(numbers[-1]), r.obs, raw_reward, valid)
         done = np.asarray(outcome.terminated) | np.asarray(outcome.truncated)
-        action = np.array(r.action, action_dtype(self.takes)) if self.takes is not None else None
+        action = np.array(r.action, action_dtype(self.recorded_action)) if self.recorded_action is not None else None
         episodes = [e for t in range(self.num_steps) for e in self._tracker.add(raw_reward[t], valid[t], over[t])]
         o = outcome
         rollout = Rollout(
             r.obs, r.first, r.action, o.reward, o.terminated, o.truncated, o.valid, extras=r.extras, carry=start_carry
         )
         handle, obs, ended, first, carry = self._state
-        state = handle if self.keeps_state else None
+        state = handle if self.saves_state else None
         tracker = self._tracker
-        ending = Ending(obs, ended, first, on_host(carry), tracker.ret.copy(), tracker.length.copy(), state)
+        actor_state = ActorState(obs, ended, first, on_host(carry), tracker.ret.copy(), tracker.length.copy(), state)
         times.scan += time.perf_counter() - start
-        return Collected(rollout, int(valid.sum()), episodes, Told(action, raw_reward.copy(), done), ending)
+        return Collected(
+            rollout, int(valid.sum()), episodes, RecordedRollout(action, raw_reward.copy(), done), actor_state
+        )

@@ -1,4 +1,4 @@
-"""What two runs are compared by: SHA-256 over the bytes of arrays."""
+"""Digests that runs are compared by: SHA-256 over the bytes of arrays."""
 
 import hashlib
 from collections.abc import Iterable

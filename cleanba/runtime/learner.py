@@ -1,14 +1,14 @@
-"""The update over the learner mesh (jit + shard_map), and the way rollouts and parameters travel to and from it."""
+"""The update over the learner mesh (jit and shard_map), and how rollouts reach it and parameters leave it."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from cleanba.algorithm import Algorithm, Metrics
+from cleanba.algorithm import Algorithm, C, M, Metrics, P, S
 from cleanba.config import Partition
 from cleanba.environments.specs import EnvSpec
 from cleanba.rollout import PyTree, Rollout
@@ -17,11 +17,13 @@ from cleanba.runtime.memory import SavedShard, leaves_of, put_rows
 from cleanba.seeds import init_key, update_key, update_numbers
 from cleanba.shards import ShardAxis, compiler_options
 
+T = TypeVar("T")
+
 
 def split_rollout(rollout: Rollout, blocks: int) -> list[Rollout]:
     """Cut a rollout along its environments.  Leaves [T, B, ...] -> `blocks` rollouts of leaves [1, T, B / blocks, ...].
 
-    The leading axis of length one is the one that the learner devices are laid along.
+    The leading axis is the one that is sharded over the learner devices.
     """
 
     def cut(i: int) -> Rollout:
@@ -39,7 +41,7 @@ def split_rollout(rollout: Rollout, blocks: int) -> list[Rollout]:
 
 
 def join_blocks(blocks: Sequence[Rollout], per_shard: int) -> Rollout:
-    """The inverse on a learner device: consecutive blocks -> its shards, leaves [K', T, B, ...]."""
+    """The inverse, on a learner device: consecutive blocks [1, T, B', ...] -> its K' shards, leaves [K', T, B, ...]."""
 
     def join(axis: int) -> Callable[..., jax.Array]:
         def parts(*xs: jax.Array) -> jax.Array:
@@ -53,18 +55,18 @@ def join_blocks(blocks: Sequence[Rollout], per_shard: int) -> Rollout:
 
 
 def shard_shapes(block: Rollout, blocks_per_shard: int) -> Rollout:
-    """The shapes of a block of a rollout, [1, T(+1), B', ...] -> those of a whole shard's, [T(+1), B, ...]."""
+    """The shapes of one block of a rollout, [1, T(+1), B', ...] -> those of a shard's rollout, [T(+1), B, ...]."""
     joined = lambda *blocks: jax.tree.map(lambda x: x[0], join_blocks(blocks, blocks_per_shard))
     return jax.eval_shape(joined, *[block] * blocks_per_shard)
 
 
-def memory_shapes(algorithm: Algorithm, block: Rollout, partition: Partition) -> PyTree:
-    """The memory of one shard, as shapes."""
+def memory_shapes(algorithm: Algorithm[S, M, P, C], block: Rollout, partition: Partition) -> M:
+    """The shapes of one shard's memory."""
     shape = shard_shapes(block, partition.blocks_per_shard)
     return jax.eval_shape(lambda: algorithm.init_memory(shape))
 
 
-def abstract_block(algorithm: Algorithm, spec: EnvSpec, num_steps: int, envs: int) -> Rollout:
+def abstract_block(algorithm: Algorithm[S, M, P, C], spec: EnvSpec, num_steps: int, envs: int) -> Rollout:
     """The shapes of one block of a rollout, [1, T(+1), B, ...], without collecting one."""
     step: Any = Rollout  # filled with shapes in place of arrays
     shape = lambda o, lead: jax.ShapeDtypeStruct((*lead, *o.shape), jax.dtypes.canonicalize_dtype(o.dtype))
@@ -92,10 +94,10 @@ def abstract_block(algorithm: Algorithm, spec: EnvSpec, num_steps: int, envs: in
     )
 
 
-class Learner:
-    """Holds the compiled update.  All processes construct one and call `update` equally often."""
+class Learner(Generic[S, M, P, C]):
+    """The compiled update, and the arrays on the learner devices.  All processes call `update` equally often."""
 
-    def __init__(self, algorithm: Algorithm, partition: Partition, devices: Devices, seed: int):
+    def __init__(self, algorithm: Algorithm[S, M, P, C], partition: Partition, devices: Devices, seed: int):
         self._algorithm = algorithm
         self._partition = partition
         self._devices = devices
@@ -105,19 +107,19 @@ class Learner:
         self._compiled: jax.stages.Compiled | None = None
         self.blocks_per_device = partition.places_per_learner * partition.blocks_per_shard
         self._blank: dict[jax.Device, Rollout] = {}
-        # Uncut, a rollout only gains an axis: donated, its memory stays where it is.
+        # A rollout that is one block only gains an axis; donated, it is not copied for that.
         donated = 0 if partition.blocks_per_actor == 1 else ()
         self._split = jax.jit(split_rollout, static_argnums=1, donate_argnums=donated)
 
-    def init(self) -> PyTree:
+    def init(self) -> S:
         """The learner's state before the first update, on every learner device."""
         key = init_key(self._seed)
         return self.replicate(jax.jit(self._algorithm.init)(jax.device_put(key, self._devices.learners[0])))
 
-    def init_memory(self, block: Rollout) -> PyTree:
-        """The memory before the first update: each shard's on the device that holds the shard.
+    def init_memory(self, block: Rollout) -> M:
+        """The memory before the first update, each shard's on the device that holds the shard.
 
-        Leaves [D K', ...]: K' places on each of all D learner devices, of which empty ones take room too.
+        Leaves [D K', ...]: K' places on each of all D learner devices, whether or not each place holds a shard.
         """
         shape, held = shard_shapes(block, self._partition.blocks_per_shard), self._partition.places_per_learner
 
@@ -128,11 +130,11 @@ class Learner:
         everywhere = PartitionSpec(MESH_AXIS)
         return jax.jit(jax.shard_map(of_device, mesh=self._devices.mesh, in_specs=(), out_specs=everywhere))()
 
-    def restore_memory(self, block: Rollout, saved: Mapping[int, SavedShard]) -> PyTree:
-        """The memory of this process's shards, by number -> that of `init_memory`, each shard where it belongs.
+    def restore_memory(self, block: Rollout, saved: Mapping[int, SavedShard]) -> M:
+        """A checkpoint's memory, laid out as by `init_memory`.  `saved` has this process's shards by number.
 
-        Takes the arrays out of `saved` one by one, and copies them chunk by chunk: of a memory of gigabytes there may
-        be no room for a copy.
+        Arrays are taken out of `saved` one by one and copied chunk by chunk, as there may be no room for a second copy
+        of a memory of gigabytes.
         """
         shards = [(self._place(number), saved[number].arrays) for number in sorted(saved)]
         cuts = leaves_of(memory_shapes(self._algorithm, block, self._partition))
@@ -148,13 +150,13 @@ class Learner:
                 for start, stop in cuts[number].chunks():
                     rows = jax.device_put(one[start:stop] if one.shape else one, device)
                     parts[device] = put_rows(parts[device], rows, np.int32(place), np.int32(start))
-                    parts[device].block_until_ready()  # else many chunks would be on their way at once
+                    parts[device].block_until_ready()  # so that only one chunk at a time takes room
             copies = [parts[device] for device in self._devices.learners]
             return jax.make_array_from_single_device_arrays(shape, self._sharded, copies)
 
         return jax.tree.unflatten(structure, [fill(number) for number in range(len(leaves))])
 
-    def replicate(self, tree: PyTree) -> PyTree:
+    def replicate(self, tree: T) -> T:
         """Arrays of this process -> the same arrays on all learner devices (of all processes)."""
 
         def put(x: np.ndarray | jax.Array) -> jax.Array:
@@ -164,12 +166,12 @@ class Learner:
         return jax.tree.map(put, tree)
 
     def _place(self, shard: int) -> tuple[jax.Device, int]:
-        """The device of this process that holds a shard, and the shard's place there."""
+        """The device of this process that holds a shard, and the shard's place on it."""
         device, place = divmod(self._partition.place(shard), self._partition.places_per_learner)
         return self._devices.learners[device - self._devices.process * len(self._devices.learners)], place
 
     def send(self, rollout: Rollout, actor: int) -> list[Rollout]:
-        """An actor's rollout, cut into blocks, each on its way to the device that will learn from it."""
+        """Cut an actor's rollout into blocks, and send each to the device that will learn from it."""
         per_actor, per_shard = self._partition.blocks_per_actor, self._partition.blocks_per_shard
         sent = []
         for i, block in enumerate(self._split(rollout, per_actor)):
@@ -178,14 +180,14 @@ class Learner:
         return sent
 
     def _blank_block(self, device: jax.Device, like: Rollout) -> Rollout:
-        """What stands for the blocks of an empty place: zeros, made once."""
+        """Zeros for the blocks of a place that holds no shard; made once."""
         if device not in self._blank:
             zeros = lambda x: jax.device_put(np.zeros(x.shape, x.dtype), device)
             self._blank[device] = jax.tree.map(zeros, like)
         return self._blank[device]
 
     def _global_blocks(self, blocks: Sequence[Rollout]) -> tuple[Rollout, ...]:
-        """This process's blocks in order -> arrays over the mesh, one for each place a block has on a device."""
+        """This process's blocks, in order -> global arrays over the mesh, one for each block on a device."""
         total, rest = self._devices.mesh.size, iter(blocks)
         of_devices: list[list[Rollout]] = []
         for device, shards in zip(self._devices.learners, self._partition.shards_of_learners, strict=True):
@@ -199,12 +201,12 @@ class Learner:
 
         return tuple(jax.tree.map(over_mesh, *parts) for parts in zip(*of_devices, strict=True))
 
-    def compile(self, state: PyTree, memory: PyTree, block: Rollout) -> None:
+    def compile(self, state: S, memory: M, block: Rollout) -> None:
         """Compile the update for rollouts whose blocks have these shapes."""
         self._compiled = self.trace(state, memory, block).lower().compile()
 
-    def trace(self, state: PyTree, memory: PyTree, block: Rollout) -> jax.stages.Traced:
-        """The update for arrays of these shapes, to be lowered."""
+    def trace(self, state: S, memory: M, block: Rollout) -> jax.stages.Traced:
+        """The traced update for arrays of these shapes, ready to be lowered."""
         place = lambda s: lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
         total = self._devices.mesh.size
         widen = lambda x: jax.ShapeDtypeStruct((total, *x.shape[1:]), x.dtype, sharding=self._sharded)
@@ -219,9 +221,7 @@ class Learner:
     def _jitted(self) -> jax.stages.Wrapped:
         p, algorithm = self._partition, self._algorithm
 
-        def update(
-            state: PyTree, memory: PyTree, blocks: tuple[Rollout, ...], numbers: jax.Array
-        ) -> tuple[PyTree, PyTree, Metrics]:
+        def update(state: S, memory: M, blocks: tuple[Rollout, ...], numbers: jax.Array) -> tuple[S, M, Metrics]:
             always = numbers[1] > 0  # updates are counted from 1
             shards = ShardAxis.over(p.shards_of_learners * p.num_processes, always, MESH_AXIS)
             blocks_of_shards = join_blocks(blocks, p.blocks_per_shard)
@@ -238,18 +238,16 @@ class Learner:
         options = compiler_options(self._devices.learners[0].platform)
         return jax.jit(mapped, donate_argnums=(0, 1), compiler_options=options)
 
-    def update(
-        self, state: PyTree, memory: PyTree, blocks: Sequence[Rollout], number: int
-    ) -> tuple[PyTree, PyTree, Metrics]:
-        """Update `number` with this process's blocks in order: state, memory and metrics, as promises of them."""
+    def update(self, state: S, memory: M, blocks: Sequence[Rollout], number: int) -> tuple[S, M, Metrics]:
+        """Start update `number` with this process's blocks, in order.  The results may not be computed yet."""
         assert self._compiled is not None, "compile first"
         numbers = self.replicate(update_numbers(self._seed, number))
         return self._compiled(state, memory, self._global_blocks(blocks), numbers)
 
-    def local(self, tree: PyTree) -> PyTree:
-        """This process's first copy of replicated arrays."""
+    def local(self, tree: T) -> T:
+        """Replicated arrays -> their copies on this process's first learner device."""
         return jax.tree.map(lambda x: x.addressable_data(0), tree)
 
-    def publish(self, params: PyTree) -> dict[jax.Device, PyTree]:
-        """A copy of what acting needs for every actor device of this process; the state itself may be donated."""
+    def publish(self, params: P) -> dict[jax.Device, P]:
+        """Copy what acting needs to every actor device of this process, as the state will be donated."""
         return {d: jax.device_put(params, SingleDeviceSharding(d), may_alias=False) for d in self._devices.actors}

@@ -1,15 +1,15 @@
-"""The learner's memory on disk and in digests: looked at in chunks, of which only those that are new cost anything.
+"""The learner's memory on disk, in chunks, of which a checkpoint writes only those that are new.
 
-Every array of a shard's memory is cut into chunks of rows.  A look at the memory takes the SHA-256 of each chunk; of a
-replay ring, which says how far it was written, only of the chunks that were written since the last look.  A checkpoint
+Every array of a shard's memory is cut into chunks of rows.  A snapshot of the memory takes the SHA-256 of each chunk.
+A replay ring counts the rows written to it, so only chunks written since the last snapshot are hashed.  A checkpoint
 is, for each shard,
 
     memory/00003/500-1f6c02aa.pack    the chunks that were new at update 500, one after the other
     memory/00003/500.json             which chunks make up the memory after update 500, in this pack and earlier ones
 
-and the second is written last, so the memory after an update is there whole or not at all.  A look writes the chunks
-that it finds new as it finds them: of a memory of gigabytes there may be no room for a copy.  Single numbers it always
-writes.  A chunk of zeros, as memory begins with, takes no room.  Files that nothing refers to any more are removed.
+and the second is written last, so the memory after an update is on disk whole or not at all.  A snapshot writes each
+new chunk as soon as it is hashed, as there may be no room for a copy of a memory of gigabytes.  Single numbers are
+always written.  Chunks of zeros, which memory begins with, are not.  Files that nothing refers to are removed.
 """
 
 import contextlib
@@ -33,13 +33,13 @@ from cleanba.ops import replay
 from cleanba.rollout import PyTree
 
 CHUNK_BYTES = 4 << 20
-TINY_BYTES = 64  # chunks of no more are written at every look, new or not
+TINY_BYTES = 64  # chunks up to this size are written at every snapshot, new or not
 FOLDER = "memory"
-DAMAGED = "damaged-"  # how the names of listings begin that were put aside
+DAMAGED = "damaged-"  # prefix of the names of listings that were put aside
 
 
 class Chunk(NamedTuple):
-    """Some rows of one array, by what they hold and where that is written."""
+    """Some rows of one array: their hash, and where they are written."""
 
     sha: str
     pack: str | None  # None: all zeros, written nowhere
@@ -48,7 +48,7 @@ class Chunk(NamedTuple):
 
 
 class Leaf(NamedTuple):
-    """One array of a shard's memory, and how it is cut."""
+    """One array of a shard's memory, and how it is cut into chunks."""
 
     name: str
     shape: tuple[int, ...]
@@ -60,14 +60,14 @@ class Leaf(NamedTuple):
         return int(np.prod(self.shape[1:], dtype=np.int64)) * self.dtype.itemsize
 
     def chunks(self) -> Iterator[tuple[int, int]]:
-        """The first row of each chunk, and the row after its last."""
+        """For each chunk its first row, and the row after its last."""
         length = self.shape[0] if self.shape else 1
         for start in range(0, length, self.rows):
             yield start, min(start + self.rows, length)
 
 
-class Written(NamedTuple):
-    """What was written to a ring of `capacity` rows since the last look: so many, from row `low` on to row `high`."""
+class WrittenRows(NamedTuple):
+    """The rows of a ring of `capacity` rows written since the last snapshot: `rows` of them, from `low` to `high`."""
 
     rows: int
     low: int
@@ -82,22 +82,22 @@ class Written(NamedTuple):
         return before and behind if self.low <= self.high else before or behind
 
 
-class Shard(NamedTuple):
-    """The memory of one shard at one look."""
+class ShardSnapshot(NamedTuple):
+    """The memory of one shard at one snapshot."""
 
     digest: str
     """SHA-256 over the names, shapes and chunks of all its arrays"""
     chunks: list[list[Chunk]]
     """of every array, in order"""
     new: str | None
-    """the pack that the look wrote to, if anything was new; it is in the system's hands, but maybe not on disk yet"""
+    """the pack that new chunks were written to, if there were any; not yet synced to disk"""
 
 
 class SavedShard(NamedTuple):
     """The memory of one shard as a checkpoint has it."""
 
     arrays: list[np.ndarray]
-    """in order; whoever puts them on a device takes them out, as there may be no room for both"""
+    """in order; taken out one by one as they are copied to a device, as there may be no room for both"""
     chunks: list[list[Chunk]]
 
 
@@ -116,14 +116,14 @@ def nbytes(like: PyTree) -> int:
 
 
 def device_room(devices: Sequence[jax.Device]) -> int | None:
-    """How many bytes each of these devices can hold, where they have memory of their own."""
+    """The bytes that each of these devices can hold; None where they have no memory of their own."""
     limits = [(device.memory_stats() or {}).get("bytes_limit") for device in devices]
     known = [limit for limit in limits if limit]
     return min(known) if len(known) == len(devices) else None
 
 
 def host_room() -> int:
-    """How many bytes this host can hold, or the container that this process is in."""
+    """The bytes of memory of this host, or of the container that this process is in."""
     room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):  # of a container
         with contextlib.suppress(OSError, ValueError):
@@ -134,15 +134,16 @@ def host_room() -> int:
 def require_room(
     like: PyTree, shards_per_device: int, devices: Sequence[jax.Device], processes: int, buffer_size: int | None
 ) -> None:
-    """Raise `UsageError` unless there is room for the memory of this process's shards, which all processes must have.
+    """Raise `UsageError` unless the memory of this process's shards fits.  All processes must call this.
 
-    `like` has the shapes of one shard's memory, `processes` share this host, each with so many devices.
-    `buffer_size` is the flag's value, if the algorithm has it.
+    like: the shapes of one shard's memory.
+    processes: how many share this host, each with these `devices`.
+    buffer_size: the flag's value, if the algorithm has it.
     """
     needed = shards_per_device * nbytes(like)
     each, there = host_room() // (len(devices) * processes), device_room(devices)
-    # Parameters, rollouts and environments need room too; and the host has to hold what is read of a checkpoint, which
-    # may be all of the memory: beside it, where the devices are simulated.
+    # Parameters, rollouts and environments need room too.  While a checkpoint is read, the host holds all of the
+    # memory; where devices are simulated, it holds it twice.
     limits = [
         (0.4 if there is None else 0.8, each, f"whose share of the host's memory is {each / 1e9:.1f} GB", "hosts")
     ]
@@ -188,7 +189,7 @@ def _digest(leaves: Iterable[Leaf], chunks: Iterable[Iterable[Chunk]]) -> str:
 
 
 class Pack:
-    """A file of chunks, made when the first is added; without a folder they are only counted."""
+    """A file of chunks, created when the first is added.  Without a folder, chunks are only counted."""
 
     def __init__(self, name: str, home: Path | None):
         self.name, self.size = name, 0
@@ -196,7 +197,7 @@ class Pack:
         self._file: BinaryIO | None = None
 
     def add(self, data: bytes, sha: str) -> Chunk:
-        """Write a chunk behind those before it."""
+        """Append a chunk."""
         if self._home is not None:
             if self._file is None:
                 self._home.mkdir(parents=True, exist_ok=True)
@@ -207,13 +208,13 @@ class Pack:
         return chunk
 
     def close(self) -> None:
-        """Leave what was written to the system."""
+        """Close the file; it may not be synced to disk."""
         if self._file is not None:
             self._file.close()
 
 
-class Holdings:
-    """What this process knows of the memory of its shards, from one look to the next."""
+class MemoryStore:
+    """The chunks of this process's shards, kept from one snapshot to the next, and written as they change."""
 
     def __init__(
         self,
@@ -223,16 +224,18 @@ class Holdings:
         folder: Path | None = None,
         place: Callable[[int], int] = lambda shard: shard,
     ):
-        """`like` has the shapes of one shard's memory; `saved` is what a checkpoint has of each, to go on from.
+        """`like` has the shapes of one shard's memory, `saved` the shards of the checkpoint to continue from.
 
-        `folder` is where looks write what is new; without it there is nothing to go on from.  `place` says where among
-        the places of all devices a shard lies, where some are empty.
+        folder: where new chunks are written; without it, only digests are taken.
+        place: shard -> its place among those of all devices, some of which may be empty.
         """
         self._folder, self._place = folder, place
         self._leaves = leaves_of(like)
         self.shards = shards if self._leaves else range(0)
         nodes, _ = jax.tree.flatten(like, is_leaf=lambda x: isinstance(x, replay.Ring))
-        self._rings: list[tuple[range, int]] = []  # of each ring in the memory: its rows' leaves, and its capacity
+        self._rings: list[
+            tuple[range, int]
+        ] = []  # for each ring in the memory: the leaves of its rows, and its capacity
         at = 0
         for node in nodes:
             count = len(jax.tree.leaves(node))
@@ -241,12 +244,12 @@ class Holdings:
                 self._rings.append((range(at, at + rows), node.rows.reward.shape[0]))
             at += count
         self._known: dict[int, list[list[Chunk]]] = {}
-        self._written: dict[int, list[tuple[int, int]]] = {}  # of each ring: rows ever written, and its newest row
+        self._written: dict[int, list[tuple[int, int]]] = {}  # for each ring: rows ever written, and its newest row
         for shard in self.shards:
             if saved:
                 self._known[shard] = saved[shard].chunks
                 self._written[shard] = self._marks(saved[shard].arrays.__getitem__)
-            else:  # rings begin empty: nothing of them needs a look to be known
+            else:  # rings begin empty, so their chunks are known
                 self._known[shard] = [self._blank(leaf) for leaf in self._leaves]
                 self._written[shard] = [(0, 0) for _ in self._rings]
 
@@ -255,15 +258,15 @@ class Holdings:
         return [Chunk(_zeros(size), None, 0, size) for size in sizes]
 
     def _marks(self, number: Callable[[int], jax.Array | np.ndarray]) -> list[tuple[int, int]]:
-        """How far each ring of a shard was written, from the value of its i-th array."""
+        """For each ring of a shard, rows ever written and the newest; `number(i)` is the value of the i-th array."""
         tail, written = (replay.Ring._fields.index(name) - 1 for name in ("tail", "written"))  # they follow the rows
         return [(int(number(rows.stop + written)), int(number(rows.stop + tail))) for rows, _ in self._rings]
 
-    def look(self, memory: PyTree, update: int) -> dict[int, Shard]:
-        """Every shard of this process as it is after that update.  Chunks that changed are copied to the host, and on.
+    def snapshot(self, memory: PyTree, update: int) -> dict[int, ShardSnapshot]:
+        """Every shard of this process as it is after this update.  Chunks that changed are written to disk.
 
         Raises:
-            OSError: what is new cannot be written.
+            OSError: new chunks cannot be written.
         """
         name = f"{update}-{secrets.token_hex(4)}.pack"
         arrays = jax.tree.leaves(memory)
@@ -271,19 +274,21 @@ class Holdings:
         for shard in self.shards:
             home = shard_folder(self._folder, shard) if self._folder is not None else None
             with contextlib.closing(Pack(name, home)) as pack:
-                self._look_at(shard, [self._on_device(x, self._place(shard)) for x in arrays], pack)
+                self._snapshot_shard(shard, [self._on_device(x, self._place(shard)) for x in arrays], pack)
             chunks = self._known[shard]
-            found[shard] = Shard(_digest(self._leaves, chunks), [list(c) for c in chunks], name if pack.size else None)
+            found[shard] = ShardSnapshot(
+                _digest(self._leaves, chunks), [list(c) for c in chunks], name if pack.size else None
+            )
         return found
 
-    def _look_at(self, shard: int, here: list[tuple[jax.Array, int]], pack: Pack) -> None:
-        """Bring what is known of one shard up to date.  `here` are its arrays: of a device, and its place in each."""
+    def _snapshot_shard(self, shard: int, here: list[tuple[jax.Array, int]], pack: Pack) -> None:
+        """Update the chunks of one shard.  `here` has its arrays on their device, and the shard's place in each."""
         known, before = self._known[shard], self._written[shard]
         now = self._marks(lambda i: here[i][0][here[i][1]])
-        written: dict[int, Written] = {}  # by array
+        written: dict[int, WrittenRows] = {}  # by array
         for (rows, capacity), (old, low), (total, high) in zip(self._rings, before, now, strict=True):
-            # The tail at the last look may have been written over since.
-            written |= dict.fromkeys(rows, Written((total - old) % 2**32 + 1, low, high, capacity))
+            # The row that was newest at the last snapshot may have been overwritten since.
+            written |= dict.fromkeys(rows, WrittenRows((total - old) % 2**32 + 1, low, high, capacity))
         for i, (leaf, (x, index)) in enumerate(zip(self._leaves, here, strict=True)):
             for j, (start, stop) in enumerate(leaf.chunks()):
                 if i in written and not written[i].touches(start, stop):
@@ -291,7 +296,7 @@ class Holdings:
                 data = self._bytes(x, index, start, stop)
                 sha = sha256(data).hexdigest()
                 unchanged = sha == known[i][j].sha
-                # A number that no longer changes must not keep the pack, of gigabytes, in which it was written last.
+                # Tiny chunks are always rewritten: unchanged, they would keep alive an old pack of gigabytes.
                 if unchanged and (len(data) > TINY_BYTES or known[i][j].pack is None):
                     continue
                 zero = sha == _zeros(len(data))
@@ -300,7 +305,7 @@ class Holdings:
 
     @staticmethod
     def _on_device(x: jax.Array, place: int) -> tuple[jax.Array, int]:
-        """The part of a global array [D K', ...] that has a certain place, and which of its own that is."""
+        """A global array [D K', ...] -> the array on the device that has this place, and the place's index there."""
         for part in x.addressable_shards:
             first = part.index[0].start or 0
             if first <= place < first + part.data.shape[0]:
@@ -322,25 +327,25 @@ def learner_digest(state_digest: str, shards: Iterable[str]) -> str:
 
 
 def shard_folder(folder: Path, shard: int) -> Path:
-    """Where a run keeps the memory of one shard."""
+    """The folder of one shard in a run's directory."""
     return folder / FOLDER / f"{shard:05d}"
 
 
 def write(
     folder: Path,
     update: int,
-    shards: Mapping[int, Shard],
+    shards: Mapping[int, ShardSnapshot],
     packs: Mapping[int, Sequence[str]] = {},
 ) -> None:
-    """See that what looks at these shards wrote is on disk, then write what they are made of.
+    """Sync these shards' packs to disk, then write which chunks they are made of.
 
-    `packs` are, of each shard, those of looks that nothing was written after.
+    packs: for each shard, packs of earlier snapshots that no listing was written after.
     """
     for number, shard in shards.items():
         home = shard_folder(folder, number)
         home.mkdir(parents=True, exist_ok=True)
         for pack in {*packs.get(number, ()), shard.new} - {None}:
-            with contextlib.suppress(FileNotFoundError), open(home / str(pack), "rb+") as file:  # no more needed
+            with contextlib.suppress(FileNotFoundError), open(home / str(pack), "rb+") as file:  # no longer needed
                 os.fsync(file.fileno())
         listing = {"digest": shard.digest, "chunks": shard.chunks}
         write_whole(home / f"{update}.json", json.dumps(listing))
@@ -403,11 +408,11 @@ def _read_chunk(home: Path, chunk: Chunk) -> bytes:
     return data
 
 
-def prune(folder: Path, shards: range, keep: Iterable[int], soon: Mapping[int, Shard] | None = None) -> None:
-    """Remove of these shards what belongs to no update of `keep`, and the packs that nothing refers to any more.
+def prune(folder: Path, shards: range, keep: Iterable[int], soon: Mapping[int, ShardSnapshot] | None = None) -> None:
+    """Remove these shards' listings of updates not in `keep`, and the packs that nothing refers to.
 
-    `soon` is what will be listed next, from packs that are there.  Where a checkpoint was found damaged, packs up to
-    that one stay, for whoever wants to look into it.
+    soon: snapshots that will be listed next, whose packs are needed.
+    Where a checkpoint was found damaged, packs up to that one stay, so that it can be examined.
     """
     kept = set(keep)
     for shard in shards:
@@ -434,7 +439,7 @@ def _packs(path: Path) -> set[str]:
 
 
 def put_aside(folder: Path, shards: range, updates: Iterable[int]) -> None:
-    """Rename the listings of updates whose checkpoints are damaged; what they refer to stays."""
+    """Rename the listings of updates whose checkpoints are damaged; their packs stay."""
     for shard, update in itertools.product(shards, updates):
         path = shard_folder(folder, shard) / f"{update}.json"
         aside = path.with_name(f"{DAMAGED}{path.name}")

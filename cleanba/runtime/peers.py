@@ -1,8 +1,8 @@
-"""Every process of a distributed run hears within seconds that another has failed, died or stopped, and which.
+"""Every process of a distributed run learns within seconds that another one has failed, died or stopped, and which.
 
-Collectives wait for ever, or fail with words about sockets, when a peer is gone.  So process 0 holds a TCP connection
-to each of the others.  Everybody says something every second; a connection that closes without a goodbye means that
-the process died, silence that its host did or that it was stopped.  Process 0 tells the rest.
+When a peer is gone, collectives wait for ever, or fail with messages about sockets.  So process 0 holds a TCP
+connection to each of the others, and every process sends a message each second.  A connection that closes without a
+goodbye means that the process died; silence means that its host did, or that it was stopped.  Process 0 tells the rest.
 """
 
 import contextlib
@@ -20,15 +20,15 @@ from cleanba.errors import Failure, Interrupted, UsageError
 from cleanba.files import Json
 
 PING_SECONDS = 1.0
-SILENCE_SECONDS = 20.0  # a process that says nothing for so long is taken for dead
+SILENCE_SECONDS = 20.0  # after which a silent process is taken for dead
 JOIN_SECONDS = 30.0  # to connect in the beginning
-GREETING_SECONDS = 5.0  # for who has connected to say who it is
-LEAVE_SECONDS = 10.0  # that process 0 waits for the others to end, when not all is well
-KEY = "cleanba/peers"  # under which process 0 leaves its port, where JAX's processes find each other
+GREETING_SECONDS = 5.0  # for a new connection to identify itself
+LEAVE_SECONDS = 10.0  # that process 0 waits for the others to end after a failure
+KEY = "cleanba/peers"  # of process 0's port in JAX's key-value store
 
 
 class Peers:
-    """The other processes of this run.  Use as a context: leaving it normally says goodbye, by an exception why."""
+    """The other processes of this run.  A context manager: on leaving, others get a goodbye or the exception."""
 
     def __init__(self) -> None:
         """All processes must call this, after `jax.distributed.initialize` and before anything collective.
@@ -47,7 +47,7 @@ class Peers:
         self._over = threading.Event()
         self._links: dict[int, socket.socket] = {}
         self._lines: dict[int, TextIO] = {}
-        self._polite: set[int] = set()  # who said goodbye
+        self._polite: set[int] = set()  # those that said goodbye
         self._listeners: dict[int, threading.Thread] = {}
         if self._count > 1:
             threading.Thread(target=self._ping, name="ping", daemon=True).start()
@@ -124,16 +124,16 @@ class Peers:
             self._lose({"lost": peer, "why": why}, peer)
 
     def _lose(self, message: Json, heard_from: int) -> None:
-        """The first loss counts; what follows is its consequence."""
+        """Note the loss of a process.  Only the first counts; later ones are its consequences."""
         with self._lock:
             if self._lost.is_set() or self._over.is_set():
                 return
             words = f"process {message['lost']} of {self._count} {message['why']}"
             signum = message.get("signal")
-            kind = UsageError if message.get("usage") else Failure
-            self.error = Interrupted(signum, f" in process {message['lost']}") if signum else kind(words)
+            error_type = UsageError if message.get("usage") else Failure
+            self.error = Interrupted(signum, f" in process {message['lost']}") if signum else error_type(words)
             self._lost.set()
-        # At once: when process 0 dies, JAX ends the others within a moment, with many words but without its name.
+        # Print it now: when process 0 dies, JAX ends the others within a moment, without naming it.
         print(f"cleanba: {self.error}", file=sys.stderr, flush=True)
         self._say(message, but=heard_from)
         self.on_lost(self.error)
@@ -143,7 +143,7 @@ class Peers:
         return self._me == 0
 
     def tell(self, error: BaseException) -> None:
-        """Let the others know that this process ends, and why.  Does nothing once a loss is known."""
+        """Tell the others that this process ends, and why.  Does nothing once a loss is known."""
         with self._lock:
             if self._lost.is_set() or self._over.is_set():
                 return
@@ -154,7 +154,7 @@ class Peers:
         self._say(message | {"signal": getattr(error, "signum", None)})
 
     def explain(self, error: BaseException, seconds: float = 3.0) -> BaseException:
-        """The loss that lies behind an error of this process, if one becomes known soon; else the error itself."""
+        """The loss of a peer that caused this error, if one becomes known within so many seconds; else the error."""
         if self._count > 1:
             deadline = time.monotonic() + seconds
             while not self._lost.wait(0.05) and time.monotonic() < deadline:
@@ -162,15 +162,15 @@ class Peers:
         return self.error or error
 
     def _see_off(self) -> None:
-        """Have process 0 end last: JAX aborts the others when it ends, and their exit codes would be lost."""
+        """Have process 0 end last: when it ends, JAX aborts the others, and their exit codes would be lost."""
         deadline = time.monotonic() + LEAVE_SECONDS
         for peer, listener in self._listeners.items():
             if self.is_first and listener is not threading.current_thread():
-                # Who said goodbye either ends now, or waits for process 0 as JAX's processes do when all is well.
+                # A process that said goodbye either ends now, or waits for process 0, as JAX's processes do at the end.
                 listener.join(1.0 if peer in self._polite else max(0.0, deadline - time.monotonic()))
 
     def _leave(self, error: BaseException) -> None:
-        """End this process at once, because another one is gone."""
+        """End this process at once, as another one is gone."""
         self._see_off()
         sys.stdout.flush()
         os._exit(128 + error.signum if isinstance(error, Interrupted) else 2 if isinstance(error, UsageError) else 1)
@@ -183,7 +183,7 @@ class Peers:
             self.tell(error)
         else:
             self._say({"bye": True})
-            # Process 0 may have much to finish, and JAX's processes wait for each other for five minutes only.
+            # Process 0 may have much to finish, but JAX's processes wait for each other for five minutes only.
             while 0 in self._listeners and self._listeners[0].is_alive() and 0 not in self._polite:
                 time.sleep(0.02)
             if self.error is not None:
@@ -193,20 +193,20 @@ class Peers:
             self._see_off()
 
 
-def come_to(milestone: str) -> None:
-    """Let the others know that this process has come so far in the run."""
+def reach_milestone(milestone: str) -> None:
+    """Tell the others that this process has reached a milestone."""
     if _state().num_processes > 1:
         _state().client.key_value_increment(f"cleanba/{milestone}", 1)
 
 
-def all_came_to(milestone: str) -> bool:
-    """Whether every process has come so far; this one has."""
+def all_reached_milestone(milestone: str) -> bool:
+    """Whether every process has reached a milestone; this one has."""
     count = _state().num_processes
     return count == 1 or int(_state().client.key_value_try_get(f"cleanba/{milestone}")) == count
 
 
 def _state() -> Any:
-    """What JAX knows of the processes, without looking for devices, which all of them must do together."""
+    """JAX's state of the processes, which it has without initialising devices."""
     from jax._src import distributed
 
     return distributed.global_state

@@ -1,4 +1,4 @@
-"""Environments brought back to where they stood: made afresh, told the recorded actions, and looked at."""
+"""Bring environments back to where they were: fresh ones play the recorded actions, and the outcome is compared."""
 
 import threading
 import time
@@ -6,31 +6,31 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from cleanba.environments.kinds import Envs
+from cleanba.environments.backends import Envs
 from cleanba.errors import Failure
 from cleanba.rollout import PyTree
 from cleanba.runtime.channels import Stop
 from cleanba.runtime.metrics import Status
-from cleanba.runtime.records import Standing, Told, action_dtype, chain, digests_of
+from cleanba.runtime.records import RecordedRollout, SavedActor, action_dtype, chain, digests_of
 from cleanba.specs import ActionSpec
 
-STEPS_READ = 256  # at once, in whole rollouts
-STEPS_AT_ONCE = 32  # at most, played between two looks at whether the run ends
+STEPS_READ = 256  # steps read from disk at once, in whole rollouts
+STEPS_AT_ONCE = 32  # steps played between two checks whether the run ends
 MOST_NAMED = 8  # environments in one sentence
 
 
 class Playback:
-    """How far this process's actors are with playing."""
+    """How many of the recorded steps this process's actors have played, for the console."""
 
     def __init__(self, steps: int, status: Status, say: Callable[[str], None]):
-        """`steps` is the number of environment steps of all of them."""
+        """`steps` is the number of environment steps that all of them will play."""
         self._steps, self._status, self._say = steps, status, say
         self._lock = threading.Lock()
         self._done = 0
         self._began = time.perf_counter()
 
     def add(self, steps: int) -> None:
-        """So many steps more have been played."""
+        """Another `steps` environment steps were played."""
         with self._lock:
             self._done += steps
             seconds = time.perf_counter() - self._began
@@ -45,17 +45,19 @@ class Playback:
                 )
 
 
-def recorded(standing: Standing, takes: ActionSpec, num_envs: int, most: int) -> Iterator[np.ndarray]:
-    """The actions that led there, as a policy drew them: at most so many steps at once, [N, B] or [N, B, D].
+def read_actions(
+    saved_actor: SavedActor, recorded_action: ActionSpec, num_envs: int, most: int
+) -> Iterator[np.ndarray]:
+    """The recorded actions, as the policy drew them, at most `most` steps at once.  Yields [N, B] or [N, B, D].
 
     Raises:
-        ValueError: there are fewer than there should be, or more.
+        ValueError: there are fewer or more than the checkpoint says.
     """
-    shape = (num_envs,) if takes.kind == "choice" else (num_envs, takes.size)
-    dtype = action_dtype(takes)
+    shape = (num_envs,) if recorded_action.kind == "choice" else (num_envs, recorded_action.size)
+    dtype = action_dtype(recorded_action)
     size = dtype.itemsize * int(np.prod(shape))
-    steps, left = standing.steps, b""
-    for path, length in standing.actions:
+    steps, left = saved_actor.steps, b""
+    for path, length in saved_actor.actions:
         with open(path, "rb") as file:
             while data := file.read(min(length, most * size - len(left))):
                 length -= len(data)
@@ -65,50 +67,56 @@ def recorded(standing: Standing, takes: ActionSpec, num_envs: int, most: int) ->
                     yield np.frombuffer(left, dtype).reshape(-1, *shape)
                     left = b""
     if len(left) != steps * size:
-        raise ValueError(f"{standing.steps} steps of {num_envs} environments are not what was recorded")
+        raise ValueError(f"{saved_actor.steps} steps of {num_envs} environments are not what was recorded")
     if left:
         yield np.frombuffer(left, dtype).reshape(-1, *shape)
 
 
 def play_back(
     envs: Envs,
-    standing: Standing,
-    takes: ActionSpec,
+    saved_actor: SavedActor,
+    recorded_action: ActionSpec,
     num_steps: int,
     who: str,
     stop: Stop,
     played: Callable[[int], None],
 ) -> PyTree:
-    """Tell fresh environments the recorded actions -> what they show then, [B, ...].
+    """Play the recorded actions in fresh environments -> their last observations, [B, ...].
 
-    `num_steps` is the length of a rollout, `who` they are for messages; `played` hears how many steps were played.
+    num_steps: the length of a rollout.
+    who: the environments, as messages name them.
+    played: called with each number of steps that were played.
 
     Raises:
-        Failure: they do not show, pay or end what they did before.
+        Failure: rewards, ends of episodes or the last observations differ from those recorded.
     """
     obs = envs.reset()
-    drawn = np.int32 if takes.kind != "quantities" else np.float32
-    answers, done = "", np.zeros(envs.num_envs, bool)
-    for actions in recorded(standing, takes, envs.num_envs, num_steps * max(1, STEPS_READ // num_steps)):
+    drawn = np.int32 if recorded_action.kind != "quantities" else np.float32
+    outcomes_digest, done = "", np.zeros(envs.num_envs, bool)
+    for actions in read_actions(
+        saved_actor, recorded_action, envs.num_envs, num_steps * max(1, STEPS_READ // num_steps)
+    ):
         raw_reward, ended = np.empty(actions.shape[:2], np.float32), np.empty(actions.shape[:2], bool)
         for start in range(0, len(actions), STEPS_AT_ONCE):
             stop.check()
             part = slice(start, start + STEPS_AT_ONCE)
             obs, raw_reward[part], ended[part] = envs.play(actions[part].astype(drawn))
             played(ended[part].size)
-        for now in ended:  # what ends in a step that was ignored ends no episode: see `rollout.heed`
+        for now in ended:  # as in `rollout.step_outcome`: a step whose action was ignored ends no episode
             done = np.greater(now, done, out=now)
         done = done.copy()
         for t in range(0, len(actions), num_steps):
-            answers = chain(answers, Told(None, raw_reward[t : t + num_steps], ended[t : t + num_steps]))
-    others = [i for i, (a, b) in enumerate(zip(digests_of(obs), standing.seen, strict=True)) if a != b]
-    if others or answers != standing.answers:
+            outcomes_digest = chain(
+                outcomes_digest, RecordedRollout(None, raw_reward[t : t + num_steps], ended[t : t + num_steps])
+            )
+    others = [i for i, (a, b) in enumerate(zip(digests_of(obs), saved_actor.obs_digests, strict=True)) if a != b]
+    if others or outcomes_digest != saved_actor.outcomes_digest:
         named = ", ".join(map(str, others[:MOST_NAMED])) + (" and others" if len(others) > MOST_NAMED else "")
         what = f"now show something else (of {envs.num_envs}: {named})" if others else "paid or ended otherwise"
         raise Failure(
-            f"{who} did not repeat themselves: told again the {standing.steps} actions that each had since it began, "
-            f"they {what}. To go on would train on something else, so nothing was done; go on with the same version of "
-            "the emulators and their files as before (config.json lists the packages), or begin again in another "
-            "--run-dir"
+            f"{who} did not repeat themselves: told again the {saved_actor.steps} actions that each had since it "
+            f"began, they {what}. To go on would train on something else, so nothing was done; go on with the same "
+            "version of the emulators and their files as before (config.json lists the packages), or begin again in "
+            "another --run-dir"
         )
     return obs

@@ -1,10 +1,10 @@
-"""Some updates of a run, with all that ran beside them, as JAX's profiler records them."""
+"""Records some updates of a run, with everything that runs meanwhile, by JAX's profiler."""
 
 from pathlib import Path
 
 import jax
 
-WARM = 2  # updates before: by then all is compiled, and acting runs beside learning
+WARM = 2  # updates before the recording: by then all is compiled, and actors and learner overlap
 
 
 class Profile:
@@ -16,11 +16,11 @@ class Profile:
         self._records = False
 
     def after_update(self) -> str | None:
-        """Begin, or end, if it is time to.  Returns what there is to say of it."""
+        """Begin or end the recording, if it is time to.  Returns a message for the user, if there is one."""
         self._seen += 1
         if self._seen == WARM and self._updates:
             options = jax.profiler.ProfileOptions()
-            options.python_tracer_level = 0  # every Python call of every thread would slow down what is recorded
+            options.python_tracer_level = 0  # tracing every Python call would slow down what is recorded
             jax.profiler.start_trace(self._folder, create_perfetto_trace=True, profiler_options=options)
             self._records = True
         elif self._seen == WARM + self._updates:

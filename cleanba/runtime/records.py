@@ -1,15 +1,15 @@
-"""Where every actor stands after a rollout, on disk, and the actions that brought its environments there.
+"""Actors on disk: the actions since their environments' epoch began, and the state of each actor after a rollout.
 
 An emulator's state cannot be saved, but it is a function of its seed and its actions.  So each actor's actions are
-recorded from the beginning of an epoch of environments on, and to go on, fresh environments with the epoch's seeds are
-told the same again.  A checkpoint refers, for each actor, to
+recorded from the beginning of an epoch of environments.  To continue, fresh environments with the epoch's seeds play
+these actions again (`playback.py`).  A checkpoint refers, for each actor, to
 
-    actors/00003/2-1f6c02aa.actions   what its environments were told in epoch 2, step by step
-    actors/00003/583.standing         where it stood after rollout 583: how much of that file counts, the recurrent
-                                      state, whose episode had ended, returns under way; and digests of what was seen
+    actors/00003/2-1f6c02aa.actions   the actions of epoch 2, step by step
+    actors/00003/583.standing         the actor after rollout 583: how much of that file counts, the carry, which
+                                      episodes had ended, returns under way; digests of rewards and observations
 
-Files of actions only grow, and a run that goes on begins another, so that one which a checkpoint refers to never
-changes.  Environments in JAX are saved as they are, in place of their actions.
+Files of actions are only appended to, and a resumed run begins a new one, so the part that a checkpoint refers to
+never changes.  JAX environments are saved by their state, in place of their actions.
 """
 
 import json
@@ -18,7 +18,7 @@ import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b, sha256
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,12 +29,12 @@ from cleanba.rollout import PyTree
 from cleanba.specs import ActionSpec
 
 FOLDER = "actors"
-CHUNK_BYTES = 4 << 20  # actions that are held back from the disk at most
+CHUNK_BYTES = 4 << 20  # actions are written when there are so many
 MAGIC = b"cleanba standing 1\n"
 
 
-class Ending(NamedTuple):
-    """What a rollout left behind: all that the next one begins from, but for the environments themselves."""
+class ActorState(NamedTuple):
+    """An actor after a rollout: what the next rollout begins from, apart from the environments themselves."""
 
     obs: PyTree
     """[B, ...]  on the host or a device"""
@@ -43,76 +43,76 @@ class Ending(NamedTuple):
     first: np.ndarray | jax.Array
     """[B]  the observation is the first of an episode"""
     carry: PyTree
-    """[B, ...]  the recurrent state, on the host"""
+    """[B, ...]  on the host"""
     ret: np.ndarray
     """[B]  rewards of the episodes under way"""
     length: np.ndarray
     """[B]  their steps"""
     state: PyTree
-    """of environments in JAX; None for others"""
+    """of JAX environments; None for others"""
 
 
-class Told(NamedTuple):
-    """What one rollout told its environments, and what they answered; on the host."""
+class RecordedRollout(NamedTuple):
+    """The actions of one rollout, and what the environments returned; on the host."""
 
     action: np.ndarray | None
-    """[T, B] or [T, B, D]  in the type that `action_dtype` gave; None for environments whose state is saved"""
+    """[T, B] or [T, B, D], of dtype `action_dtype`; None for environments whose state is saved"""
     raw_reward: np.ndarray
     """[T, B]  float32"""
     done: np.ndarray
     """[T, B]  an episode ended"""
 
 
-class Standing(NamedTuple):
-    """Where an actor stood at a checkpoint, as it was read."""
+class SavedActor(NamedTuple):
+    """An actor as it was at a checkpoint, read from disk."""
 
     epoch: int
     steps: int
-    """so many steps of each environment since the epoch began"""
+    """steps of each environment since the epoch began"""
     actions: list[tuple[Path, int]]
-    """files, and how many bytes of each: the actions, in order"""
-    answers: str
-    """the digest of all rewards and ends, see `chain`"""
-    seen: list[str]
-    """the digest of each environment's last observation, see `digests_of`"""
+    """the files that hold the actions, in order, and how many bytes of each count"""
+    outcomes_digest: str
+    """of all rewards and ends of episodes, see `chain`"""
+    obs_digests: list[str]
+    """of each environment's last observation, see `digests_of`"""
     arrays: dict[str, list[np.ndarray]]
-    """the leaves of an `Ending`'s fields, by the field's name"""
-    files: list[list]
-    """how it refers to the files"""
+    """the leaves of an `ActorState`'s fields, by the field's name"""
+    files: list[list[Any]]
+    """names, sizes and SHA-256 of those files"""
 
 
 def action_dtype(action: ActionSpec) -> np.dtype:
-    """The smallest type that holds what a policy draws."""
+    """The smallest dtype that holds the actions that a policy draws."""
     if action.kind == "quantities":
         return np.dtype(np.float32)
     return np.dtype(np.min_scalar_type(max(action.counts) - 1))
 
 
-def chain(before: str, told: Told) -> str:
-    """The digest of all answers since the epoch began, from that of those before this rollout ("" for none)."""
+def chain(before: str, recorded: RecordedRollout) -> str:
+    """Extend the digest of rewards and ends of episodes since the epoch began ("" for none) by this rollout."""
     digest = sha256(before.encode())
-    digest.update(np.ascontiguousarray(told.raw_reward, np.float32).tobytes())
-    digest.update(np.ascontiguousarray(told.done, bool).tobytes())
+    digest.update(np.ascontiguousarray(recorded.raw_reward, np.float32).tobytes())
+    digest.update(np.ascontiguousarray(recorded.done, bool).tobytes())
     return digest.hexdigest()
 
 
 def digests_of(obs: PyTree) -> list[str]:
-    """A digest of what each environment shows.  Leaves [B, ...] -> B of them."""
+    """A digest of each environment's observation.  Leaves [B, ...] -> B digests."""
     leaves = [np.ascontiguousarray(x) for x in jax.tree.leaves(jax.device_get(obs))]
     return [blake2b(b"".join(x[i].tobytes() for x in leaves), digest_size=8).hexdigest() for i in range(len(leaves[0]))]
 
 
 def saved_leaves(tree: PyTree) -> list[np.ndarray]:
-    """The arrays of a tree as they are saved: of random keys, their numbers."""
+    """The leaves of a tree as they are saved; random keys as their numbers."""
     is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
     return [np.asarray(jax.device_get(jax.random.key_data(x) if is_key(x) else x)) for x in jax.tree.leaves(tree)]
 
 
 def restored(like: PyTree, leaves: Sequence[np.ndarray]) -> PyTree:
-    """The inverse; `like` is a tree of arrays of the same shapes.
+    """The inverse.  `like` is a tree of arrays of the same shapes and dtypes.
 
     Raises:
-        ValueError: they have other shapes.
+        ValueError: shapes or dtypes differ.
     """
     old, structure = jax.tree.flatten(like)
 
@@ -127,48 +127,52 @@ def restored(like: PyTree, leaves: Sequence[np.ndarray]) -> PyTree:
 
 
 class Snapshot(NamedTuple):
-    """Where an actor stands, to be written."""
+    """An actor as it is to be written."""
 
     header: Json
-    ending: Ending
+    actor_state: ActorState
 
 
 def actor_folder(run_dir: Path, actor: int) -> Path:
-    """Where a run keeps what one actor stands by."""
+    """The folder of one actor in a run's directory."""
     return run_dir / FOLDER / f"{actor:05d}"
 
 
 class Record:
-    """What one actor's environments were told since their epoch began: on disk, but for the latest."""
+    """One actor's actions since its environments' epoch began: on disk, except for the latest."""
 
-    def __init__(self, home: Path, standing: Standing | None):
-        """`standing` is where the actor goes on from; None if it begins an epoch."""
+    def __init__(self, home: Path, saved_actor: SavedActor | None):
+        """`saved_actor` is what the actor continues from; None if it begins an epoch."""
         self._home = home
         self._file: BinaryIO | None = None
         self._held: list[bytes] = []
         self._held_bytes = 0
-        self._ending: Ending | None = None
-        self._epoch, self._steps, self._answers = -1, 0, ""
-        self._files: list[list] = []  # name, bytes that count, their SHA-256
-        if standing is not None:
-            self._epoch, self._steps, self._answers = standing.epoch, standing.steps, standing.answers
-            self._files = [list(file) for file in standing.files]
+        self._state: ActorState | None = None
+        self._epoch, self._steps, self._outcomes_digest = -1, 0, ""
+        self._files: list[list[Any]] = []  # name, bytes that count, their SHA-256
+        if saved_actor is not None:
+            self._epoch, self._steps, self._outcomes_digest = (
+                saved_actor.epoch,
+                saved_actor.steps,
+                saved_actor.outcomes_digest,
+            )
+            self._files = [list(file) for file in saved_actor.files]
 
-    def add(self, epoch: int, told: Told, ending: Ending) -> None:
-        """One more rollout.
+    def add(self, epoch: int, recorded: RecordedRollout, actor_state: ActorState) -> None:
+        """Add a rollout.
 
         Raises:
             OSError: it cannot be written.
         """
         if epoch != self._epoch:
             self.close()
-            self._epoch, self._steps, self._answers, self._files = epoch, 0, "", []
-        self._steps += len(told.raw_reward)
-        self._answers = chain(self._answers, told)
-        self._ending = ending
-        if told.action is not None:
-            self._held.append(told.action.tobytes())
-            self._held_bytes += told.action.nbytes
+            self._epoch, self._steps, self._outcomes_digest, self._files = epoch, 0, "", []
+        self._steps += len(recorded.raw_reward)
+        self._outcomes_digest = chain(self._outcomes_digest, recorded)
+        self._state = actor_state
+        if recorded.action is not None:
+            self._held.append(recorded.action.tobytes())
+            self._held_bytes += recorded.action.nbytes
             if self._held_bytes >= CHUNK_BYTES:
                 self._flush()
 
@@ -183,40 +187,40 @@ class Record:
             self._sha = sha256()
             self._files.append([name, 0, ""])
         rest = memoryview(data)
-        while rest:  # a disk that becomes full takes a part, and says so at the next attempt only
+        while rest:  # a disk that fills up takes a part, and reports an error only at the next attempt
             rest = rest[self._file.write(rest) :]
         self._sha.update(data)
         self._files[-1][1:] = [self._files[-1][1] + len(data), self._sha.hexdigest()]
 
     def snapshot(self) -> Snapshot:
-        """Where the actor stands.  All actions are in the system's hands then, but maybe not on disk yet.
+        """The actor as it is now.  All actions have been handed to the system, but may not be on disk yet.
 
         Raises:
             OSError: they cannot be written.
         """
         self._flush()
-        assert self._ending is not None
-        header = {"epoch": self._epoch, "steps": self._steps, "answers": self._answers}
-        return Snapshot(header | {"files": [list(file) for file in self._files]}, self._ending)
+        assert self._state is not None
+        header = {"epoch": self._epoch, "steps": self._steps, "answers": self._outcomes_digest}
+        return Snapshot(header | {"files": [list(file) for file in self._files]}, self._state)
 
     def close(self) -> None:
-        """Begin another file next time; what is held back belongs to no checkpoint."""
+        """Close the file; the next one gets a new name.  Actions not yet written belong to no checkpoint."""
         if self._file is not None:
             self._file.close()
         self._file, self._held, self._held_bytes = None, [], 0
 
 
 def write(home: Path, update: int, snapshot: Snapshot) -> None:
-    """See that the actions are on disk, then write where the actor stands."""
+    """Sync the actions to disk, then write the actor."""
     home.mkdir(parents=True, exist_ok=True)
-    header, ending = snapshot
+    header, actor_state = snapshot
     if header["files"]:
         with open(home / header["files"][-1][0], "rb+") as file:
             os.fsync(file.fileno())
-    fields = ending._asdict()
-    header = {**header, "seen": digests_of(ending.obs)}
-    if ending.state is None:
-        del fields["obs"]  # the environments will show it again
+    fields = actor_state._asdict()
+    header = {**header, "seen": digests_of(actor_state.obs)}
+    if actor_state.state is None:
+        del fields["obs"]  # playback will return it
     blobs: list[bytes] = []
     header["arrays"] = {name: [] for name in fields}
     for name, tree in fields.items():
@@ -227,8 +231,8 @@ def write(home: Path, update: int, snapshot: Snapshot) -> None:
     write_whole(home / f"{update}.standing", b"".join([MAGIC, sha256(body).hexdigest().encode(), b"\n", body]))
 
 
-def read(home: Path, update: int) -> Standing:
-    """Where an actor stood after an update.
+def read(home: Path, update: int) -> SavedActor:
+    """An actor as it was after an update.
 
     Raises:
         ValueError: a file is missing, cut short or damaged.
@@ -256,13 +260,13 @@ def read(home: Path, update: int) -> Standing:
     for file, size, expected in header["files"]:
         _check(home / file, where(file), size, expected)
     actions = [(home / file, size) for file, size, _ in header["files"]]
-    return Standing(
+    return SavedActor(
         header["epoch"], header["steps"], actions, header["answers"], header["seen"], arrays, header["files"]
     )
 
 
 def _check(path: Path, where: str, size: int, expected: str) -> None:
-    """Raise `ValueError` unless a file of actions begins with these."""
+    """Raise `ValueError` unless the first `size` bytes of a file have this SHA-256."""
     digest, left = sha256(), size
     try:
         with open(path, "rb") as file:
@@ -280,14 +284,14 @@ def _check(path: Path, where: str, size: int, expected: str) -> None:
 
 
 def action_files(home: Path) -> list[Path]:
-    """The files of actions that an actor has."""
+    """An actor's files of actions."""
     return [*home.glob("*.actions")]
 
 
 def prune(home: Path, keep: Iterable[int], old: Iterable[Path], soon: Snapshot | None = None) -> None:
-    """Remove what belongs to no update of `keep`, and of the `old` files of actions those that nothing refers to.
+    """Remove an actor's files of updates not in `keep`, and those of its `old` files of actions that are not needed.
 
-    `soon` is what will be written next, in this thread.  Files that are not old may be being written.
+    `soon` is written next, in this thread, and needs its files.  Files that are not in `old` may still be written to.
     """
     kept = set(keep)
     referred = {file[0] for file in soon.header["files"]} if soon else set()
@@ -297,7 +301,7 @@ def prune(home: Path, keep: Iterable[int], old: Iterable[Path], soon: Snapshot |
         else:
             referred |= _referred(path)
     for path in [*(path for path in old if path.name not in referred), *home.glob("*.standing.tmp")]:
-        path.unlink(missing_ok=True)  # the latter by a run that was killed while it wrote one
+        path.unlink(missing_ok=True)  # .tmp: left by a run that was killed while writing
 
 
 def _referred(path: Path) -> set[str]:
@@ -310,7 +314,7 @@ def _referred(path: Path) -> set[str]:
 
 
 def put_aside(run_dir: Path, actors: Iterable[int], updates: Iterable[int]) -> None:
-    """Rename where actors stood after updates whose checkpoints are damaged; what that refers to stays."""
+    """Rename the actors' files of updates whose checkpoints are damaged; the actions they refer to stay."""
     for home in (actor_folder(run_dir, actor) for actor in actors):
         for update in updates:
             path = home / f"{update}.standing"
@@ -319,31 +323,31 @@ def put_aside(run_dir: Path, actors: Iterable[int], updates: Iterable[int]) -> N
 
 
 class Records:
-    """The records of this process's actors.  Without a folder nothing is kept."""
+    """The records of this process's actors.  Without a directory nothing is kept."""
 
-    def __init__(self, run_dir: Path | None, actors: range, standing: Mapping[int, Standing]):
+    def __init__(self, run_dir: Path | None, actors: range, saved: Mapping[int, SavedActor]):
         self._records: dict[int, Record] = {}
         if run_dir is not None:
-            self._records = {a: Record(actor_folder(run_dir, a), standing.get(a)) for a in actors}
+            self._records = {a: Record(actor_folder(run_dir, a), saved.get(a)) for a in actors}
 
-    def add(self, epoch: int, rollouts: Iterable[tuple[Told, Ending]]) -> None:
-        """One rollout more, of every actor in order.
+    def add(self, epoch: int, rollouts: Iterable[tuple[RecordedRollout, ActorState]]) -> None:
+        """Add a rollout of every actor, in order.
 
         Raises:
             OSError: it cannot be written.
         """
-        for record, (told, ending) in zip(self._records.values(), rollouts, strict=False):
-            record.add(epoch, told, ending)
+        for record, (recorded, actor_state) in zip(self._records.values(), rollouts, strict=False):
+            record.add(epoch, recorded, actor_state)
 
     def snapshots(self) -> dict[int, Snapshot]:
-        """Where every actor stands.
+        """Every actor as it is now.
 
         Raises:
-            OSError: what is not written yet cannot be.
+            OSError: actions cannot be written.
         """
         return {actor: record.snapshot() for actor, record in self._records.items()}
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the files."""
         for record in self._records.values():
             record.close()

@@ -38,7 +38,7 @@ class Schedule(NamedTuple):
         f = self.env_epoch
         return update == self.last or (f > 0 and update % f == 0)
 
-    def is_marked(self, update: int) -> bool:
+    def logs_digests(self, update: int) -> bool:
         """Whether digests are logged after this update: at ends of epochs, and every `checkpoint_frequency` updates."""
         f = self.checkpoint_frequency
         return self.ends_epoch(update) or (f > 0 and update % f == 0)

@@ -9,15 +9,15 @@ import numpy as np
 
 from cleanba.files import Json
 from cleanba.rollout import Episode
-from cleanba.runtime.actor import Parcel
+from cleanba.runtime.actor import ActorRollout
 from cleanba.runtime.collect import Times
 from cleanba.runtime.processes import gather_over_processes
 
 EPISODES_SHOWN = 100  # returns and lengths are means over the last so many episodes
 
 
-class News(NamedTuple):
-    """What a process has counted since the last log point."""
+class NewCounts(NamedTuple):
+    """What a process counted since the last log point."""
 
     steps: int
     episodes: int
@@ -26,7 +26,7 @@ class News(NamedTuple):
 
 @dataclass
 class Statistics:
-    """Steps, episodes and times of this process since the last log point, and of everybody before it."""
+    """Steps, episodes and times: of this process since the last log point, of all processes before it."""
 
     global_step: int = 0
     episodes: int = 0
@@ -38,40 +38,40 @@ class Statistics:
     learner_wait: float = 0.0
     learner_update: float = 0.0
 
-    def add(self, parcels: Sequence[Parcel]) -> None:
-        for parcel in parcels:
-            self.new_steps += parcel.steps
-            self.new_episodes += len(parcel.episodes)
-            self.newest.extend(parcel.episodes)
-            self.times.append(parcel.times)
+    def add(self, rollouts: Sequence[ActorRollout]) -> None:
+        for rollout in rollouts:
+            self.new_steps += rollout.steps
+            self.new_episodes += len(rollout.episodes)
+            self.newest.extend(rollout.episodes)
+            self.times.append(rollout.times)
 
     def gather(self) -> int:
-        """Combine with the other processes, which must all call this after the same update.  Returns the new steps."""
-        everybodys = self.everybodys_news()
-        for news in everybodys:
-            self.recent.extend(news.newest)
-        new_steps = sum(news.steps for news in everybodys)
+        """Add up all processes' counts, and return the new steps.  All must call this after the same update."""
+        counts = self.gather_counts()
+        for process in counts:
+            self.recent.extend(process.newest)
+        new_steps = sum(process.steps for process in counts)
         self.global_step += new_steps
-        self.episodes += sum(news.episodes for news in everybodys)
+        self.episodes += sum(process.episodes for process in counts)
         self.new_steps, self.new_episodes = 0, 0
         self.newest.clear()
         return new_steps
 
-    def everybodys_news(self) -> list[News]:
-        """What every process has counted since the last log point.  All must call this after the same update."""
+    def gather_counts(self) -> list[NewCounts]:
+        """What every process counted since the last log point.  All must call this after the same update."""
         row = np.zeros(2 + 2 * EPISODES_SHOWN, np.float64)
         row[0], row[1] = self.new_steps, self.new_episodes
         row[2 : 2 + 2 * len(self.newest)] = np.array([(e.ret, e.length) for e in self.newest], np.float64).ravel()
 
-        def read(r: np.ndarray) -> News:
+        def read(r: np.ndarray) -> NewCounts:
             count = min(int(r[1]), EPISODES_SHOWN)
             newest = [Episode(float(a), int(b)) for a, b in r[2 : 2 + 2 * count].reshape(-1, 2)]
-            return News(int(r[0]), int(r[1]), newest)
+            return NewCounts(int(r[0]), int(r[1]), newest)
 
         return [read(r) for r in gather_over_processes(row)]
 
     def take_times(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Mean seconds per rollout of the actors' activities, and of the learner's, since the last call."""
+        """Seconds since the last call: of the actors, per rollout, and of the learner, by activity."""
         n = max(1, len(self.times))
         names = [f.name for f in fields(Times)]
         actor = {name: sum(getattr(t, name) for t in self.times) / n for name in names}
@@ -80,11 +80,11 @@ class Statistics:
         return actor, learner
 
     def counters(self, seconds: float) -> Json:
-        """What a checkpoint keeps of this.  All processes must call this after the same update.
+        """What a checkpoint keeps of the statistics.  All processes must call this after the same update.
 
-        "news" is what was counted since the last log point, by process; the totals hold it already.
+        "news" has each process's counts since the last log point; the totals include them.
         """
-        news = self.everybodys_news()
+        news = self.gather_counts()
         return {
             "global_step": self.global_step + sum(n.steps for n in news),
             "episodes": self.episodes + sum(n.episodes for n in news),
@@ -95,8 +95,10 @@ class Statistics:
 
     @classmethod
     def from_counters(cls, counters: Json, process: int, processes: int) -> "Statistics":
-        """The inverse, in one of so many processes; where they are others than before, the first gets all the news."""
-        news = [News(steps, count, [Episode(*e) for e in newest]) for steps, count, newest in counters.get("news", [])]
+        """The inverse, for one of `processes`.  If there were others before, the first process gets all new counts."""
+        news = [
+            NewCounts(steps, count, [Episode(*e) for e in newest]) for steps, count, newest in counters.get("news", [])
+        ]
         mine = [news[process]] if len(news) == processes else news if process == 0 else []
         recent = deque((Episode(r, length) for r, length in counters["recent"]), maxlen=EPISODES_SHOWN)
         made = cls(

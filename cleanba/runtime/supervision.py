@@ -1,4 +1,4 @@
-"""What the main thread does while a run goes on: it hears signals, and notices that nothing moves."""
+"""What the main thread does during a run: it handles signals, and notices when the run stalls."""
 
 import os
 import signal
@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from cleanba.errors import Failure, Interrupted
 from cleanba.runtime.channels import Channel, Stop
@@ -20,7 +20,7 @@ GRACE_SECONDS = 3.0  # for threads to notice that the run ends
 
 @contextmanager
 def handle_signals(handler: Callable[[int], None], signals: Iterable[signal.Signals]) -> Iterator[None]:
-    """Call `handler` for these signals, as long as this lasts.  Only works in the main thread."""
+    """Call `handler` for these signals within the context.  Only works in the main thread."""
     previous = {s: signal.signal(s, lambda signum, _: handler(signum)) for s in signals}
     try:
         yield
@@ -30,15 +30,15 @@ def handle_signals(handler: Callable[[int], None], signals: Iterable[signal.Sign
 
 
 def leave_process(signum: int) -> None:
-    """End the process at once, as by that signal."""
+    """End the process at once, with the exit code of this signal."""
     os._exit(128 + signum)
 
 
 @contextmanager
 def hear_signals(asked: Callable[[int], None], give_up: Callable[[int], None] = leave_process) -> Iterator[None]:
-    """Ctrl-C, SIGTERM and SIGUSR1 call `asked`, in another thread; a second Ctrl-C calls `give_up` in this one.
+    """Ctrl-C, SIGTERM and SIGUSR1 call `asked` in another thread; a second Ctrl-C calls `give_up` in this one.
 
-    Only works in the main thread: in others nothing is heard.
+    In threads other than the main one, signals are not handled.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -48,11 +48,11 @@ def hear_signals(asked: Callable[[int], None], give_up: Callable[[int], None] = 
     def hear(signum: int) -> None:
         nonlocal first_ctrl_c
         if signum == signal.SIGINT:
-            # `timeout -s INT` and others signal a process and its group: that is one Ctrl-C.
+            # `timeout -s INT` and others signal both a process and its group: that counts as one Ctrl-C.
             if time.monotonic() - first_ctrl_c > 0.2:
                 return give_up(signum)
             first_ctrl_c = min(first_ctrl_c, time.monotonic())
-        # Not here: a handler runs between any two instructions, perhaps inside a lock that stopping needs.
+        # In another thread, as a handler may interrupt code that holds a lock which stopping needs.
         threading.Thread(target=asked, args=(signum,), daemon=True).start()
 
     with handle_signals(hear, (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)):
@@ -64,38 +64,38 @@ def end_by_signal(
     grace_period: float,
     can_save: bool,
     next_end: Callable[[int], int] | None,
-    progress: Progress,
+    progress: Progress[Any],
     stop: Stop,
     say: Callable[[str], None],
 ) -> None:
-    """End the run after the update that is under way, with a checkpoint; at once where nothing can be saved.
+    """End the run after the current update, with a checkpoint; at once if no checkpoint can be taken.
 
-    After the grace period it ends as it is.  Further signals change nothing: a cluster warns every process, and a
-    process may hear it from another first.
+    After the grace period the run ends without one.  Further signals are ignored: a cluster signals every process, and
+    a process may learn of it from another one first.
 
-    `next_end` is given where only the end of an epoch can be saved: from an update, the first such update after it.
-    Then SIGUSR1, the warning of a cluster, waits for one that is near enough, and the others wait for none.
+    next_end: given where checkpoints are possible only at ends of epochs: update -> the next update that ends one.
+        SIGUSR1, a cluster's warning, then waits for such an update within the grace period; other signals do not.
     """
-    if progress.ending is not None:
+    if progress.interrupt is not None:
         return
     error, words = Interrupted(signum), ""
     if can_save and grace_period > 0 and next_end is None:
         words = f"{error}: ending after this update, with a checkpoint"
     elif can_save and next_end is not None and signum == signal.SIGUSR1:
-        end = next_end(progress.saved_update)  # which may be done, and its checkpoint on its way
+        end = next_end(progress.saved_update)  # may be done already, with its checkpoint being written
         seconds = progress.seconds_until(end)
         if seconds < grace_period:
             words = f"{error}: ending after the checkpoint of update {end}, in about {seconds:.0f} s"
     if words:
-        progress.ending = error
+        progress.interrupt = error
         say(words)
         stop.wake()
         stop.wait(grace_period)
     stop(error)
 
 
-def stacks(channels: Sequence[Channel]) -> str:
-    """Where every thread stands, and what the queues hold."""
+def stacks(channels: Sequence[Channel[Any]]) -> str:
+    """The stack of every thread, and what the queues hold, as text."""
     frames = sys._current_frames()
     parts = []
     for thread in threading.enumerate():
@@ -108,18 +108,18 @@ def stacks(channels: Sequence[Channel]) -> str:
 
 @dataclass
 class Watchdog:
-    """Notices that something which is counted has not gone on for too long."""
+    """Notices that a count has not changed for too long."""
 
     timeout: float
     counted: str = "update"
     mark: tuple[int, str] | None = None
     since: float = 0.0
 
-    def check(self, count: int, phase: str, channels: Sequence[Channel] = ()) -> None:
-        """Look, every now and then, how many there were and what is done now; compiling may take any time.
+    def check(self, count: int, phase: str, channels: Sequence[Channel[Any]] = ()) -> None:
+        """Call this every now and then with the count and the phase of the run.  Compiling may take any time.
 
         Raises:
-            Failure: the run stalls; the stacks are on the error output.
+            Failure: the run stalls.  The threads' stacks have been printed to stderr.
         """
         now, mark = time.perf_counter(), (count, phase)
         if mark != self.mark or phase.startswith("compiling"):
@@ -137,10 +137,10 @@ T = TypeVar("T")
 
 
 def watched(body: Callable[[], T], watchdog: Watchdog, progress: Callable[[], tuple[int, str]]) -> T:
-    """`body()`, in a thread of its own; `progress` is what the watchdog looks at meanwhile.
+    """Run `body()` in a thread of its own, while the watchdog checks `progress()`.  Returns what it returns.
 
     Raises:
-        Failure: nothing goes on any more.  The thread is left behind.
+        Failure: it stalls.  The thread is left behind.
         BaseException: what `body` raised.
     """
     returned: list[T] = []

@@ -7,22 +7,21 @@ A run has three kinds of threads.  Actors collect rollouts, the learner thread r
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, NoReturn
+from typing import Any, Generic, NamedTuple, NoReturn
 
 import jax
 
-from cleanba.algorithm import Metrics
+from cleanba.algorithm import C, M, Metrics, P, S
 from cleanba.errors import Failure, Interrupted
 from cleanba.files import Json
-from cleanba.rollout import PyTree
-from cleanba.runtime.actor import Params, Parcel, run_actor
+from cleanba.runtime.actor import ActorRollout, Params, run_actor
 from cleanba.runtime.channels import Channel, Closed, Stop
-from cleanba.runtime.collect import Collector, Inspection, ScannedCollector, Scans, SteppedCollector, make_steppers
-from cleanba.runtime.keeper import Keeper
+from cleanba.runtime.checkpoint_schedule import CheckpointSchedule
+from cleanba.runtime.checkpoint_writer import CheckpointWriter
+from cleanba.runtime.collect import Collector, FiniteCheck, ScanCache, ScannedCollector, SteppedCollector, make_steppers
 from cleanba.runtime.learner import Learner
-from cleanba.runtime.memory import Holdings
+from cleanba.runtime.memory import MemoryStore
 from cleanba.runtime.metrics import Display, Status
-from cleanba.runtime.pace import Pace
 from cleanba.runtime.peers import Peers
 from cleanba.runtime.playback import Playback
 from cleanba.runtime.progress import Progress
@@ -31,47 +30,61 @@ from cleanba.runtime.schedule import Schedule
 from cleanba.runtime.statistics import Statistics
 from cleanba.runtime.supervision import GRACE_SECONDS, Watchdog, end_by_signal, hear_signals, leave_process
 from cleanba.runtime.training import Training
-from cleanba.runtime.training_log import Book, LogPoint
+from cleanba.runtime.training_log import TrainingLog, WriteLogPoint
 
 
 def receive(
-    channels: Sequence[Channel[Parcel]], update: int, schedule: Schedule, give_up: Callable[[], bool]
-) -> list[Parcel] | None:
+    channels: Sequence[Channel[ActorRollout]], update: int, schedule: Schedule, give_up: Callable[[], bool]
+) -> list[ActorRollout] | None:
     """Wait for the rollouts of this update, one from each actor.  None once `give_up()` is true before all are there.
 
     Raises:
         AssertionError: a rollout has another number or another policy lag than the schedule promises.
     """
-    parcels = []
+    rollouts = []
     for channel in channels:
-        parcel = channel.get_unless(give_up)
-        if parcel is None:
+        rollout = channel.get_unless(give_up)
+        if rollout is None:
             return None
-        parcels.append(parcel)
-    for parcel in parcels:
-        assert parcel.rollout == update, f"update {update} was given rollout {parcel.rollout}"
-        lag, promised = update - parcel.policy_version, schedule.lag(update)
+        rollouts.append(rollout)
+    for rollout in rollouts:
+        assert rollout.number == update, f"update {update} was given rollout {rollout.number}"
+        lag, promised = update - rollout.policy_version, schedule.lag(update)
         assert lag == promised, f"update {update}: policy lag {lag}, promised {promised}"
-    return parcels
+    return rollouts
+
+
+def first_state(training: Training[S, M, P, C], learner: Learner[S, M, P, C]) -> S:
+    """The learner's state before its first update: a checkpoint's, another run's (--init-from), or a random one."""
+    if training.saved is not None:
+        return learner.replicate(training.saved.state)
+    state = learner.init()
+    if training.begin_with is not None:
+        state = learner.replicate(training.begin_with(jax.device_get(learner.local(state))))
+    return state
 
 
 def learn(
-    training: Training,
-    learner: Learner,
-    params_channels: Sequence[tuple[jax.Device, Channel[Params]]],
-    rollout_channels: Sequence[Channel[Parcel]],
-    keeper: Keeper,
-    progress: Progress,
-    log: LogPoint,
+    training: Training[S, M, P, C],
+    learner: Learner[S, M, P, C],
+    params_channels: Sequence[tuple[jax.Device, Channel[Params[P]]]],
+    rollout_channels: Sequence[Channel[ActorRollout]],
+    writer: CheckpointWriter[S, M, P, C],
+    progress: Progress[S],
+    write_log_point: WriteLogPoint,
     stop: Stop,
 ) -> None:
     """The learner thread: the updates, in order.  Actors follow through their channels."""
     schedule, saved, status = training.schedule, training.saved, progress.status
     params_of = training.algorithm.actor_params
-    pace = Pace(schedule, training.checkpoint_frequency, not training.repeatable, training.devices, progress)
-    acting: list[Params] = []  # the latest two versions as actors have them, since the state is donated to the update
+    save_schedule = CheckpointSchedule(
+        schedule, training.checkpoint_frequency, not training.repeatable, training.devices, progress
+    )
+    acting: list[
+        Params[P]
+    ] = []  # the latest two versions as actors have them, since the state is donated to the update
 
-    def publish(version: int, params: PyTree) -> None:
+    def publish(version: int, params: P) -> None:
         published = learner.publish(params)
         for device, params_channel in params_channels:
             params_channel.put(Params(version, published[device]))
@@ -79,33 +92,30 @@ def learn(
 
     def save(update: int) -> None:
         before = time.perf_counter()
-        keeper.look(update, state, memory)
+        writer.snapshot(update, state, memory)
         older = next((params for version, params in acting if version == update), acting[-1].params)
-        keeper.save(update, state, older, book.counters(), not schedule.ends_epoch(update))
+        writer.save(update, state, older, log.counters(), not schedule.ends_epoch(update))
         progress.saved_update = update
-        pace.saved(keeper.seconds + time.perf_counter() - before)
+        save_schedule.note_saved(writer.seconds + time.perf_counter() - before)
 
-    def end(update: int, ending: Interrupted) -> NoReturn:
+    def end(update: int, interrupt: Interrupted) -> NoReturn:
         assert training.checkpoints is not None
         training.checkpoints.wait_for_all(update, training.grace_period)
-        stop(ending)
+        stop(interrupt)
         raise Closed
 
     first_to_learn = getattr(training.experiment, "first_to_learn", 0)
-    book = Book(schedule, training.log_frequency, training.devices, progress, log, first_to_learn)
+    log = TrainingLog(schedule, training.log_frequency, training.devices, progress, write_log_point, first_to_learn)
     status.phase = "compiling the update"
     block = training.block_shapes
-    state = learner.replicate(saved.state) if saved else learner.init()
-    if saved is None and training.begin_with is not None:
-        state = learner.replicate(training.begin_with(jax.device_get(learner.local(state))))
-    progress.state = state
+    progress.state = state = first_state(training, learner)
     memory = learner.restore_memory(block, saved.memory) if saved else learner.init_memory(block)
     learner.compile(state, memory, block)
     status.phase = "collecting the first rollout"
-    book.begin()
+    log.start_clock()
 
-    if saved and schedule.first > schedule.last:
-        keeper.look(saved.update, state, memory)  # the run ended with this checkpoint; only its result is missing
+    if saved and schedule.first > schedule.last:  # the run ended with this checkpoint; only its result is missing
+        writer.snapshot(saved.update, state, memory)
     elif saved and schedule.policy_version(schedule.first) == saved.update:
         publish(saved.update, saved.older_params)  # for the rollout that was under way while update `saved.update` ran
     metrics: Metrics = {}
@@ -114,54 +124,55 @@ def learn(
         if schedule.policy_version(update) == update or schedule.policy_version(update + 1) == update < schedule.last:
             publish(update, learner.local(params_of(state)))
 
-        with book.waiting():
-            parcels = receive(rollout_channels, update, schedule, lambda: pace.ends_now(progress.update))
-        if parcels is None:  # a signal ends the run now: these rollouts are dropped, the update before them is saved
+        with log.timing_wait():
+            rollouts = receive(rollout_channels, update, schedule, lambda: save_schedule.ends_now(progress.update))
+        if rollouts is None:  # a signal ends the run now: these rollouts are dropped, the update before them is saved
             if training.stop_on_nonfinite:
-                book.check_finite(update - 1, metrics, True)
+                log.check_finite(update - 1, metrics, True)
             if progress.saved_update != update - 1:
                 save(update - 1)
-            assert progress.ending is not None
-            end(update - 1, progress.ending)
-        progress.statistics.add(parcels)
-        keeper.record(schedule.epoch(update), [(parcel.told, parcel.ending) for parcel in parcels])
-        blocks = [block for parcel in parcels for block in parcel.blocks]
-        del parcels
+            assert progress.interrupt is not None
+            end(update - 1, progress.interrupt)
+        progress.statistics.add(rollouts)
+        writer.record_rollouts(schedule.epoch(update), [(r.recorded, r.actor_state) for r in rollouts])
+        blocks = [block for rollout in rollouts for block in rollout.blocks]
+        del rollouts
         progress.state = None
-        with book.updating():
+        with log.timing_update():
             state, memory, metrics = learner.update(state, memory, blocks, update)
             del blocks
             jax.block_until_ready((state, memory))
         stop.check()
-        verdict = pace.after(update)
-        saving = training.checkpoints is not None and verdict.save
+        decision = save_schedule.decide(update)
+        saving = training.checkpoints is not None and decision.save
         if training.stop_on_nonfinite:
-            book.check_finite(update, metrics, saving or schedule.is_marked(update))
+            log.check_finite(update, metrics, saving or schedule.logs_digests(update))
         progress.state = state
-        book.updated(update)
+        log.note_update(update)
 
         if training.after_update is not None:
-            training.after_update(update, book.steps_so_far, learner.local(params_of(state)))
-        if book.is_log_point(update):
-            book.log(update, metrics, keeper.look(update, state, memory) if schedule.is_marked(update) else {})
+            training.after_update(update, log.steps_so_far, learner.local(params_of(state)))
+        if log.is_log_point(update):
+            digests = writer.snapshot(update, state, memory) if schedule.logs_digests(update) else {}
+            log.write(update, metrics, digests)
         if saving:
             save(update)
-            if verdict.ending is not None:
-                end(update, verdict.ending)
-        elif schedule.is_marked(update):
-            keeper.leave()
+            if decision.interrupt is not None:
+                end(update, decision.interrupt)
+        elif schedule.logs_digests(update):
+            writer.discard_snapshot()
     if training.checkpoints is not None:
         status.phase = "writing the last checkpoint"
         training.checkpoints.finish()
         status.phase = "training"
 
 
-class Outcome(NamedTuple):
+class RunOutcome(NamedTuple, Generic[S]):
     """How a run ended."""
 
     result: Json
     """the contents of result.json"""
-    state: PyTree
+    state: S | None
     """the learner's last state, or None if it was lost"""
     error: BaseException | None
     stuck: bool
@@ -169,13 +180,13 @@ class Outcome(NamedTuple):
 
 
 def run_training(
-    training: Training,
+    training: Training[S, M, P, C],
     display: Display,
     status: Status,
-    log: LogPoint,
+    write_log_point: WriteLogPoint,
     peers: Peers | None = None,
     give_up: Callable[[int], None] = leave_process,
-) -> Outcome:
+) -> RunOutcome[S]:
     """Run all threads to the end of the experiment, or to the first error or signal, here or in another process.
 
     `give_up` is called, in this thread, when Ctrl-C is pressed a second time.
@@ -183,7 +194,7 @@ def run_training(
     stop, started = Stop(), time.perf_counter()
     progress = begin_progress(training, status)
     learner = Learner(training.algorithm, training.partition, training.devices, training.experiment.seed)
-    keeper = make_keeper(training, learner)
+    checkpoint_writer = make_checkpoint_writer(training, learner)
 
     def handle_signal(signum: int) -> None:
         can_save = training.checkpoints is not None and progress.update >= training.schedule.first
@@ -197,20 +208,23 @@ def run_training(
     actors = make_actors(training, learner, stop, status, display)
     params_channels = [(actor.device, actor.params) for actor in actors]
     rollout_channels = [actor.rollouts for actor in actors]
-    learner_body = lambda: learn(training, learner, params_channels, rollout_channels, keeper, progress, log, stop)
+    learner_body = lambda: learn(
+        training, learner, params_channels, rollout_channels, checkpoint_writer, progress, write_log_point, stop
+    )
     bodies = [(actor.name, actor.body) for actor in actors] + [("learner", learner_body)]
-    channels = [*rollout_channels, *(channel for _, channel in params_channels)]
+    channels: list[Channel[Any]] = [*rollout_channels, *(channel for _, channel in params_channels)]
     with hear_signals(handle_signal, give_up):
         threads = start(bodies, stop, peers)
         supervise(threads, channels, training.stall_timeout, progress, display, stop, peers)
     seconds = progress.seconds_before + time.perf_counter() - started
-    result = describe_result(progress, keeper, stop.error, seconds)
-    return Outcome(result, progress.state, stop.error, any(t.is_alive() for t in threads))
+    result = describe_result(progress, checkpoint_writer, stop.error, seconds)
+    return RunOutcome(result, progress.state, stop.error, any(t.is_alive() for t in threads))
 
 
-def begin_progress(training: Training, status: Status) -> Progress:
+def begin_progress(training: Training[S, M, P, C], status: Status) -> Progress[S]:
     """The progress of a run that begins, or that continues from `training.saved`."""
-    progress, saved = Progress(status), training.saved
+    progress: Progress[S] = Progress(status)
+    saved = training.saved
     if saved is None:
         return progress
     devices = training.devices
@@ -226,53 +240,57 @@ def begin_progress(training: Training, status: Status) -> Progress:
     return progress
 
 
-def make_keeper(training: Training, learner: Learner) -> Keeper:
+def make_checkpoint_writer(
+    training: Training[S, M, P, C], learner: Learner[S, M, P, C]
+) -> CheckpointWriter[S, M, P, C]:
     """Makes the checkpoints of this process, and what they need to know of the one the run continues from."""
     saved, checkpoints = training.saved, training.checkpoints
     folder = checkpoints.run_dir if checkpoints is not None else None
-    holdings = Holdings(
+    memory_store = MemoryStore(
         training.memory_shapes,
         training.local_shards,
         saved.memory if saved else None,
         folder,
         training.partition.place,
     )
-    records = Records(folder, training.local_actors, saved.standing if saved else {})
-    return Keeper(learner, training.algorithm.actor_params, training.devices, holdings, checkpoints, records)
+    records = Records(folder, training.local_actors, saved.actors if saved else {})
+    return CheckpointWriter(
+        learner, training.algorithm.actor_params, training.devices, memory_store, checkpoints, records
+    )
 
 
-class ActorThread(NamedTuple):
+class ActorThread(NamedTuple, Generic[P]):
     """One of this process's actors, ready to start."""
 
     name: str
     device: jax.Device
-    params: Channel[Params]
-    rollouts: Channel[Parcel]
+    params: Channel[Params[P]]
+    rollouts: Channel[ActorRollout]
     body: Callable[[], None]
 
 
 def make_actors(
-    training: Training, learner: Learner, stop: Stop, status: Status, display: Display
-) -> list[ActorThread]:
+    training: Training[S, M, P, C], learner: Learner[S, M, P, C], stop: Stop, status: Status, display: Display
+) -> list[ActorThread[P]]:
     """This process's actors, in order: each with its collector and its channels to and from the learner."""
     e, algorithm, devices = training.experiment, training.algorithm, training.devices
-    actors, standing = training.local_actors, training.saved.standing if training.saved else {}
-    recorded = sum(where.steps for where in standing.values() if where.actions) * training.partition.envs_per_actor
+    actors, saved_actors = training.local_actors, training.saved.actors if training.saved else {}
+    recorded = sum(saved.steps for saved in saved_actors.values() if saved.actions) * training.partition.envs_per_actor
     playback = Playback(recorded, status, display.say)
     steppers = make_steppers(algorithm, e.num_steps, devices.platform)
-    scans = Scans(algorithm, e.num_steps)
+    scans = ScanCache(algorithm, e.num_steps)
 
-    def make_collector(actor: int, device: jax.Device) -> Collector:
-        inspection = Inspection(training.spec.env_id, training.partition.actor_envs(actor).start)
-        looks = inspection if training.stop_on_nonfinite else None
+    def make_collector(actor: int, device: jax.Device) -> Collector[P]:
+        finite_check = FiniteCheck(training.spec.env_id, training.partition.actor_envs(actor).start)
+        check = finite_check if training.stop_on_nonfinite else None
         kept = training.recorded_action, training.spec.on_device
         if e.collector == "scanned":
-            return ScannedCollector(algorithm, e.num_steps, device, stop, scans, looks, *kept)
-        return SteppedCollector(algorithm, steppers, e.num_steps, device, stop, looks, *kept)
+            return ScannedCollector(algorithm, e.num_steps, device, stop, scans, check, *kept)
+        return SteppedCollector(algorithm, steppers, e.num_steps, device, stop, check, *kept)
 
-    def make_actor(actor: int, device: jax.Device) -> ActorThread:
-        params: Channel[Params] = Channel(f"parameters for actor {actor}", stop)
-        rollouts: Channel[Parcel] = Channel(f"rollouts of actor {actor}", stop)
+    def make_actor(actor: int, device: jax.Device) -> ActorThread[P]:
+        params: Channel[Params[P]] = Channel(f"parameters for actor {actor}", stop)
+        rollouts: Channel[ActorRollout] = Channel(f"rollouts of actor {actor}", stop)
         collector, make_envs = make_collector(actor, device), training.envs_of(actor, device)
         body = lambda: run_actor(
             actor,
@@ -284,7 +302,7 @@ def make_actors(
             rollouts,
             learner.send,
             stop,
-            standing.get(actor),
+            saved_actors.get(actor),
             playback.add,
         )
         return ActorThread(f"actor {actor}", device, params, rollouts, body)
@@ -312,9 +330,9 @@ def start(bodies: Iterable[tuple[str, Callable[[], None]]], stop: Stop, peers: P
 
 def supervise(
     threads: Sequence[threading.Thread],
-    channels: Sequence[Channel],
+    channels: Sequence[Channel[Any]],
     stall_timeout: float,
-    progress: Progress,
+    progress: Progress[Any],
     display: Display,
     stop: Stop,
     peers: Peers | None,
@@ -338,7 +356,9 @@ def supervise(
         thread.join(max(0.0, deadline - time.perf_counter()) if stop.is_set else None)
 
 
-def describe_result(progress: Progress, keeper: Keeper, error: BaseException | None, seconds: float) -> Json:
+def describe_result(
+    progress: Progress[S], checkpoint_writer: CheckpointWriter[S, M, P, C], error: BaseException | None, seconds: float
+) -> Json:
     """The contents of result.json for a run that has ended: with this error, or None if it is finished."""
     status = "finished" if error is None else "interrupted" if isinstance(error, Interrupted) else "failed"
     result: Json = {
@@ -355,7 +375,7 @@ def describe_result(progress: Progress, keeper: Keeper, error: BaseException | N
         "seconds": round(seconds, 3),
     }
     if progress.state is not None:
-        result |= keeper.digests(progress.update, progress.state)
+        result |= checkpoint_writer.digests(progress.update, progress.state)
     if error is not None:
         result["error"] = str(error) if isinstance(error, Interrupted) else f"{type(error).__name__}: {error}"
     return result

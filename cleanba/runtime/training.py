@@ -2,14 +2,15 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Generic
 
 import jax
 
-from cleanba.algorithm import Algorithm
+from cleanba.algorithm import Algorithm, C, M, P, S
 from cleanba.config import Experiment, Partition
-from cleanba.environments.kinds import Envs, open_envs, threads_per_actor
+from cleanba.environments.backends import Envs, open_envs, threads_per_actor
 from cleanba.environments.specs import EnvSpec
-from cleanba.rollout import PyTree, Rollout
+from cleanba.rollout import Rollout
 from cleanba.runtime.checkpoint import Checkpoints, Saved
 from cleanba.runtime.devices import Devices
 from cleanba.runtime.learner import abstract_block, memory_shapes
@@ -19,10 +20,10 @@ from cleanba.specs import ActionSpec
 
 
 @dataclass(frozen=True)
-class Training:
+class Training(Generic[S, M, P, C]):
     """The fixed parts of a run, which all its threads share."""
 
-    algorithm: Algorithm
+    algorithm: Algorithm[S, M, P, C]
     experiment: Experiment
     partition: Partition
     devices: Devices
@@ -32,9 +33,9 @@ class Training:
     """seeds, epoch -> environments"""
     checkpoints: Checkpoints | None = None
     """where checkpoints go; None: there are none"""
-    saved: Saved | None = None
+    saved: Saved[S, P] | None = None
     """the checkpoint to continue from"""
-    begin_with: Callable[[PyTree], PyTree] | None = None
+    begin_with: Callable[[S], S] | None = None
     """the initial state, on the host -> the same with another run's parameters (--init-from)"""
     checkpoint_frequency: int | None = None
     """updates between checkpoints; 0: none but the last; None: by time"""
@@ -47,7 +48,7 @@ class Training:
     """seconds left after a signal to end the update and write a checkpoint"""
     stop_on_nonfinite: bool = True
     """whether a loss, gradient, observation or reward that is not finite ends the run"""
-    after_update: Callable[[int, int, PyTree], None] | None = None
+    after_update: Callable[[int, int, P], None] | None = None
     """called with each update's number, the steps so far, and the parameters, which it must copy before it returns"""
 
     @property
@@ -76,7 +77,7 @@ class Training:
         return self.partition.process_shards(self.devices.process)
 
     @property
-    def memory_shapes(self) -> PyTree:
+    def memory_shapes(self) -> M:
         """The shapes of one shard's memory."""
         return memory_shapes(self.algorithm, self.block_shapes, self.partition)
 
@@ -96,7 +97,7 @@ class Training:
 
 
 def make_training(
-    algorithm: Algorithm,
+    algorithm: Algorithm[S, M, P, C],
     experiment: Experiment,
     partition: Partition,
     devices: Devices,
@@ -104,7 +105,7 @@ def make_training(
     log_frequency: int = 10,
     make_envs: Callable[[Sequence[int], int], Envs] | None = None,
     env_workers: int | None = None,
-) -> Training:
+) -> Training[S, M, P, C]:
     """A `Training` on environments that `spec` describes.  `make_envs` makes others in their place, as tests do.
 
     `env_workers` is the placement's.  The remaining fields keep their defaults; `dataclasses.replace` sets them.

@@ -1,9 +1,9 @@
-"""The log points of the learner's loop: what a run counts and times, by the names it is logged under."""
+"""Log points: what a run counts and times, by the names that it is logged under."""
 
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -16,7 +16,6 @@ from cleanba.runtime.metrics import Status
 from cleanba.runtime.progress import Progress
 from cleanba.runtime.schedule import Schedule
 from cleanba.runtime.statistics import Statistics
-
 
 LOGGED = {
     "update": "number of the update, from 1",
@@ -43,60 +42,63 @@ LOGGED = {
 """What a log point holds besides what the algorithm logs: name -> meaning."""
 
 
-class LogPoint(Protocol):
-    """Takes one log point: update, global step, seconds since the run began, and the values by their names."""
+class WriteLogPoint(Protocol):
+    """Writes one log point: update, global step, seconds since the run began, and values by name."""
 
     def __call__(self, update: int, global_step: int, seconds: float, values: Json) -> None: ...
 
 
-class Book:
-    """Counts and times the learner's loop, leaves in `progress` how it goes, and makes its log points."""
+class TrainingLog:
+    """Counts and times the learner's loop, updates `progress`, and makes the log points."""
 
     def __init__(
         self,
         schedule: Schedule,
         log_frequency: int,
         devices: Devices,
-        progress: Progress,
-        log: LogPoint,
+        progress: Progress[Any],
+        write_log_point: WriteLogPoint,
         first_to_learn: int = 0,
     ):
-        """`first_to_learn` is the number of the first update that learns: those before take less time."""
+        """`first_to_learn` is the first update with gradient steps; earlier ones are no guide to the remaining time."""
         self._schedule, self._log_frequency, self._devices = schedule, log_frequency, devices
-        self._first_to_learn, self._last_update = first_to_learn, schedule.first - 1  # the latter at the last log point
-        self._progress, self._log = progress, log
+        self._first_to_learn, self._last_update = (
+            first_to_learn,
+            schedule.first - 1,
+        )  # the latter: of the last log point
+        self._progress, self._write_log_point = progress, write_log_point
         self._began = time.perf_counter() - progress.seconds_before
         self._unchecked: tuple[int, Metrics] = (0, {})
-        self.begin()
+        self.start_clock()
 
-    def begin(self) -> None:
-        """All is compiled: the first rollout is on its way."""
+    def start_clock(self) -> None:
+        """Start timing, once everything is compiled."""
         statistics = self._progress.statistics
         self._timed_from, self._timed_steps = time.perf_counter(), 0
         self._last_log, self._steps_at_last_log = time.perf_counter(), statistics.global_step
 
     @property
     def steps_so_far(self) -> int:
-        """Environment steps of all processes; between log points as if the others had made as many as this one."""
+        """Environment steps of all processes; between log points an estimate, from the steps of this one."""
         statistics = self._progress.statistics
         return statistics.global_step + statistics.new_steps * self._devices.num_processes
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
+    def timing_wait(self) -> Iterator[None]:
         """Time a wait for rollouts."""
         before = time.perf_counter()
         yield
         self._progress.statistics.learner_wait += time.perf_counter() - before
 
     @contextmanager
-    def updating(self) -> Iterator[None]:
-        """Around the computation of an update."""
+    def timing_update(self) -> Iterator[None]:
+        """Time the computation of an update."""
         before = time.perf_counter()
         yield
         self._progress.statistics.learner_update += time.perf_counter() - before
 
-    def updated(self, update: int) -> None:
-        """An update is done."""
+    def note_update(self, update: int) -> None:
+        """Note that an update is done."""
         progress = self._progress
         progress.update, progress.lag = update, self._schedule.lag(update)
         if self._devices.num_processes == 1:  # the steps of others are known at log points
@@ -108,12 +110,12 @@ class Book:
             progress.update_seconds = (time.perf_counter() - self._timed_from) / (update - self._schedule.first)
 
     def check_finite(self, update: int, metrics: Metrics, saving: bool) -> None:
-        """Losses and gradients must be numbers.
+        """Check that losses and gradients are finite.
 
-        Looked at an update late, when they have arrived; at once before they are saved.
+        They are checked one update later, when they have arrived on the host; at once before a checkpoint.
 
         Raises:
-            NotFinite: one is not.
+            NotFinite: one is not finite.
         """
         jax.tree.map(lambda x: x.copy_to_host_async(), metrics)
         check_finite(*self._unchecked, self._progress.saved_update)
@@ -123,9 +125,9 @@ class Book:
 
     def is_log_point(self, update: int) -> bool:
         """Whether all processes log after this update."""
-        return update == 1 or update % self._log_frequency == 0 or self._schedule.is_marked(update)
+        return update == 1 or update % self._log_frequency == 0 or self._schedule.logs_digests(update)
 
-    def log(self, update: int, metrics: Metrics, digests: dict[str, str]) -> None:
+    def write(self, update: int, metrics: Metrics, digests: dict[str, str]) -> None:
         """Make a log point.  All processes must call this after the same updates."""
         progress, statistics, now = self._progress, self._progress.statistics, time.perf_counter()
         new_steps = statistics.gather()
@@ -133,7 +135,7 @@ class Book:
         interval = now - self._last_log
         if update > self._schedule.first:
             progress.sps = (statistics.global_step - self._timed_steps) / (now - self._timed_from)
-        elif self._schedule.first == self._schedule.last:  # nothing but the first update to go by
+        elif self._schedule.first == self._schedule.last:  # the first update is all there is to go by
             progress.sps = new_steps / interval
         recent = (statistics.global_step - self._steps_at_last_log) / interval
         self._last_log, self._steps_at_last_log = now, statistics.global_step
@@ -147,16 +149,16 @@ class Book:
         values |= {f"stats/learner_{name}_time": seconds for name, seconds in learner_times.items()}
         bottleneck = name_bottleneck(actor_times, learner_times, self._schedule.concurrency)
         values |= {"stats/bottleneck": bottleneck, **digests}
-        self._log(update, statistics.global_step, now - self._began, values)
+        self._write_log_point(update, statistics.global_step, now - self._began, values)
         fill_status(progress.status, statistics, values, actor_times, learner_times, interval, bottleneck)
 
     def counters(self) -> Json:
-        """What a checkpoint keeps of this."""
+        """What a checkpoint keeps of the log."""
         return self._progress.statistics.counters(time.perf_counter() - self._began)
 
 
 def log_values(statistics: Statistics, metrics: Json, sps: float | None, recent: float | None, lag: int) -> Json:
-    """The numbers of one log point, by CleanRL's names; what is not known yet is left out."""
+    """The values of one log point, by CleanRL's names.  Unknown ones are left out."""
     values: Json = {
         "charts/SPS": sps,
         "charts/SPS_recent": recent,
@@ -181,7 +183,7 @@ def fill_status(
     interval: float,
     bottleneck: str,
 ) -> None:
-    """Show a log point on the console."""
+    """Fill in what the console shows of a log point."""
     nan = float("nan")
     status.global_step, status.episodes = statistics.global_step, statistics.episodes
     status.sps, status.sps_recent = values.get("charts/SPS", nan), values.get("charts/SPS_recent", nan)
@@ -197,10 +199,10 @@ def fill_status(
 
 
 def check_finite(update: int, metrics: Json, saved_update: int) -> None:
-    """Losses and gradients must be numbers.
+    """Check that losses and gradients are finite.
 
     Raises:
-        NotFinite: one is not.
+        NotFinite: one is not finite.
     """
     for name, value in metrics.items():
         if name.startswith("losses/") and not np.isfinite(np.asarray(value)).all():
@@ -217,7 +219,7 @@ def check_finite(update: int, metrics: Json, saved_update: int) -> None:
 
 
 def name_bottleneck(actor: dict[str, float], learner: dict[str, float], concurrency: bool) -> str:
-    """Which part, made faster, would make the whole faster.  Seconds per rollout and per log interval, by activity."""
+    """The part that limits the speed of the run.  `actor` and `learner` hold seconds by activity."""
     acting = max(("emulators", "inference", "scan", "transfer"), key=lambda name: actor[name])
     acting = {"scan": "acting (emulators and inference in one scan)"}.get(acting, acting)
     if not concurrency:  # nothing overlaps, so the largest part is the one to shorten

@@ -23,8 +23,8 @@ from cleanba.environments.atari_scores import table
 from cleanba.environments.specs import EnvSpec
 from cleanba.errors import Exit, Failure, UsageError, closest_names
 from cleanba.flags import FLAGS
-from cleanba.recipes import RECIPES, Recipe
-from cleanba.resolution import Config, fit, resolve, stand_by
+from cleanba.recipes import RECIPES, AnyRecipe
+from cleanba.resolution import Config, continue_experiment, fit, resolve
 from cleanba.runs.directory import lock
 from cleanba.runs.listing import is_locked
 from cleanba.runs.log import is_finished, read_result, seconds_left, tail, together
@@ -134,23 +134,23 @@ def expand_sets(names: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(envs))
 
 
-def variants(recipe: Recipe, settings: Sequence[str]) -> list[tuple[str, list[str]]]:
+def variants(recipe: AnyRecipe, settings: Sequence[str]) -> list[tuple[str, list[str]]]:
     """--set's words -> every combination of their values: its name, and its flags.
 
     Raises:
         UsageError: a word is no name=value,value, or there is no such flag.
     """
-    kinds = {f.name: f.type for cls in (recipe.experiment, Placement, Run) for f in fields(cls)}
-    kinds.pop("experiment_from")
+    field_types = {f.name: f.type for cls in (recipe.experiment, Placement, Run) for f in fields(cls)}
+    field_types.pop("experiment_from")
     choices = []
     for setting in settings:
         written, eq, values = setting.partition("=")
         name = written.lstrip("-").replace("-", "_")
         require(bool(eq) and bool(values), f"--set {setting!r} must be name=value,value; as learning_rate=1e-4,2.5e-4")
         require(name not in GIVEN_BY_SWEEP, f"--set {name}: the sweep itself sets that; use --env-ids or --num-seeds")
-        close = closest_names(name, kinds)
+        close = closest_names(name, field_types)
         require(
-            name in kinds,
+            name in field_types,
             f"--set {name}: {recipe.name} has no such flag" + (f"; did you mean {close}?" if close else ""),
         )
         choices.append([(name, value.strip()) for value in values.split(",")])
@@ -161,7 +161,7 @@ def variants(recipe: Recipe, settings: Sequence[str]) -> list[tuple[str, list[st
         words: list[str] = []
         for name, value in pairs:
             flag = name.replace("_", "-")
-            if kinds[name] is bool:
+            if field_types[name] is bool:
                 require(value.lower() in ("true", "false"), f"--set {name}={value} must be true or false")
                 words.append(f"--{flag}" if value.lower() == "true" else f"--no-{flag}")
             else:
@@ -170,7 +170,7 @@ def variants(recipe: Recipe, settings: Sequence[str]) -> list[tuple[str, list[st
     return combinations
 
 
-def plan(recipe: Recipe, common: list[str], flags: Flags, folder: Path) -> list[Planned]:
+def plan(recipe: AnyRecipe, common: list[str], flags: Flags, folder: Path) -> list[Planned]:
     """All runs, each of which would start.
 
     Raises:
@@ -206,7 +206,7 @@ def safe(name: str) -> str:
     return "".join(c if c.isalnum() or c in "._=+-" else "-" for c in name)
 
 
-def checked_parse(recipe: Recipe, words: list[str]) -> Config:
+def checked_parse(recipe: AnyRecipe, words: list[str]) -> Config:
     """`train_flags.parse`, with what tyro would print as one `UsageError`."""
     printed = StringIO()
     try:
@@ -227,10 +227,10 @@ def tyro_sentence(box: str) -> str:
     return "".join(blocks[not framed :][:1]).rstrip(".")
 
 
-def check(recipe: Recipe, words: list[str], run_dir: Path, spec: EnvSpec | None) -> tuple[Experiment, EnvSpec]:
+def check(recipe: AnyRecipe, words: list[str], run_dir: Path, spec: EnvSpec | None) -> tuple[Experiment, EnvSpec]:
     """The experiment of these flags, if it fits, and what its environment looks like, if that is not known yet."""
     config = checked_parse(recipe, words)
-    resolved = stand_by(recipe, resolve(recipe, config.typed, "cpu", spec), run_dir, "--dir")
+    resolved = continue_experiment(recipe, resolve(recipe, config.typed, "cpu", spec), run_dir, "--dir")
     fit(recipe, resolved.experiment, config.placement)
     if spec is None:
         recipe.make(resolved.experiment, resolved.spec, "cpu")
@@ -254,7 +254,7 @@ class Job:
     attempts: int = 0
     code: int | None = None
     worker: int | None = None
-    process: subprocess.Popen | None = None
+    process: subprocess.Popen[bytes] | None = None
     started: float = 0.0
     seconds: float = 0.0
 
@@ -340,7 +340,7 @@ def end_all(jobs: Sequence[Job], heard: Sequence[int]) -> None:
         job.state, job.process = "interrupted", None
 
 
-def run_here(recipe: Recipe, runs: Sequence[Planned], folder: Path, argv: Sequence[str], flags: Flags) -> Exit:
+def run_here(recipe: AnyRecipe, runs: Sequence[Planned], folder: Path, argv: Sequence[str], flags: Flags) -> Exit:
     """Run what is not finished yet, several at a time."""
     placements = [parse(recipe, list(run.words[1:])).placement for run in runs]
     per_run = 1 + max(max(*p.actor_device_ids, *p.learner_device_ids) for p in placements)

@@ -9,21 +9,21 @@ import numpy as np
 import pytest
 
 from cleanba.errors import Interrupted
-from cleanba.runtime import pace
+from cleanba.runtime import checkpoint_schedule
+from cleanba.runtime.checkpoint_schedule import CheckpointSchedule
 from cleanba.runtime.metrics import Status
-from cleanba.runtime.pace import Pace
 from cleanba.runtime.progress import Progress
 from cleanba.runtime.schedule import Schedule
 
 
 def make(schedule, frequency, whole_epochs=False, processes=1):
     devices = SimpleNamespace(num_processes=processes)
-    return Pace(schedule, frequency, whole_epochs, devices, Progress(Status("", 1)))
+    return CheckpointSchedule(schedule, frequency, whole_epochs, devices, Progress(Status("", 1)))
 
 
 def saved(frequency, env_epoch, whole_epochs=False, last=40):
     made = make(Schedule(1, last, True, env_epoch), frequency, whole_epochs)
-    return [update for update in range(1, last + 1) if made.after(update).save]
+    return [update for update in range(1, last + 1) if made.decide(update).save]
 
 
 def test_by_number_of_updates():
@@ -50,9 +50,9 @@ def test_processes_agree_on_checkpoints_and_on_the_end(seed, monkeypatch):
         met.wait(20)
         return everybodys
 
-    monkeypatch.setattr(pace, "gather_over_processes", gather)
-    monkeypatch.setattr(pace, "MEET_SECONDS", 1e-4)
-    verdicts: list[list] = [[] for _ in range(count)]
+    monkeypatch.setattr(checkpoint_schedule, "gather_over_processes", gather)
+    monkeypatch.setattr(checkpoint_schedule, "MEET_SECONDS", 1e-4)
+    decisions: list[list] = [[] for _ in range(count)]
     chance = random.Random(seed)
     warned, at = chance.randrange(count), chance.randrange(1, 30)
 
@@ -62,12 +62,12 @@ def test_processes_agree_on_checkpoints_and_on_the_end(seed, monkeypatch):
         made._next = 0.0
         for update in range(1, 10_001):
             if number == warned and update == at:
-                made._progress.ending = Interrupted(signal.SIGTERM)
-            verdict = made.after(update)
-            verdicts[number].append((verdict.save, verdict.ending and verdict.ending.signum))
-            if verdict.save:
+                made._progress.interrupt = Interrupted(signal.SIGTERM)
+            decision = made.decide(update)
+            decisions[number].append((decision.save, decision.interrupt and decision.interrupt.signum))
+            if decision.save:
                 made._next = 0.0 if number == 0 else float("inf")
-            if verdict.ending:
+            if decision.interrupt:
                 return
 
     threads = [threading.Thread(target=run, args=(number,)) for number in range(count)]
@@ -75,5 +75,5 @@ def test_processes_agree_on_checkpoints_and_on_the_end(seed, monkeypatch):
         thread.start()
     for thread in threads:
         thread.join(30)
-    assert verdicts[0] == verdicts[1] == verdicts[2]
-    assert verdicts[0][-1] == (True, signal.SIGTERM) and at <= len(verdicts[0]) < 3000
+    assert decisions[0] == decisions[1] == decisions[2]
+    assert decisions[0][-1] == (True, signal.SIGTERM) and at <= len(decisions[0]) < 3000

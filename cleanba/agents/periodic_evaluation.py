@@ -1,4 +1,4 @@
-"""Evaluation beside the training (`--eval-frequency`), and at its end: no part of the experiment, no bit of it."""
+"""Periodic evaluation during training (`--eval-frequency`), and at its end.  It changes nothing that is trained."""
 
 import contextlib
 import os
@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Container, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -15,7 +15,7 @@ from cleanba.agents.agent import BEST, Policy, read_best
 from cleanba.agents.evaluate import film_path, film_to, play, summary
 from cleanba.agents.film import require_films
 from cleanba.config import Run
-from cleanba.environments.kinds import Envs, open_envs, threads_per_actor
+from cleanba.environments.backends import Envs, open_envs, threads_per_actor
 from cleanba.environments.specs import EnvSpec
 from cleanba.errors import Failure
 from cleanba.files import Json, write_json
@@ -37,7 +37,7 @@ class Version(NamedTuple):
     params: PyTree
 
 
-class Evaluated(NamedTuple):
+class FinishedEvaluation(NamedTuple):
     """One evaluation, until it is logged."""
 
     update: int
@@ -45,15 +45,15 @@ class Evaluated(NamedTuple):
     values: Json
 
 
-class Evaluations:
-    """How a run looks at itself: it plays with copies of the parameters, and films an episode at the end.
+class PeriodicEvaluation:
+    """Evaluates copies of the parameters while the run trains, keeps the best, and films an episode at the end.
 
-    Evaluations run in a thread of their own, one at a time: a version that comes while another plays is left out.  Each
-    update has games of its own, none of which `cleanba eval` plays, so what that says of the best is not what the best
-    was chosen by.  The best parameters are kept in the run's best/.
+    Evaluations run one at a time, in a thread of their own; versions that come due meanwhile are skipped.  Each
+    evaluated update plays games of its own.  `cleanba eval` plays none of these, so it scores the best parameters on
+    games that were not used to select them.  The best parameters lie in the run's best/.
 
-    From its start until its row is in the log, an evaluation's parameters lie in the run's evaluating/.  So one that a
-    kill cuts short is played again when the run goes on, from a later checkpoint too.
+    From the start of an evaluation until its row is in the log, its parameters lie in the run's evaluating/.  So an
+    evaluation that was killed is repeated when the run continues, even from a later checkpoint.
     """
 
     def __init__(self, run_dir: Path, run: Run, agent: Policy, devices: Devices):
@@ -71,7 +71,7 @@ class Evaluations:
         """what is done next in the one that plays"""
         self._stop = Stop()
         self._lock = threading.Lock()
-        self._done: list[Evaluated] = []
+        self._done: list[FinishedEvaluation] = []
         self._latest = 0  # the last update that was evaluated, or is being so
         self._thread: threading.Thread | None = None
 
@@ -80,7 +80,7 @@ class Evaluations:
         """To be called with every update's number, the steps so far and the parameters; None if that has no use."""
         return self._consider if self._run.eval_frequency else None
 
-    def begin(self, saved: Saved | None, history: Sequence[Json]) -> list[str]:
+    def begin(self, saved: Saved[Any, Any] | None, history: Sequence[Json]) -> list[str]:
         """A run begins, or goes on from a checkpoint, with these rows in its log.  Returns what to warn of.
 
         Raises:
@@ -222,7 +222,9 @@ class Evaluations:
         if self._best is None or r["mean"] > self._best["episodic_return"]:
             self._keep(update, global_step, r["mean"], params)
         with self._lock:
-            self._done.append(Evaluated(update, global_step, {k: v for k, v in values.items() if v is not None}))
+            self._done.append(
+                FinishedEvaluation(update, global_step, {k: v for k, v in values.items() if v is not None})
+            )
 
     def _quiet_envs(self, seeds: Sequence[int]) -> Envs:
         """Environments whose threads only run where training leaves a core idle.

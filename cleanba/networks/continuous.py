@@ -9,8 +9,8 @@ from jax.typing import DTypeLike
 
 from cleanba.config import Experiment
 from cleanba.networks import torsos
+from cleanba.networks.encoder import encode, encoder_fields
 from cleanba.networks.layers import ConvKind
-from cleanba.networks.sight import see, sight
 from cleanba.rollout import PyTree
 from cleanba.specs import EnvSpec, ObsSpecs
 
@@ -31,7 +31,7 @@ class Policy(nn.Module):
     def __call__(self, obs: PyTree) -> jax.Array:
         """Obs [N, ...] -> [heads, N, size] float32."""
         return jnp.stack(
-            see(self, obs, [torsos.Dense(self.size, 0.01, kind=self.conv) for _ in range(self.heads)], "relu")
+            encode(self, obs, [torsos.Dense(self.size, 0.01, kind=self.conv) for _ in range(self.heads)], "relu")
         )
 
     def initial_params(self, key: jax.Array) -> PyTree:
@@ -58,7 +58,7 @@ class Critic(nn.Module):
     @nn.compact
     def __call__(self, obs: PyTree, action: jax.Array) -> jax.Array:
         """Obs [N, ...], action [N, size] -> [N] float32."""
-        (value,) = see(self, obs, [torsos.Dense(1, 1.0, kind=self.conv)], "relu", action)
+        (value,) = encode(self, obs, [torsos.Dense(1, 1.0, kind=self.conv)], "relu", action)
         return value[:, 0]
 
 
@@ -102,9 +102,9 @@ def make_policy(spec: EnvSpec, e: Experiment, heads: int, platform: str) -> Poli
     Raises:
         UsageError: the torso does not fit the observations.
     """
-    return Policy(**sight(spec, e, platform), size=spec.action.size, heads=heads)
+    return Policy(**encoder_fields(spec, e, platform), size=spec.action.size, heads=heads)
 
 
 def make_critics(spec: EnvSpec, e: Experiment, platform: str) -> Critics:
     """Two critics (Fujimoto et al. 2018), with torsos as the policy's."""
-    return Critics(**sight(spec, e, platform), size=spec.action.size, count=2)
+    return Critics(**encoder_fields(spec, e, platform), size=spec.action.size, count=2)

@@ -1,4 +1,4 @@
-"""From observations to features: which torso an experiment looks through.  [N, ...] -> [N, D]."""
+"""The encoder: from observations to features by preprocessing and a torso.  [N, ...] -> [N, D]."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -15,8 +15,8 @@ from cleanba.rollout import PyTree
 from cleanba.specs import EnvSpec, ObsSpec, ObsSpecs, describe
 
 
-class Sighted(Protocol):
-    """What a network module has to have to look at observations."""
+class HasEncoder(Protocol):
+    """The fields of a network module with an encoder."""
 
     obs_spec: ObsSpecs
     network: str
@@ -26,8 +26,8 @@ class Sighted(Protocol):
     conv: ConvKind
 
 
-def sight(spec: EnvSpec, e: Experiment, platform: str) -> dict[str, Any]:
-    """The fields of `Sighted` for an environment that looks like `spec`.
+def encoder_fields(spec: EnvSpec, e: Experiment, platform: str) -> dict[str, Any]:
+    """The fields of `HasEncoder` for an environment that looks like `spec`.
 
     Raises:
         UsageError: the torso does not fit the observations.
@@ -44,28 +44,30 @@ def sight(spec: EnvSpec, e: Experiment, platform: str) -> dict[str, Any]:
         "network": e.network,
         "channels": e.channels,
         "hiddens": e.hiddens,
-        # How products of float32 are taken is for `process_setup.set_precision` to say.
+        # The precision of float32 products is set by `process_setup.set_precision`.
         "dtype": jnp.bfloat16 if e.dtype == "bfloat16" else jnp.float32,
         "conv": conv_kind(platform),
     }
 
 
 def suitable_network(obs: ObsSpecs) -> str:
-    """The torso that suits an observation: of several parts, an MLP, which sees them side by side."""
+    """The torso for an observation.  One of several parts needs an MLP, which gets them concatenated."""
     return {"image": "impala", "planes": "minatar"}.get(getattr(obs, "kind", ""), "mlp")
 
 
-def see(
-    module: Sighted, obs: PyTree, heads: Sequence[torsos.Dense] = (), activation: Activation = "tanh",
+def encode(
+    module: HasEncoder, obs: PyTree, heads: Sequence[torsos.Dense] = (), activation: Activation = "tanh",
     action: jax.Array | None = None,
 ) -> list[jax.Array]:  # fmt: skip
-    """Look at observations through the torso that a module's fields name, from within its compact method.
+    """Encode observations [N, ...] by the torso that a module's fields name.  Call it in the module's compact method.
 
-    Returns what each head makes of the features, [N, ...] float32 each, or only these.  `activation` is the MLP's;
-    convolutional torsos have rectifiers.  An action [N, D], if there is one, is beside what the MLP sees; beside the
-    features of a convolutional torso, which one more layer then joins.
+    activation: the MLP's; convolutional torsos have ReLUs.
+    action: [N, D], which a critic gets too.  It is concatenated to the MLP's input; after a convolutional torso, to the
+        features, and one more layer follows.
+
+    Returns the output of each head, [N, ...] float32, or the features alone if there are no heads.
     """
-    beside = lambda x: x if action is None else jnp.concatenate([x, action.astype(x.dtype)], axis=-1)
+    with_action = lambda x: x if action is None else jnp.concatenate([x, action.astype(x.dtype)], axis=-1)
     mlp = lambda hiddens: torsos.MLP(hiddens, module.dtype, activation, module.conv)
     if module.network != "mlp":
         if module.network == "nature":
@@ -75,27 +77,27 @@ def see(
         else:
             x = torsos.ImpalaResNet(module.channels, module.hiddens, module.dtype, module.conv)(obs)
         if action is not None:
-            return mlp(module.hiddens[-1:])(beside(x), heads)
+            return mlp(module.hiddens[-1:])(with_action(x), heads)
         return [head(x.astype(jnp.float32)) for head in heads] or [x]
-    seen = [as_vector(spec, part) for spec, part in leaves(module.obs_spec, obs) if spec.kind != "mask"]
-    return mlp(module.hiddens)(beside(jnp.concatenate(seen, axis=-1)), heads)
+    parts = [as_vector(spec, part) for spec, part in leaves(module.obs_spec, obs) if spec.kind != "mask"]
+    return mlp(module.hiddens)(with_action(jnp.concatenate(parts, axis=-1)), heads)
 
 
 def leaves(obs_spec: ObsSpecs, obs: PyTree) -> list[tuple[ObsSpec, jax.Array]]:
     """The arrays of an observation with their specifications."""
-    return list(zip(jax.tree.leaves(obs_spec), jax.tree.leaves(obs), strict=True))  # both by name
+    return list(zip(jax.tree.leaves(obs_spec), jax.tree.leaves(obs), strict=True))  # both are ordered by name
 
 
 def legal_actions(obs_spec: ObsSpecs, obs: PyTree) -> jax.Array | None:
-    """The mask among observations [..., *shape] that says which actions are legal, or None if all always are."""
+    """The mask of legal actions among observations, [..., *shape] bool; None if there is none."""
     return next((part != 0 for spec, part in leaves(obs_spec, obs) if spec.kind == "mask"), None)
 
 
 def as_vector(spec: ObsSpec, x: jax.Array) -> jax.Array:
-    """One array of an observation as numbers an MLP can take.  [N, ...] -> [N, D] float32.
+    """One array of an observation as input of an MLP.  [N, ...] -> [N, D] float32.
 
-    Codes become one-hot vectors, and bytes the bits that they are made of: what only names things has no size.
-    Pictures are scaled to [0, 1].
+    Codes become one-hot vectors and bytes their 8 bits, as both name categories rather than quantities.  Images are
+    scaled to [0, 1].
     """
     flat = lambda x: x.reshape(x.shape[0], -1).astype(jnp.float32)
     if spec.kind in ("discrete", "codes"):

@@ -33,7 +33,7 @@ from cleanba.environments.spaces import action_spec, obs_spec
 from cleanba.environments.specs import ActionSpec, Compilable, EnvSpec, ObsSpec, Step, choice, imported, parse_options
 from cleanba.environments.worker import named
 from cleanba.errors import UsageError, closest_names, missing, raised
-from cleanba.rollout import PyTree, heed
+from cleanba.rollout import PyTree, step_outcome
 from cleanba.seeds import environment_key
 
 SUITES = ("gymnax", "craftax", "jax")
@@ -59,14 +59,14 @@ Maker = Callable[..., Environment]
 """options by name -> the environment"""
 
 
-class Native(NamedTuple):
+class JaxEnvironment(NamedTuple):
     """An environment and its numbers."""
 
     env: Environment
     params: PyTree
 
 
-def make(env_id: str, options: dict[str, Any]) -> Native:
+def make(env_id: str, options: dict[str, Any]) -> JaxEnvironment:
     """Make an environment.  Options are its parameters' fields, and arguments of whatever makes it.
 
     Raises:
@@ -97,7 +97,7 @@ def make(env_id: str, options: dict[str, Any]) -> Native:
         if limit is None:
             raise UsageError(f"{env_id} has no time limit to set; leave --max-episode-steps out")
         numbers[limit] = options["max_episode_steps"]
-    return Native(env, replace(params, **numbers) if numbers else params)
+    return JaxEnvironment(env, replace(params, **numbers) if numbers else params)
 
 
 def limit_name(params: PyTree) -> str | None:
@@ -155,12 +155,12 @@ def unknown(env_id: str, known: Sequence[str]) -> UsageError:
     return UsageError(f"env_id={env_id!r} does not exist; {f'the closest names are {close}' if close else known}")
 
 
-def space_of(native: Native, name: str) -> gymnasium.Space:
+def space_of(environment: JaxEnvironment, name: str) -> gymnasium.Space[Any]:
     """A space of an environment, as Gymnasium's."""
-    return as_gymnasium(getattr(native.env, name)(native.params))
+    return as_gymnasium(getattr(environment.env, name)(environment.params))
 
 
-def as_gymnasium(space: Any) -> gymnasium.Space:
+def as_gymnasium(space: Any) -> gymnasium.Space[Any]:
     """A space of gymnax's, Craftax's or Gymnasium's -> Gymnasium's.
 
     Raises:
@@ -194,16 +194,16 @@ def env_spec(e: Experiment) -> EnvSpec:
     if e.max_episode_steps:
         options["max_episode_steps"] = e.max_episode_steps
     try:
-        native = make(e.env_id, options)
-        action = action_spec(space_of(native, "action_space"))
+        environment = make(e.env_id, options)
+        action = action_spec(space_of(environment, "action_space"))
         if isinstance(action, str):
             raise UsageError(f"env_id={e.env_id!r} cannot be learnt: {action}; try gymnax:CartPole-v1")
-        limit = limit_name(native.params)
-        most = int(getattr(native.params, limit)) if limit else None
+        limit = limit_name(environment.params)
+        most = int(getattr(environment.params, limit)) if limit else None
         options |= {"max_episode_steps": most} if most else {}
         functions = _functions(e.env_id, Options(options), action, e.reward_clip)
         sample = jax.eval_shape(functions.reset, np.zeros(1, np.int32))[1]
-        obs = as_planes(e.env_id, obs_spec(named(space_of(native, "observation_space")), sample, action))
+        obs = as_planes(e.env_id, obs_spec(named(space_of(environment, "observation_space")), sample, action))
     except UsageError:
         raise
     except Exception as error:  # an environment may raise anything
@@ -214,7 +214,7 @@ def env_spec(e: Experiment) -> EnvSpec:
     return EnvSpec(
         *(e.env_id, obs, num_actions, False, e.reward_clip, options, given_action),
         on_device=True,
-        family=type(native.env).__module__,
+        family=type(environment.env).__module__,
         time_limit=most,
     )
 
@@ -262,7 +262,7 @@ def functions(spec: EnvSpec) -> Functions:
     return _functions(spec.env_id, Options(spec.options), spec.action, spec.clip_reward)
 
 
-class Options(dict):
+class Options(dict[str, Any]):
     """A dictionary that can be looked up by what it holds."""
 
     def __hash__(self) -> int:  # type: ignore[override]
@@ -271,8 +271,8 @@ class Options(dict):
 
 @cache
 def _functions(env_id: str, options: Options, takes: ActionSpec, clip_reward: bool) -> Functions:
-    native = make(env_id, options)
-    env, params = native
+    environment = make(env_id, options)
+    env, params = environment
     truncates, endless = getattr(env, "is_truncated", None), params
     if truncates is None and hasattr(params, "max_timesteps"):  # Craftax: `done` includes its limit, told apart here
         endless = params.replace(max_timesteps=2**31 - 1)
@@ -306,7 +306,7 @@ def _functions(env_id: str, options: Options, takes: ActionSpec, clip_reward: bo
             return choose(block.done, jax.vmap(begin)(key), (state, obs))
 
         state, obs = lax.cond(block.done.any(), with_fresh, lambda: (state, obs))
-        answer = heed(block.done, raw, terminated, truncated)
+        answer = step_outcome(block.done, raw, terminated, truncated)
         reward = answer.reward.clip(-1.0, 1.0) if clip_reward else answer.reward
         block = Block(state, block.key, t, answer.done)
         return block, Step(obs, reward, answer.reward, answer.terminated, answer.truncated, answer.done)
@@ -381,10 +381,10 @@ class Envs:
         """There is nothing to stop."""
 
 
-def picture(native: Native, spec: EnvSpec, state: PyTree, obs: PyTree) -> np.ndarray:
+def picture(environment: JaxEnvironment, spec: EnvSpec, state: PyTree, obs: PyTree) -> np.ndarray:
     """What a person would see: as the environment draws itself, or else what it shows.  [H, W, 3] uint8."""
-    if hasattr(native.env, "render"):
-        return np.asarray(native.env.render(state, native.params)).astype(np.uint8)
+    if hasattr(environment.env, "render"):
+        return np.asarray(environment.env.render(state, environment.params)).astype(np.uint8)
     if spec.env_id.startswith("craftax:"):
         return np.asarray(craftax_renderer("Classic" in spec.env_id)(state)).clip(0, 255).astype(np.uint8)
     boards = [np.asarray(x) for x in jax.tree.leaves(obs)]

@@ -1,4 +1,4 @@
-"""The three kinds of environments behind one protocol.  Nothing else knows which kind it has.
+"""The three backends of environments behind one protocol.  No other module knows which backend it has.
 
 Breakout-v5                                 EnvPool's, in C++
 gymnasium:LunarLander-v3, package:Name-v0   Gymnasium's, in Python; the second imports the package, which registers
@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from cleanba.config import Experiment, require
-from cleanba.environments import envpool, gymnasium, native
+from cleanba.environments import envpool, gymnasium, jax_envs
 from cleanba.environments.specs import Compilable, EnvSpec, Step
 from cleanba.rollout import PyTree
 from cleanba.shards import usable_cores
@@ -58,9 +58,9 @@ class Envs(Protocol):
 
 
 def module_of(env_id: str) -> ModuleType:
-    """Where environments of an id's kind live."""
+    """The module of the backend that makes this environment."""
     suite, colon, _ = env_id.partition(":")
-    return envpool if not colon else native if suite in native.SUITES else gymnasium
+    return envpool if not colon else jax_envs if suite in jax_envs.SUITES else gymnasium
 
 
 def env_spec(e: Experiment) -> EnvSpec:
@@ -104,7 +104,7 @@ def open_envs(
     if module_of(spec.env_id) is gymnasium:
         return gymnasium.Envs(spec, seeds, threads if workers is None else workers, render)
     if spec.on_device:
-        return native.Envs(spec, seeds)
+        return jax_envs.Envs(spec, seeds)
     return envpool.Envs(spec, seeds, threads, render)
 
 

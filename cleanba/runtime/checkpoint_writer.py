@@ -1,54 +1,56 @@
-"""What is kept of a learner after an update: digests to compare runs by, and a checkpoint to go on from."""
+"""What is kept of a learner after an update: digests, which runs are compared by, and checkpoints."""
 
 from collections.abc import Iterable
+from typing import Generic
 
 import jax
 import numpy as np
 
-from cleanba.algorithm import ActorParams
+from cleanba.algorithm import ActorParams, C, M, P, S
 from cleanba.files import Json
-from cleanba.rollout import PyTree
 from cleanba.runtime.checkpoint import Checkpoints, Saved
 from cleanba.runtime.devices import Devices
 from cleanba.runtime.digests import params_digest, tree_digest
 from cleanba.runtime.learner import Learner
-from cleanba.runtime.memory import Holdings, Shard, learner_digest
+from cleanba.runtime.memory import MemoryStore, ShardSnapshot, learner_digest
 from cleanba.runtime.processes import gather_over_processes
-from cleanba.runtime.records import Ending, Records, Told
+from cleanba.runtime.records import ActorState, RecordedRollout, Records
 
 
-class Keeper:
-    """Looks at a learner and saves what it saw.  All processes have one and call it after the same updates."""
+class CheckpointWriter(Generic[S, M, P, C]):
+    """Takes digests of the learner and writes checkpoints.  All processes call it after the same updates."""
 
     def __init__(
         self,
-        learner: Learner,
-        actor_params: ActorParams,
+        learner: Learner[S, M, P, C],
+        actor_params: ActorParams[S, P],
         devices: Devices,
-        holdings: Holdings,
+        memory_store: MemoryStore,
         checkpoints: Checkpoints | None,
         records: Records | None = None,
     ):
         self._learner, self._actor_params, self._devices = learner, actor_params, devices
-        self._holdings, self._checkpoints = holdings, checkpoints
+        self._memory_store, self._checkpoints = memory_store, checkpoints
         self._records = records or Records(None, range(0), {})
-        self._shards: dict[int, Shard] = {}
+        self._shards: dict[int, ShardSnapshot] = {}
         self._shard_digests: list[str] = []  # of all shards, in order
         self._seen: tuple[int, dict[str, str]] = (-1, {})
-        self._unlisted: dict[int, list[str]] = {}  # of every shard: packs of looks that no checkpoint was made of
+        self._unlisted: dict[int, list[str]] = {}  # by shard: packs of snapshots that no checkpoint was made of
 
-    def look(self, update: int, state: PyTree, memory: PyTree) -> dict[str, str]:
-        """The digests after an update: of the parameters that act, and of the whole state and memory.
+    def snapshot(self, update: int, state: S, memory: M) -> dict[str, str]:
+        """Take the digests after an update: of the parameters that act, and of the whole state and memory.
+
+        Chunks of the memory that are new are written to disk, for a checkpoint that may follow.
 
         Raises:
             Failure: what is new in the memory cannot be written, or the checkpoint before could not.
         """
         if self._seen[0] == update:
             return self._seen[1]
-        if self._checkpoints is not None and self._holdings.shards:
-            self._checkpoints.make_ready()  # so that once all processes have looked, the checkpoint before is whole
+        if self._checkpoints is not None and self._memory_store.shards:
+            self._checkpoints.make_ready()  # so that the previous checkpoint is whole once all processes are here
         try:
-            self._shards = self._holdings.look(memory, update)
+            self._shards = self._memory_store.snapshot(memory, update)
         except OSError as error:
             assert self._checkpoints is not None
             raise self._checkpoints.unwritten(error) from error
@@ -69,29 +71,29 @@ class Keeper:
 
     @property
     def seconds(self) -> float:
-        """How long the last checkpoint took to be written, beside the training."""
+        """How long the last checkpoint took to be written, in the background."""
         return self._checkpoints.seconds if self._checkpoints is not None else 0.0
 
-    def digests(self, update: int, state: PyTree) -> dict[str, str | None]:
-        """What is known of a learner that ended after this update.
+    def digests(self, update: int, state: S) -> dict[str, str | None]:
+        """The digests of a learner that ended after this update, as far as they are known.
 
-        Whoever supervises calls this, perhaps while the learner's thread still looks: so it looks at no memory.
+        The main thread calls this, perhaps while the learner thread takes a snapshot, so it does not touch the memory.
         """
         if self._seen[0] == update:
             return {**self._seen[1]}
         local = self._learner.local(state)
-        whole = None if self._holdings.shards else learner_digest(tree_digest(local), [])
+        whole = None if self._memory_store.shards else learner_digest(tree_digest(local), [])
         return {"params_digest": params_digest(self._actor_params(local)), "learner_digest": whole}
 
     def save(
         self,
         update: int,
-        state: PyTree,
-        older_params: PyTree,
+        state: S,
+        older_params: P,
         counters: Json,
-        standing: bool = False,
+        with_actors: bool = False,
     ) -> None:
-        """Begin to write a checkpoint of what `look` has just seen; and of where this process's actors are `standing`.
+        """Begin to write a checkpoint of the last `snapshot` and, if `with_actors`, of this process's actors.
 
         Raises:
             Failure: the one before could not be written, or there is no place for this one.
@@ -99,7 +101,7 @@ class Keeper:
         assert self._checkpoints is not None and self._seen[0] == update
         self._checkpoints.make_ready()  # before a record makes its folder, where the run's directory has gone
         try:
-            actors = self._records.snapshots() if standing else {}
+            actors = self._records.snapshots() if with_actors else {}
         except OSError as error:
             raise self._checkpoints.unwritten(error) from error
         saved = None
@@ -109,8 +111,8 @@ class Keeper:
         self._checkpoints.save(update, self._shards, saved, self._shard_digests, actors, packs)
         self._shards = {}
 
-    def record(self, epoch: int, rollouts: Iterable[tuple[Told, Ending]]) -> None:
-        """Note what one more rollout of each of this process's actors told its environments, and where it ended.
+    def record_rollouts(self, epoch: int, rollouts: Iterable[tuple[RecordedRollout, ActorState]]) -> None:
+        """Record the actions of one more rollout of each of this process's actors, and the state it ended in.
 
         Raises:
             Failure: it cannot be written.
@@ -121,7 +123,7 @@ class Keeper:
             assert self._checkpoints is not None
             raise self._checkpoints.unwritten(error) from error
 
-    def leave(self) -> None:
-        """Make no checkpoint of what `look` has just seen: what it wrote stays only as far as it is still needed."""
+    def discard_snapshot(self) -> None:
+        """Make no checkpoint of the last `snapshot`; chunks that it wrote and nothing else needs are removed."""
         if self._checkpoints is not None:
             self._checkpoints.prune_memory(self._shards)

@@ -16,8 +16,8 @@ from odd import Odd
 
 from cleanba.algorithms import ppo
 from cleanba.config import Experiment
-from cleanba.environments import gymnasium, native
-from cleanba.environments.kinds import Envs, env_spec, open_envs, warnings
+from cleanba.environments import gymnasium, jax_envs
+from cleanba.environments.backends import Envs, env_spec, open_envs, warnings
 from cleanba.environments.spaces import action_spec
 from cleanba.environments.specs import ActionSpec, parse_options
 from cleanba.environments.worker import misfit
@@ -26,7 +26,7 @@ from cleanba.recipes import RECIPES
 from cleanba.resolution import preset_name, resolve
 from cleanba.rollout import PyTree
 from cleanba.runtime.channels import Stop
-from cleanba.runtime.collect import ScannedCollector, Scans, SteppedCollector, Times, make_steppers
+from cleanba.runtime.collect import ScanCache, ScannedCollector, SteppedCollector, Times, make_steppers
 from cleanba.seeds import action_numbers, env_seed
 
 EXAMPLES = ROOT / "docs" / "examples"
@@ -129,7 +129,7 @@ def test_environments_in_jax_are_compiled_once_and_both_collectors_record_the_sa
     algorithm = ppo.make(e, spec, "cpu")
     params, device = algorithm.actor_params(algorithm.init(jax.random.key(0))), jax.local_devices()[3]
     params = jax.device_put(params, device)
-    scans, compiled = Scans(algorithm, 13), []
+    scans, compiled = ScanCache(algorithm, 13), []
     listen = lambda event, _, **about: event.endswith("compile_duration") and compiled.append(about.get("fun_name"))
     jax.monitoring.register_event_duration_secs_listener(listen)
     recorded = []
@@ -472,7 +472,7 @@ def test_minatars_boards_are_seen_by_its_network_and_kept_as_bits():
 
 def test_the_seeds_of_environments_in_jax_are_no_keys_of_the_runs():
     spec = env_spec(Experiment(env_id=IN_JAX))
-    block, _ = native.functions(spec).reset(np.int32([1]))
+    block, _ = jax_envs.functions(spec).reset(np.int32([1]))
     assert not (jax.random.key_data(block.key[0]) == jax.random.key_data(jax.random.key(1))).all()
 
 

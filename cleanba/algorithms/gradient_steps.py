@@ -1,0 +1,224 @@
+"""The gradient steps of an update, each on a minibatch drawn from the replay memory, as one compiled loop.
+
+The number of steps is only known at run time: there are none before learning starts.  Random numbers are drawn for a
+block of steps at a time, since many small draws take much longer than a few large ones.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from cleanba.algorithm import Metrics
+from cleanba.algorithms.off_policy import OffPolicy
+from cleanba.ops import replay
+from cleanba.shards import ShardAxis
+
+S = TypeVar("S")  # what the steps change
+M = TypeVar("M")  # what they return besides
+D = TypeVar("D")  # the random numbers of one step
+
+REPLAY_FILLED = "charts/replay_filled"
+REPLAY_LOGGED = {REPLAY_FILLED: "share of the batches that replay could fill; below 0.9 a warning says so"}
+"""What `gradient_steps` logs: name -> meaning."""
+
+BLOCK_STEPS = 32  # at most so many steps in a block
+BLOCK_NUMBERS = 2**20  # and at most about so many random numbers
+
+
+class Noise(NamedTuple):
+    """How many standard normal numbers a gradient step needs for each transition."""
+
+    uses: int
+    """U, how often it needs some"""
+    size: int
+    """D, how many each time"""
+
+
+NO_NOISE = Noise(0, 0)
+
+
+class Draws(NamedTuple):
+    """The random numbers of one gradient step, for the K' shards of this device."""
+
+    indices: replay.Indices  # leaves [K', N]
+    noise: jax.Array  # [K', U, N D] float32; random keys, which nothing uses, where U is 0
+
+
+class Minibatch(NamedTuple):
+    """The transitions of one gradient step, and noise for them: N for each of the K' shards of this device."""
+
+    windows: replay.Window  # leaves [K', N, ...]
+    noises: jax.Array  # [K', U, N, D]
+
+    def window(self, i: jax.Array) -> replay.Window:
+        """The transitions of this device's i-th shard.  Leaves [N, ...]."""
+        return jax.tree.map(lambda x: x[i], self.windows)
+
+    def noise(self, i: jax.Array, use: jax.Array | int) -> jax.Array:
+        """Standard normal numbers for the transitions of this device's i-th shard.  [N, D]."""
+        return self.noises[i, use]
+
+
+def gradient_steps(
+    e: OffPolicy,
+    shards: ShardAxis,
+    memory: replay.Ring,
+    key: jax.Array,
+    steps: jax.Array,
+    step: Callable[[Minibatch, S], tuple[S, Metrics]],
+    state: S,
+    n_step: int = 1,
+    stack: int = 1,
+    noise: Noise = NO_NOISE,
+) -> tuple[S, Metrics]:
+    """Take `steps` ([] int32) gradient steps: `step(minibatch, state) -> state, metrics`.
+
+    memory: of this device's shards, leaves [K', ...].
+    n_step: the number of rewards in a transition's return.
+    stack: the number of frames in an image, if the memory stores each frame once.
+
+    Returns the state after the last step, and the means of the metrics over the steps.  A metric that some steps lack
+    is a sum; it has a "count/<name>" beside it (`with_count`), by which it is divided.
+    """
+
+    def draw_block(numbers: jax.Array) -> Draws:
+        return draw(e, memory, shards, key, numbers, n_step, noise)
+
+    def one_step(draws: Draws, state: S) -> tuple[S, tuple[Metrics, jax.Array]]:
+        of_shard = lambda i: replay.take(memory, i, jax.tree.map(lambda x: x[i], draws.indices), n_step, stack)
+        windows, noises = shards.each(of_shard), draws.noise
+        if noise.uses:
+            noises = noises.reshape(*noises.shape[:2], -1, noise.size)
+        state, metrics = step(Minibatch(windows, noises), state)
+        return state, (metrics, draws.indices.valid.sum(-1, dtype=jnp.int32))
+
+    state, (sums, found) = repeat_in_blocks(steps, block_length(e, noise), draw_block, one_step, state)
+    return state, mean_metrics(sums, steps) | replay_filled(e, shards, found, steps)
+
+
+def draw(
+    e: OffPolicy,
+    memory: replay.Ring,
+    shards: ShardAxis,
+    key: jax.Array,
+    numbers: jax.Array,
+    n_step: int = 1,
+    noise: Noise = NO_NOISE,
+) -> Draws:
+    """The random numbers of the gradient steps with these numbers [B].  Leaves [B, K', ...].
+
+    Transitions are drawn uniformly.  Keys depend on the step's number and the shard's, never on the device.
+    """
+    batch = e.batch_size // shards.num_shards
+
+    def of_shard(i: jax.Array) -> Draws:
+        def of_step(number: jax.Array) -> tuple[replay.Indices, jax.Array]:
+            shard_key = jax.random.fold_in(jax.random.fold_in(key, number), shards.index[i])
+            sample_key, noise_key = jax.random.split(shard_key) if noise.uses else (shard_key, shard_key)
+            return replay.sample_indices(memory, i, sample_key, batch, n_step), noise_key
+
+        def noise_of(key: jax.Array) -> jax.Array:
+            # As one long row, which XLA draws by vectors.
+            of_use = lambda use: jax.random.normal(jax.random.fold_in(key, use), (batch * noise.size,))
+            return jax.vmap(of_use)(jnp.arange(noise.uses))
+
+        indices, keys = jax.vmap(of_step)(numbers)
+        return Draws(indices, shards.isolate(jax.vmap(noise_of), keys) if noise.uses else keys)
+
+    return jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), shards.each(of_shard))
+
+
+# --------------------------------------------------------------------------------------------------------------- loops
+
+
+def repeat(times: jax.Array, step: Callable[[jax.Array, S], tuple[S, M]], carried: S) -> tuple[S, M]:
+    """Call `step(number, carried) -> carried, metrics` for the numbers 0 ... times - 1, as one compiled loop.
+
+    times [] int32.  Returns what is carried after the last step, and the sums of the metrics.
+    """
+    like = jax.eval_shape(step, jnp.int32(0), carried)[1]
+
+    def body(number: jax.Array, so_far: tuple[S, M]) -> tuple[S, M]:
+        carried, total = so_far
+        carried, metrics = step(number, carried)
+        return carried, jax.tree.map(jnp.add, total, metrics)
+
+    return lax.fori_loop(0, times, body, (carried, zeros_like(like)))
+
+
+def repeat_in_blocks(
+    times: jax.Array,
+    block: int,
+    draw: Callable[[jax.Array], D],
+    step: Callable[[D, S], tuple[S, M]],
+    carried: S,
+) -> tuple[S, M]:
+    """As `repeat`, for `step(drawn, carried) -> carried, metrics` with random numbers drawn for a block of steps.
+
+    `draw(numbers)` draws for the steps with these numbers [block].  Leaves [block, ...].
+    """
+    first = lambda: jax.tree.map(lambda x: x[0], draw(jnp.zeros(block, jnp.int32)))
+    like = jax.eval_shape(step, jax.eval_shape(first), carried)[1]
+
+    def of_block(number: jax.Array, so_far: tuple[S, M]) -> tuple[S, M]:
+        before = number * block
+        drawn = draw(before + jnp.arange(block))
+
+        def body(i: jax.Array, so_far: tuple[S, M]) -> tuple[S, M]:
+            carried, metrics = step(jax.tree.map(lambda x: x[i], drawn), so_far[0])
+            return carried, jax.tree.map(jnp.add, so_far[1], metrics)
+
+        return lax.fori_loop(0, jnp.minimum(times - before, block), body, so_far)
+
+    return lax.fori_loop(0, -(-times // block), of_block, (carried, zeros_like(like)))
+
+
+def block_length(e: OffPolicy, noise: Noise) -> int:
+    """The number of steps in a block: so many that an update's blocks are as even as possible."""
+    most = max(1, min(BLOCK_STEPS, BLOCK_NUMBERS // (e.batch_size * (1 + noise.uses * noise.size))))
+    return -(-e.gradient_steps // -(-e.gradient_steps // most))
+
+
+def zeros_like(like: M) -> M:
+    """Arrays of zeros of these shapes and dtypes."""
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+
+
+def every(period: int, elapsed: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Whether `period` steps have elapsed since an event, which then happens again; and the steps elapsed after it.
+
+    [] int32 -> [] bool, [] int32.
+    """
+    happens = elapsed >= period
+    return happens, jnp.where(happens, elapsed % period, elapsed)
+
+
+# ------------------------------------------------------------------------------------------------------------- metrics
+
+
+def with_count(sums: Metrics, count: jax.Array) -> Metrics:
+    """Metrics that were summed over `count` ([] int32) values, with that count beside each."""
+    return sums | {f"count/{name}": count for name in sums}
+
+
+def mean_metrics(sums: Metrics, steps: jax.Array) -> Metrics:
+    """The means of metrics that were summed over `steps` ([] int32), or over their own count; 0 where that is 0."""
+    names = [name for name in sums if not name.startswith("count/")]
+    means: dict[str, jax.Array] = {}
+    for name in names:
+        count = sums.get(f"count/{name}", steps)
+        means |= with_count({name: sums[name] / jnp.maximum(count, 1)}, count)
+    return means
+
+
+def replay_filled(e: OffPolicy, shards: ShardAxis, found: jax.Array, steps: jax.Array) -> Metrics:
+    """The share of the batches that was filled.
+
+    found [K'] int32: transitions found in each of this device's shards, over all `steps` ([] int32).  The others have
+    weight 0: where few of the stored steps can be drawn, batches are smaller than the experiment asks for.
+    """
+    share = shards.sum(found) / jnp.maximum(steps * e.batch_size, 1)
+    return with_count({REPLAY_FILLED: share}, steps)

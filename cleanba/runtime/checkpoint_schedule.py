@@ -1,0 +1,92 @@
+"""Which updates are followed by a checkpoint, or by the end of the run.  All processes decide alike."""
+
+import time
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cleanba.errors import Interrupted
+from cleanba.runtime.devices import Devices
+from cleanba.runtime.processes import gather_over_processes
+from cleanba.runtime.progress import Progress
+from cleanba.runtime.schedule import Schedule
+
+FIRST_SECONDS = 10.0  # from the start to the first checkpoint, where checkpoints are taken by time
+SECONDS = 60.0  # between checkpoints, at least
+MOST_SECONDS = 3600.0  # and at most
+SHARE = 0.01  # of the run's time that checkpoints may take
+MEET_SECONDS = 2.0  # between the meetings of several processes
+MEET_UPDATES = 1024  # at most so many updates between meetings, as updates may become slower
+
+
+class Decision(NamedTuple):
+    """What follows an update."""
+
+    save: bool
+    """whether a checkpoint is taken"""
+    interrupt: Interrupted | None
+    """the signal that ends the run after it; None if the run continues"""
+
+
+class CheckpointSchedule:
+    """Decides after every update whether a checkpoint is taken.
+
+    A single process goes by its clock and the signals it has received.  Several must agree, so they meet every two
+    seconds or so: the main process's clock counts, and a signal that one received holds for all.
+    """
+
+    def __init__(
+        self, schedule: Schedule, frequency: int | None, whole_epochs: bool, devices: Devices, progress: Progress[Any]
+    ):
+        """`frequency` is in updates; 0 means never, None by time.  With `whole_epochs`, only ends of epochs count."""
+        self._schedule, self._frequency, self._whole_epochs = schedule, frequency, whole_epochs
+        self._devices, self._progress = devices, progress
+        self._next = time.perf_counter() + FIRST_SECONDS
+        self._meeting, self._gap, self._met = schedule.first, 1, time.perf_counter()
+        self._agreed: Interrupted | None = None  # among several processes
+
+    def can_save(self, update: int) -> bool:
+        """Whether a run can continue from a checkpoint taken after this update."""
+        return not self._whole_epochs or self._schedule.ends_epoch(update)
+
+    def _saveable_before(self, update: int) -> int:
+        """The last update before this one after which a checkpoint can be taken; 0 if there is none."""
+        e = self._schedule.env_epoch
+        return update - 1 if not self._whole_epochs else (update - 1) // e * e if e else 0
+
+    def ends_now(self, update: int) -> bool:
+        """Whether a signal ends the run after this update, without waiting for the next rollouts."""
+        return self._devices.num_processes == 1 and self._progress.interrupt is not None and self.can_save(update)
+
+    def decide(self, update: int) -> Decision:
+        """What follows this update.  All processes must call this after every update."""
+        f = self._frequency
+        due = update == self._schedule.last
+        if f is not None:
+            due |= f > 0 and update // f > self._saveable_before(update) // f
+        elif self._whole_epochs:
+            due |= self._schedule.ends_epoch(update)
+        now = time.perf_counter()
+        timed = f is None and now >= self._next
+        if self._devices.num_processes > 1:
+            timed = update == self._meeting and self._meet(update, timed, now)
+        interrupt = self._agreed if self._devices.num_processes > 1 else self._progress.interrupt
+        save = self.can_save(update) and (due or timed or interrupt is not None)
+        return Decision(save, interrupt if save else None)
+
+    def _meet(self, update: int, timed: bool, now: float) -> bool:
+        """Whether a checkpoint is due by the main process's clock.  Afterwards all processes know of a signal."""
+        seconds, self._met = (now - self._met) / self._gap, now
+        gap = min(max(1, int(MEET_SECONDS / max(seconds, 1e-9))), 2 * self._gap, MEET_UPDATES)
+        heard = self._progress.interrupt
+        rows = gather_over_processes(np.array([heard.signum if heard else 0, timed, gap], np.int64))
+        self._gap = int(rows[0, 2])
+        self._meeting = update + self._gap
+        signalled = [process for process, row in enumerate(rows) if row[0]]
+        if signalled:
+            self._agreed = heard or Interrupted(int(rows[signalled[0], 0]), f" in process {signalled[0]}")
+        return bool(rows[0, 1])
+
+    def note_saved(self, seconds: float) -> None:
+        """A checkpoint was taken.  `seconds` went to it and to writing the one before."""
+        self._next = time.perf_counter() + min(max(SECONDS, seconds / SHARE), MOST_SECONDS)
