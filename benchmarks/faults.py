@@ -19,7 +19,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -121,57 +122,80 @@ def held(run: Path) -> bool:
         return True
 
 
-def torment(kind: str, kills: int, reference: dict[str, Any], run: Path, rng: random.Random) -> dict[str, Any]:
-    """End a run `kills` times, let it finish, compare."""
-    done, training, repeated, lost_by_signal, slowest = 0, 0, 0, 0, 0.0
-    ends = {s.name: 0 for s in SIGNALS}
-    while done < kills:
-        placement = "0 / 0" if "two processes" in kind else rng.choice(PLACEMENTS)
-        processes = start(kind, run, placement, rng.choice(FREQUENCIES))
-        if len(processes) > 1:  # one that has never joined cannot be missed by the others
-            while not held(run):
-                time.sleep(0.05)
-        before, started = kept(run), time.time()
-        if rng.random() < STARTING:
-            time.sleep(rng.uniform(0.5, 6.0))
-        else:
-            until = before + rng.uniform(0, 2 * reference["update"] / kills)
-            while not (trains(run, until, started) or any(process.poll() is not None for process in processes)):
-                time.sleep(rng.uniform(0.0, 0.1))
-        victim, signum = rng.choice(processes), rng.choice(SIGNALS)
-        if victim.poll() is not None:
-            if victim.returncode == 0:
-                break  # it has finished, as checkpoints by time bring it far
-            raise SystemExit(f"{kind}: a process ended by itself with code {victim.returncode}")
-        trained = trains(run, before, started)
-        logged = update_of(run) if trained else before
-        training += trained
-        victim.send_signal(signum)
-        killed_at = time.monotonic()
-        for process in processes:
-            process.wait(120)  # the others must notice
-        slowest = max(slowest, time.monotonic() - killed_at)
-        lost = max(0, logged - kept(run))
-        repeated += lost
-        lost_by_signal += lost if signum != signal.SIGKILL else 0
-        ends[signum.name] += 1
-        done += 1
+@dataclass
+class Tally:
+    """What was seen of one kind of run."""
+
+    ends: Counter[str] = field(default_factory=Counter)
+    """by signal"""
+    runs: int = 0
+    while_training: int = 0
+    """ends after the start's first logged update"""
+    updates_repeated: int = 0
+    updates_repeated_after_sigterm_or_sigint: int = 0
+    seconds_until_all_ended: float = 0.0
+    """the slowest"""
+    digest_equal: bool = True
+    log_without_gaps: bool = True
+
+
+def alive(processes: list[subprocess.Popen]) -> bool:
+    """Whether none of them has ended."""
+    return all(process.poll() is None for process in processes)
+
+
+def end_once(kind: str, run: Path, part: float, updates: int, rng: random.Random, tally: Tally) -> bool:
+    """Start a run or go on with it, and end it after about so many of its updates; False where it came to its end."""
     placement = "0 / 0" if "two processes" in kind else rng.choice(PLACEMENTS)
-    for process in start(kind, run, placement, rng.choice(FREQUENCIES)):
-        if process.wait() != 0:
-            raise SystemExit(f"{kind}: the last resume failed")
-    result = json.loads((run / "result.json").read_text())
-    return {
-        "kills": done,
-        "ends": ends,
-        "while_training": training,
-        "updates": result["update"],
-        "updates_repeated": repeated,
-        "updates_repeated_after_sigterm_or_sigint": lost_by_signal,
-        "seconds_until_all_ended": round(slowest, 2),
-        "digest_equal": all(result[name] == reference[name] for name in ("params_digest", "learner_digest")),
-        "log_without_gaps": logged_updates(run) == reference["updates"],
-    }
+    processes = start(kind, run, placement, rng.choice(FREQUENCIES))
+    if len(processes) > 1:  # one that has never joined cannot be missed by the others
+        while not held(run) and alive(processes):
+            time.sleep(0.05)
+    before, started = kept(run), time.time()
+    if rng.random() < STARTING:
+        time.sleep(rng.uniform(0.5, 6.0))
+    else:
+        until = before + rng.uniform(0, part * updates)
+        while not trains(run, until, started) and alive(processes):
+            time.sleep(rng.uniform(0.0, 0.1))
+    victim, signum = rng.choice(processes), rng.choice(SIGNALS)
+    if victim.poll() is not None:
+        if victim.returncode != 0:
+            raise SystemExit(f"{kind}: a process ended by itself with code {victim.returncode}")
+        for process in processes:
+            process.wait(120)
+        return False
+    trained = trains(run, before, started)
+    logged = update_of(run) if trained else before
+    victim.send_signal(signum)
+    killed_at = time.monotonic()
+    for process in processes:
+        process.wait(120)  # the others must notice
+    lost = max(0, logged - kept(run))
+    tally.ends[signum.name] += 1
+    tally.while_training += trained
+    tally.seconds_until_all_ended = max(tally.seconds_until_all_ended, round(time.monotonic() - killed_at, 2))
+    tally.updates_repeated += lost
+    tally.updates_repeated_after_sigterm_or_sigint += lost if signum != signal.SIGKILL else 0
+    return True
+
+
+def torment(kind: str, kills: int, reference: dict[str, Any], folder: Path, rng: random.Random) -> Tally:
+    """End runs `kills` times in all, let each come to its end, compare."""
+    tally = Tally()
+    while tally.ends.total() < kills:
+        run = folder / str(tally.runs)
+        while tally.ends.total() < kills and end_once(kind, run, 2 / kills, reference["update"], rng, tally):
+            pass
+        tally.runs += 1
+        placement = "0 / 0" if "two processes" in kind else rng.choice(PLACEMENTS)
+        for process in start(kind, run, placement, rng.choice(FREQUENCIES)):
+            if process.wait() != 0:
+                raise SystemExit(f"{kind}: the last resume failed")
+        result = json.loads((run / "result.json").read_text())
+        tally.digest_equal &= all(result[name] == reference[name] for name in ("params_digest", "learner_digest"))
+        tally.log_without_gaps &= logged_updates(run) == reference["updates"]
+    return tally
 
 
 def kept(run: Path) -> int:
@@ -189,6 +213,7 @@ def main(args: Args) -> None:
     """Measure, print a table, write the results."""
     rng, kinds = random.Random(args.seed), REPLAY if args.replay else KINDS
     kinds = {args.only: kinds[args.only]} if args.only else kinds
+    name, survived = "faults_replay" if args.replay else "faults", True
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         for i, kind in enumerate(kinds):
@@ -198,16 +223,17 @@ def main(args: Args) -> None:
                     raise SystemExit(f"{kind}: the run without kills failed")
             reference = json.loads((whole / "result.json").read_text())
             reference["updates"] = logged_updates(whole)
-            results[kind] = r = torment(kind, args.kills, reference, Path(folder) / f"run{i}", rng)
-            verdict = "same bits" if r["digest_equal"] and r["log_without_gaps"] else "DIFFERS"
+            tally = torment(kind, args.kills, reference, Path(folder) / f"runs{i}", rng)
+            survived &= (same := tally.digest_equal and tally.log_without_gaps)
+            kills = tally.ends.total()
+            results[kind] = {"kills": kills, "updates": reference["update"], **asdict(tally)}
             print(
-                f"{kind:28} {r['kills']} ends, {r['while_training']} while it trained, "
-                f"{r['updates_repeated']} of {r['updates']} updates repeated: {verdict}",
+                f"{kind:28} {kills} ends of {tally.runs} runs, {tally.while_training} while they trained, "
+                f"{tally.updates_repeated} of {tally.runs * reference['update']} updates repeated: "
+                f"{'same bits' if same else 'DIFFERS'}",
                 flush=True,
             )
-    survived = all(r["digest_equal"] and r["log_without_gaps"] for r in results.values())
-    name = "faults_replay" if args.replay else "faults"
-    path = machine.save(name, {"kinds": kinds, "results": results, "all_equal": survived})
+            path = machine.save(name, {"kinds": kinds, "results": results, "all_equal": survived})
     print(f"{sum(r['kills'] for r in results.values())} ends; written: benchmarks/results/{path.name}")
     sys.exit(not survived)
 
