@@ -178,6 +178,7 @@ def test_an_install_of_the_newest_packages_trains_and_plays(tmp_path, version, e
         return ended.stdout + ended.stderr
 
     assert "CartPole-v1" in cleanba("envs", "cartpole")
+    assert "wrote templates/submit" in cleanba("slurm", "templates")
     few = ("--num-envs", "8", "--num-steps", "16", "--num-minibatches", "1", "--total-timesteps", "256")
     assert "finished" in cleanba("ppo", "--env-id", "CartPole-v1", *few, "--run-dir", "runs/cartpole")
     assert "return: mean" in cleanba("eval", "runs/cartpole", "--episodes", "2")
