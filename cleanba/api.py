@@ -233,12 +233,12 @@ class Run:
 
     @property
     def config(self) -> Json:
-        """config.json: the experiment with every value, the placement, the machine."""
+        """config.json as a dictionary, with every value of the experiment, the placement, the machine."""
         return read_config(self.run_dir)
 
     @property
     def result(self) -> Json:
-        """result.json: status, update, global_step, episodic_return, params_digest …
+        """result.json as a dictionary, with status, update, global_step, episodic_return, params_digest …
 
         Raises:
             UsageError: the run still trains, or was killed.

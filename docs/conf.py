@@ -31,8 +31,7 @@ myst_heading_anchors = 3
 suppress_warnings = ["myst.header"]  # a page that a directive continues may begin at a lower heading
 
 autodoc_member_order = "bysource"
-autodoc_typehints = "description"
-autodoc_typehints_description_target = "documented"
+autodoc_typehints = "none"  # docstrings have types and shapes in words
 smartquotes = False  # flags begin with two hyphens
 default_role = "code"  # docstrings write `name`
 napoleon_use_rtype = False

@@ -247,6 +247,18 @@ def test_a_run_of_this_version_fills_the_page(tmp_path):
     assert len(svgs(text)) >= 12
 
 
+@pytest.mark.parametrize("words", [["training, last 100 episodes", "evaluation", "x" * 30], ["y" * 90], ["z" * 40] * 5])
+def test_legends_are_never_cut_off(words):
+    drawn = Figure(figsize=(4.4, 2.3), layout="constrained")
+    panel = drawn.subplots()
+    for word in words:
+        panel.plot([0, 1], label=word)
+    report.add_legend(drawn)
+    drawn.draw_without_rendering()
+    box, whole = drawn.legends[0].get_window_extent(), drawn.bbox
+    assert whole.x0 <= box.x0 and box.x1 <= whole.x1 and whole.y0 <= box.y0 and box.y1 <= whole.y1 + 1
+
+
 def test_a_published_return_is_a_line_where_it_does_not_flatten_the_curve(tmp_path):
     run_dir = write_run(tmp_path / "run", rows=40)
     config = json.loads((run_dir / "config.json").read_text())

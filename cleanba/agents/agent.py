@@ -115,7 +115,7 @@ class Agent:
 
     @property
     def params(self) -> PyTree:
-        """The parameters that act: a tree of arrays."""
+        """The parameters that act, a tree of arrays."""
         return self._policy.params
 
     @property

@@ -61,7 +61,9 @@ table { border-collapse: collapse; width: 100%; } td, th { padding: .12rem .5rem
 th { font-weight: normal; color: var(--dim); } code { font-size: .85em; }
 @media print { :root { color-scheme: light; --paper: #fff; --ink: #000; --dim: #444; --faint: #ccc; --card: #fff;
   --line0: #0a5fa8; --line1: #d0601a; --line2: #17936b; --line3: #b05a92; --line4: #7fb8e6; --line5: #c9ccd1; }
-  body { font-size: 10pt; margin: 0; max-width: none; } h2 { break-after: avoid; } .film { display: none; }
+  body { font-size: 9pt; margin: 0; max-width: none; } h2 { break-after: avoid; } .film { display: none; }
+  .two { grid-template-columns: 1fr 1fr; } .figures:not(.two):not(.one) { grid-template-columns: 1fr 1fr 1fr; }
+  .facts { grid-template-columns: repeat(4, 1fr); } .facts b { font-size: 11pt; }
   figure, .facts div, tr { break-inside: avoid; } figure { border: 1px solid var(--faint); } }
 """
 POLICY = "default-src 'none'; img-src data:; media-src data:; style-src 'unsafe-inline'"
