@@ -23,20 +23,20 @@ from jax import lax
 from rich.console import Console
 from rich.table import Table
 
-from cleanba.ops.convolution import How, convolve
+from cleanba.kernels.convolution import Convolution, convolve
 from cleanba.shards import network_options
 
 SAME, VALID = ((1, 1), (1, 1)), ((0, 0), (0, 0))
 LAYERS = {  # how, image, size of the kernel, features
-    "Nature CNN, 8 x 8 in steps of 4, bytes": (How(VALID, 4, planes=True), (4, 84, 84), 8, 32),
-    "Nature CNN, 4 x 4 in steps of 2": (How(VALID, 2, rectify=True), (20, 20, 32), 4, 64),
-    "Nature CNN, 3 x 3": (How(VALID, rectify=True), (9, 9, 64), 3, 64),
-    "ResNet, 84 x 84, 4 to 16, bytes, pooled": (How(SAME, planes=True, pool=True), (4, 84, 84), 3, 16),
-    "ResNet, 42 x 42, 16 to 16": (How(SAME, rectify=True), (42, 42, 16), 3, 16),
-    "ResNet, 42 x 42, 16 to 32, pooled": (How(SAME, pool=True), (42, 42, 16), 3, 32),
-    "ResNet, 21 x 21, 32 to 32": (How(SAME, rectify=True), (21, 21, 32), 3, 32),
-    "ResNet, 11 x 11, 32 to 32": (How(SAME, rectify=True), (11, 11, 32), 3, 32),
-    "MinAtar, 10 x 10, 4 to 16": (How(VALID), (10, 10, 4), 3, 16),
+    "Nature CNN, 8 x 8 in steps of 4, bytes": (Convolution(VALID, 4, planes=True), (4, 84, 84), 8, 32),
+    "Nature CNN, 4 x 4 in steps of 2": (Convolution(VALID, 2, rectify=True), (20, 20, 32), 4, 64),
+    "Nature CNN, 3 x 3": (Convolution(VALID, rectify=True), (9, 9, 64), 3, 64),
+    "ResNet, 84 x 84, 4 to 16, bytes, pooled": (Convolution(SAME, planes=True, pool=True), (4, 84, 84), 3, 16),
+    "ResNet, 42 x 42, 16 to 16": (Convolution(SAME, rectify=True), (42, 42, 16), 3, 16),
+    "ResNet, 42 x 42, 16 to 32, pooled": (Convolution(SAME, pool=True), (42, 42, 16), 3, 32),
+    "ResNet, 21 x 21, 32 to 32": (Convolution(SAME, rectify=True), (21, 21, 32), 3, 32),
+    "ResNet, 11 x 11, 32 to 32": (Convolution(SAME, rectify=True), (11, 11, 32), 3, 32),
+    "MinAtar, 10 x 10, 4 to 16": (Convolution(VALID), (10, 10, 4), 3, 16),
 }
 
 

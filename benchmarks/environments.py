@@ -60,7 +60,7 @@ class Flags:
 def plain_loop(e: ppo.PPO, updates: int) -> Callable[[jax.Array], Any]:
     """Train for so many updates, as one compiled function of a key."""
     spec = env_spec(e)
-    network, functions = make_actor_critic(spec, e, jax.default_backend()), jax_envs.functions(spec)
+    network, functions = make_actor_critic(spec, e), jax_envs.functions(spec)
     optimiser = optax.chain(optax.clip_by_global_norm(e.max_grad_norm), optax.adam(e.learning_rate, eps=1e-5))
 
     def loss(params: Any, batch: Any) -> jax.Array:

@@ -26,13 +26,14 @@ from rich.console import Console
 from rich.table import Table
 
 from cleanba.config import Experiment
+from cleanba.kernels import compiled_for
 from cleanba.networks.torsos import ImpalaResNet, NatureCNN
 from cleanba.runtime.process_setup import prepare_process
 from cleanba.shards import compiler_options, network_options
 
 NETWORKS = {
-    "nature": lambda kind: NatureCNN((512,), kind=kind),
-    "impala": lambda kind: ImpalaResNet((16, 32, 32), (256,), kind=kind),
+    "nature": NatureCNN((512,)),
+    "impala": ImpalaResNet((16, 32, 32), (256,)),
 }
 
 
@@ -56,9 +57,9 @@ class Flags:
     """after which no further round begins"""
 
 
-def ours(name: str, kind: str, images: np.ndarray) -> tuple[Callable, Callable]:
+def ours(name: str, form: str, images: np.ndarray) -> tuple[Callable, Callable]:
     """Acting and learning.  images: [M, B, 4, 84, 84] uint8, M minibatches."""
-    network, x = NETWORKS[name](kind), jnp.asarray(images)
+    network, x = NETWORKS[name], jnp.asarray(images)
     params = jax.jit(network.init)(jax.random.key(0), x[0, :1])
     loss = lambda params, x: jnp.square(network.apply(params, x)).mean()
 
@@ -68,7 +69,11 @@ def ours(name: str, kind: str, images: np.ndarray) -> tuple[Callable, Callable]:
         return lax.scan(step, params, x)[0]
 
     act = jax.jit(network.apply, compiler_options=network_options(jax.default_backend()))
-    return lambda: jax.block_until_ready(act(params, x[0])), lambda: jax.block_until_ready(learn(params, x))
+    formed = lambda run: compiled_for(jax.default_backend(), "auto" if form == "direct" else "off", run)
+    return (
+        formed(lambda: jax.block_until_ready(act(params, x[0]))),
+        formed(lambda: jax.block_until_ready(learn(params, x))),
+    )
 
 
 def pytorch(name: str, images: np.ndarray, channels_last: bool) -> tuple[Callable, Callable] | None:

@@ -21,7 +21,7 @@ from jax import lax
 from rich.console import Console
 from rich.table import Table
 
-from cleanba.ops.product import affine
+from cleanba.kernels.product import affine
 from cleanba.shards import network_options
 
 LAYERS = {  # rows, what goes in, what comes out

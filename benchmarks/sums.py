@@ -63,7 +63,7 @@ WAYS = {"gathered": gathered_sum, "exchanged": ShardAxis.sum}
 def parameters(network: str) -> PyTree:
     """Shapes of the parameters of a network for Atari."""
     spec = EnvSpec("Breakout-v5", ObsSpec("image", (4, 84, 84), "uint8"), 18, True, True, {})
-    return jax.eval_shape(make_actor_critic(spec, PPO(network=network), "cpu").initial_params, jax.random.key(0))
+    return jax.eval_shape(make_actor_critic(spec, PPO(network=network)).initial_params, jax.random.key(0))
 
 
 def received(hlo: str, devices: int) -> int:

@@ -209,6 +209,9 @@ class Experiment:
     dtype: Literal["float32", "tensorfloat32", "bfloat16"] = "float32"
     """number format that the network computes in (parameters stay float32); tensorfloat32 rounds on GPUs what is
     multiplied to 10 bits, elsewhere it is float32"""
+    cpu_kernels: Literal["auto", "off"] = "auto"
+    """on CPUs, compute networks and optimisers by Cleanba's own kernels where they have been tested, which is faster;
+    off: by plain JAX, to other bits (docs/inside/performance.md)"""
 
     @property
     def transitions_per_update(self) -> int:
@@ -594,7 +597,8 @@ def from_json(cls: type[T], values: Json) -> T:
 def read_config(run_dir: Path) -> Json:
     """The config.json of an earlier run.
 
-    Once, checkpoint_frequency also said when environments start afresh; what such a run has is read as both.
+    Once, checkpoint_frequency also said when environments start afresh; what such a run has is read as both.  What was
+    written before there was cpu_kernels had its default.
 
     Raises:
         UsageError: there is no such run, or a part of the file is none of Cleanba's.
@@ -606,6 +610,8 @@ def read_config(run_dir: Path) -> Json:
             f"{part!r} in {run_dir}/config.json is no JSON object; restore the file, or choose another run",
         )
     e, run = config.get("experiment"), config.get("run")
+    if isinstance(e, dict):
+        e.setdefault("cpu_kernels", Experiment.cpu_kernels)
     if isinstance(e, dict) and "checkpoint_frequency" in e and "env_epoch" not in e:
         frequency = e["checkpoint_frequency"]
         both = {"env_epoch" if name == "checkpoint_frequency" else name: value for name, value in e.items()}

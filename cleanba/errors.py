@@ -1,6 +1,7 @@
 """How a command ends.  What ends it other than a defect in the code is one sentence, shown without a stack trace."""
 
 import signal
+import sys
 import traceback
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
@@ -26,6 +27,10 @@ class Failure(RuntimeError):
     """What broke around the code: a full disk, a dead process, numbers that are not finite.  Exit code 1."""
 
 
+class CannotCompile(Failure):
+    """A kernel for CPUs cannot be compiled on this machine.  Plain JAX does without."""
+
+
 class NotFinite(Failure):
     """Numbers that are not finite.  The run goes on from its checkpoint to the same ones."""
 
@@ -41,6 +46,16 @@ class Interrupted(Exception):
 def said(error: BaseException) -> str:
     """What an error says, in one line."""
     return " ".join(str(error).split()) or type(error).__name__
+
+
+SAID: set[str] = set()  # by `warn_once`
+
+
+def warn_once(sentence: str) -> None:
+    """A warning on the console, the first time that this process has cause for it."""
+    if sentence not in SAID:
+        SAID.add(sentence)
+        print(f"cleanba: warning: {sentence}", file=sys.stderr)
 
 
 def printable(text: str, keep: str = "") -> str:

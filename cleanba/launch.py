@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from cleanba import kernels
 from cleanba.agents.agent import new_policy
 from cleanba.agents.hub import push, require_login
 from cleanba.agents.initial import DIGEST, RECORD, Initial, find_initial, recorded, require_fit, started_from
@@ -224,6 +225,7 @@ def prepare(recipe: AnyRecipe, config: Config) -> Job:
     partition = fit(recipe, e, config.placement, devices.num_processes)
     together = {name: getattr(config.run, name) for name in ("log_frequency", "checkpoint_frequency")}
     require_same_flags({"algorithm": recipe.name, **to_json(e), **together})
+    require_same_kernels(e, devices.platform)
     algorithm = recipe.make(e, resolved.spec, devices.platform)
     if initial is not None:
         require_fit(initial, jax.eval_shape(algorithm.init, jax.random.key(0)))
@@ -494,6 +496,18 @@ def require_same_flags(flags: Json) -> None:
         not others,
         f"process {', '.join(others)} has another experiment than process 0, or another --log-frequency or "
         "--checkpoint-frequency; give all processes the same flags, and equally many --actor-device-ids",
+    )
+
+
+def require_same_kernels(e: Experiment, platform: str) -> None:
+    """All processes must call this: raise `UsageError` unless all compute by kernels for CPUs, or none of them."""
+    with kernels.compiling_for(platform, e.cpu_kernels):
+        able = gather_over_processes(np.array([kernels.in_use()]))[:, 0]
+    unable = [str(i) for i in np.flatnonzero(~able)]
+    require(
+        len(unable) in (0, len(able)),
+        f"process {', '.join(unable)} cannot use the kernels for CPUs (it says why), but others can, to other bits; "
+        "add --cpu-kernels off to the flags of all, or mend what is missing there",
     )
 
 

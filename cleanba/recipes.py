@@ -3,10 +3,11 @@
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, NamedTuple, TypeAlias
 
-from cleanba.algorithm import AnyAlgorithm
+from cleanba.algorithm import Algorithm, AnyAlgorithm
 from cleanba.algorithms import dqn, impala, ppo, sac, td3
 from cleanba.config import E, Partition, Settings
 from cleanba.environments.specs import EnvSpec
+from cleanba.kernels import compiled_for
 
 
 class Play(NamedTuple):
@@ -31,7 +32,7 @@ class Recipe(NamedTuple, Generic[E]):
     experiment: type[E]
     check: Callable[[E, Partition], None]
     """experiment, partition; raises `UsageError` for hyperparameters that do not fit"""
-    make: Callable[[E, EnvSpec, str], AnyAlgorithm]
+    functions: Callable[[E, EnvSpec, str], AnyAlgorithm]
     """experiment, specification of the environment, platform -> the algorithm"""
     plays: Play = Play()
     """how it is evaluated where no flag says otherwise"""
@@ -39,6 +40,17 @@ class Recipe(NamedTuple, Generic[E]):
     """name of the preset, from `resolution.preset_name` -> what differs from the experiment's own defaults"""
     logs: Mapping[str, str] = {}
     """what its updates log: name -> meaning"""
+
+    def make(self, e: E, spec: EnvSpec, platform: str) -> AnyAlgorithm:
+        """The algorithm on environments that look like `spec`, on `platform` ("cpu", "gpu" …).
+
+        Whoever traces its functions, on CPUs they call kernels if the experiment allows it.
+
+        Raises:
+            UsageError: the environment does not suit the algorithm, or its network.
+        """
+        algorithm = self.functions(e, spec, platform)
+        return Algorithm._make(compiled_for(platform, e.cpu_kernels, function) for function in algorithm)
 
 
 AnyRecipe: TypeAlias = Recipe[Any]

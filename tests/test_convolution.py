@@ -1,7 +1,6 @@
 """Our convolutions for CPUs: the definition as loops, XLA's gradients, and the same bits however they are computed."""
 
 import os
-import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -11,13 +10,12 @@ from pathlib import Path
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import jaxlib
 import numpy as np
 import pytest
 from jax import lax
 
-from cleanba.ops import convolution, llvm
-from cleanba.ops.convolution import How, convolve
+from cleanba.kernels import convolution, llvm
+from cleanba.kernels.convolution import Convolution, convolve
 
 SAME, VALID = ((1, 1), (1, 1)), ((0, 0), (0, 0))
 
@@ -66,27 +64,27 @@ def as_xla_has_it(how, x, kernel, bias, skip):
 
 
 CASES = {  # how, shape of x, size and features, whether something is added
-    "the ResNet's first": (How(SAME, planes=True), (3, 4, 21, 37), 3, 16, False),
-    "its blocks' first": (How(SAME, rectify=True), (5, 11, 12, 16), 3, 16, False),
-    "its blocks' second": (How(SAME, rectify=True), (17, 5, 6, 32), 3, 32, True),
-    "the Nature CNN's first": (How(VALID, 4, planes=True), (2, 4, 36, 40), 8, 32, False),
-    "its second": (How(VALID, 2, rectify=True), (2, 8, 10, 32), 4, 64, False),
-    "its third": (How(VALID, 1, rectify=True), (9, 7, 6, 64), 3, 64, False),
-    "a stage's first": (How(SAME, pool=True), (5, 7, 10, 16), 3, 32, False),
-    "a stage's first of bytes": (How(SAME, planes=True, pool=True), (3, 4, 12, 21), 3, 16, False),
-    "a stage's first, rectified": (How(SAME, rectify=True, pool=True), (3, 1, 2, 3), 3, 16, False),
-    "MinAtar's": (How(VALID), (40, 10, 10, 7), 3, 16, False),
-    "more columns than registers": (How(SAME), (1, 3, 61, 2), 3, 16, False),
-    "steps that leave a rest": (How(((1, 0), (0, 1)), 2), (2, 8, 7, 5), 3, 4, False),
-    "steps longer than the kernel": (How(VALID, 3), (2, 8, 7, 5), 2, 16, False),
-    "few features": (How(SAME, rectify=True), (2, 4, 5, 3), 3, 5, True),
-    "three vectors of features": (How(SAME), (2, 4, 5, 3), 3, 48, False),
-    "many features": (How(SAME), (2, 4, 5, 3), 3, 80, False),
-    "three planes": (How(VALID, 2, planes=True), (2, 3, 9, 11), 3, 16, False),
-    "six planes": (How(VALID, planes=True), (2, 6, 9, 21), 3, 16, False),
-    "bytes, channels last": (How(SAME), (2, 9, 11, 3), 3, 16, False),
-    "one pixel": (How(VALID), (1, 1, 1, 1), 1, 1, False),
-    "more padding than image": (How(((2, 2), (2, 2))), (2, 1, 1, 16), 3, 16, False),
+    "the ResNet's first": (Convolution(SAME, planes=True), (3, 4, 21, 37), 3, 16, False),
+    "its blocks' first": (Convolution(SAME, rectify=True), (5, 11, 12, 16), 3, 16, False),
+    "its blocks' second": (Convolution(SAME, rectify=True), (17, 5, 6, 32), 3, 32, True),
+    "the Nature CNN's first": (Convolution(VALID, 4, planes=True), (2, 4, 36, 40), 8, 32, False),
+    "its second": (Convolution(VALID, 2, rectify=True), (2, 8, 10, 32), 4, 64, False),
+    "its third": (Convolution(VALID, 1, rectify=True), (9, 7, 6, 64), 3, 64, False),
+    "a stage's first": (Convolution(SAME, pool=True), (5, 7, 10, 16), 3, 32, False),
+    "a stage's first of bytes": (Convolution(SAME, planes=True, pool=True), (3, 4, 12, 21), 3, 16, False),
+    "a stage's first, rectified": (Convolution(SAME, rectify=True, pool=True), (3, 1, 2, 3), 3, 16, False),
+    "MinAtar's": (Convolution(VALID), (40, 10, 10, 7), 3, 16, False),
+    "more columns than registers": (Convolution(SAME), (1, 3, 61, 2), 3, 16, False),
+    "steps that leave a rest": (Convolution(((1, 0), (0, 1)), 2), (2, 8, 7, 5), 3, 4, False),
+    "steps longer than the kernel": (Convolution(VALID, 3), (2, 8, 7, 5), 2, 16, False),
+    "few features": (Convolution(SAME, rectify=True), (2, 4, 5, 3), 3, 5, True),
+    "three vectors of features": (Convolution(SAME), (2, 4, 5, 3), 3, 48, False),
+    "many features": (Convolution(SAME), (2, 4, 5, 3), 3, 80, False),
+    "three planes": (Convolution(VALID, 2, planes=True), (2, 3, 9, 11), 3, 16, False),
+    "six planes": (Convolution(VALID, planes=True), (2, 6, 9, 21), 3, 16, False),
+    "bytes, channels last": (Convolution(SAME), (2, 9, 11, 3), 3, 16, False),
+    "one pixel": (Convolution(VALID), (1, 1, 1, 1), 1, 1, False),
+    "more padding than image": (Convolution(((2, 2), (2, 2))), (2, 1, 1, 16), 3, 16, False),
 }
 
 
@@ -142,7 +140,7 @@ import hashlib, os, sys
 os.sched_setaffinity(0, map(int, sys.argv[1:]))
 import numpy as np
 from test_convolution import CASES, given, gradients
-from cleanba.ops.convolution import convolve
+from cleanba.kernels.convolution import convolve
 for case in ("its blocks' second", "MinAtar's"):
     for x in gradients(convolve, *given(case)):
         print(case, hashlib.sha256(np.asarray(x).tobytes()).hexdigest())
@@ -186,15 +184,15 @@ def test_many_calls_at_once_do_not_disturb_one_another():
 def test_what_is_not_a_number_stays_so(pool):
     x, kernel, bias = draw(1, 9, 9, 16), draw(3, 3, 16, 16, seed=1), np.zeros(16, np.float32)
     x[0, 4, 5, 0] = np.nan
-    how = How(SAME, pool=pool)
+    how = Convolution(SAME, pool=pool)
     ours, xlas = (np.isnan(f(how, x, kernel, bias, None)) for f in (convolve, as_xla_has_it))
     np.testing.assert_array_equal(ours, xlas)
-    assert np.isnan(convolve(How(SAME, rectify=True), x[:, 3:6, 4:7], kernel, bias, None)).all()
+    assert np.isnan(convolve(Convolution(SAME, rectify=True), x[:, 3:6, 4:7], kernel, bias, None)).all()
 
 
 def test_threads_may_ask_for_the_same_function_at_once():
     x, bias = draw(2, 5, 6, 16), np.zeros(16, np.float32)
-    run = lambda k: jax.jit(partial(convolve, How(SAME)))(x[:, :, : 3 + k % 2], draw(3, 3, 16, 16), bias, None)
+    run = lambda k: jax.jit(partial(convolve, Convolution(SAME)))(x[:, :, : 3 + k % 2], draw(3, 3, 16, 16), bias, None)
     with ThreadPoolExecutor(8) as pool:
         results = list(pool.map(run, range(8)))
     for k, y in enumerate(results):
@@ -208,7 +206,7 @@ def test_the_first_of_equal_maxima_has_the_gradient_as_xlas(hw):
     kernel = np.zeros((3, 3, 16, 16), np.float32)
     kernel[1, 1] = np.eye(16)
     arguments = x, kernel, np.zeros(16, np.float32), None
-    how = How(SAME, pool=True)
+    how = Convolution(SAME, pool=True)
     weight = draw(*jax.eval_shape(partial(as_xla_has_it, how), *arguments).shape, seed=1)
     ours, xlas = (gradients(f, how, arguments, weight) for f in (convolve, as_xla_has_it))
     np.testing.assert_array_equal(ours[0], xlas[0])
@@ -221,12 +219,12 @@ F32, BF16 = np.float32, jnp.bfloat16
 @pytest.mark.parametrize(
     "how, size, features, skips, kind, why",
     [
-        (How(VALID, pool=True), 3, 16, False, F32, "pooled"),
-        (How(SAME, pool=True), 3, 8, False, F32, "pooled"),
-        (How(SAME, pool=True), 3, 16, True, F32, "pooled"),
-        (How(((3, 3), (1, 1))), 3, 16, False, F32, "padding"),
-        (How(VALID), 6, 16, False, F32, "no larger than a padded image"),
-        (How(SAME), 3, 16, False, BF16, "must be float32 or uint8"),
+        (Convolution(VALID, pool=True), 3, 16, False, F32, "pooled"),
+        (Convolution(SAME, pool=True), 3, 8, False, F32, "pooled"),
+        (Convolution(SAME, pool=True), 3, 16, True, F32, "pooled"),
+        (Convolution(((3, 3), (1, 1))), 3, 16, False, F32, "padding"),
+        (Convolution(VALID), 6, 16, False, F32, "no larger than a padded image"),
+        (Convolution(SAME), 3, 16, False, BF16, "must be float32 or uint8"),
     ],
 )
 def test_what_the_loops_are_not_written_for_is_refused(how, size, features, skips, kind, why):
@@ -250,7 +248,7 @@ def test_what_was_compiled_is_kept_on_disk_and_taken_from_there_if_it_is_whole(c
     compile_()
     (kept,) = cache.iterdir()
     whole = kept.read_bytes()
-    monkeypatch.setattr(llvm, "_keep", lambda *_: pytest.fail("it was compiled again"))
+    monkeypatch.setattr(llvm, "keep", lambda *_: pytest.fail("it was compiled again"))
     assert compile_().get_function_address("handler")
     monkeypatch.undo()
     kept.write_bytes(damage(whole))
@@ -269,12 +267,3 @@ def test_what_is_kept_is_for_the_modules_that_wrote_it_and_no_others(cache, monk
         before = set(cache.iterdir())
         compile_()
         assert len(set(cache.iterdir()) - before) == 1
-
-
-def test_the_interface_is_the_one_that_jaxlib_has():
-    header = (Path(jaxlib.__file__).parent / "include/xla/ffi/api/c_api.h").read_text()
-    major, minor = (int(re.search(rf"XLA_FFI_API_{x} (\d+)", header)[1]) for x in ("MAJOR", "MINOR"))
-    assert major == llvm.VERSION[0] and minor >= llvm.VERSION[1]
-    functions = re.findall(r"_XLA_FFI_API_STRUCT_FIELD\((XLA_FFI_\w+)\)", header)
-    of = {"schedule": "ThreadPool_Schedule", "create_future": "Future_Create", "set_available": "Future_SetAvailable"}
-    assert {field: 6 + functions.index(f"XLA_FFI_{name}") for field, name in of.items()} == llvm.API

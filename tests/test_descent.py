@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from test_product import draw
 
-from cleanba.algorithms.optimiser import TrainState, descend, make_adam
-from cleanba.ops import descent, llvm
+from cleanba.algorithms.optimiser import TrainState, make_adam
+from cleanba.kernels import descent, in_use, llvm
+from cleanba.ops.descent import descend
 
 # Scalars, less than a vector, a vector and a rest, more than a piece.
 SIZES = [(), (1,), (15,), (16,), (3, 7), (descent.PIECE,), (3, 3001), (20, 2000)]
@@ -19,15 +20,13 @@ def arrays(seed=0):
 
 @pytest.mark.parametrize("max_norm", [float("inf"), 1e9, 0.5])
 def test_three_steps_are_optaxs(max_norm, on_devices):
-    optimiser = make_adam("cpu", eps=1e-5, max_norm=max_norm)
-    assert optimiser.eps == 1e-5
+    assert in_use()
+    optimiser = make_adam(eps=1e-5, max_norm=max_norm)
     ours = theirs = TrainState(arrays(), optimiser.init(arrays()))
-    from cleanba.algorithms.optimiser import descend_by_adam
-
     for i in range(3):
         gradient, rate = arrays(100 * i), jnp.float32(0.1 / (i + 1))
-        run = lambda shards, _, trained=ours, gradient=gradient, rate=rate: descend_by_adam(
-            shards, optimiser, 1e-5, rate, trained, gradient
+        run = lambda shards, _, trained=ours, gradient=gradient, rate=rate: optimiser.step(
+            shards, rate, trained, gradient
         )
         ours, norm = on_devices(run, 1, 1)(jnp.zeros(1))
         theirs, same = descend(optimiser.rule, rate, theirs, gradient)
@@ -40,12 +39,10 @@ def test_three_steps_are_optaxs(max_norm, on_devices):
 @pytest.mark.parametrize("max_norm", [float("inf"), 0.5])
 def test_a_gradient_whose_squares_overflow_does_what_it_does_in_optax(max_norm, on_devices):
     """Where nothing is clipped it must not become NaN everywhere: of each number alone Adam's step is finite."""
-    from cleanba.algorithms.optimiser import descend_by_adam
-
-    optimiser = make_adam("cpu", max_norm=max_norm)
+    optimiser = make_adam(max_norm=max_norm)
     params = [jnp.ones(3), jnp.ones(2)]
     before, gradient = TrainState(params, optimiser.init(params)), [jnp.array([1e20, 1, -2]), jnp.array([0.1, 0.2])]
-    run = lambda shards, _: descend_by_adam(shards, optimiser, 1e-8, jnp.float32(0.1), before, gradient)
+    run = lambda shards, _: optimiser.step(shards, jnp.float32(0.1), before, gradient)
     (after, norm), (theirs, _) = on_devices(run, 1, 1)(jnp.zeros(1)), descend(optimiser.rule, 0.1, before, gradient)
     assert np.isinf(norm)
     for a, b in zip(after.params, theirs.params, strict=True):

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
+from cleanba import kernels
 from cleanba.errors import UsageError
-from cleanba.networks import layers
-from cleanba.networks.layers import max_pool
+from cleanba.kernels import max_pool
 from cleanba.recipes import RECIPES
 from cleanba.runtime import process_setup
 from cleanba.runtime.devices import MESH_AXIS, Devices
@@ -143,9 +143,9 @@ def test_flags_of_the_user_win_over_those_for_determinism(monkeypatch):
     assert os.environ["PJRT_NPROC"] == "3"
 
 
-@pytest.mark.parametrize("kind, threads", [("xla", "8"), ("direct", None)])
-def test_the_number_of_threads_is_fixed_only_where_bits_depend_on_it(kind, threads, monkeypatch):
-    monkeypatch.setattr(layers, "conv_kind", lambda platform: kind)
+@pytest.mark.parametrize("by_kernels, threads", [(False, "8"), (True, None)])
+def test_the_number_of_threads_is_fixed_only_where_bits_depend_on_it(by_kernels, threads, monkeypatch):
+    monkeypatch.setattr(kernels, "expected", lambda: by_kernels)
     monkeypatch.setenv("XLA_FLAGS", "")
     monkeypatch.setenv("PJRT_NPROC", "1")  # so that it is as it was afterwards
     monkeypatch.delenv("PJRT_NPROC")
@@ -155,11 +155,11 @@ def test_the_number_of_threads_is_fixed_only_where_bits_depend_on_it(kind, threa
 
 
 @pytest.mark.parametrize(
-    "platform, kind, missing",
-    [("cpu", "direct", ""), ("cpu", "xla", "PJRT_NPROC=8"), ("gpu", "direct", "--xla_gpu_deterministic_ops=true")],
+    "platform, by_kernels, missing",
+    [("cpu", True, ""), ("cpu", False, "PJRT_NPROC=8"), ("gpu", True, "--xla_gpu_deterministic_ops=true")],
 )
-def test_what_jax_cannot_hear_any_more_is_said_where_it_matters(platform, kind, missing, monkeypatch, capsys):
-    monkeypatch.setattr(layers, "conv_kind", lambda platform: kind)
+def test_what_jax_cannot_hear_any_more_is_said_where_it_matters(platform, by_kernels, missing, monkeypatch, capsys):
+    monkeypatch.setattr(kernels, "expected", lambda: by_kernels)
     monkeypatch.setattr(process_setup.xla_bridge, "backends_are_initialized", lambda: True)
     monkeypatch.setattr(jax, "default_backend", lambda: platform)
     monkeypatch.setenv("XLA_FLAGS", "")

@@ -5,6 +5,7 @@ others, INSTALL=all tries every pair.
 """
 
 import importlib
+import json
 import os
 import shutil
 import subprocess
@@ -147,7 +148,7 @@ def interpreter(version: str) -> str | None:
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize(("version", "extra"), todays())
 def test_an_install_of_the_newest_packages_trains_and_plays(tmp_path, version, extra):
-    """The wheel and one extra in a bare environment, unpinned."""
+    """The wheel and one extra in a bare environment, unpinned; in the end without llvmlite, which is for some CPUs."""
     base = interpreter(version)
     if base is None:
         pytest.skip(f"there is no Python {version} here, with its venv module")
@@ -188,3 +189,9 @@ def test_an_install_of_the_newest_packages_trains_and_plays(tmp_path, version, e
     if CHECKS[extra] is not None:
         words, printed = CHECKS[extra]
         assert printed in cleanba(*words)
+
+    assert run(inside, "-m", "pip", "uninstall", "-q", "-y", "llvmlite").returncode == 0  # as on a Mac
+    told = cleanba("ppo", "--env-id", "CartPole-v1", *few, "--run-dir", "runs/plain")
+    assert "finished" in told and told.count("the package llvmlite does not load") == 1
+    assert json.loads((tmp_path / "runs/plain/config.json").read_text())["cpu_products"] == "xla"
+    assert "return: mean" in cleanba("eval", "runs/plain", "--episodes", "2")

@@ -123,7 +123,7 @@ SPEC = EnvSpec("Test-v0", OBS, 3, False, False, {})
 
 
 def test_a_mask_is_no_input_of_the_network():
-    net = make_actor_critic(SPEC, PolicyGradient(hiddens=(4,), norm_obs=True), "cpu")
+    net = make_actor_critic(SPEC, PolicyGradient(hiddens=(4,), norm_obs=True))
     params = net.initial_params(jax.random.key(0))
     x, first = np.ones((1, 2, 2), np.float32), np.zeros((1, 2), bool)
     masks = np.int8([[[1, 1, 0], [0, 0, 0]]])

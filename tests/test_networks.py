@@ -1,6 +1,5 @@
 """Networks: shapes, sizes counted by hand, two forms of one convolution, and memory that forgets when it must."""
 
-import sys
 from functools import partial
 
 import chex
@@ -11,14 +10,14 @@ import numpy as np
 import pytest
 from flax.linen import OptimizedLSTMCell
 
-from cleanba import ops
 from cleanba.config import PolicyGradient
 from cleanba.environments.specs import EnvSpec, ObsSpec
 from cleanba.errors import UsageError
+from cleanba.kernels import compiling_for, max_pool
 from cleanba.networks import make_actor_critic, suitable_network
 from cleanba.networks.cores import LSTM, LSTMCarry, initial_carry
 from cleanba.networks.encoder import as_vector
-from cleanba.networks.layers import Conv, max_pool
+from cleanba.networks.layers import Conv
 from cleanba.networks.torsos import Dense, ImpalaResNet, NatureCNN
 
 ATARI = ObsSpec("image", (4, 84, 84), "uint8")
@@ -32,9 +31,9 @@ MINIGRID = {
 }
 
 
-def build(obs, platform="cpu", num_actions=6, **experiment):
+def build(obs, num_actions=6, **experiment):
     spec = EnvSpec("test", obs, num_actions, False, False, {})
-    return make_actor_critic(spec, PolicyGradient(**experiment), platform)
+    return make_actor_critic(spec, PolicyGradient(**experiment))
 
 
 def observe(obs, *lead: int, seed: int = 0):
@@ -123,7 +122,8 @@ COUNTS = [
 @pytest.mark.parametrize("obs, options, expected", COUNTS)
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
 def test_networks_have_as_many_parameters_as_counted_by_hand(obs, options, expected, platform):
-    shapes = jax.eval_shape(build(obs, platform, **options).initial_params, jax.random.key(0))
+    with compiling_for(platform):
+        shapes = jax.eval_shape(build(obs, **options).initial_params, jax.random.key(0))
     assert sum(x.size for x in jax.tree.leaves(shapes)) == expected
     assert {x.dtype for x in jax.tree.leaves(shapes)} == {jnp.dtype("float32")}
 
@@ -151,17 +151,32 @@ def test_convolutions_over_what_is_no_image_are_refused(network, obs):
 # -------------------------------------------------------------------- one convolution, computed in two ways
 
 
+@pytest.fixture(params=["off", "auto"])
+def choice(request):
+    """In plain JAX, and by kernels."""
+    with compiling_for("cpu", request.param):
+        yield
+
+
+def by_both(function, *args):
+    """What a function gives in plain JAX, and by kernels."""
+    results = []
+    for choice in ("off", "auto"):
+        with compiling_for("cpu", choice):
+            results.append(function(*args))
+    return results
+
+
 def conv_both(x, **options):
     """Outputs and gradients of one convolution, computed both ways with the same parameters."""
     params = some_params(lambda key: Conv(**options).init(key, x))
 
-    def run(params, x, kind):
-        y = Conv(**options, kind=kind).apply(params, x)
+    def run(params, x):
+        y = Conv(**options).apply(params, x)
         return (y * jnp.sin(jnp.arange(y.size).reshape(y.shape))).sum(), y
 
     wrt = (0, 1) if x.dtype == np.float32 else 0
-    grad = jax.jit(jax.grad(run, wrt, has_aux=True), static_argnums=2)
-    return grad(params, x, "xla"), grad(params, x, "direct")
+    return by_both(jax.jit(jax.grad(run, wrt, has_aux=True)), params, x)
 
 
 @pytest.mark.parametrize(
@@ -183,23 +198,21 @@ def test_direct_convolutions_take_bytes_and_scale_them_as_xla_does(size, stride,
     close(cut, xla, rtol=1e-3, atol=1e-4)
     params = some_params(lambda key: Conv(**options).init(key, x))
     scaled = Conv(**options).apply(params, x.astype(np.float32) / 255)
-    close(Conv(**options, kind="direct", input_scale=1 / 255).apply(params, x), scaled)
+    close(Conv(**options, input_scale=1 / 255).apply(params, x), scaled)
 
 
-@pytest.mark.parametrize("kind", ["xla", "direct"])
 @pytest.mark.parametrize("dtype", ["uint8", "float32"])
-def test_planes_are_seen_as_the_images_that_they_make_up(kind, dtype):
+def test_planes_are_seen_as_the_images_that_they_make_up(choice, dtype):
     x = observe(ObsSpec("image", (3, 20, 30), "uint8"), 2).astype(dtype)
-    options = dict(features=4, size=8, stride=4, kind=kind)
+    options = dict(features=4, size=8, stride=4)
     params = some_params(lambda key: Conv(**options, planes=True).init(key, x))
     planes = Conv(**options, planes=True).apply(params, x)
     close(planes, Conv(**options).apply(params, x.transpose(0, 2, 3, 1)), rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["xla", "direct"])
-def test_convolutions_rectify_what_they_see_and_add_what_skips_them(kind):
+def test_convolutions_rectify_what_they_see_and_add_what_skips_them(choice):
     x, skip = np.random.default_rng(0).normal(size=(2, 2, 5, 6, 3)).astype(np.float32)
-    options = dict(features=3, size=3, padding="SAME", kind=kind)
+    options = dict(features=3, size=3, padding="SAME")
     params = some_params(lambda key: Conv(**options).init(key, x))
     close(Conv(**options, rectify=True).apply(params, x, skip), Conv(**options).apply(params, np.maximum(x, 0)) + skip)
 
@@ -208,7 +221,7 @@ def test_halves_are_multiplied_as_floats_and_come_out_as_halves():
     x = np.random.default_rng(0).normal(size=(2, 5, 6, 3)).astype(jnp.bfloat16)
     options = dict(features=3, size=3, dtype=jnp.bfloat16)
     params = some_params(lambda key: Conv(**options).init(key, x))
-    xla, ours = (Conv(**options, kind=kind).apply(params, x) for kind in ("xla", "direct"))
+    xla, ours = by_both(Conv(**options).apply, params, x)
     assert ours.dtype == jnp.bfloat16
     close(ours.astype(np.float32), xla.astype(np.float32), rtol=0.02, atol=0.02)
 
@@ -216,9 +229,7 @@ def test_halves_are_multiplied_as_floats_and_come_out_as_halves():
 @pytest.mark.parametrize("lead", [(5,), (2, 3)], ids=str)
 def test_dense_layers_have_the_same_parameters_and_outputs_in_both_forms(lead):
     x = np.random.default_rng(0).normal(size=(*lead, 7)).astype(np.float32)
-    (xla, out), (cut, same) = (
-        Dense(3, 2.0, kind=kind).init_with_output(jax.random.key(1), x)[::-1] for kind in ("xla", "direct")
-    )
+    (out, xla), (same, cut) = by_both(Dense(3, 2.0).init_with_output, jax.random.key(1), x)
     chex.assert_trees_all_equal(xla, cut)
     close(same, out, rtol=1e-6)
 
@@ -255,32 +266,15 @@ def assert_pools_alike(x):
 def test_whole_networks_learn_the_same_from_direct_convolutions_as_from_xla(network, steps, envs):
     options = dict(network=network, hiddens=(16,), channels=(4,))
     obs, first = observe(SMALL_IMAGE, steps, envs), np.zeros((steps, envs), bool)
-    cpu, gpu = (build(SMALL_IMAGE, platform, **options) for platform in ("cpu", "gpu"))
-    assert (cpu.conv, gpu.conv) == ("direct", "xla")
-    params = some_params(cpu.initial_params)
+    network = build(SMALL_IMAGE, **options)
 
-    def run(network):
-        def loss(params):
-            out = network.outputs(params, obs, first, ())
-            weight = jnp.sin(jnp.arange(first.size)).reshape(first.shape)
-            return (out.policy.logits**2).mean() + (out.value * weight).mean(), (out.policy.logits, out.value)
+    def loss(params):
+        out = network.outputs(params, obs, first, ())
+        weight = jnp.sin(jnp.arange(first.size)).reshape(first.shape)
+        return (out.policy.logits**2).mean() + (out.value * weight).mean(), (out.policy.logits, out.value)
 
-        return jax.jit(jax.grad(loss, has_aux=True))(params)
-
-    close(run(cpu), run(gpu), rtol=2e-3, atol=1e-4)
-
-
-def test_a_host_without_llvmlite_has_xlas_convolutions(monkeypatch):
-    """As one with GPUs may be; whatever is not for CPUs must not even ask for it."""
-    monkeypatch.setitem(sys.modules, "llvmlite", None)
-    for name in ("convolution", "llvm"):
-        monkeypatch.delitem(sys.modules, f"cleanba.ops.{name}", raising=False)
-        monkeypatch.delattr(ops, name, raising=False)
-    obs, first = observe(SMALL_IMAGE, 1, 2), np.zeros((1, 2), bool)
-    for platform in ("cpu", "gpu"):
-        network = build(SMALL_IMAGE, platform, hiddens=(8,), channels=(4,))
-        assert network.conv == "xla"
-        assert np.isfinite(network.outputs(some_params(network.initial_params), obs, first, ()).value).all()
+    xla, ours = by_both(jax.jit(jax.grad(loss, has_aux=True)), some_params(network.initial_params))
+    close(ours, xla, rtol=2e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("torso", [NatureCNN((8,)), ImpalaResNet((4,), (8,))], ids=["nature", "impala"])
@@ -369,8 +363,7 @@ def stepped(cell, x, carry, first):
     return np.stack(outputs), LSTMCarry(h=h, c=c)
 
 
-@pytest.mark.parametrize("kind", ["xla", "direct"])
-def test_lstm_equals_flaxs_with_resets_in_the_middle(sequence, kind):
+def test_lstm_equals_flaxs_with_resets_in_the_middle(sequence, choice):
     params, x, carry, first = sequence
     p = params["params"]
     gates = zip("ifgo", *(np.split(p[name], 4, axis=-1) for name in ("w_x", "w_h", "b")), strict=True)
@@ -378,7 +371,7 @@ def test_lstm_equals_flaxs_with_resets_in_the_middle(sequence, kind):
     for gate, w_x, w_h, b in gates:
         theirs |= {f"i{gate}": {"kernel": w_x}, f"h{gate}": {"kernel": w_h, "bias": b}}
     cell = lambda carry, x: OptimizedLSTMCell(UNITS).apply({"params": theirs}, carry, x)
-    close(LSTM(UNITS, kind=kind).apply(params, x, first, carry), stepped(cell, x, carry, first))
+    close(LSTM(UNITS).apply(params, x, first, carry), stepped(cell, x, carry, first))
 
 
 def test_lstm_equals_pytorchs_with_resets_in_the_middle(sequence):
@@ -398,8 +391,7 @@ def test_lstm_equals_pytorchs_with_resets_in_the_middle(sequence):
     close(LSTM(UNITS).apply(params, x, first, carry), stepped(cell, x, carry, first))
 
 
-@pytest.mark.parametrize("kind", ["xla", "direct"])
-def test_lstm_gradients_are_those_of_its_steps_differentiated_one_by_one(sequence, kind):
+def test_lstm_gradients_are_those_of_its_steps_differentiated_one_by_one(sequence, choice):
     params, x, carry, first = sequence
     rng = np.random.default_rng(1)
     weights = [
@@ -420,7 +412,7 @@ def test_lstm_gradients_are_those_of_its_steps_differentiated_one_by_one(sequenc
         total = lambda *args: sum((y * w).sum() for y, w in zip(jax.tree.leaves(lstm(*args)), weights, strict=True))
         return jax.grad(total, argnums=(0, 1, 2))(params, jnp.asarray(x), carry)
 
-    close(gradients(lambda params, x, carry: LSTM(UNITS, kind=kind).apply(params, x, first, carry)), gradients(slow))
+    close(gradients(lambda params, x, carry: LSTM(UNITS).apply(params, x, first, carry)), gradients(slow))
 
 
 def test_lstm_forgets_all_that_came_before_the_first_step_of_an_episode(sequence):

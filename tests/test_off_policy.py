@@ -16,6 +16,7 @@ from cleanba.algorithms.td3 import TD3
 from cleanba.config import Partition, check_values
 from cleanba.environments.specs import ActionSpec, EnvSpec, ObsSpec, choice
 from cleanba.errors import UsageError
+from cleanba.kernels import compiled_for
 from cleanba.networks import make_critics, make_policy
 from cleanba.ops import replay
 from cleanba.ops.distributions import SquashedGaussian
@@ -202,7 +203,9 @@ def test_two_gradient_steps_on_two_shards_are_those_of_one_batch(name, on_device
     after, metrics = on_devices(run, 2, 1)(state, memory, both)
 
     ring, adam = replay.write(memory, both), optax.scale_by_adam(eps=1e-8)
-    networks = make_policy(SPEC, e, 2 if name == "sac" else 1, "gpu"), make_critics(SPEC, e, "gpu")
+    plainly = lambda function: compiled_for("cpu", "off", function)
+    outputs = plainly(make_policy(SPEC, e, 2 if name == "sac" else 1).outputs)
+    values = plainly(make_critics(SPEC, e).values)
     rates = (e.policy_lr, e.q_lr) if name == "sac" else (e.learning_rate, e.learning_rate)
     policy, critics, log_alpha = ((p, adam.init(p)) for p in (state.policy.params, state.critics.params, jnp.zeros(())))
     targets = state.targets if name == "sac" else state.targets.critics
@@ -214,11 +217,10 @@ def test_two_gradient_steps_on_two_shards_are_those_of_one_batch(name, on_device
         return jax.tree.map(lambda p, d: p - rate * d, params, step), moments
 
     def drawn(params, obs, noise):
-        mean, x = networks[0].outputs(params, obs)
+        mean, x = outputs(params, obs)
         return SquashedGaussian(mean, -5 + 3.5 * (jnp.tanh(x) + 1), CENTRE.astype("f"), SCALE.astype("f")).act(noise)
 
-    best = lambda params, obs: CENTRE + SCALE * jnp.tanh(networks[0].outputs(params, obs)[0])
-    values = networks[1].values
+    best = lambda params, obs: CENTRE + SCALE * jnp.tanh(outputs(params, obs)[0])
     for number in range(2):
         of_shard = [jax.random.split(jax.random.fold_in(jax.random.fold_in(key, number), k)) for k in range(2)]
         indices = [replay.sample_indices(ring, jnp.int32(k), of_shard[k][0], e.batch_size // 2, 1) for k in range(2)]

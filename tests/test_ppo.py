@@ -14,6 +14,7 @@ from cleanba.algorithms import batches, ppo
 from cleanba.environments.specs import EnvSpec, ObsSpec
 from cleanba.networks import ActorCritic
 from cleanba.networks.cores import LSTMCarry
+from cleanba.recipes import RECIPES
 from cleanba.rollout import Rollout
 
 OBS, ACTIONS, T, B = 3, 3, 6, 4
@@ -77,7 +78,7 @@ class Problem:
 
     def __init__(self, on_devices, num_shards: int, num_devices: int, platform: str = "cpu", **changes):
         self.e, self.num_shards = tiny(**changes), num_shards
-        self.algorithm = ppo.make(self.e, SPEC, platform)
+        self.algorithm = RECIPES["ppo"].make(self.e, SPEC, platform)
 
         # Any parameters will do; the heads at their initial scale would leave some terms of the loss small.
         zeros = jax.tree.map(

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from launch import finish, python
 
-from cleanba.ops import llvm, product
-from cleanba.ops.product import affine, multiply, multiply_turned
+from cleanba.kernels import llvm, product
+from cleanba.kernels.product import affine, multiply, multiply_turned
 
 
 def draw(*shape, seed=0):

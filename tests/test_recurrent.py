@@ -46,7 +46,7 @@ def lively(params):
 
 @pytest.fixture(scope="module")
 def network() -> ActorCritic:
-    return make_actor_critic(spec(), experiment("ppo"), "cpu")
+    return make_actor_critic(spec(), experiment("ppo"))
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,8 @@ import pytest
 
 pytest.importorskip("llvmlite")
 
-from cleanba.ops import threefry
-from cleanba.ops.llvm import registers
+from cleanba.kernels import install_random_numbers, threefry
+from cleanba.kernels.llvm import registers
 
 # Of 20 rounds, from the file of known answers of Random123, the authors' own code: counter, key, result.
 KNOWN = [
@@ -66,7 +66,7 @@ def test_shapes_broadcast_as_keys_of_many_and_counters_of_all_do():
 
 def test_jax_draws_the_same_numbers_by_it():
     """Folded, split, drawn for many keys at once: each as JAX defines it, of the hash of key and counter."""
-    threefry.install()
+    install_random_numbers()
 
     def draw(key):
         keys = jax.random.split(jax.random.fold_in(key, 9), 3)

@@ -17,11 +17,10 @@ from cleanba.algorithms.action_bounds import ACTION_WORDS
 from cleanba.algorithms.gradient_steps import REPLAY_FILLED, REPLAY_LOGGED, Minibatch, every, gradient_steps
 from cleanba.algorithms.off_policy import OffPolicy, check_replay
 from cleanba.algorithms.optimiser import TrainState, learning_rate, make_adam, sgd_step
-from cleanba.algorithms.target_networks import polyak_update
 from cleanba.config import Fraction, Partition, Positive, Settings, Steps, require
+from cleanba.kernels import polyak_update
 from cleanba.networks import make_action_values
 from cleanba.networks.encoder import legal_actions
-from cleanba.networks.layers import conv_kind
 from cleanba.ops import replay
 from cleanba.ops.distributions import Categorical, masked
 from cleanba.ops.losses import by_comparison, squared_error
@@ -152,8 +151,8 @@ def make(e: DQN, spec: EnvSpec, platform: str) -> Algorithm[State, replay.Ring, 
         f"env_id={e.env_id!r} takes {ACTION_WORDS[spec.action.kind]}, but DQN values each of a few actions; try "
         f"{'`cleanba sac`, `cleanba td3` or ' * (spec.action.kind == 'quantities')}`cleanba ppo`, or CartPole-v1",
     )
-    network = make_action_values(spec, e, e.dueling, platform)
-    optimiser, kind = make_adam(platform), conv_kind(platform)
+    network = make_action_values(spec, e, e.dueling)
+    optimiser = make_adam()
     # EnvPool stacks the newest frames of an Atari game; the replay memory stores each frame once.
     stack = int(spec.options.get("stack_num", 4)) if spec.is_atari else 1
 
@@ -213,7 +212,7 @@ def make(e: DQN, spec: EnvSpec, platform: str) -> Algorithm[State, replay.Ring, 
             inputs = lambda i: (batch.window(i), state.target)
             online, metrics = sgd_step(shards, optimiser, rate, state.online, loss, inputs)
             target_moves, since = every(e.target_network_frequency, state.since_target + e.train_frequency)
-            target = polyak_update(shards, kind, e.tau, target_moves, online.params, state.target)
+            target = polyak_update(shards, e.tau, target_moves, online.params, state.target)
             return State(online, target, state.updates, since), metrics
 
         steps = e.steps_of(state.updates + 1)

@@ -16,7 +16,7 @@ from jax import lax
 from cleanba.algorithm import Algorithm, Metrics
 from cleanba.algorithms.batches import LAG_LOGGED, count_pieces, count_valid, in_pieces, sequences
 from cleanba.algorithms.normalisation import ReturnsSoFar, make_normaliser
-from cleanba.algorithms.optimiser import Optimiser, State, clipped, learning_rate, sgd_step
+from cleanba.algorithms.optimiser import State, by_rule, learning_rate, sgd_step
 from cleanba.config import Fraction, Partition, PolicyGradient, Positive, PositiveOrInf, Range, Settings
 from cleanba.networks import make_actor_critic
 from cleanba.ops.losses import kl_estimate, squared_error
@@ -143,9 +143,9 @@ class Minibatch(NamedTuple):
 def make(e: IMPALA, spec: EnvSpec, platform: str) -> Algorithm[State, ReturnsSoFar, PyTree, PyTree]:
     """IMPALA on environments that look like `spec`, on `platform` ("cpu", "gpu" …)."""
     normaliser = make_normaliser(e, spec)
-    network = make_actor_critic(normaliser.network_spec(spec), e, platform)
+    network = make_actor_critic(normaliser.network_spec(spec), e)
     rule = optax.scale_by_rms(e.rmsprop_decay, e.rmsprop_eps, eps_in_sqrt=False)
-    optimiser = Optimiser(clipped(rule, e.max_grad_norm), e.max_grad_norm)
+    optimiser = by_rule(rule, e.max_grad_norm)
 
     def init(key: jax.Array) -> State:
         params = network.initial_params(key)

@@ -10,13 +10,12 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from cleanba import kernels
 from cleanba.algorithm import Metrics
 from cleanba.config import Experiment
-from cleanba.networks.layers import conv_kind
+from cleanba.ops.descent import clipped, descend
 from cleanba.rollout import PyTree
 from cleanba.shards import ShardAxis
-
-BETAS = 0.9, 0.999  # Adam's, of both moments
 
 
 class State(NamedTuple):
@@ -36,32 +35,37 @@ class TrainState(NamedTuple):
 
 
 T = TypeVar("T", State, TrainState)
+Step = Callable[[ShardAxis, jax.Array, Any, PyTree], tuple[Any, jax.Array]]
+"""shards, rate [], state of any type, gradient -> the state after one step, and the gradient's global norm []"""
 
 
 class Optimiser(NamedTuple):
     """How a gradient becomes a step."""
 
     rule: optax.GradientTransformation
-    """the transformation in optax, which clips first if `max_norm` is finite"""
-    max_norm: float = math.inf
-    """the global norm that gradients are clipped to"""
-    eps: float | None = None
-    """Adam's, if its steps are to be those of `ops/descent.py`"""
+    """the transformation in optax, which says what the optimiser's state is"""
+    step: Step
+    """one step, to the same bits on every placement"""
 
     def init(self, params: PyTree) -> PyTree:
         """The optimiser's state before the first step: leaves of the parameters' shapes, and counters."""
         return self.rule.init(params)
 
 
-def clipped(rule: optax.GradientTransformation, max_norm: float) -> optax.GradientTransformation:
-    """The rule, preceded by clipping to this global norm."""
-    return rule if max_norm == math.inf else optax.chain(optax.clip_by_global_norm(max_norm), rule)
+def make_adam(eps: float = 1e-8, max_norm: float = math.inf) -> Optimiser:
+    """Adam, with gradients clipped to this global norm."""
+    adam = kernels.Adam(eps, max_norm)
+    return Optimiser(adam.rule, partial(kernels.adam, adam))
 
 
-def make_adam(platform: str, eps: float = 1e-8, max_norm: float = math.inf) -> Optimiser:
-    """Adam, in the form that is fast on devices of kind `platform` ("cpu", "gpu" …)."""
-    rule = clipped(optax.scale_by_adam(*BETAS, eps), max_norm)
-    return Optimiser(rule, max_norm, eps if conv_kind(platform) == "direct" else None)
+def by_rule(rule: optax.GradientTransformation, max_norm: float) -> Optimiser:
+    """Any rule of optax, with gradients clipped to this global norm."""
+    rule = clipped(rule, max_norm)
+
+    def step(shards: ShardAxis, rate: jax.Array, trained: T, gradient: PyTree) -> tuple[T, jax.Array]:
+        return shards.isolate(partial(descend, rule), rate, trained, gradient)
+
+    return Optimiser(rule, step)
 
 
 def learning_rate(e: Experiment, start: float, updates: jax.Array) -> jax.Array:
@@ -103,47 +107,5 @@ def sgd_step(
         return lax.fori_loop(0, pieces, lambda i, total: jax.tree.map(jnp.add, total, of_piece(i)), nothing)
 
     gradient, metrics = shards.sum(shards.map_from(load, of_shard))
-    if optimiser.eps is None:
-        trained, norm = shards.isolate(partial(descend, optimiser.rule), rate, trained, gradient)
-    else:
-        trained, norm = descend_by_adam(shards, optimiser, optimiser.eps, rate, trained, gradient)
+    trained, norm = optimiser.step(shards, rate, trained, gradient)
     return trained, metrics | {"losses/grad_norm": norm}
-
-
-def descend(rule: optax.GradientTransformation, rate: jax.Array, trained: T, gradient: PyTree) -> tuple[T, jax.Array]:
-    """One step of the optimiser.  Also returns the gradient's global norm [], before clipping."""
-    direction, optimiser_state = rule.update(gradient, trained.optimiser, trained.params)
-    params = jax.tree.map(lambda p, d: p - rate * d, trained.params, direction)
-    return trained._replace(params=params, optimiser=optimiser_state), global_norm(gradient)
-
-
-def descend_by_adam(
-    shards: ShardAxis, optimiser: Optimiser, eps: float, rate: jax.Array, trained: T, gradient: PyTree
-) -> tuple[T, jax.Array]:
-    """`descend` by Adam's own loop, which nothing around it can change."""
-    from cleanba.ops import descent
-
-    leaves, structure = jax.tree.flatten(gradient)
-    state = trained.optimiser if optimiser.max_norm == math.inf else trained.optimiser[1]
-
-    def weigh(rate: jax.Array, count: jax.Array, squares: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        norm, count = jnp.sqrt(squares.sum()), optax.safe_increment(count)
-        # Where nothing is clipped, a norm that is not finite has no effect.
-        unclipped = (norm < optimiser.max_norm) | (optimiser.max_norm == math.inf)
-        clip = jnp.where(unclipped, 1.0, optimiser.max_norm / norm)
-        first, second = (1 - beta**count for beta in BETAS)
-        return jnp.stack([clip, rate / first, 1 / second]), count, norm
-
-    factors, count, norm = shards.isolate(weigh, rate, state.count, descent.squares(leaves))
-    params, mu, nu = map(jax.tree.leaves, (trained.params, state.mu, state.nu))
-    found = descent.adam(leaves, params, mu, nu, factors, *BETAS, eps)
-    params, mu, nu = (jax.tree.unflatten(structure, x) for x in found)
-    state = state._replace(count=count, mu=mu, nu=nu)
-    state = state if optimiser.max_norm == math.inf else (trained.optimiser[0], state)
-    return trained._replace(params=params, optimiser=state), norm
-
-
-def global_norm(tree: PyTree) -> jax.Array:
-    """The square root of the sum of all squares.  Leaves [...] -> [] float32."""
-    # By dot products: XLA's code for optax's sums of squares goes over memory twice.
-    return jnp.sqrt(sum(jnp.vdot(x, x) for x in jax.tree.leaves(tree)))

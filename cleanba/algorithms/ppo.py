@@ -172,8 +172,8 @@ class Scale(NamedTuple):
 def make(e: PPO, spec: EnvSpec, platform: str) -> Algorithm[State, ReturnsSoFar, PyTree, PyTree]:
     """PPO on environments that look like `spec`, on `platform` ("cpu", "gpu" …)."""
     normaliser = make_normaliser(e, spec)
-    network = make_actor_critic(normaliser.network_spec(spec), e, platform)
-    optimiser = make_adam(platform, eps=1e-5, max_norm=e.max_grad_norm)
+    network = make_actor_critic(normaliser.network_spec(spec), e)
+    optimiser = make_adam(eps=1e-5, max_norm=e.max_grad_norm)
     recurrent = e.core != "none"
     correction = e.lag_correction if e.concurrency else "none"  # without concurrency the newest policy acts
     weighted = correction in ("decoupled", "both")

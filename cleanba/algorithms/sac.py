@@ -16,13 +16,13 @@ from cleanba.algorithm import Algorithm, Metrics, NoCarry, no_carry
 from cleanba.algorithms.action_bounds import action_bounds
 from cleanba.algorithms.gradient_steps import Minibatch, Noise, every, gradient_steps, repeat
 from cleanba.algorithms.off_policy import OffPolicyActorCritic, check_actor_critic
-from cleanba.algorithms.optimiser import TrainState, descend, learning_rate, make_adam, sgd_step
-from cleanba.algorithms.target_networks import polyak_update
+from cleanba.algorithms.optimiser import TrainState, learning_rate, make_adam, sgd_step
 from cleanba.algorithms.twin_critics import CRITICS_LOGGED, ActingParams, policy_metrics, td_loss
 from cleanba.config import NotNegative, Partition, Positive, Settings, Steps, require
+from cleanba.kernels import polyak_update
 from cleanba.networks import make_critics, make_policy
-from cleanba.networks.layers import conv_kind
 from cleanba.ops import replay
+from cleanba.ops.descent import descend
 from cleanba.ops.distributions import SquashedGaussian
 from cleanba.rollout import PyTree, Rollout
 from cleanba.shards import ShardAxis
@@ -86,8 +86,8 @@ LOGGED = CRITICS_LOGGED | {
 def make(e: SAC, spec: EnvSpec, platform: str) -> Algorithm[State, replay.Ring, ActingParams, NoCarry]:
     """SAC on environments that look like `spec`, on `platform` ("cpu", "gpu" …)."""
     bounds = action_bounds(spec, "SAC")
-    policy_network, critic_network = make_policy(spec, e, 2, platform), make_critics(spec, e, platform)
-    optimiser, kind = make_adam(platform), conv_kind(platform)
+    policy_network, critic_network = make_policy(spec, e, 2), make_critics(spec, e)
+    optimiser = make_adam()
     target_entropy = -float(spec.action.size)
     noise = Noise(1 + e.policy_frequency, spec.action.size)  # for the next action, and for each step of the policy
 
@@ -173,7 +173,7 @@ def make(e: SAC, spec: EnvSpec, platform: str) -> Algorithm[State, replay.Ring, 
             (policy, log_alpha), of_policy = repeat(policy_steps, policy_step, (state.policy, state.log_alpha))
 
             targets_move, since_target = every(e.target_network_frequency, state.since_target + e.train_frequency)
-            targets = polyak_update(shards, kind, e.tau, targets_move, critics.params, state.targets)
+            targets = polyak_update(shards, e.tau, targets_move, critics.params, state.targets)
             state = State(policy, critics, targets, log_alpha, state.updates, since_target, since_policy)
             return state, of_critics | policy_metrics(of_policy, policy_steps)
 

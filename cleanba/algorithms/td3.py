@@ -15,11 +15,10 @@ from cleanba.algorithms.action_bounds import action_bounds
 from cleanba.algorithms.gradient_steps import Minibatch, Noise, every, gradient_steps, repeat
 from cleanba.algorithms.off_policy import OffPolicyActorCritic, check_actor_critic
 from cleanba.algorithms.optimiser import TrainState, learning_rate, make_adam, sgd_step
-from cleanba.algorithms.target_networks import polyak_update
 from cleanba.algorithms.twin_critics import CRITICS_LOGGED, ActingParams, policy_metrics, td_loss
 from cleanba.config import NotNegative, Partition, Positive, Settings
+from cleanba.kernels import polyak_update
 from cleanba.networks import make_critics, make_policy
-from cleanba.networks.layers import conv_kind
 from cleanba.ops import replay
 from cleanba.rollout import PyTree, Rollout
 from cleanba.shards import ShardAxis
@@ -74,8 +73,8 @@ LOGGED = CRITICS_LOGGED | {"charts/learning_rate": "step size of critics and pol
 def make(e: TD3, spec: EnvSpec, platform: str) -> Algorithm[State, replay.Ring, ActingParams, NoCarry]:
     """TD3 on environments that look like `spec`, on `platform` ("cpu", "gpu" …)."""
     bounds = action_bounds(spec, "TD3")
-    policy_network, critic_network = make_policy(spec, e, 1, platform), make_critics(spec, e, platform)
-    optimiser, kind = make_adam(platform), conv_kind(platform)
+    policy_network, critic_network = make_policy(spec, e, 1), make_critics(spec, e)
+    optimiser = make_adam()
     noise = Noise(1, spec.action.size)  # for the next action
 
     def init(key: jax.Array) -> State:
@@ -141,7 +140,7 @@ def make(e: TD3, spec: EnvSpec, platform: str) -> Algorithm[State, replay.Ring, 
             policy_steps = policy_learns.astype(jnp.int32)
             policy, of_policy = repeat(policy_steps, policy_step, state.policy)
             networks = Networks(policy.params, critics.params)
-            targets = polyak_update(shards, kind, e.tau, policy_learns, networks, state.targets)
+            targets = polyak_update(shards, e.tau, policy_learns, networks, state.targets)
             state = State(policy, critics, targets, state.updates, since_policy)
             return state, of_critics | policy_metrics(of_policy, policy_steps)
 

@@ -10,7 +10,6 @@ from jax.typing import DTypeLike
 from cleanba.config import Experiment
 from cleanba.networks import torsos
 from cleanba.networks.encoder import encode, encoder_fields
-from cleanba.networks.layers import ConvKind
 from cleanba.rollout import PyTree
 from cleanba.specs import EnvSpec, ObsSpecs
 
@@ -28,14 +27,13 @@ class ActionValues(nn.Module):
     hiddens: Sequence[int]
     dueling: bool
     dtype: DTypeLike
-    conv: ConvKind
 
     @nn.compact
     def __call__(self, obs: PyTree) -> jax.Array:
         """Obs [N, ...] -> [N, num_actions] float32."""
-        heads = [torsos.Dense(self.num_actions, 1.0, kind=self.conv, name="action_value")]
+        heads = [torsos.Dense(self.num_actions, 1.0, name="action_value")]
         if self.dueling:
-            heads.append(torsos.Dense(1, 1.0, kind=self.conv, name="value"))
+            heads.append(torsos.Dense(1, 1.0, name="value"))
         values, *value = encode(self, obs, heads, "relu")
         return value[0] + values - values.mean(-1, keepdims=True) if self.dueling else values
 
@@ -50,10 +48,10 @@ class ActionValues(nn.Module):
         return out
 
 
-def make_action_values(spec: EnvSpec, e: Experiment, dueling: bool, platform: str) -> ActionValues:
-    """The network that an experiment asks for, in the form that is fast on `platform` ("cpu", "gpu" …).
+def make_action_values(spec: EnvSpec, e: Experiment, dueling: bool) -> ActionValues:
+    """The network that an experiment asks for.
 
     Raises:
         UsageError: the torso does not fit the observations.
     """
-    return ActionValues(**encoder_fields(spec, e, platform), num_actions=spec.num_actions, dueling=dueling)
+    return ActionValues(**encoder_fields(spec, e), num_actions=spec.num_actions, dueling=dueling)

@@ -11,7 +11,6 @@ from jax.typing import DTypeLike
 from cleanba.config import PolicyGradient
 from cleanba.networks import cores, torsos
 from cleanba.networks.encoder import encode, encoder_fields, legal_actions
-from cleanba.networks.layers import ConvKind
 from cleanba.ops.distributions import Distribution, distribution, size
 from cleanba.rollout import PyTree
 from cleanba.specs import ActionSpec, EnvSpec, ObsSpecs
@@ -42,14 +41,13 @@ class ActorCritic(nn.Module):
     forget_bias: float
     log_std_init: float
     dtype: DTypeLike
-    conv: ConvKind
 
     @nn.compact
     def __call__(self, obs: PyTree, first: jax.Array, carry: PyTree) -> Output:
         """Obs [T, B, ...], first [T, B] bool, carry [B, ...] -> `Output`."""
         heads = (
-            torsos.Dense(size(self.action), 0.01, kind=self.conv, name="policy"),
-            torsos.Dense(1, 1.0, kind=self.conv, name="value"),
+            torsos.Dense(size(self.action), 0.01, name="policy"),
+            torsos.Dense(1, 1.0, name="value"),
         )
         if self.share_torso:
             (x, value), carry = self.look_by(heads, obs, first, carry)
@@ -72,9 +70,7 @@ class ActorCritic(nn.Module):
         if self.core == "none":
             return [x.reshape(t, b, -1) for x in encode(self, flat, heads)], carry
         (x,) = encode(self, flat)
-        x, carry = cores.LSTM(self.lstm_size, self.dtype, self.forget_bias, self.conv)(
-            x.reshape(t, b, -1), first, carry
-        )
+        x, carry = cores.LSTM(self.lstm_size, self.dtype, self.forget_bias)(x.reshape(t, b, -1), first, carry)
         # The heads are small, and what they say is exponentiated and squared.
         return [head(x.astype(jnp.float32)) for head in heads], carry
 
@@ -118,14 +114,14 @@ class ActorCritic(nn.Module):
         return Output(policy, value, out.carry)
 
 
-def make_actor_critic(spec: EnvSpec, e: PolicyGradient, platform: str) -> ActorCritic:
-    """The network that an experiment asks for, in the form that is fast on `platform` ("cpu", "gpu" …).
+def make_actor_critic(spec: EnvSpec, e: PolicyGradient) -> ActorCritic:
+    """The network that an experiment asks for.
 
     Raises:
         UsageError: the torso does not fit the observations.
     """
     return ActorCritic(
-        **encoder_fields(spec, e, platform),
+        **encoder_fields(spec, e),
         action=spec.action,
         share_torso=e.share_torso,
         core=e.core,

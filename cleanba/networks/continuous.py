@@ -10,7 +10,6 @@ from jax.typing import DTypeLike
 from cleanba.config import Experiment
 from cleanba.networks import torsos
 from cleanba.networks.encoder import encode, encoder_fields
-from cleanba.networks.layers import ConvKind
 from cleanba.rollout import PyTree
 from cleanba.specs import EnvSpec, ObsSpecs
 
@@ -25,14 +24,11 @@ class Policy(nn.Module):
     channels: Sequence[int]
     hiddens: Sequence[int]
     dtype: DTypeLike
-    conv: ConvKind
 
     @nn.compact
     def __call__(self, obs: PyTree) -> jax.Array:
         """Obs [N, ...] -> [heads, N, size] float32."""
-        return jnp.stack(
-            encode(self, obs, [torsos.Dense(self.size, 0.01, kind=self.conv) for _ in range(self.heads)], "relu")
-        )
+        return jnp.stack(encode(self, obs, [torsos.Dense(self.size, 0.01) for _ in range(self.heads)], "relu"))
 
     def initial_params(self, key: jax.Array) -> PyTree:
         """Random parameters."""
@@ -53,12 +49,11 @@ class Critic(nn.Module):
     channels: Sequence[int]
     hiddens: Sequence[int]
     dtype: DTypeLike
-    conv: ConvKind
 
     @nn.compact
     def __call__(self, obs: PyTree, action: jax.Array) -> jax.Array:
         """Obs [N, ...], action [N, size] -> [N] float32."""
-        (value,) = encode(self, obs, [torsos.Dense(1, 1.0, kind=self.conv)], "relu", action)
+        (value,) = encode(self, obs, [torsos.Dense(1, 1.0)], "relu", action)
         return value[:, 0]
 
 
@@ -72,12 +67,11 @@ class Critics(nn.Module):
     channels: Sequence[int]
     hiddens: Sequence[int]
     dtype: DTypeLike
-    conv: ConvKind
 
     @nn.compact
     def __call__(self, obs: PyTree, action: jax.Array, first: int | None = None) -> jax.Array:
         """Obs [N, ...], action [N, size] -> [count, N] float32, or of the first so many alone."""
-        one = lambda: Critic(self.obs_spec, self.network, self.channels, self.hiddens, self.dtype, self.conv)
+        one = lambda: Critic(self.obs_spec, self.network, self.channels, self.hiddens, self.dtype)
         return jnp.stack([one()(obs, action) for _ in range(first or self.count)])
 
     def initial_params(self, key: jax.Array) -> PyTree:
@@ -96,15 +90,15 @@ def blank(obs_spec: ObsSpecs) -> PyTree:
     return jax.tree.map(lambda o: jnp.zeros((1, *o.shape), o.dtype), obs_spec)
 
 
-def make_policy(spec: EnvSpec, e: Experiment, heads: int, platform: str) -> Policy:
-    """The policy network that an experiment asks for, in the form that is fast on `platform` ("cpu", "gpu" …).
+def make_policy(spec: EnvSpec, e: Experiment, heads: int) -> Policy:
+    """The policy network that an experiment asks for.
 
     Raises:
         UsageError: the torso does not fit the observations.
     """
-    return Policy(**encoder_fields(spec, e, platform), size=spec.action.size, heads=heads)
+    return Policy(**encoder_fields(spec, e), size=spec.action.size, heads=heads)
 
 
-def make_critics(spec: EnvSpec, e: Experiment, platform: str) -> Critics:
+def make_critics(spec: EnvSpec, e: Experiment) -> Critics:
     """Two critics (Fujimoto et al. 2018), with torsos as the policy's."""
-    return Critics(**encoder_fields(spec, e, platform), size=spec.action.size, count=2)
+    return Critics(**encoder_fields(spec, e), size=spec.action.size, count=2)

@@ -1,6 +1,5 @@
 """What is remembered: [T, B, D] features and a carry -> [T, B, D'] features and the next carry."""
 
-from functools import partial
 from typing import NamedTuple
 
 import flax.linen as nn
@@ -9,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from cleanba.networks.layers import ConvKind, affine, multiply
+from cleanba.kernels import affine, multiply
 from cleanba.networks.torsos import orthogonal
 
 
@@ -32,25 +31,23 @@ def cell(gates: jax.Array, c: jax.Array) -> tuple[jax.Array, jax.Array]:
     return nn.sigmoid(o) * nn.tanh(c), c
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def recur(
-    kind: ConvKind, x_gates: jax.Array, first: jax.Array, carry: LSTMCarry, w_h: jax.Array
-) -> tuple[jax.Array, LSTMCarry]:
+@jax.custom_vjp
+def recur(x_gates: jax.Array, first: jax.Array, carry: LSTMCarry, w_h: jax.Array) -> tuple[jax.Array, LSTMCarry]:
     """The part of an LSTM that depends on the past: x W_x + b [T, B, 4 units], first [T, B] -> h [T, B, units], carry.
 
     Its gradient is written by hand for one reason: the gradient of w_h is a single product over all steps, after the
     scan backwards, where differentiation would add up one product for each step.
     """
-    return _forward(kind, x_gates, first, carry, w_h)[0]
+    return _forward(x_gates, first, carry, w_h)[0]
 
 
 def _forward(
-    kind: ConvKind, x_gates: jax.Array, first: jax.Array, carry: LSTMCarry, w_h: jax.Array
+    x_gates: jax.Array, first: jax.Array, carry: LSTMCarry, w_h: jax.Array
 ) -> tuple[tuple[jax.Array, LSTMCarry], tuple[jax.Array, ...]]:
     def step(carry: LSTMCarry, inputs: tuple[jax.Array, jax.Array]) -> tuple[LSTMCarry, tuple[jax.Array, ...]]:
         x_t, first_t = inputs
         h, c = jax.tree.map(lambda y: jnp.where(first_t[:, None], 0.0, y), carry)
-        gates = (x_t + multiply(kind, h.astype(w_h.dtype), w_h)).astype(jnp.float32)
+        gates = (x_t + multiply(h.astype(w_h.dtype), w_h)).astype(jnp.float32)
         after = LSTMCarry(*cell(gates, c))
         return after, (after.h, gates, h, c)
 
@@ -59,7 +56,7 @@ def _forward(
 
 
 def _backward(
-    kind: ConvKind, saved: tuple[jax.Array, ...], cotangent: tuple[jax.Array, LSTMCarry]
+    saved: tuple[jax.Array, ...], cotangent: tuple[jax.Array, LSTMCarry]
 ) -> tuple[jax.Array, None, LSTMCarry, jax.Array]:
     gates, h, c, first, w_h = saved
     d_out, d_last = cotangent
@@ -70,12 +67,12 @@ def _backward(
         _, pull = jax.vjp(cell, gates_t, c_t)
         d_gates, d_c = pull((d_carry.h + d_out_t, d_carry.c))
         d_gates = d_gates.astype(w_h.dtype)
-        d_h = multiply(kind, d_gates, turned).astype(jnp.float32)
+        d_h = multiply(d_gates, turned).astype(jnp.float32)
         return jax.tree.map(lambda d: jnp.where(first_t[:, None], 0.0, d), LSTMCarry(d_h, d_c)), d_gates
 
     d_carry, d_gates = lax.scan(step, d_last, (d_out, gates, c, first), reverse=True)
     rows = lambda x: x.reshape(-1, x.shape[-1])
-    return d_gates, None, d_carry, multiply(kind, rows(h.astype(w_h.dtype)), rows(d_gates), turned=True)
+    return d_gates, None, d_carry, multiply(rows(h.astype(w_h.dtype)), rows(d_gates), turned=True)
 
 
 recur.defvjp(_forward, _backward)
@@ -95,7 +92,6 @@ class LSTM(nn.Module):
     units: int
     dtype: DTypeLike = jnp.float32
     forget_bias: float = 0.0
-    kind: ConvKind = "xla"
 
     @nn.compact
     def __call__(self, x: jax.Array, first: jax.Array, carry: LSTMCarry) -> tuple[jax.Array, LSTMCarry]:
@@ -104,5 +100,5 @@ class LSTM(nn.Module):
         b = self.param("b", lambda key, shape: jnp.zeros(shape).at[1].set(self.forget_bias).ravel(), (4, self.units))
         b = b.astype(self.dtype)
 
-        h, carry = recur(self.kind, affine(self.kind, x, w_x, b), first, carry, w_h)
+        h, carry = recur(affine(x, w_x, b), first, carry, w_h)
         return h, carry

@@ -9,8 +9,8 @@ from jax.typing import DTypeLike
 
 from cleanba.config import Experiment
 from cleanba.errors import UsageError
+from cleanba.kernels import Activation
 from cleanba.networks import torsos
-from cleanba.networks.layers import Activation, ConvKind, conv_kind
 from cleanba.rollout import PyTree
 from cleanba.specs import EnvSpec, ObsSpec, ObsSpecs, describe
 
@@ -23,10 +23,9 @@ class HasEncoder(Protocol):
     channels: Sequence[int]
     hiddens: Sequence[int]
     dtype: DTypeLike
-    conv: ConvKind
 
 
-def encoder_fields(spec: EnvSpec, e: Experiment, platform: str) -> dict[str, Any]:
+def encoder_fields(spec: EnvSpec, e: Experiment) -> dict[str, Any]:
     """The fields of `HasEncoder` for an environment that looks like `spec`.
 
     Raises:
@@ -46,7 +45,6 @@ def encoder_fields(spec: EnvSpec, e: Experiment, platform: str) -> dict[str, Any
         "hiddens": e.hiddens,
         # The precision of float32 products is set by `process_setup.set_precision`.
         "dtype": jnp.bfloat16 if e.dtype == "bfloat16" else jnp.float32,
-        "conv": conv_kind(platform),
     }
 
 
@@ -68,14 +66,14 @@ def encode(
     Returns the output of each head, [N, ...] float32, or the features alone if there are no heads.
     """
     with_action = lambda x: x if action is None else jnp.concatenate([x, action.astype(x.dtype)], axis=-1)
-    mlp = lambda hiddens: torsos.MLP(hiddens, module.dtype, activation, module.conv)
+    mlp = lambda hiddens: torsos.MLP(hiddens, module.dtype, activation)
     if module.network != "mlp":
         if module.network == "nature":
-            x = torsos.NatureCNN(module.hiddens, module.dtype, module.conv)(obs)
+            x = torsos.NatureCNN(module.hiddens, module.dtype)(obs)
         elif module.network == "minatar":
-            x = torsos.MinAtarCNN(module.hiddens, module.dtype, module.conv)(obs)
+            x = torsos.MinAtarCNN(module.hiddens, module.dtype)(obs)
         else:
-            x = torsos.ImpalaResNet(module.channels, module.hiddens, module.dtype, module.conv)(obs)
+            x = torsos.ImpalaResNet(module.channels, module.hiddens, module.dtype)(obs)
         if action is not None:
             return mlp(module.hiddens[-1:])(with_action(x), heads)
         return [head(x.astype(jnp.float32)) for head in heads] or [x]

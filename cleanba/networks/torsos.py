@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jax.nn.initializers import Initializer
 from jax.typing import DTypeLike
 
-from cleanba.networks.layers import Activation, Conv, ConvKind, Weights, affine, mlp
+from cleanba import kernels
+from cleanba.networks.layers import Conv, Weights
 
 
 def orthogonal(scale: float) -> Initializer:
@@ -28,7 +29,6 @@ class Dense(nn.Module):
     features: int
     scale: float
     dtype: DTypeLike = jnp.float32
-    kind: ConvKind = "xla"
 
     @nn.compact
     def weights(self, inputs: int) -> tuple[jax.Array, jax.Array]:
@@ -37,7 +37,7 @@ class Dense(nn.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., D] -> [..., features]."""
-        return affine(self.kind, x.astype(self.dtype), *self.weights(x.shape[-1]))
+        return kernels.affine(x.astype(self.dtype), *self.weights(x.shape[-1]))
 
 
 class NatureCNN(nn.Module):
@@ -45,18 +45,17 @@ class NatureCNN(nn.Module):
 
     hiddens: Sequence[int] = (512,)
     dtype: DTypeLike = jnp.float32
-    kind: ConvKind = "xla"
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         planes = channels_first(x)
         for features, size, stride, scale in ((32, 8, 4, 1 / 255), (64, 4, 2, 1.0), (64, 3, 1, 1.0)):
             init, rectify = orthogonal(2**0.5), scale == 1.0
-            x = Conv(features, size, stride, "VALID", self.dtype, self.kind, init, scale, planes, rectify)(x)
+            x = Conv(features, size, stride, "VALID", self.dtype, init, scale, planes, rectify)(x)
             planes = False
         x = nn.relu(x).reshape(x.shape[0], -1)
         for units in self.hiddens:
-            x = nn.relu(Dense(units, 2**0.5, self.dtype, self.kind)(x))
+            x = nn.relu(Dense(units, 2**0.5, self.dtype)(x))
         return x
 
 
@@ -65,11 +64,10 @@ class Residual(nn.Module):
 
     channels: int
     dtype: DTypeLike
-    kind: ConvKind
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        first, second = (Conv(self.channels, 3, 1, "SAME", self.dtype, self.kind, rectify=True) for _ in range(2))
+        first, second = (Conv(self.channels, 3, 1, "SAME", self.dtype, rectify=True) for _ in range(2))
         return second(first(x), skip=x)
 
 
@@ -79,19 +77,18 @@ class ImpalaResNet(nn.Module):
     channels: Sequence[int] = (16, 32, 32)
     hiddens: Sequence[int] = (256,)
     dtype: DTypeLike = jnp.float32
-    kind: ConvKind = "xla"
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         scale, planes = 1 / 255, channels_first(x)
         for channels in self.channels:
-            x = Conv(channels, 3, 1, "SAME", self.dtype, self.kind, input_scale=scale, planes=planes, pool=True)(x)
+            x = Conv(channels, 3, 1, "SAME", self.dtype, input_scale=scale, planes=planes, pool=True)(x)
             scale, planes = 1.0, False
             for _ in range(2):
-                x = Residual(channels, self.dtype, self.kind)(x)
+                x = Residual(channels, self.dtype)(x)
         x = nn.relu(x).reshape(x.shape[0], -1)
         for units in self.hiddens:
-            x = nn.relu(Dense(units, 2**0.5, self.dtype, self.kind)(x))
+            x = nn.relu(Dense(units, 2**0.5, self.dtype)(x))
         return x
 
 
@@ -100,13 +97,12 @@ class MinAtarCNN(nn.Module):
 
     hiddens: Sequence[int] = (128,)
     dtype: DTypeLike = jnp.float32
-    kind: ConvKind = "xla"
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        x = nn.relu(Conv(16, 3, 1, "VALID", self.dtype, self.kind, orthogonal(2**0.5))(x)).reshape(x.shape[0], -1)
+        x = nn.relu(Conv(16, 3, 1, "VALID", self.dtype, orthogonal(2**0.5))(x)).reshape(x.shape[0], -1)
         for units in self.hiddens:
-            x = nn.relu(Dense(units, 2**0.5, self.dtype, self.kind)(x))
+            x = nn.relu(Dense(units, 2**0.5, self.dtype)(x))
         return x
 
 
@@ -115,13 +111,12 @@ class MLP(nn.Module):
 
     hiddens: Sequence[int] = (64, 64)
     dtype: DTypeLike = jnp.float32
-    activation: Activation = "tanh"
-    kind: ConvKind = "xla"
+    activation: kernels.Activation = "tanh"
 
     @nn.compact
     def __call__(self, x: jax.Array, heads: Sequence[Dense] = ()) -> list[jax.Array]:
         """Numbers [N, ...] -> what each head makes of the features, or only these."""
         x = x.reshape(x.shape[0], -1).astype(self.dtype)
         widths = (x.shape[1], *self.hiddens)
-        layers = [Dense(units, 2**0.5, self.dtype, self.kind).weights(width) for width, units in pairwise(widths)]
-        return mlp(self.kind, self.activation, x, layers, [head.weights(widths[-1]) for head in heads])
+        layers = [Dense(units, 2**0.5, self.dtype).weights(width) for width, units in pairwise(widths)]
+        return kernels.mlp(self.activation, x, layers, [head.weights(widths[-1]) for head in heads])

@@ -1,5 +1,6 @@
 """JAX's cache of compiled programs: one folder for each kind of machine, so that the next start compiles nothing."""
 
+import errno
 import os
 import platform
 import time
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import jax
 
+from cleanba.errors import said, warn_once
 from cleanba.runtime.hardware import cpu_model
 from cleanba.shards import usable_cores
 
@@ -19,8 +21,8 @@ def keep_compiled_programs() -> None:
     """Have JAX keep compiled programs on disk and look for them there.
 
     The user's own choice of a folder (JAX_COMPILATION_CACHE_DIR) or of none (JAX_ENABLE_COMPILATION_CACHE=false)
-    stands.  Where no folder can be written, nothing is cached.  Call it after `make_deterministic`, whose flags are
-    part of the folder's name, and before anything is compiled.
+    stands.  Where no folder can be written, nothing is cached, and that is said once.  Call it after
+    `make_deterministic`, whose flags are part of the folder's name, and before anything is compiled.
     """
     chosen = jax.config.values
     if chosen["jax_compilation_cache_dir"] is not None or not chosen["jax_enable_compilation_cache"]:
@@ -29,9 +31,13 @@ def keep_compiled_programs() -> None:
         folder = cache_folder()
         folder.mkdir(parents=True, exist_ok=True)
         clean(folder)
-    except (OSError, RuntimeError):  # no home at all, read-only, full
-        return
-    if not os.access(folder, os.W_OK):
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
+    except (OSError, RuntimeError) as error:  # no home at all, read-only, full
+        warn_once(
+            f"compiled programs cannot be kept for the next start ({said(error)}), so each start compiles them again; "
+            "XDG_CACHE_HOME, or JAX_COMPILATION_CACHE_DIR, names another folder"
+        )
         return
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)  # a start compiles dozens of small programs

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import jax
 
+from cleanba import kernels
+
 
 def describe_devices() -> dict[str, object]:
     """The hardware, package versions and Slurm job, for config.json."""
-    from cleanba.networks.layers import conv_kind
-
     packages = ("cleanba", "jax", "jaxlib", "flax", "optax", "envpool", "numpy", "orbax-checkpoint")
     return {
         "packages": {name: version(name) for name in packages if _installed(name)},
@@ -21,7 +21,7 @@ def describe_devices() -> dict[str, object]:
         "num_processes": jax.process_count(),
         "cpu": cpu_model(),
         "cpu_cores": os.cpu_count(),
-        "cpu_products": conv_kind("cpu"),
+        "cpu_products": "direct" if kernels.in_use() else "xla",
         "cpu_threads": cpu_threads(os.environ.get("PJRT_NPROC"), len(jax.local_devices())),
         "slurm": slurm_job(),
     }

@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 import jax
 from jax._src import xla_bridge
 
+from cleanba import kernels
 from cleanba.config import Experiment, require
 from cleanba.runtime.compilation_cache import keep_compiled_programs
 
@@ -37,25 +38,25 @@ def prepare_process(e: Experiment) -> None:
     """
     refuse_64_bits()
     use_batch_scheduling()
+    kernels.choose(e.cpu_kernels)
     if e.deterministic:
         make_deterministic()
     keep_compiled_programs()
     set_precision(e.dtype)
     pin_random_numbers()
-    with suppress(ImportError):  # of llvmlite, without which JAX draws by itself, the same numbers
-        from cleanba.ops import threefry
-
-        threefry.install()
+    kernels.install_random_numbers()
 
 
 @contextmanager
 def prepared(e: Experiment) -> Iterator[None]:
     """Call `prepare_process`; on leaving, restore the settings that other code in this process would notice."""
     before = {name: jax.config.values[name] for name in ("jax_default_matmul_precision", *RANDOM_NUMBERS)}
+    choice = kernels.chosen()
     prepare_process(e)
     try:
         yield
     finally:
+        kernels.choose(choice)
         for name, value in before.items():
             jax.config.update(name, value)
 
@@ -67,12 +68,8 @@ def make_deterministic() -> None:
     only where XLA computes the networks on CPUs.  JAX reads these variables once, when it first uses a device: after
     that, a warning names those that are missing and matter for the device.
     """
-    from cleanba.networks.layers import (
-        conv_kind,
-    )  # Flax takes a quarter of a second, which not every command has need of
-
     given = os.environ.get("XLA_FLAGS", "")
-    by_xla = conv_kind("cpu") == "xla"
+    by_xla = not kernels.expected()
     if xla_bridge.backends_are_initialized():
         missing = []
         if jax.default_backend() != "cpu" and DETERMINISTIC_XLA_FLAGS not in given:

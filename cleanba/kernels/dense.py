@@ -1,4 +1,4 @@
-"""Dense layers one after the other on CPUs, by loops of our own: the whole chain for some rows of the batch at a time.
+"""Dense layers one after the other: loops that compute the whole chain for some rows of the batch at a time.
 
     y_0 = x,  y_l = f(y_{l-1} W_l + b_l),  the last one without f, if it is linear
 
@@ -13,14 +13,15 @@ Each number is one sum in the order of k, as in `product.py`.
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from llvmlite import ir
 
-from cleanba.ops.llvm import FLOAT, Code, blocks, compiled, widen, widened, word
-from cleanba.ops.product import (
+from cleanba.kernels.llvm import FLOAT, Code, blocks, compiled, widen, widened, word
+from cleanba.kernels.plain import Activation
+from cleanba.kernels.product import (
     WORTH,
     Shape,
     each_columns,
@@ -33,7 +34,6 @@ from cleanba.ops.product import (
 )
 from cleanba.shards import usable_cores
 
-Activation = Literal["relu", "tanh"]
 Layer = tuple[jax.Array, jax.Array]  # weights [D, F] and bias [F]
 FEWEST = 16  # rows in a group
 # tanh(x) = x P(x^2) / Q(x^2), least relative error for |x| up to the last number, beyond which it is 1 in float32.

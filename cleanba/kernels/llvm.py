@@ -1,16 +1,15 @@
-"""Functions of our own for CPUs: written in LLVM's language, compiled in this process, called by XLA's programs.
+"""From loops to machine code: written in LLVM's language, compiled in this process, called by XLA's programs.
 
-XLA compiles for CPUs by LLVM, too, but what it does badly nothing said in JAX can make it do well.  Here a loop is
-written down to its vectors: `Code` writes loops, and `compiled` makes a function of them that `jax.ffi.ffi_call` finds.
+XLA compiles for CPUs by LLVM, too; where its code is slow, rewriting the JAX does not help.  Here loops are written
+down to their vectors: `Code` writes them, and `compiled` makes a function of them that `jax.ffi.ffi_call` finds.
 
 XLA calls a *handler* by C's conventions (xla/ffi/api/c_api.h, which lies in jaxlib).  The handler cuts the work into
 *units*, which the calling thread and others of XLA's pool take one by one, as many threads as there are cores.  Which
-thread takes a unit changes no bit of it, so no result depends on how many there are.
+thread takes a unit changes no bit of it, so no result depends on the number of threads.
 """
 
 import ctypes
 import os
-import platform
 import sys
 import tempfile
 from collections.abc import Callable, Hashable, Sequence
@@ -27,26 +26,20 @@ import llvmlite
 import llvmlite.binding as llvm
 from llvmlite import ir
 
+from cleanba.errors import CannotCompile, said, warn_once
+from cleanba.kernels.machine import API, BUFFER, EXTENSION_KIND, FRAME, MAJOR, METADATA, MINOR, VERSION
 from cleanba.shards import usable_cores
 
 INT, HALF, BYTE, FLOAT, NOTHING = ir.IntType(64), ir.IntType(32), ir.IntType(8), ir.FloatType(), ir.VoidType()
 POINTER = ir.PointerType(BYTE)
 WIDEST = 16  # floats of the longest vectors
-
-# Where a field is in XLA's structures, in words of eight bytes.
-FRAME = {"extension": 1, "api": 2, "context": 3, "arguments": 9, "results": 14, "future": 21}
-BUFFER = {"data": 3, "dims": 5}
-API = {"schedule": 17, "create_future": 19, "set_available": 20}
-METADATA = 3  # an extension's word that points to metadata
-EXTENSION_KIND = 2  # the place of its kind, in words of four bytes, which is 1 then
-MAJOR, MINOR = 6, 7  # the version's places in metadata, in words of four bytes
-VERSION = (0, 3)  # of the interface, as this was written for it
-# What the threads of one call share: units done, in all; threads, and those that still look at it; what is cut into
-# units; XLA's; then the buffers, and for each unit whether it is taken.
+# What the threads of one call share, in words: units done, and in all; threads, and those that may still read this; the
+# number of items that are cut into units; XLA's future and the function that fulfils it; the addresses of the buffers;
+# then for each unit whether a thread has taken it.
 STATE = {"done": 0, "units": 1, "threads": 2, "looking": 3, "count": 4, "future": 5, "set_available": 6, "buffers": 7}
 
 
-# What units are written by: the modules beside this one, as they are now, while they are imported.
+# The source of all kernels, read while they are imported: machine code that is kept belongs to one version of it.
 SOURCES = "\n".join(path.read_text() for path in sorted(Path(__file__).parent.glob("*.py")))
 
 
@@ -56,7 +49,7 @@ def word(value: int) -> ir.Constant:
 
 
 def processor() -> llvm.TargetMachine:
-    """The processor at hand.  A new one each time, as what executes code owns its own."""
+    """LLVM's description of this processor.  A new one each time, as every engine owns the one that it is given."""
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     features = llvm.get_host_cpu_features().flatten()
@@ -65,7 +58,7 @@ def processor() -> llvm.TargetMachine:
 
 @cache
 def registers() -> tuple[int, int]:
-    """Floats in a vector of this processor, and how many vectors it holds: with AVX-512, AVX, or else, as NEON."""
+    """How many floats a vector register holds, and how many of these there are: AVX-512, AVX, or NEON's."""
     has = llvm.get_host_cpu_features()
     return (16, 32) if has.get("avx512f") else (8, 16) if has.get("avx") else (4, 32)
 
@@ -102,11 +95,6 @@ def widen(x: jax.Array) -> jax.Array:
     if x.shape[-1] % WIDEST == 0:
         return x
     return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, widened(x.shape[-1]) - x.shape[-1]),))
-
-
-def suits() -> bool:
-    """Whether this processor multiplies and adds in one instruction, without which XLA's functions are faster."""
-    return platform.machine() != "x86_64" or bool(llvm.get_host_cpu_features().get("fma"))
 
 
 class Code(ir.IRBuilder):
@@ -254,13 +242,19 @@ def compiled(unit: Unit[S], shape: S, kinds: Sequence[ir.Type], results: int, un
     results: how many of them are results.
     units: how many there are at most; 0 means as many as the first dimension of the first result.
     count: what is cut into units; 0 means the first dimension of the first argument, a batch's.
+
+    Raises:
+        CannotCompile: LLVM or XLA refuses it on this machine.
     """
     name = name_of(unit, shape)
     with ONE_AT_A_TIME:
         if name not in KEPT:
-            engine = _compile(unit, shape, kinds, results, units, count)
-            address = ctypes.CFUNCTYPE(ctypes.c_void_p)(engine.get_function_address("handler"))
-            jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(address), platform="cpu")
+            try:
+                engine = _compile(unit, shape, kinds, results, units, count)
+                address = ctypes.CFUNCTYPE(ctypes.c_void_p)(engine.get_function_address("handler"))
+                jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(address), platform="cpu")
+            except Exception as error:  # of LLVM's, of XLA's: whatever it is, plain JAX does without
+                raise CannotCompile(f"{name} cannot be compiled ({type(error).__name__}: {said(error)})") from error
             KEPT[name] = engine
     return name
 
@@ -279,8 +273,8 @@ def _compile(
     machine = processor()
     told += [machine.triple, llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten(), llvmlite.__version__]
     told += [SOURCES]
-    path = _place("\n".join(map(str, told)))
-    code = _read(path)
+    path = kept_at("\n".join(map(str, told)), ".o")
+    code = read_kept(path)
     if not code:
         module = ir.Module()
         task = _write_task(module, _write_unit(module, unit, shape, kinds), len(kinds))
@@ -292,22 +286,22 @@ def _compile(
         passes = llvm.create_pass_builder(machine, options)
         passes.getModulePassManager().run(optimised, passes)
         code = machine.emit_object(optimised)
-        _keep(path, code)
+        keep(path, code)
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), processor())
     engine.add_object_file(llvm.ObjectFileRef.from_data(code))
     engine.finalize_object()
     return engine
 
 
-def _place(all_that_it_depends_on: str) -> Path | None:
-    """Where machine code is kept, if JAX keeps what it compiles."""
+def kept_at(all_that_it_depends_on: str, ending: str) -> Path | None:
+    """The file for what depends on that, in the folder where JAX keeps what it compiles; None if it keeps nothing."""
     chosen = jax.config.values
     folder = chosen["jax_compilation_cache_dir"] if chosen["jax_enable_compilation_cache"] else None
-    return Path(folder) / f"cleanba-{sha256(all_that_it_depends_on.encode()).hexdigest()}.o" if folder else None
+    return Path(folder) / f"cleanba-{sha256(all_that_it_depends_on.encode()).hexdigest()}{ending}" if folder else None
 
 
-def _read(path: Path | None) -> bytes:
-    """What is kept, or nothing: where it is not there or not as it was written."""
+def read_kept(path: Path | None) -> bytes:
+    """What `keep` kept; nothing if there is no such file, or it is not as it was written."""
     with suppress(OSError):
         if path is not None:
             content = path.read_bytes()
@@ -316,15 +310,21 @@ def _read(path: Path | None) -> bytes:
     return b""
 
 
-def _keep(path: Path | None, code: bytes) -> None:
-    """Keep code with its checksum before it; where that cannot be, as on a full disk, it is not."""
-    with suppress(OSError):
-        if path is not None:
-            # Other processes, also of other machines, may be at the same.
-            handle, scratch = tempfile.mkstemp(dir=path.parent)
-            with open(handle, "wb") as file:
-                file.write(sha256(code).digest() + code)
-            os.replace(scratch, path)
+def keep(path: Path | None, content: bytes) -> None:
+    """Write a file with its checksum in front.  Where that fails, as on a full disk, say so once and go on without."""
+    if path is None:
+        return
+    try:
+        # Other processes, also of other machines, may be at the same.
+        handle, scratch = tempfile.mkstemp(dir=path.parent)
+        with open(handle, "wb") as file:
+            file.write(sha256(content).digest() + content)
+        os.replace(scratch, path)
+    except OSError as error:
+        warn_once(
+            f"compiled kernels cannot be kept in {path.parent} ({error.strerror}), so every start compiles them again; "
+            "JAX_COMPILATION_CACHE_DIR names another folder"
+        )
 
 
 def _write_unit(module: ir.Module, unit: Unit[S], shape: S, kinds: Sequence[ir.Type]) -> ir.Function:

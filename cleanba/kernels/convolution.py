@@ -1,4 +1,4 @@
-"""Convolutions and max-pooling for CPUs, by loops of our own that keep a block of results in the vector registers.
+"""Convolutions and max-pooling: loops that keep a block of results in the vector registers.
 
 XLA's convolution on CPUs copies each pixel's neighbourhood and multiplies what it copied as a matrix.  With 16 or 32
 channels the copy costs more than the product.  Here nothing is copied: a row of k pixels of C channels lies in memory
@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 from llvmlite import ir
 
-from cleanba.ops.llvm import (
+from cleanba.kernels.llvm import (
     BYTE,
     FLOAT,
     HALF,
@@ -36,8 +36,8 @@ from cleanba.ops.llvm import (
     widened,
     word,
 )
+from cleanba.kernels.plain import Convolution, Pads
 
-Pads = tuple[tuple[int, int], tuple[int, int]]  # rows and columns of zeros: before and after
 PARTS = 32  # units of a batch at most
 CACHED = 8192  # floats of x that stay in a first-level cache
 
@@ -102,21 +102,8 @@ def _maxima(height: int, width: int, channels: int) -> Window:
     return Window(height, width, channels, channels, 3, 2, (rows, columns))
 
 
-class How(NamedTuple):
-    """How a convolution goes over its images."""
-
-    pads: Pads
-    stride: int = 1
-    planes: bool = False
-    """x is bytes [N, C, H, W], not [N, H, W, C]"""
-    rectify: bool = False
-    """max(x, 0) is what is convolved"""
-    pool: bool = False
-    """maxima of 3 x 3 in steps of 2 are what comes out; for kernels of 3 x 3 with "SAME" padding, and nothing skips"""
-
-
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def convolve(how: How, x: jax.Array, kernel: jax.Array, bias: jax.Array, skip: jax.Array | None) -> jax.Array:
+def convolve(how: Convolution, x: jax.Array, kernel: jax.Array, bias: jax.Array, skip: jax.Array | None) -> jax.Array:
     """y_hw = b + sum_ij x_{sh+i, sw+j} K_ij + skip_hw.  [N, H, W, C], [k, k, C, F], [F] -> [N, H', W', F], float32.
 
     x is float32, or bytes, which have no gradient.  Where what comes out is pooled, the first of equal maxima has the
@@ -126,7 +113,7 @@ def convolve(how: How, x: jax.Array, kernel: jax.Array, bias: jax.Array, skip: j
 
 
 def _forward(
-    how: How, x: jax.Array, kernel: jax.Array, bias: jax.Array, skip: jax.Array | None
+    how: Convolution, x: jax.Array, kernel: jax.Array, bias: jax.Array, skip: jax.Array | None
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array | None, bool]]:
     w, few = _window(how, x, kernel, skip is not None), kernel.shape[-1]
     y, where = _call(w._replace(skip=skip is not None), [x], kernel, bias, skip)
@@ -147,7 +134,7 @@ def _call(
 
 
 def _backward(
-    how: How, saved: tuple[jax.Array, jax.Array, jax.Array | None, bool], dy: jax.Array
+    how: Convolution, saved: tuple[jax.Array, jax.Array, jax.Array | None, bool], dy: jax.Array
 ) -> tuple[jax.Array | None, jax.Array, jax.Array, jax.Array | None]:
     """All gradients.  That of x, sum_ij dy_{h-i, w-j} K_ij^T, is dy convolved by the kernel turned round."""
     (x, kernel, where, skipped), (pads, stride) = saved, how[:2]
@@ -164,7 +151,7 @@ def _backward(
     turned = cells_kernel(kernel, stride)[::-1, ::-1].swapaxes(2, 3)
     last, none = turned.shape[0] - 1, jnp.zeros(turned.shape[-1], jnp.float32)
     if stride > 1:
-        dcells = convolve(How(((last, last), (last, last))), dy, turned, none, None)
+        dcells = convolve(Convolution(((last, last), (last, last))), dy, turned, none, None)
         (dx,) = jax.linear_transpose(lambda x: cells(x, kernel.shape[0], stride, pads), x)(dcells)
         return jnp.where(x > 0, dx, 0.0) if how.rectify else dx, dk, db, dskip
     (top, bottom), (left, right) = pads
@@ -178,7 +165,7 @@ def _backward(
 convolve.defvjp(_forward, _backward)
 
 
-def _window(how: How, x: jax.Array, kernel: jax.Array, skips: bool) -> Window:
+def _window(how: Convolution, x: jax.Array, kernel: jax.Array, skips: bool) -> Window:
     """The shape of a convolution.
 
     Raises:

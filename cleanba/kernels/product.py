@@ -1,4 +1,4 @@
-"""Matrix products for CPUs, by loops of our own whose results have the same bits on any number of threads.
+"""Matrix products: loops whose results have the same bits on any number of threads.
 
 XLA has Eigen multiply, which cuts a long sum by the number of its threads.  Here each number of A B is one sum, in the
 order of k,
@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from llvmlite import ir
 
-from cleanba.ops.llvm import FLOAT, Code, blocks, compiled, most_across, most_rows, registers, widen, widened, word
+from cleanba.kernels.llvm import FLOAT, Code, blocks, compiled, most_across, most_rows, registers, widen, widened, word
 
 NEAR = 256  # rows of B whose blocks of columns stay in a near cache
 WORTH = 2**17  # products that are worth a thread's waking

@@ -1,0 +1,172 @@
+"""Kernels for CPUs: loops of our own where XLA's code is slow, each beside the same function in plain JAX.
+
+**What they are for.**  On CPUs XLA copies pixels to convolve them, cuts sums by the number of its threads, passes over
+an optimiser's state several times, and draws random numbers in hundreds of tiny programs.  Here these things are loops,
+written down to their vectors in LLVM's language (`llvm.py`), compiled in this process, and called by XLA's programs as
+foreign functions.  Their results have the same bits on any number of threads.
+
+**What they gained.**  In whole runs on two cores, PPO on Breakout took 1.7 times as many steps per second with these
+convolutions, SAC and TD3 2.3 times as many with whole MLPs and Adam's steps; with these random numbers a small policy
+acts twice as fast (docs/inside/performance.md; benchmarks/convolutions.py, products.py and networks.py measure again).
+
+**The face** is this module, and nothing outside knows of another one.
+
+| function | by kernels | in plain JAX |
+|---|---|---|
+| `convolve` | `convolution.py` | `plain.convolve` |
+| `affine`, `multiply` | `product.py` | `plain.affine`, `plain.multiply` |
+| `mlp` | `dense.py` | `plain.mlp` |
+| `adam`, `polyak_update` | `descent.py` | `plain.adam`, `plain.polyak_update` |
+| `install_random_numbers` | `threefry.py` | JAX's own |
+
+**Which of the two** a program gets is decided where it is traced (`choice.py`): kernels, if it is for a CPU, if
+`--cpu-kernels` is not off, if `machine.py` knows of no obstacle (another system or processor, no llvmlite, a jaxlib
+that calls foreign functions differently), and if every kernel agrees with plain JAX in a self-test (`selftest.py`),
+which each machine and version runs once.  Otherwise that is said once, and plain JAX computes.
+
+**How to leave them out.**  In a run: `--cpu-kernels off`.  In an installation: remove llvmlite.  For good: move
+`plain.py` to `cleanba/kernels.py`, remove this folder, and remove the calls of `install_random_numbers` and of
+`choice.py`'s five functions, which stand in `recipes.py`, `launch.py` and `runtime/`.
+"""
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core.primitives import threefry2x32_p
+from jax.interpreters import mlir
+
+from cleanba.kernels import plain
+from cleanba.kernels.choice import Choice, choose, chosen, compiled_for, compiling_for, expected, in_use
+from cleanba.kernels.plain import Activation, Adam, Convolution, Layers, max_pool
+from cleanba.ops.descent import T
+from cleanba.rollout import PyTree
+from cleanba.shards import ShardAxis
+
+__all__ = [
+    "Activation",
+    "Adam",
+    "Choice",
+    "Convolution",
+    "Layers",
+    "adam",
+    "affine",
+    "choose",
+    "chosen",
+    "compiled_for",
+    "compiling_for",
+    "convolve",
+    "expected",
+    "in_use",
+    "install_random_numbers",
+    "max_pool",
+    "mlp",
+    "multiply",
+    "polyak_update",
+]
+
+
+def convolve(
+    how: Convolution, x: jax.Array, kernel: jax.Array, bias: jax.Array, skip: jax.Array | None = None
+) -> jax.Array:
+    """y_hw = b + sum_ij x_{sh+i, sw+j} K_ij + skip_hw.  [N, H, W, C], [k, k, C, F], [F] -> [N, H', W', F].
+
+    x holds floats or bytes; what comes out has the kernel's number format.  A kernel for CPUs computes in float32.
+    """
+    if not in_use():
+        return plain.convolve(how, x, kernel, bias, skip)
+    from cleanba.kernels import convolution, llvm
+
+    of_bytes, fits = x.dtype == jnp.uint8, kernel.shape[-1] % llvm.WIDEST == 0
+    if not of_bytes:
+        x = (x.transpose(0, 2, 3, 1) if how.planes else x).astype(jnp.float32)
+    floats = jax.tree.map(lambda p: p.astype(jnp.float32), (kernel, bias, skip))
+    done = how._replace(planes=how.planes and of_bytes, pool=how.pool and fits)
+    y = convolution.convolve(done, x, *floats).astype(kernel.dtype)
+    return max_pool(y) if how.pool and not fits else y
+
+
+def affine(x: jax.Array, w: jax.Array, b: jax.Array) -> jax.Array:
+    """The sum x W + b.  [..., D], [D, F], [F] -> [..., F]."""
+    if not in_use():
+        return plain.affine(x, w, b)
+    from cleanba.kernels import product
+
+    rows, *others = (p.astype(jnp.float32) for p in (x.reshape(-1, x.shape[-1]), w, b))
+    return product.affine(rows, *others).reshape(*x.shape[:-1], w.shape[1]).astype(x.dtype)
+
+
+def multiply(a: jax.Array, b: jax.Array, turned: bool = False) -> jax.Array:
+    """The product A B, or A^T B if A is `turned`.  [M, K] or [K, M], [K, N] -> [M, N].
+
+    A kernel for CPUs has no gradient of its own: for functions whose gradient is written by hand.
+    """
+    if not in_use():
+        return plain.multiply(a, b, turned)
+    from cleanba.kernels import product
+
+    floats = a.astype(jnp.float32), b.astype(jnp.float32)
+    return (product.multiply_turned(*floats)[0] if turned else product.multiply(*floats)).astype(a.dtype)
+
+
+def mlp(activation: Activation, x: jax.Array, layers: Layers, heads: Layers = ()) -> list[jax.Array]:
+    """Dense layers, each followed by its activation, then heads, which all see the last layer's output as float32.
+
+    [N, D] -> [N, F] of each head, or of the last layer if there are no heads.
+    """
+    if not (in_use() and x.dtype == jnp.float32 and layers):
+        return plain.mlp(activation, x, layers, heads, affine)
+    from cleanba.kernels import dense
+
+    if not heads:
+        return [dense.mlp(activation, False, x, layers)]
+    beside = tuple(jnp.concatenate(parts, -1) for parts in zip(*heads, strict=True))
+    out = dense.mlp(activation, True, x, [*layers, beside])
+    return jnp.split(out, np.cumsum([b.size for _, b in heads])[:-1], axis=-1)
+
+
+def adam(settings: Adam, shards: ShardAxis, rate: jax.Array, trained: T, gradient: PyTree) -> tuple[T, jax.Array]:
+    """One step of Adam, of length `rate` []; also the gradient's global norm [], before clipping.
+
+    `trained.optimiser` is the state of `settings.rule`; leaves of the gradient are those of the parameters.
+    """
+    if not in_use():
+        return plain.adam(settings, shards, rate, trained, gradient)
+    from cleanba.kernels import descent
+
+    return descent.step(settings, shards, rate, trained, gradient)
+
+
+def polyak_update(shards: ShardAxis, tau: float, now: jax.Array, params: PyTree, targets: PyTree) -> PyTree:
+    """Target = tau params + (1 - tau) target, if `now` ([] bool); else the targets as they are.
+
+    Leaves of `params`, of `targets` and of what is returned have the same shapes (Lillicrap et al. 2015, algorithm 1).
+    """
+    if not in_use():
+        return plain.polyak_update(shards, tau, now, params, targets)
+    from cleanba.kernels import descent
+
+    return descent.polyak_update(tau, now, params, targets)
+
+
+def install_random_numbers() -> None:
+    """Have JAX draw random numbers on CPUs by a kernel, where kernels are in use: the same numbers, sooner.
+
+    It holds for all that this process compiles from now on, environments in JAX included.
+    """
+    if expected():
+        _install()
+
+
+@cache
+def _install() -> None:
+    def draw(*words: jax.Array) -> tuple[jax.Array, jax.Array]:
+        if not in_use():
+            return plain.threefry(*words)
+        from cleanba.kernels import threefry
+
+        return threefry.threefry(*words)
+
+    rule = mlir.lower_fun(compiled_for("cpu", None, draw), multiple_results=True)
+    mlir.register_lowering(threefry2x32_p, rule, platform="cpu")

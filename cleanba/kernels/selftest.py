@@ -1,0 +1,187 @@
+"""A self-test: each kernel against plain JAX on a small, odd shape.  Once per machine and version, kept on disk."""
+
+import platform
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import llvmlite.binding as llvm
+import numpy as np
+import optax
+
+from cleanba.errors import CannotCompile
+from cleanba.kernels import convolution, dense, descent, plain, product, threefry
+from cleanba.kernels.llvm import SOURCES, keep, kept_at, read_kept
+from cleanba.rollout import PyTree
+from cleanba.shards import R, ShardAxis, Ts, compiler_options
+
+PASSED = "passed"
+PACKAGES = tuple(version(name) for name in ("jax", "jaxlib", "llvmlite"))
+OPTIONS = compiler_options("cpu") | {"xla_backend_optimization_level": 0}  # as soon as possible, not as fast
+CLOSE = 1e-4  # how far results may lie apart, of the largest in an array
+
+
+class Case(NamedTuple):
+    """One function in two forms, whose results must be equal."""
+
+    name: str
+    kernel: Callable[[PyTree], PyTree]
+    plain: Callable[[PyTree], PyTree]
+
+
+class Alone(ShardAxis):
+    """A single shard, with nothing around it that its steps must be isolated from: they compile sooner."""
+
+    def __init__(self) -> None:
+        super().__init__(1, jnp.zeros(1, jnp.int32), jnp.bool_(True), "")
+
+    def isolate(self, fn: Callable[[*Ts], R], *args: *Ts) -> R:
+        return fn(*args)
+
+
+class Trained(NamedTuple):
+    params: PyTree
+    optimiser: PyTree
+
+
+def verdict() -> str:
+    """Why kernels must not be used, as the second half of a sentence; "" if they passed, today or earlier."""
+    path = kept_at("\n".join(versions()), ".selftest")
+    told = read_kept(path).decode()
+    if not told:
+        try:
+            told = run() or PASSED
+        except CannotCompile as error:  # perhaps for want of memory, and next time there is some: this is not kept
+            return str(error)
+        keep(path, told.encode())
+    return "" if told == PASSED else told
+
+
+def versions() -> list[str]:
+    """All that a verdict holds for."""
+    features = llvm.get_host_cpu_features().flatten()
+    return [platform.machine(), llvm.get_host_cpu_name(), features, *PACKAGES, SOURCES]
+
+
+def run() -> str:
+    """Compare all kernels with plain JAX; what differs, as the second half of a sentence, or ""."""
+    given, all_cases = numbers(), cases()
+
+    def results(form: Callable[[Case], Callable[[PyTree], PyTree]]) -> list[PyTree]:
+        together = lambda given: [form(case)(given) for case in all_cases]
+        with jax.default_device("cpu"):
+            found: list[PyTree] = jax.device_get(jax.jit(together, compiler_options=OPTIONS)(given))
+        return found
+
+    with ThreadPoolExecutor(1) as pool:  # LLVM compiles kernels while XLA compiles the rest
+        plainly = pool.submit(results, lambda case: case.plain)
+        found = zip(results(lambda case: case.kernel), plainly.result(), strict=True)
+    wrong = [case.name for case, (ours, theirs) in zip(all_cases, found, strict=True) if not same(ours, theirs)]
+    return f"{' and '.join(wrong)} differed from plain JAX in a self-test (please report it)" if wrong else ""
+
+
+def same(ours: PyTree, theirs: PyTree) -> bool:
+    """Whether two results are equal, but for rounding."""
+
+    def close(a: np.ndarray, b: np.ndarray) -> bool:
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return False
+        if a.dtype != np.float32:
+            return bool((a == b).all())
+        return bool(np.isfinite(a).all()) and float(abs(a - b).max()) <= CLOSE * float(abs(b).max())
+
+    return all(map(close, jax.tree.leaves(ours), jax.tree.leaves(theirs)))
+
+
+def numbers() -> PyTree:
+    """Small arrays of odd shapes, drawn from a fixed seed."""
+    rng = np.random.default_rng(0)
+    normal = lambda *shape: np.asarray(rng.normal(size=shape), np.float32)
+    layers = [(normal(5, 18) / 2, normal(18)), (normal(18, 3) / 4, normal(3))]
+    return {
+        "due": np.array(True),
+        "planes": rng.integers(0, 256, (3, 3, 9, 7), np.uint8),
+        "images": normal(3, 7, 5, 3),
+        "convolutions": [
+            (normal(3, 3, 3, 16) / 5, normal(16)),
+            (normal(3, 3, 16, 3) / 12, normal(3)),
+            (normal(4, 4, 3, 5) / 500, normal(5)),
+        ],
+        "rows": normal(15, 5),
+        "layers": layers,
+        "gradient": jax.tree.map(lambda x: normal(*x.shape), layers),
+        "moments": jax.tree.map(lambda x: normal(*x.shape) ** 2, (layers, layers)),
+        "words": [rng.integers(0, 2**32, 37, np.uint32) for _ in range(4)],
+    }
+
+
+def cases() -> list[Case]:
+    """Each function of the face, forwards and backwards."""
+    return [
+        Case(
+            "convolutions",
+            images(lambda how, *arrays: convolution.convolve(how, *arrays)),
+            images(lambda how, *arrays: plain.convolve(how, *arrays)),
+        ),
+        Case("matrix products", products(product.affine), products(plain.affine)),
+        Case(
+            "dense layers",
+            chains(lambda activation, x, layers: dense.mlp(activation, True, x, layers)),
+            chains(lambda activation, x, layers: plain.mlp(activation, x, layers[:-1], layers[-1:])[0]),
+        ),
+        Case("steps of Adam", steps(descent.step), steps(plain.adam)),
+        Case(
+            "target networks",
+            lambda given: descent.polyak_update(0.25, given["due"], given["layers"], given["gradient"]),
+            lambda given: plain.polyak_update(Alone(), 0.25, given["due"], given["layers"], given["gradient"]),
+        ),
+        Case(
+            "random numbers",
+            lambda given: threefry.threefry(*given["words"]),
+            lambda given: plain.threefry(*given["words"]),
+        ),
+    ]
+
+
+def images(convolve: Callable[..., jax.Array]) -> Callable[[PyTree], PyTree]:
+    """Bytes in steps of two; floats, pooled; rectified, with something added.  Values, and all gradients."""
+    strides = plain.Convolution(((0, 1), (2, 1)), stride=2, planes=True)
+    pooled, residual = (plain.Convolution(((1, 1), (1, 1)), **more) for more in ({"pool": True}, {"rectify": True}))
+
+    def network(layers: list[tuple[jax.Array, jax.Array]], images: jax.Array, planes: jax.Array) -> jax.Array:
+        x = convolve(pooled, images, *layers[0], None)
+        x = convolve(residual, x, *layers[1], x[..., :3])
+        return jnp.sin(x).sum() + jnp.sin(convolve(strides, planes, *layers[2], None)).sum()
+
+    of = jax.value_and_grad(network, argnums=(0, 1))
+    return lambda given: of(given["convolutions"], given["images"], given["planes"])
+
+
+def products(affine: Callable[..., jax.Array]) -> Callable[[PyTree], PyTree]:
+    """A product and its gradients."""
+    return lambda given: jax.value_and_grad(
+        lambda x, layer: jnp.sin(affine(x, *layer)).sum(), argnums=(0, 1)
+    )(given["rows"], given["layers"][0])  # fmt: skip
+
+
+def chains(mlp: Callable[..., jax.Array]) -> Callable[[PyTree], PyTree]:
+    """A layer and a head with both activations; all gradients of one."""
+    total = lambda x, layers: jnp.sin(mlp("tanh", x, layers)).sum()
+    of = jax.value_and_grad(total, argnums=(0, 1))
+    return lambda given: (of(given["rows"], given["layers"]), mlp("relu", given["rows"], given["layers"]))
+
+
+def steps(adam: Callable[..., tuple[Trained, jax.Array]]) -> Callable[[PyTree], PyTree]:
+    """A step of Adam, after two others, whose gradient is clipped."""
+    settings = plain.Adam(eps=1e-5, max_norm=0.5)
+
+    def run(given: PyTree) -> PyTree:
+        clipping, _ = settings.rule.init(given["layers"])
+        moments = optax.ScaleByAdamState(jnp.int32(2), *given["moments"])
+        trained = Trained(given["layers"], (clipping, moments))
+        return adam(settings, Alone(), jnp.float32(0.01), trained, given["gradient"])
+
+    return run
