@@ -55,12 +55,12 @@ from cleanba.trust import require_trusted
 
 
 def train_command(recipe: AnyRecipe, argv: Sequence[str], default: Config | None = None) -> Exit:
-    """`cleanba ppo …`: parse, train, say how it ended."""
+    """`cleanba ppo …`: parse the flags, train, and return the exit code."""
     return exit_of(launch(recipe, parse(recipe, argv, default)))
 
 
 def resume_command(argv: Sequence[str]) -> Exit:
-    """`cleanba resume RUN_DIR …`: a run's own flags as the defaults, other placement flags on top."""
+    """`cleanba resume RUN_DIR …`: continue a run with its own flags; other placement flags can be added."""
     if not argv or argv[0].startswith("-"):
         words = "usage: cleanba resume RUN_DIR [FLAGS]\n\nGoes on with a run; flags may place it elsewhere."
         require(bool(argv) and argv[0] in ("-h", "--help"), f"resume needs the directory of a run\n{words}")
@@ -85,13 +85,13 @@ class Ended(NamedTuple):
     run_dir: Path
     error: BaseException | None = None
     stuck: bool = False
-    """a thread still sits inside a long computation"""
+    """whether a thread is still inside a long computation"""
     said: bool = False
-    """the error is on the console already"""
+    """whether the error has been printed already"""
     shared: bool = True
-    """the upload that was asked for, if any, has succeeded"""
+    """whether the upload succeeded, or none was asked for"""
     remedy: str = ""
-    """how an unfinished run goes on"""
+    """how an unfinished run can be continued"""
 
 
 def launch(
@@ -151,7 +151,7 @@ def train(recipe: AnyRecipe, config: Config, peers: Peers | None, shown: bool, g
             outcome = run_training(training, display, status, log, peers, give_up)
             if run_writer is not None and outcome.error is None:
                 outcome = run_writer.finish(outcome, status, display)
-                if peers and outcome.error is not None:  # they wait for this process to end
+                if peers and outcome.error is not None:  # the other processes wait for this one to end
                     peers.tell(outcome.error)
         finally:
             display.close()
@@ -160,7 +160,7 @@ def train(recipe: AnyRecipe, config: Config, peers: Peers | None, shown: bool, g
             checkpoints.close()
         error = run_writer.write_result(outcome) if run_writer is not None else outcome.error
         said = error is not None and peers is not None and error is peers.error
-        in_vain = error is None or isinstance(error, NotFinite)  # it would come to the same numbers
+        in_vain = error is None or isinstance(error, NotFinite)  # continuing would lead to the same numbers
         remedy = "" if in_vain else how_to_go_on(job.run_dir, outcome.result)
         if remedy and shown and run_writer is not None:
             print(remedy)
@@ -191,7 +191,7 @@ class Job(NamedTuple):
 
     @property
     def spec(self) -> EnvSpec:
-        """What its environment looks like."""
+        """The specification of its environment."""
         return self.resolved.spec
 
     @property
@@ -253,7 +253,7 @@ def with_digest(config: Config, run_dir: Path, platform: str) -> tuple[Config, I
         initial = find_initial(place, platform, config.run.trust_remote_code)
         digest = initial.digest
     except (UsageError, Failure):
-        if record.get("from") != place:  # else the run has begun, and may need them no more
+        if record.get("from") != place:  # else the run has begun, and may not need them
             raise
         digest = record["digest"]
     typed = {**config.typed, "init_from": digest}
@@ -452,12 +452,12 @@ def claim(job: Job, shown: bool) -> RunWriter | None:
 
 
 def counted(number: int | None, what: str) -> str:
-    """As "1 shard" and "2 shards"."""
+    """A number with its noun, as "1 shard" or "2 shards"."""
     return f"{number} {what}{'s' * (number != 1)}"
 
 
 def announce(job: Job, saved: Saved[Any, Any] | None, display: Display) -> None:
-    """Say what is trained, and where."""
+    """Print what is trained, and where."""
     e, place, processes = job.experiment, job.config.placement, job.devices.num_processes
     display.say(
         f"{job.recipe.name} on {e.env_id}: {counted(e.num_envs, 'environment')}, {counted(e.num_actors, 'actor')}, "
@@ -475,7 +475,7 @@ def announce(job: Job, saved: Saved[Any, Any] | None, display: Display) -> None:
 
 
 def size_in_words(e: Experiment) -> str:
-    """Exactly what will be done, in updates and steps."""
+    """The exact number of updates and steps, as a sentence."""
     steps = e.num_updates * e.transitions_per_update
     rest = f" of the {e.total_timesteps:,} asked for, as updates are whole" if steps < e.total_timesteps else ""
     return (
@@ -485,9 +485,9 @@ def size_in_words(e: Experiment) -> str:
 
 
 def require_same_flags(flags: Json) -> None:
-    """All processes must call this: raise `UsageError` unless they were given the same.
+    """Raise `UsageError` unless all processes have the same flags.  All processes must call this.
 
-    That is the experiment, and whatever says after which updates all processes meet.
+    The flags are those of the experiment, and those that decide after which updates the processes meet.
     """
     digest = sha256(json.dumps(flags, sort_keys=True).encode()).digest()
     digests = gather_over_processes(np.frombuffer(digest, np.uint8).astype(np.int32))
@@ -512,7 +512,7 @@ def require_same_kernels(e: Experiment, platform: str) -> None:
 
 
 def open_checkpoints(job: Job) -> tuple[Checkpoints, Saved[Any, Any] | None]:
-    """The run's checkpoints, and the newest sound one if there is one.  All processes must call this."""
+    """The run's checkpoints, and the newest undamaged one, if there is one.  All processes must call this."""
     training = job.training
     keep = job.config.run.keep_checkpoints
     checkpoints = Checkpoints(
@@ -526,7 +526,7 @@ def open_checkpoints(job: Job) -> tuple[Checkpoints, Saved[Any, Any] | None]:
     like_state = jax.eval_shape(job.algorithm.init, jax.random.key(0))
     like_params = jax.eval_shape(job.algorithm.actor_params, like_state)
     at_most: int | None = None
-    while True:  # until all agree: what one process finds sound, another may lack a part of
+    while True:  # until all agree: where one process finds a whole checkpoint, another may lack a part
         saved, warnings = checkpoints.restore(like_state, like_params, at_most)
         for warning in warnings:
             print(f"cleanba: {warning}", file=sys.stderr)
@@ -534,7 +534,7 @@ def open_checkpoints(job: Job) -> tuple[Checkpoints, Saved[Any, Any] | None]:
         at_most = int(updates.min())
         if at_most == updates.max():
             break
-        saved = None  # there may be no room for two of them
+        saved = None  # frees it, as there may be no room for two
         require(
             at_most > 0 and checkpoints.keeps_parts,
             f"the processes see different checkpoints in {job.run_dir} ({', '.join(map(str, updates))}); "
@@ -545,13 +545,13 @@ def open_checkpoints(job: Job) -> tuple[Checkpoints, Saved[Any, Any] | None]:
 
 
 def how_to_draw(run_dir: Path) -> str:
-    """The command that shows a run's curves, by what is installed."""
+    """The commands that show a run's curves, among what is installed."""
     ours = f"cleanba report {run_dir}"
     return f"{ours}, or tensorboard --logdir {run_dir}" if find_spec("tensorboard") else ours
 
 
 def closing_words(run_dir: Path, result: Json, film: Path | None) -> str:
-    """Where the run is and how to look at it."""
+    """The last words: how the run ended, where it is, and how to look at it."""
     figures = [f"{result['global_step']:,} executed steps", duration(result["seconds"])]
     if result["sps"]:
         figures.insert(1, f"{result['sps']:,.0f} steps/s")
@@ -565,7 +565,7 @@ def closing_words(run_dir: Path, result: Json, film: Path | None) -> str:
 
 
 def how_to_go_on(run_dir: Path, result: Json) -> str:
-    """What an unfinished run goes on after."""
+    """How an unfinished run continues, and what it repeats."""
     saved_update = max(updates_kept(run_dir), default=0)
     repeated = result["update"] - saved_update
     again = f" and repeats {counted(repeated, 'update')}" if repeated else ", nothing to repeat"
@@ -573,7 +573,7 @@ def how_to_go_on(run_dir: Path, result: Json) -> str:
 
 
 def exit_of(ended: Ended) -> Exit:
-    """The exit code of a training, whose error is told unless it is known already."""
+    """The exit code of a training.  Its error is printed unless it has been already."""
     error = ended.error
     if error is None:
         return Exit(0 if ended.shared else 1, ended.stuck)

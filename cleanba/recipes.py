@@ -14,7 +14,7 @@ class Play(NamedTuple):
     """How an agent acts when it is evaluated."""
 
     greedy: bool = False
-    """by the best action it knows, not as it explores"""
+    """whether it takes the best action it knows, without exploration"""
     epsilon: float = 0.0
     """probability of a uniformly random action in place of its own"""
 
@@ -25,7 +25,7 @@ class Play(NamedTuple):
 
 
 class Recipe(NamedTuple, Generic[E]):
-    """An algorithm as the command knows it."""
+    """An algorithm, and what commands need to know of it."""
 
     name: str
     about: str
@@ -82,7 +82,7 @@ RECIPES: dict[str, AnyRecipe] = {
         dqn.DQN,
         dqn.check,
         dqn.make,
-        Play(greedy=True, epsilon=0.05),  # as CleanRL evaluates it; a policy without chance may run in circles
+        Play(greedy=True, epsilon=0.05),  # as CleanRL evaluates it; a deterministic policy may run in circles
         dqn.PRESETS,
         dqn.LOGGED,
     ),

@@ -1,16 +1,16 @@
-"""One step from what was typed to an experiment in which nothing is left open.
+"""From what was typed to an experiment in which every field has a value.
 
-Where a value comes from, the first that has one:
+A value comes from the first of these that has one:
 
 1. what was typed, as a flag or as a keyword in Python;
-2. an earlier run: the one in the run's own directory, whose config.json stands, or that of --experiment and `resume`,
-   which is taken whole; what is typed and differs is refused;
-3. the preset for what the environment is (`preset_name`), after its options and wrappers have had their say;
+2. an earlier run: the one in the run's own directory, or that of --experiment and `resume`, whose whole experiment is
+   taken; a typed value that differs from it is refused;
+3. the preset for the environment (`preset_name`), as its options and wrappers make it;
 4. what the environment implies, and for the collector the platform (`inferred_values`);
 5. the algorithm's default.
 
-`num_actors`, `num_shards` and `num_minibatches` are lowered, where they were not typed, to what fits the rest.  Nothing
-depends on how many devices or processes there are.
+`num_actors`, `num_shards` and `num_minibatches` are lowered to what fits the rest, unless they were typed.  Nothing
+depends on the number of devices or processes.
 """
 
 import dataclasses
@@ -59,19 +59,19 @@ TYPED, DEFAULT, ENVIRONMENT, DEVICE, FITTED, EARLIER = (
 
 
 class Resolved(NamedTuple):
-    """An experiment in which nothing is left open."""
+    """An experiment in which every field has a value, and where the values come from."""
 
     experiment: Experiment
     """what is hashed, saved, compared and trained"""
     spec: EnvSpec
-    """what its environment looks like"""
+    """the specification of its environment"""
     preset: str
-    """the preset that was taken; "" where the algorithm has none for this kind of environment"""
+    """the name of its preset; "" where the algorithm has none for this environment"""
     origin: Mapping[str, str]
     """field -> where its value comes from: "typed", "preset NAME", "default", …"""
 
     def in_words(self, recipe: AnyRecipe) -> str:
-        """Whose settings these are."""
+        """Where the settings come from, in a few words."""
         count = sum(where == TYPED for where in self.origin.values())
         if TYPED not in self.origin.values() and DEFAULT not in self.origin.values():
             return f"those of the {min(self.origin.values())}"
@@ -82,7 +82,7 @@ class Resolved(NamedTuple):
 def resolve(recipe: AnyRecipe, typed: Mapping[str, Any], platform: str, spec: EnvSpec | None = None) -> Resolved:
     """The experiment that these values of an algorithm's fields ask for, on this platform ("cpu", "gpu" …).
 
-    A value of None or "auto" is as good as none.  `spec` may tell what the environment looks like, if that is known.
+    A value of None or "auto" leaves its field open.  `spec` is the environment's specification, if it is known.
 
     Raises:
         UsageError: there is no such field, a value is not allowed, or there is no such environment.
@@ -128,14 +128,15 @@ def typed_values(recipe: AnyRecipe, values: Mapping[str, Any]) -> dict[str, Any]
 
 
 def without_open(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values without those that leave a field open: None and "auto"."""
+    """The values without None and "auto", which leave a field open."""
     return {name: x for name, x in values.items() if x is not None and x != "auto"}
 
 
 def preset_name(spec: EnvSpec) -> str:
-    """Which preset is for an environment that looks like this; what it shows and takes counts, not its name.
+    """The preset for an environment, chosen by its observations and actions, not by its name.
 
-    Its family only tells apart what looks the same: a lander and a pole are vectors, with a few actions.
+    The library's family of environments decides only between those that look alike: LunarLander and CartPole both show
+    vectors and take a few actions.
     """
     shown = {part.kind for part in jax.tree.leaves(spec.obs)} - {"mask"}
     if spec.action.kind == "quantities":
@@ -151,7 +152,7 @@ def preset_name(spec: EnvSpec) -> str:
     if "box2d" in spec.family:
         return "box2d"
     whole = all(np.issubdtype(part.dtype, np.integer) for part in jax.tree.leaves(spec.obs))
-    if shown <= {"discrete"} or ("toy_text" in spec.family and whole):  # Catch shows a board of real numbers
+    if shown <= {"discrete"} or ("toy_text" in spec.family and whole):  # not Catch, which shows a board of real numbers
         return "toy_text"
     return "classic_control"
 
@@ -159,11 +160,11 @@ def preset_name(spec: EnvSpec) -> str:
 def inferred_values(e: Experiment, spec: EnvSpec, platform: str, given: Collection[str]) -> dict[str, Any]:
     """Values for the fields that follow from the environment, or from the platform, and were not `given`."""
     found = dict(inferred_from_env(e, spec, given))
-    if "collector" not in given:  # the one that was measured to be faster
+    if "collector" not in given:  # the faster one, as measured
         found["collector"] = "scanned" if spec.scannable and (spec.on_device or platform == "cpu") else "stepped"
     if "env_epoch" not in given:
         collector = found.get("collector", e.collector)
-        # An episode that is longer than an epoch of environments would never end.
+        # An episode longer than an epoch of environments would never end.
         longest = max(found.get("max_episode_steps", e.max_episode_steps), 8_000)
         epoch = max(type(e).env_epoch, -(-2 * longest // e.num_steps))
         if collector == "scanned" and not spec.shows_images and isinstance(e, PolicyGradient):
@@ -176,7 +177,7 @@ def inferred_from_env(e: Experiment, spec: EnvSpec, given: Collection[str]) -> d
     """Values for the fields that follow from the environment alone and were not `given`."""
     found: dict[str, Any] = {}
     limit = spec.options.get("max_episode_steps", 0)
-    if limit != e.max_episode_steps:  # 0 asks for the environment's own, which may have a number
+    if limit != e.max_episode_steps:  # 0 means the environment's own limit, which is now known
         found["max_episode_steps"] = limit
     if "network" not in given:
         found["network"] = suitable_network(spec.obs)
@@ -188,10 +189,10 @@ def inferred_from_env(e: Experiment, spec: EnvSpec, given: Collection[str]) -> d
 
 
 def fit_parts(recipe: AnyRecipe, e: Any, typed: Collection[str]) -> Experiment:
-    """The experiment with its actors, shards and minibatches lowered to what fits, as far as they were not `typed`.
+    """The experiment with actors, shards and minibatches lowered to what fits, except those that were `typed`.
 
-    A recurrent network's minibatches hold whole environments.  Where nothing fits, one actor and one shard remain, for
-    the message to be about what was typed.
+    A recurrent network's minibatches hold whole environments.  Where nothing fits, there is one actor and one shard, so
+    that the error is about what was typed.
     """
     recurrent = isinstance(e, PolicyGradient) and e.core != "none"
     if recurrent and "num_minibatches" not in typed and e.num_minibatches > e.num_envs:
@@ -213,15 +214,15 @@ def fit_parts(recipe: AnyRecipe, e: Any, typed: Collection[str]) -> Experiment:
 
 # ------------------------------------------------------------------------------------------------- what was run before
 
-# Fields that some algorithm once had and has no more -> the only value that changed nothing (None: any did).
+# Fields that some algorithm no longer has -> the value with which the field had no effect (None: any).
 GONE: dict[str, Any] = {"core": "none", "lstm_size": None, "forget_bias": None}
 
 
 def known_of(recipe: AnyRecipe, values: Json) -> dict[str, Any]:
-    """What an experiment in config.json says, whichever version wrote it, without what it leaves open.
+    """The fields that an experiment in config.json has a value for, whichever version of Cleanba wrote it.
 
     Raises:
-        UsageError: it says something that this version does not know.
+        UsageError: it has a field that this version does not know.
     """
     fields = fields_of(recipe.experiment)
     gone = {name for name in values if name not in fields and name in GONE and GONE[name] in (None, values[name])}
@@ -235,14 +236,15 @@ def known_of(recipe: AnyRecipe, values: Json) -> dict[str, Any]:
 
 
 def earlier_experiment(recipe: AnyRecipe, values: Json, source: str | None = None) -> Experiment:
-    """The experiment of an earlier run as config.json has it, and what that left open as the run had it.
+    """The experiment of an earlier run, from config.json, with every field as the run had it.
 
-    What a file does not name had no say when it was written: the algorithm's default is neutral.  What it left open,
-    the environment decides, which is made to see it.  One from elsewhere, `source`, is checked before (`trust.py`).
+    A field that the file lacks did not exist when it was written, and gets the algorithm's default, which changes
+    nothing.  Fields that the file left open followed from the environment, which is made to look at it again.  A run
+    from elsewhere, `source`, is checked first (`trust.py`).
 
     Raises:
-        UsageError: another version wrote something that this one does not know, or it is from elsewhere and chooses
-            what such a run may not choose.
+        UsageError: it has a field that this version does not know, or is from elsewhere and chooses something that such
+            a run may not choose.
     """
     if source is not None:
         trust.check_values(recipe.experiment, without_open(values), source)
@@ -257,11 +259,11 @@ def earlier_experiment(recipe: AnyRecipe, values: Json, source: str | None = Non
 def read_recipe(run_dir: Path, trust_remote_code: bool = False) -> tuple[AnyRecipe, Experiment]:
     """An earlier run's algorithm and experiment.
 
-    Of a run from elsewhere they are checked first, unless `trust_remote_code`: see `trust.py`.
+    Those of a run from elsewhere are checked first, unless `trust_remote_code` (`trust.py`).
 
     Raises:
-        UsageError: there is no such run, another version wrote something that this one does not know, or it is from
-            elsewhere and chooses what such a run may not choose.
+        UsageError: there is no such run, it has a field that this version does not know, or it is from elsewhere and
+            chooses something that such a run may not choose.
     """
     values = read_experiment(run_dir)
     algorithm = values.pop("algorithm")

@@ -26,11 +26,11 @@ from cleanba.runtime.devices import Devices, pick_devices
 from cleanba.runtime.metrics import Writers
 
 JOIN_SECONDS = 3.0  # for an evaluation to notice that the run ends
-EVALUATING = "evaluating"  # the folder of a run that holds what was to be evaluated and is not in the log yet
+EVALUATING = "evaluating"  # a run's folder with parameters whose evaluation is not in the log yet
 
 
 class Version(NamedTuple):
-    """Parameters to evaluate."""
+    """A version of the parameters to evaluate."""
 
     update: int
     global_step: int
@@ -68,20 +68,22 @@ class PeriodicEvaluation:
         self.moves = 0
         """steps of all evaluations and films so far"""
         self.doing = "opening environments"
-        """what is done next in the one that plays"""
+        """what the current one does"""
         self._stop = Stop()
         self._lock = threading.Lock()
         self._done: list[FinishedEvaluation] = []
-        self._latest = 0  # the last update that was evaluated, or is being so
+        self._latest = 0  # the last update whose evaluation has begun
         self._thread: threading.Thread | None = None
 
     @property
     def after_update(self) -> Callable[[int, int, PyTree], None] | None:
-        """To be called with every update's number, the steps so far and the parameters; None if that has no use."""
+        """To be called with every update's number, the steps so far and the parameters; None if none are evaluated."""
         return self._consider if self._run.eval_frequency else None
 
     def begin(self, saved: Saved[Any, Any] | None, history: Sequence[Json]) -> list[str]:
-        """A run begins, or goes on from a checkpoint, with these rows in its log.  Returns what to warn of.
+        """Begin, in a run that begins or continues from a checkpoint, with these rows in its log.  Returns warnings.
+
+        Evaluations that were cut short are started again.
 
         Raises:
             Failure: the run's directory cannot be written.
@@ -110,7 +112,7 @@ class PeriodicEvaluation:
             self._forget(self._path(one.update, one.global_step))
 
     def finish(self, result: Json, state: PyTree) -> Path | None:
-        """The run is finished: wait for what is playing, evaluate the last version too, and film it -> the film."""
+        """Wait for the current evaluation, then evaluate and film the last version.  Returns the film's path."""
         params = jax.device_get(self._agent.algorithm.actor_params(state))
         update, global_step = result["update"], result["global_step"]
         if self._run.eval_frequency:
@@ -129,13 +131,13 @@ class PeriodicEvaluation:
         return path
 
     def close(self) -> None:
-        """End what is playing.  May be called twice."""
+        """Stop the current evaluation.  May be called twice."""
         self._stop()
         if self._thread is not None:
             self._thread.join(JOIN_SECONDS)
 
     def _consider(self, update: int, global_step: int, params: PyTree) -> None:
-        """Evaluate, if this update is due and nothing plays; raise what went wrong in an evaluation before."""
+        """Evaluate this update if it is due and no evaluation is running.  Raises the error of an earlier one."""
         self._check()
         if update % self._run.eval_frequency == 0 and not (self._thread and self._thread.is_alive()):
             self._start([Version(update, global_step, params)])
@@ -149,7 +151,7 @@ class PeriodicEvaluation:
             raise self._stop.error
 
     def _start(self, versions: Sequence[Version]) -> threading.Thread:
-        """Play these, one after the other.  On return their parameters are on disk: no checkpoint can be newer."""
+        """Start to evaluate these, one after the other.  Their parameters are on disk before any newer checkpoint."""
         for version in versions:
             self._remember(version)
         copies = [v._replace(params=jax.device_put(v.params, self._device, may_alias=False)) for v in versions]
@@ -171,13 +173,13 @@ class PeriodicEvaluation:
 
     def _forget(self, path: Path) -> None:
         path.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # others are in it
+        with contextlib.suppress(OSError):  # not empty
             path.parent.rmdir()
 
     def _cut_short(self, update: int, known: Container[int]) -> tuple[list[Version], list[str]]:
-        """What was begun by that update and is not known yet, in order; and what to warn of.
+        """Versions up to this update whose evaluation was cut short, in order; and warnings.
 
-        The rest is forgotten: later updates will be made again, and evaluated then.
+        Later ones are removed: their updates will be repeated, and evaluated then.
         """
         algorithm = self._agent.algorithm
         like = jax.eval_shape(lambda: algorithm.actor_params(algorithm.init(jax.random.key(0))))
@@ -199,7 +201,7 @@ class PeriodicEvaluation:
                 self._evaluate_one(*version)
         except Closed:
             pass
-        except BaseException as error:  # the learner's thread raises it
+        except BaseException as error:  # the learner thread raises it
             self._stop(error)
 
     def _evaluate_one(self, update: int, global_step: int, params: PyTree) -> None:
@@ -227,11 +229,11 @@ class PeriodicEvaluation:
             )
 
     def _quiet_envs(self, seeds: Sequence[int]) -> Envs:
-        """Environments whose threads only run where training leaves a core idle.
+        """Environments whose threads run only where training leaves a core idle.
 
-        Threads inherit how nice they are and how they are scheduled; SCHED_IDLE gives way to all else.  This one, which
-        also holds Python's lock, must stay as it is: one that waits for a core while it holds the lock would keep the
-        actors waiting.
+        They inherit niceness and the scheduling policy SCHED_IDLE from a thread that makes them.  The evaluation's own
+        thread keeps its policy, as it holds Python's lock at times: waiting for a core with the lock held, it would
+        stop the actors.
         """
         made: list[Envs | BaseException] = []
 
@@ -253,7 +255,7 @@ class PeriodicEvaluation:
         return made[0]
 
     def _keep(self, update: int, global_step: int, mean: float, params: PyTree) -> None:
-        """Replace the best by this one; at any moment best.json names a whole file."""
+        """Replace the best parameters.  best.json names a complete file at all times."""
         folder = self._run_dir / BEST
         best = {
             "update": update,
@@ -274,13 +276,13 @@ class PeriodicEvaluation:
 
 
 def unwritable(folder: Path, error: OSError) -> Failure:
-    """The message for a folder of the run that cannot be written."""
+    """The error for a folder of the run that cannot be written."""
     why = f"{folder} cannot be written ({error.strerror})"
     return Failure(f"{why}; make room, then give the same command again to go on")
 
 
 def check_can_be_filmed(spec: EnvSpec) -> None:
-    """Raise `UsageError` if such an environment cannot be drawn."""
+    """Raise `UsageError` if the environment cannot be rendered."""
     envs = open_envs(spec, [0], 1, render=True)
     try:
         envs.reset()

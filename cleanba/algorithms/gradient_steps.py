@@ -50,12 +50,10 @@ class Draws(NamedTuple):
 class Minibatch(NamedTuple):
     """The transitions of one gradient step, and noise for them: N for each of the K' shards of this device."""
 
-    windows: replay.Window  # leaves [K', N, ...]
-    noises: jax.Array  # [K', U, N, D]
-
-    def window(self, i: jax.Array) -> replay.Window:
-        """The transitions of this device's i-th shard.  Leaves [N, ...]."""
-        return jax.tree.map(lambda x: x[i], self.windows)
+    window: Callable[[jax.Array], replay.Window]
+    """i -> the transitions of this device's i-th shard.  Leaves [N, ...]"""
+    noises: jax.Array
+    """[K', U, N, D]"""
 
     def noise(self, i: jax.Array, use: jax.Array | int) -> jax.Array:
         """Standard normal numbers for the transitions of this device's i-th shard.  [N, D]."""
@@ -73,12 +71,14 @@ def gradient_steps(
     n_step: int = 1,
     stack: int = 1,
     noise: Noise = NO_NOISE,
+    reused: bool = False,
 ) -> tuple[S, Metrics]:
     """Take `steps` ([] int32) gradient steps: `step(minibatch, state) -> state, metrics`.
 
     memory: of this device's shards, leaves [K', ...].
     n_step: the number of rewards in a transition's return.
     stack: the number of frames in an image, if the memory stores each frame once.
+    reused: whether a step reads its transitions more than once, so that they are gathered before it.
 
     Returns the state after the last step, and the means of the metrics over the steps.  A metric that some steps lack
     is a sum; it has a "count/<name>" beside it (`with_count`), by which it is divided.
@@ -88,11 +88,12 @@ def gradient_steps(
         return draw(e, memory, shards, key, numbers, n_step, noise)
 
     def one_step(draws: Draws, state: S) -> tuple[S, tuple[Metrics, jax.Array]]:
-        of_shard = lambda i: replay.take(memory, i, jax.tree.map(lambda x: x[i], draws.indices), n_step, stack)
-        windows, noises = shards.each(of_shard), draws.noise
-        if noise.uses:
-            noises = noises.reshape(*noises.shape[:2], -1, noise.size)
-        state, metrics = step(Minibatch(windows, noises), state)
+        window = lambda i: replay.take(memory, i, jax.tree.map(lambda x: x[i], draws.indices), n_step, stack)
+        if reused:
+            windows = shards.each(window)
+            window = lambda i: jax.tree.map(lambda x: x[i], windows)
+        noises = draws.noise.reshape(*draws.noise.shape[:2], -1, noise.size) if noise.uses else draws.noise
+        state, metrics = step(Minibatch(window, noises), state)
         return state, (metrics, draws.indices.valid.sum(-1, dtype=jnp.int32))
 
     state, (sums, found) = repeat_in_blocks(steps, block_length(e, noise), draw_block, one_step, state)

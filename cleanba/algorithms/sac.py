@@ -178,7 +178,7 @@ def make(e: SAC, spec: EnvSpec, platform: str) -> Algorithm[State, replay.Ring, 
             return state, of_critics | policy_metrics(of_policy, policy_steps)
 
         steps = e.steps_of(state.updates + 1)
-        state, metrics = gradient_steps(e, shards, memory, key, steps, gradient_step, state, noise=noise)
+        state, metrics = gradient_steps(e, shards, memory, key, steps, gradient_step, state, noise=noise, reused=True)
         metrics |= {
             "losses/alpha": jnp.exp(state.log_alpha.params),
             "charts/q_lr": q_rate,

@@ -145,7 +145,7 @@ def make(e: TD3, spec: EnvSpec, platform: str) -> Algorithm[State, replay.Ring, 
             return state, of_critics | policy_metrics(of_policy, policy_steps)
 
         steps = e.steps_of(state.updates + 1)
-        state, metrics = gradient_steps(e, shards, memory, key, steps, gradient_step, state, noise=noise)
+        state, metrics = gradient_steps(e, shards, memory, key, steps, gradient_step, state, noise=noise, reused=True)
         metrics["charts/learning_rate"] = rate
         return state._replace(updates=state.updates + 1), memory, metrics
 

@@ -15,7 +15,7 @@ from cleanba.seeds import action_numbers
 
 
 class Params(NamedTuple, Generic[P]):
-    """What actors act with; version k+1 is what update k made."""
+    """The parameters that actors act with.  Update k makes version k+1."""
 
     version: int
     params: P
@@ -52,11 +52,15 @@ def run_actor(
     saved_actor: SavedActor | None = None,
     played: Callable[[int], None] = lambda steps: None,
 ) -> None:
-    """Collect every rollout of the schedule.  Ends when done, or by `Closed` when the run ends.
+    """Collect every rollout of the schedule.
 
-    `make_envs` takes an epoch; `send` takes a rollout and the actor's number and returns its blocks.  `saved_actor` is
-    where the first rollout goes on from, if not with fresh environments; `played` hears how many recorded steps were
-    played to bring them there.
+    make_envs: epoch -> environments.
+    send: rollout, the actor's number -> its blocks, on their way to the learner devices.
+    saved_actor: what the first rollout continues from; None: fresh environments.
+    played: called with each number of recorded steps that were played to bring environments back.
+
+    Raises:
+        Closed: the run ends.
     """
     params: Params[P] | None = None
     try:
@@ -64,13 +68,13 @@ def run_actor(
             times = Times()
             start = time.perf_counter()
             if schedule.starts_epoch(rollout):
-                collector.close()  # before others are made: `ScannedCollector` says why
+                collector.close()  # before new ones are made, see `ScannedCollector`
                 envs = make_envs(schedule.epoch(rollout))
                 if rollout == schedule.first and saved_actor is not None:
                     collector.resume(envs, saved_actor, f"the environments of actor {actor}", played)
                 else:
                     collector.restart(envs)
-                del envs  # the collector's: nobody else may hold them
+                del envs  # only the collector may hold them, so that it can free them
             needed = schedule.policy_version(rollout)
             while params is None or params.version < needed:
                 params, waited = params_channel.get()

@@ -27,7 +27,7 @@ from cleanba.runtime.tracking import Tracking
 PLAIN_LINE_SECONDS = 5.0
 
 
-FLUSH_SECONDS = 5.0  # TensorBoard sees a log point after this long
+FLUSH_SECONDS = 5.0  # until TensorBoard sees a log point
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Status:
     global_step: int = 0
     sps: float = math.nan
     sps_recent: float = math.nan
-    seconds_per_update: float = math.nan  # of late, and of updates that learn; NaN before there are any
+    seconds_per_update: float = math.nan  # recently, of updates with gradient steps; NaN before the first
     episodes: int = 0
     episodic_return: float = math.nan
     episodic_length: float = math.nan
@@ -119,11 +119,11 @@ def panel(s: Status) -> Panel:
     return Panel(Group(*rows), title=s.title, title_align="left", width=min(100, Console().width))
 
 
-CELL_SECONDS = 0.5  # a notebook shows the state after this long
+CELL_SECONDS = 0.5  # between refreshes in a notebook
 
 
 class Cell:
-    """A line below a notebook's cell, with a bar, which changes in place."""
+    """A line with a progress bar below a notebook's cell, updated in place."""
 
     def __init__(self, status: Status):
         from IPython.display import display
@@ -145,16 +145,16 @@ class Cell:
 
 
 def in_notebook() -> bool:
-    """Whether what this thread shows goes below the cell of a notebook."""
+    """Whether this thread's output goes below the cell of a notebook."""
     ipython: Any = sys.modules.get("IPython")
     shell = None if ipython is None else ipython.get_ipython()
     return getattr(shell, "kernel", None) is not None
 
 
 class Display:
-    """A live panel in a terminal, a line that changes in a notebook, else a plain line every few seconds.
+    """Shows progress: a live panel in a terminal, one line in a notebook, elsewhere a plain line every few seconds.
 
-    Nothing unless `enabled`.
+    It shows nothing unless `enabled`.
     """
 
     def __init__(self, status: Status, enabled: bool = True, console: Console | None = None):
@@ -171,7 +171,7 @@ class Display:
             self._live.start()
 
     def say(self, text: str) -> None:
-        """A line that stays."""
+        """Print a line that stays."""
         if self._enabled and self._cell is not None:
             print(text)
         elif self._enabled:
@@ -207,7 +207,7 @@ class Display:
 
 @contextlib.contextmanager
 def _without_torch() -> Iterator[None]:
-    """Have tensorboardX leave PyTorch alone: it imports that where it is installed, for seconds, to log tensors."""
+    """Keep tensorboardX from importing PyTorch, which takes seconds and serves to log tensors."""
     absent = "torch" not in sys.modules
     if absent:
         sys.modules["torch"] = None  # type: ignore[assignment]  # an import of it fails
@@ -230,13 +230,13 @@ class Writers:
         config: Json,
         history: Sequence[Json] = (),
     ):
-        """`history` holds the rows that metrics.jsonl has already, of a run that goes on."""
+        """`history` has the rows that metrics.jsonl already holds, if the run continues."""
         with _without_torch():
             from tensorboardX.record_writer import RecordWriter
 
         self._path = run_dir / METRICS
         self._lines = open(self._path, "a", buffering=1)  # noqa: SIM115  closed by close()
-        # Not its SummaryWriter: that has a thread, which a full disk kills, and then waits for it for ever.
+        # Not SummaryWriter: a full disk kills its thread, for which it then waits for ever.
         self._events = RecordWriter(str(run_dir / f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}"))
         self._flushed = time.monotonic()
         self._add_event(0, file_version="brain.Event:2")
@@ -246,14 +246,14 @@ class Writers:
         self._tracking = Tracking(run_dir, project, entity, config, history) if track else None
 
     def write(self, update: int, global_step: int, seconds: float, values: Mapping[str, object]) -> None:
-        """One log point: numbers go everywhere, text (digests) only to the JSON lines.
+        """Write a log point: numbers everywhere, text (digests) only to the JSON lines.
 
         Raises:
             Failure: the disk is full, or the run's directory has gone.
         """
         row = {"update": update, "global_step": global_step, "seconds": round(seconds, 3), **values}
         try:
-            os.stat(self._path)  # a file that is open can be written even after it was removed
+            os.stat(self._path)  # an open file can be written even after it was removed
             self._lines.write(json.dumps(finite(row)) + "\n")
             numbers = self._add_scalars(values, global_step)
         except OSError as error:
@@ -287,7 +287,7 @@ class Writers:
             self._flushed = time.monotonic()
 
     def close(self) -> None:
-        """Flush and close everything; what a full disk does not take is lost."""
+        """Flush and close everything.  On a full disk, what was not written is lost."""
         for file in (self._lines, self._events):
             with contextlib.suppress(OSError):
                 file.close()

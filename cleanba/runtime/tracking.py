@@ -1,8 +1,8 @@
-"""A run on Weights & Biases: one there for each run directory, however often it is interrupted, with each row once.
+"""Weights & Biases: one run there for each run directory, however often it is interrupted, with each row once.
 
-W&B cannot take rows back (its rewinding is a private preview, and there is none offline).  Bits are repeated exactly,
-so none need to be: online, rows that it has already are not sent again.  Offline it has nothing yet, so what earlier
-starts left in the run's wandb/ is replaced by a log of its own that begins with all rows that stand.
+W&B cannot take rows back (its rewinding is a private preview, and does not exist offline).  As a resumed run repeats
+its rows exactly, it need not: online, rows that W&B has already are not sent again.  Offline W&B has nothing yet, so
+logs that earlier starts left in the run's wandb/ are replaced by a new one, which begins with all valid rows.
 """
 
 import contextlib
@@ -21,13 +21,13 @@ from cleanba.config import require
 from cleanba.errors import Failure, missing, said
 from cleanba.files import Json, write_json
 
-KEPT = "wandb.json"  # the file of a run with its id there, and where that is known
+KEPT = "wandb.json"  # a run's file with its W&B id, and the server that knows it
 LOCAL = ("offline", "dryrun", "disabled")  # modes that need no key
 WITHOUT_IT = "set WANDB_MODE=offline to log to the run's directory, or leave --track out"
 
 
 def require_tracking() -> None:
-    """Raise `UsageError` where --track could not be obeyed: better before a run than within it."""
+    """Raise `UsageError` where --track cannot be obeyed, before the run begins."""
     settings = _wandb().setup().settings
     if settings.mode in LOCAL or settings.api_key or settings.identity_token_file:
         return
@@ -48,7 +48,7 @@ def _wandb() -> ModuleType:
 
 
 def _in_netrc(base_url: str) -> bool:
-    """Whether the user's netrc has a key for this server; one for W&B's own serves all of its names."""
+    """Whether the user's netrc has a key for this server.  A key for W&B's own server counts for all its names."""
     paths = [Path(os.environ["NETRC"])] if os.environ.get("NETRC") else []
     with contextlib.suppress(RuntimeError):  # no home
         paths = paths or [Path.home() / ".netrc", Path.home() / "_netrc"]
@@ -61,10 +61,10 @@ def _in_netrc(base_url: str) -> bool:
 
 
 class Tracking:
-    """Rows on their way to Weights & Biases."""
+    """Sends rows to Weights & Biases."""
 
     def __init__(self, run_dir: Path, project: str, entity: str | None, config: Json, history: Sequence[Json] = ()):
-        """Begin there, or go on.  `history` holds the rows of metrics.jsonl that stand.
+        """Begin or continue the run there.  `history` has the valid rows of metrics.jsonl.
 
         Raises:
             Failure: W&B refuses, or does not answer.
@@ -73,7 +73,7 @@ class Tracking:
         place = {"project": project, "entity": entity}
         known = _read(run_dir)
         online = wandb.setup().settings.mode not in LOCAL
-        # It was there, so it must be; or it may be, as the first start may have been killed at this moment.
+        # "must": an earlier start has created it; "allow": the first start may have been killed while doing so.
         resume = "must" if online and known.get("online") and known.get("place") == place else "allow"
         kept: Json = {"id": known.get("id") or secrets.token_hex(8), "place": place, "online": resume == "must"}
         write_json(run_dir / KEPT, kept)
@@ -92,7 +92,7 @@ class Tracking:
             ) from None
         if online:
             write_json(run_dir / KEPT, kept | {"online": True})
-        # An evaluation is logged late, at the steps of the version that played: its own steps cannot go backwards.
+        # An evaluation is logged late, with the global step of its version, but W&B's own step cannot decrease.
         self._run.define_metric("*", step_metric="global_step")
         self._newest = 0
         self._from = self._run.starting_step
@@ -100,15 +100,15 @@ class Tracking:
             self.write(row["update"], row["global_step"], row)
 
     def write(self, update: int, global_step: int, values: Mapping[str, object]) -> None:
-        """One row, unless it is there already: those of `values` that are numbers and belong to a chart."""
-        # W&B drops what is older than the step before; an evaluation comes after its update.
+        """Send the numbers of a row, unless W&B has them already."""
+        # W&B drops rows with a lower step than the last one; an evaluation comes later than its update.
         self._newest = max(self._newest, update)
         if self._newest >= self._from:
             numbers = {name: x for name, x in values.items() if "/" in name and isinstance(x, int | float)}
             self._run.log({**numbers, "global_step": global_step, "update": update}, step=self._newest)
 
     def close(self) -> None:
-        """Wait until all of it is sent, or written."""
+        """Wait until all rows are sent, or written."""
         self._run.finish()
 
 
