@@ -29,7 +29,7 @@ P_contra = TypeVar("P_contra", contravariant=True)
 C_contra = TypeVar("C_contra", contravariant=True)
 
 Metrics = dict[str, jax.Array]
-"""Scalars by name.  A run ends where one under "losses/" is not finite.
+"""Scalars by name.  A run ends when one under "losses/" is not finite.
 
 A metric that some updates lack comes with "count/<name>", and is not logged where that is 0.
 """
@@ -45,7 +45,8 @@ class InitMemory(Protocol[M_co]):
     def __call__(self, rollout: Rollout) -> M_co:
         """One shard's memory before the first update, from the shapes of its rollout, [T(+1), B, ...].
 
-        What grows (a replay memory), or belongs to single environments (a discounted return under way), is memory.
+        Memory is for what grows, such as a replay memory, and for what belongs to single environments, such as a
+        running discounted return.
         """
         ...
 
@@ -62,7 +63,7 @@ class Act(Protocol[P_contra, C]):
     ) -> tuple[jax.Array, C, PyTree]:
         """One step of B environments: obs [B, ...], first [B] bool -> action [B, ...], carry, extras [B, ...].
 
-        `extras` is what `update` needs to know of acting.  Without `explore` the action is the best one known.
+        `extras` is what `update` needs from acting, such as log-probabilities.  Without `explore` the action is greedy.
         """
         ...
 
@@ -88,7 +89,7 @@ class ActorParams(Protocol[S_contra, P_co]):
 
 class Inspect(Protocol[P_contra, C_contra]):
     def __call__(self, params: P_contra, carry: C_contra, obs: PyTree, first: jax.Array) -> dict[str, jax.Array]:
-        """Numbers to show in a film, by name: [B], or one for each action, [B, A].  Arguments as those of `act`."""
+        """Values to show in a film, by name: [B], or one per action, [B, A].  The arguments are those of `act`."""
         ...
 
 
@@ -118,4 +119,4 @@ class Algorithm(NamedTuple, Generic[S, M, P, C]):
 
 
 AnyAlgorithm: TypeAlias = Algorithm[Any, Any, Any, Any]
-"""An algorithm whose types are only known at run time, as one that was looked up by its name."""
+"""An algorithm whose types are only known at run time, such as one looked up by name."""

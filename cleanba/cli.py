@@ -1,4 +1,4 @@
-"""The command `cleanba`: its words, and its exit codes."""
+"""The command `cleanba`: its subcommands and exit codes."""
 
 import errno
 import os
@@ -13,13 +13,13 @@ from cleanba.errors import Exit, Failure, UsageError, closest_names, printable
 
 
 class Command(NamedTuple):
-    """A word after `cleanba` that is no algorithm.  Where it lives is only imported when it is asked for."""
+    """A subcommand other than an algorithm.  Its module is only imported when the command is called."""
 
     about: str
     where: str
-    """module and function, which takes the words after the command and returns an `Exit`"""
+    """module:function, which takes the arguments after the command and returns an `Exit`"""
     flags: str = "Flags"
-    """the dataclass of its flags in that module; empty where there is none"""
+    """name of the dataclass of its flags in that module; empty if there is none"""
 
 
 COMMANDS = {
@@ -36,11 +36,11 @@ COMMANDS = {
     "completion": Command("complete these words in a shell", "cleanba.completion:completion_command", ""),
 }
 
-LINES = "\n\t"  # a message may have several
+LINES = "\n\t"  # messages may have several lines
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command and leave by its exit code: 0 done, 1 failed, 2 wrong use, 128 + n ended by signal n."""
+    """Run the command and exit: with 0 if it succeeded, 1 failed, 2 was used wrongly, 128 + n was ended by signal n."""
     argv = list(sys.argv[1:] if arguments is None else arguments)
     try:
         end = dispatch(argv)
@@ -53,24 +53,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         print("cleanba: interrupted", file=sys.stderr)
         end = Exit(130)
-    except SystemExit as left:  # tyro after --help or wrong words; rich when nobody reads, as in `cleanba ppo | head`
+    except SystemExit as left:  # tyro: --help, wrong flags; rich: nobody reads the pipe (`cleanba ppo | head`)
         end = Exit(int(left.code or 0))
     except BrokenPipeError:
         os._exit(128 + signal.SIGPIPE)
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
-        print(f"cleanba: what this prints, or writes, has no room ({error}); make room", file=sys.stderr)
+        print(f"cleanba: output cannot be written ({error}); make room", file=sys.stderr)
         os._exit(1)
     sys.stdout.flush()
     sys.stderr.flush()
     if end.stuck or end.code:
-        os._exit(end.code)  # a thread may sit in a long computation, or the runtime wait for peers that are gone
+        os._exit(end.code)  # a thread may be in a long computation, or JAX's runtime may wait for peers that are gone
     sys.exit(end.code)
 
 
 def dispatch(argv: Sequence[str]) -> Exit:
-    """Do what the command's words say.  What takes long to import is imported once it is known to be needed."""
+    """Run the command that the arguments name.  Slow imports wait until they are needed."""
     if argv and argv[0] in ("--version", "-V"):
         print(f"cleanba {__version__}")
         return Exit()

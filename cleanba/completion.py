@@ -1,6 +1,6 @@
 """`cleanba completion SHELL`: a script that completes commands, flags and their values.
 
-The script holds all words that there are where it is made, so that a shell completes them without starting Python.
+The script lists every word that this installation knows, so that a shell completes them without starting Python.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ Prints a script that completes cleanba's commands, flags and their values:
   bash: cleanba completion bash > ~/.cleanba.bash; echo 'source ~/.cleanba.bash' >> ~/.bashrc
   zsh:  cleanba completion zsh > ~/.cleanba.zsh; echo 'source ~/.cleanba.zsh' >> ~/.zshrc
   fish: cleanba completion fish > ~/.config/fish/completions/cleanba.fish
-Make it anew after an update."""
+Run it again after an update."""
 
 SHELLS = ("bash", "zsh", "fish")
 
@@ -32,11 +32,11 @@ class Word(NamedTuple):
 
     name: str
     about: str
-    """in a few words"""
+    """short description"""
     takes: bool
-    """whether a value follows"""
+    """whether it takes a value"""
     values: tuple[str, ...] = ()
-    """all that there are, if they are known"""
+    """allowed values, if they are known"""
 
 
 def completion_command(argv: Sequence[str]) -> Exit:
@@ -64,7 +64,7 @@ def known_flags() -> dict[str, list[Word]]:
 
 
 def flags_of(cls: type) -> list[Word]:
-    """The flags that the fields of a dataclass are."""
+    """The flags for the fields of a dataclass."""
     hints = get_type_hints(cls, include_extras=True)
     words = []
     for name, f in offered_fields(cls).items():
@@ -83,7 +83,7 @@ BASH = """# Completes cleanba's commands, flags and their values.  Made by `clea
 _cleanba() {
     local word=${COMP_WORDS[COMP_CWORD]} before=${COMP_WORDS[COMP_CWORD-1]} words= first=1 i
     for ((i = 2; i < COMP_CWORD; i++)); do
-        if [[ ${COMP_WORDS[i]} == -- ]]; then first=$((i + 1)); fi  # of a sweep, the command that it repeats
+        if [[ ${COMP_WORDS[i]} == -- ]]; then first=$((i + 1)); fi  # the command that a sweep repeats
     done
     if ((COMP_CWORD == 1)); then
         words="COMMANDS"
@@ -106,7 +106,7 @@ complete -o default -F _cleanba cleanba
 
 
 def bash(known: dict[str, list[Word]]) -> str:
-    """The script for bash.  Where it has no words, bash completes names of files."""
+    """The script for bash.  Where it offers no words, bash completes file names."""
     flags = [f'            {name}) words="{" ".join(w.name for w in words)}" ;;' for name, words in known.items()]
     followed: dict[tuple[str, ...], list[str]] = {}  # values: the commands and flags that they follow
     for name, words in known.items():
@@ -128,7 +128,7 @@ def bash(known: dict[str, list[Word]]) -> str:
 
 
 def zsh(known: dict[str, list[Word]]) -> str:
-    """The script for zsh, which understands bash's."""
+    """The script for zsh, which can run the one for bash."""
     return f"autoload -U +X compinit && compinit\nautoload -U +X bashcompinit && bashcompinit\n{bash(known)}"
 
 
@@ -151,5 +151,5 @@ def fish(known: dict[str, list[Word]]) -> str:
 
 
 def quoted(text: str) -> str:
-    """Text as one word of fish."""
+    """Quote text as one word of fish."""
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"

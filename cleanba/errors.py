@@ -1,4 +1,4 @@
-"""How a command ends.  What ends it other than a defect in the code is one sentence, shown without a stack trace."""
+"""How a command ends.  All errors but bugs are one sentence, shown without a stack trace."""
 
 import signal
 import sys
@@ -16,15 +16,15 @@ class Exit(NamedTuple):
     code: int = 0
     """0 done, 1 failed, 2 wrong use, 128 + n ended by signal n"""
     stuck: bool = False
-    """a thread still sits inside a long computation, so the process must leave without it"""
+    """a thread is still inside a long computation, so the process must exit without joining it"""
 
 
 class UsageError(ValueError):
-    """A request that cannot be carried out as written: the value, the rule and the remedy.  Exit code 2."""
+    """A request that cannot be carried out as written.  The message gives value, rule and remedy.  Exit code 2."""
 
 
 class Failure(RuntimeError):
-    """What broke around the code: a full disk, a dead process, numbers that are not finite.  Exit code 1."""
+    """Something outside the code failed: a full disk, a dead process, numbers that are not finite.  Exit code 1."""
 
 
 class CannotCompile(Failure):
@@ -32,7 +32,7 @@ class CannotCompile(Failure):
 
 
 class NotFinite(Failure):
-    """Numbers that are not finite.  The run goes on from its checkpoint to the same ones."""
+    """A number is not finite.  Resuming the run from its checkpoint would lead to the same number again."""
 
 
 class Interrupted(Exception):
@@ -44,7 +44,7 @@ class Interrupted(Exception):
 
 
 def said(error: BaseException) -> str:
-    """What an error says, in one line."""
+    """An error's message, in one line."""
     return " ".join(str(error).split()) or type(error).__name__
 
 
@@ -59,16 +59,16 @@ def warn_once(sentence: str) -> None:
 
 
 def printable(text: str, keep: str = "") -> str:
-    """Text, perhaps from a stranger's file, with its control characters escaped but for those to `keep`."""
+    """Text with its control characters escaped, except those in `keep`.  It may come from a stranger's file."""
     return "".join(c if c.isprintable() or c in keep else ascii(c)[1:-1] for c in text)
 
 
-# Where code lies that is nobody's own.  A folder of the user's may be called cleanba, too.
+# Paths of library code.  All else is the user's, whose own folder may be called cleanba, too.
 LIBRARIES = ("importlib", "/site-packages/gymnasium/", "/site-packages/jax/", f"{Path(__file__).parent}/")
 
 
 def raised(error: BaseException) -> str:
-    """What went wrong in somebody's own code, in one line; with the place, if that is not in a library."""
+    """An error of the user's code, in one line, with its file and line number if it was raised outside libraries."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not any(name in f.filename for name in LIBRARIES)]
     if isinstance(error, ImportError | SyntaxError) or not frames:
         return said(error)
@@ -83,7 +83,7 @@ def nearest(value: int, fits: Callable[[int], bool], limit: int = 100_000) -> st
 
 
 def nearest_divisors(of: int, to: int) -> str:
-    """The two divisors of a number that lie nearest to another, as "18 or 36"; or the only one."""
+    """The two divisors of `of` that are nearest to `to`, as "18 or 36"; or the only one."""
     divisors = {d for i in range(1, isqrt(of) + 1) if of % i == 0 for d in (i, of // i)}
     return " or ".join(map(str, sorted(sorted(divisors, key=lambda d: (abs(d - to), d))[:2])))
 
@@ -97,9 +97,9 @@ def closest_names(name: str, known: Iterable[str], count: int = 3) -> str:
 
 
 def missing(what: str, error: ImportError, extra: str) -> UsageError:
-    """The message where a package of an optional part of Cleanba is not installed.
+    """The error for an optional package that is not installed.
 
-    It names the module that is missing, which need not be the package that was asked for but one that it needs.
+    It names the module that could not be imported, which may be a dependency of the package rather than the package.
     """
     module = (error.name or "").partition(".")[0]
     lack = f"the module {module}, which is not installed" if module else f"a package that does not load ({said(error)})"

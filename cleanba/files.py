@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, and JSON."""
+"""Atomic file writes, and JSON."""
 
 import contextlib
 import json
@@ -11,21 +11,21 @@ from typing import Any
 from cleanba.errors import UsageError
 
 Json = dict[str, Any]
-"""A JSON object: names, and whatever a file holds under them."""
+"""A JSON object."""
 
 METRICS = "metrics.jsonl"
-"""What a run logs, one JSON object a line."""
+"""A run's log: one JSON object per line."""
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file so that it is there whole or not at all: under another name first, then renamed."""
+    """Write a file atomically: under another name first, then renamed."""
     scratch = path.with_name(path.name + ".tmp")
     with open(scratch, "wb") as file:
         file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
-        os.fsync(file.fileno())  # else a power failure may leave the name of a file that is empty
+        os.fsync(file.fileno())  # else a power failure may leave an empty file
     os.replace(scratch, path)
-    with contextlib.suppress(OSError):  # not every system can
+    with contextlib.suppress(OSError):  # not every file system can sync a folder
         folder = os.open(path.parent, os.O_RDONLY)
         try:
             os.fsync(folder)  # else the file may still have its old name after a power failure
@@ -34,15 +34,15 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 
 def write_json(path: Path, values: Mapping[str, object]) -> None:
-    """Write a JSON file, whole or not at all."""
+    """Write a JSON file atomically."""
     write_whole(path, json.dumps(finite(values), indent=2) + "\n")
 
 
 def read_json(path: Path) -> Json:
-    """A JSON file of a run.
+    """Read a JSON file of a run.
 
     Raises:
-        UsageError: it is not there, or no JSON.
+        UsageError: the file does not exist, or holds no JSON object.
     """
     try:
         values = json.loads(path.read_text())
@@ -56,7 +56,7 @@ def read_json(path: Path) -> Json:
 
 
 def finite(values: object) -> object:
-    """JSON knows no NaN and no infinity: null stands for both, in trees of dictionaries, lists and numbers."""
+    """Replace NaN and infinity, which JSON lacks, by None in a tree of dictionaries, lists and numbers."""
     if isinstance(values, Mapping):
         return {k: finite(v) for k, v in values.items()}
     if isinstance(values, list | tuple):

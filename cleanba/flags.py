@@ -1,21 +1,21 @@
-"""How the values of flags are read, beyond what tyro knows."""
+"""How flag values are parsed where tyro's own rules do not suffice."""
 
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-MOST_DIGITS = 30  # a longer number is a slip of the finger, and would take for ever to write out
+MOST_DIGITS = 30  # a longer number is a typing error, and would take forever to write out
 
 FLAGS = ConstructorRegistry()
-"""`registry` of every `tyro.cli`"""
+"""passed as `registry` to every `tyro.cli`"""
 
 
 def whole_number(word: str) -> int:
-    """A whole number as it is written, also as 1e6 or 2.5e5.
+    """Parse a whole number, such as 1000, 1e6 or 2.5e5.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the word is not a whole number.
     """
     try:
         return int(word)

@@ -16,12 +16,12 @@ class Play(NamedTuple):
     greedy: bool = False
     """whether it takes the best action it knows, without exploration"""
     epsilon: float = 0.0
-    """probability of a uniformly random action in place of its own"""
+    """probability of a uniformly random action instead"""
 
     def in_words(self) -> str:
         """How actions are chosen, as evaluations and reports say it."""
         words = "likeliest actions" if self.greedy else "actions drawn from the policy"
-        return words + (f", but for {self.epsilon:.3g} of chance" if self.epsilon else "")
+        return words + (f", random with probability {self.epsilon:.3g}" if self.epsilon else "")
 
 
 class Recipe(NamedTuple, Generic[E]):
@@ -35,16 +35,16 @@ class Recipe(NamedTuple, Generic[E]):
     functions: Callable[[E, EnvSpec, str], AnyAlgorithm]
     """experiment, specification of the environment, platform -> the algorithm"""
     plays: Play = Play()
-    """how it is evaluated where no flag says otherwise"""
+    """how it is evaluated unless flags say otherwise"""
     presets: Mapping[str, Settings] = {}
-    """name of the preset, from `resolution.preset_name` -> what differs from the experiment's own defaults"""
+    """name of the preset, from `resolution.preset_name` -> settings that differ from the experiment's defaults"""
     logs: Mapping[str, str] = {}
-    """what its updates log: name -> meaning"""
+    """metrics that its updates log: name -> meaning"""
 
     def make(self, e: E, spec: EnvSpec, platform: str) -> AnyAlgorithm:
         """The algorithm on environments that look like `spec`, on `platform` ("cpu", "gpu" …).
 
-        Whoever traces its functions, on CPUs they call kernels if the experiment allows it.
+        On CPUs its functions call kernels if the experiment allows it.
 
         Raises:
             UsageError: the environment does not suit the algorithm, or its network.
@@ -54,9 +54,8 @@ class Recipe(NamedTuple, Generic[E]):
 
 
 AnyRecipe: TypeAlias = Recipe[Any]
-"""A recipe whose experiment's type is only known at run time, as one that was looked up by its name."""
+"""A recipe whose type of experiment is only known at run time, such as one looked up by name."""
 
-# Any: each recipe is for a type of experiment of its own, which code that looks one up by name cannot know.
 RECIPES: dict[str, AnyRecipe] = {
     "ppo": Recipe(
         "ppo",

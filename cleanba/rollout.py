@@ -34,7 +34,7 @@ class Rollout(NamedTuple):
     terminated: jax.Array  # [T, B]  bool: the episode ended, nothing comes after
     truncated: jax.Array  # [T, B]  bool: the episode was cut off, its last state still has a value
     valid: jax.Array  # [T, B]  bool: the action was executed
-    extras: PyTree  # [T, B, ...]  what learning needs to know of acting (log-probabilities)
+    extras: PyTree  # [T, B, ...]  what the update needs from acting (log-probabilities)
     carry: PyTree  # [B, ...]  recurrent state before obs[0]; () for a feed-forward policy
 
 
@@ -49,9 +49,10 @@ class StepOutcome(NamedTuple, Generic[Array]):
 
 
 def step_outcome(done: Array, reward: Array, terminated: Array, truncated: Array) -> StepOutcome[Array]:
-    """The outcome of a step from what environments returned.  `done` tells whose episode had ended before.  [B] each.
+    """The outcome of a step, from what the environments returned.  [B] each -> leaves [B].
 
-    These environments only reset: their action was ignored, so the step is not valid and belongs to no episode.
+    `done` marks the environments whose episode ended in the step before.  They ignored their action and reset, so for
+    them this step is not valid and belongs to no episode.
     """
     valid = ~done
     xp = np if isinstance(done, np.ndarray) else jnp
@@ -65,7 +66,7 @@ class Episode(NamedTuple):
     ret: float
     length: int
     cut: bool = False
-    """whether an evaluation stopped counting at its limit of steps, while the game went on"""
+    """whether an evaluation cut the episode off at its step limit, before the game ended"""
 
 
 class EpisodeTracker:

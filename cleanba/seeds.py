@@ -46,7 +46,7 @@ def init_key(seed: int) -> jax.Array:
 def action_numbers(seed: int, actor: int, rollout: int) -> np.ndarray:
     """The arguments of `action_key`, [3] int32, so that compiled code can derive the key.
 
-    They are on the host.  A key would be made on JAX's first device, and wait there for the learner's update.
+    They stay on the host.  A key would be made on JAX's first device, where it would queue behind the learner's update.
     """
     return np.array([seed, actor, rollout], np.int32)
 

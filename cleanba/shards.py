@@ -8,15 +8,15 @@ Any number of devices up to `num_shards` will do.  A program has the same shapes
 as many shards as the fullest holds.  Where the devices do not divide the shards, the last place of some is empty: loops
 over shards end before it, and sums leave it out.
 
-Five things could still let the placement into the bits, and each has its answer here:
+Five things could still make the bits depend on the placement, and each has its answer here:
 
-* the order of a sum: an all-reduce adds in an order of its own; we exchange slices, so that each device has its part
-  of every shard's arrays, adds these as shard 0, 1, 2, ... and gives the sum to all, at an all-reduce's cost
+* the order of a sum: an all-reduce adds in an order of its own; here devices exchange slices, so that each has its
+  part of every shard's arrays, adds them as shard 0, 1, 2, ... and gives the sum to all, at the cost of an all-reduce
 * fusion: with one shard per device XLA would inline the loop over shards and fuse its body with the code around it,
   which rounds differently; a `lax.cond` whose predicate is true, but only known at run time, is compiled by itself
-* layouts: how arrays lie in a GPU's memory is chosen by what surrounds them, through a conditional too, and kernels are
-  chosen by layouts; all that enters and leaves the conditional is pinned to rows
-* small loops: on CPUs XLA compiles a short loop and all in its body as one function, within which sums are reordered;
+* layouts: on GPUs XLA chooses an array's memory layout by the code around it, even across a conditional, and kernels by
+  the layout; arrays that enter or leave the conditional are pinned to row-major
+* small loops: on CPUs XLA compiles a short loop and its whole body as one function, and reorders the sums within it;
   `compiler_options` switches that off
 * randomness: a key that a shard uses is derived from the shard's number, never from the device's
 """
@@ -35,10 +35,10 @@ from jax.stages import CompilerOptions
 
 from cleanba.rollout import PyTree
 
-Ts = TypeVarTuple("Ts")  # what a function is given
-R = TypeVar("R")  # what it returns
+Ts = TypeVarTuple("Ts")  # a function's arguments
+R = TypeVar("R")  # its result
 
-GATHER_BYTES = 2**18  # of all shards together; up to here one gather is quicker than two steps
+GATHER_BYTES = 2**18  # over all shards; up to this size one gather is faster than an exchange and a gather
 UNROLL = 16  # additions in one fused loop
 
 
@@ -69,9 +69,9 @@ class ShardAxis:
     num_shards: int
     """K, over all devices of all processes"""
     index: jax.Array
-    """[K'] int32: the numbers of the shards in this device's places; an empty place's means nothing"""
+    """[K'] int32: the numbers of the shards in this device's places; undefined for an empty place"""
     always: jax.Array
-    """[] bool: true, which the compiler cannot know"""
+    """[] bool: true, but the compiler cannot know it"""
     mesh_axis: str
     """name of the mesh axis that the learner devices lie along"""
     uneven: tuple[int, ...] = ()
@@ -109,15 +109,15 @@ class ShardAxis:
     def map(self, fn: Callable[[*Ts], R], *trees: *Ts) -> R:
         """Call fn on each of this device's shards, one after the other.  Leaves [K', ...] -> leaves [K', ...].
 
-        Of an empty place the result is zeros, which no sum or maximum sees.
+        The result of an empty place is zeros; `sum` and `max` leave it out.
         """
         return self.map_from(lambda i: jax.tree.map(lambda x: x[i], trees), fn)
 
     def map_from(self, load: Callable[[jax.Array], tuple[*Ts]], fn: Callable[[*Ts], R]) -> R:
-        """As `map`, with `load(i)` as fn's arguments for this device's i-th shard.
+        """Like `map`, with `load(i)` as fn's arguments for this device's i-th shard.  Returns leaves [K', ...].
 
-        It gathers parts of large arrays, such as a minibatch, without copying the whole shard.  `load` may only move
-        data, as it is not isolated.  Returns leaves [K', ...].
+        `load` can gather a part of large arrays, such as a minibatch, without copying the whole shard.  It may only
+        move data, as it is not isolated.
         """
         return self.each(lambda i: self.isolate(fn, *load(i)))
 
@@ -145,7 +145,7 @@ class ShardAxis:
         return jax.tree.unflatten(structure, total)
 
     def max(self, x: jax.Array) -> jax.Array:
-        """The greatest over all shards of all devices, for which no order matters.  [K', ...] -> [...], replicated."""
+        """The maximum over all shards of all devices, in any order.  [K', ...] -> [...], replicated."""
         if self.uneven:  # an empty place repeats the device's first shard
             held = jnp.arange(len(x)) < self.num_held
             x = jnp.where(held.reshape(-1, *(1,) * (x.ndim - 1)), x, x[:1])
@@ -162,7 +162,7 @@ class ShardAxis:
         return lax.all_gather(self.isolate(ordered_sum, self._filled(mine)), self.mesh_axis, axis=0, tiled=True)[:n]
 
     def _filled(self, x: jax.Array) -> jax.Array:
-        """The rows of shards among those of all places of all devices.  [D K', ...] -> [K, ...]."""
+        """Drop the rows of empty places.  [D K', ...] -> [K, ...]."""
         if not self.uneven:
             return x
         places = self.index.shape[0]
@@ -181,7 +181,7 @@ def row_major(tree: PyTree) -> PyTree:
 
     def pin(x: jax.Array) -> jax.Array:
         if jnp.ndim(x) == 0 or jnp.issubdtype(x.dtype, jax.dtypes.extended):
-            return x  # scalars have one layout; for random keys none can be given
+            return x  # scalars have one layout; random keys accept none
         return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
     return jax.tree.map(pin, tree)

@@ -1,4 +1,4 @@
-"""What environments look like: what is observed, what is done, and whose it is."""
+"""Specifications of environments: observations, actions, and the environment itself."""
 
 import math
 from collections.abc import Mapping
@@ -13,12 +13,12 @@ from cleanba.rollout import Array
 
 @dataclass(frozen=True)
 class ObsSpec:
-    """One array of an observation.  A leaf, where observations are trees."""
+    """One array of an observation; a leaf of the tree if observations are trees."""
 
     kind: Literal["image", "planes", "codes", "bytes", "vector", "discrete", "mask"]
-    """image: uint8 pictures; planes: a board [H, W, C], one plane for each thing that may be there; codes: integers in
-    [low, low + count) that name things; bytes: uint8 that are no picture, such as text; vector: numbers; discrete: one
-    integer in [low, low + count); mask: which actions are legal, no input"""
+    """image: uint8 pictures; planes: a board [H, W, C] with one plane per kind of object; codes: categorical integers
+    in [low, low + count); bytes: uint8 data other than pictures, such as text; vector: real numbers; discrete: a single
+    integer in [low, low + count); mask: which actions are legal, not an input of the network"""
     shape: tuple[int, ...]
     dtype: str
     count: int = 0
@@ -30,7 +30,7 @@ ObsSpecs: TypeAlias = "ObsSpec | Mapping[str, ObsSpecs]"
 
 
 def describe(obs: ObsSpecs) -> str:
-    """What is seen, in a few words."""
+    """A short description of observations, such as "image 4x84x84 uint8"."""
     if isinstance(obs, Mapping):
         return "{" + ", ".join(f"{name}: {describe(part)}" for name, part in obs.items()) + "}"
     if obs.kind == "discrete":
@@ -42,23 +42,24 @@ def describe(obs: ObsSpecs) -> str:
 
 @dataclass(frozen=True)
 class ActionSpec:
-    """One action, as a policy draws it and as the environment takes it.
+    """One action, in the policy's form and in the environment's.
 
-    A policy draws a number in [0, count) for each part that is a choice, int32, and any number for each part that is a
-    quantity, float32: [B] where there is but one choice, else [B, D] for D parts in C order.
+    A policy draws an int32 in [0, count) for each discrete part and a float32 for each continuous part: [B] for a
+    single choice, else [B, D] for D parts in C order.
     """
 
     kind: Literal["choice", "choices", "quantities"]
-    """choice: one of a number of actions; choices: several at once; quantities: numbers within bounds"""
+    """choice: one discrete action; choices: several at once; quantities: real numbers within bounds"""
     shape: tuple[int, ...] = ()
-    """as the environment takes it"""
+    """shape of the environment's action"""
     dtype: str = "int32"
+    """type of the environment's action"""
     counts: tuple[int, ...] = ()
-    """how many there are to choose from, for each part; () for quantities"""
+    """number of options of each part; () for quantities"""
     low: tuple[float, ...] = (0,)
-    """of each part; choices count from here"""
+    """lowest value of each part; choices count from here"""
     high: tuple[float, ...] = (0,)
-    """of each part, itself included"""
+    """highest value of each part, inclusive"""
 
     @property
     def size(self) -> int:
@@ -66,22 +67,22 @@ class ActionSpec:
         return len(self.low)
 
     def masked_by(self, shape: tuple[int, ...]) -> bool:
-        """Whether an array of that shape can say which choices are legal.
+        """Whether an array of this shape can be a mask of legal choices.
 
-        One for each choice, those of several parts one after the other, in any shape; or one for each combination of
-        them, [counts[0], counts[1], ...].
+        A mask has one entry per choice, part after part, in any shape; or one per combination of choices,
+        [counts[0], counts[1], ...].
         """
         return self.kind != "quantities" and (shape == self.counts or math.prod(shape) == sum(self.counts))
 
     def for_environment(self, action: Array) -> Array:
-        """What a policy drew, [B] or [B, D] -> what the environment takes, [B, *shape].
+        """Convert the policy's action, [B] or [B, D], to the environment's, [B, *shape].
 
-        Quantities are clipped to their bounds only here: what is learnt from is the action as it was drawn.
+        Quantities are clipped to their bounds only here: learning uses the action as it was drawn.
         """
-        # JAX has numbers of 4 bytes only, and warns where it is asked for more.
+        # Without x64, JAX has 32-bit numbers only and warns when asked for wider ones.
         dtype = jax.dtypes.canonicalize_dtype(self.dtype) if isinstance(action, jax.Array) else np.dtype(self.dtype)
         if self.kind == "quantities":  # cast first: a bound rounded to float32 may lie outside the bounds
-            with np.errstate(over="ignore"):  # "no bound" is in some environments the largest number there is
+            with np.errstate(over="ignore"):  # some environments write "no bound" as the largest float64
                 low, high = (np.asarray(bound, np.float64).astype(dtype) for bound in (self.low, self.high))
             action = action.astype(dtype).clip(low, high)
         else:
@@ -95,35 +96,35 @@ def choice(count: int, start: int = 0) -> ActionSpec:
 
 
 class EnvSpec(NamedTuple):
-    """What an environment shows and takes."""
+    """Specification of an environment: its observations, its actions, and how it is made and run."""
 
     env_id: str
     obs: ObsSpecs
     num_actions: int
-    """how many there are to choose from; 0 where an action is more than one choice"""
+    """number of discrete actions; 0 if an action is not a single choice"""
     is_atari: bool
     clip_reward: bool
     options: dict[str, Any]
-    """what EnvPool is asked for"""
+    """options passed to EnvPool"""
     given_action: ActionSpec | None = None
-    """None: one of `num_actions`, counted from 0"""
+    """specification of its actions; None: one of `num_actions`, counted from 0"""
     scannable: bool = True
-    """whether it can be stepped from within XLA"""
+    """whether compiled code can step it"""
     wrappers: tuple[str, ...] = ()
-    """module:function, each of which Gymnasium's environments are given to"""
+    """Gymnasium's wrappers, as module:function"""
     on_device: bool = False
-    """whether it is itself a compiled function, on whatever device acts"""
+    """whether it is itself compiled, for the device that acts"""
     family: str = ""
-    """where its library keeps it, such as envpool.classic_control"""
+    """part of its library that it comes from, such as envpool.classic_control"""
     time_limit: int | None = None
-    """steps after which it truncates an episode by itself; None where it states no limit"""
+    """steps after which the environment itself truncates an episode; None if it states no limit"""
 
     @property
     def action(self) -> ActionSpec:
-        """What it takes."""
+        """The specification of its actions."""
         return self.given_action or choice(self.num_actions)
 
     @property
     def shows_images(self) -> bool:
-        """Whether any part of an observation is a picture."""
+        """Whether any part of an observation is an image."""
         return any(part.kind == "image" for part in jax.tree.leaves(self.obs))

@@ -1,9 +1,9 @@
-"""What a run from elsewhere may choose.  docs/guides/trust.md says why.
+"""Checks of runs that come from elsewhere.  docs/guides/trust.md says why they are needed.
 
-A run directory is trusted like a program of one's own: its config.json names environments, and an environment may be
-any function of any module.  A run that was downloaded, or unpacked from an archive, is not trusted.  It may choose
-among environments that this installation knows, and sizes that fit a computer; all else is refused before anything is
-imported, made or allocated.
+Your own run directories are trusted like your own programs: their config.json names an environment, which may be any
+function of any module.  A run that was downloaded, or unpacked from an archive, is not trusted.  It may only name
+environments that this installation knows and sizes that fit a computer.  Anything else is refused before it is
+imported, called or allocated.
 """
 
 import math
@@ -22,11 +22,11 @@ from cleanba.files import Json, read_json, write_json
 from cleanba.rollout import PyTree
 
 MARK = "downloaded.json"  # in a run directory that came from elsewhere: {"from": where}
-HUBS_OWN = Path(".cache/huggingface")  # what its library leaves in a folder it downloads to, older versions' included
+HUBS_OWN = Path(".cache/huggingface")  # every version of the Hub's library leaves it in a folder that it downloads to
 REMEDY = "read its config.json, then add --trust-remote-code if you trust whoever made it"
 ANOTHER = "choose another run"
 
-MOST = {  # of whole numbers; others may have up to 10^9
+MOST = {  # the largest value of a whole number; 10^9 for fields that are not listed
     "num_envs": 10**6,
     "num_steps": 10**6,
     "max_episode_steps": 10**6,
@@ -38,11 +38,11 @@ MOST = {  # of whole numbers; others may have up to 10^9
 }
 POSITIVE = (*("num_envs", "num_steps", "num_actors", "num_shards", "num_minibatches"), "lstm_size")
 MOST_LAYERS = 16
-MOST_NUMBER: float = 1e12  # of real numbers
+MOST_NUMBER: float = 1e12  # the largest real number
 MOST_BYTES = 2**31  # of all parameters together
-MOST_OPTIONS, MOST_OPTION = 32, 100  # options, and characters of one
-MOST_OPTION_NUMBER = 10**6  # of one option; of the whole numbers of all, multiplied with each other, 10 times that
-# Names of options that ask for files and code.  A word of theirs is not passed on.
+MOST_OPTIONS, MOST_OPTION = 32, 100  # number of options, and characters of one
+MOST_OPTION_NUMBER = 10**6  # the largest number in an option; the product of all whole numbers may be 10 times that
+# Parts of the names of options that take files or code.  Words are refused as their values.
 NAMES_OF_FILES_AND_CODE = (
     *("path", "file", "dir", "url", "host", "rom", "wad", "cfg", "config", "xml", "asset", "model"),
     *("module", "class", "cls", "fn", "func", "call", "import", "entry", "wrapper", "plugin", "backend", "render"),
@@ -50,7 +50,7 @@ NAMES_OF_FILES_AND_CODE = (
 
 
 def mark_downloaded(run_dir: Path, source: str) -> None:
-    """From now on the run in this directory counts as one from elsewhere."""
+    """Mark the run in this directory as one from elsewhere."""
     write_json(run_dir / MARK, {"from": source})
 
 
@@ -62,7 +62,7 @@ def source_of(run_dir: Path) -> str | None:
 
 
 def require_trusted(run_dir: Path, what: str) -> None:
-    """Raise `UsageError` if a run is from elsewhere; `what` says what cannot be done with such a one."""
+    """Raise `UsageError` if a run is from elsewhere; `what` is the part of the message that says what is refused."""
     source = source_of(run_dir)
     require(
         source is None,
@@ -72,9 +72,9 @@ def require_trusted(run_dir: Path, what: str) -> None:
 
 
 def check_values(cls: type[Experiment], values: Json, source: str) -> None:
-    """Raise `UsageError` unless the settings in a foreign config.json have the types and sizes that settings can have.
+    """Raise `UsageError` unless the settings in a foreign config.json have valid types and sizes.
 
-    Names that `cls` does not know are left to `resolution.known_of`, which refuses them.
+    Names that `cls` does not have are skipped here: `resolution.known_of` refuses them.
     """
     hints = get_type_hints(cls)
     require(
@@ -104,7 +104,7 @@ def check_values(cls: type[Experiment], values: Json, source: str) -> None:
 
 
 def _fits(hint: Any, value: object) -> bool:
-    """Whether a value of JSON is one of a field's type, as `config.to_json` writes it."""
+    """Whether a JSON value has a field's type, in the form that `config.to_json` writes."""
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):
         return any(_fits(part, value) for part in get_args(hint))
@@ -132,7 +132,7 @@ def _type_name(hint: Any) -> str:
 def check_environment(e: Experiment, source: str) -> None:
     """Raise `UsageError` unless a foreign experiment's environment is one that this installation knows.
 
-    The message shows what would be imported and called.  Nothing of it is.
+    The message shows what would be imported and called.  The check itself imports and calls none of it.
     """
     options = _with(e.env_options)
     if e.env_wrappers:
@@ -161,7 +161,7 @@ def check_environment(e: Experiment, source: str) -> None:
 
 
 def _known(suite: str, name: str, env_id: str) -> bool:
-    """Whether an environment is in a list that is here, and is not itself a way to name others."""
+    """Whether an environment is in an installed list, and cannot itself name other environments to make."""
     if not suite:
         return env_id in envpool.known()
     if suite in jax_envs.SUITES:
@@ -176,7 +176,7 @@ def _gymnasiums_own(name: str) -> bool:
 
 
 def _check_options(e: Experiment, source: str, ours: bool) -> None:
-    """Options may be numbers, truth values and, for environments that are well known, plain words."""
+    """Options may be numbers, booleans and, for environments of the libraries themselves (`ours`), plain words."""
     product = 1
     for option in e.env_options:
         if len(option) > MOST_OPTION:
@@ -230,6 +230,6 @@ def _with(options: tuple[str, ...]) -> str:
 
 
 def _shown(value: object) -> str:
-    """A foreign value, without characters that a terminal obeys, and not longer than a person reads."""
+    """A foreign value, with control characters escaped, and cut off after 160 characters."""
     text = ascii(value)
     return text if len(text) <= 160 else f"{text[:160]}… ({len(text)} characters)"

@@ -294,7 +294,7 @@ def test_the_command_trains_plays_and_goes_on(tmp_path, monkeypatch):
     assert ended.code == 0, ended.err
     assert ended.out.count("warning: 100% of the replay's batches could be filled") == 1
     played = command("eval", tmp_path / "run", "--episodes", "3", "--video")
-    assert played.code == 0 and "dqn on CartPole-v1" in played.out and "but for 0.05 of chance" in played.out, (
+    assert played.code == 0 and "dqn on CartPole-v1" in played.out and "random with probability 0.05" in played.out, (
         played.err
     )
     assert "is finished; nothing to do" in command("resume", tmp_path / "run").out
