@@ -1,7 +1,7 @@
 """The Python interface: `cleanba.train(cleanba.ppo("CartPole-v1"))`.  Its names are the package's (`import cleanba`).
 
-As on the command line, what is trained and where it runs are given apart: the keywords of `ppo` and the others are an
-experiment's flags, those of `train` the flags of placement and run.
+As on the command line, what is trained and where it runs are given separately: the keywords of `ppo` and the others are
+an experiment's flags, those of `train` are the flags of placement and run.
 """
 
 import inspect
@@ -80,16 +80,16 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Spec:
-    """What is trained: an algorithm, and the flags that were given for it.  `ppo` and the others make one."""
+    """What to train: an algorithm and its given flags.  `ppo` and the other algorithms' functions make one."""
 
     algorithm: str
     """its name: "ppo", "impala", "dqn", "sac" or "td3" """
     flags: Mapping[str, Any] = field(default_factory=dict)
-    """what was given; presets and defaults decide the rest"""
+    """the flags that were given; presets and defaults decide the rest"""
     whole: Path | None = None
-    """the run whose whole experiment this is, for one that `Run.spec` made"""
+    """the run whose whole experiment this is, if `Run.spec` made it"""
     maker: Callable[..., gymnasium.Env[Any, Any]] | None = None
-    """the class or function that was given in place of an environment's name"""
+    """the class or function that was given instead of an environment's name"""
 
     def __repr__(self) -> str:
         if self.whole is not None:
@@ -108,7 +108,7 @@ class Spec:
         return settle(recipe, asked, jax.default_backend(), None).experiment
 
     def register(self) -> None:
-        """Have the class or function that was given known in this process."""
+        """Register the class or function that was given in this process."""
         if self.maker is not None:
             register(self.maker)
 
@@ -117,7 +117,7 @@ P = ParamSpec("P")
 
 
 class Specify(Protocol[P]):
-    """A function that makes specifications for one algorithm; its keywords are the fields of the experiment."""
+    """A function that makes a `Spec` for one algorithm.  Its keywords are the fields of the experiment."""
 
     @overload
     def __call__(self, *args: P.args, **flags: P.kwargs) -> Spec: ...
@@ -126,7 +126,7 @@ class Specify(Protocol[P]):
 
 
 def _specify(algorithm: str, form: Callable[P, Experiment]) -> Specify[P]:
-    """The function of that name, with the signature and the documentation of the experiment's fields."""
+    """Make the function of that name, with a signature and documentation from the experiment's fields."""
     recipe = RECIPES[algorithm]
     known = offered_fields(recipe.experiment)
 
@@ -163,8 +163,8 @@ def _specify(algorithm: str, form: Callable[P, Experiment]) -> Specify[P]:
         [
             f"A specification to {recipe.about}: what `cleanba {algorithm}` trains with the flags of the same names.",
             "",
-            "What is left out, a preset for such an environment decides, or else the default that is shown here.  In",
-            "place of its name, `env_id` may be a class or a function that makes one of Gymnasium's environments.",
+            "Values that are left out come from the preset for the environment, or else are the defaults shown here.",
+            "Instead of a name, `env_id` may be a class or function that makes a Gymnasium environment.",
             "",
             "Args:",
             *lines,
@@ -178,7 +178,7 @@ def _specify(algorithm: str, form: Callable[P, Experiment]) -> Specify[P]:
 
 
 def _plain(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Keywords as flags have them: NumPy's numbers as Python's, and options in a dictionary as name=value."""
+    """Convert keywords to the values of flags: NumPy's numbers to Python's, a dictionary of options to name=value."""
     plain = {
         name: value.tolist() if isinstance(value, np.ndarray | np.generic) else value for name, value in flags.items()
     }
@@ -189,7 +189,7 @@ def _plain(flags: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _refuse(what: str, name: str, known: Collection[str]) -> NoReturn:
-    """Raise `UsageError` for a keyword that is not known, with what to do in its place."""
+    """Raise `UsageError` for an unknown keyword, and say what to do instead."""
     here = {*fields_of(Placement), *fields_of(config.Run)} - {"experiment_from"}
     flag = config.flag(name)
     if what != "train" and name in here:
@@ -212,7 +212,7 @@ td3 = _specify("td3", TD3)
 
 
 class Curve(NamedTuple):
-    """A metric over a run."""
+    """A metric over the steps of a run."""
 
     steps: np.ndarray
     """[N] int64: environment steps"""
@@ -221,7 +221,7 @@ class Curve(NamedTuple):
 
 
 class Run:
-    """A run on disk, which `train` returns; `Run("runs/a")` is one that was trained before, or that still trains."""
+    """A run on disk, as `train` returns it.  `Run("runs/a")` opens one that has ended, or is still training."""
 
     def __init__(self, run_dir: str | Path):
         """Raises `UsageError` if there is no run."""
@@ -241,10 +241,10 @@ class Run:
         """result.json as a dictionary, with status, update, global_step, episodic_return, params_digest …
 
         Raises:
-            UsageError: the run still trains, or was killed.
+            UsageError: the run is still training, or was killed.
         """
         path = self.run_dir / "result.json"
-        require(path.exists(), f"{self.run_dir} has no result yet: it still trains, or was ended by force")
+        require(path.exists(), f"{self.run_dir} has no result yet: it is still training, or was killed")
         return read_json(path)
 
     @property
@@ -254,10 +254,10 @@ class Run:
         return sorted({name for row in rows for name, value in row.items() if "/" in name and _is_number(value)})
 
     def curve(self, name: str) -> Curve:
-        """A metric over the steps, such as charts/episodic_return or losses/loss, where it was logged and is a number.
+        """The finite values of a logged metric, such as charts/episodic_return or losses/loss, over the steps.
 
         Raises:
-            UsageError: nothing of that name was logged.
+            UsageError: no number of that name was logged.
         """
         rows = read_rows(self.run_dir)
         values = column(rows, name)
@@ -279,7 +279,7 @@ class Run:
 
     @cached_property
     def spec(self) -> Spec:
-        """The whole experiment, to be trained again in another directory, or to go on with in this one."""
+        """The whole experiment, to train again in another directory or to resume in this one."""
         return Spec(read_experiment(self.run_dir)["algorithm"], whole=self.run_dir)
 
 
@@ -322,8 +322,7 @@ class TrainFlags(TypedDict, total=False):
 def train(spec: Spec, run_dir: str | Path | None = None, *, progress: bool = True, **flags: Unpack[TrainFlags]) -> Run:
     """Train to the end of the experiment, and return the run.
 
-    The same call with the same `run_dir` goes on with a run that has not come to its end, and leaves a finished one
-    alone.
+    The same call with the same `run_dir` resumes an unfinished run, and leaves a finished one alone.
 
     Args:
         spec: what is trained, such as `ppo("CartPole-v1", seed=1)`.
@@ -334,9 +333,9 @@ def train(spec: Spec, run_dir: str | Path | None = None, *, progress: bool = Tru
 
     Raises:
         UsageError: what was asked for cannot be done as written, or another experiment lives in `run_dir`.
-        Failure: something around the code broke: a full disk, a dead process, numbers that are not finite.
-        KeyboardInterrupt: Ctrl-C, or a notebook's "interrupt kernel".  The same call goes on.
-        Interrupted: another signal asked the run to end.  The same call goes on.
+        Failure: something outside the code failed: a full disk, a dead process, numbers that are not finite.
+        KeyboardInterrupt: Ctrl-C, or a notebook's "interrupt kernel".  The same call resumes the run.
+        Interrupted: another signal asked the run to end.  The same call resumes it.
     """
     require(isinstance(spec, Spec), f"train takes a specification, such as cleanba.ppo('CartPole-v1'), not {spec!r}")
     recipe = RECIPES[spec.algorithm]
@@ -358,7 +357,7 @@ def _give_up(signum: int) -> None:
 
 
 def _raise(ended: Ended) -> None:
-    """Raise the error that a run ended by, if there is one, with how it goes on."""
+    """Raise the error that ended a run, if there is one, with a note that says how to resume."""
     error = ended.error
     if isinstance(error, Interrupted) and error.signum == signal.SIGINT:
         raise KeyboardInterrupt(f"the run ended early; the same call, or {ended.remedy}") from None

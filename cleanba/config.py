@@ -1,8 +1,8 @@
 """What is trained (experiment), where it runs (placement), and what is kept of it (run): three frozen dataclasses.
 
-An algorithm's experiment derives from `Experiment` and adds its own hyperparameters.  Each field says, in its
-annotation, which values it may have.  No field of an experiment is ever left open: `resolution.py` makes one from what
-was typed, from presets and from what the environment is.
+An algorithm's experiment derives from `Experiment` and adds its own hyperparameters.  Each field's annotation states
+its allowed values.  An experiment has no unset fields: `resolution.py` fills them from flags, presets and the
+environment.
 """
 
 import ast
@@ -40,11 +40,11 @@ def flag(name: str) -> str:
 
 
 INF = math.inf
-MOST = 2**31 - 1  # what a device can count
+MOST = 2**31 - 1  # the largest int32, in which devices count
 
 
 class Range(NamedTuple):
-    """Which numbers a field may hold.  Stands in the field's annotation; of a tuple it concerns each number."""
+    """The allowed numbers of a field, in the field's annotation.  For a tuple, those of each element."""
 
     low: float
     high: float = INF
@@ -53,7 +53,7 @@ class Range(NamedTuple):
     open_high: bool = False
     """`high` itself is not allowed"""
     unit: str = ""
-    """what the number counts"""
+    """unit of the number, such as "steps" """
 
     def holds(self, number: float) -> bool:
         """Whether a number is allowed.  NaN never is."""
@@ -62,7 +62,7 @@ class Range(NamedTuple):
 
     @property
     def bounds(self) -> str:
-        """As "at least 1", "above 0" or "[0, 1]"."""
+        """The rule in words, such as "at least 1", "above 0" or "[0, 1]"."""
         if self.low == -INF:
             return "a finite number"
         if self.high in (INF, MOST):
@@ -96,14 +96,14 @@ class Range(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """One or more positive numbers.  Stands in the annotation of a tuple."""
+    """One or more positive numbers, in the annotation of a tuple."""
 
     most: int = 2**16
     unit: str = ""
 
     @property
     def bounds(self) -> str:
-        """As "each in [1, 65536]"."""
+        """The rule in words, such as "each in [1, 65536]"."""
         return f"each in [1, {self.most}]"
 
     def require(self, name: str, value: Any) -> None:
@@ -149,7 +149,7 @@ Finite = Annotated[float, Range(-INF, INF, open_low=True, open_high=True)]
 class Experiment:
     """What is trained: together these decide every bit of the trained parameters.
 
-    Defaults are those of an algorithm on environments that it has no preset for.
+    The defaults apply to environments that the algorithm has no preset for.
     """
 
     env_id: str = "Breakout-v5"
@@ -164,7 +164,7 @@ class Experiment:
     num_actors: Annotated[int, Range(1, 10**4)] = 1
     """actor threads over the whole experiment"""
     num_shards: Annotated[int, Range(1, 10**4)] = 1
-    """parts of the batch whose gradients are computed alone; as many devices can learn"""
+    """parts of the batch whose gradients are computed separately; at most this many devices can learn"""
     num_steps: Annotated[int, Range(1, 10**6, unit="steps")] = 128
     """steps per environment and rollout"""
     concurrency: bool = True
@@ -185,13 +185,13 @@ class Experiment:
     reward_clip: bool = False
     """clip training rewards to [-1, 1]; reported returns stay raw"""
     env_options: tuple[str, ...] = ()
-    """what the environment is made with, as name=value (EnvPool: frame_skip=2 noop_max=1)"""
+    """options of the environment, as name=value (EnvPool: frame_skip=2 noop_max=1)"""
     env_wrappers: tuple[str, ...] = ()
-    """Gymnasium: functions from environment to environment, as module:function, called in this order"""
+    """Gymnasium: wrappers as module:function, applied in this order"""
 
     init_from: str = ""
-    """start from another run's parameters: RUN_DIR, RUN_DIR:best, RUN_DIR:UPDATE or hf://user/repository; recorded by
-    their digest (left out: from random ones)"""
+    """another run's parameters to start from: RUN_DIR, RUN_DIR:best, RUN_DIR:UPDATE or hf://user/repository; recorded
+    by their digest (left out: random ones)"""
     anneal_lr: bool = True
     """decrease the learning rate linearly to 0 over the run"""
     gamma: Fraction = 0.99
@@ -207,8 +207,8 @@ class Experiment:
     """the same bits every time: GPU kernels that add in order, a fixed number of CPU threads
     (docs/inside/determinism.md)"""
     dtype: Literal["float32", "tensorfloat32", "bfloat16"] = "float32"
-    """number format that the network computes in (parameters stay float32); tensorfloat32 rounds on GPUs what is
-    multiplied to 10 bits, elsewhere it is float32"""
+    """number format that the network computes in (parameters stay float32); with tensorfloat32 GPUs round the factors
+    of products to 10 bits of mantissa, and other devices use float32"""
     cpu_kernels: Literal["auto", "off"] = "auto"
     """on CPUs, compute networks and optimisers by Cleanba's own kernels where they have been tested, which is faster;
     off: by plain JAX, to other bits (docs/inside/performance.md)"""
@@ -226,16 +226,16 @@ class Experiment:
 
 @dataclass(frozen=True)
 class PolicyGradient(Experiment):
-    """What an actor-critic that learns from each rollout once has besides."""
+    """The further settings of actor-critics that learn from each rollout once: PPO and IMPALA."""
 
     core: Literal["none", "lstm"] = "none"
     """memory between torso and heads"""
     lstm_size: Annotated[int, Range(1, 2**16, unit="units")] = 256
     """units of the LSTM"""
     forget_bias: Finite = 0.0
-    """what the LSTM's forget gates begin with: 0 halves what is remembered in every step, 2 keeps 7/8 of it"""
+    """initial bias of the LSTM's forget gates: 0 halves the cell's state in every step, 2 keeps 7/8 of it"""
     learning_rate: Positive = 2.5e-4
-    """optimiser's step size at the start"""
+    """initial step size of the optimiser"""
     ent_coef: NotNegative = 0.01
     """weight of the entropy bonus"""
     vf_coef: NotNegative = 0.5
@@ -243,14 +243,14 @@ class PolicyGradient(Experiment):
     max_grad_norm: Positive = 0.5
     """global norm to which gradients are clipped"""
     num_minibatches: Count = 4
-    """minibatches that each epoch cuts the batch into"""
+    """minibatches per pass over the batch"""
     log_std_init: Annotated[float, Range(-20, 20)] = 0.0
-    """real-valued actions: logarithm of the policy's standard deviation at the start"""
+    """real-valued actions: logarithm of the policy's initial standard deviation"""
     share_torso: bool = True
-    """one torso, and core, for both policy and value"""
+    """one torso and core for policy and value"""
     norm_obs: bool = False
-    """shift and scale what is observed, but images, by its running mean and standard deviation; of codes and text, the
-    zeros and ones that stand for them"""
+    """normalise observations other than images by their running mean and standard deviation; codes and text once they
+    are encoded as zeros and ones"""
     norm_reward: bool = False
     """scale training rewards by the running standard deviation of their discounted return"""
 
@@ -275,52 +275,53 @@ class Placement:
     distributed: bool = False
     """one of several processes; peers are found through Slurm, Open MPI or Kubernetes, or by the next three flags"""
     coordinator_address: str | None = None
-    """host:port of process 0, where no cluster tells"""
+    """host:port of process 0, unless the cluster provides it"""
     num_processes: int | None = None
-    """number of processes, where no cluster tells"""
+    """number of processes, unless the cluster provides it"""
     process_id: int | None = None
-    """this process's number, from 0, where no cluster tells"""
+    """this process's number, from 0, unless the cluster provides it"""
     env_workers: Annotated[int | None, Range(0, MOST)] = None
-    """Gymnasium: processes that step each actor's environments (None: this process's cores, shared out among its
-    actors; 0: the actor's own thread)"""
+    """Gymnasium: processes that step each actor's environments (None: this process's cores, divided among its actors;
+    0: the actor's own thread)"""
 
 
 @dataclass(frozen=True)
 class Run:
-    """What is kept and shown of it."""
+    """What a run keeps and shows."""
 
     exp_name: str = ""
     """name of the experiment, part of the run directory's default name (default: the algorithm)"""
     run_dir: Path | None = None
     """directory of the run (default: runs/<env>__<exp-name>__<seed>__<time, or job of Slurm>)"""
     experiment_from: Annotated[str | None, tyro.conf.arg(name="experiment", metavar="RUN_DIR")] = None
-    """take the whole experiment from this earlier run's config.json; only other flags may be added"""
+    """earlier run whose whole experiment is repeated, from its config.json; only flags of placement and run may be
+    added"""
     trust_remote_code: bool = False
     """with --experiment of a downloaded run: import and call what its config.json names (docs/guides/trust.md)"""
     checkpoint_frequency: Annotated[int | None, Range(0, MOST, unit="updates")] = None
-    """updates between checkpoints (0: only one, at the end, or where a signal ends the run; None: one a minute, fewer
-    where they would take more than 1% of the time)"""
+    """updates between checkpoints (0: only one, at the end or when a signal ends the run; None: one a minute, or fewer
+    if they would take more than 1% of the time)"""
     keep_checkpoints: Count = 2
     """newest checkpoints to keep"""
     grace_period: Annotated[float, Range(0, 1e6, unit="seconds")] = 60.0
-    """seconds that Ctrl-C, SIGTERM and SIGUSR1 leave to end the update under way and write a checkpoint; then, or with
-    0, the run ends as it is"""
+    """seconds after Ctrl-C, SIGTERM or SIGUSR1 to finish the current update and write a checkpoint; after them, or with
+    0, the run ends without"""
     stall_timeout: Annotated[float, Range(1, INF, unit="seconds")] = 600.0
-    """seconds without an update, or at the end without a step of an evaluation or a film, compilation aside, after
-    which the run ends and shows where each thread stands"""
+    """seconds without progress, compilation aside, after which the run ends and shows where each thread stands;
+    progress is an update, or after the last one a step of an evaluation or a film"""
     on_nonfinite: Literal["stop", "ignore"] = "stop"
     """what to do when a loss, a gradient, an observation or a reward is not a finite number"""
     log_frequency: Annotated[int, Range(1, MOST, unit="updates")] = 10
     """updates between entries in the logs"""
     eval_frequency: Updates = 0
-    """updates between evaluations beside the training, which also keep the best parameters (0: never)"""
+    """updates between evaluations during training, which also keep the best parameters (0: never)"""
     eval_episodes: Count = 10
     """complete episodes in each of these evaluations"""
     eval_max_steps: Annotated[int | None, Range(1, MOST, unit="steps")] = None
     """steps after which an episode of an evaluation or a film is cut off and reported as truncated (None: 27,000, or
     the environment's own limit where that is longer)"""
     eval_device_id: int | None = None
-    """device that acts in them, by local index (None: the last one that acts in training)"""
+    """device that acts in these evaluations, by local index (None: the last one that acts in training)"""
     profile: Updates = 0
     """updates to record with JAX's profiler, from the third on, in the run's profile/ (docs/inside/performance.md)"""
     capture_video: bool = False
@@ -336,7 +337,7 @@ class Run:
     upload_model: bool = False
     """upload the finished run to the Hugging Face Hub, as `cleanba push` does"""
     hf_entity: str | None = None
-    """user or organisation on the Hugging Face Hub (None: who is logged in)"""
+    """user or organisation on the Hugging Face Hub (None: the user who is logged in)"""
 
 
 # ------------------------------------------------------------------------------------------------- values of fields
@@ -347,23 +348,23 @@ E = TypeVar("E", bound=Experiment)
 
 
 class Field(NamedTuple):
-    """What is known of a field."""
+    """A field of a dataclass of flags."""
 
     annotation: Any
     """its type, with rules"""
     about: str
-    """what it means"""
+    """its description: the string below it"""
     rule: Range | Sizes | None
     offered: bool
     """whether there is a flag for it"""
 
 
 def fields_of(cls: type) -> dict[str, Field]:
-    """The fields of a dataclass in their order.  One that a class gives another default keeps the rule of its base."""
+    """The fields of a dataclass, in order.  A field whose default a subclass changes keeps the rule of its base."""
     return _fields_of(cls)
 
 
-@cache  # apart, as no checker takes a class for something that can be hashed
+@cache  # in a function of its own, as type checkers do not take a class for a hashable argument
 def _fields_of(cls: Any) -> dict[str, Field]:
     abouts = _abouts(cls)
     hints = [get_type_hints(base, include_extras=True) for base in cls.__mro__ if dataclasses.is_dataclass(base)]
@@ -387,7 +388,7 @@ def _abouts(cls: type) -> dict[str, str]:
     for base in reversed(cls.__mro__):
         try:
             body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
-        except (OSError, TypeError):  # built in, or typed where no source is kept
+        except (OSError, TypeError):  # built in, or defined interactively, without a source file
             continue
         assert isinstance(body, ast.ClassDef)
         for node, after in zip(body.body, body.body[1:], strict=False):
@@ -406,12 +407,12 @@ def check_values(config: Group) -> None:
 
 
 def as_typed(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values for fields of a dataclass, as JSON or somebody's Python has them -> the same in the fields' own types.
+    """Convert values from JSON or from Python to the types of a dataclass's fields.
 
-    Lists become tuples, whole numbers become floats where these are wanted, and "inf" is a float.
+    Lists become tuples, whole numbers become floats where the field is one, and so does "inf".
 
     Raises:
-        UsageError: there is no such field, or it is of another type.
+        UsageError: there is no such field, or its value has the wrong type.
     """
     known = fields_of(cls)
     found = {}
@@ -427,7 +428,7 @@ def as_typed(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _converted(annotation: Any, value: Any) -> Any:
-    """A value in the type of an annotation.  Raises `TypeError` that says what it must be."""
+    """Convert a value to the type of an annotation.  Raises a `TypeError` that says what the value must be."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _converted(arguments[0], value)
@@ -504,7 +505,7 @@ class Partition:
         return divides and learners <= k // p
 
     def _remedy(self, name: str) -> str:
-        """Values that fit: of that one number if there are such, else of all three."""
+        """Suggest values that fit: of the named number alone if there are any, else of all three."""
         n, a, k, p, learners = astuple(self)
         numbers = {"num_envs": n, "num_actors": a, "num_shards": k}
         limit = 2 * (n + a + k) + p * learners
@@ -523,7 +524,7 @@ class Partition:
 
     @property
     def num_blocks(self) -> int:
-        """The largest groups of environments that share both actor and shard; the unit in which rollouts travel."""
+        """The number of blocks.  Rollouts travel in blocks: the environments with the same actor and shard."""
         return max(self.num_actors, self.num_shards)
 
     @property
@@ -544,17 +545,17 @@ class Partition:
 
     @property
     def shards_of_learners(self) -> tuple[int, ...]:
-        """How many shards each learner device of a process holds: the first ones one more, if not all equally many."""
+        """How many shards each learner device of a process holds.  If uneven, the first ones hold one more."""
         each, more = divmod(self.num_shards // self.num_processes, self.learners_per_process)
         return tuple(each + (device < more) for device in range(self.learners_per_process))
 
     @property
     def places_per_learner(self) -> int:
-        """How many shards the fullest learner device holds; there is room for so many on each."""
+        """How many shards the fullest learner device holds; every device has this many places."""
         return max(self.shards_of_learners)
 
     def place(self, shard: int) -> int:
-        """Where a shard lies among the places of all learner devices, those of the first device first."""
+        """The index of a shard's place among the places of all learner devices, in device order."""
         process, local = divmod(shard, self.num_shards // self.num_processes)
         ends = list(accumulate(self.shards_of_learners))
         device = bisect_right(ends, local)
@@ -583,12 +584,12 @@ def to_json(config: Group) -> Json:
 
 
 def from_json(cls: type[T], values: Json) -> T:
-    """The dataclass that `to_json` wrote.  What another version wrote is left out; what it did not has its default.
+    """The dataclass that `to_json` wrote, perhaps in another version: unknown names are ignored, missing ones default.
 
-    For an experiment, of which nothing may be left out, there is `resolution.known_of`.
+    Experiments must be complete, so `resolution.known_of` reads them.
 
     Raises:
-        UsageError: a value is of another type than its field.
+        UsageError: a value has another type than its field.
     """
     known = fields_of(cls)
     return cls(**as_typed(cls, {name: value for name, value in values.items() if name in known}))
@@ -597,11 +598,11 @@ def from_json(cls: type[T], values: Json) -> T:
 def read_config(run_dir: Path) -> Json:
     """The config.json of an earlier run.
 
-    Once, checkpoint_frequency also said when environments start afresh; what such a run has is read as both.  What was
-    written before there was cpu_kernels had its default.
+    In old versions checkpoint_frequency also set the epoch of environments.  Its value is then read as both.  A file
+    that does not mention cpu_kernels is from a version in which they were always on.
 
     Raises:
-        UsageError: there is no such run, or a part of the file is none of Cleanba's.
+        UsageError: there is no such run, or Cleanba did not write the file.
     """
     config = read_json(run_dir / "config.json")
     for part in ("origin", "placement", "run", "packages"):
@@ -634,7 +635,7 @@ def read_experiment(run_dir: Path) -> Json:
 
 
 def differences(a: Json, b: Json) -> list[str]:
-    """The fields in which two experiments differ, as "name: value in a, value in b"."""
+    """The fields in which two experiments differ, as "name: value in a, now value in b"."""
     a, b = (json.loads(json.dumps(x)) for x in (a, b))
     return [f"{k}: {a.get(k)}, now {b.get(k)}" for k in sorted(set(a) | set(b)) if a.get(k) != b.get(k)]
 
@@ -643,16 +644,16 @@ MOST_NAMED = 8  # differing settings in one sentence
 
 
 def shortened(changed: list[str]) -> str:
-    """`differences` in one sentence: the first of them, and how many more there are."""
-    # Another algorithm has other settings: to list them all would hide that.
+    """`differences` as one sentence: the first few, and how many more there are."""
+    # Another algorithm has other settings.  A list of all of them would bury its name.
     named = [field for field in changed if field.startswith("algorithm: ")] or changed[:MOST_NAMED]
     return "; ".join(named + [f"{len(changed) - len(named)} more"] * (len(changed) > len(named)))
 
 
 def require_same(run_dir: Path, changed: list[str], flag: str = "--run-dir") -> None:
-    """Raise `UsageError` if there are `differences` to the experiment that lives in a run's directory.
+    """Raise `UsageError` if there are `differences` to the experiment in a run's directory.
 
-    `flag` is what chooses another directory.
+    `flag` is the flag that chooses the directory.
     """
     require(
         not changed,

@@ -1,4 +1,4 @@
-"""From the words of a training command to what was asked, and what --help and --show-config print."""
+"""Parses the flags of a training command, and prints --help and --show-config."""
 
 import json
 import shutil
@@ -24,13 +24,13 @@ SHOW = "--show-config"
 
 
 def parse(recipe: AnyRecipe, argv: Sequence[str], default: Config | None = None) -> Config:
-    """Words -> what was asked.  tyro prints its own message and exits with 2 for flags it cannot read.
+    """Parse a command's arguments.  For flags that it cannot read, tyro prints its own message and exits with 2.
 
-    --help, --help-all and --show-config print, and exit with 0.  `default` is the configuration of a run to go on with.
+    --help, --help-all and --show-config print, and exit with 0.  `default` is the configuration of a run to resume.
 
     Raises:
-        UsageError: a value is not allowed, --experiment names no run of this algorithm, or flags change an experiment
-            that is taken whole.
+        UsageError: a value is not allowed, --experiment names no run of this algorithm, or flags would change an
+            experiment that is repeated or resumed.
     """
     words = in_one_form(recipe, [word for word in argv if word not in (*HELP, SHOW)])
     asked_for = [word for word in argv if word in (*HELP, SHOW)]
@@ -45,7 +45,7 @@ def parse(recipe: AnyRecipe, argv: Sequence[str], default: Config | None = None)
 
 
 def read_flags(recipe: AnyRecipe, words: Sequence[str], default: Config | None) -> Config:
-    """`parse`, for words that only set fields."""
+    """`parse`, without --help and --show-config."""
     refuse_foreign_flags(recipe, words)
     form = make_dataclass(
         "Form",
@@ -73,7 +73,7 @@ def read_flags(recipe: AnyRecipe, words: Sequence[str], default: Config | None) 
 
 
 def typed_names(recipe: AnyRecipe, words: Sequence[str]) -> set[str]:
-    """The fields, of all three groups, whose flags are among the words."""
+    """The fields of all three groups that these arguments set."""
     known = {name for group in (recipe.experiment, Placement, Run) for name in fields_of(group)}
     names = {word[2:].partition("=")[0].replace("-", "_") for word in words if word.startswith("--")}
     names |= {"experiment_from"} if "experiment" in names else set()
@@ -81,9 +81,9 @@ def typed_names(recipe: AnyRecipe, words: Sequence[str]) -> set[str]:
 
 
 def in_one_form(recipe: AnyRecipe, argv: Sequence[str]) -> list[str]:
-    """Words as tyro takes them: "--anneal-lr False", as CleanRL has it, is --no-anneal-lr.
+    """Rewrite arguments to tyro's form: CleanRL's "--anneal-lr False" becomes --no-anneal-lr.
 
-    "--network auto" is as good as nothing, and so is None for a field of the experiment.
+    A flag of the experiment whose value is auto or None, as in "--network auto", is dropped.
     """
     known = fields_of(recipe.experiment)
     words: list[str] = []
@@ -103,7 +103,7 @@ def in_one_form(recipe: AnyRecipe, argv: Sequence[str]) -> list[str]:
     return words
 
 
-# What those who come from elsewhere may type, and what to do in its place; looked up only where there is no such flag.
+# Flags of other systems -> what to do instead.  Consulted only if the algorithm has no such flag.
 FOREIGN_FLAGS = {
     "--learning-rate": "set --policy-lr and --q-lr",
     "--policy-lr": "set --learning-rate",
@@ -120,16 +120,16 @@ FOREIGN_FLAGS = {
     "--core": "its replay draws single transitions, so recurrence cannot be trained: leave it out",
     "--lstm-size": "its replay draws single transitions, so recurrence cannot be trained: leave it out",
     "--forget-bias": "its replay draws single transitions, so recurrence cannot be trained: leave it out",
-    "--repeat-action-probability": "Atari's actions are choices: leave it out",
-    "--full-action-space": "Atari's actions are choices: leave it out",
-    "--episodic-life": "Atari's actions are choices: leave it out",
+    "--repeat-action-probability": "Atari's actions are discrete: leave it out",
+    "--full-action-space": "Atari's actions are discrete: leave it out",
+    "--episodic-life": "Atari's actions are discrete: leave it out",
     "--env": "set --env-id",
     "--timesteps": "set --total-timesteps",
 }
 
 
 def refuse_foreign_flags(recipe: AnyRecipe, argv: Sequence[str]) -> None:
-    """Raise `UsageError` for a flag of other systems that is called otherwise here, or is not there."""
+    """Raise `UsageError` for a flag of another system that has another name here, or does not exist."""
     own = {name for part in (recipe.experiment, Placement, Run) for name in offered_fields(part)}
     for word in argv:
         flag = word.partition("=")[0].replace("_", "-").replace("--no-", "--")
@@ -151,7 +151,7 @@ HEADINGS = {
 
 
 def help_text(recipe: AnyRecipe, words: Sequence[str], default: Config | None, whole: bool) -> str:
-    """What --help prints, with the values that these words lead to; `whole` with rules and all that is to be said."""
+    """What --help prints, with the values that these arguments lead to.  `whole`: with rules and full descriptions."""
     resolved, config, why = None, Config(recipe.experiment()), ""
     with suppress(SystemExit), redirect_stderr(StringIO()), redirect_stdout(StringIO()):
         try:
@@ -172,22 +172,22 @@ def help_text(recipe: AnyRecipe, words: Sequence[str], default: Config | None, w
         lines.append("")
     lines += ["more:"]
     for name, about in (
-        ("--help-all", "each flag with its allowed values and all that is to be said of it"),
-        (SHOW, "print the whole configuration, each value with where it comes from, and train nothing"),
+        ("--help-all", "show each flag with its allowed values and full description"),
+        (SHOW, "print every value of the configuration and where it comes from, without training"),
     ):
         lines += entry(name, about, width)
     return "\n".join(lines)
 
 
 def preset_words(recipe: AnyRecipe, resolved: Resolved | None, e: Experiment) -> str:
-    """Whose settings these are."""
+    """Where the settings come from, such as "ppo's preset atari, for Pong-v5"."""
     if resolved is None or not resolved.preset:
         return f"the defaults of {recipe.name}"
     return f"{recipe.name}'s preset {resolved.preset}, for {e.env_id}"
 
 
 def sections(recipe: AnyRecipe, e: Experiment, config: Config) -> Iterator[tuple[str, Group, list[str]]]:
-    """Headings, each with the group of fields and the names below it."""
+    """The sections of --help: each heading with its group of fields and their names."""
     own = list(offered_fields(recipe.experiment))
     yield "essentials", e, [name for name in ESSENTIAL if name in own]
     left = [name for name in own if name not in ESSENTIAL]
@@ -201,7 +201,7 @@ def sections(recipe: AnyRecipe, e: Experiment, config: Config) -> Iterator[tuple
 
 
 def flag_lines(name: str, f: Field, value: Any, width: int, whole: bool) -> list[str]:
-    """A flag in --help."""
+    """The lines of a flag in --help."""
     written = written_flag(name)
     if f.annotation is bool:
         written += f", --no-{written[2:]}"
@@ -216,17 +216,17 @@ def flag_lines(name: str, f: Field, value: Any, width: int, whole: bool) -> list
 
 
 def written_flag(name: str) -> str:
-    """The flag of a field, as it is typed."""
+    """A field's flag, as it is typed."""
     return "--experiment" if name == "experiment_from" else flag(name)
 
 
 def first_clause(about: str) -> str:
-    """What a field means, in a few words."""
+    """The first clause of a field's description."""
     return min((about.partition(end)[0] for end in ("; ", " (")), key=len)
 
 
 def entry(written: str, about: str, width: int) -> list[str]:
-    """A flag and what it means, in two columns; a long flag has a line of its own."""
+    """A flag and its description, in two columns; a long flag has a line of its own."""
     column = 32
     lines = textwrap.wrap(about, width - column, break_on_hyphens=False, break_long_words=False)
     lines = [line.replace(HARD_SPACE, " ") for line in lines]
@@ -244,12 +244,12 @@ def whole_line(text: str) -> str:
 
 
 def choices_of(annotation: Any) -> list[str]:
-    """The words that a flag takes, if they are few."""
+    """The values that a flag may have, if it has a fixed list of them."""
     return [str(x) for x in get_args(annotation)] if get_origin(annotation) is Literal else []
 
 
 def metavar(f: Field) -> str:
-    """What stands for a flag's value."""
+    """The placeholder for a flag's value, such as N."""
     inner = f.annotation
     while get_origin(inner) is not None and get_args(inner):
         several, inner = get_origin(inner) is tuple, get_args(inner)[0]
@@ -262,7 +262,7 @@ METAVARS = {int: "N", float: "X", Path: "DIR"}
 
 
 def in_words(value: Any) -> str:
-    """A value as a flag takes it; what is empty as "none"."""
+    """A value as its flag takes it; an empty one as "none"."""
     if value is None or value in ((), ""):
         return "none"
     if isinstance(value, bool):
@@ -276,7 +276,7 @@ def config_text(recipe: AnyRecipe, config: Config, typed: set[str]) -> str:
     """What --show-config prints.
 
     Raises:
-        UsageError: the experiment cannot be had, or does not fit its placement.
+        UsageError: the experiment cannot be resolved, or does not fit its placement.
     """
     resolved = settle(recipe, config, jax.default_backend(), config.run.run_dir)
     e = resolved.experiment

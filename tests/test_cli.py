@@ -254,7 +254,7 @@ def test_an_unknown_flag_is_refused_with_the_closest_one():
         ("td3 --target-network-frequency 2", "set --tau"),
         ("dqn --core lstm", "recurrence cannot be trained"),
         ("sac --lstm-size 8", "recurrence cannot be trained"),
-        ("td3 --episodic-life", "Atari's actions are choices"),
+        ("td3 --episodic-life", "Atari's actions are discrete"),
     ],
 )
 def test_a_flag_of_another_system_is_refused_with_ours(words, remedy):
