@@ -599,7 +599,7 @@ def read_config(run_dir: Path) -> Json:
     """The config.json of an earlier run.
 
     In old versions checkpoint_frequency also set the epoch of environments.  Its value is then read as both.  A file
-    that does not mention cpu_kernels is from a version in which they were always on.
+    without cpu_kernels is read with its default.
 
     Raises:
         UsageError: there is no such run, or Cleanba did not write the file.

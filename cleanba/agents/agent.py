@@ -1,4 +1,4 @@
-"""A trained agent, loaded from a run: a policy with its parameters, and what plays by it step by step."""
+"""A trained agent, loaded from a run: a policy with its parameters, and an `Agent` that plays step by step."""
 
 import sys
 from collections.abc import Callable, Mapping
@@ -27,11 +27,11 @@ from cleanba.shards import network_options
 from cleanba.specs import ObsSpec, ObsSpecs, describe
 from cleanba.trust import check_size, source_of
 
-BEST = "best"  # the folder of a run that holds the parameters which played best
+BEST = "best"  # the folder of a run with the parameters that scored best in periodic evaluations
 
 
 class ActOnce(Protocol):
-    """Acting as an agent does it: compiled once, for all steps."""
+    """An algorithm's `act`, compiled once for all steps."""
 
     def __call__(
         self,
@@ -43,7 +43,7 @@ class ActOnce(Protocol):
         step: np.int32,
         explore: bool,
     ) -> tuple[jax.Array, PyTree]:
-        """Obs [B, ...], first [B] -> action [B], carry."""
+        """Obs [B, ...], first [B] bool, the number of the step -> action [B, ...], carry with leaves [B, ...]."""
         ...
 
 
@@ -59,11 +59,11 @@ class Policy(NamedTuple):
     """the update that made the parameters; None for a model without its run"""
     global_step: int | None = None
     plays: Play = Play()
-    """how it acts where no flag says otherwise"""
+    """how it acts unless flags say otherwise"""
 
 
 def new_policy(e: Experiment, spec: EnvSpec, algorithm: AnyAlgorithm, platform: str, plays: Play = Play()) -> Policy:  # noqa: B008
-    """A policy that has no parameters yet."""
+    """A policy without parameters."""
 
     def act(
         params: PyTree, carry: PyTree, obs: PyTree, first: jax.Array, key: jax.Array, t: jax.Array, explore: bool
@@ -76,13 +76,13 @@ def new_policy(e: Experiment, spec: EnvSpec, algorithm: AnyAlgorithm, platform: 
 
 
 class Agent:
-    """A policy that plays step by step: it keeps what it remembers, and the key that its actions are drawn with.
+    """A policy that plays step by step.  It keeps the recurrent state and the key that actions are drawn with.
 
-    It may not be used by two threads at once.
+    Two threads may not use one at the same time.
     """
 
     def __init__(self, policy: Policy, device: jax.Device, seed: int = 1):
-        """An agent that acts on this device, and whose actions are drawn with this seed."""
+        """An agent that acts on this device and draws its actions with this seed."""
         self._policy = policy
         self._device = device
         self._params = jax.device_put(policy.params, device)
@@ -90,12 +90,12 @@ class Agent:
 
     @property
     def policy(self) -> Policy:
-        """The policy by itself, which keeps nothing between two steps."""
+        """The policy by itself, without a state between steps."""
         return self._policy
 
     @property
     def spec(self) -> EnvSpec:
-        """What its environment shows (`spec.obs`) and takes (`spec.action`)."""
+        """The specification of its environment: observations (`spec.obs`) and actions (`spec.action`)."""
         return self._policy.spec
 
     @property
@@ -128,9 +128,9 @@ class Agent:
         return f"<cleanba agent for {self.spec.env_id}{after}: sees {describe(self.spec.obs)}>"
 
     def reset(self, seed: int | None = None) -> None:
-        """Forget what was seen: the next observations are the first of an episode.
+        """Clear the recurrent state: the next observations are the first of an episode.
 
-        With a seed, actions are drawn afresh with that; without, the numbers that they are drawn with go on.
+        A seed restarts the random numbers that actions are drawn with.  Without one they continue.
 
         Raises:
             UsageError: the seed is out of range.
@@ -141,7 +141,7 @@ class Agent:
                 self._key = evaluation_key(seed, 0)
             self._step = 0
         self._carry: PyTree = ()
-        self._remembers = 0  # how many environments the carry is of; 0 before the first step
+        self._remembers = 0  # the number of environments in the carry; 0 before the first step
 
     def act(self, obs: Any, first: ArrayLike | None = None, greedy: bool | None = None) -> np.ndarray:
         """The next action for one observation, or for a batch of them.
@@ -149,18 +149,18 @@ class Agent:
         Args:
             obs: one observation, or B of them along a new first axis, in the environment's own form: an array, a
                 number, or a dictionary of them.  Its shape says which: `spec.obs` has the shape of one.
-            first: whether this is the first observation of an episode, [] or [B] bool.  None: it is so at the first
-                call, and after `reset`.
-            greedy: the best action that it knows, or one drawn from the policy as in training; None: as its algorithm
-                is evaluated, drawn for PPO and IMPALA and greedy for the others.
+            first: whether this is the first observation of an episode, [] or [B] bool.  None: only at the first call,
+                and after `reset`.
+            greedy: whether to take the best action, or one drawn from the policy as in training.  None: as the
+                algorithm is evaluated, drawn for PPO and IMPALA, greedy for the others.
 
         Returns:
             The action in the environment's own form: `[*shape]` for one observation, `[B, *shape]` for a batch, with
             `spec.action`'s shape and type, and clipped to its bounds.
 
         Raises:
-            UsageError: the observation does not look like those of the environment; or a recurrent agent is given
-                another number of them than it remembers.
+            UsageError: the observation does not match `spec.obs`, or a recurrent agent is given another number of
+                observations than at its last step.
         """
         policy = self._policy
         seen, batch = as_batch(policy.spec, obs)
@@ -192,10 +192,10 @@ class Agent:
 
 
 def as_batch(spec: EnvSpec, obs: object) -> tuple[PyTree, int | None]:
-    """Observations as the policy takes them, [B, ...], and B; None where there was one, without a batch axis.
+    """Observations in the policy's form, [B, ...], and B; None for a single one without a batch axis.
 
     Raises:
-        UsageError: they do not look like `spec.obs`.
+        UsageError: they do not match `spec.obs`.
     """
     sizes: set[int | None] = set()
     wanted = f"{spec.env_id} shows {describe(spec.obs)}"
@@ -213,7 +213,7 @@ def as_batch(spec: EnvSpec, obs: object) -> tuple[PyTree, int | None]:
             single = array.shape == part.shape
             require(
                 single or (array.ndim == len(part.shape) + 1 and array.shape[1:] == part.shape and len(array) > 0),
-                f"{what} has the shape {array.shape}, but one has {part.shape}, and a batch one more axis before; "
+                f"{what} has the shape {array.shape}, but one has {part.shape}, and a batch one more axis in front; "
                 f"{wanted}",
             )
             kinds = "biuf" if np.issubdtype(part.dtype, np.floating) else "biu"
@@ -232,12 +232,12 @@ def as_batch(spec: EnvSpec, obs: object) -> tuple[PyTree, int | None]:
 
 
 def load_policy(run_dir: Path, checkpoint: str, platform: str, trust_remote_code: bool = False) -> Policy:
-    """Network, environment and parameters, as the run's config.json and checkpoints have them.
+    """The policy of a run: network, environment and parameters, from its config.json and checkpoints.
 
-    Of a run from elsewhere (`trust.py`) only models in Flax's msgpack form are read, unless `trust_remote_code`.
+    From a run from elsewhere (`trust.py`) only a model in Flax's msgpack form is read, unless `trust_remote_code`.
 
     Raises:
-        UsageError: no such run, no such checkpoint, or a run from elsewhere that chooses what it may not choose.
+        UsageError: there is no such run or checkpoint, or a run from elsewhere chooses what it may not choose.
         Failure: the checkpoint is damaged.
     """
     recipe, e = read_recipe(run_dir, trust_remote_code)
@@ -264,7 +264,7 @@ def read_params(
 ) -> tuple[PyTree, int | None, int | None]:
     """The parameters that `--checkpoint` names, their update and their global step.
 
-    "last" is the newest sound checkpoint; without any, the model that --save-model kept.
+    "last" is the newest sound checkpoint or, if there is none, the model that --save-model kept.
     """
     there = ckpt.updates_kept(run_dir)
     listed = f"it has {', '.join(map(str, there))}" if there else "it has none yet"
@@ -303,7 +303,7 @@ def read_params(
 def read_uploaded(
     run_dir: Path, checkpoint: str, source: str, like_params: PyTree
 ) -> tuple[PyTree, int | None, int | None]:
-    """The parameters of a run from elsewhere: the one model that it comes with, whose update nobody vouches for."""
+    """The parameters of a run from elsewhere: its only model, whose update and step cannot be verified (None, None)."""
     require(checkpoint == "last", f"checkpoint={checkpoint!r}: {source} has one model; leave --checkpoint out")
     model = run_dir / "model.msgpack"
     require(model.exists(), f"{source} has no model.msgpack; choose another run")
@@ -311,15 +311,15 @@ def read_uploaded(
 
 
 def read_best(run_dir: Path) -> Json:
-    """What best/best.json says: update, global_step and episodic_return of the best evaluation while training.
+    """best/best.json: update, global_step and episodic_return of the best periodic evaluation.
 
     Raises:
-        UsageError: there was none.
+        UsageError: there was no such evaluation.
     """
     path = run_dir / BEST / "best.json"
     require(
         path.exists(),
-        f"{run_dir} knows no best checkpoint, because nothing was evaluated while it trained; "
+        f"{run_dir} has no best checkpoint, because nothing was evaluated while it trained; "
         "train with --eval-frequency, or try --checkpoint last",
     )
     return read_json(path)

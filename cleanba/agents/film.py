@@ -1,4 +1,4 @@
-"""A film of an agent: the emulator's picture, what the network sees, and what it makes of it, as an MP4."""
+"""A film of an agent as an MP4: the emulator's picture, what the network sees, its value and action probabilities."""
 
 import math
 import os
@@ -26,20 +26,20 @@ PICTURE = (480, 420)  # what the emulator's picture must fit into, width and hei
 TILE = 168  # side of one picture that the network sees
 LINE = 22  # height of a line of text
 BAR_LENGTH = 110  # of a probability of one
-MOST_BARS = 40  # of actions of many parts
-MOST_NUMBERS = 16  # of a vector observation that are written out
+MOST_BARS = 40  # drawn at most, for actions of many parts
+MOST_NUMBERS = 16  # of a vector observation that are shown
 INK, DIM, PAPER, BAR, CHOSEN = "#e8e8e8", "#9a9a9a", "#15171c", "#4a6fa5", "#e0a030"
 
 
 def require_films() -> ModuleType:
-    """The optional library that writes films.
+    """Import the optional library that writes films.
 
     Raises:
         UsageError: it is not installed.
     """
     try:
         import imageio.v2
-        import imageio_ffmpeg  # noqa: F401  imageio looks for it, and says so late
+        import imageio_ffmpeg  # noqa: F401  imageio needs it, but would only fail at the first frame
     except ImportError as error:
         raise missing("a film (--video, --capture-video)", error, "video") from None
     return imageio.v2
@@ -49,11 +49,11 @@ class Film:
     """Frames of one environment's episode, written as they come.
 
     Frame t shows step t before its action: the picture, the observation, value and action probabilities, the action,
-    and the score so far.  The last frame shows the end of the episode.  The file is there whole or not at all.
+    and the score so far.  The last frame shows the end of the episode.  Only then is the file given its name.
     """
 
     def __init__(self, path: Path, agent: Policy):
-        """Raises `UsageError` where the library is missing that writes films."""
+        """Raises `UsageError` if the library that writes films is missing."""
         self._imageio = require_films()
         self.path = path
         self.frames = 0
@@ -67,7 +67,7 @@ class Film:
             shown = agent.algorithm.inspect(params, *jax.tree.map(lambda x: x[:1], (carry, obs, first)))
             return {name: x[0] for name, x in shown.items()}
 
-        self._look = jax.jit(look)  # apart from acting, whose bits it must not change
+        self._look = jax.jit(look)  # compiled apart from acting, so that it cannot change acting's bits
 
     def add(
         self,
@@ -80,14 +80,14 @@ class Film:
         action: np.ndarray,
         score: float,
     ) -> None:
-        """One step: the picture [H, W, 3]; the first of obs, first, carry, action [B, ...] is the one shown."""
+        """Add a step: picture [H, W, 3] uint8; obs, first, carry, action [B, ...], of which the first is shown."""
         shown: dict[str, np.ndarray] = jax.device_get(self._look(params, carry, obs, first))
         caption = "   ".join(f"{name} {figure(x)}" for name, x in shown.items() if x.ndim == 0)
         bars = next((x for x in shown.values() if x.shape == (len(self._names),)), np.zeros(len(self._names)))
         self._write(picture, fps, obs, score, caption, bars, bars_of(self._agent.spec.action, np.asarray(action)[0]))
 
     def end(self, picture: np.ndarray, fps: float, obs: PyTree, score: float) -> None:
-        """The end of the episode: no action follows."""
+        """Add the last frame, picture [H, W, 3] uint8: the end of the episode, after which no action follows."""
         self._write(picture, fps, obs, score, "the end", np.zeros(len(self._names)), [])
         self._ended = True
 
@@ -127,7 +127,7 @@ class Film:
         self.frames += 1
 
     def close(self) -> None:
-        """Finish the file, if the episode ended; else leave none."""
+        """Finish the file if the episode ended; otherwise remove it."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None
@@ -138,7 +138,7 @@ class Film:
 
 
 def fit(picture: np.ndarray, width: int, height: int) -> Image.Image:
-    """A picture scaled into a box: small ones by a whole number, so that pixels stay pixels.  [H, W, 3] uint8."""
+    """Scale a picture [H, W, 3] uint8 into a box; a small one by a whole number, so that its pixels stay sharp."""
     image = Image.fromarray(np.ascontiguousarray(picture))
     scale = min(width / image.width, height / image.height)
     if scale >= 1:
@@ -147,7 +147,7 @@ def fit(picture: np.ndarray, width: int, height: int) -> Image.Image:
 
 
 def see(obs: PyTree) -> Image.Image:
-    """What the network sees of the first environment: stacked pictures as tiles, oldest first, boards, else numbers."""
+    """Draw the first of the observations [B, ...]: stacked pictures as tiles, oldest first, a board, or numbers."""
     x = obs[0] if isinstance(obs, np.ndarray) else None
     if x is not None and x.dtype == bool and x.ndim == 3:
         return fit(draw_board(x), 2 * TILE, 2 * TILE)
@@ -156,7 +156,7 @@ def see(obs: PyTree) -> Image.Image:
     if x is None or x.dtype != np.uint8 or x.ndim != 3 or min(x.shape[1:]) < 32:
         parts = jax.tree_util.tree_leaves_with_path(obs)
         return draw_numbers({".".join(str(key.key) for key in path): part[0] for path, part in parts})
-    # EnvPool stacks pictures along the first axis; of colour pictures three planes are one of them.
+    # EnvPool stacks pictures along the first axis; three planes make one colour picture.
     tiles = [x[i : i + 3].transpose(1, 2, 0) for i in range(0, len(x), 3)] if len(x) % 3 == 0 else list(x)
     columns = 1 if len(tiles) == 1 else 2
     rows = -(-len(tiles) // columns)
@@ -168,7 +168,7 @@ def see(obs: PyTree) -> Image.Image:
 
 
 def draw_numbers(parts: dict[str, np.ndarray]) -> Image.Image:
-    """Numbers of an observation, one to a line."""
+    """Draw the numbers of an observation, one to a line."""
     lines = [f"{name} {number:9.4g}".strip() for name, x in parts.items() for number in np.ravel(x)]
     if len(lines) > MOST_NUMBERS:
         lines = [*lines[:MOST_NUMBERS], f"… and {len(lines) - MOST_NUMBERS} more"]
@@ -179,7 +179,7 @@ def draw_numbers(parts: dict[str, np.ndarray]) -> Image.Image:
 
 
 def bars_of(action: ActionSpec, chosen: np.ndarray) -> list[int]:
-    """The numbers of the bars that belong to an action, [] or [D]; none where it is real."""
+    """The indices of the bars that belong to an action, [] or [D]; none if it is real-valued."""
     starts = np.cumsum((0, *action.counts[:-1]))
     return [] if action.kind == "quantities" else (starts + chosen).tolist()
 
@@ -190,16 +190,16 @@ def figure(x: Any) -> str:
 
 
 def draw_policy(names: tuple[str, ...], values: np.ndarray, chosen: Collection[int]) -> Image.Image:
-    """A bar for each action as long as its probability; the action that was taken in another colour.
+    """Draw a bar per action, as long as its probability in values [A]; the chosen action in another colour.
 
-    Values that are no probabilities, as DQN's and real-valued actions, are drawn from the lowest, or zero, to the
-    highest, or one.  Only the first `MOST_BARS` are drawn.
+    Values that are not probabilities, such as DQN's and real-valued actions, are scaled from the lowest, or 0, to the
+    highest, or 1.  Only the first `MOST_BARS` are drawn.
     """
     names, values = names[:MOST_BARS], values[:MOST_BARS]
     known = values[np.isfinite(values)]
     low, high = float(known.min(initial=0.0)), float(known.max(initial=1.0))
     font = ImageFont.load_default(13)
-    # The same in every frame, so the widths are those of the longest name and of the longest number there can be.
+    # Widths must be the same in every frame: those of the longest name and of the longest possible number.
     numbers_end = math.ceil(max(map(font.getlength, names), default=0) + GAP + font.getlength("-8.88e+88"))
     bars = numbers_end + GAP // 2
     image = Image.new("RGB", (bars + BAR_LENGTH + 1, LINE * len(names)), PAPER)
@@ -208,7 +208,7 @@ def draw_policy(names: tuple[str, ...], values: np.ndarray, chosen: Collection[i
         top, colour = i * LINE, INK if i in chosen else DIM
         draw.text((0, top), name, colour, font)
         draw.text((numbers_end, top), figure(value), colour, font, anchor="ra")
-        if not np.isfinite(value):  # a network that has diverged: the number says so
+        if not np.isfinite(value):  # the network has diverged, as the number shows
             continue
         length = round((float(value) - low) / (high - low) * BAR_LENGTH)
         draw.rectangle((bars, top + 2, bars + length, top + LINE - 5), CHOSEN if i in chosen else BAR)
@@ -224,7 +224,7 @@ def captioned(image: Image.Image, caption: str) -> Image.Image:
 
 
 def side_by_side(parts: list[Image.Image]) -> Image.Image:
-    """Images in a row, with a border; even numbers of pixels, as the codec needs."""
+    """Images in a row, with a border.  Width and height are even, as the codec requires."""
     width = sum(part.width + GAP for part in parts) + GAP
     height = max(part.height for part in parts) + 2 * GAP
     whole = Image.new("RGB", (width + width % 2, height + height % 2), PAPER)

@@ -1,4 +1,4 @@
-"""`cleanba push RUN_DIR`: a trained agent on the Hugging Face Hub, with a card that says what it is."""
+"""`cleanba push RUN_DIR`: uploads a trained agent to the Hugging Face Hub, with a model card."""
 
 import json
 import re
@@ -43,9 +43,9 @@ class Flags:
     """Upload a run's trained agent to the Hugging Face Hub, with its configuration, results and a model card."""
 
     run_dir: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")]
-    """directory of the run; of an unfinished one the newest checkpoint is uploaded"""
+    """directory of the run; if it is unfinished, its newest checkpoint is uploaded"""
     hf_entity: str | None = None
-    """user or organisation to upload to (None: who is logged in)"""
+    """user or organisation to upload to (None: the user who is logged in)"""
     repo: str | None = None
     """name of the repository (None: <env>-<exp-name>-seed<seed>)"""
     private: bool = False
@@ -53,7 +53,7 @@ class Flags:
 
 
 class Model(NamedTuple):
-    """Which parameters are uploaded."""
+    """The parameters that are uploaded."""
 
     update: int | None
     global_step: int | None
@@ -68,7 +68,7 @@ def push_command(argv: Sequence[str]) -> Exit:
 
 
 def require_login() -> None:
-    """Raise `UsageError` where an upload could not succeed: better before a run than after it."""
+    """Raise `UsageError` if nobody is logged in, so that a run fails before training and not at its upload."""
     require(require_hub().get_token() is not None, "nobody is logged in to the Hugging Face Hub; " + LOG_IN)
 
 
@@ -79,7 +79,7 @@ def push(run_dir: Path, entity: str | None = None, repo: str | None = None, priv
     """Upload a run and return the address of its page.
 
     Raises:
-        UsageError: this is no run, it has no parameters yet, or nobody is logged in.
+        UsageError: there is no such run, it has no parameters yet, or nobody is logged in.
         Failure: the Hub could not be reached, or refused; the message has the command that repeats the upload.
     """
     experiment = read_experiment(run_dir)
@@ -110,7 +110,7 @@ def push(run_dir: Path, entity: str | None = None, repo: str | None = None, priv
 
 
 def _attempt(otherwise: str, do: Callable[[], T]) -> T:
-    """Do something on the Hub, whose library raises errors of many kinds."""
+    """Return `do()`; turn any error of the Hub's library into a `Failure` that begins with `otherwise`."""
     try:
         return do()
     except Exception as error:
@@ -119,7 +119,7 @@ def _attempt(otherwise: str, do: Callable[[], T]) -> T:
 
 
 def repository_name(run_dir: Path, experiment: Json) -> str:
-    """A repository's name, as CleanRL's users know it."""
+    """A repository's name in CleanRL's form, such as CartPole-v1-ppo-seed1."""
     run = read_config(run_dir).get("run") or {}
     name = f"{experiment['env_id']}-{run.get('exp_name') or experiment['algorithm']}-seed{experiment['seed']}"
     return re.sub(r"[-.]{2,}", "-", re.sub(r"[^\w.-]+", "-", name, flags=re.ASCII)).strip("-.")[:96]
@@ -129,7 +129,7 @@ def repository_name(run_dir: Path, experiment: Json) -> str:
 
 
 def fill(folder: Path, run_dir: Path, repo_id: str) -> None:
-    """Everything to upload, in one folder."""
+    """Fill a folder with everything to upload."""
     model = write_model(folder / "model.msgpack", run_dir)
     (folder / "config.json").write_text(json.dumps(public_config(run_dir), indent=2) + "\n")
     for name in COPIED:
@@ -147,7 +147,7 @@ def fill(folder: Path, run_dir: Path, repo_id: str) -> None:
 
 
 def write_model(path: Path, run_dir: Path) -> Model:
-    """The parameters: those that --save-model kept of a finished run, else those of the newest checkpoint."""
+    """Write the parameters: those that --save-model kept of a finished run, or those of the newest checkpoint."""
     result = read_json(run_dir / "result.json") if (run_dir / "result.json").exists() else {}
     kept = run_dir / "model.msgpack"
     if kept.exists() and result.get("status") == "finished":
@@ -173,7 +173,7 @@ def public_config(run_dir: Path) -> Json:
 
 
 def evaluation_of(run_dir: Path, digest: str | None) -> Path | None:
-    """The newest file of `cleanba eval` about the parameters with this digest; None where it never played them."""
+    """The newest result of `cleanba eval` for the parameters with this digest; None if they were never evaluated."""
     kept = sorted((run_dir / "evaluations").glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
     newest = run_dir / "eval.json"
     for path in [newest] * newest.exists() + kept:

@@ -23,7 +23,7 @@ from cleanba.trust import source_of
 
 RECORD = "init_from.json"  # in a run's directory: where the parameters that it started from were found
 DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
-# The parts of a learner's state that always begin afresh: optimisers, and what counts updates and steps.
+# The parts of a learner's state that always start anew: optimisers, and counters of updates and steps.
 FRESH = re.compile(r"\.(optimiser|updates|since_\w+)\b")
 
 
@@ -45,12 +45,12 @@ def named_leaves(state: PyTree) -> dict[str, PyTree]:
 def find_initial(place: str, platform: str, trust_remote_code: bool = False) -> Initial:
     """The parameters that `--init-from` names: RUN, RUN:best, RUN:UPDATE, or a checkpoint's own directory.
 
-    A checkpoint has all networks, targets included.  The best parameters, a kept model and what is on the Hub are those
-    that act; target networks then begin as copies of them.
+    A checkpoint holds all networks, including target networks.  The best parameters, a saved model and a model from the
+    Hub hold only the parameters that act, and target networks start as copies of them.
 
     Raises:
         UsageError: there is no such run or checkpoint.
-        Failure: it is damaged.
+        Failure: the checkpoint is damaged.
     """
     run, checkpoint = place, "last"
     if (found := re.fullmatch(r"(.+):(best|last|\d+)", place)) is not None:
@@ -97,7 +97,7 @@ def of_acting(algorithm: AnyAlgorithm, params: PyTree) -> dict[str, np.ndarray]:
 
 
 def require_fit(initial: Initial, state: PyTree) -> None:
-    """Raise `UsageError` unless all arrays to start from have a place, of the same shape, in a state like this."""
+    """Raise `UsageError` unless `initial` and the networks of `state` have arrays of the same names and shapes."""
     mine = named_leaves(state)
     networks = {name for name in mine if not FRESH.search(name) and ".log_alpha" not in name}
     for name in sorted(networks | set(initial.arrays)):
@@ -112,13 +112,13 @@ def require_fit(initial: Initial, state: PyTree) -> None:
 
 
 def started_from(state: PyTree, arrays: Mapping[str, np.ndarray]) -> PyTree:
-    """A state with these arrays in place of its own of the same names."""
+    """`state`, with these arrays replacing its own of the same names."""
     leaves, structure = jax.tree.flatten(state)
     names = named_leaves(state)
     return jax.tree.unflatten(structure, [arrays.get(name, x) for name, x in zip(names, leaves, strict=True)])
 
 
 def recorded(run_dir: Path | None) -> dict[str, str]:
-    """What a run's directory says of the parameters that it started from: digest and place; {} if nothing."""
+    """The digest and place of the parameters that a run started from, as its directory records them; {} if none."""
     path = run_dir / RECORD if run_dir is not None else None
     return read_json(path) if path is not None and path.exists() else {}

@@ -15,15 +15,14 @@ def load(run: str | Path, checkpoint: str | int = "last", *, seed: int = 1, trus
 
     Args:
         run: directory of the run, hf://user/repository, or an archive of a run (.zip, .tar.gz …).
-        checkpoint: whose parameters: "last"; "best", of the evaluations made while it trained; or the number of an
-            update.
+        checkpoint: which parameters: "last"; "best", in the run's periodic evaluations; or the number of an update.
         seed: seed that its actions are drawn with.
-        trust_remote_code: of a run that is downloaded or unpacked, import and call what its config.json names, which
+        trust_remote_code: for a run that is downloaded or unpacked, import and call what its config.json names, which
             may be any code (docs/guides/trust.md).
 
     Raises:
-        UsageError: there is no such run or checkpoint, its environment is not here, or a run from elsewhere chooses
-            what it may not choose.
+        UsageError: there is no such run or checkpoint, its environment is not installed, or a run from elsewhere
+            chooses what it may not choose.
         Failure: the checkpoint is damaged, or cannot be downloaded.
     """
     run_dir = find_run(run)

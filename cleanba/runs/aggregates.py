@@ -25,7 +25,7 @@ class Summary(NamedTuple):
 
     seeds: list[int]  # by game
     aggregates: Estimate  # as STATISTICS
-    profile: Estimate  # share of the runs that score above each of `Aggregates.taus`
+    profile: Estimate  # share of the runs that score above each of `Aggregates.taus`, [N]
 
 
 class Aggregates(NamedTuple):
@@ -60,7 +60,7 @@ def aggregates(groups: Groups) -> Aggregates | None:
 
 
 def summarise(scores: Sequence[np.ndarray], taus: np.ndarray) -> Summary:
-    """One variant's scores, [seeds of the game] for each game."""
+    """Summarise one variant's scores, [seeds] for each game, with its performance profile at taus [N]."""
     both = lambda matrix: np.concatenate([statistics(matrix), (matrix[..., None] > taus).mean((0, 1))])
     value, low, high = stratified(scores, both)
     s = len(STATISTICS)
@@ -89,9 +89,10 @@ def interquartile_mean(scores: np.ndarray) -> float:
 
 
 def stratified(scores: Sequence[np.ndarray], statistic: Callable[[np.ndarray], np.ndarray]) -> Estimate:
-    """A statistic of a matrix [seeds, games] -> [S], and its interval when every game's seeds are drawn anew.
+    """A statistic of a matrix [seeds, games] -> [S], with its 95% stratified bootstrap interval.
 
-    rliable's own bootstrap cannot be seeded, and takes no games with different numbers of seeds.
+    Each resample draws every game's seeds anew.  rliable's own bootstrap cannot be seeded, and needs the same number of
+    seeds for every game.
     """
     value = statistic(square(scores))
     if max(len(s) for s in scores) == 1:
@@ -103,7 +104,7 @@ def stratified(scores: Sequence[np.ndarray], statistic: Callable[[np.ndarray], n
 
 
 def published_systems() -> dict[str, str]:
-    """How the columns of a published system begin -> what to call it."""
+    """The published systems: the prefix of a system's columns -> its name in tables."""
     prefixes = [name.removesuffix("_return_mean") for name in reference("Breakout-v5") or {} if "return_mean" in name]
     words = {"cleanba": "Cleanba", "cleanrl": "CleanRL", "ppo": "PPO", "impala": "IMPALA", "sync": "(sync)"}
 

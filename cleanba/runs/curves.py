@@ -1,4 +1,4 @@
-"""What runs have logged, read for `cleanba plot` and `cleanba report`: curves, sorted by what is compared with what."""
+"""Learning curves from the logs of runs, grouped for comparison, for `cleanba plot` and `cleanba report`."""
 
 import json
 import math
@@ -19,11 +19,11 @@ from cleanba.runs import log
 
 GRID = 256  # points of a band's axis
 RESAMPLES = 2000
-NEARLY = 0.97  # of the steps that the longest run of a group made: a run that got so far has not ended early
+NEARLY = 0.97  # a run that made this share of the steps of its group's longest run has not ended early
 
 
 class Curve(NamedTuple):
-    """What one run logged.  Arrays are [N], in the order of the steps, and not empty."""
+    """The returns that one run logged.  Arrays are [N], in the order of the steps, and not empty."""
 
     run_dir: Path
     experiment: Json
@@ -53,7 +53,7 @@ class Interval(NamedTuple):
 
 
 def warn(text: str) -> None:
-    """A line for the user about something that is left out."""
+    """Print a warning about something that is left out."""
     print(f"cleanba: warning: {text}", file=sys.stderr)
 
 
@@ -110,7 +110,7 @@ def column(rows: Sequence[Json], name: str) -> np.ndarray:
 
 
 def load(places: Iterable[Path]) -> list[Curve]:
-    """The curves of all runs there.  Runs without an episode, and repetitions of a run, are left out with a warning.
+    """The curves of all runs in `places`.  Runs without an episode, and repeated runs, are left out with a warning.
 
     Raises:
         UsageError: there is nothing to draw.
@@ -132,7 +132,7 @@ def load(places: Iterable[Path]) -> list[Curve]:
         curve = Curve(run_dir, experiment, steps, np.maximum.accumulate(seconds), returns[there])
         key = json.dumps(experiment, sort_keys=True)
         other = curves.get(key)
-        if other is not None:  # the same bits: not another sample
+        if other is not None:  # the same bits are no further sample
             curve, shorter = sorted((other, curve), key=lambda c: -c.steps[-1])
             warn(f"{shorter.run_dir} is the same experiment and seed as {curve.run_dir}; left out")
         curves[key] = curve
@@ -144,17 +144,17 @@ def load(places: Iterable[Path]) -> list[Curve]:
     return list(curves.values())
 
 
-# What is compared with what
+# Groups
 
 Groups = dict[str, dict[str, list[Curve]]]
 """environment -> variant -> one curve per seed, all in the same order everywhere"""
 
 
 def group(curves: Sequence[Curve]) -> Groups:
-    """Sort curves by environment, and by variant: what differs between the experiments besides environment and seed.
+    """Group curves by environment and by variant, such as "learning_rate=0.001".
 
-    A field counts if it differs between runs of one algorithm on one environment; what belongs to an algorithm or to
-    an environment makes no variant of its own.
+    A variant is named after the settings, other than environment and seed, that differ between runs of one algorithm on
+    one environment.
     """
     values: dict[tuple[str, str], dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
     algorithms = defaultdict(set)
@@ -185,12 +185,12 @@ def group(curves: Sequence[Curve]) -> Groups:
 
 
 def variants_of(groups: Groups) -> list[str]:
-    """All variants, in one order."""
+    """All variants, sorted."""
     return sorted({name: None for variants in groups.values() for name in variants}, key=natural)
 
 
 def natural(text: str) -> list[tuple[int, float, str]]:
-    """A key that sorts numbers within texts by size."""
+    """A sort key by which numbers within a text compare by value."""
     parts: list[tuple[int, float, str]] = []
     for word in text.replace("=", " = ").replace(",", " , ").split():
         try:
@@ -225,15 +225,15 @@ def interval(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def ends_early(curve: Curve, others: Sequence[Curve]) -> bool:
-    """Whether a run has made fewer steps than the others of its group."""
+    """Whether a run has made clearly fewer steps than the longest of its group."""
     return curve.steps[-1] < NEARLY * max(c.steps[-1] for c in others)
 
 
 def band(curves: Sequence[Curve], axis: Literal["steps", "seconds"]) -> Band:
-    """Mean and 95% interval of runs, whose points lie at different places.
+    """Mean and 95% interval over runs, interpolated linearly onto one axis.
 
-    Between its points a curve is a straight line.  The axis begins where all runs have begun, and ends where the first
-    of those ends that did not end early; one that did counts as far as it got.
+    The axis begins where the last run begins, and ends with the first of the runs that did not end early.  A run that
+    ended early counts up to its end.
     """
     xs: list[np.ndarray] = [getattr(c, axis) for c in curves]
     end = min(x[-1] for x, c in zip(xs, curves, strict=True) if not ends_early(c, curves))
@@ -249,7 +249,7 @@ def band(curves: Sequence[Curve], axis: Literal["steps", "seconds"]) -> Band:
 
 
 def mean_interval(values: Sequence[float]) -> Interval:
-    """The mean of one number per seed."""
+    """The mean of one number per seed, with its 95% interval."""
     array = np.asarray(values, np.float64)
     low, high = interval(array)
     return Interval(float(array.mean()), float(low), float(high))

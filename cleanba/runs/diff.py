@@ -1,4 +1,4 @@
-"""`cleanba diff RUN_A RUN_B`: whether two runs trained the same bits, and if not, from where on they differ."""
+"""`cleanba diff RUN_A RUN_B`: whether two runs trained the same bits, and if not, from which update on they differ."""
 
 import math
 from collections.abc import Sequence
@@ -13,21 +13,21 @@ from cleanba.runs.directory import differing_machines
 
 USAGE = """usage: cleanba diff RUN_A RUN_B
 
-Says whether two runs are the same experiment, and whether, from which update on and by how much their parameters, the
-rest of what the learner keeps (state and memory), and metrics differ.  Exit code 0 when identical, 1 when not."""
+Compares two runs: their experiments, parameters, all else that the learner keeps (state and memory), and metrics.
+Says from which update on they differ, and by how much.  Exit code 0 when identical, 1 when not."""
 
-# What a digest is of, by its name in metrics.jsonl.  Runs of earlier versions have the first only.
+# Name of a digest in metrics.jsonl -> what it covers.  Runs of earlier versions have only the first.
 DIGESTS = {"params_digest": "parameters", "learner_digest": "state and memory"}
 
-# What depends on where and when a run was made, not on what it trained.
+# Metrics that depend on where and when a run was made, not on what it trained.
 NOT_TRAINED = ("stats/", "charts/SPS", "seconds")
 
 
 def read_rows(run_dir: Path) -> dict[int, Json]:
-    """metrics.jsonl by update, without what depends on the placement.
+    """The rows of metrics.jsonl by update, without evaluations and without metrics that depend on the placement.
 
     Raises:
-        UsageError: it cannot be read.
+        UsageError: the file cannot be read.
     """
     rows = {}
     try:
@@ -40,7 +40,7 @@ def read_rows(run_dir: Path) -> dict[int, Json]:
 
 
 def compare_metrics(a: dict[int, Json], b: dict[int, Json]) -> list[str]:
-    """One line per metric that differs at an update that both runs logged: where first, and by how much at most."""
+    """One line per metric that differs: the first update that both runs logged, and the largest difference."""
     first: dict[str, int] = {}
     largest: dict[str, float] = {}
     for update in sorted(set(a) & set(b)):
@@ -56,14 +56,14 @@ def compare_metrics(a: dict[int, Json], b: dict[int, Json]) -> list[str]:
 
 
 class Compared(NamedTuple):
-    """Two runs' digests of one thing."""
+    """The comparison of two runs by one of the digests."""
 
-    same: bool | None  # None: they have none in common
+    same: bool | None  # None: there is no update at which both took it
     words: str
 
 
 def compare_digests(name: str, a: dict[int, Json], b: dict[int, Json]) -> Compared:
-    """The digests of that name, at the updates at which both runs took one."""
+    """Compare the digests of that name, at the updates at which both runs took one."""
     both = [update for update in sorted(set(a) & set(b)) if name in a[update] and name in b[update]]
     if not both:
         return Compared(None, "cannot be compared: there is no update at which both runs took a digest")
@@ -75,7 +75,7 @@ def compare_digests(name: str, a: dict[int, Json], b: dict[int, Json]) -> Compar
 
 
 def compare_states(a: Path, b: Path) -> str:
-    """How far the newest states that both runs keep a checkpoint of lie apart."""
+    """The largest difference between two runs' states after the newest update of which both keep a checkpoint."""
     from cleanba.runtime.checkpoint import read_arrays, updates_kept  # Orbax takes seconds to import
 
     common = sorted(set(updates_kept(a)) & set(updates_kept(b)))

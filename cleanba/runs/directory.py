@@ -18,19 +18,19 @@ from cleanba.runtime.hardware import describe_devices
 
 
 class Finished(Exception):
-    """The run that was asked for is already done."""
+    """The requested run has already finished."""
 
 
 def default_run_dir(e: Experiment, run: Run, now: int | None = None) -> Path:
-    """A directory as CleanRL's users know it; in a batch job of Slurm's one that is the same after a requeue."""
+    """A directory named as in CleanRL.  In a Slurm batch job the name is the same after a requeue."""
     name = f"{re.sub('[/:]', '-', e.env_id)}__{run.exp_name}__{e.seed}__{batch_job() or now or int(time.time())}"
     return Path("runs") / name
 
 
 def batch_job() -> str | None:
-    """The number of the batch job of Slurm's that this process is a part of, as 12 or 12_3, and of a later step in it.
+    """The Slurm batch job of this process: "job12", "job12_3" in an array, or "job12.1" in a later step of a job.
 
-    An interactive job has none: what is typed there twice is meant as two runs.
+    None in an interactive job, where typing a command twice means two runs.
     """
     env = os.environ.get
     if env("ENVIRONMENT") != "BATCH" or not env("SLURM_JOB_ID"):
@@ -45,11 +45,11 @@ class Opened(NamedTuple):
     config: Json
     """what config.json says now"""
     earlier: Json | None
-    """what it said before, if the run goes on"""
+    """what it said before, if the run is resumed"""
 
 
 def differing_machines(earlier: Json | None, now: Json) -> list[str]:
-    """In what the machines of two runs differ that may change bits: packages, kind of device or CPU."""
+    """The differences between the machines of two runs that may change bits: packages, kind of device, CPU."""
     if earlier is None:
         return []
     a, b = ({**c.get("packages", {}), "device kind": c.get("device_kind")} for c in (earlier, now))
@@ -64,7 +64,7 @@ def differing_machines(earlier: Json | None, now: Json) -> list[str]:
 
 
 def open_run(run_dir: Path, recipe: AnyRecipe, resolved: Resolved, placement: Placement, run: Run) -> Opened:
-    """Make the directory and write config.json, or look at what is there already.
+    """Make the directory and write config.json; if a run is there already, check that it is the same experiment.
 
     Raises:
         Finished: the same experiment has finished there.
@@ -96,7 +96,7 @@ def open_run(run_dir: Path, recipe: AnyRecipe, resolved: Resolved, placement: Pl
 
 
 def unwritable(run_dir: Path, error: OSError) -> UsageError:
-    """The message for a directory that cannot be written."""
+    """The error for a directory that cannot be written."""
     reason = os.strerror(error.errno or errno.EIO)
     return UsageError(f"run directory {run_dir} cannot be written: {reason}; choose another --run-dir")
 

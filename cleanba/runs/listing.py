@@ -23,10 +23,10 @@ COLOURS = {"running": "cyan", "finished": "green", "interrupted": "yellow", "fai
 
 @dataclass(frozen=True)
 class Ls:
-    """List the runs in a directory, those that changed last at the bottom."""
+    """List the runs in a directory, the most recently changed last."""
 
     directory: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="[DIR]")] = Path("runs")
-    """where to look, folders within it included"""
+    """folder to search, with its subfolders"""
 
 
 class Row(NamedTuple):
@@ -34,34 +34,34 @@ class Row(NamedTuple):
 
     path: Path
     status: str
-    """running, finished, interrupted, failed; unfinished: it ended without a word; damaged: its files make no sense"""
+    """running, finished, interrupted, failed; unfinished: it ended without a result; damaged: its files are invalid"""
     env_id: str = ""
     algorithm: str = ""
     seed: int | None = None
     progress: float | None = None
-    """share of the updates that are done"""
+    """fraction of the updates that are done"""
     mean_return: float | None = None
     sps: float | None = None
     """environment steps per second"""
     when: float = 0.0
-    """seconds since the epoch of its last sign of life"""
+    """time of its last change, in seconds since the Unix epoch"""
 
 
 def find_runs(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
-    """Directories with a config.json, at most so many levels down; none within another."""
+    """Directories with a config.json, at most `depth` levels down.  Runs inside of runs are left out."""
     if (folder / "config.json").is_file():
         yield folder
     elif depth > 0:
         try:
             inside = sorted(entry.path for entry in os.scandir(folder) if entry.is_dir())
-        except OSError:  # not for us to read
+        except OSError:  # not readable
             return
         for path in inside:
             yield from find_runs(Path(path), depth - 1)
 
 
 def read_run(run_dir: Path) -> Row:
-    """One run, from the few bytes of it that tell; whatever its files hold."""
+    """Read a run's row from a few small files.  If they are invalid, its status is "damaged"; no error is raised."""
     try:
         e = json.loads((run_dir / "config.json").read_text())["experiment"]
         path = run_dir / "result.json"
@@ -90,7 +90,7 @@ def _number(x: float | None) -> float | None:
 
 
 def is_locked(run_dir: Path) -> bool:
-    """Whether a process is training there: it holds the lock (`runs/directory.py`)."""
+    """Whether a process is training there, and so holds the lock (`runs/directory.py`)."""
     try:
         with (run_dir / ".lock").open() as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -114,7 +114,7 @@ def ls_command(argv: Sequence[str]) -> Exit:
 
 
 def show(rows: list[Row], folder: Path) -> None:
-    """Print the table; as wide as it needs to be where there is no terminal."""
+    """Print the table, fitted to the terminal, or at full width if there is none."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -126,7 +126,7 @@ def show(rows: list[Row], folder: Path) -> None:
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("run", overflow="fold", min_width=16)
     table.add_column("status", no_wrap=True)
-    for name in () if narrow else ("environment", "algorithm"):  # names of runs tell, unless somebody chose them
+    for name in () if narrow else ("environment", "algorithm"):  # the default name of a run has both
         table.add_column(name, no_wrap=True)
     for name in ("seed", "done", "return", "steps/s", "changed"):
         table.add_column(name, justify="right", no_wrap=True)

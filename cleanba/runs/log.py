@@ -1,7 +1,7 @@
-"""What a run has logged: the lines of metrics.jsonl, and result.json, read and rewound.
+"""Reads and rewinds the log of a run: metrics.jsonl and result.json.
 
-A run that is going on, or was killed, may leave its last line cut short: a damaged line is never an error.  An
-evaluation has rows of its own, at the update whose parameters played, which may come after rows of later updates.
+The last line of a run that is training, or was killed, may be incomplete, so damaged lines are never errors.  A
+periodic evaluation has a row of its own, at the update whose parameters it played, and may follow later updates' rows.
 """
 
 import json
@@ -11,19 +11,19 @@ from pathlib import Path
 
 from cleanba.files import METRICS, Json, write_whole
 
-TAIL = 1 << 16  # bytes at the end of `METRICS` that surely hold a whole row
-TIMED_ROWS = 20  # by which the time that is left is estimated
+TAIL = 1 << 16  # bytes at the end of `METRICS` that certainly hold a whole row
+TIMED_ROWS = 20  # the last rows, from which the remaining time is estimated
 
 Row = Json
 
 
 def is_evaluation(row: Row) -> bool:
-    """Whether a row is that of an evaluation beside the training."""
+    """Whether a row is that of a periodic evaluation."""
     return "eval/episodic_return" in row
 
 
 def parse(lines: bytes) -> Iterator[tuple[int, Row | None]]:
-    """The number of each line, from 1, and its row; None where it is damaged."""
+    """The number of each line, from 1, and its row; None for a damaged line."""
     for number, line in enumerate(lines.splitlines(), 1):
         try:
             row = json.loads(line)
@@ -36,13 +36,13 @@ def read(run_dir: Path) -> Iterator[tuple[int, Row | None]]:
     """`parse` of a run's whole metrics.jsonl.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     return parse((run_dir / METRICS).read_bytes())
 
 
 def tail(run_dir: Path) -> list[Row]:
-    """The last rows, read from the end of the file; none where there is no file yet."""
+    """The last rows, read from the end of the file; none if there is no file yet."""
     try:
         with (run_dir / METRICS).open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))
@@ -53,7 +53,7 @@ def tail(run_dir: Path) -> list[Row]:
 
 
 def together(rows: list[Row]) -> Row:
-    """The newest value of every metric in these rows; empty where there is none."""
+    """The newest value of every metric in these rows; empty if there are no rows."""
     values: Row = {}
     for row in rows:
         values |= {**row, "update": max(values.get("update", 0), row["update"])}
@@ -66,10 +66,10 @@ def newest(run_dir: Path) -> Row:
 
 
 def seconds_left(rows: list[Row], updates: int) -> float | None:
-    """Seconds until a run of so many updates ends, at the speed of its last rows; None where they do not tell.
+    """Estimate the seconds until a run of `updates` updates ends, at the speed of its last rows; None if unknown.
 
-    Only updates that learn count, as those that fill a replay buffer are much faster, and not the first one, in whose
-    time programs are compiled.
+    Only updates that learn count, as those that only fill a replay memory are much faster.  The first update does not
+    count, as it includes compilation.
     """
     timed = [
         (row["update"], row["seconds"])
@@ -83,9 +83,9 @@ def seconds_left(rows: list[Row], updates: int) -> float | None:
 
 
 def rewind(run_dir: Path, update: int) -> list[Row]:
-    """Forget what was logged after `update`, which will be logged again.  Returns the rows that stay.
+    """Remove the rows after `update`, which will be logged again, and return those that stay.
 
-    TensorBoard's files are removed: they are made anew from the rows.
+    TensorBoard's files are removed too, as they are rebuilt from the rows.
     """
     rows = []
     if (run_dir / METRICS).exists():
@@ -97,7 +97,7 @@ def rewind(run_dir: Path, update: int) -> list[Row]:
 
 
 def read_result(run_dir: Path) -> Row:
-    """result.json; empty where there is none yet, or it is damaged."""
+    """result.json; empty if there is none yet, or it is damaged."""
     try:
         result = json.loads((run_dir / "result.json").read_text())
     except (OSError, ValueError):
@@ -106,5 +106,5 @@ def read_result(run_dir: Path) -> Row:
 
 
 def is_finished(run_dir: Path) -> bool:
-    """Whether a run has come to its end."""
+    """Whether a run has finished."""
     return read_result(run_dir).get("status") == "finished"
