@@ -107,19 +107,41 @@ def own_modules(folder: Path) -> None:
     (folder / "my_package.py").write_text(text.replace("Corridor", "MyEnv"))
 
 
+@pytest.fixture(scope="session")
+def earlier() -> dict[tuple[str, ...], Path]:
+    """Commands that have trained, for some page -> where: several pages have the same ones."""
+    return {}
+
+
+def perform(words: list[str], earlier: dict[tuple[str, ...], Path]) -> None:
+    """`cleanba WORDS`; of a training that was done before, its run is copied."""
+    where = words.index("--run-dir") if "--run-dir" in words else len(words)
+    run_dir, rest = Path(words[where + 1] if where < len(words) else ""), tuple(words[:where] + words[where + 2 :])
+    trains = words[0] in RECIPES and "--experiment" not in words and "--show-config" not in words
+    if trains and rest in earlier and not (run_dir.name and run_dir.exists()):
+        if run_dir.name and earlier[rest].name:
+            shutil.copytree(earlier[rest], run_dir)
+            return
+        if not run_dir.name:
+            return
+    ended = command(*words)
+    assert ended.code == 0, f"cleanba {shlex.join(words)}\n{ended.err}"
+    if trains:
+        earlier[rest] = run_dir.absolute() if run_dir.name else Path()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("page", having("bash"))
-def test_the_commands_of_a_page_run(page, tmp_path, trained, monkeypatch):
+def test_the_commands_of_a_page_run(page, tmp_path, trained, earlier, monkeypatch):
     monkeypatch.chdir(tmp_path)
     own_modules(tmp_path)
     known: dict[str, str] = {}
     for block in runs(page, "bash"):
         for _, *words in lines(block.text, known):
             if words[0] not in RECIPES:
-                for named in [word for word in words if re.match(r"runs/\w", word) and not Path(word).exists()]:
-                    shutil.copytree(trained, named)
-            ended = command(*small(words))
-            assert ended.code == 0, f"cleanba {shlex.join(small(words))}\n{ended.err}"
+                for named in [word for word in words if re.match(r"runs/", word) and not Path(word).exists()]:
+                    shutil.copytree(trained, Path(named) / "a" if named == "runs/" else named)
+            perform(small(words), earlier)
 
 
 @pytest.mark.slow
