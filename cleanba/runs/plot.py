@@ -1,6 +1,6 @@
 """`cleanba plot RUNS…`: learning curves over steps and over wall time; over several Atari games, aggregates as well.
 
-What the lines, bands and scores mean stands in docs/guides/plots.md, and in one line below each figure.
+docs/guides/plots.md, and a line below each figure, explain the lines, bands and scores.
 """
 
 import math
@@ -88,7 +88,7 @@ def plot_command(argv: Sequence[str]) -> Exit:
 
 
 def beside(places: Sequence[Path]) -> Path:
-    """Where figures of these runs and folders of runs belong: in the folder that holds all of them, or the first."""
+    """The default path of figures: in the folder that holds all these places, or else in the first place."""
     whole = [os.path.abspath(place) for place in places]
     common = Path(os.path.commonpath(whole))
     folder = places[0] if len(places) == 1 else Path(os.path.relpath(common)) if common != Path("/") else places[0]
@@ -99,7 +99,7 @@ def beside(places: Sequence[Path]) -> Path:
 
 
 def number(x: float) -> str:
-    """Four digits, and all of the whole ones."""
+    """A number with four significant digits; from 1,000 on, as a whole number."""
     if not math.isfinite(x):
         return "–"
     return f"{x:,.0f}" if abs(x) >= 1000 else f"{x:.4g}"
@@ -111,7 +111,7 @@ def with_interval(i: Interval, shown: Callable[[float], str] = number) -> str:
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]], texts: int = 1) -> str:
-    """A table whose columns line up; all but the first `texts` hold numbers."""
+    """A Markdown table with aligned columns.  The first `texts` columns hold text, the others numbers."""
     lines = [[cell.replace("|", "\\|") for cell in line] for line in (head, *rows)]
     widths = [max(3, *(len(line[i]) for line in lines)) for i in range(len(head))]
     lines.insert(1, ["-" * w if i < texts else "-" * (w - 1) + ":" for i, w in enumerate(widths)])
@@ -120,7 +120,7 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[str]], texts: int = 1)
 
 
 def span(values: Iterable[float], scale: float = 1.0) -> str:
-    """Equal numbers as one, others as lowest to highest."""
+    """A range, such as "3 to 5"; a single number if all are equal."""
     low, high = min(shown := [v / scale for v in values]), max(shown)
     return number(low) if number(low) == number(high) else f"{number(low)} to {number(high)}"
 
@@ -143,7 +143,7 @@ def final_rows(groups: Groups) -> Iterator[list[str]]:
 
 
 def tables(groups: Groups, over_games: Aggregates | None) -> str:
-    """What is drawn, in numbers, as Markdown."""
+    """The numbers behind the figures, as Markdown."""
     head = ("environment", "variant", "seeds", "steps", "minutes", "return", "human-normalised")
     parts = [
         "## Final returns\n",
@@ -193,7 +193,7 @@ def tables(groups: Groups, over_games: Aggregates | None) -> str:
 
 
 def protocol_notes(groups: Groups, games: Sequence[str]) -> list[str]:
-    """A sentence where runs did not play by the rules of the published scores."""
+    """A sentence if runs did not play by the rules of the published scores."""
     curves = [c for env_id in games for runs in groups[env_id].values() for c in runs]
     others = {
         f"{name}={c.experiment[name]}"
@@ -217,7 +217,7 @@ def look(i: int) -> Json:
 
 
 def best_variants(groups: Groups) -> list[str]:
-    """Those that get a name: all, or where they are too many those that rank best over the environments."""
+    """The variants that get a name: all, or if there are too many, those that rank best over the environments."""
     names = variants_of(groups)
     if len(names) <= MOST_NAMED:
         return names
@@ -231,7 +231,7 @@ def best_variants(groups: Groups) -> list[str]:
 
 
 def grid_of(count: int) -> tuple[int, int]:
-    """Rows and columns for that many panels: nearly square, with few places left over."""
+    """Rows and columns for that many panels: nearly square, with few empty places."""
     if count <= 3:
         return 1, count
     least = math.ceil(math.sqrt(count))
@@ -240,14 +240,14 @@ def grid_of(count: int) -> tuple[int, int]:
 
 
 def time_unit(seconds: float) -> tuple[float, str]:
-    """A unit in which a duration is a number of reasonable size, in seconds."""
+    """A unit of time that suits a duration in seconds: the unit's length in seconds, and its name."""
     return next(
         (s, name) for s, name in ((3600.0, "hours"), (60.0, "minutes"), (1.0, "seconds")) if seconds > 3 * s or s == 1
     )
 
 
 def legend_below(figure: Any, handles: Sequence[Any], caption: str) -> None:
-    """What the lines are and mean, in room of their own below all panels."""
+    """Draw the legend and the caption below all panels, in space that is added to the figure."""
     width, height = figure.get_size_inches()
     for handle in handles:
         handle.set_label(textwrap.fill(handle.get_label(), int(width * 13)))
@@ -278,14 +278,14 @@ def draw_curves(groups: Groups, axis: Literal["steps", "seconds"]) -> "Figure":
     many = len(groups) > 6
     width, height = (2.3, 1.75) if many else (6.4, 3.4) if len(groups) == 1 else (3.6, 2.7)
     line, marker, text = (1.0, 2.5, 6.5) if many else (1.4, 4.5, 8.5)
-    faint = 0.2 / max(1, len(names) / 4)  # many bands lie on each other
+    faint = 0.2 / max(1, len(names) / 4)  # many bands overlap
     figure = Figure(figsize=(max(5.0, width * columns), height * rows), layout="constrained")
     panels = figure.subplots(rows, columns, squeeze=False)
     early = False
     for panel, (env_id, variants) in zip(panels.flat, groups.items(), strict=False):
         longest = max(getattr(c, axis)[-1] for curves in variants.values() for c in curves)
         unit, unit_name = time_unit(longest) if axis == "seconds" else (1.0, "environment steps")
-        for name, curves in sorted(variants.items(), key=lambda item: item[0] in names):  # those in grey lie below
+        for name, curves in sorted(variants.items(), key=lambda item: item[0] in names):  # grey lines lie below
             b = band(curves, axis)
             x = b.x / unit
             if name not in names:
@@ -320,16 +320,16 @@ def draw_curves(groups: Groups, axis: Literal["steps", "seconds"]) -> "Figure":
 
 
 def dress(panel: "Axes", size: float) -> None:
-    """A panel's frame, grid and small text."""
+    """Set a panel's frame, grid and tick labels."""
     panel.tick_params(labelsize=size - 0.5)
     panel.grid(alpha=0.25, linewidth=0.5)
     panel.spines[["top", "right"]].set_visible(False)
 
 
 def draw_aggregates(over_games: Aggregates, names: Sequence[str]) -> "Figure":
-    """The aggregates with their intervals, the published systems below; under them the performance profiles.
+    """Draw the aggregates with their intervals, then the published systems, and the performance profiles below.
 
-    Variants that are not among `names` are grey, and have no band.
+    Variants that are not in `names` are grey, and have no band.
     """
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D

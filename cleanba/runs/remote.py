@@ -1,7 +1,7 @@
 """Runs from elsewhere: downloaded from the Hugging Face Hub, or unpacked from an archive.
 
-What they may choose is decided in `trust.py`.  Here they are brought to this machine: only the files that are needed,
-of a size that is known beforehand, under names that are ours.
+`trust.py` decides what they may choose.  This module brings them to this machine: only the files that are needed, whose
+size is known beforehand, under fixed names.
 """
 
 import hashlib
@@ -26,20 +26,20 @@ DOWNLOADS = Path("runs/hub")
 UNPACKED = Path("runs/unpacked")
 NEEDED = ("config.json", "model.msgpack")
 MOST_BYTES = {"config.json": 2**20, "model.msgpack": 2**31 + 2**20, "result.json": 2**24, METRICS: 2**30}
-"""the files of a run that are taken from elsewhere, and how large each may be"""
+"""the files that are taken from a run from elsewhere, and the largest size of each"""
 MOST_MEMBERS = 100_000  # of an archive
 REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 ARCHIVES = (".zip", ".tar", ".tar.gz", ".tgz", ".tar.xz", ".tar.bz2")
 
 
 def find_run(run: str | Path) -> Path:
-    """The directory of a run that is named as a directory, as hf://user/repository, or as an archive.
+    """The directory of a run that is given as a directory, as hf://user/repository, or as an archive.
 
-    Of a run from elsewhere it holds config.json and model.msgpack, and counts as one (`trust.source_of`).  Whether its
-    experiment may be opened is decided by `read_recipe`.
+    For a run from elsewhere it holds config.json and model.msgpack, and is marked as such (`trust.source_of`).
+    `read_recipe` decides whether its experiment may be opened.
 
     Raises:
-        UsageError: what is named is no run.
+        UsageError: there is no such run.
         Failure: the Hub could not be reached.
     """
     if str(run).startswith("hf://"):
@@ -49,7 +49,7 @@ def find_run(run: str | Path) -> Path:
 
 
 def require_hub() -> ModuleType:
-    """The optional library huggingface_hub.
+    """Import the optional library huggingface_hub.
 
     Raises:
         UsageError: it is not installed.
@@ -63,12 +63,12 @@ def require_hub() -> ModuleType:
 
 
 def download(reference: str) -> Path:
-    """hf://user/repo or hf://user/repo@revision -> a run directory with config.json and model.msgpack.
+    """Download hf://user/repo or hf://user/repo@revision to a run directory with config.json and model.msgpack.
 
-    It lies under `runs/hub/` and is fetched again only if it has changed.
+    The directory lies under `runs/hub/`.  Files are downloaded again only if they have changed.
 
     Raises:
-        UsageError: the reference is none, or what it names is no uploaded run, or too large.
+        UsageError: the reference is malformed, names no uploaded run, or names one that is too large.
         Failure: the Hub could not be reached.
     """
     repo_id, _, revision = reference.removeprefix("hf://").partition("@")
@@ -98,7 +98,7 @@ def download(reference: str) -> Path:
 
 
 def require_size(source: str, name: str, size: int | None) -> None:
-    """Raise `UsageError` unless one of a foreign run's files has a size that such a file can have."""
+    """Raise `UsageError` if a foreign run's file is too large, or its size unknown."""
     most = MOST_BYTES[name]
     has = "unknown size" if size is None else f"{size / 1e6:,.0f} MB"
     require(
@@ -119,12 +119,12 @@ class Member(NamedTuple):
 
 
 def unpack(archive: Path) -> Path:
-    """A .zip or .tar of a run directory -> a run directory under `runs/unpacked/` with the files that are needed.
+    """Unpack the files that are needed from a .zip or .tar of a run directory, to a directory in `runs/unpacked/`.
 
-    Nothing in the archive decides where anything is written: each file is copied under its own known name.
+    The archive does not decide where files are written: each is copied under its own known name.
 
     Raises:
-        UsageError: it cannot be read, or holds no run, or more than one, or files that are too large.
+        UsageError: the archive cannot be read, holds no run or more than one, or holds files that are too large.
     """
     source = str(archive)
     try:
@@ -165,7 +165,7 @@ def unpack(archive: Path) -> Path:
 
 
 def _copy(source: str, member: Member, to: Path) -> None:
-    """Write one file, and not more of it than it may have: what an archive says of sizes need not be true."""
+    """Copy one file, up to its largest allowed size, as the sizes that an archive states may be false."""
     most = MOST_BYTES[to.name]
     with tempfile.NamedTemporaryFile(dir=to.parent, delete=False) as scratch:
         try:
@@ -185,7 +185,7 @@ def _copy(source: str, member: Member, to: Path) -> None:
 
 @contextmanager
 def _members(archive: Path) -> Iterator[Iterator[Member]]:
-    """The plain files in an archive; links, devices and folders are passed over."""
+    """The regular files in an archive, without links, devices and folders."""
     if archive.name.lower().endswith(".zip"):
         with zipfile.ZipFile(archive) as zipped:
             yield (

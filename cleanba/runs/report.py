@@ -1,7 +1,8 @@
-"""`cleanba report RUN_DIR`: all there is to see of a run on one HTML page, which needs nothing but itself.
+"""`cleanba report RUN_DIR`: one self-contained HTML page about a run.
 
-The page holds its style, its figures (SVG) and the newest film of the run, runs no script, and its own security policy
-forbids it to fetch anything.  Figures take their colours from the style, so they follow the reader's light or dark.
+The page holds its style, its figures (SVG) and the newest film of the run.  It runs no script, and its security policy
+forbids it to fetch anything.  Figures take their colours from the style, so they follow the reader's theme, light or
+dark.
 """
 
 import base64
@@ -32,7 +33,7 @@ LARGEST_FILM = 64 * 2**20  # bytes; browsers are slow with larger pages
 
 Rows = Sequence[Json]
 
-# Colours that no figure has otherwise; in the page the style's own stand in their place.
+# Placeholders that no figure uses otherwise.  The page replaces them by the colours of its style.
 INK, FAINT = "#010101", "#020202"
 LINES = tuple(f"#0000f{i}" for i in range(6))
 STYLED = {INK: "currentColor", FAINT: "var(--faint)"} | {c: f"var(--line{i})" for i, c in enumerate(LINES)}
@@ -97,7 +98,7 @@ def page(run_dir: Path) -> str:
     """The whole page.
 
     Raises:
-        UsageError: this is no run.
+        UsageError: there is no such run.
     """
     experiment, config = read_experiment(run_dir), read_config(run_dir)
     rows = read_rows(run_dir) if (run_dir / METRICS).exists() else []
@@ -131,7 +132,7 @@ def page(run_dir: Path) -> str:
 
 
 def optional(path: Path) -> Json:
-    """A JSON file that may be missing or cut short."""
+    """A JSON file; empty if it is missing or damaged."""
     try:
         return read_json(path)
     except UsageError:
@@ -147,7 +148,7 @@ def section(title: str, content: str) -> str:
 
 
 def shown(value: object) -> str:
-    """A value as text: numbers with thousands apart, lists by their elements."""
+    """A value as text: numbers with thousands separators, lists by their elements."""
     if value is None:
         return "–"
     if isinstance(value, bool):
@@ -162,7 +163,7 @@ def shown(value: object) -> str:
 
 
 def tables(*named: tuple[str, Json]) -> str:
-    """Dictionaries as tables of two columns, beside each other."""
+    """Dictionaries as tables of two columns, side by side."""
     row = lambda k, v: f"<tr><th>{escape(k)}</th><td>{escape(shown(v))}</td></tr>"
     table = lambda name, values: (
         f"<div><p>{escape(name)}</p><table>{''.join(row(k, v) for k, v in values.items())}</table></div>"
@@ -171,13 +172,13 @@ def tables(*named: tuple[str, Json]) -> str:
 
 
 def facts(values: Iterable[tuple[str, object]]) -> str:
-    """A few figures to see at once."""
+    """A row of key figures."""
     cells = (f"<div><span>{escape(name)}</span><b>{escape(shown(value))}</b></div>" for name, value in values)
     return f'<div class="facts">{"".join(cells)}</div>'
 
 
 def overview(result: Json, rows: Rows, experiment: Json) -> str:
-    """How far the run is and how it goes; from result.json, or from the last log point of one without."""
+    """The status and progress of the run, from result.json or, if there is none, from the last log point."""
     last = rows[-1] if rows else {}
     known = lambda name, metric: result.get(name, last.get(metric))
     steps, planned = known("global_step", "global_step"), experiment.get("total_timesteps")
@@ -198,7 +199,7 @@ def overview(result: Json, rows: Rows, experiment: Json) -> str:
 
 
 def learning(rows: Rows, published: Peer | None) -> str:
-    """Return and length over the steps, in training and in the evaluations beside it; a line for what is published."""
+    """Return and length over the steps, in training and in periodic evaluations; a line for the published return."""
     drawn = []
     for caption, name in (("return", "episodic_return"), ("episode length, steps", "episodic_length")):
         named = {
@@ -216,7 +217,7 @@ def learning(rows: Rows, published: Peer | None) -> str:
 
 
 def in_reach(level: float, curves: Sequence[np.ndarray]) -> bool:
-    """Whether a line at that level leaves the curves [N] a third of a panel's height or more."""
+    """Whether a panel that shows a line at this level leaves at least a third of its height to the curves [N]."""
     values = np.concatenate(curves) if curves else np.zeros(0)
     values = values[np.isfinite(values)]
     if not len(values):
@@ -226,7 +227,7 @@ def in_reach(level: float, curves: Sequence[np.ndarray]) -> bool:
 
 
 def losses(rows: Rows) -> str:
-    """Everything else that the update logs, each in a small figure: losses, schedules, distance between versions."""
+    """Small figures of everything else that the update logs: losses, schedules, distance between versions."""
     logged = {name for row in rows for name in row}
     names = sorted(name for name in logged if name.startswith("losses/"))
     names += sorted(logged & {"charts/learning_rate", "charts/epsilon", "charts/policy_lr", "charts/q_lr"})
@@ -237,7 +238,7 @@ def losses(rows: Rows) -> str:
 
 
 def throughput(rows: Rows) -> str:
-    """Steps per second, what actors and learner spend their time on, and what the bottleneck is, over wall time."""
+    """Steps per second, how actors and learner spend their time, and the bottleneck, over wall time."""
     rows = [row for row in rows if "stats/rollout_time" in row]
     hours = column(rows, "seconds") / 3600
     scale, unit = (1.0, "hours") if len(rows) and hours[-1] > 2 else (60.0, "minutes")
@@ -261,12 +262,12 @@ def throughput(rows: Rows) -> str:
         words = {"rollout_wait": "waiting for rollouts", "update": "update"}
         shares = {word: column(rows, f"stats/learner_{name}_time") / interval for name, word in words.items()}
         drawn.append(figure("what the learner spends its time on", stack(time, shares, axis)))
-    drawn.append(figure("bottleneck: what, made faster, would make the whole faster", bottlenecks(rows, time, axis)))
+    drawn.append(figure("bottleneck: the part that limits the speed of the whole", bottlenecks(rows, time, axis)))
     return figures(drawn, "Nothing is logged yet.", "two")
 
 
 def evaluation(run_dir: Path, result: Json) -> str:
-    """What `cleanba eval` has measured, and the newest film."""
+    """The results of `cleanba eval`, and the newest film."""
     parts = []
     if result:
         names = ("mean", "std", "median", "min", "max", "mean_length", "episodes", "human_normalised_score")
@@ -277,7 +278,7 @@ def evaluation(run_dir: Path, result: Json) -> str:
     films = sorted((run_dir / "videos").glob("*.mp4"), key=lambda path: path.stat().st_mtime)
     if films:
         parts.append(film(films[-1]))
-    return "".join(parts) or "<p>Not evaluated yet: <code>cleanba eval</code> does it, with a film by --video.</p>"
+    return "".join(parts) or "<p>Not evaluated yet: <code>cleanba eval</code> does it; --video adds a film.</p>"
 
 
 def film(path: Path) -> str:
@@ -294,7 +295,7 @@ def film(path: Path) -> str:
 
 
 def figures(drawn: Sequence[str], otherwise: str, size: str = "") -> str:
-    """Figures beside each other, of a size by the style's name; a sentence where none has anything to show."""
+    """Figures side by side, in a size that the style names; the sentence `otherwise` if there are none."""
     there = "".join(drawn)
     return f'<div class="figures {size}">{there}</div>' if there else f"<p>{escape(otherwise)}</p>"
 
@@ -316,7 +317,7 @@ def lines(
     from_zero: bool = False,
     levels: Mapping[str, float] | None = None,
 ) -> str:
-    """Lines over x [N] as SVG, with level ones across the panel; nothing if there is no number in them."""
+    """Lines over x [N] as SVG, with horizontal lines at `levels`; "" if the lines hold no number."""
     named = {name: y for name, y in named.items() if np.isfinite(y).any()}
     if not named:
         return ""
@@ -337,7 +338,7 @@ def lines(
 
 
 def stack(x: np.ndarray, named: dict[str, np.ndarray], axis: str) -> str:
-    """Shares of a whole over x [N], on top of each other, as SVG; nothing if there are fewer than two points."""
+    """Shares of a whole over x [N], stacked, as SVG; "" if there are fewer than two points."""
     named = {name: np.clip(y, 0, 1) for name, y in named.items() if np.nanmax(y, initial=0.0) > 0}
     there = np.isfinite(np.array([*named.values()])).all(0) if named else np.zeros(0, bool)
     if there.sum() < 2:
@@ -354,7 +355,7 @@ def stack(x: np.ndarray, named: dict[str, np.ndarray], axis: str) -> str:
 
 
 def bottlenecks(rows: Rows, time: np.ndarray, axis: str) -> str:
-    """A bar for every stretch of time, in the line of what was the bottleneck in it, as SVG."""
+    """A bar for every interval between log points, in the row of its bottleneck, as SVG; time [N]."""
     said = [(i, str(row["stats/bottleneck"])) for i, row in enumerate(rows) if row.get("stats/bottleneck")]
     if not said:
         return ""
@@ -372,7 +373,7 @@ def bottlenecks(rows: Rows, time: np.ndarray, axis: str) -> str:
 
 
 def add_legend(drawn: "Figure") -> None:
-    """A legend above the panel, in as few rows as fit the figure's width; a reader's font may be a little wider."""
+    """Add a legend above the panel, in as few rows as fit the width, with room for a reader's wider font."""
     for columns, size in ((3, 7.5), (2, 7.5), (1, 7.5), (1, 6.0), (1, 5.0)):
         legend = drawn.legend(loc="outside upper center", ncols=columns, frameon=False, fontsize=size)
         if size == 5.0 or legend.get_window_extent().width <= 0.9 * drawn.bbox.width:

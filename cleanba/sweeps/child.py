@@ -1,7 +1,7 @@
 """A run that ends with the sweep that started it: `python -m cleanba.sweeps.child SWEEP WORDS` is `cleanba WORDS`.
 
-SWEEP is the process id of the sweep.  Nothing is imported here that takes long, so a run is unprotected only for the
-blink that Python itself takes to start, and the check of the parent covers that.
+SWEEP is the process id of the sweep.  This module imports nothing slow, so a run is unprotected only while Python
+itself starts, and the check of the parent covers that.
 """
 
 import ctypes
@@ -17,10 +17,10 @@ LOOK_SECONDS = 0.5
 
 
 def end_with(parent: int) -> None:
-    """Have this process killed as soon as its parent has ended, however that ended.
+    """Have this process killed as soon as its parent ends, for whatever reason.
 
-    Being killed costs a run no more than any other end without a checkpoint, and it cannot be ignored or delayed, so
-    that the run's directory is free at once.  The kernel does it on Linux; elsewhere a thread looks for the parent.
+    SIGKILL costs a run no more than any other end without a checkpoint.  It cannot be ignored or delayed, so the run's
+    directory is free at once.  On Linux the kernel sends it; elsewhere a thread watches the parent.
     """
     try:
         told = ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) == 0
@@ -33,7 +33,7 @@ def end_with(parent: int) -> None:
 
 
 def watch(parent: int) -> None:
-    """End this process once its parent is another one."""
+    """Kill this process once its parent is another one."""
     while os.getppid() == parent:
         time.sleep(LOOK_SECONDS)
     os.kill(os.getpid(), signal.SIGKILL)

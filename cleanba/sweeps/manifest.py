@@ -1,4 +1,4 @@
-"""A sweep on disk: `sweep.json`, the runs that are planned and the jobs that they became."""
+"""A sweep on disk: `sweep.json` lists the planned runs and their Slurm jobs."""
 
 import json
 import shlex
@@ -13,16 +13,16 @@ from cleanba.files import Json, write_json
 class Planned(NamedTuple):
     """One run of a sweep."""
 
-    name: str  # of its folder
+    name: str  # the name of its folder
     env_id: str
     variant: str
     seed: int
-    words: tuple[str, ...]  # what follows `cleanba`
+    words: tuple[str, ...]  # the arguments of `cleanba`
     updates: int
 
 
 def read_manifest(folder: Path) -> Json:
-    """`sweep.json`.
+    """Read `sweep.json`.
 
     Raises:
         UsageError: the folder holds no sweep.
@@ -33,11 +33,11 @@ def read_manifest(folder: Path) -> Json:
     except FileNotFoundError:
         raise UsageError(f"{folder} holds no sweep.json; name the folder of a sweep") from None
     except (OSError, ValueError) as error:
-        raise UsageError(f"{path} cannot be read ({error}); call the sweep again to have it made anew") from None
+        raise UsageError(f"{path} cannot be read ({error}); run the sweep's command again to rewrite it") from None
 
 
 def write_manifest(folder: Path, runs: Sequence[Planned], argv: Sequence[str], jobs: dict[str, str]) -> None:
-    """Add these runs to `sweep.json`.  `jobs` are Slurm's, by run."""
+    """Add these runs to `sweep.json`.  `jobs`: name of the run -> its Slurm job."""
     path = folder / "sweep.json"
     earlier = read_manifest(folder)["runs"] if path.exists() else {}
     for run in runs:

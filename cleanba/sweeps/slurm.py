@@ -1,4 +1,4 @@
-"""Slurm: its templates, a sweep as job arrays made from one of them, and the states of their jobs."""
+"""Slurm: templates of jobs, sweeps as job arrays that are made from a template, and the states of jobs."""
 
 import os
 import shlex
@@ -28,7 +28,7 @@ class Templates:
     """Write out the templates for Slurm: `DIR/submit DIR/one-gpu.sh ppo …` submits a run by one of them."""
 
     directory: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="[DIR]")] = Path("slurm")
-    """where to; files that are there already are left as they are"""
+    """folder to write to; files that exist already are kept"""
 
 
 def slurm_command(argv: Sequence[str]) -> Exit:
@@ -47,12 +47,12 @@ def slurm_command(argv: Sequence[str]) -> Exit:
             print(f"wrote {target}")
     except OSError as error:
         raise Failure(f"the templates cannot be written to {folder} ({error}); name another directory") from None
-    print(f"Say in {folder}/settings.sh what your cluster is like, then: {folder}/submit {folder}/one-gpu.sh ppo …")
+    print(f"Describe your cluster in {folder}/settings.sh, then run: {folder}/submit {folder}/one-gpu.sh ppo …")
     return Exit()
 
 
 def job_script(template: str, words_file: Path, name: str, size: int, at_a_time: int | None, log: Path) -> str:
-    """A template as the script of a job array: element i runs with line i + 1 of `words_file` as its words."""
+    """A template as the script of a job array.  Element i takes line i + 1 of `words_file` as its arguments."""
     require("\n" not in f"{words_file}{log}", f"{words_file.parent} has a line break in its name; choose another --dir")
     options = [
         f"#SBATCH --job-name={shlex.quote(name)}",
@@ -65,12 +65,12 @@ def job_script(template: str, words_file: Path, name: str, size: int, at_a_time:
     require(bool(lines) and lines[0].startswith("#!") and "bash" in lines[0], "a template must begin with #!/bin/bash")
     is_code = lambda line: bool(line.strip()) and not line.startswith("#")
     body = next((i for i, line in enumerate(lines) if is_code(line)), len(lines))
-    comment = ["# The words of this element of the array: those of one run of the sweep."]
+    comment = ["# The arguments of this element of the array: those of one run of the sweep."]
     return "\n".join([lines[0], *options, *lines[1:body], *comment, take_words, *lines[body:]]) + "\n"
 
 
 def bash_word(word: str) -> str:
-    """A word as bash reads it back, on one line whatever it holds."""
+    """Quote a word for bash, on one line whatever it holds."""
     if word.isprintable():
         return shlex.quote(word)
     plain = lambda byte: chr(byte) if 32 <= byte < 127 and chr(byte) not in "'\\" else f"\\{byte:03o}"
@@ -80,10 +80,10 @@ def bash_word(word: str) -> str:
 def submit(
     runs: Sequence[Planned], folder: Path, template: Path, argv: Sequence[str], at_a_time: int | None, dry_run: bool
 ) -> Exit:
-    """Submit what is neither finished nor in the queue.
+    """Submit the runs that are neither finished nor in the queue.
 
-    Beside a template may lie `submit`, which is called in place of sbatch, with the job's script as its argument; it
-    adds what slurm/settings.sh says.
+    If there is an executable `submit` beside the template, it is called instead of sbatch, with the job's script as its
+    argument.  The one that comes with the templates adds the options in slurm/settings.sh.
     """
     require(template.is_file(), f"--slurm {template} does not exist; `cleanba slurm` writes templates to slurm/")
     earlier = read_manifest(folder)["runs"] if (folder / "sweep.json").exists() else {}
@@ -104,7 +104,7 @@ def submit(
     for number, start in enumerate(range(0, len(to_do), LARGEST_ARRAY), first):
         chunk = to_do[start : start + LARGEST_ARRAY]
         script, words = scripts / f"array-{number}.sh", scripts / f"array-{number}.words"
-        log = Path(str(logs).replace("%", "%%")) / "%A_%a.log"  # Slurm fills in what follows a single one
+        log = Path(str(logs).replace("%", "%%")) / "%A_%a.log"  # Slurm expands a single %
         text = job_script(template.read_text(), words.absolute(), folder.name or "sweep", len(chunk), at_a_time, log)
         lines = "".join(" ".join(map(bash_word, run.words)) + "\n" for run in chunk)
         if dry_run:
@@ -122,10 +122,10 @@ def submit(
 
 
 def sbatch_job(command: Sequence[str]) -> str:
-    """Run sbatch -> the job's number.
+    """Run sbatch and return the job's number.
 
     Raises:
-        UsageError: Slurm is not here, or refuses.
+        UsageError: there is no Slurm here, or it refuses the job.
     """
     try:
         done = subprocess.run([*command], capture_output=True, text=True, env={**os.environ, "SBATCH_PARSABLE": "1"})
@@ -138,10 +138,10 @@ def sbatch_job(command: Sequence[str]) -> str:
 
 
 def job_states(jobs: Iterable[str]) -> dict[str, str]:
-    """Slurm's state of each job, as PENDING (Resources) or COMPLETED, by its number, as 12_3; or that it is unknown.
+    """Slurm's state of each job: {"12_3": "PENDING (Resources)", "12_4": "COMPLETED", "9_0": "no longer known"}.
 
-    The queue knows jobs that wait, run, or ended minutes ago; older ones are looked up in the accounts, which a
-    cluster may not keep.
+    The queue lists jobs that wait, run, or ended minutes ago.  Older ones are looked up in the accounting database,
+    which a cluster may not keep.
 
     Raises:
         Failure: Slurm does not answer.
@@ -151,7 +151,7 @@ def job_states(jobs: Iterable[str]) -> dict[str, str]:
         return {}
     states = {}
     queue = said(["squeue", "--noheader", "--array", "--states=all", "--format=%F_%K|%T|%r"])
-    if queue is None:  # to take its jobs for gone would submit them twice
+    if queue is None:  # taking its jobs for gone would submit them twice
         raise Failure("squeue did not answer, so the state of the jobs is unknown; try again where Slurm is")
     for line in queue.splitlines():
         job, state, reason = line.strip().split("|", 2)
@@ -165,7 +165,7 @@ def job_states(jobs: Iterable[str]) -> dict[str, str]:
 
 
 def said(command: Sequence[str]) -> str | None:
-    """What a command of Slurm's printed; None where it failed or is not there."""
+    """The output of a Slurm command; None if it failed or does not exist."""
     try:
         done = subprocess.run([*command], capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):

@@ -1,4 +1,4 @@
-"""`cleanba sweep`: environments x seeds x flags, run here or submitted to Slurm; and what became of them."""
+"""`cleanba sweep`: environments x seeds x flags, run here or submitted to Slurm, and their status."""
 
 import itertools
 import json
@@ -35,14 +35,14 @@ from cleanba.sweeps.manifest import Planned, read_manifest, write_manifest
 from cleanba.sweeps.slurm import job_states, submit
 from cleanba.train_flags import parse
 
-if TYPE_CHECKING:  # what draws tables takes a moment to import
+if TYPE_CHECKING:  # rich takes a moment to import
     from rich.table import Table
 
 USAGE = """cleanba sweep --env-ids ENV ... [FLAGS] -- ppo [FLAGS OF EVERY RUN]
 cleanba sweep status DIR
 
-Trains every combination of environments, seeds and --set values.  The same command again skips what is finished and
-goes on with the rest.
+Trains every combination of environments, seeds and --set values.  The same command again skips finished runs and
+resumes the rest.
 
 examples:
   cleanba sweep --env-ids Breakout-v5 Pong-v5 --num-seeds 3 --set learning_rate=1e-4,2.5e-4 -- ppo --network nature
@@ -52,7 +52,7 @@ examples:
 GRACE_SECONDS = 60.0  # for runs that were told to end, and may be writing a checkpoint
 POLL_SECONDS = 0.2
 LOOK_SECONDS = 1.0  # between looks at the live table, and at runs that other processes train
-LINE_SECONDS = 60.0  # between lines about each run, where there is no terminal
+LINE_SECONDS = 60.0  # between lines about each run, if there is no terminal
 GIVEN_BY_SWEEP = ("env_id", "seed", "run_dir", "experiment")
 WRONG_USE = 2  # the exit code of a run whose flags are refused: trying again would not help
 
@@ -66,21 +66,21 @@ class Flags:
     num_seeds: int = 3
     """seeds of every combination: 1, 2 ..."""
     set: tuple[str, ...] = ()
-    """flags with several values, as learning_rate=1e-4,2.5e-4; every combination of them is one variant"""
+    """flags with several values, such as learning_rate=1e-4,2.5e-4; every combination of them is one variant"""
     dir: Path | None = None
-    """folder of the sweep (default: sweeps/<algorithm>-<what it is made of>, the same for the same command)"""
+    """folder of the sweep (default: sweeps/<algorithm>-<hash of the command>, the same for the same command)"""
     workers: int | None = None
-    """runs at a time (None: as many as the GPUs here allow, else one; with --slurm as many as Slurm allows)"""
+    """runs at a time (None: as many as the GPUs here allow, one without GPUs; with --slurm as many as Slurm allows)"""
     retries: int = 1
-    """how often a run that failed is tried again, going on from its last checkpoint (not with --slurm)"""
+    """times that a failed run is tried again, from its last checkpoint (not with --slurm)"""
     slurm: Path | None = None
-    """submit as job arrays made from this template, as slurm/one-gpu.sh"""
+    """template to submit job arrays with, such as slurm/one-gpu.sh"""
     dry_run: bool = False
     """only print what would run, or be submitted"""
 
 
 def sweep_command(argv: Sequence[str]) -> Exit:
-    """`cleanba sweep …`; it fails if a run did."""
+    """`cleanba sweep …`; its exit code is 1 if a run failed."""
     if not argv:
         print(USAGE)
         return Exit(2)
@@ -95,7 +95,7 @@ def sweep_command(argv: Sequence[str]) -> Exit:
     )
     require(flags.workers is None or flags.workers >= 1, f"workers={flags.workers} must be at least 1; set --workers")
     require(flags.retries >= 0, f"retries={flags.retries} must not be negative; 0 means never")
-    refuse_64_bits()  # each run would
+    refuse_64_bits()  # as each run would
     recipe, common = RECIPES[rest[0]], rest[1:]
     folder = flags.dir or Path("sweeps") / default_folder(flags, rest)
     runs = plan(recipe, common, flags, folder)
@@ -109,7 +109,7 @@ def sweep_command(argv: Sequence[str]) -> Exit:
 
 
 def default_folder(flags: Flags, rest: Sequence[str]) -> str:
-    """A folder that the same command finds again; more seeds go to the same."""
+    """The name of a sweep's folder, from a hash of its command.  More seeds go to the same folder."""
     parts = json.dumps([flags.env_ids, flags.set, list(rest)])
     return f"{rest[0]}-{sha256(parts.encode()).hexdigest()[:6]}"
 
@@ -121,7 +121,7 @@ ATARI3 = ("BattleZone-v5", "NameThisGame-v5", "Phoenix-v5")
 
 
 def expand_sets(names: Sequence[str]) -> list[str]:
-    """Names of environments and of @sets -> environments, each once.
+    """Replace the @sets among the names of environments by their environments, each once.
 
     Raises:
         UsageError: there is no such set.
@@ -135,10 +135,10 @@ def expand_sets(names: Sequence[str]) -> list[str]:
 
 
 def variants(recipe: AnyRecipe, settings: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """--set's words -> every combination of their values: its name, and its flags.
+    """Every combination of --set's values: ["gamma=0.9,1"] -> [("gamma=0.9", ["--gamma", "0.9"]), ("gamma=1", …)].
 
     Raises:
-        UsageError: a word is no name=value,value, or there is no such flag.
+        UsageError: a setting does not have the form name=value,value, or there is no such flag.
     """
     field_types = {f.name: f.type for cls in (recipe.experiment, Placement, Run) for f in fields(cls)}
     field_types.pop("experiment_from")
@@ -171,10 +171,10 @@ def variants(recipe: AnyRecipe, settings: Sequence[str]) -> list[tuple[str, list
 
 
 def plan(recipe: AnyRecipe, common: list[str], flags: Flags, folder: Path) -> list[Planned]:
-    """All runs, each of which would start.
+    """All runs of a sweep, each checked.
 
     Raises:
-        UsageError: one would not: the message says which and why.
+        UsageError: a run could not start; the message says which and why.
     """
     require(flags.num_seeds >= 1, f"num_seeds={flags.num_seeds} must be at least 1; set --num-seeds")
     for word in common:
@@ -183,10 +183,10 @@ def plan(recipe: AnyRecipe, common: list[str], flags: Flags, folder: Path) -> li
             not word.startswith("--") or name not in GIVEN_BY_SWEEP,
             f"{word} stands after --, but the sweep itself sets it; use --env-ids, --num-seeds or --dir",
         )
-    checked_parse(recipe, common)  # what is wrong with every run needs no run's name
+    checked_parse(recipe, common)  # an error in all runs is reported without the name of one
     runs = []
     for env_id, (variant, words) in itertools.product(expand_sets(flags.env_ids), variants(recipe, flags.set)):
-        spec: EnvSpec | None = None  # the environment is made for the first seed alone
+        spec: EnvSpec | None = None  # the environment is only made for the first seed
         for seed in range(1, flags.num_seeds + 1):
             name = safe(f"{env_id}__{variant}__s{seed}")
             run_dir = folder / name
@@ -202,12 +202,12 @@ def plan(recipe: AnyRecipe, common: list[str], flags: Flags, folder: Path) -> li
 
 
 def safe(name: str) -> str:
-    """A name that is one folder, and needs no quotes in a shell."""
+    """A name of a single folder that needs no quotes in a shell."""
     return "".join(c if c.isalnum() or c in "._=+-" else "-" for c in name)
 
 
 def checked_parse(recipe: AnyRecipe, words: list[str]) -> Config:
-    """`train_flags.parse`, with what tyro would print as one `UsageError`."""
+    """`train_flags.parse`, with tyro's printed message as a `UsageError`."""
     printed = StringIO()
     try:
         with redirect_stderr(printed):
@@ -218,7 +218,7 @@ def checked_parse(recipe: AnyRecipe, words: list[str]) -> Config:
 
 
 def tyro_sentence(box: str) -> str:
-    """What tyro's message says, without its frame, its title, and all that follows the first rule."""
+    """The sentence in tyro's message, without its frame, its title, and everything after the first rule."""
     lines = [line.strip("│ ") for line in box.splitlines() if not line.startswith(("╭", "╰"))]
     blocks = [
         " ".join(block).strip() for rule, block in itertools.groupby(lines, lambda s: not s.strip("─-")) if not rule
@@ -228,7 +228,7 @@ def tyro_sentence(box: str) -> str:
 
 
 def check(recipe: AnyRecipe, words: list[str], run_dir: Path, spec: EnvSpec | None) -> tuple[Experiment, EnvSpec]:
-    """The experiment of these flags, if it fits, and what its environment looks like, if that is not known yet."""
+    """Check the experiment of these flags -> the experiment, and its environment's specification, made if not given."""
     config = checked_parse(recipe, words)
     resolved = continue_experiment(recipe, resolve(recipe, config.typed, "cpu", spec), run_dir, "--dir")
     fit(recipe, resolved.experiment, config.placement)
@@ -245,7 +245,7 @@ ELSEWHERE = "running elsewhere"  # the state of a run that another process train
 
 @dataclass
 class Job:
-    """A run, and how far it has come."""
+    """A run of the sweep and its state."""
 
     run: Planned
     run_dir: Path
@@ -275,7 +275,7 @@ def visible_gpus() -> list[str]:
 
 
 def share_devices(gpus: Sequence[str], per_run: int, workers: int | None) -> list[dict[str, str]]:
-    """What to add to each worker's environment, so that workers take different GPUs as long as there are enough.
+    """Environment variables for each worker, so that workers use different GPUs as long as there are enough.
 
     Raises:
         UsageError: one run needs more GPUs than there are.
@@ -292,7 +292,7 @@ def share_devices(gpus: Sequence[str], per_run: int, workers: int | None) -> lis
     environments = []
     for worker in range(workers):
         environments.append({"CUDA_VISIBLE_DEVICES": groups[worker % len(groups)]})
-        if shared_by > 1:  # XLA would give most of a GPU's memory to the first that comes
+        if shared_by > 1:  # by default XLA gives most of a GPU's memory to the first process
             environments[-1] |= {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{0.9 / shared_by:.2f}"} | {
                 k: v for k, v in os.environ.items() if k == "XLA_PYTHON_CLIENT_MEM_FRACTION"
             }
@@ -300,7 +300,7 @@ def share_devices(gpus: Sequence[str], per_run: int, workers: int | None) -> lis
 
 
 def start(job: Job, worker: int, environment: dict[str, str]) -> None:
-    """Have a worker take a run up.  One that another process trains already is only waited for."""
+    """Start a run on a worker.  If another process is training it already, the worker waits for that process."""
     job.log.parent.mkdir(parents=True, exist_ok=True)
     job.worker, job.state, job.started = worker, "running", time.monotonic()
     if is_locked(job.run_dir):
@@ -316,16 +316,16 @@ def start(job: Job, worker: int, environment: dict[str, str]) -> None:
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C is for us to pass on, so that a run hears it once
+            start_new_session=True,  # the sweep passes Ctrl-C on, so that a run receives it once
         )
 
 
 def end_all(jobs: Sequence[Job], heard: Sequence[int]) -> None:
-    """Tell runs to end, and see that they do: at the latest after the grace, or a second signal."""
+    """Ask all runs to end.  Kill those that have not ended after GRACE_SECONDS, or at a second signal."""
     running = [job for job in jobs if job.process is not None]
     for job in running:
         assert job.process is not None
-        # A run knows nothing of a terminal that went away.
+        # Runs do not handle SIGHUP, which a closing terminal sends.
         job.process.send_signal(heard[0] if heard and heard[0] != signal.SIGHUP else signal.SIGTERM)
     deadline = time.monotonic() + GRACE_SECONDS
     while any(j.process and j.process.poll() is None for j in running):
@@ -341,7 +341,7 @@ def end_all(jobs: Sequence[Job], heard: Sequence[int]) -> None:
 
 
 def run_here(recipe: AnyRecipe, runs: Sequence[Planned], folder: Path, argv: Sequence[str], flags: Flags) -> Exit:
-    """Run what is not finished yet, several at a time."""
+    """Run the unfinished runs, several at a time."""
     placements = [parse(recipe, list(run.words[1:])).placement for run in runs]
     per_run = 1 + max(max(*p.actor_device_ids, *p.learner_device_ids) for p in placements)
     environments = share_devices(visible_gpus(), per_run, flags.workers)
@@ -357,7 +357,7 @@ def run_here(recipe: AnyRecipe, runs: Sequence[Planned], folder: Path, argv: Seq
     next_look = 0.0
     heard: list[int] = []  # the signals that asked this process to end
     signals = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as under nohup
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores it
         signals.append(signal.SIGHUP)
     with handle_signals(heard.append, signals), Board(folder, jobs, len(environments)) as board:
         if skipped:
@@ -390,14 +390,14 @@ def run_here(recipe: AnyRecipe, runs: Sequence[Planned], folder: Path, argv: Seq
 
 
 def begun(job: Job) -> str:
-    """How a worker has taken a run up, in words."""
+    """What a worker did with a run that it took, in words."""
     if job.state == ELSEWHERE:
         return "another process is training it; waiting for that to end"
     return "started" if job.attempts == 1 else "started again"
 
 
 def take_back(job: Job, waiting: list[Job], board: "Board") -> None:
-    """The process elsewhere that trained a run has ended: the run is finished, or is gone on with here."""
+    """Handle the end of another process that trained a run: the run is finished, or is resumed here."""
     job.worker = None
     if is_finished(job.run_dir):
         job.state = "finished"
@@ -408,7 +408,7 @@ def take_back(job: Job, waiting: list[Job], board: "Board") -> None:
 
 
 def settle(job: Job, code: int, retries: int, waiting: list[Job], board: "Board") -> None:
-    """A run has ended: done, to be tried again, or failed."""
+    """Handle the end of a run's process: the run is finished, tried again, or failed."""
     job.process, job.worker, job.code = None, None, code
     job.seconds += time.monotonic() - job.started
     if code == 0 and is_finished(job.run_dir):
@@ -436,13 +436,13 @@ def report(folder: Path, jobs: Sequence[Job], heard: Sequence[int]) -> Exit:
         print(f"failed: {job.run.name}, exit code {job.code}{tries}: {last_words(job.log)}\n        {job.log}")
     if heard:
         name = signal.Signals(heard[0]).name
-        print(f"cleanba: sweep interrupted by {name}; the same command goes on with it", file=sys.stderr)
+        print(f"cleanba: sweep interrupted by {name}; the same command resumes it", file=sys.stderr)
         return Exit(128 + heard[0])
     return Exit(1 if failed else 0)
 
 
 def last_words(log: Path) -> str:
-    """The last line of a log that says something."""
+    """The last line of a log that is not empty."""
     try:
         lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
     except OSError:
@@ -456,7 +456,7 @@ STYLES = {"running": "cyan", ELSEWHERE: "cyan", "failed": "bold red", "finished"
 
 
 class Figures(NamedTuple):
-    """How far a run is, as words for a table; empty where nothing is known."""
+    """The progress of a run, as words for a table; empty if unknown."""
 
     update: str
     """as 30/300"""
@@ -464,7 +464,7 @@ class Figures(NamedTuple):
     """environment steps per second"""
     mean_return: str
     eta: str
-    """hours, minutes and seconds that it still takes; empty for a run that has ended"""
+    """remaining time in hours, minutes and seconds; empty for a run that has ended"""
 
     def in_words(self) -> str:
         """As one line."""
@@ -474,7 +474,7 @@ class Figures(NamedTuple):
 
 
 def progress(run_dir: Path, updates: int) -> Figures:
-    """How far a run of so many updates is, as its logs say."""
+    """The progress of a run of `updates` updates, from its logs."""
     result, rows = read_result(run_dir), tail(run_dir)
     row = result or together(rows)
     number = lambda *names: next((row[n] for n in names if row.get(n) is not None), None)
@@ -490,7 +490,7 @@ def progress(run_dir: Path, updates: int) -> Figures:
 
 
 class Board:
-    """A live table of all runs in a terminal; elsewhere a line for every change, and one a minute for each run."""
+    """A live table of all runs in a terminal; without one, a line for every change, and one a minute for each run."""
 
     def __init__(self, folder: Path, jobs: Sequence[Job], workers: int):
         from rich.console import Console
@@ -511,12 +511,12 @@ class Board:
             self._live.stop()
 
     def say(self, text: str) -> None:
-        """A line that stays, where there is no table to see it in."""
+        """Print a line, unless the live table shows it."""
         if self._live is None:
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def refresh(self) -> None:
-        """Show how things stand, if it is time to."""
+        """Show the current state, if it is time to."""
         if time.monotonic() < self._next:
             return
         if self._live is not None:
@@ -567,6 +567,6 @@ def status_command(argv: Sequence[str]) -> Exit:
         table.add_row(name, state, *progress(run_dir, run["updates"]), *slurm, style=STYLES.get(state))
     console = Console(file=sys.stdout)
     if not console.is_terminal:
-        console.width = 200  # names stay whole in pipes
+        console.width = 200  # so that names are not cut in a pipe
     console.print(table)
     return Exit()
