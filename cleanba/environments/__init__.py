@@ -1,1 +1,1 @@
-"""What is acted in: how environments look, how they are made and stepped."""
+"""Environments: how they are specified, made and stepped."""

@@ -1,4 +1,4 @@
-"""What the actions of well-known environments do, for those who watch: no environment here tells it."""
+"""Names of the actions of well-known environments, for films.  The environments themselves do not provide them."""
 
 import re
 
@@ -11,7 +11,7 @@ ATARI_ACTIONS = (
     *("up right fire", "up left fire", "down right fire", "down left fire"),
 )
 
-# By the id without suite and version.  A name may stand twice: the numbers of actions tell which is meant.
+# By the id without suite and version.  A name may occur twice; the number of actions then selects one.
 NAMES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Acrobot", ("torque -1", "no torque", "torque +1")),
     ("CartPole", ("left", "right")),
@@ -43,7 +43,7 @@ NAMES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Reacher", ("joint 1", "joint 2")),
     ("Swimmer", ("joint 1", "joint 2")),
     ("Walker2d", ("thigh", "leg", "foot", "left thigh", "left leg", "left foot")),
-    # Atari's minimal sets, of the games that most is written about.
+    # Atari's minimal action sets, for the best-known games.
     ("BeamRider", ("noop", "fire", "up", "right", "left", "up right", "up left", "right fire", "left fire")),
     ("Breakout", ("noop", "fire", "right", "left")),
     ("Enduro", ("noop", "fire", "right", "left", "down", "down right", "down left", "right fire", "left fire")),
@@ -56,9 +56,9 @@ NAMES: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 
 def action_names(spec: EnvSpec) -> tuple[str, ...]:
-    """A name for each action; for each choice of one with several parts; for each number of one of real numbers.
+    """A name for each discrete action, for each option of each part, or for each real number of an action.
 
-    Where nobody knows it, an action has its number, and a part its place in the array.
+    Actions without known names are called "action 0", "action[1] = 2" or "action[1]".
     """
     action = spec.action
     if action.kind == "choices":

@@ -14,11 +14,11 @@ def table() -> dict[str, dict[str, float]]:
 
 
 def reference(env_id: str) -> dict[str, float] | None:
-    """What is published for one environment, or None."""
+    """The published scores of one environment, or None."""
     return table().get(env_id)
 
 
 def human_normalised(env_id: str, score: float) -> float | None:
-    """(score - random) / (human - random): 0 plays as random, 1 as a human; None where neither is known."""
+    """(score - random) / (human - random): 0 for random play, 1 for a human's; None if these are not known."""
     row = reference(env_id)
     return None if row is None else (score - row["random"]) / (row["human"] - row["random"])

@@ -1,8 +1,8 @@
-"""The three backends of environments behind one protocol.  No other module knows which backend it has.
+"""The three backends of environments behind one protocol.  No other module knows which backend it uses.
 
 Breakout-v5                                 EnvPool's, in C++
-gymnasium:LunarLander-v3, package:Name-v0   Gymnasium's, in Python; the second imports the package, which registers
-gymnax:Breakout-MinAtar, craftax:…, jax:…   compiled, on the device that acts
+gymnasium:LunarLander-v3, package:Name-v0   Gymnasium's, in Python; the second form imports the package, to register it
+gymnax:Breakout-MinAtar, craftax:…, jax:…   JAX's, compiled for the device that acts
 """
 
 from collections.abc import Sequence
@@ -20,40 +20,40 @@ from cleanba.shards import usable_cores
 
 
 class Envs(Protocol):
-    """A block of environments, each with a seed of its own; steps all of them at once."""
+    """A block of B environments, each with its own seed, that are stepped together."""
 
     num_envs: int
 
     def reset(self) -> PyTree:
-        """Start all environments afresh -> obs [B, ...]."""
+        """Restart all environments with their seeds -> obs [B, ...]."""
         ...
 
     def step(self, action: np.ndarray) -> Step[np.ndarray]:
-        """[B], or [B, D] -> what they delivered.  An environment whose episode ended ignores its action and resets."""
+        """Actions [B] or [B, D] -> `Step`.  An environment whose episode has ended ignores its action and resets."""
         ...
 
     def play(self, actions: np.ndarray) -> tuple[PyTree, np.ndarray, np.ndarray]:
-        """Many steps of which only the last shows anything, after `reset`.
+        """Take N steps, after `reset`, and return only the last observations.
 
-        [N, B] or [N, B, D] -> obs [B, ...], raw rewards [N, B], and whether each step reports an episode's end [N, B].
+        Actions [N, B] or [N, B, D] -> obs [B, ...], raw rewards [N, B], whether a step ended an episode [N, B].
         """
         ...
 
     def xla(self) -> Compilable:
-        """After `reset`, what is needed to step them under `jit`."""
+        """What is needed to step them under `jit`, after `reset`."""
         ...
 
     def render(self, env: int) -> np.ndarray:
-        """What a person would see of one environment, after `reset`.  [H, W, 3] uint8."""
+        """A picture of one environment as a person would see it, after `reset`.  [H, W, 3] uint8."""
         ...
 
     @property
     def steps_per_second(self) -> float:
-        """How many steps are a second of a game played by a person."""
+        """The steps per second of a game at the speed at which people play it."""
         ...
 
     def close(self) -> None:
-        """Stop whatever steps them.  May be called twice."""
+        """Stop the environments and whatever steps them.  May be called twice."""
         ...
 
 
@@ -64,7 +64,7 @@ def module_of(env_id: str) -> ModuleType:
 
 
 def env_spec(e: Experiment) -> EnvSpec:
-    """Look an environment up and make one to see its spaces.
+    """The specification of an environment, which is made once to see its spaces.
 
     Raises:
         UsageError: there is no such environment, it lacks a library, an option is unknown, or no policy here can
@@ -78,28 +78,28 @@ def env_spec(e: Experiment) -> EnvSpec:
     spec = module_of(e.env_id).env_spec(e)
     require(
         any(part.kind != "mask" for part in jax.tree.leaves(spec.obs)),
-        f"env_id={e.env_id!r} shows nothing but which actions are legal, and a network must see something more; add an "
-        "entry to its observations",
+        f"env_id={e.env_id!r} shows nothing but which actions are legal, and a network needs an input; add an entry to "
+        "its observations",
     )
     return spec
 
 
 def why_unscannable(spec: EnvSpec) -> str:
-    """Where a specification is not `scannable`: what the scanned collector would do."""
+    """Why an environment that is not `scannable` is not: the end of a sentence about the scanned collector."""
     if module_of(spec.env_id) is gymnasium:
         return f"compiles acting and environments into one loop, but {spec.env_id} runs in Python"
     return (
-        f"would corrupt memory: {spec.env_id} has numbers of 8 bytes, which EnvPool's XLA interface writes into room "
-        "for 4"
+        f"would corrupt memory: {spec.env_id} has numbers of 8 bytes, which EnvPool's XLA interface writes into "
+        "buffers for 4"
     )
 
 
 def open_envs(
     spec: EnvSpec, seeds: Sequence[int], threads: int, workers: int | None = None, render: bool = False
 ) -> Envs:
-    """A block of environments with these seeds, stepped by so many threads or, those in Python, worker processes.
+    """A block of environments with these seeds, stepped by `threads` threads or, if in Python, `workers` processes.
 
-    `workers` None is as many as `threads`, 0 the thread that asks.
+    `workers=None` means as many as `threads`; 0 means the calling thread.
     """
     if module_of(spec.env_id) is gymnasium:
         return gymnasium.Envs(spec, seeds, threads if workers is None else workers, render)
@@ -109,12 +109,12 @@ def open_envs(
 
 
 def threads_per_actor(local_actors: int) -> int:
-    """Threads, or processes, for the environments of each of this process's actors: its cores, shared out."""
+    """Threads, or processes, for the environments of each actor: this process's cores, divided among its actors."""
     return max(1, usable_cores() // local_actors)
 
 
 def check_workers(spec: EnvSpec, workers: int | None) -> None:
-    """Raise `UsageError` where so many processes are asked for and none can make such an environment."""
+    """Raise `UsageError` if worker processes are asked for, but cannot make such an environment."""
     require(
         not workers or module_of(spec.env_id) is not gymnasium or gymnasium.can_be_sent(spec),
         f"env_workers={workers}: {spec.env_id} {UNSENDABLE}; leave env_workers out, or put it into a module",
@@ -125,7 +125,7 @@ UNSENDABLE = "is defined in the program that runs, where no other process can im
 
 
 def repeatable(spec: EnvSpec) -> bool:
-    """Whether environments with the same seed and actions do the same, as far as a short look tells."""
+    """Whether environments with the same seed and actions behave the same in a short test."""
     key = repr(spec)
     if key not in _REPEATABLE:
         _REPEATABLE[key] = module_of(spec.env_id) is not gymnasium or gymnasium.follows_its_seed(spec)
@@ -136,14 +136,14 @@ _REPEATABLE: dict[str, bool] = {}
 
 
 def warnings(spec: EnvSpec) -> list[str]:
-    """What is wrong with an environment that can be played nevertheless."""
+    """Warnings about an environment that can be played nevertheless."""
     if module_of(spec.env_id) is not gymnasium:
         return []
     found = []
     if not gymnasium.can_be_sent(spec):
         found.append(
-            f"{spec.env_id} {UNSENDABLE}, so its actors' threads step it, on one core together; in a module of its own "
-            "it has processes"
+            f"{spec.env_id} {UNSENDABLE}, so its actors' threads step it, all on one core; put it into a module to "
+            "step it in processes"
         )
     if not repeatable(spec):
         found.append(

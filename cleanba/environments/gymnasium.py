@@ -1,4 +1,4 @@
-"""Gymnasium's environments: how one is looked up, and one way to step a block of them in processes of their own."""
+"""Gymnasium's environments: looks them up, and steps a block of them in worker processes."""
 
 import mmap
 import multiprocessing
@@ -46,16 +46,16 @@ PREFIX = "gymnasium:"
 
 
 def known() -> dict[str, str]:
-    """Gymnasium's own environments, by name: the family of each."""
+    """Gymnasium's own environments: name -> family."""
     entries = {name: str(spec.entry_point) for name, spec in gymnasium.registry.items()}
     return {PREFIX + name: entry.split(".")[-2] for name, entry in sorted(entries.items()) if "envs." in entry}
 
 
 def registered_by(package: str) -> list[str]:
-    """The environments of a package, which registers them when it is imported, with the package before their names.
+    """The environments that a package registers when it is imported, as package:Name.
 
     Raises:
-        UsageError: it cannot be imported.
+        UsageError: the package cannot be imported.
     """
     imported(f"package {package!r}", "install it, or go where it lies", package)
     places = {name: made_by(spec.entry_point) for name, spec in gymnasium.registry.items()}
@@ -63,21 +63,21 @@ def registered_by(package: str) -> list[str]:
 
 
 def game(spec: EnvSpec) -> Game:
-    """How an environment is made, without its prefix: what Gymnasium knows by it."""
+    """How the environment of a specification is made, under its name without the prefix gymnasium:."""
     name = spec.env_id.removeprefix(PREFIX)
     entry = gymnasium.registry.get(name)
     own = entry is None or str(entry.entry_point).startswith("gymnasium.")
     return Game(name, spec.options, spec.wrappers, None if own else entry)
 
 
-LOCAL = "local/"  # the namespace of environments that a program has defined, and no module
+LOCAL = "local/"  # the namespace of environments that the running program defines, and no module
 
 
 def register(maker: Callable[..., gymnasium.Env[Any, Any]]) -> str:
-    """The id of a class, or of a function that makes an environment; known in this process from now on.
+    """Register a class, or a function that makes an environment, in this process, and return its id.
 
-    What a module has is module:Name, for the command too.  What only the running program has is local/Name-v0: what had
-    that id before, such as the class from before a cell was run again, is forgotten.
+    The id is module:Name if a module holds it; the command knows it, too.  If only the running program holds it, the id
+    is local/Name-v0.  It replaces an earlier one, such as the class of a notebook's cell that was run again.
     """
     name, module = getattr(maker, "__name__", type(maker).__name__), getattr(maker, "__module__", None)
     if is_module(module) and getattr(sys.modules.get(str(module)), name, None) is maker:
@@ -92,12 +92,12 @@ def is_module(name: str | None) -> bool:
     """Whether another process could import a module of that name."""
     try:
         return name is not None and name != "__main__" and find_spec(name) is not None
-    except (ValueError, ImportError):  # it was made, not imported
+    except (ValueError, ImportError):  # the module was created by code, not imported
         return False
 
 
 def can_be_sent(spec: EnvSpec) -> bool:
-    """Whether a process of its own can make these environments: none can import what a program itself defines."""
+    """Whether a worker process can make these environments.  It cannot import what the main program defines."""
     made = game(spec)
     named_by = [made.name.rpartition(":")[0], *(wrapper.partition(":")[0] for wrapper in made.wrappers)]
     entry = None if made.registered is None else made.registered.entry_point
@@ -110,7 +110,7 @@ def can_be_sent(spec: EnvSpec) -> bool:
 
 
 def env_spec(e: Experiment) -> EnvSpec:
-    """Look an environment up and make one to see its spaces.
+    """The specification of an environment, which is made once to see its spaces.
 
     Raises:
         UsageError: Gymnasium knows no such environment, it cannot be made, or no policy here can play it.
@@ -149,7 +149,7 @@ def env_spec(e: Experiment) -> EnvSpec:
         obs = obs_spec(named(observation), sample, action)
         first = random_action(action, np.random.default_rng(0), mask_of(obs, sample))
         doing = "stepped"
-        probe.step(action.for_environment(first))  # the checker that is at work here looks at the first step, too
+        probe.step(action.for_environment(first))  # Gymnasium's checker, which is on here, checks the first step too
         probe.close()
     except UsageError:
         raise
@@ -163,8 +163,8 @@ def env_spec(e: Experiment) -> EnvSpec:
     num_actions = action.counts[0] if action.kind == "choice" else 0
     given_action = None if action == choice(num_actions) else action
     module, _, name = made.name.rpartition(":")
-    registered = gymnasium.registry.get(name)  # unless it is a class
-    own = options.get("max_episode_steps") or (registered and registered.max_episode_steps)  # before wrappers
+    registered = gymnasium.registry.get(name)  # None for a class
+    own = options.get("max_episode_steps") or (registered and registered.max_episode_steps)  # without wrappers
     options |= {"max_episode_steps": int(own)} if own else {}
     return EnvSpec(
         *(e.env_id, obs, num_actions, False, e.reward_clip, options, given_action, False, e.env_wrappers),
@@ -179,7 +179,7 @@ def made_by(entry: object) -> str:
 
 
 def check_known(env_id: str, name: str) -> None:
-    """Raise `UsageError` unless Gymnasium knows that name, after importing the module before its colon."""
+    """Raise `UsageError` unless Gymnasium knows the name, once the module before its colon is imported."""
     module, colon, rest = name.rpartition(":")
     found: object = None
     if name.startswith(LOCAL) and name not in gymnasium.registry:
@@ -214,10 +214,11 @@ def check_wrappers(wrappers: Sequence[str]) -> None:
 
 
 def follows_its_seed(spec: EnvSpec, steps: int = 32) -> bool:
-    """Whether two of these environments with one seed deliver the same, for the same actions.
+    """Whether two of these environments with the same seed return the same for the same actions.
 
-    They take turns, so one that draws from what all share, such as `numpy.random`, is found out too; and they begin a
-    second episode, with no seed of its own.  One that raises an error, dies or hangs is left for the run to tell of.
+    They step in turns, so an environment that draws from a shared generator, such as `numpy.random`, is detected too.
+    They then begin another episode without a new seed.  An environment that raises an error, dies or hangs counts as
+    repeatable, as the run itself will report that.
     """
     actions = np.random.default_rng(0)
     alike = lambda x: np.array_equal(x[0], x[1], equal_nan=x.dtype.kind == "f")
@@ -234,23 +235,23 @@ def follows_its_seed(spec: EnvSpec, steps: int = 32) -> bool:
                     obs = seen.obs
         finally:
             envs.close()
-    except Exception:  # those stepped in this thread may raise anything
+    except Exception:  # environments stepped in this thread may raise anything
         pass
     return True
 
 
 def mask_of(spec: ObsSpecs, obs: PyTree) -> np.ndarray | None:
-    """Which actions are legal for the first environment, [...], if its observations [B, ...] say it."""
+    """The legal actions of the first environment, [...] bool, or None if the observations [B, ...] have no mask."""
     parts = zip(leaves(spec), leaves(obs), strict=True)
     return next((np.asarray(x[0]) != 0 for part, x in parts if part.kind == "mask"), None)
 
 
 def random_action(action: ActionSpec, chance: np.random.Generator, mask: np.ndarray | None = None) -> np.ndarray:
-    """An action as a policy might draw it, [1] or [1, D]: one that the mask allows, if it allows any."""
+    """An action in the policy's form, [1] or [1, D]: a legal one by `mask` [...], if there is any."""
     if action.kind == "quantities":
         return chance.normal(size=(1, action.size)).astype(np.float32)
     drawn = chance.integers(0, action.counts, dtype=np.int32)
-    if mask is not None and mask.shape == action.counts and mask.any():  # of combinations, or one choice alone
+    if mask is not None and mask.shape == action.counts and mask.any():  # a mask of combinations, or of one choice
         drawn = chance.choice(np.argwhere(mask)).astype(np.int32)
     elif mask is not None and mask.shape != action.counts:
         parts = np.split(mask.ravel(), np.cumsum(action.counts)[:-1])
@@ -260,9 +261,9 @@ def random_action(action: ActionSpec, chance: np.random.Generator, mask: np.ndar
 
 
 class Envs:
-    """A block of environments, each with a seed of its own; steps all of them at once.
+    """A block of B environments, each with its own seed, that are stepped together.
 
-    Worker processes hold equal parts of them, and answer through memory that all of them share.
+    Worker processes hold equal parts of them, and write their results to shared memory.
     """
 
     def __init__(
@@ -273,11 +274,11 @@ class Envs:
         render: bool = False,
         patience: float | None = None,
     ):
-        """With no `workers`, environments are stepped in this thread, one after the other; to be drawn, always.
+        """Make the environments, in `workers` processes, or in this thread if `workers` is 0.
 
-        So are those that no other process can make.
+        Environments that are rendered, or that no other process can make, are always stepped in this thread.
 
-        `patience` is how many seconds a worker is waited for; None for as long as it takes.
+        `patience` is the number of seconds to wait for a worker's answer; None: as long as it takes.
         """
         self.num_envs = len(seeds)
         self._spec, self._seeds = spec, seeds
@@ -292,7 +293,7 @@ class Envs:
             self._parts.append(Here(made, self._arrays, **more))
             return
         shared = "/dev/shm" if os.path.isdir("/dev/shm") else None
-        with tempfile.TemporaryFile(dir=shared) as file:  # it has no name, so nothing of it can be left behind
+        with tempfile.TemporaryFile(dir=shared) as file:  # without a name, so no file can be left behind
             make_room(file.fileno(), carve(layout)[1])
             self._arrays, _ = carve(layout, mmap.mmap(file.fileno(), 0))
             bounds = [i * self.num_envs // count for i in range(count + 1)]
@@ -300,22 +301,22 @@ class Envs:
                 self._parts.append(Worker(spec.env_id, Task(made, layout, start, end, file.fileno()), patience))
 
     def reset(self, seeds: Sequence[int | None] | None = None) -> PyTree:
-        """Start all environments afresh, with their own seeds or with others -> obs [B, ...]."""
+        """Restart all environments, with their own seeds or with other ones -> obs [B, ...]."""
         for part in self._parts:
             part.ask("reset", (seeds or self._seeds)[part.mine])
         return self._answers().obs
 
     def step(self, action: np.ndarray) -> Step[np.ndarray]:
-        """[B], or [B, D] -> what they delivered.  An environment whose episode ended ignores its action and resets."""
+        """Actions [B] or [B, D] -> `Step`.  An environment whose episode has ended ignores its action and resets."""
         self._arrays.action[:] = self._spec.action.for_environment(action)
         for part in self._parts:
             part.ask("step")
         return self._answers()
 
     def play(self, actions: np.ndarray) -> tuple[PyTree, np.ndarray, np.ndarray]:
-        """Many steps of which only the last shows anything, after `reset`.
+        """Take N steps, after `reset`, and return only the last observations.
 
-        [N, B] or [N, B, D] -> obs [B, ...], raw rewards [N, B], and whether each step reports an episode's end [N, B].
+        Actions [N, B] or [N, B, D] -> obs [B, ...], raw rewards [N, B], whether a step ended an episode [N, B].
         """
         rewards = np.empty(actions.shape[:2], np.float32)
         ended = np.empty(actions.shape[:2], bool)
@@ -341,11 +342,11 @@ class Envs:
         return Step(obs, train_reward(self._spec, raw), raw, terminated, truncated, terminated | truncated)
 
     def xla(self) -> NoReturn:
-        """No code in Python can be compiled; its specification says so."""
+        """Not implemented: XLA cannot step Python code, so `EnvSpec.scannable` is false."""
         raise NotImplementedError
 
     def render(self, env: int) -> np.ndarray:
-        """What a person would see of one environment, after `reset`.  [H, W, 3] uint8.
+        """A picture of one environment as a person would see it, after `reset`.  [H, W, 3] uint8.
 
         Raises:
             UsageError: it cannot be drawn.
@@ -364,11 +365,11 @@ class Envs:
 
     @property
     def steps_per_second(self) -> float:
-        """How many steps are a second of a game played by a person."""
+        """The steps per second of a game at the speed at which people play it."""
         return steps_per_second(game(self._spec).name)
 
     def close(self) -> None:
-        """End the environments, and the processes that step them.  May be called twice."""
+        """Close the environments and end their worker processes.  May be called twice."""
         parts, self._parts = self._parts, []
         for part in parts:
             part.hang_up()
@@ -378,7 +379,7 @@ class Envs:
 
 
 def make_room(file: int, size: int) -> None:
-    """Give a file so many bytes.  Raises `Failure` where there are not so many: at their first use it is too late."""
+    """Allocate `size` bytes for a file.  Raises `Failure` if they are not available, rather than crash at first use."""
     try:
         os.truncate(file, size)
         if hasattr(os, "posix_fallocate"):
@@ -391,11 +392,11 @@ def make_room(file: int, size: int) -> None:
         ) from error
 
 
-GRACE_SECONDS = 2.0  # for environments to close what they hold
+GRACE_SECONDS = 2.0  # for environments to release their resources
 
 
 def steps_per_second(env_id: str) -> float:
-    """Gymnasium's steps per second of the environment of that name (50 for CartPole); 30 where it knows none."""
+    """The steps per second that an environment states to Gymnasium, such as 50 for CartPole; 30 if it states none."""
     try:
         entry = gymnasium.spec(env_id).entry_point
         made: Any = load_env_creator(entry) if isinstance(entry, str) else entry
@@ -405,7 +406,7 @@ def steps_per_second(env_id: str) -> float:
 
 
 def layout_of(spec: EnvSpec, num_envs: int) -> Layout:
-    """The arrays that a block of environments is stepped through."""
+    """The layout of the arrays that a block of environments shares with its workers."""
     rows = lambda shape, dtype: ((num_envs, *shape), dtype)
     flags = [rows((), "bool")] * 2
     obs = [rows(part.shape, part.dtype) for part in leaves(spec.obs)]
@@ -413,7 +414,7 @@ def layout_of(spec: EnvSpec, num_envs: int) -> Layout:
 
 
 def check_drawable(spec: EnvSpec) -> None:
-    """Raise `UsageError` unless an environment says that it can be drawn, and can be made for it."""
+    """Raise `UsageError` unless an environment has the render mode rgb_array and can be made with it."""
     env = game(spec).make()
     modes = env.metadata.get("render_modes", [])
     env.close()
@@ -431,7 +432,7 @@ def check_drawable(spec: EnvSpec) -> None:
 
 
 class Here:
-    """A part that is stepped in the thread that asks."""
+    """A part that is stepped in the calling thread."""
 
     def __init__(self, made: Game, arrays: Arrays, **more: Any):
         self.mine = slice(0, len(arrays.reward))
@@ -443,18 +444,18 @@ class Here:
         self._answer = getattr(self._part, command)(*arguments)
 
     def answer(self) -> object:
-        """What it returned."""
+        """The result of the method."""
         return self._answer
 
     def hang_up(self) -> None:
-        """Say that nothing more will be asked."""
+        """Announce that there will be no more commands: nothing to do."""
 
     def end(self, deadline: float) -> None:
-        """See to it that nothing is left of it."""
+        """Close the environments."""
         self._part.close()
 
 
-LOOK_SECONDS = 1.0  # after which a process that does not answer is looked at, whether it lives
+LOOK_SECONDS = 1.0  # between checks whether a process that does not answer is alive
 
 
 class Trace(Exception):
@@ -465,9 +466,9 @@ class Trace(Exception):
 
 
 class Worker:
-    """A part that a process of its own steps.
+    """A part that a worker process steps.
 
-    It is no `multiprocessing.Process`: that would import this program's main module, and JAX with it, once again.
+    It is not a `multiprocessing.Process`, which would import this program's main module again, and JAX with it.
     """
 
     def __init__(self, env_id: str, task: Task, patience: float | None):
@@ -479,7 +480,7 @@ class Worker:
         one_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         self._process = subprocess.Popen(
             [sys.executable, "-c", start, str(theirs.fileno())],
-            stdin=subprocess.PIPE,  # never written to: it ends with this process, and the worker with it
+            stdin=subprocess.PIPE,  # never written to: it closes when this process ends, and so ends the worker
             pass_fds=(theirs.fileno(), task.memory),
             env=one_thread | os.environ,
         )
@@ -487,12 +488,12 @@ class Worker:
         self.ask(*task)
 
     def ask(self, *command: object) -> None:
-        """Have it call a method of `Part`; several workers then do so at the same time."""
-        with suppress(ConnectionError):  # it is dead, or said why it left: `answer` tells
+        """Have the worker call a method of `Part`.  Several workers can do so at the same time."""
+        with suppress(ConnectionError):  # the worker is dead, or has reported an error: `answer` raises it
             self._connection.send(command)
 
     def answer(self) -> object:
-        """What that returned.
+        """Wait for the result of the method.
 
         Raises:
             RuntimeError: an environment raised an error, which is the cause of this one.
@@ -502,7 +503,7 @@ class Worker:
             start = time.monotonic()
             while not self._connection.poll(LOOK_SECONDS):
                 if self._process.poll() is not None and not self._connection.poll():
-                    raise EOFError  # it died, and what it started still holds its end
+                    raise EOFError  # it died, but a child of it still holds its end of the connection
                 if self._patience is not None and time.monotonic() - start > self._patience:
                     raise Failure(f"the process that steps {self._who} has not answered for {self._patience} s")
             answer = self._connection.recv()
@@ -515,11 +516,11 @@ class Worker:
         return answer
 
     def hang_up(self) -> None:
-        """Say that nothing more will be asked."""
+        """Announce that there will be no more commands, so that the worker ends."""
         self._connection.close()
 
     def end(self, deadline: float) -> None:
-        """See to it that nothing is left of it."""
+        """Wait until the worker has ended; at the deadline, kill it."""
         try:
             self._process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:

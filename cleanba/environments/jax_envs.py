@@ -1,15 +1,15 @@
-"""Environments written in JAX: functions that are compiled, with the policy too, for the device that acts.
+"""Environments written in JAX: functions that are compiled, alone or with the policy, for the device that acts.
 
-An environment is an object with the methods of gymnax's (Lange 2022), which Craftax has too:
+An environment is an object with the methods of gymnax's environments (Lange 2022), which Craftax's have too:
 
-    default_params                                   numbers of the environment, as a dataclass with `replace`
+    default_params                                   parameters of the environment, as a dataclass with `replace`
     reset_env(key, params) -> obs, state
     step_env(key, state, action, params) -> obs, state, reward, terminated, info
-    is_truncated(state, params) -> whether the time limit is reached; left out, there is none
+    is_truncated(state, params) -> whether the time limit is reached; optional, without it there is none
     action_space(params), observation_space(params)  gymnax's, or Gymnasium's
-    render(state, params) -> picture [H, W, 3]       left out, films show what the network sees
+    render(state, params) -> picture [H, W, 3]       optional, without it films show what the network sees
 
-Their `step`, which resets within the step that ends an episode and loses its last observation, is not used.
+Their `step` is not used, as it resets within the step that ends an episode and so loses the last observation.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -38,11 +38,11 @@ from cleanba.seeds import environment_key
 
 SUITES = ("gymnax", "craftax", "jax")
 CRAFTAX = ("Craftax-Symbolic-v1", "Craftax-Pixels-v1", "Craftax-Classic-Symbolic-v1", "Craftax-Classic-Pixels-v1")
-LIMITS = ("max_steps_in_episode", "max_timesteps", "max_episode_steps")  # what environments call the time limit
+LIMITS = ("max_steps_in_episode", "max_timesteps", "max_episode_steps")  # names of the time limit
 
 
 class Environment(Protocol):
-    """What every environment has; the rest may be left out."""
+    """The methods that every environment has; the others are optional."""
 
     def reset_env(self, key: jax.Array, params: PyTree) -> tuple[PyTree, PyTree]:
         """-> obs, state."""
@@ -60,18 +60,18 @@ Maker = Callable[..., Environment]
 
 
 class JaxEnvironment(NamedTuple):
-    """An environment and its numbers."""
+    """An environment and its parameters."""
 
     env: Environment
     params: PyTree
 
 
 def make(env_id: str, options: dict[str, Any]) -> JaxEnvironment:
-    """Make an environment.  Options are its parameters' fields, and arguments of whatever makes it.
+    """Make an environment.  Options are fields of its parameters, or arguments of the function that makes it.
 
     Raises:
         UsageError: there is no such environment, or its library is missing.
-        Exception: whatever its maker raises.
+        Exception: any error of the function that makes it.
     """
     suite, _, name = env_id.partition(":")
     maker = MAKERS[suite](env_id, name)
@@ -101,7 +101,7 @@ def make(env_id: str, options: dict[str, Any]) -> JaxEnvironment:
 
 
 def limit_name(params: PyTree) -> str | None:
-    """What an environment's numbers call its time limit; None where they have none."""
+    """The name of the time limit among an environment's parameters; None if there is none."""
     known = {field.name for field in fields(params)} if is_dataclass(params) else set()
     return next((name for name in LIMITS if name in known), None)
 
@@ -129,7 +129,7 @@ MAKERS = {"gymnax": _gymnax, "craftax": _craftax, "jax": _own}
 
 
 def known() -> dict[str, str]:
-    """All environments of the suites that are installed, by name: the family of each."""
+    """All environments of the installed suites: name -> family."""
     found: dict[str, str] = {}
     for suite in ("gymnax", "craftax"):
         try:
@@ -142,7 +142,7 @@ def known() -> dict[str, str]:
 
 
 def require_library(name: str) -> ModuleType:
-    """An optional library.  Raises `UsageError` where it is not installed."""
+    """Import an optional library.  Raises `UsageError` if it is not installed."""
     try:
         return import_module(name)
     except ImportError as error:
@@ -150,21 +150,21 @@ def require_library(name: str) -> ModuleType:
 
 
 def unknown(env_id: str, known: Sequence[str]) -> UsageError:
-    """The message for a name that a suite does not have."""
+    """The error for a name that a suite does not have."""
     close = closest_names(env_id, known)
     return UsageError(f"env_id={env_id!r} does not exist; {f'the closest names are {close}' if close else known}")
 
 
 def space_of(environment: JaxEnvironment, name: str) -> gymnasium.Space[Any]:
-    """A space of an environment, as Gymnasium's."""
+    """A space of an environment, as one of Gymnasium's."""
     return as_gymnasium(getattr(environment.env, name)(environment.params))
 
 
 def as_gymnasium(space: Any) -> gymnasium.Space[Any]:
-    """A space of gymnax's, Craftax's or Gymnasium's -> Gymnasium's.
+    """Convert a space of gymnax, Craftax or Gymnasium to Gymnasium's.
 
     Raises:
-        TypeError: it is of another kind.
+        TypeError: the space is of another kind.
     """
     if isinstance(space, gymnasium.Space):
         return space
@@ -180,12 +180,12 @@ def as_gymnasium(space: Any) -> gymnasium.Space[Any]:
 
 
 def named_parts(parts: Mapping[str, object] | Sequence[object]) -> dict[str, object]:
-    """The parts of a dictionary or tuple of spaces, named as `named` names those of observations."""
+    """The parts of a dictionary or tuple of spaces, with the names that `named` gives to those of observations."""
     return dict(parts) if isinstance(parts, Mapping) else {f"{i:02}": part for i, part in enumerate(parts)}
 
 
 def env_spec(e: Experiment) -> EnvSpec:
-    """Look an environment up and make one to see its spaces.  Nothing is compiled.
+    """The specification of an environment, which is made once to see its spaces.  Nothing is compiled.
 
     Raises:
         UsageError: there is no such environment, its library is missing, or no policy here can play it.
@@ -220,12 +220,12 @@ def env_spec(e: Experiment) -> EnvSpec:
 
 
 def as_planes(env_id: str, obs: PyTree) -> PyTree:
-    """The specification of MinAtar's boards says what they are; others stay as they are."""
+    """Specify MinAtar's observations as planes of a board; return other specifications unchanged."""
     return ObsSpec("planes", obs.shape, "bool") if env_id.endswith("-MinAtar") else obs
 
 
 def shown(env_id: str, obs: PyTree) -> PyTree:
-    """Observations as they are recorded: MinAtar's ones and zeros in a byte each, pictures as bytes, tuples by name."""
+    """Observations [...] as they are recorded: MinAtar's as bool, Craftax's pictures as uint8, tuples by name."""
     if env_id.endswith("-MinAtar"):
         return obs.astype(bool)
     if env_id.startswith("craftax:") and "Pixels" in env_id:
@@ -239,31 +239,31 @@ class Block(NamedTuple):
     state: PyTree
     """the environment's own"""
     key: jax.Array
-    """from the environment's seed; each step folds its number in"""
+    """from the environment's seed; each step folds in its number"""
     t: jax.Array
-    """steps so far, ignored ones included"""
+    """steps so far, including ignored ones"""
     done: jax.Array
     """the last step ended an episode, so the next one resets"""
 
 
 class Functions(NamedTuple):
-    """What B environments do.  The same objects for the same environment: what is compiled for one block fits all."""
+    """Reset and step of B environments.  Blocks of the same environment share these objects, and so compiled code."""
 
     reset: Callable[[jax.Array], tuple[Block, PyTree]]
-    """compiled: seeds [B] -> state, obs"""
+    """compiled: seeds [B] -> block, obs [B, ...]"""
     step: Callable[[Block, jax.Array], tuple[Block, Step[jax.Array]]]
-    """to be compiled with more: state, action as a policy draws it -> state, what they delivered"""
+    """to be compiled within other code: block, the policy's action [B] or [B, D] -> block, step"""
     step_alone: Callable[[Block, np.ndarray], tuple[Block, Step[jax.Array]]]
-    """compiled"""
+    """`step`, compiled by itself"""
 
 
 def functions(spec: EnvSpec) -> Functions:
-    """What environments that look like this do."""
+    """The functions of the environments with this specification."""
     return _functions(spec.env_id, Options(spec.options), spec.action, spec.clip_reward)
 
 
 class Options(dict[str, Any]):
-    """A dictionary that can be looked up by what it holds."""
+    """A dictionary that is hashable by its contents."""
 
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(repr(sorted(self.items())))
@@ -274,7 +274,7 @@ def _functions(env_id: str, options: Options, takes: ActionSpec, clip_reward: bo
     environment = make(env_id, options)
     env, params = environment
     truncates, endless = getattr(env, "is_truncated", None), params
-    if truncates is None and hasattr(params, "max_timesteps"):  # Craftax: `done` includes its limit, told apart here
+    if truncates is None and hasattr(params, "max_timesteps"):  # Craftax's `done` includes its time limit
         endless = params.replace(max_timesteps=2**31 - 1)
         truncates = lambda state, params: state.timestep >= params.max_timesteps
 
@@ -301,7 +301,7 @@ def _functions(env_id: str, options: Options, takes: ActionSpec, clip_reward: bo
         state, obs, raw, terminated, truncated = jax.vmap(advance)(key, block.state, taken)
 
         def with_fresh() -> tuple[PyTree, PyTree]:
-            """Those whose episode ended before begin another."""
+            """Reset the environments whose episode has ended."""
             choose = jax.vmap(lambda done, fresh, old: jax.tree.map(lambda x, y: jnp.where(done, x, y), fresh, old))
             return choose(block.done, jax.vmap(begin)(key), (state, obs))
 
@@ -315,12 +315,12 @@ def _functions(env_id: str, options: Options, takes: ActionSpec, clip_reward: bo
 
 
 def strong(tree: PyTree) -> PyTree:
-    """Leaves as arrays whose types do not give way to others': what is compiled for one step then fits the next."""
+    """Give leaves [...] strong types, so that code that is compiled for one step fits the next."""
     return jax.tree.map(lambda x: lax.convert_element_type(x, jnp.result_type(x)), tree)
 
 
 class Envs:
-    """A block of environments, each with a seed of its own, on the device that is JAX's default when it is made."""
+    """A block of B environments, each with its own seed, on the device that is JAX's default when it is made."""
 
     def __init__(self, spec: EnvSpec, seeds: Sequence[int]):
         self.num_envs = len(seeds)
@@ -331,22 +331,22 @@ class Envs:
         self._obs: PyTree = None
 
     def reset(self) -> PyTree:
-        """Start all environments afresh -> obs [B, ...]."""
+        """Restart all environments with their seeds -> obs [B, ...]."""
         self._block, obs = self._functions.reset(self._seeds)
         self._obs = jax.device_get(obs)
         return self._obs
 
     def step(self, action: np.ndarray) -> Step[np.ndarray]:
-        """[B], or [B, D] -> what they delivered.  An environment whose episode ended ignores its action and resets."""
+        """Actions [B] or [B, D] -> `Step`.  An environment whose episode has ended ignores its action and resets."""
         self._block, out = self._functions.step_alone(self._block, action)
         out = jax.device_get(out)
         self._obs = out.obs
         return out
 
     def play(self, actions: np.ndarray) -> tuple[PyTree, np.ndarray, np.ndarray]:
-        """Many steps of which only the last shows anything, after `reset`.
+        """Take N steps, after `reset`, and return only the last observations.
 
-        [N, B] or [N, B, D] -> obs [B, ...], raw rewards [N, B], and whether each step reports an episode's end [N, B].
+        Actions [N, B] or [N, B, D] -> obs [B, ...], raw rewards [N, B], whether a step ended an episode [N, B].
         """
         steps = [self.step(action) for action in actions]
         ended = [step.terminated | step.truncated for step in steps]
@@ -354,26 +354,26 @@ class Envs:
 
     @property
     def state(self) -> PyTree:
-        """All that they are, after `reset`."""
+        """The whole state of the environments, after `reset`.  Leaves [B, ...]."""
         return self._block
 
     def restore(self, state: PyTree, obs: PyTree) -> None:
-        """Have them be what others were: their `state`, and what they showed."""
+        """Continue from the `state` of other environments and their last observations, leaves [B, ...]."""
         self._block = jax.device_put(state, self._seeds.sharding)
         self._obs = obs
 
     def xla(self) -> Compilable:
-        """After `reset`, the state of all environments, and their step, which is the same for all blocks."""
+        """The state of the environments, after `reset`, and their step, which all blocks share."""
         return Compilable(self._block, self._functions.step, self._functions.step)
 
     def render(self, env: int) -> np.ndarray:
-        """What a person would see of one environment, after `reset`.  [H, W, 3] uint8."""
+        """A picture of one environment as a person would see it, after `reset`.  [H, W, 3] uint8."""
         state, obs = jax.tree.map(lambda x: x[env], (self._block.state, self._obs))
         return picture(make(self._spec.env_id, self._spec.options), self._spec, state, obs)
 
     @property
     def steps_per_second(self) -> float:
-        """How many steps are a second of a game played by a person."""
+        """The steps per second of a game at the speed at which people play it."""
         name = self._spec.env_id.partition(":")[2]
         return 10.0 if self._spec.env_id.startswith("craftax:") or "MinAtar" in name else steps_per_second(name)
 
@@ -382,7 +382,7 @@ class Envs:
 
 
 def picture(environment: JaxEnvironment, spec: EnvSpec, state: PyTree, obs: PyTree) -> np.ndarray:
-    """What a person would see: as the environment draws itself, or else what it shows.  [H, W, 3] uint8."""
+    """A picture [H, W, 3] uint8: the environment's own rendering or, without one, a drawing of its observation."""
     if hasattr(environment.env, "render"):
         return np.asarray(environment.env.render(state, environment.params)).astype(np.uint8)
     if spec.env_id.startswith("craftax:"):
@@ -394,7 +394,7 @@ def picture(environment: JaxEnvironment, spec: EnvSpec, state: PyTree, obs: PyTr
 
 @cache
 def craftax_renderer(classic: bool) -> Callable[[PyTree], jax.Array]:
-    """Craftax's own picture of a state, [H, W, 3] numbers up to 255."""
+    """Craftax's own renderer: state -> picture [H, W, 3], numbers in [0, 255]."""
     where = "craftax_classic" if classic else "craftax"
     size = require_library(f"craftax.{where}.constants").BLOCK_PIXEL_SIZE_HUMAN
     return jax.jit(require_library(f"craftax.{where}.renderer").make_craftax_pixel_renderer(size))

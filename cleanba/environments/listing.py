@@ -1,4 +1,4 @@
-"""`cleanba envs`: what can be trained here, by backend and family, with what it shows and takes."""
+"""`cleanba envs`: the environments that can be trained here, by backend and family, with observations and actions."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,17 +15,17 @@ from cleanba.errors import Exit, UsageError, closest_names
 from cleanba.flags import FLAGS
 from cleanba.specs import describe
 
-EXAMPLES = 3  # of each family, where all are listed
+EXAMPLES = 3  # names of each family, in the list of all families
 
 
 @dataclass(frozen=True)
 class Flags:
-    """List what can be trained here: families of environments, or those that match, with what they show and take."""
+    """List what can be trained here: families, or the environments that match, with observations and actions."""
 
     pattern: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[PATTERN]")] = ""
-    """a part of names, in lower or upper case, or with * and ?; or package: for what that package registers"""
+    """part of a name, in lower or upper case, or with * and ?; or package: for what that package registers"""
     limit: int = 40
-    """environments of which to show more than the name; each has to be made"""
+    """environments of which to show more than the name; each of these has to be made"""
 
 
 def envs_command(argv: Sequence[str]) -> Exit:
@@ -48,7 +48,7 @@ def envs_command(argv: Sequence[str]) -> Exit:
         for family, packages in envpool.left_out().items():
             name = family.removeprefix("envpool.")
             print(f"{'EnvPool':10} {name:22}     -  needs assets: pip install {' '.join(packages)}")
-        print("\n`cleanba envs PATTERN` shows single ones; docs/guides/environments.md says how to add your own")
+        print("\n`cleanba envs PATTERN` lists matching ones; docs/guides/environments.md says how to add your own")
         return Exit()
     found = {family: [name for name in ids if matches(name, wanted)] for family, ids in families.items()}
     count = sum(map(len, found.values()))
@@ -68,18 +68,18 @@ def envs_command(argv: Sequence[str]) -> Exit:
             print(f"  {name:36} {spaces_of(name)}" if shown < flags.limit else f"  {name}", flush=True)
             shown += 1
     if count > flags.limit:
-        print(f"\n--limit {count} shows what all of them show and take")
+        print(f"\n--limit {count} shows the observations and actions of all of them")
     return Exit()
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Whether a name holds the pattern, or ends in its form."""
+    """Whether a name contains the pattern, or ends with a match of its * and ?."""
     name, pattern = name.lower(), pattern.lower()
     return pattern in name or fnmatch(name, f"*{pattern}")
 
 
 def all_families() -> dict[tuple[str, str], list[str]]:
-    """By backend and family: the names by which `--env-id` takes them."""
+    """The values of `--env-id`, by backend and family."""
     families: dict[tuple[str, str], list[str]] = {}
     for backend, known in (("EnvPool", envpool.known()), ("Gymnasium", gymnasium.known()), ("JAX", jax_envs.known())):
         for name, family in known.items():
@@ -88,7 +88,7 @@ def all_families() -> dict[tuple[str, str], list[str]]:
 
 
 def spaces_of(env_id: str) -> str:
-    """What an environment shows and takes, or why it cannot be trained here, in one line."""
+    """The observations and actions of an environment, or why it cannot be trained here, in one line."""
     try:
         spec = env_spec(Experiment(env_id=env_id))
     except UsageError as error:
@@ -97,7 +97,7 @@ def spaces_of(env_id: str) -> str:
 
 
 def describe_action(action: ActionSpec) -> str:
-    """What is done, in a few words."""
+    """A short description of actions, such as "one of 4 actions"."""
     if action.kind == "choice":
         return f"one of {action.counts[0]} actions"
     return f"{action.size} {'real numbers' if action.kind == 'quantities' else 'choices'}"

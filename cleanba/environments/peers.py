@@ -1,4 +1,4 @@
-"""What others publish of an algorithm on an environment.  Source: data/README.md."""
+"""Returns that others have published, by algorithm and environment.  Source: data/README.md."""
 
 import csv
 import re
@@ -13,7 +13,7 @@ class Peer(NamedTuple):
     """A published return."""
 
     system: str
-    """whose"""
+    """the system that was published"""
     value: float
     """mean return"""
     steps: int
@@ -26,7 +26,7 @@ class Peer(NamedTuple):
 
 @cache
 def table() -> dict[tuple[str, str], Peer]:
-    """By algorithm and environment, without suite and version: of gymnax:Asterix-MinAtar it is Asterix-MinAtar."""
+    """By algorithm and environment, without suite and version: ("ppo", "Asterix-MinAtar")."""
     text = files("cleanba.environments").joinpath("data/peers.csv").read_text()
     return {
         (row["algorithm"], row["environment"]): Peer(row["system"], float(row["return_mean"]), int(row["steps"]))
@@ -34,7 +34,7 @@ def table() -> dict[tuple[str, str], Peer]:
     }
 
 
-# Of the systems that atari_scores has, the one whose algorithm is alike, on one GPU.
+# Algorithm -> the most similar system in atari_scores that used one GPU.
 ON_ATARI = {
     "ppo": ("CleanRL", "cleanrl_ppo_1xA100_10cpu"),
     "impala": ("the original Cleanba", "cleanba_impala_1xA100_10cpu"),
@@ -42,7 +42,7 @@ ON_ATARI = {
 
 
 def peer(algorithm: str, env_id: str) -> Peer | None:
-    """What is published for that algorithm on that environment, or None."""
+    """The published return of an algorithm on an environment, or None."""
     atari = atari_scores.reference(env_id)
     if atari is not None and algorithm in ON_ATARI:
         system, column = ON_ATARI[algorithm]

@@ -1,4 +1,4 @@
-"""What Gymnasium's spaces, which EnvPool and others speak of too, mean here."""
+"""Converts Gymnasium's spaces, which EnvPool and others use too, to Cleanba's specifications."""
 
 from typing import Any
 
@@ -17,10 +17,10 @@ def obs_spec(
     name: str = "",
     is_minigrid: bool = False,
 ) -> ObsSpecs:
-    """What observations look like, from a space and a batch [B, ...] of samples: an `ObsSpec`, or a tree of them.
+    """The `ObsSpec` of observations, or a tree of them, from their space and a batch of samples [B, ...].
 
     Raises:
-        UsageError: a mask of actions does not fit them.
+        UsageError: an action mask does not fit the actions.
     """
     if isinstance(sample, dict):
         parts = space.spaces if isinstance(space, gymnasium.spaces.Dict) else space
@@ -31,7 +31,7 @@ def obs_spec(
         if not action.masked_by(shape):
             raise UsageError(
                 f"the observation's {name} has the shape {shape}, which does not fit {sum(action.counts)} choices; "
-                "have it show a number for each, 0 where that is not legal, or give it another name"
+                "give it a number for each, 0 if that is not legal, or give it another name"
             )
         return ObsSpec("mask", shape, dtype)
     if isinstance(space, gymnasium.spaces.Discrete):
@@ -47,13 +47,13 @@ def obs_spec(
     return ObsSpec("vector", shape, dtype)
 
 
-MASKS = ("action_mask", "legal_action_mask")  # what an entry that says which actions are legal is called
-MOST_CODES = 32  # integers of a grid that can have more values than these are quantities
-MINIGRID_CODES = 11  # objects; fewer colours and states.  Its space says 256, as if these were the bytes of a picture.
+MASKS = ("action_mask", "legal_action_mask")  # names of an entry that says which actions are legal
+MOST_CODES = 32  # integers in a grid that can have more values than this are numbers, not codes
+MINIGRID_CODES = 11  # objects; there are fewer colours and states.  The space says 256, as for the bytes of a picture.
 
 
 def action_spec(space: gymnasium.Space[Any]) -> ActionSpec | str:
-    """What actions look like, or why no policy can choose them."""
+    """The `ActionSpec` of an action space, or the reason why no policy can choose such actions."""
     if isinstance(space, gymnasium.spaces.Discrete):
         return choice(int(space.n), int(space.start))
     if isinstance(space, gymnasium.spaces.MultiBinary):
@@ -77,7 +77,7 @@ MOST_CHOICES = 2**16
 
 
 def too_wide(space: gymnasium.Space[Any]) -> bool:
-    """Whether a space has integers that 4 bytes cannot hold."""
+    """Whether a space has integers that do not fit into 32 bits."""
     if not isinstance(space, gymnasium.spaces.Box) or not np.issubdtype(space.dtype, np.integer):
         return False
     most = np.iinfo(f"{np.dtype(space.dtype).kind}4")
@@ -85,6 +85,6 @@ def too_wide(space: gymnasium.Space[Any]) -> bool:
 
 
 def narrowed(x: np.ndarray) -> np.ndarray:
-    """Numbers of 8 bytes as JAX keeps them, of 4; others as they are."""
+    """Convert 64-bit numbers [...] to the 32-bit ones that JAX uses; return others unchanged."""
     narrow = {"float64": "float32", "int64": "int32", "uint64": "uint32"}.get(str(x.dtype))
     return x if narrow is None else x.astype(narrow)

@@ -1,4 +1,4 @@
-"""What a step of an environment delivers, whoever makes it; and what it looks like (`cleanba/specs.py`)."""
+"""What a step of an environment delivers, in any backend.  Also exports the specifications of `cleanba/specs.py`."""
 
 import ast
 from collections.abc import Callable, Hashable, Sequence
@@ -30,8 +30,8 @@ class Step(NamedTuple, Generic[Array]):
     """What one step of B environments delivered, to the host or to a device.  `obs` belongs to the caller."""
 
     obs: PyTree  # [B, ...]
-    reward: Array  # [B]  float32, what is trained on (clipped if asked)
-    raw_reward: Array  # [B]  float32, what the environment paid
+    reward: Array  # [B]  float32, for training (clipped if the experiment clips)
+    raw_reward: Array  # [B]  float32, as the environment gave it
     terminated: Array  # [B]  bool
     truncated: Array  # [B]  bool
     over: Array  # [B]  bool: the game is over; differs from the two above under --episodic-life
@@ -42,26 +42,26 @@ EnvStep = Callable[[PyTree, jax.Array], tuple[PyTree, Step[jax.Array]]]
 
 
 class Compilable(NamedTuple):
-    """A block of environments that can be stepped from within XLA."""
+    """A block of environments that compiled code can step."""
 
     handle: PyTree
-    """their state, or what stands for it; threaded through steps, so that these keep their order"""
+    """their state, or a reference to it; passed from step to step, which keeps the steps in order"""
     step: EnvStep
     """for use under `jit`"""
     key: Hashable
-    """code that was compiled for as many environments with this key serves these, too"""
+    """blocks of equal size with equal keys can share compiled code"""
 
 
 def train_reward(spec: EnvSpec, raw: Array) -> Array:
-    """What is trained on: the raw reward, clipped to [-1, 1] if the experiment clips.  [...] -> [...]."""
+    """The reward for training: the raw reward, clipped to [-1, 1] if the experiment clips.  [...] -> [...]."""
     return raw.clip(-1.0, 1.0) if spec.clip_reward else raw
 
 
 def imported(what: str, remedy: str, module: str, name: str | None = None) -> Any:
-    """A module of the user's, or what it calls by that name; looked for in the current directory, too.
+    """Import a user's module, or the object `name` in it.  The current directory is searched, too.
 
     Raises:
-        UsageError: `what` cannot be imported, whatever the module raised; with the remedy.
+        UsageError: `what` cannot be imported, whatever error the module raised; the message ends with `remedy`.
     """
     find_modules_here()
     try:
@@ -71,11 +71,11 @@ def imported(what: str, remedy: str, module: str, name: str | None = None) -> An
         raise UsageError(f"{what} cannot be imported ({raised(error)}); {remedy}") from error
 
 
-WORDS = {"true": True, "false": False}  # as they are written outside of Python, too
+WORDS = {"true": True, "false": False}  # accepted beside Python's own True and False
 
 
 def parse_options(options: Sequence[str]) -> dict[str, Any]:
-    """The words of --env-options -> names and values.  Raises `UsageError` for one of another form."""
+    """Parse --env-options: ["frame_skip=2"] -> {"frame_skip": 2}.  Raises `UsageError` for one of another form."""
     parsed = {}
     for option in options:
         name, eq, value = option.partition("=")

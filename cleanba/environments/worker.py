@@ -1,6 +1,6 @@
-"""A part of a block of Gymnasium's environments, and the process that steps one.
+"""A part of a block of Gymnasium's environments, and the worker process that steps it.
 
-Nothing here imports JAX, or anything that does: a process of its own starts in a blink, and may be forked or killed.
+Nothing here imports JAX, directly or indirectly, so a worker starts quickly, and may be forked or killed.
 """
 
 import fcntl
@@ -23,22 +23,22 @@ from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 Layout = list[tuple[tuple[int, ...], str]]
-"""shapes and types of arrays that lie in memory one after the other"""
+"""shapes and types of arrays that lie one after the other in memory"""
 
 
 class Game(NamedTuple):
-    """How one environment is made.  All of it can be sent to another process."""
+    """How one environment is made.  It can be sent to another process."""
 
     name: str
-    """as `gymnasium.make` takes it; with a colon, after the module to import first"""
+    """name for `gymnasium.make`; module:Name imports the module first"""
     options: dict[str, Any]
     wrappers: tuple[str, ...] = ()
-    """module:function, each called with the environment so far"""
+    """module:function, each called with the environment that the last one returned"""
     registered: EnvSpec | None = None
-    """what the program that trains has told Gymnasium of that name, where only that program knows it"""
+    """Gymnasium's registration of that name, if only the training program has it"""
 
     def make(self, **more: Any) -> gymnasium.Env[Any, Any]:
-        """One environment.  Raises whatever its makers raise."""
+        """Make one environment.  Raises whatever error its code raises."""
         find_modules_here()
         if self.registered is not None:
             gymnasium.registry.setdefault(self.name, self.registered)
@@ -50,7 +50,7 @@ class Game(NamedTuple):
 
 
 def unregistered(name: str) -> EnvSpec | None:
-    """How the class or function `Name` of module:Name makes an environment, where the module registers no such name."""
+    """A registration for the class or function `Name` of module:Name; None if the module registers that name itself."""
     module, colon, rest = name.rpartition(":")
     if not colon or not callable(getattr(import_module(module), rest, None)):
         return None
@@ -62,13 +62,13 @@ def unregistered(name: str) -> EnvSpec | None:
 
 
 def find_modules_here() -> None:
-    """Modules are looked for in the current directory too, as `python -m` does and an installed command does not."""
+    """Search the current directory for modules, too, as `python -m` does, but an installed command does not."""
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.append(os.getcwd())
 
 
 def named(x: object) -> Any:
-    """Observations or spaces with tuples as dictionaries, as parts have names here.  (a, b) -> {"00": a, "01": b}."""
+    """Replace tuples in observations or spaces by dictionaries: (a, b) -> {"00": a, "01": b}."""
     if isinstance(x, gymnasium.spaces.Tuple | tuple):
         x = {f"{i:02}": part for i, part in enumerate(x)}
     if isinstance(x, gymnasium.spaces.Dict):
@@ -77,7 +77,7 @@ def named(x: object) -> Any:
 
 
 def leaves(x: Any) -> Iterator[Any]:
-    """The parts of what `named` returned, by name: in the order of `jax.tree.leaves`."""
+    """The leaves of a result of `named`, in the order of `jax.tree.leaves`."""
     if isinstance(x, dict):
         for name in sorted(x):
             yield from leaves(x[name])
@@ -86,7 +86,7 @@ def leaves(x: Any) -> Iterator[Any]:
 
 
 class Arrays(NamedTuple):
-    """What a block's owner and those who step it share.  Leaves [B, ...]."""
+    """The arrays that a block's owner shares with the workers that step it.  Leaves [B, ...]."""
 
     obs: list[np.ndarray]
     action: np.ndarray
@@ -99,11 +99,11 @@ class Arrays(NamedTuple):
         return Arrays([x[start:end] for x in self.obs], *(x[start:end] for x in self[1:]))
 
 
-ALIGNMENT = 64  # bytes: two workers then write into no cache line of one array's last and another's first rows
+ALIGNMENT = 64  # bytes, a cache line: no array begins in the line in which another one ends
 
 
 def carve(layout: Layout, memory: mmap.mmap | None = None) -> tuple[Arrays, int]:
-    """Arrays that lie in `memory`, or in memory of their own; and how many bytes they take."""
+    """Arrays in `memory`, or in memory of their own, and the number of bytes that they take."""
     arrays, offset = [], 0
     for shape, dtype in layout:
         made = np.zeros(shape, dtype) if memory is None else np.ndarray(shape, dtype, memory, offset)
@@ -113,7 +113,7 @@ def carve(layout: Layout, memory: mmap.mmap | None = None) -> tuple[Arrays, int]
 
 
 def misfit(space: gymnasium.Space[Any], obs: object, name: str = "") -> str:
-    """In what an observation's parts and their shapes are not those of its space; "" where they are."""
+    """How the parts and shapes of an observation differ from its space, in words; "" if they do not."""
     parts, shown = named(space), named(obs)
     what = f"observation{name and f' {name[1:]!r}'}"
     if isinstance(parts, dict):
@@ -126,10 +126,10 @@ def misfit(space: gymnasium.Space[Any], obs: object, name: str = "") -> str:
 
 
 class SilentEnvs(SyncVectorEnv):
-    """Environments without what they tell beside their observations, which nobody here reads.
+    """Gymnasium's `SyncVectorEnv` without infos, which nothing here reads, and with clearer errors.
 
-    Gymnasium would gather it into arrays, and fail where it differs in form from one step to the next.  Where an
-    observation does not fit its space, NumPy would say so in words of its own.
+    Gymnasium would gather the infos into arrays, and fail if their form changes from one step to the next.  For an
+    observation that does not fit its space, only NumPy would raise an error.
     """
 
     def reset(self, **how: Any) -> Any:
@@ -166,12 +166,12 @@ class Part:
         self._envs: Any = SilentEnvs([make] * count, copy=False, autoreset_mode=AutoresetMode.NEXT_STEP)
 
     def reset(self, seeds: Sequence[int | None]) -> None:
-        """Start all of them afresh, each with its seed; with None its chance goes on as it stands."""
+        """Restart all of them, each with its seed; None continues an environment's own random numbers."""
         obs, _ = self._envs.reset(seed=list(seeds))
         self._show(obs)
 
     def step(self) -> None:
-        """Take the actions.  An environment whose episode ended before ignores its own and resets."""
+        """Take the actions.  An environment whose episode has ended ignores its action and resets."""
         a = self._arrays
         action = a.action.copy()  # an environment may keep it
         obs, a.reward[:], a.terminated[:], a.truncated[:], _ = self._envs.step(action)
@@ -182,38 +182,38 @@ class Part:
             mine[:] = delivered
 
     def render(self, env: int) -> object:
-        """What a person would see of one of them."""
+        """A picture of one of them, as a person would see it."""
         return self._envs.envs[env].render()
 
     def close(self) -> None:
-        """End the environments.  May be called twice."""
+        """Close the environments.  May be called twice."""
         self._envs.close()
 
 
 class Task(NamedTuple):
-    """What a worker is told first."""
+    """The first message to a worker: what it steps, and where it answers."""
 
     game: Game
     layout: Layout
     start: int
     end: int
     memory: int
-    """file descriptor of the memory that it shares"""
+    """file descriptor of the shared memory"""
 
 
 class Raised(NamedTuple):
-    """An answer that is none: an environment raised an error."""
+    """The answer of a worker in which an environment raised an error."""
 
     error: str
     trace: str
 
 
 def main() -> None:
-    """Step a part of a block, as the process at the other end of a connection says, for as long as that lives."""
-    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # these may reach a whole group: Ctrl-C, Slurm's
-        signal.signal(signum, lambda *_: None)  # who started this process ends it; what it starts does not inherit it
+    """Step a part of a block, as commanded by the process at the other end of a connection, until that ends."""
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # Ctrl-C and Slurm signal whole process groups
+        signal.signal(signum, lambda *_: None)  # the parent ends this process; its own children do not inherit this
     end_with_parent()
-    gymnasium.logger.min_level = gymnasium.logger.ERROR  # the one that looked first has said it
+    gymnasium.logger.min_level = gymnasium.logger.ERROR  # the parent has shown the warnings
     connection = Connection(int(sys.argv[1]))
     part: Part | None = None
     while True:
@@ -235,16 +235,16 @@ def main() -> None:
 
 
 def open_part(task: Task) -> Part:
-    """The environments of a task, which answer in the memory that it names."""
+    """The environments of a task, which write their results to its shared memory."""
     size = carve(task.layout)[1]
     arrays, _ = carve(task.layout, mmap.mmap(task.memory, size))
     return Part(task.game, arrays.part(task.start, task.end))
 
 
 def end_with_parent() -> None:
-    """The kernel ends this process when the other end of its standard input is closed, as by its owner's end.
+    """Have the kernel end this process when the other end of its standard input is closed, as when the parent ends.
 
-    It does so in whatever this process sits, compiled code that never returns included.
+    This works even while the process is in compiled code that never returns.
     """
     fcntl.fcntl(0, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(0, fcntl.F_SETFL, fcntl.fcntl(0, fcntl.F_GETFL) | os.O_ASYNC)  # SIGIO, which ends a process
