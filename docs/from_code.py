@@ -155,8 +155,9 @@ def written(name: str, f: Field) -> str:
 
 
 def flags_as_code(text: str) -> str:
-    """`--flags` in a sentence as code, where they are not yet."""
-    return re.sub(r"(?<![`\w-])--[a-z][\w-]*", lambda found: code(found[0]), text)
+    """`--flags` in a sentence as code, where they are not yet, and pages that it names as links."""
+    text = re.sub(r"(?<![`\w-])--[a-z][\w-]*", lambda found: code(found[0]), text)
+    return re.sub(r"docs/([\w/-]+/([\w-]+))\.md", r"[\2](/\1.md)", text)
 
 
 def sentence(text: str) -> str:
