@@ -13,7 +13,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import jax
 
-from cleanba.rollout import PyTree, Rollout
+from cleanba.rollout import Obs, PyTree, Rollout
 from cleanba.shards import ShardAxis
 
 S = TypeVar("S")
@@ -59,7 +59,7 @@ class InitialCarry(Protocol[C_co]):
 
 class Act(Protocol[P_contra, C]):
     def __call__(
-        self, params: P_contra, carry: C, obs: PyTree, first: jax.Array, key: jax.Array, explore: bool
+        self, params: P_contra, carry: C, obs: Obs, first: jax.Array, key: jax.Array, explore: bool
     ) -> tuple[jax.Array, C, PyTree]:
         """One step of B environments: obs [B, ...], first [B] bool -> action [B, ...], carry, extras [B, ...].
 
@@ -88,7 +88,7 @@ class ActorParams(Protocol[S_contra, P_co]):
 
 
 class Inspect(Protocol[P_contra, C_contra]):
-    def __call__(self, params: P_contra, carry: C_contra, obs: PyTree, first: jax.Array) -> dict[str, jax.Array]:
+    def __call__(self, params: P_contra, carry: C_contra, obs: Obs, first: jax.Array) -> dict[str, jax.Array]:
         """Values to show in a film, by name: [B], or one per action, [B, A].  The arguments are those of `act`."""
         ...
 

@@ -11,13 +11,19 @@
 So `first[t + 1]` is exactly `not valid[t]`: the step that ignores its action is the one that resets.
 """
 
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-PyTree = Any
+PyTree: TypeAlias = Any
+"""A tree of arrays, of any structure."""
+Obs: TypeAlias = PyTree
+"""An observation: one array, or a dictionary of them of any depth, as `specs.ObsSpecs` says."""
+NetworkParams: TypeAlias = PyTree
+"""The parameters of a Flax module: dictionaries of arrays, by the names of its parts."""
+
 Array = TypeVar("Array", np.ndarray, jax.Array)  # on the host, or on a device
 
 
@@ -27,7 +33,7 @@ class Rollout(NamedTuple):
     A minibatch of transitions has the same fields, with T = 1 for a feed-forward policy.
     """
 
-    obs: PyTree  # [T+1, B, ...]  uint8 for images; what the environment delivered
+    obs: Obs  # [T+1, B, ...]  uint8 for images; what the environment delivered
     first: jax.Array  # [T+1, B]  bool
     action: jax.Array  # [T, B]  int32
     reward: jax.Array  # [T, B]  float32, clipped if the experiment clips

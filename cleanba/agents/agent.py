@@ -18,7 +18,7 @@ from cleanba.errors import Failure, UsageError
 from cleanba.files import Json, read_json
 from cleanba.recipes import Play
 from cleanba.resolution import read_recipe
-from cleanba.rollout import PyTree
+from cleanba.rollout import Obs, PyTree
 from cleanba.runtime import checkpoint as ckpt
 from cleanba.runtime.collect import first_carry
 from cleanba.runtime.process_setup import precision
@@ -37,7 +37,7 @@ class ActOnce(Protocol):
         self,
         params: PyTree,
         carry: PyTree,
-        obs: PyTree,
+        obs: Obs,
         first: np.ndarray,
         key: jax.Array,
         step: np.int32,
@@ -66,7 +66,7 @@ def new_policy(e: Experiment, spec: EnvSpec, algorithm: AnyAlgorithm, platform: 
     """A policy without parameters."""
 
     def act(
-        params: PyTree, carry: PyTree, obs: PyTree, first: jax.Array, key: jax.Array, t: jax.Array, explore: bool
+        params: PyTree, carry: PyTree, obs: Obs, first: jax.Array, key: jax.Array, t: jax.Array, explore: bool
     ) -> tuple[jax.Array, PyTree]:
         return algorithm.act(params, carry, obs, first, jax.random.fold_in(key, t), explore)[:2]
 

@@ -19,7 +19,7 @@ from cleanba.environments.boards import draw_board
 from cleanba.environments.specs import ActionSpec
 from cleanba.errors import Failure, missing
 from cleanba.networks.torsos import channels_first
-from cleanba.rollout import PyTree
+from cleanba.rollout import Obs, PyTree
 
 GAP = 12  # pixels between the parts
 PICTURE = (480, 420)  # what the emulator's picture must fit into, width and height
@@ -63,7 +63,7 @@ class Film:
         self._ended = False
         self._names = action_names(agent.spec)
 
-        def look(params: PyTree, carry: PyTree, obs: PyTree, first: jax.Array) -> dict[str, jax.Array]:
+        def look(params: PyTree, carry: PyTree, obs: Obs, first: jax.Array) -> dict[str, jax.Array]:
             shown = agent.algorithm.inspect(params, *jax.tree.map(lambda x: x[:1], (carry, obs, first)))
             return {name: x[0] for name, x in shown.items()}
 
@@ -74,7 +74,7 @@ class Film:
         picture: np.ndarray,
         fps: float,
         params: PyTree,
-        obs: PyTree,
+        obs: Obs,
         first: np.ndarray,
         carry: PyTree,
         action: np.ndarray,
@@ -86,7 +86,7 @@ class Film:
         bars = next((x for x in shown.values() if x.shape == (len(self._names),)), np.zeros(len(self._names)))
         self._write(picture, fps, obs, score, caption, bars, bars_of(self._agent.spec.action, np.asarray(action)[0]))
 
-    def end(self, picture: np.ndarray, fps: float, obs: PyTree, score: float) -> None:
+    def end(self, picture: np.ndarray, fps: float, obs: Obs, score: float) -> None:
         """Add the last frame, picture [H, W, 3] uint8: the end of the episode, after which no action follows."""
         self._write(picture, fps, obs, score, "the end", np.zeros(len(self._names)), [])
         self._ended = True
@@ -95,7 +95,7 @@ class Film:
         self,
         picture: np.ndarray,
         fps: float,
-        obs: PyTree,
+        obs: Obs,
         score: float,
         caption: str,
         values: np.ndarray,
@@ -146,7 +146,7 @@ def fit(picture: np.ndarray, width: int, height: int) -> Image.Image:
     return image.resize((round(image.width * scale), round(image.height * scale)), Image.Resampling.LANCZOS)
 
 
-def see(obs: PyTree) -> Image.Image:
+def see(obs: Obs) -> Image.Image:
     """Draw the first of the observations [B, ...]: stacked pictures as tiles, oldest first, a board, or numbers."""
     x = obs[0] if isinstance(obs, np.ndarray) else None
     if x is not None and x.dtype == bool and x.ndim == 3:

@@ -11,7 +11,7 @@ import numpy as np
 from cleanba.algorithm import Metrics
 from cleanba.config import PolicyGradient
 from cleanba.ops.losses import kl_estimate
-from cleanba.rollout import PyTree
+from cleanba.rollout import Obs
 from cleanba.shards import ShardAxis
 from cleanba.specs import EnvSpec
 
@@ -19,7 +19,7 @@ AT_ONCE = 2**25  # bytes of observations: 1,188 Atari images, of which the ResNe
 CACHED = 2**21  # bytes of observations: 74 Atari images, whose layers' outputs stay in a processor's caches
 
 
-def steps_at_once(obs: PyTree) -> int:
+def steps_at_once(obs: Obs) -> int:
     """How many steps of a shard's observations [T, B, ...] a GPU processes at once: enough to be busy, and to fit.
 
     Parts are as even as possible.  They depend on the shapes of one shard alone, which all placements share.

@@ -24,7 +24,7 @@ from cleanba.networks.encoder import legal_actions
 from cleanba.ops import replay
 from cleanba.ops.distributions import Categorical, masked
 from cleanba.ops.losses import by_comparison, squared_error
-from cleanba.rollout import PyTree, Rollout
+from cleanba.rollout import NetworkParams, Obs, PyTree, Rollout
 from cleanba.shards import ShardAxis
 from cleanba.specs import EnvSpec
 
@@ -122,7 +122,7 @@ class State(NamedTuple):
     """The learner's state."""
 
     online: TrainState
-    target: PyTree
+    target: NetworkParams
     updates: jax.Array  # int32: updates done
     since_target: jax.Array  # int32: environment steps since the target network was updated
 
@@ -130,7 +130,7 @@ class State(NamedTuple):
 class ActingParams(NamedTuple):
     """What acting needs of the learner's state."""
 
-    params: PyTree
+    params: NetworkParams
     updates: jax.Array  # [] int32, which the exploration rate depends on
 
 
@@ -162,7 +162,7 @@ def make(e: DQN, spec: EnvSpec, platform: str) -> Algorithm[State, replay.Ring, 
         target = jax.tree.map(jnp.copy, params)
         return State(TrainState(params, optimiser.init(params)), target, jnp.int32(0), jnp.int32(0))
 
-    def legal_values(values: jax.Array, obs: PyTree) -> jax.Array:
+    def legal_values(values: jax.Array, obs: Obs) -> jax.Array:
         """Action values [N, A], with -inf for illegal actions."""
         legal = legal_actions(spec.obs, obs)
         return values if legal is None else masked(values, legal.reshape(values.shape))
@@ -173,7 +173,7 @@ def make(e: DQN, spec: EnvSpec, platform: str) -> Algorithm[State, replay.Ring, 
         return e.start_e + (e.end_e - e.start_e) * done
 
     def act(
-        params: ActingParams, carry: NoCarry, obs: PyTree, first: jax.Array, key: jax.Array, explore: bool
+        params: ActingParams, carry: NoCarry, obs: Obs, first: jax.Array, key: jax.Array, explore: bool
     ) -> tuple[jax.Array, NoCarry, PyTree]:
         best = legal_values(network.values(params.params, obs), obs).argmax(-1).astype(jnp.int32)
         if not explore:
@@ -187,7 +187,7 @@ def make(e: DQN, spec: EnvSpec, platform: str) -> Algorithm[State, replay.Ring, 
         explores = jax.random.uniform(whether_key, best.shape) < epsilon(params.updates)
         return jnp.where(explores, anything, best), carry, {}
 
-    def loss(params: PyTree, window: replay.Window, target: PyTree) -> tuple[jax.Array, Metrics]:
+    def loss(params: NetworkParams, window: replay.Window, target: NetworkParams) -> tuple[jax.Array, Metrics]:
         """This shard's part of the mean loss over the batch of all shards.
 
         y = r + gamma max_a Q'(s', a) (Mnih et al. 2015); double: r + gamma Q'(s', argmax_a Q(s', a)); a legal in s'.
@@ -220,7 +220,7 @@ def make(e: DQN, spec: EnvSpec, platform: str) -> Algorithm[State, replay.Ring, 
         metrics |= {"charts/learning_rate": rate, "charts/epsilon": epsilon(state.updates)}
         return state._replace(updates=state.updates + 1), memory, metrics
 
-    def inspect(params: ActingParams, carry: NoCarry, obs: PyTree, first: jax.Array) -> dict[str, jax.Array]:
+    def inspect(params: ActingParams, carry: NoCarry, obs: Obs, first: jax.Array) -> dict[str, jax.Array]:
         values = network.values(params.params, obs)
         return {"value": legal_values(values, obs).max(-1), "action value": values}
 

@@ -21,7 +21,7 @@ from cleanba.config import Fraction, Partition, PolicyGradient, Positive, Positi
 from cleanba.networks import make_actor_critic
 from cleanba.ops.losses import kl_estimate, squared_error
 from cleanba.ops.returns import vtrace
-from cleanba.rollout import PyTree, Rollout
+from cleanba.rollout import NetworkParams, Obs, PyTree, Rollout
 from cleanba.shards import ShardAxis
 from cleanba.specs import EnvSpec
 
@@ -129,7 +129,7 @@ LOGGED = {
 class Minibatch(NamedTuple):
     """All steps of some environments of one shard."""
 
-    obs: PyTree  # [T+1, B', ...]
+    obs: Obs  # [T+1, B', ...]
     first: jax.Array  # [T+1, B']
     carry: PyTree  # [B', ...]
     action: jax.Array  # [T, B']
@@ -175,7 +175,7 @@ def make(e: IMPALA, spec: EnvSpec, platform: str) -> Algorithm[State, ReturnsSoF
             log_prob=at(rollout.extras["log_prob"]),
         )
 
-    def loss(params: PyTree, mb: Minibatch, valid: jax.Array) -> tuple[jax.Array, Metrics]:
+    def loss(params: NetworkParams, mb: Minibatch, valid: jax.Array) -> tuple[jax.Array, Metrics]:
         """This shard's part of the mean over the valid transitions of the minibatch, all shards together."""
         out = network.outputs(params, mb.obs, mb.first, mb.carry)  # the last value is only for bootstrapping
         acted = jax.tree.map(lambda x: x[:-1], out.policy)

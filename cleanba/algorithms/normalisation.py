@@ -23,7 +23,7 @@ from cleanba.config import PolicyGradient
 from cleanba.networks.encoder import as_vector
 from cleanba.ops.moments import Moments, add_batch, no_moments
 from cleanba.ops.returns import returns_so_far
-from cleanba.rollout import PyTree, Rollout
+from cleanba.rollout import NetworkParams, Obs, PyTree, Rollout
 from cleanba.shards import ShardAxis
 from cleanba.specs import EnvSpec, ObsSpec
 
@@ -44,7 +44,7 @@ class Statistics(NamedTuple):
 class ActingParams(NamedTuple):
     """What acting needs where observations are normalised.  Elsewhere it is the parameters alone."""
 
-    params: PyTree
+    params: NetworkParams
     obs: dict[str, Moments]
 
 
@@ -75,7 +75,7 @@ class Normaliser:
 
         return spec._replace(obs=jax.tree_util.tree_map_with_path(part, spec.obs))
 
-    def normalise(self, seen: dict[str, Moments], obs: PyTree) -> PyTree:
+    def normalise(self, seen: dict[str, Moments], obs: Obs) -> PyTree:
         """Observations [..., *shape] -> the same, normalised by these statistics."""
         parts = dict(self.parts)
 
@@ -90,7 +90,7 @@ class Normaliser:
     def normalising(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """fn(params, carry, obs, ...) -> the same function of `acting_params`, which normalises observations first."""
 
-        def normalised(params: ActingParams, carry: PyTree, obs: PyTree, *rest: Any) -> Any:
+        def normalised(params: ActingParams, carry: PyTree, obs: Obs, *rest: Any) -> Any:
             return fn(params.params, carry, self.normalise(params.obs, obs), *rest)
 
         return normalised if self.parts else fn
@@ -121,7 +121,7 @@ class Normaliser:
             of_return = add_batch(shards, of_return, returns, rollout.valid)
         statistics = Statistics(moments, of_return)
 
-        def normalise_both(obs: PyTree, reward: jax.Array) -> tuple[PyTree, jax.Array]:
+        def normalise_both(obs: Obs, reward: jax.Array) -> tuple[PyTree, jax.Array]:
             if isinstance(of_return, Moments):
                 reward = (reward * inverse_std(of_return)).clip(-LIMIT, LIMIT)
             return self.normalise(moments, obs), reward

@@ -14,14 +14,14 @@ from cleanba import kernels
 from cleanba.algorithm import Metrics
 from cleanba.config import Experiment
 from cleanba.ops.descent import clipped, descend
-from cleanba.rollout import PyTree
+from cleanba.rollout import NetworkParams, PyTree
 from cleanba.shards import ShardAxis
 
 
 class State(NamedTuple):
     """The state of a learner with one optimiser: all that an update changes."""
 
-    params: PyTree
+    params: NetworkParams
     optimiser: PyTree
     updates: jax.Array  # int32: updates done
     statistics: PyTree = ()  # of observations and returns
@@ -30,7 +30,7 @@ class State(NamedTuple):
 class TrainState(NamedTuple):
     """Parameters and the state of their optimiser.  A learner with several optimisers, such as SAC, has several."""
 
-    params: PyTree
+    params: NetworkParams
     optimiser: PyTree
 
 
@@ -47,7 +47,7 @@ class Optimiser(NamedTuple):
     step: Step
     """one step, to the same bits on every placement"""
 
-    def init(self, params: PyTree) -> PyTree:
+    def init(self, params: NetworkParams) -> PyTree:
         """The optimiser's state before the first step: leaves of the parameters' shapes, and counters."""
         return self.rule.init(params)
 

@@ -31,7 +31,7 @@ from cleanba.networks import make_actor_critic
 from cleanba.networks.actor_critic import Output
 from cleanba.ops.losses import kl_estimate, ppo_policy_loss, squared_error
 from cleanba.ops.returns import corrected_gae, gae
-from cleanba.rollout import PyTree, Rollout
+from cleanba.rollout import NetworkParams, Obs, PyTree, Rollout
 from cleanba.shards import ShardAxis
 from cleanba.specs import EnvSpec
 
@@ -150,7 +150,7 @@ class Targets(NamedTuple):
 class Minibatch(NamedTuple):
     """Sequences [T', B'] of a batch: single transitions for a feed-forward policy, all steps for a recurrent one."""
 
-    obs: PyTree  # [T', B', ...]
+    obs: Obs  # [T', B', ...]
     first: jax.Array  # [T', B']
     carry: PyTree  # [B', ...]
     action: jax.Array
@@ -182,7 +182,7 @@ def make(e: PPO, spec: EnvSpec, platform: str) -> Algorithm[State, ReturnsSoFar,
         params = network.initial_params(key)
         return State(params, optimiser.init(params), jnp.int32(0), normaliser.init())
 
-    def prepare(params: PyTree, rollout: Rollout) -> Targets:
+    def prepare(params: NetworkParams, rollout: Rollout) -> Targets:
         """Values, advantages and targets of one shard's rollout [T(+1), B, ...], from one set of parameters.
 
         These parameters are the proximal policy pi_prox; pi_b, one version older, acted.  With the decoupled objective
@@ -206,7 +206,7 @@ def make(e: PPO, spec: EnvSpec, platform: str) -> Algorithm[State, ReturnsSoFar,
         weight = jnp.minimum(jnp.exp(log_ratio), e.lag_weight_cap) if weighted else ()
         return Targets(value[:-1], advantage, target, log_ratio, center, weight)
 
-    def outputs_of(params: PyTree, rollout: Rollout) -> Output:
+    def outputs_of(params: NetworkParams, rollout: Rollout) -> Output:
         """Policy and value [T+1, B, ...], some steps at a time, as activations of all steps would take gigabytes."""
         count = rollout.first.shape[0]
         if platform != "cpu":
@@ -250,7 +250,7 @@ def make(e: PPO, spec: EnvSpec, platform: str) -> Algorithm[State, ReturnsSoFar,
             target=at(targets.target),
         )
 
-    def loss(params: PyTree, mb: Minibatch, scale: Scale) -> tuple[jax.Array, Metrics]:
+    def loss(params: NetworkParams, mb: Minibatch, scale: Scale) -> tuple[jax.Array, Metrics]:
         """This shard's part of the mean over the valid transitions of the minibatch, all shards together."""
         out = network.outputs(params, mb.obs, mb.first, mb.carry)
         log_prob, entropy = out.policy.log_prob_and_entropy(mb.action)

@@ -24,7 +24,7 @@ from cleanba.networks import make_critics, make_policy
 from cleanba.ops import replay
 from cleanba.ops.descent import descend
 from cleanba.ops.distributions import SquashedGaussian
-from cleanba.rollout import PyTree, Rollout
+from cleanba.rollout import NetworkParams, Obs, PyTree, Rollout
 from cleanba.shards import ShardAxis
 from cleanba.specs import EnvSpec
 
@@ -65,7 +65,7 @@ class State(NamedTuple):
 
     policy: TrainState
     critics: TrainState
-    targets: PyTree
+    targets: NetworkParams
     log_alpha: TrainState  # of the entropy coefficient
     updates: jax.Array  # int32: updates done
     since_target: jax.Array  # int32: environment steps since the target networks were updated
@@ -101,14 +101,14 @@ def make(e: SAC, spec: EnvSpec, platform: str) -> Algorithm[State, replay.Ring, 
         zero = jnp.int32(0)
         return State(trained(policy), trained(critics), targets, log_alpha, zero, zero.copy(), zero.copy())
 
-    def policy_of(params: PyTree, obs: PyTree) -> SquashedGaussian:
+    def policy_of(params: NetworkParams, obs: Obs) -> SquashedGaussian:
         """The policy at these observations.  Leaves [N, ...]."""
         mean, x = policy_network.outputs(params, obs)
         low, high = LOG_STD
         return SquashedGaussian(mean, low + 0.5 * (high - low) * (jnp.tanh(x) + 1), bounds.centre, bounds.scale)
 
     def act(
-        params: ActingParams, carry: NoCarry, obs: PyTree, first: jax.Array, key: jax.Array, explore: bool
+        params: ActingParams, carry: NoCarry, obs: Obs, first: jax.Array, key: jax.Array, explore: bool
     ) -> tuple[jax.Array, NoCarry, PyTree]:
         policy = policy_of(params.policy, obs)
         if not explore:
@@ -118,7 +118,12 @@ def make(e: SAC, spec: EnvSpec, platform: str) -> Algorithm[State, replay.Ring, 
         return jnp.where(e.learns(params.updates), own, bounds.uniform(uniform_key, own)), carry, {}
 
     def critic_loss(
-        params: PyTree, window: replay.Window, noise: jax.Array, policy: PyTree, targets: PyTree, log_alpha: jax.Array
+        params: NetworkParams,
+        window: replay.Window,
+        noise: jax.Array,
+        policy: NetworkParams,
+        targets: NetworkParams,
+        log_alpha: jax.Array,
     ) -> tuple[jax.Array, Metrics]:
         """This shard's part of the mean loss over the batch of all shards.
 
@@ -132,7 +137,7 @@ def make(e: SAC, spec: EnvSpec, platform: str) -> Algorithm[State, replay.Ring, 
         return td_loss(e, t, values, y)
 
     def policy_loss(
-        params: PyTree, window: replay.Window, noise: jax.Array, critics: PyTree, log_alpha: jax.Array
+        params: NetworkParams, window: replay.Window, noise: jax.Array, critics: NetworkParams, log_alpha: jax.Array
     ) -> tuple[jax.Array, Metrics]:
         """This shard's part of the mean of alpha log pi(a|s) - min_i Q_i(s, a), a drawn from pi(.|s) (eq. 9)."""
         action, log_prob = policy_of(params, window.obs).act(noise)
@@ -186,7 +191,7 @@ def make(e: SAC, spec: EnvSpec, platform: str) -> Algorithm[State, replay.Ring, 
         }
         return state._replace(updates=state.updates + 1), memory, metrics
 
-    def inspect(params: ActingParams, carry: NoCarry, obs: PyTree, first: jax.Array) -> dict[str, jax.Array]:
+    def inspect(params: ActingParams, carry: NoCarry, obs: Obs, first: jax.Array) -> dict[str, jax.Array]:
         policy = policy_of(params.policy, obs)
         value = critic_network.values(params.critics, obs, policy.mode()).min(0)
         return {"value": value, **policy.describe()}

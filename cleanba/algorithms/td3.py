@@ -20,7 +20,7 @@ from cleanba.config import NotNegative, Partition, Positive, Settings
 from cleanba.kernels import polyak_update
 from cleanba.networks import make_critics, make_policy
 from cleanba.ops import replay
-from cleanba.rollout import PyTree, Rollout
+from cleanba.rollout import NetworkParams, Obs, PyTree, Rollout
 from cleanba.shards import ShardAxis
 from cleanba.specs import EnvSpec
 
@@ -53,8 +53,8 @@ def check(e: TD3, partition: Partition) -> None:
 class Networks(NamedTuple):
     """The parameters of a policy and of its critics."""
 
-    policy: PyTree
-    critics: PyTree
+    policy: NetworkParams
+    critics: NetworkParams
 
 
 class State(NamedTuple):
@@ -85,12 +85,12 @@ def make(e: TD3, spec: EnvSpec, platform: str) -> Algorithm[State, replay.Ring, 
         targets = jax.tree.map(jnp.copy, Networks(policy, critics))
         return State(trained(policy), trained(critics), targets, jnp.int32(0), jnp.int32(0))
 
-    def best(policy: PyTree, obs: PyTree) -> jax.Array:
+    def best(policy: NetworkParams, obs: Obs) -> jax.Array:
         """The policy's actions [N, D] at these observations [N, ...], without noise."""
         return bounds.centre + bounds.scale * jnp.tanh(policy_network.outputs(policy, obs)[0])
 
     def act(
-        params: ActingParams, carry: NoCarry, obs: PyTree, first: jax.Array, key: jax.Array, explore: bool
+        params: ActingParams, carry: NoCarry, obs: Obs, first: jax.Array, key: jax.Array, explore: bool
     ) -> tuple[jax.Array, NoCarry, PyTree]:
         action = best(params.policy, obs)
         if not explore:
@@ -101,7 +101,7 @@ def make(e: TD3, spec: EnvSpec, platform: str) -> Algorithm[State, replay.Ring, 
         return jnp.where(e.learns(params.updates), noisy, uniform), carry, {}
 
     def critic_loss(
-        params: PyTree, window: replay.Window, noise: jax.Array, targets: Networks
+        params: NetworkParams, window: replay.Window, noise: jax.Array, targets: Networks
     ) -> tuple[jax.Array, Metrics]:
         """This shard's part of the mean loss over the batch of all shards.
 
@@ -115,7 +115,7 @@ def make(e: TD3, spec: EnvSpec, platform: str) -> Algorithm[State, replay.Ring, 
         values = critic_network.values(params, t.obs, t.action)
         return td_loss(e, t, values, y)
 
-    def policy_loss(params: PyTree, window: replay.Window, critics: PyTree) -> tuple[jax.Array, Metrics]:
+    def policy_loss(params: NetworkParams, window: replay.Window, critics: NetworkParams) -> tuple[jax.Array, Metrics]:
         """This shard's part of the mean of -Q_1(s, pi(s)) (algorithm 1)."""
         value = critic_network.values(critics, window.obs, best(params, window.obs), first=1)[0]
         loss = -jnp.where(window.valid, value, 0.0).sum() / e.batch_size
@@ -149,7 +149,7 @@ def make(e: TD3, spec: EnvSpec, platform: str) -> Algorithm[State, replay.Ring, 
         metrics["charts/learning_rate"] = rate
         return state._replace(updates=state.updates + 1), memory, metrics
 
-    def inspect(params: ActingParams, carry: NoCarry, obs: PyTree, first: jax.Array) -> dict[str, jax.Array]:
+    def inspect(params: ActingParams, carry: NoCarry, obs: Obs, first: jax.Array) -> dict[str, jax.Array]:
         action = best(params.policy, obs)
         return {"value": critic_network.values(params.critics, obs, action, first=1)[0], "action": action}
 

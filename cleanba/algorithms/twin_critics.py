@@ -10,7 +10,7 @@ from cleanba.algorithms.gradient_steps import REPLAY_LOGGED, with_count
 from cleanba.algorithms.off_policy import OffPolicy
 from cleanba.ops import replay
 from cleanba.ops.losses import squared_error
-from cleanba.rollout import PyTree
+from cleanba.rollout import NetworkParams
 
 CRITICS_LOGGED = REPLAY_LOGGED | {
     "losses/q_loss": "half the squared error between action values and their targets, added up over the critics",
@@ -25,8 +25,8 @@ CRITICS_LOGGED = REPLAY_LOGGED | {
 class ActingParams(NamedTuple):
     """What acting needs of the learner's state: the policy, and the critics, whose values films show."""
 
-    policy: PyTree
-    critics: PyTree
+    policy: NetworkParams
+    critics: NetworkParams
     updates: jax.Array  # [] int32: before learning starts, actions are uniform
 
 

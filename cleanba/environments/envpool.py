@@ -23,7 +23,7 @@ from cleanba.environments.gymnasium import steps_per_second
 from cleanba.environments.spaces import action_spec, narrowed, obs_spec
 from cleanba.environments.specs import Compilable, EnvSpec, Step, choice, parse_options, train_reward
 from cleanba.errors import Failure, UsageError, closest_names, raised, said
-from cleanba.rollout import Array, PyTree
+from cleanba.rollout import Array, Obs, PyTree
 
 
 def known() -> dict[str, str]:
@@ -268,7 +268,7 @@ def opengl() -> bool:
 
 
 def told(
-    spec: EnvSpec, obs: PyTree, raw_reward: Array, terminated: Array, truncated: Array, info: dict[str, Array]
+    spec: EnvSpec, obs: Obs, raw_reward: Array, terminated: Array, truncated: Array, info: dict[str, Array]
 ) -> Step[Array]:
     """One step as EnvPool reported it, [B, ...] of NumPy or JAX, with the end of a game told from its time limit.
 
@@ -281,7 +281,7 @@ def told(
     return Step(obs, train_reward(spec, raw_reward), raw_reward, terminated, truncated, over | truncated)
 
 
-def game_over(spec: EnvSpec, obs: PyTree, raw_reward: Array, info: dict[str, Array]) -> Array | np.ndarray:
+def game_over(spec: EnvSpec, obs: Obs, raw_reward: Array, info: dict[str, Array]) -> Array | np.ndarray:
     """Whether the game has ended by itself, as far as rewards, observations or infos show it.  [B, ...] -> [B] bool.
 
     `docs/algorithms/details.md` lists the environments that show it.

@@ -39,7 +39,7 @@ from cleanba.environments.worker import (
     unregistered,
 )
 from cleanba.errors import Failure, UsageError, closest_names, missing, raised, said
-from cleanba.rollout import PyTree
+from cleanba.rollout import Obs, PyTree
 from cleanba.specs import ObsSpecs
 
 PREFIX = "gymnasium:"
@@ -240,7 +240,7 @@ def follows_its_seed(spec: EnvSpec, steps: int = 32) -> bool:
     return True
 
 
-def mask_of(spec: ObsSpecs, obs: PyTree) -> np.ndarray | None:
+def mask_of(spec: ObsSpecs, obs: Obs) -> np.ndarray | None:
     """The legal actions of the first environment, [...] bool, or None if the observations [B, ...] have no mask."""
     parts = zip(leaves(spec), leaves(obs), strict=True)
     return next((np.asarray(x[0]) != 0 for part, x in parts if part.kind == "mask"), None)

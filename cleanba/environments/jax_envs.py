@@ -33,7 +33,7 @@ from cleanba.environments.spaces import action_spec, obs_spec
 from cleanba.environments.specs import ActionSpec, Compilable, EnvSpec, ObsSpec, Step, choice, imported, parse_options
 from cleanba.environments.worker import named
 from cleanba.errors import UsageError, closest_names, missing, raised
-from cleanba.rollout import PyTree, step_outcome
+from cleanba.rollout import Obs, PyTree, step_outcome
 from cleanba.seeds import environment_key
 
 SUITES = ("gymnax", "craftax", "jax")
@@ -219,12 +219,12 @@ def env_spec(e: Experiment) -> EnvSpec:
     )
 
 
-def as_planes(env_id: str, obs: PyTree) -> PyTree:
+def as_planes(env_id: str, obs: Obs) -> PyTree:
     """Specify MinAtar's observations as planes of a board; return other specifications unchanged."""
     return ObsSpec("planes", obs.shape, "bool") if env_id.endswith("-MinAtar") else obs
 
 
-def shown(env_id: str, obs: PyTree) -> PyTree:
+def shown(env_id: str, obs: Obs) -> PyTree:
     """Observations [...] as they are recorded: MinAtar's as bool, Craftax's pictures as uint8, tuples by name."""
     if env_id.endswith("-MinAtar"):
         return obs.astype(bool)
@@ -328,7 +328,7 @@ class Envs:
         device = jax.config.jax_default_device or jax.local_devices()[0]  # type: ignore[attr-defined]
         self._seeds = jax.device_put(np.array(seeds, np.int32), device)
         self._block: Block  # after `reset`
-        self._obs: PyTree = None
+        self._obs: Obs = None
 
     def reset(self) -> PyTree:
         """Restart all environments with their seeds -> obs [B, ...]."""
@@ -357,7 +357,7 @@ class Envs:
         """The whole state of the environments, after `reset`.  Leaves [B, ...]."""
         return self._block
 
-    def restore(self, state: PyTree, obs: PyTree) -> None:
+    def restore(self, state: PyTree, obs: Obs) -> None:
         """Continue from the `state` of other environments and their last observations, leaves [B, ...]."""
         self._block = jax.device_put(state, self._seeds.sharding)
         self._obs = obs
@@ -381,7 +381,7 @@ class Envs:
         """There is nothing to stop."""
 
 
-def picture(environment: JaxEnvironment, spec: EnvSpec, state: PyTree, obs: PyTree) -> np.ndarray:
+def picture(environment: JaxEnvironment, spec: EnvSpec, state: PyTree, obs: Obs) -> np.ndarray:
     """A picture [H, W, 3] uint8: the environment's own rendering or, without one, a drawing of its observation."""
     if hasattr(environment.env, "render"):
         return np.asarray(environment.env.render(state, environment.params)).astype(np.uint8)

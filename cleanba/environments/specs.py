@@ -9,7 +9,7 @@ import jax
 
 from cleanba.environments.worker import find_modules_here
 from cleanba.errors import UsageError, raised
-from cleanba.rollout import Array, PyTree
+from cleanba.rollout import Array, Obs, PyTree
 from cleanba.specs import ActionSpec, EnvSpec, ObsSpec, choice
 
 __all__ = [
@@ -29,7 +29,7 @@ __all__ = [
 class Step(NamedTuple, Generic[Array]):
     """What one step of B environments delivered, to the host or to a device.  `obs` belongs to the caller."""
 
-    obs: PyTree  # [B, ...]
+    obs: Obs  # [B, ...]
     reward: Array  # [B]  float32, for training (clipped if the experiment clips)
     raw_reward: Array  # [B]  float32, as the environment gave it
     terminated: Array  # [B]  bool

@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from cleanba.config import Experiment
 from cleanba.networks import torsos
 from cleanba.networks.encoder import encode, encoder_fields
-from cleanba.rollout import PyTree
+from cleanba.rollout import NetworkParams, Obs
 from cleanba.specs import EnvSpec, ObsSpecs
 
 
@@ -29,7 +29,7 @@ class ActionValues(nn.Module):
     dtype: DTypeLike
 
     @nn.compact
-    def __call__(self, obs: PyTree) -> jax.Array:
+    def __call__(self, obs: Obs) -> jax.Array:
         """Obs [N, ...] -> [N, num_actions] float32."""
         heads = [torsos.Dense(self.num_actions, 1.0, name="action_value")]
         if self.dueling:
@@ -37,11 +37,11 @@ class ActionValues(nn.Module):
         values, *value = encode(self, obs, heads, "relu")
         return value[0] + values - values.mean(-1, keepdims=True) if self.dueling else values
 
-    def initial_params(self, key: jax.Array) -> PyTree:
+    def initial_params(self, key: jax.Array) -> NetworkParams:
         """Random parameters."""
         return self.init(key, jax.tree.map(lambda o: jnp.zeros((1, *o.shape), o.dtype), self.obs_spec))
 
-    def values(self, params: PyTree, obs: PyTree) -> jax.Array:
+    def values(self, params: NetworkParams, obs: Obs) -> jax.Array:
         """`__call__` with these parameters."""
         out = self.apply(params, obs)
         assert isinstance(out, jax.Array)

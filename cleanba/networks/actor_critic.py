@@ -12,7 +12,7 @@ from cleanba.config import PolicyGradient
 from cleanba.networks import cores, torsos
 from cleanba.networks.encoder import encode, encoder_fields, legal_actions
 from cleanba.ops.distributions import Distribution, distribution, size
-from cleanba.rollout import PyTree
+from cleanba.rollout import NetworkParams, Obs, PyTree
 from cleanba.specs import ActionSpec, EnvSpec, ObsSpecs
 
 
@@ -43,7 +43,7 @@ class ActorCritic(nn.Module):
     dtype: DTypeLike
 
     @nn.compact
-    def __call__(self, obs: PyTree, first: jax.Array, carry: PyTree) -> Output:
+    def __call__(self, obs: Obs, first: jax.Array, carry: PyTree) -> Output:
         """Obs [T, B, ...], first [T, B] bool, carry [B, ...] -> `Output`."""
         heads = (
             torsos.Dense(size(self.action), 0.01, name="policy"),
@@ -62,7 +62,7 @@ class ActorCritic(nn.Module):
         return Output(policy, value[..., 0], carry)
 
     def look_by(
-        self, heads: Sequence[torsos.Dense], obs: PyTree, first: jax.Array, carry: PyTree
+        self, heads: Sequence[torsos.Dense], obs: Obs, first: jax.Array, carry: PyTree
     ) -> tuple[list[jax.Array], PyTree]:
         """By another torso and core each time it is called: what each head makes of it [T, B, ...] float32, carry."""
         t, b = first.shape
@@ -74,7 +74,7 @@ class ActorCritic(nn.Module):
         # The heads are small, and what they say is exponentiated and squared.
         return [head(x.astype(jnp.float32)) for head in heads], carry
 
-    def initial_params(self, key: jax.Array) -> PyTree:
+    def initial_params(self, key: jax.Array) -> NetworkParams:
         """Random parameters."""
         obs = jax.tree.map(lambda o: jnp.zeros((1, 1, *o.shape), o.dtype), self.obs_spec)
         return self.init(key, obs, jnp.zeros((1, 1), bool), self.initial_carry(1))
@@ -85,14 +85,14 @@ class ActorCritic(nn.Module):
         # Two of them, as they are donated, and must not share their memory.
         return one() if self.share_torso or self.core == "none" else (one(), one())
 
-    def outputs(self, params: PyTree, obs: PyTree, first: jax.Array, carry: PyTree) -> Output:
+    def outputs(self, params: NetworkParams, obs: Obs, first: jax.Array, carry: PyTree) -> Output:
         """`__call__` with these parameters."""
         out = self.apply(params, obs, first, carry)
         assert isinstance(out, Output)
         return out
 
     def act(
-        self, params: PyTree, carry: PyTree, obs: PyTree, first: jax.Array, key: jax.Array, explore: bool
+        self, params: NetworkParams, carry: PyTree, obs: Obs, first: jax.Array, key: jax.Array, explore: bool
     ) -> tuple[jax.Array, PyTree, PyTree]:
         """One step of B environments: obs [B, ...], first [B] -> action [B, ...], carry, {"log_prob": [B]}.
 
@@ -102,12 +102,12 @@ class ActorCritic(nn.Module):
         action = policy.sample(key) if explore else policy.mode()
         return action, carry, {"log_prob": policy.log_prob(action)}
 
-    def inspect(self, params: PyTree, carry: PyTree, obs: PyTree, first: jax.Array) -> dict[str, jax.Array]:
+    def inspect(self, params: NetworkParams, carry: PyTree, obs: Obs, first: jax.Array) -> dict[str, jax.Array]:
         """Obs [B, ...], first [B] -> the value [B], and what describes the policy, such as probabilities [B, A]."""
         out = self.look(params, carry, obs, first)
         return {"value": out.value, **out.policy.describe()}
 
-    def look(self, params: PyTree, carry: PyTree, obs: PyTree, first: jax.Array) -> Output:
+    def look(self, params: NetworkParams, carry: PyTree, obs: Obs, first: jax.Array) -> Output:
         """`outputs` of one step: obs [B, ...], first [B] -> leaves [B, ...]."""
         out = self.outputs(params, jax.tree.map(lambda o: o[None], obs), first[None], carry)
         policy, value = jax.tree.map(lambda x: x[0], (out.policy, out.value))

@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from cleanba.config import Experiment
 from cleanba.networks import torsos
 from cleanba.networks.encoder import encode, encoder_fields
-from cleanba.rollout import PyTree
+from cleanba.rollout import NetworkParams, Obs, PyTree
 from cleanba.specs import EnvSpec, ObsSpecs
 
 
@@ -26,15 +26,15 @@ class Policy(nn.Module):
     dtype: DTypeLike
 
     @nn.compact
-    def __call__(self, obs: PyTree) -> jax.Array:
+    def __call__(self, obs: Obs) -> jax.Array:
         """Obs [N, ...] -> [heads, N, size] float32."""
         return jnp.stack(encode(self, obs, [torsos.Dense(self.size, 0.01) for _ in range(self.heads)], "relu"))
 
-    def initial_params(self, key: jax.Array) -> PyTree:
+    def initial_params(self, key: jax.Array) -> NetworkParams:
         """Random parameters."""
         return self.init(key, blank(self.obs_spec))
 
-    def outputs(self, params: PyTree, obs: PyTree) -> jax.Array:
+    def outputs(self, params: NetworkParams, obs: Obs) -> jax.Array:
         """`__call__` with these parameters."""
         out = self.apply(params, obs)
         assert isinstance(out, jax.Array)
@@ -51,7 +51,7 @@ class Critic(nn.Module):
     dtype: DTypeLike
 
     @nn.compact
-    def __call__(self, obs: PyTree, action: jax.Array) -> jax.Array:
+    def __call__(self, obs: Obs, action: jax.Array) -> jax.Array:
         """Obs [N, ...], action [N, size] -> [N] float32."""
         (value,) = encode(self, obs, [torsos.Dense(1, 1.0)], "relu", action)
         return value[:, 0]
@@ -69,16 +69,16 @@ class Critics(nn.Module):
     dtype: DTypeLike
 
     @nn.compact
-    def __call__(self, obs: PyTree, action: jax.Array, first: int | None = None) -> jax.Array:
+    def __call__(self, obs: Obs, action: jax.Array, first: int | None = None) -> jax.Array:
         """Obs [N, ...], action [N, size] -> [count, N] float32, or of the first so many alone."""
         one = lambda: Critic(self.obs_spec, self.network, self.channels, self.hiddens, self.dtype)
         return jnp.stack([one()(obs, action) for _ in range(first or self.count)])
 
-    def initial_params(self, key: jax.Array) -> PyTree:
+    def initial_params(self, key: jax.Array) -> NetworkParams:
         """Random parameters."""
         return self.init(key, blank(self.obs_spec), jnp.zeros((1, self.size)))
 
-    def values(self, params: PyTree, obs: PyTree, action: jax.Array, first: int | None = None) -> jax.Array:
+    def values(self, params: NetworkParams, obs: Obs, action: jax.Array, first: int | None = None) -> jax.Array:
         """`__call__` with these parameters."""
         out = self.apply(params, obs, action, first)
         assert isinstance(out, jax.Array)

@@ -11,7 +11,7 @@ from cleanba.config import Experiment
 from cleanba.errors import UsageError
 from cleanba.kernels import Activation
 from cleanba.networks import torsos
-from cleanba.rollout import PyTree
+from cleanba.rollout import Obs
 from cleanba.specs import EnvSpec, ObsSpec, ObsSpecs, describe
 
 
@@ -54,7 +54,7 @@ def suitable_network(obs: ObsSpecs) -> str:
 
 
 def encode(
-    module: HasEncoder, obs: PyTree, heads: Sequence[torsos.Dense] = (), activation: Activation = "tanh",
+    module: HasEncoder, obs: Obs, heads: Sequence[torsos.Dense] = (), activation: Activation = "tanh",
     action: jax.Array | None = None,
 ) -> list[jax.Array]:  # fmt: skip
     """Encode observations [N, ...] by the torso that a module's fields name.  Call it in the module's compact method.
@@ -81,12 +81,12 @@ def encode(
     return mlp(module.hiddens)(with_action(jnp.concatenate(parts, axis=-1)), heads)
 
 
-def leaves(obs_spec: ObsSpecs, obs: PyTree) -> list[tuple[ObsSpec, jax.Array]]:
+def leaves(obs_spec: ObsSpecs, obs: Obs) -> list[tuple[ObsSpec, jax.Array]]:
     """The arrays of an observation with their specifications."""
     return list(zip(jax.tree.leaves(obs_spec), jax.tree.leaves(obs), strict=True))  # both are ordered by name
 
 
-def legal_actions(obs_spec: ObsSpecs, obs: PyTree) -> jax.Array | None:
+def legal_actions(obs_spec: ObsSpecs, obs: Obs) -> jax.Array | None:
     """The mask of legal actions among observations, [..., *shape] bool; None if there is none."""
     return next((part != 0 for spec, part in leaves(obs_spec, obs) if spec.kind == "mask"), None)
 

@@ -31,13 +31,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from cleanba.errors import UsageError
-from cleanba.rollout import PyTree, Rollout
+from cleanba.rollout import Obs, PyTree, Rollout
 
 
 class Rows(NamedTuple):
     """C rows of B environments: one step of each, and the observation before it."""
 
-    obs: PyTree  # [C, B, ...]  of stacks [S c, ...] only the newest frame [c, ...]
+    obs: Obs  # [C, B, ...]  of stacks [S c, ...] only the newest frame [c, ...]
     action: PyTree  # [C, B, ...]
     reward: jax.Array  # [C, B]  float32
     terminated: jax.Array  # [C, B]  bool
@@ -69,23 +69,23 @@ class Indices(NamedTuple):
 class Window(NamedTuple):
     """N transitions of up to n steps, as the memory holds them."""
 
-    obs: PyTree  # [N, ...]
+    obs: Obs  # [N, ...]
     action: PyTree  # [N, ...]
     reward: jax.Array  # [N, n]  those beyond `steps` mean nothing
     steps: jax.Array  # [N] int32 in [1, n]: m, fewer than n if the episode ended or was cut off
     terminated: jax.Array  # [N] bool: by the last of these steps
-    next_obs: PyTree  # [N, ...]  after the last of these steps; the terminal observation, if the episode ended
+    next_obs: Obs  # [N, ...]  after the last of these steps; the terminal observation, if the episode ended
     valid: jax.Array  # [N] bool
 
 
 class Transition(NamedTuple):
     """A minibatch to learn from: the target of Q(obs, action) is reward + discount * (value of next_obs)."""
 
-    obs: PyTree  # [N, ...]
+    obs: Obs  # [N, ...]
     action: PyTree  # [N, ...]
     reward: jax.Array  # [N] float32: the n-step return
     discount: jax.Array  # [N] float32: gamma^m, or 0 if the episode terminated
-    next_obs: PyTree  # [N, ...]
+    next_obs: Obs  # [N, ...]
     weight: jax.Array  # [N] float32: 1, or 0 where there was nothing to sample
 
 
@@ -215,7 +215,7 @@ def _newest(stacks: PyTree, stack: int) -> PyTree:
     return jax.tree.map(lambda x: x[:, :, -(x.shape[2] // stack) :], stacks)
 
 
-def _history(obs: PyTree, before: jax.Array, stack: int) -> jax.Array:
+def _history(obs: Obs, before: jax.Array, stack: int) -> jax.Array:
     """How many rows before each hold frames of its stack; if negative, how many more there must be until that is known.
 
     Leaves [T+1, B, S c, ...] of stacks; before [B], the first row's if it goes on -> [T+1, B] int8 in (-S, S).

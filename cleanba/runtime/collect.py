@@ -18,7 +18,7 @@ from cleanba.environments import jax_envs
 from cleanba.environments.backends import Envs
 from cleanba.environments.specs import Compilable, EnvStep
 from cleanba.errors import NotFinite
-from cleanba.rollout import Episode, EpisodeTracker, PyTree, Rollout, step_outcome
+from cleanba.rollout import Episode, EpisodeTracker, Obs, PyTree, Rollout, step_outcome
 from cleanba.runtime.channels import Stop
 from cleanba.runtime.playback import play_back
 from cleanba.runtime.records import ActorState, RecordedRollout, SavedActor, action_dtype, restored
@@ -50,7 +50,7 @@ class Collected(NamedTuple):
 
 
 @jax.jit
-def _all_finite(obs: PyTree) -> jax.Array:
+def _all_finite(obs: Obs) -> jax.Array:
     """Whether all real numbers among the leaves are finite.  -> [] bool."""
     real = [x for x in jax.tree.leaves(obs) if jnp.issubdtype(x.dtype, jnp.floating)]
     return jnp.stack([jnp.isfinite(x).all() for x in real]).all() if real else jnp.bool(True)
@@ -67,7 +67,7 @@ class FiniteCheck(NamedTuple):
     first_env: int
     """the number of the actor's first environment"""
 
-    def check(self, rollout: int, obs: PyTree, raw_reward: np.ndarray, valid: np.ndarray) -> None:
+    def check(self, rollout: int, obs: Obs, raw_reward: np.ndarray, valid: np.ndarray) -> None:
         """Obs [T+1, B, ...] on a device, raw_reward and valid [T, B] on the host, of the rollout of that number.
 
         Raises:
@@ -128,7 +128,7 @@ class Collector(Protocol[P_contra]):
 class Recording(NamedTuple):
     """The rollout under collection, in buffers on the actor's device, which each step writes one row of."""
 
-    obs: PyTree  # [T+1, B, ...]
+    obs: Obs  # [T+1, B, ...]
     first: jax.Array  # [T+1, B]
     action: jax.Array  # [T, B]
     extras: PyTree  # [T, B, ...]
@@ -156,7 +156,7 @@ def first_carry(algorithm: Algorithm[S, M, P, C], num_envs: int, device: jax.Dev
 class Resumed(NamedTuple, Generic[C]):
     """What a collector continues from after a resume, on the host: observations, flags and carry are [B, ...]."""
 
-    obs: PyTree
+    obs: Obs
     done: np.ndarray
     first: np.ndarray
     carry: C
@@ -215,20 +215,18 @@ class Steppers(NamedTuple, Generic[P, C]):
 def make_steppers(algorithm: Algorithm[S, M, P, C], num_steps: int, platform: str) -> Steppers[P, C]:
     """Compile acting and recording into one call per step, for `platform` ("cpu", "gpu" …)."""
 
-    def start(params: P, carry: C, obs: PyTree, first: jax.Array, numbers: jax.Array) -> StepperState:
+    def start(params: P, carry: C, obs: Obs, first: jax.Array, numbers: jax.Array) -> StepperState:
         key = action_key(*numbers)
         acted = jax.eval_shape(lambda: algorithm.act(params, carry, obs, first, key, True))
         recording = Recording(*blank(num_steps + 1, (obs, first)), *blank(num_steps, (acted[0], acted[2])))
         return StepperState(recording, key, jnp.int32(0))
 
-    def step(
-        params: P, now: StepperState, carry: C, obs: PyTree, first: jax.Array
-    ) -> tuple[jax.Array, C, StepperState]:
+    def step(params: P, now: StepperState, carry: C, obs: Obs, first: jax.Array) -> tuple[jax.Array, C, StepperState]:
         action, carry, extras = algorithm.act(params, carry, obs, first, jax.random.fold_in(now.key, now.t), True)
         recording = write(now.recording, now.t, Recording(obs, first, action, extras))
         return action, carry, StepperState(recording, now.key, now.t + 1)
 
-    def finish(now: StepperState, obs: PyTree, first: jax.Array) -> Recording:
+    def finish(now: StepperState, obs: Obs, first: jax.Array) -> Recording:
         obs, first = write((now.recording.obs, now.recording.first), num_steps, (obs, first))
         return now.recording._replace(obs=obs, first=first)
 
@@ -253,7 +251,7 @@ class SteppedCollector(Generic[P, C]):
     recorded_action: ActionSpec | None = None  # the actions to record; None: none are
     saves_state: bool = False  # whether rollouts come with the state of JAX environments, in place of actions
     _envs: Envs | None = None
-    _obs: PyTree = None
+    _obs: Obs = None
     _done: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
     _first: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
     _carry: PyTree = None
@@ -349,7 +347,7 @@ class ScanState(NamedTuple):
     """What the scan carries from one step to the next, and from one rollout to the next."""
 
     handle: PyTree  # EnvPool's, which orders the steps; or the state of JAX environments
-    obs: PyTree  # [B, ...]
+    obs: Obs  # [B, ...]
     done: jax.Array  # [B]  the last step ended an episode, so the next one is ignored
     first: jax.Array  # [B]
     carry: PyTree
@@ -496,7 +494,7 @@ class ScannedCollector(Generic[P, C]):
         )
         self._begin(*there)
 
-    def _begin(self, obs: PyTree, done: np.ndarray, first: np.ndarray, carry: PyTree) -> None:
+    def _begin(self, obs: Obs, done: np.ndarray, first: np.ndarray, carry: PyTree) -> None:
         assert self._envs is not None
         self._compilable = self._envs.xla()
         self._state = ScanState(*jax.device_put((self._compilable.handle, obs, done, first, carry), self.device))

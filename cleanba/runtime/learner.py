@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from cleanba.algorithm import Algorithm, C, M, Metrics, P, S
 from cleanba.config import Partition
 from cleanba.environments.specs import EnvSpec
-from cleanba.rollout import PyTree, Rollout
+from cleanba.rollout import Obs, PyTree, Rollout
 from cleanba.runtime.devices import MESH_AXIS, Devices
 from cleanba.runtime.memory import SavedShard, leaves_of, put_rows
 from cleanba.seeds import init_key, update_key, update_numbers
@@ -73,7 +73,7 @@ def abstract_block(algorithm: Algorithm[S, M, P, C], spec: EnvSpec, num_steps: i
     obs = jax.tree.map(lambda o: shape(o, (envs,)), spec.obs)
     first = jax.ShapeDtypeStruct((envs,), jnp.bool)
 
-    def one_step(key: jax.Array, obs: PyTree, first: jax.Array) -> PyTree:
+    def one_step(key: jax.Array, obs: Obs, first: jax.Array) -> PyTree:
         carry = algorithm.initial_carry(envs)
         action, _, extras = algorithm.act(algorithm.actor_params(algorithm.init(key)), carry, obs, first, key, True)
         return action, extras, carry

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cleanba.files import Json, write_whole
-from cleanba.rollout import PyTree
+from cleanba.rollout import Obs, PyTree
 from cleanba.specs import ActionSpec
 
 FOLDER = "actors"
@@ -36,7 +36,7 @@ MAGIC = b"cleanba standing 1\n"
 class ActorState(NamedTuple):
     """An actor after a rollout: what the next rollout begins from, apart from the environments themselves."""
 
-    obs: PyTree
+    obs: Obs
     """[B, ...]  on the host or a device"""
     done: np.ndarray | jax.Array
     """[B]  the last step ended an episode, so the next one is ignored"""
@@ -96,7 +96,7 @@ def chain(before: str, recorded: RecordedRollout) -> str:
     return digest.hexdigest()
 
 
-def digests_of(obs: PyTree) -> list[str]:
+def digests_of(obs: Obs) -> list[str]:
     """A digest of each environment's observation.  Leaves [B, ...] -> B digests."""
     leaves = [np.ascontiguousarray(x) for x in jax.tree.leaves(jax.device_get(obs))]
     return [blake2b(b"".join(x[i].tobytes() for x in leaves), digest_size=8).hexdigest() for i in range(len(leaves[0]))]
