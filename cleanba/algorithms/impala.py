@@ -19,6 +19,7 @@ from cleanba.algorithms.normalisation import ReturnsSoFar, make_normaliser
 from cleanba.algorithms.optimiser import State, by_rule, learning_rate, sgd_step
 from cleanba.config import Fraction, Partition, PolicyGradient, Positive, PositiveOrInf, Range, Settings
 from cleanba.networks import make_actor_critic
+from cleanba.networks.cores import Carry
 from cleanba.ops.losses import kl_estimate, squared_error
 from cleanba.ops.returns import vtrace
 from cleanba.rollout import NetworkParams, Obs, PyTree, Rollout
@@ -140,7 +141,7 @@ class Minibatch(NamedTuple):
     log_prob: jax.Array
 
 
-def make(e: IMPALA, spec: EnvSpec, platform: str) -> Algorithm[State, ReturnsSoFar, PyTree, PyTree]:
+def make(e: IMPALA, spec: EnvSpec, platform: str) -> Algorithm[State, ReturnsSoFar, PyTree, Carry]:
     """IMPALA on environments that look like `spec`, on `platform` ("cpu", "gpu" …)."""
     normaliser = make_normaliser(e, spec)
     network = make_actor_critic(normaliser.network_spec(spec), e)

@@ -29,6 +29,7 @@ from cleanba.algorithms.optimiser import State, learning_rate, make_adam, sgd_st
 from cleanba.config import Count, Fraction, Partition, PolicyGradient, Positive, Range, Settings
 from cleanba.networks import make_actor_critic
 from cleanba.networks.actor_critic import Output
+from cleanba.networks.cores import Carry
 from cleanba.ops.losses import kl_estimate, ppo_policy_loss, squared_error
 from cleanba.ops.returns import corrected_gae, gae
 from cleanba.rollout import NetworkParams, Obs, PyTree, Rollout
@@ -169,7 +170,7 @@ class Scale(NamedTuple):
     std: jax.Array
 
 
-def make(e: PPO, spec: EnvSpec, platform: str) -> Algorithm[State, ReturnsSoFar, PyTree, PyTree]:
+def make(e: PPO, spec: EnvSpec, platform: str) -> Algorithm[State, ReturnsSoFar, PyTree, Carry]:
     """PPO on environments that look like `spec`, on `platform` ("cpu", "gpu" …)."""
     normaliser = make_normaliser(e, spec)
     network = make_actor_critic(normaliser.network_spec(spec), e)

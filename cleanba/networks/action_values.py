@@ -15,7 +15,7 @@ from cleanba.specs import EnvSpec, ObsSpecs
 
 
 class ActionValues(nn.Module):
-    """Torso -> Q(s, a) for every action (Mnih et al. 2015); with rectifiers throughout, as CleanRL's.
+    """Torso -> Q(s, a) for every action (Mnih et al. 2015), with ReLUs throughout, as CleanRL's.
 
     `dueling` makes it V(s) + A(s, a) - mean_a A(s, a) (Wang et al. 2016, eq. 9).
     """
@@ -38,11 +38,11 @@ class ActionValues(nn.Module):
         return value[0] + values - values.mean(-1, keepdims=True) if self.dueling else values
 
     def initial_params(self, key: jax.Array) -> NetworkParams:
-        """Random parameters."""
+        """Random parameters, for observations of the specified shapes."""
         return self.init(key, jax.tree.map(lambda o: jnp.zeros((1, *o.shape), o.dtype), self.obs_spec))
 
     def values(self, params: NetworkParams, obs: Obs) -> jax.Array:
-        """`__call__` with these parameters."""
+        """`__call__` with these parameters: obs [N, ...] -> [N, num_actions] float32."""
         out = self.apply(params, obs)
         assert isinstance(out, jax.Array)
         return out

@@ -1,7 +1,7 @@
-"""A policy and its value function, over one torso and one core or each over its own."""
+"""A policy and a value function, with one torso and core or one for each."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import flax.linen as nn
 import jax
@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 
 from cleanba.config import PolicyGradient
 from cleanba.networks import cores, torsos
+from cleanba.networks.cores import Carry
 from cleanba.networks.encoder import encode, encoder_fields, legal_actions
 from cleanba.ops.distributions import Distribution, distribution, size
 from cleanba.rollout import NetworkParams, Obs, PyTree
@@ -17,16 +18,18 @@ from cleanba.specs import ActionSpec, EnvSpec, ObsSpecs
 
 
 class Output(NamedTuple):
+    """What an actor-critic computes."""
+
     policy: Distribution  # [T, B, ...]  over actions
     value: jax.Array  # [T, B]  float32
-    carry: PyTree  # [B, ...]  after the last step
+    carry: Carry  # [B, ...]  after the last step
 
 
 class ActorCritic(nn.Module):
-    """Torso -> core -> a policy and a value.  Heads are orthogonal, of scale 0.01 and 1.
+    """Torso -> core -> a policy and a value.  Heads are initialised orthogonally, with scales 0.01 and 1.
 
-    Where policy and value share no torso, each has a torso and a core of its own.  The standard deviations of
-    real-valued actions are parameters that do not depend on what is seen (as CleanRL's); they begin at
+    If policy and value do not share a torso, each has a torso and a core of its own.  The standard deviations of
+    real-valued actions are parameters that do not depend on the observation (as CleanRL's); they begin at
     exp(log_std_init).
     """
 
@@ -43,71 +46,74 @@ class ActorCritic(nn.Module):
     dtype: DTypeLike
 
     @nn.compact
-    def __call__(self, obs: Obs, first: jax.Array, carry: PyTree) -> Output:
+    def __call__(self, obs: Obs, first: jax.Array, carry: Carry) -> Output:
         """Obs [T, B, ...], first [T, B] bool, carry [B, ...] -> `Output`."""
         heads = (
             torsos.Dense(size(self.action), 0.01, name="policy"),
             torsos.Dense(1, 1.0, name="value"),
         )
         if self.share_torso:
-            (x, value), carry = self.look_by(heads, obs, first, carry)
+            (x, value), carry = self.apply_heads(heads, obs, first, carry)
         else:
-            (x,), of_policy = self.look_by(heads[:1], obs, first, carry and carry[0])
-            (value,), of_value = self.look_by(heads[1:], obs, first, carry and carry[1])
-            carry = carry and (of_policy, of_value)
+            policy_carry, value_carry = cast(tuple[Carry, Carry], carry or ((), ()))
+            (x,), policy_carry = self.apply_heads(heads[:1], obs, first, policy_carry)
+            (value,), value_carry = self.apply_heads(heads[1:], obs, first, value_carry)
+            carry = cast(Carry, (policy_carry, value_carry)) if carry else ()
         log_std = None
         if self.action.kind == "quantities":
             log_std = self.param("log_std", nn.initializers.constant(self.log_std_init), (self.action.size,))
         policy = distribution(self.action, x, log_std, legal_actions(self.obs_spec, obs))
         return Output(policy, value[..., 0], carry)
 
-    def look_by(
-        self, heads: Sequence[torsos.Dense], obs: Obs, first: jax.Array, carry: PyTree
-    ) -> tuple[list[jax.Array], PyTree]:
-        """By another torso and core each time it is called: what each head makes of it [T, B, ...] float32, carry."""
+    def apply_heads(
+        self, heads: Sequence[torsos.Dense], obs: Obs, first: jax.Array, carry: Carry
+    ) -> tuple[list[jax.Array], Carry]:
+        """A new torso and core -> the outputs of these heads, [T, B, ...] float32, and the carry."""
         t, b = first.shape
         flat = jax.tree.map(lambda o: o.reshape(t * b, *o.shape[2:]), obs)
         if self.core == "none":
             return [x.reshape(t, b, -1) for x in encode(self, flat, heads)], carry
         (x,) = encode(self, flat)
-        x, carry = cores.LSTM(self.lstm_size, self.dtype, self.forget_bias)(x.reshape(t, b, -1), first, carry)
-        # The heads are small, and what they say is exponentiated and squared.
+        x, carry = cores.LSTM(self.lstm_size, self.dtype, self.forget_bias)(
+            x.reshape(t, b, -1), first, cast(cores.LSTMCarry, carry)
+        )
+        # In float32: the heads are small, and their outputs are exponentiated and squared.
         return [head(x.astype(jnp.float32)) for head in heads], carry
 
     def initial_params(self, key: jax.Array) -> NetworkParams:
-        """Random parameters."""
+        """Random parameters, for observations of the specified shapes."""
         obs = jax.tree.map(lambda o: jnp.zeros((1, 1, *o.shape), o.dtype), self.obs_spec)
         return self.init(key, obs, jnp.zeros((1, 1), bool), self.initial_carry(1))
 
-    def initial_carry(self, batch: int) -> PyTree:
-        """The core's memory before anything was seen; () without a core."""
+    def initial_carry(self, batch: int) -> Carry:
+        """The carry before the first observation, for B = `batch` environments.  Leaves [B, units]."""
         one = lambda: cores.initial_carry(self.core, self.lstm_size, batch)
-        # Two of them, as they are donated, and must not share their memory.
-        return one() if self.share_torso or self.core == "none" else (one(), one())
+        # Two separate ones: they are donated, so they must not share a buffer.
+        return cast(Carry, one() if self.share_torso or self.core == "none" else (one(), one()))
 
-    def outputs(self, params: NetworkParams, obs: Obs, first: jax.Array, carry: PyTree) -> Output:
-        """`__call__` with these parameters."""
+    def outputs(self, params: NetworkParams, obs: Obs, first: jax.Array, carry: Carry) -> Output:
+        """`__call__` with these parameters: obs [T, B, ...], first [T, B], carry [B, ...] -> leaves [T, B, ...]."""
         out = self.apply(params, obs, first, carry)
         assert isinstance(out, Output)
         return out
 
     def act(
-        self, params: NetworkParams, carry: PyTree, obs: Obs, first: jax.Array, key: jax.Array, explore: bool
-    ) -> tuple[jax.Array, PyTree, PyTree]:
+        self, params: NetworkParams, carry: Carry, obs: Obs, first: jax.Array, key: jax.Array, explore: bool
+    ) -> tuple[jax.Array, Carry, PyTree]:
         """One step of B environments: obs [B, ...], first [B] -> action [B, ...], carry, {"log_prob": [B]}.
 
-        The action is a sample of the policy, or its likeliest if not `explore`.
+        The action is a sample of the policy, or without `explore` the most likely one.
         """
-        policy, carry = self.look(params, carry, obs, first)[::2]
+        policy, carry = self.one_step(params, carry, obs, first)[::2]
         action = policy.sample(key) if explore else policy.mode()
         return action, carry, {"log_prob": policy.log_prob(action)}
 
-    def inspect(self, params: NetworkParams, carry: PyTree, obs: Obs, first: jax.Array) -> dict[str, jax.Array]:
-        """Obs [B, ...], first [B] -> the value [B], and what describes the policy, such as probabilities [B, A]."""
-        out = self.look(params, carry, obs, first)
+    def inspect(self, params: NetworkParams, carry: Carry, obs: Obs, first: jax.Array) -> dict[str, jax.Array]:
+        """Obs [B, ...], first [B] -> the value [B], and the policy in numbers, such as probabilities [B, A]."""
+        out = self.one_step(params, carry, obs, first)
         return {"value": out.value, **out.policy.describe()}
 
-    def look(self, params: NetworkParams, carry: PyTree, obs: Obs, first: jax.Array) -> Output:
+    def one_step(self, params: NetworkParams, carry: Carry, obs: Obs, first: jax.Array) -> Output:
         """`outputs` of one step: obs [B, ...], first [B] -> leaves [B, ...]."""
         out = self.outputs(params, jax.tree.map(lambda o: o[None], obs), first[None], carry)
         policy, value = jax.tree.map(lambda x: x[0], (out.policy, out.value))

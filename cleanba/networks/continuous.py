@@ -1,4 +1,4 @@
-"""Policies and critics over real-valued actions within bounds, each with a torso of its own; rectifiers throughout."""
+"""Policies and critics for real-valued actions, each with a torso of its own and ReLUs throughout."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ from cleanba.specs import EnvSpec, ObsSpecs
 
 
 class Policy(nn.Module):
-    """Torso -> for each part of an action `heads` numbers, near zero at the start."""
+    """Torso -> `heads` numbers for each part of an action, near zero at the start."""
 
     obs_spec: ObsSpecs
     size: int
@@ -31,18 +31,18 @@ class Policy(nn.Module):
         return jnp.stack(encode(self, obs, [torsos.Dense(self.size, 0.01) for _ in range(self.heads)], "relu"))
 
     def initial_params(self, key: jax.Array) -> NetworkParams:
-        """Random parameters."""
+        """Random parameters, for observations and actions of the specified shapes."""
         return self.init(key, blank(self.obs_spec))
 
     def outputs(self, params: NetworkParams, obs: Obs) -> jax.Array:
-        """`__call__` with these parameters."""
+        """`__call__` with these parameters: obs [N, ...] -> [heads, N, size] float32."""
         out = self.apply(params, obs)
         assert isinstance(out, jax.Array)
         return out
 
 
 class Critic(nn.Module):
-    """Q(s, a).  The action stands beside the numbers that an MLP sees; of pictures, beside what the torso makes."""
+    """Q(s, a).  The action is concatenated to an MLP's input or, for images, to the torso's features."""
 
     obs_spec: ObsSpecs
     network: str
@@ -58,7 +58,7 @@ class Critic(nn.Module):
 
 
 class Critics(nn.Module):
-    """Several critics that differ in their parameters alone."""
+    """Several critics that differ only in their parameters."""
 
     obs_spec: ObsSpecs
     size: int
@@ -70,23 +70,23 @@ class Critics(nn.Module):
 
     @nn.compact
     def __call__(self, obs: Obs, action: jax.Array, first: int | None = None) -> jax.Array:
-        """Obs [N, ...], action [N, size] -> [count, N] float32, or of the first so many alone."""
+        """Obs [N, ...], action [N, size] -> [count, N] float32; [first, N] for the first critics alone."""
         one = lambda: Critic(self.obs_spec, self.network, self.channels, self.hiddens, self.dtype)
         return jnp.stack([one()(obs, action) for _ in range(first or self.count)])
 
     def initial_params(self, key: jax.Array) -> NetworkParams:
-        """Random parameters."""
+        """Random parameters, for observations and actions of the specified shapes."""
         return self.init(key, blank(self.obs_spec), jnp.zeros((1, self.size)))
 
     def values(self, params: NetworkParams, obs: Obs, action: jax.Array, first: int | None = None) -> jax.Array:
-        """`__call__` with these parameters."""
+        """`__call__` with these parameters: obs [N, ...], action [N, size] -> [count, N] float32."""
         out = self.apply(params, obs, action, first)
         assert isinstance(out, jax.Array)
         return out
 
 
 def blank(obs_spec: ObsSpecs) -> PyTree:
-    """One observation of zeros."""
+    """An observation of zeros, [1, ...]."""
     return jax.tree.map(lambda o: jnp.zeros((1, *o.shape), o.dtype), obs_spec)
 
 

@@ -1,6 +1,6 @@
-"""What is remembered: [T, B, D] features and a carry -> [T, B, D'] features and the next carry."""
+"""Recurrent cores: [T, B, D] features and a carry -> [T, B, D'] features and the next carry."""
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import flax.linen as nn
 import jax
@@ -13,19 +13,25 @@ from cleanba.networks.torsos import orthogonal
 
 
 class LSTMCarry(NamedTuple):
+    """The state of an LSTM."""
+
     h: jax.Array  # [B, units]  output
     c: jax.Array  # [B, units]  cell
 
 
+Carry: TypeAlias = tuple[()] | LSTMCarry | tuple[LSTMCarry, LSTMCarry]
+"""A network's carry: () without a core; with two torsos, one for the policy and one for the value."""
+
+
 def initial_carry(core: str, units: int, batch: int) -> LSTMCarry | tuple[()]:
-    """Zeros for an LSTM, () for no core."""
+    """Zeros [B, units] for an LSTM, with B = `batch`; () without a core."""
     if core == "none":
         return ()
     return LSTMCarry(jnp.zeros((batch, units)), jnp.zeros((batch, units)))
 
 
 def cell(gates: jax.Array, c: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Pre-activations [B, 4 units] and the cell before [B, units] -> output and cell after."""
+    """Pre-activations [B, 4 units] and the cell before [B, units] -> output and cell after, [B, units] each."""
     i, f, g, o = jnp.split(gates, 4, axis=-1)
     c = nn.sigmoid(f) * c + nn.sigmoid(i) * nn.tanh(g)
     return nn.sigmoid(o) * nn.tanh(c), c
@@ -35,8 +41,8 @@ def cell(gates: jax.Array, c: jax.Array) -> tuple[jax.Array, jax.Array]:
 def recur(x_gates: jax.Array, first: jax.Array, carry: LSTMCarry, w_h: jax.Array) -> tuple[jax.Array, LSTMCarry]:
     """The part of an LSTM that depends on the past: x W_x + b [T, B, 4 units], first [T, B] -> h [T, B, units], carry.
 
-    Its gradient is written by hand for one reason: the gradient of w_h is a single product over all steps, after the
-    scan backwards, where differentiation would add up one product for each step.
+    Its gradient is written by hand so that the gradient of w_h is a single product over all steps, after the backward
+    scan.  Automatic differentiation would add up one product for each step.
     """
     return _forward(x_gates, first, carry, w_h)[0]
 
@@ -83,10 +89,9 @@ class LSTM(nn.Module):
 
         i, f, g, o = x_t W_x + h_{t-1} W_h + b;   c_t = sigm(f) c_{t-1} + sigm(i) tanh(g);   h_t = sigm(o) tanh(c_t)
 
-    Orthogonal weights, zero biases (as CleanRL's recurrent PPO) but for that of the forget gate: with 0 about half of
-    what is remembered is lost in every step before anything was learnt; with 2 an eighth.  The carry is set to zero
-    before a step whose observation is the first of its episode.  What does not depend on the past, x W_x, is one
-    product over all steps.
+    Weights are orthogonal and biases zero (as in CleanRL's recurrent PPO), except for the forget gate's bias.  With 0
+    an untrained cell loses about half of its content in every step, with 2 an eighth.  The carry is set to zero before
+    the first observation of an episode.  x W_x, which does not depend on the past, is one product over all steps.
     """
 
     units: int

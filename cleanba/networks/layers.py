@@ -1,4 +1,4 @@
-"""Convolutions and dense layers: what they learn.  How they are computed is for `kernels` to say."""
+"""Parameters of convolutions and dense layers.  `kernels` decides how they are computed."""
 
 from typing import Literal
 
@@ -13,7 +13,7 @@ from cleanba import kernels
 
 
 class Weights(nn.Module):
-    """What a dense layer learns: W [D, features] and b [features]."""
+    """The parameters of a dense layer: W [D, features] and b [features]."""
 
     features: int
     kernel_init: Initializer
@@ -35,9 +35,9 @@ class Conv(nn.Module):
     padding: Literal["VALID", "SAME"] = "VALID"
     dtype: DTypeLike = jnp.float32
     kernel_init: Initializer = nn.initializers.lecun_normal()
-    input_scale: float = 1.0  # applied to the kernel, so that images can stay bytes until they are multiplied
+    input_scale: float = 1.0  # applied to the kernel, so that images stay bytes until they are multiplied
     planes: bool = False  # whether x is [N, C, H, W]
-    rectify: bool = False  # whether max(x, 0) is what is convolved
+    rectify: bool = False  # whether max(x, 0) is convolved in place of x
     pool: bool = False  # whether `max_pool` comes after it; a kernel of 3 x 3 with "SAME" padding, and nothing skips
 
     @nn.compact

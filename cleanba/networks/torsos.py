@@ -1,4 +1,4 @@
-"""What is seen, as a vector: [N, ...] observations -> [N, D] features."""
+"""Torsos: [N, ...] observations -> [N, D] features."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -19,7 +19,7 @@ def orthogonal(scale: float) -> Initializer:
 
 
 def channels_first(x: jax.Array) -> bool:
-    """Whether images, which EnvPool delivers as [N, C, H, W] or [N, H, W, C], are the first; told by the short side."""
+    """Whether images are [N, C, H, W] rather than [N, H, W, C], judged by the shorter side.  EnvPool returns both."""
     return x.shape[1] < x.shape[3]
 
 
@@ -115,7 +115,7 @@ class MLP(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, heads: Sequence[Dense] = ()) -> list[jax.Array]:
-        """Numbers [N, ...] -> what each head makes of the features, or only these."""
+        """[N, ...] -> the output of each head, [N, features] float32, or the features alone if there are no heads."""
         x = x.reshape(x.shape[0], -1).astype(self.dtype)
         widths = (x.shape[1], *self.hiddens)
         layers = [Dense(units, 2**0.5, self.dtype).weights(width) for width, units in pairwise(widths)]
