@@ -1,4 +1,4 @@
-"""Distributions over actions, which policies are, all with one protocol."""
+"""Distributions over actions, which stochastic policies return, behind one protocol."""
 
 from typing import Protocol
 
@@ -15,7 +15,7 @@ from cleanba.specs import ActionSpec
 class Distribution(Protocol):
     """A distribution over actions [..., *A], for a batch of shape [...].  *A is () for one choice, [D] for D parts.
 
-    It is a tree of arrays [..., ...], so a batch of distributions can be indexed and sliced as arrays are.
+    It is a tree of arrays [..., ...], so a batch of distributions can be indexed and sliced like an array.
     """
 
     def sample(self, key: jax.Array) -> jax.Array:
@@ -27,11 +27,11 @@ class Distribution(Protocol):
         ...
 
     def log_prob(self, action: jax.Array) -> jax.Array:
-        """Log pi(action), of a density where actions are real.  [..., *A] -> [...]."""
+        """Log pi(action); a log density if actions are real.  [..., *A] -> [...]."""
         ...
 
     def entropy(self) -> jax.Array:
-        """-E[log pi]; differential, and perhaps negative, where actions are real.  -> [...]."""
+        """-E[log pi]; if actions are real, the differential entropy, which may be negative.  -> [...]."""
         ...
 
     def log_prob_and_entropy(self, action: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -39,7 +39,7 @@ class Distribution(Protocol):
         ...
 
     def describe(self) -> dict[str, jax.Array]:
-        """Numbers to show in a film, one for each bar, by name.  -> [..., number of bars]."""
+        """Values to show in a film, by name, one for each bar.  -> [..., number of bars]."""
         ...
 
 
@@ -116,7 +116,7 @@ class Combination:
         return Categorical(self.logits)
 
     def apart(self, number: jax.Array) -> jax.Array:
-        """The numbers of combinations [...] -> their parts [..., D]."""
+        """The numbers of combinations [...] int32 -> their parts [..., D] int32."""
         return jnp.stack(jnp.unravel_index(number, self.counts), -1).astype(jnp.int32)
 
     def number(self, action: jax.Array) -> jax.Array:
@@ -155,8 +155,8 @@ LOG_2PI = float(np.log(2 * np.pi))
 class DiagonalGaussian:
     """D real numbers, independent of each other: log pi(a) = -1/2 sum_d [((a_d - mu_d) / sigma_d)^2 + log 2 pi sigma_d^2].
 
-    mean [..., D]; log_std [..., D], log sigma; actions [..., D] float32, as they were drawn: they are clipped to the
-    bounds of an environment only on their way there.
+    mean [..., D]; log_std [..., D], log sigma; actions [..., D] float32, unclipped: `ActionSpec.for_environment` clips
+    them to the bounds of the environment.
     """  # noqa: E501
 
     mean: jax.Array
@@ -214,7 +214,7 @@ class SquashedGaussian:
         return self.centre + self.scale * jnp.tanh(u), self._density(u, noise)
 
     def log_prob(self, action: jax.Array) -> jax.Array:
-        """Log pi(action), [..., D] -> [...].  At a bound, where it is infinite, it is that of the number next to it."""
+        """Log pi(action), [..., D] -> [...].  At a bound, where it is infinite, that of the adjacent number is used."""
         chex.assert_equal_shape([action, self.mean, self.log_std])
         most = 1 - jnp.finfo(action.dtype).epsneg
         u = jnp.arctanh(((action - self.centre) / self.scale).clip(-most, most))
@@ -222,8 +222,8 @@ class SquashedGaussian:
 
     def _density(self, u: jax.Array, z: jax.Array) -> jax.Array:
         """Log pi of the action tanh(u), where z = (u - mu) / sigma.  [..., D], [..., D] -> [...]."""
-        # log(1 - tanh(u)^2), without the difference, which loses all digits where u is large.  (`softplus` or log1p
-        # would add digits that the sum cannot hold, and XLA does not vectorise them on CPUs.)
+        # log(1 - tanh(u)^2), without the difference, which loses all digits if u is large.  (`softplus` or log1p would
+        # add digits that the sum cannot hold, and XLA does not vectorise them on CPUs.)
         far = jnp.abs(u)
         log_slope = 2 * (LOG_2 - far - jnp.log(1 + jnp.exp(-2 * far))) + jnp.log(self.scale)
         return -(0.5 * (jnp.square(z) + LOG_2PI) + self.log_std + log_slope).sum(-1)
@@ -233,7 +233,7 @@ class SquashedGaussian:
 
 
 def size(action: ActionSpec) -> int:
-    """The number of network outputs that parametrise a distribution over such actions."""
+    """The number of network outputs that parametrise the distribution over such actions."""
     return action.size if action.kind == "quantities" else sum(action.counts)
 
 
@@ -261,7 +261,7 @@ def distribution(
 
 
 def masked(logits: jax.Array, legal: jax.Array) -> jax.Array:
-    """Logits [..., A] with -inf where not `legal` [..., A].  Where no action is legal, as after a game, all are."""
+    """Logits [..., A] with -inf where `legal` [..., A] is false.  If no action is legal, as after a game, all are."""
     chex.assert_equal_shape([logits, legal])
     return jnp.where(legal | ~legal.any(-1, keepdims=True), logits, -jnp.inf)
 

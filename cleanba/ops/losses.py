@@ -7,7 +7,7 @@ from jax import lax
 
 
 def log_prob_and_entropy(logits: jax.Array, action: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Of a categorical policy: logits [..., A], action [...] int -> log pi(action) [...], entropy [...]."""
+    """Categorical policy: logits [..., A], action [...] int -> log pi(action) [...], entropy -E[log pi] [...]."""
     chex.assert_equal_shape_prefix([logits, action], action.ndim)
     log_pi = jax.nn.log_softmax(logits)
     chosen = lax.platform_dependent(log_pi, action.astype(jnp.int32), cpu=by_index, default=by_comparison)
@@ -23,10 +23,10 @@ def by_index(x: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def by_comparison(x: jax.Array, index: jax.Array) -> jax.Array:
-    """x[..., index] without a scatter in its gradient, before which a deterministic GPU would sort.
+    """x[..., index], whose gradient needs no scatter: a deterministic scatter on a GPU sorts first.
 
-    [..., A], [...] -> [...].  It sums one number and zeros.  Where other numbers are -inf, `where` keeps them out of
-    the sum and of the gradient.  CPUs index, as there the compiler's fusion of this sum would change the last bit.
+    [..., A], [...] -> [...].  It sums one number and zeros.  `where` keeps other numbers that are -inf out of the sum
+    and the gradient.  CPUs use `by_index`, as the compiler's fusion of this sum would change the last bit there.
     """
     return jnp.where(jnp.arange(x.shape[-1]) == index[..., None], x, 0.0).sum(-1)
 

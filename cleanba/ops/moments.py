@@ -27,8 +27,8 @@ def no_moments(shape: tuple[int, ...]) -> Moments:
 def add_batch(shards: ShardAxis, moments: Moments, x: jax.Array, valid: jax.Array) -> Moments:
     """Add a batch: the elements of x [K', N1, N2, ...] where `valid` [K', N1, N2], over all shards, in their order.
 
-    It takes two passes, over x and over (x - mean)^2: in sums of x^2 minus squared sums, small variances of large
-    numbers would cancel.  The second pass also removes the rounding error of the mean.
+    It takes two passes, over x and over (x - mean)^2, as E[x^2] - E[x]^2 loses all digits if the mean is large and the
+    variance small.  The second pass also removes the rounding error of the mean.
     """
     chex.assert_equal_shape_prefix([x, valid], 3)
 
@@ -46,8 +46,8 @@ def add_batch(shards: ShardAxis, moments: Moments, x: jax.Array, valid: jax.Arra
     rest, squares = total(mean, 1), total(mean, 2)
 
     def merged(moments: Moments, count: jax.Array, mean: jax.Array, rest: jax.Array, squares: jax.Array) -> Moments:
-        # Not two quotients: of several with one divisor, XLA turns all but the last into products with its inverse.
-        # Which one is last depends on the order of this function's arguments, which changes with the devices.
+        # Not two divisions by count: XLA turns all but the last of them into products with its inverse, and which one
+        # is last depends on the order of this function's arguments, which changes with the devices.
         inverse = 1.0 / jnp.maximum(count, 1)
         return merge(moments, count, mean + rest * inverse, squares * inverse)
 

@@ -1,4 +1,4 @@
-"""Replay memory: a ring of rows that rollouts are written to, and n-step transitions are drawn from uniformly.
+"""Replay memory: a ring of rows, to which rollouts are written and from which n-step transitions are drawn uniformly.
 
 A row holds one step of every environment of a shard, with the time index of `rollout.py`.  Rows follow one another
 without gaps, so a transition's next observation, n-step return and stack of frames are found in the rows around it,
@@ -8,14 +8,14 @@ and nothing is stored twice:
     obs        s_0    s_1    s_2*   s_0'   s_1'   s_2'     row 5 is the tail: the observation after the last step so
     valid      1      1      0      1      1      0        far, which the first row of the next rollout overwrites
 
-Where the environments were started afresh in between (at the end of an epoch) there is a seam: the tail stays, and the
-step before it keeps the observation that really followed.  For the rows after it, a seam is a truncation.
+If the environments were started afresh between two rollouts (at the end of an epoch), there is a seam: the tail stays,
+so the step before it keeps its true next observation.  Sampling treats a seam as a truncation.
 
 Of stacked images only the newest frame is stored.  EnvPool's Atari stacks [B, S c, H, W], oldest frame first, repeat
-the first frame S times where a game begins, and go on through the loss of a life (--episodic-life), though that begins
-an episode as well.  So whether a stack goes on is read from the stack itself: `history` counts the rows before it that
-hold its older frames; frames before those repeat the oldest.  A stack that follows neither rule cannot be rebuilt and
-is never sampled.  Environments that stack in other ways (with zeros, say) need whole stacks, with `stack=1`.
+the first frame S times when a game begins, and continue when a life is lost (--episodic-life), although that begins an
+episode as well.  So the stacks themselves must show which of them continue: `history` counts the rows before a stack
+that hold its older frames; frames before those repeat the oldest.  A stack that follows neither rule cannot be rebuilt
+and is never sampled.  Environments that stack in other ways (with zeros, say) need whole stacks, with `stack=1`.
 
 `write`, `sample_indices` and `take` work on the memory of a device, whose leaves are [K', ...] for its K' shards, and
 address the i-th shard in place.  Their cost does not depend on the size of the memory, if it is donated.  They only
@@ -42,24 +42,24 @@ class Rows(NamedTuple):
     reward: jax.Array  # [C, B]  float32
     terminated: jax.Array  # [C, B]  bool
     truncated: jax.Array  # [C, B]  bool
-    valid: jax.Array  # [C, B]  bool: a step was made here; false at ignored steps, at tails and where nothing is yet
+    valid: jax.Array  # [C, B]  bool: a step was made here; false at ignored steps, at tails and in unused rows
     history: PyTree  # [C, B]  int8: rows before this one that hold frames of its stack, < 0: unknown; () if unstacked
 
 
 class Ring(NamedTuple):
-    """The memory of one shard.  That of a device has K' of them: every leaf gains a leading axis.
+    """The memory of one shard.  A device's memory holds those of K' shards: every leaf gains a leading axis [K', ...].
 
-    It begins empty (`init`) and changes by `write` alone: checkpoints look at no rows but those written since the last.
+    It starts empty (`init`), and only `write` changes it, so a checkpoint reads only the rows written since the last.
     """
 
     rows: Rows
     tail: jax.Array  # int32 in [0, C): the newest row, where the next rollout begins
-    size: jax.Array  # int32 in [0, C]: how many rows are stored, the tail among them
+    size: jax.Array  # int32 in [0, C]: how many rows are stored, including the tail
     written: jax.Array  # uint32: rows ever written, modulo 2^32
 
 
 class Indices(NamedTuple):
-    """N transitions of one shard, by the step that they begin with."""
+    """N transitions of one shard, each given by its first step."""
 
     row: jax.Array  # [N] int32, counted from the oldest row stored
     env: jax.Array  # [N] int32
@@ -71,7 +71,7 @@ class Window(NamedTuple):
 
     obs: Obs  # [N, ...]
     action: PyTree  # [N, ...]
-    reward: jax.Array  # [N, n]  those beyond `steps` mean nothing
+    reward: jax.Array  # [N, n]  undefined beyond `steps`
     steps: jax.Array  # [N] int32 in [1, n]: m, fewer than n if the episode ended or was cut off
     terminated: jax.Array  # [N] bool: by the last of these steps
     next_obs: Obs  # [N, ...]  after the last of these steps; the terminal observation, if the episode ended
@@ -95,7 +95,7 @@ def init(rollout: Rollout, capacity: int, stack: int = 1) -> Ring:
     `stack` is the number of frames in an image, if they are to be stored once.
 
     Raises:
-        UsageError: capacity is less than a rollout, its tail and a kept one, or obs is no stack of so many frames.
+        UsageError: capacity is less than a rollout and two tails, or obs is not a stack of that many frames.
     """
     steps, envs = rollout.reward.shape
     rows = capacity // envs
@@ -154,8 +154,8 @@ def _write_shard(ring: Ring, i: jax.Array, rollout: Rollout) -> Ring:
     part = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False), part)
     steps, capacity = part.valid.shape[0], ring.rows.valid.shape[1]
     tail, size = ring.tail[i], ring.size[i]
-    # An episode begins after a step that was ignored; one that begins after any other is a fresh environment's.  Where
-    # all environments happened to end just before, the seam goes unseen, and the tail says nothing that anybody needs.
+    # An episode begins after an ignored step.  If one begins after any other step, the environments were restarted.  If
+    # the episodes of all of them happened to end just before, the seam goes unnoticed, and its tail is not needed.
     seam = (part.first[0] & ring.rows.valid[i, (tail - 1) % capacity]).any()
     start = (tail + seam) % capacity
 
@@ -167,7 +167,7 @@ def _write_shard(ring: Ring, i: jax.Array, rollout: Rollout) -> Ring:
         frames, history = _newest(part.obs, stack), _history(part.obs, before, stack)
 
     def with_tail(x: jax.Array) -> jax.Array:
-        """The last row has an observation and nothing else; whatever stood there must not be taken for its own."""
+        """Append the tail's row, which has only an observation, so that zeros overwrite what the row held before."""
         return jnp.concatenate([x, jnp.zeros_like(x[:1])])
 
     action, reward, terminated, truncated, valid = jax.tree.map(
@@ -185,8 +185,8 @@ def _write_shard(ring: Ring, i: jax.Array, rollout: Rollout) -> Ring:
 def _put(stored: Rows, i: jax.Array, start: jax.Array, new: Rows) -> Rows:
     """stored[i, (start + t) % C] = new[t].  Leaves [K', C, ...], [L, ...] -> [K', C, ...], with L <= C.
 
-    Row by row, since XLA does that in place.  A scatter is slow where it has to be deterministic; for windows of rows,
-    which have to blend new ones with those that stay where the ring ends, XLA copies the whole memory.
+    Rows are written one by one, which XLA does in place.  A deterministic scatter is slow, and for a window of rows
+    that may wrap around the end of the ring XLA copies the whole memory.
     """
     capacity, length = stored.valid.shape[1], new.valid.shape[0]
 
@@ -216,34 +216,35 @@ def _newest(stacks: PyTree, stack: int) -> PyTree:
 
 
 def _history(obs: Obs, before: jax.Array, stack: int) -> jax.Array:
-    """How many rows before each hold frames of its stack; if negative, how many more there must be until that is known.
+    """How many rows before each hold frames of its stack; a negative number counts the rows until that is known.
 
-    Leaves [T+1, B, S c, ...] of stacks; before [B], the first row's if it goes on -> [T+1, B] int8 in (-S, S).
+    Stacks, leaves [T+1, B, S c, ...]; before [B], the first row's number if its stack continues -> [T+1, B] int8 in
+    (-S, S).
     """
 
     def everywhere(same: jax.Array) -> jax.Array:
         return same.all(axis=tuple(range(2, same.ndim)))
 
     def repeats(x: jax.Array) -> jax.Array:
-        """[T+1, B]: all frames of the stack are one."""
+        """[T+1, B]: all frames of the stack are the same."""
         frames = x.reshape(*x.shape[:2], stack, -1)
         return everywhere(frames == frames[:, :, -1:])
 
     def shifts(x: jax.Array) -> jax.Array:
-        """[T, B]: the stack is the one before without its oldest frame, and a new one."""
+        """[T, B]: the stack is the one before, without its oldest frame and with a new one."""
         c = x.shape[2] // stack
         return everywhere(x[1:, :, :-c] == x[:-1, :, c:])
 
     both = lambda checks: jnp.stack(jax.tree.leaves(checks)).all(0)
     begins = both(jax.tree.map(repeats, obs))
     breaks = jnp.pad(~both(jax.tree.map(shifts, obs)), ((1, 0), (0, 0)))
-    # Row numbers of the latest beginning and of the latest break, each at most 0 if before this rollout.
+    # Rows of the latest beginning and of the latest break; at most 0 if before this rollout.
     t = jnp.arange(begins.shape[0], dtype=jnp.int32)[:, None]
     never, oldest = jnp.int32(-(2**30)), stack - 1
     h = before.astype(jnp.int32)
     begun = lax.cummax(jnp.where(begins, t, jnp.where(h >= 0, -h, never)))
     broken = lax.cummax(jnp.where(breaks & ~begins, t, jnp.where(h < 0, -oldest - h, never)))
-    since_break = t - broken - oldest  # after `oldest` rows that followed on one another all frames are stored
+    since_break = t - broken - oldest  # after `oldest` consecutive rows all frames are stored
     known = jnp.where(begun >= broken, t - begun, jnp.where(since_break >= 0, oldest, since_break))
     return jnp.minimum(known, oldest).astype(jnp.int8)
 
@@ -263,7 +264,7 @@ def sample_indices(ring: Ring, i: jax.Array, key: jax.Array, batch: int, n: int,
     rows, envs = ring.rows.valid.shape[1:]
     if n >= rows:
         raise UsageError(f"n_step={n} needs {n + 1} rows of memory, but a shard has {rows}; raise --buffer-size")
-    steps = (jnp.maximum(ring.size[i], 1) - 1).astype(jnp.uint32) * jnp.uint32(envs)  # the tail is none
+    steps = (jnp.maximum(ring.size[i], 1) - 1).astype(jnp.uint32) * jnp.uint32(envs)  # without the tail
     place, fair = _uniform(key, (draws, batch), jnp.maximum(steps, 1))
     row, env = place // envs, place % envs
     found = fair & (steps > 0) & acceptable(ring, i, row, env, n)
@@ -273,9 +274,9 @@ def sample_indices(ring: Ring, i: jax.Array, key: jax.Array, batch: int, n: int,
 
 
 def _uniform(key: jax.Array, shape: tuple[int, ...], count: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Numbers below `count`, and which of them to keep: those are exactly uniform.  -> shape int32, shape bool.
+    """Random numbers below `count`, and which of them to keep, so that these are exactly uniform.  -> [*shape] each.
 
-    x mod count favours small numbers, unless the last 2^32 mod count values of x, an incomplete run, are refused.
+    x mod count favours small numbers, unless the last 2^32 mod count values of x, an incomplete run, are rejected.
     """
     x, last = jax.random.bits(key, shape, jnp.uint32), jnp.uint32(2**32 - 1)
     return (x % count).astype(jnp.int32), x <= last - (last % count + 1) % count
@@ -295,7 +296,7 @@ def acceptable(ring: Ring, i: jax.Array, row: jax.Array, env: jax.Array, n: int)
 def _horizon(ring: Ring, i: jax.Array, row: jax.Array, env: jax.Array, n: int) -> tuple[jax.Array, jax.Array]:
     """The number of steps of the window that begins here, and whether it is complete.  -> [...] int32, [...] bool.
 
-    It ends after n steps, after a step that ended its episode, or before a seam.
+    The window ends after n steps, after a step that ended its episode, or before a seam.
     """
     tail = ring.size[i] - 1
     window = row[..., None] + jnp.arange(n + 1)

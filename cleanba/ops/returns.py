@@ -67,6 +67,8 @@ def gae(
 
 
 class VTrace(NamedTuple):
+    """What V-trace computes from rollouts of another policy."""
+
     value: jax.Array  # [T, B]  v_s, the target of the value function
     advantage: jax.Array  # [T, B]  rho_s (r_s + gamma v_{s+1} - V(x_s)), the policy gradient's weight
 
@@ -119,13 +121,13 @@ def corrected_gae(
     lam: float,
     rho_bar: float = 1.0,
 ) -> VTrace:
-    """`gae` corrected for rollouts of another policy: V-trace with advantages that are mixed by lambda too.
+    """`gae` corrected for rollouts of another policy: V-trace whose advantages are mixed by lambda, too.
 
         A_t = delta_t + gamma lam (1 - ended_t) rho_{t+1} A_{t+1},   v_t = V_t + rho_t A_t
         rho_t = min(rho_bar, ratio_t)
 
     v is V-trace's target with both bounds equal to `rho_bar` (Espeholt et al. 2018, eq. 1).  A leaves out the ratio of
-    its first action, which the policy's loss multiplies by (as `rlax.vtrace_td_error_and_advantage` does).  Where all
+    its first action, which the policy's loss multiplies by (as `rlax.vtrace_td_error_and_advantage` does).  If all
     ratios are 1, A has the bits of `gae`.  With `rho_bar` 1, a trace fades on average by the total variation between
     the policies at each step: E min(1, ratio) = 1 - TV.
 
