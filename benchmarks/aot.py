@@ -1,20 +1,20 @@
-"""Compile every algorithm for H200s that are not there, and look at what came out.  Needs neither a GPU nor a driver.
+"""Compile every algorithm for H200s ahead of time and inspect the programs.  Needs neither a GPU nor a driver.
 
     VERSION=$(python -c "import jax; print(jax.__version__)")
     pip install --no-deps jax-cuda12-pjrt==$VERSION jax-cuda12-plugin==$VERSION nvidia-cuda-nvcc-cu12
     python benchmarks/aot.py              # one to three minutes a program; results/aot_h200.json and .md after each
     python benchmarks/aot.py --only ppo-resnet --devices 1 8      # the names are those of the first column
 
-With `--only` the rows of other programs stay as they were; each says of which commit it is.
+With `--only` the rows of other programs stay as they were; each row names its commit.
 
-The packages take 550 MB; install them into a virtual environment of their own, so that other runs go on without them.
+The packages take 550 MB; install them into a virtual environment of their own, so that other runs do not use them.
 With the flags of --deterministic it compiles, for Atari,
 
 * each algorithm's update, step of acting and scanned rollout at its defaults, but in one shard;
 * PPO's and IMPALA's updates in the default number of shards;
 * all updates in eight shards on 1, 2 and 8 devices, and compares their branches for a shard.
 
-Memory and instructions are what would run.  Kernels are not yet chosen, as that takes the device, and nothing is timed.
+Memory and instructions are those that would run.  Choosing kernels takes a device, so none are chosen or timed.
 """
 
 import collections

@@ -1,7 +1,7 @@
-"""`make bench`: what can be measured on CPUs, in less than 15 minutes: one table, and its figures as JSON.
+"""`make bench`: what can be measured on CPUs in less than 15 minutes, as one table and as JSON.
 
-Each part is a benchmark of its own, whose own results lie beside; here are the ratios that matter.  A part that does
-not end in time is said to be missing.  With PyTorch installed, the comparisons with it are made, too.
+Each part is a benchmark of its own, which also writes its own results; this table has the main ratios.  A part that
+does not end in time is listed as missing.  With PyTorch installed, the comparisons with it are made, too.
 """
 
 import json

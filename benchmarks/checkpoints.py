@@ -1,14 +1,14 @@
-"""What does a checkpoint cost, what does going on cost, and how fast are recorded actions played?
+"""What does a checkpoint cost, what does a resume cost, and how fast are recorded actions played back?
 
 python benchmarks/checkpoints.py                  # all three parts, half an hour on two cores
 python benchmarks/checkpoints.py --parts playing  # one of them
 
-1. checkpoints: the same training with many checkpoints and with none but the last, in turns.  The extra time, divided
-   by the number of checkpoints, is what one costs; at one a minute, so many percent.
-2. going_on: a run is ended by SIGTERM at several places in its epoch of environments and resumed each time.  The time
-   from the resume to its first new update, beside the time in which training had got there: where checkpoints are
-   taken only at the end of an epoch, that is what a resume repeats.
-3. playing: `play_back` beside EnvPool stepped in a plain loop with the same actions, in turns.
+1. checkpoints: the same training with many checkpoints and with only the last one, in turns.  The extra time, divided
+   by the number of checkpoints, is the cost of one, also given as a percentage at one checkpoint a minute.
+2. going_on: a run is ended by SIGTERM at several places in its epoch of environments and resumed each time.  Measures
+   the time from the resume to the first new update, beside the time that training took to get there, which is what a
+   resume would repeat if checkpoints were taken only at the end of an epoch.
+3. playing: `play_back` beside a plain loop that steps EnvPool with the same actions, in turns.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Scanned against stepped collection, timed side by side: the same policy, environments and seeds, rollouts in turns.
+"""Times scanned against stepped collection, with the same policy, environments and seeds, rollout by rollout in turns.
 
 python benchmarks/collectors.py            # results in benchmarks/results/
 python benchmarks/collectors.py --quick    # under a minute, writes nothing

@@ -1,11 +1,11 @@
-"""How fast single convolutions run on one core: ours, and XLA's, in billions of floating-point operations per second.
+"""How fast do single convolutions run on one core, ours and XLA's?  In billions of floating-point operations a second.
 
     python benchmarks/convolutions.py             # a minute; results in benchmarks/results/
 
-Each by itself, with its bias, 32 images, and pooled where the network pools: forward; the gradients of kernel and
-bias; that of x, where x is not bytes.  Time is the processor's, the shortest of some turns that all take: what else the
-machine does lengthens it least.  XLA's convolution is Eigen's; its gradients are scalar code inside of loops, and are
-not compared.
+Each convolution runs by itself on 32 images, with its bias, and with pooling where the network pools.  Timed are the
+forward pass, the gradients of kernel and bias, and the gradient of x unless x is bytes.  All take turns; the figure is
+the shortest processor time of a turn, as other work on the machine lengthens that least.  XLA's convolution is Eigen's;
+its gradients are scalar code inside of loops, and are not compared.
 """
 
 import os

@@ -1,8 +1,8 @@
-"""Tries every environment that EnvPool has: makes it, plays it, and trains on one of each kind of spaces.
+"""Tries every environment of EnvPool: makes it, plays it, and trains on one environment of each kind of spaces.
 
 python benchmarks/coverage.py                    # all of them: half an hour or more on two cores
 python benchmarks/coverage.py --only Jumanji     # those whose names contain this
-python benchmarks/coverage.py --notes found.jsonl      # begun once more after an interruption, it goes on
+python benchmarks/coverage.py --notes found.jsonl      # the same command after an interruption continues
 """
 
 import contextlib

@@ -1,8 +1,8 @@
-"""What do the default shards and actors of an algorithm cost on this machine, against one of each?
+"""What do an algorithm's default numbers of shards and actors cost on this machine, compared with one of each?
 
 Trains an experiment in turns with `--num-shards` and `--num-actors` left out and with one of each, on one device, and
-compares the time of the whole run per environment step: acting, learning, and all between.  The first updates, in which
-everything is compiled, are not counted.  Writes results/defaults_<platform>_<algorithm>_<environment>_<network>.json.
+compares the time of the whole run per environment step.  The first updates, which include compilation, do not count.
+Writes results/defaults_<platform>_<algorithm>_<environment>_<network>.json.
 
     python benchmarks/defaults.py --experiment "ppo --env-id Breakout-v5 --network nature --num-steps 32"
 """

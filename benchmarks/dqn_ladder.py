@@ -1,18 +1,18 @@
-"""How much faster is DQN by each of the things that this runtime does, and how fast is it beside a PyTorch loop?
+"""How much faster does each feature of the runtime make DQN, and how fast is it beside a PyTorch loop?
 
     python benchmarks/dqn_ladder.py     # a quarter of an hour on two cores; without PyTorch, without its rung
 
 All rungs play Pong from Atari's pictures with the Nature CNN, and learn from eight samples for each environment step,
-as CleanRL's `dqn_atari` does (batches of 32, one for four steps).  They take their turns, round by round, each in a
-process of its own; figures are environment steps per second once learning has begun, medians over the rounds.  Steps
-per second of processor time stand beside them: other work on the machine hardly moves these; idle cores do not count.
+as CleanRL's `dqn_atari` does (batches of 32, one for four steps).  They take turns, round by round, each in a process
+of its own.  Figures are environment steps per second once learning has begun, medians over the rounds.  Beside them are
+steps per second of processor time, which other work on the machine hardly changes, and which ignore idle cores.
 
     one at a time      one environment, four steps, one gradient step, and so on
     larger batches     sixteen steps, then one gradient step of four times the batch
     concurrent         playing beside training, with a policy one version behind
     compiled           eight environments scanned on the device, and all gradient steps of a rollout in one call
     compiled, 32       the same with batches of 32: CleanRL's settings
-    PyTorch            CleanRL's settings as a plain loop of our own: step, store, every fourth time learn
+    PyTorch            CleanRL's settings as a plain loop of our own: step, store, and learn at every fourth step
 """
 
 import json

@@ -1,10 +1,10 @@
-"""Training on environments in JAX beside a plain loop in one `jit`, and Gymnasium's beside its own `AsyncVectorEnv`.
+"""Times training on JAX's environments beside a plain loop in one `jit`, and on Gymnasium's beside `AsyncVectorEnv`.
 
 python benchmarks/environments.py            # results in benchmarks/results/
 python benchmarks/environments.py --quick    # under a minute, writes nothing
 
 The plain loop is what PureJaxRL does (Lu et al. 2022): environments, policy, advantages and minibatches in one compiled
-program, with nothing around it.  It has the network, the optimiser and the sizes of the run beside it.
+program, with nothing around it.  It has the same network, optimiser and sizes as our run.
 """
 
 import time

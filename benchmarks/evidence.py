@@ -1,9 +1,9 @@
-"""The figures of README and documentation, one message each, for light and dark pages; drawn from committed results.
+"""Draws the figures of README and documentation from committed results, for light and dark pages.
 
     python benchmarks/evidence.py             # draws; seconds
     python benchmarks/evidence.py --train     # first trains what placement.svg and resume.svg show: five minutes
 
-Speed and learning come from `make bench`, dqn_ladder.py, sac_td3.py and keep_curves.py.
+The results on speed and learning come from `make bench`, dqn_ladder.py, sac_td3.py and keep_curves.py.
 """
 
 import json

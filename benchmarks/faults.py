@@ -1,7 +1,7 @@
 """Ends runs at random moments, resumes them on the same or another placement, and compares the bits at the end.
 
-By kill -9, SIGTERM and SIGINT, with checkpoints after every update, every fifth, and by time; the run to compare with
-takes none before its end.
+Runs end by kill -9, SIGTERM and SIGINT, with checkpoints after every update, every fifth, and by time.  The run to
+compare with is never interrupted, and takes its only checkpoint at its end.
 
 python benchmarks/faults.py                        # 100 ends or more, hours on two cores
 python benchmarks/faults.py --kills 4              # of each kind, fewer

@@ -1,6 +1,6 @@
-"""Generated lines of all commands, run for real: none ends in a traceback, and what is refused is so in one message.
+"""Runs generated command lines of all commands: none may end in a traceback, and errors must be one message.
 
-A command that trains does that, or is refused with exit code 2.
+A training command must train, or exit with code 2.
 
 python benchmarks/fuzz.py                # about ten minutes on two cores
 python benchmarks/fuzz.py --examples 50  # fewer

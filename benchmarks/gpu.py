@@ -1,14 +1,15 @@
-"""How fast is it on this machine's GPUs, and are the bits the same?  Nine minutes a call, the most important first.
+"""How fast do this machine's GPUs train, and are the bits the same?  Nine minutes a call, main parts first.
 
     python benchmarks/gpu.py                       # results in benchmarks/results/gpu.json and gpu.md, after each part
-    python benchmarks/gpu.py --rest                # again, for what is not there yet
-    python benchmarks/gpu.py --only digests        # parts whose names begin so
+    python benchmarks/gpu.py --rest                # again, for the parts without results
+    python benchmarks/gpu.py --only digests        # parts whose names begin with this
     JAX_NUM_CPU_DEVICES=4 python benchmarks/gpu.py --tiny    # the same parts on a CPU, small, to see that they run
 
-Each part is a process of its own, since flags of XLA must be set before JAX starts, with a time limit; what it found
-until then stays.  Parts that no longer fit into `--minutes` are left out and named.  A speed has EnvPool, inference and
-learning alone, placed as in the whole; the whole; the kernels of one update; how far probabilities of acting and of
-learning are apart before anything was learnt; peak memory.  The digests are those of short runs, each compiled anew.
+Each part is a process of its own, since XLA's flags must be set before JAX starts.  It has a time limit; what it has
+measured until then is kept.  Parts that no longer fit into `--minutes` are left out and named.  A part on speed
+measures EnvPool, inference and learning alone, placed as in the whole; the whole; the kernels of one update; the
+difference between the probabilities of acting and of learning before the first update; and peak memory.  Digests are
+those of short runs, each of which compiles anew.
 """
 
 import collections

@@ -1,10 +1,10 @@
-"""Keep the learning curves of runs, so that a study can go on for days and on several machines.
+"""Collects the learning curves of a study, which may take days and several machines.
 
-    python benchmarks/keep_curves.py minatar sweeps/minatar      # more of them; then draws all there are
-    python benchmarks/keep_curves.py minatar                     # draws what is kept
+    python benchmarks/keep_curves.py minatar sweeps/minatar      # adds these runs, then draws all curves
+    python benchmarks/keep_curves.py minatar                     # draws all curves
 
-Curves are kept in benchmarks/results/curves_<study>.jsonl (kept.py).  All that are kept are drawn to
-static/<study>.png, and their final returns go to results/curves_<study>.md.
+Curves are kept in benchmarks/results/curves_<study>.jsonl (kept.py), drawn to static/<study>.png, and their final
+returns are written to results/curves_<study>.md.
 """
 
 import sys

@@ -1,6 +1,6 @@
-"""Learning curves as they are kept in results/: a run to a line, thinned, with its experiment, processor and digest.
+"""Learning curves as they are kept in results/: one line per run, thinned, with experiment, processor and digest.
 
-Studies of many runs go on for days and on several machines; run directories do not come along, these lines do.
+A study of many runs may take days and several machines.  These lines are kept; run directories are not.
 """
 
 import json

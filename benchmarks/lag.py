@@ -1,18 +1,18 @@
-"""What does acting one version behind cost PPO in learning, and what do the corrections give back?
+"""How much worse does PPO learn when it acts one version behind, and how much do the corrections recover?
 
     python benchmarks/lag.py                                     # every testbed: 20 hours of one core
-    python benchmarks/lag.py --env-ids CartPole-v1 Hopper-v4     # these, now
+    python benchmarks/lag.py --env-ids CartPole-v1 Hopper-v4     # only these
     python benchmarks/lag.py --env-ids Breakout-v5 Pong-v5 --seeds 1 --rates 1 --epochs 4
-    python benchmarks/lag.py --only-draw                         # what is there
+    python benchmarks/lag.py --only-draw                         # draws the results so far
 
 Trains with `cleanba sweep`: synchronously (--no-concurrency), and lagged with every correction, at several learning
-rates and numbers of epochs, the larger of which bring versions farther apart.  All else is equal.  A cell is an
-environment with one learning rate and one number of epochs; a run's score is the mean return of its last 100 episodes,
-on a scale where 0 is what the environment's runs had at their first log point, and 1 what synchronous runs had at their
-end on average in that of its cells where they did best.  Cells weigh the same.
+rates and numbers of epochs; larger ones bring versions farther apart.  All else is equal.  A cell is an environment
+with one learning rate and one number of epochs.  A run's score is the mean return of its last 100 episodes, scaled per
+environment: 0 is the return at the first log point, and 1 is the mean final return of synchronous runs in the cell in
+which they did best.  All cells have the same weight.
 
-Runs are kept in benchmarks/results/policy_lag/, a file to an environment (kept.py), and are not made again, so the
-study can be interrupted, and go on on another machine.  Several processes may run at a time, of different environments.
+Runs are kept in benchmarks/results/policy_lag/, one file per environment (kept.py), and are not repeated, so the study
+can be interrupted and continued on another machine.  Processes for different environments may run at the same time.
 """
 
 import itertools

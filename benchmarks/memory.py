@@ -1,7 +1,7 @@
-"""What does a checkpoint of a large replay memory cost, and what does it cost to go on from one?
+"""What does a checkpoint of a large replay memory cost, and what does it cost to resume from one?
 
-Fills a ring of Atari frames to its end, as DQN's memory, then takes checkpoints that have little new in them.  Bytes
-are those of the files; a look is what the learner waits for, writing goes on beside it.
+Fills a ring of Atari frames, as DQN does, then takes checkpoints with few new rows.  Bytes are those of the files.  The
+learner waits only for the look, which finds the new chunks; they are written in the background.
 
 python benchmarks/memory.py --gigabytes 4     # two minutes on two cores, twice that memory, and as much disk
 """

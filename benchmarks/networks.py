@@ -1,11 +1,11 @@
-"""How fast the networks for images run: XLA's own convolutions, ours for CPUs, and PyTorch's, side by side.
+"""How fast do the networks for images run with XLA's own convolutions, ours for CPUs, and PyTorch's?
 
     python benchmarks/networks.py             # two minutes; results in benchmarks/results/
 
 Acting is one forward pass by itself.  Learning is forward and backward, one minibatch after another inside of a loop,
-as training has it; that matters, as XLA's gradients on CPUs are only fast outside of loops.  All forms take turns, so
-that whatever else the machine does slows all of them.  PyTorch takes part if it is installed, with either order of an
-image's dimensions.
+as in training; that matters, as XLA's gradients on CPUs are only fast outside of loops.  All forms take turns, so other
+work on the machine slows all of them.  PyTorch takes part if it is installed, with either order of an image's
+dimensions.
 """
 
 import os

@@ -1,10 +1,10 @@
-"""How fast is a whole training beside the same one as a plain PyTorch loop with CleanRL's settings?
+"""How fast is training, compared with the same training as a plain PyTorch loop with CleanRL's settings?
 
-    python benchmarks/peers.py            # a Python that has PyTorch, too; results in benchmarks/results/
+    python benchmarks/peers.py            # needs PyTorch in the same Python; results in benchmarks/results/
 
-Both take turns, a few updates each, in one process, so that whatever else the machine does slows down both; what counts
-is the median of the ratios of neighbours.  Beside seconds it gives the processor's time that a step costs: on a machine
-that others use, a thread that waits for its turn says little about the program.
+Both take turns, a few updates each, in one process, so other work on the machine slows both; the result is the median
+of the ratios of neighbouring turns.  Beside seconds it gives the processor time of a step, as on a shared machine the
+time that a thread waits for a core says little about the program.
 """
 
 import os

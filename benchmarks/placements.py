@@ -1,6 +1,6 @@
-"""One experiment on several placements: their learning curves and digests, and the time each took.
+"""Trains one experiment on several placements, and compares learning curves, digests and times.
 
-Every placement is a process of its own, with eight CPU devices (or the accelerators that are there).  Draws
+Every placement runs in a process of its own, with eight CPU devices (or the accelerators of the machine).  Draws
 static/placements.png and .svg, and fails if any digest differs.
 """
 

@@ -1,10 +1,10 @@
-"""SAC and TD3 as plain PyTorch loops, to be timed beside ours: CleanRL's settings, one environment, one step at a time.
+"""SAC and TD3 as plain PyTorch loops, to time beside ours: CleanRL's settings, one environment, one step at a time.
 
 Needs PyTorch, which Cleanba does not depend on:
 
     python benchmarks/plain_sac_td3.py sac HalfCheetah-v5 --steps 2000 --warmup 200 --threads 2
 
-Prints a line of JSON with the steps per second of wall time and of processor time, each of which includes a step of the
+Prints a line of JSON with the steps per second of wall time and of processor time.  A step is one step of the
 environment and one gradient step.
 """
 

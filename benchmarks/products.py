@@ -1,10 +1,10 @@
-"""How fast dense layers run on one core: ours, and XLA's, in microseconds.
+"""How fast do dense layers run on one core, ours and XLA's?  In microseconds.
 
     python benchmarks/products.py                 # a minute; results in benchmarks/results/
 
-Each by itself, with its bias: forward; forward and all three gradients, those of XLA as JAX derives them.  Several in
-one compiled loop, as small ones take less than a call.  Time is the processor's, the shortest of some turns that all
-take: what else the machine does lengthens it least.
+Each layer runs by itself, with its bias: forward, and forward with all three gradients (XLA's as JAX derives them).
+Several run in one compiled loop, as a small one takes less time than a call.  All take turns; the figure is the
+shortest processor time of a turn, as other work on the machine lengthens that least.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""What is compiled of an algorithm, without running any of it: its update, a step of acting, a scanned rollout."""
+"""Lowers an algorithm's programs without running them: the update, a step of acting, a scanned rollout."""
 
 from typing import Any, NamedTuple
 

@@ -1,4 +1,4 @@
-"""How best to learn over sequences with resets: the ways that CleanRL's issue 276 asks about, timed side by side.
+"""Which is the fastest way to learn over sequences with resets?  Times those that CleanRL's issue 276 asks about.
 
     python benchmarks/recurrent.py            # results in benchmarks/results/, plot in static/
     python benchmarks/recurrent.py --quick    # under a minute, writes nothing
@@ -6,8 +6,8 @@
 A learning pass is forward and backward through an LSTM over [T, B] features, from a carry, with episodes that begin
 in the middle.  All ways give the same outputs and gradients, which is checked before anything is timed:
 
-    scan      what ships: x W_x for all steps at once, then one `lax.scan` that empties the carry where `first` is 1
-    split     the host cuts at the episodes' beginnings, pads to the longest piece, and one scan without resets runs
+    scan      Cleanba's way: x W_x for all steps at once, then one `lax.scan` that clears the carry where `first` is 1
+    split     the host cuts where episodes begin and pads to the longest piece; then one scan without resets
     unrolled  a Python loop over time, all under one jit
     stepwise  a Python loop over time whose step is compiled
     loop      a Python loop over time, operation by operation

@@ -1,8 +1,8 @@
-"""Does replay memory cost more the larger it is?
+"""Are writing and sampling slower in a larger replay memory?
 
 Fills memories of different capacities with Atari's stacks of frames, rollout by rollout, until they have wrapped; then
 times writing a rollout and drawing a minibatch of n-step transitions, in turns within one run.  Pictures are random
-numbers, which no cache or compression makes smaller.
+numbers, which cannot be compressed.
 
 python benchmarks/replay.py     # some 8 GB of memory
 """

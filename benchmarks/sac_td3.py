@@ -1,8 +1,8 @@
 """How fast are SAC and TD3 beside a plain PyTorch loop with the same settings?
 
-Environment steps per second at one gradient step for each, of the whole: acting, the environment, the memory, learning.
-Ours and `plain_sac_td3.py` take turns, each time as a process of its own.  On a machine with other work, steps per
-second of processor time say more than those of wall time: both are given, with the load average.
+Measures environment steps per second of the whole, with one gradient step per environment step.  Ours and
+`plain_sac_td3.py` take turns, each time as a process of its own.  On a busy machine, steps per second of processor time
+say more than those of wall time: both are given, with the load average.
 """
 
 import json

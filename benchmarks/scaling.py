@@ -1,9 +1,10 @@
-"""Does the model of many GPUs in docs/inside/performance.md describe the program?  Its update on 1 to 64 devices.
+"""Does the model of many GPUs in docs/inside/performance.md describe the compiled update, on 1 to 64 devices?
 
     python benchmarks/scaling.py     # five minutes on two cores; results in benchmarks/results/
 
-Each device has one shard of the same size, so a perfect program would give each the same work and memory however many
-there are.  Devices are simulated on the CPU and nothing is run: what each sends and holds is read from the program.
+Each device has one shard of the same size, so in an ideal program the work and memory of a device do not depend on the
+number of devices.  Devices are simulated on the CPU and nothing is run: what each device sends and holds is read from
+the compiled program.
 """
 
 import math

@@ -1,7 +1,7 @@
 """What does it cost to compute gradients shard by shard?
 
-Times one update on one device with the batch in 1, 2, 4 … shards against the same update on one undivided batch with
-none of the machinery (no isolation, no ordered sum), in turns within one run.  Rollouts are random numbers.
+Times one update on one device with the batch in 1, 2, 4 … shards against the same update on an undivided batch, without
+isolation and ordered sums, in turns within one run.  Rollouts are random numbers.
 """
 
 import time

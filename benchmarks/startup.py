@@ -1,10 +1,10 @@
-"""How long from the command to the first update, the first time and the second?
+"""How long does it take from the command to the first update, the first time and the second?
 
     python benchmarks/startup.py     # a minute; results in benchmarks/results/
 
-Experiments are small, so that what is timed is starting: imports, looking at devices and environment, tracing,
-compiling or loading, the first rollout.  Beside seconds it gives the processor's seconds, which other jobs on the
-machine lengthen less.
+Experiments are small, so the time is that of starting: imports, looking up devices and environment, tracing, compiling
+or loading, the first rollout.  Beside seconds it gives seconds of processor time, which other work on the machine
+lengthens less.
 """
 
 import os

@@ -1,8 +1,8 @@
-"""What does the sum of the gradients over all shards cost a device?
+"""What does the sum of the gradients over all shards cost each device?
 
-Compiles it for 8, 64 and 256 simulated devices of one shard each, as `ShardAxis.sum` does it and by gathering all
-gradients on every device, and reads from the compiled programs what a device receives and how much temporary memory it
-needs.  On up to `--run` devices both are also run, in turns within one process.
+Compiles `ShardAxis.sum`, and a sum that gathers all gradients on every device, for 8, 64 and 256 simulated devices with
+one shard each.  Reads from the compiled programs how much a device receives, and how much temporary memory it needs.
+On up to `--run` devices both are also run, in turns within one process.
 """
 
 import json

@@ -1,8 +1,8 @@
-"""How fast is the whole, and how fast are its parts alone?
+"""How fast is training, and how fast are its parts alone?
 
-Environment steps per second of EnvPool alone (random actions), of inference alone (the policy on fixed observations),
-of learning alone (updates on one fixed rollout) and of the whole, in turns within one run, with the parts placed as in
-the whole: the same actor threads, batch sizes and devices.
+Measures environment steps per second of EnvPool alone (random actions), of inference alone (the policy on fixed
+observations), of learning alone (updates on one fixed rollout) and of training, in turns within one run.  The parts
+have the same actor threads, batch sizes and devices as in training.
 """
 
 import os

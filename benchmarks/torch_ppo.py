@@ -1,7 +1,7 @@
-"""PPO as a plain PyTorch loop with CleanRL's settings, to compare with: act, step, remember, then learn, in turns.
+"""PPO as a plain PyTorch loop with CleanRL's settings: act, step, store, then learn, in turns.
 
-One thread of Python does everything, one minibatch after another, as in single-file implementations; PyTorch's own
-threads do the arithmetic, EnvPool's the environments.  It is here to be timed (`benchmarks/peers.py`).
+One Python thread does everything, one minibatch after another, as in single-file implementations; PyTorch's threads do
+the arithmetic, and EnvPool's threads step the environments.  `benchmarks/peers.py` times it beside ours.
 """
 
 import time
