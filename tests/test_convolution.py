@@ -260,7 +260,7 @@ def test_what_is_kept_is_for_the_modules_that_wrote_it_and_no_others(cache, monk
     shape = convolution.Window(6, 6, 16, 16, 3, 1, SAME)
     compile_ = partial(llvm._compile, convolution.forward, shape, [llvm.FLOAT] * 4, 1, 4)
     compile_()
-    for name in ("product.py", "mlp.py", "llvm.py"):  # units are written with the help of others' functions
+    for name in ("product.py", "dense.py", "llvm.py"):  # units are written with the help of others' functions
         text = (Path(llvm.__file__).parent / name).read_text()
         assert text in llvm.SOURCES
         monkeypatch.setattr(llvm, "SOURCES", llvm.SOURCES.replace(text, text + "#"))
