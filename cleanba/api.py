@@ -195,7 +195,7 @@ def _refuse(what: str, name: str, known: Collection[str]) -> NoReturn:
     if what != "train" and name in here:
         raise UsageError(f"{what} has no keyword {name}, which does not change what is trained; give it to train")
     if what == "train" and any(name in fields_of(recipe.experiment) for recipe in RECIPES.values()):
-        raise UsageError(f"train has no keyword {name}, which changes what is trained; give it to ppo(…) or its like")
+        raise UsageError(f"train has no keyword {name}, which changes what is trained; give it to ppo(…) or another")
     if what != "train" and flag in FOREIGN_FLAGS:
         raise UsageError(f"{what} has no keyword {name}; {FOREIGN_FLAGS[flag].replace('--', '').replace('-', '_')}")
     close = closest_names(name, known)

@@ -608,7 +608,7 @@ def read_config(run_dir: Path) -> Json:
     for part in ("origin", "placement", "run", "packages"):
         require(
             isinstance(config.get(part, {}), dict),
-            f"{part!r} in {run_dir}/config.json is no JSON object; restore the file, or choose another run",
+            f"{part!r} in {run_dir}/config.json is not a JSON object; restore the file, or choose another run",
         )
     e, run = config.get("experiment"), config.get("run")
     if isinstance(e, dict):

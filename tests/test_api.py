@@ -205,7 +205,7 @@ def test_actions_are_drawn_with_a_seed_and_never_with_the_same_numbers_twice(run
         (np.zeros((2, 2, 4)), "has the shape (2, 2, 4)"),
         (np.zeros((0, 4)), "has the shape (0, 4)"),
         ("left", "has the shape ()"),
-        ([[1.0], [1.0, 2.0]], "is no array"),
+        ([[1.0], [1.0, 2.0]], "is not an array"),
         (["a"] * 4, "which is not float32"),
         ({"obs": np.zeros(4)}, "has the shape ()"),
     ],
@@ -266,7 +266,7 @@ def test_dictionaries_tuples_and_masks_are_taken_as_environments_show_them():
     assert one["inner"]["00"].tolist() == [2] and one["inner"]["00"].dtype == np.int32
     many, count = as_batch(spec, {"action_mask": np.ones((3, 2), bool), "inner": {"00": np.arange(3)}})
     assert count == 3 and many["inner"]["00"].shape == (3,)
-    with pytest.raises(cleanba.UsageError, match="some parts of the observation are batches of another size"):
+    with pytest.raises(cleanba.UsageError, match="parts of the observation are batches of different sizes"):
         as_batch(spec, {"action_mask": np.ones((3, 2)) > 0, "inner": {"00": 1}})
     with pytest.raises(cleanba.UsageError, match="must have the parts action_mask, inner, but is the parts inner"):
         as_batch(spec, {"inner": {"00": 1}})

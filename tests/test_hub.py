@@ -145,7 +145,7 @@ def test_wrong_use_is_one_sentence(server, tmp_path, monkeypatch):
     run = write_run(tmp_path / "run")
     assert command("push", tmp_path).code == 2
     bad = command("push", run, "--repo", "a/b c")
-    assert bad.code == 2 and "is no name of a repository" in bad.err
+    assert bad.code == 2 and "is not a valid repository name" in bad.err
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
     ended = command("push", run)

@@ -163,7 +163,7 @@ def test_the_same_run_twice_is_one_sample_and_no_episode_is_none(tmp_path, capsy
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda path: path / "absent", "is no directory"),
+        (lambda path: path / "absent", "is not a directory"),
         (lambda path: path, "holds no run"),
         (lambda path: write_run(path / "new", returns=()), "has finished an episode yet"),
     ],

@@ -221,13 +221,13 @@ def as_batch(spec: EnvSpec, obs: object) -> tuple[PyTree, int | None]:
         except ValueError as error:
             if isinstance(error, UsageError):
                 raise
-            raise UsageError(f"{what} is no array ({error}); {wanted}") from None
+            raise UsageError(f"{what} is not an array ({error}); {wanted}") from None
         sizes.add(None if single else len(array))
         array = array.astype(part.dtype)
         return array[None] if single else array
 
     batch = fit(spec.obs, named(obs), "")
-    require(len(sizes) == 1, f"some parts of the observation are batches of another size than others; {wanted}")
+    require(len(sizes) == 1, f"parts of the observation are batches of different sizes; {wanted}")
     return batch, sizes.pop()
 
 

@@ -94,7 +94,7 @@ def push(run_dir: Path, entity: str | None = None, repo: str | None = None, priv
     owner = entity or attempt("the Hub could not tell who is logged in", api.whoami)["name"]
     repo_id = f"{owner}/{name}"
     require(
-        REPO.fullmatch(repo_id) is not None, f"{repo_id} is no name of a repository; use letters, digits, . _ and -"
+        REPO.fullmatch(repo_id) is not None, f"{repo_id} is not a valid repository name; use letters, digits, . _ and -"
     )
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)

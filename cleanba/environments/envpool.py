@@ -62,7 +62,7 @@ def _envpool() -> ModuleType:
         except Exception as error:
             _forget_envpool()
             raise Failure(
-                f"EnvPool cannot be imported ({raised(error)}); install it anew with "
+                f"EnvPool cannot be imported ({raised(error)}); reinstall it with "
                 "`pip install --force-reinstall envpool`"
             ) from error
 
@@ -200,7 +200,7 @@ def env_spec(e: Experiment) -> EnvSpec:
         )
     require(
         e.env_id not in NETWORKED,
-        f"env_id={e.env_id!r} cannot be learnt: it waits for other players to join over a network; try CartPole-v1",
+        f"env_id={e.env_id!r} cannot be trained on: it waits for other players to join over a network; try CartPole-v1",
     )
     is_atari = "atari" in family(e.env_id)
     options: dict[str, Any] = {}
@@ -222,9 +222,9 @@ def env_spec(e: Experiment) -> EnvSpec:
         probe = _envpool().make(e.env_id, env_type="gymnasium", num_envs=1, seed=[0], **options)
         players = int(probe.config.get("max_num_players", 1))
         limit = int(probe.config.get("max_episode_steps", NO_LIMIT))
-        action = action_spec(probe.action_space) if players == 1 else f"it has {players} players, who would learn apart"
+        action = action_spec(probe.action_space) if players == 1 else f"it has {players} players instead of one"
         if isinstance(action, str):
-            raise UsageError(f"env_id={e.env_id!r} cannot be learnt: {action}; try CartPole-v1 or HalfCheetah-v5")
+            raise UsageError(f"env_id={e.env_id!r} cannot be trained on: {action}; try CartPole-v1 or HalfCheetah-v5")
         sample, _ = probe.reset()
         obs = obs_spec(probe.observation_space, sample, action, is_minigrid="minigrid" in family(e.env_id))
         arrays = [*probe.spec.state_array_spec.values(), *probe.spec.action_array_spec.values()]

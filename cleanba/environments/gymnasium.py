@@ -137,9 +137,9 @@ def env_spec(e: Experiment) -> EnvSpec:
             if not isinstance(space, Box | Discrete | MultiBinary | MultiDiscrete)
         ]
         if isinstance(action, str) or unseen:
-            why = action if isinstance(action, str) else f"it shows {unseen[0]}, which no network here can look at"
+            why = action if isinstance(action, str) else f"it shows {unseen[0]}, which no network here takes as input"
             raise UsageError(
-                f"env_id={e.env_id!r} cannot be learnt: {why}; --env-wrappers module:function may change it"
+                f"env_id={e.env_id!r} cannot be trained on: {why}; --env-wrappers module:function may change it"
             )
         probe: Any = SilentEnvs([made.make], copy=False)
         doing = "reset"
@@ -184,8 +184,9 @@ def check_known(env_id: str, name: str) -> None:
     found: object = None
     if name.startswith(LOCAL) and name not in gymnasium.registry:
         raise UsageError(
-            f"env_id={env_id!r} was defined by the program that trained on it, and is not known here: go on in Python, "
-            f"after gymnasium.register({name!r}, entry_point=…), or put it into a module of its own for the command"
+            f"env_id={env_id!r} was defined by the program that trained on it, and is not known here: continue in "
+            f"Python, after gymnasium.register({name!r}, entry_point=…), or put it into a module of its own for the "
+            "command"
         )
     if colon:
         found = imported(f"env_id={env_id!r}: module {module!r}", "install it, or go where it lies", module)
@@ -210,7 +211,7 @@ def check_wrappers(wrappers: Sequence[str]) -> None:
         if not colon:
             raise UsageError(f"env_wrappers={wrapper!r} must have the form module:function; try my_package:wrap")
         if not callable(imported(f"env_wrappers={wrapper!r}", "check the name", module, function)):
-            raise UsageError(f"env_wrappers={wrapper!r} is no function; name one that takes an environment")
+            raise UsageError(f"env_wrappers={wrapper!r} is not a function; name one that takes an environment")
 
 
 def follows_its_seed(spec: EnvSpec, steps: int = 32) -> bool:

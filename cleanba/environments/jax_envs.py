@@ -197,7 +197,7 @@ def env_spec(e: Experiment) -> EnvSpec:
         environment = make(e.env_id, options)
         action = action_spec(space_of(environment, "action_space"))
         if isinstance(action, str):
-            raise UsageError(f"env_id={e.env_id!r} cannot be learnt: {action}; try gymnax:CartPole-v1")
+            raise UsageError(f"env_id={e.env_id!r} cannot be trained on: {action}; try gymnax:CartPole-v1")
         limit = limit_name(environment.params)
         most = int(getattr(environment.params, limit)) if limit else None
         options |= {"max_episode_steps": most} if most else {}

@@ -63,13 +63,13 @@ def action_spec(space: gymnasium.Space[Any]) -> ActionSpec | str:
         space = gymnasium.spaces.Box(*bounds, space.shape, np.dtype(space.dtype).type)  # type: ignore[arg-type]
     if not isinstance(space, gymnasium.spaces.Box):
         name = " ".join(str(space).split())
-        return f"its actions are {name}, but policies here choose a number, several numbers, or real ones"
+        return f"its actions are {name}, but policies here choose one or several options, or real numbers"
     low, high = (tuple(bound.ravel().tolist()) for bound in (space.low, space.high))
     if np.issubdtype(space.dtype, np.floating):
         return ActionSpec("quantities", space.shape, str(space.dtype), (), low, high)
     counts = tuple(int(b) - int(a) + 1 for a, b in zip(low, high, strict=True))
     if max(counts) > MOST_CHOICES:
-        return f"one of its actions has {max(counts)} choices, and a policy here tells {MOST_CHOICES} apart at most"
+        return f"one of its actions has {max(counts)} choices, but policies here support {MOST_CHOICES} at most"
     return ActionSpec("choices", space.shape, str(space.dtype), counts, low, high)
 
 

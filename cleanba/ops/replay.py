@@ -111,7 +111,9 @@ def init(rollout: Rollout, capacity: int, stack: int = 1) -> Ring:
 
     def frame(x: jax.Array) -> jax.Array:
         if stack > 1 and (x.ndim < 3 or x.shape[2] % stack):
-            raise UsageError(f"obs of shape {x.shape[2:]} is no stack of {stack} frames; store it whole, with stack=1")
+            raise UsageError(
+                f"obs of shape {x.shape[2:]} is not a stack of {stack} frames; set stack=1 to store it whole"
+            )
         shape = x.shape[2:] if stack == 1 else (x.shape[2] // stack, *x.shape[3:])
         return jnp.zeros((rows, envs, *shape), x.dtype)
 

@@ -65,7 +65,7 @@ def find_runs(places: Iterable[Path]) -> list[Path]:
     """
     found: dict[Path, Path] = {}
     for place in places:
-        require(place.is_dir(), f"{place} is no directory; name run directories, or a folder that holds some")
+        require(place.is_dir(), f"{place} is not a directory; name run directories, or a folder that holds some")
         here = []
         for folder, below, files in os.walk(place, followlinks=True):
             if "config.json" in files and METRICS in files:

@@ -84,7 +84,7 @@ def download(reference: str) -> Path:
         for name in wanted:
             require_size(reference, name, sizes[name])
         lacking = [name for name in NEEDED if name not in wanted]
-        require(not lacking, f"{reference} is no model of Cleanba: it has no {' and no '.join(lacking)}")
+        require(not lacking, f"{reference} is not a model of Cleanba: it has no {' and no '.join(lacking)}")
         hub.snapshot_download(repo_id, revision=commit, local_dir=folder, allow_patterns=wanted)
     except UsageError:
         raise
@@ -170,7 +170,7 @@ def _copy(source: str, member: Member, to: Path) -> None:
     with tempfile.NamedTemporaryFile(dir=to.parent, delete=False) as scratch:
         try:
             stream = member.open()
-            require(stream is not None, f"{source} has a {to.name} that is no file; choose another run")
+            require(stream is not None, f"{source} has a {to.name} that is not a regular file; choose another run")
             assert stream is not None
             with stream:
                 while part := stream.read(2**20):

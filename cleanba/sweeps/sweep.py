@@ -155,7 +155,10 @@ def variants(recipe: AnyRecipe, settings: Sequence[str]) -> list[tuple[str, list
         )
         choices.append([(name, value.strip()) for value in values.split(",")])
     names = [pairs[0][0] for pairs in choices]
-    require(len(set(names)) == len(names), f"--set names {', '.join(names)}: each flag once, its values after commas")
+    require(
+        len(set(names)) == len(names),
+        f"--set names {', '.join(names)}: give each flag once, as name=value,value",
+    )
     combinations = []
     for pairs in itertools.product(*choices):
         words: list[str] = []
@@ -417,10 +420,10 @@ def settle(job: Job, code: int, retries: int, waiting: list[Job], board: "Board"
     elif code != WRONG_USE and job.attempts <= retries:
         job.state = "waiting"
         waiting.append(job)
-        board.say(f"{job.run.name}: ended with {code}; try {job.attempts} of {retries} follows")
+        board.say(f"{job.run.name}: ended with exit code {code}; retry {job.attempts} of {retries} follows")
     else:
         job.state = "failed"
-        board.say(f"{job.run.name}: failed with {code}; see {job.log}")
+        board.say(f"{job.run.name}: failed with exit code {code}; see {job.log}")
 
 
 def report(folder: Path, jobs: Sequence[Job], heard: Sequence[int]) -> Exit:
