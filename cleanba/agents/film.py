@@ -168,7 +168,7 @@ def see(obs: Obs) -> Image.Image:
 
 
 def draw_numbers(parts: dict[str, np.ndarray]) -> Image.Image:
-    """Draw the numbers of an observation, one to a line."""
+    """Draw the numbers of an observation's parts [...], one to a line."""
     lines = [f"{name} {number:9.4g}".strip() for name, x in parts.items() for number in np.ravel(x)]
     if len(lines) > MOST_NUMBERS:
         lines = [*lines[:MOST_NUMBERS], f"… and {len(lines) - MOST_NUMBERS} more"]

@@ -270,7 +270,7 @@ def opengl() -> bool:
 def told(
     spec: EnvSpec, obs: Obs, raw_reward: Array, terminated: Array, truncated: Array, info: dict[str, Array]
 ) -> Step[Array]:
-    """One step as EnvPool reported it, [B, ...] of NumPy or JAX, with the end of a game told from its time limit.
+    """One step as EnvPool reported it, [B, ...] of NumPy or JAX, but with games that ended and time limits told apart.
 
     EnvPool reports a game that ends by itself in the last step before its limit as truncated, not as terminated.
     """

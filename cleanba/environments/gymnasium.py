@@ -57,7 +57,7 @@ def registered_by(package: str) -> list[str]:
     Raises:
         UsageError: the package cannot be imported.
     """
-    imported(f"package {package!r}", "install it, or go where it lies", package)
+    imported(f"package {package!r}", "install it, or change to its directory", package)
     places = {name: made_by(spec.entry_point) for name, spec in gymnasium.registry.items()}
     return [f"{package}:{name}" for name in sorted(places) if f"{places[name]}.".startswith(f"{package}.")]
 
@@ -189,7 +189,7 @@ def check_known(env_id: str, name: str) -> None:
             "command"
         )
     if colon:
-        found = imported(f"env_id={env_id!r}: module {module!r}", "install it, or go where it lies", module)
+        found = imported(f"env_id={env_id!r}: module {module!r}", "install it, or change to its directory", module)
         if unregistered(name) is not None:
             return
     try:

@@ -45,13 +45,13 @@ class Environment(Protocol):
     """The methods that every environment has; the others are optional."""
 
     def reset_env(self, key: jax.Array, params: PyTree) -> tuple[PyTree, PyTree]:
-        """-> obs, state."""
+        """Begin an episode of one environment -> obs [...], state."""
         ...
 
     def step_env(
         self, key: jax.Array, state: PyTree, action: jax.Array, params: PyTree
     ) -> tuple[PyTree, PyTree, jax.Array, jax.Array, PyTree]:
-        """-> obs, state, reward, terminated, info."""
+        """One step of one environment -> obs [...], state, reward [], terminated [] bool, info."""
         ...
 
 
@@ -122,7 +122,7 @@ def _craftax(env_id: str, name: str) -> Maker:
 
 def _own(env_id: str, name: str) -> Maker:
     module, _, factory = name.partition(":")
-    return imported(f"env_id={env_id!r}", "write jax:module:Class, and go where the module lies", module, factory)
+    return imported(f"env_id={env_id!r}", "write jax:module:Class, and change to its directory", module, factory)
 
 
 MAKERS = {"gymnax": _gymnax, "craftax": _craftax, "jax": _own}

@@ -191,7 +191,7 @@ class Part:
 
 
 class Task(NamedTuple):
-    """The first message to a worker: what it steps, and where it answers."""
+    """The first message to a worker: the environments that it steps, and the memory that it writes to."""
 
     game: Game
     layout: Layout

@@ -75,7 +75,7 @@ def compare_digests(name: str, a: dict[int, Json], b: dict[int, Json]) -> Compar
 
 
 def compare_states(a: Path, b: Path) -> str:
-    """The largest difference between two runs' states after the newest update of which both keep a checkpoint."""
+    """The largest difference between two runs' states at the newest checkpoint that both keep, as a sentence."""
     from cleanba.runtime.checkpoint import read_arrays, updates_kept  # Orbax takes seconds to import
 
     common = sorted(set(updates_kept(a)) & set(updates_kept(b)))
