@@ -267,7 +267,7 @@ def opengl() -> bool:
     return True
 
 
-def told(
+def to_step(
     spec: EnvSpec, obs: Obs, raw_reward: Array, terminated: Array, truncated: Array, info: dict[str, Array]
 ) -> Step[Array]:
     """One step as EnvPool reported it, [B, ...] of NumPy or JAX, but with games that ended and time limits told apart.
@@ -341,7 +341,7 @@ class Envs:
         """Actions [B] or [B, D] -> `Step`.  An environment whose episode has ended ignores its action and resets."""
         obs, reward, terminated, truncated, info = self._pool.step(self._spec.action.for_environment(action))
         raw = np.asarray(info.get("reward", reward), np.float32)
-        return told(self._spec, _leaves(obs, narrowed), raw, terminated, truncated, info)
+        return to_step(self._spec, _leaves(obs, narrowed), raw, terminated, truncated, info)
 
     def play(self, actions: np.ndarray) -> tuple[PyTree, np.ndarray, np.ndarray]:
         """Take N steps, after `reset`, and return only the last observations.
@@ -368,7 +368,7 @@ class Envs:
         def step(handle: PyTree, action: jax.Array) -> tuple[PyTree, Step[jax.Array]]:
             handle, (obs, reward, terminated, truncated, info) = pool_step(handle, spec.action.for_environment(action))
             raw = info.get("reward", reward).astype("float32")
-            return handle, told(spec, obs, raw, terminated, truncated, info)
+            return handle, to_step(spec, obs, raw, terminated, truncated, info)
 
         return Compilable(handle, step, bytes(handle))
 
