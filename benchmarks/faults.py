@@ -5,6 +5,7 @@ compare with is never interrupted, and takes its only checkpoint at its end.
 
 python benchmarks/faults.py                        # 100 ends or more, hours on two cores
 python benchmarks/faults.py --kills 4              # of each kind, fewer
+python benchmarks/faults.py --seed 1               # at other moments; results are added to those of other seeds
 python benchmarks/faults.py --only "SAC, Pendulum" # one kind
 python benchmarks/faults.py --replay               # DQN alone, with a gigabyte of replay; needs some 4 GB of disk
 """
@@ -20,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -214,7 +215,7 @@ def main(args: Args) -> None:
     rng, kinds = random.Random(args.seed), REPLAY if args.replay else KINDS
     kinds = {args.only: kinds[args.only]} if args.only else kinds
     name, survived = "faults_replay" if args.replay else "faults", True
-    results: dict[str, Any] = {}
+    results: dict[str, Any] = machine.saved(name).get("results", {}) if args.seed else {}
     with tempfile.TemporaryDirectory() as folder:
         for i, kind in enumerate(kinds):
             whole = Path(folder) / f"whole{i}"
@@ -226,14 +227,20 @@ def main(args: Args) -> None:
             tally = torment(kind, args.kills, reference, Path(folder) / f"runs{i}", rng)
             survived &= (same := tally.digest_equal and tally.log_without_gaps)
             kills = tally.ends.total()
-            results[kind] = {"kills": kills, "updates": reference["update"], **asdict(tally)}
+            results[f"{kind}; seed {args.seed}"] = {
+                "kills": kills,
+                "updates": reference["update"],
+                **vars(tally),
+                "ends": dict(tally.ends),
+            }
             print(
                 f"{kind:28} {kills} ends of {tally.runs} runs, {tally.while_training} while they trained, "
                 f"{tally.updates_repeated} of {tally.runs * reference['update']} updates repeated: "
                 f"{'same bits' if same else 'DIFFERS'}",
                 flush=True,
             )
-            path = machine.save(name, {"kinds": kinds, "results": results, "all_equal": survived})
+            equal = all(r["digest_equal"] and r["log_without_gaps"] for r in results.values())
+            path = machine.save(name, {"kinds": kinds, "results": results, "all_equal": equal})
     print(f"{sum(r['kills'] for r in results.values())} ends; written: benchmarks/results/{path.name}")
     sys.exit(not survived)
 

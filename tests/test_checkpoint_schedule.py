@@ -64,10 +64,10 @@ def test_processes_agree_on_checkpoints_and_on_the_end(seed, monkeypatch):
             if number == warned and update == at:
                 made._progress.interrupt = Interrupted(signal.SIGTERM)
             decision = made.decide(update)
-            decisions[number].append((decision.save, decision.interrupt and decision.interrupt.signum))
+            decisions[number].append((decision.save, decision.ending and decision.ending.signum))
             if decision.save:
                 made._next = 0.0 if number == 0 else float("inf")
-            if decision.interrupt:
+            if decision.ending:
                 return
 
     threads = [threading.Thread(target=run, args=(number,)) for number in range(count)]

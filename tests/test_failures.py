@@ -12,6 +12,7 @@ from scripted import Planted
 
 from cleanba.environments.envpool import Envs
 from cleanba.runtime.channels import Stop
+from cleanba.runtime.checkpoint import updates_kept
 from cleanba.runtime.learner import Learner
 from cleanba.runtime.metrics import Writers
 
@@ -95,6 +96,11 @@ def test_an_error_anywhere_ends_the_run_soon_and_is_reported_once(owner, name, c
     result = read_result(tmp_path / "run")
     assert result["status"] == "failed"
     assert result["error"] == "Planted: the bomb went off"
+    in_an_actor = owner is Envs or name == "send"
+    if in_an_actor and result["update"] > 0:  # the current update ended, and was saved
+        assert updates_kept(tmp_path / "run")[-1] == result["update"]
+        assert f"goes on after update {result['update']}, nothing to repeat" in ended.out
+    assert result["update"] > 0 or call != 4
     assert_nothing_is_left(pools)
 
 
@@ -195,7 +201,9 @@ def processes(tmp_path_factory):
 def once_running(processes, name: str):
     """The process and its directory, once it trains or has come as far as its script lets it."""
     process, run_dir, sign = processes[name]
-    wait_for(lambda: sign.exists() and (sign.suffix != ".jsonl" or sign.stat().st_size > 0), 300)
+    alive = lambda: sign.exists() and (sign.suffix != ".jsonl" or sign.stat().st_size > 0)
+    wait_for(lambda: alive() or process.poll() is not None, 300)
+    assert alive(), finish(process)
     return process, run_dir
 
 

@@ -24,8 +24,8 @@ class Decision(NamedTuple):
 
     save: bool
     """whether a checkpoint is taken"""
-    interrupt: Interrupted | None
-    """the signal that ends the run after it; None if the run continues"""
+    ending: BaseException | None
+    """the signal or the error of an actor that ends the run after it; None if the run continues"""
 
 
 class CheckpointSchedule:
@@ -54,9 +54,16 @@ class CheckpointSchedule:
         e = self._schedule.env_epoch
         return update - 1 if not self._whole_epochs else (update - 1) // e * e if e else 0
 
-    def ends_now(self, update: int) -> bool:
-        """Whether a signal ends the run after this update, without waiting for the next rollouts."""
-        return self._devices.num_processes == 1 and self._progress.interrupt is not None and self.can_save(update)
+    @property
+    def _ending(self) -> BaseException | None:
+        """Why the run ends after the current update, if it does: what several processes agreed on, or one knows."""
+        if self._devices.num_processes > 1:
+            return self._agreed
+        return self._progress.interrupt or self._progress.failure
+
+    def ends_now(self, update: int) -> BaseException | None:
+        """Why the run ends after this update, without waiting for the next rollouts; None if it does not."""
+        return self._ending if self._devices.num_processes == 1 and self.can_save(update) else None
 
     def decide(self, update: int) -> Decision:
         """What follows this update.  All processes must call this after every update."""
@@ -70,9 +77,9 @@ class CheckpointSchedule:
         timed = f is None and now >= self._next
         if self._devices.num_processes > 1:
             timed = update == self._meeting and self._meet(update, timed, now)
-        interrupt = self._agreed if self._devices.num_processes > 1 else self._progress.interrupt
-        save = self.can_save(update) and (due or timed or interrupt is not None)
-        return Decision(save, interrupt if save else None)
+        ending = self._ending
+        save = self.can_save(update) and (due or timed or ending is not None)
+        return Decision(save, ending if save else None)
 
     def _meet(self, update: int, timed: bool, now: float) -> bool:
         """Whether a checkpoint is due by the main process's clock.  Afterwards all processes know of a signal."""

@@ -94,6 +94,32 @@ def end_by_signal(
     stop(error)
 
 
+def end_by_failure(
+    error: BaseException,
+    grace_period: float,
+    can_save: bool,
+    params: Channel[Any],
+    progress: Progress[Any],
+    stop: Stop,
+    say: Callable[[str], None],
+) -> None:
+    """Let the learner end the run after the current update, with a checkpoint, as the calling actor has failed.
+
+    Returns once the run has ended, and after the grace period at the latest; at once if no checkpoint can be taken.
+
+    params: where the actor was given parameters.  It takes them still, so that the learner need not wait for room.
+    """
+    if not can_save or grace_period <= 0:
+        return
+    if progress.failure is None:
+        progress.failure = error
+        say(f"{type(error).__name__} in an actor: ending after this update, with a checkpoint")
+        stop.wake()
+    deadline = time.perf_counter() + grace_period
+    while not stop.wait(0.05) and time.perf_counter() < deadline:
+        params.get_unless(lambda: True)
+
+
 def stacks(channels: Sequence[Channel[Any]]) -> str:
     """The stack of every thread, and what the queues hold, as text."""
     frames = sys._current_frames()

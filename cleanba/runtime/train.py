@@ -7,6 +7,7 @@ A run has three kinds of threads.  Actors collect rollouts, the learner thread r
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Generic, NamedTuple, NoReturn
 
 import jax
@@ -28,7 +29,14 @@ from cleanba.runtime.progress import Progress
 from cleanba.runtime.records import Records
 from cleanba.runtime.schedule import Schedule
 from cleanba.runtime.statistics import Statistics
-from cleanba.runtime.supervision import GRACE_SECONDS, Watchdog, end_by_signal, hear_signals, leave_process
+from cleanba.runtime.supervision import (
+    GRACE_SECONDS,
+    Watchdog,
+    end_by_failure,
+    end_by_signal,
+    hear_signals,
+    leave_process,
+)
 from cleanba.runtime.training import Training
 from cleanba.runtime.training_log import TrainingLog, WriteLogPoint
 
@@ -98,10 +106,10 @@ def learn(
         progress.saved_update = update
         save_schedule.note_saved(writer.seconds + time.perf_counter() - before)
 
-    def end(update: int, interrupt: Interrupted) -> NoReturn:
+    def end(update: int, reason: BaseException) -> NoReturn:
         assert training.checkpoints is not None
         training.checkpoints.wait_for_all(update, training.grace_period)
-        stop(interrupt)
+        stop(reason)
         raise Closed
 
     first_to_learn = getattr(training.experiment, "first_to_learn", 0)
@@ -125,14 +133,16 @@ def learn(
             publish(update, learner.local(params_of(state)))
 
         with log.timing_wait():
-            rollouts = receive(rollout_channels, update, schedule, lambda: save_schedule.ends_now(progress.update))
-        if rollouts is None:  # a signal ends the run now: these rollouts are dropped, the update before them is saved
+            ends_now = lambda: save_schedule.ends_now(progress.update) is not None
+            rollouts = receive(rollout_channels, update, schedule, ends_now)
+        if rollouts is None:  # the run ends now: these rollouts are dropped, the update before them is saved
             if training.stop_on_nonfinite:
                 log.check_finite(update - 1, metrics, True)
             if progress.saved_update != update - 1:
                 save(update - 1)
-            assert progress.interrupt is not None
-            end(update - 1, progress.interrupt)
+            reason = save_schedule.ends_now(update - 1)
+            assert reason is not None
+            end(update - 1, reason)
         progress.statistics.add(rollouts)
         writer.record_rollouts(schedule.epoch(update), [(r.recorded, r.actor_state) for r in rollouts])
         blocks = [block for rollout in rollouts for block in rollout.blocks]
@@ -157,8 +167,8 @@ def learn(
             log.write(update, metrics, digests)
         if saving:
             save(update)
-            if decision.interrupt is not None:
-                end(update, decision.interrupt)
+            if decision.ending is not None:
+                end(update, decision.ending)
         elif schedule.logs_digests(update):
             writer.discard_snapshot()
     if training.checkpoints is not None:
@@ -201,6 +211,30 @@ def run_training(
         next_end = None if training.repeatable else training.schedule.next_end
         end_by_signal(signum, training.grace_period, can_save, next_end, progress, stop, display.say)
 
+    def actor_body(actor: ActorThread[P]) -> None:
+        try:
+            actor.body()
+        except Closed:
+            raise
+        except BaseException as error:
+            # Among several processes the others may be in the next update already, whose state this process lacks.
+            can_save = training.checkpoints is not None and training.repeatable and training.devices.num_processes == 1
+            can_save = can_save and progress.update >= training.schedule.first
+            end_by_failure(error, training.grace_period, can_save, actor.params, progress, stop, display.say)
+            raise
+
+    def learner_body() -> None:
+        try:
+            learn(
+                training, learner, params_channels, rollout_channels, checkpoint_writer, progress, write_log_point, stop
+            )
+        except Closed:
+            raise
+        except BaseException as error:
+            if progress.failure is None:
+                raise
+            raise progress.failure from error  # after which no checkpoint could be taken
+
     if peers:
         peers.on_lost = stop
         if peers.error is not None:
@@ -208,10 +242,7 @@ def run_training(
     actors = make_actors(training, learner, stop, status, display)
     params_channels = [(actor.device, actor.params) for actor in actors]
     rollout_channels = [actor.rollouts for actor in actors]
-    learner_body = lambda: learn(
-        training, learner, params_channels, rollout_channels, checkpoint_writer, progress, write_log_point, stop
-    )
-    bodies = [(actor.name, actor.body) for actor in actors] + [("learner", learner_body)]
+    bodies = [(actor.name, partial(actor_body, actor)) for actor in actors] + [("learner", learner_body)]
     channels: list[Channel[Any]] = [*rollout_channels, *(channel for _, channel in params_channels)]
     with hear_signals(handle_signal, give_up):
         threads = start(bodies, stop, peers)
