@@ -95,14 +95,14 @@ def test_several_processes_give_the_same_bits(placement, concurrency, run_proces
     assert run_processes(processes, placement, concurrency) == [reference(concurrency)] * processes
 
 
-# ------------------------------------------------------------------------ the commands of docs/guides/placement.md
+# ------------------------------------------------------------------------------------------------ the README's commands
 
 # Neither --num-shards, --num-actors nor --collector: their defaults must not depend on the devices.
 ALGORITHMS = ("ppo", "impala")
 DEFAULTS = ["--env-id", "Breakout-v5", "--network", "nature", "--hiddens", "16"]
 DEFAULTS += ["--num-steps", "4", "--total-timesteps", "1440"]
 LINE = re.compile(r"^cleanba ppo \$S (.+?) *# (a0-l[\d,]+)", re.MULTILINE)
-TYPED = {name: words.split() for words, name in LINE.findall((ROOT / "docs/guides/placement.md").read_text())}
+TYPED = {name: words.split() for words, name in LINE.findall((ROOT / "README.md").read_text())}
 TWO_OF_THREE = "a0-l1,2,3-d2"
 ON_TWO_OF_THREE = ["--actor-device-ids", "0", "--learner-device-ids", "1", "2", "3"]
 
@@ -112,14 +112,14 @@ def typed_reference(algorithm: str) -> dict[int, str]:
     return typed_digests(algorithm, [*DEFAULTS, *TYPED["a0-l0"]])
 
 
-def test_the_guide_has_six_placements():
+def test_the_readme_has_six_placements():
     assert list(TYPED) == ["a0-l0", "a0-l0,1", "a0-l1,2", "a0-l1,2,3", "a0-l1,2,3,4", "a0-l1,2,3,4,5,6"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("placement", [p for p in TYPED if p != "a0-l0"])
-def test_the_guides_placements_are_one_experiment(placement, algorithm):
+def test_the_readmes_placements_are_one_experiment(placement, algorithm):
     assert typed_digests(algorithm, [*DEFAULTS, *TYPED[placement]]) == typed_reference(algorithm)
 
 
