@@ -24,7 +24,8 @@ extensions = [
     "sphinx_design",
     "from_code",
 ]
-exclude_patterns = ["_build"]
+moved = [page.name for page in HERE.glob("*.md") if page.is_symlink()]  # links that stand where pages were
+exclude_patterns = ["_build", *moved]
 
 myst_enable_extensions = ["attrs_block", "attrs_inline", "colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3

@@ -18,7 +18,8 @@ from cleanba.runtime import training_log
 from cleanba.train_flags import parse
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted([*ROOT.glob("docs/**/*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
+WRITTEN = [page for page in ROOT.glob("docs/**/*.md") if not page.is_symlink()]  # links stand where pages were
+PAGES = sorted([*WRITTEN, ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
 ALGORITHMS = sorted(ROOT.glob("docs/algorithms/*.md"))
 
 REFERENCE = re.compile(r"`([\w/]+\.py): ([\w.]+)`")

@@ -12,7 +12,8 @@ from launch import ROOT, command, finish, python
 from cleanba.config import fields_of, flag
 from cleanba.recipes import RECIPES
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
+WRITTEN = sorted(page for page in ROOT.glob("docs/**/*.md") if not page.is_symlink())  # links stand where pages were
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *WRITTEN]
 BLOCK = re.compile(r"^```(bash|python)\n(.*?)^```\n(?:\n?<!-- not run: (.+?) -->)?", re.M | re.S)
 
 # Appended to every command that trains, as far as it has such a flag; the last of two flags holds.
