@@ -130,7 +130,7 @@ def browse(address: str, profile: Path) -> str:
         ],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=500,  # on a machine that is busy with other tests
     )
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
