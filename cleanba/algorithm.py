@@ -1,12 +1,15 @@
-"""The waist between what is learned and how it runs: pure functions.
+"""The interface between algorithms and the runtime: seven pure functions, gathered in `Algorithm` below.
 
-The runtime never sees a loss; an algorithm never sees a thread, a queue or a device.  Four types cross the waist, and
-each algorithm has its own:
+The runtime never sees a loss; an algorithm never sees a thread, a queue or a device.  Four types cross the interface,
+and each algorithm has its own:
 
     S   the learner's state, the same on every learner device: parameters, optimiser state, counters
     M   the memory of one shard, on the device that holds the shard; () if nothing is kept
-    P   what acting needs of the state
+    P   the actor parameters: what acting needs of the state
     C   the carry, which is the state of a recurrent policy; () for a feed-forward one
+
+Shapes, here and in algorithms/: T steps of B environments; T(+1) is T + 1 for a rollout's `obs` and `first`, else T;
+K shards in all, K' of them on this device; N transitions of one shard in a minibatch.
 """
 
 from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
@@ -31,7 +34,8 @@ C_contra = TypeVar("C_contra", contravariant=True)
 Metrics = dict[str, jax.Array]
 """Scalars by name.  A run ends when one under "losses/" is not finite.
 
-A metric that some updates lack comes with "count/<name>", and is not logged where that is 0.
+A metric that some updates lack, such as a loss before learning starts, comes with "count/<name>": how many values it is
+the mean of.  It is not logged where that is 0.
 """
 
 
@@ -107,7 +111,7 @@ def no_carry(batch: int) -> NoCarry:
 
 
 class Algorithm(NamedTuple, Generic[S, M, P, C]):
-    """No base class, registry or callback: to add an algorithm, write these, and a line in `recipes.py`."""
+    """All that the runtime knows of an algorithm.  To add one, write these functions, and a line in `recipes.py`."""
 
     init: Init[S]
     init_memory: InitMemory[M]

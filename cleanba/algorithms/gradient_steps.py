@@ -16,16 +16,18 @@ from cleanba.algorithms.off_policy import OffPolicy
 from cleanba.ops import replay
 from cleanba.shards import ShardAxis
 
+# Type variables of the loops, not those of `algorithm.py`.
 S = TypeVar("S")  # what the steps change
-M = TypeVar("M")  # what they return besides
+M = TypeVar("M")  # metrics, which the loops add up
 D = TypeVar("D")  # the random numbers of one step
 
 REPLAY_FILLED = "charts/replay_filled"
 REPLAY_LOGGED = {REPLAY_FILLED: "share of the batches that replay could fill; below 0.9 a warning says so"}
 """What `gradient_steps` logs: name -> meaning."""
 
-BLOCK_STEPS = 32  # at most so many steps in a block
-BLOCK_NUMBERS = 2**20  # and at most about so many random numbers
+# A block of gradient steps: those whose random numbers are drawn together.
+BLOCK_STEPS = 32  # at most so many steps
+BLOCK_NUMBERS = 2**20  # and at most about so many random numbers: 4 MiB
 
 
 class Noise(NamedTuple):
@@ -53,7 +55,7 @@ class Minibatch(NamedTuple):
     window: Callable[[jax.Array], replay.Window]
     """i -> the transitions of this device's i-th shard.  Leaves [N, ...]"""
     noises: jax.Array
-    """[K', U, N, D]"""
+    """[K', U, N, D] standard normal numbers, which a loss reads by `noise`"""
 
     def noise(self, i: jax.Array, use: jax.Array | int) -> jax.Array:
         """Standard normal numbers for the transitions of this device's i-th shard.  [N, D]."""
@@ -78,7 +80,9 @@ def gradient_steps(
     memory: of this device's shards, leaves [K', ...].
     n_step: the number of rewards in a transition's return.
     stack: the number of frames in an image, if the memory stores each frame once.
-    reused: whether a step reads its transitions more than once, so that they are gathered before it.
+    noise: how many normal numbers `step` needs.
+    reused: whether a step reads its transitions more than once, as where a policy learns from the critics' minibatch.
+        They are then gathered once, before the step, and not by each loss.
 
     Returns the state after the last step, and the means of the metrics over the steps.  A metric that some steps lack
     is a sum; it has a "count/<name>" beside it (`with_count`), by which it is divided.
@@ -109,9 +113,9 @@ def draw(
     n_step: int = 1,
     noise: Noise = NO_NOISE,
 ) -> Draws:
-    """The random numbers of the gradient steps with these numbers [B].  Leaves [B, K', ...].
+    """The random draws of J gradient steps of an update, numbered `numbers` [J] int32.  Leaves [J, K', ...].
 
-    Transitions are drawn uniformly.  Keys depend on the step's number and the shard's, never on the device.
+    Transitions are drawn uniformly.  A key depends on the numbers of its step and its shard, never on the device.
     """
     batch = e.batch_size // shards.num_shards
 
@@ -157,9 +161,10 @@ def repeat_in_blocks(
     step: Callable[[D, S], tuple[S, M]],
     carried: S,
 ) -> tuple[S, M]:
-    """As `repeat`, for `step(drawn, carried) -> carried, metrics` with random numbers drawn for a block of steps.
+    """As `repeat`, for `step(drawn, carried) -> carried, metrics`, which gets its random numbers.
 
-    `draw(numbers)` draws for the steps with these numbers [block].  Leaves [block, ...].
+    `draw(numbers)` draws them for `block` steps at a time: step numbers [block] int32 -> leaves [block, ...].  The last
+    block is drawn whole, and the steps beyond `times` are not taken.
     """
     first = lambda: jax.tree.map(lambda x: x[0], draw(jnp.zeros(block, jnp.int32)))
     like = jax.eval_shape(step, jax.eval_shape(first), carried)[1]
@@ -189,9 +194,9 @@ def zeros_like(like: M) -> M:
 
 
 def every(period: int, elapsed: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Whether `period` steps have elapsed since an event, which then happens again; and the steps elapsed after it.
+    """Whether something that happens every `period` steps is due, and the count of elapsed steps to go on with.
 
-    [] int32 -> [] bool, [] int32.
+    Elapsed 3, 4, 5 of period 4 -> (no, 3), (yes, 0), (yes, 1).  [] int32 -> [] bool, [] int32.
     """
     happens = elapsed >= period
     return happens, jnp.where(happens, elapsed % period, elapsed)
@@ -218,8 +223,8 @@ def mean_metrics(sums: Metrics, steps: jax.Array) -> Metrics:
 def replay_filled(e: OffPolicy, shards: ShardAxis, found: jax.Array, steps: jax.Array) -> Metrics:
     """The share of the batches that was filled.
 
-    found [K'] int32: transitions found in each of this device's shards, over all `steps` ([] int32).  The others have
-    weight 0: where few of the stored steps can be drawn, batches are smaller than the experiment asks for.
+    found [K'] int32: valid transitions drawn from each of this device's shards, over all `steps` ([] int32).  The rest
+    of a batch has weight 0: where few of the stored steps can be drawn, batches are smaller than `batch_size`.
     """
     share = shards.sum(found) / jnp.maximum(steps * e.batch_size, 1)
     return with_count({REPLAY_FILLED: share}, steps)

@@ -40,7 +40,10 @@ class OffPolicy(Experiment):
         return -(-self.learning_starts // self.transitions_per_update)
 
     def learns(self, update: jax.Array) -> jax.Array:
-        """Whether this update, counted from 1, learns.  [] int32 -> [] bool."""
+        """Whether this update, counted from 1, takes gradient steps.  [] int32 -> [] bool.
+
+        Given the number of updates done, as by `act`: whether the last of them did, so that the policy has learnt.
+        """
         return update >= self.first_to_learn
 
     def steps_of(self, update: jax.Array) -> jax.Array:

@@ -22,7 +22,7 @@ class State(NamedTuple):
     """The state of a learner with one optimiser: all that an update changes."""
 
     params: NetworkParams
-    optimiser: PyTree
+    optimiser: PyTree  # the optimiser's state: for Adam its moments and its count of steps
     updates: jax.Array  # int32: updates done
     statistics: PyTree = ()  # of observations and returns
 
@@ -31,7 +31,7 @@ class TrainState(NamedTuple):
     """Parameters and the state of their optimiser.  A learner with several optimisers, such as SAC, has several."""
 
     params: NetworkParams
-    optimiser: PyTree
+    optimiser: PyTree  # as above
 
 
 T = TypeVar("T", State, TrainState)
@@ -84,12 +84,12 @@ def sgd_step(
     load: Callable[[jax.Array], tuple[Any, ...]],
     pieces: int | None = None,
 ) -> tuple[T, Metrics]:
-    """One step down the gradient of the sum over all shards of `loss(params, *load(i))`.
+    """One step of the optimiser (any, not only plain SGD) on the sum over all shards of `loss(params, *load(i))`.
 
-    load: gathers shard i's part of the minibatch.  Parameters of other networks that the loss needs, such as targets,
-        come with it: the gradient is only by `trained.params`.
-    loss: this part's share of the minibatch's loss and metrics.  Shares are added up, so a mean over the minibatch is
-        divided by the size of the whole minibatch.
+    loss: one shard's share of the minibatch's loss [] and metrics.  Shares are added up, so for a mean each divides by
+        the size of the whole minibatch.
+    load: i -> the loss's other arguments for this device's i-th shard: its part of the minibatch, and other networks'
+        parameters, such as targets.  The gradient is with respect to `trained.params` alone.
     pieces: if given, the first value that `load` returns has leaves [pieces, ...], and the loss is summed over these.
 
     Returns the parameters and optimiser state after the step, and the metrics with the gradient's norm.

@@ -1,8 +1,7 @@
 """Soft actor-critic, top to bottom: experiment, networks, losses, update.
 
 Haarnoja et al. 2018, "Soft Actor-Critic Algorithms and Applications" (arXiv 1812.05905), whose equations are cited
-below: two critics, and an entropy coefficient that is fixed or learnt.  Sections are those of `dqn.py`; settings are
-CleanRL's.
+below: two critics, and an entropy coefficient alpha that is fixed or learnt.  Settings are CleanRL's.
 """
 
 from dataclasses import dataclass
@@ -40,11 +39,11 @@ class SAC(OffPolicyActorCritic):
     target_network_frequency: Steps = 1
     """environment steps between updates of the target networks"""
     policy_frequency: int = 2
-    """gradient steps of the critics for each time that the policy learns, which then takes as many"""
+    """gradient steps of the critics between turns of the policy, which takes as many in each of its turns"""
     alpha: NotNegative = 0.2
     """entropy coefficient with --no-autotune"""
     autotune: bool = True
-    """learn the entropy coefficient, from 1 on: so that the entropy is minus the number of parts of an action"""
+    """learn the entropy coefficient, from 1 on, so that the entropy approaches minus the number of action dimensions"""
 
 
 # By preset name: the defaults above are CleanRL's for continuous control.
@@ -66,17 +65,17 @@ class State(NamedTuple):
     policy: TrainState
     critics: TrainState
     targets: NetworkParams
-    log_alpha: TrainState  # of the entropy coefficient
+    log_alpha: TrainState  # its params: log of the entropy coefficient, []; its optimiser: () with --no-autotune
     updates: jax.Array  # int32: updates done
     since_target: jax.Array  # int32: environment steps since the target networks were updated
     since_policy: jax.Array  # int32: gradient steps of the critics since the policy learnt
 
 
-LOG_STD = (-5.0, 2.0)  # bounds of the policy's log sigma
+LOG_STD = (-5.0, 2.0)  # bounds of the policy's log sigma, CleanRL's
 
 
 LOGGED = CRITICS_LOGGED | {
-    "losses/entropy": "entropy of the policy in nats, in units of the environment's actions",
+    "losses/entropy": "differential entropy of the policy in nats, over actions in the environment's units",
     "losses/alpha": "entropy coefficient after the update",
     "charts/q_lr": "step size of the critics and of the entropy coefficient",
     "charts/policy_lr": "step size of the policy",
@@ -86,10 +85,11 @@ LOGGED = CRITICS_LOGGED | {
 def make(e: SAC, spec: EnvSpec, platform: str) -> Algorithm[State, replay.Ring, ActingParams, NoCarry]:
     """SAC on environments that look like `spec`, on `platform` ("cpu", "gpu" …)."""
     bounds = action_bounds(spec, "SAC")
-    policy_network, critic_network = make_policy(spec, e, 2), make_critics(spec, e)
+    policy_network, critic_network = make_policy(spec, e, heads=2), make_critics(spec, e)  # heads: mu, log sigma
     optimiser = make_adam()
     target_entropy = -float(spec.action.size)
-    noise = Noise(1 + e.policy_frequency, spec.action.size)  # for the next action, and for each step of the policy
+    # Use 0 draws the critics' next action a', use k + 1 the action of the policy's k-th step on the same minibatch.
+    noise = Noise(1 + e.policy_frequency, spec.action.size)
 
     def init(key: jax.Array) -> State:
         policy_key, critic_key = jax.random.split(key)
@@ -102,10 +102,11 @@ def make(e: SAC, spec: EnvSpec, platform: str) -> Algorithm[State, replay.Ring, 
         return State(trained(policy), trained(critics), targets, log_alpha, zero, zero.copy(), zero.copy())
 
     def policy_of(params: NetworkParams, obs: Obs) -> SquashedGaussian:
-        """The policy at these observations.  Leaves [N, ...]."""
-        mean, x = policy_network.outputs(params, obs)
+        """pi(.|s), with log sigma kept within `LOG_STD` by tanh.  Leaves of obs [N, ...] -> actions [N, D]."""
+        mean, raw_log_std = policy_network.outputs(params, obs)
         low, high = LOG_STD
-        return SquashedGaussian(mean, low + 0.5 * (high - low) * (jnp.tanh(x) + 1), bounds.centre, bounds.scale)
+        log_std = low + 0.5 * (high - low) * (jnp.tanh(raw_log_std) + 1)
+        return SquashedGaussian(mean, log_std, bounds.centre, bounds.scale)
 
     def act(
         params: ActingParams, carry: NoCarry, obs: Obs, first: jax.Array, key: jax.Array, explore: bool
@@ -113,9 +114,10 @@ def make(e: SAC, spec: EnvSpec, platform: str) -> Algorithm[State, replay.Ring, 
         policy = policy_of(params.policy, obs)
         if not explore:
             return policy.mode(), carry, {}
-        own_key, uniform_key = jax.random.split(key)
-        own = policy.sample(own_key)
-        return jnp.where(e.learns(params.updates), own, bounds.uniform(uniform_key, own)), carry, {}
+        policy_key, uniform_key = jax.random.split(key)
+        sampled = policy.sample(policy_key)
+        # Uniform until the update that made these parameters took gradient steps; never with --learning-starts 0.
+        return jnp.where(e.learns(params.updates), sampled, bounds.uniform(uniform_key, sampled)), carry, {}
 
     def critic_loss(
         params: NetworkParams,
@@ -142,12 +144,15 @@ def make(e: SAC, spec: EnvSpec, platform: str) -> Algorithm[State, replay.Ring, 
         """This shard's part of the mean of alpha log pi(a|s) - min_i Q_i(s, a), a drawn from pi(.|s) (eq. 9)."""
         action, log_prob = policy_of(params, window.obs).act(noise)
         value = critic_network.values(critics, window.obs, action).min(0)
-        of_batch = lambda x: jnp.where(window.valid, x, 0.0).sum() / e.batch_size
-        loss = of_batch(jnp.exp(log_alpha) * log_prob - value)
-        return loss, {"losses/policy_loss": loss, "losses/entropy": -of_batch(log_prob)}
+        mean = lambda x: jnp.where(window.valid, x, 0.0).sum() / e.batch_size
+        loss = mean(jnp.exp(log_alpha) * log_prob - value)
+        return loss, {"losses/policy_loss": loss, "losses/entropy": -mean(log_prob)}
 
     def tune(rate: jax.Array, log_alpha: TrainState, entropy: jax.Array) -> TrainState:
-        """One step down the gradient of alpha (entropy - its target) (eq. 18), by log alpha."""
+        """One step on alpha (entropy - target entropy) (eq. 18), differentiated with respect to log alpha.
+
+        rate, entropy [].  That gradient is the same product, as d alpha / d log alpha = alpha.
+        """
         return descend(optimiser.rule, rate, log_alpha, jnp.exp(log_alpha.params) * (entropy - target_entropy))[0]
 
     def update(
@@ -158,16 +163,16 @@ def make(e: SAC, spec: EnvSpec, platform: str) -> Algorithm[State, replay.Ring, 
         policy_rate = learning_rate(e, e.policy_lr, state.updates)
 
         def gradient_step(batch: Minibatch, state: State) -> tuple[State, Metrics]:
-            target_inputs = state.policy.params, state.targets, state.log_alpha.params
-            inputs = lambda i: (batch.window(i), batch.noise(i, 0), *target_inputs)
-            critics, of_critics = sgd_step(shards, optimiser, q_rate, state.critics, critic_loss, inputs)
+            networks = state.policy.params, state.targets, state.log_alpha.params
+            critic_inputs = lambda i: (batch.window(i), batch.noise(i, 0), *networks)
+            critics, critic_metrics = sgd_step(shards, optimiser, q_rate, state.critics, critic_loss, critic_inputs)
 
             def policy_step(
-                number: jax.Array, learnt: tuple[TrainState, TrainState]
+                k: jax.Array, trained: tuple[TrainState, TrainState]
             ) -> tuple[tuple[TrainState, TrainState], Metrics]:
-                policy, log_alpha = learnt
-                inputs = lambda i: (batch.window(i), batch.noise(i, number + 1), critics.params, log_alpha.params)
-                policy, metrics = sgd_step(shards, optimiser, policy_rate, policy, policy_loss, inputs)
+                policy, log_alpha = trained
+                policy_inputs = lambda i: (batch.window(i), batch.noise(i, k + 1), critics.params, log_alpha.params)
+                policy, metrics = sgd_step(shards, optimiser, policy_rate, policy, policy_loss, policy_inputs)
                 if e.autotune:
                     log_alpha = shards.isolate(tune, q_rate, log_alpha, metrics["losses/entropy"])
                 return (policy, log_alpha), metrics
@@ -175,12 +180,13 @@ def make(e: SAC, spec: EnvSpec, platform: str) -> Algorithm[State, replay.Ring, 
             # The policy learns at every `policy_frequency`-th step of the critics, and then takes as many steps itself.
             policy_learns, since_policy = every(e.policy_frequency, state.since_policy + 1)
             policy_steps = jnp.where(policy_learns, e.policy_frequency, 0)
-            (policy, log_alpha), of_policy = repeat(policy_steps, policy_step, (state.policy, state.log_alpha))
+            (policy, log_alpha), policy_sums = repeat(policy_steps, policy_step, (state.policy, state.log_alpha))
 
+            # Each gradient step stands for `train_frequency` environment steps, in which targets are counted.
             targets_move, since_target = every(e.target_network_frequency, state.since_target + e.train_frequency)
             targets = polyak_update(shards, e.tau, targets_move, critics.params, state.targets)
             state = State(policy, critics, targets, log_alpha, state.updates, since_target, since_policy)
-            return state, of_critics | policy_metrics(of_policy, policy_steps)
+            return state, critic_metrics | policy_metrics(policy_sums, policy_steps)
 
         steps = e.steps_of(state.updates + 1)
         state, metrics = gradient_steps(e, shards, memory, key, steps, gradient_step, state, noise=noise, reused=True)

@@ -1,6 +1,6 @@
 """Twin delayed deep deterministic policy gradients (Fujimoto et al. 2018), top to bottom: experiment, losses, update.
 
-Sections are those of `sac.py`; settings are CleanRL's.
+Equations are the paper's; settings are CleanRL's.
 """
 
 from dataclasses import dataclass
@@ -128,21 +128,21 @@ def make(e: TD3, spec: EnvSpec, platform: str) -> Algorithm[State, replay.Ring, 
         rate = learning_rate(e, e.learning_rate, state.updates)
 
         def gradient_step(batch: Minibatch, state: State) -> tuple[State, Metrics]:
-            inputs = lambda i: (batch.window(i), batch.noise(i, 0), state.targets)
-            critics, of_critics = sgd_step(shards, optimiser, rate, state.critics, critic_loss, inputs)
+            critic_inputs = lambda i: (batch.window(i), batch.noise(i, 0), state.targets)
+            critics, critic_metrics = sgd_step(shards, optimiser, rate, state.critics, critic_loss, critic_inputs)
 
             def policy_step(_: jax.Array, policy: TrainState) -> tuple[TrainState, Metrics]:
-                inputs = lambda i: (batch.window(i), critics.params)
-                return sgd_step(shards, optimiser, rate, policy, policy_loss, inputs)
+                policy_inputs = lambda i: (batch.window(i), critics.params)
+                return sgd_step(shards, optimiser, rate, policy, policy_loss, policy_inputs)
 
             # Delayed: policy and targets change at every `policy_frequency`-th step of the critics.
             policy_learns, since_policy = every(e.policy_frequency, state.since_policy + 1)
             policy_steps = policy_learns.astype(jnp.int32)
-            policy, of_policy = repeat(policy_steps, policy_step, state.policy)
+            policy, policy_sums = repeat(policy_steps, policy_step, state.policy)
             networks = Networks(policy.params, critics.params)
             targets = polyak_update(shards, e.tau, policy_learns, networks, state.targets)
             state = State(policy, critics, targets, state.updates, since_policy)
-            return state, of_critics | policy_metrics(of_policy, policy_steps)
+            return state, critic_metrics | policy_metrics(policy_sums, policy_steps)
 
         steps = e.steps_of(state.updates + 1)
         state, metrics = gradient_steps(e, shards, memory, key, steps, gradient_step, state, noise=noise, reused=True)

@@ -31,7 +31,7 @@ class ActingParams(NamedTuple):
 
 
 def td_loss(e: OffPolicy, t: replay.Transition, values: jax.Array, y: jax.Array) -> tuple[jax.Array, Metrics]:
-    """The squared errors of both critics for the targets: this shard's part of the mean over the batch.
+    """sum_i (Q_i(s, a) - y)^2 / 2 over the critics: this shard's part of the mean over the batch of all shards.
 
     t [N, ...], values [C, N] of the C critics, y [N] -> [], metrics.
     """

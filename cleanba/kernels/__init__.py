@@ -1,15 +1,16 @@
 """Kernels for CPUs: loops of our own where XLA's code is slow, each beside the same function in plain JAX.
 
 **What they are for.**  On CPUs XLA copies pixels to convolve them, cuts sums by the number of its threads, passes over
-an optimiser's state several times, and draws random numbers in hundreds of tiny programs.  Here these things are loops,
-written down to their vectors in LLVM's language (`llvm.py`), compiled in this process, and called by XLA's programs as
-foreign functions.  Their results have the same bits on any number of threads.
+an optimiser's state several times, and draws random numbers in hundreds of tiny programs.  Here these things are loops
+with explicit vector instructions, written in LLVM IR (`llvm.py`), compiled in this process, and called from XLA's
+programs through its foreign function interface.  Their results have the same bits on any number of threads.
 
 **What they gained.**  In whole runs on two cores, PPO on Breakout took 1.7 times as many steps per second with these
 convolutions, SAC and TD3 2.3 times as many with whole MLPs and Adam's steps; with these random numbers a small policy
 acts twice as fast (docs/inside/performance.md; benchmarks/convolutions.py, products.py and networks.py measure again).
 
-**The face** is this module, and nothing outside knows of another one.
+**The interface** is this module and `choice.py`'s functions, which it re-exports.  Outside, only tests and
+benchmarks import the rest.
 
 | function | by kernels | in plain JAX |
 |---|---|---|
@@ -72,18 +73,20 @@ def convolve(
 ) -> jax.Array:
     """y_hw = b + sum_ij x_{sh+i, sw+j} K_ij + skip_hw.  [N, H, W, C], [k, k, C, F], [F] -> [N, H', W', F].
 
-    x holds floats or bytes; what comes out has the kernel's number format.  A kernel for CPUs computes in float32.
+    `how` has the stride s and the padding, whether x is rectified or [N, C, H, W], and whether y is max-pooled.
+    x holds floats or bytes; y has the dtype of K, the convolution's kernel.  The kernel for CPUs computes in float32.
     """
     if not in_use():
         return plain.convolve(how, x, kernel, bias, skip)
     from cleanba.kernels import convolution, llvm
 
+    # The CPU's kernel reads planes of bytes only, and pools only if the output channels F fill its widest vectors.
     of_bytes, fits = x.dtype == jnp.uint8, kernel.shape[-1] % llvm.WIDEST == 0
     if not of_bytes:
         x = (x.transpose(0, 2, 3, 1) if how.planes else x).astype(jnp.float32)
     floats = jax.tree.map(lambda p: p.astype(jnp.float32), (kernel, bias, skip))
-    done = how._replace(planes=how.planes and of_bytes, pool=how.pool and fits)
-    y = convolution.convolve(done, x, *floats).astype(kernel.dtype)
+    in_kernel = how._replace(planes=how.planes and of_bytes, pool=how.pool and fits)
+    y = convolution.convolve(in_kernel, x, *floats).astype(kernel.dtype)
     return max_pool(y) if how.pool and not fits else y
 
 
@@ -98,7 +101,7 @@ def affine(x: jax.Array, w: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def multiply(a: jax.Array, b: jax.Array, turned: bool = False) -> jax.Array:
-    """The product A B, or A^T B if A is `turned`.  [M, K] or [K, M], [K, N] -> [M, N].
+    """The matrix product A B, or A^T B if `turned`.  A [M, K], or [K, M] if `turned`; B [K, N] -> [M, N].
 
     A kernel for CPUs has no gradient of its own: for functions whose gradient is written by hand.
     """
@@ -111,9 +114,9 @@ def multiply(a: jax.Array, b: jax.Array, turned: bool = False) -> jax.Array:
 
 
 def mlp(activation: Activation, x: jax.Array, layers: Layers, heads: Layers = ()) -> list[jax.Array]:
-    """Dense layers, each followed by its activation, then heads, which all see the last layer's output as float32.
+    """Dense layers, each followed by the activation, then linear heads, which all see the last output in float32.
 
-    [N, D] -> [N, F] of each head, or of the last layer if there are no heads.
+    x [N, D] -> a list: [N, F] of each head, or of the last layer alone if there are no heads.
     """
     if not (in_use() and x.dtype == jnp.float32 and layers):
         return plain.mlp(activation, x, layers, heads, affine)
@@ -121,8 +124,8 @@ def mlp(activation: Activation, x: jax.Array, layers: Layers, heads: Layers = ()
 
     if not heads:
         return [dense.mlp(activation, False, x, layers)]
-    beside = tuple(jnp.concatenate(parts, -1) for parts in zip(*heads, strict=True))
-    out = dense.mlp(activation, True, x, [*layers, beside])
+    all_heads = tuple(jnp.concatenate(parts, -1) for parts in zip(*heads, strict=True))  # as one layer
+    out = dense.mlp(activation, True, x, [*layers, all_heads])
     return jnp.split(out, np.cumsum([b.size for _, b in heads])[:-1], axis=-1)
 
 

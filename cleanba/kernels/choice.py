@@ -1,4 +1,9 @@
-"""Whether what is compiled calls kernels: by the kind of device, the user's choice, and what this machine can do."""
+"""Whether a program calls kernels, decided when it is traced.
+
+It does if it is for a CPU, --cpu-kernels is not off, this machine can run kernels (`machine.py`), and the self-test has
+passed.  The first two are this module's context: set for the process by `choose`, for a stretch of one thread's tracing
+by `compiling_for`, for one function by `compiled_for`.  `in_use` answers for the program being traced.
+"""
 
 import functools
 import threading
@@ -18,21 +23,22 @@ R = TypeVar("R")
 
 
 class Asked(NamedTuple):
-    """What programs are to be compiled with."""
+    """What a program is traced for."""
 
     platform: str | None = None
-    """the kind of device that they are for; None: JAX's default"""
+    """"cpu", "gpu", ...; None: JAX's default"""
     kernels: Choice = "auto"
+    """--cpu-kernels"""
 
 
-# JAX's own context: each thread has its value, and JAX does not take what it traced or compiled under another one.
+# A context of JAX's: each thread has its own value, which is part of the key of JAX's caches of traces and programs.
 ASKED = jax.make_user_context(Asked())
 
 
 def compiling_for(platform: str | None = None, choice: Choice | None = None) -> AbstractContextManager[None]:
-    """While this lasts, this thread traces programs for devices of that kind, which need not be there.
+    """Within this context, this thread traces programs for that platform, of which no device need be present.
 
-    `choice` is --cpu-kernels.  None leaves either as it is.
+    `choice` is --cpu-kernels.  None leaves platform or choice as it is.
     """
     before = ASKED.value
     context: AbstractContextManager[None] = ASKED(Asked(platform or before.platform, choice or before.kernels))
@@ -51,9 +57,9 @@ def chosen() -> Choice:
 
 
 def compiled_for(platform: str, choice: Choice | None, function: Callable[P, R]) -> Callable[P, R]:
-    """The same function, always traced as within `compiling_for`, whoever does that, in whatever thread.
+    """The same function, traced within `compiling_for` whichever thread traces it.
 
-    Should a kernel fail to compile, it is traced once more in plain JAX.
+    If a kernel fails to compile, no kernel is used from then on, and the function is traced again in plain JAX.
     """
 
     @functools.wraps(function)
@@ -69,24 +75,25 @@ def compiled_for(platform: str, choice: Choice | None, function: Callable[P, R])
 
 
 def in_use() -> bool:
-    """Whether what is traced now calls kernels.  Where they are wanted but cannot be had, that is said once."""
+    """Whether the program being traced calls kernels.  If they are wanted but unusable, a warning says so once."""
     asked = ASKED.value
     if asked.kernels == "off" or (asked.platform or jax.default_backend()) != "cpu":
         return False
     if why := Trouble.found():
-        # What was not known before JAX had devices came too late for a fixed number of threads.
+        # An obstacle is known before JAX starts, in time to fix XLA's number of threads, on which the bits of plain JAX
+        # depend.  A kernel that fails its self-test or does not compile is found out too late for that.
         bits = "" if obstacle() else ", to bits that depend on the number of threads (--cpu-kernels off fixes it)"
         warn_once(f"the kernels for CPUs are off, as {why}; plain JAX takes their place{bits}")
     return not why
 
 
 def expected() -> bool:
-    """Whether CPUs will have kernels, as far as that can be known before a device is touched."""
+    """Whether programs for CPUs will call kernels, as far as that is known before JAX starts and the self-test runs."""
     return ASKED.value.kernels == "auto" and not obstacle()
 
 
 class Trouble:
-    """Why this process cannot use kernels, found out when the first one is wanted."""
+    """Why this process cannot use kernels: looked for once, when the first one is wanted."""
 
     _lock = threading.Lock()
     _why: str | None = None
@@ -107,7 +114,10 @@ class Trouble:
 
 
 def _tested() -> str:
-    """What the self-test says, in a thread of its own: this one may be in the midst of tracing a program."""
+    """Run the self-test: why kernels cannot be used, or "" if it passes.
+
+    It has a thread of its own, since this one may be tracing a program.
+    """
 
     def run() -> str:
         from cleanba.kernels import selftest  # imports llvmlite, which may be missing

@@ -15,7 +15,7 @@ class Progress(Generic[S]):
 
     status: Status
     statistics: Statistics = field(default_factory=Statistics)
-    state: S | None = None  # None while an update has it
+    state: S | None = None  # None while it is donated to an update
     update: int = 0
     global_step: int = 0
     lag: int | None = None
@@ -24,7 +24,7 @@ class Progress(Generic[S]):
     seconds_before: float = 0.0  # that earlier starts of the run took
     update_seconds: float | None = None  # mean time of an update; None before the second
     interrupt: Interrupted | None = None  # the signal after which the run ends with a checkpoint
-    failure: BaseException | None = None  # the error of an actor after which it does
+    failure: BaseException | None = None  # the error of an actor after which the run ends with a checkpoint
 
     def seconds_until(self, update: int) -> float:
         """The estimated time until this update is done; infinite if it cannot be estimated yet."""

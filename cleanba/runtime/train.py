@@ -1,4 +1,4 @@
-"""The loop: collect, update, publish, log.
+"""The loop: publish parameters, receive rollouts, update, log, save.
 
 A run has three kinds of threads.  Actors collect rollouts, the learner thread runs `learn`, and the main thread runs
 `run_training`: it starts the others, shows progress, handles signals, and ends the run soon after anything fails.
@@ -88,9 +88,8 @@ def learn(
     save_schedule = CheckpointSchedule(
         schedule, training.checkpoint_frequency, not training.repeatable, training.devices, progress
     )
-    acting: list[
-        Params[P]
-    ] = []  # the latest two versions as actors have them, since the state is donated to the update
+    # The latest two versions as actors have them: copies, as the state they were taken from is donated to an update.
+    acting: list[Params[P]] = []
 
     def publish(version: int, params: P) -> None:
         published = learner.publish(params)
@@ -99,14 +98,16 @@ def learn(
         acting[:] = [*acting[-1:], Params(version, published[params_channels[0][0]])]
 
     def save(update: int) -> None:
+        """Save what this update made, and version `update`: concurrent actors collect the next rollout with it."""
         before = time.perf_counter()
         writer.snapshot(update, state, memory)
         older = next((params for version, params in acting if version == update), acting[-1].params)
-        writer.save(update, state, older, log.counters(), not schedule.ends_epoch(update))
+        writer.save(update, state, older, log.counters(), with_actors=not schedule.ends_epoch(update))
         progress.saved_update = update
         save_schedule.note_saved(writer.seconds + time.perf_counter() - before)
 
     def end(update: int, reason: BaseException) -> NoReturn:
+        """End the run for this reason, once the checkpoint after this update is on disk."""
         assert training.checkpoints is not None
         training.checkpoints.wait_for_all(update, training.grace_period)
         stop(reason)
@@ -115,10 +116,10 @@ def learn(
     first_to_learn = getattr(training.experiment, "first_to_learn", 0)
     log = TrainingLog(schedule, training.log_frequency, training.devices, progress, write_log_point, first_to_learn)
     status.phase = "compiling the update"
-    block = training.block_shapes
+    block_shapes = training.block_shapes
     progress.state = state = first_state(training, learner)
-    memory = learner.restore_memory(block, saved.memory) if saved else learner.init_memory(block)
-    learner.compile(state, memory, block)
+    memory = learner.restore_memory(block_shapes, saved.memory) if saved else learner.init_memory(block_shapes)
+    learner.compile(state, memory, block_shapes)
     status.phase = "collecting the first rollout"
     log.start_clock()
 
@@ -128,16 +129,19 @@ def learn(
         publish(saved.update, saved.older_params)  # for the rollout that was under way while update `saved.update` ran
     metrics: Metrics = {}
     for update in range(schedule.first, schedule.last + 1):
-        # Version `update` is what update-1 made.  With concurrency it serves the next rollout, without it this one.
-        if schedule.policy_version(update) == update or schedule.policy_version(update + 1) == update < schedule.last:
+        # `state` is version `update`, made by update - 1.  It collects this rollout without concurrency, and the next
+        # one with it, while this update runs; version 1 collects both.
+        collects_this = schedule.policy_version(update) == update
+        collects_next = schedule.policy_version(update + 1) == update and update < schedule.last
+        if collects_this or collects_next:
             publish(update, learner.local(params_of(state)))
 
         with log.timing_wait():
             ends_now = lambda: save_schedule.ends_now(progress.update) is not None
             rollouts = receive(rollout_channels, update, schedule, ends_now)
-        if rollouts is None:  # the run ends now: these rollouts are dropped, the update before them is saved
+        if rollouts is None:  # the run ends now: no rollouts are waited for, and the update before them is saved
             if training.stop_on_nonfinite:
-                log.check_finite(update - 1, metrics, True)
+                log.check_finite(update - 1, metrics, saving=True)
             if progress.saved_update != update - 1:
                 save(update - 1)
             reason = save_schedule.ends_now(update - 1)
@@ -146,8 +150,8 @@ def learn(
         progress.statistics.add(rollouts)
         writer.record_rollouts(schedule.epoch(update), [(r.recorded, r.actor_state) for r in rollouts])
         blocks = [block for rollout in rollouts for block in rollout.blocks]
-        del rollouts
-        progress.state = None
+        del rollouts  # `blocks` alone has them, so that they are freed after the update
+        progress.state = None  # donated to the update
         with log.timing_update():
             state, memory, metrics = learner.update(state, memory, blocks, update)
             del blocks
@@ -233,7 +237,7 @@ def run_training(
         except BaseException as error:
             if progress.failure is None:
                 raise
-            raise progress.failure from error  # after which no checkpoint could be taken
+            raise progress.failure from error  # an actor failed first; this error kept the checkpoint from being taken
 
     if peers:
         peers.on_lost = stop
@@ -306,8 +310,8 @@ def make_actors(
     """This process's actors, in order: each with its collector and its channels to and from the learner."""
     e, algorithm, devices = training.experiment, training.algorithm, training.devices
     actors, saved_actors = training.local_actors, training.saved.actors if training.saved else {}
-    recorded = sum(saved.steps for saved in saved_actors.values() if saved.actions) * training.partition.envs_per_actor
-    playback = Playback(recorded, status, display.say)
+    steps = sum(saved.steps for saved in saved_actors.values() if saved.actions)
+    playback = Playback(steps * training.partition.envs_per_actor, status, display.say)  # in environment steps
     steppers = make_steppers(algorithm, e.num_steps, devices.platform)
     scans = ScanCache(algorithm, e.num_steps)
 
