@@ -69,7 +69,7 @@ def by_rule(rule: optax.GradientTransformation, max_norm: float) -> Optimiser:
 
 
 def learning_rate(e: Experiment, start: float, updates: jax.Array) -> jax.Array:
-    """The learning rate after so many updates: constant, or falling linearly from `start` to 0.  [] int32 -> []."""
+    """The learning rate after `updates` updates: constant, or falling linearly from `start` to 0.  [] int32 -> []."""
     # Never a compile-time constant: XLA would fold it into the step, in different ways on different placements.
     left = 1.0 - updates / e.num_updates if e.anneal_lr else jnp.where(updates >= 0, 1.0, jnp.nan)
     return start * left

@@ -82,7 +82,11 @@ def learn(
     write_log_point: WriteLogPoint,
     stop: Stop,
 ) -> None:
-    """The learner thread: the updates, in order.  Actors follow through their channels."""
+    """The learner thread: the updates, in order.
+
+    Actors follow through their channels: parameters go out by `params_channels`, one for each actor with its device,
+    and rollouts come in by `rollout_channels`, in the same order.
+    """
     schedule, saved, status = training.schedule, training.saved, progress.status
     params_of = training.algorithm.actor_params
     save_schedule = CheckpointSchedule(
@@ -156,7 +160,7 @@ def learn(
             state, memory, metrics = learner.update(state, memory, blocks, update)
             del blocks
             jax.block_until_ready((state, memory))
-        stop.check()
+        stop.check()  # the run may have ended meanwhile, by an error elsewhere
         decision = save_schedule.decide(update)
         saving = training.checkpoints is not None and decision.save
         if training.stop_on_nonfinite:
