@@ -34,7 +34,7 @@ from cleanba.recipes import RECIPES
 from cleanba.resolution import resolve
 from cleanba.runtime.channels import Stop
 from cleanba.runtime.playback import play_back
-from cleanba.runtime.records import Standing, Told, action_dtype, chain, digests_of
+from cleanba.runtime.records import RecordedRollout, SavedActor, action_dtype, chain, digests_of
 
 PARTS = ("checkpoints", "going_on", "playing")
 
@@ -119,14 +119,30 @@ def size(path: Path) -> int:
     return path.stat().st_size if path.is_file() else sum(p.stat().st_size for p in path.rglob("*") if p.is_file())
 
 
-def train(words: list[str], run: Path) -> tuple[float, float]:
-    """A run to its end -> seconds by the clock from the second logged row of this start on, and of both cores."""
+class Timed(NamedTuple):
+    """A training, from the second row that this start logged to its last."""
+
+    seconds: float
+    cpu_seconds: float
+    """of the whole process"""
+    first: int
+    last: int
+    """updates"""
+
+    def checkpoints(self, frequency: int) -> int:
+        """How many were taken in between: a row is logged before the checkpoint of its update."""
+        return (self.last - 1) // frequency - (self.first - 1) // frequency
+
+
+def train(words: list[str], run: Path) -> Timed:
+    """A run to its end."""
     before = len(rows(run))
     process = subprocess.Popen(command(*words), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     _, status, usage = os.wait4(process.pid, 0)
     assert status == 0, f"{' '.join(words)} ended with status {status}"
     new = rows(run)[before:]
-    return new[-1]["seconds"] - new[1]["seconds"], usage.ru_utime + usage.ru_stime
+    seconds = new[-1]["seconds"] - new[1]["seconds"]
+    return Timed(seconds, usage.ru_utime + usage.ru_stime, new[1]["update"], new[-1]["update"])
 
 
 def train_until(words: list[str], run: Path, update: int) -> tuple[float, str]:
@@ -177,12 +193,11 @@ def checkpoints(setting: Setting, rounds: int, folder: Path) -> dict[str, Any]:
                 shutil.copytree(base, run)
             took[frequency] = train([*words, "--checkpoint-frequency", str(frequency), "--run-dir", str(run)], run)
             if frequency:
-                kept, timed = parts_of(run), rows(run)
-                first, last = timed[1]["update"] if not base.exists() else setting.begin_at, timed[-1]["update"]
+                kept = parts_of(run)
             shutil.rmtree(run)
-        number = last // setting.frequency - first // setting.frequency
-        extra = [(a - b) / number for a, b in zip(took[setting.frequency], took[0], strict=True)]
-        samples.append((*extra, took[0][0]))
+        number = took[0].checkpoints(setting.frequency)
+        extra = [(took[setting.frequency][k] - took[0][k]) / number for k in range(2)]
+        samples.append((*extra, took[0].seconds))
     seconds, cpu_seconds, whole = (list(column) for column in zip(*samples, strict=True))
     return {
         "command": setting.words,
@@ -247,8 +262,8 @@ def playing(env_id: str, envs: int, steps: int, rounds: int, folder: Path) -> di
     for now in ended:
         done[:] = np.greater(now, done, out=now)
     for t in range(0, steps, length):
-        answers = chain(answers, Told(None, reward[t : t + length], ended[t : t + length]))
-    standing = Standing(0, steps, [(path, path.stat().st_size)], answers, digests_of(obs), {}, [])
+        answers = chain(answers, RecordedRollout(None, reward[t : t + length], ended[t : t + length]))
+    standing = SavedActor(0, steps, [(path, path.stat().st_size)], answers, digests_of(obs), {}, [])
 
     def alone() -> float:
         bare = envpool.make(

@@ -133,6 +133,7 @@ class Tally:
     while_training: int = 0
     """ends after the start's first logged update"""
     updates_repeated: int = 0
+    """at least: by what was logged, every fifth update, before the signal"""
     updates_repeated_after_sigterm_or_sigint: int = 0
     seconds_until_all_ended: float = 0.0
     """the slowest"""
@@ -160,9 +161,10 @@ def end_once(kind: str, run: Path, part: float, updates: int, rng: random.Random
         while not trains(run, until, started) and alive(processes):
             time.sleep(rng.uniform(0.0, 0.1))
     victim, signum = rng.choice(processes), rng.choice(SIGNALS)
-    if victim.poll() is not None:
-        if victim.returncode != 0:
-            raise SystemExit(f"{kind}: a process ended by itself with code {victim.returncode}")
+    by_themselves = [process.returncode for process in processes if process.poll() is not None]
+    if by_themselves:
+        if any(by_themselves):
+            raise SystemExit(f"{kind}: a process ended by itself with code {max(by_themselves, key=abs)}")
         for process in processes:
             process.wait(120)
         return False
@@ -172,6 +174,8 @@ def end_once(kind: str, run: Path, part: float, updates: int, rng: random.Random
     killed_at = time.monotonic()
     for process in processes:
         process.wait(120)  # the others must notice
+    if victim.returncode not in (0, -signum, 128 + signum):  # 0: it came to its end meanwhile
+        raise SystemExit(f"{kind}: {signum.name} ended a process with code {victim.returncode}")
     lost = max(0, logged - kept(run))
     tally.ends[signum.name] += 1
     tally.while_training += trained
@@ -215,7 +219,7 @@ def main(args: Args) -> None:
     rng, kinds = random.Random(args.seed), REPLAY if args.replay else KINDS
     kinds = {args.only: kinds[args.only]} if args.only else kinds
     name, survived = "faults_replay" if args.replay else "faults", True
-    results: dict[str, Any] = machine.saved(name).get("results", {}) if args.seed else {}
+    results: dict[str, Any] = machine.saved(name).get("results", {}) if args.seed or args.only else {}
     with tempfile.TemporaryDirectory() as folder:
         for i, kind in enumerate(kinds):
             whole = Path(folder) / f"whole{i}"

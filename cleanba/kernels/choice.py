@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple, ParamSpec, TypeVar
 
 import jax
 
-from cleanba.errors import CannotCompile, said, warn_once
+from cleanba.errors import CannotCompile, Failure, said, warn_once
 from cleanba.kernels.machine import obstacle
 
 Choice = Literal["auto", "off"]
@@ -60,6 +60,9 @@ def compiled_for(platform: str, choice: Choice | None, function: Callable[P, R])
     """The same function, traced within `compiling_for` whichever thread traces it.
 
     If a kernel fails to compile, no kernel is used from then on, and the function is traced again in plain JAX.
+
+    Raises:
+        Failure: a kernel fails to compile in one of several processes, which must all compute alike.
     """
 
     @functools.wraps(function)
@@ -68,6 +71,8 @@ def compiled_for(platform: str, choice: Choice | None, function: Callable[P, R])
             try:
                 return function(*args, **kwargs)
             except CannotCompile as error:
+                if jax.process_count() > 1:
+                    raise Failure(f"{error}; give all processes of the run --cpu-kernels off") from None
                 Trouble.give_up(str(error))
             return function(*args, **kwargs)
 

@@ -317,9 +317,13 @@ def keep(path: Path | None, content: bytes) -> None:
     try:
         # Other processes, also of other machines, may be at the same.
         handle, scratch = tempfile.mkstemp(dir=path.parent)
-        with open(handle, "wb") as file:
-            file.write(sha256(content).digest() + content)
-        os.replace(scratch, path)
+        try:
+            with open(handle, "wb") as file:
+                file.write(sha256(content).digest() + content)
+            os.replace(scratch, path)
+        except OSError:
+            Path(scratch).unlink(missing_ok=True)
+            raise
     except OSError as error:
         warn_once(
             f"compiled kernels cannot be kept in {path.parent} ({error.strerror}), so every start compiles them again; "

@@ -16,7 +16,7 @@ from cleanba.errors import CannotCompile
 from cleanba.kernels import convolution, dense, descent, plain, product, threefry
 from cleanba.kernels.llvm import SOURCES, keep, kept_at, read_kept
 from cleanba.rollout import PyTree
-from cleanba.shards import R, ShardAxis, Ts, compiler_options
+from cleanba.shards import R, ShardAxis, Ts, compiler_options, usable_cores
 
 PASSED = "passed"
 PACKAGES = tuple(version(name) for name in ("jax", "jaxlib", "llvmlite"))
@@ -63,7 +63,7 @@ def verdict() -> str:
 def versions() -> list[str]:
     """All that a verdict holds for."""
     features = llvm.get_host_cpu_features().flatten()
-    return [platform.machine(), llvm.get_host_cpu_name(), features, *PACKAGES, SOURCES]
+    return [platform.machine(), llvm.get_host_cpu_name(), features, str(usable_cores()), *PACKAGES, SOURCES]
 
 
 def run() -> str:

@@ -76,7 +76,7 @@ def end_by_signal(
     next_end: given where checkpoints are possible only at ends of epochs: update -> the next update that ends one.
         SIGUSR1, a cluster's warning, then waits for such an update within the grace period; other signals do not.
     """
-    if progress.interrupt is not None:
+    if progress.interrupt is not None or progress.failure is not None:  # an error that came first is what is reported
         return
     error, words = Interrupted(signum), ""
     if can_save and grace_period > 0 and next_end is None:
@@ -105,7 +105,8 @@ def end_by_failure(
 ) -> None:
     """Let the learner end the run after the current update, with a checkpoint, as the calling actor has failed.
 
-    Returns once the run has ended, and after the grace period at the latest; at once if no checkpoint can be taken.
+    Returns once the run or the learner has ended, after the grace period at the latest; at once if no checkpoint can be
+    taken.
 
     params: where the actor was given parameters.  It takes them still, so that the learner need not wait for room.
     """
@@ -113,10 +114,10 @@ def end_by_failure(
         return
     if progress.failure is None:
         progress.failure = error
-        say(f"{type(error).__name__} in an actor: ending after this update, with a checkpoint")
+        say(f"an actor failed ({type(error).__name__}: {error}): ending after this update, with a checkpoint")
         stop.wake()
     deadline = time.perf_counter() + grace_period
-    while not stop.wait(0.05) and time.perf_counter() < deadline:
+    while not (stop.wait(0.05) or progress.learner_ended) and time.perf_counter() < deadline:
         params.get_unless(lambda: True)
 
 

@@ -241,7 +241,10 @@ def run_training(
         except BaseException as error:
             if progress.failure is None:
                 raise
-            raise progress.failure from error  # an actor failed first; this error kept the checkpoint from being taken
+            display.say(f"no checkpoint was taken after that ({type(error).__name__}: {error})")
+            stop(progress.failure)
+        finally:
+            progress.learner_ended = True
 
     if peers:
         peers.on_lost = stop
@@ -387,7 +390,7 @@ def supervise(
         try:
             watchdog.check(progress.update, progress.status.phase, channels)
         except Failure as stalled:
-            stop(stalled)
+            stop(progress.failure or stalled)
     if peers and stop.error is not None:
         peers.tell(stop.error)
     deadline = time.perf_counter() + GRACE_SECONDS
