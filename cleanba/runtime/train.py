@@ -72,6 +72,38 @@ def first_state(training: Training[S, M, P, C], learner: Learner[S, M, P, C]) ->
     return state
 
 
+class Publisher(Generic[P]):
+    """Sends parameters to the actors, by version, and keeps the latest two versions as the first actor has them.
+
+    Those are copies: the state that they were taken from is donated to an update.
+    """
+
+    def __init__(
+        self, learner: Learner[Any, Any, P, Any], channels: Sequence[tuple[jax.Device, Channel[Params[P]]]]
+    ) -> None:
+        self._learner, self._channels = learner, channels
+        self._latest: list[Params[P]] = []
+
+    def __call__(self, version: int, params: P) -> None:
+        """Send this version to every actor, on its device."""
+        published = self._learner.publish(params)
+        for device, channel in self._channels:
+            channel.put(Params(version, published[device]))
+        self._latest = [*self._latest[-1:], Params(version, published[self._channels[0][0]])]
+
+    def newest(self, version: int) -> P:
+        """The parameters of this version, or of the last one sent if it was not."""
+        return next((params for sent, params in self._latest if sent == version), self._latest[-1].params)
+
+
+def end(training: Training[S, M, P, C], update: int, reason: BaseException, stop: Stop) -> NoReturn:
+    """End the run for this reason, once the checkpoint after this update is on disk."""
+    assert training.checkpoints is not None
+    training.checkpoints.wait_for_all(update, training.grace_period)
+    stop(reason)
+    raise Closed
+
+
 def learn(
     training: Training[S, M, P, C],
     learner: Learner[S, M, P, C],
@@ -92,30 +124,15 @@ def learn(
     save_schedule = CheckpointSchedule(
         schedule, training.checkpoint_frequency, not training.repeatable, training.devices, progress
     )
-    # The latest two versions as actors have them: copies, as the state they were taken from is donated to an update.
-    acting: list[Params[P]] = []
-
-    def publish(version: int, params: P) -> None:
-        published = learner.publish(params)
-        for device, params_channel in params_channels:
-            params_channel.put(Params(version, published[device]))
-        acting[:] = [*acting[-1:], Params(version, published[params_channels[0][0]])]
+    publish = Publisher(learner, params_channels)
 
     def save(update: int) -> None:
         """Save what this update made, and version `update`: concurrent actors collect the next rollout with it."""
         before = time.perf_counter()
         writer.snapshot(update, state, memory)
-        older = next((params for version, params in acting if version == update), acting[-1].params)
-        writer.save(update, state, older, log.counters(), with_actors=not schedule.ends_epoch(update))
+        writer.save(update, state, publish.newest(update), log.counters(), not schedule.ends_epoch(update))
         progress.saved_update = update
         save_schedule.note_saved(writer.seconds + time.perf_counter() - before)
-
-    def end(update: int, reason: BaseException) -> NoReturn:
-        """End the run for this reason, once the checkpoint after this update is on disk."""
-        assert training.checkpoints is not None
-        training.checkpoints.wait_for_all(update, training.grace_period)
-        stop(reason)
-        raise Closed
 
     first_to_learn = getattr(training.experiment, "first_to_learn", 0)
     log = TrainingLog(schedule, training.log_frequency, training.devices, progress, write_log_point, first_to_learn)
@@ -150,7 +167,7 @@ def learn(
                 save(update - 1)
             reason = save_schedule.ends_now(update - 1)
             assert reason is not None
-            end(update - 1, reason)
+            end(training, update - 1, reason, stop)
         progress.statistics.add(rollouts)
         writer.record_rollouts(schedule.epoch(update), [(r.recorded, r.actor_state) for r in rollouts])
         blocks = [block for rollout in rollouts for block in rollout.blocks]
@@ -176,7 +193,7 @@ def learn(
         if saving:
             save(update)
             if decision.ending is not None:
-                end(update, decision.ending)
+                end(training, update, decision.ending, stop)
         elif schedule.logs_digests(update):
             writer.discard_snapshot()
     if training.checkpoints is not None:
