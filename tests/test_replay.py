@@ -526,7 +526,7 @@ def test_refusals_say_what_would_do():
     replay.init(rollout, 18)
     with pytest.raises(UsageError, match="17 steps of 3 environments, 5 rows, .* needs 6; try at least 18 per shard"):
         replay.init(rollout, 17)
-    with pytest.raises(UsageError, match="no stack of 3 frames"):
+    with pytest.raises(UsageError, match="not a stack of 3 frames"):
         replay.init(rollout, 18, stack=3)
     with pytest.raises(UsageError, match="2\\^31"):
         replay.nbytes(rollout, 2**32)

@@ -247,7 +247,7 @@ def test_a_sweep_is_interrupted_continued_and_reports_its_failure(tmp_path):
     assert 1 <= len(started) <= 2, "--workers 2"
     sweep.send_signal(signal.SIGINT)
     ended = finish(sweep)
-    assert ended.code == 130 and "the same command goes on" in ended.err
+    assert ended.code == 130 and "the same command resumes it" in ended.err
     assert not [pid for pid in started if Path(f"/proc/{pid}").exists()], "a run outlived its sweep"
     cut = [d for d in folder.values() if (d / "result.json").exists() and read_result(d)["status"] == "interrupted"]
     assert cut
