@@ -209,9 +209,9 @@ class Experiment:
     dtype: Literal["float32", "tensorfloat32", "bfloat16"] = "float32"
     """number format that the network computes in (parameters stay float32); with tensorfloat32 GPUs round the factors
     of products to 10 bits of mantissa, and other devices use float32"""
-    cpu_kernels: Literal["auto", "off"] = "auto"
+    cpu_kernels: Literal["auto", "on", "off"] = "on"
     """on CPUs, compute networks and optimisers by Cleanba's own kernels where they have been tested, which is faster;
-    off: by plain JAX, to other bits (docs/inside/performance.md)"""
+    off: by plain JAX, to other bits; auto is on (docs/inside/performance.md)"""
 
     @property
     def transitions_per_update(self) -> int:

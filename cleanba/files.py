@@ -17,6 +17,16 @@ METRICS = "metrics.jsonl"
 """A run's log: one JSON object per line."""
 
 
+def make_folders(folder: Path) -> None:
+    """Make a folder of a run's directory, such as `RUN/actors/00003`, but not `RUN`, which may have gone.
+
+    Raises:
+        OSError: it cannot be made, or the run's directory is not there.
+    """
+    folder.parent.mkdir(exist_ok=True)
+    folder.mkdir(exist_ok=True)
+
+
 def write_whole(path: Path, content: str | bytes) -> None:
     """Write a file atomically: under another name first, then renamed."""
     scratch = path.with_name(path.name + ".tmp")

@@ -13,7 +13,7 @@ from launch import TINY, command, read_result
 from cleanba.runs.remote import DOWNLOADS, download
 
 EXPERIMENT = {"algorithm": "ppo", "env_id": "Catch-v0", "seed": 7, "num_envs": 8, "env_options": []}
-EXPERIMENT |= {"cpu_kernels": "auto"}
+EXPERIMENT |= {"cpu_kernels": "on"}
 DIGEST = "sha256:1234"
 
 

@@ -339,9 +339,9 @@ def test_the_choice_is_part_of_an_experiment_and_runs_from_before_had_the_defaul
     assert command("ppo", *TINY, "--run-dir", ours).code == 0
     train_plainly("ppo", TINY, plainly)
     found = command("diff", ours, plainly)
-    assert found.code == 1 and "different experiments: cpu_kernels: auto, now off" in found.out
+    assert found.code == 1 and "different experiments: cpu_kernels: on, now off" in found.out
     refused = command("ppo", *TINY, "--run-dir", plainly)
-    assert refused.code == 2 and "cpu_kernels: off, now auto" in refused.err
+    assert refused.code == 2 and "cpu_kernels: off, now on" in refused.err
 
     shutil.copytree(ours, old)
     config = json.loads((old / "config.json").read_text())
@@ -349,7 +349,7 @@ def test_the_choice_is_part_of_an_experiment_and_runs_from_before_had_the_defaul
         del config[part]["cpu_kernels"]
     (old / "config.json").write_text(json.dumps(config))
     assert command("diff", old, ours).code == 0
-    assert read_recipe(old)[1].cpu_kernels == "auto"
+    assert read_recipe(old)[1].cpu_kernels == "on"
     assert "return: mean" in command("eval", old, "--episodes", "1").out
     assert command("eval", plainly, "--episodes", "1").code == 0
     result = read_result(old)

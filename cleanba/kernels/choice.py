@@ -17,7 +17,7 @@ import jax
 from cleanba.errors import CannotCompile, Failure, said, warn_once
 from cleanba.kernels.machine import obstacle
 
-Choice = Literal["auto", "off"]
+Choice = Literal["auto", "on", "off"]
 P = ParamSpec("P")
 R = TypeVar("R")
 

@@ -28,7 +28,7 @@ import numpy as np
 from jax import lax
 
 from cleanba.config import require
-from cleanba.files import write_whole
+from cleanba.files import make_folders, write_whole
 from cleanba.ops import replay
 from cleanba.rollout import PyTree
 
@@ -200,7 +200,7 @@ class Pack:
         """Append a chunk."""
         if self._home is not None:
             if self._file is None:
-                self._home.mkdir(parents=True, exist_ok=True)
+                make_folders(self._home)
                 self._file = open(self._home / self.name, "wb")  # noqa: SIM115  closed by close()
             self._file.write(data)
         chunk = Chunk(sha, self.name, self.size, len(data))
@@ -343,7 +343,7 @@ def write(
     """
     for number, shard in shards.items():
         home = shard_folder(folder, number)
-        home.mkdir(parents=True, exist_ok=True)
+        make_folders(home)
         for pack in {*packs.get(number, ()), shard.new} - {None}:
             with contextlib.suppress(FileNotFoundError), open(home / str(pack), "rb+") as file:  # no longer needed
                 os.fsync(file.fileno())

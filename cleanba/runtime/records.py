@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cleanba.files import Json, write_whole
+from cleanba.files import Json, make_folders, write_whole
 from cleanba.rollout import Obs, PyTree
 from cleanba.specs import ActionSpec
 
@@ -182,7 +182,7 @@ class Record:
             return
         if self._file is None:
             name = f"{self._epoch}-{secrets.token_hex(4)}.actions"
-            self._home.mkdir(parents=True, exist_ok=True)
+            make_folders(self._home)
             self._file = open(self._home / name, "wb", buffering=0)  # noqa: SIM115  closed by close()
             self._sha = sha256()
             self._files.append([name, 0, ""])
@@ -212,7 +212,7 @@ class Record:
 
 def write(home: Path, update: int, snapshot: Snapshot) -> None:
     """Sync the actions to disk, then write the actor."""
-    home.mkdir(parents=True, exist_ok=True)
+    make_folders(home)
     header, actor_state = snapshot
     if header["files"]:
         with open(home / header["files"][-1][0], "rb+") as file:
