@@ -94,7 +94,7 @@ def in_use() -> bool:
 
 def expected() -> bool:
     """Whether programs for CPUs will call kernels, as far as that is known before JAX starts and the self-test runs."""
-    return ASKED.value.kernels == "auto" and not obstacle()
+    return ASKED.value.kernels != "off" and not obstacle()
 
 
 class Trouble:
