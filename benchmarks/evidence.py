@@ -295,6 +295,15 @@ def short(digest: str) -> str:
     return digest.removeprefix("sha256:")[:8]
 
 
+def label_curves(ax: Axes, title: str, c: Colours) -> None:
+    """Title, axes and legend of returns over environment steps."""
+    ax.xaxis.set_major_formatter(thousands)
+    ax.set_ylabel("return", fontsize=11)
+    ax.set_xlabel("environment steps", fontsize=11)
+    ax.set_title(title, loc="left", fontsize=12, color=c.ink)
+    ax.legend(loc="lower right", frameon=False, labelcolor=c.ink, fontsize=11)
+
+
 def draw_placement(c: Colours) -> Figure:
     """Three curves on top of one another, the lowest one widest; beside them the digests."""
     runs = machine.saved("evidence")["placements"]
@@ -303,11 +312,7 @@ def draw_placement(c: Colours) -> Figure:
     for (name, run), (colour, width) in zip(runs.items(), styles, strict=True):
         label = f"{name}: {short(run['params_digest'])}"
         ax.plot(run["steps"], run["returns"], color=colour, linewidth=width, label=label, solid_capstyle="round")
-    ax.xaxis.set_major_formatter(thousands)
-    ax.set_ylabel("return", fontsize=11)
-    ax.set_xlabel("environment steps", fontsize=11)
-    ax.set_title("Three placements, one curve, one digest", loc="left", fontsize=12, color=c.ink)
-    ax.legend(loc="lower right", frameon=False, labelcolor=c.ink, fontsize=11)
+    label_curves(ax, "Three placements, one curve, one digest", c)
     return made
 
 
@@ -325,11 +330,7 @@ def draw_resume(c: Colours) -> Figure:
         ax.plot(kill["step"], killed["returns"][at], "X", color=c.second, markersize=11, clip_on=False, zorder=4)
         ax.annotate("kill -9", (kill["step"], killed["returns"][at]), (6, -16), textcoords="offset points",
                     color=c.second, fontsize=10)  # fmt: skip
-    ax.xaxis.set_major_formatter(thousands)
-    ax.set_ylabel("return", fontsize=11)
-    ax.set_xlabel("environment steps", fontsize=11)
-    ax.set_title("Killed, and resumed on other devices: the same bits", loc="left", fontsize=12, color=c.ink)
-    ax.legend(loc="lower right", frameon=False, labelcolor=c.ink, fontsize=11)
+    label_curves(ax, "Killed, and resumed on other devices: the same bits", c)
     return made
 
 

@@ -96,6 +96,12 @@ def start(kind: str, run: Path, placement: str, frequency: list[str]) -> list[su
     ]  # fmt: skip
 
 
+def start_somewhere(kind: str, run: Path, rng: random.Random) -> list[subprocess.Popen]:
+    """The processes of a run on a random placement, with checkpoints at a random frequency."""
+    placement = "0 / 0" if "two processes" in kind else rng.choice(PLACEMENTS)
+    return start(kind, run, placement, rng.choice(FREQUENCIES))
+
+
 def update_of(run: Path) -> int:
     """The last update that was logged."""
     try:
@@ -148,8 +154,7 @@ def alive(processes: list[subprocess.Popen]) -> bool:
 
 def end_once(kind: str, run: Path, part: float, updates: int, rng: random.Random, tally: Tally) -> bool:
     """Start a run or go on with it, and end it after about so many of its updates; False where it came to its end."""
-    placement = "0 / 0" if "two processes" in kind else rng.choice(PLACEMENTS)
-    processes = start(kind, run, placement, rng.choice(FREQUENCIES))
+    processes = start_somewhere(kind, run, rng)
     if len(processes) > 1:  # one that has never joined cannot be missed by the others
         while not held(run) and alive(processes):
             time.sleep(0.05)
@@ -193,8 +198,7 @@ def torment(kind: str, kills: int, reference: dict[str, Any], folder: Path, rng:
         while tally.ends.total() < kills and end_once(kind, run, 2 / kills, reference["update"], rng, tally):
             pass
         tally.runs += 1
-        placement = "0 / 0" if "two processes" in kind else rng.choice(PLACEMENTS)
-        for process in start(kind, run, placement, rng.choice(FREQUENCIES)):
+        for process in start_somewhere(kind, run, rng):
             if process.wait() != 0:
                 raise SystemExit(f"{kind}: the last resume failed")
         result = json.loads((run / "result.json").read_text())

@@ -27,7 +27,7 @@ class Asked(NamedTuple):
 
     platform: str | None = None
     """"cpu", "gpu", ...; None: JAX's default"""
-    kernels: Choice = "auto"
+    kernels: Choice = "on"
     """--cpu-kernels"""
 
 
