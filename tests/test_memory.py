@@ -379,6 +379,7 @@ def test_after_a_resume_only_what_is_new_is_written(small_chunks, tmp_path):
     found = memory_store.snapshot(m, 19)
     memory.write(tmp_path, 19, found)
     saved = memory.read(tmp_path, 19, range(2), like, [s.digest for s in found.values()])
+    (tmp_path / "resumed").mkdir()  # as a run's directory is there before its memory
     resumed = memory.MemoryStore(like, range(2), saved, tmp_path / "resumed")
     m = step(m, 20)
     one, other = resumed.snapshot(m, 20), memory_store.snapshot(m, 20)

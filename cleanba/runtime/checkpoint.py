@@ -118,6 +118,7 @@ class Checkpoints:
         self.seconds = 0.0  # that the last checkpoint took to be written
         self._found: list[int] = []  # the updates that had checkpoints when `restore` was called
         self._folder.mkdir(parents=True, exist_ok=True)
+        self._inode = self._folder.stat().st_ino
         self._manager = ocp.CheckpointManager(
             self._folder,
             item_names=(ARRAYS, COUNTERS),
@@ -268,6 +269,14 @@ class Checkpoints:
         self._writer.shutdown()
         with contextlib.suppress(Exception):
             self._manager.close()
+        self._remove_if_made_anew()
+
+    def _remove_if_made_anew(self) -> None:
+        """Remove what TensorStore makes of a run's directory that goes away while a checkpoint is written to it."""
+        with contextlib.suppress(OSError):
+            if self._folder.stat().st_ino != self._inode and not (self.run_dir / "config.json").exists():
+                shutil.rmtree(self._folder)
+                self.run_dir.rmdir()
 
     def restore(self, like_state: S, like_params: P, at_most: int | None = None) -> Restored[S, P]:
         """The newest checkpoint of which all parts that this process needs are undamaged, or none.
