@@ -18,7 +18,16 @@ import numpy as np
 from cleanba import kernels
 from cleanba.agents.agent import new_policy
 from cleanba.agents.hub import push, require_login
-from cleanba.agents.initial import DIGEST, RECORD, Initial, find_initial, recorded, require_fit, started_from
+from cleanba.agents.initial import (
+    DIGEST,
+    RECORD,
+    Initial,
+    find_again,
+    find_initial,
+    recorded,
+    require_fit,
+    started_from,
+)
 from cleanba.agents.periodic_evaluation import PeriodicEvaluation
 from cleanba.algorithm import AnyAlgorithm
 from cleanba.algorithms.gradient_steps import REPLAY_FILLED
@@ -221,7 +230,7 @@ def prepare(recipe: AnyRecipe, config: Config) -> Job:
     resolved = settle(recipe, config, devices.platform, run_dir)
     e = resolved.experiment
     if e.init_from and initial is None and not updates_kept(run_dir):
-        initial = find_again(e.init_from, run_dir, config, devices.platform)
+        initial = find_again(e.init_from, run_dir, devices.platform, config.run.trust_remote_code, whole=config.whole)
     partition = fit(recipe, e, config.placement, devices.num_processes)
     together = {name: getattr(config.run, name) for name in ("log_frequency", "checkpoint_frequency")}
     require_same_flags({"algorithm": recipe.name, **to_json(e), **together})
@@ -258,28 +267,6 @@ def with_digest(config: Config, run_dir: Path, platform: str) -> tuple[Config, I
         digest = record["digest"]
     typed = {**config.typed, "init_from": digest}
     return replace(config, asked=replace(config.asked, init_from=digest), typed=typed), initial
-
-
-def find_again(digest: str, run_dir: Path, config: Config, platform: str) -> Initial:
-    """The parameters with this digest, for a run that has no checkpoint yet.
-
-    Raises:
-        UsageError: they are no longer where they were.
-    """
-    place = (recorded(run_dir) or recorded(config.whole)).get("from")
-    why = "nothing says where they lie"
-    if place is not None:
-        try:
-            initial = find_initial(place, platform, config.run.trust_remote_code)
-            if initial.digest == digest:
-                return initial
-            why = f"{place} has others now"
-        except (UsageError, Failure) as error:
-            why = str(error)
-    raise UsageError(
-        f"{run_dir} has no checkpoint yet and starts from the parameters {digest[:19]}…: {why}; bring them back, or "
-        "give the flags again, with --init-from saying where they lie"
-    )
 
 
 SPARSE = 0.9  # below this share of filled replay batches, the user is warned

@@ -122,3 +122,29 @@ def recorded(run_dir: Path | None) -> dict[str, str]:
     """The digest and place of the parameters that a run started from, as its directory records them; {} if none."""
     path = run_dir / RECORD if run_dir is not None else None
     return read_json(path) if path is not None and path.exists() else {}
+
+
+def find_again(
+    digest: str, run_dir: Path, platform: str, trust_remote_code: bool = False, whole: Path | None = None
+) -> Initial:
+    """The parameters with this digest, which a run begins from, or began from.
+
+    `whole` is the run whose whole experiment it repeats, which knows too where they lie.
+
+    Raises:
+        UsageError: they are no longer where they were.
+    """
+    place = (recorded(run_dir) or recorded(whole)).get("from")
+    why = "nothing says where they lie"
+    if place is not None:
+        try:
+            initial = find_initial(place, platform, trust_remote_code)
+            if initial.digest == digest:
+                return initial
+            why = f"{place} has others now"
+        except (UsageError, Failure) as error:
+            why = str(error)
+    raise UsageError(
+        f"{run_dir} has no checkpoint yet and starts from the parameters {digest[:19]}…: {why}; bring them back, or "
+        "give the flags again, with --init-from saying where they lie"
+    )

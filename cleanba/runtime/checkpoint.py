@@ -293,17 +293,10 @@ class Checkpoints:
             if at_most is not None and update > at_most:
                 continue
             try:
-                saved = _read(self.run_dir, update, like_state, like_params)
-                digests = saved.counters.pop("memory")
-                if self._shards:
-                    saved = saved._replace(
-                        memory=memory.read(self.run_dir, update, self._shards, self._like_memory, digests)
-                    )
-                if not self._fresh_after(update):
-                    saved_actors = {
-                        actor: records.read(actor_folder(self.run_dir, actor), update) for actor in self._actors
-                    }
-                    saved = saved._replace(actors=saved_actors)
+                actors = range(0) if self._fresh_after(update) else self._actors
+                saved = read_whole(
+                    self.run_dir, update, like_state, like_params, self._like_memory, self._shards, actors
+                )
                 self._known = [update]
                 return Restored(saved, warnings)
             except Exception as error:  # whatever is wrong with it, an older one may be undamaged
@@ -386,6 +379,26 @@ def _read(run_dir: Path, update: int, like_state: S, like_params: P) -> Saved[S,
     if counters.pop("digest") != tree_digest(arrays):
         raise ValueError("its checksum does not match")
     return Saved(update, arrays["state"], arrays["older_params"], counters)
+
+
+def read_whole(
+    run_dir: Path, update: int, like_state: S, like_params: P, like_memory: PyTree, shards: range, actors: range
+) -> Saved[S, P]:
+    """One checkpoint, with the memory of these shards and with these actors.  Nothing is locked or changed.
+
+    like_memory: the shapes of one shard's memory; without leaves there is none to read.
+    actors: none of them where environments start afresh after this update.
+
+    Raises:
+        Exception: whatever Orbax raises, and `ValueError`, if a part is damaged or missing.
+    """
+    saved = _read(run_dir, update, like_state, like_params)
+    digests = saved.counters.pop("memory")
+    kept = shards if jax.tree.leaves(like_memory) else range(0)
+    return saved._replace(
+        memory=memory.read(run_dir, update, kept, like_memory, digests),
+        actors={actor: records.read(actor_folder(run_dir, actor), update) for actor in actors},
+    )
 
 
 def _reason(error: Exception, most: int) -> str:

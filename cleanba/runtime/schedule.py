@@ -1,5 +1,6 @@
 """Which policy version, and which epoch of environments, each rollout is collected with."""
 
+from collections.abc import Collection
 from typing import NamedTuple
 
 
@@ -17,6 +18,8 @@ class Schedule(NamedTuple):
     """updates after which environments start afresh; 0 for never"""
     checkpoint_frequency: int = 0
     """updates between checkpoints; 0 where they are taken by time, or only at the end"""
+    digests_after: Collection[int] = ()
+    """further updates after which digests are logged"""
 
     def policy_version(self, rollout: int) -> int:
         """The version that collects this rollout.
@@ -41,7 +44,7 @@ class Schedule(NamedTuple):
     def logs_digests(self, update: int) -> bool:
         """Whether digests are logged after this update: at ends of epochs, and every `checkpoint_frequency` updates."""
         f = self.checkpoint_frequency
-        return self.ends_epoch(update) or (f > 0 and update % f == 0)
+        return self.ends_epoch(update) or (f > 0 and update % f == 0) or update in self.digests_after
 
     def next_end(self, update: int) -> int:
         """The first update after `update` that ends an epoch."""

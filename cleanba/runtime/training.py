@@ -50,12 +50,18 @@ class Training(Generic[S, M, P, C]):
     """whether a loss, gradient, observation or reward that is not finite ends the run"""
     after_update: Callable[[int, int, P], None] | None = None
     """called with each update's number, the steps so far, and the parameters, which it must copy before it returns"""
+    until: int | None = None
+    """the update to end after, where only a part of the experiment is computed; None: its last"""
+    digests_after: frozenset[int] = frozenset()
+    """updates after which digests are logged, besides those of the schedule"""
 
     @property
     def schedule(self) -> Schedule:
         e = self.experiment
         first = self.saved.update + 1 if self.saved else 1
-        return Schedule(first, e.num_updates, e.concurrency, e.env_epoch, self.checkpoint_frequency or 0)
+        last = e.num_updates if self.until is None else self.until
+        frequency = self.checkpoint_frequency or 0
+        return Schedule(first, last, e.concurrency, e.env_epoch, frequency, self.digests_after)
 
     @property
     def local_actors(self) -> range:

@@ -1,0 +1,140 @@
+"""Computes a part of a run again: updates U + 1 to V, from its checkpoint after update U, on any placement.
+
+The run's directory is only read.  What is computed leaves nothing on disk.
+"""
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from cleanba.agents.initial import find_again, started_from
+from cleanba.algorithm import AnyAlgorithm
+from cleanba.config import Experiment, Placement, require
+from cleanba.environments.backends import check_workers
+from cleanba.errors import Failure, said
+from cleanba.files import Json
+from cleanba.recipes import AnyRecipe
+from cleanba.resolution import fit, read_recipe, taken_whole
+from cleanba.runtime import checkpoint
+from cleanba.runtime.checkpoint import Saved
+from cleanba.runtime.devices import Devices, find_devices
+from cleanba.runtime.memory import require_room
+from cleanba.runtime.metrics import Display, Status
+from cleanba.runtime.process_setup import prepared
+from cleanba.runtime.train import run_training
+from cleanba.runtime.training import Training, make_training
+
+Digests = dict[str, str]
+"""params_digest and learner_digest."""
+
+
+class Rerun(NamedTuple):
+    """A run, ready to be computed again in part on this machine.  Nothing is compiled yet."""
+
+    run_dir: Path
+    recipe: AnyRecipe
+    experiment: Experiment
+    devices: Devices
+    algorithm: AnyAlgorithm
+    training: Training[Any, Any, Any, Any]
+    """without checkpoints and from the beginning; `recompute` sets what it begins from"""
+    trust_remote_code: bool = False
+
+
+@contextmanager
+def open_rerun(run_dir: Path, placement: Placement, trust_remote_code: bool = False) -> Iterator[Rerun]:
+    """Open a run to compute parts of it again where `placement` says.  Within the context JAX is set up for the run.
+
+    Raises:
+        UsageError: there is no such run, it is from elsewhere and may not be opened (`trust.py`), or it does not fit
+            the placement.
+    """
+    recipe, e = read_recipe(run_dir, trust_remote_code)
+    with prepared(e):
+        devices = find_devices(placement)
+        spec = taken_whole(recipe, e, run_dir, devices.platform).spec
+        check_workers(spec, placement.env_workers)
+        partition = fit(recipe, e, placement)
+        algorithm = recipe.make(e, spec, devices.platform)
+        never = e.num_updates + 1
+        training = make_training(algorithm, e, partition, devices, spec, never, env_workers=placement.env_workers)
+        buffer_size = getattr(e, "buffer_size", None)
+        require_room(training.memory_shapes, partition.places_per_learner, devices.learners, 1, buffer_size)
+        # A number that is not finite is compared like any other.
+        training = replace(training, stop_on_nonfinite=False, stall_timeout=600.0)
+        yield Rerun(run_dir, recipe, e, devices, algorithm, training, trust_remote_code)
+
+
+def read_checkpoint(rerun: Rerun, update: int) -> Saved[Any, Any]:
+    """A run's checkpoint after this update, with its memory and its actors.
+
+    Raises:
+        Failure: it is damaged, or a part of it is missing.
+    """
+    training, e = rerun.training, rerun.experiment
+    like_state = jax.eval_shape(rerun.algorithm.init, jax.random.key(0))
+    like_params = jax.eval_shape(rerun.algorithm.actor_params, like_state)
+    fresh = update == e.num_updates or (e.env_epoch > 0 and update % e.env_epoch == 0)
+    actors = range(0) if fresh else training.local_actors
+    parts = training.memory_shapes, training.local_shards, actors
+    try:
+        return checkpoint.read_whole(rerun.run_dir, update, like_state, like_params, *parts)
+    except Exception as error:  # Orbax raises many kinds
+        raise Failure(f"checkpoint {update} of {rerun.run_dir} cannot be read: {said(error)[:200]}") from error
+
+
+def recompute(
+    rerun: Rerun, first: int, last: int, digests_after: Collection[int] = (), display: bool = True
+) -> dict[int, Digests]:
+    """Compute updates `first` + 1 to `last` of a run again, from its checkpoint after update `first`.
+
+    To watch or change the computation, give a rerun whose `training` was made by `dataclasses.replace`.
+
+    Args:
+        rerun: the run, from `open_rerun`.
+        first: an update whose checkpoint the run keeps; 0: from the beginning.
+        last: the update to end after.
+        digests_after: updates after which digests are taken, besides `last` and ends of epochs of environments.
+        display: whether progress is shown on the console.
+
+    Returns:
+        update -> the digests of the learner after it.
+
+    Raises:
+        UsageError: there is no such update.
+        Failure: the checkpoint is damaged, or something outside the code failed.
+        Interrupted: a signal asked the computation to end.
+    """
+    e = rerun.experiment
+    require(
+        0 <= first < last <= e.num_updates,
+        f"updates {first} to {last} are no part of a run of {e.num_updates} updates; choose 0 <= first < last",
+    )
+    saved = read_checkpoint(rerun, first) if first else None
+    begin_with = None
+    if saved is None and e.init_from:
+        initial = find_again(e.init_from, rerun.run_dir, rerun.devices.platform, rerun.trust_remote_code)
+        begin_with = partial(started_from, arrays=initial.arrays)
+    training = replace(
+        rerun.training, saved=saved, begin_with=begin_with, until=last, digests_after=frozenset(digests_after)
+    )
+    found: dict[int, Digests] = {}
+
+    def log(update: int, global_step: int, seconds: float, values: Json) -> None:
+        if "params_digest" in values:
+            found[update] = {name: values[name] for name in ("params_digest", "learner_digest")}
+
+    status = Status(f"updates {first} to {last} of {rerun.run_dir}", last)
+    shown = Display(status, enabled=display)
+    try:
+        outcome = run_training(training, shown, status, log)
+    finally:
+        shown.close()
+    if outcome.error is not None:
+        raise outcome.error
+    return found

@@ -1,0 +1,56 @@
+"""A part of a run that is computed again has the same bits, wherever it is computed."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from launch import command, read_rows
+
+from cleanba.checks.recompute import open_rerun, recompute
+from cleanba.config import Placement
+
+# 20 updates of 64 steps; environments start afresh after 8 and 16, and a checkpoint is taken after every second.
+SIZES = [
+    *("--env-id", "Catch-v0", "--num-envs", "8", "--num-actors", "2", "--num-shards", "4", "--num-steps", "8"),
+    *("--hiddens", "8", "--total-timesteps", "1280", "--env-epoch", "8", "--collector", "stepped"),
+    *("--checkpoint-frequency", "2", "--log-frequency", "3"),
+]
+KINDS = {
+    "ppo": ["ppo", *SIZES, "--num-minibatches", "2", "--update-epochs", "1"],
+    "dqn": [
+        *("dqn", *SIZES, "--buffer-size", "240", "--learning-starts", "128", "--batch-size", "32"),
+        *("--train-frequency", "16"),
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def run_of(tmp_path_factory) -> Callable[[str], Path]:
+    """Kind -> a finished run that keeps its checkpoints.  It must not be changed."""
+    made: dict[str, Path] = {}
+
+    def run(kind: str) -> Path:
+        if kind not in made:
+            run_dir = tmp_path_factory.mktemp("runs") / kind
+            ended = command(*KINDS[kind], "--run-dir", run_dir, "--keep-checkpoints", "100")
+            assert ended.code == 0, ended.err
+            made[kind] = run_dir
+        return made[kind]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("kind", "first", "last", "learners"),
+    [("ppo", 2, 8, (0,)), ("ppo", 0, 4, (1, 2, 3)), ("ppo", 16, 20, (0, 1)), ("dqn", 6, 12, (2, 0, 1))],
+)
+def test_a_part_of_a_run_computed_again_has_the_same_digests(kind, first, last, learners, run_of):
+    run_dir = run_of(kind)
+    names = ("params_digest", "learner_digest")
+    logged = {row["update"]: {n: row[n] for n in names} for row in read_rows(run_dir) if "params_digest" in row}
+    before = sorted(path for path in run_dir.rglob("*"))
+    with open_rerun(run_dir, Placement(learner_device_ids=learners)) as rerun:
+        found = recompute(rerun, first, last, range(first + 2, last, 2), display=False)
+    assert found == {update: both for update, both in logged.items() if first < update <= last}
+    assert len(found) == (last - first) // 2
+    assert sorted(path for path in run_dir.rglob("*")) == before  # it is only read
