@@ -139,7 +139,7 @@ def _specify(algorithm: str, form: Callable[P, Experiment]) -> Specify[P]:
         if maker is not None:
             require(callable(maker), f"env_id={maker!r} must be a name, or a class or function that makes environments")
             env_id = register(maker)
-        if unknown := [name for name in flags if name not in known]:
+        if unknown := [name for name in flags if name not in (*known, "preset")]:
             _refuse(algorithm, unknown[0], known)
         return Spec(algorithm, typed_values(recipe, {"env_id": env_id, **_plain(flags)}), maker=maker)
 
@@ -155,10 +155,12 @@ def _specify(algorithm: str, form: Callable[P, Experiment]) -> Specify[P]:
                 annotation=get_args(f.annotation)[0] if get_origin(f.annotation) is Annotated else f.annotation,
             )
             for name, f in known.items()
-        ],
+        ]
+        + [parameter("preset", parameter.KEYWORD_ONLY, default=None, annotation=str | None)],
         return_annotation=Spec,
     )
     lines = [f"    {name}: {f.about}" for name, f in known.items()]
+    lines.append(f"    preset: name of settings to start from instead: {', '.join(recipe.named_presets())}")
     specify.__doc__ = "\n".join(
         [
             f"A specification to {recipe.about}: what `cleanba {algorithm}` trains with the flags of the same names.",

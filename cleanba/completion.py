@@ -14,7 +14,7 @@ from cleanba.config import Placement, Run, offered_fields
 from cleanba.environments import envpool
 from cleanba.errors import Exit, UsageError
 from cleanba.recipes import RECIPES
-from cleanba.train_flags import HELP, SHOW, choices_of, first_clause, written_flag
+from cleanba.train_flags import HELP, PRESET, SHOW, choices_of, first_clause, written_flag
 
 USAGE = """usage: cleanba completion bash|zsh|fish
 
@@ -54,7 +54,8 @@ def known_flags() -> dict[str, list[Word]]:
     """The flags of each command."""
     places = flags_of(Placement) + flags_of(Run)
     more = [Word(name, "", False) for name in (*HELP[1:], SHOW)]
-    found = {name: flags_of(recipe.experiment) + places + more for name, recipe in RECIPES.items()}
+    preset = lambda recipe: Word(PRESET, "settings to start from", True, tuple(recipe.named_presets()))
+    found = {name: [*flags_of(r.experiment), *places, preset(r), *more] for name, r in RECIPES.items()}
     for name, command in COMMANDS.items():
         found[name] = [Word("--help", "", False)]
         if command.flags:

@@ -119,6 +119,21 @@ class Sizes(NamedTuple):
 Settings = dict[str, Any]
 """Values for some fields of an experiment, by name."""
 
+CLEANRL_ATARI = Settings(
+    total_timesteps=10_000_000,
+    repeat_action_probability=0.0,
+    full_action_space=False,
+    episodic_life=True,
+    max_episode_steps=27_000,
+    reward_clip=True,
+    network="nature",
+    hiddens=(512,),
+    core="none",
+    share_torso=True,
+)
+"""CleanRL's games (`ppo_atari_envpool.py`): EnvPool's defaults with episodes that end with a life, 10 million steps,
+and the Nature CNN.  Its results on 57 games are published."""
+
 
 class _NotOffered(NamedTuple):
     pass

@@ -40,6 +40,12 @@ class Recipe(NamedTuple, Generic[E]):
     """name of the preset, from `resolution.preset_name` -> settings that differ from the experiment's defaults"""
     logs: Mapping[str, str] = {}
     """metrics that its updates log: name -> meaning"""
+    protocols: Mapping[str, Settings] = {}
+    """name for --preset -> published settings, those of the environment included"""
+
+    def named_presets(self) -> dict[str, Settings]:
+        """All that --preset may name."""
+        return {**self.protocols, **self.presets}
 
     def make(self, e: E, spec: EnvSpec, platform: str) -> AnyAlgorithm:
         """The algorithm on environments that look like `spec`, on `platform` ("cpu", "gpu" …).
@@ -64,6 +70,7 @@ RECIPES: dict[str, AnyRecipe] = {
         ppo.check,
         ppo.make,
         presets=ppo.PRESETS,
+        protocols=ppo.PROTOCOLS,
         logs=ppo.LOGGED,
     ),
     "impala": Recipe(
@@ -73,6 +80,7 @@ RECIPES: dict[str, AnyRecipe] = {
         impala.check,
         impala.make,
         presets=impala.PRESETS,
+        protocols=impala.PROTOCOLS,
         logs=impala.LOGGED,
     ),
     "dqn": Recipe(

@@ -2,7 +2,8 @@
 
 A value comes from the first of these that has one:
 
-1. what was typed, as a flag or as a keyword in Python;
+1. what was typed, as a flag or as a keyword in Python; --preset NAME counts as typing all flags of that preset that
+   were not typed otherwise;
 2. an earlier run: the one in the run's own directory, or that of --experiment and `resume`, whose whole experiment is
    taken; a typed value that differs from it is refused;
 3. the preset for the environment (`preset_name`), as its options and wrappers make it;
@@ -30,6 +31,7 @@ from cleanba.config import (
     Placement,
     PolicyGradient,
     Run,
+    Settings,
     as_typed,
     check_values,
     differences,
@@ -115,9 +117,12 @@ def resolve(recipe: AnyRecipe, typed: Mapping[str, Any], platform: str, spec: En
 def typed_values(recipe: AnyRecipe, values: Mapping[str, Any]) -> dict[str, Any]:
     """The values that were typed, in the fields' own types, without those that leave a field open.
 
+    A value named "preset" stands for the settings of that preset, which the other values override.
+
     Raises:
-        UsageError: there is no such field, or it is of another type.
+        UsageError: there is no such field or preset, or a value is of another type.
     """
+    values = {**named_settings(recipe, values.get("preset")), **{k: x for k, x in values.items() if k != "preset"}}
     known = fields_of(recipe.experiment)
     for name in values:
         require(name not in known or known[name].offered, f"{recipe.name} has no use for {name}; leave it out")
@@ -125,6 +130,19 @@ def typed_values(recipe: AnyRecipe, values: Mapping[str, Any]) -> dict[str, Any]
         return as_typed(recipe.experiment, without_open(values))
     except UsageError as error:
         raise UsageError(f"{recipe.name}: {error}") from None
+
+
+def named_settings(recipe: AnyRecipe, name: str | None) -> Settings:
+    """The settings of the preset that --preset names; none for None.
+
+    Raises:
+        UsageError: the algorithm has no preset of that name.
+    """
+    if name is None:
+        return Settings()
+    known = recipe.named_presets()
+    require(name in known, f"preset={str(name)[:40]!r} is not a preset of {recipe.name}; it has {', '.join(known)}")
+    return known[name]
 
 
 def without_open(values: Mapping[str, Any]) -> dict[str, Any]:

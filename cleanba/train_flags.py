@@ -13,14 +13,15 @@ from typing import Any, Literal, get_args, get_origin
 import jax
 import tyro
 
-from cleanba.config import Experiment, Field, Group, Placement, Run, fields_of, flag, offered_fields
+from cleanba.config import Experiment, Field, Group, Placement, Run, Settings, fields_of, flag, offered_fields, require
 from cleanba.errors import UsageError
 from cleanba.flags import FLAGS
 from cleanba.recipes import AnyRecipe
-from cleanba.resolution import DEFAULT, TYPED, Config, Resolved, configure, fit, settle
+from cleanba.resolution import DEFAULT, TYPED, Config, Resolved, configure, fit, named_settings, settle
 
 HELP = ("-h", "--help", "--help-all")
 SHOW = "--show-config"
+PRESET = "--preset"
 
 
 def parse(recipe: AnyRecipe, argv: Sequence[str], default: Config | None = None) -> Config:
@@ -46,6 +47,7 @@ def parse(recipe: AnyRecipe, argv: Sequence[str], default: Config | None = None)
 
 def read_flags(recipe: AnyRecipe, words: Sequence[str], default: Config | None) -> Config:
     """`parse`, without --help and --show-config."""
+    preset, words = preset_of(recipe, words)
     refuse_foreign_flags(recipe, words)
     form = make_dataclass(
         "Form",
@@ -69,7 +71,25 @@ def read_flags(recipe: AnyRecipe, words: Sequence[str], default: Config | None) 
         name: getattr(parsed.experiment, name)
         for name in typed_names(recipe, words) & set(offered_fields(recipe.experiment))
     }
-    return configure(recipe, typed, parsed.placement, parsed.run, default.whole if default else None)
+    return configure(recipe, preset | typed, parsed.placement, parsed.run, default.whole if default else None)
+
+
+def preset_of(recipe: AnyRecipe, words: Sequence[str]) -> tuple[Settings, list[str]]:
+    """The settings of the preset that --preset names, and the other arguments.
+
+    Raises:
+        UsageError: the flag has no value, or the algorithm has no such preset.
+    """
+    name, others, rest = None, [], list(words)
+    while rest:
+        word = rest.pop(0)
+        before, eq, value = word.partition("=")
+        if before != PRESET:
+            others.append(word)
+            continue
+        require(bool(eq or rest), f"{PRESET} needs a name; {recipe.name} has {', '.join(recipe.named_presets())}")
+        name = value if eq else rest.pop(0)
+    return named_settings(recipe, name), others
 
 
 def typed_names(recipe: AnyRecipe, words: Sequence[str]) -> set[str]:
@@ -171,7 +191,12 @@ def help_text(recipe: AnyRecipe, words: Sequence[str], default: Config | None, w
             lines += flag_lines(name, f, value, width, whole or title == "essentials")
         lines.append("")
     lines += ["more:"]
+    presets = "|".join(recipe.named_presets())
     for name, about in (
+        (
+            f"{PRESET} NAME",
+            f"start from these settings, not from the environment's: {presets}",
+        ),
         ("--help-all", "show each flag with its allowed values and full description"),
         (SHOW, "print every value of the configuration and where it comes from, without training"),
     ):

@@ -281,7 +281,7 @@ def presets(_: str) -> list[str]:
     rows = [
         (recipe.name, code(preset), ", ".join(code(f"{k}={in_words(v)}") for k, v in values.items()) or "in nothing")
         for recipe in RECIPES.values()
-        for preset, values in recipe.presets.items()
+        for preset, values in recipe.named_presets().items()
     ]
     return table(("algorithm", "preset", "differs from the algorithm's defaults"), rows)
 

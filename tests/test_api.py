@@ -144,7 +144,7 @@ def test_errors_are_the_sentences_of_the_command(flags, placed, run):
 def test_signatures_and_documentation_have_every_flag(name):
     specify, known = getattr(cleanba, name), fields_of(RECIPES[name].experiment)
     offered = [field for field, f in known.items() if f.offered]
-    assert list(inspect.signature(specify).parameters) == offered
+    assert list(inspect.signature(specify).parameters) == [*offered, "preset"]
     assert all(f"    {field}: {known[field].about}" in specify.__doc__ for field in offered)
 
 

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from launch import TINY, command
 
+import cleanba
 from cleanba.algorithms.ppo import PPO
 from cleanba.config import Experiment, Partition, Placement, Run, fields_of, to_json
 from cleanba.environments.backends import env_spec
@@ -220,6 +221,28 @@ def test_a_placement_that_needs_more_shards_than_there_are_is_refused(name):
     e = on("classic_control", name).experiment
     with pytest.raises(UsageError, match="num_shards=1 .* 2 learner devices"):
         fit(RECIPES[name], e, Placement(learner_device_ids=(0, 1)))
+
+
+@pytest.mark.parametrize("words", ["--preset cleanrl-atari --num-envs 16", "--num-envs 16 --preset=cleanrl-atari"])
+def test_a_preset_is_asked_for_by_name_and_what_is_typed_overrides_it(words):
+    recipe = RECIPES["ppo"]
+    e = settle(recipe, parse(recipe, [*words.split(), "--env-id", "Pong-v5"]), "cpu", None).experiment
+    protocol = recipe.protocols["cleanrl-atari"]
+    assert {name: getattr(e, name) for name in protocol} == {**protocol, "num_envs": 16}
+    assert e == cleanba.ppo("Pong-v5", preset="cleanrl-atari", num_envs=16).resolve()
+
+
+def test_presets_for_kinds_of_environments_can_be_named_too():
+    recipe = RECIPES["dqn"]
+    found = settle(recipe, parse(recipe, ["--env-id", "Catch-v0", "--preset", "box2d"]), "cpu", None)
+    own = recipe.presets["box2d"]
+    assert {name: getattr(found.experiment, name) for name in own} == own != recipe.presets[found.preset]
+
+
+@pytest.mark.parametrize("words", ["--preset", "--preset nothing", "--preset="])
+def test_a_preset_that_there_is_not_is_refused_with_those_that_there_are(words):
+    with pytest.raises(UsageError, match=r"(td3 has|is not a preset of td3; it has) \S+"):
+        parse(RECIPES["td3"], words.split())
 
 
 # ------------------------------------------------------------------------------------------------ which preset it is

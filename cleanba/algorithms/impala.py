@@ -17,7 +17,7 @@ from cleanba.algorithm import Algorithm, Metrics
 from cleanba.algorithms.batches import LAG_LOGGED, count_pieces, count_valid, in_pieces, sequences
 from cleanba.algorithms.normalisation import ReturnsSoFar, make_normaliser
 from cleanba.algorithms.optimiser import State, by_rule, learning_rate, sgd_step
-from cleanba.config import Fraction, Partition, PolicyGradient, Positive, PositiveOrInf, Range, Settings
+from cleanba.config import CLEANRL_ATARI, Fraction, Partition, PolicyGradient, Positive, PositiveOrInf, Range, Settings
 from cleanba.networks import make_actor_critic
 from cleanba.networks.cores import Carry
 from cleanba.ops.losses import kl_estimate, squared_error
@@ -107,6 +107,10 @@ PRESETS: dict[str, Settings] = {
     "toy_text": Settings(**SMALL, total_timesteps=500_000),
     "box2d": Settings(**SMALL | dict(gamma=0.999), total_timesteps=1_000_000),
 }
+
+
+# By name, for --preset: on CleanRL's games, with the settings of IMPALA's own preset for Atari.
+PROTOCOLS: dict[str, Settings] = {"cleanrl-atari": CLEANRL_ATARI | PRESETS["atari"]}
 
 
 def check(e: IMPALA, partition: Partition) -> None:

@@ -26,7 +26,7 @@ from cleanba.algorithms.batches import (
 )
 from cleanba.algorithms.normalisation import ReturnsSoFar, make_normaliser
 from cleanba.algorithms.optimiser import State, learning_rate, make_adam, sgd_step
-from cleanba.config import Count, Fraction, Partition, PolicyGradient, Positive, Range, Settings
+from cleanba.config import CLEANRL_ATARI, Count, Fraction, Partition, PolicyGradient, Positive, Range, Settings
 from cleanba.networks import make_actor_critic
 from cleanba.networks.actor_critic import Output
 from cleanba.networks.cores import Carry
@@ -109,6 +109,30 @@ PRESETS: dict[str, Settings] = {
     ),
     "minigrid": Settings(**SMALL | dict(ent_coef=0.01), total_timesteps=150_000),
     "toy_text": Settings(**SMALL | dict(num_steps=128), total_timesteps=400_000, num_minibatches=16),
+}
+
+
+# By name, for --preset: published settings whole, so that no default has a say.
+PROTOCOLS: dict[str, Settings] = {
+    # `ppo_atari_envpool_xla_jax.py`.  Batches are as small as there, so one actor and one shard are the fastest.
+    "cleanrl-atari": Settings(
+        **CLEANRL_ATARI,
+        num_envs=8,
+        num_actors=1,
+        num_shards=1,
+        num_steps=128,
+        learning_rate=2.5e-4,
+        anneal_lr=True,
+        gamma=0.99,
+        gae_lambda=0.95,
+        num_minibatches=4,
+        update_epochs=4,
+        norm_adv=True,
+        clip_coef=0.1,
+        ent_coef=0.01,
+        vf_coef=0.5,
+        max_grad_norm=0.5,
+    ),
 }
 
 
