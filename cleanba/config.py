@@ -218,6 +218,8 @@ class Experiment:
     """channels of the IMPALA ResNet's sections"""
     hiddens: Annotated[tuple[int, ...], Sizes(unit="units")] = (256,)
     """units of the dense layers after the convolutions, or of the MLP"""
+    layer_norm: bool = False
+    """layer normalisation after every layer of the torso"""
     deterministic: bool = True
     """the same bits every time: GPU kernels that add in order, a fixed number of CPU threads
     (docs/inside/determinism.md)"""
@@ -240,8 +242,8 @@ class Experiment:
 
 
 @dataclass(frozen=True)
-class PolicyGradient(Experiment):
-    """The further settings of actor-critics that learn from each rollout once: PPO and IMPALA."""
+class Recurrent(Experiment):
+    """The further settings of algorithms whose network may have an LSTM."""
 
     core: Literal["none", "lstm"] = "none"
     """memory between torso and heads"""
@@ -249,20 +251,18 @@ class PolicyGradient(Experiment):
     """units of the LSTM"""
     forget_bias: Finite = 0.0
     """initial bias of the LSTM's forget gates: 0 halves the cell's state in every step, 2 keeps 7/8 of it"""
+
+
+@dataclass(frozen=True)
+class FromRollouts(Recurrent):
+    """The further settings of algorithms that learn from each rollout and then drop it: PPO, IMPALA and PQN."""
+
     learning_rate: Positive = 2.5e-4
     """initial step size of the optimiser"""
-    ent_coef: NotNegative = 0.01
-    """weight of the entropy bonus"""
-    vf_coef: NotNegative = 0.5
-    """weight of the value loss"""
     max_grad_norm: Positive = 0.5
     """global norm to which gradients are clipped"""
     num_minibatches: Count = 4
     """minibatches per pass over the batch"""
-    log_std_init: Annotated[float, Range(-20, 20)] = 0.0
-    """real-valued actions: logarithm of the policy's initial standard deviation"""
-    share_torso: bool = True
-    """one torso and core for policy and value"""
     norm_obs: bool = False
     """normalise observations other than images by their running mean and standard deviation; codes and text once they
     are encoded as zeros and ones"""
@@ -277,6 +277,20 @@ class PolicyGradient(Experiment):
             f"num_minibatches={m} cannot cut a shard's {what} evenly; "
             f"try --num-minibatches {nearest_divisors(size, m)}",
         )
+
+
+@dataclass(frozen=True)
+class PolicyGradient(FromRollouts):
+    """The further settings of actor-critics: PPO and IMPALA."""
+
+    ent_coef: NotNegative = 0.01
+    """weight of the entropy bonus"""
+    vf_coef: NotNegative = 0.5
+    """weight of the value loss"""
+    log_std_init: Annotated[float, Range(-20, 20)] = 0.0
+    """real-valued actions: logarithm of the policy's initial standard deviation"""
+    share_torso: bool = True
+    """one torso and core for policy and value"""
 
 
 @dataclass(frozen=True)

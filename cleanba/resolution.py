@@ -27,6 +27,7 @@ import numpy as np
 from cleanba import trust
 from cleanba.config import (
     Experiment,
+    FromRollouts,
     Partition,
     Placement,
     PolicyGradient,
@@ -185,7 +186,7 @@ def inferred_values(e: Experiment, spec: EnvSpec, platform: str, given: Collecti
         # An episode longer than an epoch of environments would never end.
         longest = max(found.get("max_episode_steps", e.max_episode_steps), 8_000)
         epoch = max(type(e).env_epoch, -(-2 * longest // e.num_steps))
-        if collector == "scanned" and not spec.shows_images and isinstance(e, PolicyGradient):
+        if collector == "scanned" and not spec.shows_images and isinstance(e, FromRollouts):
             epoch = max(epoch, 4_000_000 // e.transitions_per_update)  # updates are short
         found["env_epoch"] = epoch
     return found
@@ -212,9 +213,9 @@ def fit_parts(recipe: AnyRecipe, e: Any, typed: Collection[str]) -> Experiment:
     A recurrent network's minibatches hold whole environments.  Where nothing fits, there is one actor and one shard, so
     that the error is about what was typed.
     """
-    recurrent = isinstance(e, PolicyGradient) and e.core != "none"
+    recurrent = isinstance(e, FromRollouts) and e.core != "none"
     if recurrent and "num_minibatches" not in typed and e.num_minibatches > e.num_envs:
-        most = min(e.num_envs, PolicyGradient.num_minibatches)
+        most = min(e.num_envs, FromRollouts.num_minibatches)
         e = replace(e, num_minibatches=max(m for m in range(1, most + 1) if e.num_envs % m == 0))
     names = [name for name in ("num_minibatches", "num_shards", "num_actors") if hasattr(e, name)]
     numbers = [[getattr(e, name)] if name in typed else range(getattr(e, name), 0, -1) for name in names]

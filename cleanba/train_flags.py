@@ -165,7 +165,7 @@ HEADINGS = {
     "environment": "repeat_action_probability full_action_space episodic_life max_episode_steps reward_clip "
     "env_options env_wrappers env_epoch",
     "collecting": "num_actors num_shards num_steps concurrency collector",
-    "network": "network channels hiddens core lstm_size forget_bias share_torso log_std_init norm_obs dtype "
+    "network": "network channels hiddens layer_norm core lstm_size forget_bias share_torso log_std_init norm_obs dtype "
     "deterministic",
 }
 

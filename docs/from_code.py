@@ -31,7 +31,7 @@ from sphinx.util.docutils import SphinxDirective
 
 from cleanba.agents import evaluate
 from cleanba.cli import COMMANDS
-from cleanba.config import Experiment, Field, Placement, PolicyGradient, Run, fields_of, flag
+from cleanba.config import Experiment, Field, FromRollouts, Placement, PolicyGradient, Run, fields_of, flag
 from cleanba.recipes import RECIPES
 from cleanba.runtime import training_log
 from cleanba.train_flags import ESSENTIAL, HEADINGS, choices_of, in_words, metavar
@@ -186,7 +186,7 @@ def experiment_defaults(name: str) -> str:
 def every_experiment_field() -> dict[str, Field]:
     """The fields of all algorithms, by name; shared ones first."""
     found = dict(fields_of(Experiment))
-    for cls in (PolicyGradient, *(recipe.experiment for recipe in RECIPES.values())):
+    for cls in (FromRollouts, PolicyGradient, *(recipe.experiment for recipe in RECIPES.values())):
         found |= {name: f for name, f in fields_of(cls).items() if name not in found}
     return found
 

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from flax.linen import OptimizedLSTMCell
 
-from cleanba.config import PolicyGradient
+from cleanba.config import FromRollouts, PolicyGradient
 from cleanba.environments.specs import EnvSpec, ObsSpec
 from cleanba.errors import UsageError
 from cleanba.kernels import compiling_for, max_pool
-from cleanba.networks import make_actor_critic, suitable_network
+from cleanba.networks import make_action_values, make_actor_critic, suitable_network
 from cleanba.networks.cores import LSTM, LSTMCarry, initial_carry
 from cleanba.networks.encoder import as_vector
-from cleanba.networks.layers import Conv
+from cleanba.networks.layers import Conv, LayerNorm
 from cleanba.networks.torsos import Dense, ImpalaResNet, NatureCNN
 
 ATARI = ObsSpec("image", (4, 84, 84), "uint8")
@@ -300,6 +300,68 @@ def test_images_are_scaled_to_at_most_one(network):
     rtol = 0.02 if network == "mlp" else 1e-4
     np.testing.assert_allclose(value(4), 2 * value(2), rtol=rtol)
     assert 1e-4 < abs(value(255)) < 10
+
+
+# ----------------------------------------------------------------------------------------- layer normalisation
+
+
+def test_layer_normalisation_is_flaxs_in_values_and_gradients():
+    rng = np.random.default_rng(0)
+    x = 3 + 2 * rng.normal(size=(2, 4, 5)).astype(np.float32)
+    params = {"params": {name: rng.normal(size=5).astype(np.float32) for name in ("scale", "bias")}}
+
+    def gradients(module):
+        weighted = lambda params, x: (module.apply(params, x) * jnp.sin(jnp.arange(40.0)).reshape(x.shape)).sum()
+        return module.apply(params, x), jax.grad(weighted, (0, 1))(params, jnp.asarray(x))
+
+    close(gradients(LayerNorm()), gradients(nn.LayerNorm(use_fast_variance=False)))
+
+
+@pytest.mark.parametrize(
+    "obs, network",
+    [(SMALL_IMAGE, "nature"), (SMALL_IMAGE, "impala"), (ObsSpec("planes", (10, 10, 4), "bool", 2), "minatar"),
+     (VECTOR, "mlp")],
+)  # fmt: skip
+def test_with_layer_normalisation_every_layer_of_a_torso_is_normalised(obs, network):
+    options = dict(network=network, hiddens=(16, 8), channels=(4, 6))
+    net = build(obs, **options, layer_norm=True)
+    plain, params = (some_params(n.initial_params, bias=0.0) for n in (build(obs, **options), net))
+    names = lambda params: [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    layers = sum("kernel" in name for name in names(plain)) - 2  # but the heads
+    added = [name for name in names(params) if name not in names(plain)]
+    assert len(added) == 2 * layers and all("LayerNorm" in name for name in added)
+    # Without biases a layer's output grows with its input, so its normalised output does not.
+    params = jax.tree_util.tree_map_with_path(lambda path, p: p * 0 + 1 if "scale" in str(path) else p, params)
+    x, first = observe(obs, 1, 3), np.zeros((1, 3), bool)
+    x = x // 2 if obs.dtype == "uint8" else x.astype(np.float32)
+    out = [jax.jit(net.outputs)(params, x * factor, first, ()).value for factor in (1, 2)]
+    close(*out, rtol=2e-2, atol=2e-3)
+    assert np.ptp(out[0]) > 1e-2
+
+
+# -------------------------------------------------------------------------------------------------- action values
+
+
+@pytest.mark.parametrize("core", ["none", "lstm"])
+@pytest.mark.parametrize("dueling", [False, True])
+def test_action_values_of_a_sequence_are_those_of_its_steps(core, dueling):
+    e = FromRollouts(core=core, hiddens=(8,), lstm_size=5)
+    net = make_action_values(EnvSpec("test", VECTOR, 6, False, False, {}), e, dueling)
+    params = some_params(net.initial_params)
+    obs, first = observe(VECTOR, 6, 3), np.zeros((6, 3), bool)
+    first[0], first[4, 1] = True, True
+    whole = jax.jit(net.outputs)(params, obs, first, net.initial_carry(3))
+    assert whole.values.shape == (6, 3, 6)
+    carry = net.initial_carry(3)
+    for t in range(6):
+        values, carry = net.one_step(params, obs[t], first[t], carry)
+        close(values, whole.values[t])
+        if core == "none":
+            close(net.values(params, obs[t]), whole.values[t])
+    close(carry, whole.carry)
+    forgets = net.one_step(params, obs[4], np.ones(3, bool), carry).values  # as environment 1 did at step 4
+    close(forgets[1], whole.values[4, 1])
+    assert core == "none" or abs(forgets[0] - whole.values[4, 0]).max() > 1e-3
 
 
 # ------------------------------------------------------------------------------------------- other observations

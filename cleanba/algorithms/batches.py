@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cleanba.algorithm import Metrics
-from cleanba.config import PolicyGradient
+from cleanba.config import Recurrent
 from cleanba.ops.losses import kl_estimate
 from cleanba.rollout import Obs
 from cleanba.shards import ShardAxis
@@ -30,7 +30,7 @@ def steps_at_once(obs: Obs) -> int:
     return -(-steps // parts)
 
 
-def count_pieces(e: PolicyGradient, spec: EnvSpec, platform: str, index: jax.Array) -> int:
+def count_pieces(e: Recurrent, spec: EnvSpec, platform: str, index: jax.Array) -> int:
     """The number of equal pieces that a shard's minibatch is computed in, one after the other.  index [..., T', B'].
 
     For images on CPUs, pieces are as close as possible to `CACHED` bytes, so that the layers' outputs stay in caches.

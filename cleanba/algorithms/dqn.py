@@ -14,15 +14,14 @@ from jax import lax
 
 from cleanba.algorithm import Algorithm, Metrics, NoCarry, no_carry
 from cleanba.algorithms.action_bounds import ACTION_WORDS
+from cleanba.algorithms.epsilon_greedy import epsilon_greedy, falling_epsilon, greedy, legal_values
 from cleanba.algorithms.gradient_steps import REPLAY_FILLED, REPLAY_LOGGED, Minibatch, every, gradient_steps
 from cleanba.algorithms.off_policy import OffPolicy, check_replay
 from cleanba.algorithms.optimiser import TrainState, learning_rate, make_adam, sgd_step
 from cleanba.config import Fraction, Partition, Positive, Settings, Steps, require
 from cleanba.kernels import polyak_update
 from cleanba.networks import make_action_values
-from cleanba.networks.encoder import legal_actions
 from cleanba.ops import replay
-from cleanba.ops.distributions import Categorical, masked
 from cleanba.ops.losses import by_comparison, squared_error
 from cleanba.rollout import NetworkParams, Obs, PyTree, Rollout
 from cleanba.shards import ShardAxis
@@ -162,30 +161,13 @@ def make(e: DQN, spec: EnvSpec, platform: str) -> Algorithm[State, replay.Ring, 
         target = jax.tree.map(jnp.copy, params)
         return State(TrainState(params, optimiser.init(params)), target, jnp.int32(0), jnp.int32(0))
 
-    def legal_values(values: jax.Array, obs: Obs) -> jax.Array:
-        """Action values [N, A], with -inf for illegal actions."""
-        legal = legal_actions(spec.obs, obs)
-        return values if legal is None else masked(values, legal.reshape(values.shape))
-
-    def epsilon(updates: jax.Array) -> jax.Array:
-        """The probability of a random action after so many updates.  [] int32 -> []."""
-        done = jnp.minimum(updates / max(1.0, e.exploration_fraction * e.num_updates), 1.0)
-        return e.start_e + (e.end_e - e.start_e) * done
-
     def act(
         params: ActingParams, carry: NoCarry, obs: Obs, first: jax.Array, key: jax.Array, explore: bool
     ) -> tuple[jax.Array, NoCarry, PyTree]:
-        best = legal_values(network.values(params.params, obs), obs).argmax(-1).astype(jnp.int32)
+        values = network.values(params.params, obs)
         if not explore:
-            return best, carry, {}
-        whether_key, which_key = jax.random.split(key)
-        if legal_actions(spec.obs, obs) is None:
-            anything = jax.random.randint(which_key, best.shape, 0, spec.num_actions, jnp.int32)
-        else:
-            even = legal_values(jnp.zeros((*best.shape, spec.num_actions)), obs)
-            anything = Categorical(even).sample(which_key)
-        explores = jax.random.uniform(whether_key, best.shape) < epsilon(params.updates)
-        return jnp.where(explores, anything, best), carry, {}
+            return greedy(spec, values, obs), carry, {}
+        return epsilon_greedy(spec, values, obs, falling_epsilon(e, params.updates), key), carry, {}
 
     def loss(params: NetworkParams, window: replay.Window, target: NetworkParams) -> tuple[jax.Array, Metrics]:
         """This shard's part of the mean loss over the batch of all shards.
@@ -196,7 +178,7 @@ def make(e: DQN, spec: EnvSpec, platform: str) -> Algorithm[State, replay.Ring, 
         value = by_comparison(network.values(params, t.obs), t.action)
         next_values = network.values(target, t.next_obs)
         chooser = network.values(params, t.next_obs) if e.double else next_values
-        bootstrap = by_comparison(next_values, legal_values(chooser, t.next_obs).argmax(-1))
+        bootstrap = by_comparison(next_values, legal_values(spec, chooser, t.next_obs).argmax(-1))
         y = lax.stop_gradient(t.reward + t.discount * bootstrap)
         error = optax.losses.huber_loss(value, y) if e.huber else squared_error(value, y)
         of_batch = lambda x: (t.weight * x).sum() / e.batch_size
@@ -217,12 +199,12 @@ def make(e: DQN, spec: EnvSpec, platform: str) -> Algorithm[State, replay.Ring, 
 
         steps = e.steps_of(state.updates + 1)
         state, metrics = gradient_steps(e, shards, memory, key, steps, gradient_step, state, e.n_step, stack)
-        metrics |= {"charts/learning_rate": rate, "charts/epsilon": epsilon(state.updates)}
+        metrics |= {"charts/learning_rate": rate, "charts/epsilon": falling_epsilon(e, state.updates)}
         return state._replace(updates=state.updates + 1), memory, metrics
 
     def inspect(params: ActingParams, carry: NoCarry, obs: Obs, first: jax.Array) -> dict[str, jax.Array]:
         values = network.values(params.params, obs)
-        return {"value": legal_values(values, obs).max(-1), "action value": values}
+        return {"value": legal_values(spec, values, obs).max(-1), "action value": values}
 
     def acting_params(state: State) -> ActingParams:
         return ActingParams(state.online.params, state.updates)

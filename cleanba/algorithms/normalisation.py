@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from cleanba.algorithm import no_memory
 from cleanba.algorithms.optimiser import State
-from cleanba.config import PolicyGradient
+from cleanba.config import FromRollouts
 from cleanba.networks.encoder import as_vector
 from cleanba.ops.moments import Moments, add_batch, no_moments
 from cleanba.ops.returns import returns_so_far
@@ -154,7 +154,7 @@ def normalised_spec(part: ObsSpec) -> ObsSpec:
     return ObsSpec("vector", jax.eval_shape(partial(numbers, part), one).shape[1:], "float32")
 
 
-def make_normaliser(e: PolicyGradient, spec: EnvSpec) -> Normaliser:
+def make_normaliser(e: FromRollouts, spec: EnvSpec) -> Normaliser:
     """The normaliser of an experiment: of all observations except images, boards, masks and booleans."""
     parts = [
         (jax.tree_util.keystr(path), o)

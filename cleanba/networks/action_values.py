@@ -1,21 +1,30 @@
-"""A value for each action, over one torso."""
+"""A value for each action, over one torso and perhaps a core."""
 
 from collections.abc import Sequence
+from typing import NamedTuple, cast
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from cleanba.config import Experiment
-from cleanba.networks import torsos
-from cleanba.networks.encoder import encode, encoder_fields
+from cleanba.config import Experiment, Recurrent
+from cleanba.networks import cores, torsos
+from cleanba.networks.cores import Carry, apply_heads, core_fields
+from cleanba.networks.encoder import encoder_fields
 from cleanba.rollout import NetworkParams, Obs
 from cleanba.specs import EnvSpec, ObsSpecs
 
 
+class Valued(NamedTuple):
+    """What a network of action values computes."""
+
+    values: jax.Array  # [T, B, num_actions]  float32
+    carry: Carry  # [B, ...]  after the last step
+
+
 class ActionValues(nn.Module):
-    """Torso -> Q(s, a) for every action (Mnih et al. 2015), with ReLUs throughout, as CleanRL's.
+    """Torso -> core -> Q(s, a) for every action (Mnih et al. 2015), with ReLUs throughout, as CleanRL's.
 
     `dueling` makes it V(s) + A(s, a) - mean_a A(s, a) (Wang et al. 2016, eq. 9).
     """
@@ -25,33 +34,53 @@ class ActionValues(nn.Module):
     network: str
     channels: Sequence[int]
     hiddens: Sequence[int]
+    layer_norm: bool
     dueling: bool
     dtype: DTypeLike
+    core: str = "none"
+    lstm_size: int = 0
+    forget_bias: float = 0.0
 
     @nn.compact
-    def __call__(self, obs: Obs) -> jax.Array:
-        """Obs [N, ...] -> [N, num_actions] float32."""
+    def __call__(self, obs: Obs, first: jax.Array, carry: Carry) -> Valued:
+        """Obs [T, B, ...], first [T, B] bool, carry [B, ...] -> `Valued`."""
         heads = [torsos.Dense(self.num_actions, 1.0, name="action_value")]
         if self.dueling:
             heads.append(torsos.Dense(1, 1.0, name="value"))
-        values, *value = encode(self, obs, heads, "relu")
-        return value[0] + values - values.mean(-1, keepdims=True) if self.dueling else values
+        (values, *value), carry = apply_heads(self, heads, obs, first, carry, "relu")
+        if self.dueling:
+            values = value[0] + values - values.mean(-1, keepdims=True)
+        return Valued(values, carry)
 
     def initial_params(self, key: jax.Array) -> NetworkParams:
         """Random parameters, for observations of the specified shapes."""
-        return self.init(key, jax.tree.map(lambda o: jnp.zeros((1, *o.shape), o.dtype), self.obs_spec))
+        obs = jax.tree.map(lambda o: jnp.zeros((1, 1, *o.shape), o.dtype), self.obs_spec)
+        return self.init(key, obs, jnp.zeros((1, 1), bool), self.initial_carry(1))
+
+    def initial_carry(self, batch: int) -> Carry:
+        """The carry before the first observation, for B = `batch` environments.  Leaves [B, units], or ()."""
+        return cores.initial_carry(self.core, self.lstm_size, batch)
+
+    def outputs(self, params: NetworkParams, obs: Obs, first: jax.Array, carry: Carry) -> Valued:
+        """`__call__` with these parameters: obs [T, B, ...], first [T, B], carry [B, ...] -> leaves [T, B, ...]."""
+        return cast(Valued, self.apply(params, obs, first, carry))
+
+    def one_step(self, params: NetworkParams, obs: Obs, first: jax.Array, carry: Carry) -> Valued:
+        """`outputs` of one step: obs [B, ...], first [B] -> values [B, num_actions], carry [B, ...]."""
+        out = self.outputs(params, jax.tree.map(lambda o: o[None], obs), first[None], carry)
+        return out._replace(values=out.values[0])
 
     def values(self, params: NetworkParams, obs: Obs) -> jax.Array:
-        """`__call__` with these parameters: obs [N, ...] -> [N, num_actions] float32."""
-        out = self.apply(params, obs)
-        assert isinstance(out, jax.Array)
-        return out
+        """Action values of single observations, without a core: obs [N, ...] -> [N, num_actions] float32."""
+        first = jnp.zeros(jax.tree.leaves(obs)[0].shape[:1], bool)
+        return self.one_step(params, obs, first, ()).values
 
 
-def make_action_values(spec: EnvSpec, e: Experiment, dueling: bool) -> ActionValues:
-    """The network that an experiment asks for.
+def make_action_values(spec: EnvSpec, e: Experiment, dueling: bool = False) -> ActionValues:
+    """The network that an experiment asks for; with a core if the experiment has one.
 
     Raises:
         UsageError: the torso does not fit the observations.
     """
-    return ActionValues(**encoder_fields(spec, e), num_actions=spec.num_actions, dueling=dueling)
+    core = core_fields(e) if isinstance(e, Recurrent) else {}
+    return ActionValues(**encoder_fields(spec, e), **core, num_actions=spec.num_actions, dueling=dueling)

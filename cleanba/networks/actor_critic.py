@@ -10,8 +10,8 @@ from jax.typing import DTypeLike
 
 from cleanba.config import PolicyGradient
 from cleanba.networks import cores, torsos
-from cleanba.networks.cores import Carry
-from cleanba.networks.encoder import encode, encoder_fields, legal_actions
+from cleanba.networks.cores import Carry, apply_heads, core_fields
+from cleanba.networks.encoder import encoder_fields, legal_actions
 from cleanba.ops.distributions import Distribution, distribution, size
 from cleanba.rollout import NetworkParams, Obs, PyTree
 from cleanba.specs import ActionSpec, EnvSpec, ObsSpecs
@@ -38,6 +38,7 @@ class ActorCritic(nn.Module):
     network: str
     channels: Sequence[int]
     hiddens: Sequence[int]
+    layer_norm: bool
     share_torso: bool
     core: str
     lstm_size: int
@@ -53,32 +54,17 @@ class ActorCritic(nn.Module):
             torsos.Dense(1, 1.0, name="value"),
         )
         if self.share_torso:
-            (x, value), carry = self.apply_heads(heads, obs, first, carry)
+            (x, value), carry = apply_heads(self, heads, obs, first, carry)
         else:
             policy_carry, value_carry = cast(tuple[Carry, Carry], carry or ((), ()))
-            (x,), policy_carry = self.apply_heads(heads[:1], obs, first, policy_carry)
-            (value,), value_carry = self.apply_heads(heads[1:], obs, first, value_carry)
+            (x,), policy_carry = apply_heads(self, heads[:1], obs, first, policy_carry)
+            (value,), value_carry = apply_heads(self, heads[1:], obs, first, value_carry)
             carry = cast(Carry, (policy_carry, value_carry)) if carry else ()
         log_std = None
         if self.action.kind == "quantities":
             log_std = self.param("log_std", nn.initializers.constant(self.log_std_init), (self.action.size,))
         policy = distribution(self.action, x, log_std, legal_actions(self.obs_spec, obs))
         return Output(policy, value[..., 0], carry)
-
-    def apply_heads(
-        self, heads: Sequence[torsos.Dense], obs: Obs, first: jax.Array, carry: Carry
-    ) -> tuple[list[jax.Array], Carry]:
-        """A new torso and core -> the outputs of these heads, [T, B, ...] float32, and the carry."""
-        t, b = first.shape
-        flat = jax.tree.map(lambda o: o.reshape(t * b, *o.shape[2:]), obs)
-        if self.core == "none":
-            return [x.reshape(t, b, -1) for x in encode(self, flat, heads)], carry
-        (x,) = encode(self, flat)
-        x, carry = cores.LSTM(self.lstm_size, self.dtype, self.forget_bias)(
-            x.reshape(t, b, -1), first, cast(cores.LSTMCarry, carry)
-        )
-        # In float32: the heads are small, and their outputs are exponentiated and squared.
-        return [head(x.astype(jnp.float32)) for head in heads], carry
 
     def initial_params(self, key: jax.Array) -> NetworkParams:
         """Random parameters, for observations of the specified shapes."""
@@ -128,10 +114,8 @@ def make_actor_critic(spec: EnvSpec, e: PolicyGradient) -> ActorCritic:
     """
     return ActorCritic(
         **encoder_fields(spec, e),
+        **core_fields(e),
         action=spec.action,
         share_torso=e.share_torso,
-        core=e.core,
-        lstm_size=e.lstm_size,
-        forget_bias=e.forget_bias,
         log_std_init=e.log_std_init,
     )

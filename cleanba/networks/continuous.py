@@ -23,6 +23,7 @@ class Policy(nn.Module):
     network: str
     channels: Sequence[int]
     hiddens: Sequence[int]
+    layer_norm: bool
     dtype: DTypeLike
 
     @nn.compact
@@ -48,6 +49,7 @@ class Critic(nn.Module):
     network: str
     channels: Sequence[int]
     hiddens: Sequence[int]
+    layer_norm: bool
     dtype: DTypeLike
 
     @nn.compact
@@ -66,12 +68,13 @@ class Critics(nn.Module):
     network: str
     channels: Sequence[int]
     hiddens: Sequence[int]
+    layer_norm: bool
     dtype: DTypeLike
 
     @nn.compact
     def __call__(self, obs: Obs, action: jax.Array, first: int | None = None) -> jax.Array:
         """Obs [N, ...], action [N, size] -> [count, N] float32; [first, N] for the first critics alone."""
-        one = lambda: Critic(self.obs_spec, self.network, self.channels, self.hiddens, self.dtype)
+        one = lambda: Critic(self.obs_spec, self.network, self.channels, self.hiddens, self.layer_norm, self.dtype)
         return jnp.stack([one()(obs, action) for _ in range(first or self.count)])
 
     def initial_params(self, key: jax.Array) -> NetworkParams:

@@ -1,6 +1,7 @@
 """Recurrent cores: [T, B, D] features and a carry -> [T, B, D'] features and the next carry."""
 
-from typing import NamedTuple, TypeAlias
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 
 import flax.linen as nn
 import jax
@@ -8,8 +9,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from cleanba.kernels import affine, multiply
-from cleanba.networks.torsos import orthogonal
+from cleanba.config import Recurrent
+from cleanba.kernels import Activation, affine, multiply
+from cleanba.networks.encoder import HasEncoder, encode
+from cleanba.networks.torsos import Dense, orthogonal
+from cleanba.rollout import Obs
 
 
 class LSTMCarry(NamedTuple):
@@ -107,3 +111,35 @@ class LSTM(nn.Module):
 
         h, carry = recur(affine(x, w_x, b), first, carry, w_h)
         return h, carry
+
+
+class HasCore(HasEncoder, Protocol):
+    """The fields of a network module with an encoder and perhaps a core."""
+
+    core: str
+    lstm_size: int
+    forget_bias: float
+
+
+def core_fields(e: Recurrent) -> dict[str, Any]:
+    """The fields that `HasCore` adds to `HasEncoder`."""
+    return {"core": e.core, "lstm_size": e.lstm_size, "forget_bias": e.forget_bias}
+
+
+def apply_heads(
+    module: HasCore, heads: Sequence[Dense], obs: Obs, first: jax.Array, carry: Carry, activation: Activation = "tanh"
+) -> tuple[list[jax.Array], Carry]:
+    """A new torso and core, as a module's fields say -> the outputs of these heads, [T, B, ...] float32, and the carry.
+
+    obs [T, B, ...], first [T, B] bool, carry [B, ...].  Call it in the module's compact method.
+    """
+    t, b = first.shape
+    flat = jax.tree.map(lambda o: o.reshape(t * b, *o.shape[2:]), obs)
+    if module.core == "none":
+        return [x.reshape(t, b, -1) for x in encode(module, flat, heads, activation)], carry
+    (x,) = encode(module, flat, (), activation)
+    x, carry = LSTM(module.lstm_size, module.dtype, module.forget_bias)(
+        x.reshape(t, b, -1), first, cast(LSTMCarry, carry)
+    )
+    # In float32: the heads are small, and their outputs are exponentiated and squared.
+    return [head(x.astype(jnp.float32)) for head in heads], carry

@@ -22,6 +22,7 @@ class HasEncoder(Protocol):
     network: str
     channels: Sequence[int]
     hiddens: Sequence[int]
+    layer_norm: bool
     dtype: DTypeLike
 
 
@@ -43,6 +44,7 @@ def encoder_fields(spec: EnvSpec, e: Experiment) -> dict[str, Any]:
         "network": e.network,
         "channels": e.channels,
         "hiddens": e.hiddens,
+        "layer_norm": e.layer_norm,
         # The precision of float32 products is set by `process_setup.set_precision`.
         "dtype": jnp.bfloat16 if e.dtype == "bfloat16" else jnp.float32,
     }
@@ -66,14 +68,14 @@ def encode(
     Returns the output of each head, [N, ...] float32, or the features alone if there are no heads.
     """
     with_action = lambda x: x if action is None else jnp.concatenate([x, action.astype(x.dtype)], axis=-1)
-    mlp = lambda hiddens: torsos.MLP(hiddens, module.dtype, activation)
+    mlp = lambda hiddens: torsos.MLP(hiddens, module.dtype, activation, module.layer_norm)
     if module.network != "mlp":
         if module.network == "nature":
-            x = torsos.NatureCNN(module.hiddens, module.dtype)(obs)
+            x = torsos.NatureCNN(module.hiddens, module.dtype, module.layer_norm)(obs)
         elif module.network == "minatar":
-            x = torsos.MinAtarCNN(module.hiddens, module.dtype)(obs)
+            x = torsos.MinAtarCNN(module.hiddens, module.dtype, module.layer_norm)(obs)
         else:
-            x = torsos.ImpalaResNet(module.channels, module.hiddens, module.dtype)(obs)
+            x = torsos.ImpalaResNet(module.channels, module.hiddens, module.dtype, module.layer_norm)(obs)
         if action is not None:
             return mlp(module.hiddens[-1:])(with_action(x), heads)
         return [head(x.astype(jnp.float32)) for head in heads] or [x]

@@ -1,4 +1,4 @@
-"""Parameters of convolutions and dense layers.  `kernels` decides how they are computed."""
+"""Parameters of convolutions, dense layers and layer normalisation.  `kernels` decides how products are computed."""
 
 from typing import Literal
 
@@ -49,3 +49,20 @@ class Conv(nn.Module):
         rows, columns = lax.padtype_to_pads((height, width), kernel.shape[:2], (self.stride,) * 2, self.padding)
         how = kernels.Convolution((rows, columns), self.stride, self.planes, self.rectify, self.pool)
         return kernels.convolve(how, x, kernel, bias, skip)
+
+
+class LayerNorm(nn.Module):
+    """y = g (x - mean) / sqrt(variance + 1e-6) + b, over the last axis (Ba et al. 2016, eq. 4).  [..., F] -> [..., F].
+
+    After a convolution the last axis is its channels, so each place of an image is normalised by itself.  g is 1 and b
+    is 0 at the start.  Computed in float32; the result has the number format of x.
+    """
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        scale = self.param("scale", nn.initializers.ones_init(), x.shape[-1:])
+        bias = self.param("bias", nn.initializers.zeros_init(), x.shape[-1:])
+        y = x.astype(jnp.float32)
+        y = y - y.mean(-1, keepdims=True)
+        y = y * lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + 1e-6)
+        return (scale * y + bias).astype(x.dtype)

@@ -1,4 +1,7 @@
-"""Torsos: [N, ...] observations -> [N, D] features."""
+"""Torsos: [N, ...] observations -> [N, D] features.
+
+With `layer_norm` each convolution and dense layer is followed by a layer normalisation, before the activation.
+"""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -10,7 +13,7 @@ from jax.nn.initializers import Initializer
 from jax.typing import DTypeLike
 
 from cleanba import kernels
-from cleanba.networks.layers import Conv, Weights
+from cleanba.networks.layers import Conv, LayerNorm, Weights
 
 
 def orthogonal(scale: float) -> Initializer:
@@ -40,11 +43,17 @@ class Dense(nn.Module):
         return kernels.affine(x.astype(self.dtype), *self.weights(x.shape[-1]))
 
 
+def normalised(layer_norm: bool, x: jax.Array) -> jax.Array:
+    """A new layer normalisation of x [..., F], if wanted.  Call it in a module's compact method."""
+    return LayerNorm()(x) if layer_norm else x
+
+
 class NatureCNN(nn.Module):
     """Three convolutions and dense layers (Mnih et al. 2015); initialised as CleanRL's.  uint8 images -> features."""
 
     hiddens: Sequence[int] = (512,)
     dtype: DTypeLike = jnp.float32
+    layer_norm: bool = False
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -52,10 +61,11 @@ class NatureCNN(nn.Module):
         for features, size, stride, scale in ((32, 8, 4, 1 / 255), (64, 4, 2, 1.0), (64, 3, 1, 1.0)):
             init, rectify = orthogonal(2**0.5), scale == 1.0
             x = Conv(features, size, stride, "VALID", self.dtype, init, scale, planes, rectify)(x)
+            x = normalised(self.layer_norm, x)
             planes = False
         x = nn.relu(x).reshape(x.shape[0], -1)
         for units in self.hiddens:
-            x = nn.relu(Dense(units, 2**0.5, self.dtype)(x))
+            x = nn.relu(normalised(self.layer_norm, Dense(units, 2**0.5, self.dtype)(x)))
         return x
 
 
@@ -64,10 +74,13 @@ class Residual(nn.Module):
 
     channels: int
     dtype: DTypeLike
+    layer_norm: bool = False
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         first, second = (Conv(self.channels, 3, 1, "SAME", self.dtype, rectify=True) for _ in range(2))
+        if self.layer_norm:
+            return x + LayerNorm()(second(LayerNorm()(first(x))))
         return second(first(x), skip=x)
 
 
@@ -77,18 +90,20 @@ class ImpalaResNet(nn.Module):
     channels: Sequence[int] = (16, 32, 32)
     hiddens: Sequence[int] = (256,)
     dtype: DTypeLike = jnp.float32
+    layer_norm: bool = False
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         scale, planes = 1 / 255, channels_first(x)
         for channels in self.channels:
             x = Conv(channels, 3, 1, "SAME", self.dtype, input_scale=scale, planes=planes, pool=True)(x)
+            x = normalised(self.layer_norm, x)
             scale, planes = 1.0, False
             for _ in range(2):
-                x = Residual(channels, self.dtype)(x)
+                x = Residual(channels, self.dtype, self.layer_norm)(x)
         x = nn.relu(x).reshape(x.shape[0], -1)
         for units in self.hiddens:
-            x = nn.relu(Dense(units, 2**0.5, self.dtype)(x))
+            x = nn.relu(normalised(self.layer_norm, Dense(units, 2**0.5, self.dtype)(x)))
         return x
 
 
@@ -97,12 +112,14 @@ class MinAtarCNN(nn.Module):
 
     hiddens: Sequence[int] = (128,)
     dtype: DTypeLike = jnp.float32
+    layer_norm: bool = False
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        x = nn.relu(Conv(16, 3, 1, "VALID", self.dtype, orthogonal(2**0.5))(x)).reshape(x.shape[0], -1)
+        x = normalised(self.layer_norm, Conv(16, 3, 1, "VALID", self.dtype, orthogonal(2**0.5))(x))
+        x = nn.relu(x).reshape(x.shape[0], -1)
         for units in self.hiddens:
-            x = nn.relu(Dense(units, 2**0.5, self.dtype)(x))
+            x = nn.relu(normalised(self.layer_norm, Dense(units, 2**0.5, self.dtype)(x)))
         return x
 
 
@@ -112,6 +129,7 @@ class MLP(nn.Module):
     hiddens: Sequence[int] = (64, 64)
     dtype: DTypeLike = jnp.float32
     activation: kernels.Activation = "tanh"
+    layer_norm: bool = False
 
     @nn.compact
     def __call__(self, x: jax.Array, heads: Sequence[Dense] = ()) -> list[jax.Array]:
@@ -119,4 +137,9 @@ class MLP(nn.Module):
         x = x.reshape(x.shape[0], -1).astype(self.dtype)
         widths = (x.shape[1], *self.hiddens)
         layers = [Dense(units, 2**0.5, self.dtype).weights(width) for width, units in pairwise(widths)]
-        return kernels.mlp(self.activation, x, layers, [head.weights(widths[-1]) for head in heads])
+        if not self.layer_norm:
+            return kernels.mlp(self.activation, x, layers, [head.weights(widths[-1]) for head in heads])
+        f = jnp.tanh if self.activation == "tanh" else nn.relu
+        for w, b in layers:
+            x = f(LayerNorm()(kernels.affine(x, w, b)))
+        return [head(x.astype(jnp.float32)) for head in heads] or [x]
