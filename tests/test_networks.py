@@ -354,12 +354,12 @@ def test_action_values_of_a_sequence_are_those_of_its_steps(core, dueling):
     assert whole.values.shape == (6, 3, 6)
     carry = net.initial_carry(3)
     for t in range(6):
-        values, carry = net.one_step(params, obs[t], first[t], carry)
+        values, carry = net.one_step(params, carry, obs[t], first[t])
         close(values, whole.values[t])
         if core == "none":
             close(net.values(params, obs[t]), whole.values[t])
     close(carry, whole.carry)
-    forgets = net.one_step(params, obs[4], np.ones(3, bool), carry).values  # as environment 1 did at step 4
+    forgets = net.one_step(params, carry, obs[4], np.ones(3, bool)).values  # as environment 1 did at step 4
     close(forgets[1], whole.values[4, 1])
     assert core == "none" or abs(forgets[0] - whole.values[4, 0]).max() > 1e-3
 

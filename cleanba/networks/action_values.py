@@ -65,7 +65,7 @@ class ActionValues(nn.Module):
         """`__call__` with these parameters: obs [T, B, ...], first [T, B], carry [B, ...] -> leaves [T, B, ...]."""
         return cast(Valued, self.apply(params, obs, first, carry))
 
-    def one_step(self, params: NetworkParams, obs: Obs, first: jax.Array, carry: Carry) -> Valued:
+    def one_step(self, params: NetworkParams, carry: Carry, obs: Obs, first: jax.Array) -> Valued:
         """`outputs` of one step: obs [B, ...], first [B] -> values [B, num_actions], carry [B, ...]."""
         out = self.outputs(params, jax.tree.map(lambda o: o[None], obs), first[None], carry)
         return out._replace(values=out.values[0])
@@ -73,7 +73,7 @@ class ActionValues(nn.Module):
     def values(self, params: NetworkParams, obs: Obs) -> jax.Array:
         """Action values of single observations, without a core: obs [N, ...] -> [N, num_actions] float32."""
         first = jnp.zeros(jax.tree.leaves(obs)[0].shape[:1], bool)
-        return self.one_step(params, obs, first, ()).values
+        return self.one_step(params, (), obs, first).values
 
 
 def make_action_values(spec: EnvSpec, e: Experiment, dueling: bool = False) -> ActionValues:
