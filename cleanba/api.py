@@ -304,6 +304,7 @@ class TrainFlags(TypedDict, total=False):
     keep_checkpoints: int
     grace_period: float
     stall_timeout: float
+    peer_timeout: float
     on_nonfinite: str
     log_frequency: int
     eval_frequency: int

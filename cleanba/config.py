@@ -338,6 +338,9 @@ class Run:
     stall_timeout: Annotated[float, Range(1, INF, unit="seconds")] = 600.0
     """seconds without progress, compilation aside, after which the run ends and shows where each thread stands;
     progress is an update, or after the last one a step of an evaluation or a film"""
+    peer_timeout: Annotated[float, Range(3, 1e6, unit="seconds")] = 20.0
+    """seconds of silence after which another process of the run is taken for dead: it was stopped, or its host is gone;
+    a process that dies is noticed at once"""
     on_nonfinite: Literal["stop", "ignore"] = "stop"
     """what to do when a loss, a gradient, an observation or a reward is not a finite number"""
     log_frequency: Annotated[int, Range(1, MOST, unit="updates")] = 10

@@ -118,7 +118,7 @@ def launch(
         initialise(config.placement)
         if not config.placement.distributed:
             return train(recipe, config, None, shown, give_up)
-        with Peers() as peers:
+        with Peers(config.run.peer_timeout) as peers:
             return train(recipe, config, peers, shown, give_up)
 
 

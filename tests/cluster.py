@@ -1,8 +1,9 @@
-"""A Slurm of one's own: controller, munge and two nodes on this machine, in a folder, on free ports.
+"""A Slurm of one's own: controller, munge and some nodes on this machine, in a folder, on free ports.
 
 It shares nothing with a Slurm that may be installed here: its own configuration, key, socket, state and ports.
 """
 
+import contextlib
 import os
 import secrets
 import shutil
@@ -16,7 +17,6 @@ from pathlib import Path
 
 from ports import free_port
 
-NODES = 2
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel")
 
 CONFIGURATION = """
@@ -67,16 +67,16 @@ def wait_for(what: Callable[[], bool], seconds: float, name: str) -> None:
 class Cluster:
     """Start with `with`; the end of the block ends every daemon and job."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, nodes: int = 2):
         self.folder = folder
         # The first node has this machine's name: JAX's processes look their coordinator up by the name of its node.
         host = socket.gethostname()
-        self.nodes = [host, f"{host}-second"]
+        self.nodes = [host, *(f"{host}-{i}" for i in range(2, nodes + 1))]
         self.env = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
         for name in [n for n in self.env if n.startswith(("SLURM_", "SBATCH_", "SRUN_")) and n != "SLURM_CONF"]:
             del self.env[name]
         self._daemons: dict[str, subprocess.Popen] = {}
-        ports = [free_port() for _ in range(1 + NODES)]
+        ports = [free_port() for _ in range(1 + nodes)]
         lines = [
             f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=16 State=UNKNOWN"
             for name, port in zip(self.nodes, ports[1:], strict=True)
@@ -99,7 +99,7 @@ class Cluster:
             self._start("slurmctld", "slurmctld", "-D", "-c", "-f", f / "slurm.conf")
             for node in self.nodes:
                 self.start_node(node)
-            wait_for(lambda: self.said("sinfo", "-h", "-o", "%D %t").split() == [str(NODES), "idle"], 120, "idle nodes")
+            wait_for(lambda: self.said("sinfo", "-h", "-o", "%D %t").split() == [str(len(self.nodes)), "idle"], 120, "idle nodes")
         except BaseException:
             self.__exit__()
             raise
@@ -136,6 +136,27 @@ class Cluster:
     def stop_node(self, name: str) -> None:
         """End a node's slurmd, which the controller does not notice for a while."""
         self._stop(f"slurmd-{name}")
+
+    def processes_of(self, node: str) -> list[int]:
+        """What a node runs: its slurmd, and the tasks and batch scripts of jobs, each after the slurmstepd above it."""
+        found = [self._daemons[f"slurmd-{node}"].pid] if f"slurmd-{node}" in self._daemons else []
+        mine = {f"SLURMD_NODENAME={node}".encode(), f"SLURM_CONF={self.env['SLURM_CONF']}".encode()}
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if mine <= set((folder / "environ").read_bytes().split(b"\0")):
+                    above = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+                    if Path(f"/proc/{above}/comm").read_text().startswith("slurmstepd") and above not in found:
+                        found.append(above)
+                    found.append(int(folder.name))
+        return found
+
+    def signal_node(self, node: str, signum: int) -> None:
+        """Signal all that a node runs: SIGKILL is the loss of the node, SIGSTOP a host that hangs."""
+        for pid in self.processes_of(node):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signum)
+        if signum == signal.SIGKILL:
+            self._daemons.pop(f"slurmd-{node}").wait()
 
     def run(self, *words: object, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess:
         """A command of Slurm's, or one that calls them."""

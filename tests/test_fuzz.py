@@ -25,7 +25,7 @@ WORDS = {
     **dict.fromkeys(["num-envs", "num-actors", "num-shards", "num-steps", "num-minibatches", "seed"], NUMBERS),
     **dict.fromkeys(["lstm-size", "env-epoch", "checkpoint-frequency", "keep-checkpoints", "log-frequency"], NUMBERS),
     **dict.fromkeys(["learning-rate", "gamma", "ent-coef", "vf-coef", "max-grad-norm"], REALS),
-    **dict.fromkeys(["grace-period", "stall-timeout"], REALS),
+    **dict.fromkeys(["grace-period", "stall-timeout", "peer-timeout"], REALS),
     "env-id": st.sampled_from(["Catch-v0", "CartPole-v1", "Pendulum-v1", "FrozenLake-v1", "catch-v0", "Nope-v1", ""]),
     "network": st.sampled_from(["auto", "mlp", "nature", "impala", "big"]),
     "core": st.sampled_from(["none", "lstm", "gru"]),

@@ -14,7 +14,7 @@ import pytest
 from launch import CROWD, ROOT, TINY, command, finish, python, read_result, read_rows
 from ports import free_address
 
-from cleanba.runtime import peers, train
+from cleanba.runtime import train
 from cleanba.runtime.checkpoint import updates_kept
 from cleanba.runtime.checkpoint_writer import CheckpointWriter
 from cleanba.runtime.collect import SteppedCollector
@@ -361,7 +361,8 @@ def test_a_stall_shows_where_each_thread_stands_and_ends_the_run(tmp_path, monke
 # ------------------------------------------------------------------------------------------- another process
 
 
-PEER_FLAGS = [*TINY, "--num-shards", "2", "--total-timesteps", "1000000000", "--distributed"]
+SILENCE = 8
+PEER_FLAGS = ["--peer-timeout", str(SILENCE), *TINY, "--num-shards", "2", "--total-timesteps", "1000000000", "--distributed"]
 # Without haste, as several pairs wait for their turn.  The first word is the number of a call that fails.
 UNHURRIED = """
 import sys, time
@@ -380,7 +381,7 @@ cli.main(sys.argv[2:])
 # What happens to process 1 -> what process 0 says of it, within so many seconds, and its exit code.
 FATES = {
     "killed": (signal.SIGKILL, "process 1 of 2 died", 10, 1),
-    "stopped": (signal.SIGSTOP, "process 1 of 2 said nothing for", peers.SILENCE_SECONDS + 10, 1),
+    "stopped": (signal.SIGSTOP, f"process 1 of 2 said nothing for {SILENCE} s", SILENCE + 10, 1),
     "terminated": (signal.SIGTERM, "interrupted by SIGTERM", 10, 128 + signal.SIGTERM),
     "raises": (None, "process 1 of 2 failed: OSError: the emulator is on fire", 10, 1),
 }

@@ -191,6 +191,12 @@ def test_settings_are_asked_for_where_the_template_has_a_line_for_them(here, mon
     assert asked("nodes") == [*common, "--nodes=3", "--gpus-per-node=a100:8", *rest("nodes")]
     assert asked("cpu") == [*common, "--nodes=3", *rest("cpu")]
     assert "--gpus-per-node=0" in asked("one-gpu", CLEANBA_CPU="1")
+    # The last of several --nodes holds.
+    assert [w for w in asked("cpu", ELASTIC="1") if w.startswith(("--nodes", "--no-"))][-2:] == [
+        "--nodes=1-3",
+        "--no-kill",
+    ]
+    assert "--no-kill" not in asked("one-gpu", ELASTIC="1")
 
 
 def test_a_dry_run_shows_the_job_and_writes_nothing(here, monkeypatch):

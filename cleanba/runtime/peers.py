@@ -20,7 +20,6 @@ from cleanba.errors import Failure, Interrupted, UsageError
 from cleanba.files import Json
 
 PING_SECONDS = 1.0
-SILENCE_SECONDS = 20.0  # after which a silent process is taken for dead
 JOIN_SECONDS = 30.0  # to connect in the beginning
 GREETING_SECONDS = 5.0  # for a new connection to identify itself
 LEAVE_SECONDS = 10.0  # that process 0 waits for the others to end after a failure
@@ -30,9 +29,10 @@ KEY = "cleanba/peers"  # of process 0's port in JAX's key-value store
 class Peers:
     """The other processes of this run.  A context manager: on leaving, others get a goodbye or the exception."""
 
-    def __init__(self) -> None:
+    def __init__(self, timeout: float) -> None:
         """All processes must call this, after `jax.distributed.initialize` and before anything collective.
 
+        `timeout` is in seconds: a process that says nothing for so long is taken for dead.
         `on_lost` is called once, in another thread, after the loss has been printed; until it is set, the process
         ends at once.
 
@@ -41,6 +41,7 @@ class Peers:
         """
         self.on_lost: Callable[[BaseException], None] = self._leave
         self.error: BaseException | None = None
+        self._timeout = timeout
         self._me, self._count = _state().process_id, _state().num_processes
         self._lock = threading.Lock()
         self._lost = threading.Event()
@@ -107,7 +108,7 @@ class Peers:
                         link.sendall(line)
 
     def _listen(self, peer: int) -> None:
-        self._links[peer].settimeout(SILENCE_SECONDS)
+        self._links[peer].settimeout(self._timeout)
         try:
             for line in self._lines[peer]:
                 message = json.loads(line)
@@ -117,7 +118,7 @@ class Peers:
                     self._lose(message, peer)
             why = "died"
         except TimeoutError:
-            why = f"said nothing for {SILENCE_SECONDS:.0f} s: it was stopped, or its host is gone"
+            why = f"said nothing for {self._timeout:g} s: it was stopped, or its host is gone"
         except (OSError, ValueError):
             why = "died"
         if peer not in self._polite:

@@ -4,23 +4,34 @@ import os
 import shlex
 import subprocess
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
-from cleanba.config import require
+from cleanba.config import Experiment, Placement, require
 from cleanba.errors import Exit, Failure, UsageError
 from cleanba.flags import FLAGS
+from cleanba.recipes import RECIPES, AnyRecipe
+from cleanba.resolution import fit, settle
+from cleanba.runs.directory import default_run_dir
 from cleanba.runs.log import is_finished
 from cleanba.sweeps.manifest import Planned, read_manifest, write_manifest
+from cleanba.train_flags import parse
 
 LARGEST_ARRAY = 1000  # Slurm's MaxArraySize is 1001 unless it was raised
 QUEUED = ("PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "REQUEUED", "REQUEUE_HOLD", "STOPPED")
 
 
 TEMPLATES = Path(__file__).parent / "slurm_templates"
+
+
+FIT_USAGE = """usage: cleanba slurm fit N ppo FLAGS
+
+Prints the numbers of processes, up to N, that this experiment can be divided among, and the run's directory.
+The templates ask this with ELASTIC=1."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +43,9 @@ class Templates:
 
 
 def slurm_command(argv: Sequence[str]) -> Exit:
-    """`cleanba slurm [DIR]`."""
+    """`cleanba slurm [DIR]`, and `cleanba slurm fit N ppo …`."""
+    if argv[:1] == ["fit"]:
+        return fit_command(argv[1:])
     folder = tyro.cli(Templates, args=argv, prog="cleanba slurm", registry=FLAGS).directory
     require(not folder.exists() or folder.is_dir(), f"{folder} is a file; name a directory, new or not")
     try:
@@ -49,6 +62,42 @@ def slurm_command(argv: Sequence[str]) -> Exit:
         raise Failure(f"the templates cannot be written to {folder} ({error}); name another directory") from None
     print(f"Describe your cluster in {folder}/settings.sh, then run: {folder}/submit {folder}/one-gpu.sh ppo …")
     return Exit()
+
+
+def fit_command(argv: Sequence[str]) -> Exit:
+    """`cleanba slurm fit N ppo …`: prints "1 2 4", and on a second line the run's directory.
+
+    No device is touched: how many processes fit depends on the experiment alone.
+
+    Raises:
+        UsageError: the flags are refused, or the experiment does not fit its placement.
+    """
+    if argv[:1] in (["-h"], ["--help"]):
+        print(FIT_USAGE)
+        return Exit()
+    number, name = [*argv[:2], "", ""][:2]
+    require(number.isdecimal() and int(number) > 0, f"fit takes a number of processes, not {number!r}\n{FIT_USAGE}")
+    require(name in RECIPES, f"fit takes a training command, one of {', '.join(RECIPES)}, not {name!r}\n{FIT_USAGE}")
+    recipe = RECIPES[name]
+    config = parse(recipe, argv[2:])
+    run_dir = config.run.run_dir or default_run_dir(config.asked, config.run)
+    e = settle(recipe, config, "cpu", run_dir).experiment
+    numbers = fitting_processes(recipe, e, config.placement, int(number))
+    if not numbers:
+        fit(recipe, e, config.placement)  # says why
+    print(*numbers)
+    print(run_dir)
+    return Exit()
+
+
+def fitting_processes(recipe: AnyRecipe, e: Experiment, placement: Placement, most: int) -> list[int]:
+    """The numbers of processes, 1 to `most`, that an experiment with this placement in each can be divided among."""
+    found = []
+    for number in range(1, most + 1):
+        with suppress(UsageError):
+            fit(recipe, e, placement, number)
+            found.append(number)
+    return found
 
 
 def job_script(template: str, words_file: Path, name: str, size: int, at_a_time: int | None, log: Path) -> str:

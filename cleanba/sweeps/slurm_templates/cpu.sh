@@ -6,7 +6,6 @@
 # Nodes and CPU cores are set in settings.sh; one node is fine, too (--nodes=1 before the template).
 #SBATCH --job-name=cleanba
 #SBATCH --nodes=2
-#SBATCH --ntasks-per-node=1
 #SBATCH --cpus-per-task=16
 #SBATCH --requeue
 #SBATCH --signal=USR1@120

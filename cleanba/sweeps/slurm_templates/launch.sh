@@ -3,6 +3,7 @@
 # DEVICES   how many devices each task has
 # launch    runs Cleanba in every task, and has a job that was cut short come back and go on
 source "${CLEANBA_SLURM:-slurm}/settings.sh"
+source "${CLEANBA_SLURM:-slurm}/elastic.sh"
 
 tasks_here=${SLURM_NTASKS_PER_NODE:-1}
 if [ -n "${CLEANBA_CPU:-}" ]; then
@@ -17,7 +18,7 @@ if [ "$DEVICES" -gt 1 ]; then LEARNERS=($(seq 1 $((DEVICES - 1)))); else LEARNER
 
 # Every task may use all GPUs of its node, so that NCCL copies from one to another directly, but takes only its share.
 take_share='first=$((SLURM_LOCALID * DEVICES)); JAX_LOCAL_DEVICE_IDS=$(seq -s , $first $((first + DEVICES - 1)))
-export JAX_LOCAL_DEVICE_IDS; exec "$@"'
+export JAX_LOCAL_DEVICE_IDS; exec "$@" ${FIRST_PROCESS:+--process-id $((FIRST_PROCESS + SLURM_PROCID))}'
 
 # launch ppo FLAGS …
 launch() {
@@ -29,8 +30,12 @@ launch() {
     fi
     trap : USR1 # for the tasks; `scancel --full` sends it to this shell too
     echo "job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, restart ${SLURM_RESTART_COUNT:-0}"
-    # After one task has ended the others have a minute to reach a checkpoint, or to notice.
-    srun --wait=60 bash -c "$take_share" task "${CLEANBA[@]}" "$@" || code=$?
+    if [ -n "${ELASTIC:-}" ] && [[ " $* " == *" --distributed "* ]]; then
+        elastic "$@" || code=$?
+    else
+        # After one task has ended the others have a minute to reach a checkpoint, or to notice.
+        srun --wait=60 bash -c "$take_share" task "${CLEANBA[@]}" "$@" || code=$?
+    fi
     if [ "$code" -eq 138 ]; then # 128 + SIGUSR1: out of time, or preempted
         if [ "${SLURM_RESTART_COUNT:-0}" -lt "$MAX_RESTARTS" ]; then
             echo "cut short; job $SLURM_JOB_ID goes back into the queue and will go on from its last checkpoint"

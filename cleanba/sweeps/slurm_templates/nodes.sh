@@ -7,7 +7,6 @@
 # see.
 #SBATCH --job-name=cleanba
 #SBATCH --nodes=2
-#SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=4
 #SBATCH --cpus-per-task=32
 #SBATCH --requeue

@@ -14,6 +14,9 @@ MORE=()           # further options of sbatch, such as (--constraint=ib --mail-t
 
 MAX_RESTARTS=100  # a job that was cut short so often gives up: see "Time limits" in docs/guides/clusters.md
 
+ELASTIC=${ELASTIC:-}  # 1, here or in the environment: a job of several nodes goes on when one is lost, on those that are
+                      # left, and takes it back; NODES is then the most that it uses, and it starts on fewer
+
 # What a job does before anything else, in the folder it was submitted from: load modules, activate an environment …
 prepare() {
     if [ -f .venv/bin/activate ]; then source .venv/bin/activate; fi

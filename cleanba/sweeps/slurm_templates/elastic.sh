@@ -1,0 +1,180 @@
+# What `launch` does with ELASTIC=1: the run goes on when a node is lost, and takes the node back.
+#
+# Each node has a step of its own, `srun` for one node, within the job's allocation, which --no-kill keeps.  When one
+# step ends too early, the processes of the others notice it and end; what does not end is killed.  Then the same
+# command goes on from the newest checkpoint, on as many of the nodes that answer as the experiment divides into.
+# When a node answers again, the steps are ended by SIGUSR1 after their next checkpoint, and the command goes on with
+# that node.
+
+ANSWER_SECONDS=20 # in which a node has to run `true`
+NOTICE_SECONDS=15 # after one step has failed: time for the others to end by themselves
+ENDING_SECONDS=60 # after one step has ended as it should: time for the others to write a checkpoint
+LOOK_SECONDS=15   # between looks at nodes that could be taken back
+RETRIES=5         # failures without a new checkpoint between them
+
+# elastic ppo FLAGS …  Returns 0 once the run is finished, 138 when the job is to be requeued, else the run's exit code.
+elastic() {
+    local words=("$@") most=${CLEANBA_NODES:-$SLURM_JOB_NUM_NODES} fits run nodes used
+    local code newest retries=0 attempt=0 more began
+    # Which numbers of processes divide the experiment, and the run's directory, which must not change with the step.
+    { read -r -a fits && IFS= read -r run; } < <(
+        JAX_PLATFORMS=cpu "${CLEANBA[@]}" slurm fit $((most * tasks_here)) "${words[@]}")
+    [ -n "$run" ] || return 2 # the helper has said why
+    while true; do
+        mapfile -t nodes < <(job_nodes | those_that_answer)
+        used=$(nodes_to_use "${#nodes[@]}")
+        if [ "$used" -eq 0 ]; then
+            say "no node answers, or too few for this experiment (${fits[*]} processes fit)" >&2
+            retries=$((retries + 1))
+            [ "$retries" -le "$RETRIES" ] || return 1
+            sleep "$LOOK_SECONDS"
+            continue
+        fi
+        newest=$(newest_checkpoint) attempt=$((attempt + 1)) more="" began=$SECONDS
+        say "start $attempt, on $used of $most nodes (${nodes[*]:0:used}), from checkpoint ${newest:-none}"
+        wait_for_lock
+        start_steps "${nodes[@]:0:used}"
+        while all_steps_run; do
+            sleep 1
+            if [ -z "$more" ] && [ "$used" -lt "$most" ] && time_to_look && find_more; then
+                say "there are more nodes ($more): ending with a checkpoint, to go on with them"
+                kill -USR1 "${steps[@]}" 2>/dev/null
+            fi
+        done
+        end_steps
+        code=$(exit_code)
+        case $code in
+            0 | 2 | 130) return "$code" ;;
+            138) [ "$more" = "in this allocation" ] || return 138 ;; # else out of time, or requeued for more nodes
+            *)
+                if failed_by_itself; then return "$code"; fi
+                if [ "$(newest_checkpoint)" = "$newest" ]; then retries=$((retries + 1)); else retries=0; fi
+                [ "$retries" -le "$RETRIES" ] || return "$code"
+                say "a process or a node was lost (exit code $code) after $((SECONDS - began)) s; going on"
+                ;;
+        esac
+    done
+}
+
+say() { echo "elastic, $(date +%T): $*"; }
+
+# The job's nodes, one a line; Slurm takes those that are down out of the allocation.
+job_nodes() {
+    local list
+    list=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%N 2>/dev/null)
+    scontrol show hostnames "${list:-$SLURM_JOB_NODELIST}"
+}
+
+# Those of the nodes on standard input that run `true` within ANSWER_SECONDS, in their order.  All are asked at once.
+those_that_answer() {
+    local node nodes answered
+    mapfile -t nodes
+    answered=$(
+        for node in "${nodes[@]}"; do
+            { timeout --signal=KILL "$ANSWER_SECONDS" srun --overlap --quiet --input=none --nodes=1 --ntasks=1 \
+                --ntasks-per-node=1 --nodelist="$node" true >/dev/null && echo "$node"; } &
+        done
+        wait
+    )
+    printf '%s\n' "${nodes[@]}" | grep -xF "$answered"
+} 2>/dev/null
+
+# nodes_to_use N: the largest number of nodes up to N whose processes the experiment divides into; 0 if there is none.
+nodes_to_use() {
+    local n=$1
+    until [ "$n" -eq 0 ] || [[ " ${fits[*]} " == *" $((n * tasks_here)) "* ]]; do n=$((n - 1)); done
+    echo "$n"
+}
+
+newest_checkpoint() { ls "$run/checkpoints" 2>/dev/null | grep -x '[0-9]*' | sort -n | tail -n 1; }
+
+# A process that was lost may hold the run's directory until Slurm has killed it.
+wait_for_lock() { [ ! -e "$run/.lock" ] || flock --timeout "$ENDING_SECONDS" "$run/.lock" true; }
+
+# start_steps NODE …: the run's processes, those of the first node first.  Each start has a port of its own.
+start_steps() {
+    local node address first=0
+    address=$(scontrol show node "$1" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')
+    address+=":$((61440 + (SLURM_JOB_ID + 131 * attempt) % 4096))"
+    steps=()
+    for node; do
+        FIRST_PROCESS=$first srun --overlap --wait=60 --input=none --nodes=1 --ntasks="$tasks_here" \
+            --nodelist="$node" bash -c "$take_share" task "${CLEANBA[@]}" "${words[@]}" --run-dir "$run" \
+            --coordinator-address "$address" --num-processes $(($# * tasks_here)) &
+        steps+=($!)
+        first=$((first + tasks_here))
+    done
+}
+
+all_steps_run() {
+    local step
+    for step in "${steps[@]}"; do kill -0 "$step" 2>/dev/null || return 1; done
+}
+
+any_step_runs() { kill -0 "${steps[@]}" 2>/dev/null; }
+
+# One step has ended.  Give the others their time, kill what is left, and note all exit codes.
+end_steps() {
+    local i patience=$NOTICE_SECONDS deadline
+    codes=()
+    note_ended
+    case "${codes[*]}" in 0 | 138 | 143) patience=$ENDING_SECONDS ;; esac
+    deadline=$((SECONDS + patience))
+    while any_step_runs && [ "$SECONDS" -lt "$deadline" ]; do sleep 0.5; done
+    if any_step_runs; then
+        squeue --steps --noheader --jobs="$SLURM_JOB_ID" --format=%i | grep '\.[0-9]*$' | xargs -r scancel
+        sleep 2
+        kill -KILL "${steps[@]}" 2>/dev/null
+        while any_step_runs; do sleep 0.1; done
+    fi
+    note_ended
+}
+
+# Note the exit codes of steps that have ended.
+note_ended() {
+    local i
+    for i in "${!steps[@]}"; do
+        if [ -z "${codes[i]:-}" ] && ! kill -0 "${steps[i]}" 2>/dev/null; then
+            wait "${steps[i]}" 2>/dev/null
+            codes[i]=$?
+        fi
+    done
+}
+
+# What the steps' exit codes come to: 138 only if all ended so, 2 if one did, else the highest.
+exit_code() { printf '%s\n' "${codes[@]}" | sort -n | awk '{ seen[$1]; last = $1 } END { print 2 in seen ? 2 : last }'; }
+
+# Whether an error in the run itself ended it, which would happen again, rather than the loss of a process.
+failed_by_itself() {
+    grep -q '"status": "failed"' "$run/result.json" &&
+        ! grep -Eq '"error": "Failure: process [0-9]+ of [0-9]+ (died|said nothing)' "$run/result.json"
+} 2>/dev/null
+
+# Whether to look for more nodes: now and then, once this start has brought the run further, and not right before the
+# job's time limit.
+time_to_look() {
+    [ $(((SECONDS - began) % LOOK_SECONDS)) -eq 0 ] && [ "$(newest_checkpoint)" != "$newest" ] &&
+        [ "$(date +%s)" -lt $((${SLURM_JOB_END_TIME:-9999999999} - 300)) ]
+}
+
+# Sets `more` to where the run can have more nodes; fails if there are none.
+find_more() {
+    local here back idle had
+    mapfile -t here < <(job_nodes)
+    if [ "$(nodes_to_use "${#here[@]}")" -gt "$used" ]; then
+        mapfile -t back < <(printf '%s\n' "${here[@]}" | grep -vxF "$(printf '%s\n' "${nodes[@]:0:used}")" |
+            those_that_answer)
+        if [ "$(nodes_to_use $((used + ${#back[@]})))" -gt "$used" ]; then
+            more="in this allocation"
+            return
+        fi
+    fi
+    # What Slurm has taken out of the allocation, only a requeue brings back.  One that brought no more is not repeated.
+    had=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/.*Comment=elastic: had \([0-9]*\).*/\1/p')
+    idle=$(sinfo --noheader --partition="$SLURM_JOB_PARTITION" --states=idle --Node --format=%N | sort -u | wc -l)
+    [ "$idle" -gt 0 ] && [ "${#here[@]}" -lt "$most" ] && [ "${#here[@]}" -gt "${had:-0}" ] &&
+        [ "$(nodes_to_use $((${#here[@]} + idle < most ? ${#here[@]} + idle : most)))" -gt "$used" ] &&
+        [ "${SLURM_RESTART_COUNT:-0}" -lt "$MAX_RESTARTS" ] &&
+        scontrol update JobId="$SLURM_JOB_ID" Comment="elastic: had ${#here[@]}" &&
+        more="by a requeue"
+}
