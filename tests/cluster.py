@@ -99,7 +99,11 @@ class Cluster:
             self._start("slurmctld", "slurmctld", "-D", "-c", "-f", f / "slurm.conf")
             for node in self.nodes:
                 self.start_node(node)
-            wait_for(lambda: self.said("sinfo", "-h", "-o", "%D %t").split() == [str(len(self.nodes)), "idle"], 120, "idle nodes")
+            wait_for(
+                lambda: self.said("sinfo", "-h", "-o", "%D %t").split() == [str(len(self.nodes)), "idle"],
+                120,
+                "idle nodes",
+            )
         except BaseException:
             self.__exit__()
             raise

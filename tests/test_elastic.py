@@ -1,4 +1,4 @@
-"""ELASTIC=1: a job goes on when a node is lost, and takes it back, to the same bits; on a real Slurm (tests/cluster.py)."""
+"""ELASTIC=1: a job goes on when a node is lost, and takes it back, to the same bits; on a real Slurm (cluster.py)."""
 
 import re
 import signal

@@ -362,7 +362,16 @@ def test_a_stall_shows_where_each_thread_stands_and_ends_the_run(tmp_path, monke
 
 
 SILENCE = 8
-PEER_FLAGS = ["--peer-timeout", str(SILENCE), *TINY, "--num-shards", "2", "--total-timesteps", "1000000000", "--distributed"]
+PEER_FLAGS = [
+    "--peer-timeout",
+    str(SILENCE),
+    *TINY,
+    "--num-shards",
+    "2",
+    "--total-timesteps",
+    "1000000000",
+    "--distributed",
+]
 # Without haste, as several pairs wait for their turn.  The first word is the number of a call that fails.
 UNHURRIED = """
 import sys, time
