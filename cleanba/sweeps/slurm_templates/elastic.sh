@@ -19,7 +19,7 @@ elastic() {
     # Which numbers of processes divide the experiment, and the run's directory, which must not change with the step.
     { read -r -a fits && IFS= read -r run; } < <(
         JAX_PLATFORMS=cpu "${CLEANBA[@]}" slurm fit $((most * tasks_here)) "${words[@]}")
-    [ -n "$run" ] || return 2 # the helper has said why
+    [ -n "$run" ] || return 2 # the reason has been printed
     while true; do
         mapfile -t nodes < <(job_nodes | those_that_answer)
         used=$(nodes_to_use "${#nodes[@]}")
