@@ -129,7 +129,7 @@ REPLAY = (*SMALL, "--learning-starts", "32", "--batch-size", "4", "--buffer-size
 LOGGING = {
     "ppo": (*POLICY, "--eval-frequency", "2", "--eval-episodes", "2", "--save-model", "--update-epochs", "1"),
     "impala": POLICY,
-    "dqn": (*REPLAY, "--env-id", "Catch-v0"),
+    "dqn": (*REPLAY, "--env-id", "Catch-v0", "--prioritised"),
     "sac": (
         *REPLAY,
         "--env-id",

@@ -52,9 +52,9 @@ def random_rollout(seed: int = 0) -> Rollout:
     return Rollout(obs, first, action, reward, terminated, truncated, valid, {}, ())
 
 
-def slow_loss(e: DQN, values, target_values, rollout: Rollout, starts) -> tuple[float, float]:
-    """Mean loss and mean value of the transitions that begin at these (t, b), one by one."""
-    losses, chosen = [], []
+def slow_losses(e: DQN, values, target_values, rollout: Rollout, starts) -> np.ndarray:
+    """Loss, value and error of the transitions that begin at these (t, b), one by one.  [N, 3]."""
+    found = []
     for t, b in starts:
         ret, m = 0.0, 0
         while True:
@@ -68,9 +68,8 @@ def slow_loss(e: DQN, values, target_values, rollout: Rollout, starts) -> tuple[
         value = float(values(rollout.obs[t, b])[rollout.action[t, b]])
         error = value - (ret + e.gamma**m * future)
         huber = 0.5 * error**2 if abs(error) <= 1 else abs(error) - 0.5
-        losses.append(huber if e.huber else 0.5 * error**2)
-        chosen.append(value)
-    return float(np.mean(losses)), float(np.mean(chosen))
+        found.append((huber if e.huber else 0.5 * error**2, value, error))
+    return np.array(found)
 
 
 @pytest.mark.parametrize(
@@ -81,6 +80,7 @@ def slow_loss(e: DQN, values, target_values, rollout: Rollout, starts) -> tuple[
         {"n_step": 3},
         {"huber": True},
         {"double": True, "n_step": 5, "huber": True, "dueling": True},
+        {"prioritised": True, "double": True, "n_step": 3},
     ],
     ids=str,
 )
@@ -94,28 +94,49 @@ def test_the_loss_is_the_papers(changes, on_devices):
     state = state._replace(online=state.online._replace(params=louder(state.online.params)), target=other.online.params)
     memory = jax.tree.map(lambda x: x[None], algorithm.init_memory(rollout))
     one = jax.tree.map(lambda x: x[None], rollout)
-    key = jax.random.key(7)
-    run = lambda shards, state, memory, rollout: algorithm.update(state, memory, rollout, shards, key)[::2]
-    after, metrics = on_devices(run, 1, 1)(state, memory, one)
+    key, zero = jax.random.key(7), jnp.int32(0)
+    if e.prioritised:  # priorities of an update before this one
+        written = replay.write_prioritised(memory, one, e.n_step)
+        old = written.priorities.values[0].reshape(-1)
+        new = jnp.where(old > 0, 500 * (1 + jnp.arange(old.size, dtype=jnp.uint32)), 0)
+        changed = replay.replace(written.priorities, zero, jnp.arange(old.size), old, new, old > 0)
+        written = memory = written._replace(priorities=changed)
+    run = lambda shards, state, memory, rollout: algorithm.update(state, memory, rollout, shards, key)
+    with pytest.MonkeyPatch.context() as patch:
+        if e.prioritised:
+            patch.setattr(replay, "write_prioritised", lambda memory, *_: memory)
+        after, learnt_from, metrics = on_devices(run, 1, 1)(state, memory, one)
 
-    written = replay.write(memory, one)
-    drawn = replay.sample_indices(
-        written, jnp.int32(0), jax.random.fold_in(jax.random.fold_in(key, 0), 0), e.batch_size, e.n_step
-    )
+    shard_key = jax.random.fold_in(jax.random.fold_in(key, 0), 0)
+    weight = 1.0
+    if e.prioritised:
+        found = replay.draw(written.priorities, zero, replay.random_words(shard_key, e.batch_size))
+        drawn = replay.transitions_at(written, zero, found)
+        share = np.asarray(new)[np.asarray(found.place)] / np.asarray(new).sum() * (np.asarray(new) > 0).sum()
+        weight = share**-0.4 / (share**-0.4).max()
+    else:
+        drawn = replay.sample_indices(replay.write(memory, one), zero, shard_key, e.batch_size, e.n_step)
     assert bool(drawn.valid.all())
     starts = list(zip(np.asarray(drawn.row).tolist(), np.asarray(drawn.env).tolist(), strict=True))
     assert all(rollout.valid[t, b] for t, b in starts) and len(set(starts)) > 5
     values = lambda params: (
         lambda obs: np.asarray(algorithm.inspect(dqn.ActingParams(params, 0), (), obs[None], None)["action value"][0])
     )
-    expected = slow_loss(e, values(state.online.params), values(state.target), rollout, starts)
+    losses = slow_losses(e, values(state.online.params), values(state.target), rollout, starts)
+    expected = (losses[:, :2].T * weight).mean(1)
     got = float(metrics["losses/td_loss"]), float(metrics["losses/q_values"])
     np.testing.assert_allclose(got, expected, rtol=2e-5)
     assert int(after.online.optimiser.count) == 1
     assert not same_arrays(after.online.params, state.online.params)
+    if e.prioritised:
+        np.testing.assert_allclose(metrics["losses/importance_weight"], weight.mean(), rtol=1e-5)
+        priority = np.asarray(learnt_from.priorities.values[0]).reshape(-1)[np.asarray(found.place)]
+        np.testing.assert_allclose(priority, 4096 * np.abs(losses[:, 2]) ** 0.6, rtol=1e-4, atol=1)
+        others = np.setdiff1d(np.arange(old.size), np.asarray(found.place))
+        assert same_arrays(learnt_from.priorities.values[0].reshape(-1)[others], new[others])
 
 
-@pytest.mark.parametrize("changes", [{}, {"double": True, "dueling": True}], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"double": True, "dueling": True}, {"prioritised": True}], ids=str)
 def test_values_converge_to_the_known_ones(changes):
     """In a corridor that is paid for at both ends.  Most episodes are cut off before one, which must not count."""
     known = np.zeros((CELLS, 2))
@@ -202,8 +223,11 @@ def test_exploration_falls_linearly_with_the_policys_version():
 # --------------------------------------------------------------------------------------------------------- placements
 
 
-def test_the_same_bits_on_any_devices():
-    sizes = dict(num_envs=12, num_actors=6, num_shards=6, batch_size=24, buffer_size=600, env_epoch=4)
+@pytest.mark.parametrize("prioritised", [False, True])
+def test_the_same_bits_on_any_devices(prioritised):
+    sizes = dict(
+        prioritised=prioritised, num_envs=12, num_actors=6, num_shards=6, batch_size=24, buffer_size=600, env_epoch=4
+    )
     e = DQN(**CATCH | LEARN | sizes | {"total_timesteps": 960})
     reference = digests(e, recipe=dqn)
     assert len(reference) > 1
@@ -213,7 +237,7 @@ def test_the_same_bits_on_any_devices():
 
 @pytest.mark.slow
 def test_of_two_processes_one_is_killed_and_one_alone_goes_on_to_the_same_bits(tmp_path):
-    words = "dqn --env-id Catch-v0 --num-envs 8 --num-actors 2 --num-shards 2 --num-steps 8 --hiddens 16"
+    words = "dqn --prioritised --env-id Catch-v0 --num-envs 8 --num-actors 2 --num-shards 2 --num-steps 8 --hiddens 16"
     words += " --total-timesteps 1280 --learning-starts 128 --buffer-size 512 --batch-size 16 --train-frequency 4"
     words += " --env-epoch 8 --checkpoint-frequency 5 --log-frequency 1 --run-dir"
     whole, run = tmp_path / "whole", tmp_path / "run"
@@ -274,6 +298,8 @@ def test_defaults_are_those_of_the_kind_of_environment():
         ({"learning_starts": 361, "total_timesteps": 380}, "beyond the run's 360 steps"),
         ({"batch_size": 121}, "batch_size=121 is more than the 120 steps that buffer_size holds"),
         ({"n_step": 0}, "--n-step"),
+        ({"priority_exponent": 1.5}, "--priority-exponent"),
+        ({"importance_exponent": 0.5}, "add --prioritised, or leave --importance-exponent out"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )

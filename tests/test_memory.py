@@ -370,6 +370,30 @@ def test_a_checkpoint_costs_what_is_new_in_it(small_chunks, tmp_path):
     assert on_disk < 2.5 * everything, "old packs go"
 
 
+def test_of_priorities_only_what_changed_is_written(tmp_path):
+    """Wherever in the memory it lies: a gradient step changes a few of 262,144 places."""
+    one = jax.eval_shape(lambda: replay.no_priorities(2**18))
+    p = jax.tree.map(lambda x: jnp.zeros((2, *x.shape), x.dtype), one)
+    place, old, new = jnp.arange(2**18), jnp.zeros(2**18, jnp.uint32), jnp.arange(2**18, dtype=jnp.uint32)
+    for i in range(2):
+        p = replay.replace(p, i, place, old, new, new > 0)
+    memory_store = memory.MemoryStore(one, range(2), folder=tmp_path)
+    memory_store.snapshot(p, 1)
+    size = lambda update: sum(path.stat().st_size for path in tmp_path.glob(f"memory/*/{update}-*.pack"))
+    assert size(1) > 2 * 2**20
+    for update in (2, 3):
+        drawn = replay.draw(p, 1, replay.random_words(jax.random.key(update), 10))
+        p = replay.assign(p, 1, drawn, jnp.full(10, 7, jnp.uint32))
+        found = memory_store.snapshot(p, update)
+        assert 4096 <= size(update) <= 20 * 4096 + 64
+        assert [s.digest for s in found.values()] == [plain_digest(p, i, one) for i in range(2)]
+    memory.write(tmp_path, 3, found)
+    back = memory.read(tmp_path, 3, range(2), one, [s.digest for s in found.values()])
+    for i in range(2):
+        for x, y in zip(jax.tree.leaves(p), back[i].arrays, strict=True):
+            assert np.array_equal(np.asarray(x)[i], y)
+
+
 def test_after_a_resume_only_what_is_new_is_written(small_chunks, tmp_path):
     like = jax.eval_shape(empty)
     m = jax.tree.map(lambda x: jnp.stack([x, x]), empty())

@@ -252,6 +252,44 @@ def filled(steps=4, rows=23, shards=2, envs=3, stack=1, rollouts=13, seed=1):
     return ring, stream.slow
 
 
+@pytest.mark.parametrize("stack", [1, 4])
+@pytest.mark.parametrize("steps, rows, shards, envs, n", [(4, 23, 2, 3, 3), (7, 9, 1, 3, 1), (3, 30, 2, 1, 5)])
+def test_what_may_be_sampled_has_a_priority_and_nothing_else(steps, rows, shards, envs, n, stack):
+    """New transitions have the greatest so far, older ones keep theirs, and what is gone or cut off has none."""
+    stream = Stream(shards, envs, rows, stack)
+    write = jax.jit(replay.write_prioritised, static_argnums=(2, 3))
+    memory, known, most = None, [{} for _ in range(shards)], [4096] * shards
+    count = kept = 0
+    for _ in range(4 * rows // steps + 4):
+        if stream.rng.random() < 0.15:
+            stream.restart()
+        rollout = stream.rollout(steps)
+        if memory is None:
+            one = replay.init_prioritised(of_one_shard(rollout), rows * envs, stack)
+            memory = jax.tree.map(lambda x, shards=shards: jnp.stack([x] * shards), one)
+        memory = write(memory, rollout, n, stack)
+        for i, slow in enumerate(stream.slow):
+            possible = slow.transitions(n)
+            priority = np.asarray(memory.priorities.values[i]).reshape(-1)
+            place, there = np.flatnonzero(priority), jnp.ones((priority > 0).sum(), bool)
+            drawn = replay.Drawn(jnp.asarray(place), there, there, (), ())
+            where = replay.transitions_at(memory, i, drawn)
+            at = list(zip(where.row.tolist(), where.env.tolist(), strict=True))
+            assert set(at) == possible.keys() and len(at) == len(possible) == memory.priorities.nonzero[i]
+            step_at = dict(zip(at, priority[priority > 0].tolist(), strict=True))
+            known[i] = {id(possible[key][0]): known[i].get(id(possible[key][0]), most[i]) for key in at}
+            assert all(known[i][id(possible[key][0])] == value for key, value in step_at.items())
+            assert memory.priorities.sums[i].tolist() == memory.priorities.values[i].sum(-1).tolist()
+            count, kept = count + len(at), kept + sum(value != most[i] for value in step_at.values())
+            if at:  # as a gradient step does
+                some = jax.tree.map(lambda x: x[:3], drawn)
+                new = jnp.asarray(stream.rng.integers(1, 9_000, len(some.place)), jnp.uint32)
+                priorities = replay.assign(memory.priorities, i, some, new)
+                memory, most[i] = memory._replace(priorities=priorities), max(most[i], int(new.max()))
+                known[i] |= {id(possible[key][0]): int(v) for key, v in zip(at[:3], new, strict=False)}
+    assert count > 150 and kept > 20
+
+
 def test_an_episode_by_hand():
     # Two rollouts of T = 2 of one environment: three steps, 1 2 4, then a truncation; the next step is ignored.
     bools = lambda *x: jnp.array(x, bool)[None, :, None]
@@ -334,13 +372,13 @@ def test_all_that_may_be_sampled_is_equally_likely(n, stack, draws):
 
 def test_numbers_below_a_large_count_are_uniform():
     count = 3 * 2**29  # 2^32 is 2 2/3 times as much: taken modulo, the lower two thirds would come up more often
-    number, fair = replay._uniform(jax.random.key(0), (100_000,), jnp.uint32(count))
+    number, fair = replay.uniform(jax.random.key(0), (100_000,), jnp.uint32(count))
     assert fair.mean() == pytest.approx(0.75, abs=0.01)
     kept = np.asarray(number)[np.asarray(fair)]
     assert kept.min() >= 0 and kept.max() < count
     assert (kept < count / 2).mean() == pytest.approx(0.5, abs=0.01)
     for small in (1, 3, 2**20):
-        assert replay._uniform(jax.random.key(1), (1000,), jnp.uint32(small))[1].all()
+        assert replay.uniform(jax.random.key(1), (1000,), jnp.uint32(small))[1].all()
 
 
 def test_where_nothing_may_be_sampled_the_weight_is_zero():

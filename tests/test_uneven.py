@@ -23,7 +23,7 @@ REPLAY = dict(buffer_size=16 * 14, learning_starts=64, batch_size=32, train_freq
 EXPERIMENTS = {
     # With statistics of observations and returns, of which the latter need a memory.
     "ppo": (ppo, ppo.PPO(**SIZES, env_id="Pendulum-v1", num_minibatches=2, norm_obs=True, norm_reward=True)),
-    "dqn": (dqn, dqn.DQN(**SIZES, **REPLAY, env_id="Catch-v0", n_step=2)),
+    "dqn": (dqn, dqn.DQN(**SIZES, **REPLAY, env_id="Catch-v0", n_step=2, prioritised=True)),
     "sac": (sac, sac.SAC(**SIZES, **REPLAY, env_id="Pendulum-v1")),
 }
 

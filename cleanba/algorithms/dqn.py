@@ -1,11 +1,12 @@
 """Deep Q-learning (Mnih et al. 2015), top to bottom: experiment, network, losses, update.
 
-With double estimators (van Hasselt et al. 2016), dueling heads (Wang et al. 2016) and n-step targets as flags.  The
-sections are those of `ppo.py`; settings are those of CleanRL, with a preset for each group of environments.
+With double estimators (van Hasselt et al. 2016), dueling heads (Wang et al. 2016), n-step targets and prioritised
+replay (Schaul et al. 2016) as flags.  The sections are those of `ppo.py`; settings are those of CleanRL, with a preset
+for each group of environments.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +16,19 @@ from jax import lax
 from cleanba.algorithm import Algorithm, Metrics, NoCarry, no_carry
 from cleanba.algorithms.action_bounds import ACTION_WORDS
 from cleanba.algorithms.epsilon_greedy import epsilon_greedy, falling_epsilon, greedy, legal_values
-from cleanba.algorithms.gradient_steps import REPLAY_FILLED, REPLAY_LOGGED, Minibatch, every, gradient_steps
-from cleanba.algorithms.off_policy import OffPolicy, check_replay
-from cleanba.algorithms.optimiser import TrainState, learning_rate, make_adam, sgd_step
-from cleanba.config import Fraction, Partition, Positive, Settings, Steps, require
+from cleanba.algorithms.gradient_steps import (
+    PRIORITY_LOGGED,
+    REPLAY_FILLED,
+    REPLAY_LOGGED,
+    Minibatch,
+    Prioritised,
+    every,
+    gradient_steps,
+    prioritised_steps,
+)
+from cleanba.algorithms.off_policy import PrioritisedReplay, check_replay
+from cleanba.algorithms.optimiser import TrainState, learning_rate, make_adam, sgd_step, sgd_step_with_errors
+from cleanba.config import Fraction, Partition, Positive, Settings, Steps, flag, require
 from cleanba.kernels import polyak_update
 from cleanba.networks import make_action_values
 from cleanba.ops import replay
@@ -29,7 +39,7 @@ from cleanba.specs import EnvSpec
 
 
 @dataclass(frozen=True)
-class DQN(OffPolicy):
+class DQN(PrioritisedReplay):
     """What is trained: together these decide every bit of the trained parameters."""
 
     total_timesteps: int = 500_000
@@ -69,6 +79,8 @@ class DQN(OffPolicy):
     """rewards that a target adds up before it bootstraps"""
     huber: bool = False
     """Huber's loss in place of the squared error"""
+    prioritised: bool = False
+    """draw transitions in proportion to their last temporal-difference error, not uniformly"""
 
 
 # For vectors and codes: three-step targets learn several times as fast as one-step targets.  A falling learning rate, a
@@ -115,6 +127,12 @@ PRESETS: dict[str, Settings] = {
 def check(e: DQN, partition: Partition) -> None:
     """Raise `UsageError` for hyperparameters that do not fit."""
     check_replay(e, partition, e.n_step)
+    for name in ("priority_exponent", "importance_exponent", "importance_exponent_end"):
+        value, default = getattr(e, name), getattr(DQN, name)
+        require(
+            e.prioritised or value == default,
+            f"{name}={value} has a meaning for prioritised replay alone; add --prioritised, or leave {flag(name)} out",
+        )
 
 
 class State(NamedTuple):
@@ -138,12 +156,16 @@ LOGGED = {
     "losses/q_values": "mean action value of the replayed actions",
     "losses/grad_norm": "global norm of the gradient",
     REPLAY_FILLED: REPLAY_LOGGED[REPLAY_FILLED],
+    **{name: f"{meaning} (--prioritised)" for name, meaning in PRIORITY_LOGGED.items()},
     "charts/learning_rate": "the optimiser's step size in this update",
     "charts/epsilon": "probability of a random action while acting",
 }
 
 
-def make(e: DQN, spec: EnvSpec, platform: str) -> Algorithm[State, replay.Ring, ActingParams, NoCarry]:
+Memory: TypeAlias = replay.Ring | replay.PrioritisedRing
+
+
+def make(e: DQN, spec: EnvSpec, platform: str) -> Algorithm[State, Memory, ActingParams, NoCarry]:
     """DQN on environments that look like `spec`, on `platform` ("cpu", "gpu" …)."""
     require(
         spec.action.kind == "choice",
@@ -170,35 +192,77 @@ def make(e: DQN, spec: EnvSpec, platform: str) -> Algorithm[State, replay.Ring, 
         return epsilon_greedy(spec, values, obs, falling_epsilon(e, params.updates), key), carry, {}
 
     def loss(params: NetworkParams, window: replay.Window, target: NetworkParams) -> tuple[jax.Array, Metrics]:
-        """This shard's part of the mean loss over the batch of all shards.
+        """This shard's part of the mean loss over the batch of all shards."""
+        t = replay.n_step(window, e.gamma)
+        value, y = value_and_target(params, t, target)
+        return mean_loss(t.weight, value, y)
+
+    def weighted_loss(
+        params: NetworkParams, window: replay.Window, importance: jax.Array, target: NetworkParams
+    ) -> tuple[jax.Array, tuple[Metrics, jax.Array]]:
+        """The same, of transitions drawn by priorities, with their importance weights [N]; and |y - Q(s, a)|, [N]."""
+        t = replay.n_step(window, e.gamma)
+        value, y = value_and_target(params, t, target)
+        total, metrics = mean_loss(t.weight * importance, value, y)
+        return total, (metrics, jnp.abs(y - value))
+
+    def value_and_target(
+        params: NetworkParams, t: replay.Transition, target: NetworkParams
+    ) -> tuple[jax.Array, jax.Array]:
+        """Q(s, a) [N] and its target [N].
 
         y = r + gamma max_a Q'(s', a) (Mnih et al. 2015); double: r + gamma Q'(s', argmax_a Q(s', a)); a legal in s'.
         """
-        t = replay.n_step(window, e.gamma)
         value = by_comparison(network.values(params, t.obs), t.action)
         next_values = network.values(target, t.next_obs)
         chooser = network.values(params, t.next_obs) if e.double else next_values
         bootstrap = by_comparison(next_values, legal_values(spec, chooser, t.next_obs).argmax(-1))
-        y = lax.stop_gradient(t.reward + t.discount * bootstrap)
+        return value, lax.stop_gradient(t.reward + t.discount * bootstrap)
+
+    def mean_loss(weight: jax.Array, value: jax.Array, y: jax.Array) -> tuple[jax.Array, Metrics]:
         error = optax.losses.huber_loss(value, y) if e.huber else squared_error(value, y)
-        of_batch = lambda x: (t.weight * x).sum() / e.batch_size
+        of_batch = lambda x: (weight * x).sum() / e.batch_size
         return of_batch(error), {"losses/td_loss": of_batch(error), "losses/q_values": of_batch(value)}
 
     def update(
-        state: State, memory: replay.Ring, rollout: Rollout, shards: ShardAxis, key: jax.Array
-    ) -> tuple[State, replay.Ring, Metrics]:
-        memory = replay.write(memory, rollout, shards.num_held)
+        state: State, memory: Memory, rollout: Rollout, shards: ShardAxis, key: jax.Array
+    ) -> tuple[State, Memory, Metrics]:
         rate = learning_rate(e, e.learning_rate, state.updates)
+        number = state.updates + 1
+
+        def after(online: TrainState, state: State) -> State:
+            target_moves, since = every(e.target_network_frequency, state.since_target + e.train_frequency)
+            target = polyak_update(shards, e.tau, target_moves, online.params, state.target)
+            return State(online, target, state.updates, since)
 
         def gradient_step(batch: Minibatch, state: State) -> tuple[State, Metrics]:
             inputs = lambda i: (batch.window(i), state.target)
             online, metrics = sgd_step(shards, optimiser, rate, state.online, loss, inputs)
-            target_moves, since = every(e.target_network_frequency, state.since_target + e.train_frequency)
-            target = polyak_update(shards, e.tau, target_moves, online.params, state.target)
-            return State(online, target, state.updates, since), metrics
+            return after(online, state), metrics
 
-        steps = e.steps_of(state.updates + 1)
-        state, metrics = gradient_steps(e, shards, memory, key, steps, gradient_step, state, e.n_step, stack)
+        if isinstance(memory, replay.PrioritisedRing):
+            memory = replay.write_prioritised(memory, rollout, e.n_step, stack, shards.num_held)
+            written = memory
+
+            def prioritised_step(batch: Prioritised, state: State) -> tuple[State, Metrics, jax.Array]:
+                def inputs(i: jax.Array) -> tuple[replay.Window, jax.Array, NetworkParams]:
+                    drawn = jax.tree.map(lambda x: x[i], batch.drawn)
+                    indices = replay.transitions_at(written, i, drawn)
+                    return replay.take(written.ring, i, indices, e.n_step, stack), batch.weight[i], state.target
+
+                online, metrics, errors = sgd_step_with_errors(
+                    shards, optimiser, rate, state.online, weighted_loss, inputs
+                )
+                return after(online, state), metrics, errors
+
+            state, priorities, metrics = prioritised_steps(
+                e, shards, memory.priorities, key, number, prioritised_step, state
+            )
+            memory = memory._replace(priorities=priorities)
+        else:
+            memory = replay.write(memory, rollout, shards.num_held)
+            steps = e.steps_of(number)
+            state, metrics = gradient_steps(e, shards, memory, key, steps, gradient_step, state, e.n_step, stack)
         metrics |= {"charts/learning_rate": rate, "charts/epsilon": falling_epsilon(e, state.updates)}
         return state._replace(updates=state.updates + 1), memory, metrics
 
@@ -209,7 +273,8 @@ def make(e: DQN, spec: EnvSpec, platform: str) -> Algorithm[State, replay.Ring, 
     def acting_params(state: State) -> ActingParams:
         return ActingParams(state.online.params, state.updates)
 
-    def init_memory(rollout: Rollout) -> replay.Ring:
-        return replay.init(rollout, e.buffer_size // e.num_shards, stack)
+    def init_memory(rollout: Rollout) -> Memory:
+        empty = replay.init_prioritised if e.prioritised else replay.init
+        return empty(rollout, e.buffer_size // e.num_shards, stack)
 
     return Algorithm(init, init_memory, no_carry, act, update, acting_params, inspect)

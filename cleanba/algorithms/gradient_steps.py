@@ -5,6 +5,7 @@ block of steps at a time, since many small draws take much longer than a few lar
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 import jax
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from cleanba.algorithm import Metrics
-from cleanba.algorithms.off_policy import OffPolicy
+from cleanba.algorithms.off_policy import OffPolicy, PrioritisedReplay
 from cleanba.ops import replay
 from cleanba.shards import ShardAxis
 
@@ -134,6 +135,77 @@ def draw(
         return Draws(indices, shards.isolate(jax.vmap(noise_of), keys) if noise.uses else keys)
 
     return jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), shards.each(of_shard))
+
+
+# ---------------------------------------------------------------------------------------------------------- priorities
+
+PRIORITY_LOGGED = {
+    "charts/importance_exponent": "how far importance weights make up for priorities; 1: fully",
+    "losses/importance_weight": "mean importance weight of what was drawn; the greatest in a minibatch is 1",
+}
+"""What `prioritised_steps` logs, besides `REPLAY_LOGGED`: name -> meaning."""
+
+
+class Prioritised(NamedTuple):
+    """What one gradient step learns from: N places for each of the K' shards of this device."""
+
+    drawn: replay.Drawn  # leaves [K', N]
+    weight: jax.Array  # [K', N] float32: importance weights; the greatest over all shards is 1, 0 where none was found
+
+
+def prioritised_steps(
+    e: PrioritisedReplay,
+    shards: ShardAxis,
+    priorities: replay.Priorities,
+    key: jax.Array,
+    update: jax.Array,
+    step: Callable[[Prioritised, S], tuple[S, Metrics, jax.Array]],
+    state: S,
+) -> tuple[S, replay.Priorities, Metrics]:
+    """Take this update's gradient steps: `step(minibatch, state) -> state, metrics, errors [K', N]`.
+
+    update: the number of the update, counted from 1, [] int32.
+
+    Each step draws places in proportion to their priorities, as the step before left them, and its errors, not
+    negative, become the priorities of what it drew.  Every shard contributes equally many, by its own priorities.
+
+    Returns the state and the priorities after the last step, and the means of the metrics over the steps.
+    """
+    batch = e.batch_size // shards.num_shards
+    steps, exponent = e.steps_of(update), shards.isolate(e.importance, update)
+
+    def draw_block(numbers: jax.Array) -> jax.Array:
+        """Random words for J steps.  [J] int32 -> [J, K', TRIES, 2, N]."""
+
+        def of_shard(i: jax.Array) -> jax.Array:
+            shard_key = lambda number: jax.random.fold_in(jax.random.fold_in(key, number), shards.index[i])
+            return jax.vmap(lambda number: replay.random_words(shard_key(number), batch))(numbers)
+
+        return jnp.swapaxes(shards.each(of_shard), 0, 1)
+
+    def one_step(
+        words: jax.Array, carried: tuple[S, replay.Priorities]
+    ) -> tuple[tuple[S, replay.Priorities], tuple[Metrics, jax.Array]]:
+        state, priorities = carried
+        drawn = shards.each(lambda i: replay.draw(priorities, i, words[i]))
+        weight = shards.map(lambda drawn: replay.importance(drawn, exponent), drawn)
+        most = jnp.maximum(shards.max(weight.max(-1)), 1e-30)
+        weight = shards.map(lambda weight: weight / most, weight)
+        state, metrics, errors = step(Prioritised(drawn, weight), state)
+        value = shards.map(partial(replay.in_units, exponent=e.priority_exponent), errors)
+
+        def assign(i: jax.Array, priorities: replay.Priorities) -> replay.Priorities:
+            return replay.assign(priorities, i, jax.tree.map(lambda x: x[i], drawn), value[i])
+
+        priorities = lax.fori_loop(0, shards.num_held, assign, priorities)
+        mean = shards.sum(shards.map(lambda weight: weight.sum() / e.batch_size, weight))
+        found = drawn.found.sum(-1, dtype=jnp.int32)
+        return (state, priorities), ({**metrics, "losses/importance_weight": mean}, found)
+
+    block = block_length(e, Noise(1, replay.TRIES * 2))  # words in place of normal numbers
+    (state, priorities), (sums, found) = repeat_in_blocks(steps, block, draw_block, one_step, (state, priorities))
+    metrics = mean_metrics(sums, steps) | replay_filled(e, shards, found, steps)
+    return state, priorities, metrics | {"charts/importance_exponent": exponent}
 
 
 # --------------------------------------------------------------------------------------------------------------- loops

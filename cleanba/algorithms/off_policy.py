@@ -7,7 +7,7 @@ from typing import Annotated
 import jax
 import jax.numpy as jnp
 
-from cleanba.config import MOST, Count, Experiment, NotOffered, Partition, Range, Steps, require
+from cleanba.config import MOST, Count, Experiment, Fraction, NotOffered, Partition, Range, Steps, require
 from cleanba.errors import nearest, nearest_divisors
 
 
@@ -49,6 +49,23 @@ class OffPolicy(Experiment):
     def steps_of(self, update: jax.Array) -> jax.Array:
         """Gradient steps of this update: none before learning starts.  [] int32 -> [] int32."""
         return jnp.where(self.learns(update), self.gradient_steps, 0)
+
+
+@dataclass(frozen=True)
+class PrioritisedReplay(OffPolicy):
+    """Settings of an algorithm that can draw from replay by priorities (Schaul et al. 2016)."""
+
+    priority_exponent: Fraction = 0.6
+    """priorities are errors to this power (0: all are drawn equally often)"""
+    importance_exponent: Fraction = 0.4
+    """how far importance weights make up for priorities at the start (1: fully)"""
+    importance_exponent_end: Fraction = 1.0
+    """the same at the end of the run; linear in between"""
+
+    def importance(self, update: jax.Array) -> jax.Array:
+        """The importance exponent in this update, counted from 1.  [] int32 -> []."""
+        done = (update - 1) / max(1, self.num_updates - 1)
+        return self.importance_exponent * (1 - done) + self.importance_exponent_end * done
 
 
 @dataclass(frozen=True)

@@ -109,3 +109,23 @@ def sgd_step(
     gradient, metrics = shards.sum(shards.map_from(load, of_shard))
     trained, norm = optimiser.step(shards, rate, trained, gradient)
     return trained, metrics | {"losses/grad_norm": norm}
+
+
+def sgd_step_with_errors(
+    shards: ShardAxis,
+    optimiser: Optimiser,
+    rate: jax.Array,
+    trained: T,
+    loss: Callable[..., tuple[jax.Array, tuple[Metrics, jax.Array]]],
+    load: Callable[[jax.Array], tuple[Any, ...]],
+) -> tuple[T, Metrics, jax.Array]:
+    """`sgd_step`, where the loss also returns errors of its elements, [N, ...], which are not summed over the shards.
+
+    Returns the parameters and optimiser state after the step, the metrics, and the errors of the K' shards of this
+    device, [K', N, ...].
+    """
+    of_shard = lambda *part: jax.grad(loss, has_aux=True)(trained.params, *part)
+    gradient, (metrics, errors) = shards.map_from(load, of_shard)
+    gradient, metrics = shards.sum((gradient, metrics))
+    trained, norm = optimiser.step(shards, rate, trained, gradient)
+    return trained, metrics | {"losses/grad_norm": norm}, errors

@@ -66,6 +66,43 @@ def gae(
     return discounted_sum(delta, jnp.where(terminated | truncated, 0.0, gamma * lam))
 
 
+def n_step_targets(
+    value: jax.Array, reward: jax.Array, terminated: jax.Array, stops: jax.Array, n: int, gamma: float
+) -> jax.Array:
+    """Targets of n rewards and a bootstrap, inside a sequence (Sutton & Barto 2018, eq. 7.1).
+
+        G_t = sum_{k<m} gamma^k r_{t+k} + gamma^m (1 - terminated_{t+m-1}) V(s_{t+m})
+
+    m is n, or fewer if a step before `stops`, or if the sequence ends.  value [T+1, B] is V(s_0) ... V(s_T); reward,
+    terminated, stops [T, B] -> [T, B].  A step that terminates an episode is one that stops.
+    """
+    chex.assert_equal_shape([value[1:], reward, terminated, stops])
+    after = value[1:]
+    target = after
+    for _ in range(n):
+        target = reward + gamma * jnp.where(terminated, 0.0, after)
+        after = jnp.where(stops, value[1:], jnp.concatenate([target[1:], value[-1:]]))
+    return target
+
+
+def rescale(x: jax.Array, eps: float) -> jax.Array:
+    """h(x) = sign(x) (sqrt(|x| + 1) - 1) + eps x (Pohlen et al. 2018, section 3.2).  [...] -> [...]."""
+    # sqrt(y + 1) - 1 = y / (sqrt(y + 1) + 1), which loses no digits where y is small.
+    return x / (jnp.sqrt(jnp.abs(x) + 1.0) + 1.0) + eps * x
+
+
+def unscale(y: jax.Array, eps: float) -> jax.Array:
+    """The inverse of `rescale` (Pohlen et al. 2018, proposition A.2), eps > 0.  [...] -> [...].
+
+    h^-1(y) = sign(y) (z^2 - 1),   z = (sqrt(1 + 4 eps (|y| + 1 + eps)) - 1) / (2 eps)
+    """
+    a = jnp.abs(y)
+    root = jnp.sqrt(1.0 + 4.0 * eps * (a + 1.0 + eps))
+    # z - 1, without the difference of nearly equal numbers: z = 2 (a + 1 + eps) / (root + 1), and root > 1.
+    less_one = (2.0 * (a + eps) - (root - 1.0)) / (root + 1.0)
+    return jnp.sign(y) * less_one * (less_one + 2.0)
+
+
 class VTrace(NamedTuple):
     """What V-trace computes from rollouts of another policy."""
 

@@ -1,8 +1,8 @@
 """The learner's memory on disk, in chunks, of which a checkpoint writes only those that are new.
 
 Every array of a shard's memory is cut into chunks of rows.  A snapshot of the memory takes the SHA-256 of each chunk.
-A replay ring counts the rows written to it, so only chunks written since the last snapshot are hashed.  A checkpoint
-is, for each shard,
+A replay ring counts the rows written to it, so only chunks written since the last snapshot are hashed.  Priorities may
+change anywhere; they are a few bytes a row, so all are hashed, in smaller chunks.  A checkpoint is, for each shard,
 
     memory/00003/500-1f6c02aa.pack    the chunks that were new at update 500, one after the other
     memory/00003/500.json             which chunks make up the memory after update 500, in this pack and earlier ones
@@ -33,7 +33,9 @@ from cleanba.ops import replay
 from cleanba.rollout import PyTree
 
 CHUNK_BYTES = 4 << 20
+PRIORITY_CHUNK_BYTES = 4 << 10  # of priorities: a gradient step changes a few anywhere
 TINY_BYTES = 64  # chunks up to this size are written at every snapshot, new or not
+RINGS = (replay.Ring, replay.StartsRing)  # with the same fields
 FOLDER = "memory"
 DAMAGED = "damaged-"  # prefix of the names of listings that were put aside
 
@@ -54,6 +56,7 @@ class Leaf(NamedTuple):
     shape: tuple[int, ...]
     dtype: np.dtype
     rows: int  # in a chunk; the last may have fewer
+    at_once: bool = False  # whether all of it is fetched from the device before it is cut
 
     @property
     def row_bytes(self) -> int:
@@ -103,10 +106,14 @@ class SavedShard(NamedTuple):
 
 def leaves_of(like: PyTree) -> list[Leaf]:
     """The arrays of one shard's memory, from their shapes."""
+    of_priorities: list[bool] = []
+    for node in jax.tree.leaves(like, is_leaf=lambda x: isinstance(x, replay.Priorities)):
+        of_priorities += [isinstance(node, replay.Priorities)] * len(jax.tree.leaves(node))
     leaves = []
-    for path, x in jax.tree_util.tree_flatten_with_path(like)[0]:
-        row = int(np.prod(x.shape[1:], dtype=np.int64)) * x.dtype.itemsize
-        leaves.append(Leaf(jax.tree_util.keystr(path), x.shape, np.dtype(x.dtype), max(1, CHUNK_BYTES // max(1, row))))
+    for (path, x), small in zip(jax.tree_util.tree_flatten_with_path(like)[0], of_priorities, strict=True):
+        row = max(1, int(np.prod(x.shape[1:], dtype=np.int64)) * x.dtype.itemsize)
+        rows = max(1, (PRIORITY_CHUNK_BYTES if small else CHUNK_BYTES) // row)
+        leaves.append(Leaf(jax.tree_util.keystr(path), x.shape, np.dtype(x.dtype), rows, small))
     return leaves
 
 
@@ -232,16 +239,16 @@ class MemoryStore:
         self._folder, self._place = folder, place
         self._leaves = leaves_of(like)
         self.shards = shards if self._leaves else range(0)
-        nodes, _ = jax.tree.flatten(like, is_leaf=lambda x: isinstance(x, replay.Ring))
+        nodes, _ = jax.tree.flatten(like, is_leaf=lambda x: isinstance(x, RINGS))
         self._rings: list[
             tuple[range, int]
         ] = []  # for each ring in the memory: the leaves of its rows, and its capacity
         at = 0
         for node in nodes:
             count = len(jax.tree.leaves(node))
-            if isinstance(node, replay.Ring):
-                rows = len(jax.tree.leaves(node.rows))
-                self._rings.append((range(at, at + rows), node.rows.reward.shape[0]))
+            if isinstance(node, RINGS):
+                rows = jax.tree.leaves(node.rows)
+                self._rings.append((range(at, at + len(rows)), rows[0].shape[0]))
             at += count
         self._known: dict[int, list[list[Chunk]]] = {}
         self._written: dict[int, list[tuple[int, int]]] = {}  # for each ring: rows ever written, and its newest row
@@ -290,10 +297,11 @@ class MemoryStore:
             # The row that was newest at the last snapshot may have been overwritten since.
             written |= dict.fromkeys(rows, WrittenRows((total - old) % 2**32 + 1, low, high, capacity))
         for i, (leaf, (x, index)) in enumerate(zip(self._leaves, here, strict=True)):
+            whole = np.asarray(x[index]) if leaf.at_once and leaf.shape else None
             for j, (start, stop) in enumerate(leaf.chunks()):
                 if i in written and not written[i].touches(start, stop):
                     continue
-                data = self._bytes(x, index, start, stop)
+                data = self._bytes(x, index, start, stop) if whole is None else whole[start:stop].tobytes()
                 sha = sha256(data).hexdigest()
                 unchanged = sha == known[i][j].sha
                 # Tiny chunks are always rewritten: unchanged, they would keep alive an old pack of gigabytes.

@@ -163,7 +163,7 @@ def _write_shard(ring: Ring, i: jax.Array, rollout: Rollout) -> Ring:
 
     frames: PyTree = part.obs
     history: PyTree = ()
-    if _is_stacked(ring.rows):
+    if is_stacked(ring.rows):
         stack = _stack(part.obs, ring.rows.obs)
         before = jnp.where(seam | (size == 0), jnp.int8(1 - stack), ring.rows.history[i, tail])
         frames, history = _newest(part.obs, stack), _history(part.obs, before, stack)
@@ -202,7 +202,7 @@ def _put(stored: Rows, i: jax.Array, start: jax.Array, new: Rows) -> Rows:
     return lax.fori_loop(0, length, put_row, stored)
 
 
-def _is_stacked(rows: Rows) -> bool:
+def is_stacked(rows: Rows) -> bool:
     """Whether only the newest frame of each stack is stored."""
     return bool(jax.tree.leaves(rows.history))
 
@@ -267,7 +267,7 @@ def sample_indices(ring: Ring, i: jax.Array, key: jax.Array, batch: int, n: int,
     if n >= rows:
         raise UsageError(f"n_step={n} needs {n + 1} rows of memory, but a shard has {rows}; raise --buffer-size")
     steps = (jnp.maximum(ring.size[i], 1) - 1).astype(jnp.uint32) * jnp.uint32(envs)  # without the tail
-    place, fair = _uniform(key, (draws, batch), jnp.maximum(steps, 1))
+    place, fair = uniform(key, (draws, batch), jnp.maximum(steps, 1))
     row, env = place // envs, place % envs
     found = fair & (steps > 0) & acceptable(ring, i, row, env, n)
     chosen = jnp.argmax(found, axis=0)[None]  # the first
@@ -275,7 +275,7 @@ def sample_indices(ring: Ring, i: jax.Array, key: jax.Array, batch: int, n: int,
     return Indices(pick(row), pick(env), pick(found))
 
 
-def _uniform(key: jax.Array, shape: tuple[int, ...], count: jax.Array) -> tuple[jax.Array, jax.Array]:
+def uniform(key: jax.Array, shape: tuple[int, ...], count: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Random numbers below `count`, and which of them to keep, so that these are exactly uniform.  -> [*shape] each.
 
     x mod count favours small numbers, unless the last 2^32 mod count values of x, an incomplete run, are rejected.
@@ -286,23 +286,23 @@ def _uniform(key: jax.Array, shape: tuple[int, ...], count: jax.Array) -> tuple[
 
 def acceptable(ring: Ring, i: jax.Array, row: jax.Array, env: jax.Array, n: int) -> jax.Array:
     """Whether the step in this row, counted from the oldest, can be drawn.  [...], [...] int32 -> [...] bool."""
-    steps, complete = _horizon(ring, i, row, env, n)
-    accepted = complete & _look(ring, ring.rows.valid, i, row, env)
-    if _is_stacked(ring.rows):
+    steps, complete = horizon(ring, i, row, env, n)
+    accepted = complete & lookup(ring, ring.rows.valid, i, row, env)
+    if is_stacked(ring.rows):
         for r in (row, row + steps):
-            history = _look(ring, ring.rows.history, i, r, env).astype(jnp.int32)
+            history = lookup(ring, ring.rows.history, i, r, env).astype(jnp.int32)
             accepted &= (history >= 0) & (r >= history)
     return accepted
 
 
-def _horizon(ring: Ring, i: jax.Array, row: jax.Array, env: jax.Array, n: int) -> tuple[jax.Array, jax.Array]:
+def horizon(ring: Ring, i: jax.Array, row: jax.Array, env: jax.Array, n: int) -> tuple[jax.Array, jax.Array]:
     """The number of steps of the window that begins here, and whether it is complete.  -> [...] int32, [...] bool.
 
     The window ends after n steps, after a step that ended its episode, or before a seam.
     """
     tail = ring.size[i] - 1
     window = row[..., None] + jnp.arange(n + 1)
-    look = lambda x: _look(ring, x, i, jnp.minimum(window, tail), env[..., None])
+    look = lambda x: lookup(ring, x, i, jnp.minimum(window, tail), env[..., None])
     valid, ended = look(ring.rows.valid), look(ring.rows.terminated) | look(ring.rows.truncated)
     stops = ended[..., :-1] | (~valid[..., 1:] & (window[..., 1:] < tail))
     stopped = stops.any(-1)
@@ -310,7 +310,7 @@ def _horizon(ring: Ring, i: jax.Array, row: jax.Array, env: jax.Array, n: int) -
     return steps, stopped | (row + n <= tail)
 
 
-def _look(ring: Ring, x: jax.Array, i: jax.Array, row: jax.Array, env: jax.Array) -> jax.Array:
+def lookup(ring: Ring, x: jax.Array, i: jax.Array, row: jax.Array, env: jax.Array) -> jax.Array:
     """x[i, row, env], with rows counted from the oldest stored.  [K', C, B, ...], [...], [...] -> [..., ...]."""
     oldest = ring.tail[i] - (ring.size[i] - 1)
     at = (oldest + row) % x.shape[1]
@@ -322,30 +322,30 @@ def take(ring: Ring, i: jax.Array, indices: Indices, n: int, stack: int = 1) -> 
 
     `n` is that of `sample_indices`, `stack` that of `init`.
     """
-    chex.assert_equal(stack > 1, _is_stacked(ring.rows))
+    chex.assert_equal(stack > 1, is_stacked(ring.rows))
     row, env = indices.row, indices.env
-    steps, _ = _horizon(ring, i, row, env, n)
+    steps, _ = horizon(ring, i, row, env, n)
     tail = ring.size[i] - 1
-    look = lambda x, r: _look(ring, x, i, r, env)
+    look = lambda x, r: lookup(ring, x, i, r, env)
     window = jnp.minimum(row[:, None] + jnp.arange(n), tail)
     return Window(
-        obs=_observations(ring, i, row, env, stack),
+        obs=observations(ring, i, row, env, stack),
         action=jax.tree.map(lambda x: look(x, row), ring.rows.action),
-        reward=_look(ring, ring.rows.reward, i, window, env[:, None]),
+        reward=lookup(ring, ring.rows.reward, i, window, env[:, None]),
         steps=steps,
         terminated=look(ring.rows.terminated, row + steps - 1),
-        next_obs=_observations(ring, i, jnp.minimum(row + steps, tail), env, stack),
+        next_obs=observations(ring, i, jnp.minimum(row + steps, tail), env, stack),
         valid=indices.valid,
     )
 
 
-def _observations(ring: Ring, i: jax.Array, row: jax.Array, env: jax.Array, stack: int) -> PyTree:
+def observations(ring: Ring, i: jax.Array, row: jax.Array, env: jax.Array, stack: int) -> PyTree:
     """The observations in these rows, as the environments delivered them.  [N], [N] -> leaves [N, ...]."""
-    if not _is_stacked(ring.rows):
-        return jax.tree.map(lambda x: _look(ring, x, i, row, env), ring.rows.obs)
-    history = _look(ring, ring.rows.history, i, row, env).astype(jnp.int32)
+    if not is_stacked(ring.rows):
+        return jax.tree.map(lambda x: lookup(ring, x, i, row, env), ring.rows.obs)
+    history = lookup(ring, ring.rows.history, i, row, env).astype(jnp.int32)
     age = jnp.minimum(jnp.arange(stack - 1, -1, -1), history[:, None])  # [N, S], oldest frame first
-    frames = jax.tree.map(lambda x: _look(ring, x, i, row[:, None] - age, env[:, None]), ring.rows.obs)
+    frames = jax.tree.map(lambda x: lookup(ring, x, i, row[:, None] - age, env[:, None]), ring.rows.obs)
     return jax.tree.map(lambda x: x.reshape(x.shape[0], -1, *x.shape[3:]), frames)
 
 
