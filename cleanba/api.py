@@ -301,7 +301,7 @@ class TrainFlags(TypedDict, total=False):
     env_workers: int | None
     exp_name: str
     checkpoint_frequency: int | None
-    keep_checkpoints: int
+    keep_checkpoints: int | str
     grace_period: float
     stall_timeout: float
     peer_timeout: float

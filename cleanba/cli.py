@@ -28,6 +28,11 @@ COMMANDS = {
     "ls": Command("list runs", "cleanba.runs.listing:ls_command", "Ls"),
     "resume": Command("go on with a run, on the same placement or another", "cleanba.launch:resume_command", ""),
     "diff": Command("tell whether two runs trained the same bits", "cleanba.runs.diff:diff_command", ""),
+    "verify": Command(
+        "compute parts of a run again, and compare them with what it recorded",
+        "cleanba.checks.verify:verify_command",
+        "Verify",
+    ),
     "plot": Command("draw learning curves, and Atari scores beside published ones", "cleanba.runs.plot:plot_command"),
     "report": Command("write one HTML page about a run, to be read offline", "cleanba.runs.report:report_command"),
     "push": Command("upload a trained agent to the Hugging Face Hub", "cleanba.agents.hub:push_command"),
@@ -40,7 +45,7 @@ LINES = "\n\t"  # messages may have several lines
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command and exit: with 0 if it succeeded, 1 failed, 2 was used wrongly, 128 + n was ended by signal n."""
+    """Run the command and exit: 0 done, 1 failed, 2 wrong use, 3 cannot be compared, 128 + n ended by signal n."""
     argv = list(sys.argv[1:] if arguments is None else arguments)
     try:
         end = dispatch(argv)

@@ -10,10 +10,11 @@ import dataclasses
 import inspect
 import json
 import math
+import re
 import textwrap
 import types
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import astuple, dataclass
 from functools import cache
 from itertools import accumulate
@@ -114,6 +115,54 @@ class Sizes(NamedTuple):
         )
         for number in value:
             require(number <= self.most, f"{name}={number} is too large; it can be {self.most} at most")
+
+
+NEWEST = 2  # checkpoints that stay besides those that are kept for good
+
+
+class Retention(NamedTuple):
+    """Which checkpoints stay, as --keep-checkpoints says: `all`, a number, or `every:K`."""
+
+    newest: int | None
+    """the newest so many; None: all"""
+    every: int = 0
+    """and for good those after multiples of so many updates; 0: none"""
+
+    @classmethod
+    def parse(cls, word: int | str) -> "Retention":
+        """Read the flag's value.
+
+        Raises:
+            UsageError: it is none of the three.
+        """
+        period = re.fullmatch(r"every:([1-9]\d{0,9})", word) if isinstance(word, str) else None
+        if period is not None and int(period[1]) <= MOST:
+            return cls(NEWEST, int(period[1]))
+        if word == "all":
+            return cls(None)
+        require(
+            isinstance(word, int) and not isinstance(word, bool) and 1 <= word <= MOST,
+            f"keep_checkpoints={word} must be {KeptCheckpoints().bounds}; try --keep-checkpoints 2",
+        )
+        return cls(int(word))
+
+    def kept(self, updates: Iterable[int]) -> list[int]:
+        """Those of these updates, in order, whose checkpoints stay."""
+        known = sorted(updates)
+        newest = set(known if self.newest is None else known[-self.newest :])
+        return [update for update in known if update in newest or (self.every and update % self.every == 0)]
+
+
+class KeptCheckpoints(NamedTuple):
+    """The allowed values of --keep-checkpoints, in the annotation of its field."""
+
+    unit: str = ""
+    metavar: str = "all|N|every:K"
+    bounds: str = "all, every:K, or at least 1"
+
+    def require(self, name: str, value: Any) -> None:
+        """Raise `UsageError` unless the field may have this value."""
+        Retention.parse(value)
 
 
 Settings = dict[str, Any]
@@ -330,8 +379,9 @@ class Run:
     checkpoint_frequency: Annotated[int | None, Range(0, MOST, unit="updates")] = None
     """updates between checkpoints (0: only one, at the end or when a signal ends the run; None: one a minute, or fewer
     if they would take more than 1% of the time)"""
-    keep_checkpoints: Count = 2
-    """newest checkpoints to keep"""
+    keep_checkpoints: Annotated[int | str, KeptCheckpoints()] = NEWEST
+    """checkpoints to keep: so many of the newest; all; or every:K, the two newest and for good those after multiples of
+    K updates, which are taken whatever --checkpoint-frequency says"""
     grace_period: Annotated[float, Range(0, 1e6, unit="seconds")] = 60.0
     """seconds after Ctrl-C, SIGTERM or SIGUSR1 to finish the current update and write a checkpoint; after them, or with
     0, the run ends without"""
@@ -386,7 +436,7 @@ class Field(NamedTuple):
     """its type, with rules"""
     about: str
     """its description: the string below it"""
-    rule: Range | Sizes | None
+    rule: Range | Sizes | KeptCheckpoints | None
     offered: bool
     """whether there is a flag for it"""
 
@@ -403,7 +453,7 @@ def _fields_of(cls: Any) -> dict[str, Field]:
     found = {}
     for f in dataclasses.fields(cls):
         marks = [mark for own in hints for mark in getattr(own.get(f.name), "__metadata__", ())]
-        rule = next((mark for mark in marks if isinstance(mark, Range | Sizes)), None)
+        rule = next((mark for mark in marks if isinstance(mark, Range | Sizes | KeptCheckpoints)), None)
         offered = not any(isinstance(mark, _NotOffered) for mark in marks)
         found[f.name] = Field(hints[0][f.name], abouts.get(f.name, ""), rule, offered)
     return found
@@ -431,8 +481,8 @@ def _abouts(cls: type) -> dict[str, str]:
     return found
 
 
-def check_values(config: Group) -> None:
-    """Raise `UsageError` for a value that its field may not have."""
+def check_values(config: object) -> None:
+    """Raise `UsageError` for a value that its field may not have; `config` is an instance of a dataclass of flags."""
     for name, f in fields_of(type(config)).items():
         if f.rule is not None:
             f.rule.require(name, getattr(config, name))

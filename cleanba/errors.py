@@ -14,7 +14,7 @@ class Exit(NamedTuple):
     """How a command ended."""
 
     code: int = 0
-    """0 done, 1 failed, 2 wrong use, 128 + n ended by signal n"""
+    """0 done, 1 failed, 2 wrong use, 3 cannot be compared (`verify`), 128 + n ended by signal n"""
     stuck: bool = False
     """a thread is still inside a long computation, so the process must exit without joining it"""
 

@@ -31,7 +31,7 @@ from cleanba.agents.initial import (
 from cleanba.agents.periodic_evaluation import PeriodicEvaluation
 from cleanba.algorithm import AnyAlgorithm
 from cleanba.algorithms.gradient_steps import REPLAY_FILLED
-from cleanba.config import Experiment, Partition, Placement, Run, from_json, read_config, require, to_json
+from cleanba.config import Experiment, Partition, Placement, Retention, Run, from_json, read_config, require, to_json
 from cleanba.environments.backends import check_workers, repeatable, warnings
 from cleanba.environments.specs import EnvSpec
 from cleanba.errors import Exit, Failure, Interrupted, NotFinite, UsageError
@@ -47,6 +47,7 @@ from cleanba.runs.directory import (
     open_run,
 )
 from cleanba.runs.log import rewind
+from cleanba.runtime.chain import Chain, made_by
 from cleanba.runtime.checkpoint import Checkpoints, Saved, save_model, updates_kept
 from cleanba.runtime.devices import Devices, find_devices
 from cleanba.runtime.memory import require_room
@@ -150,6 +151,8 @@ def train(recipe: AnyRecipe, config: Config, peers: Peers | None, shown: bool, g
                 saved=saved,
                 begin_with=partial(started_from, arrays=job.initial.arrays) if job.initial else None,
                 checkpoint_frequency=run.checkpoint_frequency,
+                checkpoint_every=Retention.parse(run.keep_checkpoints).every,
+                chain=run_writer.chain(saved) if run_writer else None,
                 repeatable=bool(gather_over_processes(np.array([repeatable(job.spec)])).all()),
                 stall_timeout=run.stall_timeout,
                 grace_period=run.grace_period,
@@ -232,7 +235,8 @@ def prepare(recipe: AnyRecipe, config: Config) -> Job:
     if e.init_from and initial is None and not updates_kept(run_dir):
         initial = find_again(e.init_from, run_dir, devices.platform, config.run.trust_remote_code, whole=config.whole)
     partition = fit(recipe, e, config.placement, devices.num_processes)
-    together = {name: getattr(config.run, name) for name in ("log_frequency", "checkpoint_frequency")}
+    together: Json = {name: getattr(config.run, name) for name in ("log_frequency", "checkpoint_frequency")}
+    together["checkpoint_every"] = Retention.parse(config.run.keep_checkpoints).every
     require_same_flags({"algorithm": recipe.name, **to_json(e), **together})
     require_same_kernels(e, devices.platform)
     algorithm = recipe.make(e, resolved.spec, devices.platform)
@@ -328,12 +332,20 @@ class RunWriter:
                 "drawn: the others were ignored, after an episode's end, or belong to windows that are incomplete. "
                 "Gradients are those of smaller batches; raise --batch-size, or see that episodes last longer"
             )
-        if update == e.env_epoch and not values["charts/episodes"]:
+        if update == e.env_epoch and not values.get("charts/episodes", 1):
             self._display.say(
                 f"warning: no episode has ended in the {e.num_steps * update} steps of the first epoch of "
                 "environments. They start afresh after each, so longer ones never end and no return is known; raise "
                 "--env-epoch, or set --max-episode-steps"
             )
+
+    def chain(self, saved: Saved[Any, Any] | None) -> Chain:
+        """What links the digests of this run, from the checkpoint that it continues from."""
+        config = self._opened.config
+        chain = Chain(config["experiment"], made_by(config))
+        if saved is not None:
+            chain.go_on(saved.counters.get("chain", {}))
+        return chain
 
     def after_update(self, display: Display) -> Callable[[int, int, PyTree], None] | None:
         """The function to call after every update; None if there is none."""
@@ -481,8 +493,9 @@ def require_same_flags(flags: Json) -> None:
     others = [str(i) for i, row in enumerate(digests) if (row != digests[0]).any()]
     require(
         not others,
-        f"process {', '.join(others)} has another experiment than process 0, or another --log-frequency or "
-        "--checkpoint-frequency; give all processes the same flags, and equally many --actor-device-ids",
+        f"process {', '.join(others)} has another experiment than process 0, or another --log-frequency, "
+        "--checkpoint-frequency or --keep-checkpoints; give all processes the same flags, and equally many "
+        "--actor-device-ids",
     )
 
 

@@ -13,7 +13,19 @@ from typing import Any, Literal, get_args, get_origin
 import jax
 import tyro
 
-from cleanba.config import Experiment, Field, Group, Placement, Run, Settings, fields_of, flag, offered_fields, require
+from cleanba.config import (
+    Experiment,
+    Field,
+    Group,
+    KeptCheckpoints,
+    Placement,
+    Run,
+    Settings,
+    fields_of,
+    flag,
+    offered_fields,
+    require,
+)
 from cleanba.errors import UsageError
 from cleanba.flags import FLAGS
 from cleanba.recipes import AnyRecipe
@@ -240,9 +252,13 @@ def flag_lines(name: str, f: Field, value: Any, width: int, whole: bool) -> list
     return entry(written, f"{about}{rule}{unit} {whole_line(f'[default {in_words(value)}]')}", width)
 
 
+WRITTEN = {"experiment_from": "experiment", "from_update": "from", "to_update": "to"}
+"""fields whose flags have another name, as these are words of Python's or would be mistaken"""
+
+
 def written_flag(name: str) -> str:
     """A field's flag, as it is typed."""
-    return "--experiment" if name == "experiment_from" else flag(name)
+    return flag(WRITTEN.get(name, name))
 
 
 def first_clause(about: str) -> str:
@@ -275,6 +291,8 @@ def choices_of(annotation: Any) -> list[str]:
 
 def metavar(f: Field) -> str:
     """The placeholder for a flag's value, such as N."""
+    if isinstance(f.rule, KeptCheckpoints):
+        return f.rule.metavar
     inner = f.annotation
     while get_origin(inner) is not None and get_args(inner):
         several, inner = get_origin(inner) is tuple, get_args(inner)[0]

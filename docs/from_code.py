@@ -34,7 +34,7 @@ from cleanba.cli import COMMANDS
 from cleanba.config import Experiment, Field, FromRollouts, Placement, PolicyGradient, Run, fields_of, flag
 from cleanba.recipes import RECIPES
 from cleanba.runtime import training_log
-from cleanba.train_flags import ESSENTIAL, HEADINGS, choices_of, in_words, metavar
+from cleanba.train_flags import ESSENTIAL, HEADINGS, choices_of, in_words, metavar, written_flag
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted([*ROOT.glob("cleanba/**/*.py"), *ROOT.glob("benchmarks/*.py"), *ROOT.glob("docs/examples/*.py")])
@@ -148,7 +148,7 @@ def code(text: str) -> str:
 
 def written(name: str, f: Field) -> str:
     """A flag with what it takes."""
-    head = "--experiment" if name == "experiment_from" else flag(name)
+    head = written_flag(name)
     if f.annotation is bool:
         return f"{head}, --no-{head[2:]}"
     return f"{head} {'|'.join(choices_of(f.annotation)) or metavar(f)}"

@@ -15,7 +15,7 @@ from cleanba.cli import COMMANDS
 from cleanba.config import Placement, Run, fields_of, flag
 from cleanba.recipes import RECIPES
 from cleanba.runtime import training_log
-from cleanba.train_flags import parse
+from cleanba.train_flags import parse, written_flag
 
 ROOT = Path(__file__).parents[1]
 WRITTEN = [page for page in ROOT.glob("docs/**/*.md") if not page.is_symlink()]  # links stand where pages were
@@ -104,7 +104,7 @@ def known_flags() -> frozenset[str]:
     flags = flags - {"--experiment-from"} | {"--experiment"}
     modules = [ROOT / f"{c.where.split(':')[0].replace('.', '/')}.py" for c in COMMANDS.values()]
     for path in [*(ROOT / "benchmarks").glob("*.py"), *modules]:
-        flags |= {f"--{name.replace('_', '-')}" for name in re.findall(r"^    (\w+): ", path.read_text(), re.M)}
+        flags |= {written_flag(name) for name in re.findall(r"^    (\w+): ", path.read_text(), re.M)}
     return frozenset(flags | set(FLAG.findall((ROOT / "Makefile").read_text())) | OTHERS)
 
 

@@ -17,19 +17,22 @@ from cleanba.config import Placement, read_config, read_experiment, require
 from cleanba.errors import Exit, Failure
 from cleanba.files import METRICS, Json, read_json, write_json
 from cleanba.flags import FLAGS
-from cleanba.runs.remote import REPO, require_hub
-from cleanba.runtime.checkpoint import save_model
+from cleanba.runs.remote import PARTS, REPO, require_hub
+from cleanba.runtime.checkpoint import save_model, updates_kept
 from cleanba.runtime.devices import find_devices
 from cleanba.runtime.digests import params_digest
 
 COPIED = ("result.json", "eval.json", METRICS)
 MACHINE = (
     "packages",
+    "revision",
+    "code",
     "python",
     "device_kind",
     "local_devices",
     "num_processes",
     "cpu",
+    "processor",
     "cpu_cores",
     "cpu_products",
     "cpu_threads",
@@ -50,6 +53,9 @@ class Flags:
     """name of the repository (None: <env>-<exp-name>-seed<seed>)"""
     private: bool = False
     """make the repository private, if it is new"""
+    checkpoints: bool = False
+    """upload the checkpoints that the run keeps too, with their replay memory and actors, so that anybody can
+    `cleanba verify` it; their size is said first"""
 
 
 class Model(NamedTuple):
@@ -63,7 +69,9 @@ class Model(NamedTuple):
 def push_command(argv: Sequence[str]) -> Exit:
     """`cleanba push`."""
     flags = tyro.cli(Flags, args=argv, prog="cleanba push", registry=FLAGS)
-    print(f"uploaded: {push(flags.run_dir, flags.hf_entity, flags.repo, flags.private)}")
+    say = lambda text: print(text, flush=True)
+    address = push(flags.run_dir, flags.hf_entity, flags.repo, flags.private, flags.checkpoints, say)
+    print(f"uploaded: {address}")
     return Exit()
 
 
@@ -75,8 +83,18 @@ def require_login() -> None:
 LOG_IN = "log in with `hf auth login`, or set HF_TOKEN to a token that may write"
 
 
-def push(run_dir: Path, entity: str | None = None, repo: str | None = None, private: bool = False) -> str:
+def push(
+    run_dir: Path,
+    entity: str | None = None,
+    repo: str | None = None,
+    private: bool = False,
+    checkpoints: bool = False,
+    say: Callable[[str], None] = lambda text: None,
+) -> str:
     """Upload a run and return the address of its page.
+
+    checkpoints: with all checkpoints that it keeps, and what they need.
+    say: told what is uploaded with them, before it is.
 
     Raises:
         UsageError: there is no such run, it has no parameters yet, or nobody is logged in.
@@ -88,7 +106,9 @@ def push(run_dir: Path, entity: str | None = None, repo: str | None = None, priv
     hub.utils.disable_progress_bars()
     api = hub.HfApi(library_name="cleanba")
     words = ["cleanba", "push", str(run_dir), *(["--hf-entity", entity] if entity else [])]
-    again = shlex.join([*words, *(["--repo", repo] if repo else []), *["--private"] * private])
+    again = shlex.join(
+        [*words, *(["--repo", repo] if repo else []), *["--private"] * private, *["--checkpoints"] * checkpoints]
+    )
     attempt = lambda what, do: _attempt(f"{what}; try again with `{again}`", do)
     name = repo or repository_name(run_dir, experiment)
     owner = entity or attempt("the Hub could not tell who is logged in", api.whoami)["name"]
@@ -106,6 +126,18 @@ def push(run_dir: Path, entity: str | None = None, repo: str | None = None, priv
         message = f"Upload {experiment['algorithm']} on {experiment['env_id']}, seed {experiment['seed']}"
         upload = lambda: api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message=message)
         attempt(f"{run_dir} could not be uploaded to {repo_id}", upload)
+    if checkpoints:
+        kept = updates_kept(run_dir)
+        files = [path for part in PARTS for path in sorted((run_dir / part).rglob("*")) if path.is_file()]
+        size = sum(path.stat().st_size for path in files)
+        say(f"uploading {len(kept)} checkpoints and what they need: {len(files):,} files, {size / 1e6:,.1f} MB")
+        upload_parts = lambda: api.upload_folder(
+            repo_id=repo_id,
+            folder_path=run_dir,
+            allow_patterns=[f"{part}/**" for part in PARTS],
+            commit_message=f"Upload {len(kept)} checkpoints",
+        )
+        attempt(f"the checkpoints of {run_dir} could not be uploaded to {repo_id}", upload_parts)
     return f"{api.endpoint}/{repo_id}"
 
 

@@ -23,7 +23,8 @@ from cleanba.resolution import fit, read_recipe, taken_whole
 from cleanba.runtime import checkpoint
 from cleanba.runtime.checkpoint import Saved
 from cleanba.runtime.devices import Devices, find_devices
-from cleanba.runtime.memory import require_room
+from cleanba.runtime.digests import params_digest, tree_digest
+from cleanba.runtime.memory import digest_of, learner_digest, require_room
 from cleanba.runtime.metrics import Display, Status
 from cleanba.runtime.process_setup import prepared
 from cleanba.runtime.train import run_training
@@ -88,8 +89,24 @@ def read_checkpoint(rerun: Rerun, update: int) -> Saved[Any, Any]:
         raise Failure(f"checkpoint {update} of {rerun.run_dir} cannot be read: {said(error)[:200]}") from error
 
 
+def digests_of(rerun: Rerun, saved: Saved[Any, Any]) -> Digests:
+    """The digests of a checkpoint, taken from what it holds; its memory must not have been used yet."""
+    shapes = rerun.training.memory_shapes
+    shards = [digest_of(shapes, saved.memory[shard]) for shard in sorted(saved.memory)]
+    return {
+        "params_digest": params_digest(rerun.algorithm.actor_params(saved.state)),
+        "learner_digest": learner_digest(tree_digest(saved.state), shards),
+    }
+
+
 def recompute(
-    rerun: Rerun, first: int, last: int, digests_after: Collection[int] = (), display: bool = True
+    rerun: Rerun,
+    first: int,
+    last: int,
+    digests_after: Collection[int] = (),
+    saved: Saved[Any, Any] | None = None,
+    title: str = "",
+    display: bool = True,
 ) -> dict[int, Digests]:
     """Compute updates `first` + 1 to `last` of a run again, from its checkpoint after update `first`.
 
@@ -100,6 +117,8 @@ def recompute(
         first: an update whose checkpoint the run keeps; 0: from the beginning.
         last: the update to end after.
         digests_after: updates after which digests are taken, besides `last` and ends of epochs of environments.
+        saved: the checkpoint after update `first`, if it has been read already.
+        title: what progress is shown under.
         display: whether progress is shown on the console.
 
     Returns:
@@ -115,7 +134,8 @@ def recompute(
         0 <= first < last <= e.num_updates,
         f"updates {first} to {last} are no part of a run of {e.num_updates} updates; choose 0 <= first < last",
     )
-    saved = read_checkpoint(rerun, first) if first else None
+    if first and saved is None:
+        saved = read_checkpoint(rerun, first)
     begin_with = None
     if saved is None and e.init_from:
         initial = find_again(e.init_from, rerun.run_dir, rerun.devices.platform, rerun.trust_remote_code)
@@ -129,7 +149,7 @@ def recompute(
         if "params_digest" in values:
             found[update] = {name: values[name] for name in ("params_digest", "learner_digest")}
 
-    status = Status(f"updates {first} to {last} of {rerun.run_dir}", last)
+    status = Status(title or f"updates {first} to {last} of {rerun.run_dir}", last)
     shown = Display(status, enabled=display)
     try:
         outcome = run_training(training, shown, status, log)

@@ -20,7 +20,7 @@ Says from which update on they differ, and by how much.  Exit code 0 when identi
 DIGESTS = {"params_digest": "parameters", "learner_digest": "state and memory"}
 
 # Metrics that depend on where and when a run was made, not on what it trained.
-NOT_TRAINED = ("stats/", "charts/SPS", "seconds")
+NOT_TRAINED = ("stats/", "charts/SPS", "seconds", "chain", "made_by")
 
 
 def read_rows(run_dir: Path) -> dict[int, Json]:
@@ -29,11 +29,12 @@ def read_rows(run_dir: Path) -> dict[int, Json]:
     Raises:
         UsageError: the file cannot be read.
     """
-    rows = {}
+    rows: dict[int, Json] = {}
     try:
         for _, row in log.read(run_dir):
             if row is not None and not log.is_evaluation(row):
-                rows[row["update"]] = {k: v for k, v in row.items() if not k.startswith(NOT_TRAINED)}
+                kept = {k: v for k, v in row.items() if not k.startswith(NOT_TRAINED)}
+                rows[row["update"]] = kept | rows.get(row["update"], {})  # digests may have a row of their own
     except OSError as error:
         raise UsageError(f"{run_dir}/metrics.jsonl cannot be read ({error}); name the directory of a run") from None
     return rows

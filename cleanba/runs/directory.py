@@ -53,6 +53,8 @@ def differing_machines(earlier: Json | None, now: Json) -> list[str]:
     if earlier is None:
         return []
     a, b = ({**c.get("packages", {}), "device kind": c.get("device_kind")} for c in (earlier, now))
+    for name in set(b) - set(a):  # an earlier version did not record it
+        del b[name]
     if b["device kind"] == "cpu":
         a["CPU"], b["CPU"] = earlier.get("cpu"), now.get("cpu")
         a["matrix products"], b["matrix products"] = earlier.get("cpu_products"), now.get("cpu_products")

@@ -87,9 +87,16 @@ def rewind(run_dir: Path, update: int) -> list[Row]:
 
     TensorBoard's files are removed too, as they are rebuilt from the rows.
     """
-    rows = []
+    rows: list[Row] = []
+    logged: dict[int, Row] = {}  # by update
     if (run_dir / METRICS).exists():
-        rows = [row for _, row in read(run_dir) if row is not None and row["update"] <= update]
+        for row in (row for _, row in read(run_dir) if row is not None and row["update"] <= update):
+            if row["update"] in logged and "chain" in row:  # a signal came after its log point
+                logged[row["update"]].update({**row, **logged[row["update"]]})
+                continue
+            rows.append(row)
+            if not is_evaluation(row):
+                logged[row["update"]] = row
     write_whole(run_dir / METRICS, "".join(json.dumps(row) + "\n" for row in rows))
     for events in run_dir.glob("events.out.tfevents.*"):
         events.unlink()

@@ -5,13 +5,14 @@ size is known beforehand, under fixed names.
 """
 
 import hashlib
+import io
 import os
 import re
 import stat
 import tarfile
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from types import ModuleType
@@ -25,8 +26,14 @@ from cleanba.trust import mark_downloaded
 DOWNLOADS = Path("runs/hub")
 UNPACKED = Path("runs/unpacked")
 NEEDED = ("config.json", "model.msgpack")
+NEEDED_WHOLE = ("config.json", METRICS)
 MOST_BYTES = {"config.json": 2**20, "model.msgpack": 2**31 + 2**20, "result.json": 2**24, METRICS: 2**30}
 """the files that are taken from a run from elsewhere, and the largest size of each"""
+PARTS = ("checkpoints", "memory", "actors")
+"""the folders that `cleanba verify` needs besides"""
+MOST_PARTS_BYTES = 2**36  # of all files in these folders together
+PART_OF_NAME = re.compile(r"(?!\.\.?$)[\w.-]{1,200}", re.ASCII)
+MOST_DEPTH = 8
 MOST_MEMBERS = 100_000  # of an archive
 REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 ARCHIVES = (".zip", ".tar", ".tar.gz", ".tgz", ".tar.xz", ".tar.bz2")
@@ -48,6 +55,23 @@ def find_run(run: str | Path) -> Path:
     return unpack(path) if path.is_file() and path.name.lower().endswith(ARCHIVES) else path
 
 
+def find_whole_run(run: str | Path, scratch: Path) -> Path:
+    """As `find_run`, with the run's checkpoints and all that they need; an archive is unpacked into `scratch`.
+
+    A run from elsewhere holds config.json and metrics.jsonl, and need hold no model.
+
+    Raises:
+        UsageError: there is no such run.
+        Failure: the Hub could not be reached.
+    """
+    if str(run).startswith("hf://"):
+        return download(str(run), whole=True)
+    path = Path(run)
+    if path.is_file() and path.name.lower().endswith(ARCHIVES):
+        return unpack(path, scratch)
+    return path
+
+
 def require_hub() -> ModuleType:
     """Import the optional library huggingface_hub.
 
@@ -62,10 +86,12 @@ def require_hub() -> ModuleType:
     return huggingface_hub
 
 
-def download(reference: str) -> Path:
+def download(reference: str, whole: bool = False) -> Path:
     """Download hf://user/repo or hf://user/repo@revision to a run directory with config.json and model.msgpack.
 
     The directory lies under `runs/hub/`.  Files are downloaded again only if they have changed.
+
+    whole: with the run's checkpoints and all that they need; its model is not necessary then.
 
     Raises:
         UsageError: the reference is malformed, names no uploaded run, or names one that is too large.
@@ -79,11 +105,16 @@ def download(reference: str) -> Path:
     try:
         api = hub.HfApi(library_name="cleanba")
         commit = api.repo_info(repo_id, revision=revision or None).sha
-        sizes = {item.path: getattr(item, "size", None) for item in api.list_repo_tree(repo_id, revision=commit)}
+        tree = api.list_repo_tree(repo_id, revision=commit, recursive=whole)
+        sizes = {item.path: getattr(item, "size", None) for item in tree}
         wanted = [name for name in MOST_BYTES if name in sizes]
         for name in wanted:
             require_size(reference, name, sizes[name])
-        lacking = [name for name in NEEDED if name not in wanted]
+        if whole:
+            parts = [name for name, size in sizes.items() if size is not None and is_part(PurePosixPath(name))]
+            require_room_for_parts(reference, sum(sizes[name] or 0 for name in parts))
+            wanted += parts
+        lacking = [name for name in (NEEDED_WHOLE if whole else NEEDED) if name not in wanted]
         require(not lacking, f"{reference} is not a model of Cleanba: it has no {' and no '.join(lacking)}")
         hub.snapshot_download(repo_id, revision=commit, local_dir=folder, allow_patterns=wanted)
     except UsageError:
@@ -107,6 +138,21 @@ def require_size(source: str, name: str, size: int | None) -> None:
     )
 
 
+def is_part(path: PurePosixPath) -> bool:
+    """Whether a path within a run is that of a file in one of `PARTS`, with plain names all the way."""
+    known = 1 < len(path.parts) <= MOST_DEPTH and path.parts[0] in PARTS
+    return known and all(PART_OF_NAME.fullmatch(part) for part in path.parts)
+
+
+def require_room_for_parts(source: str, size: int) -> None:
+    """Raise `UsageError` if a foreign run's checkpoints are too large."""
+    require(
+        size <= MOST_PARTS_BYTES,
+        f"{source} has checkpoints of {size / 1e9:,.1f} GB, where {MOST_PARTS_BYTES / 1e9:,.0f} GB is the most; "
+        "choose another run",
+    )
+
+
 # Archives
 
 
@@ -118,10 +164,13 @@ class Member(NamedTuple):
     open: Callable[[], IO[bytes] | None]
 
 
-def unpack(archive: Path) -> Path:
+def unpack(archive: Path, whole: Path | None = None) -> Path:
     """Unpack the files that are needed from a .zip or .tar of a run directory, to a directory in `runs/unpacked/`.
 
     The archive does not decide where files are written: each is copied under its own known name.
+
+    whole: a directory to unpack to in place of that one, with checkpoints and all that they need.  The model is not
+        necessary then.
 
     Raises:
         UsageError: the archive cannot be read, holds no run or more than one, or holds files that are too large.
@@ -130,13 +179,25 @@ def unpack(archive: Path) -> Path:
     try:
         with _members(archive) as members:
             files: dict[PurePosixPath, dict[str, Member]] = {}
+            others: list[Member] = []
             for count, member in enumerate(members):
                 require(count < MOST_MEMBERS, f"{source} has more than {MOST_MEMBERS:,} files; choose another run")
                 if member.path.name in MOST_BYTES:
                     files.setdefault(member.path.parent, {})[member.path.name] = member
-            runs = [found for found in files.values() if "config.json" in found]
+                else:
+                    others.append(member)
+            runs = [parent for parent, found in files.items() if "config.json" in found]
             require(len(runs) == 1, f"{source} holds {len(runs) or 'no'} runs; name an archive of one run's directory")
-            (found,) = runs
+            (home,) = runs
+            found = files[home]
+            if whole is not None:
+                require(METRICS in found, f"{source} has no {METRICS}; choose another run")
+                mark_downloaded(whole, source)
+                for name, member in found.items():
+                    require_size(source, name, member.size)
+                    _copy(source, member, whole / name)
+                _copy_parts(source, home, others, whole)
+                return whole
             require(
                 "model.msgpack" in found,
                 f"{source} has no model.msgpack, and checkpoints are not read from an archive; train with "
@@ -162,6 +223,21 @@ def unpack(archive: Path) -> Path:
             raise
         raise UsageError(f"{source} cannot be unpacked ({error}); choose another archive") from error
     return folder
+
+
+def _copy_parts(source: str, home: PurePosixPath, members: Iterable[Member], folder: Path) -> None:
+    """Copy the files of `PARTS`, in the archive's order."""
+    room = MOST_PARTS_BYTES
+    for member in members:
+        if not member.path.is_relative_to(home) or not is_part(member.path.relative_to(home)):
+            continue
+        to = folder / member.path.relative_to(home)
+        to.parent.mkdir(parents=True, exist_ok=True)
+        with member.open() or io.BytesIO() as stream, open(to, "wb") as file:
+            while part := stream.read(2**20):
+                room -= len(part)
+                require_room_for_parts(source, MOST_PARTS_BYTES - room)
+                file.write(part)
 
 
 def _copy(source: str, member: Member, to: Path) -> None:

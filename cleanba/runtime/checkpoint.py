@@ -25,8 +25,9 @@ import jax
 import numpy as np
 
 from cleanba.algorithm import P, S
+from cleanba.config import Retention
 from cleanba.errors import Failure
-from cleanba.files import Json, write_whole
+from cleanba.files import METRICS, Json, write_whole
 from cleanba.rollout import PyTree
 from cleanba.runtime import memory, records
 from cleanba.runtime.digests import tree_digest
@@ -74,6 +75,17 @@ class Saved(NamedTuple, Generic[S, P]):
     """this process's actors, by number; empty where environments start afresh after this update"""
 
 
+class _Policy(NamedTuple):
+    """`Retention` as Orbax asks for it."""
+
+    retention: Retention
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: object) -> list[bool]:
+        """For each checkpoint, by its `step`, whether it stays."""
+        kept = set(self.retention.kept(one.step for one in checkpoints))
+        return [one.step in kept for one in checkpoints]
+
+
 class Restored(NamedTuple, Generic[S, P]):
     """The checkpoint to continue from, if there is one."""
 
@@ -91,13 +103,15 @@ class Checkpoints:
     def __init__(
         self,
         run_dir: Path,
-        keep: int,
+        keep: int | str,
         like_memory: PyTree = (),
         shards: range = range(0),
         actors: range = range(0),
         fresh_after: Callable[[int], bool] = lambda update: True,
     ):
         """`like_memory` has the shapes of one shard's memory; `shards` and `actors` are this process's.
+
+        keep: which checkpoints stay, as --keep-checkpoints says.
 
         fresh_after: update -> whether environments start afresh after it, so that actors are not saved.
         """
@@ -106,7 +120,7 @@ class Checkpoints:
         for name in ("absl", "asyncio"):  # Orbax logs every step; damage is reported here
             logging.getLogger(name).setLevel(logging.CRITICAL)
         self._ocp = ocp
-        self.run_dir, self._keep = run_dir, keep
+        self.run_dir, self._retention = run_dir, Retention.parse(keep)
         self._folder = (run_dir / "checkpoints").absolute()
         self._like_memory = like_memory
         self._shards = shards if jax.tree.leaves(like_memory) else range(0)
@@ -123,7 +137,7 @@ class Checkpoints:
             self._folder,
             item_names=(ARRAYS, COUNTERS),
             options=ocp.CheckpointManagerOptions(
-                max_to_keep=keep,
+                preservation_policy=_Policy(self._retention),
                 create=False,
                 enable_async_checkpointing=False,  # `save` has a thread for it
                 multiprocessing_options=_alone("save"),
@@ -207,6 +221,8 @@ class Checkpoints:
 
     def _commit(self, saved: Saved[Any, Any], digests: Sequence[str]) -> None:
         """Write the learner's state, the last part: where it is, the checkpoint is whole."""
+        with contextlib.suppress(FileNotFoundError), open(self.run_dir / METRICS, "rb+") as log:
+            os.fsync(log.fileno())  # else a power failure may leave a checkpoint without its digests in the log
         arrays = {"state": saved.state, "older_params": saved.older_params}
         counters = {**saved.counters, "digest": tree_digest(arrays), "memory": [*digests]}
         leaves = {f"{i:05d}": np.asarray(x) for i, x in enumerate(jax.tree.leaves(arrays))}
@@ -240,7 +256,7 @@ class Checkpoints:
         if self.keeps_parts and self._known:
             last = self._known[-1]
             self.wait_for_all(last, LATE_SECONDS)
-            keep = sorted({*updates_kept(self.run_dir), last})[-self._keep :]  # the main process may not be done
+            keep = self._retention.kept({*updates_kept(self.run_dir), last})  # the main process may not be done
             self._guarded(lambda: self._prune(keep))
 
     def _prune(self, keep: Sequence[int]) -> None:
@@ -339,8 +355,12 @@ def _alone(use: str) -> "ocp.options.MultiprocessingOptions":
     )
 
 
-def read_arrays(run_dir: Path, update: int) -> list[np.ndarray]:
-    """All arrays of one checkpoint, in order, without their structure."""
+def read_arrays(run_dir: Path, update: int, shapes: Sequence[tuple[int, ...]] | None = None) -> list[np.ndarray]:
+    """All arrays of one checkpoint, in order, without their structure.
+
+    Raises:
+        ValueError: they have other shapes than these, if any are given.  They are not read then.
+    """
     import orbax.checkpoint as ocp
 
     logging.getLogger("absl").setLevel(logging.CRITICAL)
@@ -350,7 +370,10 @@ def read_arrays(run_dir: Path, update: int) -> list[np.ndarray]:
         tree = getattr(metadata, "item_metadata", metadata)
         if tree is None:
             raise ValueError("its list of arrays is damaged")
-        like = {k: np.zeros(v.shape, v.dtype) for k, v in dict(tree).items()}
+        known = dict(tree)
+        if shapes is not None and [tuple(known[k].shape) for k in sorted(known)] != [*shapes]:
+            raise ValueError("its arrays are not those of this network")
+        like = {k: np.zeros(v.shape, v.dtype) for k, v in known.items()}
         restored = checkpointer.restore((run_dir / "checkpoints" / str(update) / ARRAYS).absolute(), like)
     return [np.asarray(restored[k]) for k in sorted(restored)]
 
@@ -372,9 +395,7 @@ def _read(run_dir: Path, update: int, like_state: S, like_params: P) -> Saved[S,
     """One checkpoint without its memory.  Raises whatever Orbax raises, and `ValueError`, if it is damaged."""
     leaves_like, structure = jax.tree.flatten({"state": like_state, "older_params": like_params})
     counters = json.loads((run_dir / "checkpoints" / str(update) / COUNTERS / "metadata").read_text())
-    leaves = read_arrays(run_dir, update)
-    if [x.shape for x in leaves] != [x.shape for x in leaves_like]:
-        raise ValueError("its arrays are not those of this network")
+    leaves = read_arrays(run_dir, update, [x.shape for x in leaves_like])
     arrays = jax.tree.unflatten(structure, leaves)
     if counters.pop("digest") != tree_digest(arrays):
         raise ValueError("its checksum does not match")

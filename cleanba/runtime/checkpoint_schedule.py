@@ -36,9 +36,19 @@ class CheckpointSchedule:
     """
 
     def __init__(
-        self, schedule: Schedule, frequency: int | None, whole_epochs: bool, devices: Devices, progress: Progress[Any]
+        self,
+        schedule: Schedule,
+        frequency: int | None,
+        whole_epochs: bool,
+        devices: Devices,
+        progress: Progress[Any],
+        every: int = 0,
     ):
-        """`frequency` is in updates; 0 means never, None by time.  With `whole_epochs`, only ends of epochs count."""
+        """`frequency` is in updates; 0 means never, None by time.  With `whole_epochs`, only ends of epochs count.
+
+        every: a checkpoint is taken at each multiple of so many updates, whatever `frequency` says; 0: none.
+        """
+        self._every = every
         self._schedule, self._frequency, self._whole_epochs = schedule, frequency, whole_epochs
         self._devices, self._progress = devices, progress
         self._next = time.perf_counter() + FIRST_SECONDS
@@ -67,11 +77,10 @@ class CheckpointSchedule:
 
     def decide(self, update: int) -> Decision:
         """What follows this update.  All processes must call this after every update."""
-        f = self._frequency
+        f, before = self._frequency, self._saveable_before(update)
         due = update == self._schedule.last
-        if f is not None:
-            due |= f > 0 and update // f > self._saveable_before(update) // f
-        elif self._whole_epochs:
+        due |= any(n > 0 and update // n > before // n for n in (f or 0, self._every))
+        if f is None and self._whole_epochs:
             due |= self._schedule.ends_epoch(update)
         now = time.perf_counter()
         timed = f is None and now >= self._next

@@ -1,25 +1,48 @@
-"""What this machine is: hardware, package versions, the Slurm job.  Recorded in config.json."""
+"""What this machine and this code are: hardware, versions, the Slurm job.  Recorded in config.json."""
 
+import json
 import os
 import platform
-from importlib.metadata import PackageNotFoundError, version
+import subprocess
+from contextlib import suppress
+from functools import cache
+from hashlib import sha256
+from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 
 import jax
 
 from cleanba import kernels
 
+ROOT = Path(__file__).parents[1]
+PACKAGES = (
+    *("cleanba", "jax", "jaxlib", "flax", "optax", "envpool", "numpy", "orbax-checkpoint"),
+    *("llvmlite", "gymnasium", "gymnax", "craftax"),
+    *("jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13", "nvidia-cublas-cu12"),
+)
+"""whose versions are recorded, where they are installed"""
+# Folders and modules of the package that decide nothing about what is trained.
+BESIDE_TRAINING = ("agents", "checks", "runs", "sweeps", "api.py", "cli.py", "completion.py", "trust.py")
+# What a processor's instruction sets begin with in /proc/cpuinfo: on x86-64, and on ARM.
+INSTRUCTIONS = (
+    *("sse", "ssse", "pni", "avx", "fma", "f16c", "bmi", "abm", "popcnt", "amx", "vaes", "vpclmul", "gfni"),
+    *("movbe", "adx", "asimd", "sve", "bf16", "i8mm"),
+)
+GIT_SECONDS = 5.0
+
 
 def describe_devices() -> dict[str, object]:
     """The hardware, package versions and Slurm job, for config.json."""
-    packages = ("cleanba", "jax", "jaxlib", "flax", "optax", "envpool", "numpy", "orbax-checkpoint")
     return {
-        "packages": {name: version(name) for name in packages if _installed(name)},
+        "packages": {name: version(name) for name in PACKAGES if _installed(name)},
+        "revision": revision(),
+        "code": code_digest(),
         "python": platform.python_version(),
         "device_kind": jax.local_devices()[0].device_kind,
         "local_devices": len(jax.local_devices()),
         "num_processes": jax.process_count(),
         "cpu": cpu_model(),
+        "processor": processor(),
         "cpu_cores": os.cpu_count(),
         "cpu_products": "direct" if kernels.in_use() else "xla",
         "cpu_threads": cpu_threads(os.environ.get("PJRT_NPROC"), len(jax.local_devices())),
@@ -30,6 +53,64 @@ def describe_devices() -> dict[str, object]:
 def cpu_threads(asked: str | None, devices: int) -> str | None:
     """XLA's number of CPU threads: PJRT_NPROC, but at least one per device; None where XLA chooses."""
     return str(max(int(asked), devices)) if asked and asked.isdigit() else asked
+
+
+@cache
+def revision() -> str:
+    """The code's revision: git's commit, with "+changes" where files differ from it; else the package's version.
+
+    The commit is that of the checkout that holds the package, or the one that pip installed it from.
+    """
+    try:
+        installed = json.loads(distribution("cleanba").read_text("direct_url.json") or "{}")
+        commit = installed.get("vcs_info", {}).get("commit_id")
+    except (PackageNotFoundError, ValueError, OSError):
+        commit = None
+    if not commit and (ROOT.parent / ".git").exists():
+        commit = _git("rev-parse", "HEAD")
+        if commit and _git("status", "--porcelain", "--", ROOT.name):
+            commit += "+changes"
+    return str(commit or (version("cleanba") if _installed("cleanba") else "unknown"))
+
+
+def _git(*words: str) -> str:
+    """What git says of the checkout that holds the package; "" where it says nothing, or there is no git."""
+    with suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run(
+            ["git", "-C", str(ROOT.parent), *words], capture_output=True, text=True, timeout=GIT_SECONDS, check=True
+        )
+        return done.stdout.strip()
+    return ""
+
+
+@cache
+def code_digest() -> str:
+    """SHA-256 of the source files that take part in training: equal digests are equal code, whatever git says."""
+    digest = sha256()
+    files = [path for path in ROOT.rglob("*.py") if path.relative_to(ROOT).parts[0] not in BESIDE_TRAINING]
+    for path in sorted(files, key=lambda path: path.relative_to(ROOT).as_posix()):
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(ROOT).as_posix()} {len(content)}\n".encode() + content)
+    return f"sha256:{digest.hexdigest()}"
+
+
+def processor() -> dict[str, str]:
+    """The processor as far as compiled code depends on it: its architecture, family and instruction sets."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    known: dict[str, str] = {}
+    for name, colon, value in (line.partition(":") for line in lines):
+        if colon:
+            known.setdefault(name.strip(), value.strip())  # of the first core
+    named = ("vendor_id", "cpu family", "model", "CPU implementer", "CPU part")
+    flags = known.get("flags", known.get("Features", "")).split()
+    return {
+        "machine": platform.machine(),
+        "family": " ".join(known[name] for name in named if name in known),
+        "instructions": " ".join(sorted(flag for flag in flags if flag.startswith(INSTRUCTIONS))),
+    }
 
 
 def slurm_job() -> dict[str, str | int] | None:

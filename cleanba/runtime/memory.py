@@ -326,6 +326,11 @@ class MemoryStore:
         return np.ascontiguousarray(part).tobytes()
 
 
+def digest_of(like: PyTree, shard: SavedShard) -> str:
+    """The digest of one shard's memory as a checkpoint has it; `like` has the shapes of its arrays."""
+    return _digest(leaves_of(like), shard.chunks)
+
+
 def learner_digest(state_digest: str, shards: Iterable[str]) -> str:
     """SHA-256 over the digests of the learner's state and of every shard's memory, in their order."""
     return f"sha256:{sha256(' '.join([state_digest, *shards]).encode()).hexdigest()}"
@@ -391,6 +396,8 @@ def _read_shard(home: Path, update: int, leaves: list[Leaf], digest: str) -> Sav
                 if chunk.sha != _zeros((stop - start) * leaf.row_bytes):
                     raise ValueError(f"{where} is damaged: it calls rows zero that are not")
             else:
+                if chunk.size != (stop - start) * leaf.row_bytes:
+                    raise ValueError(f"{where} is damaged: a chunk has another size than its rows")
                 data = np.frombuffer(_read_chunk(home, chunk), leaf.dtype)
                 if leaf.shape:
                     array[start:stop] = data.reshape(stop - start, *leaf.shape[1:])
@@ -403,6 +410,8 @@ def _read_shard(home: Path, update: int, leaves: list[Leaf], digest: str) -> Sav
 def _read_chunk(home: Path, chunk: Chunk) -> bytes:
     assert chunk.pack is not None
     where = f"{FOLDER}/{home.name}/{chunk.pack}"
+    if Path(chunk.pack).name != chunk.pack:
+        raise ValueError(f"{where} lies outside of its folder")
     try:
         with open(home / chunk.pack, "rb") as file:
             file.seek(chunk.offset)

@@ -258,6 +258,8 @@ def read(home: Path, update: int) -> SavedActor:
             arrays[field].append(leaf)
             at += leaf.nbytes
     for file, size, expected in header["files"]:
+        if Path(file).name != file:
+            raise ValueError(f"{where(file)} lies outside of its folder")
         _check(home / file, where(file), size, expected)
     actions = [(home / file, size) for file, size, _ in header["files"]]
     return SavedActor(

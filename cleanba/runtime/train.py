@@ -122,20 +122,29 @@ def learn(
     schedule, saved, status = training.schedule, training.saved, progress.status
     params_of = training.algorithm.actor_params
     save_schedule = CheckpointSchedule(
-        schedule, training.checkpoint_frequency, not training.repeatable, training.devices, progress
+        schedule,
+        training.checkpoint_frequency,
+        not training.repeatable,
+        training.devices,
+        progress,
+        training.checkpoint_every,
     )
     publish = Publisher(learner, params_channels)
 
     def save(update: int) -> None:
         """Save what this update made, and version `update`: concurrent actors collect the next rollout with it."""
         before = time.perf_counter()
-        writer.snapshot(update, state, memory)
-        writer.save(update, state, publish.newest(update), log.counters(), not schedule.ends_epoch(update))
+        counters = log.counters()
+        log.write_digests(update, counters, writer.snapshot(update, state, memory))
+        counters |= {"chain": training.chain.state} if training.chain is not None else {}
+        writer.save(update, state, publish.newest(update), counters, not schedule.ends_epoch(update))
         progress.saved_update = update
         save_schedule.note_saved(writer.seconds + time.perf_counter() - before)
 
     first_to_learn = getattr(training.experiment, "first_to_learn", 0)
-    log = TrainingLog(schedule, training.log_frequency, training.devices, progress, write_log_point, first_to_learn)
+    log = TrainingLog(
+        schedule, training.log_frequency, training.devices, progress, write_log_point, first_to_learn, training.chain
+    )
     status.phase = "compiling the update"
     block_shapes = training.block_shapes
     progress.state = state = first_state(training, learner)
@@ -188,7 +197,8 @@ def learn(
         if training.after_update is not None:
             training.after_update(update, log.steps_so_far, learner.local(params_of(state)))
         if log.is_log_point(update):
-            digests = writer.snapshot(update, state, memory) if schedule.logs_digests(update) else {}
+            takes = saving or schedule.logs_digests(update)
+            digests = writer.snapshot(update, state, memory) if takes else {}
             log.write(update, metrics, digests)
         if saving:
             save(update)

@@ -11,6 +11,7 @@ from cleanba.config import Experiment, Partition
 from cleanba.environments.backends import Envs, open_envs, threads_per_actor
 from cleanba.environments.specs import EnvSpec
 from cleanba.rollout import Rollout
+from cleanba.runtime.chain import Chain
 from cleanba.runtime.checkpoint import Checkpoints, Saved
 from cleanba.runtime.devices import Devices
 from cleanba.runtime.learner import abstract_block, memory_shapes
@@ -39,6 +40,10 @@ class Training(Generic[S, M, P, C]):
     """the initial state, on the host -> the same with another run's parameters (--init-from)"""
     checkpoint_frequency: int | None = None
     """updates between checkpoints; 0: none but the last; None: by time"""
+    checkpoint_every: int = 0
+    """a checkpoint is taken at each multiple of so many updates in any case; 0: none"""
+    chain: Chain | None = None
+    """what links the digests in the log; None: they are not linked"""
     repeatable: bool = True
     """whether environments repeat themselves given the same seeds and actions; if not, checkpoints are taken only at
     ends of epochs"""

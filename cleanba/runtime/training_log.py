@@ -11,6 +11,7 @@ import numpy as np
 from cleanba.algorithm import Metrics
 from cleanba.errors import NotFinite
 from cleanba.files import Json
+from cleanba.runtime.chain import Chain
 from cleanba.runtime.devices import Devices
 from cleanba.runtime.metrics import Status
 from cleanba.runtime.progress import Progress
@@ -36,8 +37,10 @@ LOGGED = {
     "stats/params_wait_time": "of these: waiting for parameters",
     "stats/learner_rollout_wait_time": "seconds since the log point before in which the learner waited for rollouts",
     "stats/learner_update_time": "seconds since the log point before in which it updated",
-    "params_digest": "SHA-256 of the parameters that act; at the end, and where environments start afresh",
+    "params_digest": "SHA-256 of the parameters that act: at every checkpoint, and where environments start afresh",
     "learner_digest": "SHA-256 of all that the learner keeps, at the same points",
+    "chain": "SHA-256 of these two together with the link before it ([verify](../guides/verify.md))",
+    "made_by": "code, packages and processor that computed it; in the first link, and where they change",
 }
 """What a log point holds besides what the algorithm logs: name -> meaning."""
 
@@ -59,8 +62,13 @@ class TrainingLog:
         progress: Progress[Any],
         write_log_point: WriteLogPoint,
         first_to_learn: int = 0,
+        chain: Chain | None = None,
     ):
-        """`first_to_learn` is the first update with gradient steps; earlier ones are no guide to the remaining time."""
+        """`first_to_learn` is the first update with gradient steps; earlier ones are no guide to the remaining time.
+
+        chain: links the digests that are logged, as those of a checkpoint that the run continues from are already.
+        """
+        self._chain, self._linked = chain, progress.saved_update
         self._schedule, self._log_frequency, self._devices = schedule, log_frequency, devices
         self._first_to_learn, self._last_update = (
             first_to_learn,
@@ -148,9 +156,22 @@ class TrainingLog:
         values |= {f"stats/{name}_time": seconds for name, seconds in actor_times.items()}
         values |= {f"stats/learner_{name}_time": seconds for name, seconds in learner_times.items()}
         bottleneck = name_bottleneck(actor_times, learner_times, self._schedule.concurrency)
-        values |= {"stats/bottleneck": bottleneck, **digests}
+        values |= {"stats/bottleneck": bottleneck, **self._link(update, digests)}
         self._write_log_point(update, statistics.global_step, now - self._began, values)
         fill_status(progress.status, statistics, values, actor_times, learner_times, interval, bottleneck)
+
+    def write_digests(self, update: int, counters: Json, digests: dict[str, str]) -> None:
+        """Log the digests of a checkpoint in a row of their own, unless the log point of this update has them."""
+        if self._linked != update:
+            step = counters["global_step"]
+            self._write_log_point(update, step, time.perf_counter() - self._began, self._link(update, digests))
+
+    def _link(self, update: int, digests: dict[str, str]) -> Json:
+        """Digests as a row has them, with their link of the chain."""
+        if not digests:
+            return {}
+        self._linked = update
+        return {**digests, **(self._chain.extend(update, digests) if self._chain is not None else {})}
 
     def counters(self) -> Json:
         """What a checkpoint keeps of the log."""

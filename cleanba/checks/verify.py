@@ -1,0 +1,414 @@
+"""`cleanba verify RUN`: whether a run's results are what its code computes, as far as parts of it tell.
+
+A run's log has digests of the learner, each linked to the one before it (`runtime/chain.py`).  Between two kept
+checkpoints lies a segment.  Some of them are computed again here, from the checkpoint at their start, and what comes
+out must have the digests that the log has.  docs/guides/verify.md says what that proves, and what not.
+"""
+
+import random
+import secrets
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+import jax
+import tyro
+
+from cleanba.agents.initial import recorded
+from cleanba.checks.recompute import Rerun, digests_of, open_rerun, read_checkpoint, recompute
+from cleanba.config import Experiment, Placement, Range, check_values, read_experiment, require
+from cleanba.environments import jax_envs
+from cleanba.environments.backends import repeatable
+from cleanba.errors import Exit, Failure, Interrupted, UsageError, printable
+from cleanba.files import METRICS, Json
+from cleanba.flags import FLAGS
+from cleanba.runs import log
+from cleanba.runs.remote import find_whole_run
+from cleanba.runtime import chain
+from cleanba.runtime.chain import DIGESTS, Linked
+from cleanba.runtime.checkpoint import read_model, updates_kept
+from cleanba.runtime.digests import params_digest
+from cleanba.runtime.hardware import describe_devices
+
+SEGMENTS = 3  # that are drawn, if no flag says how many
+Reason = Literal["processor", "packages", "revision"]
+
+
+@dataclass(frozen=True)
+class Verify:
+    """Compute parts of a run again, on the devices that are here, and compare them with the digests that it recorded.
+
+    Exit code 0: the same bits.  1: they differ, or the run's records contradict each other.  3: nothing was computed,
+    as its processor, packages or code were others, so that the bits need not agree.
+    """
+
+    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """directory of the run, hf://user/repository for an uploaded one, or an archive of its directory"""
+    segments: Annotated[int | None, Range(1, 10**9)] = None
+    """segments between kept checkpoints to draw (None: 3, or as many as --fraction takes)"""
+    fraction: Annotated[float | None, Range(0, 1, open_low=True)] = None
+    """share of the run's updates to compute; together with --segments, each of them is computed only so far that the
+    share is not exceeded"""
+    from_update: Annotated[int | None, tyro.conf.arg(name="from")] = None
+    """compute from the checkpoint after this update on; 0: from the beginning"""
+    to_update: Annotated[int | None, tyro.conf.arg(name="to")] = None
+    """compute up to this update"""
+    seed: Annotated[int | None, Range(0, 2**63)] = None
+    """seed of the draw (None: another one each time, which is shown)"""
+    actor_device_ids: tuple[int, ...] = (0,)
+    """devices that act, by local index"""
+    learner_device_ids: tuple[int, ...] = (0,)
+    """devices that learn, by local index"""
+    despite: tuple[Reason, ...] = ()
+    """compute although the processor, the packages or the revision of the code are not those of the run"""
+    trust_remote_code: bool = False
+    """of a run that was downloaded or unpacked: import and call what its config.json names (docs/guides/trust.md)"""
+
+
+class CannotCompare(Exception):
+    """The bits need not agree, so nothing is computed.  Exit code 3."""
+
+
+def verify_command(argv: Sequence[str]) -> Exit:
+    """`cleanba verify`."""
+    flags = tyro.cli(Verify, args=argv, prog="cleanba verify", registry=FLAGS)
+    check_values(flags)
+    ranged = flags.from_update is not None or flags.to_update is not None
+    require(
+        not ranged or flags.segments is flags.fraction is flags.seed is None,
+        "--from and --to say what is computed, and --segments, --fraction and --seed draw it; give only one kind",
+    )
+    with tempfile.TemporaryDirectory(prefix="cleanba-verify-") as scratch:
+        try:
+            same = verify(find_whole_run(flags.run, Path(scratch)), flags)
+        except CannotCompare as why:
+            print(f"cleanba: {printable(str(why))}", file=sys.stderr)
+            return Exit(3)
+        except Interrupted as error:
+            print(f"cleanba: {error}", file=sys.stderr)
+            return Exit(128 + error.signum)
+    return Exit(0 if same else 1)
+
+
+def verify(run_dir: Path, flags: Verify) -> bool:
+    """Verify a run, and print what was found.  Returns whether all that was compared is the same.
+
+    Raises:
+        UsageError: there is no such run, or it has no such update.
+        CannotCompare: its bits need not agree with those that would be computed here.
+        Failure: a checkpoint is damaged, or something outside the code failed.
+    """
+    experiment = read_experiment(run_dir)
+    rows = read_rows(run_dir)
+    checked = chain.check(rows, experiment)
+    linked = {row.update: row for row in checked.rows}
+    if checked.broken:
+        print(f"{flags.run}: {checked.broken}")
+        return False
+    if not linked:
+        raise CannotCompare(
+            f"{flags.run} has no chain of digests: it was trained by an earlier version, or nothing of it was kept"
+        )
+    placement = Placement(flags.actor_device_ids, flags.learner_device_ids)
+    with open_rerun(run_dir, placement, flags.trust_remote_code) as rerun:
+        wrong = contradictions(rerun, linked)
+        if wrong:
+            print("\n".join(f"{flags.run}: {what}" for what in wrong))
+            return False
+        print(introduction(flags.run, rerun, checked))
+        require_repeatable(flags.run, rerun)
+        there = segments_of(rerun, linked)
+        chosen = choose(there, linked, rerun.experiment, flags)
+        require_comparable(flags, rerun, chosen, linked)
+        return compute(rerun, chosen, len(there), linked, flags)
+
+
+def read_rows(run_dir: Path) -> list[Json]:
+    """The rows of a run's log.
+
+    Raises:
+        UsageError: it cannot be read.
+    """
+    try:
+        return [row for _, row in log.read(run_dir) if row is not None]
+    except OSError as error:
+        raise UsageError(
+            f"{run_dir}/{METRICS} cannot be read ({error.strerror}); name the directory of a run"
+        ) from None
+
+
+def introduction(name: str, rerun: Rerun, checked: chain.Checked) -> str:
+    """What the run is, and that its chain holds."""
+    last, e = checked.rows[-1], rerun.experiment
+    words = (
+        f"{name}: {rerun.recipe.name} on {printable(e.env_id)}, {e.num_updates:,} updates; checkpoints kept: "
+        f"{len(updates_kept(rerun.run_dir))}\n"
+        f"the chain holds: {len(checked.rows)} digests, up to update {last.update:,}, last link {last.link}"
+    )
+    if checked.unlinked:
+        words += (
+            f"\nit begins at update {checked.rows[0].update:,}; an earlier version logged digests before, at "
+            f"{len(checked.unlinked)} updates, which vouch for nothing"
+        )
+    return words
+
+
+# ------------------------------------------------------------------------------------- what the run says of itself
+
+
+def contradictions(rerun: Rerun, linked: Mapping[int, Linked]) -> list[str]:
+    """What a run's files say against its log, one sentence each: its result, its model, its newest checkpoint."""
+    last = linked[max(linked)]
+    found = []
+    result = log.read_result(rerun.run_dir)
+    finished = result.get("status") == "finished"
+    if finished and last.update != rerun.experiment.num_updates:
+        found.append(
+            f"the chain ends at update {last.update}, but the run has finished with {rerun.experiment.num_updates}"
+        )
+    elif finished and any(result.get(name) != getattr(last, name) for name in DIGESTS):
+        found.append(f"result.json has other digests than the log has after its last update, {last.update}")
+    model = rerun.run_dir / "model.msgpack"
+    if model.exists():
+        like = jax.eval_shape(rerun.algorithm.actor_params, jax.eval_shape(rerun.algorithm.init, jax.random.key(0)))
+        digest = params_digest(read_model(model, like))
+        logged = [row.update for row in linked.values() if row.params_digest == digest]
+        if not logged or (finished and logged[-1] != last.update):
+            found.append(f"model.msgpack holds parameters with the digest {digest}, which is not in the log")
+    found += [
+        f"checkpoint {update} has no digests in the log"
+        for update in updates_kept(rerun.run_dir)
+        if update > last.update
+    ]
+    newest = [update for update in updates_kept(rerun.run_dir) if update in linked][-1:]
+    for update in newest:
+        found += checkpoint_differs(linked[update], digests_of(rerun, read_checkpoint(rerun, update)))
+    return found
+
+
+def checkpoint_differs(row: Linked, digests: Mapping[str, str]) -> list[str]:
+    """That a checkpoint holds something else than the log says, as a sentence; nothing if it does not."""
+    names = [name for name in DIGESTS if digests[name] != getattr(row, name)]
+    return [
+        f"checkpoint {row.update} is not the one that was logged: its {name} is {digests[name]}, and in the log "
+        f"{getattr(row, name)}"
+        for name in names[:1]
+    ]
+
+
+# --------------------------------------------------------------------------------------------- what can be compared
+
+
+def require_repeatable(name: str, rerun: Rerun) -> None:
+    """Raise `CannotCompare` for experiments that never repeat their bits."""
+    e = rerun.experiment
+    if not e.deterministic:
+        raise CannotCompare(f"{name} was trained with --no-deterministic, so no two computations of it need agree")
+    if not repeatable(rerun.training.spec):
+        raise CannotCompare(f"{name}: {printable(e.env_id)} does not follow its seed, so no two computations agree")
+
+
+def require_comparable(flags: Verify, rerun: Rerun, chosen: Sequence["Segment"], linked: Mapping[int, Linked]) -> None:
+    """Raise `CannotCompare` unless code, packages and processor are those of the run, or --despite names what is not.
+
+    What differs is said in any case.
+    """
+    here = chain.made_by(describe_devices())
+    found: dict[Reason, str] = {}
+    for segment in chosen:
+        for update in segment.digests:
+            found |= differences(linked[update].made_by, here, rerun.experiment)
+    words = "; ".join(found.values())
+    missing = [reason for reason in found if reason not in flags.despite]
+    if missing:
+        raise CannotCompare(
+            f"{flags.run} was computed with other {words}. Bits need not agree then, so nothing was computed; "
+            f"--despite {' '.join(found)} computes nevertheless"
+        )
+    if found:
+        print(printable(f"warning: {flags.run} was computed with other {words}; the bits need not agree"))
+
+
+def differences(there: Json, here: Json, e: Experiment) -> dict[Reason, str]:
+    """What differs between two records of code and machine, of what bits depend on: reason -> words."""
+    found: dict[Reason, str] = {}
+    if there.get("code") != here["code"]:
+        found["revision"] = f"code (revision {_short(there.get('revision'))} there, {_short(here['revision'])} here)"
+    a, b = (_packages(side.get("packages"), e) for side in (there, here))
+    others = [
+        f"{name} {a.get(name)} there, {b.get(name)} here" for name in sorted({*a, *b}) if a.get(name) != b.get(name)
+    ]
+    if others:
+        found["packages"] = f"packages ({', '.join(others)})"
+    names = ["device_kind", "processor"]
+    if here["device_kind"] == "cpu":
+        names.append("cpu_products")
+        if here["cpu_products"] == "xla":  # whose libraries look at the caches too
+            names += ["cpu", "cpu_threads"]
+    if any(there.get(name) != here[name] for name in names):
+        found["processor"] = f"processor ({_machine(there)} there, {_machine(here)} here)"
+    return found
+
+
+def _packages(versions: Any, e: Experiment) -> dict[str, str]:
+    """The versions of the packages that the bits of this experiment depend on."""
+    suite, colon, _ = e.env_id.partition(":")
+    unused = {"cleanba", "orbax-checkpoint"}  # the code has a digest of its own; Orbax only writes files
+    unused |= set(jax_envs.SUITES) - {suite}
+    unused |= {"envpool"} if colon else set()
+    unused |= {"gymnasium"} if not colon or suite in jax_envs.SUITES or suite == "jax" else set()
+    known = versions if isinstance(versions, dict) else {}
+    return {name: str(version) for name, version in known.items() if name not in unused}
+
+
+def _machine(side: Json) -> str:
+    """A machine in a few words."""
+    processor = side.get("processor") if isinstance(side.get("processor"), dict) else {}
+    assert isinstance(processor, dict)
+    words = [str(side.get("cpu"))] if side.get("device_kind") == "cpu" else [str(side.get("device_kind"))]
+    words += [f"family {processor.get('family')}", f"products by {side.get('cpu_products')}"]
+    return ", ".join(words)
+
+
+def _short(revision: object) -> str:
+    commit, plus, changes = str(revision).partition("+")
+    return commit[:12] + plus + changes
+
+
+# ------------------------------------------------------------------------------------------------ what is computed
+
+
+class Segment(NamedTuple):
+    """A part of a run: from one kept checkpoint to the next, or a part of that."""
+
+    first: int
+    """the update whose checkpoint it begins with; 0: the beginning of the run"""
+    last: int
+    digests: tuple[int, ...]
+    """the updates after `first`, up to `last`, that have digests in the log; `last` is one of them"""
+
+    @property
+    def updates(self) -> int:
+        return self.last - self.first
+
+    def __str__(self) -> str:
+        return f"updates {self.first:,} to {self.last:,}"
+
+
+def starts_of(rerun: Rerun, linked: Mapping[int, Linked]) -> list[int]:
+    """The updates from which the run can be computed again, in order: those of kept checkpoints, and 0."""
+    kept = [update for update in updates_kept(rerun.run_dir) if update in linked and update < max(linked)]
+    can_begin = not rerun.experiment.init_from or "from" in recorded(rerun.run_dir)
+    return [0] * can_begin + kept
+
+
+def segment(first: int, last: int, linked: Iterable[int]) -> Segment:
+    """The segment with these ends."""
+    return Segment(first, last, tuple(sorted(update for update in linked if first < update <= last)))
+
+
+def segments_of(rerun: Rerun, linked: Mapping[int, Linked]) -> list[Segment]:
+    """All segments of a run, in order."""
+    starts = starts_of(rerun, linked)
+    return [segment(a, b, linked) for a, b in zip(starts, [*starts[1:], max(linked)], strict=True)] if starts else []
+
+
+def choose(there: Sequence[Segment], linked: Mapping[int, Linked], e: Experiment, flags: Verify) -> list[Segment]:
+    """The segments to compute: those that the flags name, or some that are drawn.
+
+    Raises:
+        UsageError: there is no such update, or nothing that can be computed.
+    """
+    require(bool(there), f"{flags.run} keeps no checkpoint to begin from; train with --keep-checkpoints every:K")
+    if flags.from_update is not None or flags.to_update is not None:
+        return [named(there, linked, flags.from_update, flags.to_update)]
+    seed = secrets.randbelow(2**31) if flags.seed is None else flags.seed
+    order = random.Random(seed).sample(there, len(there))
+    total = (flags.fraction or 1.0) * e.num_updates
+    if flags.segments is None and flags.fraction is not None:
+        count = next((n for n in range(1, len(order)) if sum(s.updates for s in order[:n]) >= total), len(order))
+    else:
+        count = min(flags.segments or SEGMENTS, len(order))
+    drawn = sorted(order[:count])
+    if flags.segments is not None and flags.fraction is not None:
+        drawn = [shortened(one, total / count) for one in drawn]
+    if count < len(there):
+        print(f"drawn: {count} of {len(there)} segments (--seed {seed} draws them again)")
+    return drawn
+
+
+def shortened(whole: Segment, most: float) -> Segment:
+    """A segment up to the last digest within so many updates, or up to its first."""
+    within = [update for update in whole.digests if update - whole.first <= most] or whole.digests[:1]
+    return Segment(whole.first, within[-1], tuple(within))
+
+
+def named(there: Sequence[Segment], linked: Mapping[int, Linked], first: int | None, last: int | None) -> Segment:
+    """The part of a run that --from and --to name.
+
+    Raises:
+        UsageError: there is no checkpoint, or no digest, of such an update.
+    """
+    starts = [one.first for one in there]
+    if first is None:
+        first = max((start for start in starts if last is not None and start < last), default=starts[0])
+    close = ", ".join(map(str, sorted(starts, key=lambda start: abs(start - first))[:3]))
+    require(first in starts, f"--from {first}: no checkpoint of that update is kept; the closest are {close}")
+    if last is None:
+        last = next(one.last for one in there if one.first == first)
+    close = ", ".join(map(str, sorted((u for u in linked if u > first), key=lambda update: abs(update - last))[:3]))
+    require(
+        last in linked and last > first,
+        f"--to {last}: the log has no digests after that update, or it is not after update {first}; the closest are "
+        f"{close}",
+    )
+    return segment(first, last, linked)
+
+
+def compute(
+    rerun: Rerun, chosen: Sequence[Segment], all_segments: int, linked: Mapping[int, Linked], flags: Verify
+) -> bool:
+    """Compute these segments again, and print what came out.  Returns whether all digests are the same."""
+    wrong = []
+    for number, one in enumerate(chosen, 1):
+        title = f"{one}" + (f" ({number} of {len(chosen)})" if len(chosen) > 1 else "")
+        print(f"computing {title}: {len(one.digests)} digest{'s' * (len(one.digests) > 1)} to compare", flush=True)
+        found = differs(rerun, one, linked, title)
+        wrong += [f"{one}: {found}"] if found else []
+        print(f"{one}: {found or 'the same bits'}", flush=True)
+    share = sum(one.updates for one in chosen) / rerun.experiment.num_updates
+    ranged = flags.from_update is not None or flags.to_update is not None
+    what = f"{chosen[0]} recomputed" if ranged else f"{len(chosen)} of {all_segments} segments recomputed"
+    if not wrong:
+        print(f"{what}, {share:.1%} of the run: the same bits")
+        return True
+    print(f"{what}, {share:.1%} of the run: {len(wrong)} of {len(chosen)} differ")
+    print("\n".join(f"  {line}" for line in wrong))
+    return False
+
+
+def differs(rerun: Rerun, one: Segment, linked: Mapping[int, Linked], title: str) -> str:
+    """Compute a segment again: what differs from the log, as words; "" if nothing does."""
+    saved = None
+    if one.first:
+        try:
+            saved = read_checkpoint(rerun, one.first)
+        except Failure as damage:
+            return str(damage)
+        if found := checkpoint_differs(linked[one.first], digests_of(rerun, saved)):
+            return found[0]
+    found_digests = recompute(rerun, one.first, one.last, one.digests, saved, title)
+    same_until = one.first
+    for update in one.digests:
+        row = linked[update]
+        for name in DIGESTS:
+            if found_digests[update][name] != getattr(row, name):
+                return (
+                    f"the bits differ after update {update:,}, and are the same up to update {same_until:,}: {name} is "
+                    f"{found_digests[update][name]} here, and {printable(getattr(row, name))} in the log"
+                )
+        same_until = update
+    return ""
