@@ -35,6 +35,7 @@ from cleanba.agents.load import load
 from cleanba.algorithms.dqn import DQN
 from cleanba.algorithms.impala import IMPALA
 from cleanba.algorithms.ppo import PPO
+from cleanba.algorithms.pqn import PQN
 from cleanba.algorithms.sac import SAC
 from cleanba.algorithms.td3 import TD3
 from cleanba.config import (
@@ -70,6 +71,7 @@ __all__ = [
     "impala",
     "load",
     "ppo",
+    "pqn",
     "sac",
     "td3",
     "train",
@@ -83,7 +85,7 @@ class Spec:
     """What to train: an algorithm and its given flags.  `ppo` and the other algorithms' functions make one."""
 
     algorithm: str
-    """its name: "ppo", "impala", "dqn", "sac" or "td3" """
+    """its name: "ppo", "impala", "dqn", "pqn", "sac" or "td3" """
     flags: Mapping[str, Any] = field(default_factory=dict)
     """the flags that were given; presets and defaults decide the rest"""
     whole: Path | None = None
@@ -207,6 +209,7 @@ def _refuse(what: str, name: str, known: Collection[str]) -> NoReturn:
 ppo = _specify("ppo", PPO)
 impala = _specify("impala", IMPALA)
 dqn = _specify("dqn", DQN)
+pqn = _specify("pqn", PQN)
 sac = _specify("sac", SAC)
 td3 = _specify("td3", TD3)
 

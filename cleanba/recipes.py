@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Generic, NamedTuple, TypeAlias
 
 from cleanba.algorithm import Algorithm, AnyAlgorithm
-from cleanba.algorithms import dqn, impala, ppo, sac, td3
+from cleanba.algorithms import dqn, impala, ppo, pqn, sac, td3
 from cleanba.config import E, Partition, Settings
 from cleanba.environments.specs import EnvSpec
 from cleanba.kernels import compiled_for
@@ -92,6 +92,17 @@ RECIPES: dict[str, AnyRecipe] = {
         Play(greedy=True, epsilon=0.05),  # as CleanRL evaluates it; a deterministic policy may run in circles
         dqn.PRESETS,
         dqn.LOGGED,
+    ),
+    "pqn": Recipe(
+        "pqn",
+        "train with Q-learning from rollouts, without replay",
+        pqn.PQN,
+        pqn.check,
+        pqn.make,
+        Play(greedy=True, epsilon=0.05),  # as DQN
+        pqn.PRESETS,
+        pqn.LOGGED,
+        pqn.PROTOCOLS,
     ),
     "sac": Recipe(
         "sac",

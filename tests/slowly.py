@@ -53,6 +53,22 @@ def slow_gae(d: Data, gamma: float, lam: float) -> np.ndarray:
     return advantage
 
 
+def slow_lambda_returns(d: Data, gamma: float, lam: float, follow: np.ndarray | None = None) -> np.ndarray:
+    """The sum over n of w_n G^n, where G^n = r_t + ... + gamma^{n-1} r_{t+n-1} + gamma^n V(s_{t+n}).
+
+    w_n = lam_{t+1} ... lam_{t+n-1} (1 - lam_{t+n}); lam is 0 where the episode or the rollout has ended, or not follow.
+    """
+    returns = np.zeros_like(d.reward)
+    for t, b in np.argwhere(d.valid):
+        last, weight = last_step(d, t, b), 1.0
+        for n in range(1, last - t + 2):
+            mixing = lam if t + n <= last and (follow is None or follow[t + n, b]) else 0.0
+            rewards = sum(gamma**i * d.reward[t + i, b] for i in range(n))
+            returns[t, b] += weight * (1 - mixing) * (rewards + gamma**n * value_after(d, t + n - 1, b))
+            weight *= mixing
+    return returns
+
+
 def slow_vtrace(d: Data, gamma, lam=1.0, rho_bar=1.0, c_bar=1.0, pg_rho_bar=None):
     """v_s = V(x_s) + sum_t gamma^{t-s} (prod_{s <= i < t} c_i) delta_t V (Espeholt et al. 2018, eq. 1)."""
     ratio = np.exp(d.log_ratio)

@@ -3,12 +3,13 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from test_product import draw
 
 from cleanba.algorithms.optimiser import TrainState, make_adam
 from cleanba.kernels import descent, in_use, llvm
-from cleanba.ops.descent import descend
+from cleanba.ops.descent import clipped, descend
 
 # Scalars, less than a vector, a vector and a rest, more than a piece.
 SIZES = [(), (1,), (15,), (16,), (3, 7), (descent.PIECE,), (3, 3001), (20, 2000)]
@@ -47,6 +48,39 @@ def test_a_gradient_whose_squares_overflow_does_what_it_does_in_optax(max_norm, 
     assert np.isinf(norm)
     for a, b in zip(after.params, theirs.params, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5)
+
+
+def test_eight_steps_of_radam_are_the_papers_and_about_optaxs(on_devices):
+    """The first five go along the momentum.  optax computes rho in float32, and so loses digits at the first steps."""
+    optimiser = make_adam(eps=1e-5, max_norm=3.0, rectified=True)
+    ours = plainly = TrainState(arrays(), optimiser.init(arrays()))
+    assert jax.tree.structure(ours.optimiser) == jax.tree.structure(make_adam(max_norm=3.0).init(arrays()))
+    theirs_rule = clipped(optax.scale_by_radam(eps=1e-5), 3.0)
+    theirs = TrainState(arrays(), theirs_rule.init(arrays()))
+    rate, b1, b2, most = 0.1, 0.9, 0.999, 2 / (1 - 0.999) - 1
+    slow = [np.asarray(x, np.float64) for x in arrays()]
+    m, v = ([np.zeros_like(x) for x in slow] for _ in range(2))
+    for t in range(1, 9):
+        gradient = arrays(100 * t)
+        run = lambda shards, _, trained=ours, gradient=gradient: optimiser.step(
+            shards, jnp.float32(rate), trained, gradient
+        )
+        ours, _ = on_devices(run, 1, 1)(jnp.zeros(1))
+        plainly, _ = descend(optimiser.rule, jnp.float32(rate), plainly, gradient)
+        theirs, norm = descend(theirs_rule, jnp.float32(rate), theirs, gradient)
+        rho = most - 2 * t * b2**t / (1 - b2**t)
+        assert (rho > 5) == (t > 5)
+        for i, x in enumerate(gradient):
+            g = np.asarray(x, np.float64) * min(1.0, 3.0 / float(norm))
+            m[i], v[i] = b1 * m[i] + (1 - b1) * g, b2 * v[i] + (1 - b2) * g**2
+            direction = m[i] / (1 - b1**t)
+            if rho > 5:
+                r = np.sqrt((rho - 4) * (rho - 2) * most / ((most - 4) * (most - 2) * rho))
+                direction = r * direction / (np.sqrt(v[i] / (1 - b2**t)) + 1e-5)
+            slow[i] = slow[i] - rate * direction
+        for found, atol in ((ours, 1e-5), (plainly, 1e-5), (theirs, 5e-3)):
+            for a, b in zip(found.params, slow, strict=True):
+                np.testing.assert_allclose(a, b, rtol=1e-4, atol=atol, err_msg=f"step {t}")
 
 
 def test_targets_follow_by_tau_and_stay_by_nothing():

@@ -130,6 +130,7 @@ LOGGING = {
     "ppo": (*POLICY, "--eval-frequency", "2", "--eval-episodes", "2", "--save-model", "--update-epochs", "1"),
     "impala": POLICY,
     "dqn": (*REPLAY, "--env-id", "Catch-v0", "--prioritised"),
+    "pqn": POLICY,
     "sac": (
         *REPLAY,
         "--env-id",

@@ -27,8 +27,9 @@ sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 import programs
 
 SMALL = {"num_envs": 8, "num_steps": 8, "num_minibatches": 2}
-# What may be sorted in an update, and how long it is: PPO shuffles the transitions of a shard, or its environments.
-SORTED = {("ppo", "lstm"): [8]} | {("ppo", name): [64] for name in programs.VARIANTS if name != "lstm"}
+# What may be sorted in an update, and how long it is: PPO and PQN shuffle the transitions of a shard, or its
+# environments.
+SORTED = {(r, name): [8 if name == "lstm" else 64] for r in ("ppo", "pqn") for name in programs.VARIANTS}
 
 REFUSED = [(name, "lstm") for name in ("dqn", "sac", "td3")]  # they replay single transitions, and have no core
 

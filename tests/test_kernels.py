@@ -313,6 +313,7 @@ OFF_POLICY = (
 RUNS = {  # PPO's is in the test after these
     "impala": ("--env-id", "Catch-v0", *TINY[2:12], "--num-minibatches", "2", "--total-timesteps", "320"),
     "dqn": ("--env-id", "Catch-v0", *OFF_POLICY, "--train-frequency", "4"),
+    "pqn": ("--env-id", "Catch-v0", *TINY[2:12], "--num-minibatches", "2", "--total-timesteps", "320"),
     "sac": ("--env-id", "Pendulum-v1", *OFF_POLICY),
     "td3": ("--env-id", "Pendulum-v1", *OFF_POLICY),
 }

@@ -11,7 +11,7 @@ from memory import SYMBOLS, Games, MemoryEnvs
 from memory import spec as memory_spec
 from scripted import Play, ScriptedEnvs, Scripts, spec
 
-from cleanba.algorithms import impala, ppo
+from cleanba.algorithms import impala, ppo, pqn
 from cleanba.networks import ActorCritic, make_actor_critic
 from cleanba.networks.cores import LSTMCarry
 from cleanba.rollout import Rollout
@@ -20,6 +20,7 @@ from cleanba.runtime.collect import SteppedCollector, Times, make_steppers
 from cleanba.seeds import action_numbers
 
 RECIPES = {"ppo": (ppo, ppo.PPO), "impala": (impala, impala.IMPALA)}
+ALL = RECIPES | {"pqn": (pqn, pqn.PQN)}
 LENGTHS = (3, 2, 1, 5)  # environment i plays episodes of LENGTHS[i] steps, and one more is ignored after each
 SCRIPTS = [(Play((1.0,) * n, terminated=n % 2 == 1, truncated=n % 2 == 0),) for n in LENGTHS]
 B, T, ROLLOUTS = len(LENGTHS), 7, 4
@@ -29,11 +30,10 @@ def experiment(name: str, **changes):
     """A few updates of a small LSTM."""
     values = dict(env_id="Scripted-v0", num_envs=B, num_actors=2, num_shards=1, num_steps=T, hiddens=(8,), lstm_size=8)
     values |= dict(core="lstm", num_minibatches=1, env_epoch=0, collector="stepped")
-    values |= dict(update_epochs=1) if name == "ppo" else {}
+    values |= dict(update_epochs=1) if name != "impala" else {}
     values |= changes
     updates = values.pop("updates", ROLLOUTS)
-    cls = RECIPES[name][1]
-    return cls(**values, total_timesteps=updates * values["num_envs"] * values["num_steps"])
+    return ALL[name][1](**values, total_timesteps=updates * values["num_envs"] * values["num_steps"])
 
 
 def lively(params):
@@ -331,7 +331,10 @@ def test_a_feed_forward_policy_stays_at_chance(name, updates):
 # ------------------------------------------------------------------------------------------------- placement invariance
 
 
-@pytest.mark.parametrize("name, collector", [("ppo", "stepped"), ("ppo", "scanned"), ("impala", "scanned")])
+@pytest.mark.parametrize(
+    "name, collector",
+    [("ppo", "stepped"), ("ppo", "scanned"), ("impala", "scanned"), ("pqn", "stepped"), ("pqn", "scanned")],
+)
 def test_every_placement_ends_in_the_same_bits(name, collector):
     e = experiment(
         name,
@@ -347,6 +350,6 @@ def test_every_placement_ends_in_the_same_bits(name, collector):
         env_epoch=3,  # with fresh environments on the way
     )
     placements = [((0,), (0,)), ((0,), (0, 1)), ((0, 1), (2, 3))]
-    one, *others = (digests(e, actors, learners, recipe=RECIPES[name][0]) for actors, learners in placements)
+    one, *others = (digests(e, actors, learners, recipe=ALL[name][0]) for actors, learners in placements)
     assert sorted(one) == [3, 4]  # the checkpoint, and the end
     assert others == [one, one]

@@ -31,6 +31,7 @@ KINDS = {
         *("impala", *FLAGS[:EPOCHS], *FLAGS[EPOCHS + 2 :]),
         *("--core", "lstm", "--lstm-size", "8", "--no-concurrency"),
     ],
+    "pqn": ["pqn", *FLAGS, "--core", "lstm", "--lstm-size", "8", "--norm-reward"],
 }
 
 
@@ -68,7 +69,8 @@ def assert_same_run(run: Path, reference: Path) -> None:
 
 KILLS = {
     "ppo": [("start", 1), ("compile", 1), ("collect", 19), ("restore", 1), ("update", 8), ("save", 1), ("save", 2)],
-    "impala": [("update", 8), ("save", 2)],  # at the other moments the algorithm plays no part
+    "impala": [("update", 8), ("save", 2)],
+    "pqn": [("update", 8), ("save", 2)],  # at the other moments the algorithm plays no part
 }
 
 

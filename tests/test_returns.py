@@ -7,9 +7,9 @@ import pytest
 import rlax
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from slowly import Data, last_step, slow_corrected_gae, slow_gae, slow_vtrace, value_after
+from slowly import Data, last_step, slow_corrected_gae, slow_gae, slow_lambda_returns, slow_vtrace, value_after
 
-from cleanba.ops.returns import corrected_gae, discounted_sum, gae, td_errors, vtrace
+from cleanba.ops.returns import corrected_gae, discounted_sum, gae, lambda_returns, td_errors, vtrace
 
 INF = float("inf")
 
@@ -75,6 +75,15 @@ def our_corrected_gae(d: Data, gamma: float, lam: float, rho_bar: float = 1.0) -
     return np.asarray(v.value), np.asarray(v.advantage)
 
 
+@jax.jit
+def compiled_lambda_returns(d: Data, gamma, lam, follow):
+    return lambda_returns(d.value, d.reward, d.terminated, d.truncated, gamma, lam, follow)
+
+
+def our_lambda_returns(d: Data, gamma: float, lam: float, follow: np.ndarray | None = None) -> np.ndarray:
+    return np.asarray(compiled_lambda_returns(Data(*map(single, d)), gamma, lam, follow))
+
+
 def assert_equal_where_valid(d: Data, ours, theirs, rtol=2e-5, atol=2e-5):
     for a, b in zip(ours, theirs, strict=True):
         assert d.valid.any()
@@ -111,6 +120,15 @@ def test_corrected_gae_follows_its_definition_wherever_episodes_end(gamma, lam, 
     d = random_data(layouts(5), seed=12)
     expected = slow_corrected_gae(d, gamma, lam, rho_bar)
     assert_equal_where_valid(d, our_corrected_gae(d, gamma, lam, rho_bar), expected)
+
+
+@pytest.mark.parametrize("followed", [None, 1.0, 0.6, 0.0])
+@pytest.mark.parametrize("gamma, lam", [(0.9, 0.8), (1.0, 1.0), (0.9, 0.0), (0.9, 1.0), (0.0, 0.8)])
+def test_lambda_returns_follow_their_definition_wherever_episodes_end(gamma, lam, followed):
+    d = random_data(layouts(5), seed=14)
+    follow = None if followed is None else np.random.default_rng(0).random(d.reward.shape) < followed
+    expected = slow_lambda_returns(d, gamma, lam, follow)
+    assert_equal_where_valid(d, [our_lambda_returns(d, gamma, lam, follow)], [expected])
 
 
 def test_layouts_put_every_kind_of_end_at_every_step():
@@ -166,6 +184,15 @@ def test_gae_equals_rlax(columns):
     discount, mixing = gamma * ~d.terminated, lam * ~d.truncated
     theirs = per_env(rlax.truncated_generalized_advantage_estimation, d.reward, discount, mixing, d.value)
     assert_equal_where_valid(d, [our_gae(d, gamma, lam)], [theirs])
+
+
+@pytest.mark.parametrize("columns", [["....."] * 3, layouts(5)], ids=["one episode", "with ends"])
+def test_lambda_returns_equal_rlax(columns):
+    d, gamma, lam = random_data(columns, seed=15), 0.97, 0.9
+    follow = np.random.default_rng(1).random(d.reward.shape) < 0.7
+    mixing = lam * ~d.truncated * np.concatenate([follow[1:], np.ones_like(follow[:1])])
+    theirs = per_env(rlax.lambda_returns, d.reward, gamma * ~d.terminated, d.value[1:], mixing)
+    assert_equal_where_valid(d, [our_lambda_returns(d, gamma, lam, follow)], [theirs])
 
 
 @pytest.mark.parametrize("columns", [["....."] * 3, layouts(5)], ids=["one episode", "with ends"])

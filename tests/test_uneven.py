@@ -7,7 +7,7 @@ import jax
 import pytest
 from launch import build, digests
 
-from cleanba.algorithms import dqn, ppo, sac
+from cleanba.algorithms import dqn, ppo, pqn, sac
 from cleanba.runtime.checkpoint import Checkpoints
 from cleanba.runtime.metrics import Display, Status
 from cleanba.runtime.train import run_training
@@ -23,6 +23,7 @@ REPLAY = dict(buffer_size=16 * 14, learning_starts=64, batch_size=32, train_freq
 EXPERIMENTS = {
     # With statistics of observations and returns, of which the latter need a memory.
     "ppo": (ppo, ppo.PPO(**SIZES, env_id="Pendulum-v1", num_minibatches=2, norm_obs=True, norm_reward=True)),
+    "pqn": (pqn, pqn.PQN(**SIZES, env_id="Catch-v0", num_minibatches=2, core="lstm", lstm_size=8, norm_reward=True)),
     "dqn": (dqn, dqn.DQN(**SIZES, **REPLAY, env_id="Catch-v0", n_step=2, prioritised=True)),
     "sac": (sac, sac.SAC(**SIZES, **REPLAY, env_id="Pendulum-v1")),
 }

@@ -2,16 +2,17 @@
 
 import math
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from cleanba.algorithm import Metrics
-from cleanba.config import Recurrent
+from cleanba.config import FromRollouts, Recurrent
 from cleanba.ops.losses import kl_estimate
-from cleanba.rollout import Obs
+from cleanba.rollout import Obs, PyTree, Rollout
 from cleanba.shards import ShardAxis
 from cleanba.specs import EnvSpec
 
@@ -28,6 +29,44 @@ def steps_at_once(obs: Obs) -> int:
     steps, size = leaves[0].shape[0], sum(x.size * x.dtype.itemsize for x in leaves)
     parts = min(steps, -(-size // AT_ONCE))
     return -(-steps // parts)
+
+
+class HasCarry(Protocol):
+    """What a network computes of a sequence: any NamedTuple of arrays [T, B, ...] and the carry after them."""
+
+    @property
+    def carry(self) -> PyTree: ...
+    def _replace(self, *, carry: Any) -> Self: ...
+
+
+Out = TypeVar("Out", bound=HasCarry)
+
+
+def outputs_over_time(
+    e: Recurrent, platform: str, outputs: Callable[[Obs, jax.Array, PyTree], Out], rollout: Rollout
+) -> Out:
+    """`outputs(obs, first, carry)` of one shard's rollout [T+1, B, ...], some steps at a time.
+
+    All at once, the activations of all steps would take gigabytes.  Where it is in parts, the carry is left out.
+    """
+    count = len(rollout.first)
+    if platform != "cpu":
+        at_once = steps_at_once(rollout.obs)
+    else:
+        at_once = 1 if e.core == "none" else count  # more at a time is not faster, even for few environments
+
+    def some(carry: PyTree, start: jax.Array, steps: int) -> tuple[PyTree, Out]:
+        part = lambda x: lax.dynamic_slice_in_dim(x, start, steps)
+        out = outputs(jax.tree.map(part, rollout.obs), part(rollout.first), carry)
+        return out.carry, out._replace(carry=())
+
+    if at_once == count:
+        return outputs(rollout.obs, rollout.first, rollout.carry)
+    whole, rest = divmod(count, at_once)
+    carry, out = lax.scan(lambda carry, i: some(carry, i * at_once, at_once), rollout.carry, jnp.arange(whole))
+    out = jax.tree.map(lambda x: x.reshape(whole * at_once, *x.shape[2:]), out)
+    last = [some(carry, jnp.int32(count - rest), rest)[1]] if rest else []
+    return jax.tree.map(lambda *x: jnp.concatenate(x), out, *last)
 
 
 def count_pieces(e: Recurrent, spec: EnvSpec, platform: str, index: jax.Array) -> int:
@@ -66,6 +105,18 @@ def shuffled(key: jax.Array, size: int) -> jax.Array:
     number = jnp.arange(size, dtype=jnp.uint32)
     words = (jax.random.bits(key, (size,), jnp.uint32) << below) | number
     return (jax.lax.sort(words) & ((1 << below) - 1)).astype(jnp.int32)
+
+
+def draw_minibatches(e: FromRollouts, key: jax.Array, steps: int, envs: int) -> tuple[jax.Array, jax.Array]:
+    """Time and environment indices [M, T', B'] of the minibatches of one epoch over one shard [T, B].
+
+    Single transitions, T' = 1; with a core all steps of some environments, T' = T.
+    """
+    m = e.num_minibatches
+    if e.core != "none":
+        return sequences(steps, shuffled(key, envs).reshape(m, envs // m))
+    index = shuffled(key, steps * envs).reshape(m, 1, steps * envs // m)
+    return index // envs, index % envs
 
 
 def sequences(steps: int, env: jax.Array) -> tuple[jax.Array, jax.Array]:

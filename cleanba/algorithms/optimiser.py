@@ -52,9 +52,9 @@ class Optimiser(NamedTuple):
         return self.rule.init(params)
 
 
-def make_adam(eps: float = 1e-8, max_norm: float = math.inf) -> Optimiser:
-    """Adam, with gradients clipped to this global norm."""
-    adam = kernels.Adam(eps, max_norm)
+def make_adam(eps: float = 1e-8, max_norm: float = math.inf, rectified: bool = False) -> Optimiser:
+    """Adam, or `rectified` RAdam, with gradients clipped to this global norm."""
+    adam = kernels.Adam(eps, max_norm, rectified=rectified)
     return Optimiser(adam.rule, partial(kernels.adam, adam))
 
 

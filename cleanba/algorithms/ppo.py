@@ -17,18 +17,16 @@ from cleanba.algorithms.batches import (
     LAG_LOGGED,
     count_pieces,
     count_valid,
+    draw_minibatches,
     explained_variance,
     in_pieces,
-    sequences,
-    shuffled,
-    steps_at_once,
+    outputs_over_time,
     version_distance,
 )
 from cleanba.algorithms.normalisation import ReturnsSoFar, make_normaliser
 from cleanba.algorithms.optimiser import State, learning_rate, make_adam, sgd_step
 from cleanba.config import CLEANRL_ATARI, Count, Fraction, Partition, PolicyGradient, Positive, Range, Settings
 from cleanba.networks import make_actor_critic
-from cleanba.networks.actor_critic import Output
 from cleanba.networks.cores import Carry
 from cleanba.ops.losses import kl_estimate, ppo_policy_loss, squared_error
 from cleanba.ops.returns import corrected_gae, gae
@@ -199,7 +197,6 @@ def make(e: PPO, spec: EnvSpec, platform: str) -> Algorithm[State, ReturnsSoFar,
     normaliser = make_normaliser(e, spec)
     network = make_actor_critic(normaliser.network_spec(spec), e)
     optimiser = make_adam(eps=1e-5, max_norm=e.max_grad_norm)
-    recurrent = e.core != "none"
     correction = e.lag_correction if e.concurrency else "none"  # without concurrency the newest policy acts
     weighted = correction in ("decoupled", "both")
 
@@ -215,7 +212,7 @@ def make(e: PPO, spec: EnvSpec, platform: str) -> Algorithm[State, ReturnsSoFar,
 
             -min(pi / pi_b A, clip(pi / pi_prox, 1 - eps, 1 + eps) pi_prox / pi_b A)
         """
-        out = outputs_of(params, rollout)  # [T+1, B]
+        out = outputs_over_time(e, platform, partial(network.outputs, params), rollout)  # [T+1, B]
         value, behaviour = out.value, rollout.extras["log_prob"]
         proximal = jax.tree.map(lambda x: x[:-1], out.policy).log_prob(rollout.action)
         log_ratio = jnp.where(rollout.valid, proximal - behaviour, 0.0)
@@ -230,35 +227,6 @@ def make(e: PPO, spec: EnvSpec, platform: str) -> Algorithm[State, ReturnsSoFar,
         center = behaviour if correction in ("none", "vtrace") else proximal
         weight = jnp.minimum(jnp.exp(log_ratio), e.lag_weight_cap) if weighted else ()
         return Targets(value[:-1], advantage, target, log_ratio, center, weight)
-
-    def outputs_of(params: NetworkParams, rollout: Rollout) -> Output:
-        """Policy and value [T+1, B, ...], some steps at a time, as activations of all steps would take gigabytes."""
-        count = rollout.first.shape[0]
-        if platform != "cpu":
-            steps = steps_at_once(rollout.obs)
-        else:
-            steps = count if recurrent else 1  # more at a time is not faster, even for few environments
-
-        def some(carry: PyTree, start: jax.Array, steps: int) -> tuple[PyTree, Output]:
-            part = lambda x: lax.dynamic_slice_in_dim(x, start, steps)
-            out = network.outputs(params, jax.tree.map(part, rollout.obs), part(rollout.first), carry)
-            return out.carry, out._replace(carry=())
-
-        if steps == count:
-            return network.outputs(params, rollout.obs, rollout.first, rollout.carry)
-        whole, rest = divmod(count, steps)
-        carry, out = lax.scan(lambda carry, i: some(carry, i * steps, steps), rollout.carry, jnp.arange(whole))
-        out = jax.tree.map(lambda x: x.reshape(whole * steps, *x.shape[2:]), out)
-        last = [some(carry, jnp.int32(count - rest), rest)[1]] if rest else []
-        return jax.tree.map(lambda *x: jnp.concatenate(x), out, *last)
-
-    def draw(key: jax.Array, valid: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Time and environment indices [M, T', B'] of the minibatches of one epoch over one shard [T, B]."""
-        (t, b), m = valid.shape, e.num_minibatches
-        if recurrent:  # whole sequences
-            return sequences(t, shuffled(key, b).reshape(m, b // m))
-        index = shuffled(key, t * b).reshape(m, 1, t * b // m)
-        return index // b, index % b
 
     def take(rollout: Rollout, targets: Targets, shard: jax.Array, t: jax.Array, b: jax.Array) -> Minibatch:
         """The steps [T', B'] of this device's shard number `shard`, of [K', T, B, ...]; no others are copied."""
@@ -307,7 +275,8 @@ def make(e: PPO, spec: EnvSpec, platform: str) -> Algorithm[State, ReturnsSoFar,
 
         def epoch(state: State, number: jax.Array) -> tuple[State, Metrics]:
             shard_key = lambda shard: jax.random.fold_in(jax.random.fold_in(key, number), shard)
-            t, b = shards.map(lambda valid, shard: draw(shard_key(shard), valid), rollout.valid, shards.index)
+            draw = lambda valid, shard: draw_minibatches(e, shard_key(shard), *valid.shape)
+            t, b = shards.map(draw, rollout.valid, shards.index)
             scale = advantage_scale(shards, targets.advantage, rollout.valid, t, b)  # [M]
             pieces = count_pieces(e, spec, platform, t)
 

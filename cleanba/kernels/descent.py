@@ -15,7 +15,7 @@ from llvmlite import ir
 
 from cleanba.kernels.llvm import FLOAT, WIDEST, Code, Unit, compiled, word
 from cleanba.kernels.plain import Adam
-from cleanba.ops.descent import T
+from cleanba.ops.descent import T, rectification
 from cleanba.rollout import PyTree
 from cleanba.shards import ShardAxis
 
@@ -49,7 +49,12 @@ def step(settings: Adam, shards: ShardAxis, rate: jax.Array, trained: T, gradien
         unclipped = (norm < settings.max_norm) | (settings.max_norm == math.inf)
         clip = jnp.where(unclipped, 1.0, settings.max_norm / norm)
         first, second = (1 - beta**count for beta in (settings.b1, settings.b2))
-        return jnp.stack([clip, rate / first, 1 / second]), count, norm
+        a, k = rate / first, 1 / second
+        if settings.rectified:
+            factor = rectification(count, settings.b2)
+            # Momentum alone, p - a m, where k = 0 leaves eps alone below the fraction bar.
+            a, k = a * jnp.where(factor > 0, factor, settings.eps), jnp.where(factor > 0, k, 0.0)
+        return jnp.stack([clip, a, k]), count, norm
 
     factors, count, norm = shards.isolate(weigh, rate, state.count, squares(leaves))
     params, mu, nu = map(jax.tree.leaves, (trained.params, state.mu, state.nu))

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from cleanba.ops.descent import T, clipped, descend
+from cleanba.ops.descent import T, clipped, descend, scale_by_radam
 from cleanba.rollout import PyTree
 from cleanba.shards import ShardAxis
 
@@ -102,17 +102,22 @@ def mlp(
 
 
 class Adam(NamedTuple):
-    """Adam's settings (Kingma & Ba 2015, algorithm 1), for gradients that are clipped by their global norm first."""
+    """Adam's settings (Kingma & Ba 2015, algorithm 1), for gradients that are clipped by their global norm first.
+
+    `rectified` makes it RAdam (`ops/descent.py: scale_by_radam`).
+    """
 
     eps: float = 1e-8
     max_norm: float = math.inf
     b1: float = 0.9
     b2: float = 0.999
+    rectified: bool = False
 
     @property
     def rule(self) -> optax.GradientTransformation:
         """The same as a rule of optax."""
-        return clipped(optax.scale_by_adam(self.b1, self.b2, self.eps), self.max_norm)
+        rule = scale_by_radam if self.rectified else optax.scale_by_adam
+        return clipped(rule(self.b1, self.b2, self.eps), self.max_norm)
 
 
 def adam(settings: Adam, shards: ShardAxis, rate: jax.Array, trained: T, gradient: PyTree) -> tuple[T, jax.Array]:

@@ -103,6 +103,36 @@ def unscale(y: jax.Array, eps: float) -> jax.Array:
     return jnp.sign(y) * less_one * (less_one + 2.0)
 
 
+def lambda_returns(
+    value: jax.Array,
+    reward: jax.Array,
+    terminated: jax.Array,
+    truncated: jax.Array,
+    gamma: float,
+    lam: float,
+    follow: jax.Array | None = None,
+) -> jax.Array:
+    """Lambda-returns of Q-learning (Gallici et al. 2024, section 3.3; without `follow`, Peng & Williams 1996, eq. 9).
+
+        G_t = r_t + gamma (1 - terminated_t) [lam_{t+1} G_{t+1} + (1 - lam_{t+1}) V_{t+1}],   V_t = max_a Q(s_t, a)
+
+    value V [T+1, B]; reward, terminated, truncated [T, B] -> G [T, B].  lam_{t+1} is `lam` while the episode goes on
+    within the rollout, else 0, so that a truncated episode and the rollout's end bootstrap from V_{t+1} alone.
+
+    follow [T, B] bool, if given: lam_t is 0 too where it is false.  With "a_t is the best action" this is Watkins' cut
+    (Watkins 1989; Sutton & Barto 2018, section 12.10): what followed another action says nothing of the best one.
+
+    At a step whose action was ignored the result is meaningless; it reaches no other step, and the caller masks it.
+    """
+    chex.assert_equal_shape([value[1:], reward, terminated, truncated])
+    _, delta = td_errors(value, reward, terminated, gamma)
+    traced = ~(terminated | truncated)
+    if follow is not None:
+        chex.assert_equal_shape([follow, reward])
+        traced &= jnp.concatenate([follow[1:], jnp.ones_like(follow[:1])])
+    return value[:-1] + discounted_sum(delta, jnp.where(traced, gamma * lam, 0.0))
+
+
 class VTrace(NamedTuple):
     """What V-trace computes from rollouts of another policy."""
 
