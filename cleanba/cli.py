@@ -33,6 +33,7 @@ COMMANDS = {
         "cleanba.checks.verify:verify_command",
         "Verify",
     ),
+    "bisect": Command("find where two runs part, or one run on two placements", "cleanba.checks.bisect:bisect_command"),
     "plot": Command("draw learning curves, and Atari scores beside published ones", "cleanba.runs.plot:plot_command"),
     "report": Command("write one HTML page about a run, to be read offline", "cleanba.runs.report:report_command"),
     "push": Command("upload a trained agent to the Hugging Face Hub", "cleanba.agents.hub:push_command"),

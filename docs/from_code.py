@@ -339,6 +339,14 @@ def notebook(path: str) -> list[str]:
     return lines
 
 
+def planted(_: str) -> list[str]:
+    """The faults that `cleanba bisect` was given to find, and what it said."""
+    found = json.loads((ROOT / "benchmarks/results/planted.json").read_text())["faults"]
+    code = lambda text: f"`{text}`".replace("|", "\\|")
+    rows = [f"| {fault['name']} | {fault['run']} | {code(fault['said'])} | {fault['source']} |" for fault in found]
+    return ["| what was planted | into | what was said | put down to |", "|---|---|---|---|", *rows]
+
+
 PARTS: dict[str, Callable[[str], list[str]]] = {
     "training-flags": training_flags,
     "placement-flags": of_placement,
@@ -350,6 +358,7 @@ PARTS: dict[str, Callable[[str], list[str]]] = {
     "metrics": metrics,
     "notebook": notebook,
     "outside": outside,
+    "planted": planted,
 }
 
 

@@ -89,6 +89,7 @@ OTHER_WORDS = {
     "ls": {},
     "envs": {},
     "diff": {},
+    "bisect": {"from": COUNTS, "to": COUNTS},
     "completion": {},
 }
 

@@ -15,6 +15,7 @@ from jax import lax
 from cleanba.algorithm import Metrics
 from cleanba.algorithms.off_policy import OffPolicy, PrioritisedReplay
 from cleanba.ops import replay
+from cleanba.probes import probe
 from cleanba.shards import ShardAxis
 
 # Type variables of the loops, not those of `algorithm.py`.
@@ -98,7 +99,9 @@ def gradient_steps(
             windows = shards.each(window)
             window = lambda i: jax.tree.map(lambda x: x[i], windows)
         noises = draws.noise.reshape(*draws.noise.shape[:2], -1, noise.size) if noise.uses else draws.noise
+        probe("draw", (draws.indices, noises), per_shard=True)
         state, metrics = step(Minibatch(window, noises), state)
+        probe("gradient step", state)
         return state, (metrics, draws.indices.valid.sum(-1, dtype=jnp.int32))
 
     state, (sums, found) = repeat_in_blocks(steps, block_length(e, noise), draw_block, one_step, state)

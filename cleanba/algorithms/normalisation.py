@@ -23,6 +23,7 @@ from cleanba.config import FromRollouts
 from cleanba.networks.encoder import as_vector
 from cleanba.ops.moments import Moments, add_batch, no_moments
 from cleanba.ops.returns import returns_so_far
+from cleanba.probes import probe
 from cleanba.rollout import NetworkParams, Obs, PyTree, Rollout
 from cleanba.shards import ShardAxis
 from cleanba.specs import EnvSpec, ObsSpec
@@ -120,6 +121,7 @@ class Normaliser:
             memory = returns[:, -1]
             of_return = add_batch(shards, of_return, returns, rollout.valid)
         statistics = Statistics(moments, of_return)
+        probe("statistics", statistics)
 
         def normalise_both(obs: Obs, reward: jax.Array) -> tuple[PyTree, jax.Array]:
             if isinstance(of_return, Moments):
@@ -129,6 +131,7 @@ class Normaliser:
         if self.parts or self.scales_rewards:
             obs, reward = shards.map(normalise_both, rollout.obs, rollout.reward)
             rollout = rollout._replace(obs=obs, reward=reward)
+            probe("normalised", {"obs": obs, "reward": reward}, per_shard=True)
         return statistics, memory, rollout
 
 

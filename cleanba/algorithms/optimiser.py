@@ -1,5 +1,6 @@
 """The learner's state, and the gradient step that every algorithm takes."""
 
+import inspect
 import math
 from collections.abc import Callable
 from functools import partial
@@ -14,6 +15,7 @@ from cleanba import kernels
 from cleanba.algorithm import Metrics
 from cleanba.config import Experiment
 from cleanba.ops.descent import clipped, descend
+from cleanba.probes import probe
 from cleanba.rollout import NetworkParams, PyTree
 from cleanba.shards import ShardAxis
 
@@ -106,8 +108,14 @@ def sgd_step(
         nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(of_piece, 0))
         return lax.fori_loop(0, pieces, lambda i, total: jax.tree.map(jnp.add, total, of_piece(i)), nothing)
 
-    gradient, metrics = shards.sum(shards.map_from(load, of_shard))
+    named = lambda i: dict(zip([*inspect.signature(loss).parameters][1:], load(i), strict=True))
+    probe("minibatch", lambda: shards.each(named), loss.__name__, per_shard=True)
+    of_shards = shards.map_from(load, of_shard)
+    probe("gradient", of_shards, loss.__name__, per_shard=True)
+    gradient, metrics = shards.sum(of_shards)
+    probe("sum", (gradient, metrics), loss.__name__)
     trained, norm = optimiser.step(shards, rate, trained, gradient)
+    probe("optimiser", trained, loss.__name__)
     return trained, metrics | {"losses/grad_norm": norm}
 
 

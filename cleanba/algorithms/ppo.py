@@ -30,6 +30,7 @@ from cleanba.networks import make_actor_critic
 from cleanba.networks.cores import Carry
 from cleanba.ops.losses import kl_estimate, ppo_policy_loss, squared_error
 from cleanba.ops.returns import corrected_gae, gae
+from cleanba.probes import probe
 from cleanba.rollout import NetworkParams, Obs, PyTree, Rollout
 from cleanba.shards import ShardAxis
 from cleanba.specs import EnvSpec
@@ -271,6 +272,7 @@ def make(e: PPO, spec: EnvSpec, platform: str) -> Algorithm[State, ReturnsSoFar,
         statistics, memory, rollout = normaliser.add(shards, state.statistics, memory, rollout)
         state = state._replace(statistics=statistics)
         targets = shards.map(partial(prepare, state.params), rollout)
+        probe("targets", targets, per_shard=True)
         rate = learning_rate(e, e.learning_rate, state.updates)
 
         def epoch(state: State, number: jax.Array) -> tuple[State, Metrics]:

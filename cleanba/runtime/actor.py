@@ -6,7 +6,7 @@ from typing import Generic, NamedTuple
 
 from cleanba.algorithm import P
 from cleanba.environments.backends import Envs
-from cleanba.rollout import Episode, Rollout
+from cleanba.rollout import Episode, PyTree, Rollout
 from cleanba.runtime.channels import Channel, Stop
 from cleanba.runtime.collect import Collector, Times
 from cleanba.runtime.records import ActorState, RecordedRollout, SavedActor
@@ -37,6 +37,8 @@ class ActorRollout(NamedTuple):
     times: Times
     recorded: RecordedRollout
     actor_state: ActorState
+    params: PyTree = ()
+    """what it was collected with, where the training is watched"""
 
 
 def run_actor(
@@ -51,6 +53,7 @@ def run_actor(
     stop: Stop,
     saved_actor: SavedActor | None = None,
     played: Callable[[int], None] = lambda steps: None,
+    watched: bool = False,
 ) -> None:
     """Collect every rollout of the schedule.
 
@@ -58,6 +61,7 @@ def run_actor(
     send: rollout, the actor's number -> its blocks, on their way to the learner devices.
     saved_actor: what the first rollout continues from; None: fresh environments.
     played: called with each number of recorded steps that were played to bring environments back.
+    watched: whether rollouts come with the parameters that they were collected with.
 
     Raises:
         Closed: the run ends.
@@ -87,8 +91,9 @@ def run_actor(
             times.rollout = time.perf_counter() - start
             stop.check()
             counts = collected.steps, collected.episodes
+            acted_with = params.params if watched else ()
             sent = ActorRollout(
-                rollout, params.version, blocks, *counts, times, collected.recorded, collected.actor_state
+                rollout, params.version, blocks, *counts, times, collected.recorded, collected.actor_state, acted_with
             )
             del blocks, collected  # the learner holds them alone, and frees them once it has learnt from them
             rollout_channel.put(sent)

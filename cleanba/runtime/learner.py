@@ -19,6 +19,8 @@ from cleanba.shards import ShardAxis, compiler_options
 
 T = TypeVar("T")
 
+SAME, CUT = PartitionSpec(), PartitionSpec(MESH_AXIS)  # the same on every learner device; cut along them
+
 
 def split_rollout(rollout: Rollout, blocks: int) -> list[Rollout]:
     """Cut a rollout along its environments.  Leaves [T, B, ...] -> `blocks` rollouts of leaves [1, T, B / blocks, ...].
@@ -102,8 +104,8 @@ class Learner(Generic[S, M, P, C]):
         self._partition = partition
         self._devices = devices
         self._seed = seed
-        self._replicated = NamedSharding(devices.mesh, PartitionSpec())
-        self._sharded = NamedSharding(devices.mesh, PartitionSpec(MESH_AXIS))
+        self._replicated = NamedSharding(devices.mesh, SAME)
+        self._sharded = NamedSharding(devices.mesh, CUT)
         self._compiled: jax.stages.Compiled | None = None
         self.blocks_per_device = partition.places_per_learner * partition.blocks_per_shard
         self._blank: dict[jax.Device, Rollout] = {}
@@ -127,8 +129,7 @@ class Learner(Generic[S, M, P, C]):
             one = self._algorithm.init_memory(shape)
             return jax.tree.map(lambda x: jnp.broadcast_to(x, (held, *jnp.shape(x))), one)
 
-        everywhere = PartitionSpec(MESH_AXIS)
-        return jax.jit(jax.shard_map(of_device, mesh=self._devices.mesh, in_specs=(), out_specs=everywhere))()
+        return jax.jit(jax.shard_map(of_device, mesh=self._devices.mesh, in_specs=(), out_specs=CUT))()
 
     def restore_memory(self, block: Rollout, saved: Mapping[int, SavedShard]) -> M:
         """A checkpoint's memory, laid out as by `init_memory`.  `saved` has this process's shards by number.
@@ -216,37 +217,60 @@ class Learner(Generic[S, M, P, C]):
             tuple(jax.tree.map(widen, block) for _ in range(self.blocks_per_device)),
             jax.ShapeDtypeStruct((2,), jnp.int32, sharding=self._replicated),
         )
-        return self._jitted().trace(*args)
 
-    def _jitted(self) -> jax.stages.Wrapped:
-        p, algorithm = self._partition, self._algorithm
+        def update(*args: Any) -> tuple[S, M, Metrics]:
+            return self.update_on_device(*args)
 
-        def update(state: S, memory: M, blocks: tuple[Rollout, ...], numbers: jax.Array) -> tuple[S, M, Metrics]:
-            always = numbers[1] > 0  # updates are counted from 1
-            shards = ShardAxis.over(p.shards_of_learners * p.num_processes, always, MESH_AXIS)
-            blocks_of_shards = join_blocks(blocks, p.blocks_per_shard)
-            return algorithm.update(state, memory, blocks_of_shards, shards, update_key(*numbers))
+        return self.jitted(update, (SAME, CUT, SAME), donate=(0, 1)).trace(*args)
 
-        same, cut = PartitionSpec(), PartitionSpec(MESH_AXIS)
-        mapped = jax.shard_map(
-            update,
-            mesh=self._devices.mesh,
-            in_specs=(same, cut, cut, same),
-            out_specs=(same, cut, same),
-            check_vma=False,
-        )
+    def update_on_device(
+        self, state: S, memory: M, blocks: tuple[Rollout, ...], numbers: jax.Array
+    ) -> tuple[S, M, Metrics]:
+        """The update as each device computes it, from its blocks and `seeds.update_numbers`."""
+        p = self._partition
+        always = numbers[1] > 0  # updates are counted from 1
+        shards = ShardAxis.over(p.shards_of_learners * p.num_processes, always, MESH_AXIS)
+        blocks_of_shards = join_blocks(blocks, p.blocks_per_shard)
+        return self._algorithm.update(state, memory, blocks_of_shards, shards, update_key(*numbers))
+
+    def jitted(
+        self, body: Callable[..., Any], out_specs: PyTree, more: int = 0, donate: tuple[int, ...] = ()
+    ) -> jax.stages.Wrapped:
+        """`jax.jit` of `body`, called on every device of the learner mesh.
+
+        It takes what `update_on_device` takes, then `more` arguments that are the same everywhere.
+        """
+        in_specs = (SAME, CUT, CUT, SAME, *[SAME] * more)
+        mapped = jax.shard_map(body, mesh=self._devices.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
         options = compiler_options(self._devices.learners[0].platform)
-        return jax.jit(mapped, donate_argnums=(0, 1), compiler_options=options)
+        return jax.jit(mapped, donate_argnums=donate, compiler_options=options)
+
+    def inputs(self, blocks: Sequence[Rollout], number: int) -> tuple[Any, ...]:
+        """What update `number` takes besides state and memory: this process's blocks, in order, and its numbers."""
+        return self._global_blocks(blocks), self.replicate(update_numbers(self._seed, number))
 
     def update(self, state: S, memory: M, blocks: Sequence[Rollout], number: int) -> tuple[S, M, Metrics]:
         """Start update `number` with this process's blocks, in order.  The results may not be computed yet."""
         assert self._compiled is not None, "compile first"
-        numbers = self.replicate(update_numbers(self._seed, number))
-        return self._compiled(state, memory, self._global_blocks(blocks), numbers)
+        return self._compiled(state, memory, *self.inputs(blocks, number))
 
     def local(self, tree: T) -> T:
         """Replicated arrays -> their copies on this process's first learner device."""
-        return jax.tree.map(lambda x: x.addressable_data(0), tree)
+        return self.copy(tree, 0)
+
+    def copy(self, tree: T, device: int) -> T:
+        """Replicated arrays -> their copies on one of this process's learner devices."""
+        return jax.tree.map(lambda x: x.addressable_data(device), tree)
+
+    @property
+    def num_copies(self) -> int:
+        """How many learner devices this process has."""
+        return len(self._devices.learners)
+
+    @property
+    def places(self) -> list[int]:
+        """The index of each shard along the leading axis of memory."""
+        return [self._partition.place(shard) for shard in range(self._partition.num_shards)]
 
     def publish(self, params: P) -> dict[jax.Device, P]:
         """Copy what acting needs to every actor device of this process, as the state will be donated."""

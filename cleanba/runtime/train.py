@@ -39,6 +39,7 @@ from cleanba.runtime.supervision import (
 )
 from cleanba.runtime.training import Training
 from cleanba.runtime.training_log import TrainingLog, WriteLogPoint
+from cleanba.runtime.watched import Watcher
 
 
 def receive(
@@ -142,6 +143,7 @@ def learn(
         save_schedule.note_saved(writer.seconds + time.perf_counter() - before)
 
     first_to_learn = getattr(training.experiment, "first_to_learn", 0)
+    watcher = Watcher(learner, params_of)
     log = TrainingLog(
         schedule, training.log_frequency, training.devices, progress, write_log_point, first_to_learn, training.chain
     )
@@ -180,12 +182,16 @@ def learn(
         progress.statistics.add(rollouts)
         writer.record_rollouts(schedule.epoch(update), [(r.recorded, r.actor_state) for r in rollouts])
         blocks = [block for rollout in rollouts for block in rollout.blocks]
+        watched = watcher.begin(update, state, memory, rollouts) if training.watch else None
         del rollouts  # `blocks` alone has them, so that they are freed after the update
         progress.state = None  # donated to the update
         with log.timing_update():
             state, memory, metrics = learner.update(state, memory, blocks, update)
             del blocks
             jax.block_until_ready((state, memory))
+        if training.watch is not None and watched is not None:
+            training.watch(watched.ended_in(state, memory))
+            del watched
         stop.check()  # the run may have ended meanwhile, by an error elsewhere
         decision = save_schedule.decide(update)
         saving = training.checkpoints is not None and decision.save
@@ -373,6 +379,7 @@ def make_actors(
             stop,
             saved_actors.get(actor),
             playback.add,
+            training.watch is not None,
         )
         return ActorThread(f"actor {actor}", device, params, rollouts, body)
 

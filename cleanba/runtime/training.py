@@ -16,6 +16,7 @@ from cleanba.runtime.checkpoint import Checkpoints, Saved
 from cleanba.runtime.devices import Devices
 from cleanba.runtime.learner import abstract_block, memory_shapes
 from cleanba.runtime.schedule import Schedule
+from cleanba.runtime.watched import WatchedUpdate
 from cleanba.seeds import env_seed
 from cleanba.specs import ActionSpec
 
@@ -59,6 +60,8 @@ class Training(Generic[S, M, P, C]):
     """the update to end after, where only a part of the experiment is computed; None: its last"""
     digests_after: frozenset[int] = frozenset()
     """updates after which digests are logged, besides those of the schedule"""
+    watch: Callable[[WatchedUpdate[S, M, P, C]], None] | None = None
+    """called after each update with all that went into it and came out, while the next one waits"""
 
     @property
     def schedule(self) -> Schedule:

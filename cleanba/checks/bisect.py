@@ -1,0 +1,294 @@
+"""`cleanba bisect A B`: where two runs part, down to the first number that differs, and what made it."""
+
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import tyro
+
+from cleanba.checks.parting import Finding, first_difference, first_print, note_versions
+from cleanba.checks.sides import RemoteSide, Request
+from cleanba.config import Placement, differences, from_json, read_config, read_experiment, require, shortened
+from cleanba.errors import Exit, printable
+from cleanba.files import Json
+from cleanba.flags import FLAGS
+from cleanba.resolution import Config, read_recipe
+from cleanba.runs.diff import DIGESTS, read_rows
+from cleanba.runs.directory import differing_machines
+from cleanba.runs.remote import find_run
+from cleanba.runtime.checkpoint import COUNTERS, updates_kept
+from cleanba.train_flags import parse
+
+ABOUT = """usage: cleanba bisect RUN_A RUN_B [FLAGS]
+       cleanba bisect RUN [FLAGS] -- [NAME=VALUE ...] [PLACEMENT FLAGS]
+
+Computes two runs of one experiment again, or one run on two placements, update by update and side by side, and names
+the first number that differs and what made it: an environment, acting, a shard's gradient, the sum, the optimiser …
+What follows `--` places B elsewhere; a second `--` and more flags place A elsewhere.  NAME=VALUE sets an environment
+variable of that side.  Exit code 0 when both come to the same bits throughout, 1 when they part."""
+
+REPORT_SECONDS = 15.0  # between lines of progress where there is no terminal
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Find where two runs of one experiment part, or one run on two placements."""
+
+    runs: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN_A [RUN_B]")]
+    """directories of runs, archives, or hf:// addresses"""
+    from_update: Annotated[int | None, tyro.conf.arg(name="from", metavar="UPDATE")] = None
+    """begin from a checkpoint after this update, or the last one before it (0: from the beginning)"""
+    to_update: Annotated[int | None, tyro.conf.arg(name="to", metavar="UPDATE")] = None
+    """the last update to compute"""
+    trust_remote_code: bool = False
+    """let a run from elsewhere choose what is imported and executed"""
+
+
+class Part(NamedTuple):
+    """One of the two sides."""
+
+    run_dir: Path
+    placement: Placement
+    variables: dict[str, str]
+    """environment variables"""
+
+    def in_words(self) -> str:
+        """Where it computes, in a few words."""
+        devices = ", ".join(map(str, self.placement.learner_device_ids))
+        words = f"{self.run_dir}, actors on {list(self.placement.actor_device_ids)}, learners on [{devices}]"
+        return words + "".join(f", {name}={value}" for name, value in self.variables.items() if name not in OWN)
+
+
+OWN = ("JAX_NUM_CPU_DEVICES",)  # variables that are set here
+
+
+def bisect_command(argv: Sequence[str]) -> Exit:
+    """`cleanba bisect`."""
+    words, *sides = split(argv)
+    if words and words[0] in ("-h", "--help"):
+        print(ABOUT + "\n")
+    flags = tyro.cli(Flags, args=words, prog="cleanba bisect", registry=FLAGS, add_help=True)
+    require(
+        len(flags.runs) in (1, 2) and len(sides) <= 2,
+        f"bisect takes one run or two, but was given {len(flags.runs)}\n{ABOUT}",
+    )
+    run_dirs = [find_run(run) for run in flags.runs]
+    a, b = run_dirs[0], run_dirs[-1]
+    require(
+        a != b or bool(sides),
+        f"bisect needs a second run, or flags after `--` that place {flags.runs[0]} elsewhere\n{ABOUT}",
+    )
+    trust = flags.trust_remote_code
+    part_a = part_of(a, sides[1] if len(sides) > 1 else [], trust)
+    part_b = part_of(b, sides[0] if sides else [], trust)
+    require_same_experiment(a, b)
+    span = find_span(a, b, flags)
+    for line in span.said:
+        print(printable(line))
+    if span.settled:
+        return Exit(0)
+    for name, part in (("A", part_a), ("B", part_b)):
+        print(printable(f"{name}: {part.in_words()}"))
+    from_where = f"the checkpoint after update {span.first:,}" if span.first else "the beginning"
+    print(f"computing updates {span.first + 1:,} to {span.last:,} again, from {from_where}", flush=True)
+    finding, remarks = search(part_a, part_b, span, trust)
+    same = f"the same bits throughout: updates {span.first + 1:,} to {span.last:,}"
+    for line in [*(finding.lines() if finding else [same]), *remarks]:
+        print(printable(line))
+    return Exit(1 if finding or remarks else 0)
+
+
+def split(argv: Sequence[str]) -> list[list[str]]:
+    """Arguments, cut at each "--"."""
+    parts: list[list[str]] = [[]]
+    for word in argv:
+        if word == "--":
+            parts.append([])
+        else:
+            parts[-1].append(word)
+    return parts
+
+
+def part_of(run_dir: Path, words: Sequence[str], trust_remote_code: bool) -> Part:
+    """One side: a run on its own placement, as these words change it.
+
+    What several processes computed, one computes here, on as many devices.
+
+    Raises:
+        UsageError: there is no such run, or a word would change what it trains.
+    """
+    recipe, experiment = read_recipe(run_dir, trust_remote_code)
+    placement = from_json(Placement, read_config(run_dir).get("placement", {}))
+    variables = dict(word.split("=", 1) for word in words if not word.startswith("-") and "=" in word)
+    flags = [word for word in words if word.startswith("-") or "=" not in word]
+    require(not {"-h", "--help", "--help-all", "--show-config"} & set(flags), f"what follows `--` are flags\n{ABOUT}")
+    n = placement.num_processes or 1
+    if n > 1:
+        many = n * len(placement.learner_device_ids), n * len(placement.actor_device_ids)
+        placement = replace(
+            placement,
+            learner_device_ids=tuple(range(many[0])),
+            actor_device_ids=tuple(range(min(many[1], experiment.num_actors))),
+        )
+    alone = replace(placement, distributed=False, coordinator_address=None, num_processes=None, process_id=None)
+    default = Config(experiment, placement=alone, whole=run_dir)
+    placement = parse(recipe, flags, default).placement
+    require(not placement.distributed, "bisect computes each side in one process; leave out --distributed")
+    devices = 1 + max(*placement.learner_device_ids, *placement.actor_device_ids, 0)
+    if devices > 1:
+        variables = {"JAX_NUM_CPU_DEVICES": str(devices), **variables}
+    return Part(run_dir, placement, variables)
+
+
+def require_same_experiment(a: Path, b: Path) -> None:
+    """Raise `UsageError` unless two runs train the same."""
+    changed = differences(read_experiment(a), read_experiment(b))
+    require(
+        not changed,
+        f"{a} and {b} are different experiments ({shortened(changed)}), which need not end in the same bits; compare "
+        "two runs of one experiment",
+    )
+
+
+class Span(NamedTuple):
+    """Which updates to compute."""
+
+    first: int
+    """the update whose checkpoint both begin from; 0: the beginning"""
+    last: int
+    digests: tuple[dict[int, str], dict[int, str]]
+    """what each run has logged: update -> digest of the parameters"""
+    said: list[str]
+    """what the logs tell, in lines"""
+    settled: bool = False
+    """whether the logs alone tell that both are the same"""
+
+
+def find_span(a: Path, b: Path, flags: Flags) -> Span:
+    """Choose the updates to compute: from the last common checkpoint to the first digest that differs.
+
+    Raises:
+        UsageError: there are no such updates.
+    """
+    rows_a, rows_b = read_rows(a), read_rows(b)
+    reached = min(max(rows_a, default=0), max(rows_b, default=0))
+    require(reached > 0, f"{a if not rows_a else b} has logged no update yet; wait, or name another run")
+    taken = {
+        update: [(rows_a[update][name], rows_b[update][name]) for name in DIGESTS if name in both]
+        for update in sorted(set(rows_a) & set(rows_b))
+        if "params_digest" in (both := set(rows_a[update]) & set(rows_b[update]))
+    }
+    apart = [update for update, pairs in taken.items() if any(x != y for x, y in pairs)]
+    said: list[str] = []
+    last = reached
+    if a != b and apart:
+        same = max((update for update in taken if update < apart[0]), default=0)
+        said.append(f"the logs part between update {same:,} and update {apart[0]:,}")
+        said += differing_machines(read_config(a), read_config(b))
+        last = apart[0]
+    elif a != b and taken:
+        words = f"the same bits throughout: all {len(taken)} digests in both logs, the last after update {max(taken):,}"
+        if flags.from_update is None and flags.to_update is None:
+            return Span(0, max(taken), ({}, {}), [words], settled=True)
+        said.append(words)
+    last = last if flags.to_update is None else flags.to_update
+    require(0 < last <= reached, f"--to {last} is no update that was reached; choose one from 1 to {reached}")
+    limit = min(last - 1, flags.from_update if flags.from_update is not None else last - 1)
+    require(
+        flags.from_update is None or 0 <= flags.from_update < last,
+        f"--from {flags.from_update} is not before update {last}, the last to compute; choose a smaller one",
+    )
+    first = 0
+    if a != b or flags.from_update is not None:
+        first = max((u for u in common_checkpoints(a, b) if u <= limit), default=0)
+    logged = lambda rows: {u: row["params_digest"] for u, row in rows.items() if "params_digest" in row}
+    return Span(first, last, (logged(rows_a), logged(rows_b)), said)
+
+
+def common_checkpoints(a: Path, b: Path) -> list[int]:
+    """The updates after which both runs keep a checkpoint, with the same state and memory."""
+    both = sorted(set(updates_kept(a)) & set(updates_kept(b)))
+    return [update for update in both if _checksums(a, update) == _checksums(b, update) is not None]
+
+
+def _checksums(run_dir: Path, update: int) -> tuple[str, list[str]] | None:
+    try:
+        counters: Json = json.loads((run_dir / "checkpoints" / str(update) / COUNTERS / "metadata").read_text())
+        return counters["digest"], counters["memory"]
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def search(a: Part, b: Part, span: Span, trust_remote_code: bool) -> tuple[Finding | None, list[str]]:
+    """Compute both sides until they part.  The finding, and what is to be said of the runs' own logs.
+
+    Raises:
+        UsageError: a side does not fit this machine.
+        Failure: a side failed.
+    """
+    progress = Progress(span)
+    sides: list[RemoteSide] = []
+    remarks: list[str] = []
+    versions: dict[bytes, int] = {}
+    finding: Finding | None = None
+    with tempfile.TemporaryDirectory(prefix="cleanba-bisect-") as folder:
+        try:
+            for name, part in (("A", a), ("B", b)):
+                request = Request(part.run_dir.absolute(), part.placement, span.first, span.last, trust_remote_code)
+                sides.append(RemoteSide(name, request, part.variables, Path(folder) / name))
+            for update in range(span.first + 1, span.last + 1):
+                (_, prints_a), (_, prints_b) = [side.next() for side in sides]
+                for part, name, logged, prints in zip((a, b), "AB", span.digests, (prints_a, prints_b), strict=True):
+                    if logged.get(update, prints.params_digest) != prints.params_digest and not remarks:
+                        remarks.append(
+                            f"note: {part.run_dir} has logged another digest of the parameters after update {update:,} "
+                            f"than {name} comes to here: what was computed then cannot be computed again here, for "
+                            "other hardware, packages or flags, or by chance"
+                        )
+                if first_print(prints_a, prints_b) is not None:
+                    progress.say(f"update {update:,} differs; looking where")
+                    finding = first_difference(sides[0], sides[1], update, versions)
+                    break
+                note_versions(versions, update, prints_a)
+                progress.show(update)
+                for side in sides:
+                    side.go_on()
+        finally:
+            progress.close()
+            for side in sides:
+                side.close()
+    return finding, remarks
+
+
+class Progress:
+    """How far the computation is: one line on a terminal, else a line now and then."""
+
+    def __init__(self, span: Span):
+        self._span, self._began, self._said = span, time.monotonic(), time.monotonic()
+        self._terminal = sys.stdout.isatty()
+
+    def show(self, update: int) -> None:
+        """Both sides have computed this update."""
+        now = time.monotonic()
+        done, whole = update - self._span.first, self._span.last - self._span.first
+        line = f"{done:,} of {whole:,} updates, {now - self._began:.0f} s: the same so far"
+        if self._terminal:
+            print(f"\r\033[K{line}", end="", flush=True)
+        elif now - self._said >= REPORT_SECONDS:
+            self._said = now
+            print(line, flush=True)
+
+    def say(self, line: str) -> None:
+        """Print a line of its own."""
+        self.close()
+        print(line, flush=True)
+
+    def close(self) -> None:
+        """Remove the line of progress."""
+        if self._terminal:
+            print("\r\033[K", end="", flush=True)
