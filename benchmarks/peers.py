@@ -1,6 +1,7 @@
 """How fast is training, compared with the same training as a plain PyTorch loop with CleanRL's settings?
 
     python benchmarks/peers.py            # needs PyTorch in the same Python; results in benchmarks/results/
+    python benchmarks/peers.py --parts pqn pqn-lstm --result peers_pqn_cpu
 
 Both take turns, a few updates each, in one process, so other work on the machine slows both; the result is the median
 of the ratios of neighbouring turns.  Beside seconds it gives the processor time of a step, as on a shared machine the
@@ -10,14 +11,19 @@ time that a thread waits for a core says little about the program.
 import os
 import resource
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import machine
 import torch_ppo
+import torch_pqn
 import tyro
 from throughput import Parts
+from torch_ppo import TorchPPO
+from torch_pqn import TorchPQN
 
+from cleanba.algorithms import pqn
 from cleanba.config import Placement
 from cleanba.recipes import RECIPES
 from cleanba.runtime.process_setup import prepare_process
@@ -28,20 +34,31 @@ class Args:
     """Flags of the benchmark."""
 
     parts: tuple[str, ...] = ("breakout", "halfcheetah")
-    """of breakout (PPO, Nature CNN, 32 x 64) and halfcheetah (PPO, our defaults beside one environment x 2,048)"""
+    """of breakout (PPO, Nature CNN, 32 x 64), halfcheetah (PPO, our defaults beside one environment x 2,048), pqn and
+    pqn-lstm (PQN on Breakout, Nature CNN with layer normalisation, 8 x 128)"""
     rounds: int = 5
     """turns of each"""
     updates: int = 3
     """of ours in a turn, beside one to start; PyTorch makes one less"""
+    result: str = "peers_cpu"
+    """name of the file in benchmarks/results/"""
 
 
+PQN = {"algorithm": "pqn", "env_id": "Breakout-v5", "collector": "scanned"}
 OURS: dict[str, dict[str, Any]] = {
     "breakout": dict(
         env_id="Breakout-v5", network="nature", hiddens=(512,), num_envs=32, num_steps=64, collector="scanned"
     ),
     "halfcheetah": dict(env_id="HalfCheetah-v5", collector="stepped"),
+    "pqn": pqn.PROTOCOLS["cleanrl-atari"] | PQN,
+    "pqn-lstm": pqn.PROTOCOLS["cleanrl-atari-lstm"] | PQN,
 }
-THEIRS = {"breakout": torch_ppo.BREAKOUT, "halfcheetah": torch_ppo.HALFCHEETAH}
+THEIRS: dict[str, Callable[[], TorchPPO | TorchPQN]] = {
+    "breakout": lambda: TorchPPO(torch_ppo.BREAKOUT),
+    "halfcheetah": lambda: TorchPPO(torch_ppo.HALFCHEETAH),
+    "pqn": lambda: TorchPQN(torch_pqn.BREAKOUT),
+    "pqn-lstm": lambda: TorchPQN(torch_pqn.BREAKOUT_LSTM),
+}
 
 
 def processor_seconds() -> float:
@@ -50,13 +67,12 @@ def processor_seconds() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def ours(parts: Parts, updates: int) -> dict[str, float]:
-    """A whole run of so many updates after the first, and steps per second as it reports them."""
-    result = parts.whole(updates, 1.0)
-    return {"steps_per_second": result["sps"], "first_ratio_deviation": result["losses/first_ratio_deviation"]}
+def ours(parts: Parts, updates: int) -> float:
+    """Steps per second, as a whole run of so many updates after the first reports them."""
+    return parts.whole(updates, 1.0)["sps"]
 
 
-def theirs(training: torch_ppo.TorchPPO, updates: int) -> float:
+def theirs(training: TorchPPO | TorchPQN, updates: int) -> float:
     """Steps per second over so many updates."""
     with machine.as_a_script():
         return updates * training.s.num_envs * training.s.num_steps / training.updates(updates)
@@ -64,15 +80,15 @@ def theirs(training: torch_ppo.TorchPPO, updates: int) -> float:
 
 def measure(name: str, args: Args) -> dict[str, Any]:
     """Both, in turns."""
-    e = OURS[name]
-    parts = Parts(RECIPES["ppo"], e, Placement())
+    fields = dict(OURS[name])
+    parts = Parts(RECIPES[fields.pop("algorithm", "ppo")], fields, Placement())
     parts.learn()
     with machine.as_a_script():
-        training = torch_ppo.TorchPPO(THEIRS[name])
+        training = THEIRS[name]()
         training.updates(1)
     steps: dict[str, list[float]] = {"ours": [], "PyTorch": []}
     for _ in range(args.rounds):
-        steps["ours"].append(ours(parts, args.updates)["steps_per_second"])
+        steps["ours"].append(ours(parts, args.updates))
         steps["PyTorch"].append(theirs(training, args.updates - 1))
     learning = {"ours": learning_cost(parts), "PyTorch": learning_cost_of_peer(training)}
     parts.close()
@@ -95,7 +111,7 @@ def learning_cost(parts: Parts) -> float:
     return min(costs) / e.transitions_per_update
 
 
-def learning_cost_of_peer(training: torch_ppo.TorchPPO) -> float:
+def learning_cost_of_peer(training: TorchPPO | TorchPQN) -> float:
     """The same of PyTorch's."""
     rollout, costs = training.rollout(), []
     for _ in range(3):
@@ -109,7 +125,7 @@ def learning_cost_of_peer(training: torch_ppo.TorchPPO) -> float:
 def main(args: Args) -> None:
     """Measure, print, write."""
     machine.start_pytorch()
-    prepare_process(OURS["breakout"])
+    prepare_process(RECIPES["ppo"].experiment())
     found: dict[str, Any] = {}
     load, start = [os.getloadavg()[0]], time.perf_counter()
     for name in args.parts:
@@ -122,7 +138,7 @@ def main(args: Args) -> None:
             flush=True,
         )
     load.append(os.getloadavg()[0])
-    path = machine.save("peers_cpu", {"load_average": load, "seconds": time.perf_counter() - start, "parts": found})
+    path = machine.save(args.result, {"load_average": load, "seconds": time.perf_counter() - start, "parts": found})
     print(f"written: benchmarks/results/{path.name}")
 
 

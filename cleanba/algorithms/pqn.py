@@ -83,11 +83,17 @@ SMALL = Settings(
     exploration_fraction=0.2,
 )
 
+# For what the authors have no settings for: a longer stride, and fewer random actions in the end.
+QUICK = SMALL | Settings(learning_rate=5e-4, end_e=0.05)
+
 # By preset name (docs/reference/presets.md): what differs from the values above, the authors' on Atari.
 PRESETS: dict[str, Settings] = {
     "atari": Settings(num_actors=2, network="nature", hiddens=(512,)),
     "minatar": Settings(learning_rate=5e-4, anneal_lr=True, hiddens=(128,), end_e=0.05),
     "classic_control": Settings(**SMALL, total_timesteps=500_000),
+    "minigrid": Settings(**QUICK, total_timesteps=150_000),
+    "toy_text": Settings(**QUICK, total_timesteps=500_000),
+    "box2d": Settings(**QUICK, total_timesteps=1_000_000),
 }
 
 # By name, for --preset: published settings whole, so that no default has a say.  CleanRL's squared errors are not
