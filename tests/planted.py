@@ -183,11 +183,11 @@ def other_advantage() -> Any:
 
 
 def permuted() -> Any:
-    from cleanba.algorithms import ppo
+    from cleanba.algorithms import batches
 
-    sound = ppo.shuffled
+    sound = batches.shuffled
     swap = lambda x: x.at[0].set(x[1]).at[1].set(x[0])
-    return patch.object(ppo, "shuffled", lambda key, size: swap(sound(key, size)))
+    return patch.object(batches, "shuffled", lambda key, size: swap(sound(key, size)))
 
 
 def in_gradient(change: Callable[[jax.Array], jax.Array], shard: int = 2) -> Callable[[], Any]:
