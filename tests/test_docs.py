@@ -25,7 +25,7 @@ ALGORITHMS = sorted(ROOT.glob("docs/algorithms/*.md"))
 REFERENCE = re.compile(r"`([\w/]+\.py): ([\w.]+)`")
 FLAG = re.compile(r"(?<![\w-])--(?!xla_)[a-z][a-z0-9_-]*")
 
-OTHERS = {"--help", "--help-all", "--show-config", "--version"}  # of every command
+OTHERS = {"--help", "--help-all", "--preset", "--show-config", "--version"}  # of every command
 OTHERS |= {"--logdir", "--nodes", "--no-kill"}  # TensorBoard's, Slurm's
 OTHERS |= {"--local-num-envs", "--num-actor-threads", "--gradient-accumulation-steps"}  # the original Cleanba's
 OTHERS |= {"--clip-vloss", "--cuda", "--target-kl", "--torch-deterministic"}  # CleanRL's
