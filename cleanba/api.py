@@ -309,6 +309,7 @@ class TrainFlags(TypedDict, total=False):
     stall_timeout: float
     peer_timeout: float
     on_nonfinite: str
+    target_return: float | None
     log_frequency: int
     eval_frequency: int
     eval_episodes: int

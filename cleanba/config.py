@@ -393,6 +393,9 @@ class Run:
     a process that dies is noticed at once"""
     on_nonfinite: Literal["stop", "ignore"] = "stop"
     """what to do when a loss, a gradient, an observation or a reward is not a finite number"""
+    target_return: Finite | None = None
+    """the run is finished once the mean return of the last 100 training episodes reaches this, which is looked at where
+    logs are written (None: only at the end)"""
     log_frequency: Annotated[int, Range(1, MOST, unit="updates")] = 10
     """updates between entries in the logs"""
     eval_frequency: Updates = 0

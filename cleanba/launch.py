@@ -138,7 +138,7 @@ def train(recipe: AnyRecipe, config: Config, peers: Peers | None, shown: bool, g
     try:
         checkpoints, saved = open_checkpoints(job)
         title = f"{recipe.name} on {job.experiment.env_id}, seed {job.experiment.seed}"
-        status = Status(title, job.experiment.num_updates)
+        status = Status(title, job.experiment.num_updates, config.run.target_return)
         display = Display(status, enabled=job.devices.is_main and shown)
         run = config.run
         try:
@@ -154,6 +154,7 @@ def train(recipe: AnyRecipe, config: Config, peers: Peers | None, shown: bool, g
                 checkpoint_every=Retention.parse(run.keep_checkpoints).every,
                 chain=run_writer.chain(saved) if run_writer else None,
                 repeatable=bool(gather_over_processes(np.array([repeatable(job.spec)])).all()),
+                target_return=run.target_return,
                 stall_timeout=run.stall_timeout,
                 grace_period=run.grace_period,
                 stop_on_nonfinite=run.on_nonfinite == "stop",
@@ -235,7 +236,9 @@ def prepare(recipe: AnyRecipe, config: Config) -> Job:
     if e.init_from and initial is None and not updates_kept(run_dir):
         initial = find_again(e.init_from, run_dir, devices.platform, config.run.trust_remote_code, whole=config.whole)
     partition = fit(recipe, e, config.placement, devices.num_processes)
-    together: Json = {name: getattr(config.run, name) for name in ("log_frequency", "checkpoint_frequency")}
+    together: Json = {
+        name: getattr(config.run, name) for name in ("log_frequency", "checkpoint_frequency", "target_return")
+    }
     together["checkpoint_every"] = Retention.parse(config.run.keep_checkpoints).every
     require_same_flags({"algorithm": recipe.name, **to_json(e), **together})
     require_same_kernels(e, devices.platform)
@@ -494,8 +497,8 @@ def require_same_flags(flags: Json) -> None:
     require(
         not others,
         f"process {', '.join(others)} has another experiment than process 0, or another --log-frequency, "
-        "--checkpoint-frequency or --keep-checkpoints; give all processes the same flags, and equally many "
-        "--actor-device-ids",
+        "--checkpoint-frequency, --keep-checkpoints or --target-return; give all processes the same flags, and "
+        "equally many --actor-device-ids",
     )
 
 

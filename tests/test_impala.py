@@ -238,19 +238,22 @@ def numpy_updates(e, like, rollouts, optimiser):
     """The parameters after one update per rollout, every M-th environment of each in turn."""
     x, clipped = flat(like), 0
     for update, rollout in enumerate(rollouts):
-        for group in np.arange(B).reshape(-1, e.num_minibatches).T:
+        groups = np.arange(B).reshape(-1, e.num_minibatches).T
+        for group in np.tile(groups, (e.update_epochs, 1)):
             gradient, metrics = numpy_gradient(e, like, x, jax.tree.map(lambda leaf, g=group: leaf[:, g], rollout))
             norm = metrics["losses/grad_norm"]
             clipped += norm > e.max_grad_norm
             gradient *= min(1.0, e.max_grad_norm / norm)
             x = optimiser(x, gradient, e.learning_rate * (1 - update / 5))
-    assert 0 < clipped < len(rollouts) * e.num_minibatches, "the case must have gradients on both sides of the bound"
+    assert 0 < clipped < len(rollouts) * e.num_minibatches * e.update_epochs, (
+        "the case must have gradients on both sides of the bound"
+    )
     return x
 
 
-@pytest.mark.parametrize("make_optimiser", [NumpyRMSProp, TorchRMSProp])
-def test_several_updates_equal_pytorchs_rmsprop_on_numpys_gradients(problem, make_optimiser):
-    p, rollouts = problem(**SEVERAL), [random_rollout(seed=seed) for seed in range(4)]
+@pytest.mark.parametrize("make_optimiser, epochs", [(NumpyRMSProp, 1), (TorchRMSProp, 1), (NumpyRMSProp, 2)])
+def test_several_updates_equal_pytorchs_rmsprop_on_numpys_gradients(problem, make_optimiser, epochs):
+    p, rollouts = problem(**SEVERAL, update_epochs=epochs), [random_rollout(seed=seed) for seed in range(4)]
     expected = numpy_updates(p.e, p.state.params, rollouts, make_optimiser(p.e))
     state = p.state
     for rollout in rollouts:

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import os
+import shutil
 import struct
 import threading
 import time
@@ -22,6 +23,7 @@ from cleanba.algorithms.ppo import PPO
 from cleanba.environments.envpool import Envs, env_spec
 from cleanba.launch import how_to_draw
 from cleanba.runtime.channels import Stop
+from cleanba.runtime.checkpoint import updates_kept
 from cleanba.runtime.collect import SteppedCollector, Times, make_steppers
 from cleanba.runtime.digests import params_digest
 from cleanba.runtime.schedule import Schedule
@@ -442,3 +444,33 @@ def test_a_run_keeps_no_model_unless_asked(tmp_path):
     assert not (tmp_path / "run" / "model.msgpack").exists()
     assert not (tmp_path / "run" / "wandb").exists()
     assert sorted(os.listdir(tmp_path)) == ["run"]
+
+
+# -------------------------------------------------------------------------------------------------- the target return
+
+
+def test_a_run_is_finished_after_the_update_that_follows_the_log_point_where_it_reaches_the_target(tmp_path):
+    """Catch returns -1 at least, so 100 episodes are all it takes; the numbers are those of a run without a target."""
+    words = (*TINY, "--total-timesteps", "3200", "--checkpoint-frequency", "1")
+    target, whole, resumed = (tmp_path / name for name in ("target", "whole", "resumed"))
+    ended = command("ppo", *words, "--target-return", "-1", "--run-dir", target)
+    assert ended.code == 0 and " of -1 | length " in ended.out and "finished:" in ended.out
+    assert command("ppo", *words, "--keep-checkpoints", "all", "--run-dir", whole).code == 0
+    digests = {row["update"]: (row["params_digest"], row["learner_digest"]) for row in read_rows(whole)}
+    reached = next(row["update"] for row in read_rows(target) if row.get("charts/episodes", 0) >= 100)
+    assert reached + 1 < max(digests)
+
+    def ends_after_the_next(run_dir):
+        result = read_result(run_dir)
+        assert result["status"] == "finished" and result["update"] == reached + 1
+        assert (result["params_digest"], result["learner_digest"]) == digests[reached + 1]
+
+    ends_after_the_next(target)
+    assert "nothing to do" in command("resume", target).out
+    shutil.copytree(whole, resumed)
+    (resumed / "result.json").unlink()
+    for update in updates_kept(resumed):
+        if update > reached:
+            shutil.rmtree(resumed / "checkpoints" / str(update))
+    assert command("ppo", *words, "--target-return", "-1", "--run-dir", resumed).code == 0
+    ends_after_the_next(resumed)

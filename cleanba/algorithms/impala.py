@@ -17,7 +17,17 @@ from cleanba.algorithm import Algorithm, Metrics
 from cleanba.algorithms.batches import LAG_LOGGED, count_pieces, count_valid, in_pieces, sequences
 from cleanba.algorithms.normalisation import ReturnsSoFar, make_normaliser
 from cleanba.algorithms.optimiser import State, by_rule, learning_rate, sgd_step
-from cleanba.config import CLEANRL_ATARI, Fraction, Partition, PolicyGradient, Positive, PositiveOrInf, Range, Settings
+from cleanba.config import (
+    CLEANRL_ATARI,
+    Count,
+    Fraction,
+    Partition,
+    PolicyGradient,
+    Positive,
+    PositiveOrInf,
+    Range,
+    Settings,
+)
 from cleanba.networks import make_actor_critic
 from cleanba.networks.cores import Carry
 from cleanba.ops.losses import kl_estimate, squared_error
@@ -37,6 +47,8 @@ class IMPALA(PolicyGradient):
     """optimiser's step size at the start"""
     max_grad_norm: float = 40.0
     """global norm to which gradients are clipped"""
+    update_epochs: Count = 1
+    """passes over each batch, with V-trace's targets computed anew for every minibatch (IMPACT, Luo et al. 2020)"""
     loss_scale: Positive = 640.0
     """factor of the mean loss; 640 keeps the step that Cleanba's sum over its default minibatch makes"""
     vtrace_lambda: Fraction = 1.0
@@ -222,9 +234,10 @@ def make(e: IMPALA, spec: EnvSpec, platform: str) -> Algorithm[State, ReturnsSoF
             part = lambda i: in_pieces(partial(take, rollout, i), t[i, m], b[i, m], pieces)
             return sgd_step(shards, optimiser, rate, state, loss, lambda i: (part(i), valid_m), pieces)
 
-        state, metrics = lax.scan(minibatch, state, (jnp.arange(e.num_minibatches), valid))
+        in_turn = jnp.tile(jnp.arange(e.num_minibatches), e.update_epochs)
+        state, metrics = lax.scan(minibatch, state, (in_turn, valid[in_turn]))
         first = {name: metrics[name][0] for name in ("losses/first_ratio_deviation", "stats/lag_kl")}
-        metrics = jax.tree.map(lambda x: x.mean(), metrics)  # over the minibatches
+        metrics = jax.tree.map(lambda x: x.mean(), metrics)  # over the minibatches of all epochs
         metrics |= first | {"charts/learning_rate": rate}
         return state._replace(updates=state.updates + 1), memory, metrics
 

@@ -26,6 +26,8 @@ class Decision(NamedTuple):
     """whether a checkpoint is taken"""
     ending: BaseException | None
     """the signal or the error of an actor that ends the run after it; None if the run continues"""
+    finished: bool = False
+    """whether the run is finished after it, as the target return was reached"""
 
 
 class CheckpointSchedule:
@@ -86,9 +88,9 @@ class CheckpointSchedule:
         timed = f is None and now >= self._next
         if self._devices.num_processes > 1:
             timed = update == self._meeting and self._meet(update, timed, now)
-        ending = self._ending
-        save = self.can_save(update) and (due or timed or ending is not None)
-        return Decision(save, ending if save else None)
+        ending, reached = self._ending, self._progress.reached
+        save = self.can_save(update) and (due or timed or ending is not None or reached)
+        return Decision(save, ending if save else None, save and reached)
 
     def _meet(self, update: int, timed: bool, now: float) -> bool:
         """Whether a checkpoint is due by the main process's clock.  Afterwards all processes know of a signal."""

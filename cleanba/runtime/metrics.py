@@ -36,6 +36,7 @@ class Status:
 
     title: str
     num_updates: int
+    target_return: float | None = None
     phase: str = "starting"
     update: int = 0
     global_step: int = 0
@@ -71,6 +72,11 @@ def _number(x: float) -> str:
     return f"{x:,.0f}" if abs(x) >= 1000 else f"{x:.4g}"
 
 
+def return_in_words(s: Status) -> str:
+    """The mean return so far, as "12.3", or "12.3 of 18" where the run has a target."""
+    return _number(s.episodic_return) + ("" if s.target_return is None else f" of {_number(s.target_return)}")
+
+
 def plain_line(s: Status) -> str:
     """The state of the run in one line, for logs and pipes."""
     if s.phase != "training":
@@ -79,7 +85,7 @@ def plain_line(s: Status) -> str:
         f"update {s.update}/{s.num_updates}",
         f"step {s.global_step:,}",
         f"{_number(s.sps_recent)} steps/s (overall {_number(s.sps)})",
-        f"return {_number(s.episodic_return)}",
+        f"return {return_in_words(s)}",
         f"length {_number(s.episodic_length)}",
         f"episodes {s.episodes}",
         f"ETA {duration(s.eta)}",
@@ -103,9 +109,7 @@ def panel(s: Status) -> Panel:
     for _ in range(6):
         figures.add_column(justify="left")
     figures.add_row("steps", f"{s.global_step:,}", "steps/s", _number(s.sps_recent), "overall", _number(s.sps))
-    figures.add_row(
-        "return", _number(s.episodic_return), "length", _number(s.episodic_length), "episodes", f"{s.episodes:,}"
-    )
+    figures.add_row("return", return_in_words(s), "length", _number(s.episodic_length), "episodes", f"{s.episodes:,}")
     losses = list(s.losses.items())
     for i in range(0, len(losses), 3):
         figures.add_row(*[cell for name, value in losses[i : i + 3] for cell in (name, _number(value))])

@@ -25,6 +25,7 @@ class Progress(Generic[S]):
     update_seconds: float | None = None  # mean time of an update; None before the second
     interrupt: Interrupted | None = None  # the signal after which the run ends with a checkpoint
     failure: BaseException | None = None  # the error of an actor after which the run ends with a checkpoint
+    reached: bool = False  # the target return, at a log point
     learner_ended: bool = False
 
     def seconds_until(self, update: int) -> float:

@@ -112,6 +112,11 @@ class Statistics:
             made.newest.extend(n.newest)
         return made
 
+    def reaches(self, target: float | None) -> bool:
+        """Whether the mean return of the last `EPISODES_SHOWN` episodes is at least `target`; False with fewer."""
+        mean = self.mean_return
+        return target is not None and mean is not None and len(self.recent) == EPISODES_SHOWN and mean >= target
+
     @property
     def mean_return(self) -> float | None:
         return float(np.mean([e.ret for e in self.recent])) if self.recent else None

@@ -145,7 +145,14 @@ def learn(
     first_to_learn = getattr(training.experiment, "first_to_learn", 0)
     watcher = Watcher(learner, params_of)
     log = TrainingLog(
-        schedule, training.log_frequency, training.devices, progress, write_log_point, first_to_learn, training.chain
+        schedule,
+        training.log_frequency,
+        training.devices,
+        progress,
+        write_log_point,
+        first_to_learn,
+        training.chain,
+        training.target_return,
     )
     status.phase = "compiling the update"
     block_shapes = training.block_shapes
@@ -210,12 +217,15 @@ def learn(
             save(update)
             if decision.ending is not None:
                 end(training, update, decision.ending, stop)
+            if decision.finished:
+                break
         elif schedule.logs_digests(update):
             writer.discard_snapshot()
     if training.checkpoints is not None:
         status.phase = "writing the last checkpoint"
         training.checkpoints.finish()
         status.phase = "training"
+    stop()  # actors that collect a rollout which is not learned from, as the target return was reached
 
 
 class RunOutcome(NamedTuple, Generic[S]):

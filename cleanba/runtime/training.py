@@ -48,6 +48,8 @@ class Training(Generic[S, M, P, C]):
     repeatable: bool = True
     """whether environments repeat themselves given the same seeds and actions; if not, checkpoints are taken only at
     ends of epochs"""
+    target_return: float | None = None
+    """the mean return of the last 100 training episodes that finishes the run; None: there is no such return"""
     stall_timeout: float = float("inf")
     """seconds without an update after which the run ends"""
     grace_period: float = 60.0

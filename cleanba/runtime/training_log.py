@@ -63,10 +63,12 @@ class TrainingLog:
         write_log_point: WriteLogPoint,
         first_to_learn: int = 0,
         chain: Chain | None = None,
+        target_return: float | None = None,
     ):
         """`first_to_learn` is the first update with gradient steps; earlier ones are no guide to the remaining time.
 
         chain: links the digests that are logged, as those of a checkpoint that the run continues from are already.
+        target_return: at a log point whose mean return is at least this, `progress.reached` becomes true.
         """
         self._chain, self._linked = chain, progress.saved_update
         self._schedule, self._log_frequency, self._devices = schedule, log_frequency, devices
@@ -77,6 +79,9 @@ class TrainingLog:
         self._progress, self._write_log_point = progress, write_log_point
         self._began = time.perf_counter() - progress.seconds_before
         self._unchecked: tuple[int, Metrics] = (0, {})
+        self._target_return = target_return
+        # As the log point did after which the checkpoint was taken that the run continues from.
+        progress.reached = self.is_log_point(progress.update) and progress.statistics.reaches(target_return)
         self.start_clock()
 
     def start_clock(self) -> None:
@@ -140,6 +145,7 @@ class TrainingLog:
         progress, statistics, now = self._progress, self._progress.statistics, time.perf_counter()
         new_steps = statistics.gather()
         progress.global_step = statistics.global_step
+        progress.reached = statistics.reaches(self._target_return)
         interval = now - self._last_log
         if update > self._schedule.first:
             progress.sps = (statistics.global_step - self._timed_steps) / (now - self._timed_from)
