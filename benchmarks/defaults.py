@@ -47,13 +47,13 @@ def job(args: Args, split: str) -> Job:
     return found._replace(resolved=found.resolved._replace(experiment=e))
 
 
-def seconds_per_step(job: Job) -> tuple[float, float]:
-    """Of one run, by the clock and of all cores together."""
+def seconds_per_step(job: Job, uncounted: int = UNCOUNTED) -> tuple[float, float]:
+    """Of one run after its first `uncounted` updates, by the clock and of all cores together."""
     e = job.experiment
     marks: dict[int, tuple[float, float]] = {}
 
     def mark(update: int, steps: int, params: object) -> None:
-        if update in (UNCOUNTED, e.num_updates):
+        if update in (uncounted, e.num_updates):
             marks[update] = time.perf_counter(), time.process_time()
 
     status = Status("", 1)
@@ -62,8 +62,8 @@ def seconds_per_step(job: Job) -> tuple[float, float]:
     )
     if outcome.error is not None:
         raise outcome.error
-    steps = (e.num_updates - UNCOUNTED) * e.transitions_per_update
-    wall, cpu = ((last - first) / steps for first, last in zip(marks[UNCOUNTED], marks[e.num_updates], strict=True))
+    steps = (e.num_updates - uncounted) * e.transitions_per_update
+    wall, cpu = ((last - first) / steps for first, last in zip(marks[uncounted], marks[e.num_updates], strict=True))
     return wall, cpu
 
 

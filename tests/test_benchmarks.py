@@ -21,10 +21,12 @@ from cleanba.train_flags import parse
 
 sys.path.append(str(ROOT / "benchmarks"))
 import aot
+import concurrency
 import gpu
 import keep_curves
 import kept
 import lag
+import machine
 
 IMPORT_ALL = """
 import importlib, sys
@@ -52,6 +54,19 @@ def test_sums_of_both_ways_are_equal_and_what_they_cost_is_counted():
     assert found["equal"]
     for way in ("gathered", "exchanged"):
         assert found[way]["received_bytes"] >= found["parameter_bytes"] and found[way]["seconds"]["median"] > 0
+
+
+def test_concurrent_runs_are_timed_beside_those_that_take_turns(tmp_path, monkeypatch):
+    monkeypatch.setattr(machine, "RESULTS", tmp_path)
+    monkeypatch.setitem(concurrency.TASKS, "tiny", (" ".join(("ppo", *TINY)), 64))
+    for task in ("tiny", "tiny again"):
+        monkeypatch.setitem(concurrency.TASKS, task, concurrency.TASKS["tiny"])
+        concurrency.main(concurrency.Args((task,), rounds=1))
+    tasks = json.loads((tmp_path / "concurrency_cpu.json").read_text())["tasks"]
+    assert list(tasks) == ["tiny", "tiny again"], "what was there is kept"
+    for row in tasks.values():
+        ratio = row["concurrent"]["median"] / row["in turns"]["median"]
+        assert row["times_as_fast"]["median"] == pytest.approx(ratio)
 
 
 def tiny(name: str, **fields) -> gpu.Part:

@@ -474,9 +474,9 @@ def test_help_explains_every_flag_essentials_first(asked, width, monkeypatch):
     assert flags[:5] == ["--env-id", "--total-timesteps", "--seed", "--learning-rate", "--num-envs"]
     groups = (RECIPES["ppo"].experiment, Placement, Run)
     every = {flag(name) for group in groups for name in fields_of(group)} - {"--experiment-from"} | {"--experiment"}
-    assert set(flags) == every | {"--help-all", "--show-config"} and len(flags) == len(set(flags))
+    assert set(flags) == every | {"--preset", "--help-all", "--show-config"} and len(flags) == len(set(flags))
     assert set(FLAGS.split()) <= set(flags)
-    for entry in entries[:-2]:  # a flag, what it takes, what it means, and its default
+    for entry in entries[:-3]:  # a flag, what it takes, what it means, and its default
         assert re.search(r"[a-z]{2,} [^[]*[a-z]+.*\[default .*\]", " ".join(entry.split())), entry
         assert all(line.startswith(" " * 32) for line in entry.split("\n\n")[0].splitlines()[1:]), "in two columns"
     assert ("[0, 1]" in ended.out) == (asked == "--help-all")  # which values are allowed
