@@ -9,7 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from slowly import Data, last_step, slow_corrected_gae, slow_gae, slow_lambda_returns, slow_vtrace, value_after
 
-from cleanba.ops.returns import corrected_gae, discounted_sum, gae, lambda_returns, td_errors, vtrace
+from cleanba.ops.returns import (
+    corrected_gae,
+    discounted_sum,
+    gae,
+    lambda_returns,
+    n_step_targets,
+    rescale,
+    td_errors,
+    unscale,
+    vtrace,
+)
 
 INF = float("inf")
 
@@ -129,6 +139,33 @@ def test_lambda_returns_follow_their_definition_wherever_episodes_end(gamma, lam
     follow = None if followed is None else np.random.default_rng(0).random(d.reward.shape) < followed
     expected = slow_lambda_returns(d, gamma, lam, follow)
     assert_equal_where_valid(d, [our_lambda_returns(d, gamma, lam, follow)], [expected])
+
+
+@pytest.mark.parametrize("n", [1, 2, 4, 9])
+def test_n_step_targets_follow_their_definition_wherever_episodes_end(n):
+    """r_t + ... + gamma^{m-1} r_{t+m-1} + gamma^m V(s_{t+m}): m is n, or what is left of the episode or sequence."""
+    d, gamma = random_data(layouts(5), seed=15), 0.9
+    expected = np.zeros_like(d.reward)
+    for t, b in np.argwhere(d.valid):
+        m = min(n, last_step(d, t, b) - t + 1)
+        rewards = sum(gamma**i * d.reward[t + i, b] for i in range(m))
+        expected[t, b] = rewards + gamma**m * value_after(d, t + m - 1, b)
+    single_d = Data(*map(single, d))
+    stops = single_d.terminated | single_d.truncated
+    found = n_step_targets(single_d.value, single_d.reward, single_d.terminated, stops, n, gamma)
+    assert_equal_where_valid(d, [found], [expected])
+
+
+@pytest.mark.parametrize("eps", [0.0, 1e-3, 1e-2])
+def test_values_are_rescaled_and_back_without_losing_digits(eps):
+    """In float32 what the paper's formulas give in float64, from 1e-5 to 1e5."""
+    x = np.concatenate([-np.logspace(5, -5, 21), [0.0], np.logspace(-5, 5, 21)])
+    y = np.sign(x) * (np.sqrt(abs(x) + 1) - 1) + eps * x
+    np.testing.assert_allclose(rescale(single(x), eps), y, rtol=1e-6)
+    np.testing.assert_allclose(unscale(single(y), eps), x, rtol=2e-6)
+    if eps > 0:
+        z = (np.sqrt(1 + 4 * eps * (abs(y) + 1 + eps)) - 1) / (2 * eps)
+        np.testing.assert_allclose(unscale(single(y), eps), np.sign(y) * (z**2 - 1), rtol=2e-6)
 
 
 def test_layouts_put_every_kind_of_end_at_every_step():

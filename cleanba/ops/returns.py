@@ -92,15 +92,14 @@ def rescale(x: jax.Array, eps: float) -> jax.Array:
 
 
 def unscale(y: jax.Array, eps: float) -> jax.Array:
-    """The inverse of `rescale` (Pohlen et al. 2018, proposition A.2), eps > 0.  [...] -> [...].
+    """The inverse of `rescale` (Pohlen et al. 2018, proposition A.2).  [...] -> [...].
 
     h^-1(y) = sign(y) (z^2 - 1),   z = (sqrt(1 + 4 eps (|y| + 1 + eps)) - 1) / (2 eps)
     """
-    a = jnp.abs(y)
-    root = jnp.sqrt(1.0 + 4.0 * eps * (a + 1.0 + eps))
-    # z - 1, without the difference of nearly equal numbers: z = 2 (a + 1 + eps) / (root + 1), and root > 1.
-    less_one = (2.0 * (a + eps) - (root - 1.0)) / (root + 1.0)
-    return jnp.sign(y) * less_one * (less_one + 2.0)
+    # w = z - 1 solves eps w^2 + (1 + 2 eps) w = |y|.  In this form no digits are lost, and eps may be 0.
+    a, b = jnp.abs(y), 1.0 + 2.0 * eps
+    w = 2.0 * a / (b + jnp.sqrt(b * b + 4.0 * eps * a))
+    return jnp.sign(y) * w * (w + 2.0)
 
 
 def lambda_returns(
