@@ -56,8 +56,11 @@ class InitMemory(Protocol[M_co]):
 
 
 class InitialCarry(Protocol[C_co]):
-    def __call__(self, batch: int) -> C_co:
-        """The carry before the first observation, for B = `batch` environments.  Leaves [B, ...]."""
+    def __call__(self, batch: int, first_env: int = 0) -> C_co:
+        """The carry before the first observation, for B = `batch` environments.  Leaves [B, ...].
+
+        first_env: the number, over the whole experiment, of the first of these environments.
+        """
         ...
 
 
@@ -105,7 +108,7 @@ def no_memory(rollout: Rollout) -> tuple[()]:
 NoCarry: TypeAlias = tuple[()]
 
 
-def no_carry(batch: int) -> NoCarry:
+def no_carry(batch: int, first_env: int = 0) -> NoCarry:
     """`initial_carry` of a feed-forward policy."""
     return ()
 

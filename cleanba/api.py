@@ -36,6 +36,7 @@ from cleanba.algorithms.dqn import DQN
 from cleanba.algorithms.impala import IMPALA
 from cleanba.algorithms.ppo import PPO
 from cleanba.algorithms.pqn import PQN
+from cleanba.algorithms.r2d2 import R2D2
 from cleanba.algorithms.sac import SAC
 from cleanba.algorithms.td3 import TD3
 from cleanba.config import (
@@ -72,6 +73,7 @@ __all__ = [
     "load",
     "ppo",
     "pqn",
+    "r2d2",
     "sac",
     "td3",
     "train",
@@ -85,7 +87,7 @@ class Spec:
     """What to train: an algorithm and its given flags.  `ppo` and the other algorithms' functions make one."""
 
     algorithm: str
-    """its name: "ppo", "impala", "dqn", "pqn", "sac" or "td3" """
+    """its name: "ppo", "impala", "dqn", "pqn", "r2d2", "sac" or "td3" """
     flags: Mapping[str, Any] = field(default_factory=dict)
     """the flags that were given; presets and defaults decide the rest"""
     whole: Path | None = None
@@ -210,6 +212,7 @@ ppo = _specify("ppo", PPO)
 impala = _specify("impala", IMPALA)
 dqn = _specify("dqn", DQN)
 pqn = _specify("pqn", PQN)
+r2d2 = _specify("r2d2", R2D2)
 sac = _specify("sac", SAC)
 td3 = _specify("td3", TD3)
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Generic, NamedTuple, TypeAlias
 
 from cleanba.algorithm import Algorithm, AnyAlgorithm
-from cleanba.algorithms import dqn, impala, ppo, pqn, sac, td3
+from cleanba.algorithms import dqn, impala, ppo, pqn, r2d2, sac, td3
 from cleanba.config import E, Partition, Settings
 from cleanba.environments.specs import EnvSpec
 from cleanba.kernels import compiled_for
@@ -103,6 +103,16 @@ RECIPES: dict[str, AnyRecipe] = {
         pqn.PRESETS,
         pqn.LOGGED,
         pqn.PROTOCOLS,
+    ),
+    "r2d2": Recipe(
+        "r2d2",
+        "train with recurrent Q-learning and prioritised replay of sequences",
+        r2d2.R2D2,
+        r2d2.check,
+        r2d2.make,
+        Play(greedy=True, epsilon=0.01),
+        r2d2.PRESETS,
+        r2d2.LOGGED,
     ),
     "sac": Recipe(
         "sac",

@@ -39,7 +39,7 @@ from cleanba.train_flags import ESSENTIAL, HEADINGS, choices_of, in_words, metav
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted([*ROOT.glob("cleanba/**/*.py"), *ROOT.glob("benchmarks/*.py"), *ROOT.glob("docs/examples/*.py")])
 PLACE = re.compile(r"([\w/]+\.py)(?:: ([\w.]+))?")
-NAMES = {"ppo": "PPO", "impala": "IMPALA", "dqn": "DQN", "pqn": "PQN", "sac": "SAC", "td3": "TD3"}
+NAMES = {"ppo": "PPO", "impala": "IMPALA", "dqn": "DQN", "pqn": "PQN", "r2d2": "R2D2", "sac": "SAC", "td3": "TD3"}
 
 log = logging.getLogger(__name__)
 

@@ -90,7 +90,7 @@ def make(e: Remembering, spec: Any, platform: str) -> Algorithm:
         return new, memory, {"losses/seen": seen.sum(), "losses/sampled": seen[0]}
 
     inspect = lambda params, carry, obs, first: {"value": jnp.zeros(first.shape)}
-    return Algorithm(init, init_memory, lambda batch: (), act, update, lambda state: state["sum"], inspect)
+    return Algorithm(init, init_memory, lambda batch, first_env=0: (), act, update, lambda state: state["sum"], inspect)
 
 
 def check(e: Remembering, partition: Any) -> None:

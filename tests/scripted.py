@@ -163,7 +163,9 @@ def mirror() -> Algorithm:
     def unused(*_):
         raise AssertionError("the mirror does not learn")
 
-    return Algorithm(unused, unused, lambda batch: jnp.zeros(batch, jnp.int32), act, unused, unused, unused)
+    return Algorithm(
+        unused, unused, lambda batch, first_env=0: jnp.zeros(batch, jnp.int32), act, unused, unused, unused
+    )
 
 
 def fingerprint(params) -> jax.Array:

@@ -131,6 +131,7 @@ LOGGING = {
     "impala": POLICY,
     "dqn": (*REPLAY, "--env-id", "Catch-v0", "--prioritised"),
     "pqn": POLICY,
+    "r2d2": (*REPLAY, "--env-id", "Catch-v0", "--burn-in", "2", "--sequence-length", "6", "--lstm-size", "8"),
     "sac": (
         *REPLAY,
         "--env-id",

@@ -106,7 +106,7 @@ def drawn_flags(draw, known: dict) -> list[str]:
 @st.composite
 def command_lines(draw) -> list[str]:
     """A command with a few flags: mostly of the right kind, often out of range, never meant to take long."""
-    return [draw(st.sampled_from(["ppo", "impala", "dqn", "pqn", "sac", "td3"])), *drawn_flags(draw, WORDS)]
+    return [draw(st.sampled_from(["ppo", "impala", "dqn", "pqn", "r2d2", "sac", "td3"])), *drawn_flags(draw, WORDS)]
 
 
 @st.composite

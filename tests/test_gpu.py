@@ -30,6 +30,8 @@ SMALL = {"num_envs": 8, "num_steps": 8, "num_minibatches": 2}
 # What may be sorted in an update, and how long it is: PPO and PQN shuffle the transitions of a shard, or its
 # environments.
 SORTED = {(r, name): [8 if name == "lstm" else 64] for r in ("ppo", "pqn") for name in programs.VARIANTS}
+# R2D2 sorts and scatters the new priorities of the sequences that a gradient step drew: no more than that.
+SORTED |= {("r2d2", name): [32 if name == "mlp" else 64] for name in programs.VARIANTS}
 
 REFUSED = [(name, "lstm") for name in ("dqn", "sac", "td3")]  # they replay single transitions, and have no core
 
@@ -39,9 +41,14 @@ def lowered(traced) -> str:
     return traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
-def scatters(text: str) -> list[str]:
-    """Scatters of both kinds; deterministic ones sort what they scatter first."""
-    return re.findall(r'"stablehlo\.(?:select_and_)?scatter"', text)
+def scatters(text: str) -> list[int]:
+    """How many places each scatter writes, of both kinds; deterministic ones sort what they scatter first.
+
+    One place is a slice that is put where an index says, without any sorting.
+    """
+    found = re.findall(r'"stablehlo\.(?:select_and_)?scatter"(?:.*\n)*? +}\) : \(tensor<\S+, tensor<(\d+)x', text)
+    assert len(found) == len(re.findall(r'"stablehlo\.(?:select_and_)?scatter"', text))
+    return [int(n) for n in found if n != "1"]
 
 
 def sorts(text: str) -> list[int]:
@@ -97,8 +104,9 @@ def test_what_does_not_fit_is_refused():
 )
 def test_an_update_scatters_nothing_and_sorts_only_what_is_listed(recipe, variant, update_for):
     text = update_for(recipe, variant)
-    assert scatters(text) == []
-    assert sorts(text) == SORTED.get((recipe, variant), [])
+    sorted_here = SORTED.get((recipe, variant), [])
+    assert max(scatters(text), default=0) == (sorted_here[0] if recipe == "r2d2" else 0)
+    assert sorts(text) == sorted_here
 
 
 @pytest.mark.parametrize(

@@ -63,11 +63,11 @@ def test_a_run_starts_from_anothers_parameters(tmp_path):
     assert ended.code == 2 and "nowhere" in ended.err and not (tmp_path / "fourth").exists()
 
 
-@pytest.mark.parametrize("name", ["ppo", "dqn", "pqn", "sac", "td3"])
+@pytest.mark.parametrize("name", ["ppo", "dqn", "pqn", "r2d2", "sac", "td3"])
 def test_what_acts_is_enough_and_targets_are_copies_of_it(name):
     """A fresh state's targets are copies of its networks: what acts of it gives back all its networks."""
     box = ActionSpec("quantities", (2,), "float32", (), (-1.0, -1.0), (1.0, 1.0))
-    choices = name in ("ppo", "dqn", "pqn")
+    choices = name in ("ppo", "dqn", "pqn", "r2d2")
     spec = EnvSpec("Test-v0", ObsSpec("vector", (4,), "float32"), 3 if choices else 0, False, False, {},
                    None if choices else box)  # fmt: skip
     recipe = RECIPES[name]

@@ -314,6 +314,11 @@ RUNS = {  # PPO's is in the test after these
     "impala": ("--env-id", "Catch-v0", *TINY[2:12], "--num-minibatches", "2", "--total-timesteps", "320"),
     "dqn": ("--env-id", "Catch-v0", *OFF_POLICY, "--train-frequency", "4"),
     "pqn": ("--env-id", "Catch-v0", *TINY[2:12], "--num-minibatches", "2", "--total-timesteps", "320"),
+    "r2d2": (
+        *("--env-id", "Catch-v0", *OFF_POLICY, "--buffer-size", "128", "--train-frequency", "4"),
+        *("--burn-in", "2", "--sequence-length", "6", "--lstm-size", "8", "--total-timesteps", "80"),
+        *("--learning-starts", "32"),
+    ),
     "sac": ("--env-id", "Pendulum-v1", *OFF_POLICY),
     "td3": ("--env-id", "Pendulum-v1", *OFF_POLICY),
 }

@@ -32,6 +32,11 @@ KINDS = {
         *("--core", "lstm", "--lstm-size", "8", "--no-concurrency"),
     ],
     "pqn": ["pqn", *FLAGS, "--core", "lstm", "--lstm-size", "8", "--norm-reward"],
+    "r2d2": [
+        *("r2d2", *FLAGS[: FLAGS.index("--num-minibatches")], *FLAGS[EPOCHS + 2 :], "--lstm-size", "8", "--norm-obs"),
+        *("--burn-in", "4", "--sequence-length", "12", "--buffer-size", "480", "--learning-starts", "128"),
+        *("--batch-size", "4", "--train-frequency", "32"),
+    ],
 }
 
 
@@ -71,6 +76,7 @@ KILLS = {
     "ppo": [("start", 1), ("compile", 1), ("collect", 19), ("restore", 1), ("update", 8), ("save", 1), ("save", 2)],
     "impala": [("update", 8), ("save", 2)],
     "pqn": [("update", 8), ("save", 2)],  # at the other moments the algorithm plays no part
+    "r2d2": [("update", 8), ("save", 2)],
 }
 
 

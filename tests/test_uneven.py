@@ -7,7 +7,7 @@ import jax
 import pytest
 from launch import build, digests
 
-from cleanba.algorithms import dqn, ppo, pqn, sac
+from cleanba.algorithms import dqn, ppo, pqn, r2d2, sac
 from cleanba.runtime.checkpoint import Checkpoints
 from cleanba.runtime.metrics import Display, Status
 from cleanba.runtime.train import run_training
@@ -25,6 +25,17 @@ EXPERIMENTS = {
     "ppo": (ppo, ppo.PPO(**SIZES, env_id="Pendulum-v1", num_minibatches=2, norm_obs=True, norm_reward=True)),
     "pqn": (pqn, pqn.PQN(**SIZES, env_id="Catch-v0", num_minibatches=2, core="lstm", lstm_size=8, norm_reward=True)),
     "dqn": (dqn, dqn.DQN(**SIZES, **REPLAY, env_id="Catch-v0", n_step=2, prioritised=True)),
+    "r2d2": (
+        r2d2,
+        r2d2.R2D2(
+            **SIZES | REPLAY | dict(buffer_size=16 * 26, learning_starts=128),
+            env_id="Catch-v0",
+            burn_in=2,
+            sequence_length=6,
+            lstm_size=8,
+            norm_obs=True,
+        ),
+    ),
     "sac": (sac, sac.SAC(**SIZES, **REPLAY, env_id="Pendulum-v1")),
 }
 

@@ -12,14 +12,13 @@ them with the parameters, so both are of one version.  The returns under way, on
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
 from cleanba.algorithm import no_memory
 from cleanba.algorithms.optimiser import State
-from cleanba.config import FromRollouts
 from cleanba.networks.encoder import as_vector
 from cleanba.ops.moments import Moments, add_batch, no_moments
 from cleanba.ops.returns import returns_so_far
@@ -98,7 +97,11 @@ class Normaliser:
 
     def acting_params(self, state: State) -> PyTree:
         """What acting needs of the learner's state."""
-        return ActingParams(state.params, state.statistics.obs) if self.parts else state.params
+        return self.with_statistics(state.params, state.statistics)
+
+    def with_statistics(self, params: NetworkParams, statistics: Statistics) -> PyTree:
+        """Parameters with the statistics by which acting normalises observations, where it does."""
+        return ActingParams(params, statistics.obs) if self.parts else params
 
     def add(
         self, shards: ShardAxis, statistics: Statistics, memory: ReturnsSoFar, rollout: Rollout
@@ -157,7 +160,18 @@ def normalised_spec(part: ObsSpec) -> ObsSpec:
     return ObsSpec("vector", jax.eval_shape(partial(numbers, part), one).shape[1:], "float32")
 
 
-def make_normaliser(e: FromRollouts, spec: EnvSpec) -> Normaliser:
+class Normalises(Protocol):
+    """The fields of an experiment that decide what is normalised."""
+
+    @property
+    def norm_obs(self) -> bool: ...
+    @property
+    def norm_reward(self) -> bool: ...
+    @property
+    def gamma(self) -> float: ...
+
+
+def make_normaliser(e: Normalises, spec: EnvSpec) -> Normaliser:
     """The normaliser of an experiment: of all observations except images, boards, masks and booleans."""
     parts = [
         (jax.tree_util.keystr(path), o)

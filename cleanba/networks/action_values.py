@@ -57,7 +57,7 @@ class ActionValues(nn.Module):
         obs = jax.tree.map(lambda o: jnp.zeros((1, 1, *o.shape), o.dtype), self.obs_spec)
         return self.init(key, obs, jnp.zeros((1, 1), bool), self.initial_carry(1))
 
-    def initial_carry(self, batch: int) -> Carry:
+    def initial_carry(self, batch: int, first_env: int = 0) -> Carry:
         """The carry before the first observation, for B = `batch` environments.  Leaves [B, units], or ()."""
         return cores.initial_carry(self.core, self.lstm_size, batch)
 

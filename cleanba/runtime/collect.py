@@ -147,10 +147,13 @@ def blank(num_steps: int, values: Tree) -> Tree:
     return jax.tree.map(lambda x: jnp.empty((num_steps, *x.shape), x.dtype), values)
 
 
-def first_carry(algorithm: Algorithm[S, M, P, C], num_envs: int, device: jax.Device) -> C:
-    """The carry before the first step, made on the actor's device, as another one may be busy learning."""
+def first_carry(algorithm: Algorithm[S, M, P, C], num_envs: int, device: jax.Device, first_env: int = 0) -> C:
+    """The carry before the first step, made on the actor's device, as another one may be busy learning.
+
+    first_env: the number of the first of these environments.
+    """
     with jax.default_device(device):
-        return jax.device_put(algorithm.initial_carry(num_envs), device)
+        return jax.device_put(algorithm.initial_carry(num_envs, first_env), device)
 
 
 class Resumed(NamedTuple, Generic[C]):
@@ -250,6 +253,7 @@ class SteppedCollector(Generic[P, C]):
     finite_check: FiniteCheck | None = None
     recorded_action: ActionSpec | None = None  # the actions to record; None: none are
     saves_state: bool = False  # whether rollouts come with the state of JAX environments, in place of actions
+    first_env: int = 0  # the number of the actor's first environment
     _envs: Envs | None = None
     _obs: Obs = None
     _done: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
@@ -263,7 +267,7 @@ class SteppedCollector(Generic[P, C]):
         n = envs.num_envs
         self._obs = envs.reset()
         self._done, self._first = np.zeros(n, bool), np.ones(n, bool)
-        self._carry = first_carry(self.algorithm, n, self.device)
+        self._carry = first_carry(self.algorithm, n, self.device, self.first_env)
         self._tracker = EpisodeTracker(n)
 
     def resume(self, envs: Envs, saved_actor: SavedActor, who: str, played: Callable[[int], None]) -> None:
@@ -472,6 +476,7 @@ class ScannedCollector(Generic[P, C]):
     finite_check: FiniteCheck | None = None
     recorded_action: ActionSpec | None = None  # the actions to record; None: none are
     saves_state: bool = False  # whether rollouts come with the state of JAX environments, in place of actions
+    first_env: int = 0  # the number of the actor's first environment
     _envs: Envs | None = None
     _compilable: Compilable | None = None
     _state: ScanState | None = None
@@ -482,7 +487,8 @@ class ScannedCollector(Generic[P, C]):
         self._envs = envs
         n = envs.num_envs
         obs = envs.reset()
-        self._begin(obs, np.zeros(n, bool), np.ones(n, bool), first_carry(self.algorithm, n, self.device))
+        carry = first_carry(self.algorithm, n, self.device, self.first_env)
+        self._begin(obs, np.zeros(n, bool), np.ones(n, bool), carry)
         self._tracker = EpisodeTracker(n)
 
     def resume(self, envs: Envs, saved_actor: SavedActor, who: str, played: Callable[[int], None]) -> None:

@@ -366,9 +366,9 @@ def make_actors(
     scans = ScanCache(algorithm, e.num_steps)
 
     def make_collector(actor: int, device: jax.Device) -> Collector[P]:
-        finite_check = FiniteCheck(training.spec.env_id, training.partition.actor_envs(actor).start)
-        check = finite_check if training.stop_on_nonfinite else None
-        kept = training.recorded_action, training.spec.on_device
+        first_env = training.partition.actor_envs(actor).start
+        check = FiniteCheck(training.spec.env_id, first_env) if training.stop_on_nonfinite else None
+        kept = training.recorded_action, training.spec.on_device, first_env
         if e.collector == "scanned":
             return ScannedCollector(algorithm, e.num_steps, device, stop, scans, check, *kept)
         return SteppedCollector(algorithm, steppers, e.num_steps, device, stop, check, *kept)

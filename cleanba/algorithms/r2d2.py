@@ -1,0 +1,329 @@
+"""Recurrent replay distributed DQN (R2D2; Kapturowski et al. 2019), top to bottom: experiment, network, losses, update.
+
+Deep Q-learning with an LSTM, from sequences that replay keeps together with the recurrent state before them, and draws
+by priority.  The sections are those of `dqn.py`; settings are the paper's and Acme's, with a preset for each group of
+environments.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from cleanba.algorithm import Algorithm, Metrics
+from cleanba.algorithms.action_bounds import ACTION_WORDS
+from cleanba.algorithms.epsilon_greedy import epsilon_greedy, greedy, legal_values
+from cleanba.algorithms.gradient_steps import (
+    PRIORITY_LOGGED,
+    REPLAY_FILLED,
+    REPLAY_LOGGED,
+    Prioritised,
+    every,
+    prioritised_steps,
+)
+from cleanba.algorithms.normalisation import Statistics, make_normaliser
+from cleanba.algorithms.off_policy import PrioritisedReplay, check_replay
+from cleanba.algorithms.optimiser import TrainState, learning_rate, make_adam, sgd_step_with_errors
+from cleanba.config import (
+    Count,
+    Fraction,
+    NotNegative,
+    Partition,
+    Positive,
+    Range,
+    Recurrent,
+    Settings,
+    Steps,
+    require,
+)
+from cleanba.kernels import polyak_update
+from cleanba.networks import make_action_values
+from cleanba.networks.cores import Carry
+from cleanba.ops import replay
+from cleanba.ops.losses import by_comparison, squared_error
+from cleanba.ops.returns import n_step_returns, rescaled, unrescaled
+from cleanba.rollout import NetworkParams, Obs, PyTree, Rollout
+from cleanba.shards import ShardAxis
+from cleanba.specs import EnvSpec
+
+
+@dataclass(frozen=True)
+class R2D2(PrioritisedReplay, Recurrent):
+    """What is trained: together these decide every bit of the trained parameters."""
+
+    total_timesteps: int = 50_000_000
+    """environment steps in all (an Atari step is 4 frames)"""
+    num_envs: int = 64
+    """environments over the whole experiment"""
+    num_steps: int = 40
+    """steps per environment and rollout; a sequence begins with each rollout"""
+    gamma: Fraction = 0.997
+    """discount per step"""
+    hiddens: tuple[int, ...] = (512,)
+    """units of the dense layers after the convolutions, or of the MLP"""
+    core: Literal["none", "lstm"] = "lstm"
+    """memory between torso and heads"""
+    lstm_size: int = 512
+    """units of the LSTM"""
+    norm_obs: bool = False
+    """normalise observations other than images by their running mean and standard deviation; codes and text once they
+    are encoded as zeros and ones"""
+
+    learning_rate: Positive = 1e-4
+    """optimiser's step size at the start"""
+    adam_eps: Positive = 1e-3
+    """Adam: added to the root of the second moment"""
+    max_grad_norm: Positive = 40.0
+    """global norm to which gradients are clipped"""
+    buffer_size: int = 1_000_000
+    """steps that the replay memory holds, over all shards"""
+    learning_starts: int = 80_000
+    """steps before the first gradient step"""
+    batch_size: int = 64
+    """sequences in one gradient step, over all shards"""
+    train_frequency: int = 640
+    """environment steps for each gradient step, over all environments"""
+    sequence_length: Count = 80
+    """steps of a sequence that are learnt from"""
+    burn_in: Annotated[int, Range(0, 10**6, unit="steps")] = 40
+    """steps before those, which only bring the recurrent state up to date"""
+    n_step: Steps = 5
+    """rewards that a target adds up before it bootstraps"""
+    rescale: bool = True
+    """learn h(Q) in place of Q, with h(x) = sign(x) (sqrt(abs(x) + 1) - 1) + eps x"""
+    rescale_eps: NotNegative = 1e-3
+    """eps of h"""
+    target_network_frequency: Count = 2500
+    """gradient steps between updates of the target network"""
+    tau: float = 1.0
+    """how far each of its updates moves a target network towards the network (1: all the way)"""
+    double: bool = True
+    """let the network choose the next action, and the target network value it"""
+    dueling: bool = True
+    """estimate action values as a state's value and the actions' advantages"""
+    priority_exponent: float = 0.9
+    """priorities are errors to this power (0: all are drawn equally often)"""
+    importance_exponent: float = 0.6
+    """how far importance weights make up for priorities at the start (1: fully)"""
+    importance_exponent_end: float = 0.6
+    """the same at the end of the run; linear in between"""
+    priority_max_weight: Fraction = 0.9
+    """a sequence's error is this share of its greatest one, and for the rest of its mean one"""
+    explore_base: Fraction = 0.4
+    """environment i of N takes a random action with probability explore_base^(1 + explore_power i / (N - 1))"""
+    explore_power: NotNegative = 7.0
+    """how much less random the last environment's actions are than the first one's"""
+
+    @property
+    def norm_reward(self) -> bool:
+        """Rewards are not scaled: targets are rescaled instead."""
+        return False
+
+
+# For vectors and codes: short sequences, a small network, and a target network that follows sooner.
+SMALL = Settings(
+    num_envs=16,
+    num_steps=16,
+    hiddens=(128,),
+    lstm_size=128,
+    learning_rate=5e-4,
+    buffer_size=100_000,
+    learning_starts=4_096,
+    batch_size=32,
+    train_frequency=16,
+    sequence_length=32,
+    burn_in=16,
+    gamma=0.99,
+    target_network_frequency=200,
+    explore_power=3.0,
+)
+
+# For what is decided within a few steps, and must be learnt from many.
+SHORT = Settings(
+    num_steps=10,
+    hiddens=(64,),
+    lstm_size=64,
+    batch_size=16,
+    train_frequency=32,
+    sequence_length=20,
+    burn_in=10,
+)
+
+# By preset name (docs/reference/presets.md): what differs from the values above, those for Atari.
+PRESETS: dict[str, Settings] = {
+    "atari": Settings(network="nature"),
+    "classic_control": Settings(**SMALL, total_timesteps=250_000),
+    "minigrid": Settings(
+        **SMALL | SHORT | dict(num_envs=32, norm_obs=True, forget_bias=2.0, explore_power=2.0),
+        total_timesteps=1_000_000,
+    ),
+    "toy_text": Settings(**SMALL, total_timesteps=250_000),
+    "box2d": Settings(**SMALL, total_timesteps=1_000_000),
+    "minatar": Settings(**SMALL | dict(num_envs=64, train_frequency=64), total_timesteps=10_000_000),
+}
+
+
+def check(e: R2D2, partition: Partition) -> None:
+    """Raise `UsageError` for hyperparameters that do not fit."""
+    check_replay(e, partition)
+    length, steps = e.burn_in + e.sequence_length, e.num_steps
+    rows, needed = e.buffer_size // e.num_envs, length + 2 * steps + 8
+    require(
+        rows >= needed,
+        f"buffer_size={e.buffer_size} holds {rows} steps of an environment, but sequences of {length} steps (burn_in="
+        f"{e.burn_in} + sequence_length={e.sequence_length}) and rollouts of {steps} need {needed}; try --buffer-size "
+        f"{needed * e.num_envs} or more, or shorter sequences",
+    )
+    whole = -(-length // steps) * steps * e.num_envs
+    require(
+        e.learning_starts >= whole,
+        f"learning_starts={e.learning_starts} comes before the first whole sequence, which ends after {whole} steps; "
+        f"try --learning-starts {whole} or more",
+    )
+
+
+class State(NamedTuple):
+    """The learner's state."""
+
+    online: TrainState
+    target: NetworkParams
+    updates: jax.Array  # int32: updates done
+    since_target: jax.Array  # int32: gradient steps since the target network was updated
+    statistics: Statistics  # of observations
+
+
+class ActingCarry(NamedTuple):
+    """What acting carries from step to step in B environments."""
+
+    core: Carry  # the network's, which is stored with sequences
+    env: jax.Array  # [B] int32: the environments' numbers, which their exploration depends on
+
+
+LOGGED = {
+    "losses/td_loss": "half the squared temporal-difference error of rescaled values, weighted, mean over sequences",
+    "losses/q_values": "mean (rescaled) action value of the replayed actions",
+    "losses/grad_norm": "global norm of the gradient before clipping",
+    REPLAY_FILLED: REPLAY_LOGGED[REPLAY_FILLED],
+    **PRIORITY_LOGGED,
+    "charts/learning_rate": "the optimiser's step size in this update",
+}
+
+
+def make(e: R2D2, spec: EnvSpec, platform: str) -> Algorithm[State, replay.SequenceMemory, PyTree, ActingCarry]:
+    """R2D2 on environments that look like `spec`, on `platform` ("cpu", "gpu" …)."""
+    require(
+        spec.action.kind == "choice",
+        f"env_id={e.env_id!r} takes {ACTION_WORDS[spec.action.kind]}, but R2D2 values each of a few actions; try "
+        f"{'`cleanba sac`, `cleanba td3` or ' * (spec.action.kind == 'quantities')}`cleanba ppo`, or CartPole-v1",
+    )
+    normaliser = make_normaliser(e, spec)
+    network = make_action_values(normaliser.network_spec(spec), e, e.dueling)
+    one_step = normaliser.normalising(network.one_step)
+    optimiser = make_adam(e.adam_eps, e.max_grad_norm)
+    length = e.burn_in + e.sequence_length
+    # EnvPool stacks the newest frames of an Atari game; the replay memory stores each frame once.
+    stack = int(spec.options.get("stack_num", 4)) if spec.is_atari else 1
+    h = partial(rescaled, eps=e.rescale_eps) if e.rescale else lambda x: x
+    h_inverse = partial(unrescaled, eps=e.rescale_eps) if e.rescale else lambda x: x
+
+    def init(key: jax.Array) -> State:
+        params = network.initial_params(key)
+        # A copy: both are donated, so they must not share a buffer.
+        target = jax.tree.map(jnp.copy, params)
+        online = TrainState(params, optimiser.init(params))
+        return State(online, target, jnp.int32(0), jnp.int32(0), normaliser.init())
+
+    def initial_carry(batch: int, first_env: int = 0) -> ActingCarry:
+        return ActingCarry(network.initial_carry(batch), first_env + jnp.arange(batch, dtype=jnp.int32))
+
+    def act(
+        params: PyTree, carry: ActingCarry, obs: Obs, first: jax.Array, key: jax.Array, explore: bool
+    ) -> tuple[jax.Array, ActingCarry, PyTree]:
+        values, core = one_step(params, carry.core, obs, first)
+        carry = carry._replace(core=core)
+        if not explore:
+            return greedy(spec, values, obs), carry, {}
+        epsilon = e.explore_base ** (1.0 + e.explore_power * (carry.env / max(1, e.num_envs - 1)))
+        return epsilon_greedy(spec, values, obs, epsilon, key), carry, {}
+
+    def values_of(params: NetworkParams, sequences: replay.Sequences, obs: PyTree) -> jax.Array:
+        """Action values of the steps that are learnt from, and of the one after them.  [T+1, N, A].
+
+        obs: the sequences' observations, normalised.  The steps before them bring the stored state up to date, and get
+        no gradient (Kapturowski et al. 2019, section 3).
+        """
+        part = lambda x, s: jax.tree.map(lambda x: x[s], x)
+        before, after = slice(0, e.burn_in), slice(e.burn_in, None)
+        core = sequences.carry
+        if e.burn_in and e.core != "none":
+            core = network.outputs(params, part(obs, before), sequences.first[before], core).carry
+        return network.outputs(params, part(obs, after), sequences.first[after], lax.stop_gradient(core)).values
+
+    def loss(
+        params: NetworkParams,
+        sequences: replay.Sequences,
+        importance: jax.Array,
+        target: NetworkParams,
+        statistics: Statistics,
+    ) -> tuple[jax.Array, tuple[Metrics, jax.Array]]:
+        """This shard's part of the mean loss over the sequences [L, N] of all shards; and their errors [N].
+
+        y_t = h(sum_{j<n} gamma^j r_{t+j} + gamma^n h^-1(Q'(s_{t+n}, argmax_a Q(s_{t+n}, a)))), a legal in s_{t+n}
+        (section 2.3).  A sequence's error is 0.9 max_t |y_t - Q_t| + 0.1 mean_t |y_t - Q_t|.
+        """
+        obs = normaliser.normalise(statistics.obs, sequences.obs)
+        values, targets = values_of(params, sequences, obs), values_of(target, sequences, obs)
+        s = jax.tree.map(lambda x: x[e.burn_in :], sequences._replace(carry=()))
+        chooser = values if e.double else targets
+        best = legal_values(spec, chooser, s.obs).argmax(-1)
+        bootstrap = h_inverse(by_comparison(targets, best))
+        y = h(n_step_returns(bootstrap, s.reward, s.terminated, s.stops, e.gamma, e.n_step))
+        value = by_comparison(values[:-1], s.action)
+        error = jnp.where(s.valid, lax.stop_gradient(y) - value, 0.0)
+        mean = lambda x: (importance * x.mean(0)).sum() / e.batch_size
+        total = mean(jnp.where(s.valid, squared_error(value, lax.stop_gradient(y)), 0.0))
+        size = jnp.abs(lax.stop_gradient(error))
+        share = e.priority_max_weight
+        of_sequence = share * size.max(0) + (1.0 - share) * size.sum(0) / jnp.maximum(s.valid.sum(0), 1)
+        return total, ({"losses/td_loss": total, "losses/q_values": mean(jnp.where(s.valid, value, 0.0))}, of_sequence)
+
+    def update(
+        state: State, memory: replay.SequenceMemory, rollout: Rollout, shards: ShardAxis, key: jax.Array
+    ) -> tuple[State, replay.SequenceMemory, Metrics]:
+        statistics, _, _ = normaliser.add(shards, state.statistics, (), rollout)
+        state = state._replace(statistics=statistics)
+        rate = learning_rate(e, e.learning_rate, state.updates)
+        memory = replay.write_sequences(memory, rollout, rollout.carry.core, length, stack, shards.num_held)
+        written = memory
+
+        def step(batch: Prioritised, state: State) -> tuple[State, Metrics, jax.Array]:
+            def inputs(i: jax.Array) -> tuple[replay.Sequences, jax.Array, NetworkParams, Statistics]:
+                drawn = jax.tree.map(lambda x: x[i], batch.drawn)
+                sequences = replay.take_sequences(written, i, drawn, length, stack)
+                return sequences, batch.weight[i], state.target, state.statistics
+
+            online, metrics, errors = sgd_step_with_errors(shards, optimiser, rate, state.online, loss, inputs)
+            moves, since = every(e.target_network_frequency, state.since_target + 1)
+            target = polyak_update(shards, e.tau, moves, online.params, state.target)
+            return state._replace(online=online, target=target, since_target=since), metrics, errors
+
+        state, priorities, metrics = prioritised_steps(
+            e, shards, memory.priorities, key, state.updates + 1, step, state
+        )
+        metrics |= {"charts/learning_rate": rate}
+        return state._replace(updates=state.updates + 1), memory._replace(priorities=priorities), metrics
+
+    def acting_params(state: State) -> PyTree:
+        return normaliser.with_statistics(state.online.params, state.statistics)
+
+    def inspect(params: PyTree, carry: ActingCarry, obs: Obs, first: jax.Array) -> dict[str, jax.Array]:
+        values = one_step(params, carry.core, obs, first).values
+        return {"value": legal_values(spec, values, obs).max(-1), "action value": values}
+
+    def init_memory(rollout: Rollout) -> replay.SequenceMemory:
+        return replay.init_sequences(rollout, rollout.carry.core, e.buffer_size // e.num_shards, stack)
+
+    return Algorithm(init, init_memory, initial_carry, act, update, acting_params, inspect)
