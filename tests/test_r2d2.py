@@ -19,7 +19,6 @@ from cleanba.errors import UsageError
 from cleanba.networks import make_action_values
 from cleanba.ops import replay
 from cleanba.ops.replay.priorities import UNIT
-from cleanba.ops.returns import n_step_returns, rescaled, unrescaled
 from cleanba.recipes import RECIPES
 from cleanba.rollout import Rollout
 from cleanba.runtime.channels import Stop
@@ -175,27 +174,6 @@ def test_a_gradient_step_is_the_papers_in_numpy(layout, updated):
     np.testing.assert_allclose(found, [(0.9 * size.max() + 0.1 * size.mean()) ** 0.9], rtol=1e-3)
 
 
-def test_values_are_rescaled_and_back():
-    x = np.concatenate([-np.logspace(4, -4, 9), [0.0], np.logspace(-4, 4, 9)]).astype(np.float32)
-    np.testing.assert_allclose(rescaled(x, 1e-3), h(x.astype(np.float64)), rtol=1e-5)
-    np.testing.assert_allclose(unrescaled(x, 1e-3), h_inverse(x.astype(np.float64)), rtol=1e-4, atol=1e-7)
-    for eps in (1e-3, 0.0):
-        np.testing.assert_allclose(unrescaled(rescaled(x, eps), eps), x, rtol=1e-3, atol=1e-6)
-
-
-@pytest.mark.parametrize("n", [1, 3, 9])
-def test_n_step_returns_are_those_of_a_loop(n):
-    rng = np.random.default_rng(n)
-    layouts = ["..Tx.U", "......", "T" * 6, "xUx..."]
-    value, reward = rng.normal(size=(7, 4)), rng.normal(size=(6, 4))
-    steps = np.array([list(layout) for layout in layouts]).T
-    found = n_step_returns(value, reward, steps == "T", np.isin(steps, ["T", "U"]), 0.9, n)
-    for b, layout in enumerate(layouts):
-        valid = steps[:, b] != "x"
-        expected = slow_targets(value[:, b], reward[:, b], layout, 0.9, n)
-        np.testing.assert_allclose(found[valid, b], expected[valid], rtol=1e-5)
-
-
 def test_a_stored_state_is_the_one_that_the_sequence_before_leads_to():
     """While the parameters stay as they are: from zeros, over all that was seen, to every sequence's beginning."""
     B, steps, rollouts = len(SCRIPTS), 7, 5
@@ -226,6 +204,13 @@ def test_a_stored_state_is_the_one_that_the_sequence_before_leads_to():
 
 
 # ---------------------------------------------------------------------------------------------------- exploration
+
+
+def test_exploration_is_the_papers():
+    epsilons = r2d2.exploration(R2D2(num_envs=5))
+    np.testing.assert_allclose(epsilons, [0.4 ** (1 + 7 * i / 4) for i in range(5)], rtol=1e-6)
+    np.testing.assert_allclose(r2d2.exploration(R2D2(num_envs=1)), [0.4], rtol=1e-6)
+    assert not r2d2.exploration(R2D2(num_envs=3, explore_base=0.0)).any()
 
 
 def test_every_environment_explores_by_its_number_wherever_it_is():

@@ -11,6 +11,7 @@ from typing import Annotated, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from cleanba.algorithm import Algorithm, Metrics
@@ -44,7 +45,7 @@ from cleanba.networks import make_action_values
 from cleanba.networks.cores import Carry
 from cleanba.ops import replay
 from cleanba.ops.losses import by_comparison, squared_error
-from cleanba.ops.returns import n_step_returns, rescaled, unrescaled
+from cleanba.ops.returns import n_step_targets, rescale, unscale
 from cleanba.rollout import NetworkParams, Obs, PyTree, Rollout
 from cleanba.shards import ShardAxis
 from cleanba.specs import EnvSpec
@@ -212,6 +213,16 @@ LOGGED = {
 }
 
 
+def exploration(e: R2D2) -> np.ndarray:
+    """The probability of a random action in each environment, eps^(1 + alpha i / (N - 1)).  [N] float32.
+
+    (Horgan et al. 2018, section 4.1.)  Computed on the host: compiled, the power could round differently by how many
+    environments an actor has, and on which device.
+    """
+    exponent = 1.0 + e.explore_power * np.arange(e.num_envs) / max(1, e.num_envs - 1)
+    return np.power(e.explore_base, exponent).astype(np.float32)
+
+
 def make(e: R2D2, spec: EnvSpec, platform: str) -> Algorithm[State, replay.SequenceMemory, PyTree, ActingCarry]:
     """R2D2 on environments that look like `spec`, on `platform` ("cpu", "gpu" …)."""
     require(
@@ -223,11 +234,11 @@ def make(e: R2D2, spec: EnvSpec, platform: str) -> Algorithm[State, replay.Seque
     network = make_action_values(normaliser.network_spec(spec), e, e.dueling)
     one_step = normaliser.normalising(network.one_step)
     optimiser = make_adam(e.adam_eps, e.max_grad_norm)
-    length = e.burn_in + e.sequence_length
+    length, epsilons = e.burn_in + e.sequence_length, exploration(e)
     # EnvPool stacks the newest frames of an Atari game; the replay memory stores each frame once.
     stack = int(spec.options.get("stack_num", 4)) if spec.is_atari else 1
-    h = partial(rescaled, eps=e.rescale_eps) if e.rescale else lambda x: x
-    h_inverse = partial(unrescaled, eps=e.rescale_eps) if e.rescale else lambda x: x
+    h = partial(rescale, eps=e.rescale_eps) if e.rescale else lambda x: x
+    h_inverse = partial(unscale, eps=e.rescale_eps) if e.rescale else lambda x: x
 
     def init(key: jax.Array) -> State:
         params = network.initial_params(key)
@@ -246,7 +257,7 @@ def make(e: R2D2, spec: EnvSpec, platform: str) -> Algorithm[State, replay.Seque
         carry = carry._replace(core=core)
         if not explore:
             return greedy(spec, values, obs), carry, {}
-        epsilon = e.explore_base ** (1.0 + e.explore_power * (carry.env / max(1, e.num_envs - 1)))
+        epsilon = jnp.take(jnp.asarray(epsilons), carry.env, mode="clip")
         return epsilon_greedy(spec, values, obs, epsilon, key), carry, {}
 
     def values_of(params: NetworkParams, sequences: replay.Sequences, obs: PyTree) -> jax.Array:
@@ -280,7 +291,7 @@ def make(e: R2D2, spec: EnvSpec, platform: str) -> Algorithm[State, replay.Seque
         chooser = values if e.double else targets
         best = legal_values(spec, chooser, s.obs).argmax(-1)
         bootstrap = h_inverse(by_comparison(targets, best))
-        y = h(n_step_returns(bootstrap, s.reward, s.terminated, s.stops, e.gamma, e.n_step))
+        y = h(n_step_targets(bootstrap, s.reward, s.terminated, s.stops, e.n_step, e.gamma))
         value = by_comparison(values[:-1], s.action)
         error = jnp.where(s.valid, lax.stop_gradient(y) - value, 0.0)
         mean = lambda x: (importance * x.mean(0)).sum() / e.batch_size

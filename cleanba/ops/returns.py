@@ -51,36 +51,6 @@ def td_errors(value: jax.Array, reward: jax.Array, terminated: jax.Array, gamma:
     return target, target - value[:-1]
 
 
-def n_step_returns(
-    value: jax.Array, reward: jax.Array, terminated: jax.Array, stops: jax.Array, gamma: float, n: int
-) -> jax.Array:
-    """sum_{j<m} gamma^j r_{t+j} + gamma^m (1 - terminated) V_{t+m} (Sutton & Barto 2018, eq. 7.1).
-
-    m is n, or less where the episode ends or is cut off before (`stops`), or the sequence does.  value [T+1, B],
-    reward, terminated, stops [T, B] -> [T, B].  At a step whose action was ignored the result is meaningless.
-    """
-    chex.assert_equal_shape([value[1:], reward, terminated, stops])
-    after = value
-    for _ in range(n):
-        following = jnp.where(stops, value[1:], after[1:])
-        found = reward + gamma * jnp.where(terminated, 0.0, following)
-        after = jnp.concatenate([found, value[-1:]])
-    return after[:-1]
-
-
-def rescaled(x: jax.Array, eps: float) -> jax.Array:
-    """h(x) = sign(x) (sqrt(|x| + 1) - 1) + eps x (Pohlen et al. 2018, proposition A.2).  [...] -> [...]."""
-    # sqrt(|x| + 1) - 1 without the loss of digits where |x| is small.
-    return x / (jnp.sqrt(jnp.abs(x) + 1.0) + 1.0) + eps * x
-
-
-def unrescaled(y: jax.Array, eps: float) -> jax.Array:
-    """The inverse of `rescaled`: sign(y) (((sqrt(1 + 4 eps (|y| + 1 + eps)) - 1) / (2 eps))^2 - 1).  [...] -> [...]."""
-    size = jnp.abs(y) + 1.0 + eps
-    root = 2.0 * size / (jnp.sqrt(1.0 + 4.0 * eps * size) + 1.0)  # the same, also for eps = 0
-    return jnp.sign(y) * (root - 1.0) * (root + 1.0)
-
-
 def gae(
     value: jax.Array, reward: jax.Array, terminated: jax.Array, truncated: jax.Array, gamma: float, lam: float
 ) -> jax.Array:
