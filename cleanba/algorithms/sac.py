@@ -23,6 +23,7 @@ from cleanba.networks import make_critics, make_policy
 from cleanba.ops import replay
 from cleanba.ops.descent import descend
 from cleanba.ops.distributions import SquashedGaussian
+from cleanba.probes import probe
 from cleanba.rollout import NetworkParams, Obs, PyTree, Rollout
 from cleanba.shards import ShardAxis
 from cleanba.specs import EnvSpec
@@ -175,6 +176,7 @@ def make(e: SAC, spec: EnvSpec, platform: str) -> Algorithm[State, replay.Ring, 
                 policy, metrics = sgd_step(shards, optimiser, policy_rate, policy, policy_loss, policy_inputs)
                 if e.autotune:
                     log_alpha = shards.isolate(tune, q_rate, log_alpha, metrics["losses/entropy"])
+                    probe("optimiser", log_alpha, "the entropy coefficient")
                 return (policy, log_alpha), metrics
 
             # The policy learns at every `policy_frequency`-th step of the critics, and then takes as many steps itself.

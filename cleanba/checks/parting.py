@@ -313,19 +313,20 @@ def _in_event(a: Side, b: Side, update: int, x: Event, y: Event, number: int) ->
         source = "target network" if d is not None and "target" in d.path else "update"
     if d is not None:
         d = d._replace(path=readable(d.path) if stage == "minibatch" else d.path)
-    return Finding(update, source, what, d, BEFORE[stage] + note)
+    return Finding(update, source, what, d, BEFORE.get((stage, site.detail), BEFORE[stage, ""]) + note)
 
 
 BEFORE = {
-    "statistics": "the rollout was the same",
-    "normalised": "rollout and statistics were the same",
-    "targets": "rollout and parameters were the same",
-    "draw": "the memory was the same",
-    "minibatch": "all that it is drawn from was the same",
-    "gradient": "its minibatch and the parameters were the same",
-    "sum": "the gradients of all shards were the same",
-    "optimiser": "the gradient was the same",
-    "gradient step": "all before it was the same",
+    ("statistics", ""): "the rollout was the same",
+    ("normalised", ""): "rollout and statistics were the same",
+    ("targets", ""): "rollout and parameters were the same",
+    ("draw", ""): "the memory was the same",
+    ("minibatch", ""): "all that it is drawn from was the same",
+    ("gradient", ""): "its minibatch and the parameters were the same",
+    ("sum", ""): "the gradients of all shards were the same",
+    ("optimiser", ""): "the gradient was the same",
+    ("gradient step", ""): "all before it was the same",
+    ("optimiser", "the entropy coefficient"): "the policy's entropy was the same",
 }
 
 
