@@ -103,27 +103,22 @@ h_inverse = lambda y, eps=1e-3: np.sign(y) * (((np.sqrt(1 + 4 * eps * (abs(y) + 
 
 @pytest.fixture(scope="module")
 def updated(on_devices):
-    """updated(rollouts, **changes) -> the state before, the state and the priorities after two updates, metrics."""
+    """updated(rollouts) -> the state before, the state after two updates, metrics, priorities."""
+    algorithm = RECIPES["r2d2"].make(tiny(), SPEC, "cpu")
+    rng = np.random.default_rng(7)
+    drawn = lambda tree: jax.tree.map(lambda x: rng.normal(size=x.shape).astype(x.dtype), tree)
+    state = algorithm.init(jax.random.key(0))
+    state = state._replace(online=state.online._replace(params=drawn(state.target)), target=drawn(state.target))
+    carry = jax.tree.map(lambda x: x[None], algorithm.initial_carry(1))
 
-    def run(rollouts, **changes):
-        algorithm = RECIPES["r2d2"].make(tiny(**changes), SPEC, "cpu")
-        state = algorithm.init(jax.random.key(0))
-        rng = np.random.default_rng(7)
-        drawn = lambda tree: jax.tree.map(lambda x: rng.normal(size=x.shape).astype(x.dtype), tree)
-        state = state._replace(online=state.online._replace(params=drawn(state.target)), target=drawn(state.target))
-        carry = jax.tree.map(lambda x: x[None], algorithm.initial_carry(1))
+    def both(shards, state, first, second):
+        memory = jax.tree.map(lambda x: x[None], algorithm.init_memory(jax.tree.map(lambda x: x[0], first)))
+        state, memory, _ = algorithm.update(state, memory, first, shards, jax.random.key(1))
+        state, memory, metrics = algorithm.update(state, memory, second, shards, jax.random.key(2))
+        return state, metrics, memory.priorities.values
 
-        def both(shards, state, first, second):
-            like = jax.tree.map(lambda x: x[0], first)
-            memory = jax.tree.map(lambda x: x[None], algorithm.init_memory(like))
-            state, memory, _ = algorithm.update(state, memory, first, shards, jax.random.key(1))
-            state, memory, metrics = algorithm.update(state, memory, second, shards, jax.random.key(2))
-            return state, metrics, memory.priorities.values
-
-        rollouts = [r._replace(carry=carry) for r in rollouts]
-        return state, *on_devices(both, 1, 1)(state, *rollouts)
-
-    return run
+    compiled = on_devices(both, 1, 1)
+    return lambda rollouts: (state, *compiled(state, *(r._replace(carry=carry) for r in rollouts)))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
