@@ -68,6 +68,10 @@ OTHER_WORDS = {
     },
     "plot": {"out": st.sampled_from(["EMPTY/figure", "DAMAGED/config.json/figure", "/proc/figure.png"])},
     "report": {"out": st.sampled_from(["EMPTY/page.html", "/proc/page.html", "EMPTY"])},
+    "export": {
+        "format": st.sampled_from(["onnx", "stablehlo", "onx", ""]),
+        "out": st.sampled_from(["EMPTY/x.onnx", "/proc/x.onnx", "EMPTY"]),
+    },
     "push": {"repo": st.sampled_from(["name", "a/b", "", "-"]), "private": st.none(), "hf-entity": st.just("me")},
     "sweep": {
         "env-ids": st.lists(st.sampled_from(["Catch-v0", "@atari9", "Nope-v1", "CartPole-v1", ""]), max_size=2),

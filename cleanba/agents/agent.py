@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from numpy.typing import ArrayLike
 
+from cleanba.agents.portable import Export, export, format_of
 from cleanba.algorithm import AnyAlgorithm
 from cleanba.config import Experiment, require
 from cleanba.environments.backends import env_spec
@@ -60,6 +61,8 @@ class Policy(NamedTuple):
     global_step: int | None = None
     plays: Play = Play()
     """how it acts unless flags say otherwise"""
+    run: str = ""
+    """name of its run's directory"""
 
 
 def new_policy(e: Experiment, spec: EnvSpec, algorithm: AnyAlgorithm, platform: str, plays: Play = Play()) -> Policy:  # noqa: B008
@@ -190,6 +193,20 @@ class Agent:
         action = np.asarray(policy.spec.action.for_environment(np.asarray(chosen)))
         return action[0] if batch is None else action
 
+    def export(self, path: str | Path, *, seed: int = 1) -> Export:
+        """Write the agent as a file that runs without Cleanba, and compare both on a thousand observations.
+
+        Args:
+            path: the file: .onnx, or .stablehlo for programs in JAX.
+            seed: seed of the environments that show the observations.
+
+        Raises:
+            UsageError: the extra `export` is not installed, or the file cannot lie there.
+            Failure: the file cannot be written, or does not compute what the agent does.
+        """
+        path = Path(path)
+        return export(self._policy, path, format_of(path), seed)
+
 
 def as_batch(spec: EnvSpec, obs: object) -> tuple[PyTree, int | None]:
     """Observations in the policy's form, [B, ...], and B; None for a single one without a batch axis.
@@ -252,7 +269,7 @@ def load_policy(run_dir: Path, checkpoint: str, platform: str, trust_remote_code
     else:
         params, update, global_step = read_params(run_dir, checkpoint, algorithm.actor_params, like_state, like_params)
     policy = new_policy(e, spec, algorithm, platform, recipe.plays)
-    return policy._replace(params=params, update=update, global_step=global_step)
+    return policy._replace(params=params, update=update, global_step=global_step, run=run_dir.resolve().name)
 
 
 def read_params(

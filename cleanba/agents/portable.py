@@ -1,0 +1,391 @@
+"""A trained agent as a file that others can run, in ONNX or StableHLO.
+
+    obs, first, carry.* -> action, value, probability | mean | action_value, carry_out.*
+
+The file holds all that lies between an observation and an action in the environment's own form: the normalisation of
+observations, masks of illegal actions, the network, the greedy choice, and the bounds of actions.  At once after it is
+written, it is run on observations from the environment and compared with the agent itself.
+"""
+
+import io
+import json
+import logging
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import export as jax_export
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.interpreters.partial_eval import dce_jaxpr
+
+from cleanba.algorithm import AnyAlgorithm
+from cleanba.config import Experiment, require
+from cleanba.environments.backends import open_envs
+from cleanba.environments.specs import EnvSpec
+from cleanba.errors import Failure, UsageError, closest_names, missing, said
+from cleanba.files import Json, write_whole
+from cleanba.recipes import RECIPES
+from cleanba.rollout import PyTree, step_outcome
+from cleanba.runtime.digests import params_digest
+from cleanba.runtime.process_setup import precision
+from cleanba.seeds import eval_seed, evaluation_key
+
+FORMATS = {"onnx": ".onnx", "stablehlo": ".stablehlo"}
+"""name -> how its files end"""
+TOLERANCE = 1e-5  # of probabilities and values; relative where a number is larger than 1
+CHECKED = 1000  # observations
+AT_ONCE = 20  # environments that show them
+KEY = "cleanba"  # of the metadata, one JSON object
+
+
+class Port(NamedTuple):
+    """An input or output of the file: [batch, *shape] of this dtype."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class Exported(NamedTuple):
+    """What an agent computes, as a function of flat arrays."""
+
+    function: Callable[..., tuple[jax.Array, ...]]
+    """arrays as `inputs` says -> arrays as `outputs` says"""
+    inputs: tuple[Port, ...]
+    outputs: tuple[Port, ...]
+    metadata: Json
+
+
+class Trained(Protocol):
+    """What is exported: an `agent.Policy`."""
+
+    @property
+    def experiment(self) -> Experiment: ...
+    @property
+    def spec(self) -> EnvSpec: ...
+    @property
+    def params(self) -> PyTree: ...
+    @property
+    def update(self) -> int | None: ...
+    @property
+    def global_step(self) -> int | None: ...
+    @property
+    def run(self) -> str: ...
+
+
+class Runs(Protocol):
+    """A file that was read again: arrays by name -> arrays by name, for any batch size."""
+
+    def __call__(self, inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]: ...
+
+
+@dataclass(frozen=True)
+class Export:
+    """A file that was written, and how it compares with the agent."""
+
+    path: Path
+    inputs: tuple[Port, ...]
+    outputs: tuple[Port, ...]
+    metadata: Json
+    observations: int
+    """how many it was compared on"""
+    differences: dict[str, float]
+    """by output: the largest difference, relative where a number is larger than 1"""
+
+    def __repr__(self) -> str:
+        return f"<export {self.path}: the agent's actions at {self.observations:,} observations>"
+
+
+def plain_algorithm(policy: Trained) -> AnyAlgorithm:
+    """The policy's algorithm in plain JAX and float32: kernels for CPUs are calls that no other program knows."""
+    e = policy.experiment
+    recipe = next(recipe for recipe in RECIPES.values() if recipe.experiment is type(e))
+    return recipe.make(replace(e, cpu_kernels="off", dtype="float32"), policy.spec, "cpu")
+
+
+def names_of(prefix: str, tree: PyTree) -> list[str]:
+    """A name for each leaf of a tree: the prefix, and the keys on the way to it, separated by dots."""
+    word = lambda key: str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key))))
+    return [".".join([prefix, *map(word, path)]) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def exported(policy: Trained) -> Exported:
+    """What the policy computes at one step of B environments, greedily."""
+    algorithm, spec = plain_algorithm(policy), policy.spec
+    params = jax.tree.map(np.asarray, policy.params)
+    one = lambda x: jax.ShapeDtypeStruct((1, *x.shape), jax.dtypes.canonicalize_dtype(x.dtype))
+    obs = jax.tree.map(one, spec.obs)
+    carry = jax.eval_shape(lambda: algorithm.initial_carry(1))
+    remembers = bool(jax.tree.leaves(carry))
+    first = [jax.ShapeDtypeStruct((1,), bool)] if remembers else []
+    given, structure = jax.tree.flatten((obs, first, carry))
+    in_names = [*names_of("obs", obs), *["first"] * remembers, *names_of("carry", carry)]
+
+    def step(*arrays: jax.Array) -> dict[str, jax.Array]:
+        """Flat inputs -> outputs by name, in their order."""
+        obs, first, carry = jax.tree.unflatten(structure, arrays)
+        begins = first[0] if remembers else jnp.zeros(arrays[0].shape[:1], bool)
+        action, after, _ = algorithm.act(params, carry, obs, begins, jax.random.key(0), False)
+        shown = {name.replace(" ", "_"): x for name, x in algorithm.inspect(params, carry, obs, begins).items()}
+        shown.pop("action", None)  # of TD3: the action itself
+        played = in_environment(action)
+        return {
+            "action": played,
+            **shown,
+            **dict(zip(names_of("carry_out", after), jax.tree.leaves(after), strict=True)),
+        }
+
+    def in_environment(action: jax.Array) -> jax.Array:
+        """`ActionSpec.for_environment`, [B, ...] -> [B, *shape], for a batch size that is not yet known."""
+        return spec.action.for_environment(action).reshape(action.shape[0], *spec.action.shape)
+
+    like = jax.eval_shape(step, *given)
+    out_names = sorted(like, key=list(like).index)
+    ports = lambda names, arrays: tuple(
+        Port(name, tuple(x.shape[1:]), str(x.dtype)) for name, x in zip(names, arrays, strict=True)
+    )
+    metadata = {
+        "cleanba": version("cleanba"),
+        "run": policy.run,
+        "algorithm": next(name for name, recipe in RECIPES.items() if recipe.experiment is type(policy.experiment)),
+        "env_id": spec.env_id,
+        "env_options": spec.options,
+        "env_wrappers": list(spec.wrappers),
+        "action_dtype": spec.action.dtype,
+        "observation_dtypes": {
+            name: part.dtype for name, part in zip(in_names, jax.tree.leaves(spec.obs), strict=False)
+        },
+        "update": policy.update,
+        "global_step": policy.global_step,
+        "params_digest": params_digest(policy.params),
+    }
+    outputs = ports(out_names, [like[name] for name in out_names])
+
+    def function(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        out = step(*arrays)
+        return tuple(out[name] for name in out_names)
+
+    return Exported(function, ports(in_names, given), outputs, metadata)
+
+
+def needed(function: Callable[..., tuple[jax.Array, ...]]) -> Callable[..., Sequence[jax.Array]]:
+    """The same function without what its results do not need, such as the log-probability that acting records.
+
+    XLA leaves that out by itself, but a converter would convert it.
+    """
+
+    def traced(*arrays: jax.Array) -> Sequence[jax.Array]:
+        closed = jax.make_jaxpr(function)(*arrays)
+        jaxpr, _ = dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
+        return tuple(jaxpr_as_fun(ClosedJaxpr(jaxpr, closed.consts))(*arrays))
+
+    return traced
+
+
+# ---------------------------------------------------------------------------------------------------------- formats
+
+
+def require_onnx() -> tuple[Any, Any]:
+    """Import the optional packages that write and run ONNX: jax2onnx and onnxruntime.
+
+    Raises:
+        UsageError: one is not installed.
+    """
+    try:
+        import jax2onnx
+        import onnxruntime
+    except ImportError as error:
+        raise missing("an export to ONNX (--format onnx)", error, "export") from None
+    return jax2onnx, onnxruntime
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Within this context the converter's log is off, and what it prints is dropped."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        logging.disable(before)
+
+
+def write_onnx(path: Path, agent: Exported) -> Runs:
+    """Write an agent as ONNX by jax2onnx, and open it in onnxruntime."""
+    jax2onnx, onnxruntime = require_onnx()
+    specs = [jax.ShapeDtypeStruct(("batch", *port.shape), port.dtype) for port in agent.inputs]
+    try:
+        with quietly():
+            model = jax2onnx.to_onnx(
+                needed(agent.function),
+                specs,
+                model_name="cleanba_agent",
+                input_names=[port.name for port in agent.inputs],
+                output_names=[port.name for port in agent.outputs],
+            )
+    except Exception as error:  # the converter raises errors of every kind for what it does not know
+        raise Failure(
+            f"the converter jax2onnx does not know all that this agent computes ({said(error)[:300]})"
+        ) from error
+    for name, value in {**agent.metadata, KEY: agent.metadata}.items():
+        entry = model.metadata_props.add()
+        entry.key, entry.value = name, value if isinstance(value, str) else json.dumps(value)
+    content = model.SerializeToString()
+    write_whole(path, content)
+    session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
+
+    def run(inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return dict(zip([o.name for o in session.get_outputs()], session.run(None, inputs), strict=True))
+
+    return run
+
+
+def write_stablehlo(path: Path, agent: Exported) -> Runs:
+    """Write an agent by `jax.export`, for CPUs, CUDA and TPUs; `jax.export.deserialize` reads it."""
+    (batch,) = jax_export.symbolic_shape("batch")
+    specs = [jax.ShapeDtypeStruct((batch, *port.shape), port.dtype) for port in agent.inputs]
+    names = [port.name for port in agent.inputs]
+
+    def step(inputs: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        out = agent.function(*(inputs[name] for name in names))
+        return dict(zip([port.name for port in agent.outputs], out, strict=True))
+
+    program = jax_export.export(jax.jit(step), platforms=["cpu", "cuda", "tpu"])(dict(zip(names, specs, strict=True)))
+    content = bytes(program.serialize())
+    write_whole(path, content)
+    write_whole(path.with_suffix(path.suffix + ".json"), json.dumps(described(agent), indent=2) + "\n")
+    again = jax.jit(jax_export.deserialize(bytearray(content)).call)
+    return lambda inputs: {name: np.asarray(x) for name, x in again(inputs).items()}
+
+
+def described(agent: Exported) -> Json:
+    """Metadata, inputs and outputs of an agent, as a JSON object."""
+    ports = lambda them: {port.name: {"shape": ["batch", *port.shape], "dtype": port.dtype} for port in them}
+    return {**agent.metadata, "inputs": ports(agent.inputs), "outputs": ports(agent.outputs)}
+
+
+WRITERS: dict[str, Callable[[Path, Exported], Runs]] = {"onnx": write_onnx, "stablehlo": write_stablehlo}
+
+
+# ------------------------------------------------------------------------------------------------------- comparison
+
+
+def compare(policy: Trained, agent: Exported, runs: Runs, seed: int, count: int = CHECKED) -> dict[str, float]:
+    """Play by the policy's drawn actions, and compare what file and agent make of each observation.
+
+    Returns the largest difference of each output, relative where the agent's number is larger than 1.
+
+    Raises:
+        Failure: an action differs, or another number by more than `TOLERANCE`; says where first, and how often.
+    """
+    algorithm, n = plain_algorithm(policy), min(AT_ONCE, count)
+    steps = -(-count // n)
+    explore = jax.jit(lambda p, c, obs, first, key: algorithm.act(p, c, obs, first, key, True)[0])
+    reference = jax.jit(lambda arrays: agent.function(*arrays))
+    names_in, names_out = [p.name for p in agent.inputs], [p.name for p in agent.outputs]
+    as_given = lambda arrays: [np.asarray(x).astype(port.dtype) for x, port in zip(arrays, agent.inputs, strict=True)]
+    with jax.default_device(jax.devices()[0]):
+        carry, key = algorithm.initial_carry(n), evaluation_key(seed, 1)
+        params = jax.device_put(policy.params)
+    carries = [np.asarray(x) for x in jax.tree.leaves(carry)]
+    mine = theirs = carries
+    worst, wrong, where = dict.fromkeys(names_out, 0.0), dict.fromkeys(names_out, 0), dict.fromkeys(names_out, "")
+    envs = open_envs(policy.spec, [eval_seed(seed, i, 1, n) for i in range(n)], 1, workers=0)
+    try:
+        obs, done, first = envs.reset(), np.zeros(n, bool), np.ones(n, bool)
+        for t in range(steps):
+            seen = [*jax.tree.leaves(obs), *[first] * bool(carries)]
+            expected = [np.asarray(x) for x in reference(as_given([*seen, *mine]))]
+            found_by_name = runs(dict(zip(names_in, as_given([*seen, *theirs]), strict=True)))
+            found = [found_by_name[name] for name in names_out]
+            for name, a, b in zip(names_out, found, expected, strict=True):
+                off = differences(a, b)
+                worst[name] = max(worst[name], float(off.max()))
+                bad = off > (TOLERANCE if b.dtype.kind == "f" else 0)
+                if bad.any() and not wrong[name]:
+                    i = int(np.flatnonzero(bad)[0])
+                    where[name] = f"step {t} of environment {i}: {a[i].tolist()} in the file, {b[i].tolist()} here"
+                wrong[name] += int(bad.sum())
+            structure = jax.tree.structure(carry)
+            chosen = explore(params, jax.tree.unflatten(structure, mine), obs, first, jax.random.fold_in(key, t))
+            mine, theirs = expected[len(expected) - len(carries) :], found[len(found) - len(carries) :]
+            step = envs.step(np.asarray(chosen))
+            answer = step_outcome(done, step.reward, step.terminated, step.truncated)
+            obs, first, done = step.obs, done, answer.done
+    finally:
+        envs.close()
+    faults = [f"{name} at {wrong[name]} of {n * steps}, first at {where[name]}" for name in names_out if wrong[name]]
+    if faults:
+        raise Failure(f"the file does not compute what the agent does; they differ in {'; '.join(faults)}")
+    return worst
+
+
+def differences(found: np.ndarray, expected: np.ndarray) -> np.ndarray:
+    """The largest difference of each row, relative where the expected number is larger than 1.  [B, ...] -> [B].
+
+    Equal infinities, as of actions that are illegal, do not differ; another NaN or infinity differs infinitely.
+    """
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return np.full(len(expected), math.inf)
+    a, b = (x.reshape(len(expected), -1).astype(np.float64) for x in (found, expected))
+    with np.errstate(invalid="ignore"):
+        off = np.where(a == b, 0.0, np.abs(a - b) / np.maximum(1.0, np.abs(b)))
+    return np.where(np.isfinite(off), off, math.inf).max(-1, initial=0.0)
+
+
+# ---------------------------------------------------------------------------------------------------------- the whole
+
+
+def format_of(path: Path) -> str:
+    """The format that a file's name asks for.
+
+    Raises:
+        UsageError: it asks for none.
+    """
+    for name, ending in FORMATS.items():
+        if path.suffix == ending:
+            return name
+    raise UsageError(f"path={str(path)!r} must end in {' or '.join(FORMATS.values())}; try agent.onnx")
+
+
+def check_target(path: Path, format: str, seed: int) -> None:
+    """Raise `UsageError` for a format that there is not, a place where no file can lie, or a seed out of range."""
+    close = closest_names(format, FORMATS, 1) or "onnx"
+    require(format in FORMATS, f"format={format!r} must be {' or '.join(FORMATS)}; try --format {close}")
+    ending = FORMATS[format]
+    require(path.suffix == ending, f"out={str(path)!r} must end in {ending} for {format}; try agent{ending}")
+    require(path.parent.is_dir(), f"out={str(path)!r}: there is no folder {path.parent}; make it, or name another")
+    require(not path.is_dir(), f"out={str(path)!r} is a folder; name a file in it")
+    require(0 <= seed < 2**31, f"seed={seed} must lie in [0, 2^31); try 1")
+
+
+def export(policy: Trained, path: Path, format: str, seed: int = 1) -> Export:
+    """Write a policy as a file of this format, and compare both on observations from the environment.
+
+    Raises:
+        UsageError: a package is missing, there is no such format, or the file cannot lie there.
+        Failure: the file cannot be written, or does not compute what the policy does.
+    """
+    check_target(path, format, seed)
+    if format == "onnx":
+        require_onnx()
+    with jax.default_matmul_precision(precision("float32")):
+        agent = exported(policy)
+        try:
+            runs = WRITERS[format](path, agent)
+        except OSError as error:
+            raise Failure(f"{path} cannot be written: {os.strerror(error.errno or 0)}") from None
+        try:
+            worst = compare(policy, agent, runs, seed)
+        except Failure as error:
+            raise Failure(f"{path} was written, but {error}") from None
+    return Export(path, agent.inputs, agent.outputs, agent.metadata, CHECKED, worst)

@@ -1,0 +1,39 @@
+"""Exports: files that compute what the agent does, at any batch size and without JAX; and what is refused."""
+
+import jax
+import numpy as np
+import pytest
+from launch import ROOT  # noqa: F401  sets JAX up
+
+import cleanba
+from cleanba.agents.agent import Agent, new_policy
+from cleanba.environments.backends import env_spec
+from cleanba.recipes import RECIPES
+
+onnxruntime = pytest.importorskip("onnxruntime")
+
+
+def agent_of(algorithm: str, env_id: str, **flags) -> Agent:
+    """An agent with the parameters that a run begins with, and noise on each, so that no two actions are equal."""
+    e = getattr(cleanba, algorithm)(env_id, **flags).resolve()
+    recipe, spec = RECIPES[algorithm], env_spec(e)
+    made = recipe.make(e, spec, "cpu")
+    params = jax.jit(lambda key: made.actor_params(made.init(key)))(jax.random.key(1))
+    noise = np.random.default_rng(0)
+    stir = lambda x: x + 0.1 * np.abs(noise.standard_normal(x.shape)).astype(x.dtype) if x.dtype == np.float32 else x
+    params = jax.tree.map(lambda x: stir(np.asarray(x)), params)
+    policy = new_policy(e, spec, made, "cpu", recipe.plays)._replace(params=params, run="made")
+    return Agent(policy, jax.devices()[0])
+
+
+CASES = {"ppo-mlp": ("ppo", "CartPole-v1", dict(hiddens=[16], norm_obs=True))}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("format", ["onnx", "stablehlo"])
+def test_every_algorithm_and_network_is_exported(case, format, tmp_path):
+    algorithm, env_id, flags = CASES[case]
+    agent = agent_of(algorithm, env_id, **flags)
+    written = agent.export(tmp_path / f"agent.{format}")
+    assert written.observations == 1000 and set(written.differences) == {port.name for port in written.outputs}
+    assert max(written.differences.values()) <= 1e-5 and written.differences["action"] <= 1e-5
