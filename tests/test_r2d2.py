@@ -146,14 +146,14 @@ def test_a_gradient_step_is_the_papers_in_numpy(layout, updated):
         params = jax.tree.unflatten(structure, [part.reshape(x.shape) for part, x in zip(parts, leaves, strict=True)])
         return np.take_along_axis(values_of(params, kept)[:-1], action[:, None], -1)[:, 0]
 
-    loss = lambda flat: (0.5 * np.square(chosen(flat) - y) * valid).mean()
+    loss = lambda flat: (0.5 * np.square(chosen(flat) - y) * valid).sum()
     gradient = finite_difference(loss, flat)
     seen = 10 * np.asarray(ravel_pytree(optax.tree_utils.tree_get(after.online.optimiser, "mu"))[0])
     np.testing.assert_allclose(seen, gradient, rtol=2e-3, atol=2e-4)
     assert abs(gradient).max() > 0.1
     size = abs(y - chosen(flat))[valid]
     expected = {
-        "losses/td_loss": loss(flat),
+        "losses/td_loss": loss(flat) / e.sequence_length,
         "losses/q_values": (chosen(flat) * valid).mean(),
         "losses/grad_norm": np.linalg.norm(gradient),
         "losses/importance_weight": 1.0,

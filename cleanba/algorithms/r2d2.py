@@ -124,13 +124,15 @@ class R2D2(PrioritisedReplay, Recurrent):
         return False
 
 
-# For vectors and codes: short sequences, a small network, and a target network that follows sooner.
+# For vectors and codes: short sequences, a small network, and a target network that follows sooner.  Adam's epsilon is
+# 0.001 for each step of a sequence, since these settings were measured with a mean over its steps in place of a sum.
 SMALL = Settings(
     num_envs=16,
     num_steps=16,
     hiddens=(128,),
     lstm_size=128,
     learning_rate=5e-4,
+    adam_eps=0.032,
     buffer_size=100_000,
     learning_starts=4_096,
     batch_size=32,
@@ -147,6 +149,7 @@ SHORT = Settings(
     num_steps=10,
     hiddens=(64,),
     lstm_size=64,
+    adam_eps=0.02,
     batch_size=16,
     train_frequency=32,
     sequence_length=20,
@@ -282,6 +285,9 @@ def make(e: R2D2, spec: EnvSpec, platform: str) -> Algorithm[State, replay.Seque
     ) -> tuple[jax.Array, tuple[Metrics, jax.Array]]:
         """This shard's part of the mean loss over the sequences [L, N] of all shards; and their errors [N].
 
+        A sequence's loss is the sum over its steps of (y_t - Q_t)^2 / 2, as in Acme: Adam's epsilon and the clipping
+        fit a sum.
+
         y_t = h(sum_{j<n} gamma^j r_{t+j} + gamma^n h^-1(Q'(s_{t+n}, argmax_a Q(s_{t+n}, a)))), a legal in s_{t+n}
         (section 2.3).  A sequence's error is 0.9 max_t |y_t - Q_t| + 0.1 mean_t |y_t - Q_t|.
         """
@@ -294,12 +300,13 @@ def make(e: R2D2, spec: EnvSpec, platform: str) -> Algorithm[State, replay.Seque
         y = h(n_step_targets(bootstrap, s.reward, s.terminated, s.stops, e.n_step, e.gamma))
         value = by_comparison(values[:-1], s.action)
         error = jnp.where(s.valid, lax.stop_gradient(y) - value, 0.0)
-        mean = lambda x: (importance * x.mean(0)).sum() / e.batch_size
-        total = mean(jnp.where(s.valid, squared_error(value, lax.stop_gradient(y)), 0.0))
+        mean = lambda x: (importance * jnp.where(s.valid, x, 0.0).sum(0)).sum() / e.batch_size
+        total = mean(squared_error(value, lax.stop_gradient(y)))
         size = jnp.abs(lax.stop_gradient(error))
         share = e.priority_max_weight
         of_sequence = share * size.max(0) + (1.0 - share) * size.sum(0) / jnp.maximum(s.valid.sum(0), 1)
-        return total, ({"losses/td_loss": total, "losses/q_values": mean(jnp.where(s.valid, value, 0.0))}, of_sequence)
+        per_step = lambda x: x / e.sequence_length
+        return total, ({"losses/td_loss": per_step(total), "losses/q_values": per_step(mean(value))}, of_sequence)
 
     def update(
         state: State, memory: replay.SequenceMemory, rollout: Rollout, shards: ShardAxis, key: jax.Array
