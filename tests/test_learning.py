@@ -3,8 +3,6 @@
 CartPole, which takes longer, is solved with one seed here; static/small_games.png has three.
 """
 
-import time
-
 import pytest
 from launch import command, read_result, read_rows
 
@@ -19,7 +17,6 @@ FLAGS = {
 }
 COMMON = "--hiddens 64 64 --collector scanned --env-epoch 0"
 GOAL = {"Catch-v0": 0.95, "CartPole-v1": 475.0}
-CPU_SECONDS = {"ppo": 60, "impala": 120}
 
 
 @pytest.mark.slow
@@ -33,7 +30,6 @@ CPU_SECONDS = {"ppo": 60, "impala": 120}
 )
 def test_it_solves(algorithm, env_id, seed, tmp_path):
     flags = [*FLAGS[algorithm, env_id].split(), *COMMON.split(), "--seed", str(seed)]
-    before = time.process_time()
     ended = command(algorithm, "--env-id", env_id, *flags, "--run-dir", tmp_path / "run")
     assert ended.code == 0, ended.err
     result = read_result(tmp_path / "run")
@@ -42,4 +38,3 @@ def test_it_solves(algorithm, env_id, seed, tmp_path):
     assert {row["stats/policy_lag"] for row in read_rows(tmp_path / "run")[1:]} == {1}
     assert result["episodes"] >= 100
     assert result["episodic_return"] >= GOAL[env_id]
-    assert time.process_time() - before < CPU_SECONDS[algorithm]
