@@ -44,7 +44,7 @@ lock: .venv-lock/.ready ## refresh poetry.lock and requirements/ from pyproject.
 	@echo "Resolving the dependencies into poetry.lock"
 	@$(POETRY) lock $(ARGS)
 	$(call export,run,--only main --extras "hub track video")
-	$(call export,dev,--with dev --extras "hub track video")
+	$(call export,dev,--with dev --extras "hub track video export")
 	$(call export,docs,--with docs)
 
 clean: ## remove .venv and every cache; runs/ stays

@@ -393,7 +393,7 @@ class Run:
     a process that dies is noticed at once"""
     on_nonfinite: Literal["stop", "ignore"] = "stop"
     """what to do when a loss, a gradient, an observation or a reward is not a finite number"""
-    target_return: Finite | None = None
+    target_return: Annotated[float | None, Range(-INF, INF, open_low=True, open_high=True)] = None
     """the run is finished once the mean return of the last 100 training episodes reaches this, which is looked at where
     logs are written (None: only at the end)"""
     log_frequency: Annotated[int, Range(1, MOST, unit="updates")] = 10

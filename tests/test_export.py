@@ -26,7 +26,21 @@ def agent_of(algorithm: str, env_id: str, **flags) -> Agent:
     return Agent(policy, jax.devices()[0])
 
 
-CASES = {"ppo-mlp": ("ppo", "CartPole-v1", dict(hiddens=[16], norm_obs=True))}
+CASES = {
+    "ppo, MLP": ("ppo", "CartPole-v1", dict(hiddens=[16], norm_obs=True)),
+    "ppo, Nature CNN": ("ppo", "Breakout-v5", dict(network="nature", hiddens=[16])),
+    "impala, ResNet": ("impala", "Breakout-v5", dict(network="impala", channels=[4, 4], hiddens=[16])),
+    "ppo, two LSTMs": ("ppo", "CartPole-v1", dict(hiddens=[8], core="lstm", lstm_size=8, share_torso=False)),
+    "ppo, real numbers": ("ppo", "Pendulum-v1", dict(hiddens=[8], norm_obs=True)),
+    "ppo, dictionaries and masks": ("ppo", "odd:Parts-v0", dict(hiddens=[8])),
+    "ppo, several choices": ("ppo", "odd:Pairs-v0", dict(hiddens=[8])),
+    "dqn, MinAtar": ("dqn", "gymnax:Breakout-MinAtar", dict(hiddens=[16], dueling=True)),
+    "dqn, masks": ("dqn", "odd:Masked-v0", dict(hiddens=[8])),
+    "pqn, layer norm and LSTM": ("pqn", "Catch-v0", dict(hiddens=[8], core="lstm", lstm_size=8)),
+    "r2d2, codes": ("r2d2", "MiniGrid-Empty-5x5-v0", dict(hiddens=[8], lstm_size=8)),
+    "sac": ("sac", "Pendulum-v1", dict(hiddens=[8, 8])),
+    "td3": ("td3", "Pendulum-v1", dict(hiddens=[8, 8])),
+}
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from cleanba.algorithm import AnyAlgorithm
+from cleanba.algorithms.normalisation import CATEGORICAL
 from cleanba.config import Experiment, require
 from cleanba.environments.backends import open_envs
 from cleanba.environments.specs import EnvSpec
@@ -117,38 +119,58 @@ def names_of(prefix: str, tree: PyTree) -> list[str]:
     return [".".join([prefix, *map(word, path)]) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
 
 
+def remembered(carry: PyTree) -> tuple[dict[str, Any], Callable[[dict[str, Any], Any], PyTree]]:
+    """The part of a carry that a policy remembers by, by name; and the way back from it and a batch size.
+
+    The rest are whole numbers that only exploration depends on, such as which environment this is: 0 in a file.
+    """
+    leaves, structure = jax.tree_util.tree_flatten_with_path(carry)
+    names = [name.removeprefix("carry.") for name in names_of("carry", carry)]
+    real = [jnp.issubdtype(x.dtype, jnp.floating) for _, x in leaves]
+
+    def whole(part: dict[str, Any], batch: Any) -> PyTree:
+        blank = lambda x: jnp.zeros((batch, *x.shape[1:]), x.dtype)
+        found = [part[name] if keep else blank(x) for name, keep, (_, x) in zip(names, real, leaves, strict=True)]
+        return jax.tree.unflatten(structure, found)
+
+    return {name: x for name, keep, (_, x) in zip(names, real, leaves, strict=True) if keep}, whole
+
+
 def exported(policy: Trained) -> Exported:
     """What the policy computes at one step of B environments, greedily."""
     algorithm, spec = plain_algorithm(policy), policy.spec
     params = jax.tree.map(np.asarray, policy.params)
     one = lambda x: jax.ShapeDtypeStruct((1, *x.shape), jax.dtypes.canonicalize_dtype(x.dtype))
     obs = jax.tree.map(one, spec.obs)
-    carry = jax.eval_shape(lambda: algorithm.initial_carry(1))
-    remembers = bool(jax.tree.leaves(carry))
+    carry, whole_carry = remembered(jax.eval_shape(lambda: algorithm.initial_carry(1)))
+    remembers = bool(carry)
     first = [jax.ShapeDtypeStruct((1,), bool)] if remembers else []
     given, structure = jax.tree.flatten((obs, first, carry))
     in_names = [*names_of("obs", obs), *["first"] * remembers, *names_of("carry", carry)]
+    out_names: list[str] = []  # in the order of `step`; eval_shape returns dictionaries by name
 
     def step(*arrays: jax.Array) -> dict[str, jax.Array]:
         """Flat inputs -> outputs by name, in their order."""
-        obs, first, carry = jax.tree.unflatten(structure, arrays)
+        obs, first, part = jax.tree.unflatten(structure, arrays)
+        # ONNX counts in no bytes, as one-hot codes do; the numbers are the same.
+        wider = lambda o, x: x.astype(jnp.int32) if o.kind in CATEGORICAL else x
+        obs = jax.tree.map(wider, spec.obs, obs)
+        carry = whole_carry(part, arrays[0].shape[0])
         begins = first[0] if remembers else jnp.zeros(arrays[0].shape[:1], bool)
         action, after, _ = algorithm.act(params, carry, obs, begins, jax.random.key(0), False)
         shown = {name.replace(" ", "_"): x for name, x in algorithm.inspect(params, carry, obs, begins).items()}
         shown.pop("action", None)  # of TD3: the action itself
-        played = in_environment(action)
-        return {
-            "action": played,
-            **shown,
-            **dict(zip(names_of("carry_out", after), jax.tree.leaves(after), strict=True)),
-        }
+        after, _ = remembered(after)
+        out = {"action": in_environment(action), **shown}
+        out |= dict(zip(names_of("carry_out", after), jax.tree.leaves(after), strict=True))
+        out_names[:] = out
+        return out
 
     def in_environment(action: jax.Array) -> jax.Array:
         """`ActionSpec.for_environment`, [B, ...] -> [B, *shape], for a batch size that is not yet known."""
         return spec.action.for_environment(action).reshape(action.shape[0], *spec.action.shape)
 
     like = jax.eval_shape(step, *given)
-    out_names = sorted(like, key=list(like).index)
     ports = lambda names, arrays: tuple(
         Port(name, tuple(x.shape[1:]), str(x.dtype)) for name, x in zip(names, arrays, strict=True)
     )
@@ -208,6 +230,21 @@ def require_onnx() -> tuple[Any, Any]:
 
 
 @contextmanager
+def named_dimensions() -> Iterator[None]:
+    """Within this context onnx_ir's shapes take JAX's dimensions, such as "batch", by their names.
+
+    Some rules of jax2onnx 0.13 hand them over as they are, and onnx_ir takes them for numbers, which they are not.
+    """
+    import onnx_ir
+
+    init = onnx_ir.Shape.__init__
+    named = lambda d: str(d) if type(d).__module__.startswith("jax") else d
+    takes_names = lambda self, dims, *rest, **more: init(self, [named(d) for d in dims], *rest, **more)
+    with mock.patch.object(onnx_ir.Shape, "__init__", takes_names):
+        yield
+
+
+@contextmanager
 def quietly() -> Iterator[None]:
     """Within this context the converter's log is off, and what it prints is dropped."""
     before = logging.root.manager.disable
@@ -224,7 +261,7 @@ def write_onnx(path: Path, agent: Exported) -> Runs:
     jax2onnx, onnxruntime = require_onnx()
     specs = [jax.ShapeDtypeStruct(("batch", *port.shape), port.dtype) for port in agent.inputs]
     try:
-        with quietly():
+        with quietly(), named_dimensions():
             model = jax2onnx.to_onnx(
                 needed(agent.function),
                 specs,
@@ -296,7 +333,8 @@ def compare(policy: Trained, agent: Exported, runs: Runs, seed: int, count: int 
     with jax.default_device(jax.devices()[0]):
         carry, key = algorithm.initial_carry(n), evaluation_key(seed, 1)
         params = jax.device_put(policy.params)
-    carries = [np.asarray(x) for x in jax.tree.leaves(carry)]
+    part, whole_carry = remembered(carry)
+    carries = [np.asarray(x) for x in jax.tree.leaves(part)]
     mine = theirs = carries
     worst, wrong, where = dict.fromkeys(names_out, 0.0), dict.fromkeys(names_out, 0), dict.fromkeys(names_out, "")
     envs = open_envs(policy.spec, [eval_seed(seed, i, 1, n) for i in range(n)], 1, workers=0)
@@ -315,8 +353,8 @@ def compare(policy: Trained, agent: Exported, runs: Runs, seed: int, count: int 
                     i = int(np.flatnonzero(bad)[0])
                     where[name] = f"step {t} of environment {i}: {a[i].tolist()} in the file, {b[i].tolist()} here"
                 wrong[name] += int(bad.sum())
-            structure = jax.tree.structure(carry)
-            chosen = explore(params, jax.tree.unflatten(structure, mine), obs, first, jax.random.fold_in(key, t))
+            carry = whole_carry(jax.tree.unflatten(jax.tree.structure(part), mine), n)
+            chosen = explore(params, carry, obs, first, jax.random.fold_in(key, t))
             mine, theirs = expected[len(expected) - len(carries) :], found[len(found) - len(carries) :]
             step = envs.step(np.asarray(chosen))
             answer = step_outcome(done, step.reward, step.terminated, step.truncated)

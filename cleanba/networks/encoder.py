@@ -103,5 +103,5 @@ def as_vector(spec: ObsSpec, x: jax.Array) -> jax.Array:
     if spec.kind in ("discrete", "codes"):
         return flat(jax.nn.one_hot(x.astype(jnp.int32) - spec.low, spec.count))
     if spec.kind == "bytes":
-        return flat(x[..., None] >> jnp.arange(8, dtype=jnp.uint8) & 1)
+        return flat(x[..., None] >> jnp.arange(8, dtype=x.dtype) & 1)
     return flat(x) * {"image": 1 / 255}.get(spec.kind, 1.0)
