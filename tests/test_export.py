@@ -1,9 +1,12 @@
 """Exports: files that compute what the agent does, at any batch size and without JAX; and what is refused."""
 
+import json
+import sys
+
 import jax
 import numpy as np
 import pytest
-from launch import ROOT  # noqa: F401  sets JAX up
+from launch import ROOT, command, finish, python
 
 import cleanba
 from cleanba.agents.agent import Agent, new_policy
@@ -51,3 +54,51 @@ def test_every_algorithm_and_network_is_exported(case, format, tmp_path):
     written = agent.export(tmp_path / f"agent.{format}")
     assert written.observations == 1000 and set(written.differences) == {port.name for port in written.outputs}
     assert max(written.differences.values()) <= 1e-5 and written.differences["action"] <= 1e-5
+
+
+WITHOUT_US = """
+import runpy, sys
+sys.modules.update(dict.fromkeys(("jax", "jaxlib", "flax", "cleanba"), None))  # an import of them fails
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0])
+"""
+
+
+def test_without_cleanba_it_gets_the_returns_of_an_evaluation(tmp_path):
+    run = tmp_path / "run"
+    small = "--total-timesteps 4096 --num-envs 8 --num-steps 32 --num-shards 1 --num-actors 1 --hiddens 16 --core lstm"
+    words = f"--env-id gymnasium:CartPole-v1 {small} --lstm-size 8 --env-workers 0"
+    assert command("ppo", *words.split(), "--run-dir", run).code == 0
+    played = command("eval", run, "--greedy", "--episodes", "5", "--seed", "1")
+    assert played.code == 0, played.err
+    ended = command("export", run)
+    assert ended.code == 0 and "1,000 observations: the same greedy actions" in ended.out, ended.err
+    script = ROOT / "docs" / "examples" / "play_onnx.py"
+    elsewhere = finish(python("-c", WITHOUT_US, script, run / "agent.onnx", "5"))
+    assert elsewhere.code == 0, elsewhere.err
+    returns = [float(line) for line in elsewhere.out.split()]
+    assert returns == json.loads((run / "eval.json").read_text())["returns"] and len(set(returns)) > 1
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["--format", "onx"], "format='onx' must be onnx or stablehlo; try --format onnx"),
+        (["--out", "agent.txt"], "must end in .onnx for onnx; try agent.onnx"),
+        (["--out", "nowhere/agent.onnx"], "there is no folder nowhere"),
+        (["--seed", "-1"], "seed=-1 must lie in [0, 2^31)"),
+    ],
+)
+def test_what_cannot_be_written_is_refused(words, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text("{}")
+    ended = command("export", "run", *words)
+    assert ended.code == 2 and said in ended.err and "Traceback" not in ended.err
+
+
+def test_without_the_extra_it_says_how_to_install_it(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setitem(sys.modules, "jax2onnx", None)
+    ended = command("export", tmp_path)
+    assert ended.code == 2 and "cleanba[export]" in ended.err

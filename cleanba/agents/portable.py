@@ -45,6 +45,7 @@ FORMATS = {"onnx": ".onnx", "stablehlo": ".stablehlo"}
 TOLERANCE = 1e-5  # of probabilities and values; relative where a number is larger than 1
 CHECKED = 1000  # observations
 AT_ONCE = 20  # environments that show them
+SEEDS = 30  # in the metadata
 KEY = "cleanba"  # of the metadata, one JSON object
 
 
@@ -188,6 +189,7 @@ def exported(policy: Trained) -> Exported:
         "update": policy.update,
         "global_step": policy.global_step,
         "params_digest": params_digest(policy.params),
+        "eval_seeds": [eval_seed(1, i, 0, SEEDS) for i in range(SEEDS)],  # of environments in `cleanba eval`
     }
     outputs = ports(out_names, [like[name] for name in out_names])
 

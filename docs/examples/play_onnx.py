@@ -1,0 +1,29 @@
+"""Play what `cleanba export` wrote, in its Gymnasium environment, with neither Cleanba nor JAX:
+
+python play_onnx.py agent.onnx 10
+"""
+
+import json
+import sys
+
+import gymnasium
+import numpy as np
+import onnxruntime
+
+path, episodes = sys.argv[1], int(sys.argv[2])
+session = onnxruntime.InferenceSession(path)
+about = json.loads(session.get_modelmeta().custom_metadata_map["cleanba"])
+inputs, outputs = session.get_inputs(), [output.name for output in session.get_outputs()]
+env = gymnasium.make(about["env_id"].removeprefix("gymnasium:"))
+for seed in about["eval_seeds"][:episodes]:
+    obs, first, total, over = env.reset(seed=seed)[0], True, 0.0, False
+    carry = {i.name: np.zeros((1, *i.shape[1:]), np.float32) for i in inputs if i.name.startswith("carry.")}
+    while not over:
+        seen = {f"obs.{k}": v for k, v in obs.items()} if isinstance(obs, dict) else {"obs": obs}
+        seen = {name: np.asarray(x, about["observation_dtypes"][name])[None] for name, x in seen.items()}
+        memory = {**carry, "first": np.array([first])} if carry else {}
+        out = dict(zip(outputs, session.run(None, {**seen, **memory}), strict=True))
+        carry = {name: out[name.replace("carry.", "carry_out.")] for name in carry}
+        obs, reward, terminated, truncated, _ = env.step(out["action"][0])
+        first, total, over = False, total + reward, terminated or truncated
+    print(total)
