@@ -239,8 +239,9 @@ class PeriodicEvaluation:
 
         def make() -> None:
             with contextlib.suppress(OSError, AttributeError):
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+                # First what only Linux has: elsewhere a thread's number may be that of another process.
                 os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
             try:
                 with jax.default_device(self._device):
                     made.append(open_envs(self._agent.spec, seeds, threads_per_actor(1)))
