@@ -10,14 +10,15 @@ A value comes from the first of these that has one:
 4. what the environment implies, and for the collector the platform (`inferred_values`);
 5. the algorithm's default.
 
-`num_actors`, `num_shards` and `num_minibatches` are lowered to what fits the rest, unless they were typed.  Nothing
-depends on the number of devices or processes.
+`num_actors`, `num_shards`, `num_minibatches` and `train_frequency` are lowered to what fits the rest, unless they were
+typed.  Nothing depends on the number of devices or processes.
 """
 
 import dataclasses
 import itertools
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from math import gcd
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ import jax
 import numpy as np
 
 from cleanba import trust
+from cleanba.algorithms.off_policy import OffPolicy
 from cleanba.config import (
     Experiment,
     FromRollouts,
@@ -210,6 +212,8 @@ def inferred_from_env(e: Experiment, spec: EnvSpec, given: Collection[str]) -> d
 def fit_parts(recipe: AnyRecipe, e: Any, typed: Collection[str]) -> Experiment:
     """The experiment with actors, shards and minibatches lowered to what fits, except those that were `typed`.
 
+    So are the environment steps for each gradient step, to a divisor of an update's.
+
     A recurrent network's minibatches hold whole environments.  Where nothing fits, there is one actor and one shard, so
     that the error is about what was typed.
     """
@@ -217,6 +221,8 @@ def fit_parts(recipe: AnyRecipe, e: Any, typed: Collection[str]) -> Experiment:
     if recurrent and "num_minibatches" not in typed and e.num_minibatches > e.num_envs:
         most = min(e.num_envs, FromRollouts.num_minibatches)
         e = replace(e, num_minibatches=max(m for m in range(1, most + 1) if e.num_envs % m == 0))
+    if isinstance(e, OffPolicy) and "train_frequency" not in typed:
+        e = replace(e, train_frequency=gcd(e.train_frequency, e.transitions_per_update))
     names = [name for name in ("num_minibatches", "num_shards", "num_actors") if hasattr(e, name)]
     numbers = [[getattr(e, name)] if name in typed else range(getattr(e, name), 0, -1) for name in names]
     for chosen in itertools.product(*numbers):

@@ -101,8 +101,8 @@ PRESETS: dict[str, Settings] = {
         norm_obs=True,
         norm_reward=True,
     ),
-    # Many small updates, as above, with enough steps to keep a loop over JAX environments busy.  Each batch is learnt from
-    # four times: once is too little on Breakout and Seaquest (docs/algorithms/impala.md).
+    # Many small updates, as above, with enough steps to keep a loop over JAX environments busy.  Each batch is learnt
+    # from four times: once is too little on Breakout and Seaquest (docs/algorithms/impala.md).
     "minatar": Settings(
         total_timesteps=10_000_000,
         num_envs=64,
