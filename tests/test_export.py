@@ -102,3 +102,8 @@ def test_without_the_extra_it_says_how_to_install_it(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "jax2onnx", None)
     ended = command("export", tmp_path)
     assert ended.code == 2 and "cleanba[export]" in ended.err
+
+
+def test_a_run_that_is_not_there_is_named(tmp_path):
+    ended = command("export", tmp_path / "nowhere")
+    assert ended.code == 2 and "nowhere/config.json does not exist" in ended.err

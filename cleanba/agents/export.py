@@ -38,7 +38,8 @@ def export_command(argv: Sequence[str]) -> Exit:
     flags = tyro.cli(Flags, args=argv, prog="cleanba export", registry=FLAGS)
     run_dir = find_run(flags.run_dir)
     path = flags.out or run_dir / f"agent{FORMATS.get(flags.format, '')}"
-    check_target(path, flags.format, flags.seed)
+    if flags.out is not None or run_dir.is_dir():  # otherwise `load` says that there is no such run
+        check_target(path, flags.format, flags.seed)
     if flags.format == "onnx":
         require_onnx()
     pin_random_numbers()
