@@ -43,7 +43,7 @@ CROWD = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 TINY = (
     *("--env-id", "Catch-v0", "--num-envs", "8", "--num-actors", "2", "--num-shards", "1", "--num-steps", "8"),
     *("--hiddens", "8", "--num-minibatches", "2", "--update-epochs", "1", "--total-timesteps", "320"),
-    *("--log-frequency", "1"),
+    *("--log-frequency", "1", "--collector", "stepped"),  # whose programs are compiled once for all tests
 )
 
 

@@ -107,7 +107,14 @@ def test_parts_have_names_of_their_own_and_devices_that_are_there():
     assert [len(gpu.parts(n)) - len(gpu.parts(1)) for n in (2, 3, 8)] == [2, 3, 6]
 
 
-@pytest.mark.parametrize("name", [name for key, name in DIFFERENT.items() if key[0] == "speed"])
+# One of each sort; `test_every_part_fits` looks at them all.
+SPEEDS = (
+    *("ppo resnet bfloat16", "ppo lstm tf32", "ppo a0-l1,2,3,4,5,6", "ppo resnet tf32 scanned"),
+    *("impala nature tf32", "impala resnet tf32 6 shards 3 actors"),
+)
+
+
+@pytest.mark.parametrize("name", SPEEDS)
 def test_a_speed_has_every_figure(name, monkeypatch):
     monkeypatch.setattr("throughput.threads_per_actor", lambda actors: 1)
     found = figures(gpu.speed(tiny(name)))

@@ -86,7 +86,7 @@ SOME_STEP = random.Random(2).randint(20, 200)
 )
 def test_an_error_anywhere_ends_the_run_soon_and_is_reported_once(owner, name, call, tmp_path, monkeypatch, pools):
     bomb = Bomb(getattr(owner, name), call).plant(monkeypatch, owner, name)
-    ended = command("ppo", *ENDLESS, "--run-dir", tmp_path / "run", "--checkpoint-frequency", "3")
+    ended = command("ppo", *ENDLESS, "--run-dir", tmp_path / "run", "--checkpoint-frequency", "3", "--env-epoch", "3")
     assert time.perf_counter() - bomb.exploded_at < SOON
 
     assert ended.code == 1

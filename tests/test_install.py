@@ -31,6 +31,7 @@ CHECKS = {  # that an extra has brought what it is for: words for cleanba, and w
     "video": (("eval", "runs/cartpole", "--episodes", "1", "--video"), ".mp4"),
     "jax-envs": (("envs", "gymnax:Breakout-MinAtar"), "planes 10x10x4"),
     "box2d": (("envs", "gymnasium:LunarLander-v3"), "one of 4 actions"),
+    "export": (("export", "runs/cartpole"), "the same greedy actions"),
 }
 MODULES = {
     "hub": ("huggingface_hub",),
@@ -38,6 +39,7 @@ MODULES = {
     "video": ("imageio", "imageio_ffmpeg"),
     "jax-envs": ("gymnax", "craftax", "six"),
     "box2d": ("Box2D",),
+    "export": ("jax2onnx", "onnx", "onnxruntime"),
 }
 
 

@@ -35,6 +35,9 @@ def test_it_solves(algorithm, env_id, seed, tmp_path):
     result = read_result(tmp_path / "run")
     assert result["status"] == "finished"
     assert result["policy_lag"] == 1
-    assert {row["stats/policy_lag"] for row in read_rows(tmp_path / "run")[1:]} == {1}
+    rows = [
+        row for row in read_rows(tmp_path / "run") if "stats/policy_lag" in row
+    ]  # a slow run also logs checkpoints by time
+    assert {row["stats/policy_lag"] for row in rows[1:]} == {1}
     assert result["episodes"] >= 100
     assert result["episodic_return"] >= GOAL[env_id]

@@ -21,7 +21,7 @@ SMALL = {
     **{"num_envs": 12, "num_steps": 4, "total_timesteps": 288, "num_minibatches": 1, "update_epochs": 1},
     **{"hiddens": 8, "channels": 4, "lstm_size": 8, "log_frequency": 1, "env_epoch": 400},
     **{"learning_starts": 48, "batch_size": 12, "buffer_size": 480, "train_frequency": 12},
-    **{"target_network_frequency": 12, "burn_in": 1, "sequence_length": 3},
+    **{"collector": "stepped", "target_network_frequency": 12, "burn_in": 1, "sequence_length": 3},
 }
 
 

@@ -100,7 +100,7 @@ def test_several_processes_give_the_same_bits(placement, concurrency, run_proces
 # Neither --num-shards, --num-actors nor --collector: their defaults must not depend on the devices.
 ALGORITHMS = ("ppo", "impala")
 DEFAULTS = ["--env-id", "Breakout-v5", "--network", "nature", "--hiddens", "16"]
-DEFAULTS += ["--num-steps", "4", "--total-timesteps", "1440"]
+DEFAULTS += ["--num-envs", "24", "--num-steps", "4", "--total-timesteps", "288"]
 LINE = re.compile(r"^cleanba ppo \$S (.+?) *# (a0-l[\d,]+)", re.MULTILINE)
 TYPED = {name: words.split() for words, name in LINE.findall((ROOT / "README.md").read_text())}
 TWO_OF_THREE = "a0-l1,2,3-d2"

@@ -376,14 +376,15 @@ def test_two_shards_learn_what_one_shard_learns(problem):
     np.testing.assert_allclose(seen_gradient(two[0]), seen_gradient(one[0]), rtol=1e-3, atol=1e-6)
 
 
-@pytest.mark.parametrize("core", ["none", "lstm"])
-@pytest.mark.parametrize("shards, steps, per_shard, changes", [
+@pytest.mark.parametrize("core, shards, steps, per_shard, changes", [
     # A single minibatch is the hard case: XLA then unrolls a loop, and knows numbers that it otherwise would not.
-    (6, 8, 4, dict(hiddens=(16,))),
-    (4, 9, 5, dict(hiddens=(32, 16), norm_adv=False)),
-    (3, 4, 4, dict(hiddens=(), num_minibatches=2, update_epochs=2, lag_correction="both")),
+    ("none", 6, 8, 4, dict(hiddens=(16,))),
+    ("lstm", 6, 8, 4, dict(hiddens=(16,))),
+    ("lstm", 4, 9, 5, dict(hiddens=(32, 16), norm_adv=False)),
+    ("none", 3, 4, 4, dict(hiddens=(), num_minibatches=2, update_epochs=2, lag_correction="both")),
     # So few numbers that XLA would compile the loop over the shards as one function, and reorder its sums.
-    (2, 4, 2, dict(hiddens=())),
+    ("none", 2, 4, 2, dict(hiddens=())),
+    ("lstm", 2, 4, 2, dict(hiddens=())),
 ])  # fmt: skip
 def test_shards_learn_the_same_bits_on_one_device_and_on_one_each(problem, core, shards, steps, per_shard, changes):
     layout = np.random.default_rng(2).choice(list("....TUx"), size=(steps, shards * per_shard))

@@ -12,17 +12,27 @@ from cleanba.runtime.checkpoint import Checkpoints
 from cleanba.runtime.metrics import Display, Status
 from cleanba.runtime.train import run_training
 
-ORDER = (8, 3, 5, 1, 7, 2, 6, 4)  # devices, one after the other: from even to uneven, from many to few, and back
+ALL = (8, 3, 5, 1, 7, 2, 6, 4)  # devices, one after the other: from even to uneven, from many to few, and back
+FEW = (8, 3, 1, 5)  # the shards are laid out by what all algorithms share, so one of them is tried on all
 EPOCH = 2  # updates on each number of devices
 
 SIZES = dict(
     num_envs=16, num_actors=2, num_shards=8, num_steps=4, hiddens=(8,), env_epoch=2 * EPOCH, collector="stepped"
 )
-SIZES |= dict(total_timesteps=len(ORDER) * EPOCH * 16 * 4)
+SIZES |= dict(total_timesteps=len(FEW) * EPOCH * 16 * 4)
 REPLAY = dict(buffer_size=16 * 14, learning_starts=64, batch_size=32, train_frequency=16)  # rings that wrap
 EXPERIMENTS = {
     # With statistics of observations and returns, of which the latter need a memory.
-    "ppo": (ppo, ppo.PPO(**SIZES, env_id="Pendulum-v1", num_minibatches=2, norm_obs=True, norm_reward=True)),
+    "ppo": (
+        ppo,
+        ppo.PPO(
+            **SIZES | dict(total_timesteps=len(ALL) * EPOCH * 16 * 4),
+            env_id="Pendulum-v1",
+            num_minibatches=2,
+            norm_obs=True,
+            norm_reward=True,
+        ),
+    ),
     "pqn": (pqn, pqn.PQN(**SIZES, env_id="Catch-v0", num_minibatches=2, core="lstm", lstm_size=8, norm_reward=True)),
     "dqn": (dqn, dqn.DQN(**SIZES, **REPLAY, env_id="Catch-v0", n_step=2, prioritised=True)),
     "r2d2": (
@@ -54,12 +64,13 @@ def on_one(name: str) -> dict[int, str]:
 def test_a_run_goes_on_from_any_number_of_devices_to_any_other(name, tmp_path):
     recipe, e = EXPERIMENTS[name]
     found: dict[int, str] = {}
+    order = ALL if name == "ppo" else FEW
 
     def log(update, global_step, seconds, values):
         if "params_digest" in values:
             found[update] = f"{values['params_digest']} {values['learner_digest']}"
 
-    for epoch, devices in enumerate(ORDER, 1):
+    for epoch, devices in enumerate(order, 1):
 
         def leave(update, global_step, params, last=epoch * EPOCH):
             if update > last:  # its checkpoint is being written
@@ -80,4 +91,4 @@ def test_a_run_goes_on_from_any_number_of_devices_to_any_other(name, tmp_path):
             raise outcome.error
         checkpoints.wait()
         checkpoints.close()
-    assert found.items() >= on_one(name).items() and len(found) == len(ORDER)
+    assert found.items() >= on_one(name).items() and len(found) == len(order)
