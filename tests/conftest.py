@@ -8,6 +8,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")  # both are read when JAX is first imported
 
 import compiled  # noqa: F401  here, so that all processes share what this one sets
+import grids
 import pytest
 
 
@@ -20,8 +21,22 @@ def pytest_xdist_auto_num_workers(config):
     return cores if cores > 1 else 0
 
 
+def pytest_addoption(parser):
+    parser.addoption("--exhaustive", action="store_true", help="every point of every grid (tests/grids.py)")
+
+
 def pytest_collection_modifyitems(config, items):
-    """Where several processes share the files, those with most slow tests come first: short ones fill up the end."""
+    """Some points of a grid are left out (grids.py).
+
+    Where several processes share the files, those with most slow tests come first: short ones fill up the end.
+    """
+    if not any("::" in arg for arg in config.args):
+        if wrong := grids.unknown(items):
+            raise pytest.UsageError(f"tests/grids.py names what is not there: {', '.join(wrong)}")
+        if not config.getoption("--exhaustive"):
+            left_out = [item for item in items if not grids.is_kept(item)]
+            config.hook.pytest_deselected(items=left_out)
+            items[:] = [item for item in items if grids.is_kept(item)]
     if hasattr(config, "workerinput"):
         slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
         items.sort(key=lambda item: -slow[item.path])

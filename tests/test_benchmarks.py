@@ -80,18 +80,6 @@ def figures(of_part: Iterator[dict]) -> dict:
     return json.loads(json.dumps(functools.reduce(operator.or_, of_part)))
 
 
-# Of parts that only differ in what TINY takes from them, or in how many devices learn, one.
-DIFFERENT = {
-    (
-        part.kind,
-        part.algorithm,
-        min(len(part.learners), 2),
-        json.dumps({k: v for k, v in part.fields.items() if k not in gpu.TINY}),
-    ): part.name
-    for part in gpu.parts(8)
-}
-
-
 @pytest.mark.parametrize("part", gpu.parts(8), ids=lambda part: part.name)
 def test_every_part_fits(part):
     recipe = RECIPES[part.algorithm]

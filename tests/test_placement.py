@@ -25,11 +25,11 @@ PLACEMENTS = {  # of one process
     "a0,1-l2,3": ([0, 1], [2, 3]),
     "a0-l1,2,3,4": ([0], [1, 2, 3, 4]),
 }
-SEVERAL = {  # processes, and what each of them has
-    "2 x a0-l1": (2, [0], [1]),
-    "2 x a0-l0,1,2": (2, [0], [0, 1, 2]),  # 2, 1 and 1 shards
-    "2 x a0,1-l0,1": (2, [0, 1], [0, 1]),
-    "4 x a0-l0": (4, [0], [0]),
+SEVERAL = {  # processes, what each of them has, and whether it acts while it learns
+    "2 x a0-l1": (2, [0], [1], True),
+    "2 x a0-l0,1,2": (2, [0], [0, 1, 2], False),  # 2, 1 and 1 shards
+    "2 x a0,1-l0,1": (2, [0, 1], [0, 1], True),
+    "4 x a0-l0": (4, [0], [0], True),
 }
 
 
@@ -64,8 +64,8 @@ def run_processes(tmp_path_factory):
 
     @functools.cache
     def run(processes: int) -> tuple[list[tuple], list[Path], list[Ended]]:
-        runs = [(p, c) for p in SEVERAL for c in (True, False) if SEVERAL[p][0] == processes]
-        words: list[tuple] = [({**MLP, "concurrency": c}, *SEVERAL[p][1:]) for p, c in runs]
+        runs: list[tuple] = [(p,) for p, has in SEVERAL.items() if has[0] == processes]
+        words: list[tuple] = [({**MLP, "concurrency": SEVERAL[p][3]}, *SEVERAL[p][1:3]) for (p,) in runs]
         if processes == 2:
             runs += [(TWO_OF_THREE, name) for name in ALGORITHMS]
             words += [(name, [*DEFAULTS, *ON_TWO_OF_THREE]) for name in ALGORITHMS]
@@ -88,11 +88,10 @@ def run_processes(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("concurrency", MODES)
 @pytest.mark.parametrize("placement", SEVERAL)
-def test_several_processes_give_the_same_bits(placement, concurrency, run_processes):
-    processes = SEVERAL[placement][0]
-    assert run_processes(processes, placement, concurrency) == [reference(concurrency)] * processes
+def test_several_processes_give_the_same_bits(placement, run_processes):
+    processes, *_, concurrency = SEVERAL[placement]
+    assert run_processes(processes, placement) == [reference(concurrency)] * processes
 
 
 # ------------------------------------------------------------------------------------------------ the README's commands

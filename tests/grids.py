@@ -1,0 +1,78 @@
+"""Of tests that try many points of a grid, the points that `make test` takes; `make test ARGS=--exhaustive` takes all.
+
+    "test_dqn.py::test_the_same_bits_on_any_devices": ("True",)
+
+runs `[True]` and leaves out `[False]`, unless --exhaustive is given or the command names the point itself.
+Only points that cost seconds each stand here, and every test keeps one of each sort.
+"""
+
+from fnmatch import fnmatchcase
+
+from _pytest.nodes import Item
+
+KEPT = {
+    "test_collect.py::test_same_seeds_give_the_same_rollouts": ("atari-lstm", "catch", "cartpole-lstm"),
+    "test_collect.py::test_several_threads_on_several_devices_record_what_one_thread_does": (
+        *("catch-scanned", "cartpole-lstm-stepped"),
+    ),
+    "test_continuous.py::test_every_placement_ends_in_the_same_bits": ("two-codes", "two-impala", "three-ppo"),
+    "test_dqn.py::test_the_loss_is_the_papers": ("{}", "*huber*dueling*", "*prioritised*"),
+    "test_dqn.py::test_the_same_bits_on_any_devices": ("True",),
+    "test_dqn.py::test_values_converge_to_the_known_ones": ("*double*", "*prioritised*"),
+    "test_gpu.py::test_an_update_scatters_nothing_and_sorts_only_what_is_listed": (
+        *("ppo-lstm", "ppo-bfloat16", "impala-resnet", "impala-lstm", "dqn-nature", "dqn-mlp", "pqn-bfloat16"),
+        *("pqn-lstm", "r2d2-lstm", "sac-nature", "td3-mlp"),
+    ),
+    "test_gpu.py::test_float32_is_float32_in_every_product_unless_asked_otherwise": ("ppo", "r2d2", "sac"),
+    "test_impala.py::test_any_number_of_devices_learns_the_same_bits": ("0.5-4-2", "1.0-2-2"),
+    "test_impala.py::test_every_placement_ends_in_the_same_bits": (
+        *("a0-l0-*", "a0-l0,1-in turns", "a0-l1,2,3-*", "a0,1-l2,3-concurrent"),
+    ),
+    "test_kernels.py::test_every_algorithm_trains_without_them": ("impala", "r2d2", "sac"),
+    "test_learning.py::test_it_solves": ("*-v?-1",),
+    "test_memory.py::test_a_kill_while_memory_is_written_leaves_the_checkpoint_before_and_no_more": ("1",),
+    "test_memory.py::test_several_processes_remember_the_same": ("3-*",),
+    "test_mlp.py::test_other_processors_end_in_the_same_bits": ("avx512-1", "avx512-40", "avx-40", "neon-3"),
+    "test_off_policy.py::test_killed_it_goes_on_to_the_same_bits": ("sac",),
+    "test_placement.py::test_the_readmes_placements_are_one_experiment": ("*-ppo", "a0-l1,2,3-impala"),
+    "test_ppo.py::test_a_gpu_learns_the_same_from_values_of_some_steps_at_a_time": ("1-none", "3-lstm"),
+    "test_records.py::test_a_collector_goes_on_from_where_another_stood": (
+        *("scanned", "stepped-lstm", "jax-stepped", "quantities", "python"),
+    ),
+    "test_recurrent.py::test_a_feed_forward_policy_stays_at_chance": ("ppo-50",),
+    "test_recurrent.py::test_every_placement_ends_in_the_same_bits": ("ppo-stepped", "impala-scanned", "pqn-stepped"),
+    "test_recurrent.py::test_in_a_run_the_learner_evaluates_what_the_actors_did": ("ppo-1-1-*", "impala-4-2-*"),
+    "test_replay.py::test_memory_holds_what_slow_memory_holds": ("4-23-2-3-4", "1-11-1-2-1", "7-9-1-3-4"),
+    "test_replay.py::test_what_may_be_sampled_has_a_priority_and_nothing_else": ("4-23-2-3-3-4", "3-30-2-1-5-1"),
+    "test_resume.py::test_killed_again_and_again_it_ends_in_the_same_bits": ("ppo", "r2d2"),
+    "test_sequences.py::test_whole_sequences_are_those_of_slow_memory_with_their_priorities": ("5-31-*", "3-17-*"),
+    "test_uneven.py::test_a_run_goes_on_from_any_number_of_devices_to_any_other": ("ppo", "r2d2"),
+    "test_verify.py::test_a_part_of_a_run_computed_again_has_the_same_digests": ("ppo-0-4-*", "dqn-*"),
+}
+
+
+def point_of(item: Item) -> tuple[str, str]:
+    """The test that an item belongs to, as KEPT names it, and its point of the grid."""
+    test, _, point = item.name.partition("[")
+    return f"{item.path.name}::{test}", point.removesuffix("]")
+
+
+def is_kept(item: Item) -> bool:
+    test, point = point_of(item)
+    return test not in KEPT or any(fnmatchcase(point, pattern) for pattern in KEPT[test])
+
+
+def unknown(items: list[Item]) -> list[str]:
+    """What KEPT names, in files of which tests were found, but is no test or no point of it."""
+    there: dict[str, list[str]] = {}
+    for item in items:
+        test, point = point_of(item)
+        there.setdefault(test, []).append(point)
+    files = {item.path.name for item in items}
+    return [
+        f"{test}[{pattern}]"
+        for test, patterns in KEPT.items()
+        if test.partition("::")[0] in files
+        for pattern in patterns
+        if not any(fnmatchcase(point, pattern) for point in there.get(test, []))
+    ]
