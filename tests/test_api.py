@@ -23,6 +23,7 @@ from cleanba.runtime.collect import first_carry
 from cleanba.specs import ActionSpec, EnvSpec, ObsSpec
 
 SMALL = dict(num_envs=8, num_steps=16, num_actors=2, num_shards=2, hiddens=[16], num_minibatches=2, update_epochs=1)
+SMALL |= dict(collector="stepped")  # compiled once for all tests
 
 
 def words_of(flags: dict) -> list[str]:

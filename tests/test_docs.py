@@ -124,6 +124,7 @@ def test_every_flag_that_is_named_exists(page):
 
 
 SMALL = ("--num-envs", "4", "--num-steps", "8", "--total-timesteps", "160", "--hiddens", "8", "--log-frequency", "1")
+SMALL += ("--collector", "stepped")
 POLICY = (*SMALL, "--env-id", "Catch-v0", "--num-minibatches", "1")
 REPLAY = (*SMALL, "--learning-starts", "32", "--batch-size", "4", "--buffer-size", "160", "--train-frequency", "16")
 LOGGING = {

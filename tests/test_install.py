@@ -187,7 +187,6 @@ def test_an_install_of_the_newest_packages_trains_and_plays(tmp_path, version, e
     assert "return: mean" in cleanba("eval", "runs/cartpole", "--episodes", "2")
     atari = ("--env-id", "Pong-v5", "--network", "nature", "--max-episode-steps", "20", *few)
     assert "finished" in cleanba("ppo", *atari, "--run-dir", "runs/pong")
-    assert "return: mean" in cleanba("eval", "runs/pong", "--episodes", "1")
     if CHECKS[extra] is not None:
         words, printed = CHECKS[extra]
         assert printed in cleanba(*words)
@@ -196,4 +195,3 @@ def test_an_install_of_the_newest_packages_trains_and_plays(tmp_path, version, e
     told = cleanba("ppo", "--env-id", "CartPole-v1", *few, "--run-dir", "runs/plain")
     assert "finished" in told and told.count("the package llvmlite does not load") == 1
     assert json.loads((tmp_path / "runs/plain/config.json").read_text())["cpu_products"] == "xla"
-    assert "return: mean" in cleanba("eval", "runs/plain", "--episodes", "2")

@@ -309,11 +309,12 @@ def test_all_processes_of_a_run_have_them_or_none(monkeypatch):
 OFF_POLICY = (
     *("--num-envs", "4", "--num-actors", "1", "--num-shards", "1", "--num-steps", "4", "--hiddens", "8"),
     *("--buffer-size", "64", "--learning-starts", "16", "--batch-size", "4", "--total-timesteps", "48"),
+    *("--collector", "stepped"),
 )
 RUNS = {  # PPO's is in the test after these
-    "impala": ("--env-id", "Catch-v0", *TINY[2:12], "--num-minibatches", "2", "--total-timesteps", "320"),
+    "impala": ("--env-id", "Catch-v0", *TINY[2:12], "--num-minibatches", "2", "--total-timesteps", "320", *TINY[-2:]),
     "dqn": ("--env-id", "Catch-v0", *OFF_POLICY, "--train-frequency", "4"),
-    "pqn": ("--env-id", "Catch-v0", *TINY[2:12], "--num-minibatches", "2", "--total-timesteps", "320"),
+    "pqn": ("--env-id", "Catch-v0", *TINY[2:12], "--num-minibatches", "2", "--total-timesteps", "320", *TINY[-2:]),
     "r2d2": (
         *("--env-id", "Catch-v0", *OFF_POLICY, "--buffer-size", "128", "--train-frequency", "4"),
         *("--burn-in", "2", "--sequence-length", "6", "--lstm-size", "8", "--total-timesteps", "80"),

@@ -76,7 +76,7 @@ KILLS = {
     "ppo": [("start", 1), ("compile", 1), ("collect", 19), ("restore", 1), ("update", 8), ("save", 1), ("save", 2)],
     "impala": [("save", 2)],  # at the other moments the algorithm plays no part
     "pqn": [("save", 2)],
-    "r2d2": [("update", 8), ("save", 2)],
+    "r2d2": [("save", 2)],
 }
 
 
