@@ -7,7 +7,7 @@ from pathlib import Path
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")  # both are read when JAX is first imported
 
-import compiled  # noqa: F401  here, so that all processes share what this one sets
+import compiled  # here, so that all processes share what this one sets
 import grids
 import pytest
 
@@ -19,6 +19,25 @@ def pytest_xdist_auto_num_workers(config):
         return 0
     cores = min(4, len(os.sched_getaffinity(0)))
     return cores if cores > 1 else 0
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Whole files to each process, those in `compiled.OPTIMISED` only to one that optimises, which takes them first."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _assign_work_unit(self, node):
+            able = compiled.optimises(node.gateway.id)
+            needs = lambda file: Path(file).name in compiled.OPTIMISED
+            files = [file for file in self.workqueue if able or not needs(file)]
+            if not files:
+                node.shutdown()
+                return
+            self.workqueue.move_to_end(max(files, key=needs), last=False)
+            super()._assign_work_unit(node)
+
+    return Scheduling(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 def pytest_addoption(parser):
