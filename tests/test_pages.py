@@ -22,6 +22,7 @@ SMALL = {
     **{"hiddens": 8, "channels": 4, "lstm_size": 8, "log_frequency": 1, "env_epoch": 400},
     **{"learning_starts": 48, "batch_size": 12, "buffer_size": 480, "train_frequency": 12},
     **{"collector": "stepped", "target_network_frequency": 12, "burn_in": 1, "sequence_length": 3},
+    "env_workers": 0,
 }
 
 
@@ -71,7 +72,7 @@ def small(words: list[str]) -> list[str]:
         return [*words, "--episodes", "2", "--max-steps", "40"]
     if name not in RECIPES or "--experiment" in words:  # which takes nothing that differs
         return words
-    own = {n for n, f in fields_of(RECIPES[name].experiment).items() if f.offered} | {"log_frequency"}
+    own = {n for n, f in fields_of(RECIPES[name].experiment).items() if f.offered} | {"log_frequency", "env_workers"}
     return [*words, *(str(word) for n, value in SMALL.items() if n in own for word in (flag(n), value))]
 
 
