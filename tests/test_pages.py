@@ -14,6 +14,7 @@ from cleanba.recipes import RECIPES
 
 WRITTEN = sorted(page for page in ROOT.glob("docs/**/*.md") if not page.is_symlink())  # links stand where pages were
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *WRITTEN]
+PLACEMENT = "docs/guides/placement.md"  # compares placements: tests/test_placement.py runs it
 BLOCK = re.compile(r"^```(bash|python)\n(.*?)^```\n(?:\n?<!-- not run: (.+?) -->)?", re.M | re.S)
 
 # Appended to every command that trains, as far as it has such a flag; the last of two flags holds.
@@ -138,12 +139,9 @@ def perform(words: list[str], earlier: dict[tuple[str, ...], Path], exhaustive: 
         earlier[rest] = run_dir.absolute() if run_dir.name else Path()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("page", having("bash"))
-def test_the_commands_of_a_page_run(page, tmp_path, trained, earlier, monkeypatch, request):
-    exhaustive = request.config.getoption("exhaustive")
-    monkeypatch.chdir(tmp_path)
-    own_modules(tmp_path)
+def run_commands(page: Path, trained: Path, earlier: dict[tuple[str, ...], Path], exhaustive: bool) -> None:
+    """Run the commands of a page, in this directory."""
+    own_modules(Path())
     known: dict[str, str] = {}
     for block in runs(page, "bash"):
         for _, *words in lines(block.text, known):
@@ -151,6 +149,13 @@ def test_the_commands_of_a_page_run(page, tmp_path, trained, earlier, monkeypatc
                 for named in [word for word in words if re.match(r"runs/", word) and not Path(word).exists()]:
                     shutil.copytree(trained, Path(named) / "a" if named == "runs/" else named)
             perform(small(words), earlier, exhaustive)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [page for page in having("bash") if page.id != PLACEMENT])
+def test_the_commands_of_a_page_run(page, tmp_path, trained, earlier, monkeypatch, request):
+    monkeypatch.chdir(tmp_path)
+    run_commands(page, trained, earlier, request.config.getoption("exhaustive"))
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from launch import ROOT, Ended, digests, finish, python, typed_digests
 from ports import free_address
+from test_pages import PLACEMENT, run_commands
 
 from cleanba.algorithms.ppo import PPO
 from cleanba.runtime.collect import SteppedCollector
@@ -124,6 +125,12 @@ def test_the_readmes_placements_are_one_experiment(placement, algorithm):
 @pytest.mark.slow
 def test_the_same_command_in_two_processes_is_the_same_experiment(run_processes):
     assert run_processes(2, TWO_OF_THREE, "impala") == [typed_reference("impala")] * 2
+
+
+@pytest.mark.slow
+def test_the_page_on_placement_shows_the_same_bits(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run_commands(ROOT / PLACEMENT, tmp_path, {}, exhaustive=True)
 
 
 # --------------------------------------------------------------------------------------------- what the digest can tell

@@ -1,6 +1,5 @@
 """Nothing is lost: a run that was killed, interrupted or damaged ends in the bits of one that never was."""
 
-import json
 import os
 import re
 import shutil
@@ -112,35 +111,6 @@ def test_another_experiment_is_refused_with_what_differs(whole):
     assert ended.code == 2 and "seed" in ended.err and "gamma" in ended.err and "Traceback" not in ended.err
     ended = command(*KINDS["impala"], "--run-dir", whole("ppo"))
     assert ended.code == 2 and "algorithm" in ended.err
-
-
-# What the first run worked out from its devices.  20 updates.
-LEFT_OUT = ["--num-actors", "--num-shards", "--collector"]
-BARE = ["ppo", *(w for i, w in enumerate(FLAGS) if w not in LEFT_OUT and FLAGS[i - 1] not in LEFT_OUT)]
-BARE += ["--total-timesteps", "1280"]
-
-
-def test_a_run_goes_on_with_its_own_shards_on_other_devices(tmp_path, monkeypatch):
-    """A run of two shards, where the preset has one, goes on by `resume` and by the command that began it."""
-    two, one = ["--learner-device-ids", "0", "1"], ["--learner-device-ids", "2", "--actor-device-ids", "0", "1"]
-    shards = ["--num-shards", "2"]
-    whole, run = tmp_path / "whole", tmp_path / "run"
-    assert command(*BARE, *shards, *two, "--run-dir", whole).code == 0
-    with monkeypatch.context() as patch:
-        signalled(patch, signal.SIGTERM, at=10)
-        assert command(*BARE, *shards, *two, "--run-dir", run).code == 128 + signal.SIGTERM
-    experiment = json.loads((run / "config.json").read_text())["experiment"]
-    assert (experiment["num_actors"], experiment["num_shards"], experiment["collector"]) == (1, 2, "scanned")
-
-    typed = command(*BARE, *one, "--num-shards", "1", "--run-dir", run)
-    assert typed.code == 2 and "num_shards: 2, now 1" in typed.err
-    with monkeypatch.context() as patch:
-        signalled(patch, signal.SIGTERM, at=17)
-        assert command("resume", run, *one).code == 128 + signal.SIGTERM
-    ended = command(*BARE, *shards, *one, "--run-dir", run)
-    assert ended.code == 0 and "1 actor, 2 shards" in ended.out
-    assert json.loads((run / "config.json").read_text())["experiment"] == experiment
-    assert_same_run(run, whole)
 
 
 # -------------------------------------------------------------------------------------------------- signals

@@ -1,11 +1,14 @@
 """Eight shards on one to eight learner devices, and a run that goes on from each number of them to another."""
 
+import json
+import signal
 from dataclasses import replace
 from functools import cache
 
 import jax
 import pytest
-from launch import build, digests
+from launch import build, command, digests
+from test_resume import FLAGS, assert_same_run, signalled
 
 from cleanba.algorithms import dqn, ppo, pqn, r2d2, sac
 from cleanba.runtime.checkpoint import Checkpoints
@@ -92,3 +95,32 @@ def test_a_run_goes_on_from_any_number_of_devices_to_any_other(name, tmp_path):
         checkpoints.wait()
         checkpoints.close()
     assert found.items() >= on_one(name).items() and len(found) == len(order)
+
+
+# What the first run worked out from its devices.  20 updates.
+LEFT_OUT = ["--num-actors", "--num-shards", "--collector"]
+BARE = ["ppo", *(w for i, w in enumerate(FLAGS) if w not in LEFT_OUT and FLAGS[i - 1] not in LEFT_OUT)]
+BARE += ["--total-timesteps", "1280"]
+
+
+def test_a_run_goes_on_with_its_own_shards_on_other_devices(tmp_path, monkeypatch):
+    """A run of two shards, where the preset has one, goes on by `resume` and by the command that began it."""
+    two, one = ["--learner-device-ids", "0", "1"], ["--learner-device-ids", "2", "--actor-device-ids", "0", "1"]
+    shards = ["--num-shards", "2"]
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    assert command(*BARE, *shards, *two, "--run-dir", whole).code == 0
+    with monkeypatch.context() as patch:
+        signalled(patch, signal.SIGTERM, at=10)
+        assert command(*BARE, *shards, *two, "--run-dir", run).code == 128 + signal.SIGTERM
+    experiment = json.loads((run / "config.json").read_text())["experiment"]
+    assert (experiment["num_actors"], experiment["num_shards"], experiment["collector"]) == (1, 2, "scanned")
+
+    typed = command(*BARE, *one, "--num-shards", "1", "--run-dir", run)
+    assert typed.code == 2 and "num_shards: 2, now 1" in typed.err
+    with monkeypatch.context() as patch:
+        signalled(patch, signal.SIGTERM, at=17)
+        assert command("resume", run, *one).code == 128 + signal.SIGTERM
+    ended = command(*BARE, *shards, *one, "--run-dir", run)
+    assert ended.code == 0 and "1 actor, 2 shards" in ended.out
+    assert json.loads((run / "config.json").read_text())["experiment"] == experiment
+    assert_same_run(run, whole)
