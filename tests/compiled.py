@@ -25,7 +25,20 @@ OPTIMISED = {
     f"test_{name}.py"
     for name in (
         *("backends", "batches", "continuous", "convolution", "descent", "dqn", "impala", "kernels", "mlp", "moments"),
-        *("off_policy", "placement", "ppo", "pqn", "product", "r2d2", "recurrent", "resolution", "shards", "uneven"),
+        *(
+            "off_policy",
+            "placement",
+            "ppo",
+            "pqn",
+            "product",
+            "r2d2",
+            "recurrent",
+            "resolution",
+            "shards",
+            "slurm",
+            "elastic",
+            "uneven",
+        ),
     )
 }
 UNOPTIMISED = "--xla_cpu_use_fusion_emitters=false --xla_backend_optimization_level=0"
