@@ -439,7 +439,7 @@ def test_show_config_says_where_each_value_comes_from_and_trains_nothing(tmp_pat
 
 def test_a_runs_config_has_every_value_and_where_it_came_from(tmp_path):
     ended = command("ppo", *TINY, "--run-dir", tmp_path)
-    assert ended.code == 0 and "settings: preset classic_control, and 9 typed" in ended.out, ended.out
+    assert ended.code == 0 and "settings: preset classic_control, and 10 typed" in ended.out, ended.out
     config = read_json(tmp_path / "config.json")
     assert not any(x is None or x == "auto" for x in config["experiment"].values())
     assert config["origin"]["num_envs"] == "typed" and config["origin"]["gamma"] == "default"
