@@ -1,8 +1,8 @@
 """How tests compile: one cache for all and every process that they start, and for half of them quickly.
 
 Of several processes that share the tests every other one, and what it starts, compiles without optimising: in a quarter
-of the time.  The files in `OPTIMISED` are left to the others.  They are about what optimising may change: whether
-programs for different devices, shards or processors come to the same bits.
+of the time.  The files in `OPTIMISED` are left to the others.  They are about what optimising may change, whether
+programs for different devices, shards or processors come to the same bits, or they train until something is learnt.
 
 Imported before JAX, which reads these variables once.
 """
