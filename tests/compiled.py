@@ -21,8 +21,8 @@ ENVIRONMENT = {
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
 }
-ABOUT = "backends batches continuous convolution descent dqn elastic evaluate impala kernels learning mlp moments"
-ABOUT += " off_policy placement ppo pqn product r2d2 recurrent resolution shards slurm uneven"
+ABOUT = "backends batches bisect continuous convolution descent dqn elastic evaluate impala kernels learning mlp"
+ABOUT += " moments off_policy placement ppo pqn product r2d2 recurrent resolution shards slurm uneven verify"
 OPTIMISED = {f"test_{name}.py" for name in ABOUT.split()}
 UNOPTIMISED = "--xla_cpu_use_fusion_emitters=false --xla_backend_optimization_level=0"
 
