@@ -157,9 +157,7 @@ def runs(tmp_path_factory) -> dict[str, Path]:
     ended = command("ppo", *learn, "--run-dir", folder / "ff")
     assert ended.code == 0, ended.err
     recurrent = ("--core", "lstm", "--lstm-size", "8", "--env-epoch", "2", "--checkpoint-frequency", "2")
-    ended = command(
-        "impala", *TINY[:-8], *TINY[-4:], *recurrent, "--num-minibatches", "2", "--run-dir", folder / "lstm"
-    )
+    ended = command("impala", *TINY, *recurrent, "--run-dir", folder / "lstm")
     assert ended.code == 0, ended.err
     return {"ff": folder / "ff", "lstm": folder / "lstm"}
 
