@@ -1,0 +1,268 @@
+"""Faults of all sorts in runs of all algorithms, each of which must end in the bits of a run without faults.
+
+A fault comes at a random moment; then the run goes on, on a random placement:
+
+| fault | what happens |
+|---|---|
+| SIGKILL, SIGTERM, SIGINT | one process hears it |
+| SIGSTOP | one process stands still, and is killed once the others have left it |
+| full disk | the run's own small disk has no room any more, until the run has ended |
+| flipped byte | the run is killed, and one byte of a file of its newest checkpoint changes |
+| removed file | the run is killed, and a file of its newest checkpoint, or of its memory, goes |
+
+Counted are digests that changed, processes that did not end (two minutes), ends with a code that was not expected, and
+processes and shared memory left behind.  Results are added to those in results/soak.json, so faults may be
+tried in pieces, over days.
+"""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import machine
+from victims import KINDS, MORE, alive, held, kept, logged_updates, start, start_somewhere, trains
+
+SIGNALS = {name: getattr(signal, name) for name in ("SIGKILL", "SIGTERM", "SIGINT", "SIGSTOP")}
+FAULTS = (*SIGNALS, "full disk", "flipped byte", "removed file")
+STARTING = 0.2  # of the faults come while a run starts or compiles
+PER_RUN = 6  # faults, on average
+DISK = "48m"
+PATIENCE = 120.0  # seconds until a process that has not ended hangs
+PROBLEMS = ("digests changed", "logs with gaps", "hangs", "other exit codes", "processes left", "shared memory left")
+
+
+class Hang(Exception):
+    """A process did not end."""
+
+
+@dataclass
+class Soak:
+    """A run that suffers, and what was seen of it."""
+
+    kind: str
+    disk: Path
+    """a disk of its own"""
+    rng: random.Random
+    problems: Counter[str]
+    said: list[str]
+    """of problems: what was seen"""
+
+    @property
+    def run(self) -> Path:
+        return self.disk / "run"
+
+    @property
+    def log(self) -> Path:
+        """What its processes printed."""
+        return self.disk.with_suffix(".log")
+
+    def problem(self, sort: str, what: str) -> None:
+        self.problems[sort] += 1
+        tail = self.log.read_text()[-1500:] if self.log.exists() else ""
+        self.said.append(f"{self.kind}: {sort}: {what}\n{tail}")
+        print(self.said[-1], flush=True)
+
+    def start(self) -> list[subprocess.Popen]:
+        with open(self.log, "a") as log:
+            return start_somewhere(self.kind, self.run, self.rng, ["--peer-timeout", "10"], log)
+
+    def wait(self, processes: list[subprocess.Popen]) -> list[int]:
+        """The exit codes of all of them.
+
+        Raises:
+            Hang: one has not ended after PATIENCE; all are killed.
+        """
+        until = time.monotonic() + PATIENCE
+        try:
+            return [process.wait(max(0.1, until - time.monotonic())) for process in processes]
+        except subprocess.TimeoutExpired:
+            for process in processes:
+                process.kill()
+                process.wait()
+            raise Hang from None
+
+    def moment(self, processes: list[subprocess.Popen], updates: int) -> bool:
+        """Wait for a random moment of the run; False where it has come to its end."""
+        if len(processes) > 1:  # one that has never joined cannot be missed by the others
+            while not held(self.run) and alive(processes):
+                time.sleep(0.05)
+        if self.rng.random() < STARTING:
+            time.sleep(self.rng.uniform(0.5, 6.0))
+        else:
+            started, until = time.time(), kept(self.run) + self.rng.uniform(0, updates / PER_RUN)
+            while not trains(self.run, until, started) and alive(processes):
+                time.sleep(self.rng.uniform(0.0, 0.1))
+        return alive(processes)
+
+    def suffer(self, fault: str, updates: int) -> bool:
+        """Start the run or go on with it, and let it have a fault; False where it came to its end before."""
+        processes = self.start()
+        if not self.moment(processes, updates):
+            if any(codes := self.wait(processes)):
+                self.problem("other exit codes", f"{codes} without any fault")
+            return False
+        if fault == "full disk":
+            self.fill(processes)
+        else:
+            self.hit(processes, SIGNALS.get(fault, signal.SIGKILL))
+        if fault in ("flipped byte", "removed file"):
+            return self.damage(fault)
+        return True
+
+    def hit(self, processes: list[subprocess.Popen], signum: signal.Signals) -> None:
+        """Send one of them a signal; all must end, and none with another code than this signal's or a failure's."""
+        victim = self.rng.choice(processes)
+        victim.send_signal(signum)
+        others = [process for process in processes if process is not victim]
+        if signum == signal.SIGSTOP:
+            self.wait(others) if others else time.sleep(self.rng.uniform(0.1, 2.0))
+            victim.kill()
+            signum = signal.SIGKILL
+        code = self.wait([victim])[0]
+        self.wait(others)
+        if code not in (0, -signum, 128 + signum):  # 0: it came to its end meanwhile
+            self.problem("other exit codes", f"{signum.name} ended a process with code {code}")
+
+    def fill(self, processes: list[subprocess.Popen]) -> None:
+        """Leave no room on the disk until the run has ended: with a failure that says so, or at its end."""
+        ballast = self.disk / "ballast"
+        try:
+            with open(ballast, "wb", buffering=0) as file:
+                while True:
+                    file.write(bytes(4096))
+        except OSError:
+            pass
+        try:
+            codes = self.wait(processes)
+        finally:
+            ballast.unlink()
+        if not set(codes) <= {0, 1} or (any(codes) and "No space left on device" not in self.log.read_text()):
+            self.problem("other exit codes", f"{codes} on a full disk")
+
+    def damage(self, fault: str) -> bool:
+        """Change or remove a file of the newest checkpoint; False where no other one is left to go on from."""
+        newest = kept(self.run)
+        there = [p for p in (self.run / "checkpoints").glob("*") if p.name.isdecimal()]
+        if len(there) < 2:
+            return False
+        files = [p for p in (self.run / "checkpoints" / str(newest)).rglob("*") if p.is_file()]
+        files += self.run.glob(f"memory/*/{newest}-*.pack")
+        path = self.rng.choice(sorted(files))
+        if fault == "removed file":
+            path.unlink()
+        elif data := bytearray(path.read_bytes()):
+            data[self.rng.randrange(len(data))] ^= 1 << self.rng.randrange(8)
+            path.write_bytes(data)
+        return True
+
+    def left_behind(self, shared_before: set[str]) -> None:
+        """Whether processes of the run live on, or shared memory that was not there before."""
+        time.sleep(0.2)
+        words = str(self.run).encode()
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            try:
+                if words in path.read_bytes() and int(path.parent.name) != os.getpid():
+                    self.problem("processes left", path.parent.name)
+                    os.kill(int(path.parent.name), signal.SIGKILL)
+            except OSError:
+                pass  # it has ended meanwhile
+        if new := set(os.listdir("/dev/shm")) - shared_before:
+            self.problem("shared memory left", ", ".join(sorted(new)))
+
+
+def whole_run(kind: str, folder: Path) -> dict:
+    """What a run without faults comes to."""
+    run = folder / "whole"
+    for process in start(kind, run, "0 / 0", ["--checkpoint-frequency", "0"]):
+        if process.wait() != 0:
+            raise SystemExit(f"{kind}: the run without faults failed")
+    return json.loads((run / "result.json").read_text()) | {"updates": logged_updates(run)}
+
+
+def mounted(disk: Path) -> Callable[[], object]:
+    """A small disk at that place -> what takes it away.
+
+    Raises:
+        SystemExit: only root can mount one.
+    """
+    disk.mkdir()
+    words = ["mount", "-t", "tmpfs", "-o", f"size={DISK}", "tmpfs", disk]
+    if subprocess.run(words).returncode:
+        raise SystemExit("a run needs a small disk of its own, which may become full; only root can mount one")
+    return lambda: subprocess.run(["umount", "--lazy", disk], check=True)
+
+
+def suffer_until_whole(soak: Soak, faults: int, whole: dict, count: Counter[str]) -> None:
+    """So many faults at most, then to the end; compare."""
+    shared = set(os.listdir("/dev/shm"))
+    try:
+        for fault in (soak.rng.choice(FAULTS) for _ in range(faults)):
+            going = soak.suffer(fault, whole["update"])
+            count[fault] += going
+            soak.left_behind(shared)
+            if not going and (soak.run / "result.json").exists():
+                break
+        if any(codes := soak.wait(soak.start())):
+            soak.problem("other exit codes", f"{codes} at the last resume")
+            return
+    except Hang:
+        soak.problem("hangs", f"after {dict(count)}")
+        return
+    result = json.loads((soak.run / "result.json").read_text())
+    if any(result[name] != whole[name] for name in ("params_digest", "learner_digest")):
+        soak.problem("digests changed", f"after {dict(count)}")
+        shutil.copytree(soak.run, Path(tempfile.mkdtemp(prefix="soak-")) / "run")  # to be looked at
+    elif logged_updates(soak.run) != whole["updates"]:
+        soak.problem("logs with gaps", f"after {dict(count)}")
+    soak.left_behind(shared)
+
+
+def add(faults: int, only: str = "") -> bool:
+    """Try so many faults more, print and write what all came to -> whether there was no problem among the new ones."""
+    saved = machine.saved("soak")
+    counts = {kind: Counter(row) for kind, row in saved.get("faults", {}).items()}
+    problems, said = Counter(saved.get("problems", {})), saved.get("said", [])
+    begun, before = sum(map(Counter.total, counts.values())), problems.total()
+    rng, wholes = random.Random(begun), {}
+    kinds = [kind for kind in (*KINDS, *MORE) if only in kind]
+    for kind in kinds:
+        counts.setdefault(kind, Counter())
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", f"{folder}/compiled")
+        number = 0
+        while (done := sum(map(Counter.total, counts.values()))) < begun + faults:
+            kind = min(kinds, key=lambda kind: (counts[kind].total(), rng.random()))
+            home = Path(folder) / str(number)
+            home.mkdir()
+            if kind not in wholes:
+                wholes[kind] = whole_run(kind, home)
+            unmount = mounted(home / "disk")
+            try:
+                soak = Soak(kind, home / "disk", rng, problems, said)
+                suffer_until_whole(soak, rng.randint(1, 2 * PER_RUN - 1), wholes[kind], counts[kind])
+            finally:
+                unmount()
+            number += 1
+            total = sum(map(Counter.total, counts.values()))
+            print(f"{kind}: {total - done} faults, {total} in all; problems: {dict(problems) or 'none'}", flush=True)
+            if total == done:  # it ends before a fault comes: let the others have a turn
+                counts[kind]["none came"] += 0
+            path = machine.save(
+                "soak",
+                {
+                    "faults": {kind: dict(row) for kind, row in counts.items() if row},
+                    "problems": {sort: problems[sort] for sort in PROBLEMS},
+                    "said": said,
+                },
+            )
+    print(f"written: benchmarks/results/{path.name}")
+    return problems.total() == before
