@@ -3,7 +3,7 @@
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help train test bench docs docs-serve lint lock clean
+.PHONY: help train test bench verify docs docs-serve lint lock clean
 MAKEFLAGS += --no-print-directory
 
 # Small enough for a laptop without a GPU; `make train ARGS="--seed 2"` adds to them, ARGS winning.
@@ -26,6 +26,9 @@ test: .venv/.dev-ready ## run the tests; ARGS goes to pytest (ARGS="-m 'not slow
 
 bench: .venv/.run-ready ## measure speed on CPUs: 15 minutes, a table and JSON in benchmarks/results/
 	@.venv/bin/python benchmarks/bench.py
+
+verify: .venv/.run-ready ## compute parts of published results again, and compare their bits; ARGS="--sample 15": all
+	@.venv/bin/python benchmarks/verifiable.py $(ARGS)
 
 docs: .venv/.docs-ready ## build the documentation into docs/_build/html; fails on broken links and forgotten pages
 	@.venv/bin/python -m sphinx --fail-on-warning --fresh-env -q -b html docs docs/_build/html
