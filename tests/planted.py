@@ -41,6 +41,9 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "impala": (*POLE, "--num-minibatches", "1", "--no-norm-obs", "--no-norm-reward", "--total-timesteps", "256"),
     "dqn": (*POLE, "--target-network-frequency", "32", "--tau", "1.0", *REPLAY),
     "sac": ("--env-id", "Pendulum-v1", *REPLAY),
+    "td3": ("--env-id", "Pendulum-v1", *REPLAY),
+    "pqn": (*POLE, "--num-minibatches", "2", "--update-epochs", "1", "--total-timesteps", "256"),
+    "r2d2": (*POLE, "--lstm-size", "8", "--burn-in", "2", "--sequence-length", "6", *REPLAY),
 }
 """Algorithm -> flags of a run of a few updates."""
 
@@ -180,6 +183,21 @@ def other_advantage() -> Any:
 
     sound = ppo.gae
     return patch.object(ppo, "gae", lambda *args: (lambda a: a.at[3, 1].set(flip(a[3, 1])))(sound(*args)))
+
+
+def other_return() -> Any:
+    from cleanba.algorithms import pqn
+
+    sound = pqn.lambda_returns
+    wrong = lambda g: g.at[3, 1].set(flip(g[3, 1]))
+    return patch.object(pqn, "lambda_returns", lambda *args, **kwargs: wrong(sound(*args, **kwargs)))
+
+
+def other_rescaling() -> Any:
+    from cleanba.algorithms import r2d2
+
+    sound = r2d2.rescale
+    return patch.object(r2d2, "rescale", lambda x, eps: sound(x, eps=2 * eps))
 
 
 def permuted() -> Any:
@@ -418,6 +436,18 @@ FAULTS = [
         r"update 1: the drawn transitions of shard 3 differ in gradient step 1 \(float32\), 1 of 16$",
     ),
     Fault(
+        *("one bit of the noise on a target's actions", "td3", other_noise, "draw"),
+        r"update 1: the drawn transitions of shard 3 differ in gradient step 1 \(float32\), 1 of 16$",
+    ),
+    Fault(
+        *("one wrong lambda-return", "pqn", other_return, "targets"),
+        r"update 1: values, advantages and targets of shards 0 to 3 differ \(float32\), 1 of 32$",
+    ),
+    Fault(
+        *("values are rescaled otherwise", "r2d2", other_rescaling, "gradient"),
+        r"update 1: the gradient of shards? .* differs in gradient step 1 \(float32\)",
+    ),
+    Fault(
         *("the entropy coefficient's gradient", "sac", other_coefficient, "optimiser"),
         r"update 1: parameters and the optimiser's state after the step differ in gradient step \d of the entropy "
         r"coefficient \(float32\), 1 of 1$",
@@ -443,7 +473,7 @@ def compute(run_dir: Path, learners: int, watch: Callable[[WatchedUpdate], None]
         recompute(rerun._replace(training=replace(rerun.training, watch=watch)), 0, last, display=False)
 
 
-UPDATES = {"ppo": 3, "impala": 1, "dqn": 1, "sac": 1}
+UPDATES = {"ppo": 3, "impala": 1, "dqn": 1, "sac": 1, "td3": 1, "pqn": 1, "r2d2": 1}
 """How many updates the faults need."""
 
 

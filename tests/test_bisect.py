@@ -1,6 +1,9 @@
 """`cleanba bisect`: planted faults are found and named; recording changes no bit; the command and what it refuses."""
 
+import os
+
 import pytest
+from launch import ROOT, command
 from planted import FAULTS, look_for, sound, train, verdict
 
 
@@ -37,3 +40,32 @@ def test_a_planted_fault_is_found_and_named(runs, fault):
     finding = look_for(fault, *runs(fault.run))
     print("\n".join(finding.lines()) if finding else "nothing")
     assert not verdict(fault, finding)
+
+
+# --------------------------------------------------------------------------------------------------------- the command
+
+PART = ("ppo", "--env-id", "faulty:Faulty-v0", "--env-workers", "0", "--num-envs", "4", "--num-actors", "1")
+PART += ("--num-shards", "1", "--num-steps", "4", "--hiddens", "8", "--num-minibatches", "1", "--update-epochs", "1")
+PART += ("--total-timesteps", "64", "--log-frequency", "1", "--checkpoint-frequency", "1")
+
+
+@pytest.mark.slow
+def test_two_runs_part_where_one_was_computed_otherwise(tmp_path, monkeypatch):
+    """A's environments are sound and B's had a fault, which its log tells of whether or not it comes again."""
+    monkeypatch.syspath_prepend(ROOT / "tests")
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{ROOT / 'tests'}")
+    a, b = tmp_path / "a", tmp_path / "b"
+    assert command(*PART, "--run-dir", a).code == 0
+    with monkeypatch.context() as patch:
+        patch.setenv("CLEANBA_FAULT", "1")
+        assert command(*PART, "--run-dir", b).code == 0
+    assert command("bisect", a, a, "--", "--learner-device-ids", "1", "--gamma", "0.5").code == 2
+
+    parted = command("bisect", a, b, "--", "CLEANBA_FAULT=1")
+    assert parted.code == 1, parted.err
+    assert "update 1: observation of environments 0 to 3 at step 3 differs (float32), 4 of 8\n" in parted.out
+    assert "the difference comes from an environment" in parted.out
+
+    whole = command("bisect", a, b)
+    assert whole.code == 1 and "the same bits throughout: updates 1 to" in whole.out
+    assert f"note: {b} has logged another digest of the parameters after update 1 than B comes to here" in whole.out

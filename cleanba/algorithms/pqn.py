@@ -31,6 +31,7 @@ from cleanba.networks import make_action_values
 from cleanba.networks.cores import Carry
 from cleanba.ops.losses import by_comparison, squared_error
 from cleanba.ops.returns import lambda_returns
+from cleanba.probes import probe
 from cleanba.rollout import NetworkParams, Obs, PyTree, Rollout
 from cleanba.shards import ShardAxis
 from cleanba.specs import EnvSpec
@@ -258,6 +259,7 @@ def make(e: PQN, spec: EnvSpec, platform: str) -> Algorithm[State, ReturnsSoFar,
         statistics, memory, rollout = normaliser.add(shards, state.statistics, memory, rollout)
         state = state._replace(statistics=statistics)
         targets = shards.map(partial(prepare, state.params), rollout)
+        probe("targets", targets, per_shard=True)
         rate = learning_rate(e, e.learning_rate, state.updates)
 
         def epoch(state: State, number: jax.Array) -> tuple[State, Metrics]:
