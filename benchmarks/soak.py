@@ -36,7 +36,8 @@ FAULTS = (*SIGNALS, "full disk", "flipped byte", "removed file")
 STARTING = 0.2  # of the faults come while a run starts or compiles
 PER_RUN = 6  # faults, on average
 DISK = "48m"
-PATIENCE = 120.0  # seconds until a process that has not ended hangs
+PATIENCE = 120.0  # seconds until a process that should end hangs
+TO_THE_END = 900.0  # and one that trains to its end
 PROBLEMS = ("digests changed", "logs with gaps", "hangs", "other exit codes", "processes left", "shared memory left")
 
 
@@ -75,13 +76,13 @@ class Soak:
         with open(self.log, "a") as log:
             return start_somewhere(self.kind, self.run, self.rng, ["--peer-timeout", "10"], log)
 
-    def wait(self, processes: list[subprocess.Popen]) -> list[int]:
+    def wait(self, processes: list[subprocess.Popen], patience: float = PATIENCE) -> list[int]:
         """The exit codes of all of them.
 
         Raises:
-            Hang: one has not ended after PATIENCE; all are killed.
+            Hang: one has not ended after so many seconds; all are killed.
         """
-        until = time.monotonic() + PATIENCE
+        until = time.monotonic() + patience
         try:
             return [process.wait(max(0.1, until - time.monotonic())) for process in processes]
         except subprocess.TimeoutExpired:
@@ -211,7 +212,7 @@ def suffer_until_whole(soak: Soak, faults: int, whole: dict, count: Counter[str]
             soak.left_behind(shared)
             if not going and (soak.run / "result.json").exists():
                 break
-        if any(codes := soak.wait(soak.start())):
+        if any(codes := soak.wait(soak.start(), TO_THE_END)):
             soak.problem("other exit codes", f"{codes} at the last resume")
             return
     except Hang:
