@@ -6,6 +6,7 @@ import json
 import operator
 import shutil
 import sys
+import tarfile
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -27,6 +28,7 @@ import keep_curves
 import kept
 import lag
 import machine
+import verifiable
 
 IMPORT_ALL = """
 import importlib, sys
@@ -206,6 +208,21 @@ def test_the_command_measures_and_goes_on_with_the_rest(tmp_path):
     again = call("ppo nature", "ppo lstm", "--rest")
     assert again.code == 0, again.err
     assert there()["parts"]["ppo nature tf32"] == before and list(there()["parts"])[1:] == ["ppo lstm tf32"]
+
+
+def test_the_table_of_figures_that_can_be_verified_has_the_runs_that_are_kept():
+    rows = machine.saved("verifiable")["runs"]
+    assert verifiable.table(rows) in verifiable.PAGE.read_text()
+    assert {path.name for path in verifiable.RUNS.iterdir()} == {f"{name}.tar.gz" for name in rows}
+    for name, row in rows.items():
+        with tarfile.open(verifiable.RUNS / f"{name}.tar.gz") as archive:
+            result = json.load(archive.extractfile(f"{name}/result.json"))
+        assert (result["params_digest"], result["status"]) == (row["params_digest"], "finished"), name
+
+
+def test_a_part_of_a_kept_run_is_computed_again():
+    good, words = verifiable.verify("impala-CartPole-v1")
+    assert good and words.startswith("1 of "), words
 
 
 def test_without_a_gpu_it_says_so_and_measures_nothing(tmp_path):
