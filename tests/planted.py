@@ -433,7 +433,7 @@ FAULTS = [
     ),
     Fault(
         *("one bit of a critic's noise", "sac", other_noise, "draw"),
-        r"update 1: the drawn transitions of shard 3 differ in gradient step 1 \(float32\), 1 of 16$",
+        r"update 1: the drawn transitions of shard 3 differ in gradient step 1 \(float32\), 1 of 24$",
     ),
     Fault(
         *("one bit of the noise on a target's actions", "td3", other_noise, "draw"),
