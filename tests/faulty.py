@@ -1,16 +1,27 @@
-"""A Gymnasium environment with a fault: where CLEANBA_FAULT is set, one number that it shows is another."""
+"""Environments of Gymnasium's that misbehave."""
 
 import os
+import time
+from pathlib import Path
 
 import gymnasium
 import numpy as np
 
 
 class Faulty(gymnasium.Env):
-    """Shows two random numbers and pays for guessing the sign of their sum; episodes have five steps."""
+    """Shows dictionaries of random numbers; at step `at` of its episode it does what `fault` says."""
 
-    observation_space = gymnasium.spaces.Box(-1, 1, (2,), np.float32)
+    observation_space = gymnasium.spaces.Dict(
+        {
+            "pair": gymnasium.spaces.Tuple([gymnasium.spaces.Discrete(3), gymnasium.spaces.MultiBinary(2)]),
+            "x": gymnasium.spaces.Box(-9, 9, (2,), np.float64),
+        }
+    )
     action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self, fault="", at=5):
+        self.fault, self.at = fault, at
+        self.all_steps = 0
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
@@ -18,16 +29,39 @@ class Faulty(gymnasium.Env):
         return self.look(), {}
 
     def look(self):
-        self.seen = self.np_random.uniform(-1, 1, 2).astype(np.float32)
-        return self.seen
+        free = self.fault == "chance" or (self.fault == "late" and self.all_steps > 70)
+        chance = np.random.default_rng() if free else self.np_random
+        return {
+            "pair": (int(chance.integers(3)), chance.integers(0, 2, 2).astype(np.int8)),
+            "x": chance.uniform(size=2),
+        }
 
     def step(self, action):
         self.steps += 1
-        reward = float(action == (self.seen.sum() > 0))
-        self.look()
-        if os.environ.get("CLEANBA_FAULT") and self.steps == 3:
-            self.seen.view(np.uint32)[1] ^= 1
-        return self.seen, reward, self.steps == 5, False, {}
+        self.all_steps += 1
+        if self.steps == self.at and self.fault == "raise":
+            raise ValueError("planted")
+        if self.steps == self.at and self.fault == "die":
+            os._exit(7)
+        if self.steps == self.at and self.fault == "hang":
+            time.sleep(10_000)
+        if self.steps == self.at and self.fault == "spin" and "CLEANBA_TEST" in os.environ:
+            Path(os.environ["CLEANBA_TEST"], f"{os.getpid()}.spins").touch()
+        while self.steps == self.at and self.fault == "spin":
+            sum(range(10**9))  # compiled code that looks at no signal
+        return self.look(), 1.0, self.steps == 9, False, {}
+
+
+class Texts(Faulty):
+    observation_space = gymnasium.spaces.Text(5)
+
+
+class Twice(gymnasium.RewardWrapper):
+    """Pays twice as much."""
+
+    def reward(self, reward):
+        return 2 * reward
 
 
 gymnasium.register("Faulty-v0", Faulty)
+gymnasium.register("Texts-v0", Texts)

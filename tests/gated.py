@@ -29,4 +29,15 @@ class Gated(gymnasium.Env):
         return self.seen, reward, self.steps == 7, False, {}
 
 
+class Flipped(Gated):
+    """Where CLEANBA_FAULT is set, its third step shows a number that differs in the last bit."""
+
+    def step(self, action):
+        seen, *rest = super().step(action)
+        if self.steps == 3 and os.environ.get("CLEANBA_FAULT"):
+            seen.view(np.uint32)[1] ^= 1
+        return seen, *rest
+
+
 gymnasium.register("Gated-v0", Gated)
+gymnasium.register("Flipped-v0", Flipped)

@@ -45,7 +45,7 @@ def test_a_planted_fault_is_found_and_named(runs, fault):
 
 # --------------------------------------------------------------------------------------------------------- the command
 
-PART = ("ppo", "--env-id", "faulty:Faulty-v0", "--env-workers", "0", "--num-envs", "4", "--num-actors", "1")
+PART = ("ppo", "--env-id", "gated:Flipped-v0", "--env-workers", "0", "--num-envs", "4", "--num-actors", "1")
 PART += ("--num-shards", "1", "--num-steps", "4", "--hiddens", "8", "--num-minibatches", "1", "--update-epochs", "1")
 PART += ("--total-timesteps", "64", "--log-frequency", "1", "--checkpoint-frequency", "1")
 
@@ -55,6 +55,7 @@ def test_two_runs_part_where_one_was_computed_otherwise(tmp_path, monkeypatch):
     """A's environments are sound and B's had a fault, which its log tells of whether or not it comes again."""
     monkeypatch.syspath_prepend(ROOT / "tests")
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{ROOT / 'tests'}")
+    monkeypatch.setenv("CLEANBA_GATE", str(tmp_path))  # exists, so nothing is slow
     a, b = tmp_path / "a", tmp_path / "b"
     assert command(*PART, "--run-dir", a).code == 0
     with monkeypatch.context() as patch:
