@@ -25,9 +25,8 @@ from typing import Any
 import machine
 import soak
 import tyro
-from victims import KINDS, REPLAY, alive, held, kept, logged_updates, start, start_somewhere, trains, update_of
+from victims import KINDS, REPLAY, kept, logged_updates, start_somewhere, trains, update_of, wait_for_moment, whole_run
 
-STARTING = 0.2  # of the ends, while a run starts or compiles; the others once it has trained
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 
 
@@ -68,16 +67,8 @@ class Tally:
 def end_once(kind: str, run: Path, part: float, updates: int, rng: random.Random, tally: Tally) -> bool:
     """Start a run or go on with it, and end it after about so many of its updates; False where it came to its end."""
     processes = start_somewhere(kind, run, rng)
-    if len(processes) > 1:  # one that has never joined cannot be missed by the others
-        while not held(run) and alive(processes):
-            time.sleep(0.05)
-    before, started = kept(run), time.time()
-    if rng.random() < STARTING:
-        time.sleep(rng.uniform(0.5, 6.0))
-    else:
-        until = before + rng.uniform(0, part * updates)
-        while not trains(run, until, started) and alive(processes):
-            time.sleep(rng.uniform(0.0, 0.1))
+    before = kept(run)
+    started = wait_for_moment(run, processes, part * updates, rng)
     victim, signum = rng.choice(processes), rng.choice(SIGNALS)
     by_themselves = [process.returncode for process in processes if process.poll() is not None]
     if by_themselves:
@@ -131,11 +122,7 @@ def main(args: Args) -> None:
     with tempfile.TemporaryDirectory() as folder:
         for i, kind in enumerate(kinds):
             whole = Path(folder) / f"whole{i}"
-            for process in start(kind, whole, "0 / 0", ["--checkpoint-frequency", "0"]):
-                if process.wait() != 0:
-                    raise SystemExit(f"{kind}: the run without kills failed")
-            reference = json.loads((whole / "result.json").read_text())
-            reference["updates"] = logged_updates(whole)
+            reference = whole_run(kind, whole)
             tally = torment(kind, args.kills, reference, Path(folder) / f"runs{i}", rng)
             survived &= (same := tally.digest_equal and tally.log_without_gaps)
             kills = tally.ends.total()

@@ -24,16 +24,18 @@ import subprocess
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import machine
-from victims import KINDS, MORE, alive, held, kept, logged_updates, start, start_somewhere, trains
+from victims import KINDS, MORE, alive, logged_updates, start_somewhere, wait_for_moment, whole_run
+
+from cleanba.runtime.checkpoint import updates_kept
 
 SIGNALS = {name: getattr(signal, name) for name in ("SIGKILL", "SIGTERM", "SIGINT", "SIGSTOP")}
 FAULTS = (*SIGNALS, "full disk", "flipped byte", "removed file")
-STARTING = 0.2  # of the faults come while a run starts or compiles
 PER_RUN = 6  # faults, on average
 DISK = "48m"
 PATIENCE = 120.0  # seconds until a process that should end hangs
@@ -91,23 +93,11 @@ class Soak:
                 process.wait()
             raise Hang from None
 
-    def moment(self, processes: list[subprocess.Popen], updates: int) -> bool:
-        """Wait for a random moment of the run; False where it has come to its end."""
-        if len(processes) > 1:  # one that has never joined cannot be missed by the others
-            while not held(self.run) and alive(processes):
-                time.sleep(0.05)
-        if self.rng.random() < STARTING:
-            time.sleep(self.rng.uniform(0.5, 6.0))
-        else:
-            started, until = time.time(), kept(self.run) + self.rng.uniform(0, updates / PER_RUN)
-            while not trains(self.run, until, started) and alive(processes):
-                time.sleep(self.rng.uniform(0.0, 0.1))
-        return alive(processes)
-
     def suffer(self, fault: str, updates: int) -> bool:
         """Start the run or go on with it, and let it have a fault; False where it came to its end before."""
         processes = self.start()
-        if not self.moment(processes, updates):
+        wait_for_moment(self.run, processes, updates / PER_RUN, self.rng)
+        if not alive(processes):
             if any(codes := self.wait(processes)):
                 self.problem("other exit codes", f"{codes} without any fault")
             return False
@@ -151,10 +141,10 @@ class Soak:
 
     def damage(self, fault: str) -> bool:
         """Change or remove a file of the newest checkpoint; False where no other one is left to go on from."""
-        newest = kept(self.run)
-        there = [p for p in (self.run / "checkpoints").glob("*") if p.name.isdecimal()]
+        there = updates_kept(self.run)
         if len(there) < 2:
             return False
+        newest = max(there)
         files = [p for p in (self.run / "checkpoints" / str(newest)).rglob("*") if p.is_file()]
         files += self.run.glob(f"memory/*/{newest}-*.pack")
         path = self.rng.choice(sorted(files))
@@ -180,26 +170,20 @@ class Soak:
             self.problem("shared memory left", ", ".join(sorted(new)))
 
 
-def whole_run(kind: str, folder: Path) -> dict:
-    """What a run without faults comes to."""
-    run = folder / "whole"
-    for process in start(kind, run, "0 / 0", ["--checkpoint-frequency", "0"]):
-        if process.wait() != 0:
-            raise SystemExit(f"{kind}: the run without faults failed")
-    return json.loads((run / "result.json").read_text()) | {"updates": logged_updates(run)}
-
-
-def mounted(disk: Path) -> Callable[[], object]:
-    """A small disk at that place -> what takes it away.
+@contextmanager
+def small_disk(place: Path) -> Iterator[Path]:
+    """A disk of its own.
 
     Raises:
         SystemExit: only root can mount one.
     """
-    disk.mkdir()
-    words = ["mount", "-t", "tmpfs", "-o", f"size={DISK}", "tmpfs", disk]
-    if subprocess.run(words).returncode:
+    place.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK}", "tmpfs", place]).returncode:
         raise SystemExit("a run needs a small disk of its own, which may become full; only root can mount one")
-    return lambda: subprocess.run(["umount", "--lazy", disk], check=True)
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "--lazy", place], check=True)
 
 
 def suffer_until_whole(soak: Soak, faults: int, whole: dict, count: Counter[str]) -> None:
@@ -245,18 +229,13 @@ def add(faults: int, only: str = "") -> bool:
             home = Path(folder) / str(number)
             home.mkdir()
             if kind not in wholes:
-                wholes[kind] = whole_run(kind, home)
-            unmount = mounted(home / "disk")
-            try:
-                soak = Soak(kind, home / "disk", rng, problems, said)
+                wholes[kind] = whole_run(kind, home / "whole")
+            with small_disk(home / "disk") as disk:
+                soak = Soak(kind, disk, rng, problems, said)
                 suffer_until_whole(soak, rng.randint(1, 2 * PER_RUN - 1), wholes[kind], counts[kind])
-            finally:
-                unmount()
             number += 1
             total = sum(map(Counter.total, counts.values()))
             print(f"{kind}: {total - done} faults, {total} in all; problems: {dict(problems) or 'none'}", flush=True)
-            if total == done:  # it ends before a fault comes: let the others have a turn
-                counts[kind]["none came"] += 0
             path = machine.save(
                 "soak",
                 {

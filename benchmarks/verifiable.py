@@ -1,9 +1,9 @@
 """Runs behind published figures, kept whole, so that anybody can compute a part of them again.
 
 python benchmarks/verifiable.py                     # verifies two of them, drawn by chance: a minute; `make verify`
-python benchmarks/verifiable.py --sample 16         # all
+python benchmarks/verifiable.py --sample 9          # all
 python benchmarks/verifiable.py --train             # trains those that are not there, plays 100 episodes, packs them
-python benchmarks/verifiable.py --train --only dqn  # those whose names have this word
+python benchmarks/verifiable.py --train --only pqn  # those whose names have this word, anew
 
 The runs lie in results/runs/, the table in docs/guides/verify.md.  A figure's run must be trained anew when a change of
 the code moves its bits: then this ends with 1 and says so.  Where packages or the processor are others than the run's,

@@ -7,10 +7,13 @@ import random
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from subprocess import DEVNULL
-from typing import IO
+from typing import IO, Any
+
+from cleanba.runtime.checkpoint import updates_kept
 
 # A thousand steps or so of each environment, in several epochs.
 COMMON = "--num-actors 2 --num-shards 2 --hiddens 32 --log-frequency 5 --env-epoch 37"
@@ -49,6 +52,7 @@ REPLAY = {
     "--total-timesteps 8192 --learning-starts 1024 --train-frequency 64 --batch-size 8 --env-epoch 8 "
     "--log-frequency 1"
 }
+STARTING = 0.2  # of the ends, while a run starts or compiles; the others once it has trained
 COMMANDS = KINDS | MORE | REPLAY
 PLACEMENTS = ("0 / 0", "0 / 1 2", "0 1 / 2 3", "3 / 0")  # actors / learners
 
@@ -118,7 +122,30 @@ def alive(processes: list[subprocess.Popen]) -> bool:
 
 def kept(run: Path) -> int:
     """The update of the newest checkpoint."""
-    return max((int(p.name) for p in (run / "checkpoints").glob("*") if p.name.isdecimal()), default=0)
+    return max(updates_kept(run), default=0)
+
+
+def whole_run(kind: str, run: Path) -> dict[str, Any]:
+    """What a run comes to that nothing ends early, and whose only checkpoint is at its end: its result, its updates."""
+    for process in start(kind, run, "0 / 0", ["--checkpoint-frequency", "0"]):
+        if process.wait() != 0:
+            raise SystemExit(f"{kind}: the run that nothing ends failed")
+    return json.loads((run / "result.json").read_text()) | {"updates": logged_updates(run)}
+
+
+def wait_for_moment(run: Path, processes: list[subprocess.Popen], updates: float, rng: random.Random) -> float:
+    """Wait for a random moment, while the run starts or within so many updates -> the time when waiting began."""
+    if len(processes) > 1:  # one that has never joined cannot be missed by the others
+        while not held(run) and alive(processes):
+            time.sleep(0.05)
+    before, started = kept(run), time.time()
+    if rng.random() < STARTING:
+        time.sleep(rng.uniform(0.5, 6.0))
+    else:
+        until = before + rng.uniform(0, updates)
+        while not trains(run, until, started) and alive(processes):
+            time.sleep(rng.uniform(0.0, 0.1))
+    return started
 
 
 def logged_updates(run: Path) -> list[int]:

@@ -53,9 +53,9 @@ def pytest_collection_modifyitems(config, items):
         if wrong := grids.unknown(items):
             raise pytest.UsageError(f"tests/grids.py names what is not there: {', '.join(wrong)}")
         if not config.getoption("--exhaustive"):
-            left_out = [item for item in items if not grids.is_kept(item)]
-            config.hook.pytest_deselected(items=left_out)
-            items[:] = [item for item in items if grids.is_kept(item)]
+            kept = {item for item in items if grids.is_kept(item)}
+            config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+            items[:] = [item for item in items if item in kept]
     if hasattr(config, "workerinput"):
         slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
         items.sort(key=lambda item: -slow[item.path])

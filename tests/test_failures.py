@@ -17,7 +17,7 @@ from cleanba.runtime.learner import Learner
 from cleanba.runtime.metrics import Writers
 
 SOON = 5.0 * CROWD  # seconds
-ENDLESS = [*TINY, "--total-timesteps", "1000000000", "--collector", "stepped"]
+ENDLESS = [*TINY, "--total-timesteps", "1000000000"]
 
 
 @pytest.fixture

@@ -312,9 +312,9 @@ OFF_POLICY = (
     *("--collector", "stepped"),
 )
 RUNS = {  # PPO's is in the test after these
-    "impala": ("--env-id", "Catch-v0", *TINY[2:12], "--num-minibatches", "2", "--total-timesteps", "320", *TINY[-2:]),
+    "impala": TINY,
     "dqn": ("--env-id", "Catch-v0", *OFF_POLICY, "--train-frequency", "4"),
-    "pqn": ("--env-id", "Catch-v0", *TINY[2:12], "--num-minibatches", "2", "--total-timesteps", "320", *TINY[-2:]),
+    "pqn": TINY,
     "r2d2": (
         *("--env-id", "Catch-v0", *OFF_POLICY, "--buffer-size", "128", "--train-frequency", "4"),
         *("--burn-in", "2", "--sequence-length", "6", "--lstm-size", "8", "--total-timesteps", "80"),

@@ -22,7 +22,6 @@ from cleanba.runtime.schedule import Schedule
 
 # 40 updates of 64 steps, and a checkpoint after every seventh: where environments start afresh, and in their midst.
 FLAGS = [*TINY, "--total-timesteps", "2560", "--env-epoch", "14", "--checkpoint-frequency", "7"]
-FLAGS += ["--collector", "stepped"]
 EPOCHS = FLAGS.index("--update-epochs")  # which IMPALA does not have
 KINDS = {
     "ppo": ["ppo", *FLAGS],

@@ -229,7 +229,6 @@ def test_a_run_that_another_process_trains_is_waited_for(tmp_path, monkeypatch):
 def test_a_sweep_is_interrupted_continued_and_reports_its_failure(tmp_path):
     """2 environments x 2 seeds, two at a time: Ctrl-C in the middle, then one run fails, then it is mended."""
     longer = [*SHORT, "--total-timesteps", "16000", "--checkpoint-frequency", "25", "--log-frequency", "25"]
-    longer += ["--collector", "stepped"]  # scanned, it is compiled again after each checkpoint
     words = ["sweep", *ENVS, "--num-seeds", "2", "--workers", "2", "--dir", tmp_path / "s", "--", "ppo", *longer]
     runs = {f"{env}__ppo__s{seed}": (env, seed) for env in ENVS[1:] for seed in (1, 2)}
     folder = {name: tmp_path / "s" / name for name in runs}
