@@ -1,13 +1,17 @@
 """A part of a run that is computed again has the same bits, wherever it is computed."""
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from launch import command, read_rows
+from launch import ROOT, command, read_rows
 
 from cleanba.checks.recompute import open_rerun, recompute
 from cleanba.config import Placement
+
+sys.path.append(str(ROOT / "benchmarks"))
+import verifiable
 
 # 20 updates of 64 steps; environments start afresh after 8 and 16, and a checkpoint is taken after every second.
 SIZES = [
@@ -54,3 +58,8 @@ def test_a_part_of_a_run_computed_again_has_the_same_digests(kind, first, last, 
     assert found == {update: both for update, both in logged.items() if first < update <= last}
     assert len(found) == (last - first) // 2
     assert sorted(path for path in run_dir.rglob("*")) == before  # it is only read
+
+
+def test_a_part_of_a_kept_run_is_computed_again():
+    good, words = verifiable.verify("impala-CartPole-v1")
+    assert good and words.startswith("1 of "), words
