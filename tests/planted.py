@@ -40,12 +40,13 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "ppo": (*POLE, "--num-minibatches", "2", "--update-epochs", "1", "--total-timesteps", "384"),
     "impala": (*POLE, "--num-minibatches", "1", "--no-norm-obs", "--no-norm-reward", "--total-timesteps", "256"),
     "dqn": (*POLE, "--target-network-frequency", "32", "--tau", "1.0", *REPLAY),
+    "dqn --prioritised": (*POLE, *REPLAY),
     "sac": ("--env-id", "Pendulum-v1", *REPLAY),
     "td3": ("--env-id", "Pendulum-v1", *REPLAY),
     "pqn": (*POLE, "--num-minibatches", "2", "--update-epochs", "1", "--total-timesteps", "256"),
     "r2d2": (*POLE, "--lstm-size", "8", "--burn-in", "2", "--sequence-length", "6", *REPLAY),
 }
-"""Algorithm -> flags of a run of a few updates."""
+"""Command -> more flags, for a run of a few updates."""
 
 
 class Fault(NamedTuple):
@@ -70,6 +71,9 @@ patch = mock.patch
 def flip(x: jax.Array, bit: int = 0) -> jax.Array:
     """The same number with one of its bits flipped, counted from the last.  [...] float32 -> [...]."""
     return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.uint32) ^ jnp.uint32(1 << bit), jnp.float32)
+
+
+NOT_LAST = 8  # a bit which rounding does not take back
 
 
 def in_envs(change: Callable[..., Any], actor: int = 0) -> Callable[[], Any]:
@@ -270,9 +274,24 @@ def other_noise() -> Any:
 
     def draw(*args):
         draws = sound(*args)
-        return draws._replace(noise=draws.noise.at[:, 3, 0, 5].set(flip(draws.noise[:, 3, 0, 5])))
+        return draws._replace(noise=draws.noise.at[:, 3, 0, 5].set(flip(draws.noise[:, 3, 0, 5], NOT_LAST)))
 
     return patch.object(gradient_steps, "draw", draw)
+
+
+def other_word() -> Any:
+    from cleanba.ops import replay
+
+    sound = replay.random_words
+    return patch.object(replay, "random_words", lambda *args: sound(*args).at[0, :, 5].set(0))
+
+
+def other_place() -> Any:
+    from cleanba.ops import replay
+
+    sound = replay.assign
+    later = lambda drawn: drawn._replace(place=drawn.place.at[0].add(1))
+    return patch.object(replay, "assign", lambda p, i, drawn, value: sound(p, i, later(drawn), value))
 
 
 def late_target() -> Any:
@@ -332,8 +351,7 @@ def other_coefficient() -> Any:
     from cleanba.algorithms import sac
 
     sound = sac.descend
-    # Not the last bit, which rounding may take back.
-    changed = lambda rule, rate, trained, gradient: sound(rule, rate, trained, flip(gradient, bit=4))
+    changed = lambda rule, rate, trained, gradient: sound(rule, rate, trained, flip(gradient, NOT_LAST))
     return patch.object(sac, "descend", changed)
 
 
@@ -437,11 +455,19 @@ FAULTS = [
     ),
     Fault(
         *("one bit of the noise on a target's actions", "td3", other_noise, "draw"),
-        r"update 1: the drawn transitions of shard 3 differ in gradient step 1 \(float32\), 1 of 16$",
+        r"update 1: the drawn transitions of shard 3 differ in gradient step 1 \(float32\), 1 of 8$",
     ),
     Fault(
         *("one wrong lambda-return", "pqn", other_return, "targets"),
         r"update 1: values, advantages and targets of shards 0 to 3 differ \(float32\), 1 of 32$",
+    ),
+    Fault(
+        *("one wrong random word", "dqn --prioritised", other_word, "draw"),
+        r"update 1: the drawn transitions of shards? .* differ in gradient step 1 \(int32\)",
+    ),
+    Fault(
+        *("a priority is given to another sequence", "r2d2", other_place, "priorities"),
+        r"update 1: the stored priorities of shards? .* differ in gradient step 2 \(uint32\)",
     ),
     Fault(
         *("values are rescaled otherwise", "r2d2", other_rescaling, "gradient"),
@@ -461,8 +487,8 @@ class Found(Exception):
 
 def train(name: str, folder: Path) -> Path:
     """One of the `GROUPS`, trained."""
-    run_dir = folder / name
-    ended = command(name, *GROUPS[name], *SMALL, "--run-dir", str(run_dir))
+    run_dir = folder / name.replace(" ", "")
+    ended = command(*name.split(), *GROUPS[name], *SMALL, "--run-dir", str(run_dir))
     assert ended.code == 0, ended
     return run_dir
 
@@ -473,7 +499,7 @@ def compute(run_dir: Path, learners: int, watch: Callable[[WatchedUpdate], None]
         recompute(rerun._replace(training=replace(rerun.training, watch=watch)), 0, last, display=False)
 
 
-UPDATES = {"ppo": 3, "impala": 1, "dqn": 1, "sac": 1, "td3": 1, "pqn": 1, "r2d2": 1}
+UPDATES = {name: 3 if name == "ppo" else 1 for name in GROUPS}
 """How many updates the faults need."""
 
 

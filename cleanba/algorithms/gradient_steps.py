@@ -190,11 +190,14 @@ def prioritised_steps(
         words: jax.Array, carried: tuple[S, replay.Priorities]
     ) -> tuple[tuple[S, replay.Priorities], tuple[Metrics, jax.Array]]:
         state, priorities = carried
+        probe("priorities", priorities, per_shard=True)
         drawn = shards.each(lambda i: replay.draw(priorities, i, words[i]))
         weight = shards.map(lambda drawn: replay.importance(drawn, exponent), drawn)
         most = jnp.maximum(shards.max(weight.max(-1)), 1e-30)
         weight = shards.map(lambda weight: weight / most, weight)
+        probe("draw", (drawn, weight), per_shard=True)
         state, metrics, errors = step(Prioritised(drawn, weight), state)
+        probe("gradient step", state)
         value = shards.map(partial(replay.in_units, exponent=e.priority_exponent), errors)
 
         def assign(i: jax.Array, priorities: replay.Priorities) -> replay.Priorities:

@@ -108,15 +108,8 @@ def sgd_step(
         nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(of_piece, 0))
         return lax.fori_loop(0, pieces, lambda i, total: jax.tree.map(jnp.add, total, of_piece(i)), nothing)
 
-    named = lambda i: dict(zip([*inspect.signature(loss).parameters][1:], load(i), strict=True))
-    probe("minibatch", lambda: shards.each(named), loss.__name__, per_shard=True)
-    of_shards = shards.map_from(load, of_shard)
-    probe("gradient", of_shards, loss.__name__, per_shard=True)
-    gradient, metrics = shards.sum(of_shards)
-    probe("sum", (gradient, metrics), loss.__name__)
-    trained, norm = optimiser.step(shards, rate, trained, gradient)
-    probe("optimiser", trained, loss.__name__)
-    return trained, metrics | {"losses/grad_norm": norm}
+    trained, metrics, _ = _step(shards, optimiser, rate, trained, loss, load, lambda *part: (*of_shard(*part), ()))
+    return trained, metrics
 
 
 def sgd_step_with_errors(
@@ -132,8 +125,34 @@ def sgd_step_with_errors(
     Returns the parameters and optimiser state after the step, the metrics, and the errors of the K' shards of this
     device, [K', N, ...].
     """
-    of_shard = lambda *part: jax.grad(loss, has_aux=True)(trained.params, *part)
-    gradient, (metrics, errors) = shards.map_from(load, of_shard)
-    gradient, metrics = shards.sum((gradient, metrics))
+
+    def of_shard(*part: PyTree) -> tuple[PyTree, Metrics, jax.Array]:
+        gradient, (metrics, errors) = jax.grad(loss, has_aux=True)(trained.params, *part)
+        return gradient, metrics, errors
+
+    return _step(shards, optimiser, rate, trained, loss, load, of_shard)
+
+
+def _step(
+    shards: ShardAxis,
+    optimiser: Optimiser,
+    rate: jax.Array,
+    trained: T,
+    loss: Callable[..., Any],
+    load: Callable[[jax.Array], tuple[Any, ...]],
+    of_shard: Callable[..., tuple[PyTree, Metrics, PyTree]],
+) -> tuple[T, Metrics, PyTree]:
+    """One step on the sum over all shards of `of_shard(*load(i))`: a shard's gradient, metrics and errors of `loss`.
+
+    Returns what `sgd_step_with_errors` returns.
+    """
+    named = lambda i: dict(zip([*inspect.signature(loss).parameters][1:], load(i), strict=True))
+    probe("minibatch", lambda: shards.each(named), loss.__name__, per_shard=True)
+    of_shards = shards.map_from(load, of_shard)
+    probe("gradient", of_shards, loss.__name__, per_shard=True)
+    *summands, errors = of_shards
+    gradient, metrics = shards.sum(tuple(summands))
+    probe("sum", (gradient, metrics), loss.__name__)
     trained, norm = optimiser.step(shards, rate, trained, gradient)
+    probe("optimiser", trained, loss.__name__)
     return trained, metrics | {"losses/grad_norm": norm}, errors

@@ -22,6 +22,7 @@ SOURCES = {
     "normalised": "the normalisation of observations and rewards",
     "targets": "values, advantages and targets",
     "memory": "the replay memory",
+    "priorities": "the priorities of what the replay memory holds",
     "draw": "the drawing of minibatches",
     "minibatch": "the making of minibatches",
     "gradient": "a shard's gradient",
@@ -159,8 +160,9 @@ def _in_state(a: Side, b: Side, update: int, x: np.ndarray, y: np.ndarray, after
 
 
 def _in_memory(a: Side, b: Side, update: int, x: np.ndarray, y: np.ndarray, after: bool) -> Finding:
-    shard, leaf = np.argwhere((x != y).any(-1))[0].tolist()
-    path = a.memory_paths()[leaf]
+    paths = a.memory_paths()
+    leaf, shard = min(np.argwhere((x != y).any(-1).T).tolist(), key=lambda at: (_of_priorities(paths[at[0]]), *at))
+    path = paths[leaf]
     rows = (a.memory_rows(path, shard, after) != b.memory_rows(path, shard, after)).any(-1)
     row = int(np.argmax(rows))
     d = first_of({path: a.memory_row(path, shard, after, row)}, {path: b.memory_row(path, shard, after, row)})
@@ -168,7 +170,13 @@ def _in_memory(a: Side, b: Side, update: int, x: np.ndarray, y: np.ndarray, afte
         d = d._replace(at=(row, *d.at))
     when = "after" if after else "before"
     what = f"the memory of shard {shard} {when} the update differs in {rows.sum():,} of {len(rows):,} rows of {path}"
-    return Finding(update, "memory" if after else "start", f"{what}, in row {row}", d)
+    source = "priorities" if _of_priorities(path) else "memory"
+    return Finding(update, source if after else "start", f"{what}, in row {row}", d)
+
+
+def _of_priorities(path: str) -> bool:
+    """Whether this array of a memory holds priorities, which gradient steps change; they only read the others."""
+    return ".priorities" in path
 
 
 def _in_acting_params(
@@ -247,7 +255,9 @@ def _in_update(a: Side, b: Side, update: int, prints_a: Prints, prints_b: Prints
                 return _in_order(update, x, y)
             seen[x.site.stage, x.site.detail] += 1
             if _event_differs(x, y):
-                if x.site.stage in ("draw", "minibatch") and not np.array_equal(prints_a.memory, prints_b.memory):
+                stored = [not _of_priorities(path) for path in a.memory_paths()]
+                c, d = prints_a.memory[:, stored], prints_b.memory[:, stored]
+                if x.site.stage in ("priorities", "draw", "minibatch") and not np.array_equal(c, d):
                     return _in_memory(a, b, update, prints_a.memory, prints_b.memory, after=True)
                 return _in_event(a, b, update, x, y, seen[x.site.stage, x.site.detail])
         if (events_a.number_after, len(events_a.found)) != (events_b.number_after, len(events_b.found)):
@@ -277,6 +287,7 @@ STAGES = {
     "statistics": "the running statistics of observations and rewards differ",
     "normalised": "normalised observations and rewards{of} differ",
     "targets": "values, advantages and targets{of} differ",
+    "priorities": "the stored priorities{of} differ",
     "draw": "the drawn transitions{of} differ",
     "minibatch": "the minibatch{of} differs",
     "gradient": "the gradient{of} differs",
@@ -320,6 +331,7 @@ BEFORE = {
     ("statistics", ""): "the rollout was the same",
     ("normalised", ""): "rollout and statistics were the same",
     ("targets", ""): "rollout and parameters were the same",
+    ("priorities", ""): "the rollout and earlier gradient steps were the same",
     ("draw", ""): "the memory was the same",
     ("minibatch", ""): "all that it is drawn from was the same",
     ("gradient", ""): "its minibatch and the parameters were the same",
