@@ -16,6 +16,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,22 +63,33 @@ class Job:
         self.cluster, self.home, self.run = cluster, home, home / name
         self.number = submit(cluster, home, "cpu", *words, "--run-dir", name)
 
+    def log(self) -> str:
+        """What the job has printed."""
+        try:
+            return log(self.home, self.number)
+        except FileNotFoundError:
+            return ""
+
     def starts(self) -> list[int]:
         """On how many nodes each start was."""
-        try:
-            return [int(n) for n in re.findall(r"start \d+, on (\d) of", log(self.home, self.number))]
-        except FileNotFoundError:
-            return []
+        return [int(n) for n in re.findall(r"start \d+, on (\d) of", self.log())]
 
-    def wait_for_progress(self, seconds: float = 180) -> None:
+    def wait_for(self, what: Callable[[], bool], seconds: float, name: str) -> None:
+        """Poll until `what()`; exit with the job's log when it takes too long."""
+        try:
+            wait_for(what, seconds, name)
+        except AssertionError as late:
+            raise SystemExit(f"{late}\n{self.log()}") from None
+
+    def wait_for_progress(self) -> None:
         """Until a checkpoint is written that was not there yet."""
         newest = lambda: max(updates_kept(self.run), default=0)
         before = newest()
-        wait_for(lambda: newest() > before, seconds, f"checkpoint after {before}: {log(self.home, self.number)}")
+        self.wait_for(lambda: newest() > before, 180, f"checkpoint after update {before}")
 
-    def wait_for_start(self, on: int, after: int, seconds: float = 240) -> None:
+    def wait_for_start(self, on: int, after: int) -> None:
         """Until it has started on so many nodes, after so many starts."""
-        wait_for(lambda: on in self.starts()[after:], seconds, f"start on {on} nodes: {log(self.home, self.number)}")
+        self.wait_for(lambda: on in self.starts()[after:], 240, f"start on {on} nodes")
 
     def lose(self, rng: random.Random) -> dict[str, Any]:
         """Nodes go, the run goes on, the nodes come back, the run takes them."""
@@ -112,6 +124,8 @@ def torment(kind: str, losses: int, rng: random.Random, folder: Path) -> dict[st
     os.environ |= {"CLEANBA_GATE": str(gate), "PYTHONPATH": f"{TESTS.parent}:{TESTS}"}
     home = own_templates(folder)
     quick(home)
+    settings = home / "slurm" / "settings.sh"
+    settings.write_text(settings.read_text().replace("\nNODES= ", f"\nNODES={NODES} "))
     with Cluster(folder, NODES) as cluster:
         cluster.env |= {"CLEANBA_CPU": "1", "ELASTIC": "1"}
         job = Job(cluster, home, words, "run")
@@ -120,7 +134,7 @@ def torment(kind: str, losses: int, rng: random.Random, folder: Path) -> dict[st
             print(kind, rows[-1], flush=True)
         gate.touch()
         state = cluster.wait(job.number, 600)
-        assert state == "COMPLETED", log(home, job.number)
+        assert state == "COMPLETED", job.log()
         starts = len(job.starts())
     assert command(*words, "--run-dir", folder / "undisturbed").code == 0
     found, wanted = read_result(job.run), read_result(folder / "undisturbed")

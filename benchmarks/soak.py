@@ -30,13 +30,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import machine
-from victims import KINDS, MORE, alive, logged_updates, start_somewhere, wait_for_moment, whole_run
+from victims import (
+    COMMANDS,
+    KINDS,
+    LONG,
+    MORE,
+    SHORT,
+    alive,
+    logged_updates,
+    start_somewhere,
+    wait_for_moment,
+    whole_run,
+)
 
 from cleanba.runtime.checkpoint import updates_kept
 
 SIGNALS = {name: getattr(signal, name) for name in ("SIGKILL", "SIGTERM", "SIGINT", "SIGSTOP")}
 FAULTS = (*SIGNALS, "full disk", "flipped byte", "removed file")
-PER_RUN = 6  # faults, on average
+PER_RUN = 10  # faults, on average
 DISK = "48m"
 PATIENCE = 120.0  # seconds until a process that should end hangs
 TO_THE_END = 900.0  # and one that trains to its end
@@ -76,7 +87,7 @@ class Soak:
 
     def start(self) -> list[subprocess.Popen]:
         with open(self.log, "a") as log:
-            return start_somewhere(self.kind, self.run, self.rng, ["--peer-timeout", "10"], log)
+            return start_somewhere(self.kind, self.run, self.rng, ["--peer-timeout", "10", *short(self.kind)], log)
 
     def wait(self, processes: list[subprocess.Popen], patience: float = PATIENCE) -> list[int]:
         """The exit codes of all of them.
@@ -170,6 +181,11 @@ class Soak:
             self.problem("shared memory left", ", ".join(sorted(new)))
 
 
+def short(kind: str) -> list[str]:
+    """Flags that make a run of 1,000 updates one of 200."""
+    return SHORT.split() if LONG in COMMANDS[kind] else []
+
+
 @contextmanager
 def small_disk(place: Path) -> Iterator[Path]:
     """A disk of its own.
@@ -229,7 +245,7 @@ def add(faults: int, only: str = "") -> bool:
             home = Path(folder) / str(number)
             home.mkdir()
             if kind not in wholes:
-                wholes[kind] = whole_run(kind, home / "whole")
+                wholes[kind] = whole_run(kind, home / "whole", short(kind))
             with small_disk(home / "disk") as disk:
                 soak = Soak(kind, disk, rng, problems, said)
                 suffer_until_whole(soak, rng.randint(1, 2 * PER_RUN - 1), wholes[kind], counts[kind])

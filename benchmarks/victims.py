@@ -125,9 +125,9 @@ def kept(run: Path) -> int:
     return max(updates_kept(run), default=0)
 
 
-def whole_run(kind: str, run: Path) -> dict[str, Any]:
+def whole_run(kind: str, run: Path, more: Sequence[str] = ()) -> dict[str, Any]:
     """What a run comes to that nothing ends early, and whose only checkpoint is at its end: its result, its updates."""
-    for process in start(kind, run, "0 / 0", ["--checkpoint-frequency", "0"]):
+    for process in start(kind, run, "0 / 0", ["--checkpoint-frequency", "0"], more):
         if process.wait() != 0:
             raise SystemExit(f"{kind}: the run that nothing ends failed")
     return json.loads((run / "result.json").read_text()) | {"updates": logged_updates(run)}
