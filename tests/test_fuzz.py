@@ -133,11 +133,13 @@ SMALL = ["--env-id", "Catch-v0", "--num-envs", "8", "--num-steps", "8", "--hidde
 SMALL += ["--collector", "stepped"]
 REPLAYED = [*SMALL, "--learning-starts", "16", "--batch-size", "16"]
 REAL_ACTIONS = [*REPLAYED, "--env-id", "Pendulum-v1"]
+SEQUENCES = [*SMALL, "--total-timesteps", "192", "--learning-starts", "128", "--batch-size", "16", "--lstm-size", "8"]
+SEQUENCES += ["--burn-in", "2", "--sequence-length", "6"]
 
 
 def small(words: list[str]) -> list[str]:
     """The words of a training command, with settings that fit before its flags."""
-    defaults = {"dqn": REPLAYED, "sac": REAL_ACTIONS, "td3": REAL_ACTIONS}
+    defaults = {"dqn": REPLAYED, "sac": REAL_ACTIONS, "td3": REAL_ACTIONS, "r2d2": SEQUENCES}
     return [words[0], *defaults.get(words[0], SMALL), *words[1:]]
 
 
