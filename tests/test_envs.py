@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from launch import ROOT, finish, python
 
+from cleanba import kernels
 from cleanba.config import Experiment
 from cleanba.environments.backends import threads_per_actor
 from cleanba.environments.envpool import Envs, env_spec, known
@@ -430,6 +431,31 @@ def limited(env_id: str, limit: int, steps: int = 300, scanned: bool = False) ->
         found = [jax.tree.map(lambda x, t=t: np.asarray(x)[t], stacked) for t in range(steps)]
     envs.close()
     return found
+
+
+@pytest.mark.skipif(not kernels.expected(), reason="kernels cannot run here")
+@pytest.mark.parametrize("env_id", ["CartPole-v1", "Breakout-v5", "MiniGrid-DoorKey-5x5-v0"])
+def test_one_compiled_program_steps_any_pool(env_id):
+    spec = env_spec(Experiment(env_id=env_id, full_action_space=False))
+    actions = np.random.default_rng(0).integers(spec.num_actions, size=(30, 4)).astype(np.int32)
+    a, b, b_again = (Envs(spec, [seed, seed + 1, seed + 2, seed + 3]) for seed in (1, 5, 5))
+    for envs in (a, b, b_again):
+        envs.reset()
+    first, second = a.xla(), b.xla()
+    compiled = jax.jit(lambda handle, actions: jax.lax.scan(first.step, handle, actions)[1])
+    assert first.key == second.key and bytes(first.handle) != bytes(second.handle)
+    of_a, of_b = (jax.device_get(compiled(pool.handle, actions)) for pool in (first, second))
+    assert compiled._cache_size() == 1
+    for t, action in enumerate(actions):
+        jax.tree.map(lambda x, y, t=t: np.testing.assert_array_equal(x[t], y), of_b, b_again.step(action))
+    assert any((x != y).any() for x, y in zip(jax.tree.leaves(of_a), jax.tree.leaves(of_b), strict=True))
+
+
+def test_without_kernels_a_program_belongs_to_one_pool():
+    spec = env_spec(Experiment(env_id="CartPole-v1"))
+    pools = [Envs(spec, [seed]) for seed in (1, 2)]
+    with kernels.compiling_for(choice="off"):
+        assert len({pool.xla().key for pool in pools}) == 2
 
 
 LAKE = "SFFF FHFH FFFH HFFG".replace(" ", "")

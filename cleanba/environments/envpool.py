@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from importlib.machinery import ExtensionFileLoader, ModuleSpec
 from importlib.util import find_spec, spec_from_file_location
@@ -18,11 +18,12 @@ import gymnasium
 import jax
 import numpy as np
 
+from cleanba import kernels
 from cleanba.config import Experiment, require
 from cleanba.environments.gymnasium import steps_per_second
 from cleanba.environments.spaces import action_spec, narrowed, obs_spec
 from cleanba.environments.specs import Compilable, EnvSpec, Step, choice, parse_options, train_reward
-from cleanba.errors import Failure, UsageError, closest_names, raised, said
+from cleanba.errors import CannotCompile, Failure, UsageError, closest_names, raised, said
 from cleanba.rollout import Array, Obs, PyTree
 
 
@@ -360,17 +361,18 @@ class Envs:
         return _leaves(obs, narrowed), rewards, ended
 
     def xla(self) -> Compilable:
-        """EnvPool's XLA interface.  The handle is the pool's address, which compiled code contains as a constant."""
+        """EnvPool's XLA interface.  The handle is the pool's address."""
         assert self._spec.scannable, f"{self._spec.env_id} would write beyond its buffers"
-        handle, _, _, pool_step = self._pool.xla()
         spec = self._spec
+        with _own_functions() as shareable:
+            handle, _, _, pool_step = self._pool.xla()
 
         def step(handle: PyTree, action: jax.Array) -> tuple[PyTree, Step[jax.Array]]:
             handle, (obs, reward, terminated, truncated, info) = pool_step(handle, spec.action.for_environment(action))
             raw = info.get("reward", reward).astype("float32")
             return handle, to_step(spec, obs, raw, terminated, truncated, info)
 
-        return Compilable(handle, step, bytes(handle))
+        return Compilable(handle, step, b"" if all(shareable) else bytes(handle))
 
     def render(self, env: int) -> np.ndarray:
         """A picture of one environment as a person would see it, after `reset`.  [H, W, 3] uint8.
@@ -396,3 +398,49 @@ class Envs:
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.close()
+
+
+# ----------------------------------------------------------------------------------------- EnvPool in compiled programs
+
+_PATCHING = Lock()
+
+
+@contextmanager
+def _own_functions() -> Iterator[list[bool]]:
+    """Within this context `pool.xla()` makes functions that read the pool's address from the handle, if they can.
+
+    EnvPool's own have it as a constant, so that each pool, and each start, has its programs compiled anew.
+    Gives a list, to which every such call adds whether they can.
+    """
+    lax: Any = import_module("envpool.python.lax")
+    shareable: list[bool] = []
+
+    def make_xla(pool: Any) -> tuple[Any, ...]:
+        functions = _functions(pool)
+        shareable.append(functions is not None)
+        return functions if functions is not None else original(pool)
+
+    with _PATCHING:
+        original, lax.make_xla = lax.make_xla, make_xla
+        try:
+            yield shareable
+        finally:
+            lax.make_xla = original
+
+
+def _functions(pool: Any) -> tuple[Any, ...] | None:
+    """The pool's handle, and the functions that compiled programs call with it; None where EnvPool's own must do."""
+    made: list[Any] = []
+    for name, (handle, specs, capsules) in pool._xla():
+        try:
+            target = kernels.forwarded(f"cleanba_{type(pool).__name__}_{name}", capsules[0])
+        except CannotCompile:
+            return None
+        if target is None:
+            return None
+        results = [jax.ShapeDtypeStruct(tuple(shape), jax.dtypes.canonicalize_dtype(kind)) for kind, shape in specs[1]]
+        call = jax.ffi.ffi_call(
+            target, results if len(results) > 1 else results[0], has_side_effect=True, input_output_aliases={0: 0}
+        )
+        made = [*(made or [np.frombuffer(handle, np.uint8)]), partial(call, handle=0)]
+    return tuple(made)

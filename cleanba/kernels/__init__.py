@@ -19,6 +19,7 @@ benchmarks import the rest.
 | `mlp` | `dense.py` | `plain.mlp` |
 | `adam`, `polyak_update` | `descent.py` | `plain.adam`, `plain.polyak_update` |
 | `install_random_numbers` | `threefry.py` | JAX's own |
+| `forwarded` | `forwarding.py` | EnvPool's own handlers, for one pool each |
 
 **Which of the two** a program gets is decided where it is traced (`choice.py`): kernels, if it is for a CPU, if
 `--cpu-kernels` is not off, if `machine.py` knows of no obstacle (another system or processor, no llvmlite, a jaxlib
@@ -26,8 +27,9 @@ that calls foreign functions differently), and if every kernel agrees with plain
 which each machine and version runs once.  Otherwise that is said once, and plain JAX computes.
 
 **How to leave them out.**  In a run: `--cpu-kernels off`.  In an installation: remove llvmlite.  For good: move
-`plain.py` to `cleanba/kernels.py`, remove this folder, and remove the calls of `install_random_numbers` and of
-`choice.py`'s five functions, which stand in `recipes.py`, `launch.py` and `runtime/`.
+`plain.py` to `cleanba/kernels.py`, remove this folder, and remove the calls of `install_random_numbers`, of
+`forwarded` and of `choice.py`'s five functions, which stand in `recipes.py`, `launch.py`, `environments/envpool.py` and
+`runtime/`.
 """
 
 from functools import cache
@@ -59,6 +61,7 @@ __all__ = [
     "compiling_for",
     "convolve",
     "expected",
+    "forwarded",
     "in_use",
     "install_random_numbers",
     "max_pool",
@@ -151,6 +154,21 @@ def polyak_update(shards: ShardAxis, tau: float, now: jax.Array, params: PyTree,
     from cleanba.kernels import descent
 
     return descent.polyak_update(tau, now, params, targets)
+
+
+def forwarded(name: str, capsule: object) -> str | None:
+    """Register another library's handler so that its attribute, an address, is its first argument (`forwarding.py`).
+
+    Returns the name by which `jax.ffi.ffi_call` finds it; None where kernels are not in use.
+
+    Raises:
+        CannotCompile: LLVM or XLA refuses it on this machine.
+    """
+    if not expected() or jax.default_backend() != "cpu":
+        return None
+    from cleanba.kernels import forwarding
+
+    return forwarding.forwarded(name, capsule)
 
 
 def install_random_numbers() -> None:

@@ -12,8 +12,9 @@ import jax
 from cleanba.errors import said
 
 # Where a field is in XLA's structures, in words of eight bytes.
-FRAME = {"extension": 1, "api": 2, "context": 3, "arguments": 9, "results": 14, "future": 21}
+FRAME = {"extension": 1, "api": 2, "context": 3, "arguments": 9, "results": 14, "attributes": 20, "future": 21}
 BUFFER = {"data": 3, "dims": 5}
+SCALAR_VALUE = 1  # an attribute's word that points to its value
 API = {"schedule": 17, "create_future": 19, "set_available": 20}
 METADATA = 3  # an extension's word that points to metadata
 EXTENSION_KIND = 2  # where an extension says its kind, in words of four bytes; 1 stands for metadata
@@ -29,9 +30,12 @@ PLACES = {
         "args.size": 8 * (FRAME["arguments"] - 2),
         "args.args": 8 * FRAME["arguments"],
         "rets.rets": 8 * FRAME["results"],
+        "attrs.size": 8 * (FRAME["attributes"] - 3),
+        "attrs.attrs": 8 * FRAME["attributes"],
         "future": 8 * FRAME["future"],
     },
     "XLA_FFI_Buffer": {"data": 8 * BUFFER["data"], "dims": 8 * BUFFER["dims"]},
+    "XLA_FFI_Scalar": {"value": 8 * SCALAR_VALUE},
     "XLA_FFI_Api": {
         "XLA_FFI_ThreadPool_Schedule": 8 * API["schedule"],
         "XLA_FFI_Future_Create": 8 * API["create_future"],

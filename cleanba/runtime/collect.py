@@ -463,8 +463,8 @@ class ScanCache:
 class ScannedCollector(Generic[P, C]):
     """Policy, recurrent core and environments as one `lax.scan` under `jit`: EnvPool's through its XLA interface.
 
-    A rollout is one call into XLA, or a few if it is long, so that the end of the run is noticed in time.  For JAX
-    environments the scan is compiled once.  Code compiled for EnvPool contains the address of its pool.  A new pool
+    A rollout is one call into XLA, or a few if it is long, so that the end of the run is noticed in time.  The scan is
+    compiled once.  Without our kernels for CPUs, code compiled for EnvPool contains the address of its pool: a new pool
     mostly gets the address of the one that was just freed; otherwise the scan is compiled again.
     """
 
