@@ -261,8 +261,9 @@ class Experiment:
     gamma: Fraction = 0.99
     """discount per step"""
 
-    network: Literal["nature", "impala", "minatar", "mlp"] = "mlp"
-    """torso: Nature CNN or IMPALA ResNet for images, MinAtar CNN for boards of planes, MLP for all else"""
+    network: Literal["nature", "nips", "impala", "minatar", "mlp"] = "mlp"
+    """torso: for images the Nature CNN, the smaller one of 2013 (nips: a third of the work) or IMPALA's ResNet; the
+    MinAtar CNN for boards of planes, MLP for all else"""
     channels: Annotated[tuple[int, ...], Sizes()] = (16, 32, 32)
     """channels of the IMPALA ResNet's sections"""
     hiddens: Annotated[tuple[int, ...], Sizes(unit="units")] = (256,)

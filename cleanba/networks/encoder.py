@@ -33,7 +33,7 @@ def encoder_fields(spec: EnvSpec, e: Experiment) -> dict[str, Any]:
         UsageError: the torso does not fit the observations.
     """
     seen = getattr(spec.obs, "kind", "")
-    needed = {"nature": "image", "impala": "image", "minatar": "planes"}.get(e.network, seen)
+    needed = {"nature": "image", "nips": "image", "impala": "image", "minatar": "planes"}.get(e.network, seen)
     if needed != seen:
         raise UsageError(
             f"network={e.network} needs {needed.rstrip('s')}s, but {spec.env_id} shows {describe(spec.obs)}; use "
@@ -70,8 +70,9 @@ def encode(
     with_action = lambda x: x if action is None else jnp.concatenate([x, action.astype(x.dtype)], axis=-1)
     mlp = lambda hiddens: torsos.MLP(hiddens, module.dtype, activation, module.layer_norm)
     if module.network != "mlp":
-        if module.network == "nature":
-            x = torsos.NatureCNN(module.hiddens, module.dtype, module.layer_norm)(obs)
+        if module.network in ("nature", "nips"):
+            torso = torsos.NatureCNN if module.network == "nature" else torsos.NipsCNN
+            x = torso(module.hiddens, module.dtype, module.layer_norm)(obs)
         elif module.network == "minatar":
             x = torsos.MinAtarCNN(module.hiddens, module.dtype, module.layer_norm)(obs)
         else:
