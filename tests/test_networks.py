@@ -100,6 +100,7 @@ def lstm(features: int, units: int) -> int:
 
 # 84 -> 20 -> 9 -> 7: strides 4, 2, 1 of kernels 8, 4, 3
 NATURE = (8 * 8 * 4 * 32 + 32) + (4 * 4 * 32 * 64 + 64) + (3 * 3 * 64 * 64 + 64) + (7 * 7 * 64 * 512 + 512)
+NIPS = (8 * 8 * 4 * 16 + 16) + (4 * 4 * 16 * 32 + 32) + (9 * 9 * 32 * 256 + 256)
 # A section: one convolution to its channels, four among them.  84 -> 42 -> 21 -> 11: pooled in steps of 2.
 SECTION = lambda before, c: (9 * before * c + c) + 4 * (9 * c * c + c)
 IMPALA = SECTION(4, 16) + SECTION(16, 32) + SECTION(32, 32) + (11 * 11 * 32 * 256 + 256)
@@ -107,6 +108,7 @@ MLP = (5 * 64 + 64) + (64 * 32 + 32)
 
 COUNTS = [
     (ATARI, dict(network="nature", hiddens=(512,)), NATURE + head(512, 6)),
+    (ATARI, dict(network="nips", hiddens=(256,)), NIPS + head(256, 6)),
     (ATARI, dict(network="impala", hiddens=(256,)), IMPALA + head(256, 6)),
     (ATARI, dict(network=suitable_network(ATARI), hiddens=(256,)), IMPALA + head(256, 6)),
     (VECTOR, dict(network="mlp", hiddens=(64, 32)), MLP + head(32, 6)),
@@ -141,7 +143,7 @@ def test_heads_are_orthogonal_of_scale_one_hundredth_and_one_and_biases_are_zero
     assert not np.any(policy["bias"]) and not np.any(value["bias"])
 
 
-@pytest.mark.parametrize("network", ["nature", "impala"])
+@pytest.mark.parametrize("network", ["nature", "nips", "impala"])
 @pytest.mark.parametrize("obs", [VECTOR, DISCRETE, MINIGRID])
 def test_convolutions_over_what_is_no_image_are_refused(network, obs):
     with pytest.raises(UsageError, match=f"network={network} needs images.*--network mlp"):
@@ -261,7 +263,7 @@ def assert_pools_alike(x):
 
 @pytest.mark.parametrize(
     "network, steps, envs",
-    [("nature", 2, 2), ("nature", 3, 32), ("impala", 3, 32)],
+    [("nature", 2, 2), ("nature", 3, 32), ("nips", 3, 32), ("impala", 3, 32)],
 )
 def test_whole_networks_learn_the_same_from_direct_convolutions_as_from_xla(network, steps, envs):
     options = dict(network=network, hiddens=(16,), channels=(4,))
