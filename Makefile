@@ -3,7 +3,7 @@
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help train test bench verify docs docs-serve lint lock clean
+.PHONY: help train pong test bench verify docs docs-serve lint lock clean
 MAKEFLAGS += --no-print-directory
 
 # Small enough for a laptop without a GPU; `make train ARGS="--seed 2"` adds to them, ARGS winning.
@@ -20,6 +20,9 @@ help: ## list these targets
 
 train: .venv/.run-ready ## train PPO on Breakout for 100,000 steps; ARGS adds flags, PYTHON names the Python
 	@.venv/bin/python -m cleanba ppo --env-id Breakout-v5 --total-timesteps 100000 $(TRAIN_FLAGS) $(ARGS)
+
+pong: .venv/.run-ready ## train DQN on Pong until it wins by 18 points on average, then film it
+	@.venv/bin/python -m cleanba dqn --preset pong --env-id Pong-v5 --target-return 18 --capture-video $(ARGS)
 
 test: .venv/.dev-ready ## run the tests; ARGS goes to pytest (ARGS="-m 'not slow'", ARGS=-n0)
 	@.venv/bin/python -m pytest -n auto --dist loadfile --no-loadscope-reorder $(ARGS)

@@ -92,6 +92,7 @@ RECIPES: dict[str, AnyRecipe] = {
         Play(greedy=True, epsilon=0.05),  # as CleanRL evaluates it; a deterministic policy may run in circles
         dqn.PRESETS,
         dqn.LOGGED,
+        dqn.PROTOCOLS,
     ),
     "pqn": Recipe(
         "pqn",

@@ -124,6 +124,45 @@ PRESETS: dict[str, Settings] = {
 }
 
 
+# By name, for --preset: settings whole, so that no default has a say.
+PROTOCOLS: dict[str, Settings] = {
+    # `make pong`: what wins Pong soonest on a CPU.  A gradient step costs four times less than with the Nature CNN, and
+    # three-step targets carry the rare points back sooner.
+    "pong": Settings(
+        total_timesteps=1_000_000,
+        num_envs=8,
+        num_actors=1,
+        num_shards=1,
+        num_steps=16,
+        env_epoch=500,
+        repeat_action_probability=0.0,
+        full_action_space=False,
+        episodic_life=False,
+        max_episode_steps=27_000,
+        reward_clip=True,
+        anneal_lr=False,
+        gamma=0.99,
+        network="nips",
+        hiddens=(256,),
+        learning_rate=3e-4,
+        buffer_size=100_000,
+        learning_starts=8_000,
+        batch_size=32,
+        train_frequency=4,
+        target_network_frequency=2_000,
+        tau=1.0,
+        start_e=1.0,
+        end_e=0.01,
+        exploration_fraction=0.05,
+        double=True,
+        dueling=True,
+        n_step=3,
+        huber=True,
+        prioritised=False,
+    ),
+}
+
+
 def check(e: DQN, partition: Partition) -> None:
     """Raise `UsageError` for hyperparameters that do not fit."""
     check_replay(e, partition, e.n_step)
