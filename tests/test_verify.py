@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from launch import ROOT, command, read_rows
+from launch import ROOT, command, read_result, read_rows
 
 from cleanba.checks.recompute import open_rerun, recompute
 from cleanba.config import Placement
@@ -58,6 +58,19 @@ def test_a_part_of_a_run_computed_again_has_the_same_digests(kind, first, last, 
     assert found == {update: both for update, both in logged.items() if first < update <= last}
     assert len(found) == (last - first) // 2
     assert sorted(path for path in run_dir.rglob("*")) == before  # it is only read
+
+
+def test_a_run_that_came_to_its_target_is_whole_and_one_that_says_so_falsely_is_not(tmp_path):
+    assert command(*KINDS["ppo"], "--target-return", "-1", "--run-dir", tmp_path / "run").code == 0
+    updates = read_result(tmp_path / "run")["update"]
+    assert updates < 20
+    verified = command("verify", tmp_path / "run")
+    assert verified.code == 0 and "the same bits" in verified.out, verified
+    result = tmp_path / "run" / "result.json"
+    result.write_text(result.read_text().replace(f'"update": {updates}', '"update": 20'))
+    refused = command("verify", tmp_path / "run")
+    assert refused.code == 1
+    assert f"the chain ends at update {updates}, but the run has finished with 20" in refused.out
 
 
 def test_a_part_of_a_kept_run_is_computed_again():

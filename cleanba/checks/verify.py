@@ -165,10 +165,9 @@ def contradictions(rerun: Rerun, linked: Mapping[int, Linked]) -> list[str]:
     found = []
     result = log.read_result(rerun.run_dir)
     finished = result.get("status") == "finished"
-    if finished and last.update != rerun.experiment.num_updates:
-        found.append(
-            f"the chain ends at update {last.update}, but the run has finished with {rerun.experiment.num_updates}"
-        )
+    whole = result.get("update", rerun.experiment.num_updates)  # fewer if it came to its --target-return
+    if finished and last.update != whole:
+        found.append(f"the chain ends at update {last.update}, but the run has finished with {whole}")
     elif finished and any(result.get(name) != getattr(last, name) for name in DIGESTS):
         found.append(f"result.json has other digests than the log has after its last update, {last.update}")
     model = rerun.run_dir / "model.msgpack"
