@@ -344,7 +344,7 @@ def test_an_experiment_survives_being_written_and_read(e):
         ({"num_envs": 2.5}, ["num_envs=2.5", "a whole number"]),
         ({"num_envs": True}, ["num_envs=True", "a whole number"]),
         ({"anneal_lr": 1}, ["anneal_lr=1", "true or false"]),
-        ({"network": "big"}, ["network='big'", "one of nature, impala, minatar, mlp"]),
+        ({"network": "big"}, ["network='big'", "one of nature, nips, impala, minatar, mlp"]),
         ({"hiddens": 64}, ["hiddens=64", "a list"]),
         ({"env_id": None}, ["env_id=None", "a string"]),
         ({"learning_rat": 0.1}, ["'learning_rat'", "learning_rate"]),
