@@ -364,15 +364,15 @@ class Envs:
         """EnvPool's XLA interface.  The handle is the pool's address."""
         assert self._spec.scannable, f"{self._spec.env_id} would write beyond its buffers"
         spec = self._spec
-        with _own_functions() as shareable:
-            handle, _, _, pool_step = self._pool.xla()
+        functions = _functions(self._pool)
+        handle, _, _, pool_step = self._pool.xla() if functions is None else _xla_by(self._pool, functions)
 
         def step(handle: PyTree, action: jax.Array) -> tuple[PyTree, Step[jax.Array]]:
             handle, (obs, reward, terminated, truncated, info) = pool_step(handle, spec.action.for_environment(action))
             raw = info.get("reward", reward).astype("float32")
             return handle, to_step(spec, obs, raw, terminated, truncated, info)
 
-        return Compilable(handle, step, b"" if all(shareable) else bytes(handle))
+        return Compilable(handle, step, bytes(handle) if functions is None else b"")
 
     def render(self, env: int) -> np.ndarray:
         """A picture of one environment as a person would see it, after `reset`.  [H, W, 3] uint8.
@@ -405,33 +405,14 @@ class Envs:
 _PATCHING = Lock()
 
 
-@contextmanager
-def _own_functions() -> Iterator[list[bool]]:
-    """Within this context `pool.xla()` makes functions that read the pool's address from the handle, if they can.
-
-    EnvPool's own have it as a constant, so that each pool, and each start, has its programs compiled anew.
-    Gives a list, to which every such call adds whether they can.
-    """
-    lax: Any = import_module("envpool.python.lax")
-    shareable: list[bool] = []
-
-    def make_xla(pool: Any) -> tuple[Any, ...]:
-        functions = _functions(pool)
-        shareable.append(functions is not None)
-        return functions if functions is not None else original(pool)
-
-    with _PATCHING:
-        original, lax.make_xla = lax.make_xla, make_xla
-        try:
-            yield shareable
-        finally:
-            lax.make_xla = original
-
-
 def _functions(pool: Any) -> tuple[Any, ...] | None:
-    """The pool's handle, and the functions that compiled programs call with it; None where EnvPool's own must do."""
-    made: list[Any] = []
-    for name, (handle, specs, capsules) in pool._xla():
+    """The pool's handle, and functions for compiled programs that read the pool's address from it.
+
+    EnvPool's own have it as a constant, so that each pool, and each start, has its programs compiled anew.  None where
+    they must do.
+    """
+    parts, functions = pool._xla(), list[Any]()
+    for name, (_, specs, capsules) in parts:
         try:
             target = kernels.forwarded(f"cleanba_{type(pool).__name__}_{name}", capsules[0])
         except CannotCompile:
@@ -442,5 +423,17 @@ def _functions(pool: Any) -> tuple[Any, ...] | None:
         call = jax.ffi.ffi_call(
             target, results if len(results) > 1 else results[0], has_side_effect=True, input_output_aliases={0: 0}
         )
-        made = [*(made or [np.frombuffer(handle, np.uint8)]), partial(call, handle=0)]
-    return tuple(made)
+        functions.append(partial(call, handle=0))
+    handle: bytes = parts[0][1][0]  # all have the same
+    return np.frombuffer(handle, np.uint8), *functions
+
+
+def _xla_by(pool: Any, functions: tuple[Any, ...]) -> tuple[Any, ...]:
+    """`pool.xla()` with these functions in place of EnvPool's own."""
+    lax: Any = import_module("envpool.python.lax")
+    with _PATCHING:
+        original, lax.make_xla = lax.make_xla, lambda _: functions
+        try:
+            return tuple(pool.xla())
+        finally:
+            lax.make_xla = original

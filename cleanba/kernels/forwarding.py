@@ -7,12 +7,11 @@ call frame, puts what its first argument holds in the attribute's place, and cal
 
 import ctypes
 
-import jax
 import llvmlite.binding as llvm
 from llvmlite import ir
 
-from cleanba.errors import CannotCompile, said
-from cleanba.kernels.llvm import INT, KEPT, ONE_AT_A_TIME, Code, processor, word
+from cleanba.errors import CannotCompile
+from cleanba.kernels.llvm import INT, Code, processor, register, word
 from cleanba.kernels.machine import BUFFER, FRAME, SCALAR_VALUE
 
 
@@ -26,17 +25,9 @@ def forwarded(name: str, capsule: object) -> str:
         CannotCompile: LLVM or XLA refuses it on this machine.
     """
     target = _address(capsule)
-    with ONE_AT_A_TIME:
-        if name not in KEPT:
-            try:
-                engine = _compile(target)
-                address = ctypes.CFUNCTYPE(ctypes.c_void_p)(engine.get_function_address("handler"))
-                jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(address), platform="cpu")
-            except Exception as error:  # of LLVM's, of XLA's
-                raise CannotCompile(f"{name} cannot be compiled ({type(error).__name__}: {said(error)})") from error
-            KEPT[name], FORWARDED[name] = engine, target
-    if FORWARDED[name] != target:
+    if FORWARDED.setdefault(name, target) != target:
         raise CannotCompile(f"{name} stands for another handler already")
+    register(name, lambda: _compile(target))
     return name
 
 

@@ -247,16 +247,25 @@ def compiled(unit: Unit[S], shape: S, kinds: Sequence[ir.Type], results: int, un
         CannotCompile: LLVM or XLA refuses it on this machine.
     """
     name = name_of(unit, shape)
+    register(name, lambda: _compile(unit, shape, kinds, results, units, count))
+    return name
+
+
+def register(name: str, compile_: Callable[[], llvm.ExecutionEngine]) -> None:
+    """Have XLA's programs find a compiled `handler` by this name, unless they do already.
+
+    Raises:
+        CannotCompile: LLVM or XLA refuses it on this machine.
+    """
     with ONE_AT_A_TIME:
         if name not in KEPT:
             try:
-                engine = _compile(unit, shape, kinds, results, units, count)
+                engine = compile_()
                 address = ctypes.CFUNCTYPE(ctypes.c_void_p)(engine.get_function_address("handler"))
                 jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(address), platform="cpu")
             except Exception as error:  # of LLVM's, of XLA's: whatever it is, plain JAX does without
                 raise CannotCompile(f"{name} cannot be compiled ({type(error).__name__}: {said(error)})") from error
             KEPT[name] = engine
-    return name
 
 
 def name_of(unit: Unit[S], shape: S) -> str:

@@ -70,11 +70,9 @@ def encode(
     with_action = lambda x: x if action is None else jnp.concatenate([x, action.astype(x.dtype)], axis=-1)
     mlp = lambda hiddens: torsos.MLP(hiddens, module.dtype, activation, module.layer_norm)
     if module.network != "mlp":
-        if module.network in ("nature", "nips"):
-            torso = torsos.NatureCNN if module.network == "nature" else torsos.NipsCNN
-            x = torso(module.hiddens, module.dtype, module.layer_norm)(obs)
-        elif module.network == "minatar":
-            x = torsos.MinAtarCNN(module.hiddens, module.dtype, module.layer_norm)(obs)
+        plain = {"nature": torsos.NatureCNN, "nips": torsos.NipsCNN, "minatar": torsos.MinAtarCNN}
+        if module.network in plain:
+            x = plain[module.network](module.hiddens, module.dtype, module.layer_norm)(obs)
         else:
             x = torsos.ImpalaResNet(module.channels, module.hiddens, module.dtype, module.layer_norm)(obs)
         if action is not None:
