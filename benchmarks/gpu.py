@@ -88,11 +88,12 @@ def parts(gpus: int) -> list[Part]:
     shards = {"num_shards": 6}  # the default on Atari: so that acting gets its turn between short launches
     first = [
         speed("ppo resnet tf32 6 shards", "ppo", RESNET, tf32, shards),
+        speed("ppo nature tf32 6 shards", "ppo", NATURE, tf32, shards),
+        short("ppo", 4),
         speed("impala resnet tf32 6 shards", "impala", RESNET, tf32, shards),
         speed("ppo resnet tf32", "ppo", RESNET, tf32),
         speed("impala resnet tf32", "impala", RESNET, tf32),
         speed("ppo resnet float32", "ppo", RESNET),
-        short("ppo", 4),
         speed("ppo resnet bfloat16", "ppo", RESNET, bf16),
         speed("impala resnet bfloat16", "impala", RESNET, bf16),
         speed("ppo resnet tf32 not deterministic", "ppo", RESNET, tf32, {"deterministic": False}, expected=80),
