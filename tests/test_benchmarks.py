@@ -106,7 +106,7 @@ SPEEDS = (
 
 @pytest.mark.parametrize("name", SPEEDS)
 def test_a_speed_has_every_figure(name, monkeypatch):
-    monkeypatch.setattr("throughput.threads_per_actor", lambda *given: 1)
+    monkeypatch.setattr("throughput.threads_per_actor", lambda actors: 1)
     found = figures(gpu.speed(tiny(name)))
     assert set(found["steps_per_second"]) == {"EnvPool alone", "inference alone", "learning alone", "whole"}
     assert min(found["steps_per_second"].values()) > 0
