@@ -1,0 +1,69 @@
+"""Who remembers what: tasks that need a memory, with an LSTM and the same settings without one.
+
+    pip install --no-deps popgym                 # for RepeatPrevious; the others need nothing
+    python benchmarks/memory_tasks.py            # what is missing: hours on few cores; interrupted, it goes on
+    python benchmarks/memory_tasks.py --studies chain
+    python benchmarks/memory_tasks.py --seeds    # nothing: tables and figures of what is kept
+
+Curves are kept in benchmarks/results/curves_memory.jsonl and drawn to static/memory_<study>.png (studies.py).
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+from studies import Studies, Study
+
+LSTM = "--core lstm --lstm-size 64 --forget-bias 2"
+# Rollouts that hold what is to be remembered and what it is needed for; the rest is the presets'.
+CHAIN = "--env-options memory_length=30 --total-timesteps 300000"
+PREVIOUS = "--total-timesteps 500000"
+LONG = "--num-envs 32 --num-steps 64"
+MINIGRID = (
+    "--norm-obs --hiddens 64 --num-envs 64 --num-steps 64 --total-timesteps 1500000 --learning-rate 1e-3 "
+    "--num-minibatches 4 --update-epochs 4 --clip-coef 0.2 --gamma 0.995 --share-torso --no-norm-reward"
+)
+
+
+def variants(task: str, ppo: str = LONG, pqn: str = LONG) -> dict[str, str]:
+    """Settings by name, for a task with these flags."""
+    return {
+        "PPO, LSTM": f"ppo {task} {ppo} {LSTM}",
+        "PPO": f"ppo {task} {ppo}",
+        "PQN, LSTM": f"pqn {task} {pqn} {LSTM}",
+        "R2D2": f"r2d2 {task}",
+    }
+
+
+STUDIES = Studies(
+    "memory",
+    {
+        # One bit, seen at the beginning, is asked for 30 steps later: 1 if it is right, -1 if not (bsuite).
+        "chain": Study(("gymnax:MemoryChain-bsuite",), variants(CHAIN)),
+        # Name the suit of the card before the last four: from -1 (all wrong) to 1; -0.5 is a guess (POPGym).
+        "previous": Study(("popgym:popgym-RepeatPreviousEasy-v0",), variants(PREVIOUS)),
+        # Go where the thing lies that was seen first: 1 less a little for each step; 0.5 is a guess (MiniGrid).
+        "minigrid": Study(
+            ("MiniGrid-MemoryS7-v0",), {"PPO, LSTM": f"ppo {MINIGRID} {LSTM}", "PPO": f"ppo {MINIGRID}", "R2D2": "r2d2"}
+        ),
+    },
+)
+
+
+@dataclass(frozen=True)
+class Args:
+    """Flags of the benchmark."""
+
+    studies: tuple[str, ...] = tuple(STUDIES.all)
+    """of chain, previous and minigrid"""
+    env_ids: tuple[str, ...] = ()
+    """these environments of the studies (default: all)"""
+    seeds: tuple[int, ...] = (1, 2, 3)
+    """seeds of each"""
+    runs: Path = Path("runs/memory")
+    """where runs lie"""
+
+
+if __name__ == "__main__":
+    args = tyro.cli(Args, description=__doc__)
+    STUDIES.go_on(args.studies, args.env_ids, args.seeds, args.runs)

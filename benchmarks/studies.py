@@ -1,0 +1,124 @@
+"""What the benchmarks of learning share: a study trains each variant on each environment with each seed.
+
+Runs lie in a folder until they are finished, so an interrupted study goes on.  Their curves are kept in
+benchmarks/results/curves_<name>.jsonl (kept.py), where the next call finds them, and drawn to
+static/<name>_<study>.png; the table is benchmarks/results/curves_<name>.md.
+"""
+
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import kept
+import machine
+import matplotlib
+import numpy as np
+
+from cleanba.files import Json, write_whole
+from cleanba.runs import curves, plot
+
+ROOT = Path(__file__).parents[1]
+
+
+class Study(NamedTuple):
+    """Environments x variants."""
+
+    env_ids: tuple[str, ...]
+    variants: dict[str, str]
+    """name -> algorithm and flags, as they are typed after `cleanba`"""
+
+
+class Run(NamedTuple):
+    """One training run of a study."""
+
+    study: str
+    variant: str
+    env_id: str
+    seed: int
+
+    @classmethod
+    def of(cls, line: Json) -> "Run":
+        """The run that a kept line is of."""
+        return cls(line["study"], line["variant"], line["experiment"]["env_id"], line["experiment"]["seed"])
+
+    @property
+    def folder(self) -> str:
+        """The name of its directory."""
+        words = f"{self.study}-{self.variant}-{self.env_id}-{self.seed}"
+        return "".join(c if c.isalnum() else "_" for c in words)
+
+
+@dataclass(frozen=True)
+class Studies:
+    """Several studies whose runs are kept in one file."""
+
+    name: str
+    """of the file and the pictures"""
+    all: dict[str, Study]
+    """name -> study"""
+
+    @property
+    def file(self) -> Path:
+        """Where the curves are kept."""
+        return machine.RESULTS / f"curves_{self.name}.jsonl"
+
+    def wanted(self, names: Sequence[str], env_ids: Sequence[str], seeds: Sequence[int]) -> Iterator[Run]:
+        """The runs of these studies (`env_ids=()`: on all their environments), one seed of all after the other."""
+        for seed in seeds:
+            for name in names:
+                for env_id in self.all[name].env_ids:
+                    if env_id in env_ids or not env_ids:
+                        yield from (Run(name, variant, env_id, seed) for variant in self.all[name].variants)
+
+    def command(self, run: Run) -> list[str]:
+        """What is typed after `cleanba`."""
+        algorithm, *flags = self.all[run.study].variants[run.variant].split()
+        return [algorithm, "--env-id", run.env_id, "--seed", str(run.seed), *flags]
+
+    def train(self, run: Run, folder: Path) -> None:
+        """Train it, or go on with it, and keep its curve."""
+        command, run_dir = self.command(run), folder / run.folder
+        print(f"cleanba {' '.join(command)}", flush=True)
+        whole = [sys.executable, "-m", "cleanba", *command, "--run-dir", run_dir]
+        ended = subprocess.run(whole, stdout=subprocess.PIPE, text=True)
+        if ended.returncode:
+            sys.exit(f"{run_dir} failed:\n{ended.stdout[-2000:]}")
+        (curve,) = curves.load([run_dir])
+        kept.add(self.file, [kept.entry(curve, study=run.study, variant=run.variant)])
+
+    def table(self, lines: Sequence[Json]) -> str:
+        """The last return of each seed, by study, environment and variant."""
+        rows = [
+            "| study | environment | settings | last 100 episodes, by seed | mean | minutes |",
+            "|---|---|---|---|---|---|",
+        ]
+        for name, study in self.all.items():
+            for env_id in study.env_ids:
+                for variant in study.variants:
+                    runs = [x for x in lines if Run.of(x)[:3] == (name, variant, env_id)]
+                    if runs:
+                        last = [run["returns"][-1] for run in runs]
+                        minutes = np.mean([run["seconds"][-1] for run in runs]) / 60
+                        each = ", ".join(f"{x:.4g}" for x in last)
+                        rows.append(f"| {name} | {env_id} | {variant} | {each} | {np.mean(last):.4g} | {minutes:.1f} |")
+        return "\n".join(rows) + "\n"
+
+    def go_on(self, names: Sequence[str], env_ids: Sequence[str], seeds: Sequence[int], folder: Path) -> None:
+        """Train what is missing, then write the table and draw."""
+        for run in self.wanted(names, env_ids, seeds):
+            if run not in map(Run.of, kept.read(self.file)):
+                self.train(run, folder)
+        lines = kept.read(self.file)
+        if not lines:
+            sys.exit(f"nothing is kept in {self.file.relative_to(ROOT)} yet; name seeds")
+        text = self.table(lines)
+        write_whole(self.file.with_suffix(".md"), text)
+        print(text)
+        for name in self.all:
+            groups = curves.group([kept.as_curve(line) for line in lines if line["study"] == name])
+            if groups:
+                with matplotlib.rc_context({"text.parse_math": False}):
+                    plot.save(plot.draw_curves(groups, "steps"), ROOT / "static" / f"{self.name}_{name}")
