@@ -12,13 +12,13 @@ from _pytest.nodes import Item
 
 KEPT = {
     "test_bisect.py::test_a_planted_fault_is_found_and_named": (
-        *("one bit of*", "a wrong key*", "a stale*", "a result that*", "a target network*"),
+        *("one bit of a shard*", "a wrong key*", "a result that*", "a target network*"),
     ),
     "test_collect.py::test_same_seeds_give_the_same_rollouts": ("atari-lstm", "catch", "cartpole-lstm"),
     "test_collect.py::test_several_threads_on_several_devices_record_what_one_thread_does": (
         *("catch-scanned", "cartpole-lstm-stepped"),
     ),
-    "test_continuous.py::test_every_placement_ends_in_the_same_bits": ("two-codes", "two-impala", "three-ppo"),
+    "test_continuous.py::test_every_placement_ends_in_the_same_bits": ("two-codes", "three-ppo"),
     "test_dqn.py::test_the_loss_is_the_papers": ("{}", "*huber*dueling*", "*prioritised*"),
     "test_dqn.py::test_the_same_bits_on_any_devices": ("True",),
     "test_dqn.py::test_values_converge_to_the_known_ones": ("*double*", "*prioritised*"),
@@ -29,9 +29,9 @@ KEPT = {
     "test_gpu.py::test_float32_is_float32_in_every_product_unless_asked_otherwise": ("ppo", "r2d2", "sac"),
     "test_impala.py::test_any_number_of_devices_learns_the_same_bits": ("0.5-4-2", "1.0-2-2"),
     "test_impala.py::test_every_placement_ends_in_the_same_bits": (
-        *("a0-l0-*", "a0-l0,1-in turns", "a0-l1,2,3-*", "a0,1-l2,3-concurrent"),
+        *("a0-l0,1-in turns", "a0-l1,2,3-concurrent", "a0,1-l2,3-concurrent"),
     ),
-    "test_kernels.py::test_every_algorithm_trains_without_them": ("impala", "r2d2", "sac"),
+    "test_kernels.py::test_every_algorithm_trains_without_them": ("impala", "r2d2"),
     "test_learning.py::test_it_solves": ("*-CartPole-v1-1",),
     "test_memory.py::test_a_kill_while_memory_is_written_leaves_the_checkpoint_before_and_no_more": (),
     "test_memory.py::test_killed_at_random_instants_it_ends_in_the_same_bits": (),
@@ -39,6 +39,7 @@ KEPT = {
     "test_memory.py::test_several_processes_remember_the_same": ("3-*",),
     "test_mlp.py::test_other_processors_end_in_the_same_bits": ("avx512-1", "avx512-40", "avx-40", "neon-3"),
     "test_off_policy.py::test_killed_it_goes_on_to_the_same_bits": ("sac",),
+    "test_off_policy.py::test_the_same_bits_on_any_devices": ("sac",),
     "test_off_policy.py::test_two_gradient_steps_on_two_shards_are_those_of_one_batch": ("td3",),
     "test_placement.py::test_the_readmes_placements_are_one_experiment": (
         *("a0-l0,1-ppo", "a0-l1,2,3-ppo", "a0-l1,2,3,4,5,6-ppo", "a0-l1,2,3-impala"),
@@ -54,7 +55,7 @@ KEPT = {
     "test_replay.py::test_what_may_be_sampled_has_a_priority_and_nothing_else": ("4-23-2-3-3-4", "3-30-2-1-5-1"),
     "test_resume.py::test_killed_again_and_again_it_ends_in_the_same_bits": ("ppo",),
     "test_sequences.py::test_whole_sequences_are_those_of_slow_memory_with_their_priorities": ("5-31-*", "3-17-*"),
-    "test_uneven.py::test_a_run_goes_on_from_any_number_of_devices_to_any_other": ("ppo", "r2d2"),
+    "test_uneven.py::test_a_run_goes_on_from_any_number_of_devices_to_any_other": ("r2d2",),
     "test_verify.py::test_a_part_of_a_run_computed_again_has_the_same_digests": ("ppo-0-4-*", "dqn-*"),
 }
 

@@ -220,8 +220,8 @@ def in_gradient(change: Callable[[jax.Array], jax.Array], shard: int = 2) -> Cal
 
         def map_from(self, load, fn):
             out = sound(self, load, fn)
-            if not (isinstance(out, tuple) and len(out) == 2 and "losses/" in "".join(map(str, out[1]))):
-                return out
+            if not (isinstance(out, tuple) and len(out) == 3 and "losses/" in "".join(map(str, out[1]))):
+                return out  # of another call: a gradient comes with metrics and errors
             leaves, structure = jax.tree.flatten(out)
             here = (self.index == shard).reshape(-1, *(1,) * (leaves[0].ndim - 1))
             leaves[0] = jnp.where(here, change(leaves[0]), leaves[0])

@@ -22,21 +22,8 @@ def runs(tmp_path_factory):
     return get
 
 
-# One of each sort; benchmarks/planted.py plants them all.
-FEW = (
-    "one bit of an observation",
-    "a wrong key for one actor",
-    "a stale policy version",
-    "a permuted minibatch",
-    "one bit of a shard's gradient",
-    "a result that does not repeat itself",
-    "a key that depends on the device",
-    "a target network one step late",
-)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault.name in FEW], ids=lambda fault: fault.name)
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_a_planted_fault_is_found_and_named(runs, fault):
     finding = look_for(fault, *runs(fault.run))
     print("\n".join(finding.lines()) if finding else "nothing")
