@@ -85,6 +85,7 @@ def parts(gpus: int) -> list[Part]:
     )
     tf32, bf16 = {"dtype": "tensorfloat32"}, {"dtype": "bfloat16"}
     four = {"num_actors": 4}
+    small = {"num_envs": 32, "num_steps": 32, "num_shards": 1}  # small batches, which wait for each step of acting
     shards = {"num_shards": 6}  # the default on Atari: so that acting gets its turn between short launches
     first = [
         speed("ppo resnet tf32 6 shards", "ppo", RESNET, tf32, shards),
@@ -109,6 +110,7 @@ def parts(gpus: int) -> list[Part]:
     rest = [
         speed("impala resnet tf32 not deterministic", "impala", RESNET, tf32, {"deterministic": False}, expected=80),
         speed("ppo resnet tf32 4 actors 240 envs", "ppo", RESNET, tf32, {"num_envs": 240} | four),
+        speed("ppo nature tf32 32 envs", "ppo", NATURE, tf32, small),
         speed("ppo nature tf32", "ppo", NATURE, tf32),
         speed("impala nature tf32", "impala", NATURE, tf32),
         speed("ppo resnet tf32 1 actor", "ppo", RESNET, tf32, {"num_actors": 1}),
@@ -180,7 +182,7 @@ def speed(part: Part) -> Iterator[dict[str, Any]]:
     yield {
         "steps_per_second": rounded(),
         "whole_over_slower_part": sps["whole"] / min(sps["EnvPool alone"], sps["learning alone"]),
-        "in_the_whole": {name: x for name, x in whole.items() if name.startswith(("time/", "charts/"))},
+        "in_the_whole": {name: x for name, x in whole.items() if name.startswith("charts/") or name.endswith("_time")},
         "peak_gib": stats.get("peak_bytes_in_use", 0) / 2**30,
         "params_digest": whole["params_digest"],
     }
