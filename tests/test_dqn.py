@@ -236,8 +236,9 @@ def test_the_same_bits_on_any_devices(prioritised):
 
 
 @pytest.mark.slow
-def test_of_two_processes_one_is_killed_and_one_alone_goes_on_to_the_same_bits(tmp_path):
-    words = "dqn --prioritised --env-id Catch-v0 --num-envs 8 --num-actors 2 --num-shards 2 --num-steps 8 --hiddens 16"
+@pytest.mark.parametrize("algorithm", ["dqn --prioritised", "r2d2 --lstm-size 16 --burn-in 4 --sequence-length 8"])
+def test_of_two_processes_one_is_killed_and_one_alone_goes_on_to_the_same_bits(algorithm, tmp_path):
+    words = f"{algorithm} --env-id Catch-v0 --num-envs 8 --num-actors 2 --num-shards 2 --num-steps 8 --hiddens 16"
     words += " --total-timesteps 1280 --learning-starts 128 --buffer-size 512 --batch-size 16 --train-frequency 4"
     words += " --env-epoch 8 --checkpoint-frequency 5 --log-frequency 1 --run-dir"
     whole, run = tmp_path / "whole", tmp_path / "run"
