@@ -270,6 +270,8 @@ def test_a_full_disk_ends_the_run_and_keeps_the_checkpoint_before(small_disk, wh
     assert ended.err.count("cleanba:") == 1 and re.search("No space left on device.*make room", ended.err)
     kept = updates_kept(run)
     assert kept in ([7], [7, 14])
+    ended = command("resume", run)
+    assert ended.code == 1 and re.search("run directory .* No space left on device; make room", ended.err), ended
     filler.unlink()
     ended = command("resume", run)
     assert ended.code == 0 and f"going on after update {kept[-1]}" in ended.out

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple, TextIO
 
 from cleanba.config import Experiment, Placement, Run, differences, read_config, require_same, to_json
-from cleanba.errors import UsageError
+from cleanba.errors import Failure, UsageError
 from cleanba.files import Json, read_json, write_json
 from cleanba.recipes import AnyRecipe
 from cleanba.resolution import Resolved, read_recipe
@@ -71,6 +71,7 @@ def open_run(run_dir: Path, recipe: AnyRecipe, resolved: Resolved, placement: Pl
     Raises:
         Finished: the same experiment has finished there.
         UsageError: another experiment lives there, or the directory cannot be written.
+        Failure: the disk is full.
     """
     config: Json = {
         "experiment": {"algorithm": recipe.name, **to_json(resolved.experiment)},
@@ -97,10 +98,13 @@ def open_run(run_dir: Path, recipe: AnyRecipe, resolved: Resolved, placement: Pl
     return Opened(config, earlier)
 
 
-def unwritable(run_dir: Path, error: OSError) -> UsageError:
-    """The error for a directory that cannot be written."""
+def unwritable(run_dir: Path, error: OSError) -> UsageError | Failure:
+    """The error for a directory that cannot be written; a full disk is nobody's wrong use."""
     reason = os.strerror(error.errno or errno.EIO)
-    return UsageError(f"run directory {run_dir} cannot be written: {reason}; choose another --run-dir")
+    what = f"run directory {run_dir} cannot be written: {reason}"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return Failure(f"{what}; make room, and give the same command again")
+    return UsageError(f"{what}; choose another --run-dir")
 
 
 def lock(run_dir: Path) -> TextIO:
@@ -108,6 +112,7 @@ def lock(run_dir: Path) -> TextIO:
 
     Raises:
         UsageError: another process is in it, or the directory cannot be written.
+        Failure: the disk is full.
     """
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
