@@ -54,7 +54,7 @@ from cleanba.errors import Failure, Interrupted, UsageError, closest_names
 from cleanba.files import Json, read_json
 from cleanba.launch import Ended, launch
 from cleanba.recipes import RECIPES
-from cleanba.resolution import configure, settle, typed_values
+from cleanba.resolution import as_given, configure, settle
 from cleanba.runs.curves import column, read_rows
 from cleanba.train_flags import FOREIGN_FLAGS
 
@@ -145,7 +145,7 @@ def _specify(algorithm: str, form: Callable[P, Experiment]) -> Specify[P]:
             env_id = register(maker)
         if unknown := [name for name in flags if name not in (*known, "preset")]:
             _refuse(algorithm, unknown[0], known)
-        return Spec(algorithm, typed_values(recipe, {"env_id": env_id, **_plain(flags)}), maker=maker)
+        return Spec(algorithm, as_given(recipe, {"env_id": env_id, **_plain(flags)}), maker=maker)
 
     defaults = {f.name: f.default for f in fields(recipe.experiment)}
     specify.__name__ = specify.__qualname__ = algorithm

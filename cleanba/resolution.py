@@ -53,6 +53,7 @@ from cleanba.files import Json
 from cleanba.networks import suitable_network
 from cleanba.recipes import RECIPES, AnyRecipe
 
+NAMED = "--preset "  # and its name
 TYPED, DEFAULT, ENVIRONMENT, DEVICE, FITTED, EARLIER = (
     "typed",
     "default",
@@ -71,9 +72,9 @@ class Resolved(NamedTuple):
     spec: EnvSpec
     """the specification of its environment"""
     preset: str
-    """the name of its preset; "" where the algorithm has none for this environment"""
+    """the name of its preset, --preset's or the environment's; "" where the algorithm has none for it"""
     origin: Mapping[str, str]
-    """field -> where its value comes from: "typed", "preset NAME", "default", …"""
+    """field -> where its value comes from: "typed", "--preset NAME", "preset NAME", "default", …"""
 
     def in_words(self, recipe: AnyRecipe) -> str:
         """Where the settings come from, in a few words."""
@@ -92,6 +93,7 @@ def resolve(recipe: AnyRecipe, typed: Mapping[str, Any], platform: str, spec: En
     Raises:
         UsageError: there is no such field, a value is not allowed, or there is no such environment.
     """
+    named, own = typed.get("preset"), typed
     typed = typed_values(recipe, typed)
     plain = recipe.experiment(**typed)
     check_values(plain)
@@ -100,7 +102,8 @@ def resolve(recipe: AnyRecipe, typed: Mapping[str, Any], platform: str, spec: En
     name = preset_name(spec)
     preset = recipe.presets.get(name)
     origin = dict.fromkeys(fields_of(recipe.experiment), DEFAULT)
-    origin |= dict.fromkeys(preset or (), f"preset {name}") | dict.fromkeys(typed, TYPED)
+    origin |= dict.fromkeys(preset or (), f"preset {name}")
+    origin |= {field: TYPED if field in own else f"{NAMED}{named}" for field in typed}
 
     e = replace(plain, **{field: value for field, value in (preset or {}).items() if field not in typed})
     inferred = inferred_values(e, spec, platform, {field for field, where in origin.items() if where != DEFAULT})
@@ -114,7 +117,8 @@ def resolve(recipe: AnyRecipe, typed: Mapping[str, Any], platform: str, spec: En
     for field in ("num_actors", "num_shards", "num_minibatches"):
         if getattr(fitted, field, None) != getattr(e, field, None):
             origin[field] = FITTED
-    return Resolved(fitted, spec._replace(clip_reward=fitted.reward_clip), name if preset is not None else "", origin)
+    of_environment = name if preset is not None else ""
+    return Resolved(fitted, spec._replace(clip_reward=fitted.reward_clip), named or of_environment, origin)
 
 
 def typed_values(recipe: AnyRecipe, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -133,6 +137,19 @@ def typed_values(recipe: AnyRecipe, values: Mapping[str, Any]) -> dict[str, Any]
         return as_typed(recipe.experiment, without_open(values))
     except UsageError as error:
         raise UsageError(f"{recipe.name}: {error}") from None
+
+
+def as_given(recipe: AnyRecipe, values: Mapping[str, Any]) -> dict[str, Any]:
+    """`typed_values`, in which a preset is still a name.
+
+    Raises:
+        UsageError: there is no such field or preset, or a value is of another type.
+    """
+    typed, named = typed_values(recipe, values), values.get("preset")
+    if named is None:
+        return typed
+    settings = named_settings(recipe, named)  # of which None leaves one open
+    return {name: typed.get(name) for name in values if name in typed or name in settings} | {"preset": named}
 
 
 def named_settings(recipe: AnyRecipe, name: str | None) -> Settings:
@@ -335,9 +352,11 @@ def continue_experiment(recipe: AnyRecipe, now: Resolved, run_dir: Path, flag: s
     del values["algorithm"]
     e = earlier_experiment(recipe, values, trust.source_of(run_dir))
     origin = read_config(run_dir).get("origin", {})
-    # What --experiment names counts as typed.
+    # What --preset and --experiment name counts as typed.
     was_typed = {
-        name for name, where in (*now.origin.items(), *origin.items()) if where == TYPED or where.startswith("run ")
+        name
+        for name, where in (*now.origin.items(), *origin.items())
+        if where == TYPED or where.startswith((NAMED, "run "))
     }
     only = lambda values: {name: value for name, value in values.items() if name in was_typed}
     require_same(run_dir, differences(only(to_json(e)), only(to_json(now.experiment))), flag)
@@ -357,7 +376,7 @@ class Config:
     """what was typed upon the algorithm's defaults, or an earlier run's experiment: enough for what must be known
     before a device is touched"""
     typed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """the experiment's fields that were typed"""
+    """the experiment's fields that were typed, and under "preset" the name that --preset gives"""
     placement: Placement = dataclasses.field(default_factory=Placement)
     run: Run = dataclasses.field(default_factory=Run)
     whole: Path | None = None
@@ -374,7 +393,7 @@ def configure(
     """
     if whole is None and run.experiment_from is not None:
         whole = Path(run.experiment_from)
-    typed = typed_values(recipe, typed)
+    given, typed = as_given(recipe, typed), typed_values(recipe, typed)
     asked = recipe.experiment(**typed)
     for group in (asked, placement, run):
         check_values(group)
@@ -386,7 +405,7 @@ def configure(
             f"the whole experiment is taken from {whole}, but flags change it ({'; '.join(changed)}); leave these "
             f"flags out, or start an experiment of its own, from that run's parameters by --init-from {whole}",
         )
-    return Config(asked, typed, placement, replace(run, exp_name=run.exp_name or recipe.name), whole)
+    return Config(asked, given, placement, replace(run, exp_name=run.exp_name or recipe.name), whole)
 
 
 def settle(recipe: AnyRecipe, config: Config, platform: str, run_dir: Path | None) -> Resolved:

@@ -20,7 +20,6 @@ from cleanba.config import (
     KeptCheckpoints,
     Placement,
     Run,
-    Settings,
     fields_of,
     flag,
     offered_fields,
@@ -29,7 +28,7 @@ from cleanba.config import (
 from cleanba.errors import UsageError
 from cleanba.flags import FLAGS
 from cleanba.recipes import AnyRecipe
-from cleanba.resolution import DEFAULT, TYPED, Config, Resolved, configure, fit, named_settings, settle
+from cleanba.resolution import DEFAULT, TYPED, Config, Resolved, configure, fit, settle
 
 HELP = ("-h", "--help", "--help-all")
 SHOW = "--show-config"
@@ -59,7 +58,7 @@ def parse(recipe: AnyRecipe, argv: Sequence[str], default: Config | None = None)
 
 def read_flags(recipe: AnyRecipe, words: Sequence[str], default: Config | None) -> Config:
     """`parse`, without --help and --show-config."""
-    preset, words = preset_of(recipe, words)
+    named, words = preset_of(recipe, words)
     refuse_foreign_flags(recipe, words)
     form = make_dataclass(
         "Form",
@@ -83,14 +82,16 @@ def read_flags(recipe: AnyRecipe, words: Sequence[str], default: Config | None) 
         name: getattr(parsed.experiment, name)
         for name in typed_names(recipe, words) & set(offered_fields(recipe.experiment))
     }
-    return configure(recipe, preset | typed, parsed.placement, parsed.run, default.whole if default else None)
+    return configure(
+        recipe, {"preset": named} | typed, parsed.placement, parsed.run, default.whole if default else None
+    )
 
 
-def preset_of(recipe: AnyRecipe, words: Sequence[str]) -> tuple[Settings, list[str]]:
-    """The settings of the preset that --preset names, and the other arguments.
+def preset_of(recipe: AnyRecipe, words: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The name that --preset gives, and the other arguments.
 
     Raises:
-        UsageError: the flag has no value, or the algorithm has no such preset.
+        UsageError: the flag has no value.
     """
     name, others, rest = None, [], list(words)
     while rest:
@@ -101,7 +102,7 @@ def preset_of(recipe: AnyRecipe, words: Sequence[str]) -> tuple[Settings, list[s
             continue
         require(bool(eq or rest), f"{PRESET} needs a name; {recipe.name} has {', '.join(recipe.named_presets())}")
         name = value if eq else rest.pop(0)
-    return named_settings(recipe, name), others
+    return name, others
 
 
 def typed_names(recipe: AnyRecipe, words: Sequence[str]) -> set[str]:

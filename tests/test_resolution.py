@@ -236,7 +236,19 @@ def test_presets_for_kinds_of_environments_can_be_named_too():
     recipe = RECIPES["dqn"]
     found = settle(recipe, parse(recipe, ["--env-id", "Catch-v0", "--preset", "box2d"]), "cpu", None)
     own = recipe.presets["box2d"]
-    assert {name: getattr(found.experiment, name) for name in own} == own != recipe.presets[found.preset]
+    assert {name: getattr(found.experiment, name) for name in own} == own != recipe.presets[preset_name(found.spec)]
+
+
+def test_what_is_shown_names_the_preset_that_was_asked_for():
+    recipe, words = RECIPES["ppo"], ["--preset", "cleanrl-atari", "--num-envs", "16", "--env-id", "Pong-v5"]
+    found = settle(recipe, parse(recipe, words), "cpu", None)
+    assert found.in_words(recipe) == "preset cleanrl-atari, and 2 typed"
+    own, further = recipe.protocols["cleanrl-atari"], recipe.presets["atari"]
+    named = {name for name, where in found.origin.items() if where == "--preset cleanrl-atari"}
+    assert named == set(own) - {"num_envs"} and found.origin["num_envs"] == TYPED
+    assert all(found.origin[name] == "preset atari" for name in set(further) - set(own))
+    spec = cleanba.ppo("Pong-v5", preset="cleanrl-atari", num_envs=16, num_steps=None)  # None leaves it open
+    assert spec.resolve().num_steps == PPO.num_steps and "preset='cleanrl-atari'" in repr(spec)
 
 
 @pytest.mark.parametrize("words", ["--preset", "--preset nothing", "--preset="])
