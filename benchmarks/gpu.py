@@ -68,6 +68,7 @@ class Part:
     learners: tuple[int, ...] = (0,)
     expected: float = 60.0  # seconds; begun only where as many are left
     seconds: float = 3.0  # for each figure
+    without: str = ""  # "batch": SCHED_BATCH; "shares": the cores are not divided among the actors' emulators
 
 
 def parts(gpus: int) -> list[Part]:
@@ -111,6 +112,8 @@ def parts(gpus: int) -> list[Part]:
         speed("impala resnet tf32 not deterministic", "impala", RESNET, tf32, {"deterministic": False}, expected=80),
         speed("ppo resnet tf32 4 actors 240 envs", "ppo", RESNET, tf32, {"num_envs": 240} | four),
         speed("ppo nature tf32 32 envs", "ppo", NATURE, tf32, small),
+        speed("ppo nature tf32 32 envs, no SCHED_BATCH", "ppo", NATURE, tf32, small, without="batch"),
+        speed("ppo nature tf32 32 envs, all cores to each actor", "ppo", NATURE, tf32, small, without="shares"),
         speed("ppo nature tf32", "ppo", NATURE, tf32),
         speed("impala nature tf32", "impala", NATURE, tf32),
         speed("ppo resnet tf32 1 actor", "ppo", RESNET, tf32, {"num_actors": 1}),
@@ -296,8 +299,14 @@ def digests(part: Part) -> Iterator[dict[str, Any]]:
 def measure(part: Part) -> None:
     """In this process: one part, and after each of its figures a line that says what was found so far."""
     from cleanba.config import Experiment
+    from cleanba.environments.backends import threads_per_actor
+    from cleanba.runtime import process_setup, training
     from cleanba.runtime.process_setup import prepare_process
 
+    if part.without == "batch":
+        process_setup.use_batch_scheduling = lambda: None
+    if part.without == "shares":
+        training.threads_per_actor = lambda actors: threads_per_actor(1)
     asked = {name: part.fields[name] for name in ("deterministic", "dtype") if name in part.fields}
     prepare_process(Experiment(**asked))
     found: dict[str, Any] = {}
