@@ -17,21 +17,22 @@ from studies import Studies, Study
 LSTM = "--core lstm --lstm-size 64 --forget-bias 2"
 # Rollouts that hold what is to be remembered and what it is needed for; the rest is the presets'.
 CHAIN = "--env-options memory_length=30 --total-timesteps 300000"
-PREVIOUS = "--total-timesteps 500000"
+PREVIOUS = "--total-timesteps 1000000"
 LONG = "--num-envs 32 --num-steps 64"
+R2D2 = "--num-envs 32 --train-frequency 128 --forget-bias 2"
 MINIGRID = (
     "--norm-obs --hiddens 64 --num-envs 64 --num-steps 64 --total-timesteps 1500000 --learning-rate 1e-3 "
     "--num-minibatches 4 --update-epochs 4 --clip-coef 0.2 --gamma 0.995 --share-torso --no-norm-reward"
 )
 
 
-def variants(task: str, ppo: str = LONG, pqn: str = LONG) -> dict[str, str]:
-    """Settings by name, for a task with these flags."""
+def variants(task: str, r2d2: str) -> dict[str, str]:
+    """Settings by name, for a task with these flags; `r2d2` has R2D2's own."""
     return {
-        "PPO, LSTM": f"ppo {task} {ppo} {LSTM}",
-        "PPO": f"ppo {task} {ppo}",
-        "PQN, LSTM": f"pqn {task} {pqn} {LSTM}",
-        "R2D2": f"r2d2 {task}",
+        "PPO, LSTM": f"ppo {task} {LONG} {LSTM}",
+        "PPO": f"ppo {task} {LONG}",
+        "PQN, LSTM": f"pqn {task} {LONG} {LSTM}",
+        "R2D2": f"r2d2 {task} {r2d2}",
     }
 
 
@@ -39,14 +40,17 @@ STUDIES = Studies(
     "memory",
     {
         # One bit, seen at the beginning, is asked for 30 steps later: 1 if it is right, -1 if not (bsuite).
-        "chain": Study(("gymnax:MemoryChain-bsuite",), variants(CHAIN)),
+        "chain": Study(
+            ("gymnax:MemoryChain-bsuite",), variants(CHAIN, f"{R2D2} --num-steps 32 --sequence-length 64 --burn-in 32")
+        ),
         # Name the suit of the card before the last four: from -1 (all wrong) to 1; -0.5 is a guess (POPGym).
-        "previous": Study(("popgym:popgym-RepeatPreviousEasy-v0",), variants(PREVIOUS)),
+        "previous": Study(("popgym:popgym-RepeatPreviousEasy-v0",), variants(PREVIOUS, R2D2)),
         # Go where the thing lies that was seen first: 1 less a little for each step; 0.5 is a guess (MiniGrid).
         "minigrid": Study(
             ("MiniGrid-MemoryS7-v0",), {"PPO, LSTM": f"ppo {MINIGRID} {LSTM}", "PPO": f"ppo {MINIGRID}", "R2D2": "r2d2"}
         ),
     },
+    episodes=100,
 )
 
 

@@ -2,7 +2,8 @@
 
 Runs lie in a folder until they are finished, so an interrupted study goes on.  Their curves are kept in
 benchmarks/results/curves_<name>.jsonl (kept.py), where the next call finds them, and drawn to
-static/<name>_<study>.png; the table is benchmarks/results/curves_<name>.md.
+static/<name>_<study>.png; the table is benchmarks/results/curves_<name>.md.  Where exploration hides
+what is learnt, each run is evaluated, too.
 """
 
 import subprocess
@@ -17,10 +18,17 @@ import machine
 import matplotlib
 import numpy as np
 
-from cleanba.files import Json, write_whole
+from cleanba.files import Json, read_json, write_whole
 from cleanba.runs import curves, plot
 
 ROOT = Path(__file__).parents[1]
+
+
+def cleanba(*words: object) -> None:
+    """A command; if it fails, the benchmark ends."""
+    ended = subprocess.run([sys.executable, "-m", "cleanba", *map(str, words)], stdout=subprocess.PIPE, text=True)
+    if ended.returncode:
+        sys.exit(f"cleanba {' '.join(map(str, words))} failed:\n{ended.stdout[-2000:]}")
 
 
 class Study(NamedTuple):
@@ -59,6 +67,8 @@ class Studies:
     """of the file and the pictures"""
     all: dict[str, Study]
     """name -> study"""
+    episodes: int = 0
+    """of the evaluation of each run (0: none)"""
 
     @property
     def file(self) -> Path:
@@ -82,35 +92,47 @@ class Studies:
         """Train it, or go on with it, and keep its curve."""
         command, run_dir = self.command(run), folder / run.folder
         print(f"cleanba {' '.join(command)}", flush=True)
-        whole = [sys.executable, "-m", "cleanba", *command, "--run-dir", run_dir]
-        ended = subprocess.run(whole, stdout=subprocess.PIPE, text=True)
-        if ended.returncode:
-            sys.exit(f"{run_dir} failed:\n{ended.stdout[-2000:]}")
+        cleanba(*command, "--run-dir", run_dir)
+        self.keep(run, run_dir)
+
+    def keep(self, run: Run, run_dir: Path) -> None:
+        """Keep the curve of a run that has finished, and what it returns when it is evaluated."""
+        more: Json = {}
+        if self.episodes:
+            cleanba("eval", run_dir, "--episodes", self.episodes)
+            more = {"evaluated": read_json(run_dir / "eval.json")["mean"]}
         (curve,) = curves.load([run_dir])
-        kept.add(self.file, [kept.entry(curve, study=run.study, variant=run.variant)])
+        kept.add(self.file, [kept.entry(curve, study=run.study, variant=run.variant, **more)])
 
     def table(self, lines: Sequence[Json]) -> str:
         """The last return of each seed, by study, environment and variant."""
-        rows = [
-            "| study | environment | settings | last 100 episodes, by seed | mean | minutes |",
-            "|---|---|---|---|---|---|",
-        ]
+        rows = ["| study | environment | settings | last 100 episodes, by seed | mean | minutes |", "|---" * 6 + "|"]
+        if self.episodes:
+            rows = [rows[0] + f" {self.episodes} episodes of evaluation, by seed |", rows[1] + "---|"]
         for name, study in self.all.items():
             for env_id in study.env_ids:
                 for variant in study.variants:
                     runs = [x for x in lines if Run.of(x)[:3] == (name, variant, env_id)]
-                    if runs:
-                        last = [run["returns"][-1] for run in runs]
-                        minutes = np.mean([run["seconds"][-1] for run in runs]) / 60
-                        each = ", ".join(f"{x:.4g}" for x in last)
-                        rows.append(f"| {name} | {env_id} | {variant} | {each} | {np.mean(last):.4g} | {minutes:.1f} |")
+                    if not runs:
+                        continue
+                    in_turn = lambda values: ", ".join(f"{x:.4g}" for x in values)
+                    last = [run["returns"][-1] for run in runs]
+                    minutes = np.mean([run["seconds"][-1] for run in runs]) / 60
+                    row = [name, env_id, variant, in_turn(last), f"{np.mean(last):.4g}"]
+                    row.append(f"{minutes:.1f}")
+                    if self.episodes:
+                        row.append(in_turn(run["evaluated"] for run in runs))
+                    rows.append(f"| {' | '.join(row)} |")
         return "\n".join(rows) + "\n"
 
     def go_on(self, names: Sequence[str], env_ids: Sequence[str], seeds: Sequence[int], folder: Path) -> None:
         """Train what is missing, then write the table and draw."""
         for run in self.wanted(names, env_ids, seeds):
-            if run not in map(Run.of, kept.read(self.file)):
+            there = {Run.of(line): line for line in kept.read(self.file)}.get(run)
+            if there is None:
                 self.train(run, folder)
+            elif self.episodes and "evaluated" not in there:
+                self.keep(run, folder / run.folder)
         lines = kept.read(self.file)
         if not lines:
             sys.exit(f"nothing is kept in {self.file.relative_to(ROOT)} yet; name seeds")
