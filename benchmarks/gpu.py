@@ -298,6 +298,8 @@ def digests(part: Part) -> Iterator[dict[str, Any]]:
 
 def measure(part: Part) -> None:
     """In this process: one part, and after each of its figures a line that says what was found so far."""
+    import throughput
+
     from cleanba.config import Experiment
     from cleanba.environments.backends import threads_per_actor
     from cleanba.runtime import process_setup, training
@@ -306,7 +308,7 @@ def measure(part: Part) -> None:
     if part.without == "batch":
         process_setup.use_batch_scheduling = lambda: None
     if part.without == "shares":
-        training.threads_per_actor = lambda actors: threads_per_actor(1)
+        training.threads_per_actor = throughput.threads_per_actor = lambda actors: threads_per_actor(1)
     asked = {name: part.fields[name] for name in ("deterministic", "dtype") if name in part.fields}
     prepare_process(Experiment(**asked))
     found: dict[str, Any] = {}

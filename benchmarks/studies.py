@@ -36,7 +36,8 @@ class Study(NamedTuple):
 
     env_ids: tuple[str, ...]
     variants: dict[str, str]
-    """name -> algorithm and flags, as they are typed after `cleanba`"""
+    """name -> algorithm and flags, as they are typed after `cleanba`; with other flags it needs another name, since
+    runs are known by it"""
 
 
 class Run(NamedTuple):
@@ -121,7 +122,7 @@ class Studies:
                     row = [name, env_id, variant, in_turn(last), f"{np.mean(last):.4g}"]
                     row.append(f"{minutes:.1f}")
                     if self.episodes:
-                        row.append(in_turn(run["evaluated"] for run in runs))
+                        row.append(in_turn(run.get("evaluated", np.nan) for run in runs))
                     rows.append(f"| {' | '.join(row)} |")
         return "\n".join(rows) + "\n"
 
@@ -131,7 +132,7 @@ class Studies:
             there = {Run.of(line): line for line in kept.read(self.file)}.get(run)
             if there is None:
                 self.train(run, folder)
-            elif self.episodes and "evaluated" not in there:
+            elif self.episodes and "evaluated" not in there and (folder / run.folder).exists():
                 self.keep(run, folder / run.folder)
         lines = kept.read(self.file)
         if not lines:

@@ -114,6 +114,7 @@ def launch(
 
     Raises:
         UsageError: flags that cannot be obeyed.  Nothing was compiled.
+        Failure: the disk is full.  Nothing was compiled.
     """
     with prepared(config.asked):
         initialise(config.placement)
@@ -288,6 +289,7 @@ class RunWriter:
         Raises:
             Finished: the same experiment has finished there.
             UsageError: flags that cannot be obeyed, another experiment or process in the directory.
+            Failure: the disk is full.
         """
         self._job, self._run, self._shown = job, job.config.run, shown
         agent = new_policy(job.experiment, job.spec, job.algorithm, job.devices.platform, job.recipe.plays)
@@ -434,13 +436,14 @@ def claim(job: Job, shown: bool) -> RunWriter | None:
     Raises:
         Finished: there is nothing to do.
         UsageError: this process, or another one, refuses.
+        Failure: the disk is full.
     """
     run_writer: RunWriter | None = None
     refusal: Exception | None = None
     if job.devices.is_main:
         try:
             run_writer = RunWriter(job, shown)
-        except (UsageError, Finished) as why:
+        except (UsageError, Failure, Finished) as why:
             refusal = why
     said = 0 if refusal is None else 1 if isinstance(refusal, Finished) else 2
     refused = int(gather_over_processes(np.array([said])).max())

@@ -362,7 +362,9 @@ def continue_experiment(recipe: AnyRecipe, now: Resolved, run_dir: Path, flag: s
     require_same(run_dir, differences(only(to_json(e)), only(to_json(now.experiment))), flag)
     same = e == now.experiment
     spec = now.spec if same else env_spec(e)
-    return Resolved(e, spec, now.preset if same else "", {name: origin.get(name, EARLIER) for name in now.origin})
+    named = [where.removeprefix(NAMED) for where in origin.values() if where.startswith(NAMED)]
+    preset = named[0] if named else now.preset if same else ""
+    return Resolved(e, spec, preset, {name: origin.get(name, EARLIER) for name in now.origin})
 
 
 # ------------------------------------------------------------------------------------------------------ what was asked

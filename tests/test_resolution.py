@@ -239,7 +239,7 @@ def test_presets_for_kinds_of_environments_can_be_named_too():
     assert {name: getattr(found.experiment, name) for name in own} == own != recipe.presets[preset_name(found.spec)]
 
 
-def test_what_is_shown_names_the_preset_that_was_asked_for():
+def test_what_is_shown_names_the_preset_that_was_asked_for(tmp_path):
     recipe, words = RECIPES["ppo"], ["--preset", "cleanrl-atari", "--num-envs", "16", "--env-id", "Pong-v5"]
     found = settle(recipe, parse(recipe, words), "cpu", None)
     assert found.in_words(recipe) == "preset cleanrl-atari, and 2 typed"
@@ -247,6 +247,12 @@ def test_what_is_shown_names_the_preset_that_was_asked_for():
     named = {name for name, where in found.origin.items() if where == "--preset cleanrl-atari"}
     assert named == set(own) - {"num_envs"} and found.origin["num_envs"] == TYPED
     assert all(found.origin[name] == "preset atari" for name in set(further) - set(own))
+    write_json(
+        tmp_path / "config.json",
+        {"experiment": {"algorithm": "ppo", **to_json(found.experiment)}, "origin": found.origin},
+    )
+    again = settle(recipe, configure(recipe, {}, Placement(), Run(), tmp_path), "cpu", tmp_path)  # as resume does
+    assert again.in_words(recipe) == "preset cleanrl-atari, and 2 typed" and again.experiment == found.experiment
     spec = cleanba.ppo("Pong-v5", preset="cleanrl-atari", num_envs=16, num_steps=None)  # None leaves it open
     assert spec.resolve().num_steps == PPO.num_steps and "preset='cleanrl-atari'" in repr(spec)
 
