@@ -8,11 +8,8 @@
 Curves are kept in benchmarks/results/curves_memory.jsonl and drawn to static/memory_<study>.png (studies.py).
 """
 
-from dataclasses import dataclass
-from pathlib import Path
-
 import tyro
-from studies import Studies, Study
+from studies import Asked, Studies, Study
 
 LSTM = "--core lstm --lstm-size 64 --forget-bias 2"
 # Rollouts that hold what is to be remembered and what it is needed for; the rest is the presets'.
@@ -54,20 +51,5 @@ STUDIES = Studies(
 )
 
 
-@dataclass(frozen=True)
-class Args:
-    """Flags of the benchmark."""
-
-    studies: tuple[str, ...] = tuple(STUDIES.all)
-    """of chain, previous and minigrid"""
-    env_ids: tuple[str, ...] = ()
-    """these environments of the studies (default: all)"""
-    seeds: tuple[int, ...] = (1, 2, 3)
-    """seeds of each"""
-    runs: Path = Path("runs/memory")
-    """where runs lie"""
-
-
 if __name__ == "__main__":
-    args = tyro.cli(Args, description=__doc__)
-    STUDIES.go_on(args.studies, args.env_ids, args.seeds, args.runs)
+    STUDIES.go_on(tyro.cli(Asked, description=__doc__))

@@ -7,11 +7,8 @@
 Curves are kept in benchmarks/results/curves_pqn.jsonl and drawn to static/pqn_<study>.png (studies.py).
 """
 
-from dataclasses import dataclass
-from pathlib import Path
-
 import tyro
-from studies import Studies, Study
+from studies import Asked, Studies, Study
 
 CLEANRL, MILLION, CUT = "pqn --preset cleanrl-classic-control", "pqn --total-timesteps 1000000", "--watkins-cut"
 GAMES = tuple(f"gymnax:{name}-MinAtar" for name in ("Breakout", "Asterix", "Freeway", "Seaquest", "SpaceInvaders"))
@@ -29,20 +26,5 @@ STUDIES = Studies(
 )
 
 
-@dataclass(frozen=True)
-class Args:
-    """Flags of the benchmark."""
-
-    studies: tuple[str, ...] = tuple(STUDIES.all)
-    """of small, cut and minatar"""
-    env_ids: tuple[str, ...] = ()
-    """these environments of the studies (default: all)"""
-    seeds: tuple[int, ...] = (1, 2, 3)
-    """seeds of each"""
-    runs: Path = Path("runs/pqn")
-    """where runs lie"""
-
-
 if __name__ == "__main__":
-    args = tyro.cli(Args, description=__doc__)
-    STUDIES.go_on(args.studies, args.env_ids, args.seeds, args.runs)
+    STUDIES.go_on(tyro.cli(Asked, description=__doc__))

@@ -40,6 +40,22 @@ class Study(NamedTuple):
     runs are known by it"""
 
 
+@dataclass(frozen=True)
+class Asked:
+    """Flags of such a benchmark."""
+
+    studies: tuple[str, ...] = ()
+    """names of studies (default: all)"""
+    env_ids: tuple[str, ...] = ()
+    """these environments of the studies (default: all)"""
+    variants: tuple[str, ...] = ()
+    """these variants of the studies (default: all)"""
+    seeds: tuple[int, ...] = (1, 2, 3)
+    """seeds of each"""
+    runs: Path | None = None
+    """where runs lie (default: runs/, in a folder of the benchmark's name)"""
+
+
 class Run(NamedTuple):
     """One training run of a study."""
 
@@ -76,13 +92,14 @@ class Studies:
         """Where the curves are kept."""
         return machine.RESULTS / f"curves_{self.name}.jsonl"
 
-    def wanted(self, names: Sequence[str], env_ids: Sequence[str], seeds: Sequence[int]) -> Iterator[Run]:
-        """The runs of these studies (`env_ids=()`: on all their environments), one seed of all after the other."""
-        for seed in seeds:
-            for name in names:
-                for env_id in self.all[name].env_ids:
-                    if env_id in env_ids or not env_ids:
-                        yield from (Run(name, variant, env_id, seed) for variant in self.all[name].variants)
+    def wanted(self, asked: "Asked") -> Iterator[Run]:
+        """The runs that are asked for, one seed of all after the other."""
+        for seed in asked.seeds:
+            for name in asked.studies or self.all:
+                study = self.all[name]
+                for env_id in (x for x in study.env_ids if x in asked.env_ids or not asked.env_ids):
+                    for variant in (x for x in study.variants if x in asked.variants or not asked.variants):
+                        yield Run(name, variant, env_id, seed)
 
     def command(self, run: Run) -> list[str]:
         """What is typed after `cleanba`."""
@@ -126,9 +143,10 @@ class Studies:
                     rows.append(f"| {' | '.join(row)} |")
         return "\n".join(rows) + "\n"
 
-    def go_on(self, names: Sequence[str], env_ids: Sequence[str], seeds: Sequence[int], folder: Path) -> None:
+    def go_on(self, asked: "Asked") -> None:
         """Train what is missing, then write the table and draw."""
-        for run in self.wanted(names, env_ids, seeds):
+        folder = asked.runs or Path("runs") / self.name
+        for run in self.wanted(asked):
             there = {Run.of(line): line for line in kept.read(self.file)}.get(run)
             if there is None:
                 self.train(run, folder)
