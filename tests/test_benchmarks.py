@@ -199,15 +199,15 @@ def test_the_command_measures_and_goes_on_with_the_rest(tmp_path):
     words = ["--tiny", "--seconds", "0.05", "--out", tmp_path, "--only"]
     call = lambda *more: finish(python(ROOT / "benchmarks/gpu.py", *words, *more, JAX_NUM_CPU_DEVICES="1"))
     there = lambda: json.loads((tmp_path / "gpu.json").read_text())
-    ended = call("ppo nature")
+    ended = call("impala nature")
     assert ended.code == 0, ended.err
-    assert there()["platform"] == "cpu" and "machine" in there() and list(there()["parts"]) == ["ppo nature tf32"]
+    assert there()["platform"] == "cpu" and "machine" in there() and list(there()["parts"]) == ["impala nature tf32"]
     assert (tmp_path / "gpu.md").read_text() in ended.out
-    before = there()["parts"]["ppo nature tf32"]
+    before = there()["parts"]["impala nature tf32"]
     assert "failed" not in before
-    again = call("ppo nature", "ppo lstm", "--rest")
+    again = call("impala nature", "ppo lstm", "--rest")
     assert again.code == 0, again.err
-    assert there()["parts"]["ppo nature tf32"] == before and list(there()["parts"])[1:] == ["ppo lstm tf32"]
+    assert there()["parts"]["impala nature tf32"] == before and list(there()["parts"])[1:] == ["ppo lstm tf32"]
 
 
 def test_the_table_of_figures_that_can_be_verified_has_the_runs_that_are_kept():
