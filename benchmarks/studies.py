@@ -2,8 +2,8 @@
 
 Runs lie in a folder until they are finished, so an interrupted study goes on.  Their curves are kept in
 benchmarks/results/curves_<name>.jsonl (kept.py), where the next call finds them, and drawn to
-static/<name>_<study>.png; the table is benchmarks/results/curves_<name>.md.  Where exploration hides
-what is learnt, each run is evaluated, too.
+static/<name>_<study>.png; the table is benchmarks/results/curves_<name>.md.  Where exploration
+hides what is learnt, each run is evaluated, too.
 """
 
 import subprocess
@@ -92,14 +92,21 @@ class Studies:
         """Where the curves are kept."""
         return machine.RESULTS / f"curves_{self.name}.jsonl"
 
-    def wanted(self, asked: "Asked") -> Iterator[Run]:
+    def rows(self) -> Iterator[tuple[str, str, str]]:
+        """Study, variant and environment of each row of the table."""
+        for name, study in self.all.items():
+            for env_id in study.env_ids:
+                yield from ((name, variant, env_id) for variant in study.variants)
+
+    def wanted(self, asked: Asked) -> Iterator[Run]:
         """The runs that are asked for, one seed of all after the other."""
+        if unknown := set(asked.studies) - set(self.all):
+            sys.exit(f"there is no study {', '.join(sorted(unknown))}; there are {', '.join(self.all)}")
+        fits = lambda name, names: name in names or not names
         for seed in asked.seeds:
-            for name in asked.studies or self.all:
-                study = self.all[name]
-                for env_id in (x for x in study.env_ids if x in asked.env_ids or not asked.env_ids):
-                    for variant in (x for x in study.variants if x in asked.variants or not asked.variants):
-                        yield Run(name, variant, env_id, seed)
+            for study, variant, env_id in self.rows():
+                if fits(study, asked.studies) and fits(env_id, asked.env_ids) and fits(variant, asked.variants):
+                    yield Run(study, variant, env_id, seed)
 
     def command(self, run: Run) -> list[str]:
         """What is typed after `cleanba`."""
@@ -127,30 +134,27 @@ class Studies:
         rows = ["| study | environment | settings | last 100 episodes, by seed | mean | minutes |", "|---" * 6 + "|"]
         if self.episodes:
             rows = [rows[0] + f" {self.episodes} episodes of evaluation, by seed |", rows[1] + "---|"]
-        for name, study in self.all.items():
-            for env_id in study.env_ids:
-                for variant in study.variants:
-                    runs = [x for x in lines if Run.of(x)[:3] == (name, variant, env_id)]
-                    if not runs:
-                        continue
-                    in_turn = lambda values: ", ".join(f"{x:.4g}" for x in values)
-                    last = [run["returns"][-1] for run in runs]
-                    minutes = np.mean([run["seconds"][-1] for run in runs]) / 60
-                    row = [name, env_id, variant, in_turn(last), f"{np.mean(last):.4g}"]
-                    row.append(f"{minutes:.1f}")
-                    if self.episodes:
-                        row.append(in_turn(run.get("evaluated", np.nan) for run in runs))
-                    rows.append(f"| {' | '.join(row)} |")
+        in_turn = lambda values: ", ".join(f"{x:.4g}" for x in values)
+        for study, variant, env_id in self.rows():
+            runs = [x for x in lines if Run.of(x)[:3] == (study, variant, env_id)]
+            if not runs:
+                continue
+            last = [run["returns"][-1] for run in runs]
+            minutes = np.mean([run["seconds"][-1] for run in runs]) / 60
+            row = [study, env_id, variant, in_turn(last), f"{np.mean(last):.4g}", f"{minutes:.1f}"]
+            if self.episodes:
+                row.append(in_turn(run.get("evaluated", np.nan) for run in runs))
+            rows.append(f"| {' | '.join(row)} |")
         return "\n".join(rows) + "\n"
 
-    def go_on(self, asked: "Asked") -> None:
+    def go_on(self, asked: Asked) -> None:
         """Train what is missing, then write the table and draw."""
         folder = asked.runs or Path("runs") / self.name
+        there = {Run.of(line): line for line in kept.read(self.file)}
         for run in self.wanted(asked):
-            there = {Run.of(line): line for line in kept.read(self.file)}.get(run)
-            if there is None:
+            if run not in there:
                 self.train(run, folder)
-            elif self.episodes and "evaluated" not in there and (folder / run.folder).exists():
+            elif self.episodes and "evaluated" not in there[run] and (folder / run.folder).exists():
                 self.keep(run, folder / run.folder)
         lines = kept.read(self.file)
         if not lines:

@@ -28,7 +28,10 @@ import keep_curves
 import kept
 import lag
 import machine
+import memory_tasks
+import pqn
 import verifiable
+from studies import Asked
 
 IMPORT_ALL = """
 import importlib, sys
@@ -218,6 +221,18 @@ def test_the_table_of_figures_that_can_be_verified_has_the_runs_that_are_kept():
         with tarfile.open(verifiable.RUNS / f"{name}.tar.gz") as archive:
             result = json.load(archive.extractfile(f"{name}/result.json"))
         assert (result["params_digest"], result["status"]) == (row["params_digest"], "finished"), name
+
+
+@pytest.mark.parametrize("studies", [pqn.STUDIES, memory_tasks.STUDIES], ids=lambda studies: studies.name)
+def test_the_table_of_a_study_has_the_curves_that_are_kept(studies):
+    lines = kept.read(studies.file)
+    assert studies.table(lines) == studies.file.with_suffix(".md").read_text()
+    first = next(iter(studies.rows()))
+    asked = Asked(studies=first[:1], variants=first[1:2], env_ids=first[2:], seeds=(3, 1))
+    assert [run.seed for run in studies.wanted(asked)] == [3, 1]
+    assert {tuple(run[:3]) for run in studies.wanted(Asked())} == set(studies.rows())
+    with pytest.raises(SystemExit, match="there is no study nothing; there are"):
+        list(studies.wanted(Asked(studies=("nothing",))))
 
 
 def test_without_a_gpu_it_says_so_and_measures_nothing(tmp_path):

@@ -103,7 +103,7 @@ def unwritable(run_dir: Path, error: OSError) -> UsageError | Failure:
     reason = os.strerror(error.errno or errno.EIO)
     what = f"run directory {run_dir} cannot be written: {reason}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return Failure(f"{what}; make room, and give the same command again")
+        return Failure(f"{what}; make room, then give the same command again")
     return UsageError(f"{what}; choose another --run-dir")
 
 
