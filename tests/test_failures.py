@@ -62,7 +62,10 @@ class Bomb:
 
 
 def assert_nothing_is_left(pools) -> None:
-    assert not [t.name for t in threading.enumerate() if t.name.startswith(("actor", "learner"))]
+    left = [thread for thread in threading.enumerate() if thread.name.startswith(("actor", "learner"))]
+    for thread in left:  # one that compiles ends once it has: a process of its own would not wait for it
+        thread.join(60.0 * CROWD)
+    assert not [thread.name for thread in left if thread.is_alive()]
     assert all(pools.values()), "EnvPool was not closed"
 
 
@@ -80,7 +83,7 @@ SOME_STEP = random.Random(2).randint(20, 200)
         pytest.param(Learner, "update", 1, id="first update"),
         pytest.param(Learner, "update", 5, id="later update"),
         pytest.param(Learner, "publish", 3, id="publishing parameters"),
-        pytest.param(Learner, "send", 4, id="sending a rollout"),
+        pytest.param(Learner, "send", 5, id="sending a rollout"),  # the third of an actor, after update 1
         pytest.param(Writers, "write", 2, id="writing metrics"),
     ],
 )
@@ -100,7 +103,7 @@ def test_an_error_anywhere_ends_the_run_soon_and_is_reported_once(owner, name, c
     if in_an_actor and result["update"] > 0:  # the current update ended, and was saved
         assert updates_kept(tmp_path / "run")[-1] == result["update"]
         assert f"goes on after update {result['update']}, nothing to repeat" in ended.out
-    assert result["update"] > 0 or call != 4
+    assert result["update"] > 0 or (name, call) not in [("__init__", 4), ("send", 5)]
     assert_nothing_is_left(pools)
 
 
