@@ -22,7 +22,8 @@ ENVIRONMENT = {
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
 }
 ABOUT = "backends batches bisect continuous convolution descent dqn elastic evaluate impala kernels learning mlp"
-ABOUT += " moments off_policy placement ppo pqn product r2d2 recurrent resolution shards slurm uneven verify"
+ABOUT += " moments normalisation off_policy placement ppo pqn product r2d2 recurrent resolution shards slurm uneven"
+ABOUT += " verify"
 OPTIMISED = {f"test_{name}.py" for name in ABOUT.split()}
 UNOPTIMISED = "--xla_cpu_use_fusion_emitters=false --xla_backend_optimization_level=0"
 

@@ -25,6 +25,7 @@ from cleanba.kernels import (
     descent,
     llvm,
     machine,
+    normalisation,
     plain,
     product,
     selftest,
@@ -238,6 +239,7 @@ def test_kernels_pass_it_once_for_each_machine_and_version(fresh, monkeypatch):
         (convolution, "convolve", "convolutions"),
         (product, "affine", "matrix products"),
         (dense, "mlp", "dense layers"),
+        (normalisation, "layer_norm", "layer normalisation"),
         (descent, "step", "steps of Adam"),
         (descent, "polyak_update", "target networks"),
         (threefry, "threefry", "random numbers"),
@@ -365,7 +367,7 @@ def test_the_choice_is_part_of_an_experiment_and_runs_from_before_had_the_defaul
     assert plain.ROTATIONS  # the module that stays when all others are removed
 
 
-@pytest.mark.parametrize("name", ["convolve", "affine", "multiply", "mlp", "adam", "polyak_update"])
+@pytest.mark.parametrize("name", ["convolve", "affine", "multiply", "mlp", "layer_norm", "adam", "polyak_update"])
 def test_plain_jax_can_stand_in_for_the_whole_folder(name):
     ours, plainly = (inspect.signature(getattr(module, name)).parameters for module in (kernels, plain))
     assert [*ours.values()] == [*plainly.values()][: len(ours)]

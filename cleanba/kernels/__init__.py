@@ -17,6 +17,7 @@ benchmarks import the rest.
 | `convolve` | `convolution.py` | `plain.convolve` |
 | `affine`, `multiply` | `product.py` | `plain.affine`, `plain.multiply` |
 | `mlp` | `dense.py` | `plain.mlp` |
+| `layer_norm` | `normalisation.py` | `plain.layer_norm` |
 | `adam`, `polyak_update` | `descent.py` | `plain.adam`, `plain.polyak_update` |
 | `install_random_numbers` | `threefry.py` | JAX's own |
 | `forwarded` | `forwarding.py` | EnvPool's own handlers, for one pool each |
@@ -64,6 +65,7 @@ __all__ = [
     "forwarded",
     "in_use",
     "install_random_numbers",
+    "layer_norm",
     "max_pool",
     "mlp",
     "multiply",
@@ -130,6 +132,19 @@ def mlp(activation: Activation, x: jax.Array, layers: Layers, heads: Layers = ()
     all_heads = tuple(jnp.concatenate(parts, -1) for parts in zip(*heads, strict=True))  # as one layer
     out = dense.mlp(activation, True, x, [*layers, all_heads])
     return jnp.split(out, np.cumsum([b.size for _, b in heads])[:-1], axis=-1)
+
+
+def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
+    """The sum g (x - mean) / sqrt(variance + 1e-6) + b, over the last axis (Ba et al. 2016, eq. 4).
+
+    x [..., F], g being `scale` [F] and b `bias` [F] -> [..., F].  Computed in float32; y has the dtype of x.
+    """
+    if not in_use():
+        return plain.layer_norm(x, scale, bias)
+    from cleanba.kernels import normalisation
+
+    rows = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
+    return normalisation.layer_norm(rows, scale, bias).reshape(x.shape).astype(x.dtype)
 
 
 def adam(settings: Adam, shards: ShardAxis, rate: jax.Array, trained: T, gradient: PyTree) -> tuple[T, jax.Array]:

@@ -20,6 +20,7 @@ Activation = Literal["relu", "tanh"]
 Layers = Sequence[tuple[jax.Array, jax.Array]]  # of each its weights W [D, F] and bias b [F]
 Word = TypeVar("Word")  # one or more unsigned numbers of 32 bits
 
+NORM_EPS = 1e-6  # added to the variance in layer normalisation
 ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))  # Threefry's, by turns
 PARITY = 0x1BD11BDA
 
@@ -99,6 +100,17 @@ def mlp(
     for w, b in layers:
         x = f(affine(x, w, b))
     return [affine(x.astype(jnp.float32), w, b) for w, b in heads] or [x]
+
+
+def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
+    """The sum g (x - mean) / sqrt(variance + 1e-6) + b, over the last axis (Ba et al. 2016, eq. 4).
+
+    x [..., F], g being `scale` [F] and b `bias` [F] -> [..., F].  Computed in float32; y has the dtype of x.
+    """
+    y = x.astype(jnp.float32)
+    y = y - y.mean(-1, keepdims=True)
+    y = y * lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + NORM_EPS)
+    return (scale * y + bias).astype(x.dtype)
 
 
 class Adam(NamedTuple):

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 
 from cleanba.errors import CannotCompile
-from cleanba.kernels import convolution, dense, descent, plain, product, threefry
+from cleanba.kernels import convolution, dense, descent, normalisation, plain, product, threefry
 from cleanba.kernels.llvm import SOURCES, keep, kept_at, read_kept
 from cleanba.rollout import PyTree
 from cleanba.shards import R, ShardAxis, Ts, compiler_options, usable_cores
@@ -110,6 +110,7 @@ def numbers() -> PyTree:
         ],
         "rows": normal(15, 5),
         "layers": layers,
+        "normalised": (normal(19, 18), normal(18), normal(18)),
         "gradient": jax.tree.map(lambda x: normal(*x.shape), layers),
         "moments": jax.tree.map(lambda x: normal(*x.shape) ** 2, (layers, layers)),
         "words": [rng.integers(0, 2**32, 37, np.uint32) for _ in range(4)],
@@ -130,6 +131,7 @@ def cases() -> list[Case]:
             chains(lambda activation, x, layers: dense.mlp(activation, True, x, layers)),
             chains(lambda activation, x, layers: plain.mlp(activation, x, layers[:-1], layers[-1:])[0]),
         ),
+        Case("layer normalisation", norms(normalisation.layer_norm), norms(plain.layer_norm)),
         Case("steps of Adam", steps(descent.step), steps(plain.adam)),
         Case(
             "target networks",
@@ -168,6 +170,13 @@ def chains(mlp: Callable[..., jax.Array]) -> Callable[[PyTree], PyTree]:
     total = lambda x, layers: jnp.sin(mlp("tanh", x, layers)).sum()
     of = jax.value_and_grad(total, argnums=(0, 1))
     return lambda given: of(given["rows"], given["layers"])
+
+
+def norms(layer_norm: Callable[..., jax.Array]) -> Callable[[PyTree], PyTree]:
+    """A layer normalisation and its gradients."""
+    total = lambda x, scale, bias: jnp.sin(layer_norm(x, scale, bias)).sum()
+    of = jax.value_and_grad(total, argnums=(0, 1, 2))
+    return lambda given: of(*given["normalised"])
 
 
 def steps(adam: Callable[..., tuple[Trained, jax.Array]]) -> Callable[[PyTree], PyTree]:

@@ -62,7 +62,4 @@ class LayerNorm(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         scale = self.param("scale", nn.initializers.ones_init(), x.shape[-1:])
         bias = self.param("bias", nn.initializers.zeros_init(), x.shape[-1:])
-        y = x.astype(jnp.float32)
-        y = y - y.mean(-1, keepdims=True)
-        y = y * lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + 1e-6)
-        return (scale * y + bias).astype(x.dtype)
+        return kernels.layer_norm(x, scale, bias)
