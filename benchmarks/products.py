@@ -1,10 +1,10 @@
-"""How fast do dense layers run on one core, ours and XLA's?  In microseconds.
+"""How fast do dense layers and layer normalisations run on one core, ours and XLA's?  In microseconds.
 
     python benchmarks/products.py                 # a minute; results in benchmarks/results/
 
-Each layer runs by itself, with its bias: forward, and forward with all three gradients (XLA's as JAX derives them).
-Several run in one compiled loop, as a small one takes less time than a call.  All take turns; the figure is the
-shortest processor time of a turn, as other work on the machine lengthens that least.
+Each layer runs by itself: forward, and forward with all three gradients (XLA's as JAX derives them).  Several dense
+layers run in one compiled loop, as a small one takes less time than a call.  All take turns; the figure is the shortest
+processor time of a turn, as other work on the machine lengthens that least.
 """
 
 import os
@@ -21,6 +21,8 @@ from jax import lax
 from rich.console import Console
 from rich.table import Table
 
+from cleanba.kernels import plain
+from cleanba.kernels.normalisation import layer_norm
 from cleanba.kernels.product import affine
 from cleanba.shards import network_options
 
@@ -38,6 +40,11 @@ LAYERS = {  # rows, what goes in, what comes out
     "ResNet's, learning": (64, 3872, 256),
     "Nature CNN's, acting": (32, 3136, 512),
     "Nature CNN's, learning": (512, 3136, 512),
+}
+NORMALISATIONS = {  # rows, features
+    "after the Nature CNN's first convolution": (102_400, 32),
+    "after its second": (20_736, 64),
+    "after its dense layer": (256, 512),
 }
 FORMS: dict[str, Callable[..., jax.Array]] = {"ours": affine, "XLA": lambda x, w, b: x @ w + b}
 
@@ -81,14 +88,41 @@ def measure(name: str, flags: Flags) -> dict[str, object]:
     return {"layer": name} | {run: 1e6 * s / times for run, s in shortest(runs, flags.turns).items()}
 
 
+def measure_normalisation(name: str, flags: Flags) -> dict[str, object]:
+    """Microseconds of one layer normalisation, of 256 images in a minibatch."""
+    rows, features = NORMALISATIONS[name]
+    rng = np.random.default_rng(0)
+    x, scale, bias, dy = (
+        jnp.asarray(rng.normal(size=shape), jnp.float32)
+        for shape in ((rows, features), features, features, (rows, features))
+    )
+    runs = {}
+    for form, layer in (("ours", layer_norm), ("XLA", plain.layer_norm)):
+
+        def both(*given: jax.Array, layer: Callable[..., jax.Array] = layer) -> tuple[jax.Array, ...]:
+            y, back = jax.vjp(layer, *given[:3])
+            return y, *back(given[3])
+
+        for what, function in (
+            ("forward", lambda *given, layer=layer: layer(*given[:3])),
+            ("forward and gradients", both),
+        ):
+            compiled = jax.jit(function, compiler_options=network_options("cpu"))
+            runs[f"{what}, {form}"] = lambda compiled=compiled: jax.block_until_ready(compiled(x, scale, bias, dy))
+    return {"layer": name} | {run: 1e6 * s for run, s in shortest(runs, flags.turns).items()}
+
+
 def main(flags: Flags) -> None:
     os.environ["PJRT_NPROC"] = "1"  # read when a device is first asked for
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     found = [measure(name, flags) for name in LAYERS]
+    found += [measure_normalisation(name, flags) for name in NORMALISATIONS]
     columns = [f"{what}, {form}" for what in ("forward", "forward and gradients") for form in FORMS]
-    table = Table("layer", "rows x in x out", *columns, title="microseconds of one core")
+    table = Table(
+        "layer, or normalisation", "rows x in x out, or rows x features", *columns, title="microseconds of one core"
+    )
     for row in found:
-        size = " x ".join(f"{n:,}" for n in LAYERS[str(row["layer"])])
+        size = " x ".join(f"{n:,}" for n in (LAYERS | NORMALISATIONS)[str(row["layer"])])
         table.add_row(row["layer"], size, *[f"{row[c]:,.1f}" for c in columns])
     Console(width=140).print(table)
     print(machine.save("products_cpu", {"rows": found}))
