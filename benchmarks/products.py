@@ -3,8 +3,8 @@
     python benchmarks/products.py                 # a minute; results in benchmarks/results/
 
 Each layer runs by itself: forward, and forward with all three gradients (XLA's as JAX derives them).  Several dense
-layers run in one compiled loop, as a small one takes less time than a call.  All take turns; the figure is the shortest
-processor time of a turn, as other work on the machine lengthens that least.
+layers run in one compiled loop, as a small one takes less time than a call; normalisations are called one by one.  All
+take turns; the figure is the shortest processor time of a turn, as other work on the machine lengthens that least.
 """
 
 import os
@@ -55,6 +55,8 @@ class Flags:
 
     turns: int = 20
     """of each"""
+    result: str = "products_cpu"
+    """name of the file in benchmarks/results/"""
 
 
 def measure(name: str, flags: Flags) -> dict[str, object]:
@@ -125,7 +127,7 @@ def main(flags: Flags) -> None:
         size = " x ".join(f"{n:,}" for n in (LAYERS | NORMALISATIONS)[str(row["layer"])])
         table.add_row(row["layer"], size, *[f"{row[c]:,.1f}" for c in columns])
     Console(width=140).print(table)
-    print(machine.save("products_cpu", {"rows": found}))
+    print(machine.save(flags.result, {"rows": found}))
 
 
 if __name__ == "__main__":

@@ -143,8 +143,8 @@ def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
         return plain.layer_norm(x, scale, bias)
     from cleanba.kernels import normalisation
 
-    rows = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
-    return normalisation.layer_norm(rows, scale, bias).reshape(x.shape).astype(x.dtype)
+    rows, *others = (p.astype(jnp.float32) for p in (x.reshape(-1, x.shape[-1]), scale, bias))
+    return normalisation.layer_norm(rows, *others).reshape(x.shape).astype(x.dtype)
 
 
 def adam(settings: Adam, shards: ShardAxis, rate: jax.Array, trained: T, gradient: PyTree) -> tuple[T, jax.Array]:

@@ -24,7 +24,7 @@ from cleanba.kernels.product import multiply
 
 WORTH = 2**14  # numbers that are worth a thread's waking
 FEWEST, MOST = 16, 64  # rows in a piece at least; pieces at most
-UNROLLED = 64  # features up to which a row's loop is written out
+UNROLLED = 64  # features, in whole sixteens, up to which a row's loop is written out
 
 
 class Shape(NamedTuple):
@@ -72,7 +72,7 @@ def _gradients(saved: tuple[jax.Array, jax.Array], dy: jax.Array) -> tuple[jax.A
     x, scale = saved
     p = Shape(*x.shape)
     dx, sums = _call(_backwards, p, [x, scale, dy], [(p.rows, p.width), (p.pieces, 2 * p.width)])
-    dg, db = multiply(jnp.ones((1, p.pieces)), sums).reshape(2, p.width)[:, : p.features]
+    dg, db = multiply(jnp.ones((1, p.pieces), jnp.float32), sums).reshape(2, p.width)[:, : p.features]
     return dx[:, : p.features], dg, db
 
 

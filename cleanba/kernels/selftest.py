@@ -110,7 +110,7 @@ def numbers() -> PyTree:
         ],
         "rows": normal(15, 5),
         "layers": layers,
-        "normalised": (normal(19, 18), normal(18), normal(18)),
+        "normalised": (normal(19, 18) / np.float32(500), normal(18), normal(18)),
         "gradient": jax.tree.map(lambda x: normal(*x.shape), layers),
         "moments": jax.tree.map(lambda x: normal(*x.shape) ** 2, (layers, layers)),
         "words": [rng.integers(0, 2**32, 37, np.uint32) for _ in range(4)],

@@ -1,4 +1,4 @@
-"""Parameters of convolutions, dense layers and layer normalisation.  `kernels` decides how products are computed."""
+"""Parameters of convolutions, dense layers and layer normalisation.  `kernels` decides how they are computed."""
 
 from typing import Literal
 
