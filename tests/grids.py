@@ -23,6 +23,10 @@ KEPT = {
     "test_dqn.py::test_the_loss_is_the_papers": ("{}", "*huber*dueling*", "*prioritised*"),
     "test_dqn.py::test_the_same_bits_on_any_devices": ("True",),
     "test_dqn.py::test_values_converge_to_the_known_ones": ("*double*", "*prioritised*"),
+    "test_export.py::test_every_algorithm_and_network_is_exported": (
+        *("*-onnx", "ppo, two LSTMs-stablehlo", "ppo, dictionaries and masks-stablehlo", "r2d2, codes-stablehlo"),
+        *("sac-stablehlo",),
+    ),
     "test_gpu.py::test_an_update_scatters_nothing_and_sorts_only_what_is_listed": (
         *("ppo-lstm", "ppo-bfloat16", "impala-resnet", "dqn-nature", "pqn-bfloat16", "r2d2-lstm", "sac-nature"),
         *("td3-mlp",),

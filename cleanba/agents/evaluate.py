@@ -259,7 +259,8 @@ def evaluate(
         seed: seed of environments and actions.
         greedy: by the best actions that it knows, or by those drawn from its policy; None: as its algorithm is
             evaluated.
-        epsilon: probability of a uniformly random action in place of its own; None: 0.05 for DQN, else 0.
+        epsilon: probability of a uniformly random action in place of its own; None: 0.05 for DQN and PQN, 0.01
+            for R2D2, else 0.
         max_steps: steps after which an episode is cut off and reported as truncated; None: 27,000, or the environment's
             own limit where that is longer.
         film: an .mp4 file for a film of the first episode.
