@@ -30,7 +30,7 @@ test: .venv/.dev-ready ## run the tests; ARGS goes to pytest (ARGS="-m 'not slow
 bench: .venv/.run-ready ## measure speed on CPUs: 15 minutes, a table and JSON in benchmarks/results/
 	@.venv/bin/python benchmarks/bench.py
 
-verify: .venv/.run-ready ## compute parts of published results again, and compare their bits; ARGS="--sample 9": all
+verify: .venv/.run-ready ## compute parts of published results again, and compare their bits; ARGS="--sample 99": all
 	@.venv/bin/python benchmarks/verifiable.py $(ARGS)
 
 docs: .venv/.docs-ready ## build the documentation into docs/_build/html; fails on broken links and forgotten pages

@@ -1,7 +1,7 @@
 """Runs behind published figures, kept whole, so that anybody can compute a part of them again.
 
 python benchmarks/verifiable.py                     # verifies two of them, drawn by chance: a minute; `make verify`
-python benchmarks/verifiable.py --sample 9          # all
+python benchmarks/verifiable.py --sample 99         # all
 python benchmarks/verifiable.py --train             # trains those that are not there, plays 100 episodes, packs them
 python benchmarks/verifiable.py --train --only pqn  # those whose names have this word, anew
 

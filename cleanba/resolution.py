@@ -114,7 +114,7 @@ def resolve(recipe: AnyRecipe, typed: Mapping[str, Any], platform: str, spec: En
         f"collector=scanned {why_unscannable(spec)}; use --collector stepped, or leave it out",
     )
     fitted = fit_parts(recipe, e, typed)
-    for field in ("num_actors", "num_shards", "num_minibatches"):
+    for field in ("num_actors", "num_shards", "num_minibatches", "train_frequency"):
         if getattr(fitted, field, None) != getattr(e, field, None):
             origin[field] = FITTED
     of_environment = name if preset is not None else ""

@@ -146,6 +146,19 @@ def test_evaluation_seeds_are_none_of_trainings():
     assert len(set(evaluation)) == len(evaluation)
 
 
+def test_no_two_evaluations_play_the_same_games_however_many_episodes_they_have():
+    """Those beside the training choose the best parameters, which `cleanba eval` (epoch 0) then measures."""
+    opened = []
+
+    def make(seeds):
+        opened.extend(seeds)
+        return DrawnEnvs(seeds, 0, [[SHORT]])
+
+    for epoch, episodes in ((0, 30), (1, 10), (2, 10), (3, 1)):
+        evaluate.play(agent(), episodes, 1, jax.devices()[0], epoch=epoch, make_envs=make)
+    assert len(set(opened)) == len(opened) == 16 + 10 + 10 + 1
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> dict[str, Path]:
     """A feed-forward agent that has learnt Catch, and a recurrent one that was only begun."""

@@ -210,6 +210,12 @@ def test_shards_and_actors_are_lowered_to_what_fits_what_was_typed():
     assert recurrent.num_envs // recurrent.num_shards % recurrent.num_minibatches == 0
 
 
+def test_steps_between_gradient_steps_are_lowered_to_what_fits_what_was_typed():
+    found = on("classic_control", "dqn", num_envs=3, num_steps=1)
+    assert found.experiment.train_frequency < on("classic_control", "dqn").experiment.train_frequency
+    assert found.origin["train_frequency"] == "lowered to fit"
+
+
 def test_where_nothing_fits_the_message_is_about_what_was_typed():
     found = on("atari", num_envs=8, num_steps=8, num_minibatches=5)
     with pytest.raises(UsageError, match="num_minibatches=5 .* 8 environments x 8 steps"):

@@ -43,7 +43,7 @@ LOGGED = {
     "eval/truncated": "how many of these episodes the step limit cut off; left out where none",
     "eval/seconds": "how long the evaluation took",
 }
-"""What an evaluation beside the training (`beside.py`) logs: name -> meaning."""
+"""What an evaluation beside the training (`periodic_evaluation.py`) logs: name -> meaning."""
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,11 @@ class Eval:
     """steps after which an episode is cut off and reported as truncated (None: 27,000, or the environment's own limit
     where that is longer)"""
     greedy: bool = False
-    """take the likeliest action instead of drawing one from the policy; DQN always takes the best that it knows"""
+    """take the likeliest action instead of drawing one from the policy; all algorithms but PPO and
+    IMPALA always take the best one"""
     epsilon: float | None = None
-    """probability of a uniformly random action in place of the policy's (None: 0.05 for DQN, else 0)"""
+    """probability of a uniformly random action in place of the policy's (None: 0.05 for DQN and PQN,
+    0.01 for R2D2, else 0)"""
     trust_remote_code: bool = False
     """of a run that was downloaded or unpacked: import and call what its config.json names (docs/guides/trust.md)"""
     video: bool = False
@@ -149,7 +151,7 @@ def play(
     for again in itertools.count():
         check("opening environments")
         with jax.default_device(device):
-            envs = (make_envs or opened)([eval_seed(seed + again * 2**31, i, epoch, n) for i in range(n)])
+            envs = (make_envs or opened)([eval_seed(seed + again * 2**31, i, epoch, MAX_ENVS) for i in range(n)])
         try:
             play_on(envs)
         finally:
