@@ -209,7 +209,7 @@ def of_variant(study: str, algorithm: str, env: str) -> list[curves.Curve]:
 
 def published(algorithm: str, env: str) -> float:
     """What others publish of an algorithm on an environment; 0 where nothing is known."""
-    found = peer(algorithm, env)
+    found = peer({"algorithm": algorithm, "env_id": env})
     return found.value if found else 0.0
 
 

@@ -8,9 +8,9 @@ import pytest
 from launch import command
 from PIL import Image
 
-from cleanba.environments.atari_scores import human_normalised, table
+from cleanba.environments.atari_scores import LONG, SHORT, human_normalised, publication, table
 from cleanba.runs import plot
-from cleanba.runs.aggregates import aggregates, published_systems, square, statistics, stratified
+from cleanba.runs.aggregates import aggregates, square, statistics, stratified
 from cleanba.runs.curves import GRID, Curve, band, find_runs, group, interval, load, read_rows, resample_means
 
 EXPERIMENT = {
@@ -257,7 +257,7 @@ def test_sixty_runs_of_ten_games_and_two_algorithms(tmp_path):
         shown = [cell.replace("[", "").replace("]", "").replace(",", "").split() for cell in cells(part, algorithm)[1:]]
         assert [float(numbers[0]) for numbers in shown] == pytest.approx(direct, abs=0.0051)
         assert all(float(low) <= float(value) <= float(high) for value, low, high in shown)
-    assert all(len(cells(part, name)) == 5 for name in published_systems().values())
+    assert all(len(cells(part, name)) == 5 for name in LONG.systems.values())
     assert looks_drawn(tmp_path / "curves.png") and looks_drawn(tmp_path / "curves_aggregates.png")
 
 
@@ -280,6 +280,31 @@ def test_published_medians_over_all_games_are_those_of_the_paper():
     assert found is not None
     medians = {name: round(float(values[0]), 2) for name, values in found.systems.items()}
     assert medians["Cleanba PPO, 8 A100, 46 CPU"] == 1.36 and medians["moolib IMPALA, 1 A100, 10 CPU"] == 1.24
+
+
+CLEANRLS = {"repeat_action_probability": 0.0, "full_action_space": False, "episodic_life": True, "env_options": []}
+
+
+def test_runs_by_cleanrls_rules_stand_beside_returns_after_ten_million_steps(tmp_path):
+    games = group([curve([1], [0.0], env_id=env_id, **CLEANRLS) for env_id in table()])
+    found = aggregates(games)
+    assert found is not None and found.publication is SHORT
+    assert round(float(found.systems["CleanRL PPO"][0]), 2) == 1.02  # as CleanRL's documentation gives it
+    assert set(found.systems) == {"CleanRL PPO", "Baselines PPO2"}  # PQN is not published for all of them
+    for seed, (env_id, rules) in enumerate([("Pong-v5", CLEANRLS), ("Alien-v5", CLEANRLS)]):
+        write_run(tmp_path / f"runs/{seed}", env_id=env_id, **rules)
+    assert command("plot", tmp_path / "runs", "--out", tmp_path / "curves").code == 0
+    text = (tmp_path / "curves.md").read_text()
+    assert "10 million steps" in text and "other rules" not in text
+    assert "20.49" in text and cells(text[text.index("## Beside") :], "Alien-v5")[-1] == "–"
+
+
+@pytest.mark.parametrize("other", [{"episodic_life": False}, {"env_options": ["mode=1"]}, {"stands": "for nothing"}])
+def test_runs_by_other_rules_stand_beside_returns_after_fifty_million_steps(other):
+    assert publication([CLEANRLS | {"env_options": ["stack_num=1"]}, CLEANRLS | other]) is (
+        SHORT if "stands" in other else LONG
+    )
+    assert publication([CLEANRLS, {}]) is LONG
 
 
 def test_of_too_many_variants_the_best_are_named(tmp_path):

@@ -1,20 +1,112 @@
 """Published scores on Atari: of a random policy, of a human, and of other systems.  Source: data/README.md."""
 
 import csv
+from collections.abc import Iterable, Sequence
 from functools import cache
 from importlib.resources import files
+from typing import NamedTuple
+
+from cleanba.files import Json
+
+
+class Publication(NamedTuple):
+    """Final returns of several systems, all by the same rules."""
+
+    file: str
+    """under data/"""
+    steps: int
+    """environment steps of each training"""
+    source: str
+    rules: dict[str, tuple[object, ...]]
+    """field of an experiment -> the values that it may have"""
+    systems: dict[str, str]
+    """the prefix of a system's columns -> its name in tables"""
+
+    @property
+    def training(self) -> str:
+        """As "50M steps"."""
+        return f"{self.steps / 1e6:g}M steps"
+
+    def returned(self, env_id: str, system: str) -> float | None:
+        """The mean return of a system on a game, or None if it is not published."""
+        return _rows(self.file).get(env_id, {}).get(f"{system}_return_mean")
+
+    def other_rules(self, experiments: Iterable[Json]) -> list[str]:
+        """What some of these experiments did otherwise, as "episodic_life=True"."""
+        return sorted(
+            {
+                f"{name}={e[name]}"
+                for e in experiments
+                for name, allowed in self.rules.items()
+                if name in e and e[name] not in allowed
+            }
+        )
 
 
 @cache
+def _rows(file: str) -> dict[str, dict[str, float]]:
+    """By environment id; without empty cells."""
+    text = files("cleanba.environments").joinpath("data", file).read_text()
+    rows = list(csv.DictReader(text.splitlines()))
+    return {row.pop("env_id"): {name: float(value) for name, value in row.items() if value} for row in rows}
+
+
+LONG = Publication(
+    "atari_50M.csv",
+    50_000_000,
+    "Huang et al. 2023, arXiv:2310.00036",
+    {
+        "repeat_action_probability": (0.25,),
+        "full_action_space": (True,),
+        "episodic_life": (False,),
+        "max_episode_steps": (None,),
+        "env_options": ([],),
+    },
+    {
+        "cleanba_impala_1xA100_10cpu": "Cleanba IMPALA, 1 A100, 10 CPU",
+        "cleanba_impala_8xA100_46cpu": "Cleanba IMPALA, 8 A100, 46 CPU",
+        "cleanba_ppo_8xA100_46cpu": "Cleanba PPO, 8 A100, 46 CPU",
+        "cleanba_ppo_sync_1xA100_10cpu": "Cleanba PPO (sync), 1 A100, 10 CPU",
+        "cleanrl_ppo_1xA100_10cpu": "CleanRL PPO, 1 A100, 10 CPU",
+        "monobeast_impala_1xA100_10cpu": "monobeast IMPALA, 1 A100, 10 CPU",
+        "moolib_impala_1xA100_10cpu": "moolib IMPALA, 1 A100, 10 CPU",
+    },
+)
+"""Sticky actions, all 18 actions, whole games: our presets' rules (Machado et al. 2018)."""
+
+SHORT = Publication(
+    "atari_10M.csv",
+    10_000_000,
+    "CleanRL's documentation, ppo_atari_envpool_xla_jax and pqn",
+    {
+        "repeat_action_probability": (0.0,),
+        "full_action_space": (False,),
+        "episodic_life": (True,),
+        "env_options": ([], ["stack_num=1"]),  # the LSTM's
+    },
+    {
+        "cleanrl_ppo": "CleanRL PPO",
+        "baselines_ppo2": "Baselines PPO2",
+        "cleanrl_pqn": "CleanRL PQN",
+        "cleanrl_pqn_lstm": "CleanRL PQN, LSTM",
+    },
+)
+"""CleanRL's rules: `--preset cleanrl-atari`."""
+
+
+def publication(experiments: Sequence[Json]) -> Publication:
+    """The publication to compare these experiments with: CleanRL's if all play by its rules."""
+    known = all(name in e for e in experiments for name in SHORT.rules)
+    return SHORT if experiments and known and not SHORT.other_rules(experiments) else LONG
+
+
 def table() -> dict[str, dict[str, float]]:
     """By environment id, such as Breakout-v5: "random", "human", and "<system>_{return_mean,return_std,minutes}"."""
-    text = files("cleanba.environments").joinpath("data/atari_50M.csv").read_text()
-    rows = list(csv.DictReader(text.splitlines()))
-    return {row.pop("env_id"): {name: float(value) for name, value in row.items()} for row in rows}
+    return _rows(LONG.file)
 
 
 def reference(env_id: str) -> dict[str, float] | None:
-    """The published scores of one environment, or None."""
+    """The published scores of one environment after 50 million steps, or None."""
     return table().get(env_id)
 
 

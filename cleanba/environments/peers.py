@@ -6,7 +6,8 @@ from functools import cache
 from importlib.resources import files
 from typing import NamedTuple
 
-from cleanba.environments import atari_scores
+from cleanba.environments.atari_scores import LONG, SHORT, publication
+from cleanba.files import Json
 
 
 class Peer(NamedTuple):
@@ -34,17 +35,28 @@ def table() -> dict[tuple[str, str], Peer]:
     }
 
 
-# Algorithm -> the most similar system in atari_scores that used one GPU.
+# Publication -> algorithm and core -> the most similar system there that used one GPU, its name and its prefix.
 ON_ATARI = {
-    "ppo": ("CleanRL", "cleanrl_ppo_1xA100_10cpu"),
-    "impala": ("the original Cleanba", "cleanba_impala_1xA100_10cpu"),
+    LONG.file: {
+        ("ppo", "none"): ("CleanRL", "cleanrl_ppo_1xA100_10cpu"),
+        ("impala", "none"): ("the original Cleanba", "cleanba_impala_1xA100_10cpu"),
+    },
+    SHORT.file: {
+        ("ppo", "none"): ("CleanRL", "cleanrl_ppo"),
+        ("pqn", "none"): ("CleanRL", "cleanrl_pqn"),
+        ("pqn", "lstm"): ("CleanRL", "cleanrl_pqn_lstm"),
+    },
 }
 
 
-def peer(algorithm: str, env_id: str) -> Peer | None:
-    """The published return of an algorithm on an environment, or None."""
-    atari = atari_scores.reference(env_id)
-    if atari is not None and algorithm in ON_ATARI:
-        system, column = ON_ATARI[algorithm]
-        return Peer(system, atari[f"{column}_return_mean"], 50_000_000)
+def peer(experiment: Json) -> Peer | None:
+    """The published return of an experiment's algorithm on its environment, by its rules on Atari; or None.
+
+    `experiment` needs "algorithm" and "env_id".
+    """
+    algorithm, env_id = str(experiment["algorithm"]), str(experiment["env_id"])
+    rules = publication([experiment])
+    name, prefix = ON_ATARI[rules.file].get((algorithm, experiment.get("core", "none")), ("", ""))
+    if (value := rules.returned(env_id, prefix)) is not None:
+        return Peer(name, value, rules.steps)
     return table().get((algorithm, re.sub(r"-v\d+$", "", env_id.rpartition(":")[2])))

@@ -1,12 +1,13 @@
 """Human-normalised scores over several Atari games, as Agarwal et al. (2021) aggregate them, and published ones."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from cleanba.environments.atari_scores import human_normalised, reference
+from cleanba.environments.atari_scores import Publication, human_normalised, publication, reference
+from cleanba.files import Json
 from cleanba.runs.curves import RESAMPLES, Groups, variants_of, warn
 
 STATISTICS = ("median", "IQM", "mean", "optimality gap")
@@ -34,6 +35,7 @@ class Aggregates(NamedTuple):
     games: list[str]
     taus: np.ndarray
     variants: dict[str, Summary]
+    publication: Publication  # that has the next ones
     systems: dict[str, np.ndarray]  # published ones, over the means of the same games, as STATISTICS
 
 
@@ -52,11 +54,24 @@ def aggregates(groups: Groups) -> Aggregates | None:
     scores = {name: [final(env_id, name) for env_id in games] for name in names}
     best = max(float(s.max()) for by_game in scores.values() for s in by_game)
     taus = np.linspace(0, min(8.0, max(2.0, best)), 101)
-    systems = {
-        name: statistics(np.array([[human_normalised(env_id, published(env_id, system)) for env_id in games]], float))
-        for system, name in published_systems().items()
-    }
-    return Aggregates(games, taus, {name: summarise(scores[name], taus) for name in names}, systems)
+    beside = publication_for(played, games)
+    systems = {}
+    for prefix, system in beside.systems.items():
+        returned = {env_id: beside.returned(env_id, prefix) for env_id in games}
+        by_game = [human_normalised(env_id, value) for env_id, value in returned.items() if value is not None]
+        if len(by_game) == len(games):
+            systems[system] = statistics(np.array([by_game], float))
+    return Aggregates(games, taus, {name: summarise(scores[name], taus) for name in names}, beside, systems)
+
+
+def experiments(groups: Groups, games: Iterable[str]) -> list[Json]:
+    """What the runs on these games trained."""
+    return [c.experiment for env_id in games for runs in groups[env_id].values() for c in runs]
+
+
+def publication_for(groups: Groups, games: Iterable[str]) -> Publication:
+    """What to compare the runs on these games with."""
+    return publication(experiments(groups, games))
 
 
 def summarise(scores: Sequence[np.ndarray], taus: np.ndarray) -> Summary:
@@ -101,22 +116,3 @@ def stratified(scores: Sequence[np.ndarray], statistic: Callable[[np.ndarray], n
     draws = [s[rng.integers(len(s), size=(RESAMPLES, len(s)))] for s in scores]  # [RESAMPLES, seeds] for each game
     drawn = np.stack([statistic(square([d[i] for d in draws])) for i in range(RESAMPLES)])
     return Estimate(value, *np.percentile(drawn, (2.5, 97.5), axis=0))
-
-
-def published_systems() -> dict[str, str]:
-    """The published systems: the prefix of a system's columns -> its name in tables."""
-    prefixes = [name.removesuffix("_return_mean") for name in reference("Breakout-v5") or {} if "return_mean" in name]
-    words = {"cleanba": "Cleanba", "cleanrl": "CleanRL", "ppo": "PPO", "impala": "IMPALA", "sync": "(sync)"}
-
-    def spell(prefix: str) -> str:
-        *name, gpus, cpus = prefix.split("_")
-        return f"{' '.join(words.get(w, w) for w in name)}, {gpus.replace('x', ' ')}, {cpus.replace('cpu', ' CPU')}"
-
-    return {prefix: spell(prefix) for prefix in sorted(prefixes)}
-
-
-def published(env_id: str, system: str) -> float:
-    """A published final return: the mean over three seeds."""
-    row = reference(env_id)
-    assert row is not None
-    return row[f"{system}_return_mean"]

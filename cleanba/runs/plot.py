@@ -19,20 +19,13 @@ from cleanba.environments.atari_scores import human_normalised, reference
 from cleanba.errors import Exit, UsageError
 from cleanba.files import Json
 from cleanba.flags import FLAGS
-from cleanba.runs.aggregates import STATISTICS, Aggregates, aggregates, published, published_systems
+from cleanba.runs.aggregates import STATISTICS, Aggregates, aggregates, experiments, publication_for
 from cleanba.runs.curves import Groups, Interval, band, ends_early, group, load, mean_interval, variants_of
 
 if TYPE_CHECKING:  # drawing takes a second to import
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-PUBLISHED_PROTOCOL: Json = {
-    "repeat_action_probability": 0.25,
-    "full_action_space": True,
-    "episodic_life": False,
-    "max_episode_steps": None,
-    "env_options": [],
-}
 CAPTION = (
     "Line: mean over seeds. Band: 95% interval of that mean, from 2,000 bootstrap resamples of the seeds (none for one "
     "seed). A point is the mean return of the last 100 training episodes; no other smoothing."
@@ -161,20 +154,22 @@ def tables(groups: Groups, over_games: Aggregates | None) -> str:
             curves = groups[env_id].get(name)
             return float(np.mean([c.returns[-1] for c in curves])) if curves else None
 
+        beside = publication_for(groups, games)
         rows = [
             [
                 env_id,
                 *(cell(env_id, ours(env_id, name)) for name in names),
-                *(cell(env_id, published(env_id, system)) for system in published_systems()),
+                *(cell(env_id, beside.returned(env_id, prefix)) for prefix in beside.systems),
             ]
             for env_id in games
         ]
+        others = beside.other_rules(experiments(groups, games))
         parts += [
             "## Beside published systems\n",
             "Return, with the human-normalised score in brackets (0: a random policy, 1: a human). The published "
-            "systems trained for 50 million steps with three seeds (Huang et al. 2023, arXiv:2310.00036).\n",
-            *protocol_notes(groups, games),
-            markdown(["game", *names, *published_systems().values()], rows),
+            f"systems trained for {beside.steps / 1e6:g} million steps with three seeds ({beside.source}).\n",
+            *([f"These runs, or some of them, played by other rules: {', '.join(others)}.\n"] if others else []),
+            markdown(["game", *names, *beside.systems.values()], rows),
         ]
     if over_games is not None:
         rows = []
@@ -190,18 +185,6 @@ def tables(groups: Groups, over_games: Aggregates | None) -> str:
             markdown(["", *STATISTICS], rows),
         ]
     return "\n".join(parts)
-
-
-def protocol_notes(groups: Groups, games: Sequence[str]) -> list[str]:
-    """A sentence if runs did not play by the rules of the published scores."""
-    curves = [c for env_id in games for runs in groups[env_id].values() for c in runs]
-    others = {
-        f"{name}={c.experiment[name]}"
-        for c in curves
-        for name, value in PUBLISHED_PROTOCOL.items()
-        if name in c.experiment and c.experiment[name] != value
-    }
-    return [f"These runs, or some of them, played by other rules: {', '.join(sorted(others))}.\n"] if others else []
 
 
 # Figures
@@ -369,7 +352,8 @@ def draw_aggregates(over_games: Aggregates, names: Sequence[str]) -> "Figure":
     caption = (
         f"Human-normalised scores over {len(over_games.games)} Atari games, seeds per game: {seeds}. Bars and bands: "
         "95% stratified bootstrap intervals (2,000 resamples of every game's seeds). Circles: published systems after "
-        "50M steps, of whose runs only the means are known. A smaller optimality gap is better."
+        f"{over_games.publication.training}, of whose runs only the means are known. A smaller optimality gap is "
+        "better."
     ) + OTHERS.format(count - len(names)) * (count > len(names))
     handles = [Line2D([], [], label=name, markersize=4.5, **look(i)) for i, name in enumerate(names)]
     legend_below(figure, handles, caption)

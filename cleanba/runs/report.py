@@ -109,7 +109,7 @@ def page(run_dir: Path) -> str:
     parts = [
         f"<h1>{escape(title)}</h1><p>{escape(str(run_dir))}</p>",
         overview(result, rows, experiment),
-        section("Learning", learning(rows, peer(str(experiment["algorithm"]), str(e.get("env_id"))))),
+        section("Learning", learning(rows, peer(experiment))),
         section("Evaluation", evaluation(run_dir, optional(run_dir / "eval.json"))),
         section("Throughput", throughput(rows)),
         section("Losses", losses(rows)),
