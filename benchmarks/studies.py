@@ -18,6 +18,7 @@ import machine
 import matplotlib
 import numpy as np
 
+from cleanba.environments.peers import peer
 from cleanba.files import Json, read_json, write_whole
 from cleanba.runs import curves, plot
 
@@ -86,6 +87,10 @@ class Studies:
     """name -> study"""
     episodes: int = 0
     """of the evaluation of each run (0: none)"""
+    film: bool = False
+    """whether the first of them is filmed"""
+    beside: bool = False
+    """whether the table has what others publish"""
 
     @property
     def file(self) -> Path:
@@ -124,7 +129,7 @@ class Studies:
         """Keep the curve of a run that has finished, and what it returns when it is evaluated."""
         more: Json = {}
         if self.episodes:
-            cleanba("eval", run_dir, "--episodes", self.episodes)
+            cleanba("eval", run_dir, "--episodes", self.episodes, *(["--video"] if self.film else []))
             more = {"evaluated": read_json(run_dir / "eval.json")["mean"]}
         (curve,) = curves.load([run_dir])
         kept.add(self.file, [kept.entry(curve, study=run.study, variant=run.variant, **more)])
@@ -132,8 +137,9 @@ class Studies:
     def table(self, lines: Sequence[Json]) -> str:
         """The last return of each seed, by study, environment and variant."""
         rows = ["| study | environment | settings | last 100 episodes, by seed | mean | minutes |", "|---" * 6 + "|"]
-        if self.episodes:
-            rows = [rows[0] + f" {self.episodes} episodes of evaluation, by seed |", rows[1] + "---|"]
+        more = [f"{self.episodes} episodes of evaluation, by seed"] if self.episodes else []
+        more += ["published"] if self.beside else []
+        rows = [rows[0] + "".join(f" {name} |" for name in more), rows[1] + "---|" * len(more)]
         in_turn = lambda values: ", ".join(f"{x:.4g}" for x in values)
         for study, variant, env_id in self.rows():
             runs = [x for x in lines if Run.of(x)[:3] == (study, variant, env_id)]
@@ -144,6 +150,9 @@ class Studies:
             row = [study, env_id, variant, in_turn(last), f"{np.mean(last):.4g}", f"{minutes:.1f}"]
             if self.episodes:
                 row.append(in_turn(run.get("evaluated", np.nan) for run in runs))
+            if self.beside:
+                found = peer(runs[0]["experiment"])
+                row.append(f"{found.value:.4g} ({found.in_words()})" if found else "–")
             rows.append(f"| {' | '.join(row)} |")
         return "\n".join(rows) + "\n"
 

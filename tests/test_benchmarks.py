@@ -16,12 +16,14 @@ import pytest
 from launch import ROOT, TINY, command, finish, python
 
 from cleanba.config import Placement
+from cleanba.environments.atari_scores import SHORT, publication
 from cleanba.recipes import RECIPES
 from cleanba.resolution import fit, resolve
 from cleanba.train_flags import parse
 
 sys.path.append(str(ROOT / "benchmarks"))
 import aot
+import atari
 import concurrency
 import gpu
 import keep_curves
@@ -233,6 +235,27 @@ def test_the_table_of_a_study_has_the_curves_that_are_kept(studies):
     assert {tuple(run[:3]) for run in studies.wanted(Asked())} == set(studies.rows())
     with pytest.raises(SystemExit, match="there is no study nothing; there are"):
         list(studies.wanted(Asked(studies=("nothing",))))
+
+
+def test_atari_at_full_length_is_by_cleanrls_rules_and_stands_beside_its_returns():
+    experiments = {}
+    for run in atari.STUDIES.wanted(Asked(seeds=(1,))):
+        algorithm, *flags = atari.STUDIES.command(run)
+        typed = parse(RECIPES[algorithm], flags).typed
+        experiments[run] = resolve(RECIPES[algorithm], typed, "gpu").experiment
+        found = {"algorithm": algorithm, **asdict(experiments[run])}
+        assert publication([json.loads(json.dumps(found))]) is SHORT and experiments[run].total_timesteps == 10**7
+    run = next(run for run in experiments if run.study == "pqn" and run.env_id == "Breakout-v5")
+    line = {
+        "study": run.study,
+        "variant": run.variant,
+        "experiment": {"algorithm": "pqn", **json.loads(json.dumps(asdict(experiments[run])))},
+        "returns": [1.0, 200.0],
+        "seconds": [0.0, 600.0],
+        "evaluated": 123.0,
+    }
+    row = atari.STUDIES.table([line]).splitlines()[-1]
+    assert row == "| pqn | Breakout-v5 | CleanRL's | 200 | 200 | 10.0 | 123 | 384.9 (CleanRL, 10M steps) |"
 
 
 def test_without_a_gpu_it_says_so_and_measures_nothing(tmp_path):
