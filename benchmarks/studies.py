@@ -39,6 +39,9 @@ class Study(NamedTuple):
     variants: dict[str, str]
     """name -> algorithm and flags, as they are typed after `cleanba`; with other flags it needs another name, since
     runs are known by it"""
+    stages: dict[str, tuple[str | None, str]] = {}  # noqa: RUF012 - nobody writes to it
+    """environment -> the environment from whose run of the same variant and seed its own runs start (None: from
+    nothing), and flags of this stage"""
 
 
 @dataclass(frozen=True)
@@ -113,14 +116,17 @@ class Studies:
                 if fits(study, asked.studies) and fits(env_id, asked.env_ids) and fits(variant, asked.variants):
                     yield Run(study, variant, env_id, seed)
 
-    def command(self, run: Run) -> list[str]:
-        """What is typed after `cleanba`."""
-        algorithm, *flags = self.all[run.study].variants[run.variant].split()
-        return [algorithm, "--env-id", run.env_id, "--seed", str(run.seed), *flags]
+    def command(self, run: Run, folder: Path) -> list[str]:
+        """What is typed after `cleanba`; `folder` has the runs."""
+        study = self.all[run.study]
+        algorithm, *flags = study.variants[run.variant].split()
+        before, more = study.stages.get(run.env_id, (None, ""))
+        start = ["--init-from", str(folder / run._replace(env_id=before).folder)] if before else []
+        return [algorithm, "--env-id", run.env_id, "--seed", str(run.seed), *flags, *more.split(), *start]
 
     def train(self, run: Run, folder: Path) -> None:
         """Train it, or go on with it, and keep its curve."""
-        command, run_dir = self.command(run), folder / run.folder
+        command, run_dir = self.command(run, folder), folder / run.folder
         print(f"cleanba {' '.join(command)}", flush=True)
         cleanba(*command, "--run-dir", run_dir)
         self.keep(run, run_dir)

@@ -240,7 +240,7 @@ def test_the_table_of_a_study_has_the_curves_that_are_kept(studies):
 def test_atari_at_full_length_is_by_cleanrls_rules_and_stands_beside_its_returns():
     experiments = {}
     for run in atari.STUDIES.wanted(Asked(seeds=(1,))):
-        algorithm, *flags = atari.STUDIES.command(run)
+        algorithm, *flags = atari.STUDIES.command(run, Path("runs"))
         typed = parse(RECIPES[algorithm], flags).typed
         experiments[run] = resolve(RECIPES[algorithm], typed, "gpu").experiment
         found = {"algorithm": algorithm, **asdict(experiments[run])}
