@@ -162,6 +162,15 @@ class Studies:
             rows.append(f"| {' | '.join(row)} |")
         return "\n".join(rows) + "\n"
 
+    def groups(self, lines: Sequence[Json], name: str) -> curves.Groups:
+        """The curves of a study by environment and variant, in its order and with its names."""
+        found: curves.Groups = {}
+        for study, variant, env_id in self.rows():
+            of_row = [kept.as_curve(line) for line in lines if Run.of(line)[:3] == (study, variant, env_id)]
+            if study == name and of_row:
+                found.setdefault(env_id, {})[variant] = of_row
+        return found
+
     def go_on(self, asked: Asked) -> None:
         """Train what is missing, then write the table and draw."""
         folder = asked.runs or Path("runs") / self.name
@@ -178,7 +187,6 @@ class Studies:
         write_whole(self.file.with_suffix(".md"), text)
         print(text)
         for name in self.all:
-            groups = curves.group([kept.as_curve(line) for line in lines if line["study"] == name])
-            if groups:
+            if groups := self.groups(lines, name):
                 with matplotlib.rc_context({"text.parse_math": False}):
                     plot.save(plot.draw_curves(groups, "steps"), ROOT / "static" / f"{self.name}_{name}")
