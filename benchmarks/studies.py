@@ -80,6 +80,11 @@ class Run(NamedTuple):
         return "".join(c if c.isalnum() else "_" for c in words)
 
 
+def of_row(lines: Sequence[Json], study: str, variant: str, env_id: str) -> list[Json]:
+    """The kept lines of a row of the table."""
+    return [line for line in lines if Run.of(line)[:3] == (study, variant, env_id)]
+
+
 @dataclass(frozen=True)
 class Studies:
     """Several studies whose runs are kept in one file."""
@@ -148,8 +153,7 @@ class Studies:
         rows = [rows[0] + "".join(f" {name} |" for name in more), rows[1] + "---|" * len(more)]
         in_turn = lambda values: ", ".join(f"{x:.4g}" for x in values)
         for study, variant, env_id in self.rows():
-            runs = [x for x in lines if Run.of(x)[:3] == (study, variant, env_id)]
-            if not runs:
+            if not (runs := of_row(lines, study, variant, env_id)):
                 continue
             last = [run["returns"][-1] for run in runs]
             minutes = np.mean([run["seconds"][-1] for run in runs]) / 60
@@ -166,9 +170,8 @@ class Studies:
         """The curves of a study by environment and variant, in its order and with its names."""
         found: curves.Groups = {}
         for study, variant, env_id in self.rows():
-            of_row = [kept.as_curve(line) for line in lines if Run.of(line)[:3] == (study, variant, env_id)]
-            if study == name and of_row:
-                found.setdefault(env_id, {})[variant] = of_row
+            if study == name and (runs := of_row(lines, study, variant, env_id)):
+                found.setdefault(env_id, {})[variant] = [kept.as_curve(run) for run in runs]
         return found
 
     def go_on(self, asked: Asked) -> None:

@@ -237,6 +237,15 @@ def test_the_table_of_a_study_has_the_curves_that_are_kept(studies):
         list(studies.wanted(Asked(studies=("nothing",))))
 
 
+def test_a_longer_corridor_starts_from_the_shorter_ones_run():
+    runs = list(memory_tasks.STUDIES.wanted(Asked(studies=("corridors",), variants=("PPO",), seeds=(2,))))
+    commands = [memory_tasks.STUDIES.command(run, Path("runs")) for run in runs]
+    assert [run.env_id for run in runs] == [f"MiniGrid-MemoryS{size}-v0" for size in (7, 9, 11, 13)]
+    assert "--init-from" not in commands[0]
+    for shorter, words in zip(runs, commands[1:], strict=False):
+        assert words[words.index("--init-from") + 1] == str(Path("runs") / shorter.folder)
+
+
 def test_atari_at_full_length_is_by_cleanrls_rules_and_stands_beside_its_returns():
     experiments = {}
     for run in atari.STUDIES.wanted(Asked(seeds=(1,))):

@@ -22,11 +22,6 @@ class Publication(NamedTuple):
     systems: dict[str, str]
     """the prefix of a system's columns -> its name in tables"""
 
-    @property
-    def training(self) -> str:
-        """As "50M steps"."""
-        return f"{self.steps / 1e6:g}M steps"
-
     def returned(self, env_id: str, system: str) -> float | None:
         """The mean return of a system on a game, or None if it is not published."""
         return _rows(self.file).get(env_id, {}).get(f"{system}_return_mean")

@@ -54,7 +54,7 @@ def aggregates(groups: Groups) -> Aggregates | None:
     scores = {name: [final(env_id, name) for env_id in games] for name in names}
     best = max(float(s.max()) for by_game in scores.values() for s in by_game)
     taus = np.linspace(0, min(8.0, max(2.0, best)), 101)
-    beside = publication_for(played, games)
+    beside = publication(experiments(played, games))
     systems = {}
     for prefix, system in beside.systems.items():
         returned = {env_id: beside.returned(env_id, prefix) for env_id in games}
@@ -67,11 +67,6 @@ def aggregates(groups: Groups) -> Aggregates | None:
 def experiments(groups: Groups, games: Iterable[str]) -> list[Json]:
     """What the runs on these games trained."""
     return [c.experiment for env_id in games for runs in groups[env_id].values() for c in runs]
-
-
-def publication_for(groups: Groups, games: Iterable[str]) -> Publication:
-    """What to compare the runs on these games with."""
-    return publication(experiments(groups, games))
 
 
 def summarise(scores: Sequence[np.ndarray], taus: np.ndarray) -> Summary:

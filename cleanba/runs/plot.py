@@ -15,11 +15,11 @@ import numpy as np
 import tyro
 
 from cleanba.config import require
-from cleanba.environments.atari_scores import human_normalised, reference
+from cleanba.environments.atari_scores import human_normalised, publication, reference
 from cleanba.errors import Exit, UsageError
 from cleanba.files import Json
 from cleanba.flags import FLAGS
-from cleanba.runs.aggregates import STATISTICS, Aggregates, aggregates, experiments, publication_for
+from cleanba.runs.aggregates import STATISTICS, Aggregates, aggregates, experiments
 from cleanba.runs.curves import Groups, Interval, band, ends_early, group, load, mean_interval, variants_of
 
 if TYPE_CHECKING:  # drawing takes a second to import
@@ -154,7 +154,8 @@ def tables(groups: Groups, over_games: Aggregates | None) -> str:
             curves = groups[env_id].get(name)
             return float(np.mean([c.returns[-1] for c in curves])) if curves else None
 
-        beside = publication_for(groups, games)
+        trained = experiments(groups, games)
+        beside = publication(trained)
         rows = [
             [
                 env_id,
@@ -163,7 +164,7 @@ def tables(groups: Groups, over_games: Aggregates | None) -> str:
             ]
             for env_id in games
         ]
-        others = beside.other_rules(experiments(groups, games))
+        others = beside.other_rules(trained)
         parts += [
             "## Beside published systems\n",
             "Return, with the human-normalised score in brackets (0: a random policy, 1: a human). The published "
@@ -352,8 +353,8 @@ def draw_aggregates(over_games: Aggregates, names: Sequence[str]) -> "Figure":
     caption = (
         f"Human-normalised scores over {len(over_games.games)} Atari games, seeds per game: {seeds}. Bars and bands: "
         "95% stratified bootstrap intervals (2,000 resamples of every game's seeds). Circles: published systems after "
-        f"{over_games.publication.training}, of whose runs only the means are known. A smaller optimality gap is "
-        "better."
+        f"{over_games.publication.steps / 1e6:g}M steps, of whose runs only the means are known. A smaller optimality "
+        "gap is better."
     ) + OTHERS.format(count - len(names)) * (count > len(names))
     handles = [Line2D([], [], label=name, markersize=4.5, **look(i)) for i, name in enumerate(names)]
     legend_below(figure, handles, caption)
