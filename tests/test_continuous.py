@@ -250,11 +250,16 @@ def test_images_and_masks_are_not_normalised_and_the_rest_only_if_asked():
         assert (acting is state.params) == ("norm_obs" not in changes)  # acting needs no statistics of rewards
 
 
-def test_normalisation_and_a_correction_of_lag_are_the_defaults_for_real_valued_actions_alone():
+def test_normalisation_and_taking_turns_are_the_defaults_for_real_valued_actions_alone():
     for algorithm in (ppo, impala):
         assert algorithm.PRESETS["continuous"]["norm_obs"] and algorithm.PRESETS["continuous"]["norm_reward"]
         assert "norm_obs" not in algorithm.PRESETS["atari"] and not algorithm.PRESETS["minatar"].get("norm_obs")
     assert ppo.PRESETS["continuous"]["lag_correction"] == "decoupled" and ppo.PPO().lag_correction == "none"
+    presets = {(recipe.name, kind): preset for recipe in RECIPES.values() for kind, preset in recipe.presets.items()}
+    assert [which for which, preset in presets.items() if not preset.get("concurrency", True)] == [
+        ("ppo", "continuous")
+    ]
+    assert all(recipe.experiment().concurrency for recipe in RECIPES.values())
 
 
 # -------------------------------------------------------------- placement, checkpoints, agents; with statistics

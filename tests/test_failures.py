@@ -5,16 +5,19 @@ import random
 import signal
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from launch import CROWD, TINY, command, finish, python, read_result, read_rows
 from scripted import Planted
 
 from cleanba.environments.envpool import Envs
+from cleanba.errors import Failure
 from cleanba.runtime.channels import Stop
 from cleanba.runtime.checkpoint import updates_kept
 from cleanba.runtime.learner import Learner
 from cleanba.runtime.metrics import Writers
+from cleanba.runtime.supervision import Watchdog
 
 SOON = 5.0 * CROWD  # seconds
 ENDLESS = [*TINY, "--total-timesteps", "1000000000"]
@@ -38,6 +41,21 @@ def pools(monkeypatch):
     monkeypatch.setattr(Envs, "__init__", watched_init)
     monkeypatch.setattr(Envs, "close", watched_close)
     return made
+
+
+def test_a_process_that_was_stopped_for_a_while_has_not_stalled(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr("cleanba.waited.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    watchdog = Watchdog(60.0)
+
+    def look_after(*seconds: float) -> None:
+        for more in seconds:
+            clock[0] += more
+            watchdog.check(3, "training")
+
+    look_after(0, 1000, *[1] * 50)  # a job that its cluster suspended
+    with pytest.raises(Failure, match="no update for 61 s after update 3"):
+        look_after(*[1] * 10)
 
 
 class Bomb:

@@ -41,6 +41,7 @@ from cleanba.environments.worker import (
 from cleanba.errors import Failure, UsageError, closest_names, missing, raised, said
 from cleanba.rollout import Obs, PyTree
 from cleanba.specs import ObsSpecs
+from cleanba.waited import Waited
 
 PREFIX = "gymnasium:"
 
@@ -501,11 +502,11 @@ class Worker:
             Failure: the process died, or does not answer.
         """
         try:
-            start = time.monotonic()
+            waited = Waited()
             while not self._connection.poll(LOOK_SECONDS):
                 if self._process.poll() is not None and not self._connection.poll():
                     raise EOFError  # it died, but a child of it still holds its end of the connection
-                if self._patience is not None and time.monotonic() - start > self._patience:
+                if self._patience is not None and waited.look() > self._patience:
                     raise Failure(f"the process that steps {self._who} has not answered for {self._patience} s")
             answer = self._connection.recv()
         except (EOFError, ConnectionError):

@@ -8,12 +8,13 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from cleanba.errors import Failure, Interrupted
 from cleanba.runtime.channels import Channel, Stop
 from cleanba.runtime.progress import Progress
+from cleanba.waited import Waited
 
 GRACE_SECONDS = 3.0  # for threads to notice that the run ends
 
@@ -140,7 +141,7 @@ class Watchdog:
     timeout: float
     counted: str = "update"
     mark: tuple[int, str] | None = None
-    since: float = 0.0
+    waited: Waited = field(default_factory=Waited)
 
     def check(self, count: int, phase: str, channels: Sequence[Channel[Any]] = ()) -> None:
         """Call this every now and then with the count and the phase of the run.  Compiling may take any time.
@@ -148,13 +149,13 @@ class Watchdog:
         Raises:
             Failure: the run stalls.  The threads' stacks have been printed to stderr.
         """
-        now, mark = time.perf_counter(), (count, phase)
+        mark = (count, phase)
         if mark != self.mark or phase.startswith("compiling"):
-            self.mark, self.since = mark, now
-        elif now - self.since > self.timeout:
+            self.mark, self.waited = mark, Waited()
+        elif (seconds := self.waited.look()) > self.timeout:
             print(stacks(channels), file=sys.stderr)
             raise Failure(
-                f"no {self.counted} for {now - self.since:.0f} s after {self.counted} {count} ({phase}); "
+                f"no {self.counted} for {seconds:.0f} s after {self.counted} {count} ({phase}); "
                 "the stacks above show where each thread stands. "
                 f"If nothing is wrong there, raise --stall-timeout above {self.timeout:g}"
             )

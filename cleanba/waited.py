@@ -1,0 +1,23 @@
+"""How long something has been waited for, without the time in which this process was stopped itself."""
+
+import time
+
+MOST_SECONDS = 5.0
+
+
+class Waited:
+    """Counts seconds.  Look at it often: of the time between two looks at most `MOST_SECONDS` count.
+
+    So a job that its cluster suspended (SIGSTOP, SIGCONT) runs into no timeout when it goes on, nor does a laptop that
+    slept.
+    """
+
+    def __init__(self) -> None:
+        self._seconds, self._looked = 0.0, time.monotonic()
+
+    def look(self) -> float:
+        """The seconds so far."""
+        now = time.monotonic()
+        self._seconds += min(now - self._looked, MOST_SECONDS)
+        self._looked = now
+        return self._seconds
