@@ -2,7 +2,7 @@
 
 import time
 
-MOST_SECONDS = 5.0
+MOST_SECONDS = 2.0
 
 
 class Waited:

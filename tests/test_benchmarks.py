@@ -226,7 +226,9 @@ def test_the_table_of_figures_that_can_be_verified_has_the_runs_that_are_kept():
         assert (result["params_digest"], result["status"]) == (row["params_digest"], "finished"), name
 
 
-@pytest.mark.parametrize("studies", [pqn.STUDIES, memory_tasks.STUDIES, mujoco.STUDIES], ids=lambda studies: studies.name)
+@pytest.mark.parametrize(
+    "studies", [pqn.STUDIES, memory_tasks.STUDIES, mujoco.STUDIES], ids=lambda studies: studies.name
+)
 def test_the_table_of_a_study_has_the_curves_that_are_kept(studies):
     lines = kept.read(studies.file)
     assert studies.table(lines) == studies.file.with_suffix(".md").read_text()

@@ -1,8 +1,10 @@
 """Whatever breaks, the process ends soon, says why once, and leaves nothing running."""
 
+import itertools
 import os
 import random
 import signal
+import socket
 import threading
 import time
 from types import SimpleNamespace
@@ -17,6 +19,7 @@ from cleanba.runtime.channels import Stop
 from cleanba.runtime.checkpoint import updates_kept
 from cleanba.runtime.learner import Learner
 from cleanba.runtime.metrics import Writers
+from cleanba.runtime.peers import Peers
 from cleanba.runtime.supervision import Watchdog
 
 SOON = 5.0 * CROWD  # seconds
@@ -56,6 +59,23 @@ def test_a_process_that_was_stopped_for_a_while_has_not_stalled(monkeypatch):
     look_after(0, 1000, *[1] * 50)  # a job that its cluster suspended
     with pytest.raises(Failure, match="no update for 61 s after update 3"):
         look_after(*[1] * 10)
+
+
+def test_messages_of_a_process_may_come_in_pieces_and_silence_ends_them(monkeypatch):
+    monkeypatch.setattr("cleanba.runtime.peers.PING_SECONDS", 0.01)
+    monkeypatch.setattr("cleanba.runtime.peers._state", lambda: SimpleNamespace(process_id=0, num_processes=1))
+    here, there = socket.socketpair()
+    with here, there, Peers(0.2) as peers:
+        peers._links[1] = here
+        for piece in (b'{"ping": true}\n{"lo', b'st": 3}', b'\n{"bye": true}\n{"pi'):
+            there.sendall(piece)
+        messages = peers._messages(1)
+        assert list(itertools.islice(messages, 3)) == [{"ping": True}, {"lost": 3}, {"bye": True}]
+        with pytest.raises(TimeoutError):
+            next(messages)
+        there.close()
+        assert list(peers._messages(1)) == []
+        peers._links.clear()
 
 
 class Bomb:

@@ -405,9 +405,14 @@ def wait_for_rows(run, count, is_well) -> None:
 
 
 @pytest.mark.slow
-def test_processes_that_are_all_warned_end_after_one_update(pairs):
+def test_processes_that_are_all_suspended_go_on_and_all_warned_end_after_one_update(pairs):
     both, run = pairs["warned"]
     wait_for_rows(run, 4, lambda: both[0].poll() is None)  # by then it knows how long an update takes
+    for signum in (signal.SIGSTOP, signal.SIGCONT):
+        for process in both:
+            process.send_signal(signum)
+        time.sleep(SILENCE + 2 if signum == signal.SIGSTOP else 0)
+    wait_for_rows(run, len(read_rows(run)) + 2, lambda: both[0].poll() is None)
     for process in both:
         process.send_signal(signal.SIGUSR1)
     ended = [finish(process) for process in both]

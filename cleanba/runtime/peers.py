@@ -13,11 +13,12 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
-from typing import Any, TextIO
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from cleanba.errors import Failure, Interrupted, UsageError
 from cleanba.files import Json
+from cleanba.waited import Waited
 
 PING_SECONDS = 1.0
 JOIN_SECONDS = 30.0  # to connect in the beginning
@@ -47,7 +48,6 @@ class Peers:
         self._lost = threading.Event()
         self._over = threading.Event()
         self._links: dict[int, socket.socket] = {}
-        self._lines: dict[int, TextIO] = {}
         self._polite: set[int] = set()  # those that said goodbye
         self._listeners: dict[int, threading.Thread] = {}
         if self._count > 1:
@@ -69,7 +69,7 @@ class Peers:
             except (OSError, RuntimeError) as error:
                 raise Failure(f"process {self._me} cannot reach process 0 on {host}, port {port}: {error}") from None
             with self._lock:
-                self._links[0], self._lines[0] = link, link.makefile()
+                self._links[0] = link
             return
         token = secrets.token_hex(16)
         with socket.create_server(("", 0), backlog=self._count) as server:
@@ -85,13 +85,13 @@ class Peers:
                         f"process {', '.join(missing)} did not connect to process 0 on port {port}; "
                         "see whether a firewall stands between the hosts"
                     ) from None
-                words, lines = [], link.makefile()
+                words: list[str] = []
                 link.settimeout(GREETING_SECONDS)
-                with contextlib.suppress(OSError, ValueError):
-                    words = lines.readline(200).split()
+                with contextlib.suppress(OSError, ValueError):  # without a buffer, which would take later messages, too
+                    words = link.makefile("rb", buffering=0).readline(200).decode().split()
                 if len(words) == 2 and words[0] == token:
                     with self._lock:
-                        self._links[int(words[1])], self._lines[int(words[1])] = link, lines
+                        self._links[int(words[1])] = link
                 else:
                     link.close()  # a stranger
 
@@ -107,11 +107,30 @@ class Peers:
                     with contextlib.suppress(OSError):  # whoever listens there will notice
                         link.sendall(line)
 
+    def _messages(self, peer: int) -> Iterator[Json]:
+        """What a peer says, until its connection closes.
+
+        Raises:
+            TimeoutError: it has said nothing for too long, while this process itself was running.
+        """
+        link, waited, begun = self._links[peer], Waited(), b""
+        link.settimeout(PING_SECONDS)
+        while True:
+            try:
+                received = link.recv(1 << 16)
+            except TimeoutError:
+                if waited.look() > self._timeout:
+                    raise
+                continue
+            if not received:
+                return
+            *lines, begun = (begun + received).split(b"\n")
+            waited = Waited()
+            yield from map(json.loads, lines)
+
     def _listen(self, peer: int) -> None:
-        self._links[peer].settimeout(self._timeout)
         try:
-            for line in self._lines[peer]:
-                message = json.loads(line)
+            for message in self._messages(peer):
                 if message.get("bye"):
                     self._polite.add(peer)
                 if "lost" in message:

@@ -11,6 +11,8 @@ import numpy as np
 
 from cleanba.config import Placement, require
 
+SUSPENDED_SECONDS = 7 * 24 * 3600  # for which a job of several processes may be stopped as a whole
+
 
 def initialise(p: Placement) -> None:
     """Join the other processes, if the placement is distributed.  Call it before anything touches a device.
@@ -40,7 +42,10 @@ def initialise(p: Placement) -> None:
         require(0 <= i < n, f"process_id={i} must lie in [0, {n}); set --process-id")
     try:
         # Each process sees all devices of its host; the two id flags choose among them.
-        jax.distributed.initialize(p.coordinator_address, p.num_processes, p.process_id)
+        # JAX's own heartbeat would end all processes of a job that was suspended for longer; `Peers` has another one.
+        jax.distributed.initialize(
+            p.coordinator_address, p.num_processes, p.process_id, heartbeat_timeout_seconds=SUSPENDED_SECONDS
+        )
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # JAX would note it and go on
         if "JAX_LOCAL_DEVICE_IDS" not in os.environ:  # under Slurm JAX would leave each process a single GPU
