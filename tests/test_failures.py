@@ -75,7 +75,6 @@ def test_messages_of_a_process_may_come_in_pieces_and_silence_ends_them(monkeypa
             next(messages)
         there.close()
         assert list(peers._messages(1)) == []
-        peers._links.clear()
 
 
 class Bomb:

@@ -408,13 +408,12 @@ def wait_for_rows(run, count, is_well) -> None:
 def test_processes_that_are_all_suspended_go_on_and_all_warned_end_after_one_update(pairs):
     both, run = pairs["warned"]
     wait_for_rows(run, 4, lambda: both[0].poll() is None)  # by then it knows how long an update takes
-    for signum in (signal.SIGSTOP, signal.SIGCONT):
-        for process in both:
-            process.send_signal(signum)
-        time.sleep(SILENCE + 2 if signum == signal.SIGSTOP else 0)
+    signal_both = lambda signum: [process.send_signal(signum) for process in both]
+    signal_both(signal.SIGSTOP)
+    time.sleep(SILENCE + 2)
+    signal_both(signal.SIGCONT)
     wait_for_rows(run, len(read_rows(run)) + 2, lambda: both[0].poll() is None)
-    for process in both:
-        process.send_signal(signal.SIGUSR1)
+    signal_both(signal.SIGUSR1)
     ended = [finish(process) for process in both]
     assert [e.code for e in ended] == [128 + signal.SIGUSR1] * 2, ended
     assert "ending after this update, with a checkpoint" in ended[0].out
