@@ -12,7 +12,8 @@ benchmarks/results/curves_atari_10m.jsonl and drawn to static/atari_10m_<study>.
 import tyro
 from studies import Asked, Studies, Study
 
-RULES = "--preset cleanrl-atari"
+# Some checkpoints stay, so that a part of a run can be computed again (docs/guides/verify.md).
+RULES = "--preset cleanrl-atari --keep-checkpoints every:500"
 GAMES = ("Breakout-v5", "Pong-v5", "SpaceInvaders-v5", "Qbert-v5", "BeamRider-v5")
 # Batches that a GPU can fill: CleanRL's have eight environments.
 GPU = "--num-actors 2 --dtype tensorfloat32"
