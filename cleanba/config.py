@@ -175,6 +175,7 @@ CLEANRL_ATARI = Settings(
     episodic_life=True,
     max_episode_steps=27_000,
     reward_clip=True,
+    env_options=("noop_max=30",),
     network="nature",
     hiddens=(512,),
     core="none",

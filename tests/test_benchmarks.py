@@ -17,6 +17,7 @@ from launch import ROOT, TINY, command, finish, python
 
 from cleanba.config import Placement
 from cleanba.environments.atari_scores import SHORT, publication
+from cleanba.environments.envpool import env_spec
 from cleanba.recipes import RECIPES
 from cleanba.resolution import fit, resolve
 from cleanba.train_flags import parse
@@ -257,6 +258,7 @@ def test_atari_at_full_length_is_by_cleanrls_rules_and_stands_beside_its_returns
         experiments[run] = resolve(RECIPES[algorithm], typed, "gpu").experiment
         found = {"algorithm": algorithm, **asdict(experiments[run])}
         assert publication([json.loads(json.dumps(found))]) is SHORT and experiments[run].total_timesteps == 10**7
+        assert env_spec(experiments[run]).options["noop_max"] == 30, "EnvPool's default, as in CleanRL's script"
     run = next(run for run in experiments if run.study == "pqn" and run.env_id == "Breakout-v5")
     line = {
         "study": run.study,

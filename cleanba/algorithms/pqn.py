@@ -122,11 +122,10 @@ PROTOCOLS: dict[str, Settings] = {
     "cleanrl-atari": Settings(**CLEANRL, **GAMES, num_envs=8, end_e=0.01, exploration_fraction=0.1),
     # `pqn_atari_envpool_lstm.py`: one frame at a time
     "cleanrl-atari-lstm": Settings(
-        **CLEANRL | GAMES | dict(core="lstm", max_grad_norm=0.25),
+        **CLEANRL | GAMES | dict(core="lstm", max_grad_norm=0.25, env_options=("noop_max=30", "stack_num=1")),
         num_envs=8,
         lstm_size=128,
         forget_bias=0.0,
-        env_options=("stack_num=1",),
         end_e=0.01,
         exploration_fraction=0.1,
     ),

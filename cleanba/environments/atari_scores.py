@@ -77,7 +77,8 @@ SHORT = Publication(
         "repeat_action_probability": (0.0,),
         "full_action_space": (False,),
         "episodic_life": (True,),
-        "env_options": ([], ["stack_num=1"]),  # the LSTM's
+        # The LSTM sees one frame.  Without noop_max a game begins without random no-ops, which changes little.
+        "env_options": (["noop_max=30"], ["noop_max=30", "stack_num=1"], [], ["stack_num=1"]),
     },
     {
         "cleanrl_ppo": "CleanRL PPO",
