@@ -191,10 +191,14 @@ def every_experiment_field() -> dict[str, Field]:
     return found
 
 
-def takers(name: str) -> str:
-    """Which algorithms have a field, where not all do."""
-    have = [NAMES[r.name] for r in RECIPES.values() if (f := fields_of(r.experiment).get(name)) and f.offered]
-    return "" if len(have) == len(RECIPES) else f" ({', '.join(have)})"
+def about_field(name: str) -> str:
+    """What a field of an experiment is, and for which algorithms, where not all have it or mean the same by it."""
+    have: dict[str, list[str]] = {}
+    for recipe in RECIPES.values():
+        if (f := fields_of(recipe.experiment).get(name)) and f.offered:
+            have.setdefault(f.about, []).append(NAMES[recipe.name])
+    everywhere = len(have) == 1 and len(next(iter(have.values()))) == len(RECIPES)
+    return "; ".join(about if everywhere else f"{about} ({', '.join(names)})" for about, names in have.items())
 
 
 def training_flags(only: str = "") -> list[str]:
@@ -208,9 +212,7 @@ def training_flags(only: str = "") -> list[str]:
     for title, names in groups.items():
         lines += [f"### {sentence(title)[:-1]}", ""]
         for name in names:
-            lines += option(
-                written(name, known[name]), known[name].about + takers(name), known[name], experiment_defaults(name)
-            )
+            lines += option(written(name, known[name]), about_field(name), known[name], experiment_defaults(name))
     return lines
 
 
