@@ -61,11 +61,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print("cleanba: interrupted", file=sys.stderr)
         end = Exit(130)
     except SystemExit as left:  # tyro: --help, wrong flags; rich: nobody reads the pipe (`cleanba ppo | head`)
-        end = Exit(int(left.code or 0))
+        if isinstance(left.code, str):
+            print(f"cleanba: {left.code}", file=sys.stderr)
+        end = Exit(1 if isinstance(left.code, str) else int(left.code or 0))
     except BrokenPipeError:
         os._exit(128 + signal.SIGPIPE)
     except OSError as error:
-        if error.errno != errno.ENOSPC:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         print(f"cleanba: output cannot be written ({error}); make room", file=sys.stderr)
         os._exit(1)

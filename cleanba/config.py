@@ -410,7 +410,7 @@ class Run:
     eval_device_id: int | None = None
     """device that acts in these evaluations, by local index (None: the last one that acts in training)"""
     profile: Updates = 0
-    """updates to record with JAX's profiler, from the third on, in the run's profile/ (docs/inside/performance.md)"""
+    """updates to record with JAX's profiler, from the third on, in the run's profile/ (docs/guides/speed.md)"""
     capture_video: bool = False
     """film an episode when the run is finished (an MP4 in the run's videos/)"""
     track: bool = False
@@ -546,7 +546,7 @@ def _converted(annotation: Any, value: Any) -> Any:
     if annotation is float and isinstance(value, str) and value in ("inf", "-inf", "nan"):
         return float(value)
     if annotation in (int, float) and isinstance(value, int | float) and not isinstance(value, bool):
-        if annotation is float or int(value) == value:
+        if annotation is float or (math.isfinite(value) and int(value) == value):
             return annotation(value)
     elif annotation in (bool, str) and isinstance(value, annotation):
         return value

@@ -20,11 +20,9 @@ from cleanba.agents.agent import new_policy
 from cleanba.agents.hub import push, require_login
 from cleanba.agents.initial import (
     DIGEST,
-    RECORD,
     Initial,
     find_again,
     find_initial,
-    recorded,
     require_fit,
     started_from,
 )
@@ -37,7 +35,7 @@ from cleanba.environments.specs import EnvSpec
 from cleanba.errors import Exit, Failure, Interrupted, NotFinite, UsageError
 from cleanba.files import Json, write_json
 from cleanba.recipes import AnyRecipe
-from cleanba.resolution import Config, Resolved, fit, read_recipe, settle
+from cleanba.resolution import RECORD, Config, Resolved, fit, read_recipe, recorded, settle
 from cleanba.rollout import PyTree
 from cleanba.runs.directory import (
     Finished,
@@ -45,6 +43,7 @@ from cleanba.runs.directory import (
     differing_machines,
     lock,
     open_run,
+    was_uploaded,
 )
 from cleanba.runs.log import rewind
 from cleanba.runtime.chain import Chain, made_by
@@ -133,7 +132,7 @@ def train(recipe: AnyRecipe, config: Config, peers: Peers | None, shown: bool, g
     except Finished as done:
         if shown and job.devices.is_main:
             print(f"cleanba: {done}")
-        return Ended(job.run_dir)
+        return Ended(job.run_dir, shared=not job.devices.is_main or share(job.run_dir, config.run, shown))
     except RefusedElsewhere as why:
         return Ended(job.run_dir, why, said=True)
     try:
@@ -156,6 +155,7 @@ def train(recipe: AnyRecipe, config: Config, peers: Peers | None, shown: bool, g
                 chain=run_writer.chain(saved) if run_writer else None,
                 repeatable=bool(gather_over_processes(np.array([repeatable(job.spec)])).all()),
                 target_return=run.target_return,
+                until=saved.update if saved and has_reached(saved, run.target_return) else None,
                 stall_timeout=run.stall_timeout,
                 grace_period=run.grace_period,
                 stop_on_nonfinite=run.on_nonfinite == "stop",
@@ -181,7 +181,7 @@ def train(recipe: AnyRecipe, config: Config, peers: Peers | None, shown: bool, g
     finally:
         if run_writer is not None:
             run_writer.unlock()
-    shared = run_writer.share() if run_writer is not None and error is None else True
+    shared = share(job.run_dir, config.run, shown) if run_writer is not None and error is None else True
     return Ended(job.run_dir, error, outcome.stuck, said, shared, remedy)
 
 
@@ -265,14 +265,18 @@ def with_digest(config: Config, run_dir: Path, platform: str) -> tuple[Config, I
     place, record = config.typed.get("init_from"), recorded(run_dir)
     if not place or DIGEST.fullmatch(place):
         return config, None
+    began = record.get("from") == place
     initial: Initial | None = None
-    try:
-        initial = find_initial(place, platform, config.run.trust_remote_code)
-        digest = initial.digest
-    except (UsageError, Failure):
-        if record.get("from") != place:  # else the run has begun, and may not need them
-            raise
+    if began and updates_kept(run_dir):  # it needs them no longer, and they may have changed
         digest = record["digest"]
+    else:
+        try:
+            initial = find_initial(place, platform, config.run.trust_remote_code)
+            digest = initial.digest
+        except (UsageError, Failure):
+            if not began:
+                raise
+            digest = record["digest"]
     typed = {**config.typed, "init_from": digest}
     return replace(config, asked=replace(config.asked, init_from=digest), typed=typed), initial
 
@@ -398,12 +402,15 @@ class RunWriter:
     def write_result(self, outcome: RunOutcome[Any]) -> BaseException | None:
         """Write the last files, and print how the run ended.  Returns the error that it failed with."""
         run_dir, result, error = self._job.run_dir, outcome.result, outcome.error
-        if (self._run.save_model or self._run.upload_model) and result["status"] == "finished":
-            save_model(run_dir / "model.msgpack", self._job.algorithm.actor_params(outcome.state))
+        last = run_dir / "result.json"
         try:
-            write_json(run_dir / "result.json", result)
+            if (self._run.save_model or self._run.upload_model) and result["status"] == "finished":
+                last = run_dir / "model.msgpack"
+                save_model(last, self._job.algorithm.actor_params(outcome.state))
+                last = run_dir / "result.json"
+            write_json(last, result)
         except OSError as why:
-            error = error or Failure(f"{run_dir}/result.json cannot be written: {why.strerror}")
+            error = error or Failure(f"{last} cannot be written: {why.strerror}")
         if self._shown:
             print(closing_words(run_dir, result, self._film))
         return error
@@ -412,18 +419,19 @@ class RunWriter:
         """Unlock the run's directory.  May be called twice."""
         self._lock.close()
 
-    def share(self) -> bool:
-        """Upload the finished run if the flags say so.  Returns whether that succeeded, or was not asked for."""
-        if not self._run.upload_model:
-            return True
-        try:
-            address = push(self._job.run_dir, self._run.hf_entity)
-        except (UsageError, Failure) as why:
-            print(f"cleanba: warning: {why}", file=sys.stderr)
-            return False
-        if self._shown:
-            print(f"uploaded: {address}")
+
+def share(run_dir: Path, run: Run, shown: bool) -> bool:
+    """Upload a finished run if the flags say so and it has not been.  Returns False if that failed."""
+    if not run.upload_model or was_uploaded(run_dir):
         return True
+    try:
+        address = push(run_dir, run.hf_entity)
+    except (UsageError, Failure) as why:
+        print(f"cleanba: warning: {why}", file=sys.stderr)
+        return False
+    if shown:
+        print(f"uploaded: {address}")
+    return True
 
 
 class RefusedElsewhere(UsageError):
@@ -548,6 +556,12 @@ def open_checkpoints(job: Job) -> tuple[Checkpoints, Saved[Any, Any] | None]:
         )
     checkpoints.forget_after(at_most)
     return checkpoints, saved
+
+
+def has_reached(saved: Saved[Any, Any], target: float | None) -> bool:
+    """Whether the run ended with this checkpoint, as its mean return had reached the target."""
+    reached = saved.counters.get("reached")
+    return target is not None and reached is not None and target <= reached
 
 
 def how_to_draw(run_dir: Path) -> str:

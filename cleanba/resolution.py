@@ -49,7 +49,7 @@ from cleanba.config import (
 from cleanba.environments.backends import env_spec, why_unscannable
 from cleanba.environments.specs import EnvSpec
 from cleanba.errors import UsageError
-from cleanba.files import Json
+from cleanba.files import Json, read_json
 from cleanba.networks import suitable_network
 from cleanba.recipes import RECIPES, AnyRecipe
 
@@ -335,6 +335,15 @@ def offered(e: Experiment) -> dict[str, Any]:
     return {name: getattr(e, name) for name in offered_fields(type(e))}
 
 
+RECORD = "init_from.json"  # in a run's directory: where the parameters that it started from were found
+
+
+def recorded(run_dir: Path | None) -> dict[str, str]:
+    """The digest and place of the parameters that a run started from, as its directory records them; {} if none."""
+    path = run_dir / RECORD if run_dir is not None else None
+    return read_json(path) if path is not None and path.exists() else {}
+
+
 def continue_experiment(recipe: AnyRecipe, now: Resolved, run_dir: Path, flag: str = "--run-dir") -> Resolved:
     """The experiment in a run's directory, if the one resolved `now` continues it; `now` if the directory is empty.
 
@@ -350,6 +359,9 @@ def continue_experiment(recipe: AnyRecipe, now: Resolved, run_dir: Path, flag: s
     if values["algorithm"] != recipe.name:
         require_same(run_dir, differences(values, {"algorithm": recipe.name, **to_json(now.experiment)}), flag)
     del values["algorithm"]
+    began = recorded(run_dir)
+    if began and began["from"] == now.experiment.init_from:  # config.json has their digest
+        now = now._replace(experiment=replace(now.experiment, init_from=began["digest"]))
     e = earlier_experiment(recipe, values, trust.source_of(run_dir))
     origin = read_config(run_dir).get("origin", {})
     # What --preset and --experiment name counts as typed.

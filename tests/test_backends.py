@@ -400,6 +400,7 @@ def test_several_choices_of_gymnasiums_are_choices_here():
         (dict(env_id=":CartPole-v1"), ["'' cannot be imported", "Empty module name"]),
         (dict(env_id=".x:CartPole-v1"), ["'.x' cannot be imported"]),
         (dict(env_id="broken:X-v0"), ["'broken' cannot be imported", "ZeroDivisionError", "broken.py:2"]),
+        (dict(env_id="leaving:X-v0"), ["'leaving' cannot be imported", "SystemExit", "leaving.py:1"]),
         (dict(env_id="jax:broken:X"), ["ZeroDivisionError", "broken.py:2", "jax:module:Class"]),
         (dict(env_id="gymnasium:CartPole-v1", env_wrappers=("broken:x",)), ["ZeroDivisionError", "broken.py:2"]),
         (dict(env_id="odd:Misfit-v0"), ["action_mask has the shape (3,)", "2 choices"]),
@@ -423,6 +424,7 @@ def test_what_there_is_not_is_refused_with_a_remedy(changes, words, tmp_path, mo
     folder = tmp_path / "cleanba"  # as a user may call one
     folder.mkdir()
     (folder / "broken.py").write_text("# broken\nx = 1 / 0\n")
+    (folder / "leaving.py").write_text("raise SystemExit(0)\n")  # a script without a guard
     monkeypatch.syspath_prepend(folder)
     with pytest.raises(UsageError) as caught:
         env_spec(Experiment(**changes))
@@ -492,7 +494,7 @@ def test_the_examples_are_short_and_can_be_trained_evaluated_and_filmed(file, en
     assert len(list((tmp_path / "videos").glob("*.mp4"))) == 2
 
 
-def test_environments_are_listed_with_what_they_show_and_take():
+def test_environments_are_listed_with_what_they_show_and_take(tmp_path, monkeypatch):
     ended = command("envs", "corridor_gymnasium:")
     assert ended.code == 0 and f"{IN_PYTHON}" in ended.out and "vector 2 float32 -> one of 2 actions" in ended.out
     ended = command("envs", "CartPole-v?")
@@ -500,6 +502,11 @@ def test_environments_are_listed_with_what_they_show_and_take():
     ended = command("envs")
     assert "EnvPool    atari" in ended.out and "Gymnasium  classic_control" in ended.out
     assert f"{IN_JAX}  vector 2 float32" in command("envs", IN_JAX).out
+    (tmp_path / "unregistered.py").write_text("from corridor_gymnasium import Corridor as Mine\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert command("envs", "unregistered:Mine").out == "unregistered:Mine  vector 2 float32 -> one of 2 actions\n"
+    ended = command("envs", "unregistered:Mein")
+    assert ended.code == 2 and "Mein" in ended.err
     ended = command("envs", ".x:")
     assert ended.code == 2 and "package '.x' cannot be imported" in ended.err
     ended = command("envs", "no-such-thing")

@@ -343,6 +343,8 @@ def test_an_experiment_survives_being_written_and_read(e):
         ({"gamma": "high"}, ["gamma='high'", "a number"]),
         ({"num_envs": 2.5}, ["num_envs=2.5", "a whole number"]),
         ({"num_envs": True}, ["num_envs=True", "a whole number"]),
+        ({"num_envs": float("inf")}, ["num_envs=inf", "a whole number"]),
+        ({"num_envs": float("nan")}, ["num_envs=nan", "a whole number"]),
         ({"anneal_lr": 1}, ["anneal_lr=1", "true or false"]),
         ({"network": "big"}, ["network='big'", "one of nature, nips, impala, minatar, mlp"]),
         ({"hiddens": 64}, ["hiddens=64", "a list"]),

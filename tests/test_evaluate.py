@@ -293,6 +293,11 @@ def test_a_film_has_every_step_of_the_first_episode(tmp_path):
     assert meta["codec"] == "h264" and meta["pix_fmt"].startswith("yuv420p")
     assert meta["fps"] == 10
     assert [path.name for path in film.path.parent.iterdir()] == ["film.mp4"]
+    whole = film.path.read_bytes()
+    assert films.is_whole(film.path)
+    for cut in (0, 5, len(whole) // 2, len(whole) - 1):  # what a full disk leaves
+        film.path.write_bytes(whole[:cut])
+        assert not films.is_whole(film.path), cut
 
 
 def test_an_episode_that_did_not_end_leaves_no_film(tmp_path):

@@ -193,6 +193,14 @@ def test_a_run_uploads_itself_and_is_played_from_there(server, tmp_path):
     ended = command(*words)
     assert ended.code == 1 and f"cleanba push {tmp_path / 'run'} --hf-entity team`" in ended.err
     assert read_result(tmp_path / "run")["status"] == "finished"
+    again = command(*words)  # the upload is still wanted
+    assert again.code == 1 and "nothing to do" in again.out and "disk of the hub" in again.err
+
+    server.broken = False
+    again = command(*words)
+    assert again.code == 0 and "uploaded: " in again.out and "team/Catch-v0-ppo-seed1" in server.repos
+    server.broken = True
+    assert command(*words).code == 0, "it is uploaded once"
 
     server.broken = False
     (tmp_path / "run/model.msgpack").unlink()  # so it comes from the newest checkpoint

@@ -12,6 +12,8 @@ from cleanba.agents.initial import FRESH, find_initial, named_leaves, of_acting
 from cleanba.config import read_experiment
 from cleanba.environments.specs import ActionSpec, EnvSpec, ObsSpec
 from cleanba.recipes import RECIPES
+from cleanba.resolution import continue_experiment, resolve
+from cleanba.train_flags import parse
 
 STILL = ("--learning-rate", "1e-60", "--no-anneal-lr")  # 0 in float32
 
@@ -46,6 +48,17 @@ def test_a_run_starts_from_anothers_parameters(tmp_path):
     shutil.rmtree(first)
     assert "is finished; nothing to do" in command(*words(first)).out
     assert "is finished; nothing to do" in command("resume", second).out
+    # So is a place that has others now: the run goes on from its own checkpoints.
+    changed = tmp_path / "changed"
+    assert command("ppo", *TINY, "--seed", "2", "--run-dir", changed).code == 0
+    shutil.copytree(changed, first)
+    assert "is finished; nothing to do" in command(*words(first)).out
+    # Others than the command itself know the place, too.
+    assert command(*words(first), "--show-config").code == 0
+    assert command("slurm", "fit", "1", *words(first)).out.splitlines()[0] == "1"
+    resolved = resolve(RECIPES["ppo"], parse(RECIPES["ppo"], [str(w) for w in words(first)[1:]]).typed, "cpu")
+    assert continue_experiment(RECIPES["ppo"], resolved, second, "--dir").experiment.init_from == digest
+    shutil.rmtree(first)
     # Without a checkpoint it needs them.
     shutil.rmtree(second / "checkpoints")
     (second / "result.json").unlink()

@@ -1,6 +1,7 @@
 """Curves, bands, aggregates and tables of `cleanba plot`, on made-up runs whose numbers are known."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,8 @@ from launch import command
 from PIL import Image
 
 from cleanba.environments.atari_scores import LONG, SHORT, human_normalised, publication, table
+from cleanba.recipes import RECIPES
+from cleanba.resolution import resolve
 from cleanba.runs import plot
 from cleanba.runs.aggregates import aggregates, square, statistics, stratified
 from cleanba.runs.curves import GRID, Curve, band, find_runs, group, interval, load, read_rows, resample_means
@@ -282,7 +285,12 @@ def test_published_medians_over_all_games_are_those_of_the_paper():
     assert medians["Cleanba PPO, 8 A100, 46 CPU"] == 1.36 and medians["moolib IMPALA, 1 A100, 10 CPU"] == 1.24
 
 
-CLEANRLS = {"repeat_action_probability": 0.0, "full_action_space": False, "episodic_life": True, "env_options": []}
+CLEANRLS = {
+    "repeat_action_probability": 0.0,
+    "full_action_space": False,
+    "episodic_life": True,
+    "env_options": ["noop_max=30"],
+}
 
 
 def test_runs_by_cleanrls_rules_stand_beside_returns_after_ten_million_steps(tmp_path):
@@ -305,6 +313,13 @@ def test_runs_by_other_rules_stand_beside_returns_after_fifty_million_steps(othe
         SHORT if "stands" in other else LONG
     )
     assert publication([CLEANRLS, {}]) is LONG
+
+
+def test_presets_are_by_the_rules_of_the_returns_that_they_stand_beside():
+    for typed, wanted in (({}, LONG), ({"preset": "cleanrl-atari"}, SHORT)):
+        e = resolve(RECIPES["ppo"], {"env_id": "Pong-v5", **typed}, "cpu").experiment
+        found = json.loads(json.dumps(asdict(e)))
+        assert publication([found]) is wanted and wanted.other_rules([found]) == []
 
 
 def test_of_too_many_variants_the_best_are_named(tmp_path):

@@ -1,5 +1,6 @@
 """Nothing is lost: a run that was killed, interrupted or damaged ends in the bits of one that never was."""
 
+import errno
 import os
 import re
 import shutil
@@ -282,6 +283,19 @@ def test_a_disk_that_cannot_be_written_is_refused(small_disk):
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
     ended = command(*KINDS["ppo"], "--run-dir", small_disk / "run")
     assert ended.code == 2 and "cannot be written" in ended.err and "Traceback" not in ended.err
+
+
+def test_a_model_that_cannot_be_written_fails_the_run_in_one_sentence(tmp_path, monkeypatch):
+    def full(path, params):
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    run = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr("cleanba.launch.save_model", full)
+        ended = command("ppo", *TINY, "--save-model", "--run-dir", run)
+    assert ended.code == 1 and f"{run}/model.msgpack cannot be written: Disk quota exceeded" in ended.err
+    assert ended.err.count("\n") == 1 and not (run / "result.json").exists()
+    assert command("resume", run).code == 0 and (run / "model.msgpack").exists()
 
 
 @pytest.mark.parametrize(

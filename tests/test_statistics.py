@@ -1,13 +1,20 @@
 """What a run says of its size and of its remaining time."""
 
+import itertools
 import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
 
 from cleanba.config import Experiment, Placement
 from cleanba.launch import size_in_words
+from cleanba.rollout import Episode
 from cleanba.runtime.devices import find_devices
 from cleanba.runtime.metrics import Status
 from cleanba.runtime.progress import Progress
 from cleanba.runtime.schedule import Schedule
+from cleanba.runtime.statistics import Statistics
 from cleanba.runtime.training_log import TrainingLog
 
 
@@ -41,3 +48,63 @@ def test_no_remaining_time_is_shown_before_an_interval_of_learning():
     assert known(remaining(22)) == [40]
     assert known(remaining(22, first=25)) == [30, 40], "a run that goes on has learnt from the start"
     assert all(0 < eta < 60 for eta in list(remaining(0).values())[1:])
+
+
+# -------------------------------------------------------------------------------------------------- the last episodes
+
+
+def rollouts(update: int, actors: range):
+    """Eight episodes of each actor, whose returns tell update, actor and place."""
+    returns = lambda actor: [1000.0 * update + 100 * actor + i for i in range(8)]
+    return [
+        SimpleNamespace(number=update, steps=64, episodes=[Episode(x, 8) for x in returns(actor)], times=None)
+        for actor in actors
+    ]
+
+
+@pytest.fixture
+def together(monkeypatch):
+    """together(statistics, gather): what each process's `gather` returns; the processes take turns in this one."""
+
+    def gather(processes, name):
+        rows = []
+        with monkeypatch.context() as patch:
+            patch.setattr("cleanba.runtime.statistics.gather_over_processes", lambda row: rows.append(row) or [row])
+            for process in processes:
+                process.gather_counts()
+            patch.setattr("cleanba.runtime.statistics.gather_over_processes", lambda row: np.array(rows))
+            return [getattr(process, name)(*[1.0] * (name == "counters")) for process in processes]
+
+    return gather
+
+
+@pytest.mark.parametrize("updates", [3, 10])
+def test_the_last_hundred_episodes_are_the_same_in_any_number_of_processes(together, updates):
+    alone, first, second = Statistics(), Statistics(), Statistics()
+    for update in range(1, updates + 1):
+        alone.add(rollouts(update, range(2)))
+        first.add(rollouts(update, range(1)))
+        second.add(rollouts(update, range(1, 2)))
+    (saved,), both = together([alone], "counters"), together([first, second], "counters")
+    assert both[0] == both[1] and {**both[0], "news": 0} == {**saved, "news": 0}
+    # A checkpoint between two log points is gone on from by one process, by two and by three.
+    once_more = lambda statistics, actors: statistics.add(rollouts(updates + 1, actors)) or statistics
+    once_more(alone, range(2))
+    together([alone], "gather")
+    assert len(alone.recent) == min(100, 16 * (updates + 1)) and alone.recent[-1].ret == 1000 * (updates + 1) + 107
+    for counters, count in itertools.product((saved, both[0]), (1, 2, 3)):
+        parts = [Statistics.from_counters(counters, process, count) for process in range(count)]
+        for process, part in enumerate(parts):
+            once_more(part, range(2) if count == 1 else range(process, process + 1) if process < 2 else range(0))
+        together(parts, "gather")
+        assert all(part.recent == alone.recent for part in parts), count
+        assert {part.episodes for part in parts} == {alone.episodes}
+
+
+def test_counts_of_an_older_version_go_on():
+    news = [[64, 2, [[1.0, 8], [2.0, 9]]]]  # without updates
+    counters = {"global_step": 640, "episodes": 20, "recent": [[0.5, 7]], "news": news}
+    statistics = Statistics.from_counters(counters, 0, 1)
+    statistics.gather()
+    assert list(statistics.recent) == [Episode(0.5, 7), Episode(1.0, 8), Episode(2.0, 9)]
+    assert (statistics.global_step, statistics.episodes) == (640, 20)

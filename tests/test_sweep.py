@@ -13,9 +13,11 @@ from launch import TINY, command, finish, python, read_result, read_rows
 from rich.console import Console
 
 from cleanba.errors import Failure
+from cleanba.recipes import RECIPES
 from cleanba.runs.directory import lock
 from cleanba.sweeps.slurm import job_states
-from cleanba.sweeps.sweep import Board, Job, Planned, expand_sets, share_devices, start
+from cleanba.sweeps.sweep import Board, Flags, Job, Planned, expand_sets, plan, share_devices, start
+from cleanba.train_flags import parse
 
 SHORT = [w for flag, w in zip(TINY[::2], TINY[1::2], strict=True) if flag != "--env-id" for w in (flag, w)]
 ENVS = ("--env-ids", "Catch-v0", "CartPole-v1")
@@ -226,6 +228,14 @@ def test_a_run_that_another_process_trains_is_waited_for(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+def test_variants_that_are_uploaded_have_repositories_of_their_own(tmp_path):
+    common, flags = [*SHORT, "--upload-model"], Flags(env_ids=("Catch-v0",), set=("gamma=0.9,0.99",), num_seeds=1)
+    runs = plan(RECIPES["ppo"], common, flags, tmp_path)
+    names = [parse(RECIPES["ppo"], list(run.words[1:])).run.exp_name for run in runs]
+    assert names == ["ppo-gamma=0.9", "ppo-gamma=0.99"]
+    assert "--exp-name" not in plan(RECIPES["ppo"], SHORT, flags, tmp_path)[0].words
+
+
 def test_a_sweep_is_interrupted_continued_and_reports_its_failure(tmp_path):
     """2 environments x 2 seeds, two at a time: Ctrl-C in the middle, then one run fails, then it is mended."""
     longer = [*SHORT, "--total-timesteps", "16000", "--checkpoint-frequency", "25", "--log-frequency", "25"]

@@ -467,6 +467,11 @@ def test_a_run_is_finished_after_the_update_that_follows_the_log_point_where_it_
 
     ends_after_the_next(target)
     assert "nothing to do" in command("resume", target).out
+    # Killed after its last checkpoint, before its result: it has ended, and nothing more is learnt.
+    (target / "result.json").unlink()
+    ended = command("resume", target)
+    assert ended.code == 0 and "finished:" in ended.out
+    ends_after_the_next(target)
     shutil.copytree(whole, resumed)
     (resumed / "result.json").unlink()
     for update in updates_kept(resumed):

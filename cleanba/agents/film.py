@@ -2,6 +2,7 @@
 
 import math
 import os
+import struct
 import warnings
 from collections.abc import Collection
 from pathlib import Path
@@ -17,7 +18,7 @@ from cleanba.environments.action_names import ATARI_ACTIONS as ATARI_ACTIONS
 from cleanba.environments.action_names import action_names
 from cleanba.environments.boards import draw_board
 from cleanba.environments.specs import ActionSpec
-from cleanba.errors import Failure, missing
+from cleanba.errors import Failure, missing, said
 from cleanba.networks.torsos import channels_first
 from cleanba.rollout import Obs, PyTree
 
@@ -123,7 +124,7 @@ class Film:
                 warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)
                 self._writer.append_data(frame)
         except OSError as error:
-            raise Failure(f"{self.path} cannot be written: {os.strerror(error.errno or 0)}") from error
+            raise Failure(f"{self.path} cannot be written: {error.strerror or said(error)}") from error
         self.frames += 1
 
     def close(self) -> None:
@@ -132,9 +133,29 @@ class Film:
             self._writer.close()
             self._writer = None
             if self._ended:
+                if not is_whole(self._scratch):  # ffmpeg's own error is not passed on
+                    self._scratch.unlink(missing_ok=True)
+                    raise Failure(f"{self.path} cannot be written: ffmpeg did not finish it; is the disk full?")
                 os.replace(self._scratch, self.path)
             else:
                 self._scratch.unlink(missing_ok=True)
+
+
+def is_whole(path: Path) -> bool:
+    """Whether the boxes of an MP4 fill the file, and its index ("moov") is among them (ISO/IEC 14496-12)."""
+    at, kinds = 0, set()
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        while at < size:
+            file.seek(at)
+            length, kind = struct.unpack(">I4s", file.read(8).ljust(8, b"\0"))
+            if length == 1:  # the length follows, in 8 bytes
+                (length,) = struct.unpack(">Q", file.read(8).ljust(8, b"\0"))
+            if length < 8:
+                return False
+            kinds.add(kind)
+            at += length
+    return at == size and b"moov" in kinds
 
 
 def fit(picture: np.ndarray, width: int, height: int) -> Image.Image:

@@ -6,6 +6,7 @@ import shlex
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, NamedTuple, TypeVar
@@ -17,6 +18,7 @@ from cleanba.config import Placement, read_config, read_experiment, require
 from cleanba.errors import Exit, Failure
 from cleanba.files import METRICS, Json, read_json, write_json
 from cleanba.flags import FLAGS
+from cleanba.runs.directory import UPLOADED
 from cleanba.runs.remote import PARTS, REPO, require_hub
 from cleanba.runtime.checkpoint import save_model, updates_kept
 from cleanba.runtime.devices import find_devices
@@ -138,7 +140,10 @@ def push(
             commit_message=f"Upload {len(kept)} checkpoints",
         )
         attempt(f"the checkpoints of {run_dir} could not be uploaded to {repo_id}", upload_parts)
-    return f"{api.endpoint}/{repo_id}"
+    address = f"{api.endpoint}/{repo_id}"
+    with suppress(OSError):  # it is uploaded, whether or not that can be noted
+        write_json(run_dir / UPLOADED, {"address": address})
+    return address
 
 
 def _attempt(otherwise: str, do: Callable[[], T]) -> T:

@@ -13,15 +13,13 @@ from cleanba.algorithm import AnyAlgorithm
 from cleanba.config import require
 from cleanba.environments.backends import env_spec
 from cleanba.errors import Failure, UsageError
-from cleanba.files import read_json
-from cleanba.resolution import read_recipe
+from cleanba.resolution import read_recipe, recorded
 from cleanba.rollout import PyTree
 from cleanba.runs.remote import find_run
 from cleanba.runtime import checkpoint as ckpt
 from cleanba.runtime.digests import tree_digest
 from cleanba.trust import source_of
 
-RECORD = "init_from.json"  # in a run's directory: where the parameters that it started from were found
 DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 # The parts of a learner's state that always start anew: optimisers, and counters of updates and steps.
 FRESH = re.compile(r"\.(optimiser|updates|since_\w+)\b")
@@ -116,12 +114,6 @@ def started_from(state: PyTree, arrays: Mapping[str, np.ndarray]) -> PyTree:
     leaves, structure = jax.tree.flatten(state)
     names = named_leaves(state)
     return jax.tree.unflatten(structure, [arrays.get(name, x) for name, x in zip(names, leaves, strict=True)])
-
-
-def recorded(run_dir: Path | None) -> dict[str, str]:
-    """The digest and place of the parameters that a run started from, as its directory records them; {} if none."""
-    path = run_dir / RECORD if run_dir is not None else None
-    return read_json(path) if path is not None and path.exists() else {}
 
 
 def find_again(

@@ -242,7 +242,7 @@ def make(e: DQN, spec: EnvSpec, platform: str) -> Algorithm[State, Memory, Actin
         """The same, of transitions drawn by priorities, with their importance weights [N]; and |y - Q(s, a)|, [N]."""
         t = replay.n_step(window, e.gamma)
         value, y = value_and_target(params, t, target)
-        total, metrics = mean_loss(t.weight * importance, value, y)
+        total, metrics = mean_loss(t.weight, value, y, importance)
         return total, (metrics, jnp.abs(y - value))
 
     def value_and_target(
@@ -258,10 +258,13 @@ def make(e: DQN, spec: EnvSpec, platform: str) -> Algorithm[State, Memory, Actin
         bootstrap = by_comparison(next_values, legal_values(spec, chooser, t.next_obs).argmax(-1))
         return value, lax.stop_gradient(t.reward + t.discount * bootstrap)
 
-    def mean_loss(weight: jax.Array, value: jax.Array, y: jax.Array) -> tuple[jax.Array, Metrics]:
+    def mean_loss(
+        weight: jax.Array, value: jax.Array, y: jax.Array, importance: jax.Array | None = None
+    ) -> tuple[jax.Array, Metrics]:
         error = optax.losses.huber_loss(value, y) if e.huber else squared_error(value, y)
-        of_batch = lambda x: (weight * x).sum() / e.batch_size
-        return of_batch(error), {"losses/td_loss": of_batch(error), "losses/q_values": of_batch(value)}
+        of_batch = lambda x, weight: (weight * x).sum() / e.batch_size
+        total = of_batch(error, weight if importance is None else weight * importance)
+        return total, {"losses/td_loss": total, "losses/q_values": of_batch(value, weight)}
 
     def update(
         state: State, memory: Memory, rollout: Rollout, shards: ShardAxis, key: jax.Array

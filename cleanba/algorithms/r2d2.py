@@ -158,7 +158,8 @@ SHORT = Settings(
 
 # By preset name (docs/reference/presets.md): what differs from the values above, those for Atari.
 PRESETS: dict[str, Settings] = {
-    "atari": Settings(network="nature"),
+    # Rescaled values need no clipped rewards (section 2.3).
+    "atari": Settings(network="nature", reward_clip=False),
     "classic_control": Settings(**SMALL, total_timesteps=250_000),
     "minigrid": Settings(
         **SMALL | SHORT | dict(num_envs=32, norm_obs=True, forget_bias=2.0, explore_power=2.0),
@@ -208,7 +209,7 @@ class ActingCarry(NamedTuple):
 
 LOGGED = {
     "losses/td_loss": "half the squared temporal-difference error of rescaled values, weighted, mean over sequences",
-    "losses/q_values": "mean (rescaled) action value of the replayed actions",
+    "losses/q_values": "mean (rescaled) action value of the replayed actions; ignored steps count as 0",
     "losses/grad_norm": "global norm of the gradient before clipping",
     REPLAY_FILLED: REPLAY_LOGGED[REPLAY_FILLED],
     **PRIORITY_LOGGED,
@@ -306,7 +307,9 @@ def make(e: R2D2, spec: EnvSpec, platform: str) -> Algorithm[State, replay.Seque
         share = e.priority_max_weight
         of_sequence = share * size.max(0) + (1.0 - share) * size.sum(0) / jnp.maximum(s.valid.sum(0), 1)
         per_step = lambda x: x / e.sequence_length
-        return total, ({"losses/td_loss": per_step(total), "losses/q_values": per_step(mean(value))}, of_sequence)
+        there = s.valid & (importance > 0)  # of the sequences that were found
+        q_values = jnp.where(there, value, 0.0).sum() / e.batch_size
+        return total, ({"losses/td_loss": per_step(total), "losses/q_values": per_step(q_values)}, of_sequence)
 
     def update(
         state: State, memory: replay.SequenceMemory, rollout: Rollout, shards: ShardAxis, key: jax.Array

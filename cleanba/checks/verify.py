@@ -17,7 +17,6 @@ from typing import Annotated, Any, Literal, NamedTuple
 import jax
 import tyro
 
-from cleanba.agents.initial import recorded
 from cleanba.checks.recompute import Rerun, digests_of, open_rerun, read_checkpoint, recompute
 from cleanba.config import Experiment, Placement, Range, check_values, read_experiment, require
 from cleanba.environments import jax_envs
@@ -25,6 +24,7 @@ from cleanba.environments.backends import repeatable
 from cleanba.errors import Exit, Failure, Interrupted, UsageError, printable
 from cleanba.files import METRICS, Json
 from cleanba.flags import FLAGS
+from cleanba.resolution import recorded
 from cleanba.runs import log
 from cleanba.runs.remote import find_whole_run
 from cleanba.runtime import chain

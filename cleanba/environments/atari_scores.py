@@ -54,7 +54,7 @@ LONG = Publication(
         "repeat_action_probability": (0.25,),
         "full_action_space": (True,),
         "episodic_life": (False,),
-        "max_episode_steps": (None,),
+        "max_episode_steps": (None, 0, 27_000),  # 27,000 steps of 4 frames: half an hour
         "env_options": ([],),
     },
     {

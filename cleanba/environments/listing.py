@@ -10,7 +10,7 @@ import tyro
 from cleanba.config import Experiment, require
 from cleanba.environments import envpool, gymnasium, jax_envs
 from cleanba.environments.backends import env_spec
-from cleanba.environments.specs import ActionSpec
+from cleanba.environments.specs import ActionSpec, EnvSpec
 from cleanba.errors import Exit, UsageError, closest_names
 from cleanba.flags import FLAGS
 from cleanba.specs import describe
@@ -23,7 +23,8 @@ class Flags:
     """List what can be trained here: families, or the environments that match, with observations and actions."""
 
     pattern: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[PATTERN]")] = ""
-    """part of a name, in lower or upper case, or with * and ?; or package: for what that package registers"""
+    """part of a name, in lower or upper case, or with * and ?; or package: for what that package registers, or
+    package:Class"""
     limit: int = 40
     """environments of which to show more than the name; each of these has to be made"""
 
@@ -52,6 +53,9 @@ def envs_command(argv: Sequence[str]) -> Exit:
         return Exit()
     found = {family: [name for name in ids if matches(name, wanted)] for family, ids in families.items()}
     count = sum(map(len, found.values()))
+    if not count and own and rest.isidentifier():  # a class, which nobody need register
+        print(f"{flags.pattern}  {in_words(env_spec(Experiment(env_id=flags.pattern)))}")
+        return Exit()
     if not count:
         close = closest_names(flags.pattern, [name for ids in families.values() for name in ids])
         raise UsageError(
@@ -93,6 +97,11 @@ def spaces_of(env_id: str) -> str:
         spec = env_spec(Experiment(env_id=env_id))
     except UsageError as error:
         return f"- {error}"
+    return in_words(spec)
+
+
+def in_words(spec: EnvSpec) -> str:
+    """Its observations and actions, in one line."""
     return f"{describe(spec.obs)} -> {describe_action(spec.action)}"
 
 

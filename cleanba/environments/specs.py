@@ -67,7 +67,7 @@ def imported(what: str, remedy: str, module: str, name: str | None = None) -> An
     try:
         found = import_module(module)
         return found if name is None else getattr(found, name)
-    except Exception as error:  # a module may raise anything
+    except (Exception, SystemExit) as error:  # a module may raise anything
         raise UsageError(f"{what} cannot be imported ({raised(error)}); {remedy}") from error
 
 

@@ -98,6 +98,14 @@ def open_run(run_dir: Path, recipe: AnyRecipe, resolved: Resolved, placement: Pl
     return Opened(config, earlier)
 
 
+UPLOADED = "uploaded.json"  # in a run's directory, once it is on the Hub
+
+
+def was_uploaded(run_dir: Path) -> bool:
+    """Whether a run has been uploaded."""
+    return (run_dir / UPLOADED).exists()
+
+
 def unwritable(run_dir: Path, error: OSError) -> UsageError | Failure:
     """The error for a directory that cannot be written; a full disk is nobody's wrong use."""
     reason = os.strerror(error.errno or errno.EIO)

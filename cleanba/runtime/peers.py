@@ -72,7 +72,8 @@ class Peers:
                 self._links[0] = link
             return
         token = secrets.token_hex(16)
-        with socket.create_server(("", 0), backlog=self._count) as server:
+        both = {"family": socket.AF_INET6, "dualstack_ipv6": True} if socket.has_dualstack_ipv6() else {}
+        with socket.create_server(("", 0), backlog=self._count, **both) as server:
             port = server.getsockname()[1]
             _state().client.key_value_set(KEY, f"{port} {token}")
             server.settimeout(JOIN_SECONDS)

@@ -21,7 +21,8 @@ class NewCounts(NamedTuple):
 
     steps: int
     episodes: int
-    newest: list[Episode]
+    newest: list[tuple[int, Episode]]
+    """the last episodes, each with the update whose rollout it ended in"""
 
 
 @dataclass
@@ -33,7 +34,8 @@ class Statistics:
     recent: deque[Episode] = field(default_factory=lambda: deque(maxlen=EPISODES_SHOWN))
     new_steps: int = 0
     new_episodes: int = 0
-    newest: deque[Episode] = field(default_factory=lambda: deque(maxlen=EPISODES_SHOWN))  # of these
+    # Of these, each with its update.
+    newest: deque[tuple[int, Episode]] = field(default_factory=lambda: deque(maxlen=EPISODES_SHOWN))
     times: list[Times] = field(default_factory=list)
     learner_wait: float = 0.0
     learner_update: float = 0.0
@@ -42,14 +44,13 @@ class Statistics:
         for rollout in rollouts:
             self.new_steps += rollout.steps
             self.new_episodes += len(rollout.episodes)
-            self.newest.extend(rollout.episodes)
+            self.newest.extend((rollout.number, episode) for episode in rollout.episodes)
             self.times.append(rollout.times)
 
     def gather(self) -> int:
         """Add up all processes' counts, and return the new steps.  All must call this after the same update."""
         counts = self.gather_counts()
-        for process in counts:
-            self.recent.extend(process.newest)
+        self.recent.extend(episode for _, episode in in_order(counts))
         new_steps = sum(process.steps for process in counts)
         self.global_step += new_steps
         self.episodes += sum(process.episodes for process in counts)
@@ -59,13 +60,14 @@ class Statistics:
 
     def gather_counts(self) -> list[NewCounts]:
         """What every process counted since the last log point.  All must call this after the same update."""
-        row = np.zeros(2 + 2 * EPISODES_SHOWN, np.float64)
+        row = np.zeros(2 + 3 * EPISODES_SHOWN, np.float64)
         row[0], row[1] = self.new_steps, self.new_episodes
-        row[2 : 2 + 2 * len(self.newest)] = np.array([(e.ret, e.length) for e in self.newest], np.float64).ravel()
+        newest = [(update, e.ret, e.length) for update, e in self.newest]
+        row[2 : 2 + 3 * len(newest)] = np.array(newest, np.float64).ravel()
 
         def read(r: np.ndarray) -> NewCounts:
             count = min(int(r[1]), EPISODES_SHOWN)
-            newest = [Episode(float(a), int(b)) for a, b in r[2 : 2 + 2 * count].reshape(-1, 2)]
+            newest = [(int(k), Episode(float(a), int(b))) for k, a, b in r[2 : 2 + 3 * count].reshape(-1, 3)]
             return NewCounts(int(r[0]), int(r[1]), newest)
 
         return [read(r) for r in gather_over_processes(row)]
@@ -90,14 +92,15 @@ class Statistics:
             "episodes": self.episodes + sum(n.episodes for n in news),
             "recent": [[e.ret, e.length] for e in self.recent],
             "seconds": seconds,
-            "news": [[n.steps, n.episodes, [[e.ret, e.length] for e in n.newest]] for n in news],
+            "news": [[n.steps, n.episodes, [[e.ret, e.length, update] for update, e in n.newest]] for n in news],
         }
 
     @classmethod
     def from_counters(cls, counters: Json, process: int, processes: int) -> "Statistics":
         """The inverse, for one of `processes`.  If there were others before, the first process gets all new counts."""
-        news = [
-            NewCounts(steps, count, [Episode(*e) for e in newest]) for steps, count, newest in counters.get("news", [])
+        news = [  # older versions wrote no updates
+            NewCounts(steps, count, [(e[2] if len(e) > 2 else 0, Episode(e[0], e[1])) for e in newest])
+            for steps, count, newest in counters.get("news", [])
         ]
         mine = [news[process]] if len(news) == processes else news if process == 0 else []
         recent = deque((Episode(r, length) for r, length in counters["recent"]), maxlen=EPISODES_SHOWN)
@@ -109,7 +112,7 @@ class Statistics:
         for n in mine:
             made.new_steps += n.steps
             made.new_episodes += n.episodes
-            made.newest.extend(n.newest)
+        made.newest.extend(in_order(mine))
         return made
 
     def reaches(self, target: float | None) -> bool:
@@ -124,3 +127,8 @@ class Statistics:
     @property
     def mean_length(self) -> float | None:
         return float(np.mean([e.length for e in self.recent])) if self.recent else None
+
+
+def in_order(counts: Sequence[NewCounts]) -> list[tuple[int, Episode]]:
+    """The newest episodes of several processes as one process would have them: by update, then by actor."""
+    return sorted((episode for process in counts for episode in process.newest), key=lambda episode: episode[0])

@@ -32,6 +32,8 @@ def handle_signals(handler: Callable[[int], None], signals: Iterable[signal.Sign
 
 def leave_process(signum: int) -> None:
     """End the process at once, with the exit code of this signal."""
+    if sys.stdout.isatty():
+        os.write(1, b"\x1b[?25h")  # the display that shows progress hides the cursor
     os._exit(128 + signum)
 
 

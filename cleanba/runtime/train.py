@@ -132,12 +132,16 @@ def learn(
     )
     publish = Publisher(learner, params_channels)
 
-    def save(update: int) -> None:
-        """Save what this update made, and version `update`: concurrent actors collect the next rollout with it."""
+    def save(update: int, finished: bool = False) -> None:
+        """Save what this update made, and version `update`: concurrent actors collect the next rollout with it.
+
+        finished: whether the run ends here, as the target return was reached.
+        """
         before = time.perf_counter()
         counters = log.counters()
         log.write_digests(update, counters, writer.snapshot(update, state, memory))
         counters |= {"chain": training.chain.state} if training.chain is not None else {}
+        counters |= {"reached": training.target_return} if finished else {}
         writer.save(update, state, publish.newest(update), counters, not schedule.ends_epoch(update))
         progress.saved_update = update
         save_schedule.note_saved(writer.seconds + time.perf_counter() - before)
@@ -214,7 +218,7 @@ def learn(
             digests = writer.snapshot(update, state, memory) if takes else {}
             log.write(update, metrics, digests)
         if saving:
-            save(update)
+            save(update, decision.finished)
             if decision.ending is not None:
                 end(training, update, decision.ending, stop)
             if decision.finished:

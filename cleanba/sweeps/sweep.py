@@ -25,7 +25,7 @@ from cleanba.errors import Exit, Failure, UsageError, closest_names
 from cleanba.flags import FLAGS
 from cleanba.recipes import RECIPES, AnyRecipe
 from cleanba.resolution import Config, continue_experiment, fit, resolve
-from cleanba.runs.directory import lock
+from cleanba.runs.directory import lock, was_uploaded
 from cleanba.runs.listing import is_locked
 from cleanba.runs.log import is_finished, read_result, seconds_left, tail, together
 from cleanba.runtime.metrics import duration
@@ -186,9 +186,11 @@ def plan(recipe: AnyRecipe, common: list[str], flags: Flags, folder: Path) -> li
             not word.startswith("--") or name not in GIVEN_BY_SWEEP,
             f"{word} stands after --, but the sweep itself sets it; use --env-ids, --num-seeds or --dir",
         )
-    checked_parse(recipe, common)  # an error in all runs is reported without the name of one
+    run = checked_parse(recipe, common).run  # an error in all runs is reported without the name of one
     runs = []
     for env_id, (variant, words) in itertools.product(expand_sets(flags.env_ids), variants(recipe, flags.set)):
+        if run.upload_model and flags.set:  # a repository is named after it
+            words = [*words, "--exp-name", safe(f"{run.exp_name}-{variant}")]
         spec: EnvSpec | None = None  # the environment is only made for the first seed
         for seed in range(1, flags.num_seeds + 1):
             name = safe(f"{env_id}__{variant}__s{seed}")
@@ -351,8 +353,9 @@ def run_here(recipe: AnyRecipe, runs: Sequence[Planned], folder: Path, argv: Seq
     held = lock(folder)  # two sweeps in one folder would start each run twice
     write_manifest(folder, runs, argv, {})
     jobs = [Job(run, folder / run.name, folder / "logs" / f"{run.name}.log") for run in runs]
+    upload = parse(recipe, list(runs[0].words[1:])).run.upload_model
     for job in jobs:
-        if is_finished(job.run_dir):
+        if is_finished(job.run_dir) and (was_uploaded(job.run_dir) or not upload):
             job.state = "finished"
     skipped = sum(job.state == "finished" for job in jobs)
     free = list(range(len(environments)))
