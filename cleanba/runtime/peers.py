@@ -72,8 +72,9 @@ class Peers:
                 self._links[0] = link
             return
         token = secrets.token_hex(16)
-        both = {"family": socket.AF_INET6, "dualstack_ipv6": True} if socket.has_dualstack_ipv6() else {}
-        with socket.create_server(("", 0), backlog=self._count, **both) as server:
+        both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both else socket.AF_INET
+        with socket.create_server(("", 0), family=family, backlog=self._count, dualstack_ipv6=both) as server:
             port = server.getsockname()[1]
             _state().client.key_value_set(KEY, f"{port} {token}")
             server.settimeout(JOIN_SECONDS)
