@@ -142,14 +142,16 @@ os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:int(sys.argv.pop(1))])
 from cleanba.cli import main
 sys.exit(main(sys.argv[1:]))
 """
-TWO_ACTORS = (
-    "--num-envs 8 --num-actors 2 --num-steps 8 --network mlp --hiddens 16 --collector scanned --total-timesteps 512"
-)
+TWO_ACTORS = "--num-envs 8 --num-actors 2 --num-steps 8 --network mlp --hiddens 256 256 --collector scanned"
+TWO_ACTORS += " --total-timesteps 512"
 
 
 @pytest.mark.slow
 def test_a_whole_run_ends_in_the_same_bits_on_one_core_and_on_many_threads(tmp_path):
-    """One core has one thread of XLA's, on which two actors' scans and the learner take turns."""
+    """One core has one thread of XLA's, on which two actors' scans and the learner take turns.
+
+    The layers are large enough for LAPACK to divide their initial weights between threads, if it has several.
+    """
     found = set()
     for cores, threads, devices in (("1", "", "1"), ("1", "5", "1"), ("99", "", "8")):
         folder = tmp_path / f"{cores}-{threads}-{devices}"
@@ -158,3 +160,39 @@ def test_a_whole_run_ends_in_the_same_bits_on_one_core_and_on_many_threads(tmp_p
         assert ended.code == 0, ended.err
         found.add(json.loads((folder / "result.json").read_text())["params_digest"])
     assert len(found) == 1
+
+
+AFTER_SCIPY = """
+import os, sys
+import numpy as np, scipy.linalg
+if len(os.sched_getaffinity(0)) == 1:
+    sys.exit("one core")
+from cleanba.runtime import lapack
+(library,) = lapack.loaded()
+before = library.get()
+import jax
+from flax import linen as nn
+weights = lambda: jax.device_get(jax.jit(lambda key: nn.initializers.orthogonal()(key, (256, 256)))(jax.random.key(1)))
+with lapack.one_thread():
+    assert library.get() == 1 and os.environ["OPENBLAS_NUM_THREADS"] == "1"
+    alone = weights()
+    np.save(sys.argv[1], alone)
+assert library.get() == before > 1 and "OPENBLAS_NUM_THREADS" not in os.environ
+assert (alone != weights()).any(), "threads make no difference here any more"
+"""
+
+
+@pytest.mark.slow
+def test_initial_weights_have_one_thread_also_where_scipy_was_loaded_before(tmp_path):
+    ended = finish(python("-c", AFTER_SCIPY, tmp_path / "after.npy"))
+    if "one core" in ended.err:
+        pytest.skip("needs two cores")
+    assert ended.code == 0, ended.err
+    code = AFTER_SCIPY.replace("os.sched_getaffinity(0)) == 1", "[]) == 1").replace("import os, sys", ONE_CORE)
+    code = code.partition("assert library.get() == before")[0].replace("library.get() == 1 and", "")
+    ended = finish(python("-c", code, tmp_path / "one.npy"))
+    assert ended.code == 0, ended.err
+    assert (tmp_path / "after.npy").read_bytes() == (tmp_path / "one.npy").read_bytes()
+
+
+ONE_CORE = "import os, sys; os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:1])"

@@ -16,7 +16,7 @@ from cleanba import kernels
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = (
-    *("cleanba", "jax", "jaxlib", "flax", "optax", "envpool", "numpy", "orbax-checkpoint"),
+    *("cleanba", "jax", "jaxlib", "flax", "optax", "envpool", "numpy", "scipy", "orbax-checkpoint"),
     *("llvmlite", "gymnasium", "gymnax", "craftax"),
     *("jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13", "nvidia-cublas-cu12"),
 )

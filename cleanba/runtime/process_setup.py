@@ -10,6 +10,7 @@ from jax._src import xla_bridge
 
 from cleanba import kernels
 from cleanba.config import Experiment, require
+from cleanba.runtime import lapack
 from cleanba.runtime.compilation_cache import keep_compiled_programs
 
 # The first flag excludes kernels that add in a varying order, and stops XLA from choosing kernels by timing them: it
@@ -54,7 +55,8 @@ def prepared(e: Experiment) -> Iterator[None]:
     choice = kernels.chosen()
     prepare_process(e)
     try:
-        yield
+        with lapack.one_thread():
+            yield
     finally:
         kernels.choose(choice)
         for name, value in before.items():

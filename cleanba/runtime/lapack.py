@@ -1,0 +1,56 @@
+"""One thread for LAPACK, so that initial weights do not depend on the number of cores.
+
+Orthogonal initial weights come from a QR factorisation.  On CPUs JAX has LAPACK's, from the OpenBLAS that SciPy brings,
+and with one thread it rounds otherwise than with several, from some 200 rows and columns on.
+"""
+
+import ctypes
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+THREADS = "OPENBLAS_NUM_THREADS"  # OpenBLAS reads it once, when it is loaded
+NAMES = ("scipy_openblas_{}_num_threads", "scipy_openblas_{}_num_threads64_", "openblas_{}_num_threads")
+
+
+class Library(NamedTuple):
+    """An OpenBLAS that this process has loaded."""
+
+    get: Callable[[], int]
+    set: Callable[[int], None]
+
+
+def loaded(maps: Path = Path("/proc/self/maps")) -> list[Library]:
+    """Every OpenBLAS of this process but NumPy's own, which JAX does not use."""
+    found = []
+    with suppress(OSError):
+        lines = [line.split(maxsplit=5)[-1].strip() for line in maps.read_text().splitlines() if "openblas" in line]
+        for path in sorted({path for path in lines if "numpy.libs" not in path}):
+            with suppress(OSError):
+                library = ctypes.CDLL(path)
+                for name in NAMES:
+                    if hasattr(library, name.format("set")):
+                        found.append(Library(library[name.format("get")], library[name.format("set")]))
+                        break
+    return found
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Within the context LAPACK has one thread, whether SciPy's OpenBLAS is loaded before or in it."""
+    given, libraries = os.environ.get(THREADS), loaded()
+    before = [library.get() for library in libraries]
+    os.environ[THREADS] = "1"
+    for library in libraries:
+        library.set(1)
+    try:
+        yield
+    finally:
+        if given is None:
+            del os.environ[THREADS]
+        else:
+            os.environ[THREADS] = given
+        for library, number in zip(libraries, before, strict=True):
+            library.set(number)
