@@ -481,8 +481,17 @@ def test_memory_that_the_host_cannot_hold_for_its_checkpoints_is_refused_too(mon
         memory.require_room(FOUR_MB, 2, jax.local_devices()[:2], 1, 200)
 
 
-def test_the_hosts_memory_is_known():
+def test_the_hosts_memory_is_known(tmp_path):
     assert 2**28 < memory.host_room() < 2**50
+    # A job's own group has the limit, not the root of all.
+    (tmp_path / "own").write_text("4:memory:/slurm/job_1\n0::/system.slice/job_1/step_0\n")
+    found = memory.memory_limits(tmp_path / "own", tmp_path)
+    assert {
+        tmp_path / "memory.max",
+        tmp_path / "system.slice/memory.max",
+        tmp_path / "system.slice/job_1/step_0/memory.max",
+        tmp_path / "memory/slurm/job_1/memory.limit_in_bytes",
+    } <= set(found)
     assert memory.device_room(jax.local_devices()) is None, "simulated ones have none of their own"
 
 

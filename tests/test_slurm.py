@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -178,9 +179,9 @@ def test_settings_are_asked_for_where_the_template_has_a_line_for_them(here, mon
         settings = "\n".join(f"{name}={value}" if s.startswith(f"{name}=") else s for s in settings.splitlines())
     (here / "slurm/settings.sh").write_text(settings)
 
-    def asked(template: str, **env: str) -> list[str]:
+    def asked(template: str, options: Sequence[str] = ("--hold",), **env: str) -> list[str]:
         env = {"PATH": f"{here}:/usr/bin:/bin", **env}
-        words = ["slurm/submit", "--hold", f"slurm/{template}.sh", "ppo", "--seed", "2"]
+        words = ["slurm/submit", *options, f"slurm/{template}.sh", "ppo", "--seed", "2"]
         done = subprocess.run(words, cwd=here, env=env, capture_output=True, text=True, check=True)
         return done.stdout.split()
 
@@ -197,6 +198,12 @@ def test_settings_are_asked_for_where_the_template_has_a_line_for_them(here, mon
         "--no-kill",
     ]
     assert "--no-kill" not in asked("one-gpu", ELASTIC="1")
+    # Options may have their values as words of their own.
+    before = ["-p", "gpu", "-N", "2"]
+    assert asked("cpu", options=before)[-8:] == [*before, "slurm/cpu.sh", "ppo", "--seed", "2"]
+    assert "--nodes=1-2" in asked("cpu", options=before, ELASTIC="1")
+    wrong = subprocess.run(["slurm/submit", "slurm/cpo.sh"], cwd=here, capture_output=True, text=True)
+    assert wrong.returncode == 2 and wrong.stderr.startswith("no file among: slurm/cpo.sh\nusage: ")
 
 
 def test_a_dry_run_shows_the_job_and_writes_nothing(here, monkeypatch):
@@ -227,6 +234,40 @@ def test_an_element_of_an_array_takes_its_own_words(template, tmp_path):
     env = {"SLURM_ARRAY_TASK_ID": "1", "CLEANBA_SLURM": str(tmp_path), "PATH": "/usr/bin:/bin"}
     done = subprocess.run(["bash", tmp_path / "job.sh"], env=env, capture_output=True, text=True, check=True)
     assert done.stdout.startswith("ppo\n") and done.stdout.endswith("\n".join(second[1:]) + "\n")
+
+
+@pytest.mark.parametrize(
+    "code, shows, requeued",
+    [(138, "", True), (143, "PreemptTime=2026-01-01T00:00:00", True), (143, "PreemptTime=None", False), (1, "", False)],
+)
+@pytest.mark.parametrize("array", [{}, {"SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "3"}])
+def test_only_what_was_cut_short_is_requeued_and_of_an_array_only_the_element(code, shows, requeued, array, tmp_path):
+    """Of an array whose last element has the array's own number, that number alone would requeue all elements."""
+    for name, script in (
+        ("srun", f"exit {code}"),
+        ("scontrol", f'echo "$@" >> {tmp_path}/asked; [ $1 != requeue ] && echo "{shows}"'),
+    ):
+        (tmp_path / name).write_text(f"#!/bin/bash\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "12", "CLEANBA_SLURM": str(ROOT / "slurm"), **array}
+    words = ["bash", "-c", f"source {ROOT}/slurm/launch.sh; launch ppo"]
+    done = subprocess.run(words, env=env, cwd=tmp_path, capture_output=True, text=True)
+    asked = (tmp_path / "asked").read_text().splitlines() if (tmp_path / "asked").exists() else []
+    assert done.returncode in (code, 138), done
+    name = "12_3" if array else "12"
+    assert [words for words in asked if words.startswith("requeue")] == ([f"requeue {name}"] if requeued else [])
+
+
+@pytest.mark.parametrize(
+    "left, seconds",
+    [("5:00", 300), ("1:00:09", 3609), ("2-00:00:08", 172808), ("UNLIMITED", 999999999), ("", 999999999)],
+)
+def test_the_time_that_a_job_has_left(left, seconds, tmp_path):
+    (tmp_path / "squeue").write_text(f'#!/bin/bash\necho "{left}"\n')
+    (tmp_path / "squeue").chmod(0o755)
+    words = ["bash", "-c", f"source {ROOT}/slurm/elastic.sh; job=1 seconds_left"]
+    done = subprocess.run(words, env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, capture_output=True, text=True, check=True)
+    assert int(done.stdout) == seconds
 
 
 def test_a_run_in_a_batch_job_has_a_name_that_survives_a_requeue(monkeypatch):

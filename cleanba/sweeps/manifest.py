@@ -29,11 +29,15 @@ def read_manifest(folder: Path) -> Json:
     """
     path = folder / "sweep.json"
     try:
-        return json.loads(path.read_text())
+        manifest = json.loads(path.read_text())
     except FileNotFoundError:
         raise UsageError(f"{folder} holds no sweep.json; name the folder of a sweep") from None
     except (OSError, ValueError) as error:
-        raise UsageError(f"{path} cannot be read ({error}); run the sweep's command again to rewrite it") from None
+        raise UsageError(f"{path} cannot be read ({error}); remove it, and run the sweep's command again") from None
+    runs = manifest.get("runs") if isinstance(manifest, dict) else None
+    if not isinstance(runs, dict) or not all(isinstance(run, dict) for run in runs.values()):
+        raise UsageError(f"{path} is not a sweep's; remove it, and run the sweep's command again")
+    return manifest
 
 
 def write_manifest(folder: Path, runs: Sequence[Planned], argv: Sequence[str], jobs: dict[str, str]) -> None:

@@ -16,7 +16,7 @@ from cleanba.errors import Exit, Failure, UsageError
 from cleanba.flags import FLAGS
 from cleanba.recipes import RECIPES, AnyRecipe
 from cleanba.resolution import fit, settle
-from cleanba.runs.directory import default_run_dir
+from cleanba.runs.directory import default_run_dir, was_uploaded
 from cleanba.runs.log import is_finished
 from cleanba.sweeps.manifest import Planned, read_manifest, write_manifest
 from cleanba.train_flags import parse
@@ -139,13 +139,17 @@ def submit(
     jobs = {name: run["job"] for name, run in earlier.items() if "job" in run}
     states = {} if dry_run and not jobs else job_states(jobs.values())
     busy = {name for name, job in jobs.items() if states.get(job, "").startswith(QUEUED)}
-    to_do = [run for run in runs if not is_finished(folder / run.name) and run.name not in busy]
+    upload = parse(RECIPES[runs[0].words[0]], list(runs[0].words[1:])).run.upload_model
+    done = {run.name for run in runs if is_finished(folder / run.name)}
+    done -= {name for name in done if upload and not was_uploaded(folder / name)}
+    to_do = [run for run in runs if run.name not in done | busy]
     print(
         f"{folder}: {len(to_do)} of {len(runs)} runs to submit, {len([r for r in runs if r.name in busy])} in the "
-        f"queue, {sum(is_finished(folder / r.name) for r in runs)} finished"
+        f"queue, {len(done)} finished"
     )
     submitter = template.parent / "submit"
-    sbatch = [str(submitter)] if os.access(submitter, os.X_OK) else ["sbatch"]
+    named = str(submitter) if submitter.parent != Path() else f"./{submitter}"  # else it is looked for in PATH
+    sbatch = [named] if os.access(submitter, os.X_OK) else ["sbatch"]
     scripts = folder / "slurm"
     first = 1 + max((int(p.stem.rpartition("-")[2]) for p in scripts.glob("array-*.sh")), default=0)
     logs = (folder / "logs").absolute()
@@ -163,7 +167,7 @@ def submit(
         logs.mkdir(parents=True, exist_ok=True)
         script.write_text(text)
         words.write_text(lines)
-        job = sbatch_job([*sbatch, str(script)])
+        job = sbatch_job([*sbatch, "--parsable", str(script)])
         submitted |= {run.name: f"{job}_{i}" for i, run in enumerate(chunk)}
         write_manifest(folder, chunk, argv, submitted)  # at once: the next sbatch may fail
         print(f"submitted {len(chunk)} runs as job array {job}; `cleanba sweep status {folder}` shows them")
@@ -177,7 +181,7 @@ def sbatch_job(command: Sequence[str]) -> str:
         UsageError: there is no Slurm here, or it refuses the job.
     """
     try:
-        done = subprocess.run([*command], capture_output=True, text=True, env={**os.environ, "SBATCH_PARSABLE": "1"})
+        done = subprocess.run([*command], capture_output=True, text=True)
     except FileNotFoundError:
         raise UsageError("sbatch was not found; call this where Slurm is, or add --dry-run") from None
     words = done.stdout.split()

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import redirect_stderr
+from contextlib import nullcontext, redirect_stderr
 from dataclasses import dataclass, fields
 from hashlib import sha256
 from io import StringIO
@@ -100,7 +100,8 @@ def sweep_command(argv: Sequence[str]) -> Exit:
     folder = flags.dir or Path("sweeps") / default_folder(flags, rest)
     runs = plan(recipe, common, flags, folder)
     if flags.slurm is not None:
-        return submit(runs, folder, flags.slurm, argv, flags.workers, flags.dry_run)
+        with nullcontext() if flags.dry_run else lock(folder, "--dir"):
+            return submit(runs, folder, flags.slurm, argv, flags.workers, flags.dry_run)
     if flags.dry_run:
         for run in runs:
             print(shlex.join(["cleanba", *run.words]))
@@ -179,6 +180,8 @@ def plan(recipe: AnyRecipe, common: list[str], flags: Flags, folder: Path) -> li
     Raises:
         UsageError: a run could not start; the message says which and why.
     """
+    require(bool(flags.env_ids), "--env-ids names no environment; give one or more, such as --env-ids CartPole-v1")
+    require(not (folder / "config.json").exists(), f"--dir {folder} is a run of its own; choose another folder")
     require(flags.num_seeds >= 1, f"num_seeds={flags.num_seeds} must be at least 1; set --num-seeds")
     for word in common:
         name = word.partition("=")[0].lstrip("-").replace("-", "_")
@@ -194,6 +197,7 @@ def plan(recipe: AnyRecipe, common: list[str], flags: Flags, folder: Path) -> li
         spec: EnvSpec | None = None  # the environment is only made for the first seed
         for seed in range(1, flags.num_seeds + 1):
             name = safe(f"{env_id}__{variant}__s{seed}")
+            require(len(os.fsencode(name)) <= 250, f"{name} is too long for a folder's name; set fewer flags by --set")
             run_dir = folder / name
             all_words = [*common, "--env-id", env_id, *words, "--seed", str(seed), "--run-dir", str(run_dir)]
             try:
@@ -350,7 +354,7 @@ def run_here(recipe: AnyRecipe, runs: Sequence[Planned], folder: Path, argv: Seq
     placements = [parse(recipe, list(run.words[1:])).placement for run in runs]
     per_run = 1 + max(max(*p.actor_device_ids, *p.learner_device_ids) for p in placements)
     environments = share_devices(visible_gpus(), per_run, flags.workers)
-    held = lock(folder)  # two sweeps in one folder would start each run twice
+    held = lock(folder, "--dir")  # two sweeps in one folder would start each run twice
     write_manifest(folder, runs, argv, {})
     jobs = [Job(run, folder / run.name, folder / "logs" / f"{run.name}.log") for run in runs]
     upload = parse(recipe, list(runs[0].words[1:])).run.upload_model

@@ -10,6 +10,7 @@ ANSWER_SECONDS=20 # in which a node has to run `true`
 NOTICE_SECONDS=15 # after one step has failed: time for the others to end by themselves
 ENDING_SECONDS=60 # after one step has ended as it should: time for the others to write a checkpoint
 LOOK_SECONDS=15   # between looks at nodes that could be taken back
+SHORT_SECONDS=200 # before the job's time limit: too late for a new start
 RETRIES=5         # failures without a new checkpoint between them
 
 # elastic ppo FLAGS …  Returns 0 once the run is finished, 138 when the job is to be requeued, else the run's exit code.
@@ -29,6 +30,10 @@ elastic() {
             [ "$retries" -le "$RETRIES" ] || return 1
             sleep "$LOOK_SECONDS"
             continue
+        fi
+        if [ "$attempt" -gt 0 ] && [ "$(seconds_left)" -lt "$SHORT_SECONDS" ]; then
+            say "the job's time is nearly over" # Slurm has sent its warning, perhaps while no step was there to hear it
+            return 138
         fi
         newest=$(newest_checkpoint) attempt=$((attempt + 1)) more="" began=$SECONDS
         say "start $attempt, on $used of $most nodes (${nodes[*]:0:used}), from checkpoint ${newest:-none}"
@@ -56,12 +61,23 @@ elastic() {
     done
 }
 
+# Until the job's time limit.
+seconds_left() {
+    local text days=0 total=0 part parts
+    text=$(squeue --noheader --jobs="$job" --format=%L 2>/dev/null)
+    case $text in "" | *[!0-9:-]*) echo 999999999 && return ;; esac # there is none, or Slurm does not answer
+    if [[ $text == *-* ]]; then days=${text%%-*} text=${text#*-}; fi
+    IFS=: read -r -a parts <<<"$text"
+    for part in "${parts[@]}"; do total=$((60 * total + 10#$part)); done
+    echo $((86400 * days + total))
+}
+
 say() { echo "elastic, $(date +%T): $*"; }
 
 # The job's nodes, one a line; Slurm takes those that are down out of the allocation.
 job_nodes() {
     local list
-    list=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%N 2>/dev/null)
+    list=$(squeue --noheader --jobs="$job" --format=%N 2>/dev/null)
     scontrol show hostnames "${list:-$SLURM_JOB_NODELIST}"
 }
 
@@ -122,7 +138,7 @@ end_steps() {
     deadline=$((SECONDS + patience))
     while any_step_runs && [ "$SECONDS" -lt "$deadline" ]; do sleep 0.5; done
     if any_step_runs; then
-        squeue --steps --noheader --jobs="$SLURM_JOB_ID" --format=%i | grep '\.[0-9]*$' | xargs -r scancel
+        squeue --steps --noheader --jobs="$job" --format=%i | grep '\.[0-9]*$' | xargs -r scancel
         sleep 2
         kill -KILL "${steps[@]}" 2>/dev/null
         while any_step_runs; do sleep 0.1; done
@@ -154,7 +170,7 @@ failed_by_itself() {
 # job's time limit.
 time_to_look() {
     [ $(((SECONDS - began) % LOOK_SECONDS)) -eq 0 ] && [ "$(newest_checkpoint)" != "$newest" ] &&
-        [ "$(date +%s)" -lt $((${SLURM_JOB_END_TIME:-9999999999} - 300)) ]
+        [ "$(seconds_left)" -gt $((SHORT_SECONDS + 100)) ]
 }
 
 # Sets `more` to where the run can have more nodes; fails if there are none.
@@ -170,11 +186,11 @@ find_more() {
         fi
     fi
     # What Slurm has taken out of the allocation, only a requeue brings back.  One that brought no more is not repeated.
-    had=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/.*Comment=elastic: had \([0-9]*\).*/\1/p')
+    had=$(scontrol show job "$job" | sed -n 's/.*Comment=elastic: had \([0-9]*\).*/\1/p')
     idle=$(sinfo --noheader --partition="$SLURM_JOB_PARTITION" --states=idle --Node --format=%N | sort -u | wc -l)
     [ "$idle" -gt 0 ] && [ "${#here[@]}" -lt "$most" ] && [ "${#here[@]}" -gt "${had:-0}" ] &&
         [ "$(nodes_to_use $((${#here[@]} + idle < most ? ${#here[@]} + idle : most)))" -gt "$used" ] &&
         [ "${SLURM_RESTART_COUNT:-0}" -lt "$MAX_RESTARTS" ] &&
-        scontrol update JobId="$SLURM_JOB_ID" Comment="elastic: had ${#here[@]}" &&
+        scontrol update JobId="$job" Comment="elastic: had ${#here[@]}" &&
         more="by a requeue"
 }

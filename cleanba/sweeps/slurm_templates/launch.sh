@@ -5,6 +5,9 @@
 source "${CLEANBA_SLURM:-slurm}/settings.sh"
 source "${CLEANBA_SLURM:-slurm}/elastic.sh"
 
+# What Slurm calls this job: of an array, the array's number alone would mean all of its elements.
+job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
+job=${job:-$SLURM_JOB_ID}
 tasks_here=${SLURM_NTASKS_PER_NODE:-1}
 if [ -n "${CLEANBA_CPU:-}" ]; then
     DEVICES=$((4 / tasks_here > 0 ? 4 / tasks_here : 1))
@@ -36,11 +39,13 @@ launch() {
         # After one task has ended the others have a minute to reach a checkpoint, or to notice.
         srun --wait=60 bash -c "$take_share" task "${CLEANBA[@]}" "$@" || code=$?
     fi
+    # Where preempted jobs have some time left, Slurm sends SIGTERM first, and requeues only those that do not end by then.
+    if [ "$code" -eq 143 ] && scontrol show job "$job" 2>/dev/null | grep -q 'PreemptTime=[0-9]'; then code=138; fi
     if [ "$code" -eq 138 ]; then # 128 + SIGUSR1: out of time, or preempted
         if [ "${SLURM_RESTART_COUNT:-0}" -lt "$MAX_RESTARTS" ]; then
-            echo "cut short; job $SLURM_JOB_ID goes back into the queue and will go on from its last checkpoint"
+            echo "cut short; job $job goes back into the queue and will go on from its last checkpoint"
             # Slurm ends this script; one that ended first could still be taken for a failed job.
-            scontrol requeue "$SLURM_JOB_ID" && sleep 300
+            scontrol requeue "$job" && sleep 300
         fi
         echo "cut short, and not sent back into the queue after ${SLURM_RESTART_COUNT:-0} restarts" >&2
     elif [ "$code" -ne 0 ]; then
