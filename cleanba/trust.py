@@ -55,10 +55,15 @@ def mark_downloaded(run_dir: Path, source: str) -> None:
 
 
 def source_of(run_dir: Path) -> str | None:
-    """Where a run was downloaded or unpacked from; None for a run of one's own."""
-    if (run_dir / MARK).exists():
-        return str(read_json(run_dir / MARK).get("from"))
-    return str(run_dir) if (run_dir / HUBS_OWN).is_dir() else None
+    """Where a run, or a folder that it lies in, was downloaded or unpacked from; None for a run of one's own."""
+    place = run_dir.resolve()
+    for folder in (place, *place.parents):
+        if (folder / MARK).exists():
+            return str(read_json(folder / MARK).get("from"))
+        # In a folder that is no run, such as one's home, it is the cache of the Hub's library.
+        if (folder / HUBS_OWN).is_dir() and (folder == place or (folder / "config.json").exists()):
+            return str(run_dir)
+    return None
 
 
 def require_trusted(run_dir: Path, what: str) -> None:

@@ -100,6 +100,8 @@ class Handler(BaseHTTPRequestHandler):
                     repo[value["path"]] = base64.b64decode(value["content"])
                 elif item["key"] == "lfsFile":
                     repo[value["path"]] = hub.large[value["oid"]]
+                elif item["key"] == "deletedFile":
+                    repo.pop(value["path"], None)
             url = f"{hub.address}/{found[1]}/commit/{hub.sha(found[1])}"
             return self.answer(200, {"commitUrl": url, "commitOid": hub.sha(found[1])})
         if found := re.fullmatch(r"/api/models/(.+?)/tree/(\w+)", path):

@@ -128,10 +128,22 @@ def test_an_evaluation_of_other_parameters_is_no_result_of_these(server, tmp_pat
 
 def test_a_second_upload_replaces_the_first(server, tmp_path):
     run = write_run(tmp_path / "run")
+    evaluate(run)
+    log = lambda link: (run / "metrics.jsonl").write_text(json.dumps({"update": 5, "chain": link}))
+    log("one")
+    (run / "checkpoints/5").mkdir(parents=True)
+    (run / "checkpoints/5/data").write_bytes(b"of this run")
+    assert command("push", run, "--repo", "name", "--checkpoints").code == 0
+    there = server.repos["tester/name"]
+    assert {"eval.json", "checkpoints/5/data"} <= set(there)
+    (run / "eval.json").unlink()
     assert command("push", run, "--repo", "name").code == 0
+    assert "eval.json" not in there and there["checkpoints/5/data"] == b"of this run", "the run is the same"
+    log("another")
     (run / "model.msgpack").write_bytes(b"others")
     assert command("push", run, "--repo", "name").code == 0
-    assert server.repos["tester/name"]["model.msgpack"] == b"others"
+    assert there["model.msgpack"] == b"others"
+    assert "checkpoints/5/data" not in there, "checkpoints of another run under the same name"
 
 
 def test_a_failed_upload_says_how_to_repeat_it(server, tmp_path):

@@ -318,6 +318,33 @@ def test_archives_that_are_no_run(tmp_path, monkeypatch, members, says):
         remote.unpack(in_tar(tmp_path / "run.tgz", *members))
 
 
+@pytest.mark.parametrize("kind", ["w:gz", "w:xz", "w:bz2"])
+def test_a_damaged_archive_is_refused(kind, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = foreign(tmp_path / "run")
+    (run / "model.msgpack").write_bytes(np.random.default_rng(1).bytes(20_000))
+    path = tmp_path / f"run.tar.{kind[2:]}"
+    with tarfile.open(path, kind) as file:
+        file.add(run, "run")
+    remote.unpack(path)
+    whole = bytearray(path.read_bytes())
+    for at in np.linspace(len(whole) // 3, len(whole) - 100, 10).astype(int):
+        whole[at] ^= 1
+        path.write_bytes(whole)
+        with pytest.raises(UsageError, match="cannot be unpacked"):
+            remote.unpack(path)
+        whole[at] ^= 1
+
+
+def test_a_folder_within_a_run_from_elsewhere_is_from_there_too(tmp_path):
+    run = foreign(tmp_path / "run")
+    inside = foreign(run / "checkpoints/best")
+    (inside / "downloaded.json").unlink()
+    assert source_of(inside) == "hf://somebody/something"
+    (tmp_path / ".cache/huggingface").mkdir(parents=True)  # as in a home
+    assert source_of(tmp_path / "mine") is None
+
+
 def test_an_archive_that_lies_about_its_sizes_fills_no_disk(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(remote.MOST_BYTES, "model.msgpack", 2**20)

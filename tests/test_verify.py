@@ -1,5 +1,6 @@
 """A part of a run that is computed again has the same bits, wherever it is computed."""
 
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -7,7 +8,8 @@ from pathlib import Path
 import pytest
 from launch import ROOT, command, read_result, read_rows
 
-from cleanba.checks.recompute import open_rerun, recompute
+from cleanba.checks.recompute import open_rerun, read_checkpoint, recompute
+from cleanba.checks.verify import goes_on_otherwise
 from cleanba.config import Placement
 
 sys.path.append(str(ROOT / "benchmarks"))
@@ -58,6 +60,34 @@ def test_a_part_of_a_run_computed_again_has_the_same_digests(kind, first, last, 
     assert found == {update: both for update, both in logged.items() if first < update <= last}
     assert len(found) == (last - first) // 2
     assert sorted(path for path in run_dir.rglob("*")) == before  # it is only read
+
+
+@pytest.mark.parametrize("kind, first, last", [("ppo", 2, 4), ("ppo", 6, 8), ("dqn", 8, 12)])
+def test_what_the_next_segment_begins_with_is_computed_too(kind, first, last, run_of, tmp_path):
+    ends = []
+    with open_rerun(run_of(kind), Placement()) as rerun:
+        recompute(rerun, first, last, display=False, ended=lambda *end: ends.append(end), actors_in=tmp_path)
+        params, actors = ends[0]
+        assert set(actors) == {0, 1}
+        assert goes_on_otherwise(rerun, last, params, actors, tmp_path) == ""
+        older = read_checkpoint(rerun, last - 2, with_memory=False).older_params
+        assert "other parameters would collect" in goes_on_otherwise(rerun, last, older, actors, tmp_path)
+        if last % 8:  # environments do not start afresh there
+            swapped = {0: actors[1], 1: actors[0]}
+            assert "actor 0 would go on otherwise" in goes_on_otherwise(rerun, last, params, swapped, tmp_path)
+
+
+def test_actors_that_were_put_in_place_of_others_are_found(run_of, tmp_path):
+    forged, other = tmp_path / "forged", tmp_path / "other"
+    shutil.copytree(run_of("ppo"), forged)
+    assert command("verify", forged, "--from", "2", "--to", "4").code == 0
+    assert command(*KINDS["ppo"], "--seed", "2", "--keep-checkpoints", "100", "--run-dir", other).code == 0
+    for file in (other / "actors/00001").glob("*.actions"):
+        shutil.copy(file, forged / "actors/00001")
+    shutil.copy(other / "actors/00001/4.standing", forged / "actors/00001")
+    ended = command("verify", forged, "--from", "2", "--to", "4")
+    assert ended.code == 1
+    assert "checkpoint 4 is not what was computed here: actor 1 would go on otherwise (its actions)" in ended.out
 
 
 def test_a_run_that_came_to_its_target_is_whole_and_one_that_says_so_falsely_is_not(tmp_path):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import tyro
 
@@ -18,7 +18,9 @@ from cleanba.config import Placement, read_config, read_experiment, require
 from cleanba.errors import Exit, Failure
 from cleanba.files import METRICS, Json, read_json, write_json
 from cleanba.flags import FLAGS
+from cleanba.recipes import Play
 from cleanba.runs.directory import UPLOADED
+from cleanba.runs.log import parse
 from cleanba.runs.remote import PARTS, REPO, require_hub
 from cleanba.runtime.checkpoint import save_model, updates_kept
 from cleanba.runtime.devices import find_devices
@@ -118,6 +120,8 @@ def push(
     require(
         REPO.fullmatch(repo_id) is not None, f"{repo_id} is not a valid repository name; use letters, digits, . _ and -"
     )
+    kept = updates_kept(run_dir)  # before the log is read: it has their digests, also while the run is going on
+    files = [path for part in PARTS for path in sorted((run_dir / part).rglob("*")) if path.is_file()]
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         fill(folder, run_dir, repo_id)
@@ -126,17 +130,18 @@ def push(
             lambda: api.create_repo(repo_id, private=private or None, exist_ok=True),
         )
         message = f"Upload {experiment['algorithm']} on {experiment['env_id']}, seed {experiment['seed']}"
-        upload = lambda: api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message=message)
+        gone = [*ABOUT, *(f"{part}/**" for part in PARTS if checkpoints or not holds_this_run(api, repo_id, folder))]
+        upload = lambda: api.upload_folder(
+            repo_id=repo_id, folder_path=folder, commit_message=message, delete_patterns=gone
+        )
         attempt(f"{run_dir} could not be uploaded to {repo_id}", upload)
     if checkpoints:
-        kept = updates_kept(run_dir)
-        files = [path for part in PARTS for path in sorted((run_dir / part).rglob("*")) if path.is_file()]
         size = sum(path.stat().st_size for path in files)
         say(f"uploading {len(kept)} checkpoints and what they need: {len(files):,} files, {size / 1e6:,.1f} MB")
         upload_parts = lambda: api.upload_folder(
             repo_id=repo_id,
             folder_path=run_dir,
-            allow_patterns=[f"{part}/**" for part in PARTS],
+            allow_patterns=[path.relative_to(run_dir).as_posix() for path in files],
             commit_message=f"Upload {len(kept)} checkpoints",
         )
         attempt(f"the checkpoints of {run_dir} could not be uploaded to {repo_id}", upload_parts)
@@ -144,6 +149,24 @@ def push(
     with suppress(OSError):  # it is uploaded, whether or not that can be noted
         write_json(run_dir / UPLOADED, {"address": address})
     return address
+
+
+ABOUT = ("result.json", "eval.json", "replay.mp4")
+"""what a repository may have of an earlier upload, and is removed where the run has none"""
+
+
+def holds_this_run(api: Any, repo_id: str, folder: Path) -> bool:
+    """Whether the checkpoints in a repository, if there are any, are those of the run whose files are in `folder`.
+
+    They are if the digests in the repository's log are in this one, too.
+    """
+    links = lambda path: {row["chain"] for _, row in parse(Path(path).read_bytes()) if row and "chain" in row}
+    try:
+        with tempfile.TemporaryDirectory() as scratch:
+            theirs = links(api.hf_hub_download(repo_id, METRICS, local_dir=scratch))
+        return bool(theirs) and theirs <= links(folder / METRICS)
+    except Exception:  # there is no log, or it cannot be had
+        return False
 
 
 def _attempt(otherwise: str, do: Callable[[], T]) -> T:
@@ -252,7 +275,8 @@ def card(run_dir: Path, repo_id: str, model: Model, film: bool) -> str:
     results = [f"| {metric.replace('_', ' ')} | {value} |" for metric, value in metrics]
     how = (
         f"Over {evaluation['episodes']} complete episodes, "
-        + ("by the likeliest actions" if evaluation.get("greedy") else "with actions drawn from the policy")
+        + "by "
+        + Play(bool(evaluation.get("greedy")), float(evaluation.get("epsilon") or 0.0)).in_words()
         + f", seed {evaluation['seed']}."
         if evaluation
         else "Not evaluated apart from training."

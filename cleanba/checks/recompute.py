@@ -3,7 +3,7 @@
 The run's directory is only read.  What is computed leaves nothing on disk.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -27,6 +27,7 @@ from cleanba.runtime.digests import params_digest, tree_digest
 from cleanba.runtime.memory import digest_of, learner_digest, require_room
 from cleanba.runtime.metrics import Display, Status
 from cleanba.runtime.process_setup import prepared
+from cleanba.runtime.records import Snapshot
 from cleanba.runtime.train import run_training
 from cleanba.runtime.training import Training, make_training
 
@@ -71,8 +72,8 @@ def open_rerun(run_dir: Path, placement: Placement, trust_remote_code: bool = Fa
         yield Rerun(run_dir, recipe, e, devices, algorithm, training, trust_remote_code)
 
 
-def read_checkpoint(rerun: Rerun, update: int) -> Saved[Any, Any]:
-    """A run's checkpoint after this update, with its memory and its actors.
+def read_checkpoint(rerun: Rerun, update: int, with_memory: bool = True) -> Saved[Any, Any]:
+    """A run's checkpoint after this update, with its memory, unless that is not wanted, and its actors.
 
     Raises:
         Failure: it is damaged, or a part of it is missing.
@@ -82,7 +83,7 @@ def read_checkpoint(rerun: Rerun, update: int) -> Saved[Any, Any]:
     like_params = jax.eval_shape(rerun.algorithm.actor_params, like_state)
     fresh = update == e.num_updates or (e.env_epoch > 0 and update % e.env_epoch == 0)
     actors = range(0) if fresh else training.local_actors
-    parts = training.memory_shapes, training.local_shards, actors
+    parts = training.memory_shapes, training.local_shards if with_memory else range(0), actors
     try:
         return checkpoint.read_whole(rerun.run_dir, update, like_state, like_params, *parts)
     except Exception as error:  # Orbax raises many kinds
@@ -107,6 +108,8 @@ def recompute(
     saved: Saved[Any, Any] | None = None,
     title: str = "",
     display: bool = True,
+    ended: Callable[[Any, dict[int, Snapshot]], None] | None = None,
+    actors_in: Path | None = None,
 ) -> dict[int, Digests]:
     """Compute updates `first` + 1 to `last` of a run again, from its checkpoint after update `first`.
 
@@ -120,6 +123,8 @@ def recompute(
         saved: the checkpoint after update `first`, if it has been read already.
         title: what progress is shown under.
         display: whether progress is shown on the console.
+        ended: called after the last update with what a checkpoint would hold besides the learner (`Training.ended`).
+        actors_in: a folder where actors are recorded for that.
 
     Returns:
         update -> the digests of the learner after it.
@@ -141,7 +146,13 @@ def recompute(
         initial = find_again(e.init_from, rerun.run_dir, rerun.devices.platform, rerun.trust_remote_code)
         begin_with = partial(started_from, arrays=initial.arrays)
     training = replace(
-        rerun.training, saved=saved, begin_with=begin_with, until=last, digests_after=frozenset(digests_after)
+        rerun.training,
+        saved=saved,
+        begin_with=begin_with,
+        until=last,
+        digests_after=frozenset(digests_after),
+        ended=ended,
+        actors_in=actors_in,
     )
     found: dict[int, Digests] = {}
 

@@ -27,11 +27,12 @@ from cleanba.flags import FLAGS
 from cleanba.resolution import recorded
 from cleanba.runs import log
 from cleanba.runs.remote import find_whole_run
-from cleanba.runtime import chain
+from cleanba.runtime import chain, records
 from cleanba.runtime.chain import DIGESTS, Linked
 from cleanba.runtime.checkpoint import read_model, updates_kept
 from cleanba.runtime.digests import params_digest
 from cleanba.runtime.hardware import describe_devices
+from cleanba.runtime.records import Snapshot
 
 SEGMENTS = 3  # that are drawn, if no flag says how many
 Reason = Literal["processor", "packages", "revision"]
@@ -106,7 +107,7 @@ def verify(run_dir: Path, flags: Verify) -> bool:
     checked = chain.check(rows, experiment)
     linked = {row.update: row for row in checked.rows}
     if checked.broken:
-        print(f"{flags.run}: {checked.broken}")
+        print(printable(f"{flags.run}: {checked.broken}"))
         return False
     if not linked:
         raise CannotCompare(
@@ -116,7 +117,7 @@ def verify(run_dir: Path, flags: Verify) -> bool:
     with open_rerun(run_dir, placement, flags.trust_remote_code) as rerun:
         wrong = contradictions(rerun, linked)
         if wrong:
-            print("\n".join(f"{flags.run}: {what}" for what in wrong))
+            print("\n".join(printable(f"{flags.run}: {what}") for what in wrong))
             return False
         print(introduction(flags.run, rerun, checked))
         require_repeatable(flags.run, rerun)
@@ -237,6 +238,8 @@ def differences(there: Json, here: Json, e: Experiment) -> dict[Reason, str]:
     if there.get("code") != here["code"]:
         found["revision"] = f"code (revision {_short(there.get('revision'))} there, {_short(here['revision'])} here)"
     a, b = (_packages(side.get("packages"), e) for side in (there, here))
+    if "scipy" not in a:  # earlier versions did not record it
+        b.pop("scipy", None)
     others = [
         f"{name} {a.get(name)} there, {b.get(name)} here" for name in sorted({*a, *b}) if a.get(name) != b.get(name)
     ]
@@ -355,6 +358,7 @@ def named(there: Sequence[Segment], linked: Mapping[int, Linked], first: int | N
     if first is None:
         first = max((start for start in starts if last is not None and start < last), default=starts[0])
     close = ", ".join(map(str, sorted(starts, key=lambda start: abs(start - first))[:3]))
+    require(first != max(linked), f"--from {first}: that is the run's last update, and nothing was computed after it")
     require(first in starts, f"--from {first}: no checkpoint of that update is kept; the closest are {close}")
     if last is None:
         last = next(one.last for one in there if one.first == first)
@@ -376,6 +380,7 @@ def compute(
         title = f"{one}" + (f" ({number} of {len(chosen)})" if len(chosen) > 1 else "")
         print(f"computing {title}: {len(one.digests)} digest{'s' * (len(one.digests) > 1)} to compare", flush=True)
         found = differs(rerun, one, linked, title)
+        found = printable(found)
         wrong += [f"{one}: {found}"] if found else []
         print(f"{one}: {found or 'the same bits'}", flush=True)
     share = sum(one.updates for one in chosen) / rerun.experiment.num_updates
@@ -399,7 +404,13 @@ def differs(rerun: Rerun, one: Segment, linked: Mapping[int, Linked], title: str
             return str(damage)
         if found := checkpoint_differs(linked[one.first], digests_of(rerun, saved)):
             return found[0]
-    found_digests = recompute(rerun, one.first, one.last, one.digests, saved, title)
+    starts_another = one.last in starts_of(rerun, linked)
+    ends: list[tuple[Any, dict[int, Snapshot]]] = []
+    ended = (lambda params, actors: ends.append((params, actors))) if starts_another else None
+    with tempfile.TemporaryDirectory(prefix="cleanba-verify-") as scratch:
+        folder = Path(scratch) if starts_another else None
+        found_digests = recompute(rerun, one.first, one.last, one.digests, saved, title, True, ended, folder)
+        going_on = goes_on_otherwise(rerun, one.last, *ends[0], Path(scratch)) if ends else ""
     same_until = one.first
     for update in one.digests:
         row = linked[update]
@@ -407,7 +418,26 @@ def differs(rerun: Rerun, one: Segment, linked: Mapping[int, Linked], title: str
             if found_digests[update][name] != getattr(row, name):
                 return (
                     f"the bits differ after update {update:,}, and are the same up to update {same_until:,}: {name} is "
-                    f"{found_digests[update][name]} here, and {printable(getattr(row, name))} in the log"
+                    f"{found_digests[update][name]} here, and {getattr(row, name)} in the log"
                 )
         same_until = update
+    return going_on
+
+
+def goes_on_otherwise(rerun: Rerun, update: int, params: Any, actors: Mapping[int, Snapshot], folder: Path) -> str:
+    """What a kept checkpoint has that the next segment begins with and no digest covers, and that differs, as words.
+
+    params, actors: what was computed for it here.
+    folder: where the actors' actions were recorded.
+    """
+    try:
+        saved = read_checkpoint(rerun, update, with_memory=False)
+    except Failure as damage:
+        return str(damage)
+    where = f"checkpoint {update} is not what was computed here"
+    if rerun.experiment.concurrency and params_digest(saved.older_params) != params_digest(params):
+        return f"{where}: other parameters would collect the next rollout"
+    for actor, there in saved.actors.items():
+        if what := records.differs(there, records.actor_folder(folder, actor), actors[actor]):
+            return f"{where}: actor {actor} would go on otherwise ({what})"
     return ""

@@ -6,12 +6,15 @@ size is known beforehand, under fixed names.
 
 import hashlib
 import io
+import itertools
+import lzma
 import os
 import re
 import stat
 import tarfile
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
@@ -49,9 +52,10 @@ def find_run(run: str | Path) -> Path:
         UsageError: there is no such run.
         Failure: the Hub could not be reached.
     """
+    require(isinstance(run, str | Path), f"a run is named by its directory, not by {run!r}")
     if str(run).startswith("hf://"):
         return download(str(run))
-    path = Path(run)
+    path = Path(run).expanduser()
     return unpack(path) if path.is_file() and path.name.lower().endswith(ARCHIVES) else path
 
 
@@ -101,7 +105,7 @@ def download(reference: str, whole: bool = False) -> Path:
     require(REPO.fullmatch(repo_id) is not None, f"{reference} names no repository; write hf://user/repo")
     hub = require_hub()
     hub.utils.disable_progress_bars()
-    folder = DOWNLOADS / repo_id
+    folder = DOWNLOADS / (f"{repo_id}@{re.sub(r'[^A-Za-z0-9_.-]', '-', revision)}" if revision else repo_id)
     try:
         api = hub.HfApi(library_name="cleanba")
         commit = api.repo_info(repo_id, revision=revision or None).sha
@@ -117,6 +121,10 @@ def download(reference: str, whole: bool = False) -> Path:
         lacking = [name for name in (NEEDED_WHOLE if whole else NEEDED) if name not in wanted]
         require(not lacking, f"{reference} is not a model of Cleanba: it has no {' and no '.join(lacking)}")
         hub.snapshot_download(repo_id, revision=commit, local_dir=folder, allow_patterns=wanted)
+        for path in [*map(folder.joinpath, MOST_BYTES), *(p for part in PARTS for p in (folder / part).rglob("*"))]:
+            name = path.relative_to(folder).as_posix()
+            if path.is_file() and name not in wanted and (whole or name in MOST_BYTES):
+                path.unlink()  # of an earlier commit
     except UsageError:
         raise
     except (hub.errors.RepositoryNotFoundError, hub.errors.RevisionNotFoundError):
@@ -218,6 +226,8 @@ def unpack(archive: Path, whole: Path | None = None) -> Path:
         NotImplementedError,
         tarfile.TarError,
         zipfile.BadZipFile,
+        zlib.error,
+        lzma.LZMAError,
     ) as error:
         if isinstance(error, UsageError):
             raise
@@ -271,8 +281,11 @@ def _members(archive: Path) -> Iterator[Iterator[Member]]:
             )
     else:
         with tarfile.open(archive) as tar:
+            infos = list(itertools.islice(tar, MOST_MEMBERS + 1))
+            while tar.fileobj is not None and tar.fileobj.read(2**20):
+                pass  # to its end, where gzip compares checksums
             yield (
                 Member(PurePosixPath(info.name), info.size, lambda info=info: tar.extractfile(info))  # type: ignore[misc]
-                for info in tar
+                for info in infos
                 if info.isreg()
             )

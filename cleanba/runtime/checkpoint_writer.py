@@ -14,7 +14,7 @@ from cleanba.runtime.digests import params_digest, tree_digest
 from cleanba.runtime.learner import Learner
 from cleanba.runtime.memory import MemoryStore, ShardSnapshot, learner_digest
 from cleanba.runtime.processes import gather_over_processes
-from cleanba.runtime.records import ActorState, RecordedRollout, Records
+from cleanba.runtime.records import ActorState, RecordedRollout, Records, Snapshot
 
 
 class CheckpointWriter(Generic[S, M, P, C]):
@@ -122,6 +122,10 @@ class CheckpointWriter(Generic[S, M, P, C]):
         except OSError as error:
             assert self._checkpoints is not None
             raise self._checkpoints.unwritten(error) from error
+
+    def actors(self) -> dict[int, Snapshot]:
+        """This process's actors as they are now, by number."""
+        return self._records.snapshots()
 
     def discard_snapshot(self) -> None:
         """Make no checkpoint of the last `snapshot`; chunks that it wrote and nothing else needs are removed."""

@@ -12,6 +12,7 @@ Files of actions are only appended to, and a resumed run begins a new one, so th
 never changes.  JAX environments are saved by their state, in place of their actions.
 """
 
+import itertools
 import json
 import os
 import secrets
@@ -283,6 +284,45 @@ def _check(path: Path, where: str, size: int, expected: str) -> None:
         raise ValueError(f"{where} is cut short: {left} of {size} bytes are missing")
     if digest.hexdigest() != expected:
         raise ValueError(f"{where} is damaged: its checksum does not match")
+
+
+def differs(saved: SavedActor, home: Path, snapshot: Snapshot) -> str:
+    """What an actor that was computed again has otherwise than a saved one, in a few words; "" if nothing.
+
+    home: where actions were recorded meanwhile; those from before lie beside the saved actor's.
+    """
+    header, state = snapshot
+    if (saved.epoch, saved.steps) != (header["epoch"], header["steps"]):
+        return "its place in the epoch"
+    before = {path.name: path for path, _ in saved.actions}
+    files = [(home / name if (home / name).exists() else before.get(name), size) for name, size, _ in header["files"]]
+    if any(path is None for path, _ in files) or _sha256(saved.actions) != _sha256(files):
+        return "its actions"
+    if saved.outcomes_digest != header["answers"]:
+        return "its rewards"
+    if saved.obs_digests != digests_of(state.obs):
+        return "its last observations"
+    for name, tree in state._asdict().items():
+        if name in saved.arrays:
+            pairs = itertools.zip_longest(saved.arrays[name], saved_leaves(tree))
+            if not all(a is not None and b is not None and _same(a, b) for a, b in pairs):
+                return f"its {name}"
+    return ""
+
+
+def _same(a: np.ndarray, b: np.ndarray) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+
+
+def _sha256(files: Iterable[tuple[Any, int]]) -> str:
+    """Of the first bytes, so many, of these files, one after the other."""
+    digest = sha256()
+    for path, size in files:
+        with open(path, "rb") as file:
+            while size and (data := file.read(min(size, CHUNK_BYTES))):
+                digest.update(data)
+                size -= len(data)
+    return digest.hexdigest()
 
 
 def action_files(home: Path) -> list[Path]:

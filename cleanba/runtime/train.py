@@ -8,23 +8,28 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from hashlib import sha256
 from typing import Any, Generic, NamedTuple, NoReturn
 
 import jax
+import numpy as np
 
 from cleanba.algorithm import C, M, Metrics, P, S
 from cleanba.errors import Failure, Interrupted
 from cleanba.files import Json
+from cleanba.rollout import PyTree
 from cleanba.runtime.actor import ActorRollout, Params, run_actor
 from cleanba.runtime.channels import Channel, Closed, Stop
 from cleanba.runtime.checkpoint_schedule import CheckpointSchedule
 from cleanba.runtime.checkpoint_writer import CheckpointWriter
 from cleanba.runtime.collect import Collector, FiniteCheck, ScanCache, ScannedCollector, SteppedCollector, make_steppers
+from cleanba.runtime.digests import tree_digest
 from cleanba.runtime.learner import Learner
 from cleanba.runtime.memory import MemoryStore
 from cleanba.runtime.metrics import Display, Status
 from cleanba.runtime.peers import Peers
 from cleanba.runtime.playback import Playback
+from cleanba.runtime.processes import gather_over_processes
 from cleanba.runtime.progress import Progress
 from cleanba.runtime.records import Records
 from cleanba.runtime.schedule import Schedule
@@ -68,9 +73,23 @@ def first_state(training: Training[S, M, P, C], learner: Learner[S, M, P, C]) ->
     if training.saved is not None:
         return learner.replicate(training.saved.state)
     state = learner.init()
+    require_same_beginning(learner.local(state))
     if training.begin_with is not None:
         state = learner.replicate(training.begin_with(jax.device_get(learner.local(state))))
     return state
+
+
+def require_same_beginning(state: PyTree) -> None:
+    """All processes must call this: raise `Failure` unless all have made the same initial state."""
+    if jax.process_count() > 1:
+        digest = sha256(tree_digest(state).encode()).digest()
+        rows = gather_over_processes(np.frombuffer(digest, np.uint8))
+        others = [str(i) for i, row in enumerate(rows) if (row != rows[0]).any()]
+        if others:
+            raise Failure(
+                f"process {', '.join(others)} begins with other parameters than process 0, so their processors, or the "
+                "libraries there, compute otherwise; give all of them the same"
+            )
 
 
 class Publisher(Generic[P]):
@@ -195,6 +214,8 @@ def learn(
         blocks = [block for rollout in rollouts for block in rollout.blocks]
         watched = watcher.begin(update, state, memory, rollouts) if training.watch else None
         del rollouts  # `blocks` alone has them, so that they are freed after the update
+        if training.ended is not None and update == schedule.last:
+            newest = jax.device_get(learner.local(params_of(state)))
         progress.state = None  # donated to the update
         with log.timing_update():
             state, memory, metrics = learner.update(state, memory, blocks, update)
@@ -229,6 +250,8 @@ def learn(
         status.phase = "writing the last checkpoint"
         training.checkpoints.finish()
         status.phase = "training"
+    if training.ended is not None:
+        training.ended(newest, writer.actors())
     stop()  # actors that collect a rollout which is not learned from, as the target return was reached
 
 
@@ -342,7 +365,7 @@ def make_checkpoint_writer(
         folder,
         training.partition.place,
     )
-    records = Records(folder, training.local_actors, saved.actors if saved else {})
+    records = Records(folder or training.actors_in, training.local_actors, saved.actors if saved else {})
     return CheckpointWriter(
         learner, training.algorithm.actor_params, training.devices, memory_store, checkpoints, records
     )

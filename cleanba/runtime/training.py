@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Generic
 
 import jax
@@ -15,6 +16,7 @@ from cleanba.runtime.chain import Chain
 from cleanba.runtime.checkpoint import Checkpoints, Saved
 from cleanba.runtime.devices import Devices
 from cleanba.runtime.learner import abstract_block, memory_shapes
+from cleanba.runtime.records import Snapshot
 from cleanba.runtime.schedule import Schedule
 from cleanba.runtime.watched import WatchedUpdate
 from cleanba.seeds import env_seed
@@ -62,6 +64,11 @@ class Training(Generic[S, M, P, C]):
     """the update to end after, where only a part of the experiment is computed; None: its last"""
     digests_after: frozenset[int] = frozenset()
     """updates after which digests are logged, besides those of the schedule"""
+    ended: Callable[[P, dict[int, Snapshot]], None] | None = None
+    """where no checkpoints are taken: called after the last update with the rest of what a checkpoint would hold, the
+    parameters that the next rollout is collected with if it is concurrent, and this process's actors by number"""
+    actors_in: Path | None = None
+    """where actors are recorded if no checkpoints are taken; None: they are not"""
     watch: Callable[[WatchedUpdate[S, M, P, C]], None] | None = None
     """called after each update with all that went into it and came out, while the next one waits"""
 
