@@ -106,6 +106,10 @@ class Spec:
         Raises:
             UsageError: a value is not allowed, or there is no such environment.
         """
+        require(
+            self.algorithm in RECIPES,
+            f"there is no algorithm {self.algorithm!r}; there are {', '.join(RECIPES)}",
+        )
         recipe = RECIPES[self.algorithm]
         self.register()
         asked = configure(recipe, self.flags, Placement(), config.Run(), self.whole)
@@ -134,13 +138,13 @@ def _specify(algorithm: str, form: Callable[P, Experiment]) -> Specify[P]:
     recipe = RECIPES[algorithm]
     known = offered_fields(recipe.experiment)
 
-    def specify(
-        env_id: str | Callable[..., gymnasium.Env[Any, Any]] = recipe.experiment.env_id, /, **flags: Any
-    ) -> Spec:
-        maker = None if isinstance(env_id, str) else env_id
-        if "env_id" in flags:
-            env_id = flags.pop("env_id")
-        if maker is not None:
+    def specify(*given: str | Callable[..., gymnasium.Env[Any, Any]], **flags: Any) -> Spec:
+        given = (*given, flags.pop("env_id")) if "env_id" in flags else given
+        require(len(given) < 2, f"{algorithm} was given {len(given)} environments; name one")
+        env_id: Any = given[0] if given else recipe.experiment.env_id
+        maker = None
+        if not isinstance(env_id, str):
+            maker = env_id
             require(callable(maker), f"env_id={maker!r} must be a name, or a class or function that makes environments")
             env_id = register(maker)
         if unknown := [name for name in flags if name not in (*known, "preset")]:
@@ -233,7 +237,8 @@ class Run:
 
     def __init__(self, run_dir: str | Path):
         """Raises `UsageError` if there is no run."""
-        self.run_dir = Path(run_dir)
+        require(isinstance(run_dir, str | Path), f"Run takes the directory of a run, not {run_dir!r}")
+        self.run_dir = Path(run_dir).expanduser()
         read_experiment(self.run_dir)
 
     def __repr__(self) -> str:
@@ -267,6 +272,7 @@ class Run:
         Raises:
             UsageError: no number of that name was logged.
         """
+        require(isinstance(name, str), f"curve takes the name of a metric, such as 'charts/SPS', not {name!r}")
         rows = read_rows(self.run_dir)
         values = column(rows, name)
         there = np.isfinite(values)

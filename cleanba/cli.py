@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from io import TextIOWrapper
 from typing import NamedTuple
 
 from cleanba import __version__
@@ -43,12 +44,17 @@ COMMANDS = {
     "completion": Command("complete these words in a shell", "cleanba.completion:completion_command", ""),
 }
 
+NOT_USABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP)
 LINES = "\n\t"  # messages may have several lines
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command and exit: 0 done, 1 failed, 2 wrong use, 3 cannot be compared, 128 + n ended by signal n."""
     argv = list(sys.argv[1:] if arguments is None else arguments)
+    sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # where a terminal knows no ü
     try:
         end = dispatch(argv)
     except UsageError as error:
@@ -67,6 +73,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except BrokenPipeError:
         os._exit(128 + signal.SIGPIPE)
     except OSError as error:
+        if error.errno in NOT_USABLE and error.filename is not None:
+            name = printable(os.fsdecode(error.filename))
+            print(f"cleanba: {name} cannot be used: {error.strerror}; choose another", file=sys.stderr)
+            os._exit(2)
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         print(f"cleanba: output cannot be written ({error}); make room", file=sys.stderr)
@@ -78,8 +88,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sys.exit(end.code)
 
 
+def check_environment() -> None:
+    """Raise `UsageError` for variables that JAX would refuse in its own way, when it is imported."""
+    devices = os.environ.get("JAX_NUM_CPU_DEVICES", "1")
+    if not devices.isdecimal() or int(devices) < 1:
+        raise UsageError(f"JAX_NUM_CPU_DEVICES={devices!r} must be a whole number from 1; unset it for one device")
+
+
 def dispatch(argv: Sequence[str]) -> Exit:
     """Run the command that the arguments name.  Slow imports wait until they are needed."""
+    check_environment()
     if argv and argv[0] in ("--version", "-V"):
         print(f"cleanba {__version__}")
         return Exit()

@@ -541,7 +541,7 @@ def _converted(annotation: Any, value: Any) -> Any:
         raise TypeError("None")
     if annotation is Path:
         if isinstance(value, str | Path):
-            return Path(value)
+            return Path(value).expanduser()
         raise TypeError("a path")
     if annotation is float and isinstance(value, str) and value in ("inf", "-inf", "nan"):
         return float(value)

@@ -2,6 +2,7 @@
 
 import signal
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
@@ -65,11 +66,13 @@ def printable(text: str, keep: str = "") -> str:
 
 # Paths of library code.  All else is the user's, whose own folder may be called cleanba, too.
 LIBRARIES = ("importlib", "/site-packages/gymnasium/", "/site-packages/jax/", f"{Path(__file__).parent}/")
+STANDARD = sysconfig.get_path("stdlib")
 
 
 def raised(error: BaseException) -> str:
     """An error of the user's code, in one line, with its file and line number if it was raised outside libraries."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not any(name in f.filename for name in LIBRARIES)]
+    frames = [f for f in frames if not f.filename.startswith(STANDARD) or "site-packages" in f.filename]
     if isinstance(error, ImportError | SyntaxError) or not frames:
         return said(error)
     return f"{type(error).__name__}: {said(error)}, at {frames[-1].filename}:{frames[-1].lineno}"

@@ -34,7 +34,11 @@ def write_whole(path: Path, content: str | bytes) -> None:
         file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
         os.fsync(file.fileno())  # else a power failure may leave an empty file
-    os.replace(scratch, path)
+    try:
+        os.replace(scratch, path)
+    except OSError:
+        scratch.unlink(missing_ok=True)
+        raise
     with contextlib.suppress(OSError):  # not every file system can sync a folder
         folder = os.open(path.parent, os.O_RDONLY)
         try:

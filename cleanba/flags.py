@@ -1,6 +1,7 @@
 """How flag values are parsed where tyro's own rules do not suffice."""
 
 from decimal import Decimal, InvalidOperation
+from pathlib import Path
 from typing import Any
 
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
@@ -28,6 +29,20 @@ def whole_number(word: str) -> int:
     if not number.is_finite() or number.adjusted() > MOST_DIGITS or number != number.to_integral_value():
         raise ValueError(f"{word!r} is not a whole number; write it as 1000000 or 1e6")
     return int(number)
+
+
+@FLAGS.primitive_rule
+def read_paths(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+    """Tyro's rule for flags that are paths: shells leave the ~ of --run-dir=~/runs as it is."""
+    if info.type is not Path:
+        return None
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="PATH",
+        instance_from_str=lambda words: Path(words[0]).expanduser(),
+        is_instance=lambda x: isinstance(x, Path),
+        str_from_instance=lambda path: [str(path)],
+    )
 
 
 @FLAGS.primitive_rule

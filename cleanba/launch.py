@@ -1,6 +1,7 @@
 """From flags to a running training, and from its end to an exit code."""
 
 import json
+import shlex
 import sys
 import time
 import traceback
@@ -32,7 +33,7 @@ from cleanba.algorithms.gradient_steps import REPLAY_FILLED
 from cleanba.config import Experiment, Partition, Placement, Retention, Run, from_json, read_config, require, to_json
 from cleanba.environments.backends import check_workers, repeatable, warnings
 from cleanba.environments.specs import EnvSpec
-from cleanba.errors import Exit, Failure, Interrupted, NotFinite, UsageError
+from cleanba.errors import Exit, Failure, Interrupted, NotFinite, UsageError, printable
 from cleanba.files import Json, write_json
 from cleanba.recipes import AnyRecipe
 from cleanba.resolution import RECORD, Config, Resolved, fit, read_recipe, recorded, settle
@@ -231,6 +232,7 @@ def prepare(recipe: AnyRecipe, config: Config) -> Job:
     devices = find_devices(config.placement)
     now = int(gather_over_processes(np.array([int(time.time())]))[0, 0])  # process 0's clock names the run
     run_dir = config.run.run_dir or default_run_dir(config.asked, config.run, now)
+    require(str(run_dir).isprintable(), f"run_dir={str(run_dir)!r} has characters that cannot be shown; name another")
     config, initial = with_digest(config, run_dir, devices.platform)
     resolved = settle(recipe, config, devices.platform, run_dir)
     e = resolved.experiment
@@ -326,7 +328,7 @@ class RunWriter:
         if earlier is None and run.experiment_from:
             earlier = read_config(Path(run.experiment_from))
         for warning in [*differing_machines(earlier, config), *self.evaluations.begin(saved, history)]:
-            display.say(f"warning: {warning}")
+            display.say(printable(f"warning: {warning}"))
 
     def log(self, update: int, global_step: int, seconds: float, values: Json) -> None:
         """Write a log point, and the evaluations that have ended since the last one."""
@@ -566,8 +568,9 @@ def has_reached(saved: Saved[Any, Any], target: float | None) -> bool:
 
 def how_to_draw(run_dir: Path) -> str:
     """The commands that show a run's curves, among what is installed."""
-    ours = f"cleanba report {run_dir}"
-    return f"{ours}, or tensorboard --logdir {run_dir}" if find_spec("tensorboard") else ours
+    named = shlex.quote(str(run_dir))
+    ours = f"cleanba report {named}"
+    return f"{ours}, or tensorboard --logdir {named}" if find_spec("tensorboard") else ours
 
 
 def closing_words(run_dir: Path, result: Json, film: Path | None) -> str:
@@ -589,7 +592,7 @@ def how_to_go_on(run_dir: Path, result: Json) -> str:
     saved_update = max(updates_kept(run_dir), default=0)
     repeated = result["update"] - saved_update
     again = f" and repeats {counted(repeated, 'update')}" if repeated else ", nothing to repeat"
-    return f"`cleanba resume {run_dir}` goes on after update {saved_update}{again}"
+    return f"`cleanba resume {shlex.quote(str(run_dir))}` goes on after update {saved_update}{again}"
 
 
 def exit_of(ended: Ended) -> Exit:

@@ -11,6 +11,7 @@ import jax
 import pytest
 from launch import TINY, command, finish, python, read_result
 
+from cleanba.api import Run as Run_of
 from cleanba.cli import COMMANDS
 from cleanba.config import Placement, Run, fields_of, flag, to_json
 from cleanba.errors import UsageError
@@ -522,15 +523,76 @@ def test_python_m_cleanba_is_the_command(tmp_path):
     assert not run_dir.exists()
 
 
+def test_checkpoints_without_their_experiment_are_nobodys(tmp_path):
+    """Else another experiment would take them for its own."""
+    assert command("ppo", *TINY, "--run-dir", tmp_path / "run").code == 0
+    (tmp_path / "run/config.json").unlink()
+    before = sorted(tmp_path.rglob("*"))
+    ended = command("ppo", *TINY, "--seed", "7", "--run-dir", tmp_path / "run")
+    assert ended.code == 2 and "holds checkpoints, but no config.json" in ended.err
+    assert [path for path in sorted(tmp_path.rglob("*")) if path.name != ".lock"] == [
+        path for path in before if path.name != ".lock"
+    ]
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (("ppo", "--run-dir", "x" * 300), "cannot be used: File name too long"),
+        (("ls", "x" * 300), "cannot be used: File name too long"),
+        (("ppo", *TINY, "--run-dir", "a\udcff"), "has characters that cannot be shown"),
+        (("plot", "--out", "", "."), "--out . names no file"),
+        (("report", "--out", "", "."), "--out . names no file"),
+        (("sweep", "--env-ids", "--", "ppo"), "--env-ids names no environment"),
+        (("sweep", "status", "odd"), "sweep.json is not a sweep's"),
+        (
+            ("sweep", "--env-ids", "Catch-v0", "--dir", "run", "--", "ppo"),
+            "is a run of its own",
+        ),
+    ],
+)
+def test_names_that_cannot_be_meant_are_refused_in_one_sentence(words, said, tmp_path, monkeypatch):
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd/sweep.json").write_text("{}")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    ended = finish(python("-m", "cleanba", *words))
+    assert ended.code == 2 and said in ended.err and ended.err.count("\n") == 1, ended
+
+
+@pytest.mark.parametrize("number", ["abc", "0", ""])
+def test_a_number_of_devices_that_is_none_is_refused(number, monkeypatch):
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", number)
+    ended = command("ppo", "--help")
+    assert ended.code == 2 and f"JAX_NUM_CPU_DEVICES='{number}' must be a whole number" in ended.err
+
+
+def test_home_is_known_by_its_sign_and_commands_that_are_printed_can_be_pasted(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    ended = command("ppo", *TINY, "--run-dir=~/a run")
+    run = tmp_path / "a run"
+    assert ended.code == 0 and (run / "result.json").exists()
+    assert f"cleanba report '{run}'" in ended.out
+    assert Run_of("~/a run").run_dir == run
+
+
 @pytest.mark.parametrize("words", [["ppo", "--help"], ["ppo", *TINY, "--total-timesteps", "640000"]])
 def test_a_pipe_that_nobody_reads_ends_it_quietly(words, tmp_path):
     """As in `cleanba ppo | head -1`."""
-    process = python("-m", "cleanba", *words, *(["--run-dir", tmp_path / "run"] if len(words) > 2 else []))
+    trains = len(words) > 2
+    process = python("-m", "cleanba", *words, *(["--run-dir", tmp_path / "run"] if trains else []))
     assert process.stdout is not None
     process.stdout.close()  # before it has anything to say
     process.stdout = None  # for `communicate`
     ended = finish(process)
-    assert ended.code in (1, 128 + signal.SIGPIPE) and ended.err == ""
+    if not trains:
+        assert ended.code in (1, 128 + signal.SIGPIPE) and ended.err == ""
+        return
+    assert ended.code == 128 + signal.SIGTERM
+    said = "cleanba: output cannot be written (Broken pipe), so the run ends"
+    assert ended.err.splitlines() == [said, "cleanba: interrupted by SIGTERM"]
+    assert read_result(tmp_path / "run")["status"] == "interrupted"
 
 
 @pytest.mark.parametrize("name", ["gamma", "log_frequency", "checkpoint_frequency"])

@@ -3,6 +3,8 @@
 import errno
 import fcntl
 import json
+import os
+import re
 import shutil
 import signal
 import threading
@@ -300,6 +302,18 @@ def test_a_film_has_every_step_of_the_first_episode(tmp_path):
         assert not films.is_whole(film.path), cut
 
 
+def test_what_cannot_be_written_is_printed(runs, tmp_path, monkeypatch):
+    shutil.copytree(runs["ff"], tmp_path / "run")
+
+    def full(path, values):
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(evaluate, "write_json", full)
+    ended = command("eval", tmp_path / "run", "--episodes", "2")
+    assert ended.code == 1 and "return: mean" in ended.out and "written:" not in ended.out
+    assert "eval.json cannot be written (Permission denied), so only the lines above" in ended.err
+
+
 def test_an_episode_that_did_not_end_leaves_no_film(tmp_path):
     film = films.Film(tmp_path / "film.mp4", agent(inspect=uniform))
 
@@ -386,12 +400,17 @@ def test_ls_shows_every_run_whatever_its_files_hold(runs, tmp_path):
     rows = (tmp_path / "killed" / "metrics.jsonl").read_text().splitlines()
     (tmp_path / "killed" / "metrics.jsonl").write_text("\n".join(rows[:2]) + '\n{"update": 3, "gl')
 
+    for name, seed in (("infinite", "1e999"), ("deep", "[" * 100_000)):
+        shutil.copytree(tmp_path / "killed", tmp_path / name)
+        text = (tmp_path / name / "config.json").read_text()
+        (tmp_path / name / "config.json").write_text(re.sub(r'"seed": \d+', f'"seed": {seed}', text))
+
     ended = command("ls", tmp_path)
     assert ended.code == 0, ended.err
     lines = {line.split()[0]: line.split()[1:] for line in ended.out.splitlines()}
     assert {name: rest[0] for name, rest in lines.items()} == {
         "run": "status", "list": "damaged", "cut": "damaged", "[bold]": "damaged",
-        "sweep/done": "finished", "killed": "unfinished",
+        "sweep/done": "finished", "killed": "unfinished", "infinite": "damaged", "deep": "damaged",
     }  # fmt: skip
     result = read_result(runs["ff"])
     assert lines["sweep/done"][:5] == ["finished", "Catch-v0", "ppo", "1", "100%"]

@@ -139,6 +139,7 @@ class Agent:
             UsageError: the seed is out of range.
         """
         if seed is not None:
+            require(isinstance(seed, int | np.integer), f"seed={seed!r} must be a whole number")
             require(0 <= seed < 2**31, f"seed={seed} must lie in [0, 2^31); try 1")
             with jax.default_device(self._device):
                 self._key = evaluation_key(seed, 0)
@@ -312,7 +313,12 @@ def read_params(
     model = run_dir / "model.msgpack"
     require(
         model.exists(),
-        f"{run_dir} has no checkpoint yet: a run writes its first after ten seconds of training",
+        f"{run_dir} has no checkpoint"
+        + (
+            "; its checkpoints have been removed, so choose another run"
+            if (run_dir / "result.json").exists()
+            else " yet: a run writes its first after ten seconds of training"
+        ),
     )
     return ckpt.read_model(model, like_params), None, None
 

@@ -1,7 +1,6 @@
 """`cleanba eval`: how well a trained agent plays, over complete episodes and true returns."""
 
 import itertools
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -236,7 +235,10 @@ class Evaluation:
 
 def check_games(episodes: int, seed: int, epsilon: float | None) -> None:
     """Raise `UsageError` for numbers that no evaluation can have."""
+    for name, number in (("episodes", episodes), ("seed", seed)):
+        require(isinstance(number, int | np.integer), f"{name}={number!r} must be a whole number")
     require(episodes >= 1, f"episodes={episodes} must be at least 1; set --episodes")
+    require(epsilon is None or isinstance(epsilon, int | float), f"epsilon={epsilon!r} must be a number")
     require(epsilon is None or 0 <= epsilon <= 1, f"epsilon={epsilon} must lie in [0, 1]; set --epsilon accordingly")
     require(0 <= seed < 2**31, f"seed={seed} must lie in [0, 2^31); try --seed 1")
 
@@ -271,6 +273,8 @@ def evaluate(
         UsageError: a number is out of range, or such an environment cannot be drawn.
         Failure: the film cannot be written.
     """
+    require(isinstance(agent, Agent), f"evaluate takes an agent, such as cleanba.load('runs/a'), not {agent!r}")
+    require(max_steps is None or isinstance(max_steps, int | np.integer), f"max_steps={max_steps!r} must be whole")
     check_games(episodes, seed, epsilon)
     require_steps(max_steps, "--max-steps")
     path = None if film is None else Path(film)
@@ -343,18 +347,21 @@ def eval_command(argv: Sequence[str]) -> Exit:
         **played.summary,
     }
     kept = run_dir / EVALUATIONS / f"{name_of(agent.update, options.seed, plays)}.json"
+    print(in_words(result), flush=True)
     try:
         kept.parent.mkdir(exist_ok=True)
         write_json(kept, result)
         write_json(run_dir / "eval.json", result)
     except OSError as error:
-        raise Failure(f"{run_dir}/eval.json cannot be written: {os.strerror(error.errno or 0)}") from None
-    print(in_words(run_dir, result, kept))
+        raise Failure(
+            f"{run_dir}/eval.json cannot be written ({error.strerror}), so only the lines above have the result"
+        ) from None
+    print(f"written: {run_dir / 'eval.json'}, {kept}" + (f", {film}" if film is not None else ""))
     return Exit()
 
 
-def in_words(run_dir: Path, r: Json, kept: Path) -> str:
-    """An evaluation in a few lines; `kept` is its file that no other evaluation overwrites."""
+def in_words(r: Json) -> str:
+    """An evaluation in a few lines."""
     of = "saved model" if r["update"] is None else f"checkpoint of update {r['update']} ({r['global_step']:,} steps)"
     drawn = Play(r["greedy"], r["epsilon"]).in_words()
     plural = "s" * (r["episodes"] != 1)
@@ -375,5 +382,4 @@ def in_words(run_dir: Path, r: Json, kept: Path) -> str:
             f"human-normalised score: {r['human_normalised_score']:.4g} "
             f"(random plays {scores['random']:g}, a human {scores['human']:g})"
         )
-    lines.append(f"written: {run_dir / 'eval.json'}, {kept}" + (f", {run_dir / r['video']}" if r["video"] else ""))
     return "\n".join(lines)

@@ -1,5 +1,6 @@
 """Gymnasium's environments: looks them up, and steps a block of them in worker processes."""
 
+import functools
 import mmap
 import multiprocessing
 import os
@@ -81,6 +82,9 @@ def register(maker: Callable[..., gymnasium.Env[Any, Any]]) -> str:
     is local/Name-v0.  It replaces an earlier one, such as the class of a notebook's cell that was run again.
     """
     name, module = getattr(maker, "__name__", type(maker).__name__), getattr(maker, "__module__", None)
+    if isinstance(maker, functools.partial):  # one of Corridor with length=10 is local/Corridor-length-10-v0
+        words = [*map(str, maker.args), *(f"{key}-{value}" for key, value in maker.keywords.items())]
+        name = "-".join([getattr(maker.func, "__name__", name), *words])
     if is_module(module) and getattr(sys.modules.get(str(module)), name, None) is maker:
         return f"{module}:{name}"
     name = re.sub(r"[^\w.-]+", "", name)

@@ -100,13 +100,13 @@ def read_rows(run_dir: Path) -> list[Json]:
 
 
 def _is_number(x: object) -> bool:
-    return isinstance(x, int | float) and math.isfinite(x)
+    return isinstance(x, int | float) and -(2.0**63) < x < 2.0**63
 
 
 def column(rows: Sequence[Json], name: str) -> np.ndarray:
     """One metric as floats [N], NaN where a row has no such number."""
     values = (row.get(name) for row in rows)
-    return np.array([v if isinstance(v, int | float) else math.nan for v in values], np.float64)
+    return np.array([v if isinstance(v, float) or _is_number(v) else math.nan for v in values], np.float64)
 
 
 def load(places: Iterable[Path]) -> list[Curve]:
@@ -117,11 +117,16 @@ def load(places: Iterable[Path]) -> list[Curve]:
     """
     places = list(places)
     curves: dict[str, Curve] = {}
+    unread = 0
     for run_dir in find_runs(places):
         try:
             experiment, rows = read_experiment(run_dir), read_rows(run_dir)
         except UsageError as error:
             warn(f"{error}; left out")
+            unread += 1
+            continue
+        if lacking := [name for name in ("algorithm", "env_id", "seed") if name not in experiment]:
+            warn(f"{run_dir}/config.json has no {lacking[0]}; left out")
             continue
         returns = column(rows, "charts/episodic_return")
         there = np.isfinite(returns)
@@ -136,6 +141,7 @@ def load(places: Iterable[Path]) -> list[Curve]:
             curve, shorter = sorted((other, curve), key=lambda c: -c.steps[-1])
             warn(f"{shorter.run_dir} is the same experiment and seed as {curve.run_dir}; left out")
         curves[key] = curve
+    require(bool(curves) or not unread, "there is nothing to draw; the warnings above say why")
     require(
         bool(curves),
         f"no run of {', '.join(map(str, places))} has finished an episode yet; train them longer, or with a larger "

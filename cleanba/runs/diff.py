@@ -106,13 +106,13 @@ def diff_command(argv: Sequence[str]) -> Exit:
     rows_a, rows_b = read_rows(a), read_rows(b)
     compared = {name: compare_digests(name, rows_a, rows_b) for name in DIGESTS}
     for name, what in DIGESTS.items():
-        print(f"{what} {compared[name].words}")
+        print(printable(f"{what} {compared[name].words}"))
     differ = any(found.same is False for found in compared.values())
     if differ:
         print(compare_states(a, b))
     lines = compare_metrics(rows_a, rows_b)
     shared = len(set(rows_a) & set(rows_b))
-    print("\n".join(["metrics differ:", *("  " + line for line in lines)]) if lines else
+    print("\n".join(["metrics differ:", *("  " + printable(line) for line in lines)]) if lines else
           f"metrics are identical at all {shared} common log points")  # fmt: skip
 
     last_a, last_b = max(rows_a, default=0), max(rows_b, default=0)

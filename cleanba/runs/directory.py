@@ -9,11 +9,12 @@ import time
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
-from cleanba.config import Experiment, Placement, Run, differences, read_config, require_same, to_json
+from cleanba.config import Experiment, Placement, Run, differences, read_config, require, require_same, to_json
 from cleanba.errors import Failure, UsageError
 from cleanba.files import Json, read_json, write_json
 from cleanba.recipes import AnyRecipe
 from cleanba.resolution import Resolved, read_recipe
+from cleanba.runtime.checkpoint import updates_kept
 from cleanba.runtime.hardware import describe_devices
 
 
@@ -88,6 +89,11 @@ def open_run(run_dir: Path, recipe: AnyRecipe, resolved: Resolved, placement: Pl
         result = run_dir / "result.json"
         if result.exists() and read_json(result).get("status") == "finished":
             raise Finished(f"{run_dir} is finished; nothing to do")
+    require(
+        earlier is not None or not updates_kept(run_dir),
+        f"{run_dir} holds checkpoints, but no config.json that says of which experiment; bring that back, or choose "
+        "another --run-dir",
+    )
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileNotFoundError):
@@ -106,17 +112,20 @@ def was_uploaded(run_dir: Path) -> bool:
     return (run_dir / UPLOADED).exists()
 
 
-def unwritable(run_dir: Path, error: OSError) -> UsageError | Failure:
-    """The error for a directory that cannot be written; a full disk is nobody's wrong use."""
+def unwritable(run_dir: Path, error: OSError, flag: str = "--run-dir") -> UsageError | Failure:
+    """The error for a directory that cannot be written; a full disk is nobody's wrong use.
+
+    flag: the flag that names the directory.
+    """
     reason = os.strerror(error.errno or errno.EIO)
     what = f"run directory {run_dir} cannot be written: {reason}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return Failure(f"{what}; make room, then give the same command again")
-    return UsageError(f"{what}; choose another --run-dir")
+    return UsageError(f"{what}; choose another {flag}")
 
 
-def lock(run_dir: Path) -> TextIO:
-    """Keep other processes out of a run directory for as long as the returned file is open.
+def lock(run_dir: Path, flag: str = "--run-dir") -> TextIO:
+    """Keep other processes out of a directory, which a flag names, for as long as the returned file is open.
 
     Raises:
         UsageError: another process is in it, or the directory cannot be written.
@@ -126,7 +135,7 @@ def lock(run_dir: Path) -> TextIO:
         run_dir.mkdir(parents=True, exist_ok=True)
         file = open(run_dir / ".lock", "w")  # noqa: SIM115  open until the process ends
     except OSError as error:
-        raise unwritable(run_dir, error) from None
+        raise unwritable(run_dir, error, flag) from None
     for _ in range(3):  # `cleanba ls` may be trying the lock at just this moment
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -81,7 +81,7 @@ def read_run(run_dir: Path) -> Row:
             _number(result.get("sps", logged.get("charts/SPS_recent"))),
             max(path.stat().st_mtime for path in done if path.exists()),
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError):
         return Row(run_dir, "damaged")
 
 

@@ -27,9 +27,9 @@ def parse(lines: bytes) -> Iterator[tuple[int, Row | None]]:
     for number, line in enumerate(lines.splitlines(), 1):
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             row = None
-        yield number, row if isinstance(row, dict) and "update" in row else None
+        yield number, row if isinstance(row, dict) and type(row.get("update")) is int else None
 
 
 def read(run_dir: Path) -> Iterator[tuple[int, Row | None]]:

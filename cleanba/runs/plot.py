@@ -16,7 +16,7 @@ import tyro
 
 from cleanba.config import require
 from cleanba.environments.atari_scores import human_normalised, publication, reference
-from cleanba.errors import Exit, UsageError
+from cleanba.errors import Exit, UsageError, printable
 from cleanba.files import Json
 from cleanba.flags import FLAGS
 from cleanba.runs.aggregates import STATISTICS, Aggregates, aggregates, experiments
@@ -58,10 +58,12 @@ def plot_command(argv: Sequence[str]) -> Exit:
 
     flags = tyro.cli(Flags, args=argv, prog="cleanba plot", registry=FLAGS)
     require(bool(flags.runs), "plot needs runs to draw; name run directories, or a folder that holds some")
+    if flags.out is not None:
+        require(flags.out.name not in ("", ".."), f"--out {flags.out} names no file; give a name, such as plots/curves")
     groups = group(load(flags.runs))
     over_games = aggregates(groups)
     text = tables(groups, over_games)
-    print(text)
+    print(printable(text, keep="\n"))
     out = flags.out or beside(flags.runs)
     out = out.with_suffix("") if out.suffix in (".png", ".svg", ".md") else out
     named = lambda ending: out.with_name(out.name + ending)

@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 import tyro
 
-from cleanba.config import read_config, read_experiment
+from cleanba.config import read_config, read_experiment, require
 from cleanba.environments.peers import Peer, peer
 from cleanba.errors import Exit, Failure, UsageError
 from cleanba.files import METRICS, Json, read_json, write_whole
 from cleanba.flags import FLAGS
 from cleanba.recipes import Play
+from cleanba.runs import log
 from cleanba.runs.curves import column, read_rows
 from cleanba.runtime.metrics import duration
 
@@ -84,6 +85,7 @@ def report_command(argv: Sequence[str]) -> Exit:
     """`cleanba report`."""
     flags = tyro.cli(Flags, args=argv, prog="cleanba report", registry=FLAGS)
     out = flags.out or flags.run_dir / "report.html"
+    require(out.name not in ("", ".."), f"--out {flags.out} names no file; give a name, such as report.html")
     text = page(flags.run_dir)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -179,7 +181,7 @@ def facts(values: Iterable[tuple[str, object]]) -> str:
 
 def overview(result: Json, rows: Rows, experiment: Json) -> str:
     """The status and progress of the run, from result.json or, if there is none, from the last log point."""
-    last = rows[-1] if rows else {}
+    last = log.together(list(rows))
     known = lambda name, metric: result.get(name, last.get(metric))
     steps, planned = known("global_step", "global_step"), experiment.get("total_timesteps")
     words = facts(

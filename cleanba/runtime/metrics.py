@@ -1,10 +1,12 @@
 """What the user sees of a run: the console, JSON lines, TensorBoard, Weights & Biases.  Nothing else writes metrics."""
 
 import contextlib
+import errno
 import html
 import json
 import math
 import os
+import signal
 import socket
 import sys
 import time
@@ -155,15 +157,26 @@ def in_notebook() -> bool:
     return getattr(shell, "kernel", None) is not None
 
 
+class Terminal(Console):
+    """A console that raises `BrokenPipeError` where nobody reads what is printed; Rich's own ends the process."""
+
+    def on_broken_pipe(self) -> None:
+        """Called by Rich."""
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+
 class Display:
     """Shows progress: a live panel in a terminal, one line in a notebook, elsewhere a plain line every few seconds.
 
-    It shows nothing unless `enabled`.
+    It shows nothing unless `enabled`.  When what it prints cannot be written, since nobody reads the pipe any more or a
+    disk is full, it shows nothing from then on, and asks the process to end by SIGTERM: with a checkpoint, once the run
+    hears signals.
     """
 
     def __init__(self, status: Status, enabled: bool = True, console: Console | None = None):
         self._status = status
-        self._console = console or Console(file=sys.stdout)
+        self._console = console or Terminal(file=sys.stdout)
+        self._lost = False  # what was printed could not be written
         self._enabled = enabled
         self._last_line = -math.inf
         self._last_phase = ""
@@ -179,10 +192,23 @@ class Display:
         if self._enabled and self._cell is not None:
             print(text)
         elif self._enabled:
-            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+            try:
+                self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+            except OSError as error:
+                self._lose(error)
+
+    def _lose(self, error: OSError) -> None:
+        """Print no more: what could not be written is dropped, and so is what follows."""
+        self._enabled, self._lost = False, True
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what others print, and for the end
+        print(f"cleanba: output cannot be written ({error.strerror}), so the run ends", file=sys.stderr)
 
     def refresh(self) -> None:
         """Show the status, if it is time to."""
+        if self._lost and callable(signal.getsignal(signal.SIGTERM)):
+            self._lost = False
+            signal.raise_signal(signal.SIGTERM)
         if not self._enabled or self._live is not None:
             return
         if self._cell is not None:
