@@ -1,5 +1,6 @@
 """The Python interface: a run from keywords, its curves, its agent, and how a run ends that somebody interrupts."""
 
+import functools
 import inspect
 import json
 import os
@@ -426,6 +427,8 @@ def test_a_function_that_is_defined_again_takes_the_place_of_the_one_before():
     specs[0].register()  # as its training does
     assert now() is makers[0]
     assert cleanba.ppo(lambda: Line()).flags["env_id"] == "gymnasium:local/lambda-v0"
+    of_parts = [cleanba.ppo(functools.partial(limited, steps=n)).flags["env_id"] for n in (5, 7)]
+    assert of_parts == ["gymnasium:local/limited-steps-5-v0", "gymnasium:local/limited-steps-7-v0"]
 
 
 SCRIPT = f"""

@@ -24,8 +24,8 @@ benchmarks import the rest.
 
 **Which of the two** a program gets is decided where it is traced (`choice.py`): kernels, if it is for a CPU, if
 `--cpu-kernels` is not off, if `machine.py` knows of no obstacle (another system or processor, no llvmlite, a jaxlib
-that calls foreign functions differently), and if every kernel agrees with plain JAX in a self-test (`selftest.py`),
-which each machine and version runs once.  Otherwise that is said once, and plain JAX computes.
+that calls foreign functions differently), and if each kind agrees with plain JAX on small arrays in a self-test
+(`selftest.py`), which each machine and version runs once.  Otherwise that is said once, and plain JAX computes.
 
 **How to leave them out.**  In a run: `--cpu-kernels off`.  In an installation: remove llvmlite.  For good: move
 `plain.py` to `cleanba/kernels.py`, remove this folder, and remove the calls of `install_random_numbers`, of
