@@ -47,6 +47,12 @@ def write_whole(path: Path, content: str | bytes) -> None:
             os.close(folder)
 
 
+def require_name(out: Path, example: str) -> None:
+    """Raise `UsageError` unless --out ends with the name of a file."""
+    if out.name in ("", ".."):
+        raise UsageError(f"--out {out} names no file; give a name, such as {example}")
+
+
 def write_json(path: Path, values: Mapping[str, object]) -> None:
     """Write a JSON file atomically."""
     write_whole(path, json.dumps(finite(values), indent=2) + "\n")

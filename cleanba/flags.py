@@ -1,5 +1,6 @@
 """How flag values are parsed where tyro's own rules do not suffice."""
 
+from collections.abc import Callable
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any
@@ -31,29 +32,21 @@ def whole_number(word: str) -> int:
     return int(number)
 
 
-@FLAGS.primitive_rule
-def read_paths(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
-    """Tyro's rule for flags that are paths: shells leave the ~ of --run-dir=~/runs as it is."""
-    if info.type is not Path:
-        return None
-    return PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="PATH",
-        instance_from_str=lambda words: Path(words[0]).expanduser(),
-        is_instance=lambda x: isinstance(x, Path),
-        str_from_instance=lambda path: [str(path)],
-    )
+def of_one_word(kind: type[Any], metavar: str, read: Callable[[str], Any]) -> None:
+    """Have every flag of this type read from its one word by `read`, which raises `ValueError` for another word."""
+
+    @FLAGS.primitive_rule
+    def rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+        if info.type is not kind:
+            return None
+        return PrimitiveConstructorSpec(
+            nargs=1,
+            metavar=metavar,
+            instance_from_str=lambda words: read(words[0]),
+            is_instance=lambda x: isinstance(x, kind),
+            str_from_instance=lambda value: [str(value)],
+        )
 
 
-@FLAGS.primitive_rule
-def read_whole_numbers(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
-    """Tyro's rule for flags that are whole numbers."""
-    if info.type is not int:
-        return None
-    return PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="INT",
-        instance_from_str=lambda words: whole_number(words[0]),
-        is_instance=lambda x: isinstance(x, int),
-        str_from_instance=lambda number: [str(number)],
-    )
+of_one_word(int, "INT", whole_number)
+of_one_word(Path, "PATH", lambda word: Path(word).expanduser())  # shells leave the ~ of --run-dir=~/runs as it is

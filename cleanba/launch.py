@@ -267,18 +267,15 @@ def with_digest(config: Config, run_dir: Path, platform: str) -> tuple[Config, I
     place, record = config.typed.get("init_from"), recorded(run_dir)
     if not place or DIGEST.fullmatch(place):
         return config, None
-    began = record.get("from") == place
+    digest = record["digest"] if record.get("from") == place else ""  # of a run that has begun from there
     initial: Initial | None = None
-    if began and updates_kept(run_dir):  # it needs them no longer, and they may have changed
-        digest = record["digest"]
-    else:
+    if not (digest and updates_kept(run_dir)):  # else it needs them no longer, and they may have changed
         try:
             initial = find_initial(place, platform, config.run.trust_remote_code)
             digest = initial.digest
         except (UsageError, Failure):
-            if not began:
+            if not digest:
                 raise
-            digest = record["digest"]
     typed = {**config.typed, "init_from": digest}
     return replace(config, asked=replace(config.asked, init_from=digest), typed=typed), initial
 

@@ -276,7 +276,11 @@ def settings(algorithm: str) -> list[str]:
             about = flags_as_code(re.split(r"; | \(", known[f.name].about)[0])
             cells = [shown(preset[f.name]) if f.name in preset else "" for preset in presets.values()]
             rows.append((f"{code(flag(f.name))} {about}", shown(f.default), *cells))
-    return [":::{div} settings", *table(("", "default", *map(code, presets)), rows), ":::"]
+    empty = (
+        "An empty cell means the default, but for `--network`, `--share-torso` and `--env-epoch`: where no cell names "
+        "a value, [the environment decides](/reference/presets.md)."
+    )
+    return [":::{div} settings", *table(("", "default", *map(code, presets)), rows), ":::", "", empty]
 
 
 def presets(_: str) -> list[str]:

@@ -120,8 +120,10 @@ def push(
     require(
         REPO.fullmatch(repo_id) is not None, f"{repo_id} is not a valid repository name; use letters, digits, . _ and -"
     )
-    kept = updates_kept(run_dir)  # before the log is read: it has their digests, also while the run is going on
-    files = [path for part in PARTS for path in sorted((run_dir / part).rglob("*")) if path.is_file()]
+    kept, files = [], []
+    if checkpoints:  # listed before the log is read: it has their digests, also while the run is going on
+        kept = updates_kept(run_dir)
+        files = [path for part in PARTS for path in sorted((run_dir / part).rglob("*")) if path.is_file()]
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         fill(folder, run_dir, repo_id)
@@ -130,7 +132,8 @@ def push(
             lambda: api.create_repo(repo_id, private=private or None, exist_ok=True),
         )
         message = f"Upload {experiment['algorithm']} on {experiment['env_id']}, seed {experiment['seed']}"
-        gone = [*ABOUT, *(f"{part}/**" for part in PARTS if checkpoints or not holds_this_run(api, repo_id, folder))]
+        stale = checkpoints or not holds_this_run(api, repo_id, folder)
+        gone = [*ABOUT, *(f"{part}/**" for part in PARTS if stale)]
         upload = lambda: api.upload_folder(
             repo_id=repo_id, folder_path=folder, commit_message=message, delete_patterns=gone
         )

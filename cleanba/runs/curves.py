@@ -121,12 +121,11 @@ def load(places: Iterable[Path]) -> list[Curve]:
     for run_dir in find_runs(places):
         try:
             experiment, rows = read_experiment(run_dir), read_rows(run_dir)
+            for name in ("algorithm", "env_id", "seed"):
+                require(name in experiment, f"{run_dir}/config.json has no {name}")
         except UsageError as error:
             warn(f"{error}; left out")
             unread += 1
-            continue
-        if lacking := [name for name in ("algorithm", "env_id", "seed") if name not in experiment]:
-            warn(f"{run_dir}/config.json has no {lacking[0]}; left out")
             continue
         returns = column(rows, "charts/episodic_return")
         there = np.isfinite(returns)

@@ -6,7 +6,7 @@ periodic evaluation has a row of its own, at the update whose parameters it play
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from cleanba.files import METRICS, Json, write_whole
@@ -52,7 +52,7 @@ def tail(run_dir: Path) -> list[Row]:
     return [row for _, row in parse(lines) if row is not None]
 
 
-def together(rows: list[Row]) -> Row:
+def together(rows: Iterable[Row]) -> Row:
     """The newest value of every metric in these rows; empty if there are no rows."""
     values: Row = {}
     for row in rows:

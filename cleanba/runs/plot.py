@@ -17,7 +17,7 @@ import tyro
 from cleanba.config import require
 from cleanba.environments.atari_scores import human_normalised, publication, reference
 from cleanba.errors import Exit, UsageError, printable
-from cleanba.files import Json
+from cleanba.files import Json, require_name
 from cleanba.flags import FLAGS
 from cleanba.runs.aggregates import STATISTICS, Aggregates, aggregates, experiments
 from cleanba.runs.curves import Groups, Interval, band, ends_early, group, load, mean_interval, variants_of
@@ -59,7 +59,7 @@ def plot_command(argv: Sequence[str]) -> Exit:
     flags = tyro.cli(Flags, args=argv, prog="cleanba plot", registry=FLAGS)
     require(bool(flags.runs), "plot needs runs to draw; name run directories, or a folder that holds some")
     if flags.out is not None:
-        require(flags.out.name not in ("", ".."), f"--out {flags.out} names no file; give a name, such as plots/curves")
+        require_name(flags.out, "plots/curves")
     groups = group(load(flags.runs))
     over_games = aggregates(groups)
     text = tables(groups, over_games)

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 import tyro
 
-from cleanba.config import read_config, read_experiment, require
+from cleanba.config import read_config, read_experiment
 from cleanba.environments.peers import Peer, peer
 from cleanba.errors import Exit, Failure, UsageError
-from cleanba.files import METRICS, Json, read_json, write_whole
+from cleanba.files import METRICS, Json, read_json, require_name, write_whole
 from cleanba.flags import FLAGS
 from cleanba.recipes import Play
 from cleanba.runs import log
@@ -85,7 +85,7 @@ def report_command(argv: Sequence[str]) -> Exit:
     """`cleanba report`."""
     flags = tyro.cli(Flags, args=argv, prog="cleanba report", registry=FLAGS)
     out = flags.out or flags.run_dir / "report.html"
-    require(out.name not in ("", ".."), f"--out {flags.out} names no file; give a name, such as report.html")
+    require_name(out, "report.html")
     text = page(flags.run_dir)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -181,7 +181,7 @@ def facts(values: Iterable[tuple[str, object]]) -> str:
 
 def overview(result: Json, rows: Rows, experiment: Json) -> str:
     """The status and progress of the run, from result.json or, if there is none, from the last log point."""
-    last = log.together(list(rows))
+    last = log.together(rows)
     known = lambda name, metric: result.get(name, last.get(metric))
     steps, planned = known("global_step", "global_step"), experiment.get("total_timesteps")
     words = facts(

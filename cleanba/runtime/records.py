@@ -12,6 +12,7 @@ Files of actions are only appended to, and a resumed run begins a new one, so th
 never changes.  JAX environments are saved by their state, in place of their actions.
 """
 
+import hashlib
 import itertools
 import json
 import os
@@ -270,12 +271,9 @@ def read(home: Path, update: int) -> SavedActor:
 
 def _check(path: Path, where: str, size: int, expected: str) -> None:
     """Raise `ValueError` unless the first `size` bytes of a file have this SHA-256."""
-    digest, left = sha256(), size
+    digest = sha256()
     try:
-        with open(path, "rb") as file:
-            while left and (data := file.read(min(left, CHUNK_BYTES))):
-                digest.update(data)
-                left -= len(data)
+        left = _feed(digest, path, size)
     except FileNotFoundError:
         raise ValueError(f"{where} is missing") from None
     except OSError as error:
@@ -284,6 +282,15 @@ def _check(path: Path, where: str, size: int, expected: str) -> None:
         raise ValueError(f"{where} is cut short: {left} of {size} bytes are missing")
     if digest.hexdigest() != expected:
         raise ValueError(f"{where} is damaged: its checksum does not match")
+
+
+def _feed(digest: "hashlib._Hash", path: Path, size: int) -> int:
+    """Feed the first `size` bytes of a file to a digest -> how many of them are missing."""
+    with open(path, "rb") as file:
+        while size and (data := file.read(min(size, CHUNK_BYTES))):
+            digest.update(data)
+            size -= len(data)
+    return size
 
 
 def differs(saved: SavedActor, home: Path, snapshot: Snapshot) -> str:
@@ -318,10 +325,7 @@ def _sha256(files: Iterable[tuple[Any, int]]) -> str:
     """Of the first bytes, so many, of these files, one after the other."""
     digest = sha256()
     for path, size in files:
-        with open(path, "rb") as file:
-            while size and (data := file.read(min(size, CHUNK_BYTES))):
-                digest.update(data)
-                size -= len(data)
+        _feed(digest, path, size)
     return digest.hexdigest()
 
 

@@ -16,9 +16,8 @@ from cleanba.errors import Exit, Failure, UsageError
 from cleanba.flags import FLAGS
 from cleanba.recipes import RECIPES, AnyRecipe
 from cleanba.resolution import fit, settle
-from cleanba.runs.directory import default_run_dir, was_uploaded
-from cleanba.runs.log import is_finished
-from cleanba.sweeps.manifest import Planned, read_manifest, write_manifest
+from cleanba.runs.directory import default_run_dir
+from cleanba.sweeps.manifest import Planned, done, read_manifest, write_manifest
 from cleanba.train_flags import parse
 
 LARGEST_ARRAY = 1000  # Slurm's MaxArraySize is 1001 unless it was raised
@@ -139,13 +138,11 @@ def submit(
     jobs = {name: run["job"] for name, run in earlier.items() if "job" in run}
     states = {} if dry_run and not jobs else job_states(jobs.values())
     busy = {name for name, job in jobs.items() if states.get(job, "").startswith(QUEUED)}
-    upload = parse(RECIPES[runs[0].words[0]], list(runs[0].words[1:])).run.upload_model
-    done = {run.name for run in runs if is_finished(folder / run.name)}
-    done -= {name for name in done if upload and not was_uploaded(folder / name)}
-    to_do = [run for run in runs if run.name not in done | busy]
+    over = done(runs, folder)
+    to_do = [run for run in runs if run.name not in over | busy]
     print(
         f"{folder}: {len(to_do)} of {len(runs)} runs to submit, {len([r for r in runs if r.name in busy])} in the "
-        f"queue, {len(done)} finished"
+        f"queue, {len(over)} finished"
     )
     submitter = template.parent / "submit"
     named = str(submitter) if submitter.parent != Path() else f"./{submitter}"  # else it is looked for in PATH

@@ -25,13 +25,13 @@ from cleanba.errors import Exit, Failure, UsageError, closest_names
 from cleanba.flags import FLAGS
 from cleanba.recipes import RECIPES, AnyRecipe
 from cleanba.resolution import Config, continue_experiment, fit, resolve
-from cleanba.runs.directory import lock, was_uploaded
+from cleanba.runs.directory import lock
 from cleanba.runs.listing import is_locked
 from cleanba.runs.log import is_finished, read_result, seconds_left, tail, together
 from cleanba.runtime.metrics import duration
 from cleanba.runtime.process_setup import refuse_64_bits
 from cleanba.runtime.supervision import handle_signals
-from cleanba.sweeps.manifest import Planned, read_manifest, write_manifest
+from cleanba.sweeps.manifest import Planned, done, read_manifest, write_manifest
 from cleanba.sweeps.slurm import job_states, submit
 from cleanba.train_flags import parse
 
@@ -357,11 +357,10 @@ def run_here(recipe: AnyRecipe, runs: Sequence[Planned], folder: Path, argv: Seq
     held = lock(folder, "--dir")  # two sweeps in one folder would start each run twice
     write_manifest(folder, runs, argv, {})
     jobs = [Job(run, folder / run.name, folder / "logs" / f"{run.name}.log") for run in runs]
-    upload = parse(recipe, list(runs[0].words[1:])).run.upload_model
+    over = done(runs, folder)
     for job in jobs:
-        if is_finished(job.run_dir) and (was_uploaded(job.run_dir) or not upload):
+        if job.run.name in over:
             job.state = "finished"
-    skipped = sum(job.state == "finished" for job in jobs)
     free = list(range(len(environments)))
     waiting = [job for job in jobs if job.state == "waiting"]
     next_look = 0.0
@@ -370,8 +369,8 @@ def run_here(recipe: AnyRecipe, runs: Sequence[Planned], folder: Path, argv: Seq
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores it
         signals.append(signal.SIGHUP)
     with handle_signals(heard.append, signals), Board(folder, jobs, len(environments)) as board:
-        if skipped:
-            board.say(f"{skipped} of {len(jobs)} runs are finished already")
+        if over:
+            board.say(f"{len(over)} of {len(jobs)} runs are finished already")
         try:
             while (waiting or len(free) < len(environments)) and not heard:
                 while waiting and free:
