@@ -68,7 +68,7 @@ class Part:
     learners: tuple[int, ...] = (0,)
     expected: float = 60.0  # seconds; begun only where as many are left
     seconds: float = 3.0  # for each figure
-    without: str = ""  # "batch": SCHED_BATCH; "shares": the cores are not divided among the actors' emulators
+    without: str = ""  # "batch": SCHED_BATCH; "all": the cores are divided among the actors' emulators
 
 
 def parts(gpus: int) -> list[Part]:
@@ -113,7 +113,7 @@ def parts(gpus: int) -> list[Part]:
         speed("ppo resnet tf32 4 actors 240 envs", "ppo", RESNET, tf32, {"num_envs": 240} | four),
         speed("ppo nature tf32 32 envs", "ppo", NATURE, tf32, small),
         speed("ppo nature tf32 32 envs, no SCHED_BATCH", "ppo", NATURE, tf32, small, without="batch"),
-        speed("ppo nature tf32 32 envs, all cores to each actor", "ppo", NATURE, tf32, small, without="shares"),
+        speed("ppo nature tf32 32 envs, cores divided among actors", "ppo", NATURE, tf32, small, without="all"),
         speed("ppo nature tf32", "ppo", NATURE, tf32),
         speed("impala nature tf32", "impala", NATURE, tf32),
         speed("ppo resnet tf32 1 actor", "ppo", RESNET, tf32, {"num_actors": 1}),
@@ -189,11 +189,10 @@ def speed(part: Part) -> Iterator[dict[str, Any]]:
         "peak_gib": stats.get("peak_bytes_in_use", 0) / 2**30,
         "params_digest": whole["params_digest"],
     }
-    # Threads for all cores to each actor, so that one's emulators take the cores while another's policy is asked.
-    p.open_pools(threads_per_actor(1))
-    more_threads = steps_per_second(p.env_step, n, per_actor, part.seconds / 2)
+    p.open_pools(threads_per_actor(n))  # with the cores divided among the actors
+    fewer_threads = steps_per_second(p.env_step, n, per_actor, part.seconds / 2)
     p.close()
-    yield {"EnvPool alone, all cores to each actor": round(more_threads)}
+    yield {"EnvPool alone, cores divided among actors": round(fewer_threads)}
     yield {"update": timeline(p.learn)}
 
 
@@ -307,8 +306,8 @@ def measure(part: Part) -> None:
 
     if part.without == "batch":
         process_setup.use_batch_scheduling = lambda: None
-    if part.without == "shares":
-        training.threads_per_actor = throughput.threads_per_actor = lambda actors: threads_per_actor(1)
+    if part.without == "all":
+        training.threads_per_actor = throughput.threads_per_actor = lambda actors, *_: threads_per_actor(actors)
     asked = {name: part.fields[name] for name in ("deterministic", "dtype") if name in part.fields}
     prepare_process(Experiment(**asked))
     found: dict[str, Any] = {}

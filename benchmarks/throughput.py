@@ -108,7 +108,8 @@ class Parts:
         self.learner = Learner(self.algorithm, self.partition, self.devices, e.seed)
         self._pools: list[Envs] = []
         self._turn = [0] * len(self.actors)
-        self.open_pools(threads_per_actor(len(self.actors)))
+        self._threads = threads_per_actor(len(self.actors), self.spec, platform)
+        self.open_pools(self._threads)
         rng, per_actor = np.random.default_rng(0), self.partition.envs_per_actor
         if self.spec.action.kind == "quantities":
             self._random_actions = rng.uniform(-1, 1, (997, per_actor, *self.spec.action.shape))
@@ -136,7 +137,7 @@ class Parts:
         self.blocks: list[Any] = []
         for a in self.actors:
             collector = SteppedCollector(self.algorithm, steppers, e.num_steps, self.device_of(a), Stop())
-            collector.restart(self.make_envs(a, threads_per_actor(len(self.actors))))
+            collector.restart(self.make_envs(a, self._threads))
             self.times = Times()
             self.rollouts.append(
                 collector(self.params[self.device_of(a)], action_numbers(e.seed, a, 1), self.times).rollout

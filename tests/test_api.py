@@ -347,7 +347,7 @@ def test_a_signal_ends_a_run_and_the_same_call_goes_on(signum, raised, tmp_path)
 
 
 def test_an_interrupted_run_goes_on_to_the_same_bits(tmp_path):
-    spec = small(total_timesteps=128 * 300, env_epoch=20)
+    spec = small(total_timesteps=128 * 100, env_epoch=20)
     press_when(tmp_path / "run", signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         cleanba.train(spec, tmp_path / "run", progress=False, log_frequency=1)

@@ -107,13 +107,13 @@ def test_parts_have_names_of_their_own_and_devices_that_are_there():
 # One of each sort; `test_every_part_fits` looks at them all.
 SPEEDS = (
     *("ppo resnet bfloat16", "ppo lstm tf32", "ppo a0-l1,2,3,4,5,6", "ppo resnet tf32 scanned"),
-    *("impala nature tf32", "impala resnet tf32 6 shards 3 actors"),
+    *("impala resnet tf32 6 shards 3 actors",),
 )
 
 
 @pytest.mark.parametrize("name", SPEEDS)
 def test_a_speed_has_every_figure(name, monkeypatch):
-    monkeypatch.setattr("throughput.threads_per_actor", lambda actors: 1)
+    monkeypatch.setattr("throughput.threads_per_actor", lambda *given: 1)
     found = figures(gpu.speed(tiny(name)))
     assert set(found["steps_per_second"]) == {"EnvPool alone", "inference alone", "learning alone", "whole"}
     assert min(found["steps_per_second"].values()) > 0

@@ -12,6 +12,7 @@ from launch import ROOT, finish, python
 
 from cleanba import kernels
 from cleanba.config import Experiment
+from cleanba.environments import backends
 from cleanba.environments.backends import threads_per_actor
 from cleanba.environments.envpool import Envs, env_spec, known
 from cleanba.environments.specs import ActionSpec, EnvSpec, ObsSpec, Step, choice, train_reward
@@ -670,3 +671,8 @@ def test_threads_are_shared_out_and_nobody_goes_without():
     assert total >= 1
     assert threads_per_actor(10_000) == 1
     assert all(1 <= threads_per_actor(n) <= max(1, total // n) for n in range(1, 9))
+    emulated, gymnasiums = (
+        backends.env_spec(Experiment(env_id=name)) for name in ("CartPole-v1", "gymnasium:CartPole-v1")
+    )
+    assert threads_per_actor(total, emulated, "gpu") == total  # of each actor, though the other's compete with them
+    assert threads_per_actor(total, emulated, "cpu") == threads_per_actor(total, gymnasiums, "gpu") == 1

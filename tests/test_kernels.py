@@ -289,11 +289,18 @@ def test_where_one_fails_in_the_midst_of_a_program_it_is_traced_once_more(fresh,
 
 
 def test_what_cannot_be_kept_is_said_once_and_kernels_work_nevertheless(fresh, monkeypatch, capsys):
-    jax.config.update("jax_compilation_cache_dir", str(fresh / "nowhere"))
+    (fresh / "nowhere").write_text("a file, where no folder can be made")
+    jax.config.update("jax_compilation_cache_dir", str(fresh / "nowhere" / "cache"))
     monkeypatch.setattr(llvm, "name_of", lambda unit, shape: f"{OURS}{fresh.name}_{unit.__name__}_{shape}")
     assert calls_kernels(compiled_for("cpu", "auto", dense_layer), np.ones((2, 3), np.float32))
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "compiled kernels cannot be kept in" in said and "nowhere" in said
+
+
+def test_the_folder_for_what_is_compiled_is_made(fresh):
+    path = fresh / "not" / "there" / "yet"
+    llvm.keep(path, b"code")
+    assert llvm.read_kept(path) == b"code"
 
 
 # --------------------------------------------------------------------------------------------------------- experiments

@@ -108,9 +108,14 @@ def open_envs(
     return envpool.Envs(spec, seeds, threads, render)
 
 
-def threads_per_actor(local_actors: int) -> int:
-    """Threads, or processes, for the environments of each actor: this process's cores, divided among its actors."""
-    return max(1, usable_cores() // local_actors)
+def threads_per_actor(local_actors: int, spec: EnvSpec | None = None, platform: str = "cpu") -> int:
+    """Threads, or processes, for the environments of each actor: this process's cores, divided among its actors.
+
+    Where a GPU acts, EnvPool's threads for these environments are as many as there are cores, for each actor: the
+    emulators of one use all cores while the policy of another is asked.
+    """
+    shared = platform == "cpu" or spec is None or module_of(spec.env_id) is not envpool
+    return max(1, usable_cores() // local_actors) if shared else usable_cores()
 
 
 def check_workers(spec: EnvSpec, workers: int | None) -> None:

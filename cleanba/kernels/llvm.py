@@ -324,6 +324,7 @@ def keep(path: Path | None, content: bytes) -> None:
     if path is None:
         return
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)  # JAX makes it later
         # Other processes, also of other machines, may be at the same.
         handle, scratch = tempfile.mkstemp(dir=path.parent)
         try:

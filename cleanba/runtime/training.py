@@ -133,6 +133,6 @@ def make_training(
 
     `env_workers` is the placement's.  The remaining fields keep their defaults; `dataclasses.replace` sets them.
     """
-    threads = threads_per_actor(partition.num_actors // partition.num_processes)
+    threads = threads_per_actor(partition.num_actors // partition.num_processes, spec, devices.platform)
     opened = lambda seeds, epoch: open_envs(spec, seeds, threads, env_workers)
     return Training(algorithm, experiment, partition, devices, spec, log_frequency, make_envs or opened)
