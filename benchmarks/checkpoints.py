@@ -305,6 +305,8 @@ def main(args: Args) -> None:
     """Measure, print, write the results after each setting."""
     results = machine.saved("checkpoints_cpu")
     wanted = lambda names: [name for name in names if args.only in ("", name)]
+    if not wanted([*SETTINGS, *PLACES, *PLAYED]):
+        sys.exit(f"benchmarks/checkpoints.py: --only {args.only}: there is no such setting")
     with tempfile.TemporaryDirectory() as temporary:
         for part in args.parts:
             names: dict[str, Any] = {"checkpoints": SETTINGS, "going_on": PLACES, "playing": PLAYED}[part]
@@ -331,7 +333,7 @@ def main(args: Args) -> None:
                 results.setdefault("results", {}).setdefault(part, {})[name] = {"load_before": load, **found}
                 print(f"{part}: {name}: {line}", flush=True)
                 shutil.rmtree(folder)
-    path = machine.save("checkpoints_cpu", {"results": results["results"]})
+    path = machine.save("checkpoints_cpu", {"results": results.get("results", {})})
     print(f"written: benchmarks/results/{path.name}")
 
 

@@ -43,17 +43,21 @@ def job(args: Args, split: str) -> Job:
     recipe = RECIPES[name]
     found = prepare(recipe, parse(recipe, [*words, *split.split()]))
     e = found.experiment
-    e = replace(e, total_timesteps=(UNCOUNTED + args.updates) * e.transitions_per_update)
+    e = replace(e, total_timesteps=(UNCOUNTED + args.updates + 1) * e.transitions_per_update)
     return found._replace(resolved=found.resolved._replace(experiment=e))
 
 
 def seconds_per_step(job: Job, uncounted: int = UNCOUNTED) -> tuple[float, float]:
-    """Of one run after its first `uncounted` updates, by the clock and of all cores together."""
+    """Of one run after its first `uncounted` updates, by the clock and of all cores together.
+
+    The last update does not count either: beside it no rollout is collected.
+    """
     e = job.experiment
+    last_counted = e.num_updates - 1
     marks: dict[int, tuple[float, float]] = {}
 
     def mark(update: int, steps: int, params: object) -> None:
-        if update in (uncounted, e.num_updates):
+        if update in (uncounted, last_counted):
             marks[update] = time.perf_counter(), time.process_time()
 
     status = Status("", 1)
@@ -62,8 +66,8 @@ def seconds_per_step(job: Job, uncounted: int = UNCOUNTED) -> tuple[float, float
     )
     if outcome.error is not None:
         raise outcome.error
-    steps = (e.num_updates - uncounted) * e.transitions_per_update
-    wall, cpu = ((last - first) / steps for first, last in zip(marks[uncounted], marks[e.num_updates], strict=True))
+    steps = (last_counted - uncounted) * e.transitions_per_update
+    wall, cpu = ((last - first) / steps for first, last in zip(marks[uncounted], marks[last_counted], strict=True))
     return wall, cpu
 
 

@@ -29,7 +29,9 @@ from typing import Any, NamedTuple
 import machine
 import tyro
 
-COMMON = "--env-id Pong-v5 --buffer-size 20000 --learning-starts 1024 --env-epoch 0 --num-shards 1"
+COMMON = (
+    "--env-id Pong-v5 --buffer-size 20000 --learning-starts 1024 --env-epoch 0 --checkpoint-frequency 0 --num-shards 1"
+)
 ALONE = "--num-envs 1 --num-actors 1 --collector stepped"
 MANY = "--num-envs 8 --num-actors 2 --num-steps 16 --collector scanned --log-frequency 1"
 LARGE = "--batch-size 128 --train-frequency 16"
@@ -85,7 +87,7 @@ def turn(words: str, seconds: float) -> Speed:
                 log = run / "metrics.jsonl"
                 lines = log.read_text().rpartition("\n")[0].splitlines()[-1:] if log.exists() else []
                 for row in map(json.loads, lines):
-                    if row["losses/td_loss"] > 0 and (not seen or row["global_step"] > seen[-1][1]):
+                    if row.get("losses/td_loss", 0) > 0 and (not seen or row["global_step"] > seen[-1][1]):
                         seen.append((row["seconds"], row["global_step"], cpu_seconds(process.pid)))
                 if len(seen) > 2 and seen[-1][0] - seen[1][0] >= seconds:
                     wall, steps, cpu = (last - first for first, last in zip(seen[1], seen[-1], strict=True))

@@ -116,7 +116,9 @@ def plain_loop(e: ppo.PPO, updates: int) -> Callable[[jax.Array], Any]:
 
 
 def cleanba_rate(e: ppo.PPO) -> np.ndarray:
-    """Steps per second of a run of ours, after its first updates: of the clock, and of the processor's time.  [2]."""
+    """Steps per second of a run of ours, without its first updates and the last, beside which no rollout is collected:
+    of the clock, and of the processor's time.  [2].
+    """
     devices = find_devices(Placement())
     spec, recipe = env_spec(e), RECIPES["ppo"]
     partition = fit(recipe, e, Placement())
@@ -127,7 +129,7 @@ def cleanba_rate(e: ppo.PPO) -> np.ndarray:
     outcome = run_training(training, Display(status, enabled=False), status, log)
     if outcome.error is not None:
         raise outcome.error
-    (first, start), (last, end) = rows[len(rows) // 4], rows[-1]
+    (first, start), (last, end) = rows[len(rows) // 4], rows[-2]
     return (last - first) * e.transitions_per_update / (end - start)
 
 

@@ -3,7 +3,7 @@
     python benchmarks/evidence.py             # draws; seconds
     python benchmarks/evidence.py --train     # first trains what placement.svg and resume.svg show: five minutes
 
-The results on speed and learning come from `make bench`, dqn_ladder.py, sac_td3.py and keep_curves.py.
+The results on speed and learning come from peers.py, dqn_ladder.py, sac_td3.py and keep_curves.py.
 """
 
 import json
@@ -153,19 +153,14 @@ def thousands(x: float, _: object = None) -> str:
     return f"{x / 1e6:g}M" if abs(x) >= 1e6 else f"{x / 1e3:g}k" if abs(x) >= 1e3 else f"{x:g}"
 
 
-def per_second(text: str) -> float:
-    """The number of "PyTorch 1,775" or "609 steps/s"."""
-    return float(next(word for word in text.replace(",", "").split() if word.replace(".", "").isdigit()))
-
-
 def speeds() -> list[tuple[str, float, float, float]]:
     """Training by ours and by a plain PyTorch loop, steps per second each, and how many times as fast that is."""
-    rows = {row["what"]: row for row in machine.saved("bench")["rows"]}
-    replay, ladder = machine.saved("sac_td3_cpu")["figures"], machine.saved("dqn_ladder_cpu")["steps_per_second"]
+    peers, replay = machine.saved("peers_cpu")["parts"], machine.saved("sac_td3_cpu")["figures"]
+    ladder = machine.saved("dqn_ladder_cpu")["steps_per_second"]
 
-    def bench(what: str) -> tuple[float, float, float]:
-        row = rows[what]
-        return per_second(row["here"]), per_second(row["beside"]), float(row["ratio"])
+    def on_policy(name: str) -> tuple[float, float, float]:
+        speed = peers[name]["steps_per_second"]
+        return speed["ours"]["median"], speed["PyTorch"]["median"], peers[name]["ratio"]["median"]
 
     def off_policy(name: str) -> tuple[float, float, float]:
         speed = replay[name]["steps_per_second"]
@@ -173,10 +168,10 @@ def speeds() -> list[tuple[str, float, float, float]]:
 
     dqn, pytorch = ladder["compiled, 32"]["median"], ladder["PyTorch"]["median"]
     return [
-        ("PPO, HalfCheetah", *bench("PPO on HalfCheetah")),
+        ("PPO, HalfCheetah", *on_policy("halfcheetah")),
         ("SAC, HalfCheetah", *off_policy("sac")),
         ("TD3, HalfCheetah", *off_policy("td3")),
-        ("PPO, Breakout (Nature CNN)", *bench("PPO on Breakout, Nature CNN, 32 x 64")),
+        ("PPO, Breakout (Nature CNN)", *on_policy("breakout")),
         ("DQN, Pong (Nature CNN)", dqn, pytorch, dqn / pytorch),
     ]
 

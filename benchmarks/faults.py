@@ -116,9 +116,11 @@ def main(args: Args) -> None:
     if args.soak:
         sys.exit(not soak.add(args.soak, args.only))
     rng, kinds = random.Random(args.seed), REPLAY if args.replay else KINDS
+    if args.only and args.only not in kinds:
+        sys.exit(f"benchmarks/faults.py: --only {args.only}: there is no such kind; there are {', '.join(kinds)}")
     kinds = {args.only: kinds[args.only]} if args.only else kinds
     name, survived = "faults_replay" if args.replay else "faults", True
-    results: dict[str, Any] = machine.saved(name).get("results", {}) if args.seed or args.only else {}
+    results: dict[str, Any] = machine.saved(name).get("results", {})
     with tempfile.TemporaryDirectory() as folder:
         for i, kind in enumerate(kinds):
             whole = Path(folder) / f"whole{i}"

@@ -111,8 +111,8 @@ def parts(gpus: int) -> list[Part]:
     rest = [
         speed("impala resnet tf32 not deterministic", "impala", RESNET, tf32, {"deterministic": False}, expected=80),
         speed("ppo resnet tf32 4 actors 240 envs", "ppo", RESNET, tf32, {"num_envs": 240} | four),
-        speed("ppo nature tf32 32 envs", "ppo", NATURE, tf32, small),
-        speed("ppo nature tf32 32 envs, no SCHED_BATCH", "ppo", NATURE, tf32, small, without="batch"),
+        speed("ppo nature tf32 32 envs, all cores", "ppo", NATURE, tf32, small),
+        speed("ppo nature tf32 32 envs, all cores, no SCHED_BATCH", "ppo", NATURE, tf32, small, without="batch"),
         speed("ppo nature tf32 32 envs, cores divided among actors", "ppo", NATURE, tf32, small, without="all"),
         speed("ppo nature tf32", "ppo", NATURE, tf32),
         speed("impala nature tf32", "impala", NATURE, tf32),
@@ -389,7 +389,11 @@ def main(args: Args) -> None:
         results = args.out / "gpu.json"
         found: dict[str, Any] = {}
         if (args.only or args.rest) and results.exists():
-            found = json.loads(results.read_text())["parts"]
+            before = json.loads(results.read_text())
+            there, device = (side.get("machine", {}).get("device") for side in (before, here))
+            if there != device:
+                sys.exit(f"benchmarks/gpu.py: {results} has figures of {there}, not of {device}; choose another --out")
+            found = before["parts"]
         left_out: list[str] = []
         for part in parts(here["devices"]):
             there = part.name in found and "failed" not in found[part.name]
@@ -402,7 +406,7 @@ def main(args: Args) -> None:
                 continue
             found[part.name] = run(part, min(left(), 3 * part.expected), environment) | {"commit": commit}
             print(f"{part.name}: {found[part.name].get('steps_per_second', found[part.name])}", flush=True)
-            written = {"command": " ".join(["python benchmarks/gpu.py", *sys.argv[1:]]), **here, "parts": found}
+            written = {"command": machine.command(), **here, "parts": found}
             results.write_text(json.dumps(written, indent=2) + "\n")
             (args.out / "gpu.md").write_text(table(found, left_out))
         page = table(found, left_out)

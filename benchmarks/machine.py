@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import statistics
 import subprocess
 import sys
@@ -24,7 +25,7 @@ def describe() -> dict[str, Any]:
 
 def command() -> str:
     """The command as a reader can repeat it."""
-    return " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+    return shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
 
 
 def save(name: str, values: dict[str, Any]) -> Path:

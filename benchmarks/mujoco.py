@@ -1,6 +1,6 @@
 """PPO on MuJoCo for a million steps by its preset, one version behind and taking turns.
 
-    python benchmarks/mujoco.py                                      # an hour on two cores; interrupted, it goes on
+    python benchmarks/mujoco.py                                      # an hour and a half; interrupted, it goes on
     python benchmarks/mujoco.py --variants "taking turns" --seeds 1  # some of it
     python benchmarks/mujoco.py --seeds                              # nothing: table and figure of what is kept
 

@@ -12,7 +12,7 @@ import os
 import resource
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import machine
@@ -34,12 +34,13 @@ class Args:
     """Flags of the benchmark."""
 
     parts: tuple[str, ...] = ("breakout", "halfcheetah")
-    """of breakout (PPO, Nature CNN, 32 x 64), halfcheetah (PPO, our defaults beside one environment x 2,048), pqn and
-    pqn-lstm (PQN on Breakout, Nature CNN with layer normalisation, 8 x 128)"""
+    """of breakout (PPO, Nature CNN, 32 x 64), breakout-last (the same, PyTorch with channels last), halfcheetah (PPO,
+    our defaults with 16 environments beside one environment x 2,048), pqn and pqn-lstm (PQN on Breakout, Nature CNN
+    with layer normalisation, 8 x 128)"""
     rounds: int = 5
     """turns of each"""
     updates: int = 3
-    """of ours in a turn, beside one to start; PyTorch makes one less"""
+    """of ours that are timed in a turn, beside one before and one after them; PyTorch makes one less"""
     result: str = "peers_cpu"
     """name of the file in benchmarks/results/"""
 
@@ -50,11 +51,15 @@ OURS: dict[str, dict[str, Any]] = {
         env_id="Breakout-v5", network="nature", hiddens=(512,), num_envs=32, num_steps=64, collector="scanned"
     ),
     "halfcheetah": dict(env_id="HalfCheetah-v5", collector="stepped"),
+    "breakout-last": dict(
+        env_id="Breakout-v5", network="nature", hiddens=(512,), num_envs=32, num_steps=64, collector="scanned"
+    ),
     "pqn": pqn.PROTOCOLS["cleanrl-atari"] | PQN,
     "pqn-lstm": pqn.PROTOCOLS["cleanrl-atari-lstm"] | PQN,
 }
 THEIRS: dict[str, Callable[[], TorchPPO | TorchPQN]] = {
     "breakout": lambda: TorchPPO(torch_ppo.BREAKOUT),
+    "breakout-last": lambda: TorchPPO(replace(torch_ppo.BREAKOUT, channels_last=True)),
     "halfcheetah": lambda: TorchPPO(torch_ppo.HALFCHEETAH),
     "pqn": lambda: TorchPQN(torch_pqn.BREAKOUT),
     "pqn-lstm": lambda: TorchPQN(torch_pqn.BREAKOUT_LSTM),
@@ -68,7 +73,7 @@ def processor_seconds() -> float:
 
 
 def ours(parts: Parts, updates: int) -> float:
-    """Steps per second, as a whole run of so many updates after the first reports them."""
+    """Steps per second over so many updates of a whole run."""
     return parts.whole(updates, 1.0)["sps"]
 
 

@@ -1,4 +1,4 @@
-"""Does the model of many GPUs in docs/inside/performance.md describe the compiled update, on 1 to 64 devices?
+"""Does the model of many GPUs in docs/inside/gpu-programs.md describe the compiled update, on 1 to 64 devices?
 
     python benchmarks/scaling.py     # five minutes on two cores; results in benchmarks/results/
 

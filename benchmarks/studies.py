@@ -131,6 +131,9 @@ class Studies:
 
     def train(self, run: Run, folder: Path) -> None:
         """Train it, or go on with it, and keep its curve."""
+        before = self.all[run.study].stages.get(run.env_id, (None, ""))[0]
+        if before and not (folder / (earlier := run._replace(env_id=before)).folder).exists():
+            self.train(earlier, folder)  # its curve may be kept, but this run starts from its parameters
         command, run_dir = self.command(run, folder), folder / run.folder
         print(f"cleanba {' '.join(command)}", flush=True)
         cleanba(*command, "--run-dir", run_dir)
@@ -144,6 +147,7 @@ class Studies:
             more = {"evaluated": read_json(run_dir / "eval.json")["mean"]}
         (curve,) = curves.load([run_dir])
         kept.add(self.file, [kept.entry(curve, study=run.study, variant=run.variant, **more)])
+        write_whole(self.file.with_suffix(".md"), self.table(kept.read(self.file)))
 
     def table(self, lines: Sequence[Json]) -> str:
         """The last return of each seed, by study, environment and variant."""

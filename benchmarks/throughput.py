@@ -187,21 +187,30 @@ class Parts:
         return metrics
 
     def whole(self, seconds: float, seconds_per_update: float) -> dict[str, Any]:
-        """A training of about so many seconds: its result, with the last log point beside it."""
-        updates = max(3, round(seconds / seconds_per_update) + 1)
+        """A training of about so many seconds: its result, with the last log point beside it.
+
+        Its `sps` leaves out the first update, which compiles, and the last, beside which no rollout is collected.
+        """
+        updates = max(2, round(seconds / seconds_per_update)) + 2
         e = replace(self.experiment, total_timesteps=updates * self.experiment.transitions_per_update)
         training = make_training(self.algorithm, e, self.partition, self.devices, self.spec, log_frequency=updates)
+        marks: dict[int, tuple[float, int]] = {}
+
+        def mark(update: int, steps: int, params: object) -> None:
+            marks[update] = time.perf_counter(), steps
+
         status = Status("", updates)
         logged: dict[str, Any] = {}
         outcome = run_training(
-            training,
+            replace(training, after_update=mark),
             Display(status, enabled=False),
             status,
             lambda update, step, seconds, values: logged.update(values),
         )
         if outcome.error is not None:
             raise outcome.error
-        return {**logged, **outcome.result}
+        (start, before), (end, after) = marks[1], marks[updates - 1]
+        return {**logged, **outcome.result, "sps": (after - before) / (end - start)}
 
 
 def main(args: Args) -> None:
