@@ -155,7 +155,7 @@ def thousands(x: float, _: object = None) -> str:
 
 def speeds() -> list[tuple[str, float, float, float]]:
     """Training by ours and by a plain PyTorch loop, steps per second each, and how many times as fast that is."""
-    peers, replay = machine.saved("peers_cpu")["parts"], machine.saved("sac_td3_cpu")["figures"]
+    peers, replay = machine.saved("peers_cpu")["parts"], machine.saved("sac_td3_cpu_zen3")["figures"]
     ladder = machine.saved("dqn_ladder_cpu")["steps_per_second"]
 
     def on_policy(name: str) -> tuple[float, float, float]:
@@ -191,7 +191,7 @@ def draw_speed(c: Colours) -> Figure:
     ax.minorticks_off()
     ax.set_xticks([1, 2, 5, 10, 20], ["PyTorch = 1", "2", "5", "10", "20"])
     ax.axvline(1, color=c.quiet, linewidth=1)
-    ax.set_title("Training speed over a plain PyTorch loop, two CPU cores", loc="left", fontsize=12, color=c.ink)
+    ax.set_title("Training speed over a plain PyTorch loop, two cores (Zen 3)", loc="left", fontsize=12, color=c.ink)
     return made
 
 
