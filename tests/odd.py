@@ -156,6 +156,15 @@ class Undrawable(Odd):
     metadata = {"render_modes": ["rgb_array"]}  # noqa: RUF012
 
 
+class Unordered(Odd):
+    """Shows letters in the order that a set has them in."""
+
+    observation_space = Box(0, 1, (12,), np.float32)
+
+    def look(self):
+        return np.array([ord(letter) / 128 for letter in set("abcdefghijkl")], np.float32)
+
+
 class Small(Odd):
     """Takes actions of the type that it says."""
 
@@ -229,6 +238,7 @@ for made in (
     Offline,
     Parent,
     Undrawable,
+    Unordered,
     Small,
 ):
     gymnasium.register(f"{made.__name__}-v0", made)

@@ -239,11 +239,27 @@ def test_a_process_that_its_environment_started_does_not_hide_the_death_of_a_wor
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_signals_to_the_whole_group_are_for_the_process_that_started_the_workers(signum):
     envs = opened("faulty:Faulty-v0", [1, 2], workers=1)
+    os.kill(envs._parts[0]._process.pid, signum)  # while it starts
     envs.reset()
     os.kill(envs._parts[0]._process.pid, signum)
     time.sleep(0.1)
     assert envs.step(np.zeros(2, np.int32)).reward.tolist() == [1, 1]
     envs.close()
+
+
+def test_sets_of_strings_have_one_order_in_all_workers(monkeypatch):
+    def orders() -> np.ndarray:
+        envs = opened("odd:Unordered-v0", [1, 1], workers=2)
+        seen = envs.reset()
+        envs.close()
+        return seen
+
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    first, second = orders()
+    assert first.tolist() == second.tolist()
+    monkeypatch.setenv("PYTHONHASHSEED", "5")  # the user's own value counts
+    monkeypatch.setattr(sys, "path", [*sys.path, Path("a_folder")])  # which Python ignores
+    assert orders()[0].tolist() != first.tolist()
 
 
 def test_what_an_environment_raises_is_not_taken_for_the_end_of_the_connection():

@@ -11,8 +11,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any, NoReturn
@@ -27,6 +27,7 @@ from cleanba.config import Experiment
 from cleanba.environments.spaces import action_spec, obs_spec, too_wide
 from cleanba.environments.specs import ActionSpec, EnvSpec, Step, choice, imported, parse_options, train_reward
 from cleanba.environments.worker import (
+    GROUP_SIGNALS,
     Arrays,
     Game,
     Layout,
@@ -471,6 +472,22 @@ class Trace(Exception):
         return f"\n\n{self.args[0]}"
 
 
+# Variables that the numbers of some environments depend on; the user's own values take precedence.  Sets of strings have
+# one order in all workers.
+SAME_IN_ALL = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+SAME_IN_ALL |= {"PYTHONHASHSEED": "0"}
+
+
+@contextmanager
+def signals_blocked() -> Iterator[None]:
+    """Within the context, processes are started with `GROUP_SIGNALS` blocked: `worker.main` lets them through."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, GROUP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 class Worker:
     """A part that a worker process steps.
 
@@ -482,14 +499,15 @@ class Worker:
         self._who = f"environments {task.start} to {task.end - 1} of {env_id}"
         self._patience = patience
         self._connection, theirs = multiprocessing.Pipe()
-        start = f"import sys; sys.path[:] = {sys.path!r}; from cleanba.environments.worker import main; main()"
-        one_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", start, str(theirs.fileno())],
-            stdin=subprocess.PIPE,  # never written to: it closes when this process ends, and so ends the worker
-            pass_fds=(theirs.fileno(), task.memory),
-            env=one_thread | os.environ,
-        )
+        places = [place for place in sys.path if isinstance(place, str)]  # Python ignores others
+        start = f"import sys; sys.path[:] = {places!r}; from cleanba.environments.worker import main; main()"
+        with signals_blocked():
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", start, str(theirs.fileno())],
+                stdin=subprocess.PIPE,  # never written to: it closes when this process ends, and so ends the worker
+                pass_fds=(theirs.fileno(), task.memory),
+                env=SAME_IN_ALL | os.environ,
+            )
         theirs.close()
         self.ask(*task)
 
