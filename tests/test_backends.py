@@ -388,6 +388,12 @@ def test_an_environment_that_does_not_follow_its_seed_is_named():
     assert warnings(spec("fault=die")) == warnings(spec("fault=raise")) == []  # that is for the run to say
 
 
+def test_an_environment_that_starts_slowly_is_tried_all_the_same(monkeypatch):
+    monkeypatch.setattr(gymnasium, "PATIENCE_SECONDS", 0.1)  # a worker takes longer to start
+    spec = env_spec(Experiment(env_id="faulty:Faulty-v0", env_options=("fault=chance",)))
+    assert not gymnasium.follows_its_seed(spec)
+
+
 def test_wrappers_and_options_reach_the_environment():
     env = dict(env_id=IN_PYTHON, env_options=("length=3",))
     rewards = []

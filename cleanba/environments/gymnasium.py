@@ -220,6 +220,9 @@ def check_wrappers(wrappers: Sequence[str]) -> None:
             raise UsageError(f"env_wrappers={wrapper!r} is not a function; name one that takes an environment")
 
 
+PATIENCE_SECONDS = 10.0  # for a step of the short test below
+
+
 def follows_its_seed(spec: EnvSpec, steps: int = 32) -> bool:
     """Whether two of these environments with the same seed return the same for the same actions.
 
@@ -230,7 +233,7 @@ def follows_its_seed(spec: EnvSpec, steps: int = 32) -> bool:
     actions = np.random.default_rng(0)
     alike = lambda x: np.array_equal(x[0], x[1], equal_nan=x.dtype.kind == "f")
     try:
-        envs = Envs(spec, (1, 1), workers=1, patience=10.0)
+        envs = Envs(spec, (1, 1), workers=1, patience=PATIENCE_SECONDS)
         try:
             for seeds in ((1, 1), (None, None)):
                 seen: PyTree = (obs := envs.reset(seeds))
@@ -285,7 +288,7 @@ class Envs:
 
         Environments that are rendered, or that no other process can make, are always stepped in this thread.
 
-        `patience` is the number of seconds to wait for a worker's answer; None: as long as it takes.
+        `patience` is the number of seconds to wait for a step of a worker; None: as long as it takes.
         """
         self.num_envs = len(seeds)
         self._spec, self._seeds = spec, seeds
@@ -462,6 +465,7 @@ class Here:
         self._part.close()
 
 
+SLOW_SECONDS = 300.0  # at least so long is waited for environments to start and reset
 LOOK_SECONDS = 1.0  # between checks whether a process that does not answer is alive
 
 
@@ -513,6 +517,7 @@ class Worker:
 
     def ask(self, *command: object) -> None:
         """Have the worker call a method of `Part`.  Several workers can do so at the same time."""
+        self._slow = command[0] != "step"
         with suppress(ConnectionError):  # the worker is dead, or has reported an error: `answer` raises it
             self._connection.send(command)
 
@@ -523,13 +528,16 @@ class Worker:
             RuntimeError: an environment raised an error, which is the cause of this one.
             Failure: the process died, or does not answer.
         """
+        patience = self._patience
+        if patience is not None and self._slow:
+            patience = max(patience, SLOW_SECONDS)
         try:
             waited = Waited()
             while not self._connection.poll(LOOK_SECONDS):
                 if self._process.poll() is not None and not self._connection.poll():
                     raise EOFError  # it died, but a child of it still holds its end of the connection
-                if self._patience is not None and waited.look() > self._patience:
-                    raise Failure(f"the process that steps {self._who} has not answered for {self._patience} s")
+                if patience is not None and waited.look() > patience:
+                    raise Failure(f"the process that steps {self._who} has not answered for {patience} s")
             answer = self._connection.recv()
         except (EOFError, ConnectionError):
             code = self._process.wait()
