@@ -4,6 +4,7 @@ import errno
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from odd import Odd
 from cleanba.algorithms import ppo
 from cleanba.config import Experiment
 from cleanba.environments import gymnasium, jax_envs
-from cleanba.environments.backends import Envs, env_spec, open_envs, warnings
+from cleanba.environments.backends import Envs, end_waits, env_spec, open_envs, warnings
 from cleanba.environments.spaces import action_spec
 from cleanba.environments.specs import ActionSpec, parse_options
 from cleanba.environments.worker import misfit
@@ -25,7 +26,7 @@ from cleanba.errors import Failure, UsageError
 from cleanba.recipes import RECIPES
 from cleanba.resolution import preset_name, resolve
 from cleanba.rollout import PyTree
-from cleanba.runtime.channels import Stop
+from cleanba.runtime.channels import Closed, Stop
 from cleanba.runtime.collect import ScanCache, ScannedCollector, SteppedCollector, Times, make_steppers
 from cleanba.seeds import action_numbers, env_seed
 
@@ -225,6 +226,20 @@ def test_a_worker_that_dies_or_hangs_is_told_of_and_gone():
                 envs.step(np.zeros(3, np.int32))
         envs.close()
         assert process.poll() is not None
+
+
+def test_the_wait_for_a_worker_that_hangs_ends_with_the_run():
+    stop, envs = Stop(), opened("faulty:Faulty-v0", [1, 2], workers=1, env_options=("fault=hang",))
+    end_waits(envs, stop.check)
+    envs.reset()
+    timer = threading.Timer(0.5, stop)
+    timer.start()
+    with pytest.raises(Closed):
+        for _ in range(5):
+            envs.step(np.zeros(2, np.int32))
+    process = envs._parts[0]._process
+    envs.close()
+    assert process.poll() is not None
 
 
 def test_a_process_that_its_environment_started_does_not_hide_the_death_of_a_worker():

@@ -291,6 +291,8 @@ class Envs:
         `patience` is the number of seconds to wait for a step of a worker; None: as long as it takes.
         """
         self.num_envs = len(seeds)
+        self.check: Callable[[], None] = lambda: None
+        """called while a worker is waited for, every `LOOK_SECONDS`; an error that it raises ends the wait"""
         self._spec, self._seeds = spec, seeds
         self._parts: list[Here | Worker] = []
         made, layout = game(spec), layout_of(spec, self.num_envs)
@@ -336,7 +338,7 @@ class Envs:
             for part in self._parts:
                 part.ask("step")
             for part in self._parts:
-                part.answer()
+                part.answer(self.check)
             rewards[n] = a.reward
             np.logical_or(a.terminated, a.truncated, out=ended[n])
         return self._shown(), rewards, ended
@@ -346,7 +348,7 @@ class Envs:
 
     def _answers(self) -> Step[np.ndarray]:
         for part in self._parts:
-            part.answer()
+            part.answer(self.check)
         a, obs = self._arrays, self._shown()
         terminated, truncated, raw = a.terminated.copy(), a.truncated.copy(), a.reward.copy()
         return Step(obs, train_reward(self._spec, raw), raw, terminated, truncated, terminated | truncated)
@@ -364,7 +366,7 @@ class Envs:
         part = self._parts[0]
         try:
             part.ask("render", env)
-            picture = np.asarray(part.answer(), np.uint8)
+            picture = np.asarray(part.answer(self.check), np.uint8)
             assert picture.ndim == 3, "what it returned is no picture"
         except Exception as error:
             raise UsageError(
@@ -453,8 +455,8 @@ class Here:
         """Call a method of `Part`."""
         self._answer = getattr(self._part, command)(*arguments)
 
-    def answer(self) -> object:
-        """The result of the method."""
+    def answer(self, check: Callable[[], None]) -> object:
+        """The result of the method.  There is nothing to wait for."""
         return self._answer
 
     def hang_up(self) -> None:
@@ -466,7 +468,7 @@ class Here:
 
 
 SLOW_SECONDS = 300.0  # at least so long is waited for environments to start and reset
-LOOK_SECONDS = 1.0  # between checks whether a process that does not answer is alive
+LOOK_SECONDS = 0.5  # between checks whether a process that does not answer is alive, and whether the run ends
 
 
 class Trace(Exception):
@@ -521,8 +523,8 @@ class Worker:
         with suppress(ConnectionError):  # the worker is dead, or has reported an error: `answer` raises it
             self._connection.send(command)
 
-    def answer(self) -> object:
-        """Wait for the result of the method.
+    def answer(self, check: Callable[[], None]) -> object:
+        """Wait for the result of the method.  `check()` is called every `LOOK_SECONDS`, and its errors end the wait.
 
         Raises:
             RuntimeError: an environment raised an error, which is the cause of this one.
@@ -536,6 +538,7 @@ class Worker:
             while not self._connection.poll(LOOK_SECONDS):
                 if self._process.poll() is not None and not self._connection.poll():
                     raise EOFError  # it died, but a child of it still holds its end of the connection
+                check()
                 if patience is not None and waited.look() > patience:
                     raise Failure(f"the process that steps {self._who} has not answered for {patience} s")
             answer = self._connection.recv()
