@@ -242,6 +242,7 @@ for made in (
     Small,
 ):
     gymnasium.register(f"{made.__name__}-v0", made)
+gymnasium.register("Distant-v0", Odd, max_episode_steps=10**10)  # more steps than an experiment can be given
 
 
 @dataclass(frozen=True)

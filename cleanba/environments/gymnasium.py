@@ -25,7 +25,16 @@ from gymnasium.spaces import Box, Discrete, MultiBinary, MultiDiscrete
 
 from cleanba.config import Experiment
 from cleanba.environments.spaces import action_spec, obs_spec, too_wide
-from cleanba.environments.specs import ActionSpec, EnvSpec, Step, choice, imported, parse_options, train_reward
+from cleanba.environments.specs import (
+    ActionSpec,
+    EnvSpec,
+    Step,
+    choice,
+    imported,
+    parse_options,
+    stated_limit,
+    train_reward,
+)
 from cleanba.environments.worker import (
     GROUP_SIGNALS,
     Arrays,
@@ -175,7 +184,7 @@ def env_spec(e: Experiment) -> EnvSpec:
     return EnvSpec(
         *(e.env_id, obs, num_actions, False, e.reward_clip, options, given_action, False, e.env_wrappers),
         family=made_by(registered.entry_point) if registered else module,
-        time_limit=limit,
+        time_limit=stated_limit(limit),
     )
 
 
