@@ -129,6 +129,12 @@ class Wide(Odd):
         return np.array([2**33, 5])
 
 
+class WideChoices(Wide):
+    """The same, as choices."""
+
+    observation_space = MultiDiscrete([2**40, 9])
+
+
 class Offline(Odd):
     """Raises what a closed connection raises."""
 
@@ -235,6 +241,7 @@ for made in (
     Blind,
     Forgets,
     Wide,
+    WideChoices,
     Offline,
     Parent,
     Undrawable,

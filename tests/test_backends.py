@@ -330,9 +330,10 @@ def test_a_class_need_not_be_registered():
 
 
 def test_integers_of_eight_bytes_are_not_cut_off():
-    envs = opened("odd:Wide-v0", [1], 0)
-    assert envs.reset().tolist() == [[2**33, 5]]
-    envs.close()
+    for name in ("Wide", "WideChoices"):
+        envs = opened(f"odd:{name}-v0", [1], 0)
+        assert envs.reset().tolist() == [[2**33, 5]]
+        envs.close()
 
 
 def test_actions_have_the_type_that_the_environment_says():
