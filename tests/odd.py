@@ -286,6 +286,21 @@ class Nested:
         return state >= params.max_episode_steps
 
 
+@dataclass(frozen=True)
+class Sized(Params):
+    size: int = 1
+    pay: float = 1.0
+
+
+class SizedTwice(Nested):
+    """Its argument is also the name of a parameter."""
+
+    default_params = Sized()
+
+    def __init__(self, size, *, shown=1):
+        self.size = size * shown
+
+
 class Bankrupt(Nested):
     """In JAX; pays no number at its fifth step."""
 

@@ -352,6 +352,11 @@ def test_environments_in_jax_may_show_nested_tuples_and_need_arguments():
     assert [step.truncated.tolist() for step in steps] == [[False] * 2, [False] * 2, [True] * 2]
 
 
+def test_an_argument_may_be_a_parameter_too():
+    made = jax_envs.make("jax:odd:SizedTwice", {"size": 2, "shown": 3, "pay": 0.5})
+    assert (made.env.size, made.params.size, made.params.pay) == (6, 2, 0.5)
+
+
 def processes_with(mark: str) -> list[int]:
     """The processes that were started with this in their environment and still live."""
     found = []

@@ -81,7 +81,7 @@ def make(env_id: str, options: dict[str, Any]) -> JaxEnvironment:
     env = maker(**{name: value for name, value in options.items() if name in needed})
     params: PyTree = getattr(env, "default_params", None)
     known = {field.name for field in fields(params)} if is_dataclass(params) else set()
-    arguments = {name: value for name, value in options.items() if name not in {*known, "max_episode_steps"}}
+    arguments = {name: value for name, value in options.items() if name not in {*known, "max_episode_steps"} - needed}
     if arguments:
         try:
             env = maker(**arguments)
