@@ -301,6 +301,28 @@ class SizedTwice(Nested):
         self.size = size * shown
 
 
+class Boxed(Nested):
+    """Its step does not return what fits its reset: `fault` says where."""
+
+    def __init__(self, fault):
+        super().__init__(2)
+        self.fault = fault
+
+    def step_env(self, key, state, action, params):
+        obs, state, reward, ended, told = super().step_env(key, state, action, params)
+        if self.fault == "reward":
+            reward = reward[None]
+        if self.fault == "flag":
+            ended = action > 0
+        if self.fault == "state":
+            state = state / 1
+        if self.fault == "parts":
+            obs = {"pair": obs["pair"], "more": state}
+        if self.fault == "shape":
+            obs = {"pair": (obs["pair"][0], obs["pair"][1][:1])}
+        return (obs, state, reward, ended, told)[: 4 if self.fault == "few" else 5]
+
+
 class Bankrupt(Nested):
     """In JAX; pays no number at its fifth step."""
 

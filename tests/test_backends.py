@@ -357,6 +357,23 @@ def test_an_argument_may_be_a_parameter_too():
     assert (made.env.size, made.params.size, made.params.pay) == (6, 2, 0.5)
 
 
+@pytest.mark.parametrize(
+    "fault, words",
+    [
+        ("reward", r"its reward has the shape \(1,\), where a single number is needed"),
+        ("flag", r"its flag `terminated` has the shape \(2,\)"),
+        ("state", r"its state must .* after a step, but it changes from int32 \[\] to float32 \[\]"),
+        ("parts", "its observation must .*'more'"),
+        ("shape", r"its observation must .*\['pair'\]\['01'\] changes from float32 \[2\] to float32 \[1\]"),
+        ("few", "not enough values to unpack"),
+    ],
+)
+def test_a_step_in_jax_that_does_not_fit_the_reset_is_refused_before_the_run(fault, words):
+    with pytest.raises(UsageError, match=rf"'jax:odd:Boxed' cannot be reset and stepped with .*: {words}") as caught:
+        env_spec(Experiment(env_id="jax:odd:Boxed", env_options=(f"fault={fault}",)))
+    assert "\n" not in str(caught.value)
+
+
 def processes_with(mark: str) -> list[int]:
     """The processes that were started with this in their environment and still live."""
     found = []

@@ -193,6 +193,7 @@ def env_spec(e: Experiment) -> EnvSpec:
     options = parse_options(e.env_options)
     if e.max_episode_steps:
         options["max_episode_steps"] = e.max_episode_steps
+    doing = "made"
     try:
         environment = make(e.env_id, options)
         action = action_spec(space_of(environment, "action_space"))
@@ -202,13 +203,14 @@ def env_spec(e: Experiment) -> EnvSpec:
         most = int(getattr(environment.params, limit)) if limit else None
         options |= {"max_episode_steps": most} if most else {}
         functions = _functions(e.env_id, Options(options), action, e.reward_clip)
-        sample = jax.eval_shape(functions.reset, np.zeros(1, np.int32))[1]
+        doing = "reset and stepped"
+        sample = first_step(functions, action)
         obs = as_planes(e.env_id, obs_spec(named(space_of(environment, "observation_space")), sample, action))
     except UsageError:
         raise
     except Exception as error:  # an environment may raise anything
         given = ", ".join(f"{k}={v}" for k, v in options.items()) or "no options"
-        raise UsageError(f"env_id={e.env_id!r} cannot be made with {given}: {raised(error)}") from error
+        raise UsageError(f"env_id={e.env_id!r} cannot be {doing} with {given}: {raised(error)}") from error
     num_actions = action.counts[0] if action.kind == "choice" else 0
     given_action = None if action == choice(num_actions) else action
     return EnvSpec(
@@ -255,6 +257,10 @@ class Functions(NamedTuple):
     """to be compiled within other code: block, the policy's action [B] or [B, D] -> block, step"""
     step_alone: Callable[[Block, np.ndarray], tuple[Block, Step[jax.Array]]]
     """`step`, compiled by itself"""
+    begin: Callable[[jax.Array], tuple[PyTree, PyTree]]
+    """of one environment: key -> state, obs [...]"""
+    advance: Callable[[jax.Array, PyTree, jax.Array], tuple[PyTree, ...]]
+    """of one environment: key, state, action -> state, obs [...], reward, terminated, truncated"""
 
 
 def functions(spec: EnvSpec) -> Functions:
@@ -311,7 +317,43 @@ def _functions(env_id: str, options: Options, takes: ActionSpec, clip_reward: bo
         block = Block(state, block.key, t, answer.done)
         return block, Step(obs, reward, answer.reward, answer.terminated, answer.truncated, answer.done)
 
-    return Functions(jax.jit(reset), step, jax.jit(step))
+    return Functions(jax.jit(reset), step, jax.jit(step), begin, advance)
+
+
+def first_step(functions: Functions, takes: ActionSpec) -> PyTree:
+    """The shapes and types of observations [1, ...] after a reset, if a step delivers what fits them.
+
+    Raises:
+        TypeError: a reward or a flag is no single number, or state or observation are another than after a reset.
+    """
+    size = (1,) if takes.kind == "choice" else (1, takes.size)
+    action = np.zeros(size, np.float32 if takes.kind == "quantities" else np.int32)
+
+    def once(seeds: jax.Array, action: jax.Array) -> tuple[PyTree, PyTree]:
+        keys = jax.vmap(environment_key)(seeds)
+        fresh = jax.vmap(functions.begin)(keys)
+        return fresh, jax.vmap(functions.advance)(keys, fresh[0], takes.for_environment(action))
+
+    fresh, (state, obs, *numbers) = jax.eval_shape(once, np.zeros(1, np.int32), action)
+    for name, x in zip(("reward", "flag `terminated`", "result of is_truncated"), numbers, strict=True):
+        if x.shape != (1,):
+            raise TypeError(f"its {name} has the shape {x.shape[1:]}, where a single number is needed")
+    for name, before, after in zip(("state", "observation"), fresh, (state, obs), strict=True):
+        if difference := differs(before, after):
+            raise TypeError(f"its {name} must have the same form after a reset and after a step, but {difference}")
+    return fresh[1]
+
+
+def differs(before: PyTree, after: PyTree) -> str:
+    """How the parts, shapes [1, ...] or types of two trees differ, in words; "" if they do not."""
+    forms = [jax.tree.structure(tree) for tree in (before, after)]
+    if forms[0] != forms[1]:
+        return f"it changes from {forms[0]} to {forms[1]}"
+    for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(before), jax.tree.leaves(after), strict=True):
+        if (x.shape, x.dtype) != (y.shape, y.dtype):
+            words = [f"{z.dtype} {list(z.shape[1:])}" for z in (x, y)]
+            return f"{jax.tree_util.keystr(path) or 'it'} changes from {words[0]} to {words[1]}"
+    return ""
 
 
 def strong(tree: PyTree) -> PyTree:
