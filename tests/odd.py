@@ -259,6 +259,13 @@ class Params:
     replace = replace
 
 
+@dataclass(frozen=True)
+class Timed:
+    max_timesteps: int = 7
+
+    replace = replace
+
+
 class Nested:
     """In JAX; a tuple in a dictionary, two choices of 8 bytes at once, an argument that must be given."""
 
@@ -299,6 +306,40 @@ class SizedTwice(Nested):
 
     def __init__(self, size, *, shown=1):
         self.size = size * shown
+
+
+class Tireless(Nested):
+    """Its time limit is a parameter that nothing reads."""
+
+    is_truncated = property()  # as if it had none
+
+
+class Tired(Tireless):
+    """Its step reads the time limit, as those of gymnax's did once."""
+
+    def step_env(self, key, state, action, params):
+        obs, state, reward, _, told = super().step_env(key, state, action, params)
+        return obs, state, reward, state >= params.max_episode_steps, told
+
+
+class Roomy(Tireless):
+    """Has room for each of its steps."""
+
+    def reset_env(self, key, params):
+        jnp.zeros(int(params.max_episode_steps))
+        return super().reset_env(key, params)
+
+
+class Clocked(Tired):
+    """Names its limit as Craftax does, and shows how much of it is left."""
+
+    default_params = Timed()
+
+    def reset_env(self, key, params):
+        return self.look(jnp.int32(params.max_timesteps)), jnp.int32(0)
+
+    def step_env(self, key, state, action, params):
+        return self.look(params.max_timesteps - state - 1), state + 1, 1.0, state + 1 >= params.max_timesteps, {}
 
 
 class Boxed(Nested):

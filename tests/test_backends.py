@@ -357,6 +357,25 @@ def test_an_argument_may_be_a_parameter_too():
     assert (made.env.size, made.params.size, made.params.pay) == (6, 2, 0.5)
 
 
+def test_a_time_limit_that_nothing_reads_cannot_be_set():
+    named = lambda name, **limit: Experiment(env_id=f"jax:odd:{name}", env_options=("size=2",), **limit)
+    assert env_spec(named("Tireless")).time_limit is None
+    assert env_spec(named("Tireless", max_episode_steps=9)).time_limit is None  # as earlier versions have recorded it
+    with pytest.raises(
+        UsageError, match="max_episode_steps=3 would change nothing.*step_env of jax:odd:Tireless reads"
+    ):
+        env_spec(named("Tireless", max_episode_steps=3))
+    for name in ("Nested", "Tired", "Roomy", "Clocked"):
+        assert env_spec(named(name, max_episode_steps=3)).time_limit == 3
+
+
+def test_a_limit_that_is_named_as_craftaxs_is_left_to_the_environment():
+    envs = opened("jax:odd:Clocked", [1], env_options=("size=1",), max_episode_steps=2)
+    assert envs.reset()["pair"]["01"].tolist() == [[2.0]]
+    steps = [envs.step(np.int32([[0, 0]])) for _ in range(2)]
+    assert [(step.obs["pair"]["01"][0, 0], bool(step.terminated[0])) for step in steps] == [(1, False), (0, True)]
+
+
 @pytest.mark.parametrize(
     "fault, words",
     [

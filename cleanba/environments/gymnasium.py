@@ -487,8 +487,8 @@ class Trace(Exception):
         return f"\n\n{self.args[0]}"
 
 
-# Variables that the numbers of some environments depend on; the user's own values take precedence.  Sets of strings have
-# one order in all workers.
+# Variables that the numbers of some environments depend on; the user's own values take precedence.  The last one gives
+# sets of strings one order in all workers.
 SAME_IN_ALL = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 SAME_IN_ALL |= {"PYTHONHASHSEED": "0"}
 

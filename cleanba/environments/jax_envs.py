@@ -5,7 +5,7 @@ An environment is an object with the methods of gymnax's environments (Lange 202
     default_params                                   parameters of the environment, as a dataclass with `replace`
     reset_env(key, params) -> obs, state
     step_env(key, state, action, params) -> obs, state, reward, terminated, info
-    is_truncated(state, params) -> whether the time limit is reached; optional, without it there is none
+    is_truncated(state, params) -> whether the time limit is reached; optional, without it `step_env` says when it ends
     action_space(params), observation_space(params)  gymnax's, or Gymnasium's
     render(state, params) -> picture [H, W, 3]       optional, without it films show what the network sees
 
@@ -30,7 +30,17 @@ from cleanba.config import Experiment
 from cleanba.environments.boards import draw_board
 from cleanba.environments.gymnasium import steps_per_second
 from cleanba.environments.spaces import action_spec, obs_spec
-from cleanba.environments.specs import ActionSpec, Compilable, EnvSpec, ObsSpec, Step, choice, imported, parse_options
+from cleanba.environments.specs import (
+    ActionSpec,
+    Compilable,
+    EnvSpec,
+    ObsSpec,
+    Step,
+    choice,
+    imported,
+    parse_options,
+    stated_limit,
+)
 from cleanba.environments.worker import named
 from cleanba.errors import UsageError, closest_names, missing, raised
 from cleanba.rollout import Obs, PyTree, step_outcome
@@ -93,10 +103,15 @@ def make(env_id: str, options: dict[str, Any]) -> JaxEnvironment:
         params = getattr(env, "default_params", None)
     numbers = {name: value for name, value in options.items() if name in known}
     if "max_episode_steps" in options:
-        limit = limit_name(params)
+        limit, steps = limit_name(params), options["max_episode_steps"]
         if limit is None:
             raise UsageError(f"{env_id} has no time limit to set; leave --max-episode-steps out")
-        numbers[limit] = options["max_episode_steps"]
+        if steps != getattr(params, limit) and not heeds_limit(env, params, limit):
+            raise UsageError(
+                f"max_episode_steps={steps} would change nothing: neither is_truncated nor step_env of {env_id} reads "
+                f"its parameter {limit}; leave --max-episode-steps out, or give the environment is_truncated"
+            )
+        numbers[limit] = steps
     return JaxEnvironment(env, replace(params, **numbers) if numbers else params)
 
 
@@ -104,6 +119,28 @@ def limit_name(params: PyTree) -> str | None:
     """The name of the time limit among an environment's parameters; None if there is none."""
     known = {field.name for field in fields(params)} if is_dataclass(params) else set()
     return next((name for name in LIMITS if name in known), None)
+
+
+def heeds_limit(env: Environment, params: PyTree, limit: str) -> bool:
+    """Whether the code of an environment reads the parameter that is its time limit."""
+    if hasattr(env, "is_truncated") or is_craftax(env):
+        return True
+
+    def once(steps: jax.Array) -> PyTree:
+        key, limited = jax.random.key(0), replace(params, **{limit: steps})
+        action = space_of(JaxEnvironment(env, params), "action_space").sample()
+        return env.step_env(key, env.reset_env(key, limited)[1], action, limited)
+
+    try:
+        code = jax.make_jaxpr(once)(jnp.int32(0)).jaxpr
+    except Exception:  # Python code reads it; what else is wrong with the environment `env_spec` says
+        return True
+    return any(x is code.invars[0] for equation in code.eqns for x in equation.invars)
+
+
+def is_craftax(env: Environment) -> bool:
+    """Whether an environment is Craftax's, or derived from one.  Its `step_env` counts the time limit as an end."""
+    return any(kind.__module__.startswith("craftax.") for kind in type(env).__mro__)
 
 
 def _gymnax(env_id: str, name: str) -> Maker:
@@ -200,7 +237,8 @@ def env_spec(e: Experiment) -> EnvSpec:
         if isinstance(action, str):
             raise UsageError(f"env_id={e.env_id!r} cannot be trained on: {action}; try gymnax:CartPole-v1")
         limit = limit_name(environment.params)
-        most = int(getattr(environment.params, limit)) if limit else None
+        heeded = getattr(environment.params, limit) if limit and heeds_limit(*environment, limit) else None
+        most = stated_limit(heeded)
         options |= {"max_episode_steps": most} if most else {}
         functions = _functions(e.env_id, Options(options), action, e.reward_clip)
         doing = "reset and stepped"
@@ -280,7 +318,7 @@ def _functions(env_id: str, options: Options, takes: ActionSpec, clip_reward: bo
     environment = make(env_id, options)
     env, params = environment
     truncates, endless = getattr(env, "is_truncated", None), params
-    if truncates is None and hasattr(params, "max_timesteps"):  # Craftax's `done` includes its time limit
+    if truncates is None and is_craftax(env):
         endless = params.replace(max_timesteps=2**31 - 1)
         truncates = lambda state, params: state.timestep >= params.max_timesteps
 
