@@ -237,7 +237,6 @@ def test_where_nothing_fits_the_message_is_about_what_was_typed():
         fit(RECIPES["ppo"], found.experiment, Placement())
 
 
-@pytest.mark.parametrize("name", ["ppo", "impala"])
 def test_seeds_that_run_out_are_noticed_before_the_run():
     typed = dict(num_envs=1024, num_steps=1, num_minibatches=1, total_timesteps=1024 * (2**20 + 1))
     found = on("classic_control", env_epoch=1, **typed).experiment
@@ -248,6 +247,7 @@ def test_seeds_that_run_out_are_noticed_before_the_run():
     fit(RECIPES["ppo"], on("classic_control", env_epoch=1, **fewer).experiment, Placement())
 
 
+@pytest.mark.parametrize("name", ["ppo", "impala"])
 def test_a_placement_that_needs_more_shards_than_there_are_is_refused(name):
     e = on("classic_control", name).experiment
     with pytest.raises(UsageError, match="num_shards=1 .* 2 learner devices"):

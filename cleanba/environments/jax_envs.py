@@ -384,7 +384,7 @@ def first_step(functions: Functions, takes: ActionSpec) -> PyTree:
 
 def differs(before: PyTree, after: PyTree) -> str:
     """How the parts, shapes [1, ...] or types of two trees differ, in words; "" if they do not."""
-    forms = [jax.tree.structure(tree) for tree in (before, after)]
+    forms: list[Any] = [jax.tree.structure(tree) for tree in (before, after)]
     if forms[0] != forms[1]:
         return f"it changes from {forms[0]} to {forms[1]}"
     for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(before), jax.tree.leaves(after), strict=True):
