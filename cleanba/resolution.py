@@ -28,6 +28,7 @@ import numpy as np
 from cleanba import trust
 from cleanba.algorithms.off_policy import OffPolicy
 from cleanba.config import (
+    MOST,
     Experiment,
     FromRollouts,
     Partition,
@@ -47,11 +48,12 @@ from cleanba.config import (
     to_json,
 )
 from cleanba.environments.backends import env_spec, why_unscannable
-from cleanba.environments.specs import EnvSpec
+from cleanba.environments.specs import EnvSpec, stated_limit
 from cleanba.errors import UsageError
 from cleanba.files import Json, read_json
 from cleanba.networks import suitable_network
 from cleanba.recipes import RECIPES, AnyRecipe
+from cleanba.seeds import SEEDS
 
 NAMED = "--preset "  # and its name
 TYPED, DEFAULT, ENVIRONMENT, DEVICE, FITTED, EARLIER = (
@@ -207,14 +209,14 @@ def inferred_values(e: Experiment, spec: EnvSpec, platform: str, given: Collecti
         epoch = max(type(e).env_epoch, -(-2 * longest // e.num_steps))
         if collector == "scanned" and not spec.shows_images and isinstance(e, FromRollouts):
             epoch = max(epoch, 4_000_000 // e.transitions_per_update)  # updates are short
-        found["env_epoch"] = epoch
+        found["env_epoch"] = min(epoch, MOST)
     return found
 
 
 def inferred_from_env(e: Experiment, spec: EnvSpec, given: Collection[str]) -> dict[str, Any]:
     """Values for the fields that follow from the environment alone and were not `given`."""
     found: dict[str, Any] = {}
-    limit = spec.options.get("max_episode_steps", 0)
+    limit = stated_limit(spec.options.get("max_episode_steps")) or 0
     if limit != e.max_episode_steps:  # 0 means the environment's own limit, which is now known
         found["max_episode_steps"] = limit
     if "network" not in given:
@@ -452,5 +454,17 @@ def fit(recipe: AnyRecipe, e: Experiment, placement: Placement, processes: int =
         f"total_timesteps={e.total_timesteps} makes {e.num_updates} updates, more than can be counted; "
         f"try --total-timesteps {(2**31 - 1) * e.transitions_per_update}",
     )
+    require_seeds(e)
     recipe.check(e, partition)
     return partition
+
+
+def require_seeds(e: Experiment) -> None:
+    """Raise `UsageError` unless there is a seed for each environment of each epoch."""
+    epochs = -(-e.num_updates // e.env_epoch) if e.env_epoch else 1
+    least = -(-e.num_updates // (SEEDS // e.num_envs))
+    require(
+        epochs * e.num_envs <= SEEDS,
+        f"env_epoch={e.env_epoch} gives {e.num_envs} environments new seeds {epochs} times in {e.num_updates} updates, "
+        f"but there are only 2^30 seeds; try --env-epoch {least}",
+    )

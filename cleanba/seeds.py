@@ -17,6 +17,9 @@ USES = {
 }  # what a key is for -> the number to fold in
 
 
+SEEDS = 2**30  # of environments in training
+
+
 def env_seed(seed: int, env: int, epoch: int, num_envs: int) -> int:
     """The seed of environment `env` in its `epoch`: unique over all environments and epochs of an experiment.
 
@@ -24,7 +27,7 @@ def env_seed(seed: int, env: int, epoch: int, num_envs: int) -> int:
     epoch * num_envs + env.  A hash would collide now and then, and two environments would play the same games.
     """
     n = epoch * num_envs + env
-    if n >= 2**30:
+    if n >= SEEDS:
         raise UsageError(f"environment {env} of epoch {epoch} is beyond the 2^30 seeds; raise --env-epoch")
     left, right = n >> 15, n & 0x7FFF
     for key in np.random.SeedSequence((seed, 0xE9)).generate_state(6, np.uint32).tolist():

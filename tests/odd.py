@@ -129,6 +129,12 @@ class Wide(Odd):
         return np.array([2**33, 5])
 
 
+class WideChoices(Wide):
+    """The same, as choices."""
+
+    observation_space = MultiDiscrete([2**40, 9])
+
+
 class Offline(Odd):
     """Raises what a closed connection raises."""
 
@@ -154,6 +160,15 @@ class Undrawable(Odd):
     """Says that it can be drawn, and cannot be made so."""
 
     metadata = {"render_modes": ["rgb_array"]}  # noqa: RUF012
+
+
+class Unordered(Odd):
+    """Shows letters in the order that a set has them in."""
+
+    observation_space = Box(0, 1, (12,), np.float32)
+
+    def look(self):
+        return np.array([ord(letter) / 128 for letter in set("abcdefghijkl")], np.float32)
 
 
 class Small(Odd):
@@ -226,17 +241,27 @@ for made in (
     Blind,
     Forgets,
     Wide,
+    WideChoices,
     Offline,
     Parent,
     Undrawable,
+    Unordered,
     Small,
 ):
     gymnasium.register(f"{made.__name__}-v0", made)
+gymnasium.register("Distant-v0", Odd, max_episode_steps=10**10)  # more steps than an experiment can be given
 
 
 @dataclass(frozen=True)
 class Params:
     max_episode_steps: int = 9
+
+    replace = replace
+
+
+@dataclass(frozen=True)
+class Timed:
+    max_timesteps: int = 7
 
     replace = replace
 
@@ -266,6 +291,77 @@ class Nested:
 
     def is_truncated(self, state, params):
         return state >= params.max_episode_steps
+
+
+@dataclass(frozen=True)
+class Sized(Params):
+    size: int = 1
+    pay: float = 1.0
+
+
+class SizedTwice(Nested):
+    """Its argument is also the name of a parameter."""
+
+    default_params = Sized()
+
+    def __init__(self, size, *, shown=1):
+        self.size = size * shown
+
+
+class Tireless(Nested):
+    """Its time limit is a parameter that nothing reads."""
+
+    is_truncated = property()  # as if it had none
+
+
+class Tired(Tireless):
+    """Its step reads the time limit, as those of gymnax's did once."""
+
+    def step_env(self, key, state, action, params):
+        obs, state, reward, _, told = super().step_env(key, state, action, params)
+        return obs, state, reward, state >= params.max_episode_steps, told
+
+
+class Roomy(Tireless):
+    """Has room for each of its steps."""
+
+    def reset_env(self, key, params):
+        jnp.zeros(int(params.max_episode_steps))
+        return super().reset_env(key, params)
+
+
+class Clocked(Tired):
+    """Names its limit as Craftax does, and shows how much of it is left."""
+
+    default_params = Timed()
+
+    def reset_env(self, key, params):
+        return self.look(jnp.int32(params.max_timesteps)), jnp.int32(0)
+
+    def step_env(self, key, state, action, params):
+        return self.look(params.max_timesteps - state - 1), state + 1, 1.0, state + 1 >= params.max_timesteps, {}
+
+
+class Boxed(Nested):
+    """Its step does not return what fits its reset: `fault` says where."""
+
+    def __init__(self, fault):
+        super().__init__(2)
+        self.fault = fault
+
+    def step_env(self, key, state, action, params):
+        obs, state, reward, ended, told = super().step_env(key, state, action, params)
+        if self.fault == "reward":
+            reward = reward[None]
+        if self.fault == "flag":
+            ended = action > 0
+        if self.fault == "state":
+            state = state / 1
+        if self.fault == "parts":
+            obs = {"pair": obs["pair"], "more": state}
+        if self.fault == "shape":
+            obs = {"pair": (obs["pair"][0], obs["pair"][1][:1])}
+        return (obs, state, reward, ended, told)[: 4 if self.fault == "few" else 5]
 
 
 class Bankrupt(Nested):

@@ -4,6 +4,7 @@ import errno
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from odd import Odd
 from cleanba.algorithms import ppo
 from cleanba.config import Experiment
 from cleanba.environments import gymnasium, jax_envs
-from cleanba.environments.backends import Envs, env_spec, open_envs, warnings
+from cleanba.environments.backends import Envs, end_waits, env_spec, open_envs, warnings
 from cleanba.environments.spaces import action_spec
 from cleanba.environments.specs import ActionSpec, parse_options
 from cleanba.environments.worker import misfit
@@ -25,7 +26,7 @@ from cleanba.errors import Failure, UsageError
 from cleanba.recipes import RECIPES
 from cleanba.resolution import preset_name, resolve
 from cleanba.rollout import PyTree
-from cleanba.runtime.channels import Stop
+from cleanba.runtime.channels import Closed, Stop
 from cleanba.runtime.collect import ScanCache, ScannedCollector, SteppedCollector, Times, make_steppers
 from cleanba.seeds import action_numbers, env_seed
 
@@ -227,6 +228,20 @@ def test_a_worker_that_dies_or_hangs_is_told_of_and_gone():
         assert process.poll() is not None
 
 
+def test_the_wait_for_a_worker_that_hangs_ends_with_the_run():
+    stop, envs = Stop(), opened("faulty:Faulty-v0", [1, 2], workers=1, env_options=("fault=hang",))
+    end_waits(envs, stop.check)
+    envs.reset()
+    timer = threading.Timer(0.5, stop)
+    timer.start()
+    with pytest.raises(Closed):
+        for _ in range(5):
+            envs.step(np.zeros(2, np.int32))
+    process = envs._parts[0]._process
+    envs.close()
+    assert process.poll() is not None
+
+
 def test_a_process_that_its_environment_started_does_not_hide_the_death_of_a_worker():
     envs = gymnasium.Envs(env_spec(Experiment(env_id="odd:Parent-v0")), [1], workers=1, patience=5.0)
     envs.reset()
@@ -239,11 +254,27 @@ def test_a_process_that_its_environment_started_does_not_hide_the_death_of_a_wor
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_signals_to_the_whole_group_are_for_the_process_that_started_the_workers(signum):
     envs = opened("faulty:Faulty-v0", [1, 2], workers=1)
+    os.kill(envs._parts[0]._process.pid, signum)  # while it starts
     envs.reset()
     os.kill(envs._parts[0]._process.pid, signum)
     time.sleep(0.1)
     assert envs.step(np.zeros(2, np.int32)).reward.tolist() == [1, 1]
     envs.close()
+
+
+def test_sets_of_strings_have_one_order_in_all_workers(monkeypatch):
+    def orders() -> np.ndarray:
+        envs = opened("odd:Unordered-v0", [1, 1], workers=2)
+        seen = envs.reset()
+        envs.close()
+        return seen
+
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    first, second = orders()
+    assert first.tolist() == second.tolist()
+    monkeypatch.setenv("PYTHONHASHSEED", "5")  # the user's own value counts
+    monkeypatch.setattr(sys, "path", [*sys.path, Path("a_folder")])  # which Python ignores
+    assert orders()[0].tolist() != first.tolist()
 
 
 def test_what_an_environment_raises_is_not_taken_for_the_end_of_the_connection():
@@ -299,9 +330,10 @@ def test_a_class_need_not_be_registered():
 
 
 def test_integers_of_eight_bytes_are_not_cut_off():
-    envs = opened("odd:Wide-v0", [1], 0)
-    assert envs.reset().tolist() == [[2**33, 5]]
-    envs.close()
+    for name in ("Wide", "WideChoices"):
+        envs = opened(f"odd:{name}-v0", [1], 0)
+        assert envs.reset().tolist() == [[2**33, 5]]
+        envs.close()
 
 
 def test_actions_have_the_type_that_the_environment_says():
@@ -318,6 +350,47 @@ def test_environments_in_jax_may_show_nested_tuples_and_need_arguments():
     steps = [envs.step(np.int32([[1, 2], [0, 0]])) for _ in range(3)]
     assert [step.reward.tolist() for step in steps] == [[3, 0]] * 3
     assert [step.truncated.tolist() for step in steps] == [[False] * 2, [False] * 2, [True] * 2]
+
+
+def test_an_argument_may_be_a_parameter_too():
+    made = jax_envs.make("jax:odd:SizedTwice", {"size": 2, "shown": 3, "pay": 0.5})
+    assert (made.env.size, made.params.size, made.params.pay) == (6, 2, 0.5)
+
+
+def test_a_time_limit_that_nothing_reads_cannot_be_set():
+    named = lambda name, **limit: Experiment(env_id=f"jax:odd:{name}", env_options=("size=2",), **limit)
+    assert env_spec(named("Tireless")).time_limit is None
+    assert env_spec(named("Tireless", max_episode_steps=9)).time_limit is None  # as earlier versions have recorded it
+    with pytest.raises(
+        UsageError, match="max_episode_steps=3 would change nothing.*step_env of jax:odd:Tireless reads"
+    ):
+        env_spec(named("Tireless", max_episode_steps=3))
+    for name in ("Nested", "Tired", "Roomy", "Clocked"):
+        assert env_spec(named(name, max_episode_steps=3)).time_limit == 3
+
+
+def test_a_limit_that_is_named_as_craftaxs_is_left_to_the_environment():
+    envs = opened("jax:odd:Clocked", [1], env_options=("size=1",), max_episode_steps=2)
+    assert envs.reset()["pair"]["01"].tolist() == [[2.0]]
+    steps = [envs.step(np.int32([[0, 0]])) for _ in range(2)]
+    assert [(step.obs["pair"]["01"][0, 0], bool(step.terminated[0])) for step in steps] == [(1, False), (0, True)]
+
+
+@pytest.mark.parametrize(
+    "fault, words",
+    [
+        ("reward", r"its reward has the shape \(1,\), where a single number is needed"),
+        ("flag", r"its flag `terminated` has the shape \(2,\)"),
+        ("state", r"its state must .* after a step, but it changes from int32 \[\] to float32 \[\]"),
+        ("parts", "its observation must .*'more'"),
+        ("shape", r"its observation must .*\['pair'\]\['01'\] changes from float32 \[2\] to float32 \[1\]"),
+        ("few", "not enough values to unpack"),
+    ],
+)
+def test_a_step_in_jax_that_does_not_fit_the_reset_is_refused_before_the_run(fault, words):
+    with pytest.raises(UsageError, match=rf"'jax:odd:Boxed' cannot be reset and stepped with .*: {words}") as caught:
+        env_spec(Experiment(env_id="jax:odd:Boxed", env_options=(f"fault={fault}",)))
+    assert "\n" not in str(caught.value)
 
 
 def processes_with(mark: str) -> list[int]:
@@ -370,6 +443,12 @@ def test_an_environment_that_does_not_follow_its_seed_is_named():
     assert "faulty:Faulty-v0 does not follow its seed" in warning
     assert warnings(env_spec(Experiment(env_id="odd:Forgets-v0"))) != []  # after its first episode
     assert warnings(spec("fault=die")) == warnings(spec("fault=raise")) == []  # that is for the run to say
+
+
+def test_an_environment_that_starts_slowly_is_tried_all_the_same(monkeypatch):
+    monkeypatch.setattr(gymnasium, "PATIENCE_SECONDS", 0.1)  # a worker takes longer to start
+    spec = env_spec(Experiment(env_id="faulty:Faulty-v0", env_options=("fault=chance",)))
+    assert not gymnasium.follows_its_seed(spec)
 
 
 def test_wrappers_and_options_reach_the_environment():

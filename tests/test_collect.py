@@ -322,7 +322,7 @@ def test_what_is_not_finite_is_named_by_environment_step_and_field():
     holed = obs | {"x": obs["x"].at[2, 1, 1].set(jnp.nan).at[3, 0, 0].set(jnp.inf)}
     with pytest.raises(NotFinite, match=r"environment 9 of Odd-v0: .*\['x'\]\[1\] after step 2 of rollout 7 is nan"):
         finite_check.check(7, holed, reward, valid)
-    holed = obs | {"x": obs["x"].at[0, 2, 0].set(-jnp.inf)}
+    holed = obs | {"x": obs["x"].astype(jnp.bfloat16).at[0, 2, 0].set(-jnp.inf)}
     with pytest.raises(NotFinite, match=r"environment 10 .* before the first step of rollout 7 is -inf"):
         finite_check.check(7, holed, reward, valid)
     reward[2, 0] = np.inf

@@ -289,6 +289,7 @@ CLEANRLS = {
     "repeat_action_probability": 0.0,
     "full_action_space": False,
     "episodic_life": True,
+    "max_episode_steps": 27_000,
     "env_options": ["noop_max=30"],
 }
 
@@ -307,7 +308,10 @@ def test_runs_by_cleanrls_rules_stand_beside_returns_after_ten_million_steps(tmp
     assert "20.49" in text and cells(text[text.index("## Beside") :], "Alien-v5")[-1] == "–"
 
 
-@pytest.mark.parametrize("other", [{"episodic_life": False}, {"env_options": ["mode=1"]}, {"stands": "for nothing"}])
+@pytest.mark.parametrize(
+    "other",
+    [{"episodic_life": False}, {"max_episode_steps": 500}, {"env_options": ["mode=1"]}, {"stands": "for nothing"}],
+)
 def test_runs_by_other_rules_stand_beside_returns_after_fifty_million_steps(other):
     assert publication([CLEANRLS | {"env_options": ["stack_num=1"]}, CLEANRLS | other]) is (
         SHORT if "stands" in other else LONG

@@ -278,6 +278,8 @@ def test_a_published_return_is_a_line_where_it_does_not_flatten_the_curve(tmp_pa
     assert ">gymnax, 10M steps</text>" in shown("ppo", "gymnax:Breakout-MinAtar")
     assert "50M steps" in shown("ppo", "Breakout-v5") and "10M steps" in shown("dqn", "Breakout-v5")
     assert "M steps" not in shown("ppo", "my_package:Breakout2-v5")
+    config["experiment"] |= {"full_action_space": False}  # a rule that no published PPO played by
+    assert "M steps" not in shown("ppo", "Breakout-v5") and "M steps" in shown("sac", "Hopper-v5")
 
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

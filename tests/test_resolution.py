@@ -25,6 +25,7 @@ from cleanba.resolution import (
     configure,
     continue_experiment,
     fit,
+    offered,
     preset_name,
     read_recipe,
     resolve,
@@ -129,6 +130,20 @@ def test_a_limit_of_zero_asks_for_the_environments_own():
         assert found.experiment.max_episode_steps == found.spec.options["max_episode_steps"] == limit
 
 
+@pytest.mark.parametrize(
+    "typed, limit",
+    [
+        (dict(env_id="gymnasium:CartPole-v1", env_options=("max_episode_steps=-1",)), 0),  # Gymnasium's word for none
+        (dict(env_id="odd:Distant-v0"), 0),
+        (dict(env_id="CartPole-v1", max_episode_steps=2**31 - 1, num_steps=1), 2**31 - 1),
+    ],
+)
+def test_what_follows_from_an_environment_is_what_may_be_typed(typed, limit):
+    e, spec, *_ = resolve(RECIPES["ppo"], typed, "cpu")
+    assert e.max_episode_steps == limit and (spec.time_limit or 0) in (0, limit)
+    assert resolve(RECIPES["ppo"], offered(e), "cpu").experiment == e
+
+
 def test_the_collector_is_the_faster_one_on_that_kind_of_device():
     assert [on("atari", platform=kind).experiment.collector for kind in ("cpu", "gpu")] == ["scanned", "stepped"]
     assert [on("continuous", platform=kind).experiment.collector for kind in ("cpu", "gpu")] == ["stepped"] * 2
@@ -220,6 +235,16 @@ def test_where_nothing_fits_the_message_is_about_what_was_typed():
     found = on("atari", num_envs=8, num_steps=8, num_minibatches=5)
     with pytest.raises(UsageError, match="num_minibatches=5 .* 8 environments x 8 steps"):
         fit(RECIPES["ppo"], found.experiment, Placement())
+
+
+def test_seeds_that_run_out_are_noticed_before_the_run():
+    typed = dict(num_envs=1024, num_steps=1, num_minibatches=1, total_timesteps=1024 * (2**20 + 1))
+    found = on("classic_control", env_epoch=1, **typed).experiment
+    with pytest.raises(UsageError, match=r"env_epoch=1 .*only 2\^30 seeds; try --env-epoch 2"):
+        fit(RECIPES["ppo"], found, Placement())
+    fit(RECIPES["ppo"], on("classic_control", env_epoch=2, **typed).experiment, Placement())
+    fewer = typed | {"total_timesteps": 1024 * 2**20}
+    fit(RECIPES["ppo"], on("classic_control", env_epoch=1, **fewer).experiment, Placement())
 
 
 @pytest.mark.parametrize("name", ["ppo", "impala"])

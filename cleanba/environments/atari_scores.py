@@ -46,6 +46,8 @@ def _rows(file: str) -> dict[str, dict[str, float]]:
     return {row.pop("env_id"): {name: float(value) for name, value in row.items() if value} for row in rows}
 
 
+HALF_AN_HOUR = (None, 0, 27_000)  # steps of 4 frames
+
 LONG = Publication(
     "atari_50M.csv",
     50_000_000,
@@ -54,7 +56,7 @@ LONG = Publication(
         "repeat_action_probability": (0.25,),
         "full_action_space": (True,),
         "episodic_life": (False,),
-        "max_episode_steps": (None, 0, 27_000),  # 27,000 steps of 4 frames: half an hour
+        "max_episode_steps": HALF_AN_HOUR,
         "env_options": ([],),
     },
     {
@@ -77,6 +79,7 @@ SHORT = Publication(
         "repeat_action_probability": (0.0,),
         "full_action_space": (False,),
         "episodic_life": (True,),
+        "max_episode_steps": HALF_AN_HOUR,
         # The LSTM sees one frame.  Without noop_max a game begins without random no-ops, which changes little.
         "env_options": (["noop_max=30"], ["noop_max=30", "stack_num=1"], [], ["stack_num=1"]),
     },

@@ -5,7 +5,7 @@ gymnasium:LunarLander-v3, package:Name-v0   Gymnasium's, in Python; the second f
 gymnax:Breakout-MinAtar, craftax:…, jax:…   JAX's, compiled for the device that acts
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Protocol
 
@@ -106,6 +106,12 @@ def open_envs(
     if spec.on_device:
         return jax_envs.Envs(spec, seeds)
     return envpool.Envs(spec, seeds, threads, render)
+
+
+def end_waits(envs: Envs, check: Callable[[], None]) -> None:
+    """Have the wait for a process that steps environments end when `check()`, called now and then, raises an error."""
+    if isinstance(envs, gymnasium.Envs):
+        envs.check = check
 
 
 def threads_per_actor(local_actors: int, spec: EnvSpec | None = None, platform: str = "cpu") -> int:

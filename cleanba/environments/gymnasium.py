@@ -11,8 +11,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any, NoReturn
@@ -25,8 +25,18 @@ from gymnasium.spaces import Box, Discrete, MultiBinary, MultiDiscrete
 
 from cleanba.config import Experiment
 from cleanba.environments.spaces import action_spec, obs_spec, too_wide
-from cleanba.environments.specs import ActionSpec, EnvSpec, Step, choice, imported, parse_options, train_reward
+from cleanba.environments.specs import (
+    ActionSpec,
+    EnvSpec,
+    Step,
+    choice,
+    imported,
+    parse_options,
+    stated_limit,
+    train_reward,
+)
 from cleanba.environments.worker import (
+    GROUP_SIGNALS,
     Arrays,
     Game,
     Layout,
@@ -174,7 +184,7 @@ def env_spec(e: Experiment) -> EnvSpec:
     return EnvSpec(
         *(e.env_id, obs, num_actions, False, e.reward_clip, options, given_action, False, e.env_wrappers),
         family=made_by(registered.entry_point) if registered else module,
-        time_limit=limit,
+        time_limit=stated_limit(limit),
     )
 
 
@@ -219,6 +229,9 @@ def check_wrappers(wrappers: Sequence[str]) -> None:
             raise UsageError(f"env_wrappers={wrapper!r} is not a function; name one that takes an environment")
 
 
+PATIENCE_SECONDS = 10.0  # for a step of the short test below
+
+
 def follows_its_seed(spec: EnvSpec, steps: int = 32) -> bool:
     """Whether two of these environments with the same seed return the same for the same actions.
 
@@ -229,7 +242,7 @@ def follows_its_seed(spec: EnvSpec, steps: int = 32) -> bool:
     actions = np.random.default_rng(0)
     alike = lambda x: np.array_equal(x[0], x[1], equal_nan=x.dtype.kind == "f")
     try:
-        envs = Envs(spec, (1, 1), workers=1, patience=10.0)
+        envs = Envs(spec, (1, 1), workers=1, patience=PATIENCE_SECONDS)
         try:
             for seeds in ((1, 1), (None, None)):
                 seen: PyTree = (obs := envs.reset(seeds))
@@ -284,9 +297,11 @@ class Envs:
 
         Environments that are rendered, or that no other process can make, are always stepped in this thread.
 
-        `patience` is the number of seconds to wait for a worker's answer; None: as long as it takes.
+        `patience` is the number of seconds to wait for a step of a worker; None: as long as it takes.
         """
         self.num_envs = len(seeds)
+        self.check: Callable[[], None] = lambda: None
+        """called while a worker is waited for, every `LOOK_SECONDS`; an error that it raises ends the wait"""
         self._spec, self._seeds = spec, seeds
         self._parts: list[Here | Worker] = []
         made, layout = game(spec), layout_of(spec, self.num_envs)
@@ -332,7 +347,7 @@ class Envs:
             for part in self._parts:
                 part.ask("step")
             for part in self._parts:
-                part.answer()
+                part.answer(self.check)
             rewards[n] = a.reward
             np.logical_or(a.terminated, a.truncated, out=ended[n])
         return self._shown(), rewards, ended
@@ -342,7 +357,7 @@ class Envs:
 
     def _answers(self) -> Step[np.ndarray]:
         for part in self._parts:
-            part.answer()
+            part.answer(self.check)
         a, obs = self._arrays, self._shown()
         terminated, truncated, raw = a.terminated.copy(), a.truncated.copy(), a.reward.copy()
         return Step(obs, train_reward(self._spec, raw), raw, terminated, truncated, terminated | truncated)
@@ -360,7 +375,7 @@ class Envs:
         part = self._parts[0]
         try:
             part.ask("render", env)
-            picture = np.asarray(part.answer(), np.uint8)
+            picture = np.asarray(part.answer(self.check), np.uint8)
             assert picture.ndim == 3, "what it returned is no picture"
         except Exception as error:
             raise UsageError(
@@ -449,8 +464,8 @@ class Here:
         """Call a method of `Part`."""
         self._answer = getattr(self._part, command)(*arguments)
 
-    def answer(self) -> object:
-        """The result of the method."""
+    def answer(self, check: Callable[[], None]) -> object:
+        """The result of the method.  There is nothing to wait for."""
         return self._answer
 
     def hang_up(self) -> None:
@@ -461,7 +476,8 @@ class Here:
         self._part.close()
 
 
-LOOK_SECONDS = 1.0  # between checks whether a process that does not answer is alive
+SLOW_SECONDS = 300.0  # at least so long is waited for environments to start and reset
+LOOK_SECONDS = 0.5  # between checks whether a process that does not answer is alive, and whether the run ends
 
 
 class Trace(Exception):
@@ -469,6 +485,22 @@ class Trace(Exception):
 
     def __str__(self) -> str:
         return f"\n\n{self.args[0]}"
+
+
+# Variables that the numbers of some environments depend on; the user's own values take precedence.  The last one gives
+# sets of strings one order in all workers.
+SAME_IN_ALL = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+SAME_IN_ALL |= {"PYTHONHASHSEED": "0"}
+
+
+@contextmanager
+def signals_blocked() -> Iterator[None]:
+    """Within the context, processes are started with `GROUP_SIGNALS` blocked: `worker.main` lets them through."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, GROUP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class Worker:
@@ -482,36 +514,42 @@ class Worker:
         self._who = f"environments {task.start} to {task.end - 1} of {env_id}"
         self._patience = patience
         self._connection, theirs = multiprocessing.Pipe()
-        start = f"import sys; sys.path[:] = {sys.path!r}; from cleanba.environments.worker import main; main()"
-        one_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", start, str(theirs.fileno())],
-            stdin=subprocess.PIPE,  # never written to: it closes when this process ends, and so ends the worker
-            pass_fds=(theirs.fileno(), task.memory),
-            env=one_thread | os.environ,
-        )
+        places = [place for place in sys.path if isinstance(place, str)]  # Python ignores others
+        start = f"import sys; sys.path[:] = {places!r}; from cleanba.environments.worker import main; main()"
+        with signals_blocked():
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", start, str(theirs.fileno())],
+                stdin=subprocess.PIPE,  # never written to: it closes when this process ends, and so ends the worker
+                pass_fds=(theirs.fileno(), task.memory),
+                env=SAME_IN_ALL | os.environ,
+            )
         theirs.close()
         self.ask(*task)
 
     def ask(self, *command: object) -> None:
         """Have the worker call a method of `Part`.  Several workers can do so at the same time."""
+        self._slow = command[0] != "step"
         with suppress(ConnectionError):  # the worker is dead, or has reported an error: `answer` raises it
             self._connection.send(command)
 
-    def answer(self) -> object:
-        """Wait for the result of the method.
+    def answer(self, check: Callable[[], None]) -> object:
+        """Wait for the result of the method.  `check()` is called every `LOOK_SECONDS`, and its errors end the wait.
 
         Raises:
             RuntimeError: an environment raised an error, which is the cause of this one.
             Failure: the process died, or does not answer.
         """
+        patience = self._patience
+        if patience is not None and self._slow:
+            patience = max(patience, SLOW_SECONDS)
         try:
             waited = Waited()
             while not self._connection.poll(LOOK_SECONDS):
                 if self._process.poll() is not None and not self._connection.poll():
                     raise EOFError  # it died, but a child of it still holds its end of the connection
-                if self._patience is not None and waited.look() > self._patience:
-                    raise Failure(f"the process that steps {self._who} has not answered for {self._patience} s")
+                check()
+                if patience is not None and waited.look() > patience:
+                    raise Failure(f"the process that steps {self._who} has not answered for {patience} s")
             answer = self._connection.recv()
         except (EOFError, ConnectionError):
             code = self._process.wait()

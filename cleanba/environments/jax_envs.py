@@ -5,7 +5,7 @@ An environment is an object with the methods of gymnax's environments (Lange 202
     default_params                                   parameters of the environment, as a dataclass with `replace`
     reset_env(key, params) -> obs, state
     step_env(key, state, action, params) -> obs, state, reward, terminated, info
-    is_truncated(state, params) -> whether the time limit is reached; optional, without it there is none
+    is_truncated(state, params) -> whether the time limit is reached; optional, without it `step_env` says when it ends
     action_space(params), observation_space(params)  gymnax's, or Gymnasium's
     render(state, params) -> picture [H, W, 3]       optional, without it films show what the network sees
 
@@ -30,7 +30,17 @@ from cleanba.config import Experiment
 from cleanba.environments.boards import draw_board
 from cleanba.environments.gymnasium import steps_per_second
 from cleanba.environments.spaces import action_spec, obs_spec
-from cleanba.environments.specs import ActionSpec, Compilable, EnvSpec, ObsSpec, Step, choice, imported, parse_options
+from cleanba.environments.specs import (
+    ActionSpec,
+    Compilable,
+    EnvSpec,
+    ObsSpec,
+    Step,
+    choice,
+    imported,
+    parse_options,
+    stated_limit,
+)
 from cleanba.environments.worker import named
 from cleanba.errors import UsageError, closest_names, missing, raised
 from cleanba.rollout import Obs, PyTree, step_outcome
@@ -81,7 +91,7 @@ def make(env_id: str, options: dict[str, Any]) -> JaxEnvironment:
     env = maker(**{name: value for name, value in options.items() if name in needed})
     params: PyTree = getattr(env, "default_params", None)
     known = {field.name for field in fields(params)} if is_dataclass(params) else set()
-    arguments = {name: value for name, value in options.items() if name not in {*known, "max_episode_steps"}}
+    arguments = {name: value for name, value in options.items() if name not in {*known, "max_episode_steps"} - needed}
     if arguments:
         try:
             env = maker(**arguments)
@@ -93,10 +103,15 @@ def make(env_id: str, options: dict[str, Any]) -> JaxEnvironment:
         params = getattr(env, "default_params", None)
     numbers = {name: value for name, value in options.items() if name in known}
     if "max_episode_steps" in options:
-        limit = limit_name(params)
+        limit, steps = limit_name(params), options["max_episode_steps"]
         if limit is None:
             raise UsageError(f"{env_id} has no time limit to set; leave --max-episode-steps out")
-        numbers[limit] = options["max_episode_steps"]
+        if steps != getattr(params, limit) and not heeds_limit(env, params, limit):
+            raise UsageError(
+                f"max_episode_steps={steps} would change nothing: neither is_truncated nor step_env of {env_id} reads "
+                f"its parameter {limit}; leave --max-episode-steps out, or give the environment is_truncated"
+            )
+        numbers[limit] = steps
     return JaxEnvironment(env, replace(params, **numbers) if numbers else params)
 
 
@@ -104,6 +119,28 @@ def limit_name(params: PyTree) -> str | None:
     """The name of the time limit among an environment's parameters; None if there is none."""
     known = {field.name for field in fields(params)} if is_dataclass(params) else set()
     return next((name for name in LIMITS if name in known), None)
+
+
+def heeds_limit(env: Environment, params: PyTree, limit: str) -> bool:
+    """Whether the code of an environment reads the parameter that is its time limit."""
+    if hasattr(env, "is_truncated") or is_craftax(env):
+        return True
+
+    def once(steps: jax.Array) -> PyTree:
+        key, limited = jax.random.key(0), replace(params, **{limit: steps})
+        action = space_of(JaxEnvironment(env, params), "action_space").sample()
+        return env.step_env(key, env.reset_env(key, limited)[1], action, limited)
+
+    try:
+        code = jax.make_jaxpr(once)(jnp.int32(0)).jaxpr
+    except Exception:  # Python code reads it; what else is wrong with the environment `env_spec` says
+        return True
+    return any(x is code.invars[0] for equation in code.eqns for x in equation.invars)
+
+
+def is_craftax(env: Environment) -> bool:
+    """Whether an environment is Craftax's, or derived from one.  Its `step_env` counts the time limit as an end."""
+    return any(kind.__module__.startswith("craftax.") for kind in type(env).__mro__)
 
 
 def _gymnax(env_id: str, name: str) -> Maker:
@@ -193,22 +230,25 @@ def env_spec(e: Experiment) -> EnvSpec:
     options = parse_options(e.env_options)
     if e.max_episode_steps:
         options["max_episode_steps"] = e.max_episode_steps
+    doing = "made"
     try:
         environment = make(e.env_id, options)
         action = action_spec(space_of(environment, "action_space"))
         if isinstance(action, str):
             raise UsageError(f"env_id={e.env_id!r} cannot be trained on: {action}; try gymnax:CartPole-v1")
         limit = limit_name(environment.params)
-        most = int(getattr(environment.params, limit)) if limit else None
+        heeded = getattr(environment.params, limit) if limit and heeds_limit(*environment, limit) else None
+        most = stated_limit(heeded)
         options |= {"max_episode_steps": most} if most else {}
         functions = _functions(e.env_id, Options(options), action, e.reward_clip)
-        sample = jax.eval_shape(functions.reset, np.zeros(1, np.int32))[1]
+        doing = "reset and stepped"
+        sample = first_step(functions, action)
         obs = as_planes(e.env_id, obs_spec(named(space_of(environment, "observation_space")), sample, action))
     except UsageError:
         raise
     except Exception as error:  # an environment may raise anything
         given = ", ".join(f"{k}={v}" for k, v in options.items()) or "no options"
-        raise UsageError(f"env_id={e.env_id!r} cannot be made with {given}: {raised(error)}") from error
+        raise UsageError(f"env_id={e.env_id!r} cannot be {doing} with {given}: {raised(error)}") from error
     num_actions = action.counts[0] if action.kind == "choice" else 0
     given_action = None if action == choice(num_actions) else action
     return EnvSpec(
@@ -255,6 +295,10 @@ class Functions(NamedTuple):
     """to be compiled within other code: block, the policy's action [B] or [B, D] -> block, step"""
     step_alone: Callable[[Block, np.ndarray], tuple[Block, Step[jax.Array]]]
     """`step`, compiled by itself"""
+    begin: Callable[[jax.Array], tuple[PyTree, PyTree]]
+    """of one environment: key -> state, obs [...]"""
+    advance: Callable[[jax.Array, PyTree, jax.Array], tuple[PyTree, ...]]
+    """of one environment: key, state, action -> state, obs [...], reward, terminated, truncated"""
 
 
 def functions(spec: EnvSpec) -> Functions:
@@ -274,7 +318,7 @@ def _functions(env_id: str, options: Options, takes: ActionSpec, clip_reward: bo
     environment = make(env_id, options)
     env, params = environment
     truncates, endless = getattr(env, "is_truncated", None), params
-    if truncates is None and hasattr(params, "max_timesteps"):  # Craftax's `done` includes its time limit
+    if truncates is None and is_craftax(env):
         endless = params.replace(max_timesteps=2**31 - 1)
         truncates = lambda state, params: state.timestep >= params.max_timesteps
 
@@ -311,7 +355,43 @@ def _functions(env_id: str, options: Options, takes: ActionSpec, clip_reward: bo
         block = Block(state, block.key, t, answer.done)
         return block, Step(obs, reward, answer.reward, answer.terminated, answer.truncated, answer.done)
 
-    return Functions(jax.jit(reset), step, jax.jit(step))
+    return Functions(jax.jit(reset), step, jax.jit(step), begin, advance)
+
+
+def first_step(functions: Functions, takes: ActionSpec) -> PyTree:
+    """The shapes and types of observations [1, ...] after a reset, if a step delivers what fits them.
+
+    Raises:
+        TypeError: a reward or a flag is no single number, or state or observation are another than after a reset.
+    """
+    size = (1,) if takes.kind == "choice" else (1, takes.size)
+    action = np.zeros(size, np.float32 if takes.kind == "quantities" else np.int32)
+
+    def once(seeds: jax.Array, action: jax.Array) -> tuple[PyTree, PyTree]:
+        keys = jax.vmap(environment_key)(seeds)
+        fresh = jax.vmap(functions.begin)(keys)
+        return fresh, jax.vmap(functions.advance)(keys, fresh[0], takes.for_environment(action))
+
+    fresh, (state, obs, *numbers) = jax.eval_shape(once, np.zeros(1, np.int32), action)
+    for name, x in zip(("reward", "flag `terminated`", "result of is_truncated"), numbers, strict=True):
+        if x.shape != (1,):
+            raise TypeError(f"its {name} has the shape {x.shape[1:]}, where a single number is needed")
+    for name, before, after in zip(("state", "observation"), fresh, (state, obs), strict=True):
+        if difference := differs(before, after):
+            raise TypeError(f"its {name} must have the same form after a reset and after a step, but {difference}")
+    return fresh[1]
+
+
+def differs(before: PyTree, after: PyTree) -> str:
+    """How the parts, shapes [1, ...] or types of two trees differ, in words; "" if they do not."""
+    forms: list[Any] = [jax.tree.structure(tree) for tree in (before, after)]
+    if forms[0] != forms[1]:
+        return f"it changes from {forms[0]} to {forms[1]}"
+    for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(before), jax.tree.leaves(after), strict=True):
+        if (x.shape, x.dtype) != (y.shape, y.dtype):
+            words = [f"{z.dtype} {list(z.shape[1:])}" for z in (x, y)]
+            return f"{jax.tree_util.keystr(path) or 'it'} changes from {words[0]} to {words[1]}"
+    return ""
 
 
 def strong(tree: PyTree) -> PyTree:

@@ -57,6 +57,7 @@ def peer(experiment: Json) -> Peer | None:
     algorithm, env_id = str(experiment["algorithm"]), str(experiment["env_id"])
     rules = publication([experiment])
     name, prefix = ON_ATARI[rules.file].get((algorithm, experiment.get("core", "none")), ("", ""))
-    if (value := rules.returned(env_id, prefix)) is not None:
+    value = None if rules.other_rules([experiment]) else rules.returned(env_id, prefix)
+    if value is not None:
         return Peer(name, value, rules.steps)
     return table().get((algorithm, re.sub(r"-v\d+$", "", env_id.rpartition(":")[2])))

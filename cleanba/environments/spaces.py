@@ -59,8 +59,7 @@ def action_spec(space: gymnasium.Space[Any]) -> ActionSpec | str:
     if isinstance(space, gymnasium.spaces.MultiBinary):
         space = gymnasium.spaces.Box(0, 1, space.shape, np.int8)
     if isinstance(space, gymnasium.spaces.MultiDiscrete):
-        bounds = space.start, space.start + space.nvec - 1
-        space = gymnasium.spaces.Box(*bounds, space.shape, np.dtype(space.dtype).type)  # type: ignore[arg-type]
+        space = as_box(space)
     if not isinstance(space, gymnasium.spaces.Box):
         name = " ".join(str(space).split())
         return f"its actions are {name}, but policies here choose one or several options, or real numbers"
@@ -76,8 +75,16 @@ def action_spec(space: gymnasium.Space[Any]) -> ActionSpec | str:
 MOST_CHOICES = 2**16
 
 
+def as_box(space: gymnasium.spaces.MultiDiscrete) -> gymnasium.spaces.Box:
+    """The box with the same integers."""
+    bounds = space.start, space.start + space.nvec - 1
+    return gymnasium.spaces.Box(*bounds, space.shape, np.dtype(space.dtype).type)  # type: ignore[arg-type]
+
+
 def too_wide(space: gymnasium.Space[Any]) -> bool:
     """Whether a space has integers that do not fit into 32 bits."""
+    if isinstance(space, gymnasium.spaces.MultiDiscrete):
+        space = as_box(space)
     if not isinstance(space, gymnasium.spaces.Box) or not np.issubdtype(space.dtype, np.integer):
         return False
     most = np.iinfo(f"{np.dtype(space.dtype).kind}4")

@@ -7,6 +7,7 @@ from typing import Any, Generic, NamedTuple
 
 import jax
 
+from cleanba.config import MOST
 from cleanba.environments.worker import find_modules_here
 from cleanba.errors import UsageError, raised
 from cleanba.rollout import Array, Obs, PyTree
@@ -22,6 +23,7 @@ __all__ = [
     "choice",
     "imported",
     "parse_options",
+    "stated_limit",
     "train_reward",
 ]
 
@@ -50,6 +52,11 @@ class Compilable(NamedTuple):
     """for use under `jit`"""
     key: Hashable
     """blocks of equal size with equal keys can share compiled code"""
+
+
+def stated_limit(steps: float | None) -> int | None:
+    """The time limit of an environment, as an experiment may have it; None for -1 and others that mean no limit."""
+    return int(steps) if steps is not None and 1 <= steps <= MOST else None
 
 
 def train_reward(spec: EnvSpec, raw: Array) -> Array:

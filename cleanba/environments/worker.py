@@ -208,10 +208,14 @@ class Raised(NamedTuple):
     trace: str
 
 
+GROUP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # Ctrl-C and Slurm signal whole process groups
+
+
 def main() -> None:
     """Step a part of a block, as commanded by the process at the other end of a connection, until that ends."""
-    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # Ctrl-C and Slurm signal whole process groups
+    for signum in GROUP_SIGNALS:
         signal.signal(signum, lambda *_: None)  # the parent ends this process; its own children do not inherit this
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, GROUP_SIGNALS)  # the parent has blocked them
     end_with_parent()
     gymnasium.logger.min_level = gymnasium.logger.ERROR  # the parent has shown the warnings
     connection = Connection(int(sys.argv[1]))

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Generic, NamedTuple
 
 from cleanba.algorithm import P
-from cleanba.environments.backends import Envs
+from cleanba.environments.backends import Envs, end_waits
 from cleanba.rollout import Episode, PyTree, Rollout
 from cleanba.runtime.channels import Channel, Stop
 from cleanba.runtime.collect import Collector, Times
@@ -74,6 +74,7 @@ def run_actor(
             if schedule.starts_epoch(rollout):
                 collector.close()  # before new ones are made, see `ScannedCollector`
                 envs = make_envs(schedule.epoch(rollout))
+                end_waits(envs, stop.check)
                 if rollout == schedule.first and saved_actor is not None:
                     collector.resume(envs, saved_actor, f"the environments of actor {actor}", played)
                 else:

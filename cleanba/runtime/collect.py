@@ -82,7 +82,7 @@ class FiniteCheck(NamedTuple):
             return
         places = []
         for path, x in jax.tree_util.tree_leaves_with_path(jax.device_get(obs)):
-            if np.issubdtype(x.dtype, np.floating) and not np.isfinite(x).all():
+            if jnp.issubdtype(x.dtype, jnp.floating) and not np.isfinite(x).all():
                 t, env, *part = np.argwhere(~np.isfinite(x))[0].tolist()
                 places.append((t, env, "".join(map(str, path)) + (str(part) if part else ""), x[(t, env, *part)]))
         t, env, part, value = min(places, key=lambda place: place[0])  # where it began

@@ -1,7 +1,8 @@
-"""One thread for LAPACK, so that initial weights do not depend on the number of cores.
+"""One thread for OpenBLAS, so that initial weights and environments do not depend on the number of cores.
 
 Orthogonal initial weights come from a QR factorisation.  On CPUs JAX has LAPACK's, from the OpenBLAS that SciPy brings,
-and with one thread it rounds otherwise than with several, from some 200 rows and columns on.
+and with one thread it rounds otherwise than with several, from some 200 rows and columns on.  So does NumPy's, which
+environments in Python may use; their worker processes have one thread, too.
 """
 
 import ctypes
@@ -23,11 +24,11 @@ class Library(NamedTuple):
 
 
 def loaded(maps: Path = Path("/proc/self/maps")) -> list[Library]:
-    """Every OpenBLAS of this process but NumPy's own, which JAX does not use."""
+    """Every OpenBLAS of this process: NumPy's and SciPy's."""
     found = []
     with suppress(OSError):
         lines = [line.split(maxsplit=5)[-1].strip() for line in maps.read_text().splitlines() if "openblas" in line]
-        for path in sorted({path for path in lines if "numpy.libs" not in path}):
+        for path in sorted(set(lines)):
             with suppress(OSError):
                 library = ctypes.CDLL(path)
                 for name in NAMES:
@@ -39,7 +40,7 @@ def loaded(maps: Path = Path("/proc/self/maps")) -> list[Library]:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Within the context LAPACK has one thread, whether SciPy's OpenBLAS is loaded before or in it."""
+    """Within the context OpenBLAS has one thread, whether SciPy's is loaded before or in it."""
     given, libraries = os.environ.get(THREADS), loaded()
     before = [library.get() for library in libraries]
     os.environ[THREADS] = "1"
