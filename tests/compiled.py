@@ -1,8 +1,9 @@
 """How tests compile: one cache for all and every process that they start, and for half of them quickly.
 
 Of several processes that share the tests every other one, and what it starts, compiles without optimising: in a quarter
-of the time.  The files in `OPTIMISED` are left to the others.  They are about what optimising may change, whether
-programs for different devices, shards or processors come to the same bits, or they train until something is learnt.
+of the time.  The files in `OPTIMISED` are left to the others.  They are about what optimising may change, whether XLA's
+programs for different devices, shards or processors come to the same bits, or they train for long.  Most tests of our
+own kernels, which XLA does not compile, are not among them.
 
 Imported before JAX, which reads these variables once.
 """
@@ -21,9 +22,8 @@ ENVIRONMENT = {
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
 }
-ABOUT = "backends batches bisect continuous convolution descent dqn elastic evaluate impala kernels learning mlp"
-ABOUT += " moments normalisation off_policy placement ppo pqn product r2d2 recurrent resolution shards slurm uneven"
-ABOUT += " verify"
+ABOUT = "backends batches bisect continuous convolution dqn elastic impala learning moments off_policy placement ppo"
+ABOUT += " pqn product r2d2 recurrent shards slurm uneven verify"
 OPTIMISED = {f"test_{name}.py" for name in ABOUT.split()}
 UNOPTIMISED = "--xla_cpu_use_fusion_emitters=false --xla_backend_optimization_level=0"
 

@@ -9,7 +9,10 @@ import numpy as np
 
 
 class Faulty(gymnasium.Env):
-    """Shows dictionaries of random numbers; at step `at` of its episode it does what `fault` says."""
+    """Shows dictionaries of random numbers, and does what `fault` says.
+
+    It raises an error or dies at step `at` of an episode, and hangs or spins at step `at` of all its episodes.
+    """
 
     observation_space = gymnasium.spaces.Dict(
         {
@@ -43,11 +46,11 @@ class Faulty(gymnasium.Env):
             raise ValueError("planted")
         if self.steps == self.at and self.fault == "die":
             os._exit(7)
-        if self.steps == self.at and self.fault == "hang":
+        if self.all_steps == self.at and self.fault == "hang":
             time.sleep(10_000)
-        if self.steps == self.at and self.fault == "spin" and "CLEANBA_TEST" in os.environ:
+        if self.all_steps == self.at and self.fault == "spin" and "CLEANBA_TEST" in os.environ:
             Path(os.environ["CLEANBA_TEST"], f"{os.getpid()}.spins").touch()
-        while self.steps == self.at and self.fault == "spin":
+        while self.all_steps == self.at and self.fault == "spin":
             sum(range(10**9))  # compiled code that looks at no signal
         return self.look(), 1.0, self.steps == 9, False, {}
 

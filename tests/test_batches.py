@@ -1,5 +1,7 @@
 """Numbers about batches over shards, against numpy in float64; counts beyond float32; parts of a rollout for a GPU."""
 
+from functools import cache
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,10 +23,13 @@ def split(x: np.ndarray, shards: int) -> np.ndarray:
 def explained(on_devices):
     """explained(value, target, valid, shards=1, devices=1): the explained variance of arrays [T, B]."""
 
+    @cache
+    def compiled(shards, devices):
+        return on_devices(lambda axis, _, *arrays: batches.explained_variance(axis, *arrays), shards, devices)
+
     def run(value, target, valid, shards=1, devices=1):
-        fn = on_devices(lambda axis, _, *arrays: batches.explained_variance(axis, *arrays), shards, devices)
         args = (np.asarray(x, np.float32) for x in (value, target))
-        return float(fn((), *(split(x, shards) for x in (*args, valid))))
+        return float(compiled(shards, devices)((), *(split(x, shards) for x in (*args, valid))))
 
     return run
 

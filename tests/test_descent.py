@@ -24,12 +24,10 @@ def test_three_steps_are_optaxs(max_norm, on_devices):
     assert in_use()
     optimiser = make_adam(eps=1e-5, max_norm=max_norm)
     ours = theirs = TrainState(arrays(), optimiser.init(arrays()))
+    step = on_devices(lambda shards, given: optimiser.step(shards, *given), 1, 1)
     for i in range(3):
         gradient, rate = arrays(100 * i), jnp.float32(0.1 / (i + 1))
-        run = lambda shards, _, trained=ours, gradient=gradient, rate=rate: optimiser.step(
-            shards, rate, trained, gradient
-        )
-        ours, norm = on_devices(run, 1, 1)(jnp.zeros(1))
+        ours, norm = step((rate, ours, gradient))
         theirs, same = descend(optimiser.rule, rate, theirs, gradient)
         np.testing.assert_allclose(norm, same, rtol=1e-6)
         assert jax.tree.structure(ours) == jax.tree.structure(theirs)
@@ -60,12 +58,10 @@ def test_eight_steps_of_radam_are_the_papers_and_about_optaxs(on_devices):
     rate, b1, b2, most = 0.1, 0.9, 0.999, 2 / (1 - 0.999) - 1
     slow = [np.asarray(x, np.float64) for x in arrays()]
     m, v = ([np.zeros_like(x) for x in slow] for _ in range(2))
+    step = on_devices(lambda shards, given: optimiser.step(shards, *given), 1, 1)
     for t in range(1, 9):
         gradient = arrays(100 * t)
-        run = lambda shards, _, trained=ours, gradient=gradient: optimiser.step(
-            shards, jnp.float32(rate), trained, gradient
-        )
-        ours, _ = on_devices(run, 1, 1)(jnp.zeros(1))
+        ours, _ = step((jnp.float32(rate), ours, gradient))
         plainly, _ = descend(optimiser.rule, jnp.float32(rate), plainly, gradient)
         theirs, norm = descend(theirs_rule, jnp.float32(rate), theirs, gradient)
         rho = most - 2 * t * b2**t / (1 - b2**t)

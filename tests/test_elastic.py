@@ -12,14 +12,15 @@ from cleanba.runtime.checkpoint import updates_kept
 
 # Some 30 updates while it is slow, the rest in a moment.
 FLAGS = ["--env-id", "gated:Gated-v0", "--num-envs", "8", "--num-actors", "2", "--num-shards", "2", "--num-steps", "8"]
-FLAGS += ["--hiddens", "8", "--num-minibatches", "1", "--update-epochs", "1", "--total-timesteps", "25600"]
+FLAGS += ["--hiddens", "8", "--num-minibatches", "1", "--update-epochs", "1", "--total-timesteps", "12800"]
 FLAGS += ["--env-workers", "0", "--checkpoint-frequency", "10", "--log-frequency", "10"]
 
 
 def quick(folder) -> None:
-    """Templates that look for nodes more often than users want."""
+    """Templates that look for nodes more often than users want, and end what is left of a start sooner."""
     script = folder / "slurm" / "elastic.sh"
-    script.write_text(script.read_text().replace("LOOK_SECONDS=15 ", "LOOK_SECONDS=1 "))
+    text = script.read_text().replace("LOOK_SECONDS=15 ", "LOOK_SECONDS=1 ")
+    script.write_text(text.replace("NOTICE_SECONDS=15 ", "NOTICE_SECONDS=5 "))
 
 
 @pytest.mark.slow

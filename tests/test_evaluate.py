@@ -453,28 +453,37 @@ def test_ls_reads_only_the_end_of_a_log(tmp_path):
 # Beside the training.  TINY makes five updates.
 
 
-def test_evaluation_beside_the_training_changes_no_bit_and_keeps_the_best(tmp_path):
-    flags = (*TINY, "--total-timesteps", "2560", "--checkpoint-frequency", "10", "--keep-checkpoints", "9")
-    watched = command("ppo", *flags, "--eval-frequency", "10", "--eval-episodes", "7", "--run-dir", tmp_path / "a")
-    assert watched.code == 0, watched.err
-    assert command("ppo", *flags, "--run-dir", tmp_path / "b").code == 0
-    compared = command("diff", tmp_path / "a", tmp_path / "b")
+FORTY = (*TINY, "--total-timesteps", "2560", "--checkpoint-frequency", "10", "--keep-checkpoints", "9")
+
+
+@pytest.fixture(scope="module")
+def watched_run(tmp_path_factory) -> Path:
+    """A run of forty updates that is evaluated after every tenth."""
+    run_dir = tmp_path_factory.mktemp("watched") / "run"
+    ended = command("ppo", *FORTY, "--eval-frequency", "10", "--eval-episodes", "7", "--run-dir", run_dir)
+    assert ended.code == 0, ended.err
+    return run_dir
+
+
+def test_evaluation_beside_the_training_changes_no_bit_and_keeps_the_best(watched_run, tmp_path):
+    assert command("ppo", *FORTY, "--run-dir", tmp_path / "b").code == 0
+    compared = command("diff", watched_run, tmp_path / "b")
     assert compared.code == 0 and "identical at all" in compared.out, compared.out
 
-    rows = read_rows(tmp_path / "a")
+    rows = read_rows(watched_run)
     digests = {row["update"]: row["params_digest"] for row in rows if "params_digest" in row}
     found = {row["update"]: row for row in rows if "eval/episodic_return" in row}
     assert set(found) <= {10, 20, 30, 40} and 40 in found and len(found) >= 2
     assert all(row["eval/episodic_length"] == 9 for row in found.values())
     best = max(found, key=lambda update: found[update]["eval/episodic_return"])
-    assert command("eval", tmp_path / "a", "--checkpoint", "best", "--episodes", "2").code == 0
-    evaluation = read_eval(tmp_path / "a")
+    assert command("eval", watched_run, "--checkpoint", "best", "--episodes", "2").code == 0
+    evaluation = read_eval(watched_run)
     assert evaluation["update"] == best and evaluation["global_step"] == found[best]["global_step"]
     assert evaluation["params_digest"] == digests[best]
-    assert sorted(p.name for p in (tmp_path / "a" / "best").iterdir()) == [f"{best}.msgpack", "best.json"]
+    assert sorted(p.name for p in (watched_run / "best").iterdir()) == [f"{best}.msgpack", "best.json"]
     never = command("eval", tmp_path / "b", "--checkpoint", "best")
     assert never.code == 2 and "--eval-frequency" in never.err
-    assert listing.read_run(tmp_path / "a").progress == 1
+    assert listing.read_run(watched_run).progress == 1
 
 
 @pytest.fixture
@@ -612,11 +621,9 @@ def test_a_damaged_copy_is_named_and_left(evaluations):
     assert made._thread is None and path.exists()
 
 
-def test_a_run_killed_during_an_evaluation_has_its_row_after_going_on(tmp_path):
+def test_a_run_killed_during_an_evaluation_has_its_row_after_going_on(watched_run, tmp_path):
     """It dies while it writes the checkpoint of update 30, and the evaluation of update 10 is still playing."""
-    flags = [*TINY, "--total-timesteps", "2560", "--checkpoint-frequency", "10", "--eval-frequency", "10"]
-    whole, run = tmp_path / "whole", tmp_path / "run"
-    assert command("ppo", *flags, "--eval-episodes", "7", "--run-dir", whole).code == 0
+    flags, run = [*FORTY, "--eval-frequency", "10"], tmp_path / "run"
     words = ["ppo", *flags, "--eval-episodes", "1000000", "--run-dir", run]
     ended = finish(python(ROOT / "tests" / "killed.py", "save", "3", *words))
     assert ended.code == -signal.SIGKILL, ended
@@ -626,11 +633,11 @@ def test_a_run_killed_during_an_evaluation_has_its_row_after_going_on(tmp_path):
     ended = command("ppo", *flags, "--eval-episodes", "7", "--run-dir", run)
     assert ended.code == 0 and "going on after update" in ended.out, ended
     (row,) = [row for row in read_rows(run) if row["update"] == 10 and "eval/episodic_return" in row]
-    (expected,) = [row for row in read_rows(whole) if row["update"] == 10 and "eval/episodic_return" in row]
+    (expected,) = [row for row in read_rows(watched_run) if row["update"] == 10 and "eval/episodic_return" in row]
     for name in ("global_step", "eval/episodic_return", "eval/episodic_return_std", "eval/episodic_length"):
         assert row[name] == expected[name], name
     assert not (run / "evaluating").exists()
-    assert command("diff", whole, run).code == 0
+    assert command("diff", watched_run, run).code == 0
 
 
 def test_a_disk_that_is_full_when_an_evaluation_starts_ends_the_run(tmp_path, monkeypatch):
@@ -662,9 +669,9 @@ def test_an_evaluation_ends_with_the_run(evaluations):
 
 
 def test_a_run_ends_whose_episodes_do_not(tmp_path):
-    flags = (*TINY, "--env-id", "odd:Endless-v0", "--env-workers", "0", "--total-timesteps", "128", "--capture-video")
+    flags = (*TINY, "--env-id", "odd:Endless-v0", "--env-workers", "0", "--capture-video")
     run = tmp_path / "run"
-    limits = ("--eval-frequency", "2", "--eval-episodes", "2", "--eval-max-steps", "30")
+    limits = ("--eval-frequency", "5", "--eval-episodes", "2", "--eval-max-steps", "30")
     ended = command("ppo", *flags, *limits, "--run-dir", run)
     assert ended.code == 0, ended.err
     (row,) = [row for row in read_rows(run) if "eval/episodic_return" in row]

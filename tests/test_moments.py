@@ -1,5 +1,7 @@
 """Running means and variances against numpy over all data at once, however it is split."""
 
+from functools import cache
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,9 +21,9 @@ def data(seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     return x.astype(np.float32), rng.random((BATCHES, T, B)) < 0.8
 
 
-def run(on_devices, shards: int, devices: int, x: np.ndarray, valid: np.ndarray) -> Moments:
-    """All batches added, over so many shards [K, T, B / K]."""
-    cut = lambda a: np.stack(np.split(a, shards, axis=2))  # [K, N, T, B / K, ...]
+@pytest.fixture(scope="module")
+def run(on_devices):
+    """run(shards, devices, x, valid): the moments of all batches, added over so many shards [K, T, B / K]."""
 
     def add_all(axis, start, x, valid):
         moments = start
@@ -29,13 +31,19 @@ def run(on_devices, shards: int, devices: int, x: np.ndarray, valid: np.ndarray)
             moments = add_batch(axis, moments, x[:, i], valid[:, i])
         return moments
 
-    return on_devices(add_all, shards, devices)(no_moments((D,)), cut(x), cut(valid))
+    compiled = cache(lambda shards, devices: on_devices(add_all, shards, devices))
+
+    def moments_of(shards: int, devices: int, x: np.ndarray, valid: np.ndarray) -> Moments:
+        cut = lambda a: np.stack(np.split(a, shards, axis=2))  # [K, N, T, B / K, ...]
+        return compiled(shards, devices)(no_moments((D,)), cut(x), cut(valid))
+
+    return moments_of
 
 
 @pytest.mark.parametrize("shards", [1, 2, 3, 6])
-def test_every_split_into_shards_and_batches_has_numpys_moments(on_devices, shards):
+def test_every_split_into_shards_and_batches_has_numpys_moments(run, shards):
     x, valid = data()
-    found = run(on_devices, shards, 1, x, valid)
+    found = run(shards, 1, x, valid)
     every = np.float64(x)[valid]
     assert found.counted.tolist() == [0, len(every)]
     np.testing.assert_allclose(found.mean, every.mean(0), rtol=1e-6, atol=1e-6)
@@ -43,8 +51,8 @@ def test_every_split_into_shards_and_batches_has_numpys_moments(on_devices, shar
 
 
 @pytest.mark.parametrize("shards, devices", [(2, 2), (6, 2), (6, 3), (6, 6)])
-def test_the_bits_do_not_depend_on_the_devices(on_devices, shards, devices):
-    one, many = (run(on_devices, shards, n, *data()) for n in (1, devices))
+def test_the_bits_do_not_depend_on_the_devices(run, shards, devices):
+    one, many = (run(shards, n, *data()) for n in (1, devices))
     assert all((np.asarray(a) == np.asarray(b)).all() for a, b in zip(one, many, strict=True))
 
 

@@ -59,12 +59,14 @@ def test_memory_and_actors_of_several_shards_give_the_same_bits_too():
 
 
 @pytest.fixture(scope="module")
-def run_processes(tmp_path_factory):
-    """run_processes(n) -> every run with n processes, their results, and how they ended.  All share one start."""
+def run_processes(request, tmp_path_factory):
+    """run_processes(n, which) -> what each of n processes found in that run.  Runs of n processes share one start."""
+    tests = {item.name for item in request.session.items}  # of which --exhaustive has more
 
     @functools.cache
     def run(processes: int) -> tuple[list[tuple], list[Path], list[Ended]]:
-        runs: list[tuple] = [(p,) for p, has in SEVERAL.items() if has[0] == processes]
+        asked = lambda placement: f"{test_several_processes_give_the_same_bits.__name__}[{placement}]" in tests
+        runs: list[tuple] = [(p,) for p, has in SEVERAL.items() if has[0] == processes and asked(p)]
         words: list[tuple] = [({**MLP, "concurrency": SEVERAL[p][3]}, *SEVERAL[p][1:3]) for (p,) in runs]
         if processes == 2:
             runs.append((TWO_OF_THREE, "impala"))

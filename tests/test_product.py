@@ -153,10 +153,10 @@ def test_a_whole_run_ends_in_the_same_bits_on_one_core_and_on_many_threads(tmp_p
     The layers are large enough for LAPACK to divide their initial weights between threads, if it has several.
     """
     found = set()
-    for cores, threads, devices in (("1", "", "1"), ("1", "5", "1"), ("99", "", "8")):
-        folder = tmp_path / f"{cores}-{threads}-{devices}"
+    for cores, devices in (("1", "1"), ("99", "8")):
+        folder = tmp_path / cores
         run = ["ppo", "--env-id", "CartPole-v1", *TWO_ACTORS.split(), "--run-dir", folder]
-        ended = finish(python("-c", WHOLE, cores, *run, PJRT_NPROC=threads, JAX_NUM_CPU_DEVICES=devices))
+        ended = finish(python("-c", WHOLE, cores, *run, PJRT_NPROC="", JAX_NUM_CPU_DEVICES=devices))
         assert ended.code == 0, ended.err
         found.add(json.loads((folder / "result.json").read_text())["params_digest"])
     assert len(found) == 1

@@ -233,8 +233,8 @@ def test_every_placement_ends_in_the_same_bits():
         burn_in=4, sequence_length=12, buffer_size=6 * 48, learning_starts=96, batch_size=6, train_frequency=24,
         env_epoch=4, norm_obs=True, collector="stepped", total_timesteps=8 * 48, explore_base=0.9, explore_power=2.0,
     )  # fmt: skip
-    one, two, three = (digests(e, *places, recipe=r2d2) for places in (((0,), (0,)), ((0,), (1, 2)), ((0, 1), (2,))))
-    assert one == two == three and sorted(one) == [4, 8]
+    one, three = (digests(e, *places, recipe=r2d2) for places in (((0,), (0,)), ((0, 1), (1, 2))))
+    assert one == three and sorted(one) == [4, 8]
 
 
 # ----------------------------------------------------------------------------------------------------------- flags

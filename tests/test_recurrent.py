@@ -86,6 +86,11 @@ def collect(network, params, resets) -> list[Rollout]:
     return [collector(params, action_numbers(0, 0, i), Times()).rollout for i in range(ROLLOUTS)]
 
 
+@pytest.fixture(scope="module")
+def rollouts(network, params) -> list[Rollout]:
+    return collect(network, params, right)
+
+
 def learnt(network, params, obs, first, carry, action) -> dict:
     """One learning pass over [T, B]: log-probabilities of the recorded actions, values, and the memory at the end."""
     out = jax.jit(network.outputs)(params, obs, first, carry)
@@ -127,8 +132,7 @@ def check_episodes_are_alone(network, params, rollouts) -> None:
             close(got["value"], value[part], f"environment {b}, steps {start} to {end}")
 
 
-def test_learning_gives_step_by_step_what_acting_gave(network, params):
-    rollouts = collect(network, params, right)
+def test_learning_gives_step_by_step_what_acting_gave(network, params, rollouts):
     ends = lambda r: np.asarray(r.terminated | r.truncated)
     # Several episodes in a rollout; boundaries at its first step, its last, and just after it.
     assert max(np.asarray(r.first).sum(0).max() for r in rollouts) >= 3
@@ -143,8 +147,7 @@ def test_learning_gives_step_by_step_what_acting_gave(network, params):
 
 
 @pytest.mark.parametrize("leak", [on_done, never])
-def test_a_leak_in_learning_is_noticed(network, params, leak):
-    rollouts = collect(network, params, right)
+def test_a_leak_in_learning_is_noticed(network, params, rollouts, leak):
     with pytest.raises(AssertionError):
         check_learning_repeats_acting(network, params, rollouts, leak)
 
@@ -158,8 +161,7 @@ def test_a_leak_in_acting_and_learning_alike_is_noticed(network, params, leak):
 
 
 @pytest.mark.parametrize("stale", ["zeros", "the last rollout's"])
-def test_a_carry_that_does_not_travel_is_noticed(network, params, stale):
-    rollouts = collect(network, params, right)
+def test_a_carry_that_does_not_travel_is_noticed(network, params, rollouts, stale):
     for number in range(1, ROLLOUTS):
         other = network.initial_carry(B) if stale == "zeros" else rollouts[number - 1].carry
         wrong = [*rollouts[:number], rollouts[number]._replace(carry=other)]
@@ -349,7 +351,6 @@ def test_every_placement_ends_in_the_same_bits(name, collector):
         learning_rate=0.01,
         env_epoch=3,  # with fresh environments on the way
     )
-    placements = [((0,), (0,)), ((0,), (0, 1)), ((0, 1), (2, 3))]
-    one, *others = (digests(e, actors, learners, recipe=ALL[name][0]) for actors, learners in placements)
+    one, four = (digests(e, *places, recipe=ALL[name][0]) for places in (((0,), (0,)), ((0, 1), (2, 3))))
     assert sorted(one) == [3, 4]  # the checkpoint, and the end
-    assert others == [one, one]
+    assert one == four

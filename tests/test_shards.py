@@ -86,7 +86,7 @@ def training(total, number):
 def test_training_ends_in_the_same_bits_on_any_number_of_devices(on_devices, problem):
     params, *data = problem
     train = training(ordered_sum, number_of_the_shard)
-    results = [on_devices(train, SHARDS, n)(params, *data) for n in DEVICES]
+    results = [on_devices(train, SHARDS, n)(params, *data) for n in (1, 4, 6)]
     assert_same_bits(results)
     loss = jax.jit(lambda params: jax.vmap(loss_of_shard, (None, 0, 0))(params, *data).sum())
     assert loss(results[0]) < loss(params)

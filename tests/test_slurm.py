@@ -128,29 +128,28 @@ def test_a_job_that_was_requeued_or_signalled_ends_in_the_same_bits(cluster, her
 @pytest.mark.slow
 def test_a_sweep_is_a_job_array_that_fills_its_folders(cluster, here):
     folder = "it's 5%j"  # Slurm would read a quote, a space and %j in the options of a script
-    words = ["sweep", "--env-ids", "Catch-v0", "CartPole-v1", "--num-seeds", "2", "--dir", folder, "--slurm"]
+    words = ["sweep", "--env-ids", "Catch-v0", "--num-seeds", "2", "--dir", folder, "--slurm"]
     words += ["slurm/one-gpu.sh", "--", "ppo", *SWEPT]
     sweep = lambda *w: cluster.run(sys.executable, "-m", "cleanba", *w, cwd=here)
     first = sweep(*words)
-    assert first.returncode == 0 and "4 of 4 runs to submit" in first.stdout, first
+    assert first.returncode == 0 and "2 of 2 runs to submit" in first.stdout, first
     again = sweep(*words)
-    assert "0 of 4 runs to submit, 4 in the queue" in again.stdout, again
+    assert "0 of 2 runs to submit, 2 in the queue" in again.stdout, again
     (job,) = {
         run["job"].partition("_")[0] for run in json.loads((here / folder / "sweep.json").read_text())["runs"].values()
     }
-    for element in range(4):
+    for element in range(2):
         assert cluster.wait(f"{job}_{element}") == "COMPLETED", (
             here / f"{folder}/logs/{job}_{element}.log"
         ).read_text()
-    for env in ("Catch-v0", "CartPole-v1"):
-        for seed in (1, 2):
-            run_dir = here / folder / f"{env}__ppo__s{seed}"
-            experiment = json.loads((run_dir / "config.json").read_text())["experiment"]
-            assert (experiment["env_id"], experiment["seed"]) == (env, seed)
-            assert read_result(run_dir)["status"] == "finished"
+    for seed in (1, 2):
+        run_dir = here / folder / f"Catch-v0__ppo__s{seed}"
+        experiment = json.loads((run_dir / "config.json").read_text())["experiment"]
+        assert (experiment["env_id"], experiment["seed"]) == ("Catch-v0", seed)
+        assert read_result(run_dir)["status"] == "finished"
     rows = [line for line in sweep("sweep", "status", folder).stdout.splitlines() if "__s" in line]
-    assert len(rows) == 4 and all("finished" in r and "COMPLETED" in r and "10/10" in r for r in rows), rows
-    assert "0 of 4 runs to submit, 0 in the queue, 4 finished" in sweep(*words).stdout
+    assert len(rows) == 2 and all("finished" in r and "COMPLETED" in r and "10/10" in r for r in rows), rows
+    assert "0 of 2 runs to submit, 0 in the queue, 2 finished" in sweep(*words).stdout
     assert len(list((here / folder / "slurm").iterdir())) == 2
 
 
