@@ -249,7 +249,7 @@ def draw_learning(c: Colours) -> Figure:
     made, axes = figure(2.8, 3, c)
     for ax, game in zip(axes, ("Asterix", "Breakout", "SpaceInvaders"), strict=True):
         runs = of_variant("minatar", "ppo", f"{game}-MinAtar")
-        learning_panel(ax, c, f"MinAtar {game}", [("Cleanba's PPO, five seeds", c.first, runs)],
+        learning_panel(ax, c, f"MinAtar {game}", [(f"Cleanba's PPO, {len(runs)} seeds", c.first, runs)],
                        {"gymnax's PPO, published": published("ppo", f"{game}-MinAtar")})  # fmt: skip
     axes[0].set_ylabel("return", fontsize=11)
     axes[1].set_xlabel("environment steps", fontsize=11)

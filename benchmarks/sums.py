@@ -45,6 +45,8 @@ class Args:
     """run, too, on up to so many devices"""
     rounds: int = 20
     """timed rounds"""
+    here: bool = False
+    """used by the benchmark itself: measure one number of devices in this process, and print it"""
 
 
 def gathered_sum(shards: ShardAxis, tree: PyTree) -> PyTree:
@@ -122,13 +124,13 @@ def measure(network: str, run: bool, rounds: int) -> dict[str, Any]:
 
 def main(args: Args) -> None:
     """One process for each number of devices; print a table, write the results."""
-    if len(args.devices) == 1:
+    if args.here:
         (n,) = args.devices
         print(json.dumps({name: measure(name, n <= args.run, args.rounds) for name in args.networks}))
         return
     results: dict[str, Any] = {}
     for n in args.devices:
-        words = [__file__, "--devices", str(n), "--networks", *args.networks, "--run", str(args.run)]
+        words = [__file__, "--here", "--devices", str(n), "--networks", *args.networks, "--run", str(args.run)]
         environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(n)}
         command = [sys.executable, *words, "--rounds", str(args.rounds)]
         ended = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
