@@ -9,7 +9,10 @@ import numpy as np
 
 
 class Faulty(gymnasium.Env):
-    """Shows dictionaries of random numbers; at step `at` of its episode it does what `fault` says."""
+    """Shows dictionaries of random numbers; at step `at` of its episode it does what `fault` says.
+
+    It takes `starts` seconds to start.
+    """
 
     observation_space = gymnasium.spaces.Dict(
         {
@@ -19,7 +22,8 @@ class Faulty(gymnasium.Env):
     )
     action_space = gymnasium.spaces.Discrete(2)
 
-    def __init__(self, fault="", at=5):
+    def __init__(self, fault="", at=5, starts=0.0):
+        time.sleep(starts)
         self.fault, self.at = fault, at
         self.all_steps = 0
 
