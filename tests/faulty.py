@@ -11,7 +11,8 @@ import numpy as np
 class Faulty(gymnasium.Env):
     """Shows dictionaries of random numbers, and does what `fault` says.
 
-    It raises an error or dies at step `at` of an episode, and hangs or spins at step `at` of all its episodes.
+    It raises an error or dies at step `at` of an episode, and hangs or spins at step `at` of all its episodes.  It takes
+    `starts` seconds to start.
     """
 
     observation_space = gymnasium.spaces.Dict(
@@ -22,7 +23,8 @@ class Faulty(gymnasium.Env):
     )
     action_space = gymnasium.spaces.Discrete(2)
 
-    def __init__(self, fault="", at=5):
+    def __init__(self, fault="", at=5, starts=0.0):
+        time.sleep(starts)
         self.fault, self.at = fault, at
         self.all_steps = 0
 

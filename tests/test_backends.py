@@ -447,8 +447,8 @@ def test_an_environment_that_does_not_follow_its_seed_is_named():
 
 
 def test_an_environment_that_starts_slowly_is_tried_all_the_same(monkeypatch):
-    monkeypatch.setattr(gymnasium, "PATIENCE_SECONDS", 0.1)  # a worker takes longer to start
-    spec = env_spec(Experiment(env_id="faulty:Faulty-v0", env_options=("fault=chance",)))
+    monkeypatch.setattr(gymnasium, "PATIENCE_SECONDS", 1.0)  # two of them take longer to start
+    spec = env_spec(Experiment(env_id="faulty:Faulty-v0", env_options=("fault=chance", "starts=0.7")))
     assert not gymnasium.follows_its_seed(spec)
 
 
