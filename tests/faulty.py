@@ -11,8 +11,8 @@ import numpy as np
 class Faulty(gymnasium.Env):
     """Shows dictionaries of random numbers, and does what `fault` says.
 
-    It raises an error or dies at step `at` of an episode, and hangs or spins at step `at` of all its episodes.  It takes
-    `starts` seconds to start.
+    It raises an error or dies at step `at` of an episode, and hangs or spins at step `at` of all its episodes.
+    It takes `starts` seconds to start.
     """
 
     observation_space = gymnasium.spaces.Dict(
