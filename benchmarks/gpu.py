@@ -390,9 +390,10 @@ def main(args: Args) -> None:
         found: dict[str, Any] = {}
         if (args.only or args.rest) and results.exists():
             before = json.loads(results.read_text())
-            there, device = (side.get("machine", {}).get("device") for side in (before, here))
-            if there != device:
-                sys.exit(f"benchmarks/gpu.py: {results} has figures of {there}, not of {device}; choose another --out")
+            for what in ("device", "code"):  # other code may measure otherwise
+                there, now = (side.get("machine", {}).get(what) for side in (before, here))
+                if there != now:
+                    sys.exit(f"benchmarks/gpu.py: {results} is of {what} {there}, not {now}; choose another --out")
             found = before["parts"]
         left_out: list[str] = []
         for part in parts(here["devices"]):

@@ -39,6 +39,8 @@ class Args:
     """an interpreter that has PyTorch and EnvPool"""
     threads: int = len(os.sched_getaffinity(0))
     """PyTorch's threads"""
+    result: str = "sac_td3_cpu"
+    """name of the file in benchmarks/results/"""
     ours: str | None = None
     """time a training of this algorithm, print it, and end"""
 
@@ -121,7 +123,7 @@ def main(args: Args) -> None:
             cells = [f"{statistics.median(x):.0f} ({min(x):.0f} … {max(x):.0f})" for x in (mine, plain)]
             lines.append(f"| {name}, {figure.replace('_', ' ')} | {' | '.join(cells)} | {ratio:.2f} |")
     print("\n".join(lines))
-    path = machine.save("sac_td3_cpu", {"figures": found, "load_average": machine.spread(loads)})
+    path = machine.save(args.result, {"figures": found, "load_average": machine.spread(loads)})
     path.with_suffix(".md").write_text("\n".join(lines) + "\n")
     print(f"written: benchmarks/results/{path.name}")
 

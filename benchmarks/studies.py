@@ -32,6 +32,12 @@ def cleanba(*words: object) -> None:
         sys.exit(f"cleanba {' '.join(map(str, words))} failed:\n{ended.stdout[-2000:]}")
 
 
+def finished(run_dir: Path) -> bool:
+    """Whether a run was trained to its end."""
+    result = run_dir / "result.json"
+    return result.exists() and read_json(result)["status"] == "finished"
+
+
 class Study(NamedTuple):
     """Environments x variants."""
 
@@ -132,7 +138,7 @@ class Studies:
     def train(self, run: Run, folder: Path) -> None:
         """Train it, or go on with it, and keep its curve."""
         before = self.all[run.study].stages.get(run.env_id, (None, ""))[0]
-        if before and not (folder / (earlier := run._replace(env_id=before)).folder).exists():
+        if before and not finished(folder / (earlier := run._replace(env_id=before)).folder):
             self.train(earlier, folder)  # its curve may be kept, but this run starts from its parameters
         command, run_dir = self.command(run, folder), folder / run.folder
         print(f"cleanba {' '.join(command)}", flush=True)

@@ -57,7 +57,7 @@ LONG = Publication(
         "full_action_space": (True,),
         "episodic_life": (False,),
         "max_episode_steps": HALF_AN_HOUR,
-        "env_options": ([],),
+        "env_options": ([], ["noop_max=1"]),
     },
     {
         "cleanba_impala_1xA100_10cpu": "Cleanba IMPALA, 1 A100, 10 CPU",
@@ -80,8 +80,10 @@ SHORT = Publication(
         "full_action_space": (False,),
         "episodic_life": (True,),
         "max_episode_steps": HALF_AN_HOUR,
-        # The LSTM sees one frame.  Without noop_max a game begins without random no-ops, which changes little.
-        "env_options": (["noop_max=30"], ["noop_max=30", "stack_num=1"], [], ["stack_num=1"]),
+        # The LSTM sees one frame.  With noop_max=1, or without it, a game begins without random no-ops: a small change.
+        "env_options": tuple(
+            [*noops, *frames] for noops in (["noop_max=30"], ["noop_max=1"], []) for frames in ([], ["stack_num=1"])
+        ),
     },
     {
         "cleanrl_ppo": "CleanRL PPO",

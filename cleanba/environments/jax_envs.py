@@ -123,7 +123,7 @@ def limit_name(params: PyTree) -> str | None:
 
 def heeds_limit(env: Environment, params: PyTree, limit: str) -> bool:
     """Whether the code of an environment reads the parameter that is its time limit."""
-    if hasattr(env, "is_truncated") or is_craftax(env):
+    if hasattr(env, "is_truncated") or counts_timesteps(env, params):
         return True
 
     def once(steps: jax.Array) -> PyTree:
@@ -138,9 +138,10 @@ def heeds_limit(env: Environment, params: PyTree, limit: str) -> bool:
     return any(x is code.invars[0] for equation in code.eqns for x in equation.invars)
 
 
-def is_craftax(env: Environment) -> bool:
-    """Whether an environment is Craftax's, or derived from one.  Its `step_env` counts the time limit as an end."""
-    return any(kind.__module__.startswith("craftax.") for kind in type(env).__mro__)
+def counts_timesteps(env: Environment, params: PyTree) -> bool:
+    """Whether an environment ends by `max_timesteps` in its `step_env`, as Craftax's and those derived from one do."""
+    of_craftax = any(kind.__module__.startswith("craftax.") for kind in type(env).__mro__)
+    return of_craftax and hasattr(params, "max_timesteps")
 
 
 def _gymnax(env_id: str, name: str) -> Maker:
@@ -318,7 +319,7 @@ def _functions(env_id: str, options: Options, takes: ActionSpec, clip_reward: bo
     environment = make(env_id, options)
     env, params = environment
     truncates, endless = getattr(env, "is_truncated", None), params
-    if truncates is None and is_craftax(env):
+    if truncates is None and counts_timesteps(env, params):
         endless = params.replace(max_timesteps=2**31 - 1)
         truncates = lambda state, params: state.timestep >= params.max_timesteps
 

@@ -306,6 +306,8 @@ def kept_at(all_that_it_depends_on: str, ending: str) -> Path | None:
     """The file for what depends on that, in the folder where JAX keeps what it compiles; None if it keeps nothing."""
     chosen = jax.config.values
     folder = chosen["jax_compilation_cache_dir"] if chosen["jax_enable_compilation_cache"] else None
+    if folder and "://" in folder:  # a bucket, which JAX can write to
+        return None
     return Path(folder) / f"cleanba-{sha256(all_that_it_depends_on.encode()).hexdigest()}{ending}" if folder else None
 
 
