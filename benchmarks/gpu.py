@@ -391,9 +391,9 @@ def main(args: Args) -> None:
         if (args.only or args.rest) and results.exists():
             before = json.loads(results.read_text())
             for what in ("device", "code"):  # other code may measure otherwise
-                there, now = (side.get("machine", {}).get(what) for side in (before, here))
-                if there != now:
-                    sys.exit(f"benchmarks/gpu.py: {results} is of {what} {there}, not {now}; choose another --out")
+                then, now = (side.get("machine", {}).get(what) for side in (before, here))
+                if then != now:
+                    sys.exit(f"benchmarks/gpu.py: {results} is of {what} {then}, not {now}; choose another --out")
             found = before["parts"]
         left_out: list[str] = []
         for part in parts(here["devices"]):

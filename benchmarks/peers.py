@@ -45,15 +45,12 @@ class Args:
     """name of the file in benchmarks/results/"""
 
 
+BREAKOUT = dict(env_id="Breakout-v5", network="nature", hiddens=(512,), num_envs=32, num_steps=64, collector="scanned")
 PQN = {"algorithm": "pqn", "env_id": "Breakout-v5", "collector": "scanned"}
 OURS: dict[str, dict[str, Any]] = {
-    "breakout": dict(
-        env_id="Breakout-v5", network="nature", hiddens=(512,), num_envs=32, num_steps=64, collector="scanned"
-    ),
+    "breakout": BREAKOUT,
+    "breakout-last": BREAKOUT,
     "halfcheetah": dict(env_id="HalfCheetah-v5", collector="stepped"),
-    "breakout-last": dict(
-        env_id="Breakout-v5", network="nature", hiddens=(512,), num_envs=32, num_steps=64, collector="scanned"
-    ),
     "pqn": pqn.PROTOCOLS["cleanrl-atari"] | PQN,
     "pqn-lstm": pqn.PROTOCOLS["cleanrl-atari-lstm"] | PQN,
 }

@@ -21,6 +21,7 @@ import numpy as np
 from cleanba.environments.peers import peer
 from cleanba.files import Json, read_json, write_whole
 from cleanba.runs import curves, plot
+from cleanba.runs.log import is_finished
 
 ROOT = Path(__file__).parents[1]
 
@@ -30,12 +31,6 @@ def cleanba(*words: object) -> None:
     ended = subprocess.run([sys.executable, "-m", "cleanba", *map(str, words)], stdout=subprocess.PIPE, text=True)
     if ended.returncode:
         sys.exit(f"cleanba {' '.join(map(str, words))} failed:\n{ended.stdout[-2000:]}")
-
-
-def finished(run_dir: Path) -> bool:
-    """Whether a run was trained to its end."""
-    result = run_dir / "result.json"
-    return result.exists() and read_json(result)["status"] == "finished"
 
 
 class Study(NamedTuple):
@@ -138,7 +133,7 @@ class Studies:
     def train(self, run: Run, folder: Path) -> None:
         """Train it, or go on with it, and keep its curve."""
         before = self.all[run.study].stages.get(run.env_id, (None, ""))[0]
-        if before and not finished(folder / (earlier := run._replace(env_id=before)).folder):
+        if before and not is_finished(folder / (earlier := run._replace(env_id=before)).folder):
             self.train(earlier, folder)  # its curve may be kept, but this run starts from its parameters
         command, run_dir = self.command(run, folder), folder / run.folder
         print(f"cleanba {' '.join(command)}", flush=True)
