@@ -56,7 +56,7 @@ def test_every_benchmark_can_be_imported():
 
 
 def test_sums_of_both_ways_are_equal_and_what_they_cost_is_counted():
-    words = ("--devices", "2", "--networks", "nature", "--rounds", "1")
+    words = ("--here", "--devices", "2", "--networks", "nature", "--rounds", "1")
     ended = finish(python(ROOT / "benchmarks" / "sums.py", *words, JAX_PLATFORMS="cpu", JAX_NUM_CPU_DEVICES="2"))
     assert ended.code == 0, ended.err
     found = json.loads(ended.out.splitlines()[-1])["nature"]
