@@ -49,8 +49,8 @@ class InitMemory(Protocol[M_co]):
     def __call__(self, rollout: Rollout) -> M_co:
         """One shard's memory before the first update, from the shapes of its rollout, [T(+1), B, ...].
 
-        Memory is for what grows, such as a replay memory, and for what belongs to single environments, such as a
-        running discounted return.
+        Memory is for what a shard collects over many rollouts, such as a replay memory, and for what belongs to single
+        environments, such as a running discounted return.
         """
         ...
 

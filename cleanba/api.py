@@ -180,7 +180,7 @@ def _specify(algorithm: str, form: Callable[P, Experiment]) -> Specify[P]:
             *lines,
             "",
             "Raises:",
-            "    UsageError: there is no such keyword, or its value is of another type or out of range.",
+            "    UsageError: there is no such keyword, or its value is of another type.  `train` checks the ranges.",
         ]
     )
     found: Any = specify  # whose signature no checker can follow
@@ -342,7 +342,7 @@ def train(spec: Spec, run_dir: str | Path | None = None, *, progress: bool = Tru
 
     Args:
         spec: what is trained, such as `ppo("CartPole-v1", seed=1)`.
-        run_dir: directory of the run; None: runs/<env>__<exp-name>__<seed>__<time>.
+        run_dir: directory of the run; None: runs/<env>__<exp-name>__<seed>__<time, or job of Slurm>.
         progress: whether progress is shown, on the console or below a notebook's cell.
         **flags: where it runs and what is kept, by the names of the command's flags: `learner_device_ids=[0, 1]`,
             `eval_frequency=100`.

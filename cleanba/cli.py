@@ -118,7 +118,7 @@ def dispatch(argv: Sequence[str]) -> Exit:
         from cleanba.launch import train_command
 
         return train_command(RECIPES[name], flags)
-    close = closest_names(name, names)
+    close = "cleanba eval RUN --video" if name == "film" else closest_names(name, names)
     raise UsageError(
         f"there is no command {name!r}; " + (f"did you mean {close}?" if close else f"try {', '.join(names)}")
     )

@@ -81,8 +81,9 @@ class Range(NamedTuple):
         low = _short(self.low)
         if self.low == -INF:
             return f"must be {self.bounds}; set {flag} to one"
-        if isinstance(number, int) and number > self.high:
-            return f"is too large; it can be {_short(self.high)} at most"
+        largest = self.high - 1 if self.open_high else self.high  # of whole numbers
+        if isinstance(number, int) and number > largest:
+            return f"is too large; it can be {_short(largest)} at most"
         if isinstance(number, int) and number < 0 and self.holds(-number):
             remedy = f"try {flag} {-number}"
         elif self.high not in (INF, MOST):
@@ -142,7 +143,7 @@ class Retention(NamedTuple):
             return cls(None)
         require(
             isinstance(word, int) and not isinstance(word, bool) and 1 <= word <= MOST,
-            f"keep_checkpoints={word} must be {KeptCheckpoints().bounds}; try --keep-checkpoints 2",
+            f"keep_checkpoints={word!r} must be {KeptCheckpoints().bounds}; try --keep-checkpoints 2",
         )
         return cls(int(word))
 
@@ -279,7 +280,7 @@ class Experiment:
     of products to 10 bits of mantissa, and other devices use float32"""
     cpu_kernels: Literal["auto", "on", "off"] = "on"
     """on CPUs, compute networks and optimisers by Cleanba's own kernels where they have been tested, which is faster;
-    off: by plain JAX, to other bits; auto is on (docs/inside/performance.md)"""
+    off: by plain JAX, which gives other bits; auto means on (docs/inside/performance.md)"""
 
     @property
     def transitions_per_update(self) -> int:
@@ -315,8 +316,8 @@ class FromRollouts(Recurrent):
     num_minibatches: Count = 4
     """minibatches per pass over the batch"""
     norm_obs: bool = False
-    """normalise observations other than images by their running mean and standard deviation; codes and text once they
-    are encoded as zeros and ones"""
+    """normalise observations by their running mean and standard deviation; images, boards of planes, masks and booleans
+    stay as they are; codes and text are first encoded as zeros and ones"""
     norm_reward: bool = False
     """scale training rewards by the running standard deviation of their discounted return"""
 
@@ -382,11 +383,11 @@ class Run:
     """updates between checkpoints (0: only one, at the end or when a signal ends the run; None: one a minute, or fewer
     if they would take more than 1% of the time)"""
     keep_checkpoints: Annotated[int | str, KeptCheckpoints()] = NEWEST
-    """checkpoints to keep: so many of the newest; all; or every:K, the two newest and for good those after multiples of
-    K updates, which are taken whatever --checkpoint-frequency says"""
+    """checkpoints to keep: all; N: the N newest; every:K: the two newest, and for good those after multiples of K
+    updates, which are taken whatever --checkpoint-frequency says"""
     grace_period: Annotated[float, Range(0, 1e6, unit="seconds")] = 60.0
     """seconds after Ctrl-C, SIGTERM or SIGUSR1 to finish the current update and write a checkpoint; after them, or with
-    0, the run ends without"""
+    0, the run ends without a checkpoint"""
     stall_timeout: Annotated[float, Range(1, INF, unit="seconds")] = 600.0
     """seconds without progress, compilation aside, after which the run ends and shows where each thread stands;
     progress is an update, or after the last one a step of an evaluation or a film"""
@@ -396,8 +397,8 @@ class Run:
     on_nonfinite: Literal["stop", "ignore"] = "stop"
     """what to do when a loss, a gradient, an observation or a reward is not a finite number"""
     target_return: Annotated[float | None, Range(-INF, INF, open_low=True, open_high=True)] = None
-    """the run is finished once the mean return of the last 100 training episodes reaches this, which is looked at where
-    logs are written (None: only at the end)"""
+    """finish the run at the first log point where the mean return of the last 100 training episodes has reached this
+    (None: train for all of --total-timesteps)"""
     log_frequency: Annotated[int, Range(1, MOST, unit="updates")] = 10
     """updates between entries in the logs"""
     eval_frequency: Updates = 0

@@ -29,7 +29,7 @@ class Failure(RuntimeError):
 
 
 class CannotCompile(Failure):
-    """A kernel for CPUs cannot be compiled on this machine.  Plain JAX does without."""
+    """A kernel for CPUs cannot be compiled on this machine.  Plain JAX is used instead."""
 
 
 class NotFinite(Failure):

@@ -70,9 +70,9 @@ def train_command(recipe: AnyRecipe, argv: Sequence[str], default: Config | None
 
 
 def resume_command(argv: Sequence[str]) -> Exit:
-    """`cleanba resume RUN_DIR …`: continue a run with its own flags; other placement flags can be added."""
+    """`cleanba resume RUN_DIR …`: continue a run with its own flags; those of placement and run can be changed."""
     if not argv or argv[0].startswith("-"):
-        words = "usage: cleanba resume RUN_DIR [FLAGS]\n\nGoes on with a run; flags may place it elsewhere."
+        words = "usage: cleanba resume RUN_DIR [FLAGS]\n\nContinues a run; flags of placement and run can be changed."
         require(bool(argv) and argv[0] in ("-h", "--help"), f"resume needs the directory of a run\n{words}")
         print(words)
         return Exit()
@@ -280,7 +280,7 @@ def with_digest(config: Config, run_dir: Path, platform: str) -> tuple[Config, I
     return replace(config, asked=replace(config.asked, init_from=digest), typed=typed), initial
 
 
-SPARSE = 0.9  # below this share of filled replay batches, the user is warned
+SPARSE = 0.9  # the user is warned if replay fills less than this share of a batch on average
 
 
 class RunWriter:
@@ -336,9 +336,9 @@ class RunWriter:
         if share < SPARSE and not self._sparse:
             self._sparse = True
             self._display.say(
-                f"warning: {share:.0%} of the replay's batches could be filled, as few of the steps in it may be "
-                "drawn: the others were ignored, after an episode's end, or belong to windows that are incomplete. "
-                "Gradients are those of smaller batches; raise --batch-size, or see that episodes last longer"
+                f"warning: replay fills {share:.0%} of a batch on average, because few of its steps may be drawn: "
+                "the others were ignored after an episode's end, or belong to incomplete windows. Gradients come from "
+                "smaller batches; raise --batch-size, or see that episodes last longer"
             )
         if update == e.env_epoch and not values.get("charts/episodes", 1):
             self._display.say(
@@ -482,6 +482,11 @@ def announce(job: Job, saved: Saved[Any, Any] | None, display: Display) -> None:
     )
     for warning in warnings(job.spec) if job.devices.is_main else ():
         display.say(f"warning: {warning}")
+    if (idle := len(place.actor_device_ids) - e.num_actors // processes) > 0:
+        display.say(
+            f"warning: {counted(idle, 'actor device')} will be idle, because there is one actor for each at most and "
+            f"num_actors={e.num_actors}; raise --num-actors (another experiment), or name fewer --actor-device-ids"
+        )
     if saved is not None:
         display.say(f"going on after update {saved.update}, step {saved.counters['global_step']:,}")
 
@@ -507,8 +512,7 @@ def require_same_flags(flags: Json) -> None:
     require(
         not others,
         f"process {', '.join(others)} has another experiment than process 0, or another --log-frequency, "
-        "--checkpoint-frequency, --keep-checkpoints or --target-return; give all processes the same flags, and "
-        "equally many --actor-device-ids",
+        "--checkpoint-frequency, --keep-checkpoints or --target-return; give all processes the same flags",
     )
 
 
@@ -519,8 +523,8 @@ def require_same_kernels(e: Experiment, platform: str) -> None:
     unable = [str(i) for i in np.flatnonzero(~able)]
     require(
         len(unable) in (0, len(able)),
-        f"process {', '.join(unable)} cannot use the kernels for CPUs (it says why), but others can, to other bits; "
-        "add --cpu-kernels off to the flags of all, or mend what is missing there",
+        f"process {', '.join(unable)} cannot use the kernels for CPUs (it prints the reason), but others can, and "
+        "plain JAX gives other bits; add --cpu-kernels off to the flags of all, or install what is missing there",
     )
 
 

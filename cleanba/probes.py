@@ -109,7 +109,7 @@ def watching(watcher: Finder | Tape) -> Iterator[None]:
 def probe(stage: str, values: PyTree | Callable[[], PyTree], detail: str = "", per_shard: bool = False) -> None:
     """Have these values watched, if the program that is traced is watched at all.
 
-    values: arrays [...], or with `per_shard` [K', ...]; or a function that makes them, called only if it is.
+    values: arrays [...], or with `per_shard` [K', ...]; or a function that makes them, called only if watched.
     """
     watcher: Any = WATCHER.value
     if watcher is None:

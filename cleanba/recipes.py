@@ -20,7 +20,7 @@ class Play(NamedTuple):
 
     def in_words(self) -> str:
         """How actions are chosen, as evaluations and reports say it."""
-        words = "likeliest actions" if self.greedy else "actions drawn from the policy"
+        words = "greedy actions" if self.greedy else "actions drawn from the policy"
         return words + (f", random with probability {self.epsilon:.3g}" if self.epsilon else "")
 
 

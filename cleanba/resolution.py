@@ -150,7 +150,7 @@ def as_given(recipe: AnyRecipe, values: Mapping[str, Any]) -> dict[str, Any]:
     typed, named = typed_values(recipe, values), values.get("preset")
     if named is None:
         return typed
-    settings = named_settings(recipe, named)  # of which None leaves one open
+    settings = named_settings(recipe, named)  # an explicit None for one of these stays, and leaves its field open
     return {name: typed.get(name) for name in values if name in typed or name in settings} | {"preset": named}
 
 
@@ -231,7 +231,7 @@ def inferred_from_env(e: Experiment, spec: EnvSpec, given: Collection[str]) -> d
 def fit_parts(recipe: AnyRecipe, e: Any, typed: Collection[str]) -> Experiment:
     """The experiment with actors, shards and minibatches lowered to what fits, except those that were `typed`.
 
-    So are the environment steps for each gradient step, to a divisor of an update's.
+    `train_frequency` is lowered, too: to a divisor of the number of environment steps in an update.
 
     A recurrent network's minibatches hold whole environments.  Where nothing fits, there is one actor and one shard, so
     that the error is about what was typed.
@@ -389,8 +389,8 @@ class Config:
     """All that a training command, or its like in Python, was given."""
 
     asked: Experiment
-    """what was typed upon the algorithm's defaults, or an earlier run's experiment: enough for what must be known
-    before a device is touched"""
+    """the algorithm's defaults with the typed values in their place, or an earlier run's experiment: enough for what
+    must be known before a device is touched"""
     typed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """the experiment's fields that were typed, and under "preset" the name that --preset gives"""
     placement: Placement = dataclasses.field(default_factory=Placement)
@@ -428,7 +428,7 @@ def settle(recipe: AnyRecipe, config: Config, platform: str, run_dir: Path | Non
     """The experiment that a command asks for, on this platform, in a directory that may hold a run already.
 
     Raises:
-        UsageError: it cannot be had, or another one has begun there.
+        UsageError: the experiment cannot be resolved, or the directory holds another one.
     """
     if config.whole is not None:
         resolved = taken_whole(recipe, config.asked, config.whole, platform)

@@ -35,7 +35,7 @@ class Rollout(NamedTuple):
 
     obs: Obs  # [T+1, B, ...]  uint8 for images; what the environment delivered
     first: jax.Array  # [T+1, B]  bool
-    action: jax.Array  # [T, B]  int32
+    action: jax.Array  # [T, B] int32 for a single choice; [T, B, D] int32 or float32 for D parts (`ActionSpec`)
     reward: jax.Array  # [T, B]  float32, clipped if the experiment clips
     terminated: jax.Array  # [T, B]  bool: the episode ended, nothing comes after
     truncated: jax.Array  # [T, B]  bool: the episode was cut off, its last state still has a value
@@ -83,7 +83,7 @@ class EpisodeTracker:
         self.length = np.zeros(num_envs, np.int64)
 
     def add(self, raw_reward: np.ndarray, valid: np.ndarray, over: np.ndarray) -> list[Episode]:
-        """Add a step: raw rewards [B], valid [B], over [B] -> the episodes that ended, in environment order."""
+        """Add a step: raw rewards [B], valid [B], over [B] (`Step.over`) -> the episodes that ended, by environment."""
         self.ret += np.where(valid, raw_reward, 0.0)
         self.length += valid
         ended = np.flatnonzero(over & valid)

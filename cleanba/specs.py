@@ -105,7 +105,7 @@ class EnvSpec(NamedTuple):
     is_atari: bool
     clip_reward: bool
     options: dict[str, Any]
-    """options passed to EnvPool"""
+    """options passed to the function that makes the environment"""
     given_action: ActionSpec | None = None
     """specification of its actions; None: one of `num_actions`, counted from 0"""
     scannable: bool = True

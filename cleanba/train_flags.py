@@ -44,7 +44,7 @@ def parse(recipe: AnyRecipe, argv: Sequence[str], default: Config | None = None)
         UsageError: a value is not allowed, --experiment names no run of this algorithm, or flags would change an
             experiment that is repeated or resumed.
     """
-    words = in_one_form(recipe, [word for word in argv if word not in (*HELP, SHOW)])
+    words = [word for word in argv if word not in (*HELP, SHOW)]
     asked_for = [word for word in argv if word in (*HELP, SHOW)]
     if asked_for and asked_for[0] in HELP:
         print(help_text(recipe, words, default, whole=asked_for[0] == "--help-all"))
@@ -58,6 +58,7 @@ def parse(recipe: AnyRecipe, argv: Sequence[str], default: Config | None = None)
 
 def read_flags(recipe: AnyRecipe, words: Sequence[str], default: Config | None) -> Config:
     """`parse`, without --help and --show-config."""
+    words, left_open = in_one_form(recipe, words)
     named, words = preset_of(recipe, words)
     refuse_foreign_flags(recipe, words)
     form = make_dataclass(
@@ -82,9 +83,8 @@ def read_flags(recipe: AnyRecipe, words: Sequence[str], default: Config | None) 
         name: getattr(parsed.experiment, name)
         for name in typed_names(recipe, words) & set(offered_fields(recipe.experiment))
     }
-    return configure(
-        recipe, {"preset": named} | typed, parsed.placement, parsed.run, default.whole if default else None
-    )
+    given = {"preset": named} | dict.fromkeys(left_open if named else ()) | typed
+    return configure(recipe, given, parsed.placement, parsed.run, default.whole if default else None)
 
 
 def preset_of(recipe: AnyRecipe, words: Sequence[str]) -> tuple[str | None, list[str]]:
@@ -113,27 +113,32 @@ def typed_names(recipe: AnyRecipe, words: Sequence[str]) -> set[str]:
     return known & (names | {name.removeprefix("no_") for name in names})
 
 
-def in_one_form(recipe: AnyRecipe, argv: Sequence[str]) -> list[str]:
+def in_one_form(recipe: AnyRecipe, argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Rewrite arguments to tyro's form: CleanRL's "--anneal-lr False" becomes --no-anneal-lr.
 
-    A flag of the experiment whose value is auto or None, as in "--network auto", is dropped.
+    A flag of the experiment whose value is auto or None, as in "--network auto", is dropped.  Returns the arguments,
+    and the fields whose flags were dropped.
     """
-    known = fields_of(recipe.experiment)
+    of_experiment = fields_of(recipe.experiment)
+    known = of_experiment | fields_of(Placement) | fields_of(Run)
     words: list[str] = []
+    left_open: list[str] = []
     rest = list(argv)
     while rest:
         word = rest.pop(0)
         name, eq, value = word.partition("=")
-        about = known.get(name[2:].replace("-", "_")) if name.startswith("--") else None
+        field_name = name[2:].replace("-", "_")
+        about = known.get(field_name) if name.startswith("--") else None
         value = value if eq else rest[0] if rest else ""
-        if about is not None and value in ("auto", "None"):
+        if about is not None and field_name in of_experiment and value in ("auto", "None"):
             rest = rest if eq else rest[1:]
+            left_open.append(field_name)
         elif about is not None and about.annotation is bool and value.lower() in ("true", "false"):
             rest = rest if eq else rest[1:]
             words.append(name if value.lower() == "true" else f"--no-{name[2:]}")
         else:
             words.append(word)
-    return words
+    return words, left_open
 
 
 # Flags of other systems -> what to do instead.  Consulted only if the algorithm has no such flag.
@@ -148,7 +153,8 @@ FOREIGN_FLAGS = {
     "--torch-deterministic": "set --deterministic, which is on by default",
     "--target-kl": "leave it out",
     "--clip-vloss": "leave it out: values are not clipped",
-    "--target-network-frequency": "targets move each time the policy learns; set --tau, or --policy-frequency",
+    "--target-network-frequency": "TD3's targets move each time its policy learns: set --tau or --policy-frequency; "
+    "PPO, IMPALA and PQN have no target network: leave it out",
     "--lr": "set --learning-rate, or for SAC --policy-lr and --q-lr",
     "--core": "its replay draws single transitions, so recurrence cannot be trained: leave it out",
     "--lstm-size": "its replay draws single transitions, so recurrence cannot be trained: leave it out",

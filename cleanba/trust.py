@@ -104,8 +104,9 @@ def check_values(cls: type[Experiment], values: Json, source: str) -> None:
                 refuse(source, f"sets {name} to {_shown(number)}, outside [{least:g}, {most:g}]", ANOTHER)
         if isinstance(value, list):
             limit = MOST_OPTIONS if name.startswith("env_") else MOST_LAYERS
-            if len(value) > limit or (not value and name in ("hiddens", "channels")):
-                refuse(source, f"gives {name} {len(value)} entries, where it can have {limit}", ANOTHER)
+            least = int(name in ("hiddens", "channels"))
+            if not least <= len(value) <= limit:
+                refuse(source, f"gives {name} {len(value)} entries, where it can have {least} to {limit}", ANOTHER)
 
 
 def _fits(hint: Any, value: object) -> bool:

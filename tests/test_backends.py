@@ -150,7 +150,7 @@ def test_environments_in_jax_are_compiled_once_and_both_collectors_record_the_sa
             collector.close()
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
-    assert sum("scan_pool" in str(name) for name in compiled) == 1, compiled
+    assert sum("scan_envs" in str(name) for name in compiled) == 1, compiled
     assert all(jax.tree.all(jax.tree.map(np.array_equal, recorded[0], other)) for other in recorded[1:])
     assert sum(got.rollout.truncated.sum() + got.rollout.terminated.sum() for got in recorded[0]) > 0
 

@@ -163,6 +163,7 @@ def test_scripts_for_the_other_shells_have_every_command():
         ("--lag-trace-cap 0", ["lag_trace_cap=0", "at least 1"]),
         ("--update-epochs 0", ["update_epochs=0", "--update-epochs"]),
         ("--seed -3", ["seed=-3", "--seed 3"]),
+        ("--seed 2147483648", ["seed=2147483648 is too large; it can be 2147483647 at most"]),
         ("--hiddens 0", ["hiddens=(0,)", "--hiddens"]),
         ("--env-epoch -1", ["env_epoch=-1"]),
         ("--checkpoint-frequency -1", ["checkpoint_frequency=-1"]),

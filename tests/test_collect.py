@@ -133,7 +133,7 @@ def test_nothing_is_compiled_twice(name, device):
     """In two rollouts, of one epoch and of the next; buffers that lie elsewhere first would be compiled for, too."""
     with compilations() as compiled:
         collect(name, CASES["cartpole"], device=device)  # two calls a rollout, two pools of environments
-    expected = dict.fromkeys(["step", "start"] if name == "stepped" else ["scan_pool", "new_buffers"], 1)
+    expected = dict.fromkeys(["step", "start"] if name == "stepped" else ["scan_envs", "new_buffers"], 1)
     assert {what: compiled[f"jit({what})"] for what in expected} == expected
 
 
@@ -141,7 +141,7 @@ def test_pools_share_compiled_code_and_nothing_else():
     case = CASES["catch"]
     with compilations() as compiled:
         scanned = collect("scanned", case, later=9)  # ten pools
-    assert compiled["jit(scan_pool)"] == 1
+    assert compiled["jit(scan_envs)"] == 1
     assert_same(collect("stepped", case, later=9), scanned)
 
 

@@ -100,7 +100,8 @@ def test_the_update_of_every_seed_is_one_program(name):
 def test_what_nobody_uses_is_removed(tmp_path):
     old = time.time() - (compilation_cache.UNUSED_DAYS + 1) * 86400
     now = time.time()
-    for name, used in (("jit_update-1-cache", now), ("jit_update-2-cache", old), ("jit_scan_pool-3-cache", now)):
+    useless = f"jit_{compilation_cache.OF_ONE_PROCESS}-3-cache"
+    for name, used in (("jit_update-1-cache", now), ("jit_update-2-cache", old), (useless, now)):
         (tmp_path / name).touch()
         os.utime(tmp_path / name, (used, old))
     compilation_cache.clean(tmp_path)
@@ -126,10 +127,11 @@ def test_the_second_start_compiles_less_and_trains_the_same_bits(tmp_path):
         ended = finish(python(*words, XDG_CACHE_HOME=str(tmp_path / "home")))
         assert ended.code == 0, ended.err
         digests.append(read_result(tmp_path / number)["learner_digest"])
-        names = {path.name for path in (tmp_path / "home").glob("cleanba/xla/*/*")}
-        files.append({name for name in names if "scan_pool" not in name})
+        names = {path.name: path for path in (tmp_path / "home").glob("cleanba/xla/*/*")}
+        files.append({name: path.stat().st_mtime_ns for name, path in names.items() if name.endswith("-cache")})
     assert digests[0] == digests[1]
-    assert any(name.startswith("jit_update-") for name in files[0]) and files[0] == files[1]
+    assert {"jit_update", "jit_scan_envs"} <= {name.partition("-")[0] for name in files[0]}
+    assert files[0] == files[1], "the second start finds all that the first one compiled, the scan of EnvPool too"
 
 
 @pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="Linux only")

@@ -320,7 +320,7 @@ def test_the_command_trains_plays_and_goes_on(tmp_path, monkeypatch):
                                    if (v := values.get(flag[2:].replace("-", "_"))) is not None]))  # fmt: skip
     ended = command("dqn", *words, "--run-dir", tmp_path / "run", "--log-frequency", "1")
     assert ended.code == 0, ended.err
-    assert ended.out.count("warning: 100% of the replay's batches could be filled") == 1
+    assert ended.out.count("warning: replay fills 100% of a batch on average") == 1
     played = command("eval", tmp_path / "run", "--episodes", "3", "--video")
     assert played.code == 0 and "dqn on CartPole-v1" in played.out and "random with probability 0.05" in played.out, (
         played.err

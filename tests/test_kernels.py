@@ -276,7 +276,7 @@ def test_where_one_fails_in_the_midst_of_a_program_it_is_traced_once_more(fresh,
     expected = jax.grad(loss)(x)
 
     def refuse(unit, shape, *rest):
-        if getattr(shape, "turned", False):
+        if getattr(shape, "transposed", False):
             raise OSError("full")
         return compile_(unit, shape, *rest)
 
@@ -289,7 +289,7 @@ def test_where_one_fails_in_the_midst_of_a_program_it_is_traced_once_more(fresh,
     assert OURS not in gradient.lower(x).as_text()
     said_once(capsys, "cannot be compiled (OSError: full)")
     with pytest.raises(CannotCompile), compiling_for("cpu", "auto"):
-        product.multiply_turned(x, x)
+        product.multiply_transposed(x, x)
 
 
 def test_what_cannot_be_kept_is_said_once_and_kernels_work_nevertheless(fresh, monkeypatch, capsys):

@@ -468,16 +468,16 @@ def test_memory_that_the_host_cannot_hold_for_its_checkpoints_is_refused_too(mon
     """All processes of a host share its memory, and all devices of a process."""
     monkeypatch.setattr(memory, "host_room", lambda: 20_000_000)
     memory.require_room(FOUR_MB, 2, GPUS, 1, 100)  # 16 MB, of the process's 20
-    words = "share of the host's memory .*80% may be memory; try --buffer-size {} at most, or more hosts"
+    words = "share of the host's memory .*of which it may take 80%; try --buffer-size {} at most, or more hosts"
     with pytest.raises(UsageError, match=words.format(100)):
         memory.require_room(FOUR_MB, 2, GPUS, 2, 200)  # of its 10
     memory.require_room(FOUR_MB, 1, GPUS, 2, 100)
 
     simulated = jax.local_devices()[:1]
     memory.require_room(FOUR_MB, 2, simulated, 1, 100)
-    with pytest.raises(UsageError, match="40% may be memory; try --buffer-size 100 at most, or more hosts"):
+    with pytest.raises(UsageError, match="of which it may take 40%; try --buffer-size 100 at most, or more hosts"):
         memory.require_room(FOUR_MB, 2, simulated, 2, 200)
-    with pytest.raises(UsageError, match="40% may be memory"):
+    with pytest.raises(UsageError, match="of which it may take 40%"):
         memory.require_room(FOUR_MB, 2, jax.local_devices()[:2], 1, 200)
 
 

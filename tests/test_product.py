@@ -13,7 +13,7 @@ import pytest
 from launch import finish, python
 
 from cleanba.kernels import llvm, product
-from cleanba.kernels.product import affine, multiply, multiply_turned
+from cleanba.kernels.product import affine, multiply, multiply_transposed
 
 
 def draw(*shape, seed=0):
@@ -37,7 +37,7 @@ def test_products_and_sums_of_columns_are_numpys(rows, inner, columns):
     a, b, bias = draw(rows, inner), draw(inner, columns, seed=1), draw(columns, seed=2)
     exact = a.astype(np.float64) @ b
     near([multiply(a, b), multiply(a, b, bias)], [exact, exact + bias])
-    near(multiply_turned(np.ascontiguousarray(a.T), b), [exact, b.sum(0, dtype=np.float64)])
+    near(multiply_transposed(np.ascontiguousarray(a.T), b), [exact, b.sum(0, dtype=np.float64)])
 
 
 @pytest.mark.parametrize("rows, inner, columns", [(2, 40, 3), (60, 40, 3), (5, 2, 3), (300, 20, 70), (9, 300, 257)])
@@ -53,7 +53,7 @@ def test_the_gradients_are_those_of_a_product_and_a_sum(rows, inner, columns):  
 def test_a_processor_with_other_vectors_ends_in_the_same_bits(shape, registers, monkeypatch):
     rows, inner, columns = shape
     a, b = draw(rows, inner), draw(inner, columns, seed=1)
-    both = lambda: [multiply(a, b, b[0]), *multiply_turned(a, draw(rows, columns, seed=2))]
+    both = lambda: [multiply(a, b, b[0]), *multiply_transposed(a, draw(rows, columns, seed=2))]
     here = both()
     for module in (llvm, product):
         monkeypatch.setattr(module, "registers", lambda: registers)
@@ -125,7 +125,7 @@ def test_what_is_not_a_number_stays_so():
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused(a, b):
-    for form in (multiply, lambda a, b: multiply_turned(a.T, b)):
+    for form in (multiply, lambda a, b: multiply_transposed(a.T, b)):
         with pytest.raises(ValueError, match="must be matrices of float32 that fit"):
             form(a, b)
 

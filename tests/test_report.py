@@ -126,7 +126,7 @@ def test_the_page_has_every_part(full):
         *("ppo on CartPole<i>-v1, seed 3", "failed", "40,000 of 123,456", "Learning", "Evaluation", "321.5"),
         *(
             "last 100 episodes",
-            "likeliest actions, random with probability 0.05",
+            "greedy actions, random with probability 0.05",
             "evaluation",
             "Throughput",
             "Losses",

@@ -155,8 +155,8 @@ class Agent:
                 number, or a dictionary of them.  Its shape says which: `spec.obs` has the shape of one.
             first: whether this is the first observation of an episode, [] or [B] bool.  None: only at the first call,
                 and after `reset`.
-            greedy: whether to take the best action, or one drawn from the policy as in training.  None: as the
-                algorithm is evaluated, drawn for PPO and IMPALA, greedy for the others.
+            greedy: whether to take the best action, or one drawn from the policy as in training.  None: drawn for PPO
+                and IMPALA, greedy for the others, without the random actions that `evaluate` may add.
 
         Returns:
             The action in the environment's own form: `[*shape]` for one observation, `[B, *shape]` for a batch, with
@@ -317,7 +317,7 @@ def read_params(
         + (
             "; its checkpoints have been removed, so choose another run"
             if (run_dir / "result.json").exists()
-            else " yet: a run writes its first after ten seconds of training"
+            else " yet: a run without --checkpoint-frequency writes its first after ten seconds"
         ),
     )
     return ckpt.read_model(model, like_params), None, None

@@ -42,7 +42,7 @@ LOGGED = {
     "eval/truncated": "how many of these episodes the step limit cut off; left out where none",
     "eval/seconds": "how long the evaluation took",
 }
-"""What an evaluation beside the training (`periodic_evaluation.py`) logs: name -> meaning."""
+"""What a periodic evaluation (`periodic_evaluation.py`) logs: name -> meaning."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Eval:
     """steps after which an episode is cut off and reported as truncated (None: 27,000, or the environment's own limit
     where that is longer)"""
     greedy: bool = False
-    """take the likeliest action instead of drawing one from the policy; all algorithms but PPO and
+    """take the greedy action instead of drawing one from the policy; all algorithms but PPO and
     IMPALA always take the best one"""
     epsilon: float | None = None
     """probability of a uniformly random action in place of the policy's (None: 0.05 for DQN and PQN,
@@ -253,7 +253,7 @@ def evaluate(
     max_steps: int | None = None,
     film: str | Path | None = None,
 ) -> Evaluation:
-    """Play complete episodes in environments of their own; what the agent remembers of others stays as it is.
+    """Play complete episodes in fresh environments.  The agent's own recurrent state stays as it is.
 
     The same seed plays the same games as `cleanba eval`, and no training run has any of them.
 

@@ -98,7 +98,7 @@ def push(
     """Upload a run and return the address of its page.
 
     checkpoints: with all checkpoints that it keeps, and what they need.
-    say: told what is uploaded with them, before it is.
+    say: called before the checkpoints are uploaded, with a line that states their number and size.
 
     Raises:
         UsageError: there is no such run, it has no parameters yet, or nobody is logged in.

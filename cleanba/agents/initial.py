@@ -105,7 +105,8 @@ def require_fit(initial: Initial, state: PyTree) -> None:
             has = lambda shape: "no such array" if shape is None else f"the shape {shape}"
             raise UsageError(
                 f"init_from={initial.place}: its networks are not this run's: {name} has {has(there)} there and "
-                f"{has(here)} here; give the settings of that run (cleanba ... --experiment names them all)"
+                f"{has(here)} here; give the settings of that run (`cleanba ALGORITHM --experiment RUN --show-config` "
+                "lists them)"
             )
 
 
@@ -121,7 +122,7 @@ def find_again(
 ) -> Initial:
     """The parameters with this digest, which a run begins from, or began from.
 
-    `whole` is the run whose whole experiment it repeats, which knows too where they lie.
+    `whole` is the run whose whole experiment it repeats; its directory may record their place, too.
 
     Raises:
         UsageError: they are no longer where they were.

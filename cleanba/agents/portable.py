@@ -121,9 +121,9 @@ def names_of(prefix: str, tree: PyTree) -> list[str]:
 
 
 def remembered(carry: PyTree) -> tuple[dict[str, Any], Callable[[dict[str, Any], Any], PyTree]]:
-    """The part of a carry that a policy remembers by, by name; and the way back from it and a batch size.
+    """The recurrent state in a carry, by name, and a function that rebuilds the carry from it and a batch size.
 
-    The rest are whole numbers that only exploration depends on, such as which environment this is: 0 in a file.
+    The rest of a carry is integers that only exploration uses, such as the environment's number.  In a file it is 0.
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(carry)
     names = [name.removeprefix("carry.") for name in names_of("carry", carry)]
@@ -153,7 +153,7 @@ def exported(policy: Trained) -> Exported:
     def step(*arrays: jax.Array) -> dict[str, jax.Array]:
         """Flat inputs -> outputs by name, in their order."""
         obs, first, part = jax.tree.unflatten(structure, arrays)
-        # ONNX counts in no bytes, as one-hot codes do; the numbers are the same.
+        # Encoding categories counts up in their type, which ONNX cannot do in bytes.  As int32 the values are the same.
         wider = lambda o, x: x.astype(jnp.int32) if o.kind in CATEGORICAL else x
         obs = jax.tree.map(wider, spec.obs, obs)
         carry = whole_carry(part, arrays[0].shape[0])

@@ -1,1 +1,1 @@
-"""Each algorithm top to bottom in a file of its own, sections in one order; what they share beside them."""
+"""One file for each algorithm, with the same sections in the same order; the other modules hold what they share."""

@@ -174,7 +174,7 @@ LAG_LOGGED = {
     "stats/lag_kl": "estimate of KL(policy that acted || newest policy) over the rollout, before the update",
     "stats/lag_ratio_mean": "mean of the importance ratio newest / acted; near 1",
     "stats/lag_ratio_max": "the largest of these ratios",
-    "stats/lag_effective_samples": "share of the rollout that counts once weighted by the ratio; 1 where both agree",
+    "stats/lag_effective_samples": "effective sample size of the ratios, divided by the number of steps; 1: no lag",
 }
 """What `version_distance` logs."""
 

@@ -64,7 +64,7 @@ class DQN(PrioritisedReplay):
     target_network_frequency: Steps = 500
     """environment steps between updates of the target network"""
     tau: float = 1.0
-    """how far each of its updates moves a target network towards the network (1: all the way)"""
+    """how far each update of a target network moves it towards the online network (1: all the way)"""
     start_e: Fraction = 1.0
     """probability of a random action at the start"""
     end_e: Fraction = 0.05
@@ -80,7 +80,7 @@ class DQN(PrioritisedReplay):
     huber: bool = False
     """Huber's loss in place of the squared error"""
     prioritised: bool = False
-    """draw transitions in proportion to their last temporal-difference error, not uniformly"""
+    """draw transitions by priority, abs(last temporal-difference error)^priority_exponent, not uniformly"""
 
 
 # For vectors and codes: three-step targets learn several times as fast as one-step targets.  A falling learning rate, a

@@ -24,7 +24,7 @@ M = TypeVar("M")  # metrics, which the loops add up
 D = TypeVar("D")  # the random numbers of one step
 
 REPLAY_FILLED = "charts/replay_filled"
-REPLAY_LOGGED = {REPLAY_FILLED: "share of the batches that replay could fill; below 0.9 a warning says so"}
+REPLAY_LOGGED = {REPLAY_FILLED: "share of a batch that replay fills, on average; below 0.9 a warning says so"}
 """What `gradient_steps` logs: name -> meaning."""
 
 # A block of gradient steps: those whose random numbers are drawn together.
@@ -87,7 +87,7 @@ def gradient_steps(
         They are then gathered once, before the step, and not by each loss.
 
     Returns the state after the last step, and the means of the metrics over the steps.  A metric that some steps lack
-    is a sum; it has a "count/<name>" beside it (`with_count`), by which it is divided.
+    comes from `step` as a sum with `count/<name>` (`with_count`), by which it is divided.
     """
 
     def draw_block(numbers: jax.Array) -> Draws:

@@ -14,7 +14,7 @@ import optax
 from jax import lax
 
 from cleanba.algorithm import Algorithm, Metrics
-from cleanba.algorithms.batches import LAG_LOGGED, count_pieces, count_valid, in_pieces, sequences
+from cleanba.algorithms.batches import count_pieces, count_valid, in_pieces, sequences
 from cleanba.algorithms.normalisation import ReturnsSoFar, make_normaliser
 from cleanba.algorithms.optimiser import State, by_rule, learning_rate, sgd_step
 from cleanba.config import (
@@ -140,7 +140,7 @@ LOGGED = {
     "losses/importance_ratio": "mean ratio of the learner's policy to the one that acted, unclipped",
     "losses/first_ratio_deviation": "mean |ratio - 1| of the first minibatch, before any step",
     "losses/grad_norm": "global norm of the gradient of the scaled loss, before clipping",
-    "stats/lag_kl": LAG_LOGGED["stats/lag_kl"],
+    "stats/lag_kl": "estimate of KL(policy that acted || newest policy) over the first minibatch, before any step",
     "charts/learning_rate": "the optimiser's step size in this update",
 }
 

@@ -27,7 +27,7 @@ class OffPolicy(Experiment):
     train_frequency: Steps = 1
     """environment steps for each gradient step, over all environments"""
     tau: Annotated[float, Range(0, 1, open_low=True)] = 0.005
-    """how far each of its updates moves a target network towards the network (1: all the way)"""
+    """how far each update of a target network moves it towards the online network (1: all the way)"""
 
     @property
     def gradient_steps(self) -> int:
@@ -36,13 +36,16 @@ class OffPolicy(Experiment):
 
     @property
     def first_to_learn(self) -> int:
-        """The number of the first update that learns, counted from 1; 0 if all do."""
+        """The number of the first update that takes gradient steps, counted from 1; 0 if learning_starts is 0.
+
+        With 0, `learns` holds before the first update too, so SAC and TD3 never act uniformly at random.
+        """
         return -(-self.learning_starts // self.transitions_per_update)
 
     def learns(self, update: jax.Array) -> jax.Array:
         """Whether this update, counted from 1, takes gradient steps.  [] int32 -> [] bool.
 
-        Given the number of updates done, as by `act`: whether the last of them did, so that the policy has learnt.
+        `act` gives the number of updates done: the result is then whether the last of them took gradient steps.
         """
         return update >= self.first_to_learn
 

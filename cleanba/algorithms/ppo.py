@@ -49,8 +49,9 @@ class PPO(PolicyGradient):
     clip_coef: Positive = 0.1
     """how far the probability ratio may leave 1 before it is clipped"""
     lag_correction: Literal["none", "proximal", "decoupled", "vtrace", "both"] = "none"
-    """what is done about rollouts of the policy version before: nothing; clip around the newest policy; also weight
-    by the ratio of the two; correct advantages by V-trace; decoupled and vtrace both (docs/inside/policy-lag.md)"""
+    """correction for rollouts that are one policy version old.  proximal: clip around the newest policy; decoupled:
+    also weight by its ratio to the policy that acted; vtrace: correct advantages by V-trace; both: decoupled and vtrace
+    (docs/inside/policy-lag.md)"""
     lag_weight_cap: Annotated[float, Range(1)] = 2.0
     """bound on the ratio of the newest policy to the one that acted, where it is a weight"""
     lag_trace_cap: Annotated[float, Range(1)] = 1.0
@@ -153,7 +154,7 @@ LOGGED = {
     "losses/entropy": "entropy of the policy in nats; last epoch",
     "losses/approx_kl": "estimate of the KL divergence between clipping's centre and the new policy; last epoch",
     "losses/clipfrac": "share of the samples whose ratio left the clipping range; last epoch",
-    "losses/first_ratio_deviation": "mean |ratio - 1| of the first minibatch, before any step: the version behind, and "
+    "losses/first_ratio_deviation": "mean |ratio - 1| of the first minibatch, before any step; due to policy lag and "
     "rounding",
     "losses/explained_variance": "share of the value targets' variance that values explain before the update; up to 1",
     "losses/grad_norm": "global norm of the gradient before clipping; last epoch",
@@ -323,7 +324,7 @@ def advantage_scale(shards: ShardAxis, advantage: jax.Array, valid: jax.Array, t
         return shards.sum(shards.map(of_shard, advantage, valid, t, b))
 
     count = count_valid(shards, valid, t, b)
-    # Summed together with ones, which once were the count: alone, CPUs would add in another order, with other bits.
+    # The ones keep the bits of earlier versions: without them, CPUs would add the advantages in another order.
     mean = total(lambda x: jnp.stack([jnp.ones_like(x), x]))[1] / count
     square = total(lambda x: (x - mean[:, None, None]) ** 2)
     return Scale(count, mean, jnp.sqrt(square / count) + 1e-8)

@@ -84,7 +84,7 @@ SMALL = Settings(
     exploration_fraction=0.2,
 )
 
-# For what the authors have no settings for: a longer stride, and fewer random actions in the end.
+# For environments that the authors have no settings for: a larger learning rate, and fewer random actions at the end.
 QUICK = SMALL | Settings(learning_rate=5e-4, end_e=0.05)
 
 # By preset name (docs/reference/presets.md): what differs from the values above, the authors' on Atari.
@@ -166,7 +166,8 @@ LOGGED = {
     "up to 1",
     "losses/grad_norm": "global norm of the gradient before clipping; last epoch",
     "charts/learning_rate": "the optimiser's step size in this update",
-    "charts/epsilon": "probability of a random action in the rollouts that are collected next",
+    "charts/epsilon": "probability of a random action of the policy before this update, which collects the next "
+    "rollout (with --no-concurrency: this one)",
     "stats/greedy_actions": "share of the rollout's actions that the newest network would have chosen without "
     "exploration",
 }

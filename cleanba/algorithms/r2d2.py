@@ -70,8 +70,8 @@ class R2D2(PrioritisedReplay, Recurrent):
     lstm_size: int = 512
     """units of the LSTM"""
     norm_obs: bool = False
-    """normalise observations other than images by their running mean and standard deviation; codes and text once they
-    are encoded as zeros and ones"""
+    """normalise observations by their running mean and standard deviation; images, boards of planes, masks and booleans
+    stay as they are; codes and text are first encoded as zeros and ones"""
 
     learning_rate: Positive = 1e-4
     """optimiser's step size at the start"""
@@ -100,7 +100,7 @@ class R2D2(PrioritisedReplay, Recurrent):
     target_network_frequency: Count = 2500
     """gradient steps between updates of the target network"""
     tau: float = 1.0
-    """how far each of its updates moves a target network towards the network (1: all the way)"""
+    """how far each update of a target network moves it towards the online network (1: all the way)"""
     double: bool = True
     """let the network choose the next action, and the target network value it"""
     dueling: bool = True
@@ -112,7 +112,7 @@ class R2D2(PrioritisedReplay, Recurrent):
     importance_exponent_end: float = 0.6
     """the same at the end of the run; linear in between"""
     priority_max_weight: Fraction = 0.9
-    """a sequence's error is this share of its greatest one, and for the rest of its mean one"""
+    """weight of a sequence's largest absolute error in its priority; the mean absolute error has the rest"""
     explore_base: Fraction = 0.4
     """environment i of N takes a random action with probability explore_base^(1 + explore_power i / (N - 1))"""
     explore_power: NotNegative = 7.0
@@ -125,7 +125,7 @@ class R2D2(PrioritisedReplay, Recurrent):
 
 
 # For vectors and codes: short sequences, a small network, and a target network that follows sooner.  Adam's epsilon is
-# 0.001 for each step of a sequence, since these settings were measured with a mean over its steps in place of a sum.
+# 0.001 x sequence_length: the settings were measured with the mean over a sequence's steps; the loss is now their sum.
 SMALL = Settings(
     num_envs=16,
     num_steps=16,
@@ -144,7 +144,7 @@ SMALL = Settings(
     explore_power=3.0,
 )
 
-# For what is decided within a few steps, and must be learnt from many.
+# For tasks that are decided within a few steps but need much experience: shorter sequences, fewer gradient steps.
 SHORT = Settings(
     num_steps=10,
     hiddens=(64,),
@@ -208,7 +208,8 @@ class ActingCarry(NamedTuple):
 
 
 LOGGED = {
-    "losses/td_loss": "half the squared temporal-difference error of rescaled values, weighted, mean over sequences",
+    "losses/td_loss": "half the squared temporal-difference error of rescaled values, importance-weighted; mean over "
+    "the steps of all sequences, where ignored steps count as 0",
     "losses/q_values": "mean (rescaled) action value of the replayed actions; ignored steps count as 0",
     "losses/grad_norm": "global norm of the gradient before clipping",
     REPLAY_FILLED: REPLAY_LOGGED[REPLAY_FILLED],

@@ -20,7 +20,7 @@ from cleanba.flags import FLAGS
 from cleanba.resolution import Config, read_recipe
 from cleanba.runs.diff import DIGESTS, read_rows
 from cleanba.runs.directory import differing_machines
-from cleanba.runs.remote import find_run
+from cleanba.runs.remote import find_whole_run
 from cleanba.runtime.checkpoint import COUNTERS, updates_kept
 from cleanba.train_flags import parse
 
@@ -30,7 +30,8 @@ ABOUT = """usage: cleanba bisect RUN_A RUN_B [FLAGS]
 Computes two runs of one experiment again, or one run on two placements, update by update and side by side, and names
 the first number that differs and what made it: an environment, acting, a shard's gradient, the sum, the optimiser …
 What follows `--` places B elsewhere; a second `--` and more flags place A elsewhere.  NAME=VALUE sets an environment
-variable of that side.  Exit code 0 when both come to the same bits throughout, 1 when they part."""
+variable of that side.  Exit code 0: the same bits throughout.  1: the two sides differ, or one of them differs from
+what its run logged."""
 
 REPORT_SECONDS = 15.0  # between lines of progress where there is no terminal
 
@@ -77,8 +78,16 @@ def bisect_command(argv: Sequence[str]) -> Exit:
         len(flags.runs) in (1, 2) and len(sides) <= 2,
         f"bisect takes one run or two, but was given {len(flags.runs)}\n{ABOUT}",
     )
-    run_dirs = [find_run(run) for run in flags.runs]
-    a, b = run_dirs[0], run_dirs[-1]
+    with tempfile.TemporaryDirectory(prefix="cleanba-bisect-") as scratch:
+        folders = [Path(scratch, name) for name in "AB"]  # of archives
+        for folder in folders:
+            folder.mkdir()
+        run_dirs = [find_whole_run(run, folder) for run, folder in zip(flags.runs, folders, strict=False)]
+        return bisect(run_dirs[0], run_dirs[-1], sides, flags)
+
+
+def bisect(a: Path, b: Path, sides: Sequence[Sequence[str]], flags: Flags) -> Exit:
+    """Compare two runs, or one run with itself on the placement that `sides` gives; print where they differ."""
     require(
         a != b or bool(sides),
         f"bisect needs a second run, or flags after `--` that place {flags.runs[0]} elsewhere\n{ABOUT}",
@@ -247,8 +256,8 @@ def search(a: Part, b: Part, span: Span, trust_remote_code: bool) -> tuple[Findi
                     if logged.get(update, prints.params_digest) != prints.params_digest and not remarks:
                         remarks.append(
                             f"note: {part.run_dir} has logged another digest of the parameters after update {update:,} "
-                            f"than {name} comes to here: what was computed then cannot be computed again here, for "
-                            "other hardware, packages or flags, or by chance"
+                            f"than {name} comes to here: what was computed then cannot be reproduced here, because "
+                            "hardware, packages or flags differ, or because the computation is not deterministic"
                         )
                 if first_print(prints_a, prints_b) is not None:
                     progress.say(f"update {update:,} differs; looking where")

@@ -1,7 +1,7 @@
 """Where two computations of the same update part: the first value that differs, and what made it.
 
-What an update goes through is looked at in the order in which it comes about: what the learner held before it, the
-parameters that acted, the rollout step by step, the stages of the update as its probes saw them, what the learner held
+The parts of an update are compared in the order in which they are computed: the learner's state before it, the
+parameters that acted, the rollout step by step, the stages of the update as its probes saw them, the learner's state
 after it.  Values are compared by their bits, so NaN equals NaN, and 0.0 differs from -0.0.
 """
 

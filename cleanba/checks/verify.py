@@ -43,7 +43,8 @@ class Verify:
     """Compute parts of a run again, on the devices that are here, and compare them with the digests that it recorded.
 
     Exit code 0: the same bits.  1: they differ, or the run's records contradict each other.  3: nothing was computed,
-    as its processor, packages or code were others, so that the bits need not agree.
+    because the bits need not agree here (another processor, package or revision, --no-deterministic, an environment
+    that ignores its seed), or because the log has no digests.
     """
 
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
@@ -51,8 +52,8 @@ class Verify:
     segments: Annotated[int | None, Range(1, 10**9)] = None
     """segments between kept checkpoints to draw (None: 3, or as many as --fraction takes)"""
     fraction: Annotated[float | None, Range(0, 1, open_low=True)] = None
-    """share of the run's updates to compute; together with --segments, each of them is computed only so far that the
-    share is not exceeded"""
+    """share of the run's updates to compute; with --segments, each segment is cut short so that together they make up
+    at most this share, but each is computed at least up to its first digest"""
     from_update: Annotated[int | None, tyro.conf.arg(name="from")] = None
     """compute from the checkpoint after this update on; 0: from the beginning"""
     to_update: Annotated[int | None, tyro.conf.arg(name="to")] = None
@@ -190,7 +191,7 @@ def contradictions(rerun: Rerun, linked: Mapping[int, Linked]) -> list[str]:
 
 
 def checkpoint_differs(row: Linked, digests: Mapping[str, str]) -> list[str]:
-    """That a checkpoint holds something else than the log says, as a sentence; nothing if it does not."""
+    """One sentence if the digests of a checkpoint differ from those in the log; none if they agree."""
     names = [name for name in DIGESTS if digests[name] != getattr(row, name)]
     return [
         f"checkpoint {row.update} is not the one that was logged: its {name} is {digests[name]}, and in the log "
@@ -248,7 +249,7 @@ def differences(there: Json, here: Json, e: Experiment) -> dict[Reason, str]:
     names = ["device_kind", "processor"]
     if here["device_kind"] == "cpu":
         names.append("cpu_products")
-        if here["cpu_products"] == "xla":  # whose libraries look at the caches too
+        if here["cpu_products"] == "xla":  # its products also depend on the CPU's model (caches) and on the threads
             names += ["cpu", "cpu_threads"]
     if any(there.get(name) != here[name] for name in names):
         found["processor"] = f"processor ({_machine(there)} there, {_machine(here)} here)"
@@ -425,7 +426,7 @@ def differs(rerun: Rerun, one: Segment, linked: Mapping[int, Linked], title: str
 
 
 def goes_on_otherwise(rerun: Rerun, update: int, params: Any, actors: Mapping[int, Snapshot], folder: Path) -> str:
-    """What a kept checkpoint has that the next segment begins with and no digest covers, and that differs, as words.
+    """How a kept checkpoint differs in the parts that no digest covers but the next segment begins with; "" if not.
 
     params, actors: what was computed for it here.
     folder: where the actors' actions were recorded.

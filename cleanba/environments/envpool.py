@@ -372,7 +372,8 @@ class Envs:
             raw = info.get("reward", reward).astype("float32")
             return handle, to_step(spec, obs, raw, terminated, truncated, info)
 
-        return Compilable(handle, step, bytes(handle) if functions is None else b"")
+        of_one_pool = functions is None
+        return Compilable(handle, step, bytes(handle) if of_one_pool else b"", of_one_pool)
 
     def render(self, env: int) -> np.ndarray:
         """A picture of one environment as a person would see it, after `reset`.  [H, W, 3] uint8.
@@ -408,8 +409,8 @@ _PATCHING = Lock()
 def _functions(pool: Any) -> tuple[Any, ...] | None:
     """The pool's handle, and functions for compiled programs that read the pool's address from it.
 
-    EnvPool's own have it as a constant, so that each pool, and each start, has its programs compiled anew.  None where
-    they must do.
+    EnvPool's own functions hold the address as a constant, so programs are compiled again for each pool and each start.
+    None if only those can be used here.
     """
     parts, functions = pool._xla(), list[Any]()
     for name, (_, specs, capsules) in parts:

@@ -476,7 +476,7 @@ class Here:
         self._part.close()
 
 
-SLOW_SECONDS = 300.0  # at least so long is waited for environments to start and reset
+SLOW_SECONDS = 300.0  # the shortest limit on a wait for environments to start or reset
 LOOK_SECONDS = 0.5  # between checks whether a process that does not answer is alive, and whether the run ends
 
 

@@ -133,7 +133,7 @@ def heeds_limit(env: Environment, params: PyTree, limit: str) -> bool:
 
     try:
         code = jax.make_jaxpr(once)(jnp.int32(0)).jaxpr
-    except Exception:  # Python code reads it; what else is wrong with the environment `env_spec` says
+    except Exception:  # Python code reads it, so tracing fails; `env_spec` reports any other error
         return True
     return any(x is code.invars[0] for equation in code.eqns for x in equation.invars)
 

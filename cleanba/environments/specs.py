@@ -52,6 +52,8 @@ class Compilable(NamedTuple):
     """for use under `jit`"""
     key: Hashable
     """blocks of equal size with equal keys can share compiled code"""
+    of_one_process: bool = False
+    """whether compiled code holds an address of this process's memory, so that no other process can use it"""
 
 
 def stated_limit(steps: float | None) -> int | None:

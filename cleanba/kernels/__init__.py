@@ -29,7 +29,7 @@ that calls foreign functions differently), and if each kind agrees with plain JA
 
 **How to leave them out.**  In a run: `--cpu-kernels off`.  In an installation: remove llvmlite.  For good: move
 `plain.py` to `cleanba/kernels.py`, remove this folder, and remove the calls of `install_random_numbers`, of
-`forwarded` and of `choice.py`'s five functions, which stand in `recipes.py`, `launch.py`, `environments/envpool.py` and
+`forwarded` and of `choice.py`'s six functions, which stand in `recipes.py`, `launch.py`, `environments/envpool.py` and
 `runtime/`.
 """
 
@@ -105,17 +105,17 @@ def affine(x: jax.Array, w: jax.Array, b: jax.Array) -> jax.Array:
     return product.affine(rows, *others).reshape(*x.shape[:-1], w.shape[1]).astype(x.dtype)
 
 
-def multiply(a: jax.Array, b: jax.Array, turned: bool = False) -> jax.Array:
-    """The matrix product A B, or A^T B if `turned`.  A [M, K], or [K, M] if `turned`; B [K, N] -> [M, N].
+def multiply(a: jax.Array, b: jax.Array, transposed: bool = False) -> jax.Array:
+    """The matrix product A B, or A^T B if `transposed`.  A [M, K], or [K, M] if `transposed`; B [K, N] -> [M, N].
 
     A kernel for CPUs has no gradient of its own: for functions whose gradient is written by hand.
     """
     if not in_use():
-        return plain.multiply(a, b, turned)
+        return plain.multiply(a, b, transposed)
     from cleanba.kernels import product
 
     floats = a.astype(jnp.float32), b.astype(jnp.float32)
-    return (product.multiply_turned(*floats)[0] if turned else product.multiply(*floats)).astype(a.dtype)
+    return (product.multiply_transposed(*floats)[0] if transposed else product.multiply(*floats)).astype(a.dtype)
 
 
 def mlp(activation: Activation, x: jax.Array, layers: Layers, heads: Layers = ()) -> list[jax.Array]:

@@ -136,7 +136,7 @@ def _call(
 def _backward(
     how: Convolution, saved: tuple[jax.Array, jax.Array, jax.Array | None, bool], dy: jax.Array
 ) -> tuple[jax.Array | None, jax.Array, jax.Array, jax.Array | None]:
-    """All gradients.  That of x, sum_ij dy_{h-i, w-j} K_ij^T, is dy convolved by the kernel turned round."""
+    """All gradients.  That of x, sum_ij dy_{h-i, w-j} K_ij^T, is dy convolved with the flipped kernel."""
     (x, kernel, where, skipped), (pads, stride) = saved, how[:2]
     w, few = _window(how, x, kernel, skipped), kernel.shape[-1]
     # Two sums at least, for two threads; more, of eight images or more each; not so many that adding them up counts.
@@ -148,17 +148,17 @@ def _backward(
     dskip = dy if skipped else None
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return None, dk, db, dskip
-    turned = cells_kernel(kernel, stride)[::-1, ::-1].swapaxes(2, 3)
-    last, none = turned.shape[0] - 1, jnp.zeros(turned.shape[-1], jnp.float32)
+    flipped = cells_kernel(kernel, stride)[::-1, ::-1].swapaxes(2, 3)
+    last, none = flipped.shape[0] - 1, jnp.zeros(flipped.shape[-1], jnp.float32)
     if stride > 1:
-        dcells = convolve(Convolution(((last, last), (last, last))), dy, turned, none, None)
+        dcells = convolve(Convolution(((last, last), (last, last))), dy, flipped, none, None)
         (dx,) = jax.linear_transpose(lambda x: cells(x, kernel.shape[0], stride, pads), x)(dcells)
         return jnp.where(x > 0, dx, 0.0) if how.rectify else dx, dk, db, dskip
     (top, bottom), (left, right) = pads
     back = ((last - top, last - bottom), (last - left, last - right))
     (rows, columns), c = w.out, x.shape[-1]
     w = Window(rows, columns, few, widened(c), last + 1, 1, back, mask=how.rectify, unpool=how.pool)
-    dx, _ = _call(w, [dy] if where is None else [dy, where], turned, none, x if how.rectify else None)
+    dx, _ = _call(w, [dy] if where is None else [dy, where], flipped, none, x if how.rectify else None)
     return dx[..., :c], dk, db, dskip
 
 
@@ -191,7 +191,7 @@ def _kind(x: jax.Array | jax.ShapeDtypeStruct) -> ir.Type:
 
 
 def cells(x: jax.Array, size: int, stride: int, pads: Pads) -> jax.Array:
-    """Cells of stride x stride pixels as one pixel each: what a kernel in such steps sees, for one in steps of one.
+    """Space-to-depth: cells of stride x stride pixels become one pixel each, so a strided convolution has stride 1.
 
     [N, H, W, C] -> [N, H' + k' - 1, W' + k' - 1, stride * stride * C], where k' = ceil(size / stride).
     """

@@ -36,7 +36,7 @@ from cleanba.shards import usable_cores
 
 Layer = tuple[jax.Array, jax.Array]  # weights [D, F] and bias [F]
 FEWEST = 16  # rows in a group
-# tanh(x) = x P(x^2) / Q(x^2), least relative error for |x| up to the last number, beyond which it is 1 in float32.
+# tanh(x) = x P(x^2) / Q(x^2), with the least relative error for |x| up to FAR, beyond which it is 1 or -1 in float32.
 P = 1.0, 0.1337973177433014, 0.0034940496552735567, 2.058369864244014e-05, 1.3319316316540153e-08
 Q = 1.0, 0.4671304523944855, 0.02587113343179226, 0.00032831160933710635, 7.762131417621276e-07
 FAR = 9.02
@@ -93,10 +93,10 @@ def _gradients(
 ) -> tuple[jax.Array, Sequence[Layer]]:
     ys, layers = saved
     widths = tuple(y.shape[1] for y in ys)
-    turned = [_rows(widen(w), d).T for (w, _), d in zip(layers[1:], widths[1:-1], strict=True)]
+    transposed = [_rows(widen(w), d).T for (w, _), d in zip(layers[1:], widths[1:-1], strict=True)]
     chain = Chain(dy.shape[0], widths[1:], activation, linear, backward=True)
-    dzs = _call(chain, [widen(dy), *turned, *ys[1:]])
-    found = multiply_all_turned(ys[:-1], dzs)
+    dzs = _call(chain, [widen(dy), *transposed, *ys[1:]])
+    found = multiply_all_transposed(ys[:-1], dzs)
     cut = [(dw[: w.shape[0], : b.size], db[: b.size]) for (w, b), (dw, db) in zip(layers, found, strict=True)]
     first = layers[0][0]
     dx = multiply(dzs[0][:, : first.shape[1]], first.T)
@@ -116,11 +116,12 @@ class Products(NamedTuple):
         return "_".join(map(str, self.each))
 
 
-def multiply_all_turned(ys: list[jax.Array], dzs: list[jax.Array]) -> list[Layer]:
+def multiply_all_transposed(ys: list[jax.Array], dzs: list[jax.Array]) -> list[Layer]:
     """The products y^T dz, and the sums of dz's columns; dz are widened.  [K, M], [K, N] -> [M, N], [N] of each."""
     p = Products(
         tuple(
-            Shape(y.shape[1], dz.shape[0], dz.shape[1], turned=True, sums=True) for y, dz in zip(ys, dzs, strict=True)
+            Shape(y.shape[1], dz.shape[0], dz.shape[1], transposed=True, sums=True)
+            for y, dz in zip(ys, dzs, strict=True)
         )
     )
     shapes = [shape for one in p.each for shape in ((one.rows, one.columns), (one.columns,))]
@@ -198,7 +199,7 @@ def _layers(code: Code, p: Chain, pointers: list[ir.Value], row: ir.Value, size:
 def _backward(code: Code, p: Chain, pointers: list[ir.Value], row: ir.Value, size: int) -> None:
     """Backward: pointers to dy, W_2^T to W_L^T, what each layer gave, then dz_1 to dz_L."""
     depth = len(p.widths)
-    dy, turned, ys, dzs = pointers[0], pointers[1:depth], pointers[depth : 2 * depth], pointers[2 * depth :]
+    dy, transposed, ys, dzs = pointers[0], pointers[1:depth], pointers[depth : 2 * depth], pointers[2 * depth :]
     at_row = lambda x, i: code.at(x, (row, p.widths[i]))
     y, dz, dy = (at_row(x, depth - 1) for x in (ys[-1], dzs[-1], dy))
     end = size * p.widths[-1]
@@ -212,7 +213,7 @@ def _backward(code: Code, p: Chain, pointers: list[ir.Value], row: ir.Value, siz
         y = at_row(ys[i], i)
         shape = Shape(size, p.widths[i + 1], p.widths[i])
         finish = lambda value, *place, y=y: _slope(code, p.activation, value, code.get(code.at(y, *place)))
-        _layer(code, shape, at_row(dzs[i + 1], i + 1), turned[i], at_row(dzs[i], i), None, finish)
+        _layer(code, shape, at_row(dzs[i + 1], i + 1), transposed[i], at_row(dzs[i], i), None, finish)
 
 
 def _layer(
@@ -245,7 +246,7 @@ def _activate(code: Code, activation: Activation, x: ir.Value) -> ir.Value:
 
 
 def _slope(code: Code, activation: Activation, d: ir.Value, y: ir.Value) -> ir.Value:
-    """The derivatives by x, of those by f(x) and f(x) itself."""
+    """The derivative by x, from the derivative by f(x) and from f(x) itself."""
     if activation == "relu":
         return code.select(code.fcmp_ordered(">", y, code.zeros), d, code.zeros)
     return code.fmul(d, code.fsub(code.all(1.0), code.fmul(y, y)))

@@ -20,7 +20,7 @@ from cleanba.rollout import PyTree
 from cleanba.shards import ShardAxis
 
 PIECE = 2**13  # numbers that one thread does at once
-WORTH = 2**14  # numbers that are worth a thread's waking
+WORTH = 2**14  # numbers per unit of work at least: waking a thread for fewer costs more than it saves
 
 Arrays = list[jax.Array]
 
@@ -100,7 +100,7 @@ def _call(
     unit: Unit[Shape], each: list[Arrays], factors: jax.Array | None = None, aliased: int | None = None,
     constants: tuple[float, ...] = (),
 ) -> Arrays:  # fmt: skip
-    """What `unit` writes: to where all arrays from number `aliased` on are, or a row [WIDEST] for each piece of them.
+    """Run `unit`.  It overwrites the arrays from number `aliased` on; without that, it returns [WIDEST] sums per piece.
 
     Raises:
         ValueError: arrays are not alike.

@@ -64,12 +64,12 @@ def registers() -> tuple[int, int]:
 
 
 def most_across() -> int:
-    """Vectors in a row of a block of sums at most: where there are few registers, more would leave too few rows."""
+    """The most vectors in a row of a block of sums.  Where there are few registers, more would leave too few rows."""
     return 4 if registers()[1] >= 32 else 2
 
 
 def most_rows(across: int) -> int:
-    """Rows of a block of sums at most, where a row has so many vectors.
+    """The most rows of a block of sums, if a row has `across` vectors.
 
     Sums stay in registers, with a row of what is multiplied and the number it is multiplied by.  With one register too
     few, sums go to memory and back at every step, which took two to six times as long.
@@ -233,7 +233,7 @@ ONE_AT_A_TIME = Lock()
 
 
 def compiled(unit: Unit[S], shape: S, kinds: Sequence[ir.Type], results: int, units: int = 0, count: int = 0) -> str:
-    """Have a function for XLA's programs on CPUs; the name by which `jax.ffi.ffi_call` finds it.
+    """Compile a function for XLA's programs on CPUs.  Returns the name by which `jax.ffi.ffi_call` finds it.
 
     unit: writes what is to be done for a part of the work: `unit(code, shape, pointers, number, first, last)`, where
         `number` is the unit's; from `first` to before `last` is its part of `count`.
@@ -290,7 +290,7 @@ def _compile(
         _write_handler(module, task, len(kinds), results, units, count)
         optimised = llvm.parse_assembly(str(module))
         options = llvm.create_pipeline_tuning_options(speed_level=2)
-        # What is written stands as it is to run.
+        # The loops are unrolled and vectorised as written; LLVM must not change that.
         options.loop_unrolling = options.loop_vectorization = options.slp_vectorization = False
         passes = llvm.create_pass_builder(machine, options)
         passes.getModulePassManager().run(optimised, passes)

@@ -1,14 +1,15 @@
 """Layer normalisation: loops that read each row once from memory, forwards and backwards.
 
-    y = g (x - mean) r + b,  r = 1 / sqrt(variance + eps)
+    y = g (x - mean) r + b,  r = 1 / sqrt(variance + eps)    (Ba et al. 2016, eq. 4)
 
-and backwards, with z = (x - mean) r and h = g dy, where means are over a row (Ba et al. 2016, eq. 4):
+and backwards, with z = (x - mean) r and h = g dy, where means are over a row:
 
     dx = r (h - mean(h) - z mean(h z)),  dg = sum over rows of dy z,  db = sum over rows of dy
 
 XLA adds up a row number by number, in several passes over the whole array.  Here a row's sum is sixteen sums, of every
 sixteenth number each, which are then added by halves; so it has the same bits on processors with longer and shorter
-vectors.  Sums over rows are of some rows at first, by their number alone, and then of these sums in order.
+vectors.  A sum over rows is taken within pieces first, whose size depends on the number of rows alone, then over the
+pieces in order.
 """
 
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from cleanba.kernels.llvm import FLOAT, HALF, WIDEST, Code, compiled, widen, wid
 from cleanba.kernels.plain import NORM_EPS
 from cleanba.kernels.product import multiply
 
-WORTH = 2**14  # numbers that are worth a thread's waking
+WORTH = 2**14  # numbers per unit of work at least: waking a thread for fewer costs more than it saves
 FEWEST, MOST = 16, 64  # rows in a piece at least; pieces at most
 UNROLLED = 64  # features, in whole sixteens, up to which a row's loop is written out
 

@@ -80,9 +80,9 @@ def affine(x: jax.Array, w: jax.Array, b: jax.Array) -> jax.Array:
     return x @ w + b
 
 
-def multiply(a: jax.Array, b: jax.Array, turned: bool = False) -> jax.Array:
-    """The product A B, or A^T B if A is `turned`.  [M, K] or [K, M], [K, N] -> [M, N]."""
-    return (a.T if turned else a) @ b
+def multiply(a: jax.Array, b: jax.Array, transposed: bool = False) -> jax.Array:
+    """The product A B, or A^T B if A is `transposed`.  [M, K] or [K, M], [K, N] -> [M, N]."""
+    return (a.T if transposed else a) @ b
 
 
 def mlp(
@@ -166,7 +166,7 @@ def rounds(
     k1: Word, k2: Word, a: Word, b: Word, add: Callable[[Word, Word], Word], xor: Callable[[Word, Word], Word],
     turn: Callable[[Word, int], Word], number: Callable[[int], Word],
 ) -> tuple[Word, Word]:  # fmt: skip
-    """The hash, by the operations given: sums, exclusive or, bits turned to the left, a constant."""
+    """The hash, by the operations given: sums, exclusive or, bits rotated to the left, a constant."""
     keys = k1, k2, xor(xor(k1, k2), number(PARITY))
     a, b = add(a, keys[0]), add(b, keys[1])
     for i in range(5):

@@ -6,8 +6,8 @@ order of k,
     c_{m,n} = b_n + sum_k a_{m,k} B_{k,n}
 
 A block of m by some vectors of n is kept in registers while k goes through a part of its range, in which B's rows stay
-in a near cache (Goto & van de Geijn 2008, "Anatomy of high-performance matrix multiplication").  A turned A, as in a
-gradient x^T dy, is read as it is: numbers of one of its rows are those of a block.
+in a near cache (Goto & van de Geijn 2008, "Anatomy of high-performance matrix multiplication").  A transposed A, as in
+a gradient x^T dy, is read as it is: numbers of one of its rows are those of a block.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from llvmlite import ir
 from cleanba.kernels.llvm import FLOAT, Code, blocks, compiled, most_across, most_rows, registers, widen, widened, word
 
 NEAR = 256  # rows of B whose blocks of columns stay in a near cache
-WORTH = 2**17  # products that are worth a thread's waking
+WORTH = 2**17  # products per unit of work at least: waking a thread for fewer costs more than it saves
 OFTEN = 8  # blocks that use what is gathered, at least: to gather takes as long as half a block
 
 
@@ -30,7 +30,7 @@ class Shape(NamedTuple):
     rows: int
     inner: int
     columns: int
-    turned: bool = False
+    transposed: bool = False
     """A is [inner, rows]"""
     bias: bool = False
     """whether something is added to each row"""
@@ -39,7 +39,7 @@ class Shape(NamedTuple):
 
     def __str__(self) -> str:
         """As part of a name."""
-        more = "".join("_" + name for name in ("turned", "bias", "sums") if getattr(self, name))
+        more = "".join("_" + name for name in ("transposed", "bias", "sums") if getattr(self, name))
         return f"{self.rows}x{self.inner}x{self.columns}{more}"
 
 
@@ -50,10 +50,10 @@ def affine(x: jax.Array, w: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def _gradients(saved: tuple[jax.Array, jax.Array], dy: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Dx = dy W^T = (W dy^T)^T, in the form that turns less; dW = x^T dy; db, the sums of dy's columns."""
+    """Dx = dy W^T = (W dy^T)^T, in the form that transposes less; dW = x^T dy; db, the sums of dy's columns."""
     (x, w), (n, f) = saved, dy.shape
     d = w.shape[0]
-    dw, db = multiply_turned(x, dy)
+    dw, db = multiply_transposed(x, dy)
     return multiply(dy, w.T) if d * f <= n * (d + f) else multiply(w, dy.T).T, dw, db
 
 
@@ -67,10 +67,10 @@ def multiply(a: jax.Array, b: jax.Array, bias: jax.Array | None = None) -> jax.A
     return _call(shape, [a, b] if bias is None else [a, b, bias])[0]
 
 
-def multiply_turned(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+def multiply_transposed(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
     """A^T B, and the sums of B's columns.  [K, M], [K, N] -> [M, N], [N], all float32.  Has no gradient."""
     (inner, rows), columns = a.shape, b.shape[1]
-    c, sums = _call(Shape(rows, inner, columns, turned=True, sums=True), [a, b])
+    c, sums = _call(Shape(rows, inner, columns, transposed=True, sums=True), [a, b])
     return c, sums
 
 
@@ -80,7 +80,8 @@ def _call(p: Shape, given: list[jax.Array]) -> list[jax.Array]:
     Raises:
         ValueError: what is given is none that the loops are written for.
     """
-    shapes = [(p.inner, p.rows) if p.turned else (p.rows, p.inner), (p.inner, p.columns), (p.columns,)][: len(given)]
+    first = (p.inner, p.rows) if p.transposed else (p.rows, p.inner)
+    shapes = [first, (p.inner, p.columns), (p.columns,)][: len(given)]
     if [x.shape for x in given] != shapes or any(x.dtype != jnp.float32 for x in given) or 0 in p[:3]:
         what = ", ".join(f"{x.dtype}{list(x.shape)}" for x in given)
         raise ValueError(f"{what} must be matrices of float32 that fit, none of them empty")
@@ -110,7 +111,7 @@ def product(code: Code, p: Shape, pointers: list[ir.Value], _: ir.Value, first: 
     a, b, *others = pointers
     often = row_blocks(p, most_across()) >= OFTEN
     several = p.columns > most_across() * code.lanes  # else they lie side by side as they are
-    room = code.room(NEAR * most_across() * code.lanes) if p.turned and often and several else None
+    room = code.room(NEAR * most_across() * code.lanes) if p.transposed and often and several else None
 
     def part(k: ir.Value, count: int, begins: bool) -> None:
         """Add what `count` of the rows of B from k on give."""
@@ -181,7 +182,7 @@ def write_columns(
     """
     a, b, c, bias = matrices
     vectors = [v * code.lanes for v in range(wide)]
-    down, along = (1, p.rows) if p.turned else (p.inner, 1)
+    down, along = (1, p.rows) if p.transposed else (p.inner, 1)
     unrolled = next(u for u in (4, 3, 2, 1) if count % u == 0)
     blocks_before = 0
     for many, number, start in blocks(p.rows, most_rows(wide)):

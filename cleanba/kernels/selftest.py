@@ -118,7 +118,7 @@ def numbers() -> PyTree:
 
 
 def cases() -> list[Case]:
-    """Each function of the face, forwards and backwards."""
+    """One case for each kind of kernel, with its gradients where it has any."""
     return [
         Case(
             "convolutions",

@@ -1,4 +1,4 @@
-"""Networks by composition: torso (what is seen) -> core (what is remembered) -> heads (what is done and expected)."""
+"""Networks: torso (observations -> features) -> optional recurrent core -> heads (policy, value, action values)."""
 
 from cleanba.networks.action_values import ActionValues, make_action_values
 from cleanba.networks.actor_critic import ActorCritic, make_actor_critic

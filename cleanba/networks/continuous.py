@@ -43,7 +43,7 @@ class Policy(nn.Module):
 
 
 class Critic(nn.Module):
-    """Q(s, a).  The action is concatenated to an MLP's input or, for images, to the torso's features."""
+    """Q(s, a).  The action is concatenated to an MLP's input or, after a convolutional torso, to its features."""
 
     obs_spec: ObsSpecs
     network: str

@@ -70,19 +70,19 @@ def _backward(
 ) -> tuple[jax.Array, None, LSTMCarry, jax.Array]:
     gates, h, c, first, w_h = saved
     d_out, d_last = cotangent
-    turned = w_h.T
+    transposed = w_h.T
 
     def step(d_carry: LSTMCarry, inputs: tuple[jax.Array, ...]) -> tuple[LSTMCarry, jax.Array]:
         d_out_t, gates_t, c_t, first_t = inputs
         _, pull = jax.vjp(cell, gates_t, c_t)
         d_gates, d_c = pull((d_carry.h + d_out_t, d_carry.c))
         d_gates = d_gates.astype(w_h.dtype)
-        d_h = multiply(d_gates, turned).astype(jnp.float32)
+        d_h = multiply(d_gates, transposed).astype(jnp.float32)
         return jax.tree.map(lambda d: jnp.where(first_t[:, None], 0.0, d), LSTMCarry(d_h, d_c)), d_gates
 
     d_carry, d_gates = lax.scan(step, d_last, (d_out, gates, c, first), reverse=True)
     rows = lambda x: x.reshape(-1, x.shape[-1])
-    return d_gates, None, d_carry, multiply(rows(h.astype(w_h.dtype)), rows(d_gates), turned=True)
+    return d_gates, None, d_carry, multiply(rows(h.astype(w_h.dtype)), rows(d_gates), transposed=True)
 
 
 recur.defvjp(_forward, _backward)

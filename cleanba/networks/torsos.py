@@ -1,6 +1,7 @@
 """Torsos: [N, ...] observations -> [N, D] features.
 
-With `layer_norm` each convolution and dense layer is followed by a layer normalisation, before the activation.
+With `layer_norm` each convolution and dense layer is followed by a layer normalisation, before the activation; in the
+IMPALA ResNet the max-pooling of a section comes between the two.
 """
 
 from collections.abc import Sequence
@@ -50,7 +51,7 @@ def normalised(layer_norm: bool, x: jax.Array) -> jax.Array:
 
 
 class StridedCNN(nn.Module):
-    """Convolutions that take steps, and dense layers; initialised as CleanRL's.  uint8 images -> features."""
+    """Strided convolutions, then dense layers, initialised as in CleanRL.  [N, H, W, C] or [N, C, H, W] -> [N, D]."""
 
     hiddens: Sequence[int] = (512,)
     dtype: DTypeLike = jnp.float32

@@ -1,1 +1,1 @@
-"""Pure functions on arrays; nothing here knows of environments, networks or devices."""
+"""Pure functions on arrays: returns, losses, distributions, moments, optimiser steps and replay memory."""

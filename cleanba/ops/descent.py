@@ -61,6 +61,8 @@ def scale_by_radam(b1: float, b2: float, eps: float) -> optax.GradientTransforma
 def rectification(count: jax.Array, b2: float) -> jax.Array:
     """The factor r_t of rectified Adam's step number `count`, 1, 2, ...; 0 while rho_t, below, is 5 or less.
 
+    (Liu et al. 2020, algorithm 2, with the threshold 5 of PyTorch and optax; the paper's is 4.)
+
         r_t = sqrt((rho_t - 4) (rho_t - 2) rho_inf / ((rho_inf - 4) (rho_inf - 2) rho_t))
         rho_t = rho_inf - 2 t b2^t / (1 - b2^t),   rho_inf = 2 / (1 - b2) - 1
 

@@ -26,7 +26,8 @@ def by_comparison(x: jax.Array, index: jax.Array) -> jax.Array:
     """x[..., index], whose gradient needs no scatter: a deterministic scatter on a GPU sorts first.
 
     [..., A], [...] -> [...].  It sums one number and zeros.  `where` keeps other numbers that are -inf out of the sum
-    and the gradient.  CPUs use `by_index`, as the compiler's fusion of this sum would change the last bit there.
+    and the gradient.  `log_prob_and_entropy` uses `by_index` on CPUs, as the compiler's fusion of this sum would
+    change the last bit there.
     """
     return jnp.where(jnp.arange(x.shape[-1]) == index[..., None], x, 0.0).sum(-1)
 

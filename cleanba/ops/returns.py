@@ -73,8 +73,8 @@ def n_step_targets(
 
         G_t = sum_{k<m} gamma^k r_{t+k} + gamma^m (1 - terminated_{t+m-1}) V(s_{t+m})
 
-    m is n, or fewer if a step before `stops`, or if the sequence ends.  value [T+1, B] is V(s_0) ... V(s_T); reward,
-    terminated, stops [T, B] -> [T, B].  A step that terminates an episode is one that stops.
+    m is n, or fewer: the sum ends with the first step that `stops`, or with the sequence.  value [T+1, B] is
+    V(s_0) ... V(s_T); reward, terminated, stops [T, B] -> [T, B].  A step that terminates an episode is one that stops.
     """
     chex.assert_equal_shape([value[1:], reward, terminated, stops])
     after = value[1:]

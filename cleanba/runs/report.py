@@ -229,7 +229,7 @@ def in_reach(level: float, curves: Sequence[np.ndarray]) -> bool:
 
 
 def losses(rows: Rows) -> str:
-    """Small figures of everything else that the update logs: losses, schedules, distance between versions."""
+    """Small figures of the losses, the schedules, and the distance between the policy that acted and the newest."""
     logged = {name for row in rows for name in row}
     names = sorted(name for name in logged if name.startswith("losses/"))
     names += sorted(logged & {"charts/learning_rate", "charts/epsilon", "charts/policy_lr", "charts/q_lr"})

@@ -1,1 +1,1 @@
-"""How training runs: threads, queues, devices, files.  Imports no algorithm; no line here can move a learning curve."""
+"""How training runs: threads, queues, devices, files.  It imports no algorithm."""

@@ -1,10 +1,10 @@
 """Checkpoints by Orbax: save in the background, keep the newest, restore the newest that is undamaged.
 
 A checkpoint is taken between two updates, and a run that continues from it ends in the same bits as one that was never
-interrupted.  It holds the learner's state, the parameters one version older (which the next rollout is collected with)
-and the logs' counters.  In files of their own it holds the memory of each shard (`memory.py`) and each actor
-(`records.py`), unless environments start afresh after this update.  The learner's state is written last, once every
-process has written its part, so a run that is killed earlier leaves no checkpoint rather than a part of one.
+interrupted.  It holds the learner's state, the parameters one version older (with concurrency the next rollout is
+collected with them) and the logs' counters.  In files of their own it holds the memory of each shard (`memory.py`) and
+each actor (`records.py`), unless environments start afresh after this update.  The learner's state is written last,
+once every process has written its part, so a run that is killed earlier leaves no checkpoint rather than a part of one.
 """
 
 import contextlib

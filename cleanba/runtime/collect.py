@@ -16,10 +16,11 @@ from jax.sharding import SingleDeviceSharding
 from cleanba.algorithm import Algorithm, AnyAlgorithm, C, M, P, P_contra, S
 from cleanba.environments import jax_envs
 from cleanba.environments.backends import Envs
-from cleanba.environments.specs import Compilable, EnvStep
+from cleanba.environments.specs import Compilable
 from cleanba.errors import NotFinite
 from cleanba.rollout import Episode, EpisodeTracker, Obs, PyTree, Rollout, step_outcome
 from cleanba.runtime.channels import Stop
+from cleanba.runtime.compilation_cache import OF_ONE_PROCESS
 from cleanba.runtime.playback import play_back
 from cleanba.runtime.records import ActorState, RecordedRollout, SavedActor, action_dtype, restored
 from cleanba.seeds import action_key
@@ -371,15 +372,15 @@ class Scan(NamedTuple):
     steps: jax.stages.Wrapped  # all of them, to be compiled
 
 
-def make_scan(algorithm: Algorithm[S, M, P, C], num_steps: int, env_step: EnvStep) -> Scan:
-    """One compiled call for several steps: acting, `env_step(handle, action) -> handle, Step`, and recording."""
+def make_scan(algorithm: Algorithm[S, M, P, C], num_steps: int, envs: Compilable) -> Scan:
+    """One compiled call for several steps: acting, `envs.step(handle, action) -> handle, Step`, and recording."""
     length = max(d for d in range(1, min(SCAN_STEPS, num_steps) + 1) if num_steps % d == 0)
 
     def step(params: PyTree, key: jax.Array, state: ScanState, t: jax.Array | int) -> tuple[ScanState, Scanned]:
         action, carry, extras = algorithm.act(
             params, state.carry, state.obs, state.first, jax.random.fold_in(key, t), True
         )
-        handle, out = env_step(state.handle, action)
+        handle, out = envs.step(state.handle, action)
         answer = step_outcome(state.done, out.reward, out.terminated, out.truncated)
         outcome = RecordedOutcomes(
             answer.reward, out.raw_reward, answer.terminated, answer.truncated, answer.valid, out.over
@@ -387,7 +388,7 @@ def make_scan(algorithm: Algorithm[S, M, P, C], num_steps: int, env_step: EnvSte
         recorded = Recording(state.obs, state.first, action, extras)
         return ScanState(handle, out.obs, answer.done, state.done, carry), (recorded, outcome)
 
-    def scan_pool(
+    def scan_envs(
         params: PyTree, numbers: jax.Array, buffers: Scanned, state: ScanState, t: jax.Array
     ) -> tuple[ScanState, Scanned]:
         key = action_key(*numbers)
@@ -402,7 +403,9 @@ def make_scan(algorithm: Algorithm[S, M, P, C], num_steps: int, env_step: EnvSte
         obs, first = write((recording.obs, recording.first), t + length, (state.obs, state.first))
         return state, (recording._replace(obs=obs, first=first), outcome)
 
-    return Scan(length, step, jax.jit(scan_pool, donate_argnums=2))
+    if envs.of_one_process:
+        scan_envs.__name__ = OF_ONE_PROCESS
+    return Scan(length, step, jax.jit(scan_envs, donate_argnums=2))
 
 
 SCANS_KEPT = 64  # compiled scans, of about a megabyte each
@@ -437,16 +440,16 @@ class ScanCache:
                 scan = self._compiled[key] = Future()
         if mine:
             try:
-                scan.set_result(self._compile(envs.step, device, args))
+                scan.set_result(self._compile(envs, device, args))
             except BaseException as error:
                 scan.set_exception(error)
         return scan.result()
 
     def _compile(
-        self, env_step: EnvStep, device: jax.Device, args: tuple[PyTree, np.ndarray, ScanState]
+        self, envs: Compilable, device: jax.Device, args: tuple[PyTree, np.ndarray, ScanState]
     ) -> CompiledScan:
         params, numbers, state = args
-        scan = make_scan(self.algorithm, self.num_steps, env_step)
+        scan = make_scan(self.algorithm, self.num_steps, envs)
         _, (r, outcome) = jax.eval_shape(lambda: scan.step(params, action_key(*numbers), state, 0))
 
         def new_buffers() -> Scanned:

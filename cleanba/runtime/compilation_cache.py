@@ -15,6 +15,8 @@ from cleanba.runtime.hardware import cpu_model
 from cleanba.shards import usable_cores
 
 UNUSED_DAYS = 30  # after which a program is removed
+OF_ONE_PROCESS = "scan_of_one_process"
+"""the name of a compiled function that holds an address of its process's memory: the next start removes it"""
 
 
 def keep_compiled_programs() -> None:
@@ -71,6 +73,6 @@ def clean(folder: Path) -> None:
     """Remove programs that have not been used for `UNUSED_DAYS`, and those that cannot be used again."""
     for path in folder.iterdir():
         with suppress(OSError):  # another process may be removing it, too
-            of_one_pool = path.name.startswith("jit_scan_pool-")  # holds the address of a pool in one process's memory
-            if of_one_pool or time.time() - path.stat().st_atime > UNUSED_DAYS * 86400:
+            useless = path.name.startswith(f"jit_{OF_ONE_PROCESS}-")
+            if useless or time.time() - path.stat().st_atime > UNUSED_DAYS * 86400:
                 path.unlink()

@@ -109,7 +109,7 @@ class Learner(Generic[S, M, P, C]):
         self._compiled: jax.stages.Compiled | None = None
         self.blocks_per_device = partition.places_per_learner * partition.blocks_per_shard
         self._blank: dict[jax.Device, Rollout] = {}
-        # A rollout that is one block only gains an axis; donated, it is not copied for that.
+        # Splitting a rollout that is a single block only adds an axis; if it is donated, nothing is copied.
         donated = 0 if partition.blocks_per_actor == 1 else ()
         self._split = jax.jit(split_rollout, static_argnums=1, donate_argnums=donated)
 

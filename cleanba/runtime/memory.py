@@ -178,7 +178,7 @@ def require_room(
     size = "the memory" if buffer_size is None else f"buffer_size={buffer_size}"
     require(
         needed <= share * there,
-        f"{size} takes {needed / 1e9:.1f} GB on each learner device, {words}, of which {share:.0%} may be memory; "
+        f"{size} takes {needed / 1e9:.1f} GB on each learner device, {words}, of which it may take {share:.0%}; "
         f"try{most} more {more}",
     )
 

@@ -112,11 +112,10 @@ def play_back(
     others = [i for i, (a, b) in enumerate(zip(digests_of(obs), saved_actor.obs_digests, strict=True)) if a != b]
     if others or outcomes_digest != saved_actor.outcomes_digest:
         named = ", ".join(map(str, others[:MOST_NAMED])) + (" and others" if len(others) > MOST_NAMED else "")
-        what = f"now show something else (of {envs.num_envs}: {named})" if others else "paid or ended otherwise"
+        what = f"last observations differ (of {envs.num_envs}: {named})" if others else "rewards or episode ends differ"
         raise Failure(
-            f"{who} did not repeat themselves: told again the {saved_actor.steps} actions that each had since it "
-            f"began, they {what}. To go on would train on something else, so nothing was done; go on with the same "
-            "version of the emulators and their files as before (config.json lists the packages), or begin again in "
-            "another --run-dir"
+            f"{who} did not repeat themselves: after the same {saved_actor.steps} actions in each, {what}. Resuming "
+            "would train on other data, so nothing was changed; use the versions of the emulators and their files that "
+            "the run began with (config.json lists the packages), or start over in another --run-dir"
         )
     return obs

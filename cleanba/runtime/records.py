@@ -294,7 +294,7 @@ def _feed(digest: "hashlib._Hash", path: Path, size: int) -> int:
 
 
 def differs(saved: SavedActor, home: Path, snapshot: Snapshot) -> str:
-    """What an actor that was computed again has otherwise than a saved one, in a few words; "" if nothing.
+    """How a recomputed actor differs from a saved one, in a few words; "" if it does not.
 
     home: where actions were recorded meanwhile; those from before lie beside the saved actor's.
     """
@@ -322,7 +322,7 @@ def _same(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 def _sha256(files: Iterable[tuple[Any, int]]) -> str:
-    """Of the first bytes, so many, of these files, one after the other."""
+    """SHA-256 of the first `size` bytes of each file, one file after the other."""
     digest = sha256()
     for path, size in files:
         _feed(digest, path, size)

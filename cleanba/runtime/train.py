@@ -7,6 +7,7 @@ A run has three kinds of threads.  Actors collect rollouts, the learner thread r
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from typing import Any, Generic, NamedTuple, NoReturn
@@ -116,12 +117,75 @@ class Publisher(Generic[P]):
         return next((params for sent, params in self._latest if sent == version), self._latest[-1].params)
 
 
+def make_save_schedule(training: Training[S, M, P, C], progress: Progress[S]) -> CheckpointSchedule:
+    """When this run takes checkpoints."""
+    return CheckpointSchedule(
+        training.schedule,
+        training.checkpoint_frequency,
+        not training.repeatable,
+        training.devices,
+        progress,
+        training.checkpoint_every,
+    )
+
+
+def make_log(training: Training[S, M, P, C], progress: Progress[S], write_log_point: WriteLogPoint) -> TrainingLog:
+    """What this run logs, and when."""
+    return TrainingLog(
+        training.schedule,
+        training.log_frequency,
+        training.devices,
+        progress,
+        write_log_point,
+        getattr(training.experiment, "first_to_learn", 0),
+        training.chain,
+        training.target_return,
+    )
+
+
 def end(training: Training[S, M, P, C], update: int, reason: BaseException, stop: Stop) -> NoReturn:
     """End the run for this reason, once the checkpoint after this update is on disk."""
     assert training.checkpoints is not None
     training.checkpoints.wait_for_all(update, training.grace_period)
     stop(reason)
     raise Closed
+
+
+@dataclass(frozen=True)
+class Saver(Generic[S, M, P, C]):
+    """Takes the checkpoints of a run."""
+
+    training: Training[S, M, P, C]
+    writer: CheckpointWriter[S, M, P, C]
+    publish: Publisher[P]
+    schedule: CheckpointSchedule
+    log: TrainingLog
+    progress: Progress[S]
+
+    def save(self, update: int, state: S, memory: M, finished: bool = False) -> None:
+        """Save what this update made, and version `update`: concurrent actors collect the next rollout with it.
+
+        finished: whether the run ends here, as the target return was reached.
+        """
+        training, before = self.training, time.perf_counter()
+        counters = self.log.counters()
+        self.log.write_digests(update, counters, self.writer.snapshot(update, state, memory))
+        counters |= {"chain": training.chain.state} if training.chain is not None else {}
+        counters |= {"reached": training.target_return} if finished else {}
+        newest, with_actors = self.publish.newest(update), not training.schedule.ends_epoch(update)
+        self.writer.save(update, state, newest, counters, with_actors)
+        self.progress.saved_update = update
+        self.schedule.note_saved(self.writer.seconds + time.perf_counter() - before)
+
+    def end_now(self, update: int, state: S, memory: M, metrics: Metrics, stop: Stop) -> NoReturn:
+        """End a run that was told to end, with a checkpoint of its last update.  `metrics` are that update's."""
+        if self.training.stop_on_nonfinite:
+            self.log.check_finite(update, metrics, saving=True)
+        if self.progress.saved_update != update:
+            self.save(update, state, memory)
+        reason = self.schedule.ends_now(update)
+        assert reason is not None
+        end(self.training, update, reason, stop)
 
 
 def learn(
@@ -141,42 +205,9 @@ def learn(
     """
     schedule, saved, status = training.schedule, training.saved, progress.status
     params_of = training.algorithm.actor_params
-    save_schedule = CheckpointSchedule(
-        schedule,
-        training.checkpoint_frequency,
-        not training.repeatable,
-        training.devices,
-        progress,
-        training.checkpoint_every,
-    )
-    publish = Publisher(learner, params_channels)
-
-    def save(update: int, finished: bool = False) -> None:
-        """Save what this update made, and version `update`: concurrent actors collect the next rollout with it.
-
-        finished: whether the run ends here, as the target return was reached.
-        """
-        before = time.perf_counter()
-        counters = log.counters()
-        log.write_digests(update, counters, writer.snapshot(update, state, memory))
-        counters |= {"chain": training.chain.state} if training.chain is not None else {}
-        counters |= {"reached": training.target_return} if finished else {}
-        writer.save(update, state, publish.newest(update), counters, not schedule.ends_epoch(update))
-        progress.saved_update = update
-        save_schedule.note_saved(writer.seconds + time.perf_counter() - before)
-
-    first_to_learn = getattr(training.experiment, "first_to_learn", 0)
-    watcher = Watcher(learner, params_of)
-    log = TrainingLog(
-        schedule,
-        training.log_frequency,
-        training.devices,
-        progress,
-        write_log_point,
-        first_to_learn,
-        training.chain,
-        training.target_return,
-    )
+    publish, watcher = Publisher(learner, params_channels), Watcher(learner, params_of)
+    save_schedule, log = make_save_schedule(training, progress), make_log(training, progress, write_log_point)
+    saver = Saver(training, writer, publish, save_schedule, log, progress)
     status.phase = "compiling the update"
     block_shapes = training.block_shapes
     progress.state = state = first_state(training, learner)
@@ -191,8 +222,8 @@ def learn(
         publish(saved.update, saved.older_params)  # for the rollout that was under way while update `saved.update` ran
     metrics: Metrics = {}
     for update in range(schedule.first, schedule.last + 1):
-        # `state` is version `update`, made by update - 1.  It collects this rollout without concurrency, and the next
-        # one with it, while this update runs; version 1 collects both.
+        # `state` is version `update`, made by update - 1.  With concurrency it collects the next rollout while this
+        # update runs, and version 1 also this one; without concurrency it collects this one.
         collects_this = schedule.policy_version(update) == update
         collects_next = schedule.policy_version(update + 1) == update and update < schedule.last
         if collects_this or collects_next:
@@ -201,14 +232,8 @@ def learn(
         with log.timing_wait():
             ends_now = lambda: save_schedule.ends_now(progress.update) is not None
             rollouts = receive(rollout_channels, update, schedule, ends_now)
-        if rollouts is None:  # the run ends now: no rollouts are waited for, and the update before them is saved
-            if training.stop_on_nonfinite:
-                log.check_finite(update - 1, metrics, saving=True)
-            if progress.saved_update != update - 1:
-                save(update - 1)
-            reason = save_schedule.ends_now(update - 1)
-            assert reason is not None
-            end(training, update - 1, reason, stop)
+        if rollouts is None:  # the run ends now: no rollouts are waited for
+            saver.end_now(update - 1, state, memory, metrics, stop)
         progress.statistics.add(rollouts)
         writer.record_rollouts(schedule.epoch(update), [(r.recorded, r.actor_state) for r in rollouts])
         blocks = [block for rollout in rollouts for block in rollout.blocks]
@@ -239,7 +264,7 @@ def learn(
             digests = writer.snapshot(update, state, memory) if takes else {}
             log.write(update, metrics, digests)
         if saving:
-            save(update, decision.finished)
+            saver.save(update, state, memory, decision.finished)
             if decision.ending is not None:
                 end(training, update, decision.ending, stop)
             if decision.finished:

@@ -28,8 +28,8 @@ LOGGED = {
     "charts/SPS": "environment steps per second since the first update, whose time was compilation",
     "charts/SPS_recent": "environment steps per second since the log point before",
     "stats/policy_lag": "versions between the policy that acted and the newest: 1, or 0 without concurrency",
-    "stats/bottleneck": "the part that, made faster, would make the whole faster (a word)",
-    "stats/rollout_time": "seconds of one rollout, mean over the actors",
+    "stats/bottleneck": "the part that limits the speed of the run (a word)",
+    "stats/rollout_time": "seconds of one rollout, mean over those since the log point before",
     "stats/emulators_time": "of these: stepping environments",
     "stats/inference_time": "of these: observations to the device, the policy, actions back",
     "stats/scan_time": "of these: both, where a rollout is one compiled scan",
@@ -80,7 +80,7 @@ class TrainingLog:
         self._began = time.perf_counter() - progress.seconds_before
         self._unchecked: tuple[int, Metrics] = (0, {})
         self._target_return = target_return
-        # As the log point did after which the checkpoint was taken that the run continues from.
+        # True if the checkpoint was taken right after a log point at which the target return was reached.
         progress.reached = self.is_log_point(progress.update) and progress.statistics.reaches(target_return)
         self.start_clock()
 
@@ -234,14 +234,14 @@ def check_finite(update: int, metrics: Json, saved_update: int) -> None:
     for name, value in metrics.items():
         if name.startswith("losses/") and not np.isfinite(np.asarray(value)).all():
             where = (
-                f"the checkpoint of update {saved_update} is the last good one"
+                f"the checkpoint of update {saved_update} is the last good one, but resuming from it leads to the same "
+                "number"
                 if saved_update
                 else "there is no checkpoint yet"
             )
             raise NotFinite(
-                f"update {update}: {name} is {float(value)}, which is not a finite number; {where}, and to go on from "
-                "there comes to the same. Try smaller learning rates in a run of its own, or go on regardless with "
-                "--on-nonfinite ignore"
+                f"update {update}: {name} is {float(value)}, which is not a finite number; {where}. Try a smaller "
+                "learning rate in a new run, or go on regardless with --on-nonfinite ignore"
             )
 
 

@@ -105,7 +105,7 @@ class WatchedUpdate(Generic[S, M, P, C]):
         self._blocks, self._acted_with = blocks, acted_with
 
     def ended_in(self, state: S, memory: M) -> "WatchedUpdate[S, M, P, C]":
-        """The same, with what the update made: valid until the next update, which is given it."""
+        """The same, with what the update made.  Valid until the next update, to which that is donated."""
         self._after = state, memory
         return self
 

@@ -148,7 +148,11 @@ def variants(recipe: AnyRecipe, settings: Sequence[str]) -> list[tuple[str, list
         written, eq, values = setting.partition("=")
         name = written.lstrip("-").replace("-", "_")
         require(bool(eq) and bool(values), f"--set {setting!r} must be name=value,value; as learning_rate=1e-4,2.5e-4")
-        require(name not in GIVEN_BY_SWEEP, f"--set {name}: the sweep itself sets that; use --env-ids or --num-seeds")
+        require(
+            name not in GIVEN_BY_SWEEP,
+            f"--set {name}: each run of a sweep has its own environment, seed and directory; use --env-ids, "
+            "--num-seeds or --dir",
+        )
         close = closest_names(name, field_types)
         require(
             name in field_types,
@@ -187,7 +191,8 @@ def plan(recipe: AnyRecipe, common: list[str], flags: Flags, folder: Path) -> li
         name = word.partition("=")[0].lstrip("-").replace("-", "_")
         require(
             not word.startswith("--") or name not in GIVEN_BY_SWEEP,
-            f"{word} stands after --, but the sweep itself sets it; use --env-ids, --num-seeds or --dir",
+            f"{word} stands after --, but each run of a sweep has its own environment, seed and directory; use "
+            "--env-ids, --num-seeds or --dir",
         )
     run = checked_parse(recipe, common).run  # an error in all runs is reported without the name of one
     runs = []

@@ -222,10 +222,10 @@ def in_units(size: jax.Array, exponent: float) -> jax.Array:
 
 
 def importance(drawn: Drawn, exponent: jax.Array | float) -> jax.Array:
-    """The importance weights (N P_i)^-exponent of N drawn places; 0 where none was found.  -> [N] float32.
+    """The importance weights (M P_i)^-exponent of N drawn places; 0 where none was found.  -> [N] float32.
 
-    (Schaul et al. 2016, section 3.4.)  P_i = p_i / sum_j p_j and N are of this shard alone.  The caller divides by the
-    greatest weight of the minibatch.
+    (Schaul et al. 2016, section 3.4.)  M is the number of places whose priority is not 0; M and P_i = p_i / sum_j p_j
+    are of this shard alone.  The caller divides by the greatest weight of the minibatch.
     """
     total = drawn.total.high.astype(jnp.float32) * 2.0**16 + drawn.total.low.astype(jnp.float32)
     share = drawn.priority.astype(jnp.float32) * (drawn.nonzero / jnp.maximum(total, 1.0))

@@ -157,7 +157,7 @@ def _write_shard(ring: Ring, i: jax.Array, rollout: Rollout) -> Ring:
     steps, capacity = part.valid.shape[0], ring.rows.valid.shape[1]
     tail, size = ring.tail[i], ring.size[i]
     # An episode begins after an ignored step.  If one begins after any other step, the environments were restarted.  If
-    # the episodes of all of them happened to end just before, the seam goes unnoticed, and its tail is not needed.
+    # the last step of all of them was an ignored one, the seam goes unnoticed, but then the tail is of no use either.
     seam = (part.first[0] & ring.rows.valid[i, (tail - 1) % capacity]).any()
     start = (tail + seam) % capacity
 

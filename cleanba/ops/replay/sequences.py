@@ -73,7 +73,7 @@ def init_sequences(rollout: Rollout, carry: PyTree, capacity: int, stack: int = 
     """
     steps, envs = rollout.reward.shape
     ring = rings.init(rollout, capacity, stack)
-    count = (ring.rows.valid.shape[0] - 1) // steps  # so far apart are beginnings, at least
+    count = (ring.rows.valid.shape[0] - 1) // steps  # beginnings are at least `steps` rows apart
     blank = lambda x: jnp.zeros((count, *x.shape), x.dtype)
     starts = Starts(jnp.zeros(count, jnp.uint32), jax.tree.map(blank, carry))
     empty = StartsRing(starts, tail=jnp.int32(0), size=jnp.int32(0), written=jnp.uint32(0))
@@ -167,9 +167,9 @@ def take_sequences(memory: SequenceMemory, i: jax.Array, drawn: Drawn, length: i
     chex.assert_equal(stack > 1, is_stacked(ring.rows))
     envs = ring.rows.valid.shape[2]
     start, env = jnp.minimum(drawn.place // envs, starts.rows.begun.shape[1] - 1), drawn.place % envs
-    oldest = ring.size[i] - 1
-    row = jnp.clip(oldest - _distance(ring, starts, i)[start], 0) + jnp.arange(length + 1)[:, None]  # [L+1, N]
-    row = jnp.minimum(row, oldest)
+    tail = ring.size[i] - 1
+    row = jnp.clip(tail - _distance(ring, starts, i)[start], 0) + jnp.arange(length + 1)[:, None]  # [L+1, N]
+    row = jnp.minimum(row, tail)
     env = jnp.broadcast_to(env, row.shape)
     look = lambda x: lookup(ring, x, i, row[:-1], env[:-1])
     flat = observations(ring, i, row.reshape(-1), env.reshape(-1), stack)

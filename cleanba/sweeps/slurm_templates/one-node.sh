@@ -3,8 +3,8 @@
 #
 #     slurm/submit slurm/one-node.sh ppo --env-id Breakout-v5
 #
-# GPUs per node and CPU cores are set in settings.sh.  --num-envs must split over the learners: its default, 120, does
-# over 1 to 6 and 8.
+# GPUs per node and CPU cores are set in settings.sh.  At most --num-shards GPUs can learn: 6 for PPO and IMPALA on
+# Atari.  For more, raise --num-shards, which must divide --num-envs (docs/guides/clusters.md).
 #SBATCH --job-name=cleanba
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1

@@ -4,7 +4,7 @@
 PARTITION=        # sbatch --partition
 ACCOUNT=          # sbatch --account
 QOS=              # sbatch --qos
-TIME=             # sbatch --time, such as 24:00:00; a job that runs out of it goes on in a next one by itself
+TIME=             # sbatch --time, such as 24:00:00; a job that runs out of it is requeued, and goes on by itself
 GPUS=             # GPUs per node, of the templates that use several
 GPU_TYPE=         # their kind, where a cluster has several, such as a100
 CPUS=             # CPU cores per task: these step the emulators
