@@ -1,8 +1,9 @@
 """How fast do this machine's GPUs train, and are the bits the same?  Nine minutes a call, main parts first.
 
     python benchmarks/gpu.py                       # results in benchmarks/results/gpu.json and gpu.md, after each part
-    python benchmarks/gpu.py --rest                # again, for the parts without results
-    python benchmarks/gpu.py --only digests        # parts whose names begin with this
+    python benchmarks/gpu.py --out runs/gpu                   # elsewhere
+    python benchmarks/gpu.py --out runs/gpu --rest            # again, for the parts without results
+    python benchmarks/gpu.py --out runs/gpu --only digests    # parts whose names begin with this
     JAX_NUM_CPU_DEVICES=4 python benchmarks/gpu.py --tiny    # the same parts on a CPU, small, to see that they run
 
 Each part is a process of its own, since XLA's flags must be set before JAX starts.  It has a time limit; what it has
@@ -48,8 +49,8 @@ class Args:
     """beginnings of the names of parts (default: all); figures of other parts stay"""
     rest: bool = False
     """only parts that have no figures yet, or failed"""
-    out: Path = Path(__file__).parent / "results"
-    """folder of the results"""
+    out: Path = machine.RESULTS
+    """folder of the results; with --tiny runs/gpu_tiny"""
     tiny: bool = False
     """small games and networks, to see that all parts run"""
     part: str = ""
@@ -372,6 +373,8 @@ def main(args: Args) -> None:
         fields = {k: tuple(v) if isinstance(v, list) else v for k, v in values.pop("fields").items()}
         values |= {"fields": fields, "actors": tuple(values["actors"]), "learners": tuple(values["learners"])}
         return measure(Part(**values))
+    if args.tiny and args.out == machine.RESULTS:
+        args = replace(args, out=Path("runs/gpu_tiny"))  # the kept figures are a GPU's
     commit = machine.commit()
     deadline = time.perf_counter() + 60 * args.minutes
     left = lambda: deadline - time.perf_counter()

@@ -4,7 +4,7 @@ A study of many runs may take days and several machines.  These lines are kept; 
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,9 +61,9 @@ def read(path: Path) -> list[Json]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def add(path: Path, new: Sequence[Json]) -> list[Json]:
-    """Keep these, too.  Returns all that is kept there."""
-    runs = merge(read(path), new)
+def add(path: Path, new: Sequence[Json], replaced: Callable[[Json], bool] = lambda _: False) -> list[Json]:
+    """Keep these, too, in place of lines that are `replaced`.  Returns all that is kept there."""
+    runs = merge([line for line in read(path) if not replaced(line)], new)
     if runs:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, "".join(json.dumps(run) + "\n" for run in runs))

@@ -45,7 +45,10 @@ def saved(name: str) -> dict[str, Any]:
 def commit() -> str:
     """What was measured: the commit, with a "+" where files differ from it; "unknown" outside of Git."""
     git = ["git", "-C", str(RESULTS.parent), "describe", "--always", "--dirty=+", "--match="]
-    ended = subprocess.run(git, capture_output=True, text=True)
+    try:
+        ended = subprocess.run(git, capture_output=True, text=True)
+    except OSError:  # Git is not installed
+        return "unknown"
     return ended.stdout.strip() or "unknown"
 
 

@@ -74,7 +74,7 @@ def main(args: Args) -> None:
             start = time.perf_counter()
             found = memory_store.snapshot(ring, number)
             looked = time.perf_counter()
-            memory.prune(run, range(1), [number - 1, number])
+            memory.prune(run, range(1), [number - 1, number], found)
             memory.write(run, number, found)
             wrote = time.perf_counter()
             new = sum(p.stat().st_size for p in run.rglob("*") if p.is_file() and p not in before)

@@ -140,7 +140,8 @@ def main(args: Args) -> None:
             flush=True,
         )
     load.append(os.getloadavg()[0])
-    path = machine.save(args.result, {"load_average": load, "seconds": time.perf_counter() - start, "parts": found})
+    parts = machine.saved(args.result).get("parts", {}) | found  # figures of other parts stay
+    path = machine.save(args.result, {"load_average": load, "seconds": time.perf_counter() - start, "parts": parts})
     print(f"written: benchmarks/results/{path.name}")
 
 

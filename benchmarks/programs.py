@@ -9,7 +9,7 @@ from jax.sharding import SingleDeviceSharding
 from cleanba.algorithm import Algorithm
 from cleanba.algorithms.off_policy import OffPolicyActorCritic
 from cleanba.config import Experiment, Partition
-from cleanba.environments.specs import ActionSpec, EnvSpec, Step
+from cleanba.environments.specs import ActionSpec, Compilable, EnvSpec, Step
 from cleanba.recipes import Recipe
 from cleanba.resolution import resolve
 from cleanba.rollout import PyTree
@@ -90,8 +90,9 @@ def trace_scan(program: Program, device: jax.Device) -> Any:
         shown = jax.tree.map(lambda o: jnp.broadcast_to(handle.sum(), o.shape).astype(o.dtype), obs)
         return handle + 1, Step(shown, reward, reward, reward > 1, flag, flag)
 
-    scan = make_scan(program.algorithm, program.experiment.num_steps, env_step)
-    state = ScanState(jax.ShapeDtypeStruct((8,), jnp.uint8), obs, first, first, carry)
+    handle = jax.ShapeDtypeStruct((8,), jnp.uint8)
+    scan = make_scan(program.algorithm, program.experiment.num_steps, Compilable(handle, env_step, b""))
+    state = ScanState(handle, obs, first, first, carry)
     _, (r, outcome) = jax.eval_shape(scan.step, params, jax.random.key(0), state, 0)
     n = program.experiment.num_steps
 

@@ -147,7 +147,10 @@ class Studies:
             cleanba("eval", run_dir, "--episodes", self.episodes, *(["--video"] if self.film else []))
             more = {"evaluated": read_json(run_dir / "eval.json")["mean"]}
         (curve,) = curves.load([run_dir])
-        kept.add(self.file, [kept.entry(curve, study=run.study, variant=run.variant, **more)])
+        entry = kept.entry(curve, study=run.study, variant=run.variant, **more)
+        # Trained again on another processor, a run may have another experiment: that of a later stage has the digest
+        # of the parameters that it starts from.
+        kept.add(self.file, [entry], lambda line: Run.of(line) == run)
         write_whole(self.file.with_suffix(".md"), self.table(kept.read(self.file)))
 
     def table(self, lines: Sequence[Json]) -> str:

@@ -100,7 +100,7 @@ def test_waiting_is_measured(stop):
     time.sleep(LONG_ENOUGH)
     item, waited = channel.get()
     assert item == "item" and 0 <= waited < SOON
-    assert LONG_ENOUGH / 5 < putter.join().result < SOON
+    assert 0 < putter.join().result < SOON
 
 
 @pytest.mark.parametrize("blocked", ["put", "get"])

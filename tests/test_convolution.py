@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 from jax import lax
 
+pytest.importorskip("llvmlite")
+
 from cleanba.kernels import convolution, llvm
 from cleanba.kernels.convolution import Convolution, convolve
 
@@ -129,8 +131,9 @@ def test_a_processor_with_other_vectors_ends_in_the_same_bits(case, registers, m
     monkeypatch.setattr(llvm, "registers", lambda: registers)
     monkeypatch.setattr(llvm, "name_of", lambda unit, shape: f"{registers}_{unit.__name__}_{shape}")
     jax.clear_caches()
+    before = set(llvm.KEPT)
     there = gradients(convolve, how, arguments, weight)
-    assert any(name.startswith(str(registers)) for name in llvm.KEPT)
+    assert any(name.startswith(str(registers)) for name in set(llvm.KEPT) - before)
     for x, y in zip(here, there, strict=True):
         np.testing.assert_array_equal(x, y)
 

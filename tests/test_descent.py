@@ -5,6 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+
+pytest.importorskip("llvmlite")
+
 from test_product import draw
 
 from cleanba.algorithms.optimiser import TrainState, make_adam

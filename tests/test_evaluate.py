@@ -702,7 +702,8 @@ def test_an_evaluation_at_the_end_that_stands_still_ends_the_run(tmp_path, monke
     flags = (*TINY, "--eval-frequency", "100", "--eval-episodes", "2", "--run-dir", run)
     ended = command("ppo", *flags, "--stall-timeout", "60")
     assert ended.code == 1 and "thread 'evaluation'" in ended.err and "release.wait(60)" in ended.err, ended
-    assert ended.err.count("cleanba: no step of evaluations for 1 s after step of evaluations 1 (playing)") == 1
+    words = r"cleanba: no step of evaluations for \d+ s after step of evaluations 1 \(playing\)"
+    assert len(re.findall(words, ended.err)) == 1
     result = read_result(run)
     assert result["status"] == "failed" and "no step of evaluations" in result["error"] and result["update"] == 5
     release.set()
@@ -729,8 +730,8 @@ def test_no_process_waits_for_one_whose_last_evaluation_stands_still(tmp_path):
     flags = ("ppo", *TINY, "--num-shards", "2", "--eval-frequency", "100", "--run-dir", tmp_path / "run")
     both = [python("-c", HANGS_AT_ITS_END, *words) for words in in_pairs([*flags, "--stall-timeout", "120"])]
     first, second = [finish(process, 120 * CROWD) for process in both]
-    assert first.code == 1 and "no step of evaluations for 2 s" in first.err, first
-    assert second.code == 1 and "process 0 of 2 failed: no step of evaluations for 2 s" in second.err, second
+    assert first.code == 1 and "no step of evaluations for " in first.err, first
+    assert second.code == 1 and "process 0 of 2 failed: no step of evaluations for " in second.err, second
 
 
 def test_a_run_films_itself_at_its_end(tmp_path):

@@ -134,8 +134,8 @@ def todays() -> list[tuple[str, str]]:
     if asked == "all":
         return pairs
     version, _, extra = asked.partition(" ")
-    day = date.today().toordinal()
-    return [(version or PYTHONS[day % len(PYTHONS)], extra or list(CHECKS)[day % len(CHECKS)])]
+    of_the_day = pairs[date.today().toordinal() % len(pairs)]
+    return [(version or of_the_day[0], extra or of_the_day[1])]
 
 
 def interpreter(version: str) -> str | None:

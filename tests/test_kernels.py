@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 from launch import TINY, command, read_result
 
+pytest.importorskip("llvmlite")
+
 from cleanba import errors, kernels, launch
 from cleanba.config import Experiment, Placement
 from cleanba.errors import CannotCompile, UsageError

@@ -6,6 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
+pytest.importorskip("llvmlite")
+
 from test_networks import by_both
 from test_product import draw, near
 

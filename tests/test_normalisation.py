@@ -4,6 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
+pytest.importorskip("llvmlite")
+
 from test_product import draw
 
 from cleanba import kernels

