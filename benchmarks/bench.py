@@ -79,6 +79,7 @@ def of_networks(found: dict[str, Any]) -> list[Row]:
 def of_peers(found: dict[str, Any]) -> list[Row]:
     """Whole trainings beside PyTorch loops."""
     words = {"breakout": "PPO on Breakout, Nature CNN, 32 x 64", "halfcheetah": "PPO on HalfCheetah"}
+    words["breakout-last"] = f"{words['breakout']}, beside channels last"
     rows = []
     for name, part in found["parts"].items():
         ours, peer = (part["steps_per_second"][who]["median"] for who in ("ours", "PyTorch"))

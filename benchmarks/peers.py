@@ -140,8 +140,7 @@ def main(args: Args) -> None:
             flush=True,
         )
     load.append(os.getloadavg()[0])
-    parts = machine.saved(args.result).get("parts", {}) | found  # figures of other parts stay
-    path = machine.save(args.result, {"load_average": load, "seconds": time.perf_counter() - start, "parts": parts})
+    path = machine.save(args.result, {"load_average": load, "seconds": time.perf_counter() - start, "parts": found})
     print(f"written: benchmarks/results/{path.name}")
 
 

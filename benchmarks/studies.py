@@ -189,7 +189,7 @@ class Studies:
         for run in self.wanted(asked):
             if run not in there:
                 self.train(run, folder)
-            elif self.episodes and "evaluated" not in there[run] and (folder / run.folder).exists():
+            elif self.episodes and "evaluated" not in there[run] and is_finished(folder / run.folder):
                 self.keep(run, folder / run.folder)
         lines = kept.read(self.file)
         if not lines:

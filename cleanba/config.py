@@ -383,7 +383,7 @@ class Run:
     """updates between checkpoints (0: only one, at the end or when a signal ends the run; None: one a minute, or fewer
     if they would take more than 1% of the time)"""
     keep_checkpoints: Annotated[int | str, KeptCheckpoints()] = NEWEST
-    """checkpoints to keep: all; N: the N newest; every:K: the two newest, and for good those after multiples of K
+    """which checkpoints to keep; all; N: the N newest; every:K: the two newest, and for good those after multiples of K
     updates, which are taken whatever --checkpoint-frequency says"""
     grace_period: Annotated[float, Range(0, 1e6, unit="seconds")] = 60.0
     """seconds after Ctrl-C, SIGTERM or SIGUSR1 to finish the current update and write a checkpoint; after them, or with

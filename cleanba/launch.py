@@ -336,9 +336,9 @@ class RunWriter:
         if share < SPARSE and not self._sparse:
             self._sparse = True
             self._display.say(
-                f"warning: replay fills {share:.0%} of a batch on average, because few of its steps may be drawn: "
-                "the others were ignored after an episode's end, or belong to incomplete windows. Gradients come from "
-                "smaller batches; raise --batch-size, or see that episodes last longer"
+                f"warning: replay fills {share:.0%} of a batch on average, because few of the stored steps may be "
+                "drawn: the others were ignored after an episode's end, or belong to incomplete windows. Gradients "
+                "come from smaller batches; raise --batch-size, or see that episodes last longer"
             )
         if update == e.env_epoch and not values.get("charts/episodes", 1):
             self._display.say(
@@ -484,8 +484,9 @@ def announce(job: Job, saved: Saved[Any, Any] | None, display: Display) -> None:
         display.say(f"warning: {warning}")
     if (idle := len(place.actor_device_ids) - e.num_actors // processes) > 0:
         display.say(
-            f"warning: {counted(idle, 'actor device')} will be idle, because there is one actor for each at most and "
-            f"num_actors={e.num_actors}; raise --num-actors (another experiment), or name fewer --actor-device-ids"
+            f"warning: {counted(idle, 'actor device')}{' of each process' * (processes > 1)} will be idle, because an "
+            f"actor uses one device and num_actors={e.num_actors}; raise --num-actors (another experiment), or name "
+            "fewer --actor-device-ids"
         )
     if saved is not None:
         display.say(f"going on after update {saved.update}, step {saved.counters['global_step']:,}")

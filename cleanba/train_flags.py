@@ -116,8 +116,8 @@ def typed_names(recipe: AnyRecipe, words: Sequence[str]) -> set[str]:
 def in_one_form(recipe: AnyRecipe, argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Rewrite arguments to tyro's form: CleanRL's "--anneal-lr False" becomes --no-anneal-lr.
 
-    A flag of the experiment whose value is auto or None, as in "--network auto", is dropped.  Returns the arguments,
-    and the fields whose flags were dropped.
+    A flag of the experiment whose value is auto or None, as in "--network auto", is dropped, with what was given for
+    it before.  Returns the arguments, and the fields that were left open so.
     """
     of_experiment = fields_of(recipe.experiment)
     known = of_experiment | fields_of(Placement) | fields_of(Run)
@@ -132,13 +132,30 @@ def in_one_form(recipe: AnyRecipe, argv: Sequence[str]) -> tuple[list[str], list
         value = value if eq else rest[0] if rest else ""
         if about is not None and field_name in of_experiment and value in ("auto", "None"):
             rest = rest if eq else rest[1:]
-            left_open.append(field_name)
-        elif about is not None and about.annotation is bool and value.lower() in ("true", "false"):
+            words = without_flag(words, field_name)
+            if about.offered and field_name not in left_open:
+                left_open.append(field_name)
+            continue
+        if field_name in left_open:  # given again
+            left_open.remove(field_name)
+        if about is not None and about.annotation is bool and value.lower() in ("true", "false"):
             rest = rest if eq else rest[1:]
             words.append(name if value.lower() == "true" else f"--no-{name[2:]}")
         else:
             words.append(word)
     return words, left_open
+
+
+def without_flag(words: Sequence[str], name: str) -> list[str]:
+    """Arguments without this field's flag and its values."""
+    kept: list[str] = []
+    dropping = False
+    for word in words:
+        if word.startswith("--"):
+            dropping = word[2:].partition("=")[0].removeprefix("no-").replace("-", "_") == name
+        if not dropping:
+            kept.append(word)
+    return kept
 
 
 # Flags of other systems -> what to do instead.  Consulted only if the algorithm has no such flag.

@@ -95,12 +95,14 @@ def test_get_waits_for_an_item(stop):
 def test_waiting_is_measured(stop):
     channel, started = Channel("timed", stop), threading.Event()
     assert 0 <= channel.put("item") < SOON
-    putter = Waiter(lambda: started.set() or channel.put("more"))
+    putter = Waiter(lambda: (started.set(), time.perf_counter(), channel.put("more")))
     started.wait(SOON)
     time.sleep(LONG_ENOUGH)
+    taken = time.perf_counter()
     item, waited = channel.get()
     assert item == "item" and 0 <= waited < SOON
-    assert 0 < putter.join().result < SOON
+    _, put, waited = putter.join().result
+    assert taken - put - LONG_ENOUGH / 5 < waited < SOON
 
 
 @pytest.mark.parametrize("blocked", ["put", "get"])

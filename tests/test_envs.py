@@ -456,7 +456,8 @@ def test_without_kernels_a_program_belongs_to_one_pool():
     spec = env_spec(Experiment(env_id="CartPole-v1"))
     pools = [Envs(spec, [seed]) for seed in (1, 2)]
     with kernels.compiling_for(choice="off"):
-        assert len({pool.xla().key for pool in pools}) == 2
+        of_both = [pool.xla() for pool in pools]
+        assert len({envs.key for envs in of_both}) == 2 and all(envs.of_one_process for envs in of_both)
 
 
 LAKE = "SFFF FHFH FFFH HFFG".replace(" ", "")

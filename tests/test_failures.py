@@ -278,6 +278,7 @@ def test_a_signal_ends_a_process_whose_environment_hangs(processes):
 def test_a_second_ctrl_c_ends_the_process_at_once(processes):
     process, run_dir = once_running(processes, "hangs 2")
     process.send_signal(signal.SIGINT)
+    time.sleep(0.02)
     process.send_signal(signal.SIGINT)  # as when a process and its group are told
     time.sleep(0.5)
     assert process.poll() is None, "the first one waits for threads"

@@ -285,10 +285,11 @@ def test_what_is_shown_names_the_preset_that_was_asked_for(tmp_path):
     )
     again = settle(recipe, configure(recipe, {}, Placement(), Run(), tmp_path), "cpu", tmp_path)  # as resume does
     assert again.in_words(recipe) == "preset cleanrl-atari, and 2 typed" and again.experiment == found.experiment
-    left = ["--num-steps", "None", "--network=auto"]
+    left = ["--num-steps", "64", "--num-steps", "None", "--network=auto", "--gamma", "None", "--gamma", "0.5"]
     words = ["--env-id", "Pong-v5", "--preset", "cleanrl-atari", "--num-envs", "16", *left]
     opened = settle(recipe, parse(recipe, words), "cpu", None)  # None and auto leave a field open
-    assert opened.experiment.num_steps == PPO.num_steps and opened.origin["network"] == ENVIRONMENT
+    assert (opened.experiment.num_steps, opened.experiment.gamma) == (PPO.num_steps, 0.5)
+    assert opened.origin["network"] == ENVIRONMENT
     spec = cleanba.ppo("Pong-v5", preset="cleanrl-atari", num_envs=16, num_steps=None)  # as in Python
     assert spec.resolve().num_steps == PPO.num_steps and "preset='cleanrl-atari'" in repr(spec)
 

@@ -61,7 +61,7 @@ class Eval:
     """steps after which an episode is cut off and reported as truncated (None: 27,000, or the environment's own limit
     where that is longer)"""
     greedy: bool = False
-    """take the greedy action instead of drawing one from the policy; all algorithms but PPO and
+    """take the likeliest action instead of drawing one from the policy; all algorithms but PPO and
     IMPALA always take the best one"""
     epsilon: float | None = None
     """probability of a uniformly random action in place of the policy's (None: 0.05 for DQN and PQN,

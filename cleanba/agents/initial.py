@@ -105,8 +105,8 @@ def require_fit(initial: Initial, state: PyTree) -> None:
             has = lambda shape: "no such array" if shape is None else f"the shape {shape}"
             raise UsageError(
                 f"init_from={initial.place}: its networks are not this run's: {name} has {has(there)} there and "
-                f"{has(here)} here; give the settings of that run (`cleanba ALGORITHM --experiment RUN --show-config` "
-                "lists them)"
+                f"{has(here)} here; give the settings of that run (`cleanba ALGORITHM --experiment DIR --show-config`, "
+                "with its directory, lists them)"
             )
 
 

@@ -49,8 +49,8 @@ class PPO(PolicyGradient):
     clip_coef: Positive = 0.1
     """how far the probability ratio may leave 1 before it is clipped"""
     lag_correction: Literal["none", "proximal", "decoupled", "vtrace", "both"] = "none"
-    """correction for rollouts that are one policy version old.  proximal: clip around the newest policy; decoupled:
-    also weight by its ratio to the policy that acted; vtrace: correct advantages by V-trace; both: decoupled and vtrace
+    """correction for rollouts that are one policy version old; proximal: clip around the newest policy; decoupled: also
+    weight by its ratio to the policy that acted; vtrace: correct advantages by V-trace; both: decoupled and vtrace
     (docs/inside/policy-lag.md)"""
     lag_weight_cap: Annotated[float, Range(1)] = 2.0
     """bound on the ratio of the newest policy to the one that acted, where it is a weight"""

@@ -13,7 +13,7 @@ import tyro
 
 from cleanba.checks.parting import Finding, first_difference, first_print, note_versions
 from cleanba.checks.sides import RemoteSide, Request
-from cleanba.config import Placement, differences, from_json, read_config, read_experiment, require, shortened
+from cleanba.config import Placement, Run, differences, from_json, read_config, read_experiment, require, shortened
 from cleanba.errors import Exit, printable
 from cleanba.files import Json
 from cleanba.flags import FLAGS
@@ -145,7 +145,7 @@ def part_of(run_dir: Path, words: Sequence[str], trust_remote_code: bool) -> Par
             actor_device_ids=tuple(range(min(many[1], experiment.num_actors))),
         )
     alone = replace(placement, distributed=False, coordinator_address=None, num_processes=None, process_id=None)
-    default = Config(experiment, placement=alone, whole=run_dir)
+    default = Config(experiment, alone, Run(trust_remote_code=trust_remote_code), run_dir)
     placement = parse(recipe, flags, default).placement
     require(not placement.distributed, "bisect computes each side in one process; leave out --distributed")
     devices = 1 + max(*placement.learner_device_ids, *placement.actor_device_ids, 0)
@@ -229,7 +229,7 @@ def _checksums(run_dir: Path, update: int) -> tuple[str, list[str]] | None:
     try:
         counters: Json = json.loads((run_dir / "checkpoints" / str(update) / COUNTERS / "metadata").read_text())
         return counters["digest"], counters["memory"]
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 

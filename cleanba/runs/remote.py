@@ -33,7 +33,7 @@ NEEDED_WHOLE = ("config.json", METRICS)
 MOST_BYTES = {"config.json": 2**20, "model.msgpack": 2**31 + 2**20, "result.json": 2**24, METRICS: 2**30}
 """the files that are taken from a run from elsewhere, and the largest size of each"""
 PARTS = ("checkpoints", "memory", "actors")
-"""the folders that `cleanba verify` needs besides"""
+"""the folders that `cleanba verify` and `cleanba bisect` need besides"""
 MOST_PARTS_BYTES = 2**36  # of all files in these folders together
 PART_OF_NAME = re.compile(r"(?!\.\.?$)[\w.-]{1,200}", re.ASCII)
 MOST_DEPTH = 8
@@ -70,7 +70,7 @@ def find_whole_run(run: str | Path, scratch: Path) -> Path:
     """
     if str(run).startswith("hf://"):
         return download(str(run), whole=True)
-    path = Path(run)
+    path = Path(run).expanduser()
     if path.is_file() and path.name.lower().endswith(ARCHIVES):
         return unpack(path, scratch)
     return path

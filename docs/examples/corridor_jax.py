@@ -1,4 +1,5 @@
 """Walk to the right end of a corridor, in JAX.  From the folder of this file:
+
 cleanba ppo --env-id jax:corridor_jax:Corridor --total-timesteps 50000 --capture-video
 """
 
