@@ -40,7 +40,8 @@ def entry(curve: Curve, points: int = POINTS, **more: Any) -> Json:
 def as_curve(run: Json) -> Curve:
     """What `entry` made, as far as it is drawn."""
     arrays: Any = (np.array(run[name], np.float64) for name in ("steps", "seconds", "returns"))
-    return Curve(Path(), run["experiment"], *arrays)
+    steps, seconds, returns = arrays
+    return Curve(Path(), run["experiment"], steps, seconds, returns, run["status"] == "finished")
 
 
 def merge(kept: Sequence[Json], new: Sequence[Json]) -> list[Json]:

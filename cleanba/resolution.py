@@ -16,6 +16,7 @@ typed.  Nothing depends on the number of devices or processes.
 
 import dataclasses
 import itertools
+import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from math import gcd
@@ -338,6 +339,13 @@ def offered(e: Experiment) -> dict[str, Any]:
 
 
 RECORD = "init_from.json"  # in a run's directory: where the parameters that it started from were found
+
+
+def completed(experiment: Json) -> Json:
+    """A recorded experiment, with the algorithm's defaults for fields that its version did not have."""
+    recipe = RECIPES.get(experiment["algorithm"])
+    defaults = {} if recipe is None else json.loads(json.dumps(to_json(recipe.experiment())))
+    return {**defaults, **experiment}
 
 
 def recorded(run_dir: Path | None) -> dict[str, str]:

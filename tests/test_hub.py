@@ -1,6 +1,7 @@
 """Upload to a Hub on this machine, and back: what is uploaded, what the card says, and what a failure leaves."""
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -65,7 +66,10 @@ def metadata(card: bytes) -> tuple[dict, str]:
 def test_everything_is_uploaded_and_named_after_the_run(server, tmp_path):
     run = write_run(tmp_path / "run")
     evaluate(run)
-    (run / "videos/film.mp4").write_bytes(b"film")
+    for name in ("update-3-seed-1.mp4", ".update-5-seed-1.tmp.mp4"):  # of another policy, and half written
+        (run / "videos" / name).write_bytes(b"another")
+    (run / "videos/update-5-seed-1.mp4").write_bytes(b"film")
+    os.utime(run / "videos/update-5-seed-1.mp4", (1, 1))
     ended = command("push", run)
     assert (ended.code, ended.err) == (0, "")
     assert f"{server.address}/tester/Catch-v0-my-ppo-seed7" in ended.out

@@ -13,7 +13,7 @@ from cleanba.environments.atari_scores import LONG, SHORT, human_normalised, pub
 from cleanba.recipes import RECIPES
 from cleanba.resolution import resolve
 from cleanba.runs import plot
-from cleanba.runs.aggregates import aggregates, square, statistics, stratified
+from cleanba.runs.aggregates import aggregates, by_games, square, statistics, stratified
 from cleanba.runs.curves import GRID, Curve, band, find_runs, group, interval, load, read_rows, resample_means
 
 EXPERIMENT = {
@@ -59,6 +59,12 @@ def test_a_run_that_ended_early_counts_as_far_as_it_got():
     assert np.isfinite(b.low[b.x <= 5]).all() and np.isnan(b.low[b.x > 5]).all()
 
 
+def test_a_run_that_reached_its_target_counts_with_its_last_return():
+    reached, long = curve([0, 5], [0, 2])._replace(finished=True), curve([0, 10], [6, 6])
+    b = band([reached, long], "steps")
+    assert b.x[-1] == 10 and np.allclose(b.mean[b.x >= 5], 4)
+
+
 def test_wall_time_ends_with_the_fastest_of_the_complete_runs():
     fast, slow = curve([0, 100], [0, 1], [0, 20]), curve([0, 100], [0, 1], [0, 30])
     b = band([fast, slow], "seconds")
@@ -97,6 +103,13 @@ def test_aggregates_are_their_definitions():
 def test_games_with_fewer_seeds_weigh_the_same():
     scores = [np.array([1.0, 3.0]), np.array([10.0, 20.0, 30.0])]
     assert square(scores).shape == (6, 2)
+    assert np.allclose(by_games(scores), statistics(square(scores)))
+    rng = np.random.default_rng(2)
+    uneven = [rng.gamma(1.0, 2.0, n) for n in (3, 4, 5, 6, 2)]
+    ordered, gap = np.sort(square(uneven), axis=None), 1 - np.minimum(square(uneven), 1).mean()
+    per_game = square(uneven).mean(0)
+    wanted = [np.median(per_game), ordered[75:-75].mean(), per_game.mean(), gap]  # of 300, a quarter at either end
+    assert np.allclose(by_games(uneven), wanted)
     median, _, mean, _ = statistics(square(scores))
     assert median == mean == (2 + 20) / 2
 
@@ -123,6 +136,8 @@ def test_variants_are_what_differs_within_an_environment():
     assert [c.experiment["seed"] for c in groups["A"]["learning_rate=0.001"]] == [1, 2]
     both = [*runs[:1], curve([1], [1], env_id="A", algorithm="impala", learning_rate=9.0, own_field=3)]
     assert list(group(both)["A"]) == ["impala", "ppo"]  # what belongs to an algorithm is no variant
+    apart = [*runs[:2], curve([1], [1], env_id="B", algorithm="dqn", learning_rate=2e-4)]
+    assert list(group(apart)["B"]) == ["dqn, learning_rate=0.0002"]  # not one line with PPO on another game
     assert list(group(runs[4:])["B"]) == ["ppo"]
 
 
@@ -150,7 +165,23 @@ def test_runs_are_found_at_any_depth_and_once(tmp_path):
     deep = write_run(tmp_path / "a/b/c")
     other = write_run(tmp_path / "d", seed=2)
     (deep / "checkpoints").mkdir()
+    (tmp_path / "a/up").symlink_to(tmp_path)  # a walk that follows it for ever would not end
     assert find_runs([tmp_path, deep]) == [deep, other]
+
+
+def test_a_run_from_elsewhere_is_drawn_only_if_it_is_named(tmp_path, capsys):
+    mine, theirs = write_run(tmp_path / "mine"), write_run(tmp_path / "hub/theirs", seed=7)
+    (theirs / "downloaded.json").write_text('{"from": "hf://somebody/run"}')
+    assert find_runs([tmp_path]) == [mine] and "hub/theirs comes from elsewhere" in capsys.readouterr().err
+    assert find_runs([tmp_path, theirs]) == [mine, theirs]
+
+
+def test_a_field_that_an_older_version_lacks_has_its_default(tmp_path):
+    write_run(tmp_path / "old")
+    write_run(tmp_path / "new", seed=2, layer_norm=True)
+    assert len(group(load([tmp_path]))["Breakout-v5"]) == 2, "with layer normalisation it is another variant"
+    write_run(tmp_path / "same", seed=3, layer_norm=False)
+    assert sorted(map(len, group(load([tmp_path]))["Breakout-v5"].values())) == [1, 2]
 
 
 def test_the_same_run_twice_is_one_sample_and_no_episode_is_none(tmp_path, capsys):

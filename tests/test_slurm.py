@@ -211,7 +211,7 @@ def test_a_dry_run_shows_the_job_and_writes_nothing(here, monkeypatch):
     ended = command("sweep", "--env-ids", "Catch-v0", "--num-seeds", "2", "--workers", "1", "--dir", "s", "--dry-run",
                     "--slurm", "slurm/one-gpu.sh", "--", "ppo", *SWEPT)  # fmt: skip
     assert ended.code == 0, ended.err
-    assert "#SBATCH --array=0-1%1" in ended.out and "--seed 2 --run-dir s/Catch-v0__ppo__s2" in ended.out
+    assert "#SBATCH --array=0-1%1" in ended.out and f"--seed 2 --run-dir {here}/s/Catch-v0__ppo__s2" in ended.out
     assert "$ slurm/submit s/slurm/array-1.sh" in ended.out
     assert sorted(here.rglob("*")) == before
     ended = command("sweep", "--env-ids", "Catch-v0", "--slurm", "slurm/none.sh", "--", "ppo", *SWEPT)

@@ -16,7 +16,7 @@ from cleanba.errors import Failure
 from cleanba.recipes import RECIPES
 from cleanba.runs.directory import lock
 from cleanba.sweeps.slurm import job_states
-from cleanba.sweeps.sweep import Board, Flags, Job, Planned, expand_sets, plan, share_devices, start
+from cleanba.sweeps.sweep import Board, Flags, Job, Planned, expand_sets, plan, share_devices, start, visible_gpus
 from cleanba.train_flags import parse
 
 SHORT = [w for flag, w in zip(TINY[::2], TINY[1::2], strict=True) if flag != "--env-id" for w in (flag, w)]
@@ -73,7 +73,7 @@ def test_sets_of_atari_games_are_environments_that_exist():
         (["--set", "gamma=0.9", "gamma=0.8"], ["ppo", *SHORT], "each flag once"),
         (["--set", "gamma=0.9,0.9"], ["ppo", *SHORT], "would share the folder"),
         (["--set", "anneal_lr=maybe"], ["ppo", *SHORT], "anneal_lr=maybe must be true or false"),
-        (["--set", "seed=1,2"], ["ppo", *SHORT], "use --env-ids or --num-seeds"),
+        (["--set", "seed=1,2"], ["ppo", *SHORT], "use --env-ids, --num-seeds or --dir"),
         (["--env-ids", "Catch-v0", "Brekout-v5"], ["ppo", *SHORT], "the closest names are Breakout-v5"),
         (["--env-ids", "@atari9"], ["ppo", *SHORT], "there is no set @atari9"),
         (["--num-seeds", "0"], ["ppo", *SHORT], "num_seeds=0 must be at least 1"),
@@ -98,9 +98,14 @@ def test_a_folder_with_other_experiments_is_refused(tmp_path):
     assert ended.code == 2 and "gamma: 0.99, now 0.5" in ended.err
 
 
-def test_workers_take_different_gpus_as_long_as_there_are_enough():
+def test_workers_take_different_gpus_as_long_as_there_are_enough(monkeypatch):
     devices = lambda *args: [e["CUDA_VISIBLE_DEVICES"] for e in share_devices(*args)]
     assert share_devices([], 1, 3) == [{}, {}, {}]
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    assert visible_gpus() == ["2", "3"]
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    assert visible_gpus() == [], "JAX uses none of them"
     assert devices(["0", "1", "2", "3"], 1, None) == ["0", "1", "2", "3"]
     assert devices(["4", "5", "6", "7"], 2, None) == ["4,5", "6,7"]
     assert devices(["0", "1", "2"], 2, None) == ["0,1"]

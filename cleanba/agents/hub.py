@@ -19,7 +19,7 @@ from cleanba.errors import Exit, Failure
 from cleanba.files import METRICS, Json, read_json, write_json
 from cleanba.flags import FLAGS
 from cleanba.recipes import Play
-from cleanba.runs.directory import UPLOADED
+from cleanba.runs.directory import UPLOADED, films_of
 from cleanba.runs.log import parse
 from cleanba.runs.remote import PARTS, REPO, require_hub
 from cleanba.runtime.checkpoint import save_model, updates_kept
@@ -139,6 +139,8 @@ def push(
         )
         attempt(f"{run_dir} could not be uploaded to {repo_id}", upload)
     if checkpoints:
+        there = set(updates_kept(run_dir))  # a run that goes on may have removed some meanwhile
+        kept, files = [update for update in kept if update in there], [path for path in files if path.exists()]
         size = sum(path.stat().st_size for path in files)
         say(f"uploading {len(kept)} checkpoints and what they need: {len(files):,} files, {size / 1e6:,.1f} MB")
         upload_parts = lambda: api.upload_folder(
@@ -194,7 +196,7 @@ def repository_name(run_dir: Path, experiment: Json) -> str:
 def fill(folder: Path, run_dir: Path, repo_id: str) -> None:
     """Fill a folder with everything to upload."""
     model = write_model(folder / "model.msgpack", run_dir)
-    (folder / "config.json").write_text(json.dumps(public_config(run_dir), indent=2) + "\n")
+    (folder / "config.json").write_text(json.dumps(public_config(run_dir), indent=2) + "\n", encoding="utf-8")
     for name in COPIED:
         if (run_dir / name).exists():
             shutil.copyfile(run_dir / name, folder / name)
@@ -203,10 +205,10 @@ def fill(folder: Path, run_dir: Path, repo_id: str) -> None:
         write_json(folder / "result.json", {name: value for name, value in result.items() if name != "error"})
     if kept := evaluation_of(run_dir, model.digest):
         shutil.copyfile(kept, folder / "eval.json")
-    films = sorted((run_dir / "videos").glob("*.mp4"), key=lambda path: path.stat().st_mtime)
+    films = films_of(run_dir, model.update)
     if films:
         shutil.copyfile(films[-1], folder / "replay.mp4")  # the name that the Hub shows beside the card
-    (folder / "README.md").write_text(card(run_dir, repo_id, model, film=bool(films)))
+    (folder / "README.md").write_text(card(run_dir, repo_id, model, film=bool(films)), encoding="utf-8")
 
 
 def write_model(path: Path, run_dir: Path) -> Model:
@@ -252,6 +254,8 @@ def card(run_dir: Path, repo_id: str, model: Model, film: bool) -> str:
     result = read_json(run_dir / "result.json") if (run_dir / "result.json").exists() else {}
     kept = evaluation_of(run_dir, model.digest)
     evaluation = read_json(kept) if kept else {}
+    if evaluation.get("mean") is None:  # it is not finite
+        evaluation = {}
     name = f"{e['algorithm']}-{e['env_id']}"
     metrics = []
     if evaluation:
@@ -276,8 +280,10 @@ def card(run_dir: Path, repo_id: str, model: Model, film: bool) -> str:
     after = "" if model.update is None else f", after update {model.update} and {model.global_step:,} environment steps"
     unfinished = result.get("status") != "finished"
     results = [f"| {metric.replace('_', ' ')} | {value} |" for metric, value in metrics]
+    cut = evaluation.get("truncated") or 0
+    limit = f"{cut} of them cut off by a limit of steps"
     how = (
-        f"Over {evaluation['episodes']} complete episodes, "
+        f"Over {evaluation['episodes']} {'episodes, ' + limit if cut else 'complete episodes'}, "
         + "by "
         + Play(bool(evaluation.get("greedy")), float(evaluation.get("epsilon") or 0.0)).in_words()
         + f", seed {evaluation['seed']}."

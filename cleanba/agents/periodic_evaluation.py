@@ -1,6 +1,7 @@
 """Periodic evaluation during training (`--eval-frequency`), and at its end.  It changes nothing that is trained."""
 
 import contextlib
+import math
 import os
 import re
 import threading
@@ -221,7 +222,8 @@ class PeriodicEvaluation:
             "eval/truncated": r["truncated"] or None,
             "eval/seconds": time.perf_counter() - started,
         }
-        if self._best is None or r["mean"] > self._best["episodic_return"]:
+        best = self._best["episodic_return"] if self._best is not None else None
+        if math.isfinite(r["mean"]) and (best is None or r["mean"] > best):
             self._keep(update, global_step, r["mean"], params)
         with self._lock:
             self._done.append(

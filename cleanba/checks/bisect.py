@@ -18,6 +18,7 @@ from cleanba.errors import Exit, printable
 from cleanba.files import Json
 from cleanba.flags import FLAGS
 from cleanba.resolution import Config, read_recipe
+from cleanba.runs.curves import completed_alike
 from cleanba.runs.diff import DIGESTS, read_rows
 from cleanba.runs.directory import differing_machines
 from cleanba.runs.remote import find_whole_run
@@ -145,7 +146,7 @@ def part_of(run_dir: Path, words: Sequence[str], trust_remote_code: bool) -> Par
             actor_device_ids=tuple(range(min(many[1], experiment.num_actors))),
         )
     alone = replace(placement, distributed=False, coordinator_address=None, num_processes=None, process_id=None)
-    default = Config(experiment, alone, Run(trust_remote_code=trust_remote_code), run_dir)
+    default = Config(experiment, placement=alone, run=Run(trust_remote_code=trust_remote_code), whole=run_dir)
     placement = parse(recipe, flags, default).placement
     require(not placement.distributed, "bisect computes each side in one process; leave out --distributed")
     devices = 1 + max(*placement.learner_device_ids, *placement.actor_device_ids, 0)
@@ -156,7 +157,7 @@ def part_of(run_dir: Path, words: Sequence[str], trust_remote_code: bool) -> Par
 
 def require_same_experiment(a: Path, b: Path) -> None:
     """Raise `UsageError` unless two runs train the same."""
-    changed = differences(read_experiment(a), read_experiment(b))
+    changed = differences(*completed_alike([read_experiment(a), read_experiment(b)]))
     require(
         not changed,
         f"{a} and {b} are different experiments ({shortened(changed)}), which need not end in the same bits; compare "

@@ -6,7 +6,7 @@ from functools import cache
 from importlib.resources import files
 from typing import NamedTuple
 
-from cleanba.environments.atari_scores import LONG, SHORT, publication
+from cleanba.environments.atari_scores import LONG, SHORT, publication, reference
 from cleanba.files import Json
 
 
@@ -60,4 +60,6 @@ def peer(experiment: Json) -> Peer | None:
     value = None if rules.other_rules([experiment]) else rules.returned(env_id, prefix)
     if value is not None:
         return Peer(name, value, rules.steps)
+    if reference(env_id) is not None and SHORT.other_rules([experiment]):  # the table has CleanRL's returns
+        return None
     return table().get((algorithm, re.sub(r"-v\d+$", "", env_id.rpartition(":")[2])))

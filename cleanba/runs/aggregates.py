@@ -8,7 +8,7 @@ import numpy as np
 
 from cleanba.environments.atari_scores import Publication, human_normalised, publication, reference
 from cleanba.files import Json
-from cleanba.runs.curves import RESAMPLES, Groups, variants_of, warn
+from cleanba.runs.curves import RESAMPLES, Groups, ends_early, variants_of, warn
 
 STATISTICS = ("median", "IQM", "mean", "optimality gap")
 
@@ -50,6 +50,13 @@ def aggregates(groups: Groups) -> Aggregates | None:
         warn(f"not every variant has played {missing}; {consequence}")
     if len(games) < 2:
         return None
+    runs = {env_id: [c for them in played[env_id].values() for c in them] for env_id in games}
+    early = [c for them in runs.values() for c in them if ends_early(c, them) and not c.finished]
+    if early:
+        warn(
+            f"{early[0].run_dir}{' and others have' if early[1:] else ' has'} made fewer steps than others on the same "
+            "game; aggregates take their last returns"
+        )
     final = lambda env_id, name: np.array([human_normalised(env_id, c.returns[-1]) for c in played[env_id][name]])
     scores = {name: [final(env_id, name) for env_id in games] for name in names}
     best = max(float(s.max()) for by_game in scores.values() for s in by_game)
@@ -71,8 +78,8 @@ def experiments(groups: Groups, games: Iterable[str]) -> list[Json]:
 
 def summarise(scores: Sequence[np.ndarray], taus: np.ndarray) -> Summary:
     """Summarise one variant's scores, [seeds] for each game, with its performance profile at taus [N]."""
-    both = lambda matrix: np.concatenate([statistics(matrix), (matrix[..., None] > taus).mean((0, 1))])
-    value, low, high = stratified(scores, both)
+    profile = lambda by_game: np.mean([(s[:, None] > taus).mean(0) for s in by_game], axis=0)
+    value, low, high = bootstrap(scores, lambda by_game: np.concatenate([by_games(by_game), profile(by_game)]))
     s = len(STATISTICS)
     parts = (Estimate(value[i], low[i], high[i]) for i in (slice(None, s), slice(s, None)))
     return Summary([len(seeds) for seeds in scores], *parts)
@@ -86,9 +93,20 @@ def square(scores: Sequence[np.ndarray]) -> np.ndarray:
 
 def statistics(matrix: np.ndarray) -> np.ndarray:
     """The numbers that STATISTICS names.  [seeds, games] -> [4]."""
-    per_game = matrix.mean(0)
-    gap = 1.0 - np.minimum(matrix, 1.0).mean()
-    return np.array([np.median(per_game), interquartile_mean(matrix), per_game.mean(), gap])
+    return by_games(list(matrix.T))
+
+
+def by_games(scores: Sequence[np.ndarray]) -> np.ndarray:
+    """The numbers that STATISTICS names, of scores [seeds] for each game.  Every game weighs the same.  -> [4]."""
+    rows = math.lcm(*(len(s) for s in scores))
+    order = np.argsort(every := np.concatenate(scores))
+    weight = np.concatenate([np.full(len(s), rows // len(s)) for s in scores])[order]
+    until = np.cumsum(weight)  # each score as often as it would stand in `square`
+    cut = until[-1] // 4
+    kept = np.clip(np.minimum(until, until[-1] - cut) - np.maximum(until - weight, cut), 0, None)
+    per_game = np.array([s.mean() for s in scores])
+    gap = 1.0 - np.mean([np.minimum(s, 1.0).mean() for s in scores])
+    return np.array([np.median(per_game), (every[order] * kept).sum() / kept.sum(), per_game.mean(), gap])
 
 
 def interquartile_mean(scores: np.ndarray) -> float:
@@ -99,15 +117,20 @@ def interquartile_mean(scores: np.ndarray) -> float:
 
 
 def stratified(scores: Sequence[np.ndarray], statistic: Callable[[np.ndarray], np.ndarray]) -> Estimate:
-    """A statistic of a matrix [seeds, games] -> [S], with its 95% stratified bootstrap interval.
+    """`bootstrap` of a statistic of a matrix [seeds, games] -> [S]."""
+    return bootstrap(scores, lambda by_game: statistic(square(by_game)))
+
+
+def bootstrap(scores: Sequence[np.ndarray], statistic: Callable[[Sequence[np.ndarray]], np.ndarray]) -> Estimate:
+    """A statistic of scores, [seeds] for each game, -> [S], with its 95% stratified bootstrap interval.
 
     Each resample draws every game's seeds anew.  rliable's own bootstrap cannot be seeded, and needs the same number of
     seeds for every game.
     """
-    value = statistic(square(scores))
+    value = statistic(scores)
     if max(len(s) for s in scores) == 1:
         return Estimate(value, np.full_like(value, np.nan), np.full_like(value, np.nan))
     rng = np.random.default_rng(0)
     draws = [s[rng.integers(len(s), size=(RESAMPLES, len(s)))] for s in scores]  # [RESAMPLES, seeds] for each game
-    drawn = np.stack([statistic(square([d[i] for d in draws])) for i in range(RESAMPLES)])
+    drawn = np.stack([statistic([d[i] for d in draws]) for i in range(RESAMPLES)])
     return Estimate(value, *np.percentile(drawn, (2.5, 97.5), axis=0))

@@ -16,6 +16,7 @@ from cleanba.config import read_experiment, require
 from cleanba.errors import UsageError
 from cleanba.files import METRICS, Json
 from cleanba.runs import log
+from cleanba.trust import MARK
 
 GRID = 256  # points of a band's axis
 RESAMPLES = 2000
@@ -30,6 +31,7 @@ class Curve(NamedTuple):
     steps: np.ndarray  # environment steps
     seconds: np.ndarray  # since the run began
     returns: np.ndarray  # mean return of the last 100 episodes
+    finished: bool = False  # whether the run has finished, be it before its last step, as with --target-return
 
 
 class Band(NamedTuple):
@@ -60,18 +62,28 @@ def warn(text: str) -> None:
 def find_runs(places: Iterable[Path]) -> list[Path]:
     """All run directories at or under these places, without repetition.
 
+    Runs from elsewhere (hf:// addresses, archives) count only if they are named themselves: a folder's own runs are
+    seeds of one study, and theirs are not.
+
     Raises:
         UsageError: a place does not exist, or holds no run.
     """
     found: dict[Path, Path] = {}
     for place in places:
         require(place.is_dir(), f"{place} is not a directory; name run directories, or a folder that holds some")
-        here = []
+        here: list[Path] = []
+        foreign: list[Path] = []
+        seen = {os.path.realpath(place)}  # a link may lead upwards
         for folder, below, files in os.walk(place, followlinks=True):
             if "config.json" in files and METRICS in files:
-                here.append(Path(folder))
+                elsewhere = MARK in files and Path(folder) != place
+                (foreign if elsewhere else here).append(Path(folder))
                 below.clear()
-            below.sort()
+            real = {name: os.path.realpath(os.path.join(folder, name)) for name in below}
+            below[:] = sorted(name for name in below if real[name] not in seen)
+            seen.update(real.values())
+        if foreign:
+            warn(f"{foreign[0]}{' and others come' if foreign[1:] else ' comes'} from elsewhere; left out unless named")
         require(bool(here), f"{place} holds no run; name a directory with config.json and metrics.jsonl in it")
         found |= {path.resolve(): path for path in here}
     return list(found.values())
@@ -116,7 +128,7 @@ def load(places: Iterable[Path]) -> list[Curve]:
         UsageError: there is nothing to draw.
     """
     places = list(places)
-    curves: dict[str, Curve] = {}
+    found: list[Curve] = []
     unread = 0
     for run_dir in find_runs(places):
         try:
@@ -133,7 +145,10 @@ def load(places: Iterable[Path]) -> list[Curve]:
             warn(f"{run_dir} has finished no episode yet; left out")
             continue
         steps, seconds = column(rows, "global_step")[there], column(rows, "seconds")[there]
-        curve = Curve(run_dir, experiment, steps, np.maximum.accumulate(seconds), returns[there])
+        finished = log.is_finished(run_dir)
+        found.append(Curve(run_dir, experiment, steps, np.maximum.accumulate(seconds), returns[there], finished))
+    curves: dict[str, Curve] = {}
+    for curve, experiment in zip(found, completed_alike([c.experiment for c in found]), strict=True):
         key = json.dumps(experiment, sort_keys=True)
         other = curves.get(key)
         if other is not None:  # the same bits are no further sample
@@ -149,6 +164,18 @@ def load(places: Iterable[Path]) -> list[Curve]:
     return list(curves.values())
 
 
+def completed_alike(experiments: Sequence[Json]) -> list[Json]:
+    """The experiments; where those of an algorithm differ in fields, as versions do, with its defaults for the rest."""
+    fields: dict[str, set[frozenset[str]]] = defaultdict(set)
+    for e in experiments:
+        fields[e["algorithm"]].add(frozenset(e))
+    if all(len(different) == 1 for different in fields.values()):
+        return list(experiments)
+    from cleanba.resolution import completed  # seconds to import, and mostly not needed
+
+    return [completed(e) for e in experiments]
+
+
 # Groups
 
 Groups = dict[str, dict[str, list[Curve]]]
@@ -162,15 +189,13 @@ def group(curves: Sequence[Curve]) -> Groups:
     one environment.
     """
     values: dict[tuple[str, str], dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
-    algorithms = defaultdict(set)
-    for c in curves:
-        e = c.experiment
-        algorithms[e["env_id"]].add(e["algorithm"])
+    experiments = completed_alike([c.experiment for c in curves])
+    for e in experiments:
         for name, value in e.items():
             if name not in ("env_id", "seed"):
                 values[e["env_id"], e["algorithm"]][name].add(json.dumps(value))
     differ = sorted({name for fields in values.values() for name, seen in fields.items() if len(seen) > 1})
-    several = any(len(names) > 1 for names in algorithms.values()) or not differ
+    several = len({e["algorithm"] for e in experiments}) > 1 or not differ
 
     def shown(value: object) -> str:
         if isinstance(value, list):
@@ -182,8 +207,9 @@ def group(curves: Sequence[Curve]) -> Groups:
         return ", ".join([e["algorithm"]] * (several or not parts) + parts)
 
     groups: Groups = defaultdict(lambda: defaultdict(list))
-    for c in sorted(curves, key=lambda c: (c.experiment["env_id"], c.experiment["seed"])):
-        groups[c.experiment["env_id"]][label(c.experiment)].append(c)
+    both = zip(curves, experiments, strict=True)
+    for c, e in sorted(both, key=lambda pair: (pair[1]["env_id"], pair[1]["seed"])):
+        groups[e["env_id"]][label(e)].append(c)
     return {
         env_id: {name: by_name[name] for name in sorted(by_name, key=natural)} for env_id, by_name in groups.items()
     }
@@ -238,7 +264,7 @@ def band(curves: Sequence[Curve], axis: Literal["steps", "seconds"]) -> Band:
     """Mean and 95% interval over runs, interpolated linearly onto one axis.
 
     The axis begins where the last run begins, and ends with the first of the runs that did not end early.  A run that
-    ended early counts up to its end.
+    ended early counts up to its end; if it had finished, as with --target-return, its last return counts from there on.
     """
     xs: list[np.ndarray] = [getattr(c, axis) for c in curves]
     end = min(x[-1] for x, c in zip(xs, curves, strict=True) if not ends_early(c, curves))
@@ -246,7 +272,10 @@ def band(curves: Sequence[Curve], axis: Literal["steps", "seconds"]) -> Band:
     if start >= end:
         start = min(x[0] for x in xs)
     x = np.linspace(start, end, GRID)
-    y = np.stack([np.interp(x, xs[i], c.returns, left=np.nan, right=np.nan) for i, c in enumerate(curves)])  # [R, GRID]
+    after = lambda c: c.returns[-1] if c.finished else np.nan
+    y = np.stack(
+        [np.interp(x, xs[i], c.returns, left=np.nan, right=after(c)) for i, c in enumerate(curves)]
+    )  # [R, GRID]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # a gap between the ends of two runs
         mean = np.nanmean(y, axis=0)

@@ -9,6 +9,7 @@ from cleanba.config import differences, read_config, read_experiment, shortened
 from cleanba.errors import Exit, UsageError, printable
 from cleanba.files import Json
 from cleanba.runs import log
+from cleanba.runs.curves import completed_alike
 from cleanba.runs.directory import differing_machines
 
 USAGE = """usage: cleanba diff RUN_A RUN_B
@@ -82,8 +83,14 @@ def compare_states(a: Path, b: Path) -> str:
     common = sorted(set(updates_kept(a)) & set(updates_kept(b)))
     if not common:
         return "no checkpoint of the same update is kept by both runs, so states cannot be compared number by number"
-    update = common[-1]
-    x, y = read_arrays(a, update), read_arrays(b, update)
+    for update in reversed(common):
+        try:
+            x, y = read_arrays(a, update), read_arrays(b, update)
+            break
+        except Exception:  # damaged, or removed meanwhile by a run that goes on: Orbax raises many errors
+            continue
+    else:
+        return "no checkpoint that both runs keep can be read, so states cannot be compared number by number"
     if [v.shape for v in x] != [v.shape for v in y]:
         return f"the arrays in the checkpoints of update {update} have different shapes"
     apart = max((float(abs(p.astype("float64") - q).max()) for p, q in zip(x, y, strict=True) if p.size), default=0.0)
@@ -98,7 +105,7 @@ def diff_command(argv: Sequence[str]) -> Exit:
     if len(argv) != 2:
         raise UsageError(f"diff takes two run directories, but was given {len(argv)}\n{USAGE}")
     a, b = map(Path, argv)
-    changed = differences(read_experiment(a), read_experiment(b))
+    changed = differences(*completed_alike([read_experiment(a), read_experiment(b)]))
     print("same experiment" if not changed else f"different experiments: {printable(shortened(changed))}")
     for line in differing_machines(read_config(a), read_config(b)):
         print(printable(line))

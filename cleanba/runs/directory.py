@@ -112,6 +112,17 @@ def was_uploaded(run_dir: Path) -> bool:
     return (run_dir / UPLOADED).exists()
 
 
+def films_of(run_dir: Path, update: int | None = None) -> list[Path]:
+    """The films of a run, or of its policy after that update, the newest last."""
+    found: list[tuple[float, Path]] = []
+    for path in (run_dir / "videos").glob("*.mp4"):
+        of_update = update is None or path.name.startswith((f"update-{update}-", "model-"))
+        if of_update and not path.name.startswith("."):  # one that is being made
+            with contextlib.suppress(OSError):  # removed meanwhile
+                found.append((path.stat().st_mtime, path))
+    return [path for _, path in sorted(found)]
+
+
 def unwritable(run_dir: Path, error: OSError, flag: str = "--run-dir") -> UsageError | Failure:
     """The error for a directory that cannot be written; a full disk is nobody's wrong use.
 
@@ -147,7 +158,7 @@ def lock(run_dir: Path, flag: str = "--run-dir") -> TextIO:
             why = os.strerror(error.errno or errno.EIO)
             raise UsageError(
                 f"{run_dir} lies on a file system that cannot lock files ({why}), so two runs there would not notice "
-                "each other; choose a --run-dir elsewhere"
+                "each other; choose a {flag} elsewhere"
             ) from None
     file.close()
-    raise UsageError(f"another process is running in {run_dir}; wait for it to end, or choose another --run-dir")
+    raise UsageError(f"another process is running in {run_dir}; wait for it to end, or choose another {flag}")

@@ -49,11 +49,11 @@ class Row(NamedTuple):
 
 def find_runs(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
     """Directories with a config.json, at most `depth` levels down.  Runs inside of runs are left out."""
-    if (folder / "config.json").is_file():
+    if os.path.isfile(folder / "config.json"):  # which raises nothing where it may not look
         yield folder
     elif depth > 0:
         try:
-            inside = sorted(entry.path for entry in os.scandir(folder) if entry.is_dir())
+            inside = sorted(entry.path for entry in os.scandir(folder) if os.path.isdir(entry.path))
         except OSError:  # not readable
             return
         for path in inside:

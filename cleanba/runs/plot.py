@@ -69,7 +69,7 @@ def plot_command(argv: Sequence[str]) -> Exit:
     named = lambda ending: out.with_name(out.name + ending)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        named(".md").write_text(text)
+        named(".md").write_text(text, encoding="utf-8")
         written = [named(".md")]
         with matplotlib.rc_context({"text.parse_math": False}):  # names may hold a $
             written += save(draw_curves(groups, "steps"), out)
@@ -280,7 +280,7 @@ def draw_curves(groups: Groups, axis: Literal["steps", "seconds"]) -> "Figure":
             i = names.index(name)
             panel.plot(x, b.mean, linewidth=line, markersize=marker, markevery=(10 + 11 * i % 50, 61), **look(i))
             panel.fill_between(x, b.low, b.high, color=look(i)["color"], alpha=faint, linewidth=0)
-            ends = np.array([getattr(c, axis)[-1] for c in curves if ends_early(c, curves)])
+            ends = np.array([getattr(c, axis)[-1] for c in curves if ends_early(c, curves) and not c.finished])
             panel.plot(ends / unit, np.interp(ends, b.x, b.mean), "x", color=look(i)["color"], markersize=1.5 * marker)
             early |= ends.size > 0
         panel.set_title(env_id, fontsize=text + 0.5)

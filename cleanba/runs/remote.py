@@ -218,6 +218,8 @@ def unpack(archive: Path, whole: Path | None = None) -> Path:
             for name, member in found.items():
                 require_size(source, name, member.size)
                 _copy(source, member, folder / name)
+            for name in MOST_BYTES.keys() - found.keys():  # of what the archive held before
+                (folder / name).unlink(missing_ok=True)
     except (
         OSError,
         EOFError,

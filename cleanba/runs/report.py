@@ -24,6 +24,7 @@ from cleanba.flags import FLAGS
 from cleanba.recipes import Play
 from cleanba.runs import log
 from cleanba.runs.curves import column, read_rows
+from cleanba.runs.directory import films_of
 from cleanba.runtime.metrics import duration
 
 if TYPE_CHECKING:  # drawing takes a second to import
@@ -272,13 +273,13 @@ def evaluation(run_dir: Path, result: Json) -> str:
     """The results of `cleanba eval`, and the newest film."""
     parts = []
     if result:
-        names = ("mean", "std", "median", "min", "max", "mean_length", "episodes", "human_normalised_score")
+        names = ["mean", "std", "median", "min", "max", "mean_length", "episodes", "human_normalised_score"]
+        names += ["truncated"] * bool(result.get("truncated"))
         parts.append(facts((name.replace("_", " "), result[name]) for name in names if result.get(name) is not None))
         by = Play(bool(result.get("greedy")), result.get("epsilon") or 0.0).in_words()
         update = f"after update {shown(result['update'])}, " if result.get("update") is not None else ""
         parts.append(f"<p>{escape(update)}{by}, seed {escape(shown(result.get('seed')))}</p>")
-    films = sorted((run_dir / "videos").glob("*.mp4"), key=lambda path: path.stat().st_mtime)
-    if films:
+    if films := films_of(run_dir):
         parts.append(film(films[-1]))
     return "".join(parts) or "<p>Not evaluated yet: <code>cleanba eval</code> does it; --video adds a film.</p>"
 

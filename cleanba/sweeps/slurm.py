@@ -6,6 +6,7 @@ import subprocess
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated
 
@@ -117,6 +118,11 @@ def job_script(template: str, words_file: Path, name: str, size: int, at_a_time:
     return "\n".join([lines[0], *options, *lines[1:body], *comment, take_words, *lines[body:]]) + "\n"
 
 
+def from_anywhere(words: Sequence[str]) -> list[str]:
+    """A run's arguments with an absolute --run-dir: a template may change the directory."""
+    return [os.path.abspath(word) if before == "--run-dir" else word for before, word in pairwise(["", *words])]
+
+
 def bash_word(word: str) -> str:
     """Quote a word for bash, on one line whatever it holds."""
     if word.isprintable():
@@ -156,7 +162,7 @@ def submit(
         script, words = scripts / f"array-{number}.sh", scripts / f"array-{number}.words"
         log = Path(str(logs).replace("%", "%%")) / "%A_%a.log"  # Slurm expands a single %
         text = job_script(template.read_text(), words.absolute(), folder.name or "sweep", len(chunk), at_a_time, log)
-        lines = "".join(" ".join(map(bash_word, run.words)) + "\n" for run in chunk)
+        lines = "".join(" ".join(map(bash_word, from_anywhere(run.words))) + "\n" for run in chunk)
         if dry_run:
             print(f"$ {shlex.join([*sbatch, str(script)])}\n\n{script}:\n{text}\n{words}:\n{lines}", end="")
             continue

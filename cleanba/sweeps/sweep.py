@@ -49,7 +49,7 @@ examples:
   cleanba sweep --env-ids @atari5 --dir sweeps/five --slurm slurm/one-gpu.sh --dry-run -- impala
   cleanba sweep status sweeps/five
 """
-GRACE_SECONDS = 60.0  # for runs that were told to end, and may be writing a checkpoint
+GRACE_SECONDS = 30.0  # beyond --grace-period, for runs that were told to end to write their last files
 POLL_SECONDS = 0.2
 LOOK_SECONDS = 1.0  # between looks at the live table, and at runs that other processes train
 LINE_SECONDS = 60.0  # between lines about each run, if there is no terminal
@@ -275,11 +275,11 @@ class Job:
 
 def visible_gpus() -> list[str]:
     """The GPUs that a run of ours may use, as CUDA_VISIBLE_DEVICES names them."""
+    if os.environ.get("JAX_PLATFORMS", "").startswith("cpu"):
+        return []
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     if given is not None:
         return [name for name in given.split(",") if name and name != "-1"]
-    if os.environ.get("JAX_PLATFORMS", "").startswith("cpu"):
-        return []
     try:
         listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
@@ -334,14 +334,14 @@ def start(job: Job, worker: int, environment: dict[str, str]) -> None:
         )
 
 
-def end_all(jobs: Sequence[Job], heard: Sequence[int]) -> None:
-    """Ask all runs to end.  Kill those that have not ended after GRACE_SECONDS, or at a second signal."""
+def end_all(jobs: Sequence[Job], heard: Sequence[int], seconds: float) -> None:
+    """Ask all runs to end.  Kill those that have not ended after so many seconds, or at a second signal."""
     running = [job for job in jobs if job.process is not None]
     for job in running:
         assert job.process is not None
         # Runs do not handle SIGHUP, which a closing terminal sends.
         job.process.send_signal(heard[0] if heard and heard[0] != signal.SIGHUP else signal.SIGTERM)
-    deadline = time.monotonic() + GRACE_SECONDS
+    deadline = time.monotonic() + seconds
     while any(j.process and j.process.poll() is None for j in running):
         if time.monotonic() > deadline or len(heard) > 1:
             for job in running:
@@ -356,8 +356,9 @@ def end_all(jobs: Sequence[Job], heard: Sequence[int]) -> None:
 
 def run_here(recipe: AnyRecipe, runs: Sequence[Planned], folder: Path, argv: Sequence[str], flags: Flags) -> Exit:
     """Run the unfinished runs, several at a time."""
-    placements = [parse(recipe, list(run.words[1:])).placement for run in runs]
-    per_run = 1 + max(max(*p.actor_device_ids, *p.learner_device_ids) for p in placements)
+    configs = [parse(recipe, list(run.words[1:])) for run in runs]
+    per_run = 1 + max(max(*c.placement.actor_device_ids, *c.placement.learner_device_ids) for c in configs)
+    grace = max(c.run.grace_period for c in configs) + GRACE_SECONDS
     environments = share_devices(visible_gpus(), per_run, flags.workers)
     held = lock(folder, "--dir")  # two sweeps in one folder would start each run twice
     write_manifest(folder, runs, argv, {})
@@ -397,7 +398,7 @@ def run_here(recipe: AnyRecipe, runs: Sequence[Planned], folder: Path, argv: Seq
                 board.refresh()
                 time.sleep(POLL_SECONDS)
         finally:
-            end_all(jobs, heard)
+            end_all(jobs, heard, grace)
             board.refresh()
     held.close()
     return report(folder, jobs, heard)
