@@ -58,7 +58,7 @@ class Normaliser:
     gamma: float
 
     def init(self) -> Statistics:
-        """The statistics before the first rollout, by which observations stay as they are."""
+        """The statistics before the first rollout, by which observations are only clipped."""
         moments = {path: no_moments(normalised_spec(part).shape) for path, part in self.parts}
         return Statistics(moments, no_moments(()) if self.scales_rewards else ())
 
