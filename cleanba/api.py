@@ -7,6 +7,7 @@ an experiment's flags, those of `train` are the flags of placement and run.
 import inspect
 import signal
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
@@ -50,10 +51,11 @@ from cleanba.config import (
     require,
 )
 from cleanba.environments.gymnasium import register
+from cleanba.environments.specs import parse_options
 from cleanba.errors import Failure, Interrupted, UsageError, closest_names
 from cleanba.files import Json, read_json
 from cleanba.launch import Ended, launch
-from cleanba.recipes import RECIPES
+from cleanba.recipes import RECIPES, AnyRecipe
 from cleanba.resolution import as_given, configure, settle
 from cleanba.runs.curves import column, read_rows
 from cleanba.train_flags import FOREIGN_FLAGS
@@ -106,14 +108,19 @@ class Spec:
         Raises:
             UsageError: a value is not allowed, or there is no such environment.
         """
+        recipe = self.recipe
+        self.register()
+        asked = configure(recipe, self.flags, Placement(), config.Run(), self.whole)
+        return settle(recipe, asked, jax.default_backend(), None).experiment
+
+    @property
+    def recipe(self) -> AnyRecipe:
+        """The algorithm.  Raises `UsageError` if there is none of this name."""
         require(
             self.algorithm in RECIPES,
             f"there is no algorithm {self.algorithm!r}; there are {', '.join(RECIPES)}",
         )
-        recipe = RECIPES[self.algorithm]
-        self.register()
-        asked = configure(recipe, self.flags, Placement(), config.Run(), self.whole)
-        return settle(recipe, asked, jax.default_backend(), None).experiment
+        return RECIPES[self.algorithm]
 
     def register(self) -> None:
         """Register the class or function that was given in this process."""
@@ -189,13 +196,40 @@ def _specify(algorithm: str, form: Callable[P, Experiment]) -> Specify[P]:
 
 def _plain(flags: Mapping[str, Any]) -> dict[str, Any]:
     """Convert keywords to the values of flags: NumPy's numbers to Python's, a dictionary of options to name=value."""
-    plain = {
-        name: value.tolist() if isinstance(value, np.ndarray | np.generic) else value for name, value in flags.items()
-    }
-    options = plain.get("env_options")
+    plain = {name: _without_numpy(value) for name, value in flags.items()}
+    if isinstance(plain.get("init_from"), Path):
+        plain["init_from"] = str(plain["init_from"])
+    options = flags.get("env_options")
     if isinstance(options, Mapping):
-        plain["env_options"] = tuple(f"{name}={value}" for name, value in options.items())
+        plain["env_options"] = tuple(_option(name, value) for name, value in options.items())
     return plain
+
+
+def _without_numpy(value: Any) -> Any:
+    """A value with Python's numbers and lists in place of NumPy's, and a list in place of a range."""
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    if isinstance(value, list | range):
+        return [_without_numpy(x) for x in value]
+    return tuple(map(_without_numpy, value)) if isinstance(value, tuple) else value
+
+
+def _option(name: str, value: Any) -> str:
+    """An option of an environment as name=value, which is read as the same value again.
+
+    Raises:
+        UsageError: there is no such text.
+    """
+    plain = _without_numpy(value)
+    for text in (str(plain), repr(plain)):
+        with suppress(UsageError, ValueError, SyntaxError, TypeError):
+            read = parse_options([f"{name}={text}"])[name]
+            if type(read) is type(plain) and read == plain:
+                return f"{name}={text}"
+    raise UsageError(
+        f"env_options[{name!r}]={value!r} cannot be written as name=value; register an environment that has it, or "
+        "give a number, a word or a list"
+    )
 
 
 def _refuse(what: str, name: str, known: Collection[str]) -> NoReturn:
@@ -354,7 +388,7 @@ def train(spec: Spec, run_dir: str | Path | None = None, *, progress: bool = Tru
         Interrupted: another signal asked the run to end.  The same call resumes it.
     """
     require(isinstance(spec, Spec), f"train takes a specification, such as cleanba.ppo('CartPole-v1'), not {spec!r}")
-    recipe = RECIPES[spec.algorithm]
+    recipe = spec.recipe
     given = _plain({"run_dir": run_dir, **flags})
     place, keep = set(fields_of(Placement)), set(fields_of(config.Run)) - {"experiment_from"}
     if unknown := [name for name in given if name not in place | keep]:

@@ -27,17 +27,21 @@ def make_folders(folder: Path) -> None:
     folder.mkdir(exist_ok=True)
 
 
-def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file atomically: under another name first, then renamed."""
-    scratch = path.with_name(path.name + ".tmp")
-    with open(scratch, "wb") as file:
-        file.write(content.encode() if isinstance(content, str) else content)
-        file.flush()
-        os.fsync(file.fileno())  # else a power failure may leave an empty file
+def write_whole(path: Path, content: str | bytes, shared: bool = False) -> None:
+    """Write a file atomically: under another name first, then renamed.
+
+    shared: whether other processes may write it at the same time.
+    """
+    scratch = path.with_name(path.name + (f".{os.getpid()}.tmp" if shared else ".tmp"))
     try:
+        with open(scratch, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())  # else a power failure may leave an empty file
         os.replace(scratch, path)
     except OSError:
-        scratch.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            scratch.unlink(missing_ok=True)
         raise
     with contextlib.suppress(OSError):  # not every file system can sync a folder
         folder = os.open(path.parent, os.O_RDONLY)
@@ -53,9 +57,9 @@ def require_name(out: Path, example: str) -> None:
         raise UsageError(f"--out {out} names no file; give a name, such as {example}")
 
 
-def write_json(path: Path, values: Mapping[str, object]) -> None:
-    """Write a JSON file atomically."""
-    write_whole(path, json.dumps(finite(values), indent=2) + "\n")
+def write_json(path: Path, values: Mapping[str, object], shared: bool = False) -> None:
+    """Write a JSON file atomically (`write_whole`)."""
+    write_whole(path, json.dumps(finite(values), indent=2) + "\n", shared)
 
 
 def read_json(path: Path) -> Json:

@@ -44,6 +44,7 @@ from cleanba.runs.directory import (
     differing_machines,
     lock,
     open_run,
+    unwritable,
     was_uploaded,
 )
 from cleanba.runs.log import rewind
@@ -77,6 +78,13 @@ def resume_command(argv: Sequence[str]) -> Exit:
         print(words)
         return Exit()
     run_dir = Path(argv[0])
+    for word in argv[1:]:
+        name = word.partition("=")[0].replace("_", "-")
+        require(
+            name not in ("--run-dir", "--experiment"),
+            f"resume continues {run_dir} where it is; leave {name} out, or repeat its experiment elsewhere with "
+            f"`cleanba ALGORITHM --experiment {run_dir} --run-dir DIR`",
+        )
     require_trusted(run_dir, "a run goes on only where it began")
     saved = read_config(run_dir)
     recipe, experiment = read_recipe(run_dir)
@@ -272,6 +280,11 @@ def with_digest(config: Config, run_dir: Path, platform: str) -> tuple[Config, I
     if not (digest and updates_kept(run_dir)):  # else it needs them no longer, and they may have changed
         try:
             initial = find_initial(place, platform, config.run.trust_remote_code)
+            require(
+                digest in ("", initial.digest),
+                f"{place} has other parameters now than when {run_dir} began from it, and {run_dir} has no checkpoint "
+                "yet; choose another --run-dir",
+            )
             digest = initial.digest
         except (UsageError, Failure):
             if not digest:
@@ -304,11 +317,14 @@ class RunWriter:
         self._lock = lock(job.run_dir)
         try:
             self._opened = open_run(job.run_dir, job.recipe, job.resolved, job.config.placement, self._run)
+            if job.initial is not None:
+                write_json(job.run_dir / RECORD, {"digest": job.initial.digest, "from": job.initial.place})
+        except OSError as error:
+            self.unlock()
+            raise unwritable(job.run_dir, error) from None
         except BaseException:
             self.unlock()
             raise
-        if job.initial is not None:
-            write_json(job.run_dir / RECORD, {"digest": job.initial.digest, "from": job.initial.place})
         self._writers: Writers | None = None
         self._film: Path | None = None
         self._display: Display | None = None

@@ -19,6 +19,8 @@ import cleanba
 from cleanba.agents.agent import Agent, as_batch
 from cleanba.config import Placement, fields_of
 from cleanba.config import Run as RunFlags
+from cleanba.environments.specs import parse_options
+from cleanba.errors import UsageError
 from cleanba.recipes import RECIPES
 from cleanba.runtime.collect import first_carry
 from cleanba.specs import ActionSpec, EnvSpec, ObsSpec
@@ -171,6 +173,17 @@ def test_values_may_be_numpys_and_options_a_dictionary():
         env_options=("frame_skip=2",),
     )  # fmt: skip
     assert repr(cleanba.ppo("Catch-v0", seed=2)) == "ppo(env_id='Catch-v0', seed=2)"
+    options = {"level": "3", "mode": "None", "name": "true", "flag": True, "sizes": (np.int64(3), 4), "word": "a b"}
+    read = parse_options(cleanba.ppo("Catch-v0", env_options=options).flags["env_options"])
+    assert read == options and [type(x) for x in read.values()] == [type(x) for x in options.values()]
+    assert parse_options(cleanba.ppo("Catch-v0", env_options={"w": np.array([1, 2])}).flags["env_options"]) == {
+        "w": [1, 2]
+    }
+    with pytest.raises(UsageError, match=r"env_options\['reward'\].* cannot be written as name=value"):
+        cleanba.ppo("Catch-v0", env_options={"reward": abs})
+    assert cleanba.ppo("Catch-v0", init_from=Path("runs/a"), hiddens=[np.int64(8)]).flags["init_from"] == "runs/a"
+    with pytest.raises(UsageError, match="there is no algorithm 'pp'"):
+        cleanba.train(cleanba.Spec("pp"))
 
 
 def test_presets_are_those_of_the_command():

@@ -529,6 +529,7 @@ def test_checkpoints_without_their_experiment_are_nobodys(tmp_path):
     assert command("ppo", *TINY, "--run-dir", tmp_path / "run").code == 0
     (tmp_path / "run/config.json").unlink()
     before = sorted(tmp_path.rglob("*"))
+    assert "resume continues" in refusal("resume", tmp_path / "run", "--run-dir", tmp_path / "other")
     ended = command("ppo", *TINY, "--seed", "7", "--run-dir", tmp_path / "run")
     assert ended.code == 2 and "holds checkpoints, but no config.json" in ended.err
     assert [path for path in sorted(tmp_path.rglob("*")) if path.name != ".lock"] == [

@@ -305,7 +305,7 @@ def test_a_film_has_every_step_of_the_first_episode(tmp_path):
 def test_what_cannot_be_written_is_printed(runs, tmp_path, monkeypatch):
     shutil.copytree(runs["ff"], tmp_path / "run")
 
-    def full(path, values):
+    def full(path, values, shared=False):
         raise OSError(errno.EACCES, os.strerror(errno.EACCES))
 
     monkeypatch.setattr(evaluate, "write_json", full)
@@ -641,7 +641,7 @@ def test_a_run_killed_during_an_evaluation_has_its_row_after_going_on(watched_ru
 
 
 def test_a_disk_that_is_full_when_an_evaluation_starts_ends_the_run(tmp_path, monkeypatch):
-    def full(*_):
+    def full(*_, **__):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(periodic_evaluation, "save_model", full)

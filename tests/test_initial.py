@@ -8,9 +8,20 @@ import numpy as np
 import pytest
 from launch import TINY, command
 
-from cleanba.agents.initial import FRESH, find_initial, named_leaves, of_acting
-from cleanba.config import read_experiment
+from cleanba.agents.initial import (
+    FRESH,
+    OPTIONAL,
+    Initial,
+    find_initial,
+    named_leaves,
+    of_acting,
+    require_fit,
+    started_from,
+)
+from cleanba.algorithms.sac import SAC
+from cleanba.config import fields_of, read_experiment
 from cleanba.environments.specs import ActionSpec, EnvSpec, ObsSpec
+from cleanba.errors import UsageError
 from cleanba.recipes import RECIPES
 from cleanba.resolution import continue_experiment, resolve
 from cleanba.train_flags import parse
@@ -76,18 +87,41 @@ def test_a_run_starts_from_anothers_parameters(tmp_path):
     assert ended.code == 2 and "nowhere" in ended.err and not (tmp_path / "fourth").exists()
 
 
+@pytest.mark.parametrize("flags", [{}, {"norm_obs": True, "norm_reward": True}], ids=["plain", "normalised"])
 @pytest.mark.parametrize("name", ["ppo", "dqn", "pqn", "r2d2", "sac", "td3"])
-def test_what_acts_is_enough_and_targets_are_copies_of_it(name):
+def test_what_acts_is_enough_and_targets_are_copies_of_it(name, flags):
     """A fresh state's targets are copies of its networks: what acts of it gives back all its networks."""
     box = ActionSpec("quantities", (2,), "float32", (), (-1.0, -1.0), (1.0, 1.0))
     choices = name in ("ppo", "dqn", "pqn", "r2d2")
     spec = EnvSpec("Test-v0", ObsSpec("vector", (4,), "float32"), 3 if choices else 0, False, False, {},
                    None if choices else box)  # fmt: skip
     recipe = RECIPES[name]
-    algorithm = recipe.make(recipe.experiment(network="mlp", hiddens=(8,)), spec, "cpu")
+    own = {field: value for field, value in flags.items() if field in fields_of(recipe.experiment)}
+    algorithm = recipe.make(recipe.experiment(network="mlp", hiddens=(8,), **own), spec, "cpu")
     state = algorithm.init(jax.random.key(0))
     arrays = of_acting(algorithm, algorithm.actor_params(state))
-    expected = {n: x for n, x in named_leaves(state).items() if not FRESH.search(n) and ".log_alpha" not in n}
+    leaves = named_leaves(state)
+    expected = {n: x for n, x in leaves.items() if not FRESH.search(n) and not n.startswith(OPTIONAL)}
     assert set(arrays) == set(expected)
     assert all(np.array_equal(arrays[n], x) for n, x in expected.items())
-    assert not any("count" in n or ".updates" in n for n in arrays)
+    assert not any(".updates" in n or "optimiser" in n for n in arrays)
+    require_fit(Initial("", "there", arrays), state)  # statistics of returns start anew
+
+
+@pytest.mark.parametrize("learnt", [True, False])
+def test_a_temperature_that_is_given_stays(learnt):
+    box = ActionSpec("quantities", (2,), "float32", (), (-1.0, -1.0), (1.0, 1.0))
+    spec = EnvSpec("Test-v0", ObsSpec("vector", (4,), "float32"), 0, False, False, {}, box)
+    make = lambda **flags: RECIPES["sac"].make(SAC(network="mlp", hiddens=(8,), **flags), spec, "cpu")
+    before, after = (make(autotune=on, alpha=x).init(jax.random.key(0)) for on, x in ((True, 0.5), (learnt, 0.05)))
+    (name,) = [n for n in named_leaves(before) if n.startswith(".log_alpha") and "optimiser" not in n]
+    taken = started_from(after, {name: np.float32(-3.0)})
+    own = named_leaves(after)[name]
+    assert named_leaves(taken)[name] == (np.float32(-3.0) if learnt else own) and own != np.float32(-3.0)
+
+
+def test_a_run_may_be_called_best(tmp_path):
+    (tmp_path / "best").mkdir()
+    (tmp_path / "best/config.json").write_text("{}")
+    with pytest.raises(UsageError, match="best/config.json holds no experiment"):  # it is this one that is read
+        find_initial(str(tmp_path / "best"), "cpu")

@@ -18,7 +18,7 @@ from cleanba.environments.atari_scores import human_normalised, reference
 from cleanba.environments.backends import Envs, open_envs, threads_per_actor
 from cleanba.environments.specs import EnvSpec
 from cleanba.errors import Exit, Failure
-from cleanba.files import Json, write_json
+from cleanba.files import Json, read_json, write_json
 from cleanba.flags import FLAGS
 from cleanba.networks.encoder import legal_actions
 from cleanba.recipes import Play
@@ -350,8 +350,10 @@ def eval_command(argv: Sequence[str]) -> Exit:
     print(in_words(result), flush=True)
     try:
         kept.parent.mkdir(exist_ok=True)
-        write_json(kept, result)
-        write_json(run_dir / "eval.json", result)
+        if kept.exists() and any(read_json(kept).get(name) != result[name] for name in ("episodes", "max_steps")):
+            kept = kept.with_stem(f"{kept.stem}-episodes-{result['episodes']}-steps-{result['max_steps']}")
+        write_json(kept, result, shared=True)
+        write_json(run_dir / "eval.json", result, shared=True)
     except OSError as error:
         raise Failure(
             f"{run_dir}/eval.json cannot be written ({error.strerror}), so only the lines above have the result"

@@ -19,6 +19,7 @@ from cleanba.errors import Exit, Failure
 from cleanba.files import METRICS, Json, read_json, write_json
 from cleanba.flags import FLAGS
 from cleanba.recipes import Play
+from cleanba.runs import log
 from cleanba.runs.directory import UPLOADED, films_of
 from cleanba.runs.log import parse
 from cleanba.runs.remote import PARTS, REPO, require_hub
@@ -124,6 +125,7 @@ def push(
     if checkpoints:  # listed before the log is read: it has their digests, also while the run is going on
         kept = updates_kept(run_dir)
         files = [path for part in PARTS for path in sorted((run_dir / part).rglob("*")) if path.is_file()]
+    finished = log.is_finished(run_dir)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         fill(folder, run_dir, repo_id)
@@ -152,7 +154,7 @@ def push(
         attempt(f"the checkpoints of {run_dir} could not be uploaded to {repo_id}", upload_parts)
     address = f"{api.endpoint}/{repo_id}"
     with suppress(OSError):  # it is uploaded, whether or not that can be noted
-        write_json(run_dir / UPLOADED, {"address": address})
+        write_json(run_dir / UPLOADED, {"address": address, "finished": finished})
     return address
 
 

@@ -1,5 +1,6 @@
 """Parameters of another run to start from (`--init-from`): found, named by their digest, and put into a new state."""
 
+import importlib
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,6 +24,8 @@ from cleanba.trust import source_of
 DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 # The parts of a learner's state that always start anew: optimisers, and counters of updates and steps.
 FRESH = re.compile(r"\.(optimiser|updates|since_\w+)\b")
+# Those that start anew where there are none to start from: the parameters that act do not include them.
+OPTIONAL = (".log_alpha", ".statistics.discounted_return")
 
 
 class Initial(NamedTuple):
@@ -51,12 +54,15 @@ def find_initial(place: str, platform: str, trust_remote_code: bool = False) -> 
         Failure: the checkpoint is damaged.
     """
     run, checkpoint = place, "last"
-    if (found := re.fullmatch(r"(.+):(best|last|\d+)", place)) is not None:
+    if (Path(place).expanduser() / "config.json").exists():
+        pass  # a run, whatever it is called
+    elif (found := re.fullmatch(r"(.+):(best|last|\d+)", place)) is not None:
         run, checkpoint = found[1], found[2]
     elif (found := re.fullmatch(r"(.+)/(?:checkpoints/(\d+)|(best))/?", place)) is not None:
         run, checkpoint = found[1], found[2] or found[3]
     run_dir = find_run(run)
     recipe, e = read_recipe(run_dir, trust_remote_code)
+    importlib.import_module("orbax.checkpoint")  # for seconds, in which a run may replace its checkpoints
     there = ckpt.updates_kept(run_dir)
     if checkpoint == "best" or source_of(run_dir) is not None or not there:
         policy = load_policy(run_dir, checkpoint, platform, trust_remote_code)
@@ -97,7 +103,7 @@ def of_acting(algorithm: AnyAlgorithm, params: PyTree) -> dict[str, np.ndarray]:
 def require_fit(initial: Initial, state: PyTree) -> None:
     """Raise `UsageError` unless `initial` and the networks of `state` have arrays of the same names and shapes."""
     mine = named_leaves(state)
-    networks = {name for name in mine if not FRESH.search(name) and ".log_alpha" not in name}
+    networks = {name for name in mine if not FRESH.search(name) and not name.startswith(OPTIONAL)}
     for name in sorted(networks | set(initial.arrays)):
         there = initial.arrays[name].shape if name in initial.arrays else None
         here = mine[name].shape if name in mine else None
@@ -111,10 +117,12 @@ def require_fit(initial: Initial, state: PyTree) -> None:
 
 
 def started_from(state: PyTree, arrays: Mapping[str, np.ndarray]) -> PyTree:
-    """`state`, with these arrays replacing its own of the same names."""
+    """`state`, with these arrays replacing its own of the same names.  A temperature that is not learnt stays."""
     leaves, structure = jax.tree.flatten(state)
     names = named_leaves(state)
-    return jax.tree.unflatten(structure, [arrays.get(name, x) for name, x in zip(names, leaves, strict=True)])
+    stay = () if any(name.startswith(".log_alpha.optimiser") for name in names) else (".log_alpha",)
+    taken = {name: x for name, x in arrays.items() if not stay or not name.startswith(stay)}
+    return jax.tree.unflatten(structure, [taken.get(name, x) for name, x in zip(names, leaves, strict=True)])
 
 
 def find_again(

@@ -108,8 +108,9 @@ UPLOADED = "uploaded.json"  # in a run's directory, once it is on the Hub
 
 
 def was_uploaded(run_dir: Path) -> bool:
-    """Whether a run has been uploaded."""
-    return (run_dir / UPLOADED).exists()
+    """Whether a run has been uploaded as it finished."""
+    path = run_dir / UPLOADED
+    return path.exists() and read_json(path).get("finished", True) is not False  # earlier versions did not say
 
 
 def films_of(run_dir: Path, update: int | None = None) -> list[Path]:
@@ -158,7 +159,7 @@ def lock(run_dir: Path, flag: str = "--run-dir") -> TextIO:
             why = os.strerror(error.errno or errno.EIO)
             raise UsageError(
                 f"{run_dir} lies on a file system that cannot lock files ({why}), so two runs there would not notice "
-                "each other; choose a {flag} elsewhere"
+                f"each other; choose a {flag} elsewhere"
             ) from None
     file.close()
     raise UsageError(f"another process is running in {run_dir}; wait for it to end, or choose another {flag}")

@@ -27,7 +27,8 @@ def handle_signals(handler: Callable[[int], None], signals: Iterable[signal.Sign
         yield
     finally:
         for s, earlier in previous.items():
-            signal.signal(s, earlier)
+            if earlier is not None:  # as for a handler that C code installed
+                signal.signal(s, earlier)
 
 
 def leave_process(signum: int) -> None:

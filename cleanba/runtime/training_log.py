@@ -145,7 +145,7 @@ class TrainingLog:
         progress, statistics, now = self._progress, self._progress.statistics, time.perf_counter()
         new_steps = statistics.gather()
         progress.global_step = statistics.global_step
-        progress.reached = statistics.reaches(self._target_return)
+        progress.reached = progress.reached or statistics.reaches(self._target_return)
         interval = now - self._last_log
         if update > self._schedule.first:
             progress.sps = (statistics.global_step - self._timed_steps) / (now - self._timed_from)
