@@ -32,6 +32,7 @@ import kept
 import lag
 import machine
 import memory_tasks
+import minatar
 import mujoco
 import pqn
 import verifiable
@@ -231,7 +232,9 @@ def test_the_table_of_figures_that_can_be_verified_has_the_runs_that_are_kept():
 
 
 @pytest.mark.parametrize(
-    "studies", [pqn.STUDIES, memory_tasks.STUDIES, mujoco.STUDIES], ids=lambda studies: studies.name
+    "studies",
+    [pqn.STUDIES, memory_tasks.STUDIES, mujoco.STUDIES, atari.STUDIES, minatar.STUDIES],
+    ids=lambda studies: studies.name,
 )
 def test_the_table_of_a_study_has_the_curves_that_are_kept(studies):
     lines = kept.read(studies.file)
