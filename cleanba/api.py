@@ -377,7 +377,8 @@ def train(spec: Spec, run_dir: str | Path | None = None, *, progress: bool = Tru
     Args:
         spec: what is trained, such as `ppo("CartPole-v1", seed=1)`.
         run_dir: directory of the run; None: runs/<env>__<exp-name>__<seed>__<time, or job of Slurm>.
-        progress: whether progress is shown, on the console or below a notebook's cell.
+        progress: whether progress is shown, on the console or below a notebook's cell.  Without it, warnings go to
+            standard error.
         **flags: where it runs and what is kept, by the names of the command's flags: `learner_device_ids=[0, 1]`,
             `eval_frequency=100`.
 

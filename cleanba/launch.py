@@ -148,7 +148,7 @@ def train(recipe: AnyRecipe, config: Config, peers: Peers | None, shown: bool, g
         checkpoints, saved = open_checkpoints(job)
         title = f"{recipe.name} on {job.experiment.env_id}, seed {job.experiment.seed}"
         status = Status(title, job.experiment.num_updates, config.run.target_return)
-        display = Display(status, enabled=job.devices.is_main and shown)
+        display = Display(status, enabled=job.devices.is_main and shown, warns=job.devices.is_main)
         run = config.run
         try:
             if run_writer is not None:

@@ -4,6 +4,7 @@ import functools
 import inspect
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -77,10 +78,12 @@ def test_a_finished_run_is_left_alone_and_its_whole_experiment_can_be_trained_el
     again = cleanba.train(small(), run.run_dir)
     assert "is finished; nothing to do" in capsys.readouterr().out
     assert again.result == run.result and (run.run_dir / "result.json").stat().st_mtime_ns == before
-    other = cleanba.train(run.spec, tmp_path / "run", progress=False, learner_device_ids=(1, 2), actor_device_ids=[3])
+    placed = dict(learner_device_ids=(1, 2), actor_device_ids=[3, 4, 5])
+    other = cleanba.train(run.spec, tmp_path / "run", progress=False, **placed)
+    said = capsys.readouterr()
+    assert said.out == "" and re.search(r"^cleanba: warning: \d actor devices? will be idle", said.err), said
     assert other.result["params_digest"] == run.result["params_digest"]
     assert other.config["experiment"] == run.config["experiment"]
-    assert capsys.readouterr().out == ""
 
 
 def test_curves_are_arrays_over_steps(run):

@@ -168,16 +168,17 @@ class Terminal(Console):
 class Display:
     """Shows progress: a live panel in a terminal, one line in a notebook, elsewhere a plain line every few seconds.
 
-    It shows nothing unless `enabled`.  When what it prints cannot be written, since nobody reads the pipe any more or a
-    disk is full, it shows nothing from then on, and asks the process to end by SIGTERM: with a checkpoint, once the run
-    hears signals.
+    Unless `enabled` it shows nothing; if it `warns`, it prints warnings to standard error then.  When what it prints
+    cannot be written, since nobody reads the pipe any more or a disk is full, it shows nothing from then on, and asks
+    the process to end by SIGTERM: with a checkpoint, once the run hears signals.
     """
 
-    def __init__(self, status: Status, enabled: bool = True, console: Console | None = None):
+    def __init__(self, status: Status, enabled: bool = True, console: Console | None = None, warns: bool = False):
         self._status = status
         self._console = console or Terminal(file=sys.stdout)
         self._lost = False  # what was printed could not be written
         self._enabled = enabled
+        self._warns = warns and not enabled
         self._last_line = -math.inf
         self._last_phase = ""
         self._last_words = ""
@@ -189,6 +190,8 @@ class Display:
 
     def say(self, text: str) -> None:
         """Print a line that stays."""
+        if self._warns and text.startswith("warning: "):
+            print(f"cleanba: {text}", file=sys.stderr)
         if self._enabled and self._cell is not None:
             print(text)
         elif self._enabled:
