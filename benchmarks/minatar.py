@@ -1,6 +1,6 @@
 """What IMPALA learns on MinAtar with its preset, in ten million steps.
 
-    python benchmarks/minatar.py --seeds 1     # a run of 4 minutes or more for each of five games; interrupted, it goes on
+    python benchmarks/minatar.py --seeds 1     # 4 minutes and more for each of five games; interrupted, it goes on
     python benchmarks/minatar.py --seeds       # nothing: table and figure of what is kept
 
 Curves are kept in benchmarks/results/curves_minatar_impala.jsonl and drawn to static/minatar_impala_preset.png
