@@ -40,8 +40,7 @@ def entry(curve: Curve, points: int = POINTS, **more: Any) -> Json:
 def as_curve(run: Json) -> Curve:
     """What `entry` made, as far as it is drawn."""
     arrays: Any = (np.array(run[name], np.float64) for name in ("steps", "seconds", "returns"))
-    steps, seconds, returns = arrays
-    return Curve(Path(), run["experiment"], steps, seconds, returns, run["status"] == "finished")
+    return Curve(Path(), run["experiment"], *arrays, finished=run["status"] == "finished")
 
 
 def merge(kept: Sequence[Json], new: Sequence[Json]) -> list[Json]:

@@ -1,6 +1,5 @@
 """A trained agent, loaded from a run: a policy with its parameters, and an `Agent` that plays step by step."""
 
-import importlib
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -285,8 +284,7 @@ def read_params(
 
     "last" is the newest sound checkpoint or, if there is none, the model that --save-model kept.
     """
-    importlib.import_module("orbax.checkpoint")  # for seconds, in which a run may replace its checkpoints
-    there = ckpt.updates_kept(run_dir)
+    there = ckpt.updates_to_read(run_dir)
     listed = f"it has {', '.join(map(str, there))}" if there else "it has none yet"
     if checkpoint.isdecimal():
         require(

@@ -283,9 +283,9 @@ def card(run_dir: Path, repo_id: str, model: Model, film: bool) -> str:
     unfinished = result.get("status") != "finished"
     results = [f"| {metric.replace('_', ' ')} | {value} |" for metric, value in metrics]
     cut = evaluation.get("truncated") or 0
-    limit = f"{cut} of them cut off by a limit of steps"
+    played = f"episodes, {cut} of them cut off by a limit of steps" if cut else "complete episodes"
     how = (
-        f"Over {evaluation['episodes']} {'episodes, ' + limit if cut else 'complete episodes'}, "
+        f"Over {evaluation['episodes']} {played}, "
         + "by "
         + Play(bool(evaluation.get("greedy")), float(evaluation.get("epsilon") or 0.0)).in_words()
         + f", seed {evaluation['seed']}."

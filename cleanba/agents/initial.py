@@ -1,6 +1,5 @@
 """Parameters of another run to start from (`--init-from`): found, named by their digest, and put into a new state."""
 
-import importlib
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -62,8 +61,7 @@ def find_initial(place: str, platform: str, trust_remote_code: bool = False) -> 
         run, checkpoint = found[1], found[2] or found[3]
     run_dir = find_run(run)
     recipe, e = read_recipe(run_dir, trust_remote_code)
-    importlib.import_module("orbax.checkpoint")  # for seconds, in which a run may replace its checkpoints
-    there = ckpt.updates_kept(run_dir)
+    there = ckpt.updates_to_read(run_dir)
     if checkpoint == "best" or source_of(run_dir) is not None or not there:
         policy = load_policy(run_dir, checkpoint, platform, trust_remote_code)
         arrays = of_acting(policy.algorithm, policy.params)
@@ -120,8 +118,8 @@ def started_from(state: PyTree, arrays: Mapping[str, np.ndarray]) -> PyTree:
     """`state`, with these arrays replacing its own of the same names.  A temperature that is not learnt stays."""
     leaves, structure = jax.tree.flatten(state)
     names = named_leaves(state)
-    stay = () if any(name.startswith(".log_alpha.optimiser") for name in names) else (".log_alpha",)
-    taken = {name: x for name, x in arrays.items() if not stay or not name.startswith(stay)}
+    learnt = any(name.startswith(".log_alpha.optimiser") for name in names)
+    taken = {name: x for name, x in arrays.items() if learnt or not name.startswith(".log_alpha")}
     return jax.tree.unflatten(structure, [taken.get(name, x) for name, x in zip(names, leaves, strict=True)])
 
 

@@ -260,6 +260,11 @@ def ends_early(curve: Curve, others: Sequence[Curve]) -> bool:
     return curve.steps[-1] < NEARLY * max(c.steps[-1] for c in others)
 
 
+def stopped_early(curve: Curve, others: Sequence[Curve]) -> bool:
+    """Whether a run `ends_early` that has not finished, so that its last return is no final one."""
+    return ends_early(curve, others) and not curve.finished
+
+
 def band(curves: Sequence[Curve], axis: Literal["steps", "seconds"]) -> Band:
     """Mean and 95% interval over runs, interpolated linearly onto one axis.
 

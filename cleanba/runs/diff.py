@@ -78,9 +78,9 @@ def compare_digests(name: str, a: dict[int, Json], b: dict[int, Json]) -> Compar
 
 def compare_states(a: Path, b: Path) -> str:
     """The largest difference between two runs' states at the newest checkpoint that both keep, as a sentence."""
-    from cleanba.runtime.checkpoint import read_arrays, updates_kept  # Orbax takes seconds to import
+    from cleanba.runtime.checkpoint import read_arrays, updates_to_read
 
-    common = sorted(set(updates_kept(a)) & set(updates_kept(b)))
+    common = sorted(set(updates_to_read(a)) & set(updates_to_read(b)))
     if not common:
         return "no checkpoint of the same update is kept by both runs, so states cannot be compared number by number"
     for update in reversed(common):

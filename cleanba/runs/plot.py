@@ -20,7 +20,7 @@ from cleanba.errors import Exit, UsageError, printable
 from cleanba.files import Json, require_name
 from cleanba.flags import FLAGS
 from cleanba.runs.aggregates import STATISTICS, Aggregates, aggregates, experiments
-from cleanba.runs.curves import Groups, Interval, band, ends_early, group, load, mean_interval, variants_of
+from cleanba.runs.curves import Groups, Interval, band, group, load, mean_interval, stopped_early, variants_of
 
 if TYPE_CHECKING:  # drawing takes a second to import
     from matplotlib.axes import Axes
@@ -280,7 +280,7 @@ def draw_curves(groups: Groups, axis: Literal["steps", "seconds"]) -> "Figure":
             i = names.index(name)
             panel.plot(x, b.mean, linewidth=line, markersize=marker, markevery=(10 + 11 * i % 50, 61), **look(i))
             panel.fill_between(x, b.low, b.high, color=look(i)["color"], alpha=faint, linewidth=0)
-            ends = np.array([getattr(c, axis)[-1] for c in curves if ends_early(c, curves) and not c.finished])
+            ends = np.array([getattr(c, axis)[-1] for c in curves if stopped_early(c, curves)])
             panel.plot(ends / unit, np.interp(ends, b.x, b.mean), "x", color=look(i)["color"], markersize=1.5 * marker)
             early |= ends.size > 0
         panel.set_title(env_id, fontsize=text + 0.5)

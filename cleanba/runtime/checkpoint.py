@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple
 
@@ -337,6 +338,12 @@ class Checkpoints:
             shutil.rmtree(aside / str(newer), ignore_errors=True)
             os.replace(self._folder / str(newer), aside / str(newer))
         self._manager.reload()
+
+
+def updates_to_read(run_dir: Path) -> list[int]:
+    """`updates_kept`, for who reads them next: Orbax is imported first, in whose seconds a run may replace them all."""
+    import_module("orbax.checkpoint")
+    return updates_kept(run_dir)
 
 
 def updates_kept(run_dir: Path) -> list[int]:
