@@ -1,9 +1,10 @@
 """How tests compile: one cache for all and every process that they start, and for half of them quickly.
 
-Of several processes that share the tests every other one, and what it starts, compiles without optimising: in a quarter
-of the time.  The files in `OPTIMISED` are left to the others.  They are about what optimising may change, whether XLA's
+With `--dist loadfile`, every other process, and what it starts, compiles without optimising: in a quarter of the
+time.  The files in `OPTIMISED` are left to the others.  They are about what optimising may change, whether XLA's
 programs for different devices, shards or processors come to the same bits, or they train for long.  Most tests of our
-own kernels, which XLA does not compile, are not among them.
+own kernels, which XLA does not compile, are not among them.  With another `--dist` any process may get any test, so all
+optimise.
 
 Imported before JAX, which reads these variables once.
 """
@@ -28,9 +29,12 @@ OPTIMISED = {f"test_{name}.py" for name in ABOUT.split()}
 UNOPTIMISED = "--xla_cpu_use_fusion_emitters=false --xla_backend_optimization_level=0"
 
 
+EVERY = "CLEANBA_TESTS_EVERY_PROCESS_OPTIMISES"  # set by conftest.py, before it starts the others
+
+
 def optimises(worker: str) -> bool:
     """Whether a process that shares the tests, "gw0", "gw1" …, compiles as users' processes do."""
-    return not worker.startswith("gw") or int(worker[2:]) % 2 == 0
+    return EVERY in os.environ or not worker.startswith("gw") or int(worker[2:]) % 2 == 0
 
 
 flags = os.environ.get("XLA_FLAGS", "")

@@ -21,6 +21,11 @@ def pytest_xdist_auto_num_workers(config):
     return cores if cores > 1 else 0
 
 
+def pytest_configure(config):
+    if not hasattr(config, "workerinput") and config.getoption("dist", "no") != "loadfile":
+        os.environ[compiled.EVERY] = "1"
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
     """Whole files to each process, those in `compiled.OPTIMISED` only to one that optimises, which takes them first."""
