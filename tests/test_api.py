@@ -264,6 +264,16 @@ def test_a_recurrent_agent_remembers_until_an_episode_begins(tmp_path):
     agent.act(np.zeros((3, *shape)))
 
 
+@pytest.mark.parametrize(
+    "env_id, kind, dtype, most",
+    [("gymnax:Breakout-MinAtar", "planes", "bool", True), ("craftax:Craftax-Pixels-v1", "pixels", "uint8", 255)],
+)
+def test_observations_in_jax_are_taken_as_their_environments_show_them(env_id, kind, dtype, most):
+    spec = EnvSpec(env_id, ObsSpec(kind, (2, 2), dtype), 2, False, False, {})
+    obs, count = as_batch(spec, np.float32([[0, 1], [1, 0]]))
+    assert count is None and obs.dtype == dtype and obs.tolist() == [[[0, most], [most, 0]]]
+
+
 def test_actions_are_the_environments_own_and_within_its_bounds(tmp_path):
     spec = cleanba.sac("Pendulum-v1", num_envs=4, num_steps=4, num_actors=1, num_shards=1, hiddens=[8],
                        total_timesteps=64, learning_starts=16, batch_size=8, buffer_size=64)  # fmt: skip

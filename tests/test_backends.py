@@ -18,7 +18,7 @@ from odd import Odd
 from cleanba.algorithms import ppo
 from cleanba.config import Experiment
 from cleanba.environments import gymnasium, jax_envs
-from cleanba.environments.backends import Envs, end_waits, env_spec, open_envs, warnings
+from cleanba.environments.backends import Envs, end_waits, env_spec, open_envs, repeatable, warnings
 from cleanba.environments.spaces import action_spec
 from cleanba.environments.specs import ActionSpec, parse_options
 from cleanba.environments.worker import misfit
@@ -352,6 +352,24 @@ def test_environments_in_jax_may_show_nested_tuples_and_need_arguments():
     assert [step.truncated.tolist() for step in steps] == [[False] * 2, [False] * 2, [True] * 2]
 
 
+def test_a_class_in_jax_that_is_defined_anew_is_compiled_anew(monkeypatch):
+    import corridor_jax
+
+    class Generous(corridor_jax.Corridor):
+        def step_env(self, *args):
+            obs, state, reward, *more = super().step_env(*args)
+            return obs, state, reward + 1, *more
+
+    def reward():
+        envs = opened(IN_JAX, [1])
+        envs.reset()
+        return envs.step(np.int32([RIGHT])).raw_reward[0]
+
+    before = reward()
+    monkeypatch.setattr(corridor_jax, "Corridor", Generous)
+    assert reward() == before + 1
+
+
 def test_an_argument_may_be_a_parameter_too():
     made = jax_envs.make("jax:odd:SizedTwice", {"size": 2, "shown": 3, "pay": 0.5})
     assert (made.env.size, made.params.size, made.params.pay) == (6, 2, 0.5)
@@ -444,6 +462,16 @@ def test_an_environment_that_does_not_follow_its_seed_is_named():
     assert "faulty:Faulty-v0 does not follow its seed" in warning
     assert warnings(env_spec(Experiment(env_id="odd:Forgets-v0"))) != []  # after its first episode
     assert warnings(spec("fault=die")) == warnings(spec("fault=raise")) == []  # that is for the run to say
+
+
+def test_an_environment_that_was_mended_is_tried_again():
+    for follows in (False, True):
+
+        class Again(Odd):
+            def look(self, follows=follows):
+                return super().look() if follows else np.random.uniform(-1, 1, 2).astype(np.float32)
+
+        assert repeatable(env_spec(Experiment(env_id=gymnasium.register(Again)))) is follows
 
 
 def test_an_environment_that_starts_slowly_is_tried_all_the_same(monkeypatch):

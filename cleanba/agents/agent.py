@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike
 from cleanba.agents.portable import Export, export, format_of
 from cleanba.algorithm import AnyAlgorithm
 from cleanba.config import Experiment, require
-from cleanba.environments.backends import env_spec
+from cleanba.environments.backends import as_recorded, env_spec
 from cleanba.environments.specs import EnvSpec
 from cleanba.environments.worker import named
 from cleanba.errors import Failure, UsageError
@@ -228,6 +228,8 @@ def as_batch(spec: EnvSpec, obs: object) -> tuple[PyTree, int | None]:
         assert isinstance(part, ObsSpec)
         try:
             array = np.asarray(x)
+            if array.dtype.kind == "f" and not np.issubdtype(part.dtype, np.floating):
+                array = np.asarray(as_recorded(spec.env_id, array))
             single = array.shape == part.shape
             require(
                 single or (array.ndim == len(part.shape) + 1 and array.shape[1:] == part.shape and len(array) > 0),

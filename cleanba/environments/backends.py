@@ -15,7 +15,7 @@ import numpy as np
 from cleanba.config import Experiment, require
 from cleanba.environments import envpool, gymnasium, jax_envs
 from cleanba.environments.specs import Compilable, EnvSpec, Step
-from cleanba.rollout import PyTree
+from cleanba.rollout import Obs, PyTree
 from cleanba.shards import usable_cores
 
 
@@ -114,6 +114,11 @@ def end_waits(envs: Envs, check: Callable[[], None]) -> None:
         envs.check = check
 
 
+def as_recorded(env_id: str, obs: Obs) -> PyTree:
+    """Observations [...] as the environment shows them, in the form in which the policy sees them."""
+    return jax_envs.shown(env_id, obs) if module_of(env_id) is jax_envs else obs
+
+
 def threads_per_actor(local_actors: int, spec: EnvSpec | None = None, platform: str = "cpu") -> int:
     """Threads, or processes, for the environments of each actor: this process's cores, divided among its actors.
 
@@ -137,13 +142,16 @@ UNSENDABLE = "is defined in the program that runs, where no other process can im
 
 def repeatable(spec: EnvSpec) -> bool:
     """Whether environments with the same seed and actions behave the same in a short test."""
-    key = repr(spec)
+    if module_of(spec.env_id) is not gymnasium:
+        return True
+    registered = gymnasium.game(spec).registered  # a notebook's cell that runs again registers another class
+    key = (repr(spec), registered and registered.entry_point)
     if key not in _REPEATABLE:
-        _REPEATABLE[key] = module_of(spec.env_id) is not gymnasium or gymnasium.follows_its_seed(spec)
+        _REPEATABLE[key] = gymnasium.follows_its_seed(spec)
     return _REPEATABLE[key]
 
 
-_REPEATABLE: dict[str, bool] = {}
+_REPEATABLE: dict[tuple[str, object], bool] = {}
 
 
 def warnings(spec: EnvSpec) -> list[str]:

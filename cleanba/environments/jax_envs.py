@@ -241,7 +241,7 @@ def env_spec(e: Experiment) -> EnvSpec:
         heeded = getattr(environment.params, limit) if limit and heeds_limit(*environment, limit) else None
         most = stated_limit(heeded)
         options |= {"max_episode_steps": most} if most else {}
-        functions = _functions(e.env_id, Options(options), action, e.reward_clip)
+        functions = functions_of(e.env_id, options, action, e.reward_clip)
         doing = "reset and stepped"
         sample = first_step(functions, action)
         obs = as_planes(e.env_id, obs_spec(named(space_of(environment, "observation_space")), sample, action))
@@ -304,7 +304,14 @@ class Functions(NamedTuple):
 
 def functions(spec: EnvSpec) -> Functions:
     """The functions of the environments with this specification."""
-    return _functions(spec.env_id, Options(spec.options), spec.action, spec.clip_reward)
+    return functions_of(spec.env_id, spec.options, spec.action, spec.clip_reward)
+
+
+def functions_of(env_id: str, options: dict[str, Any], takes: ActionSpec, clip_reward: bool) -> Functions:
+    """The functions of an environment that takes these actions, made anew where its class was defined anew."""
+    suite, _, name = env_id.partition(":")
+    own = _own(env_id, name) if suite == "jax" else None
+    return _functions(env_id, own, Options(options), takes, clip_reward)
 
 
 class Options(dict[str, Any]):
@@ -315,7 +322,7 @@ class Options(dict[str, Any]):
 
 
 @cache
-def _functions(env_id: str, options: Options, takes: ActionSpec, clip_reward: bool) -> Functions:
+def _functions(env_id: str, own: Maker | None, options: Options, takes: ActionSpec, clip_reward: bool) -> Functions:
     environment = make(env_id, options)
     env, params = environment
     truncates, endless = getattr(env, "is_truncated", None), params
