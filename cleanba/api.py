@@ -6,7 +6,7 @@ an experiment's flags, those of `train` are the flags of placement and run.
 
 import inspect
 import signal
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from functools import cached_property
@@ -26,7 +26,6 @@ from typing import (
 )
 
 import gymnasium
-import jax
 import numpy as np
 
 from cleanba import config
@@ -53,11 +52,12 @@ from cleanba.config import (
 from cleanba.environments.gymnasium import register
 from cleanba.environments.specs import parse_options
 from cleanba.errors import Failure, Interrupted, UsageError, closest_names
-from cleanba.files import Json, read_json
+from cleanba.files import Json, expanded, read_json
 from cleanba.launch import Ended, launch
 from cleanba.recipes import RECIPES, AnyRecipe
 from cleanba.resolution import as_given, configure, settle
 from cleanba.runs.curves import column, read_rows
+from cleanba.runtime.devices import default_platform
 from cleanba.train_flags import FOREIGN_FLAGS
 
 __all__ = [
@@ -111,7 +111,7 @@ class Spec:
         recipe = self.recipe
         self.register()
         asked = configure(recipe, self.flags, Placement(), config.Run(), self.whole)
-        return settle(recipe, asked, jax.default_backend(), None).experiment
+        return settle(recipe, asked, default_platform(), None).experiment
 
     @property
     def recipe(self) -> AnyRecipe:
@@ -222,7 +222,7 @@ def _option(name: str, value: Any) -> str:
     """
     plain = _without_numpy(value)
     for text in (str(plain), repr(plain)):
-        with suppress(UsageError, ValueError, SyntaxError, TypeError):
+        with suppress(KeyError, UsageError, ValueError, SyntaxError, TypeError):
             read = parse_options([f"{name}={text}"])[name]
             if type(read) is type(plain) and read == plain:
                 return f"{name}={text}"
@@ -272,7 +272,7 @@ class Run:
     def __init__(self, run_dir: str | Path):
         """Raises `UsageError` if there is no run."""
         require(isinstance(run_dir, str | Path), f"Run takes the directory of a run, not {run_dir!r}")
-        self.run_dir = Path(run_dir).expanduser()
+        self.run_dir = expanded(run_dir)
         read_experiment(self.run_dir)
 
     def __repr__(self) -> str:
@@ -338,8 +338,8 @@ def _is_number(x: object) -> bool:
 class TrainFlags(TypedDict, total=False):
     """The flags of placement and run, as keywords of `train`."""
 
-    actor_device_ids: Collection[int]
-    learner_device_ids: Collection[int]
+    actor_device_ids: Sequence[int]
+    learner_device_ids: Sequence[int]
     distributed: bool
     coordinator_address: str | None
     num_processes: int | None

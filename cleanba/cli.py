@@ -10,7 +10,7 @@ from io import TextIOWrapper
 from typing import NamedTuple
 
 from cleanba import __version__
-from cleanba.errors import Exit, Failure, UsageError, closest_names, printable
+from cleanba.errors import Exit, Failure, UsageError, closest_names, printable, said
 
 
 class Command(NamedTuple):
@@ -57,6 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             stream.reconfigure(errors="backslashreplace")  # where a terminal knows no ü
     try:
         end = dispatch(argv)
+        sys.stdout.flush()  # here, where a pipe that nobody reads is expected
     except UsageError as error:
         print(f"cleanba: {printable(str(error), keep=LINES)}", file=sys.stderr)
         end = Exit(2)
@@ -93,14 +94,19 @@ def check_environment() -> None:
     devices = os.environ.get("JAX_NUM_CPU_DEVICES", "1")
     if not devices.isdecimal() or int(devices) < 1:
         raise UsageError(f"JAX_NUM_CPU_DEVICES={devices!r} must be a whole number from 1; unset it for one device")
+    if any(name.startswith("JAX_") for name in os.environ):
+        try:
+            import jax  # noqa: F401
+        except ValueError as error:
+            raise UsageError(f"JAX refuses a variable of the environment: {said(error)}; correct or unset it") from None
 
 
 def dispatch(argv: Sequence[str]) -> Exit:
     """Run the command that the arguments name.  Slow imports wait until they are needed."""
-    check_environment()
     if argv and argv[0] in ("--version", "-V"):
         print(f"cleanba {__version__}")
         return Exit()
+    check_environment()
     if argv and argv[0] in COMMANDS:
         module, function = COMMANDS[argv[0]].where.split(":")
         return getattr(import_module(module), function)(argv[1:])

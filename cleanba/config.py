@@ -15,7 +15,8 @@ import textwrap
 import types
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
-from dataclasses import astuple, dataclass
+from contextlib import suppress
+from dataclasses import astuple, dataclass, replace
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
@@ -24,7 +25,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args
 import tyro
 
 from cleanba.errors import UsageError, closest_names, nearest, nearest_divisors
-from cleanba.files import Json, read_json
+from cleanba.files import Json, expanded, read_json
 
 # -------------------------------------------------------------------------------------------------- rules of a value
 
@@ -357,13 +358,17 @@ class Placement:
     """one of several processes; peers are found through Slurm, Open MPI or Kubernetes, or by the next three flags"""
     coordinator_address: str | None = None
     """host:port of process 0, unless the cluster provides it"""
-    num_processes: int | None = None
+    num_processes: Annotated[int | None, Range(1, MOST)] = None
     """number of processes, unless the cluster provides it"""
-    process_id: int | None = None
+    process_id: Annotated[int | None, Range(0, MOST)] = None
     """this process's number, from 0, unless the cluster provides it"""
     env_workers: Annotated[int | None, Range(0, MOST)] = None
     """Gymnasium: processes that step each actor's environments (None: this process's cores, divided among its actors;
     0: the actor's own thread)"""
+
+    def in_one_process(self) -> "Placement":
+        """The same devices, in a single process."""
+        return replace(self, distributed=False, coordinator_address=None, num_processes=None, process_id=None)
 
 
 @dataclass(frozen=True)
@@ -542,13 +547,14 @@ def _converted(annotation: Any, value: Any) -> Any:
         raise TypeError("None")
     if annotation is Path:
         if isinstance(value, str | Path):
-            return Path(value).expanduser()
+            return expanded(value)
         raise TypeError("a path")
     if annotation is float and isinstance(value, str) and value in ("inf", "-inf", "nan"):
         return float(value)
     if annotation in (int, float) and isinstance(value, int | float) and not isinstance(value, bool):
         if annotation is float or (math.isfinite(value) and int(value) == value):
-            return annotation(value)
+            with suppress(OverflowError):
+                return annotation(value)
     elif annotation in (bool, str) and isinstance(value, annotation):
         return value
     raise TypeError({int: "a whole number", float: "a number", bool: "true or false", str: "a string"}[annotation])
@@ -680,7 +686,10 @@ def from_json(cls: type[T], values: Json) -> T:
         UsageError: a value has another type than its field.
     """
     known = fields_of(cls)
-    return cls(**as_typed(cls, {name: value for name, value in values.items() if name in known}))
+    try:
+        return cls(**as_typed(cls, {name: value for name, value in values.items() if name in known}))
+    except UsageError as error:
+        raise UsageError(f"config.json holds {error}; restore it, or choose another run") from None
 
 
 def read_config(run_dir: Path) -> Json:

@@ -17,6 +17,18 @@ METRICS = "metrics.jsonl"
 """A run's log: one JSON object per line."""
 
 
+def expanded(path: str | Path) -> Path:
+    """A path whose ~ is replaced by a home directory.
+
+    Raises:
+        UsageError: there is no such user, or this one has no home directory.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise UsageError(f"{path}: there is no such home directory; write the whole path") from None
+
+
 def make_folders(folder: Path) -> None:
     """Make a folder of a run's directory, such as `RUN/actors/00003`, but not `RUN`, which may have gone.
 
@@ -72,6 +84,8 @@ def read_json(path: Path) -> Json:
         values = json.loads(path.read_text())
     except FileNotFoundError:
         raise UsageError(f"{path} does not exist; name the directory of an earlier run") from None
+    except NotADirectoryError:
+        raise UsageError(f"{path.parent} is a file; name the directory of a run") from None
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"{path} cannot be read ({error}); restore it, or choose another run") from None
     if not isinstance(values, dict):

@@ -1,11 +1,14 @@
 """How flag values are parsed where tyro's own rules do not suffice."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any
 
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
+
+from cleanba.files import expanded
 
 MOST_DIGITS = 30  # a longer number is a typing error, and would take forever to write out
 
@@ -19,10 +22,9 @@ def whole_number(word: str) -> int:
     Raises:
         ValueError: the word is not a whole number.
     """
-    try:
-        return int(word)
-    except ValueError:
-        pass
+    with suppress(ValueError):
+        if len(word) <= MOST_DIGITS:
+            return int(word)
     try:
         number = Decimal(word)
     except InvalidOperation:
@@ -49,4 +51,4 @@ def of_one_word(kind: type[Any], metavar: str, read: Callable[[str], Any]) -> No
 
 
 of_one_word(int, "INT", whole_number)
-of_one_word(Path, "PATH", lambda word: Path(word).expanduser())  # shells leave the ~ of --run-dir=~/runs as it is
+of_one_word(Path, "PATH", expanded)  # shells leave the ~ of --run-dir=~/runs as it is

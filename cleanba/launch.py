@@ -57,7 +57,7 @@ from cleanba.runtime.peers import Peers
 from cleanba.runtime.process_setup import prepared
 from cleanba.runtime.processes import gather_over_processes, initialise, processes_here
 from cleanba.runtime.profile import Profile
-from cleanba.runtime.supervision import Watchdog, leave_process, watched
+from cleanba.runtime.supervision import Watchdog, leave_process, time_limit, watched
 from cleanba.runtime.tracking import require_tracking
 from cleanba.runtime.train import RunOutcome, run_training
 from cleanba.runtime.training import Training, make_training
@@ -94,7 +94,10 @@ def resume_command(argv: Sequence[str]) -> Exit:
         run=replace(from_json(Run, saved.get("run", {})), run_dir=run_dir),
         whole=run_dir,
     )
-    return train_command(recipe, argv[1:], default)
+    config = parse(recipe, argv[1:], default)
+    if default.placement.distributed and not config.placement.distributed:  # --no-distributed
+        config = replace(config, placement=config.placement.in_one_process())
+    return exit_of(launch(recipe, config))
 
 
 class Ended(NamedTuple):
@@ -134,8 +137,9 @@ def launch(
 
 def train(recipe: AnyRecipe, config: Config, peers: Peers | None, shown: bool, give_up: Callable[[int], None]) -> Ended:
     """`launch`, after the processes have joined."""
-    job = prepare(recipe, config)
-    check_workers(job.spec, config.placement.env_workers)
+    with time_limit(config.run.stall_timeout):
+        job = prepare(recipe, config)
+        check_workers(job.spec, config.placement.env_workers)
     try:
         run_writer = claim(job, shown)
     except Finished as done:
@@ -184,7 +188,7 @@ def train(recipe: AnyRecipe, config: Config, peers: Peers | None, shown: bool, g
         error = run_writer.write_result(outcome) if run_writer is not None else outcome.error
         said = error is not None and peers is not None and error is peers.error
         in_vain = error is None or isinstance(error, NotFinite)  # continuing would lead to the same numbers
-        remedy = "" if in_vain else how_to_go_on(job.run_dir, outcome.result)
+        remedy = "" if in_vain else how_to_go_on(job, outcome.result)
         if remedy and shown and run_writer is not None:
             print(remedy)
     finally:
@@ -241,6 +245,10 @@ def prepare(recipe: AnyRecipe, config: Config) -> Job:
     now = int(gather_over_processes(np.array([int(time.time())]))[0, 0])  # process 0's clock names the run
     run_dir = config.run.run_dir or default_run_dir(config.asked, config.run, now)
     require(str(run_dir).isprintable(), f"run_dir={str(run_dir)!r} has characters that cannot be shown; name another")
+    try:
+        run_dir.exists()
+    except OSError as error:  # its name is too long, or a folder above it may not be read
+        raise unwritable(run_dir, error) from None
     config, initial = with_digest(config, run_dir, devices.platform)
     resolved = settle(recipe, config, devices.platform, run_dir)
     e = resolved.experiment
@@ -260,8 +268,11 @@ def prepare(recipe: AnyRecipe, config: Config) -> Job:
     shapes, buffer_size = job.training.memory_shapes, getattr(e, "buffer_size", None)
     require_room(shapes, partition.places_per_learner, devices.learners, processes_here(), buffer_size)
     require(
-        run_dir != Path() or (run_dir / "config.json").exists() or not any(run_dir.iterdir()),
-        f"run_dir={str(config.run.run_dir)!r} is the current directory, which holds other files; name one for the run",
+        (run_dir / "config.json").exists()
+        or run_dir.resolve() not in (Path.cwd(), *Path.cwd().parents)
+        or not any(run_dir.iterdir()),
+        f"run_dir={str(config.run.run_dir)!r} is the current directory or one above it, which holds other files; name "
+        "one for the run",
     )
     return job
 
@@ -605,12 +616,19 @@ def closing_words(run_dir: Path, result: Json, film: Path | None) -> str:
     )
 
 
-def how_to_go_on(run_dir: Path, result: Json) -> str:
+def how_to_go_on(job: Job, result: Json) -> str:
     """How an unfinished run continues, and what it repeats."""
-    saved_update = max(updates_kept(run_dir), default=0)
+    saved_update = max(updates_kept(job.run_dir), default=0)
     repeated = result["update"] - saved_update
     again = f" and repeats {counted(repeated, 'update')}" if repeated else ", nothing to repeat"
-    return f"`cleanba resume {shlex.quote(str(run_dir))}` goes on after update {saved_update}{again}"
+    command = f"cleanba resume {shlex.quote(str(job.run_dir))}"
+    # What starts several processes starts them all again, with other numbers each than config.json has.
+    goes = (
+        f"`{command} --no-distributed`, in one process, goes"
+        if job.config.placement.distributed
+        else f"`{command}` goes"
+    )
+    return f"{goes} on after update {saved_update}{again}"
 
 
 def exit_of(ended: Ended) -> Exit:

@@ -164,7 +164,10 @@ def named_settings(recipe: AnyRecipe, name: str | None) -> Settings:
     if name is None:
         return Settings()
     known = recipe.named_presets()
-    require(name in known, f"preset={str(name)[:40]!r} is not a preset of {recipe.name}; it has {', '.join(known)}")
+    require(
+        isinstance(name, str) and name in known,
+        f"preset={str(name)[:40]!r} is not a preset of {recipe.name}; it has {', '.join(known)}",
+    )
     return known[name]
 
 
@@ -277,7 +280,10 @@ def known_of(recipe: AnyRecipe, values: Json) -> dict[str, Any]:
         f"the experiment was written by another version of Cleanba, which has {', '.join(unknown)}; repeat the flags "
         "instead",
     )
-    return as_typed(recipe.experiment, {name: x for name, x in without_open(values).items() if name in fields})
+    try:
+        return as_typed(recipe.experiment, {name: x for name, x in without_open(values).items() if name in fields})
+    except UsageError as error:
+        raise UsageError(f"config.json holds {error}; restore it, or choose another run") from None
 
 
 def earlier_experiment(recipe: AnyRecipe, values: Json, source: str | None = None) -> Experiment:
@@ -378,7 +384,7 @@ def continue_experiment(recipe: AnyRecipe, now: Resolved, run_dir: Path, flag: s
     was_typed = {
         name
         for name, where in (*now.origin.items(), *origin.items())
-        if where == TYPED or where.startswith((NAMED, "run "))
+        if where == TYPED or str(where).startswith((NAMED, "run "))
     }
     only = lambda values: {name: value for name, value in values.items() if name in was_typed}
     require_same(run_dir, differences(only(to_json(e)), only(to_json(now.experiment))), flag)
@@ -451,6 +457,9 @@ def fit(recipe: AnyRecipe, e: Experiment, placement: Placement, processes: int =
     Raises:
         UsageError: it does not fit.
     """
+    for name, ids in (("actor", placement.actor_device_ids), ("learner", placement.learner_device_ids)):
+        require(bool(ids), f"--{name}-device-ids names no device; name one, such as 0")
+        require(len(set(ids)) == len(ids), f"--{name}-device-ids={' '.join(map(str, ids))} names a device twice")
     partition = Partition(e.num_envs, e.num_actors, e.num_shards, processes, len(placement.learner_device_ids))
     require(
         e.num_updates >= 1,

@@ -10,7 +10,6 @@ from io import StringIO
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-import jax
 import tyro
 
 from cleanba.config import (
@@ -29,6 +28,7 @@ from cleanba.errors import UsageError
 from cleanba.flags import FLAGS
 from cleanba.recipes import AnyRecipe
 from cleanba.resolution import DEFAULT, TYPED, Config, Resolved, configure, fit, settle
+from cleanba.runtime.devices import default_platform
 
 HELP = ("-h", "--help", "--help-all")
 SHOW = "--show-config"
@@ -141,6 +141,8 @@ def in_one_form(recipe: AnyRecipe, argv: Sequence[str]) -> tuple[list[str], list
         if about is not None and about.annotation is bool and value.lower() in ("true", "false"):
             rest = rest if eq else rest[1:]
             words.append(name if value.lower() == "true" else f"--no-{name[2:]}")
+        elif about is not None and about.annotation is bool and value and (eq or not value.startswith("-")):
+            raise UsageError(f"{name} {value}: a value of {name} must be true or false; give {name} or --no-{name[2:]}")
         else:
             words.append(word)
     return words, left_open
@@ -212,7 +214,7 @@ def help_text(recipe: AnyRecipe, words: Sequence[str], default: Config | None, w
     with suppress(SystemExit), redirect_stderr(StringIO()), redirect_stdout(StringIO()):
         try:
             config = read_flags(recipe, words, default)
-            resolved = settle(recipe, config, jax.default_backend(), None)
+            resolved = settle(recipe, config, default_platform(), None)
         except UsageError as error:
             why = f"\nDefaults are the algorithm's own: {error}.\n"
     e = resolved.experiment if resolved else config.asked
@@ -342,7 +344,7 @@ def config_text(recipe: AnyRecipe, config: Config, typed: set[str]) -> str:
     Raises:
         UsageError: the experiment cannot be resolved, or does not fit its placement.
     """
-    resolved = settle(recipe, config, jax.default_backend(), config.run.run_dir)
+    resolved = settle(recipe, config, default_platform(), config.run.run_dir)
     e = resolved.experiment
     fit(recipe, e, config.placement, config.placement.num_processes or 1)
     lines = [f"{recipe.name} on {e.env_id}: {preset_words(recipe, resolved, e)}"]

@@ -182,8 +182,15 @@ def test_values_may_be_numpys_and_options_a_dictionary():
     assert parse_options(cleanba.ppo("Catch-v0", env_options={"w": np.array([1, 2])}).flags["env_options"]) == {
         "w": [1, 2]
     }
-    with pytest.raises(UsageError, match=r"env_options\['reward'\].* cannot be written as name=value"):
-        cleanba.ppo("Catch-v0", env_options={"reward": abs})
+    for name, value in (("reward", abs), ("a=b", 1)):
+        with pytest.raises(UsageError, match=rf"env_options\['{name}'\].* cannot be written as name=value"):
+            cleanba.ppo("Catch-v0", env_options={name: value})
+    with pytest.raises(UsageError, match="is not a preset of ppo"):
+        cleanba.ppo("Catch-v0", preset=["cleanrl-atari"])
+    with pytest.raises(UsageError, match="gamma=1000+ must be a number"):
+        cleanba.ppo("Catch-v0", gamma=10**400)
+    with pytest.raises(UsageError, match="File name too long"):
+        cleanba.train(cleanba.ppo("Catch-v0"), "x" * 300)
     assert cleanba.ppo("Catch-v0", init_from=Path("runs/a"), hiddens=[np.int64(8)]).flags["init_from"] == "runs/a"
     with pytest.raises(UsageError, match="there is no algorithm 'pp'"):
         cleanba.train(cleanba.Spec("pp"))

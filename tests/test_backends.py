@@ -480,6 +480,14 @@ def test_an_environment_that_starts_slowly_is_tried_all_the_same(monkeypatch):
     assert not gymnasium.follows_its_seed(spec)
 
 
+def test_a_start_that_takes_too_long_says_where_it_stands_and_ends(tmp_path):
+    slow = ("--env-id", "faulty:Faulty-v0", "--env-options", "starts=30", "--stall-timeout", "1.5")
+    start = time.monotonic()
+    ended = command("ppo", *slow, "--run-dir", tmp_path / "run")
+    assert ended.code == 1 and time.monotonic() - start < 20 and not (tmp_path / "run").exists()
+    assert "the run has not started after 1.5 s" in ended.err and "time.sleep(starts)" in ended.err, ended.err
+
+
 def test_one_that_hangs_is_not_waited_for_to_see_whether_it_follows_its_seed(monkeypatch):
     monkeypatch.setattr(gymnasium, "PATIENCE_SECONDS", 1.0)
     assert warnings(env_spec(Experiment(env_id="faulty:Faulty-v0", env_options=("fault=hang",)))) == []

@@ -137,6 +137,12 @@ def test_scripts_for_the_other_shells_have_every_command():
         ("--env-options nonsense=3", ["Catch-v0", "nonsense"]),
         ("--env-options nonsense", ["'nonsense'", "name=value"]),
         ("--env-options num_envs=3", ["num_envs"]),
+        ("--env-options height=3 height=4", ["names height twice"]),
+        ("--env-id Pong-v5 --env-options stack_num=0", ["stack_num=0 must be at least 1"]),
+        (
+            "--env-id Pong-v5 --max-episode-steps 100 --env-options max_episode_steps=50",
+            ["max_episode_steps=50 contradicts max_episode_steps=100", "--max-episode-steps"],
+        ),
         ("--network nature", ["network=nature", "images", "--network mlp"]),
         # devices: there are eight, 0 to 7
         ("--actor-device-ids 8", ["--actor-device-ids", "no device 8", "0 (cpu), 1 (cpu)", "7 (cpu)"]),
@@ -163,6 +169,7 @@ def test_scripts_for_the_other_shells_have_every_command():
         ("--lag-trace-cap 0", ["lag_trace_cap=0", "at least 1"]),
         ("--update-epochs 0", ["update_epochs=0", "--update-epochs"]),
         ("--seed -3", ["seed=-3", "--seed 3"]),
+        ("--anneal-lr yes", ["--anneal-lr yes", "true or false", "--no-anneal-lr"]),
         ("--seed 2147483648", ["seed=2147483648 is too large; it can be 2147483647 at most"]),
         ("--hiddens 0", ["hiddens=(0,)", "--hiddens"]),
         ("--env-epoch -1", ["env_epoch=-1"]),
@@ -176,6 +183,9 @@ def test_scripts_for_the_other_shells_have_every_command():
         # several processes
         ("--coordinator-address localhost:1", ["--coordinator-address", "--distributed"]),
         ("--num-processes 2 --process-id 0", ["--num-processes", "--process-id", "--distributed"]),
+        ("--distributed --coordinator-address a --num-processes 1 --process-id 0", ["'a'", "HOST:PORT", "1 to 65535"]),
+        ("--distributed --coordinator-address a:99999 --num-processes 1 --process-id 0", ["HOST:PORT", "65535"]),
+        ("--num-processes -3", ["num_processes=-3", "at least 1"]),
         ("--distributed --process-id 0", ["--process-id", "without --coordinator-address, --num-processes"]),
         ("--distributed --coordinator-address a:1 --num-processes 2 --process-id 2", ["process_id=2", "[0, 2)"]),
     ],
@@ -499,7 +509,8 @@ def test_a_directory_in_use_for_something_else_is_no_run_directory(tmp_path, mon
     """As of `--run-dir "$UNSET"`."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "thesis.tex").write_text("")
-    assert "is the current directory" in refusal("ppo", *TINY, "--run-dir", "")
+    for place in ("", tmp_path, ".."):
+        assert "is the current directory" in refusal("ppo", *TINY, "--run-dir", place)
     assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
 
 
@@ -540,7 +551,9 @@ def test_checkpoints_without_their_experiment_are_nobodys(tmp_path):
 @pytest.mark.parametrize(
     "words, said",
     [
-        (("ppo", "--run-dir", "x" * 300), "cannot be used: File name too long"),
+        (("ppo", "--run-dir", "x" * 300), "cannot be written: File name too long; choose another --run-dir"),
+        (("ppo", "--run-dir", "~nobody-here/x"), "there is no such home directory"),
+        (("eval", "odd/sweep.json"), "odd/sweep.json is a file; name the directory of a run"),
         (("ls", "x" * 300), "cannot be used: File name too long"),
         (("ppo", *TINY, "--run-dir", "a\udcff"), "has characters that cannot be shown"),
         (("plot", "--out", "", "."), "--out . names no file"),

@@ -48,7 +48,8 @@ def test_a_run_starts_from_anothers_parameters(tmp_path):
     (first / "config.json").write_text(json.dumps(config))
     shutil.copytree(first, copied)
 
-    words = lambda source: ("ppo", *TINY, *STILL, "--init-from", source, "--run-dir", second)
+    kept = ("--checkpoint-frequency", "2", "--keep-checkpoints", "all")
+    words = lambda source: ("ppo", *TINY, *STILL, *kept, "--init-from", source, "--run-dir", second)
     ended = command(*words(first))
     assert ended.code == 0, ended.err
     digest = assert_started_from(second, first)
@@ -70,11 +71,18 @@ def test_a_run_starts_from_anothers_parameters(tmp_path):
     resolved = resolve(RECIPES["ppo"], parse(RECIPES["ppo"], [str(w) for w in words(first)[1:]]).typed, "cpu")
     assert continue_experiment(RECIPES["ppo"], resolved, second, "--dir").experiment.init_from == digest
     shutil.rmtree(first)
-    # Without a checkpoint it needs them.
+    # Without a checkpoint it needs them, and so does whoever verifies its beginning.
+    ended = command("verify", second, "--segments", "9")
+    assert ended.code == 0 and "2 of 2 segments recomputed" in ended.out, ended
+    assert f"the first segment is left out: {second} starts from the parameters {recorded[:19]}" in ended.out
+    ended = command("verify", second, "--from", "0")
+    assert ended.code == 2 and "--from 0: no checkpoint of that update is kept" in ended.err, ended
     shutil.rmtree(second / "checkpoints")
+    ended = command("verify", second)
+    assert ended.code == 3 and "no checkpoint to begin from is kept, and" in ended.err, ended
     (second / "result.json").unlink()
     ended = command("resume", second)
-    assert ended.code == 2 and f"has no checkpoint yet and starts from the parameters {recorded[:19]}" in ended.err
+    assert ended.code == 2 and f"{second} starts from the parameters {recorded[:19]}" in ended.err
     assert "--init-from" in ended.err and "Traceback" not in ended.err
     ended = command(*words(copied))
     assert ended.code == 0 and assert_started_from(second, copied) == recorded

@@ -1,6 +1,7 @@
 """Nothing is lost: a run that was killed, interrupted or damaged ends in the bits of one that never was."""
 
 import errno
+import json
 import os
 import re
 import shutil
@@ -104,6 +105,17 @@ def test_a_finished_run_is_left_alone(whole):
         ended = command(*words)
         assert ended.code == 0 and "is finished; nothing to do" in ended.out
     assert before == {p: p.stat().st_mtime_ns for p in whole("ppo").rglob("*") if p.is_file() and p.name != ".lock"}
+
+
+def test_what_several_processes_began_one_may_go_on_with(whole, tmp_path):
+    """With `--no-distributed` alone, as the run itself says where it ends early."""
+    shutil.copytree(whole("ppo"), tmp_path / "run")
+    config = json.loads((tmp_path / "run/config.json").read_text())
+    others = dict(distributed=True, coordinator_address="127.0.0.1:1", num_processes=2, process_id=0)
+    config["placement"] |= others
+    (tmp_path / "run/config.json").write_text(json.dumps(config))
+    ended = command("resume", tmp_path / "run", "--no-distributed")
+    assert ended.code == 0 and "is finished; nothing to do" in ended.out, ended
 
 
 def test_another_experiment_is_refused_with_what_differs(whole):

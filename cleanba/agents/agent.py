@@ -166,6 +166,7 @@ class Agent:
             UsageError: the observation does not match `spec.obs`, or a recurrent agent is given another number of
                 observations than at its last step.
         """
+        require(greedy is None or isinstance(greedy, bool | np.bool_), f"greedy={greedy!r} must be True, False or None")
         policy = self._policy
         seen, batch = as_batch(policy.spec, obs)
         n = 1 if batch is None else batch
@@ -205,6 +206,7 @@ class Agent:
             UsageError: the extra `export` is not installed, or the file cannot lie there.
             Failure: the file cannot be written, or does not compute what the agent does.
         """
+        require(isinstance(path, str | Path), f"path={path!r} must name a file, such as agent.onnx")
         path = Path(path)
         return export(self._policy, path, format_of(path), seed)
 

@@ -233,12 +233,15 @@ class Evaluation:
         return f"<evaluation: mean {self.mean:.6g}, std {self.std:.4g} over {len(self.returns)} episodes>"
 
 
+NUMBERS = (int, float, np.integer, np.floating)
+
+
 def check_games(episodes: int, seed: int, epsilon: float | None) -> None:
     """Raise `UsageError` for numbers that no evaluation can have."""
     for name, number in (("episodes", episodes), ("seed", seed)):
         require(isinstance(number, int | np.integer), f"{name}={number!r} must be a whole number")
     require(episodes >= 1, f"episodes={episodes} must be at least 1; set --episodes")
-    require(epsilon is None or isinstance(epsilon, int | float), f"epsilon={epsilon!r} must be a number")
+    require(epsilon is None or isinstance(epsilon, NUMBERS), f"epsilon={epsilon!r} must be a number")
     require(epsilon is None or 0 <= epsilon <= 1, f"epsilon={epsilon} must lie in [0, 1]; set --epsilon accordingly")
     require(0 <= seed < 2**31, f"seed={seed} must lie in [0, 2^31); try --seed 1")
 
@@ -277,6 +280,7 @@ def evaluate(
     require(max_steps is None or isinstance(max_steps, int | np.integer), f"max_steps={max_steps!r} must be whole")
     check_games(episodes, seed, epsilon)
     require_steps(max_steps, "--max-steps")
+    require(film is None or isinstance(film, str | Path), f"film={film!r} must be the path of an .mp4 file")
     path = None if film is None else Path(film)
     require(path is None or path.suffix == ".mp4", f"film={str(film)!r} must be an .mp4 file; try film.mp4")
     policy, device = agent.policy, agent.device

@@ -13,6 +13,7 @@ from cleanba.algorithm import AnyAlgorithm
 from cleanba.config import require
 from cleanba.environments.backends import env_spec
 from cleanba.errors import Failure, UsageError
+from cleanba.files import expanded
 from cleanba.resolution import read_recipe, recorded
 from cleanba.rollout import PyTree
 from cleanba.runs.remote import find_run
@@ -53,7 +54,7 @@ def find_initial(place: str, platform: str, trust_remote_code: bool = False) -> 
         Failure: the checkpoint is damaged.
     """
     run, checkpoint = place, "last"
-    if (Path(place).expanduser() / "config.json").exists():
+    if (expanded(place) / "config.json").exists():
         pass  # a run, whatever it is called
     elif (found := re.fullmatch(r"(.+):(best|last|\d+)", place)) is not None:
         run, checkpoint = found[1], found[2]
@@ -144,6 +145,6 @@ def find_again(
         except (UsageError, Failure) as error:
             why = str(error)
     raise UsageError(
-        f"{run_dir} has no checkpoint yet and starts from the parameters {digest[:19]}…: {why}; bring them back, or "
-        "give the flags again, with --init-from saying where they lie"
+        f"{run_dir} starts from the parameters {digest[:19]}…, which are not found: {why}; bring them back, or, to "
+        "train, give the flags again, with --init-from saying where they lie"
     )

@@ -405,6 +405,7 @@ def check_target(path: Path, format: str, seed: int) -> None:
     require(path.suffix == ending, f"out={str(path)!r} must end in {ending} for {format}; try agent{ending}")
     require(path.parent.is_dir(), f"out={str(path)!r}: there is no folder {path.parent}; make it, or name another")
     require(not path.is_dir(), f"out={str(path)!r} is a folder; name a file in it")
+    require(isinstance(seed, int | np.integer), f"seed={seed!r} must be a whole number")
     require(0 <= seed < 2**31, f"seed={seed} must lie in [0, 2^31); try 1")
 
 

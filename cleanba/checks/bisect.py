@@ -145,11 +145,12 @@ def part_of(run_dir: Path, words: Sequence[str], trust_remote_code: bool) -> Par
             learner_device_ids=tuple(range(many[0])),
             actor_device_ids=tuple(range(min(many[1], experiment.num_actors))),
         )
-    alone = replace(placement, distributed=False, coordinator_address=None, num_processes=None, process_id=None)
-    default = Config(experiment, placement=alone, run=Run(trust_remote_code=trust_remote_code), whole=run_dir)
+    default = Config(
+        experiment, placement=placement.in_one_process(), run=Run(trust_remote_code=trust_remote_code), whole=run_dir
+    )
     placement = parse(recipe, flags, default).placement
     require(not placement.distributed, "bisect computes each side in one process; leave out --distributed")
-    devices = 1 + max(*placement.learner_device_ids, *placement.actor_device_ids, 0)
+    devices = 1 + max((*placement.learner_device_ids, *placement.actor_device_ids, 0))
     if devices > 1:
         variables = {"JAX_NUM_CPU_DEVICES": str(devices), **variables}
     return Part(run_dir, placement, variables)

@@ -3,7 +3,7 @@
 The run's directory is only read.  What is computed leaves nothing on disk.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from cleanba.agents.initial import find_again, started_from
 from cleanba.algorithm import AnyAlgorithm
@@ -46,6 +47,17 @@ class Rerun(NamedTuple):
     training: Training[Any, Any, Any, Any]
     """without checkpoints and from the beginning; `recompute` sets what it begins from"""
     trust_remote_code: bool = False
+
+    def beginning(self) -> Mapping[str, np.ndarray]:
+        """Another run's parameters that the run began from, by their names in the learner's state; {} if from none.
+
+        Raises:
+            UsageError: they are no longer where they were.
+        """
+        digest = self.experiment.init_from
+        if not digest:
+            return {}
+        return find_again(digest, self.run_dir, self.devices.platform, self.trust_remote_code).arrays
 
 
 @contextmanager
@@ -141,10 +153,7 @@ def recompute(
     )
     if first and saved is None:
         saved = read_checkpoint(rerun, first)
-    begin_with = None
-    if saved is None and e.init_from:
-        initial = find_again(e.init_from, rerun.run_dir, rerun.devices.platform, rerun.trust_remote_code)
-        begin_with = partial(started_from, arrays=initial.arrays)
+    begin_with = partial(started_from, arrays=rerun.beginning()) if saved is None and e.init_from else None
     training = replace(
         rerun.training,
         saved=saved,

@@ -24,7 +24,6 @@ from cleanba.environments.backends import repeatable
 from cleanba.errors import Exit, Failure, Interrupted, UsageError, printable
 from cleanba.files import METRICS, Json
 from cleanba.flags import FLAGS
-from cleanba.resolution import recorded
 from cleanba.runs import log
 from cleanba.runs.remote import find_whole_run
 from cleanba.runtime import chain, records
@@ -301,11 +300,9 @@ class Segment(NamedTuple):
         return f"updates {self.first:,} to {self.last:,}"
 
 
-def starts_of(rerun: Rerun, linked: Mapping[int, Linked]) -> list[int]:
-    """The updates from which the run can be computed again, in order: those of kept checkpoints, and 0."""
-    kept = [update for update in updates_kept(rerun.run_dir) if update in linked and update < max(linked)]
-    can_begin = not rerun.experiment.init_from or "from" in recorded(rerun.run_dir)
-    return [0] * can_begin + kept
+def checkpoints_of(rerun: Rerun, linked: Mapping[int, Linked]) -> list[int]:
+    """The updates of kept checkpoints from which the run can be computed again, in order."""
+    return [update for update in updates_kept(rerun.run_dir) if update in linked and update < max(linked)]
 
 
 def segment(first: int, last: int, linked: Iterable[int]) -> Segment:
@@ -314,18 +311,28 @@ def segment(first: int, last: int, linked: Iterable[int]) -> Segment:
 
 
 def segments_of(rerun: Rerun, linked: Mapping[int, Linked]) -> list[Segment]:
-    """All segments of a run, in order."""
-    starts = starts_of(rerun, linked)
-    return [segment(a, b, linked) for a, b in zip(starts, [*starts[1:], max(linked)], strict=True)] if starts else []
+    """All segments of a run that can be computed, in order.
+
+    Raises:
+        CannotCompare: there is none.
+    """
+    starts = checkpoints_of(rerun, linked)
+    try:
+        rerun.beginning()
+        starts = [0, *starts]
+    except UsageError as gone:
+        if not starts:
+            raise CannotCompare(f"no checkpoint to begin from is kept, and {gone}") from gone
+        print(printable(f"the first segment is left out: {gone}"))
+    return [segment(a, b, linked) for a, b in zip(starts, [*starts[1:], max(linked)], strict=True)]
 
 
 def choose(there: Sequence[Segment], linked: Mapping[int, Linked], e: Experiment, flags: Verify) -> list[Segment]:
     """The segments to compute: those that the flags name, or some that are drawn.
 
     Raises:
-        UsageError: there is no such update, or nothing that can be computed.
+        UsageError: there is no such update.
     """
-    require(bool(there), f"{flags.run} keeps no checkpoint to begin from; train with --keep-checkpoints every:K")
     if flags.from_update is not None or flags.to_update is not None:
         return [named(there, linked, flags.from_update, flags.to_update)]
     seed = secrets.randbelow(2**31) if flags.seed is None else flags.seed
@@ -405,7 +412,7 @@ def differs(rerun: Rerun, one: Segment, linked: Mapping[int, Linked], title: str
             return str(damage)
         if found := checkpoint_differs(linked[one.first], digests_of(rerun, saved)):
             return found[0]
-    starts_another = one.last in starts_of(rerun, linked)
+    starts_another = one.last in checkpoints_of(rerun, linked)
     ends: list[tuple[Any, dict[int, Snapshot]]] = []
     ended = (lambda params, actors: ends.append((params, actors))) if starts_another else None
     with tempfile.TemporaryDirectory(prefix="cleanba-verify-") as scratch:

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from cleanba import kernels
-from cleanba.config import Experiment, require
+from cleanba.config import Experiment, flag, require
 from cleanba.environments.gymnasium import steps_per_second
 from cleanba.environments.spaces import action_spec, narrowed, obs_spec
 from cleanba.environments.specs import Compilable, EnvSpec, Step, choice, parse_options, train_reward
@@ -215,7 +215,18 @@ def env_spec(e: Experiment) -> EnvSpec:
         )
     if e.max_episode_steps:
         options["max_episode_steps"] = e.max_episode_steps
-    options |= parse_options(e.env_options)
+    typed = parse_options(e.env_options)
+    for name in options.keys() & typed.keys() & vars(e).keys():
+        require(
+            typed[name] == options[name],
+            f"env_options: {name}={typed[name]} contradicts {name}={options[name]}; give {flag(name)} alone",
+        )
+    options |= typed
+    for name in ("frame_skip", "stack_num", "img_height", "img_width"):  # EnvPool's process would die of 0
+        least = options.get(name, 1)
+        require(
+            not isinstance(least, int | float) or least >= 1, f"env_options: {name}={least} must be at least 1; try 4"
+        )
     for reserved in ("num_envs", "batch_size", "seed", "num_threads", "env_type", "reward_clip"):
         if reserved in options:
             raise UsageError(f"env_options: {reserved} is set by Cleanba; use its own flag, or leave it out")

@@ -42,7 +42,7 @@ from cleanba.environments.specs import (
     stated_limit,
 )
 from cleanba.environments.worker import named
-from cleanba.errors import UsageError, closest_names, missing, raised
+from cleanba.errors import Failure, UsageError, closest_names, missing, raised
 from cleanba.rollout import Obs, PyTree, step_outcome
 from cleanba.seeds import environment_key
 
@@ -245,7 +245,7 @@ def env_spec(e: Experiment) -> EnvSpec:
         doing = "reset and stepped"
         sample = first_step(functions, action)
         obs = as_planes(e.env_id, obs_spec(named(space_of(environment, "observation_space")), sample, action))
-    except UsageError:
+    except (UsageError, Failure):
         raise
     except Exception as error:  # an environment may raise anything
         given = ", ".join(f"{k}={v}" for k, v in options.items()) or "no options"

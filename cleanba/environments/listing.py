@@ -36,7 +36,7 @@ def envs_command(argv: Sequence[str]) -> Exit:
     package, colon, rest = flags.pattern.partition(":")
     own = bool(colon) and package not in (*jax_envs.SUITES, gymnasium.PREFIX.rstrip(":"))
     if colon and package == "jax":
-        print(f"{flags.pattern}  {spaces_of(flags.pattern)}")
+        print(f"{flags.pattern}  {in_words(env_spec(Experiment(env_id=flags.pattern)))}")
         return Exit()
     if colon and package in jax_envs.SUITES:
         jax_envs.require_library(package)

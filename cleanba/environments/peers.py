@@ -54,7 +54,7 @@ def peer(experiment: Json) -> Peer | None:
 
     `experiment` needs "algorithm" and "env_id".
     """
-    algorithm, env_id = str(experiment["algorithm"]), str(experiment["env_id"])
+    algorithm, env_id = str(experiment["algorithm"]), str(experiment.get("env_id"))
     rules = publication([experiment])
     name, prefix = ON_ATARI[rules.file].get((algorithm, experiment.get("core", "none")), ("", ""))
     value = None if rules.other_rules([experiment]) else rules.returned(env_id, prefix)

@@ -90,6 +90,8 @@ def parse_options(options: Sequence[str]) -> dict[str, Any]:
         name, eq, value = option.partition("=")
         if not eq or not name.isidentifier():
             raise UsageError(f"env_options={option!r} must have the form name=value; try --env-options frame_skip=2")
+        if name in parsed:
+            raise UsageError(f"env_options names {name} twice; give one value for it")
         try:
             parsed[name] = WORDS[value] if value in WORDS else ast.literal_eval(value)
         except (ValueError, SyntaxError, TypeError):

@@ -125,12 +125,12 @@ def films_of(run_dir: Path, update: int | None = None) -> list[Path]:
 
 
 def unwritable(run_dir: Path, error: OSError, flag: str = "--run-dir") -> UsageError | Failure:
-    """The error for a directory that cannot be written; a full disk is nobody's wrong use.
+    """The error for a place that cannot be written; a full disk is nobody's wrong use.
 
-    flag: the flag that names the directory.
+    flag: the flag that names the place.
     """
     reason = os.strerror(error.errno or errno.EIO)
-    what = f"run directory {run_dir} cannot be written: {reason}"
+    what = f"{'run directory ' * (flag == '--run-dir')}{run_dir} cannot be written: {reason}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return Failure(f"{what}; make room, then give the same command again")
     return UsageError(f"{what}; choose another {flag}")

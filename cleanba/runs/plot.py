@@ -16,11 +16,12 @@ import tyro
 
 from cleanba.config import require
 from cleanba.environments.atari_scores import human_normalised, publication, reference
-from cleanba.errors import Exit, UsageError, printable
+from cleanba.errors import Exit, printable
 from cleanba.files import Json, require_name
 from cleanba.flags import FLAGS
 from cleanba.runs.aggregates import STATISTICS, Aggregates, aggregates, experiments
 from cleanba.runs.curves import Groups, Interval, band, group, load, mean_interval, stopped_early, variants_of
+from cleanba.runs.directory import unwritable
 
 if TYPE_CHECKING:  # drawing takes a second to import
     from matplotlib.axes import Axes
@@ -77,7 +78,7 @@ def plot_command(argv: Sequence[str]) -> Exit:
             if over_games is not None:
                 written += save(draw_aggregates(over_games, best_variants(groups)), named("_aggregates"))
     except OSError as error:
-        raise UsageError(f"--out {out} cannot be written: {error.strerror}; choose another place") from None
+        raise unwritable(out, error, "--out") from None
     print("\n".join(f"wrote {path}" for path in written))
     return Exit()
 

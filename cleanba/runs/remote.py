@@ -4,6 +4,7 @@
 size is known beforehand, under fixed names.
 """
 
+import errno
 import hashlib
 import io
 import itertools
@@ -23,7 +24,7 @@ from typing import IO, NamedTuple
 
 from cleanba.config import require
 from cleanba.errors import Failure, UsageError, missing
-from cleanba.files import METRICS
+from cleanba.files import METRICS, expanded
 from cleanba.trust import mark_downloaded
 
 DOWNLOADS = Path("runs/hub")
@@ -55,7 +56,7 @@ def find_run(run: str | Path) -> Path:
     require(isinstance(run, str | Path), f"a run is named by its directory, not by {run!r}")
     if str(run).startswith("hf://"):
         return download(str(run))
-    path = Path(run).expanduser()
+    path = expanded(run)
     return unpack(path) if path.is_file() and path.name.lower().endswith(ARCHIVES) else path
 
 
@@ -70,7 +71,7 @@ def find_whole_run(run: str | Path, scratch: Path) -> Path:
     """
     if str(run).startswith("hf://"):
         return download(str(run), whole=True)
-    path = Path(run).expanduser()
+    path = expanded(run)
     if path.is_file() and path.name.lower().endswith(ARCHIVES):
         return unpack(path, scratch)
     return path
@@ -213,7 +214,7 @@ def unpack(archive: Path, whole: Path | None = None) -> Path:
             )
             digest = hashlib.sha256(os.fsencode(archive.absolute())).hexdigest()[:8]
             folder = UNPACKED / f"{archive.name.partition('.')[0] or 'run'}-{digest}"
-            folder.mkdir(parents=True, exist_ok=True)
+            make_unpacked(folder)
             mark_downloaded(folder, source)
             for name, member in found.items():
                 require_size(source, name, member.size)
@@ -231,10 +232,28 @@ def unpack(archive: Path, whole: Path | None = None) -> Path:
         zlib.error,
         lzma.LZMAError,
     ) as error:
-        if isinstance(error, UsageError):
+        if isinstance(error, UsageError | Failure):
             raise
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise Failure(f"{source} cannot be unpacked: {error.strerror}; make room") from error
         raise UsageError(f"{source} cannot be unpacked ({error}); choose another archive") from error
     return folder
+
+
+def make_unpacked(folder: Path) -> None:
+    """Make a folder for what is unpacked.
+
+    Raises:
+        UsageError: it cannot be made here.
+        Failure: the disk is full.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        why = f"{folder}, where archives are unpacked, cannot be made: {error.strerror}"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise Failure(f"{why}; make room") from None
+        raise UsageError(f"{why}; change to another directory") from None
 
 
 def _copy_parts(source: str, home: PurePosixPath, members: Iterable[Member], folder: Path) -> None:

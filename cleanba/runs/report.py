@@ -18,13 +18,13 @@ import tyro
 
 from cleanba.config import read_config, read_experiment
 from cleanba.environments.peers import Peer, peer
-from cleanba.errors import Exit, Failure, UsageError
+from cleanba.errors import Exit, UsageError
 from cleanba.files import METRICS, Json, read_json, require_name, write_whole
 from cleanba.flags import FLAGS
 from cleanba.recipes import Play
 from cleanba.runs import log
 from cleanba.runs.curves import column, read_rows
-from cleanba.runs.directory import films_of
+from cleanba.runs.directory import films_of, unwritable
 from cleanba.runtime.metrics import duration
 
 if TYPE_CHECKING:  # drawing takes a second to import
@@ -92,7 +92,7 @@ def report_command(argv: Sequence[str]) -> Exit:
         out.parent.mkdir(parents=True, exist_ok=True)
         write_whole(out, text)
     except OSError as error:
-        raise Failure(f"{out} cannot be written: {error.strerror}; choose another place with --out") from None
+        raise unwritable(out, error, "--out") from None
     print(f"wrote {out}")
     return Exit()
 

@@ -60,6 +60,11 @@ def local_devices() -> list[jax.Device]:
         ) from None
 
 
+def default_platform() -> str:
+    """JAX's name for the platform of this process's devices.  Raises `UsageError` if there are none."""
+    return local_devices()[0].platform
+
+
 def pick_devices(ids: Sequence[int], name: str) -> tuple[jax.Device, ...]:
     """This process's devices by local index; `name` is the flag that named them.
 

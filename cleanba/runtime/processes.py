@@ -37,8 +37,13 @@ def initialise(p: Placement) -> None:
     if given:
         missing = [flag for flag, value in manual.items() if value is None]
         require(not missing, f"{', '.join(given)} were given without {', '.join(missing)}; give all three or none")
-        n, i = p.num_processes or 0, p.process_id or 0
-        require(n >= 1, f"num_processes={n} must be at least 1; set --num-processes")
+        n, i = p.num_processes or 1, p.process_id or 0
+        port = (p.coordinator_address or "").rpartition(":")[2]
+        require(
+            ":" in (p.coordinator_address or "") and port.isdecimal() and 1 <= int(port) <= 65535,
+            f"coordinator_address={p.coordinator_address!r} must be HOST:PORT, with a port from 1 to 65535; try "
+            "127.0.0.1:1234",
+        )
         require(0 <= i < n, f"process_id={i} must lie in [0, {n}); set --process-id")
     try:
         # Each process sees all devices of its host; the two id flags choose among them.

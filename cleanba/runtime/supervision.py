@@ -164,6 +164,42 @@ class Watchdog:
             )
 
 
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raise `Failure` in the main thread if it takes longer than this, after its stack has been printed to stderr.
+
+    Code that never returns to Python cannot be ended like this.  In threads other than the main one, there is no limit.
+    """
+    main = threading.current_thread()
+    if main is not threading.main_thread():
+        yield
+        return
+    over = threading.Event()
+
+    def late(signum: int) -> None:
+        print(stacks([]), file=sys.stderr)
+        raise Failure(
+            f"the run has not started after {seconds:g} s; the stack above shows where it stands. "
+            "If nothing is wrong there, raise --stall-timeout"
+        )
+
+    def watch() -> None:
+        waited = Waited()
+        while not over.wait(0.1):
+            if waited.look() > seconds:
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGALRM)
+                waited = Waited()
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    with handle_signals(late, [signal.SIGALRM]):
+        watcher.start()
+        try:
+            yield
+        finally:
+            over.set()
+            watcher.join()
+
+
 T = TypeVar("T")
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from cleanba.config import require
-from cleanba.errors import Failure, missing, said
+from cleanba.errors import Failure, UsageError, missing, said
 from cleanba.files import Json, write_json
 
 KEPT = "wandb.json"  # a run's file with its W&B id, and the server that knows it
@@ -28,7 +28,10 @@ WITHOUT_IT = "set WANDB_MODE=offline to log to the run's directory, or leave --t
 
 def require_tracking() -> None:
     """Raise `UsageError` where --track cannot be obeyed, before the run begins."""
-    settings = _wandb().setup().settings
+    try:
+        settings = _wandb().setup().settings
+    except ValueError as error:
+        raise UsageError(f"--track: W&B refuses its settings ({said(error)}); correct or unset WANDB_*") from None
     if settings.mode in LOCAL or settings.api_key or settings.identity_token_file:
         return
     variables = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")

@@ -93,7 +93,7 @@ def fit_command(argv: Sequence[str]) -> Exit:
 def fitting_processes(recipe: AnyRecipe, e: Experiment, placement: Placement, most: int) -> list[int]:
     """The numbers of processes, 1 to `most`, that an experiment with this placement in each can be divided among."""
     found = []
-    for number in range(1, most + 1):
+    for number in range(1, min(most, e.num_actors, e.num_shards) + 1):  # each has an actor and a shard
         with suppress(UsageError):
             fit(recipe, e, placement, number)
             found.append(number)
@@ -139,7 +139,12 @@ def submit(
     If there is an executable `submit` beside the template, it is called instead of sbatch, with the job's script as its
     argument.  The one that comes with the templates adds the options in slurm/settings.sh.
     """
-    require(template.is_file(), f"--slurm {template} does not exist; `cleanba slurm` writes templates to slurm/")
+    require(template.exists(), f"--slurm {template} does not exist; `cleanba slurm` writes templates to slurm/")
+    require(template.is_file(), f"--slurm {template} is no file; name a template in it, such as slurm/cpu.sh")
+    try:
+        template_text = template.read_text()
+    except ValueError as error:
+        raise UsageError(f"--slurm {template} is no text ({error}); name a template, such as slurm/cpu.sh") from None
     earlier = read_manifest(folder)["runs"] if (folder / "sweep.json").exists() else {}
     jobs = {name: run["job"] for name, run in earlier.items() if "job" in run}
     states = {} if dry_run and not jobs else job_states(jobs.values())
@@ -154,14 +159,15 @@ def submit(
     named = str(submitter) if submitter.parent != Path() else f"./{submitter}"  # else it is looked for in PATH
     sbatch = [named] if os.access(submitter, os.X_OK) else ["sbatch"]
     scripts = folder / "slurm"
-    first = 1 + max((int(p.stem.rpartition("-")[2]) for p in scripts.glob("array-*.sh")), default=0)
+    numbers = [p.stem.removeprefix("array-") for p in scripts.glob("array-*.sh")]
+    first = 1 + max((int(number) for number in numbers if number.isdecimal()), default=0)
     logs = (folder / "logs").absolute()
     submitted: dict[str, str] = {}
     for number, start in enumerate(range(0, len(to_do), LARGEST_ARRAY), first):
         chunk = to_do[start : start + LARGEST_ARRAY]
         script, words = scripts / f"array-{number}.sh", scripts / f"array-{number}.words"
         log = Path(str(logs).replace("%", "%%")) / "%A_%a.log"  # Slurm expands a single %
-        text = job_script(template.read_text(), words.absolute(), folder.name or "sweep", len(chunk), at_a_time, log)
+        text = job_script(template_text, words.absolute(), folder.name or "sweep", len(chunk), at_a_time, log)
         lines = "".join(" ".join(map(bash_word, from_anywhere(run.words))) + "\n" for run in chunk)
         if dry_run:
             print(f"$ {shlex.join([*sbatch, str(script)])}\n\n{script}:\n{text}\n{words}:\n{lines}", end="")

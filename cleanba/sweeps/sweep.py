@@ -158,6 +158,7 @@ def variants(recipe: AnyRecipe, settings: Sequence[str]) -> list[tuple[str, list
             name in field_types,
             f"--set {name}: {recipe.name} has no such flag" + (f"; did you mean {close}?" if close else ""),
         )
+        require(all(map(str.strip, values.split(","))), f"--set {setting!r} has an empty value; take the comma out")
         choices.append([(name, value.strip()) for value in values.split(",")])
     names = [pairs[0][0] for pairs in choices]
     require(
@@ -186,7 +187,7 @@ def plan(recipe: AnyRecipe, common: list[str], flags: Flags, folder: Path) -> li
     """
     require(bool(flags.env_ids), "--env-ids names no environment; give one or more, such as --env-ids CartPole-v1")
     require(not (folder / "config.json").exists(), f"--dir {folder} is a run of its own; choose another folder")
-    require(flags.num_seeds >= 1, f"num_seeds={flags.num_seeds} must be at least 1; set --num-seeds")
+    require(1 <= flags.num_seeds <= 10_000, f"num_seeds={flags.num_seeds} must lie in [1, 10000]; set --num-seeds")
     for word in common:
         name = word.partition("=")[0].lstrip("-").replace("-", "_")
         require(
@@ -357,7 +358,7 @@ def end_all(jobs: Sequence[Job], heard: Sequence[int], seconds: float) -> None:
 def run_here(recipe: AnyRecipe, runs: Sequence[Planned], folder: Path, argv: Sequence[str], flags: Flags) -> Exit:
     """Run the unfinished runs, several at a time."""
     configs = [parse(recipe, list(run.words[1:])) for run in runs]
-    per_run = 1 + max(max(*c.placement.actor_device_ids, *c.placement.learner_device_ids) for c in configs)
+    per_run = 1 + max(max(c.placement.actor_device_ids + c.placement.learner_device_ids) for c in configs)
     grace = max(c.run.grace_period for c in configs) + GRACE_SECONDS
     environments = share_devices(visible_gpus(), per_run, flags.workers)
     held = lock(folder, "--dir")  # two sweeps in one folder would start each run twice
