@@ -149,14 +149,20 @@ def train(recipe: AnyRecipe, config: Config, peers: Peers | None, shown: bool, g
     except RefusedElsewhere as why:
         return Ended(job.run_dir, why, said=True)
     try:
-        checkpoints, saved = open_checkpoints(job)
+        try:
+            checkpoints, saved = open_checkpoints(job)
+        except OSError as why:
+            raise unwritable(job.run_dir, why) from None
         title = f"{recipe.name} on {job.experiment.env_id}, seed {job.experiment.seed}"
         status = Status(title, job.experiment.num_updates, config.run.target_return)
         display = Display(status, enabled=job.devices.is_main and shown, warns=job.devices.is_main)
         run = config.run
         try:
             if run_writer is not None:
-                run_writer.begin(saved, display)
+                try:
+                    run_writer.begin(saved, display)
+                except OSError as why:
+                    raise unwritable(job.run_dir, why) from None
             announce(job, saved, display)
             training = replace(
                 job.training,
@@ -490,7 +496,7 @@ def claim(job: Job, shown: bool) -> RunWriter | None:
     return run_writer
 
 
-def counted(number: int | None, what: str) -> str:
+def counted(number: int, what: str) -> str:
     """A number with its noun, as "1 shard" or "2 shards"."""
     return f"{number} {what}{'s' * (number != 1)}"
 

@@ -147,15 +147,9 @@ def check_environment(e: Experiment, source: str) -> None:
     suite, colon, name = e.env_id.partition(":")
     if colon and suite == "jax":
         refuse(source, f"names env_id={_shown(e.env_id)}: playing it would {_called(name, options)}")
-    if colon and suite not in jax_envs.SUITES and suite != gymnasium.PREFIX.rstrip(":"):
-        module, _, rest = e.env_id.rpartition(":")
-        refuse(
-            source,
-            f"names env_id={_shown(e.env_id)}: playing it would import the module {_shown(module)}, and make its "
-            f"environment {_shown(rest)} with {options}",
-        )
-    if ":" in name:
-        module, _, rest = name.rpartition(":")
+    elsewhere = bool(colon) and suite not in jax_envs.SUITES and suite != gymnasium.PREFIX.rstrip(":")
+    if elsewhere or ":" in name:
+        module, _, rest = (e.env_id if elsewhere else name).rpartition(":")
         refuse(
             source,
             f"names env_id={_shown(e.env_id)}: playing it would import the module {_shown(module)}, and make its "

@@ -23,7 +23,7 @@ from cleanba.agents import evaluate, periodic_evaluation
 from cleanba.agents import film as films
 from cleanba.agents.agent import Policy, load_policy, read_best
 from cleanba.config import Experiment, Placement, Run
-from cleanba.environments.action_names import action_names
+from cleanba.environments.action_names import ATARI_ACTIONS, action_names
 from cleanba.environments.atari_scores import human_normalised, reference, table
 from cleanba.environments.backends import env_spec
 from cleanba.rollout import Episode
@@ -350,7 +350,7 @@ def test_frames_show_stacks_numbers_and_all_actions():
     assert np.array_equal(films.see(colours.transpose(0, 2, 3, 1)), films.see(colours))
     assert films.see(np.zeros((2, 4), np.float32)).height == 4 * films.LINE
     assert films.see({"a": np.zeros((1, 100)), "b": np.zeros((1, 1))}).height == 17 * films.LINE
-    policy = np.asarray(films.draw_policy(films.ATARI_ACTIONS, np.eye(18)[17], [17]))
+    policy = np.asarray(films.draw_policy(ATARI_ACTIONS, np.eye(18)[17], [17]))
     assert policy.shape[0] <= films.PICTURE[1]
     for values in ([np.nan, 0.5], [np.inf, 0.5], [np.nan, np.nan]):  # of a network that has diverged
         assert np.asarray(films.draw_policy(("a", "b"), np.array(values), [0])).any()

@@ -14,7 +14,6 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from cleanba.agents.agent import Policy
-from cleanba.environments.action_names import ATARI_ACTIONS as ATARI_ACTIONS
 from cleanba.environments.action_names import action_names
 from cleanba.environments.boards import draw_board
 from cleanba.environments.specs import ActionSpec

@@ -202,7 +202,7 @@ def fill(folder: Path, run_dir: Path, repo_id: str) -> None:
     for name in COPIED:
         if (run_dir / name).exists():
             shutil.copyfile(run_dir / name, folder / name)
-    result = read_json(run_dir / "result.json") if (run_dir / "result.json").exists() else {}
+    result = log.read_result(run_dir)
     if "error" in result:  # it may name folders and hosts
         write_json(folder / "result.json", {name: value for name, value in result.items() if name != "error"})
     if kept := evaluation_of(run_dir, model.digest):
@@ -215,7 +215,7 @@ def fill(folder: Path, run_dir: Path, repo_id: str) -> None:
 
 def write_model(path: Path, run_dir: Path) -> Model:
     """Write the parameters: those that --save-model kept of a finished run, or those of the newest checkpoint."""
-    result = read_json(run_dir / "result.json") if (run_dir / "result.json").exists() else {}
+    result = log.read_result(run_dir)
     kept = run_dir / "model.msgpack"
     if kept.exists() and result.get("status") == "finished":
         shutil.copyfile(kept, path)
@@ -253,7 +253,7 @@ def card(run_dir: Path, repo_id: str, model: Model, film: bool) -> str:
     """The model card: metadata that the Hub reads, then results, usage and configuration."""
     hub = require_hub()
     e = read_experiment(run_dir)
-    result = read_json(run_dir / "result.json") if (run_dir / "result.json").exists() else {}
+    result = log.read_result(run_dir)
     kept = evaluation_of(run_dir, model.digest)
     evaluation = read_json(kept) if kept else {}
     if evaluation.get("mean") is None:  # it is not finite

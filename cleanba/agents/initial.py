@@ -1,6 +1,7 @@
 """Parameters of another run to start from (`--init-from`): found, named by their digest, and put into a new state."""
 
 import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -81,6 +82,7 @@ def find_initial(place: str, platform: str, trust_remote_code: bool = False) -> 
             except Failure as damage:
                 if update == there[0] or checkpoint != "last":
                     raise damage
+                print(f"cleanba: warning: {damage}; trying an older checkpoint", file=sys.stderr)
         arrays = {name: np.asarray(x) for name, x in named_leaves(state).items() if not FRESH.search(name)}
     return Initial(f"sha256:{tree_digest(arrays).removeprefix('sha256:')}", place, arrays)
 

@@ -98,11 +98,6 @@ class Finding(NamedTuple):
         return lines
 
 
-def same_prints(a: Prints, b: Prints) -> bool:
-    """Whether two computations of an update agree in all that fingerprints were taken of."""
-    return first_print(a, b) is None
-
-
 def first_print(a: Prints, b: Prints) -> str | None:
     """The first field of `Prints` in which they differ, or in which one side's devices differ; None if none does."""
     for name in Prints._fields[:-1]:

@@ -90,11 +90,10 @@ def read_checkpoint(rerun: Rerun, update: int, with_memory: bool = True) -> Save
     Raises:
         Failure: it is damaged, or a part of it is missing.
     """
-    training, e = rerun.training, rerun.experiment
+    training = rerun.training
     like_state = jax.eval_shape(rerun.algorithm.init, jax.random.key(0))
     like_params = jax.eval_shape(rerun.algorithm.actor_params, like_state)
-    fresh = update == e.num_updates or (e.env_epoch > 0 and update % e.env_epoch == 0)
-    actors = range(0) if fresh else training.local_actors
+    actors = range(0) if training.schedule.ends_epoch(update) else training.local_actors
     parts = training.memory_shapes, training.local_shards if with_memory else range(0), actors
     try:
         return checkpoint.read_whole(rerun.run_dir, update, like_state, like_params, *parts)

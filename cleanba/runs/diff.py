@@ -1,6 +1,7 @@
 """`cleanba diff RUN_A RUN_B`: whether two runs trained the same bits, and if not, from which update on they differ."""
 
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -21,7 +22,7 @@ Says from which update on they differ, and by how much.  Exit code 0 when identi
 DIGESTS = {"params_digest": "parameters", "learner_digest": "state and memory"}
 
 # Metrics that depend on where and when a run was made, not on what it trained.
-NOT_TRAINED = ("stats/", "charts/SPS", "seconds", "chain", "made_by")
+NOT_TRAINED = re.compile(r"stats/\w+_time|stats/bottleneck|charts/SPS.*|seconds.*|chain|made_by")
 
 
 def read_rows(run_dir: Path) -> dict[int, Json]:
@@ -34,7 +35,7 @@ def read_rows(run_dir: Path) -> dict[int, Json]:
     try:
         for _, row in log.read(run_dir):
             if row is not None and not log.is_evaluation(row):
-                kept = {k: v for k, v in row.items() if not k.startswith(NOT_TRAINED)}
+                kept = {k: v for k, v in row.items() if not NOT_TRAINED.fullmatch(k)}
                 rows[row["update"]] = kept | rows.get(row["update"], {})  # digests may have a row of their own
     except OSError as error:
         raise UsageError(f"{run_dir}/metrics.jsonl cannot be read ({error}); name the directory of a run") from None

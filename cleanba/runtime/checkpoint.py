@@ -15,7 +15,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from importlib import import_module
@@ -42,6 +42,19 @@ if TYPE_CHECKING:
 COUNTERS = "counters"
 ARRAYS = "arrays"
 LATE_SECONDS = 60.0  # within which a shared file system shows what another process wrote
+
+
+@contextlib.contextmanager
+def _quiet(*names: str) -> Iterator[None]:
+    """Within the context these loggers log nothing but critical errors."""
+    before = {name: logging.getLogger(name).level for name in names}
+    for name in names:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for name, level in before.items():
+            logging.getLogger(name).setLevel(level)
 
 
 @cache  # once is enough
@@ -118,8 +131,8 @@ class Checkpoints:
         """
         import orbax.checkpoint as ocp
 
-        for name in ("absl", "asyncio"):  # Orbax logs every step; damage is reported here
-            logging.getLogger(name).setLevel(logging.CRITICAL)
+        self._opened = contextlib.ExitStack()
+        self._opened.enter_context(_quiet("absl", "asyncio"))  # Orbax logs every step; damage is reported here
         self._ocp = ocp
         self.run_dir, self._retention = run_dir, Retention.parse(keep)
         self._folder = (run_dir / "checkpoints").absolute()
@@ -286,6 +299,7 @@ class Checkpoints:
         self._writer.shutdown()
         with contextlib.suppress(Exception):
             self._manager.close()
+        self._opened.close()
         self._remove_if_made_anew()
 
     def _remove_if_made_anew(self) -> None:
@@ -370,9 +384,8 @@ def read_arrays(run_dir: Path, update: int, shapes: Sequence[tuple[int, ...]] | 
     """
     import orbax.checkpoint as ocp
 
-    logging.getLogger("absl").setLevel(logging.CRITICAL)
     _hush_tensorstore()
-    with ocp.StandardCheckpointer(multiprocessing_options=_alone("read")) as checkpointer:
+    with _quiet("absl"), ocp.StandardCheckpointer(multiprocessing_options=_alone("read")) as checkpointer:
         metadata = checkpointer.metadata((run_dir / "checkpoints" / str(update) / ARRAYS).absolute())
         tree = getattr(metadata, "item_metadata", metadata)
         if tree is None:

@@ -230,7 +230,10 @@ class Display:
         if self._cell is not None:
             self._cell.refresh(now=True)
         elif live is not None:
-            live.stop()
+            try:
+                live.stop()
+            except OSError as error:  # the terminal has gone
+                self._lose(error)
         elif self._enabled and self._status.phase == "training" and self._last_line > -math.inf:
             self._last_line = -math.inf
             self.refresh()

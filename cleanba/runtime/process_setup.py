@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+import gymnasium
 import jax
 from jax._src import xla_bridge
 
@@ -52,13 +53,14 @@ def prepare_process(e: Experiment) -> None:
 def prepared(e: Experiment) -> Iterator[None]:
     """Call `prepare_process`; on leaving, restore the settings that other code in this process would notice."""
     before = {name: jax.config.values[name] for name in ("jax_default_matmul_precision", *RANDOM_NUMBERS)}
-    choice = kernels.chosen()
+    choice, warned_of = kernels.chosen(), gymnasium.logger.min_level
     prepare_process(e)
     try:
         with lapack.one_thread():
             yield
     finally:
         kernels.choose(choice)
+        gymnasium.logger.min_level = warned_of
         for name, value in before.items():
             jax.config.update(name, value)
 

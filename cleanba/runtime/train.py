@@ -352,7 +352,11 @@ def run_training(
     channels: list[Channel[Any]] = [*rollout_channels, *(channel for _, channel in params_channels)]
     with hear_signals(handle_signal, give_up):
         threads = start(bodies, stop, peers)
-        supervise(threads, channels, training.stall_timeout, progress, display, stop, peers)
+        try:
+            supervise(threads, channels, training.stall_timeout, progress, display, stop, peers)
+        except BaseException as error:  # Ctrl-C was pressed a second time: no thread goes on without this one
+            stop(error)
+            raise
     seconds = progress.seconds_before + time.perf_counter() - started
     result = describe_result(progress, checkpoint_writer, stop.error, seconds)
     return RunOutcome(result, progress.state, stop.error, any(t.is_alive() for t in threads))

@@ -37,8 +37,6 @@ class Event(NamedTuple):
 
     number: int
     """in the update, from 0"""
-    occurrence: int
-    """among the events of its site, from 0; of those that were skipped none is counted"""
     site: Site
     prints: np.ndarray
     """[K, 2] uint32 for each shard; or [D, 2] for each learner device, where all should have the same"""
@@ -177,7 +175,7 @@ class WatchedUpdate(Generic[S, M, P, C]):
             for occurrence in range(min(count, CAPACITY)):
                 prints = w.prints[:, occurrence].reshape(-1, 2)  # of [D, K' or 1, 2]
                 prints = prints[self._learner.places] if site.per_shard else prints
-                found.append(Event(int(w.events[0, occurrence]), occurrence, site, prints))
+                found.append(Event(int(w.events[0, occurrence]), site, prints))
             if count > CAPACITY:
                 known = min(known, int(w.events[0, CAPACITY - 1]) + 1)
         found = sorted((event for event in found if event.number < known), key=lambda event: event.number)
