@@ -200,8 +200,7 @@ def test_the_same_seed_plays_the_same_games(runs, name):
         evaluation = read_eval(runs[name])
         return evaluation["returns"], evaluation["lengths"]
 
-    # The barely trained one loses often enough for other games to show.
-    flags = ("--episodes", "40") if name == "lstm" else ("--episodes", "400")
+    flags = ("--episodes", "40", "--epsilon", "0.5")  # it loses often enough for other games to show
     first = played(*flags, "--seed", "5")
     assert played(*flags, "--seed", "5") == first
     assert played(*flags, "--seed", "6") != first

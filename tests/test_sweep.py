@@ -76,7 +76,7 @@ def test_sets_of_atari_games_are_environments_that_exist():
         (["--set", "seed=1,2"], ["ppo", *SHORT], "use --env-ids, --num-seeds or --dir"),
         (["--env-ids", "Catch-v0", "Brekout-v5"], ["ppo", *SHORT], "the closest names are Breakout-v5"),
         (["--env-ids", "@atari9"], ["ppo", *SHORT], "there is no set @atari9"),
-        (["--num-seeds", "0"], ["ppo", *SHORT], "num_seeds=0 must be at least 1"),
+        (["--num-seeds", "0"], ["ppo", *SHORT], "num_seeds=0 must lie in [1, 10000]"),
         (["--workers", "0"], ["ppo", *SHORT], "workers=0 must be at least 1"),
     ],
 )
@@ -257,7 +257,7 @@ def test_a_sweep_is_interrupted_continued_and_reports_its_failure(tmp_path):
     folder = {name: tmp_path / "s" / name for name in seeds}
     broken = folder["Catch-v0__ppo__s3"]
     broken.mkdir(parents=True)
-    (broken / "checkpoints").write_text("no folder: this run fails, and would when it is tried again")
+    (broken / "actors").write_text("no folder: this run fails, and would when it is tried again")
 
     sweep = python("-m", "cleanba", *words)
     saved = lambda d: (d / "metrics.jsonl").exists() and any("params_digest" in r for r in read_rows(d))
@@ -298,7 +298,7 @@ def test_a_sweep_is_interrupted_continued_and_reports_its_failure(tmp_path):
     resumed = [d for d in cut if "going on after update" in (tmp_path / "s" / "logs" / f"{d.name}.log").read_text()]
     assert resumed
 
-    (broken / "checkpoints").unlink()
+    (broken / "actors").unlink()
     ended = finish(python("-m", "cleanba", *words))
     assert ended.code == 0 and "2 of 3 runs are finished already" in ended.out, ended
     assert "3 of 3 runs finished" in ended.out
