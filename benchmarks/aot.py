@@ -14,7 +14,7 @@ With the flags of --deterministic it compiles, for Atari,
 * PPO's and IMPALA's updates in the default number of shards;
 * all updates in eight shards on 1, 2 and 8 devices, and compares their branches for a shard.
 
-Memory and instructions are those that would run.  Choosing kernels takes a device, so none are chosen or timed.
+Memory and instructions are those that would run.  Autotuning needs a device, so no kernel is chosen or timed.
 """
 
 import collections

@@ -38,7 +38,7 @@ class Flags:
     """How much is measured."""
 
     rounds: int = 7
-    """how often each collector recorded_action its turn"""
+    """turns of each collector"""
     envs: tuple[int, ...] = (8, 64)
     """environments of the actor, for the small games"""
     steps: int = 128

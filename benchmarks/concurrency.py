@@ -1,7 +1,8 @@
 """How much faster is a run that acts beside learning than one that takes turns, on one device of this machine?
 
-With concurrency the policy that acts is one version behind, which costs score at equal steps (docs/policy-lag.md).
-What counts is score by time, so a study needs both: the steps that lag costs, and the time that it saves, here.
+With concurrency the policy that acts is one version behind, which costs score at equal steps (docs/inside/policy-
+lag.md).  What counts is score by time, so a study needs both: the steps that lag costs, and the time that it saves,
+here.
 
     python benchmarks/concurrency.py                       # all tasks: 20 minutes on two cores
     python benchmarks/concurrency.py --tasks ppo_atari     # one of them; the others keep their results

@@ -2,7 +2,7 @@
 
     python benchmarks/convolutions.py             # a minute; results in benchmarks/results/
 
-Each convolution runs by itself on 32 images, with its bias, and with pooling where the network pools.  Timed are the
+Each convolution runs by itself on 32 images, with its bias, and with pooling where the network pools.  It times the
 forward pass, the gradients of kernel and bias, and the gradient of x unless x is bytes.  All take turns; the figure is
 the shortest processor time of a turn, as other work on the machine lengthens that least.  XLA's convolution is Eigen's;
 its gradients are scalar code inside of loops, and are not compared.

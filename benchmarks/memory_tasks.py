@@ -1,4 +1,4 @@
-"""Who remembers what: tasks that need a memory, with an LSTM and the same settings without one.
+"""Which agents remember: tasks that need a memory, with an LSTM and the same settings without one.
 
     pip install --no-deps popgym                 # for RepeatPrevious; the others need nothing
     python benchmarks/memory_tasks.py            # what is missing: hours on few cores; interrupted, it goes on

@@ -10,7 +10,7 @@ A fault comes at a random moment; then the run goes on, on a random placement:
 | flipped byte | the run is killed, and one byte of a file of its newest checkpoint changes |
 | removed file | the run is killed, and a file of its newest checkpoint, or of its memory, goes |
 
-Counted are digests that changed, processes that did not end (two minutes), ends with a code that was not expected, and
+It counts digests that changed, processes that did not end (two minutes), ends with a code that was not expected, and
 processes and shared memory left behind.  Results are added to those in results/soak.json, so faults may be
 tried in pieces, over days.
 """

@@ -94,7 +94,7 @@ class Moments:
 
 
 class TorchPPO:
-    """A training that can be gone on with, some updates at a time."""
+    """A training that can be continued, some updates at a time."""
 
     def __init__(self, s: Settings, seed: int = 1):
         torch.manual_seed(seed)

@@ -69,7 +69,7 @@ class Network(nn.Module):
 
 
 class TorchPQN:
-    """A training that can be gone on with, some updates at a time."""
+    """A training that can be continued, some updates at a time."""
 
     def __init__(self, s: Settings, seed: int = 1):
         torch.manual_seed(seed)

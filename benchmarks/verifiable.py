@@ -7,7 +7,7 @@ python benchmarks/verifiable.py --train --only pqn  # those whose names have thi
 
 The runs lie in results/runs/, the table in docs/guides/verify.md.  A figure's run must be trained anew when a change of
 the code moves its bits: then this ends with 1 and says so.  Where packages or the processor are others than the run's,
-bits need not agree; they are computed nevertheless, and what comes out is said.
+bits need not agree; the comparison is still made and reported.
 """
 
 import random

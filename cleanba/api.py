@@ -123,7 +123,7 @@ class Spec:
         return RECIPES[self.algorithm]
 
     def register(self) -> None:
-        """Register the class or function that was given in this process."""
+        """In this process, register the given class or function."""
         if self.maker is not None:
             register(self.maker)
 

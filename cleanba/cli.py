@@ -34,7 +34,9 @@ COMMANDS = {
         "cleanba.checks.verify:verify_command",
         "Verify",
     ),
-    "bisect": Command("find where two runs part, or one run on two placements", "cleanba.checks.bisect:bisect_command"),
+    "bisect": Command(
+        "find where two runs diverge, or one run on two placements", "cleanba.checks.bisect:bisect_command"
+    ),
     "plot": Command("draw learning curves, and Atari scores beside published ones", "cleanba.runs.plot:plot_command"),
     "report": Command("write one HTML page about a run, to be read offline", "cleanba.runs.report:report_command"),
     "export": Command("write a trained agent as ONNX or StableHLO", "cleanba.agents.export:export_command"),

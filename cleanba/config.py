@@ -355,7 +355,7 @@ class Placement:
     learner_device_ids: tuple[int, ...] = (0,)
     """this process's devices that learn, by local index"""
     distributed: bool = False
-    """one of several processes; peers are found through Slurm, Open MPI or Kubernetes, or by the next three flags"""
+    """join other processes in one run, found through Slurm, Open MPI or Kubernetes, or by the next three flags"""
     coordinator_address: str | None = None
     """host:port of process 0, unless the cluster provides it"""
     num_processes: Annotated[int | None, Range(1, MOST)] = None
@@ -380,7 +380,7 @@ class Run:
     run_dir: Path | None = None
     """directory of the run (default: runs/<env>__<exp-name>__<seed>__<time, or job of Slurm>)"""
     experiment_from: Annotated[str | None, tyro.conf.arg(name="experiment", metavar="RUN_DIR")] = None
-    """earlier run whose whole experiment is repeated, from its config.json; only flags of placement and run may be
+    """repeat the whole experiment of this earlier run, from its config.json; only flags of placement and run may be
     added"""
     trust_remote_code: bool = False
     """with --experiment of a downloaded run: import and call what its config.json names (docs/guides/trust.md)"""
@@ -388,8 +388,8 @@ class Run:
     """updates between checkpoints (0: only one, at the end or when a signal ends the run; None: one a minute, or fewer
     if they would take more than 1% of the time)"""
     keep_checkpoints: Annotated[int | str, KeptCheckpoints()] = NEWEST
-    """which checkpoints to keep; all; N: the N newest; every:K: the two newest, and for good those after multiples of K
-    updates, which are taken whatever --checkpoint-frequency says"""
+    """which checkpoints to keep; all; N: the N newest; every:K: the two newest, and permanently those after multiples
+    of K updates, which are taken whatever --checkpoint-frequency says"""
     grace_period: Annotated[float, Range(0, 1e6, unit="seconds")] = 60.0
     """seconds after Ctrl-C, SIGTERM or SIGUSR1 to finish the current update and write a checkpoint; after them, or with
     0, the run ends without a checkpoint"""
@@ -397,7 +397,7 @@ class Run:
     """seconds without progress, compilation aside, after which the run ends and shows where each thread stands;
     progress is an update, or after the last one a step of an evaluation or a film"""
     peer_timeout: Annotated[float, Range(3, 1e6, unit="seconds")] = 20.0
-    """seconds of silence after which another process of the run is taken for dead: it was stopped, or its host is gone;
+    """seconds of silence after which another process of the run counts as dead: it was stopped, or its host is gone;
     a process that dies is noticed at once"""
     on_nonfinite: Literal["stop", "ignore"] = "stop"
     """what to do when a loss, a gradient, an observation or a reward is not a finite number"""

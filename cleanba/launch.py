@@ -118,7 +118,7 @@ class Ended(NamedTuple):
 def launch(
     recipe: AnyRecipe, config: Config, shown: bool = True, give_up: Callable[[int], None] = leave_process
 ) -> Ended:
-    """Train as the configuration says: the one way from flags to a run, for the command and for Python.
+    """Train as the configuration says: for the command and for Python.
 
     shown: whether progress is shown on the console, or in the notebook.
     give_up: called with the signal when Ctrl-C is pressed a second time.
@@ -135,9 +135,12 @@ def launch(
             return train(recipe, config, peers, shown, give_up)
 
 
+START_SECONDS = 60.0  # that a start may take, even if --stall-timeout is less
+
+
 def train(recipe: AnyRecipe, config: Config, peers: Peers | None, shown: bool, give_up: Callable[[int], None]) -> Ended:
     """`launch`, after the processes have joined."""
-    with time_limit(config.run.stall_timeout):
+    with time_limit(max(config.run.stall_timeout, START_SECONDS)):
         job = prepare(recipe, config)
         check_workers(job.spec, config.placement.env_workers)
     try:
@@ -376,8 +379,8 @@ class RunWriter:
         if update == e.env_epoch and not values.get("charts/episodes", 1):
             self._display.say(
                 f"warning: no episode has ended in the {e.num_steps * update} steps of the first epoch of "
-                "environments. They start afresh after each, so longer ones never end and no return is known; raise "
-                "--env-epoch, or set --max-episode-steps"
+                "environments. These restart after each epoch, so longer episodes never end and no return is known; "
+                "raise --env-epoch, or set --max-episode-steps"
             )
 
     def chain(self, saved: Saved[Any, Any] | None) -> Chain:
@@ -403,7 +406,10 @@ class RunWriter:
         return both
 
     def finish(self, outcome: RunOutcome[Any], status: Status, display: Display) -> RunOutcome[Any]:
-        """Evaluate and film the last version, as the flags say.  Returns the outcome, failed if that failed."""
+        """Evaluate and film the last version, as the flags say.
+
+        Returns the outcome, with status "failed" if this raised an error.
+        """
         assert self._writers is not None
         evaluations, result = self.evaluations, outcome.result
         if self._run.eval_frequency:
@@ -531,7 +537,7 @@ def size_in_words(e: Experiment) -> str:
     rest = f" of the {e.total_timesteps:,} asked for, as updates are whole" if steps < e.total_timesteps else ""
     return (
         f"{counted(e.num_updates, 'update')} of {e.transitions_per_update:,} steps, {steps:,} steps in all{rest}; "
-        "those that only reset an environment do not count as executed steps (global_step)"
+        "steps that only reset an environment do not count in global_step"
     )
 
 

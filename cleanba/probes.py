@@ -1,4 +1,4 @@
-"""Places in an update whose values can be watched, to find where two runs part (`cleanba bisect`).
+"""Places in an update whose values can be watched, to find where two runs diverge (`cleanba bisect`).
 
     probe("gradient", gradient, per_shard=True)
 

@@ -290,7 +290,7 @@ def earlier_experiment(recipe: AnyRecipe, values: Json, source: str | None = Non
     """The experiment of an earlier run, from config.json, with every field as the run had it.
 
     A field that the file lacks did not exist when it was written, and gets the algorithm's default, which changes
-    nothing.  Fields that the file left open followed from the environment, which is made to look at it again.  A run
+    nothing.  Fields that the file left open are inferred from the environment again.  A run
     from elsewhere, `source`, is checked first (`trust.py`).
 
     Raises:
@@ -302,6 +302,7 @@ def earlier_experiment(recipe: AnyRecipe, values: Json, source: str | None = Non
     known = known_of(recipe, values)
     e = recipe.experiment(**known)
     if source is not None:
+        check_values(e)
         trust.check_environment(e, source)
     left_open = {"network", "reward_clip", "share_torso", "max_episode_steps"} & set(fields_of(type(e)))
     return e if left_open <= set(known) else replace(e, **inferred_from_env(e, env_spec(e), known))
@@ -363,7 +364,7 @@ def recorded(run_dir: Path | None) -> dict[str, str]:
 def continue_experiment(recipe: AnyRecipe, now: Resolved, run_dir: Path, flag: str = "--run-dir") -> Resolved:
     """The experiment in a run's directory, if the one resolved `now` continues it; `now` if the directory is empty.
 
-    It continues it if nothing that was typed, then or now, differs.  All other values are those of config.json,
+    It continues the run if no typed value, old or new, differs.  All other values are those of config.json,
     whatever this version of Cleanba would choose.
 
     Raises:
@@ -416,7 +417,7 @@ class Config:
 def configure(
     recipe: AnyRecipe, typed: Mapping[str, Any], placement: Placement, run: Run, whole: Path | None = None
 ) -> Config:
-    """What was given, if each value for itself is allowed.  `whole` names a run to take the whole experiment from.
+    """The configuration, with each value checked by itself.  `whole` names a run to take the whole experiment from.
 
     Raises:
         UsageError: a value is not allowed, there is no such field or run, or what was typed contradicts that run.
@@ -433,7 +434,7 @@ def configure(
         require(
             not changed,
             f"the whole experiment is taken from {whole}, but flags change it ({'; '.join(changed)}); leave these "
-            f"flags out, or start an experiment of its own, from that run's parameters by --init-from {whole}",
+            f"flags out, or start a new experiment from that run's parameters with --init-from {whole}",
         )
     return Config(asked, given, placement, replace(run, exp_name=run.exp_name or recipe.name), whole)
 
@@ -452,7 +453,7 @@ def settle(recipe: AnyRecipe, config: Config, platform: str, run_dir: Path | Non
 
 
 def fit(recipe: AnyRecipe, e: Experiment, placement: Placement, processes: int = 1) -> Partition:
-    """Who owns which environments where an experiment is placed so.
+    """The partition of an experiment's environments under a placement.
 
     Raises:
         UsageError: it does not fit.

@@ -30,7 +30,7 @@ Array = TypeVar("Array", np.ndarray, jax.Array)  # on the host, or on a device
 class Rollout(NamedTuple):
     """`T` consecutive steps of a block of `B` environments, and the observation after them.
 
-    A minibatch of transitions has the same fields, with T = 1 for a feed-forward policy.
+    Each algorithm cuts its own minibatches from it.
     """
 
     obs: Obs  # [T+1, B, ...]  uint8 for images; what the environment delivered

@@ -24,7 +24,7 @@ def env_seed(seed: int, env: int, epoch: int, num_envs: int) -> int:
     """The seed of environment `env` in its `epoch`: unique over all environments and epochs of an experiment.
 
     A Feistel permutation of the 30-bit integers, keyed by `np.random.SeedSequence((seed, 0xE9))`, applied to
-    epoch * num_envs + env.  A hash would collide now and then, and two environments would play the same games.
+    epoch * num_envs + env.  A hash could collide, and two environments would then play the same games.
     """
     n = epoch * num_envs + env
     if n >= SEEDS:

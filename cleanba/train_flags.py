@@ -256,7 +256,7 @@ def sections(recipe: AnyRecipe, e: Experiment, config: Config) -> Iterator[tuple
     yield "learning", e, [name for name in left if name not in placed]
     for title, names in under.items():
         yield title, e, names
-    yield "placement: no bit of the result depends on it", config.placement, list(fields_of(Placement))
+    yield "placement: does not change the result", config.placement, list(fields_of(Placement))
     yield "run: what is kept and shown", config.run, list(fields_of(Run))
 
 

@@ -1,4 +1,4 @@
-"""How long something has been waited for, without the time in which this process was stopped itself."""
+"""Waiting time, without the time in which this process itself was suspended."""
 
 import time
 
@@ -6,7 +6,7 @@ MOST_SECONDS = 2.0
 
 
 class Waited:
-    """Counts seconds.  Look at it often: of the time between two looks at most `MOST_SECONDS` count.
+    """Counts seconds.  Call `look` often: of the time between two looks at most `MOST_SECONDS` count.
 
     So a job that its cluster suspended (SIGSTOP, SIGCONT) runs into no timeout when it goes on, nor does a laptop that
     slept.

@@ -430,7 +430,7 @@ FAULTS = [
     ),
     Fault(
         *("a result that does not repeat itself", "ppo", by_chance, "chance"),
-        r"update 2: B's update came to other bits when it was computed again",
+        r"update 2: B's update gave other bits when it was computed again",
     ),
     Fault(
         *("a sum in another order", "impala", backwards, "sum"),

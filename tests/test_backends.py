@@ -440,9 +440,11 @@ def test_nothing_is_left_behind_however_a_run_ends(fault, ended_by, code, tmp_pa
     deadline = time.monotonic() + 300
     while len(processes_with(mark)) < 5 and time.monotonic() < deadline:  # it, and two workers of each actor
         time.sleep(0.2)
+    assert fault == "hang" or len(processes_with(mark)) >= 5
     spinning = lambda: len(list(tmp_path.glob("*.spins"))) > 1
     while fault == "spin" and not spinning() and time.monotonic() < deadline:
         time.sleep(0.1)
+    assert fault != "spin" or spinning()
     if ended_by is not None:
         time.sleep(1)
         os.kill(run.pid, ended_by)
@@ -480,7 +482,8 @@ def test_an_environment_that_starts_slowly_is_tried_all_the_same(monkeypatch):
     assert not gymnasium.follows_its_seed(spec)
 
 
-def test_a_start_that_takes_too_long_says_where_it_stands_and_ends(tmp_path):
+def test_a_start_that_takes_too_long_says_where_it_stands_and_ends(tmp_path, monkeypatch):
+    monkeypatch.setattr("cleanba.launch.START_SECONDS", 0.0)
     slow = ("--env-id", "faulty:Faulty-v0", "--env-options", "starts=30", "--stall-timeout", "1.5")
     start = time.monotonic()
     ended = command("ppo", *slow, "--run-dir", tmp_path / "run")

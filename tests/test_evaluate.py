@@ -501,17 +501,18 @@ def state_that_acts_by(acting):
 
 def test_training_does_not_wait_for_evaluation(evaluations, monkeypatch):
     made, watched = evaluations
-    played, release = [], threading.Event()
+    played, begun, release = [], threading.Event(), threading.Event()
 
     def slow(agent, episodes, seed, device, *, epoch, **_):
         played.append(epoch)
+        begun.set()
         assert release.wait(20)
         return [Episode(float(epoch), 1)]
 
     monkeypatch.setattr(periodic_evaluation, "play", slow)
     for update in range(1, 8):  # 2 starts an evaluation; 4 and 6 come while it is still playing
         made.after_update(update, 10 * update, watched.params)
-    assert played == [2]
+    assert begun.wait(20) and played == [2]
     release.set()
     state = state_that_acts_by(watched.params)
     made.finish({"update": 8, "global_step": 80}, state)

@@ -283,7 +283,7 @@ def test_a_second_ctrl_c_ends_the_process_at_once(processes):
     time.sleep(0.5)
     assert process.poll() is None, "the first one waits for threads"
     process.send_signal(signal.SIGINT)
-    ended = finish(process, 2.0 * CROWD)
+    ended = finish(process, SOON)
     assert ended.code == 130
     assert "Traceback" not in ended.err
     assert not (run_dir / "result.json").exists()

@@ -291,7 +291,7 @@ def test_nothing_in_an_archive_decides_where_anything_is_written(tmp_path, monke
         tmp_path / "run.tar.gz",
         (linked("run/videos", str(tmp_path / "outside")), b""),
         ("../../escaped.txt", b"out"),
-        ("/tmp/escaped.txt", b"out"),
+        (str(tmp_path / "absolute/escaped.txt"), b"out"),
         ("../../../run/config.json", config),
         ("../../../run/model.msgpack", b"parameters"),
         ("../../../run/result.json", b"{}"),

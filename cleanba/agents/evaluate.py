@@ -47,7 +47,7 @@ LOGGED = {
 
 @dataclass(frozen=True)
 class Eval:
-    """Play complete episodes with a run's trained agent, and say what they returned."""
+    """Play complete episodes with a run's trained agent, and report the returns."""
 
     run_dir: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")]
     """directory of the run, which may still be training; hf://user/repository for an uploaded one, or an archive"""
@@ -67,7 +67,7 @@ class Eval:
     """probability of a uniformly random action in place of the policy's (None: 0.05 for DQN and PQN,
     0.01 for R2D2, else 0)"""
     trust_remote_code: bool = False
-    """of a run that was downloaded or unpacked: import and call what its config.json names (docs/guides/trust.md)"""
+    """for a downloaded or unpacked run: import and call what its config.json names (docs/guides/trust.md)"""
     video: bool = False
     """film the first episode of the first environment (an MP4 in the run's videos/)"""
 
@@ -87,9 +87,9 @@ def play(
 ) -> list[Episode]:
     """Play that many complete episodes -> what they returned, by environment and in the order it played them.
 
-    Each environment has its number of episodes before anything is played.  Counting those that end first, wherever
-    that is, would count too many short ones.  It acts as `plays` says, or else as its algorithm is evaluated.  `epoch`
-    distinguishes evaluations with the same seed; `check` is told at every step what is done next, and may raise to end
+    The episodes are divided among the environments beforehand, because counting those that end first would favour short
+    ones.  The policy acts as `plays` says, or else as its algorithm is evaluated.  `epoch` distinguishes
+    evaluations with the same seed; `check` is told at every step what is done next, and may raise to end
     the evaluation.
 
     An episode that lasts `max_steps` (None: see `step_limit`) is cut off there and counts as it stands.  As no single
@@ -182,7 +182,7 @@ def require_steps(max_steps: int | None, flag: str) -> None:
 
 
 def film_path(run_dir: Path, policy: Policy, seed: int, plays: Play) -> Path:
-    """Where in a run the film of a policy lies: other games have another name."""
+    """The path of a policy's film in its run (see `name_of`)."""
     return run_dir / "videos" / f"{name_of(policy.update, seed, plays)}.mp4"
 
 
@@ -261,10 +261,10 @@ def evaluate(
     The same seed plays the same games as `cleanba eval`, and no training run has any of them.
 
     Args:
-        agent: who plays.
+        agent: the agent that plays.
         episodes: how many complete episodes.
         seed: seed of environments and actions.
-        greedy: by the best actions that it knows, or by those drawn from its policy; None: as its algorithm is
+        greedy: whether to take the best action, or one drawn from the policy; None: as its algorithm is
             evaluated.
         epsilon: probability of a uniformly random action in place of its own; None: 0.05 for DQN and PQN, 0.01
             for R2D2, else 0.
@@ -273,7 +273,7 @@ def evaluate(
         film: an .mp4 file for a film of the first episode.
 
     Raises:
-        UsageError: a number is out of range, or such an environment cannot be drawn.
+        UsageError: a number is out of range, or the environment cannot be rendered.
         Failure: the film cannot be written.
     """
     require(isinstance(agent, Agent), f"evaluate takes an agent, such as cleanba.load('runs/a'), not {agent!r}")

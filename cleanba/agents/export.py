@@ -30,7 +30,7 @@ class Flags:
     seed: int = 1
     """seed of the environments that show the observations to compare on"""
     trust_remote_code: bool = False
-    """of a run that was downloaded or unpacked: import and call what its config.json names (docs/guides/trust.md)"""
+    """for a downloaded or unpacked run: import and call what its config.json names (docs/guides/trust.md)"""
 
 
 def export_command(argv: Sequence[str]) -> Exit:

@@ -49,7 +49,7 @@ class Film:
     """Frames of one environment's episode, written as they come.
 
     Frame t shows step t before its action: the picture, the observation, value and action probabilities, the action,
-    and the score so far.  The last frame shows the end of the episode.  Only then is the file given its name.
+    and the score so far.  The last frame shows the end of the episode.  The file then gets its final name.
     """
 
     def __init__(self, path: Path, agent: Policy):

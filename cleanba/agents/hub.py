@@ -159,7 +159,7 @@ def push(
 
 
 ABOUT = ("result.json", "eval.json", "replay.mp4")
-"""what a repository may have of an earlier upload, and is removed where the run has none"""
+"""files of an earlier upload that are removed if the run has none"""
 
 
 def holds_this_run(api: Any, repo_id: str, folder: Path) -> bool:

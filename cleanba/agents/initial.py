@@ -147,6 +147,6 @@ def find_again(
         except (UsageError, Failure) as error:
             why = str(error)
     raise UsageError(
-        f"{run_dir} starts from the parameters {digest[:19]}…, which are not found: {why}; bring them back, or, to "
-        "train, give the flags again, with --init-from saying where they lie"
+        f"{run_dir} starts from the parameters {digest[:19]}…, which are not found: {why}; restore them, or, to "
+        "train, repeat the flags with --init-from and their new place"
     )

@@ -3,7 +3,7 @@
     obs, first, carry.* -> action, value, probability | mean | action_value, carry_out.*
 
 The file holds all that lies between an observation and an action in the environment's own form: the normalisation of
-observations, masks of illegal actions, the network, the greedy choice, and the bounds of actions.  At once after it is
+observations, masks of illegal actions, the network, the greedy choice, and the bounds of actions.  Right after it is
 written, it is run on observations from the environment and compared with the agent itself.
 """
 
@@ -319,7 +319,7 @@ WRITERS: dict[str, Callable[[Path, Exported], Runs]] = {"onnx": write_onnx, "sta
 
 
 def compare(policy: Trained, agent: Exported, runs: Runs, seed: int, count: int = CHECKED) -> dict[str, float]:
-    """Play by the policy's drawn actions, and compare what file and agent make of each observation.
+    """Play with actions drawn from the policy, and compare the outputs of file and agent.
 
     Returns the largest difference of each output, relative where the agent's number is larger than 1.
 

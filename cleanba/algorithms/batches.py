@@ -32,7 +32,7 @@ def steps_at_once(obs: Obs) -> int:
 
 
 class HasCarry(Protocol):
-    """What a network computes of a sequence: any NamedTuple of arrays [T, B, ...] and the carry after them."""
+    """What a network computes from a sequence: any NamedTuple of arrays [T, B, ...] and the carry after them."""
 
     @property
     def carry(self) -> PyTree: ...

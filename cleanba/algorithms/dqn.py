@@ -40,7 +40,7 @@ from cleanba.specs import EnvSpec
 
 @dataclass(frozen=True)
 class DQN(PrioritisedReplay):
-    """What is trained: together these decide every bit of the trained parameters."""
+    """The experiment: these settings determine every bit of the trained parameters."""
 
     total_timesteps: int = 500_000
     """environment steps in all (an Atari step is 4 frames)"""
@@ -64,19 +64,19 @@ class DQN(PrioritisedReplay):
     target_network_frequency: Steps = 500
     """environment steps between updates of the target network"""
     tau: float = 1.0
-    """how far each update of a target network moves it towards the online network (1: all the way)"""
+    """Polyak step of the target network: tau online + (1 - tau) target (1: a copy)"""
     start_e: Fraction = 1.0
     """probability of a random action at the start"""
     end_e: Fraction = 0.05
     """probability of a random action at the end of the exploration"""
     exploration_fraction: Fraction = 0.5
-    """part of the run over which that probability falls, linearly"""
+    """fraction of the run over which that probability falls linearly"""
     double: bool = False
-    """let the network choose the next action, and the target network value it"""
+    """double Q-learning: the online network chooses the next action, the target network evaluates it"""
     dueling: bool = False
-    """estimate action values as a state's value and the actions' advantages"""
+    """dueling heads: a state value plus action advantages"""
     n_step: Steps = 1
-    """rewards that a target adds up before it bootstraps"""
+    """n of the n-step return: rewards that a target adds up before it bootstraps"""
     huber: bool = False
     """Huber's loss in place of the squared error"""
     prioritised: bool = False
@@ -85,7 +85,7 @@ class DQN(PrioritisedReplay):
 
 # For vectors and codes: three-step targets learn several times as fast as one-step targets.  A falling learning rate, a
 # softly updated target and a replay memory of the whole run keep what was learnt: with a smaller memory, CartPole was
-# unlearnt once early failures had been overwritten.
+# forgotten once early failures had been overwritten.
 SMALL = Settings(
     num_steps=8,
     hiddens=(128, 128),
@@ -124,7 +124,7 @@ PRESETS: dict[str, Settings] = {
 }
 
 
-# By name, for --preset: settings whole, so that no default has a say.
+# By name, for --preset: settings whole, so that no default is used.
 PROTOCOLS: dict[str, Settings] = {
     # `make pong`: what wins Pong soonest on a CPU.  A gradient step costs four times less than with the Nature CNN, and
     # three-step targets carry the rare points back sooner.
@@ -170,7 +170,7 @@ def check(e: DQN, partition: Partition) -> None:
         value, default = getattr(e, name), getattr(DQN, name)
         require(
             e.prioritised or value == default,
-            f"{name}={value} has a meaning for prioritised replay alone; add --prioritised, or leave {flag(name)} out",
+            f"{name}={value} applies only to prioritised replay; add --prioritised, or leave {flag(name)} out",
         )
 
 
@@ -191,7 +191,7 @@ class ActingParams(NamedTuple):
 
 
 LOGGED = {
-    "losses/td_loss": "mean temporal-difference error: half the squared one, or Huber's",
+    "losses/td_loss": "mean loss: half the squared temporal-difference error, or its Huber loss",
     "losses/q_values": "mean action value of the replayed actions",
     "losses/grad_norm": "global norm of the gradient",
     REPLAY_FILLED: REPLAY_LOGGED[REPLAY_FILLED],

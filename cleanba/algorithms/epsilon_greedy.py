@@ -25,7 +25,7 @@ class Explores(Protocol):
 
 
 def falling_epsilon(e: Explores, updates: jax.Array) -> jax.Array:
-    """The probability of a random action after so many updates.  [] int32 -> []."""
+    """The probability of a random action after `updates` updates.  [] int32 -> []."""
     done = jnp.minimum(updates / max(1.0, e.exploration_fraction * e.num_updates), 1.0)
     return e.start_e + (e.end_e - e.start_e) * done
 

@@ -28,7 +28,7 @@ REPLAY_LOGGED = {REPLAY_FILLED: "share of a batch that replay fills, on average;
 """What `gradient_steps` logs: name -> meaning."""
 
 # A block of gradient steps: those whose random numbers are drawn together.
-BLOCK_STEPS = 32  # at most so many steps
+BLOCK_STEPS = 32  # at most this many steps
 BLOCK_NUMBERS = 2**20  # and at most about so many random numbers: 4 MiB
 
 

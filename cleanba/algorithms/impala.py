@@ -39,7 +39,7 @@ from cleanba.specs import EnvSpec
 
 @dataclass(frozen=True)
 class IMPALA(PolicyGradient):
-    """What is trained: together these decide every bit of the trained parameters."""
+    """The experiment: these settings determine every bit of the trained parameters."""
 
     num_steps: int = 20
     """steps per environment and rollout"""
@@ -50,7 +50,7 @@ class IMPALA(PolicyGradient):
     update_epochs: Count = 1
     """passes over each batch, with V-trace's targets computed anew for every minibatch (IMPACT, Luo et al. 2020)"""
     loss_scale: Positive = 640.0
-    """factor of the mean loss; 640 keeps the step that Cleanba's sum over its default minibatch makes"""
+    """factor of the mean loss; 640 gives the gradient of Cleanba's sum over its default minibatch"""
     vtrace_lambda: Fraction = 1.0
     """lambda of V-trace"""
     rho_clip: PositiveOrInf = 1.0

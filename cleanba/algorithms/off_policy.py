@@ -27,7 +27,7 @@ class OffPolicy(Experiment):
     train_frequency: Steps = 1
     """environment steps for each gradient step, over all environments"""
     tau: Annotated[float, Range(0, 1, open_low=True)] = 0.005
-    """how far each update of a target network moves it towards the online network (1: all the way)"""
+    """Polyak step of the target network: tau online + (1 - tau) target (1: a copy)"""
 
     @property
     def gradient_steps(self) -> int:

@@ -38,7 +38,7 @@ from cleanba.specs import EnvSpec
 
 @dataclass(frozen=True)
 class PPO(PolicyGradient):
-    """What is trained: together these decide every bit of the trained parameters."""
+    """The experiment: these settings determine every bit of the trained parameters."""
 
     gae_lambda: Fraction = 0.95
     """lambda of generalised advantage estimation"""
@@ -47,15 +47,15 @@ class PPO(PolicyGradient):
     norm_adv: bool = True
     """normalise advantages over each minibatch"""
     clip_coef: Positive = 0.1
-    """how far the probability ratio may leave 1 before it is clipped"""
+    """epsilon of the clipping range [1 - epsilon, 1 + epsilon]"""
     lag_correction: Literal["none", "proximal", "decoupled", "vtrace", "both"] = "none"
     """correction for rollouts that are one policy version old; proximal: clip around the newest policy; decoupled: also
-    weight by its ratio to the policy that acted; vtrace: correct advantages by V-trace; both: decoupled and vtrace
+    weight by newest / behaviour policy; vtrace: correct advantages by V-trace; both: decoupled and vtrace
     (docs/inside/policy-lag.md)"""
     lag_weight_cap: Annotated[float, Range(1)] = 2.0
-    """bound on the ratio of the newest policy to the one that acted, where it is a weight"""
+    """upper bound on the weight newest / behaviour policy (decoupled, both)"""
     lag_trace_cap: Annotated[float, Range(1)] = 1.0
-    """bound on that ratio where it corrects advantages: V-trace's two bounds"""
+    """upper bound on that ratio in V-trace: rho-bar and c-bar (vtrace, both)"""
 
 
 # For vectors and codes with a few actions: small batches, separate networks for policy and value, and normalised
@@ -114,7 +114,7 @@ PRESETS: dict[str, Settings] = {
 }
 
 
-# By name, for --preset: published settings whole, so that no default has a say.
+# By name, for --preset: published settings whole, so that no default is used.
 PROTOCOLS: dict[str, Settings] = {
     # `ppo_atari_envpool_xla_jax.py`.  Batches are as small as there, so one actor and one shard are the fastest.
     "cleanrl-atari": Settings(

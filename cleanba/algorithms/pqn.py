@@ -39,7 +39,7 @@ from cleanba.specs import EnvSpec
 
 @dataclass(frozen=True)
 class PQN(FromRollouts):
-    """What is trained: together these decide every bit of the trained parameters."""
+    """The experiment: these settings determine every bit of the trained parameters."""
 
     total_timesteps: int = 10_000_000
     """environment steps in all (an Atari step is 4 frames)"""
@@ -61,13 +61,13 @@ class PQN(FromRollouts):
     q_lambda: Fraction = 0.65
     """lambda of the lambda-returns: 0 bootstraps after one step, 1 only at the rollout's end"""
     watkins_cut: bool = False
-    """let a lambda-return bootstrap before any action that is not the newest network's best"""
+    """Watkins' Q(lambda): cut lambda-returns before actions that are not the newest network's best"""
     start_e: Fraction = 1.0
     """probability of a random action at the start"""
     end_e: Fraction = 0.001
     """probability of a random action at the end of the exploration"""
     exploration_fraction: Fraction = 0.1
-    """part of the run over which that probability falls, linearly"""
+    """fraction of the run over which that probability falls linearly"""
 
 
 # For vectors and codes: the authors' settings for CartPole and Acrobot.
@@ -97,7 +97,7 @@ PRESETS: dict[str, Settings] = {
     "box2d": Settings(**QUICK, total_timesteps=1_000_000),
 }
 
-# By name, for --preset: published settings whole, so that no default has a say.  CleanRL's squared errors are not
+# By name, for --preset: published settings whole, so that no default is used.  CleanRL's squared errors are not
 # halved, and so its gradients are twice as large before they are clipped.
 CLEANRL = Settings(
     num_actors=1,

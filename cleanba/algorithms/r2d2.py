@@ -53,7 +53,7 @@ from cleanba.specs import EnvSpec
 
 @dataclass(frozen=True)
 class R2D2(PrioritisedReplay, Recurrent):
-    """What is trained: together these decide every bit of the trained parameters."""
+    """The experiment: these settings determine every bit of the trained parameters."""
 
     total_timesteps: int = 50_000_000
     """environment steps in all (an Atari step is 4 frames)"""
@@ -88,11 +88,11 @@ class R2D2(PrioritisedReplay, Recurrent):
     train_frequency: int = 640
     """environment steps for each gradient step, over all environments"""
     sequence_length: Count = 80
-    """steps of a sequence that are learnt from"""
+    """training steps of a sequence, after burn-in"""
     burn_in: Annotated[int, Range(0, 10**6, unit="steps")] = 40
-    """steps before those, which only bring the recurrent state up to date"""
+    """steps before them that only warm up the recurrent state"""
     n_step: Steps = 5
-    """rewards that a target adds up before it bootstraps"""
+    """n of the n-step return: rewards that a target adds up before it bootstraps"""
     rescale: bool = True
     """learn h(Q) in place of Q, with h(x) = sign(x) (sqrt(abs(x) + 1) - 1) + eps x"""
     rescale_eps: NotNegative = 1e-3
@@ -100,11 +100,11 @@ class R2D2(PrioritisedReplay, Recurrent):
     target_network_frequency: Count = 2500
     """gradient steps between updates of the target network"""
     tau: float = 1.0
-    """how far each update of a target network moves it towards the online network (1: all the way)"""
+    """Polyak step of the target network: tau online + (1 - tau) target (1: a copy)"""
     double: bool = True
-    """let the network choose the next action, and the target network value it"""
+    """double Q-learning: the online network chooses the next action, the target network evaluates it"""
     dueling: bool = True
-    """estimate action values as a state's value and the actions' advantages"""
+    """dueling heads: a state value plus action advantages"""
     priority_exponent: float = 0.9
     """priorities are errors to this power (0: all are drawn equally often)"""
     importance_exponent: float = 0.6
@@ -116,7 +116,7 @@ class R2D2(PrioritisedReplay, Recurrent):
     explore_base: Fraction = 0.4
     """environment i of N takes a random action with probability explore_base^(1 + explore_power i / (N - 1))"""
     explore_power: NotNegative = 7.0
-    """how much less random the last environment's actions are than the first one's"""
+    """exponent of this formula; the larger, the less later environments explore"""
 
     @property
     def norm_reward(self) -> bool:

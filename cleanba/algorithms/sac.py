@@ -31,7 +31,7 @@ from cleanba.specs import EnvSpec
 
 @dataclass(frozen=True)
 class SAC(OffPolicyActorCritic):
-    """What is trained: together these decide every bit of the trained parameters."""
+    """The experiment: these settings determine every bit of the trained parameters."""
 
     policy_lr: Positive = 3e-4
     """step size of the policy's optimiser at the start"""
@@ -40,7 +40,7 @@ class SAC(OffPolicyActorCritic):
     target_network_frequency: Steps = 1
     """environment steps between updates of the target networks"""
     policy_frequency: int = 2
-    """gradient steps of the critics between turns of the policy, which takes as many in each of its turns"""
+    """critic steps between policy updates; the policy then takes as many steps"""
     alpha: NotNegative = 0.2
     """entropy coefficient with --no-autotune"""
     autotune: bool = True
@@ -56,7 +56,7 @@ def check(e: SAC, partition: Partition) -> None:
     check_actor_critic(e, partition)
     require(
         e.alpha == SAC.alpha or not e.autotune,
-        f"alpha={e.alpha} is the entropy coefficient where none is learnt; add --no-autotune, or leave --alpha out",
+        f"alpha={e.alpha} has no effect while the coefficient is learnt; add --no-autotune, or leave --alpha out",
     )
 
 

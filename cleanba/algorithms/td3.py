@@ -27,18 +27,18 @@ from cleanba.specs import EnvSpec
 
 @dataclass(frozen=True)
 class TD3(OffPolicyActorCritic):
-    """What is trained: together these decide every bit of the trained parameters."""
+    """The experiment: these settings determine every bit of the trained parameters."""
 
     learning_rate: Positive = 3e-4
     """both optimisers' step size at the start"""
     learning_starts: int = 25_000
     """steps before the first gradient step; until then actions are drawn uniformly"""
     exploration_noise: NotNegative = 0.1
-    """standard deviation of the noise on the actions that are taken, where bounds are -1 and 1"""
+    """standard deviation of the exploration noise, for actions scaled to [-1, 1]"""
     policy_noise: NotNegative = 0.2
-    """standard deviation of the noise on the actions that targets value, where bounds are -1 and 1"""
+    """standard deviation of target policy smoothing, for actions scaled to [-1, 1]"""
     noise_clip: NotNegative = 0.5
-    """where that noise is clipped, where bounds are -1 and 1"""
+    """bound at which the smoothing noise is clipped"""
 
 
 # By preset name: the defaults above are CleanRL's for continuous control.

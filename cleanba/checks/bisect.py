@@ -1,4 +1,4 @@
-"""`cleanba bisect A B`: where two runs part, down to the first number that differs, and what made it."""
+"""`cleanba bisect A B`: where two runs diverge, down to the first number that differs, and what made it."""
 
 import json
 import sys
@@ -30,7 +30,7 @@ ABOUT = """usage: cleanba bisect RUN_A RUN_B [FLAGS]
 
 Computes two runs of one experiment again, or one run on two placements, update by update and side by side, and names
 the first number that differs and what made it: an environment, acting, a shard's gradient, the sum, the optimiser …
-What follows `--` places B elsewhere; a second `--` and more flags place A elsewhere.  NAME=VALUE sets an environment
+Flags after `--` set B's placement; flags after a second `--` set A's.  NAME=VALUE sets an environment
 variable of that side.  Exit code 0: the same bits throughout.  1: the two sides differ, or one of them differs from
 what its run logged."""
 
@@ -39,7 +39,7 @@ REPORT_SECONDS = 15.0  # between lines of progress where there is no terminal
 
 @dataclass(frozen=True)
 class Flags:
-    """Find where two runs of one experiment part, or one run on two placements."""
+    """Find where two runs of one experiment diverge, or one run on two placements."""
 
     runs: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN_A [RUN_B]")]
     """directories of runs, archives, or hf:// addresses"""
@@ -136,7 +136,10 @@ def part_of(run_dir: Path, words: Sequence[str], trust_remote_code: bool) -> Par
     placement = from_json(Placement, read_config(run_dir).get("placement", {}))
     variables = dict(word.split("=", 1) for word in words if not word.startswith("-") and "=" in word)
     flags = [word for word in words if word.startswith("-") or "=" not in word]
-    require(not {"-h", "--help", "--help-all", "--show-config"} & set(flags), f"what follows `--` are flags\n{ABOUT}")
+    require(
+        not {"-h", "--help", "--help-all", "--show-config"} & set(flags),
+        f"after `--`, give only variables and flags of placement\n{ABOUT}",
+    )
     n = placement.num_processes or 1
     if n > 1:
         many = n * len(placement.learner_device_ids), n * len(placement.actor_device_ids)
@@ -208,7 +211,7 @@ def find_span(a: Path, b: Path, flags: Flags) -> Span:
             return Span(0, max(taken), ({}, {}), [words], settled=True)
         said.append(words)
     last = last if flags.to_update is None else flags.to_update
-    require(0 < last <= reached, f"--to {last} is no update that was reached; choose one from 1 to {reached}")
+    require(0 < last <= reached, f"--to {last} was not reached by both runs; choose an update from 1 to {reached}")
     limit = min(last - 1, flags.from_update if flags.from_update is not None else last - 1)
     require(
         flags.from_update is None or 0 <= flags.from_update < last,
@@ -236,7 +239,7 @@ def _checksums(run_dir: Path, update: int) -> tuple[str, list[str]] | None:
 
 
 def search(a: Part, b: Part, span: Span, trust_remote_code: bool) -> tuple[Finding | None, list[str]]:
-    """Compute both sides until they part.  The finding, and what is to be said of the runs' own logs.
+    """Compute both sides until they diverge.  Returns the finding, and remarks on the runs' logs.
 
     Raises:
         UsageError: a side does not fit this machine.

@@ -183,7 +183,7 @@ def _in_acting_params(
     for side, prints in (("A", x), ("B", y)):
         others = {version for version in (versions.get(row.tobytes()) for row in prints) if version is not None}
         if others and versions.get(prints[actor].tobytes()) is None:
-            note += f"; those of actor {actor} of {side} are no version that the learner made"
+            note += f"; those of actor {actor} of {side} match no version that the learner made"
     known = [versions.get(p[actor].tobytes()) for p in (x, y)]
     if None not in known:
         note = f"A acted with version {known[0]}, B with version {known[1]}"
@@ -342,7 +342,7 @@ def _after_update(a: Side, b: Side, update: int, prints_a: Prints, prints_b: Pri
     for side, part, prints in (("A", a, prints_a), ("B", b, prints_b)):
         state, memory = part.prints_again()
         if not (np.array_equal(state, prints.state) and np.array_equal(memory, prints.memory)):
-            what = f"{side}'s update came to other bits when it was computed again, from the same rollouts and state"
+            what = f"{side}'s update gave other bits when it was computed again, from the same rollouts and state"
             return Finding(update, "chance", what)
     if not np.array_equal(prints_a.memory, prints_b.memory):
         return _in_memory(a, b, update, prints_a.memory, prints_b.memory, after=True)

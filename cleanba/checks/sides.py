@@ -2,9 +2,9 @@
 
     python -m cleanba.checks.sides FILE_DESCRIPTOR PARENT
 
-Two sides may need other devices, flags of XLA and packages than each other and than the process that compares them, so
-each has a process of its own.  They talk through a socket: after each update the side sends its fingerprints, then
-answers questions about it, until it is told to go on.
+The two sides may need different devices, XLA flags and packages, so each runs in a separate process.  They
+talk through a socket: after each update the side sends its fingerprints, then answers questions about it, until it is
+told to go on.
 """
 
 import os

@@ -1,8 +1,8 @@
 """`cleanba verify RUN`: whether a run's results are what its code computes, as far as parts of it tell.
 
-A run's log has digests of the learner, each linked to the one before it (`runtime/chain.py`).  Between two kept
-checkpoints lies a segment.  Some of them are computed again here, from the checkpoint at their start, and what comes
-out must have the digests that the log has.  docs/guides/verify.md says what that proves, and what not.
+A run's log has digests of the learner, each linked to the one before it (`runtime/chain.py`).  The updates between two
+kept checkpoints are a segment.  Some segments are computed again here, from the checkpoint at their start, and what
+comes out must have the digests that the log has.  docs/guides/verify.md says what that proves, and what not.
 """
 
 import random
@@ -58,7 +58,7 @@ class Verify:
     to_update: Annotated[int | None, tyro.conf.arg(name="to")] = None
     """compute up to this update"""
     seed: Annotated[int | None, Range(0, 2**63)] = None
-    """seed of the draw (None: another one each time, which is shown)"""
+    """seed of the draw (None: a new one each time, which is printed)"""
     actor_device_ids: tuple[int, ...] = (0,)
     """devices that act, by local index"""
     learner_device_ids: tuple[int, ...] = (0,)
@@ -66,7 +66,7 @@ class Verify:
     despite: tuple[Reason, ...] = ()
     """compute although the processor, the packages or the revision of the code are not those of the run"""
     trust_remote_code: bool = False
-    """of a run that was downloaded or unpacked: import and call what its config.json names (docs/guides/trust.md)"""
+    """for a downloaded or unpacked run: import and call what its config.json names (docs/guides/trust.md)"""
 
 
 class CannotCompare(Exception):
@@ -152,7 +152,7 @@ def introduction(name: str, rerun: Rerun, checked: chain.Checked) -> str:
     if checked.unlinked:
         words += (
             f"\nit begins at update {checked.rows[0].update:,}; an earlier version logged digests before, at "
-            f"{len(checked.unlinked)} updates, which vouch for nothing"
+            f"{len(checked.unlinked)} updates, which no chain protects"
         )
     return words
 

@@ -1,4 +1,4 @@
-"""The three backends of environments behind one protocol.  No other module knows which backend it uses.
+"""The three backends of environments behind one protocol.  What trains does not know which backend it uses.
 
 Breakout-v5                                 EnvPool's, in C++
 gymnasium:LunarLander-v3, package:Name-v0   Gymnasium's, in Python; the second form imports the package, to register it
@@ -78,14 +78,14 @@ def env_spec(e: Experiment) -> EnvSpec:
     spec = module_of(e.env_id).env_spec(e)
     require(
         any(part.kind != "mask" for part in jax.tree.leaves(spec.obs)),
-        f"env_id={e.env_id!r} shows nothing but which actions are legal, and a network needs an input; add an entry to "
+        f"env_id={e.env_id!r} shows only an action mask, which no network can use as input; add an entry to "
         "its observations",
     )
     return spec
 
 
 def why_unscannable(spec: EnvSpec) -> str:
-    """Why an environment that is not `scannable` is not: the end of a sentence about the scanned collector."""
+    """Why the scanned collector cannot run an environment, as the end of a sentence."""
     if module_of(spec.env_id) is gymnasium:
         return f"compiles acting and environments into one loop, but {spec.env_id} runs in Python"
     return (
@@ -167,7 +167,7 @@ def warnings(spec: EnvSpec) -> list[str]:
     if not repeatable(spec):
         found.append(
             f"{spec.env_id} does not follow its seed: two of them, reset with the same one, delivered different "
-            "numbers for the same actions; nothing trained on it will come out the same twice, and checkpoints are "
+            "numbers for the same actions; training on it is not reproducible, and checkpoints are "
             "taken only where the environments start afresh (--env-epoch)"
         )
     return found

@@ -222,7 +222,7 @@ def env_spec(e: Experiment) -> EnvSpec:
             f"env_options: {name}={typed[name]} contradicts {name}={options[name]}; give {flag(name)} alone",
         )
     options |= typed
-    for name in ("frame_skip", "stack_num", "img_height", "img_width"):  # EnvPool's process would die of 0
+    for name in ("frame_skip", "stack_num", "img_height", "img_width"):  # EnvPool crashes on 0
         least = options.get(name, 1)
         require(
             not isinstance(least, int | float) or least >= 1, f"env_options: {name}={least} must be at least 1; try 4"

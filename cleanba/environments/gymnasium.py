@@ -214,7 +214,7 @@ def check_known(env_id: str, name: str) -> None:
         classes = [n for n, x in getattr(found, "__dict__", {}).items() if is_env(x)]
         close = closest_names(rest, [*classes, *gymnasium.registry])
         raise UsageError(
-            f"env_id={env_id!r} is no environment that Gymnasium knows: {said(error)}"
+            f"env_id={env_id!r} is not a registered Gymnasium environment: {said(error)}"
             + (f"; the closest names are {close}" if close else "")
         ) from error
 
@@ -487,8 +487,8 @@ class Trace(Exception):
         return f"\n\n{self.args[0]}"
 
 
-# Variables that the numbers of some environments depend on; the user's own values take precedence.  The last one gives
-# sets of strings one order in all workers.
+# Environment variables that change the numerical results of some environments; the user's own values take precedence.
+# The last one gives sets of strings one order in all workers.
 SAME_IN_ALL = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 SAME_IN_ALL |= {"PYTHONHASHSEED": "0"}
 

@@ -370,7 +370,7 @@ def first_step(functions: Functions, takes: ActionSpec) -> PyTree:
     """The shapes and types of observations [1, ...] after a reset, if a step delivers what fits them.
 
     Raises:
-        TypeError: a reward or a flag is no single number, or state or observation are another than after a reset.
+        TypeError: a reward or a flag is no single number, or state or observation differ in form from those of a reset.
     """
     size = (1,) if takes.kind == "choice" else (1, takes.size)
     action = np.zeros(size, np.float32 if takes.kind == "quantities" else np.int32)

@@ -26,7 +26,7 @@ class Flags:
     """part of a name, in lower or upper case, or with * and ?; or package: for what that package registers, or
     package:Class"""
     limit: int = 40
-    """environments of which to show more than the name; each of these has to be made"""
+    """how many environments to show with observations and actions; each must be made"""
 
 
 def envs_command(argv: Sequence[str]) -> Exit:

@@ -169,7 +169,7 @@ def _window(how: Convolution, x: jax.Array, kernel: jax.Array, skips: bool) -> W
     """The shape of a convolution.
 
     Raises:
-        ValueError: it is none that the loops are written for.
+        ValueError: the kernels do not support it.
     """
     images = "" if x.dtype == jnp.float32 else "first" if how.planes else "last"
     height, width = x.shape[2:] if how.planes else x.shape[1:3]

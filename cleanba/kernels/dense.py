@@ -62,7 +62,7 @@ class Chain(NamedTuple):
 def mlp(activation: Activation, linear: bool, x: jax.Array, layers: Sequence[Layer]) -> jax.Array:
     """All layers, each followed by the activation, but for the last if `linear`.  [N, D] -> [N, F_L], float32.
 
-    An infinite number in x, or in what a layer gives, may make a whole row NaN: layers are widened by zeros.
+    An infinity in x or in a layer's output may make a row NaN: weights are padded with zeros, and 0 x inf is NaN.
 
     Raises:
         ValueError: what is given does not fit.
@@ -164,7 +164,7 @@ def _call(p: Chain, given: list[jax.Array]) -> list[jax.Array]:
 
 
 def _groups(p: Chain) -> list[tuple[int, int, int]]:
-    """Groups of rows that are as even as can be: of how many rows, how many of these, and where they start.
+    """Near-equal groups of rows: (rows, number of such groups, first row) of each kind.
 
     Two for a core, so that each has its own, of not too few rows, as all weights are read for each group.
     """

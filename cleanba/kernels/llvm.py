@@ -78,7 +78,7 @@ def most_rows(across: int) -> int:
 
 
 def blocks(total: int, most: int) -> list[tuple[int, int, int]]:
-    """Cut into blocks as even as can be, of at most so many: how large, how many of these, and where they start."""
+    """Near-equal blocks of at most `most`: (size, number of such blocks, start) of each kind."""
     count = -(-total // most)
     small, more = divmod(total, count)
     cut = [(small + 1, more, 0), (small, count - more, more * (small + 1))]
@@ -195,7 +195,7 @@ class Code(ir.IRBuilder):
         return self.bitcast(self.rooms[-1], ir.PointerType(FLOAT))
 
     def leave(self) -> None:
-        """The end of a function without a result, which gives back its rooms."""
+        """End a void function: free the memory of `room` and return."""
         for room in self.rooms:
             self.free(room)
         self.ret_void()
@@ -357,9 +357,10 @@ def _write_unit(module: ir.Module, unit: Unit[S], shape: S, kinds: Sequence[ir.T
 
 
 def _write_task(module: ir.Module, unit: ir.Function, buffers: int) -> ir.Function:
-    """task(state): do units until none is left; who does the last one says so, who leaves last frees the state.
+    """task(state): do units until none is left.
 
-    Each core begins at a place of its own, so that from call to call it has the same part of a batch in its cache.
+    The thread that ends the last unit says so; the last to leave frees the state.  Each core begins at a place of its
+    own, so that from call to call it has the same part of a batch in its cache.
     """
     code = Code(module, "task", NOTHING, ir.PointerType(INT))
     (state,) = code.function.args

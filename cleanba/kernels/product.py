@@ -78,7 +78,7 @@ def _call(p: Shape, given: list[jax.Array]) -> list[jax.Array]:
     """What `product` writes, without the columns that fill up vectors.
 
     Raises:
-        ValueError: what is given is none that the loops are written for.
+        ValueError: shapes or dtypes do not fit.
     """
     first = (p.inner, p.rows) if p.transposed else (p.rows, p.inner)
     shapes = [first, (p.inner, p.columns), (p.columns,)][: len(given)]
@@ -217,7 +217,7 @@ def write_columns(
 def _gathered(code: Code, b: ir.Value, line: int, wide: int, count: int, room: ir.Value) -> ir.Value:
     """Rows of some columns of B side by side.
 
-    Numbers a power of two apart share a few places of a near cache.  Where A's are, too, B's would be lost to them.
+    Addresses a power of two apart map to the same few cache sets, so A's numbers would evict B's.
     """
 
     def row(k: ir.Value) -> None:

@@ -25,7 +25,7 @@ CLOSE = 1e-4  # how far results may lie apart, of the largest in an array
 
 
 class Case(NamedTuple):
-    """One function in two forms, whose results must be equal."""
+    """One function in two forms, whose results must agree within `CLOSE`."""
 
     name: str
     kernel: Callable[[PyTree], PyTree]
@@ -33,7 +33,7 @@ class Case(NamedTuple):
 
 
 class Alone(ShardAxis):
-    """A single shard, with nothing around it that its steps must be isolated from: they compile sooner."""
+    """A single shard, without isolation, so that it compiles faster."""
 
     def __init__(self) -> None:
         super().__init__(1, jnp.zeros(1, jnp.int32), jnp.bool_(True), "")
@@ -54,7 +54,7 @@ def verdict() -> str:
     if not told:
         try:
             told = run() or PASSED
-        except CannotCompile as error:  # perhaps for want of memory, and next time there is some: this is not kept
+        except CannotCompile as error:  # perhaps out of memory, so the verdict is not stored
             return str(error)
         keep(path, told.encode())
     return "" if told == PASSED else told

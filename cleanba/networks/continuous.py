@@ -103,5 +103,5 @@ def make_policy(spec: EnvSpec, e: Experiment, heads: int) -> Policy:
 
 
 def make_critics(spec: EnvSpec, e: Experiment) -> Critics:
-    """Two critics (Fujimoto et al. 2018), with torsos as the policy's."""
+    """Two critics (Fujimoto et al. 2018), with torsos like the policy's.  Raises `UsageError` as `make_policy` does."""
     return Critics(**encoder_fields(spec, e), size=spec.action.size, count=2)

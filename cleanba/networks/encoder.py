@@ -1,6 +1,7 @@
 """The encoder: from observations to features by preprocessing and a torso.  [N, ...] -> [N, D]."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import jax
@@ -70,11 +71,13 @@ def encode(
     with_action = lambda x: x if action is None else jnp.concatenate([x, action.astype(x.dtype)], axis=-1)
     mlp = lambda hiddens: torsos.MLP(hiddens, module.dtype, activation, module.layer_norm)
     if module.network != "mlp":
-        plain = {"nature": torsos.NatureCNN, "nips": torsos.NipsCNN, "minatar": torsos.MinAtarCNN}
-        if module.network in plain:
-            x = plain[module.network](module.hiddens, module.dtype, module.layer_norm)(obs)
-        else:
-            x = torsos.ImpalaResNet(module.channels, module.hiddens, module.dtype, module.layer_norm)(obs)
+        torsos_by_name: dict[str, Callable[..., Any]] = {
+            "nature": torsos.NatureCNN,
+            "nips": torsos.NipsCNN,
+            "minatar": torsos.MinAtarCNN,
+            "impala": partial(torsos.ImpalaResNet, module.channels),
+        }
+        x = torsos_by_name[module.network](module.hiddens, module.dtype, module.layer_norm)(obs)
         if action is not None:
             return mlp(module.hiddens[-1:])(with_action(x), heads)
         return [head(x.astype(jnp.float32)) for head in heads] or [x]

@@ -119,7 +119,7 @@ def lambda_returns(
     within the rollout, else 0, so that a truncated episode and the rollout's end bootstrap from V_{t+1} alone.
 
     follow [T, B] bool, if given: lam_t is 0 too where it is false.  With "a_t is the best action" this is Watkins' cut
-    (Watkins 1989; Sutton & Barto 2018, section 12.10): what followed another action says nothing of the best one.
+    (Watkins 1989; Sutton & Barto 2018, section 12.10): rewards after another action say nothing of the greedy policy.
 
     At a step whose action was ignored the result is meaningless; it reaches no other step, and the caller masks it.
     """

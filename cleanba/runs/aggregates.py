@@ -35,7 +35,7 @@ class Aggregates(NamedTuple):
     games: list[str]
     taus: np.ndarray
     variants: dict[str, Summary]
-    publication: Publication  # that has the next ones
+    publication: Publication  # the source of `systems`
     systems: dict[str, np.ndarray]  # published ones, over the means of the same games, as STATISTICS
 
 

@@ -63,7 +63,7 @@ def find_runs(places: Iterable[Path]) -> list[Path]:
     """All run directories at or under these places, without repetition.
 
     Runs from elsewhere (hf:// addresses, archives) count only if they are named themselves: a folder's own runs are
-    seeds of one study, and theirs are not.
+    seeds of one study; downloaded runs are not.
 
     Raises:
         UsageError: a place does not exist, or holds no run.
@@ -165,7 +165,7 @@ def load(places: Iterable[Path]) -> list[Curve]:
 
 
 def completed_alike(experiments: Sequence[Json]) -> list[Json]:
-    """The experiments; where those of an algorithm differ in fields, as versions do, with its defaults for the rest."""
+    """The experiments; fields that an older version did not record get the algorithm's defaults."""
     fields: dict[str, set[frozenset[str]]] = defaultdict(set)
     for e in experiments:
         fields[e["algorithm"]].add(frozenset(e))
@@ -261,7 +261,7 @@ def ends_early(curve: Curve, others: Sequence[Curve]) -> bool:
 
 
 def stopped_early(curve: Curve, others: Sequence[Curve]) -> bool:
-    """Whether a run `ends_early` that has not finished, so that its last return is no final one."""
+    """Whether a run `ends_early` and is unfinished, so its last return is not final."""
     return ends_early(curve, others) and not curve.finished
 
 

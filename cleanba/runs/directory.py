@@ -91,8 +91,8 @@ def open_run(run_dir: Path, recipe: AnyRecipe, resolved: Resolved, placement: Pl
             raise Finished(f"{run_dir} is finished; nothing to do")
     require(
         earlier is not None or not updates_kept(run_dir),
-        f"{run_dir} holds checkpoints, but no config.json that says of which experiment; bring that back, or choose "
-        "another --run-dir",
+        f"{run_dir} holds checkpoints, but no config.json, so their experiment is unknown; restore that file, or "
+        "choose another --run-dir",
     )
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -108,7 +108,7 @@ UPLOADED = "uploaded.json"  # in a run's directory, once it is on the Hub
 
 
 def was_uploaded(run_dir: Path) -> bool:
-    """Whether a run has been uploaded as it finished."""
+    """Whether the finished run has been uploaded."""
     path = run_dir / UPLOADED
     return path.exists() and read_json(path).get("finished", True) is not False  # earlier versions did not say
 
@@ -125,7 +125,7 @@ def films_of(run_dir: Path, update: int | None = None) -> list[Path]:
 
 
 def unwritable(run_dir: Path, error: OSError, flag: str = "--run-dir") -> UsageError | Failure:
-    """The error for a place that cannot be written; a full disk is nobody's wrong use.
+    """The error for a place that cannot be written; a `Failure` if the disk is full.
 
     flag: the flag that names the place.
     """

@@ -80,7 +80,7 @@ class Saved(NamedTuple, Generic[S, P]):
     state: S
     """the learner's state after that update, on the host"""
     older_params: P
-    """what acting needs, of the version before that update"""
+    """the parameters that act, one version older than `state`"""
     counters: Json
     """steps, episodes and seconds so far"""
     memory: dict[int, SavedShard] = {}  # noqa: RUF012  never changed
@@ -211,7 +211,7 @@ class Checkpoints:
         return [*updates_kept(self.run_dir), *self._known[-1:]]
 
     def prune_memory(self, shards: Mapping[int, ShardSnapshot]) -> None:
-        """Remove chunks that neither a checkpoint needs nor the next one will, which begins from these shards."""
+        """Remove chunks that no checkpoint needs, except those of `shards`, which the next one will need."""
         if shards:
             self.make_ready()
             self._guarded(lambda: memory.prune(self.run_dir, self._shards, self._kept(), shards))
@@ -303,7 +303,7 @@ class Checkpoints:
         self._remove_if_made_anew()
 
     def _remove_if_made_anew(self) -> None:
-        """Remove what TensorStore makes of a run's directory that goes away while a checkpoint is written to it."""
+        """Remove what TensorStore recreates if the run's directory is deleted while a checkpoint is written."""
         with contextlib.suppress(OSError):
             if self._folder.stat().st_ino != self._inode and not (self.run_dir / "config.json").exists():
                 shutil.rmtree(self._folder)
@@ -334,13 +334,13 @@ class Checkpoints:
                 warnings.append(f"checkpoint {update} is damaged and left out: {_reason(error, 200)}")
         if warnings:  # starting over would overwrite files that may be readable again later
             raise Failure(
-                f"no checkpoint in {self._folder} can be read ({'; '.join(warnings)}); bring sound ones back, or "
+                f"no checkpoint in {self._folder} can be read ({'; '.join(warnings)}); restore undamaged ones, or "
                 "remove that directory to start over"
             )
         return Restored(None, warnings)
 
     def forget_after(self, update: int) -> None:
-        """Move checkpoints newer than `update` aside: damaged ones, which the run will write again."""
+        """Move the damaged checkpoints after `update` to damaged_checkpoints/; the run will write them again."""
         damaged = [newer for newer in self._found if newer > update]
         memory.put_aside(self.run_dir, self._shards, damaged)
         records.put_aside(self.run_dir, self._actors, damaged)
@@ -355,7 +355,7 @@ class Checkpoints:
 
 
 def updates_to_read(run_dir: Path) -> list[int]:
-    """`updates_kept`, for who reads them next: Orbax is imported first, in whose seconds a run may replace them all."""
+    """`updates_kept`, to read at once.  Importing Orbax takes seconds, in which a run may replace them."""
     import_module("orbax.checkpoint")
     return updates_kept(run_dir)
 
@@ -448,7 +448,7 @@ def _reason(error: Exception, most: int) -> str:
 
 
 def save_model(path: Path, params: PyTree) -> None:
-    """Write what acting needs in Flax's msgpack format.  The file is written whole or not at all."""
+    """Write the parameters that act in Flax's msgpack format.  The file is written whole or not at all."""
     import flax.serialization
 
     write_whole(path, flax.serialization.to_bytes(jax.device_get(params)))

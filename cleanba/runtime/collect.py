@@ -93,7 +93,7 @@ class FiniteCheck(NamedTuple):
     def _found(self, env: int, what: str, value: object) -> NotFinite:
         return NotFinite(
             f"environment {self.first_env + env} of {self.env_id}: {what} is {value}, which is not a finite number; "
-            "mend the environment, have a wrapper replace such numbers, or go on regardless with --on-nonfinite ignore"
+            "fix the environment, have a wrapper replace such numbers, or go on regardless with --on-nonfinite ignore"
         )
 
 
@@ -119,7 +119,7 @@ class Collector(Protocol[P_contra]):
         played: called with each number of recorded steps that were played.
 
         Raises:
-            Failure: the environments do not repeat themselves.
+            Failure: the environments do not reproduce what was recorded.
         """
         ...
 
@@ -180,7 +180,7 @@ def restore_envs(
     """Bring fresh environments back to where an actor's were, by its recorded actions or, for JAX ones, their state.
 
     Raises:
-        Failure: the environments do not repeat themselves.
+        Failure: the environments do not reproduce what was recorded.
     """
     saved = saved_actor.arrays
     if recorded_action is None:

@@ -1,7 +1,7 @@
 """One thread for OpenBLAS, so that initial weights and environments do not depend on the number of cores.
 
 Orthogonal initial weights come from a QR factorisation.  On CPUs JAX has LAPACK's, from the OpenBLAS that SciPy brings,
-and with one thread it rounds otherwise than with several, from some 200 rows and columns on.  So does NumPy's, which
+and for 200 rows and columns or more, its rounding differs between one thread and several.  So does NumPy's, which
 environments in Python may use; their worker processes have one thread, too.
 """
 

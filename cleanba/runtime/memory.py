@@ -368,7 +368,7 @@ def write(
 ) -> None:
     """Sync these shards' packs to disk, then write which chunks they are made of.
 
-    packs: for each shard, packs of earlier snapshots that no listing was written after.
+    packs: for each shard, packs of earlier snapshots that became no checkpoint.
     """
     for number, shard in shards.items():
         home = shard_folder(folder, number)
@@ -410,7 +410,7 @@ def _read_shard(home: Path, update: int, leaves: list[Leaf], digest: str) -> Sav
         for (start, stop), chunk in zip(leaf.chunks(), cut, strict=True):
             if chunk.pack is None:
                 if chunk.sha != _zeros((stop - start) * leaf.row_bytes):
-                    raise ValueError(f"{where} is damaged: it calls rows zero that are not")
+                    raise ValueError(f"{where} is damaged: its list of all-zero chunks is wrong")
             else:
                 if chunk.size != (stop - start) * leaf.row_bytes:
                     raise ValueError(f"{where} is damaged: a chunk has another size than its rows")

@@ -60,7 +60,7 @@ class Status:
 
 
 def duration(seconds: float) -> str:
-    """As 26:05:09, in hours, minutes and seconds."""
+    """Hours, minutes and seconds, as 26:05:09; "-" if not finite."""
     if not math.isfinite(seconds):
         return "-"
     minutes, s = divmod(max(0, round(seconds)), 60)
@@ -168,7 +168,7 @@ class Terminal(Console):
 class Display:
     """Shows progress: a live panel in a terminal, one line in a notebook, elsewhere a plain line every few seconds.
 
-    Unless `enabled` it shows nothing; if it `warns`, it prints warnings to standard error then.  When what it prints
+    If not `enabled`, it shows nothing, except warnings on standard error if it `warns`.  When what it prints
     cannot be written, since nobody reads the pipe any more or a disk is full, it shows nothing from then on, and asks
     the process to end by SIGTERM: with a checkpoint, once the run hears signals.
     """

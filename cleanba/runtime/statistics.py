@@ -27,14 +27,14 @@ class NewCounts(NamedTuple):
 
 @dataclass
 class Statistics:
-    """Steps, episodes and times: of this process since the last log point, of all processes before it."""
+    """Totals of all processes up to the last log point; counts and times of this process since then."""
 
     global_step: int = 0
     episodes: int = 0
     recent: deque[Episode] = field(default_factory=lambda: deque(maxlen=EPISODES_SHOWN))
     new_steps: int = 0
     new_episodes: int = 0
-    # Of these, each with its update.
+    # The last new episodes, each with its update.
     newest: deque[tuple[int, Episode]] = field(default_factory=lambda: deque(maxlen=EPISODES_SHOWN))
     times: list[Times] = field(default_factory=list)
     learner_wait: float = 0.0

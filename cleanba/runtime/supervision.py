@@ -112,7 +112,7 @@ def end_by_failure(
     Returns once the run or the learner has ended, after the grace period at the latest; at once if no checkpoint can be
     taken.
 
-    params: where the actor was given parameters.  It takes them still, so that the learner need not wait for room.
+    params: the actor's channel for parameters; it is still emptied, so that the learner does not block.
     """
     if not can_save or grace_period <= 0:
         return

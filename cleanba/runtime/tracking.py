@@ -1,8 +1,9 @@
 """Weights & Biases: one run there for each run directory, however often it is interrupted, with each row once.
 
-W&B cannot take rows back (its rewinding is a private preview, and does not exist offline).  As a resumed run repeats
-its rows exactly, it need not: online, rows that W&B has already are not sent again.  Offline W&B has nothing yet, so
-logs that earlier starts left in the run's wandb/ are replaced by a new one, which begins with all valid rows.
+W&B cannot take rows back (its rewinding is a private preview, and does not exist offline).  This is not needed, as
+a resumed run repeats its rows exactly.  Online, rows that W&B has already are not sent again.
+Offline W&B has nothing yet, so logs that earlier starts left in the run's wandb/ are replaced by a new one, which
+begins with all valid rows.
 """
 
 import contextlib
@@ -21,7 +22,7 @@ from cleanba.config import require
 from cleanba.errors import Failure, UsageError, missing, said
 from cleanba.files import Json, write_json
 
-KEPT = "wandb.json"  # a run's file with its W&B id, and the server that knows it
+KEPT = "wandb.json"  # a run's file with its W&B id, project and entity
 LOCAL = ("offline", "dryrun", "disabled")  # modes that need no key
 WITHOUT_IT = "set WANDB_MODE=offline to log to the run's directory, or leave --track out"
 

@@ -88,15 +88,15 @@ def require_same_beginning(state: PyTree) -> None:
         others = [str(i) for i, row in enumerate(rows) if (row != rows[0]).any()]
         if others:
             raise Failure(
-                f"process {', '.join(others)} begins with other parameters than process 0, so their processors, or the "
-                "libraries there, compute otherwise; give all of them the same"
+                f"process {', '.join(others)} has other initial parameters than process 0, because processors or "
+                "libraries differ; use the same ones for all processes"
             )
 
 
 class Publisher(Generic[P]):
-    """Sends parameters to the actors, by version, and keeps the latest two versions as the first actor has them.
+    """Sends parameters to the actors, by version, and keeps the first actor's copies of the latest two.
 
-    Those are copies: the state that they were taken from is donated to an update.
+    Copies are needed, because the state is donated to the next update.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Publisher(Generic[P]):
         self._latest = [*self._latest[-1:], Params(version, published[self._channels[0][0]])]
 
     def newest(self, version: int) -> P:
-        """The parameters of this version, or of the last one sent if it was not."""
+        """The parameters of this version, or of the last version sent if this one was not."""
         return next((params for sent, params in self._latest if sent == version), self._latest[-1].params)
 
 
@@ -144,7 +144,7 @@ def make_log(training: Training[S, M, P, C], progress: Progress[S], write_log_po
 
 
 def end(training: Training[S, M, P, C], update: int, reason: BaseException, stop: Stop) -> NoReturn:
-    """End the run for this reason, once the checkpoint after this update is on disk."""
+    """Wait for this update's checkpoint, then end the run for this reason by raising `Closed`."""
     assert training.checkpoints is not None
     training.checkpoints.wait_for_all(update, training.grace_period)
     stop(reason)
@@ -222,8 +222,8 @@ def learn(
         publish(saved.update, saved.older_params)  # for the rollout that was under way while update `saved.update` ran
     metrics: Metrics = {}
     for update in range(schedule.first, schedule.last + 1):
-        # `state` is version `update`, made by update - 1.  With concurrency it collects the next rollout while this
-        # update runs, and version 1 also this one; without concurrency it collects this one.
+        # `state` is version `update`, made by update - 1.  With concurrency this version collects the next rollout
+        # during this update; version 1 collects rollout 1 too.  Without concurrency it collects this rollout.
         collects_this = schedule.policy_version(update) == update
         collects_next = schedule.policy_version(update + 1) == update and update < schedule.last
         if collects_this or collects_next:

@@ -27,16 +27,16 @@ LOGGED = {
     "charts/episodes": "episodes finished so far",
     "charts/SPS": "environment steps per second since the first update, whose time was compilation",
     "charts/SPS_recent": "environment steps per second since the log point before",
-    "stats/policy_lag": "versions between the policy that acted and the newest: 1, or 0 without concurrency",
+    "stats/policy_lag": "versions by which the learner is ahead of the policy that acted: 1, or 0 without concurrency",
     "stats/bottleneck": "the part that limits the speed of the run (a word)",
     "stats/rollout_time": "seconds of one rollout, mean over those since the log point before",
     "stats/emulators_time": "of these: stepping environments",
     "stats/inference_time": "of these: observations to the device, the policy, actions back",
-    "stats/scan_time": "of these: both, where a rollout is one compiled scan",
+    "stats/scan_time": "of these: environments and policy, where a rollout is one compiled scan",
     "stats/transfer_time": "of these: handing the rollout to the learner devices",
     "stats/params_wait_time": "of these: waiting for parameters",
     "stats/learner_rollout_wait_time": "seconds since the log point before in which the learner waited for rollouts",
-    "stats/learner_update_time": "seconds since the log point before in which it updated",
+    "stats/learner_update_time": "seconds since the previous log point that the learner spent on updates",
     "params_digest": "SHA-256 of the parameters that act: at every checkpoint, and where environments start afresh",
     "learner_digest": "SHA-256 of all that the learner keeps, at the same points",
     "chain": "SHA-256 of these two together with the link before it ([verify](../guides/verify.md))",
@@ -125,7 +125,7 @@ class TrainingLog:
     def check_finite(self, update: int, metrics: Metrics, saving: bool) -> None:
         """Check that losses and gradients are finite.
 
-        They are checked one update later, when they have arrived on the host; at once before a checkpoint.
+        They are checked one update later, when they have arrived on the host; at once where digests are taken.
 
         Raises:
             NotFinite: one is not finite.

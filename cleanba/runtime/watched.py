@@ -58,7 +58,7 @@ class Watcher(Generic[S, M, P, C]):
         self._probed: tuple[list[Site], Any] | None = None
 
     def begin(self, number: int, state: S, memory: M, rollouts: Sequence[ActorRollout]) -> "WatchedUpdate[S, M, P, C]":
-        """An update that is about to be given this.  State and memory are copied."""
+        """The update that will get these inputs.  State and memory are copied."""
         before = jax.tree.map(jnp.copy, (state, memory))
         blocks = [block for rollout in rollouts for block in rollout.blocks]
         return WatchedUpdate(self, number, before, blocks, [rollout.params for rollout in rollouts])
@@ -103,12 +103,12 @@ class WatchedUpdate(Generic[S, M, P, C]):
         self._blocks, self._acted_with = blocks, acted_with
 
     def ended_in(self, state: S, memory: M) -> "WatchedUpdate[S, M, P, C]":
-        """The same, with what the update made.  Valid until the next update, to which that is donated."""
+        """This update with its results, which are donated to the next update and valid until then."""
         self._after = state, memory
         return self
 
     def kept(self) -> "WatchedUpdate[S, M, P, C]":
-        """The same, with copies of what the update made, so that it stays valid."""
+        """This update with copies of its results, which stay valid."""
         self._after = jax.tree.map(jnp.copy, self._after)
         return self
 
@@ -157,7 +157,7 @@ class WatchedUpdate(Generic[S, M, P, C]):
         return _prints(self._memory_leaf(path, shard, after), 1)[:, 0]
 
     def memory_row(self, path: str, shard: int, after: bool, row: int) -> np.ndarray:
-        """One of these rows."""
+        """One row of an array of a shard's memory, [...]."""
         return np.asarray(self._memory_leaf(path, shard, after)[row])
 
     def _memory_leaf(self, path: str, shard: int, after: bool) -> jax.Array:

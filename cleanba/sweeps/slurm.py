@@ -140,11 +140,11 @@ def submit(
     argument.  The one that comes with the templates adds the options in slurm/settings.sh.
     """
     require(template.exists(), f"--slurm {template} does not exist; `cleanba slurm` writes templates to slurm/")
-    require(template.is_file(), f"--slurm {template} is no file; name a template in it, such as slurm/cpu.sh")
+    require(template.is_file(), f"--slurm {template} is not a file; name a template in it, such as slurm/cpu.sh")
     try:
         template_text = template.read_text()
     except ValueError as error:
-        raise UsageError(f"--slurm {template} is no text ({error}); name a template, such as slurm/cpu.sh") from None
+        raise UsageError(f"--slurm {template} is not text ({error}); name a template, such as slurm/cpu.sh") from None
     earlier = read_manifest(folder)["runs"] if (folder / "sweep.json").exists() else {}
     jobs = {name: run["job"] for name, run in earlier.items() if "job" in run}
     states = {} if dry_run and not jobs else job_states(jobs.values())
@@ -192,7 +192,7 @@ def sbatch_job(command: Sequence[str]) -> str:
     try:
         done = subprocess.run([*command], capture_output=True, text=True)
     except FileNotFoundError:
-        raise UsageError("sbatch was not found; call this where Slurm is, or add --dry-run") from None
+        raise UsageError("sbatch was not found; run this where Slurm is installed, or add --dry-run") from None
     words = done.stdout.split()
     number = words[-1].partition(";")[0] if words else ""
     require(done.returncode == 0 and number.isdigit(), f"sbatch refused: {(done.stderr or done.stdout).strip()}")

@@ -49,7 +49,7 @@ examples:
   cleanba sweep --env-ids @atari5 --dir sweeps/five --slurm slurm/one-gpu.sh --dry-run -- impala
   cleanba sweep status sweeps/five
 """
-GRACE_SECONDS = 30.0  # beyond --grace-period, for runs that were told to end to write their last files
+GRACE_SECONDS = 30.0  # beyond --grace-period, for ending runs to write their last files
 POLL_SECONDS = 0.2
 LOOK_SECONDS = 1.0  # between looks at the live table, and at runs that other processes train
 LINE_SECONDS = 60.0  # between lines about each run, if there is no terminal
@@ -91,7 +91,7 @@ def sweep_command(argv: Sequence[str]) -> Exit:
     flags = tyro.cli(Flags, args=own, prog="cleanba sweep", registry=FLAGS, description=USAGE)
     require(
         bool(rest) and rest[0] in RECIPES,
-        f"a sweep needs to know what to run: end the command with -- {' or -- '.join(RECIPES)}, and that one's flags",
+        f"a sweep needs to know what to run: end the command with -- {' or -- '.join(RECIPES)}, and its flags",
     )
     require(flags.workers is None or flags.workers >= 1, f"workers={flags.workers} must be at least 1; set --workers")
     require(flags.retries >= 0, f"retries={flags.retries} must not be negative; 0 means never")

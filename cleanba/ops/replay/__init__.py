@@ -1,4 +1,4 @@
-"""Replay memory: what is kept of the rollouts, and what is drawn of it to learn from.
+"""Replay memory: stores rollouts and draws minibatches from them.
 
 `ring.py` keeps steps and draws n-step transitions uniformly.  `priorities.py` draws places of a memory in proportion to
 their priorities; `transitions.py` keeps priorities for a ring's transitions, `sequences.py` for sequences of its steps.

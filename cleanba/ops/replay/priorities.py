@@ -4,12 +4,12 @@ A place is what has one priority: a step, or a sequence of steps.  A priority is
 most 2^24 - 1 of them.  Whole numbers add up to the same sum in any order, so every placement draws the same places, and
 a place is drawn with probability p_i / sum_j p_j without any rounding.  Places with priority 0 are never drawn.
 
-Beside the priorities stand their sums over blocks of 256 places:
+Their sums over blocks of 256 places are stored, too:
 
     values    0  4096  4096  0 ...  |  8192  0  0  100 ...  |  ...
     sums                      8192  |                 8292  |  ...
 
-To draw is to choose a whole number below the total, each equally likely.  Prefix sums say where it falls: first over
+A draw picks a uniform whole number below the total.  Prefix sums say in which place it falls: first over
 groups of 64 blocks, then over a group's blocks, then within a block.  So a draw reads one sum for every 256 places,
 64 more, and 256 places; a change costs the same in a memory of any size.
 
@@ -112,7 +112,7 @@ def draw(p: Priorities, i: jax.Array, words: jax.Array) -> Drawn:
 def _below(words: jax.Array, total: Words) -> tuple[Words, jax.Array]:
     """Whole numbers below a total, each equally likely, [N]; and whether one was found, [N] bool.
 
-    As many random bits as the total has make a number of which each is equally likely.  The first one below the total
+    A number is made of as many random bits as the total has, so all are equally likely.  The first one below the total
     is taken, of those in words [TRIES, 2, N].
     """
     ones_of_low = jnp.where(total.high > 0, LOW, _all_ones(total.low))

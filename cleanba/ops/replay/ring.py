@@ -95,7 +95,7 @@ def init(rollout: Rollout, capacity: int, stack: int = 1) -> Ring:
     `stack` is the number of frames in an image, if they are to be stored once.
 
     Raises:
-        UsageError: capacity is less than a rollout and two tails, or obs is not a stack of that many frames.
+        UsageError: capacity is below a rollout and two tails, or too large, or obs is no stack of that size.
     """
     steps, envs = rollout.reward.shape
     rows = capacity // envs

@@ -92,7 +92,7 @@ def write_sequences(
 
     carry: the stored part of the recurrent state before the rollout, [K', B, ...].
 
-    Sequences that are complete now begin with the greatest priority so far; those that have lost a row have none.
+    Newly complete sequences get the greatest priority so far; those that lost a row get 0.
     Frames are written in place, if the memory is donated.
     """
     before = memory.ring.written

@@ -61,7 +61,7 @@ elastic() {
     done
 }
 
-# Until the job's time limit.
+# Seconds until the job's time limit.
 seconds_left() {
     local text days=0 total=0 part parts
     text=$(squeue --noheader --jobs="$job" --format=%L 2>/dev/null)
@@ -157,7 +157,7 @@ note_ended() {
     done
 }
 
-# What the steps' exit codes come to: 138 only if all ended so, 2 if one did, else the highest.
+# What the steps' exit codes come to: 2 if one is 2, else the highest.
 exit_code() { printf '%s\n' "${codes[@]}" | sort -n | awk '{ seen[$1]; last = $1 } END { print 2 in seen ? 2 : last }'; }
 
 # Whether an error in the run itself ended it, which would happen again, rather than the loss of a process.
@@ -185,7 +185,7 @@ find_more() {
             return
         fi
     fi
-    # What Slurm has taken out of the allocation, only a requeue brings back.  One that brought no more is not repeated.
+    # Only a requeue brings back nodes that Slurm took out of the allocation.  If it brought none, it is not repeated.
     had=$(scontrol show job "$job" | sed -n 's/.*Comment=elastic: had \([0-9]*\).*/\1/p')
     idle=$(sinfo --noheader --partition="$SLURM_JOB_PARTITION" --states=idle --Node --format=%N | sort -u | wc -l)
     [ "$idle" -gt 0 ] && [ "${#here[@]}" -lt "$most" ] && [ "${#here[@]}" -gt "${had:-0}" ] &&

@@ -1,5 +1,5 @@
 # All that depends on your cluster, in one place.  slurm/submit reads it when it calls sbatch, and every job when it
-# starts.  What is left empty is not asked for: the cluster's own default holds, or the line in the template.
+# starts.  An empty value is not passed on: the template's line or the cluster's default applies.
 
 PARTITION=        # sbatch --partition
 ACCOUNT=          # sbatch --account
@@ -12,7 +12,7 @@ MEMORY=           # sbatch --mem, per node, such as 64G
 NODES=            # nodes, of the templates that use several
 MORE=()           # further options of sbatch, such as (--constraint=ib --mail-type=FAIL)
 
-MAX_RESTARTS=100  # a job that was cut short so often gives up: see "Time limits" in docs/guides/clusters.md
+MAX_RESTARTS=100  # a job gives up after so many restarts: see "Time limits" in docs/guides/clusters.md
 
 ELASTIC=${ELASTIC:-}  # 1, here or in the environment: a job of several nodes goes on when one is lost, on those that are
                       # left, and takes it back; NODES is then the most that it uses, and it starts on fewer
