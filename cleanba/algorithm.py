@@ -124,6 +124,11 @@ class Algorithm(NamedTuple, Generic[S, M, P, C]):
     actor_params: ActorParams[S, P]
     inspect: Inspect[P, C]
 
+    def shapes(self) -> tuple[S, P]:
+        """The shapes and dtypes of the learner's state and of the actor parameters.  Nothing is computed."""
+        state = jax.eval_shape(self.init, jax.random.key(0))
+        return state, jax.eval_shape(self.actor_params, state)
+
 
 AnyAlgorithm: TypeAlias = Algorithm[Any, Any, Any, Any]
 """An algorithm whose types are only known at run time, such as one looked up by name."""

@@ -322,9 +322,12 @@ class FromRollouts(Recurrent):
     norm_reward: bool = False
     """scale training rewards by the running standard deviation of their discounted return"""
 
-    def check_minibatches(self, size: int, what: str) -> None:
-        """Raise `UsageError` unless the minibatches cut the `size` parts of a shard evenly."""
-        m = self.num_minibatches
+    def check_minibatches(self, partition: "Partition", of_steps: bool) -> None:
+        """Raise `UsageError` unless minibatches cut a shard's environments evenly, or its transitions if `of_steps`."""
+        size, m = partition.envs_per_shard, self.num_minibatches
+        what = f"{size} environments"
+        if of_steps:
+            size, what = size * self.num_steps, f"{what} x {self.num_steps} steps"
         require(
             size % m == 0,
             f"num_minibatches={m} cannot cut a shard's {what} evenly; "

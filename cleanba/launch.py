@@ -13,7 +13,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from cleanba import kernels
@@ -272,7 +271,7 @@ def prepare(recipe: AnyRecipe, config: Config) -> Job:
     require_same_kernels(e, devices.platform)
     algorithm = recipe.make(e, resolved.spec, devices.platform)
     if initial is not None:
-        require_fit(initial, jax.eval_shape(algorithm.init, jax.random.key(0)))
+        require_fit(initial, algorithm.shapes()[0])
     job = Job(recipe, config, resolved, partition, devices, algorithm, run_dir, initial)
     shapes, buffer_size = job.training.memory_shapes, getattr(e, "buffer_size", None)
     require_room(shapes, partition.places_per_learner, devices.learners, processes_here(), buffer_size)
@@ -580,8 +579,7 @@ def open_checkpoints(job: Job) -> tuple[Checkpoints, Saved[Any, Any] | None]:
         training.local_actors,
         training.schedule.ends_epoch,
     )
-    like_state = jax.eval_shape(job.algorithm.init, jax.random.key(0))
-    like_params = jax.eval_shape(job.algorithm.actor_params, like_state)
+    like_state, like_params = job.algorithm.shapes()
     at_most: int | None = None
     while True:  # until all agree: where one process finds a whole checkpoint, another may lack a part
         saved, warnings = checkpoints.restore(like_state, like_params, at_most)

@@ -266,8 +266,7 @@ def load_policy(run_dir: Path, checkpoint: str, platform: str, trust_remote_code
     source = None if trust_remote_code else source_of(run_dir)
     spec = env_spec(e)
     algorithm = recipe.make(e, spec, platform)
-    like_state = jax.eval_shape(algorithm.init, jax.random.key(0))
-    like_params = jax.eval_shape(algorithm.actor_params, like_state)
+    like_state, like_params = algorithm.shapes()
     if source is not None:
         check_size(like_params, source)
         params, update, global_step = read_uploaded(run_dir, checkpoint, source, like_params)

@@ -69,8 +69,7 @@ def find_initial(place: str, platform: str, trust_remote_code: bool = False) -> 
         arrays = of_acting(policy.algorithm, policy.params)
     else:
         algorithm = recipe.make(e, env_spec(e), platform)
-        like_state = jax.eval_shape(algorithm.init, jax.random.key(0))
-        like_params = jax.eval_shape(algorithm.actor_params, like_state)
+        like_state, like_params = algorithm.shapes()
         require(
             checkpoint == "last" or int(checkpoint) in there, f"{run_dir} keeps no checkpoint of update {checkpoint}"
         )
@@ -89,7 +88,7 @@ def find_initial(place: str, platform: str, trust_remote_code: bool = False) -> 
 
 def of_acting(algorithm: AnyAlgorithm, params: PyTree) -> dict[str, np.ndarray]:
     """The parameters that act, by their names in the learner's state; target networks are copies of them."""
-    like = jax.eval_shape(algorithm.init, jax.random.key(0))
+    like, _ = algorithm.shapes()
     names = list(named_leaves(like))
     numbered = jax.tree.unflatten(jax.tree.structure(like), range(len(names)))
     acting = zip(jax.tree.leaves(algorithm.actor_params(numbered)), jax.tree.leaves(params), strict=True)

@@ -182,8 +182,7 @@ class PeriodicEvaluation:
 
         Later ones are removed: their updates will be repeated, and evaluated then.
         """
-        algorithm = self._agent.algorithm
-        like = jax.eval_shape(lambda: algorithm.actor_params(algorithm.init(jax.random.key(0))))
+        _, like = self._agent.algorithm.shapes()
         versions, warnings = [], []
         for path in list((self._run_dir / EVALUATING).glob("*")):
             named = re.fullmatch(r"(\d+)-(\d+)\.msgpack", path.name)

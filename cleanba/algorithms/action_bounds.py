@@ -1,4 +1,4 @@
-"""The bounds between which real-valued actions lie."""
+"""The actions that an algorithm can take: one of a few, or real numbers between bounds."""
 
 from typing import NamedTuple
 
@@ -10,6 +10,16 @@ from cleanba.specs import EnvSpec
 
 # What an environment takes as an action, by the kind of its `ActionSpec`.
 ACTION_WORDS = {"choice": "one of a few actions", "choices": "several choices at once", "quantities": "real numbers"}
+
+
+def require_choice(spec: EnvSpec, name: str) -> None:
+    """Raise `UsageError` unless an action is one of a few, for the algorithm of this name."""
+    kind = spec.action.kind
+    require(
+        kind == "choice",
+        f"env_id={spec.env_id!r} takes {ACTION_WORDS[kind]}, but {name} values each of a few actions; try "
+        f"{'`cleanba sac`, `cleanba td3` or ' * (kind == 'quantities')}`cleanba ppo`, or CartPole-v1",
+    )
 
 
 class ActionBounds(NamedTuple):

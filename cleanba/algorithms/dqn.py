@@ -14,7 +14,7 @@ import optax
 from jax import lax
 
 from cleanba.algorithm import Algorithm, Metrics, NoCarry, no_carry
-from cleanba.algorithms.action_bounds import ACTION_WORDS
+from cleanba.algorithms.action_bounds import require_choice
 from cleanba.algorithms.epsilon_greedy import epsilon_greedy, falling_epsilon, greedy, legal_values
 from cleanba.algorithms.gradient_steps import (
     PRIORITY_LOGGED,
@@ -26,7 +26,7 @@ from cleanba.algorithms.gradient_steps import (
     gradient_steps,
     prioritised_steps,
 )
-from cleanba.algorithms.off_policy import PrioritisedReplay, check_replay
+from cleanba.algorithms.off_policy import PrioritisedReplay, check_replay, stacked_frames
 from cleanba.algorithms.optimiser import TrainState, learning_rate, make_adam, sgd_step, sgd_step_with_errors
 from cleanba.config import Fraction, Partition, Positive, Settings, Steps, flag, require
 from cleanba.kernels import polyak_update
@@ -206,15 +206,10 @@ Memory: TypeAlias = replay.Ring | replay.PrioritisedRing
 
 def make(e: DQN, spec: EnvSpec, platform: str) -> Algorithm[State, Memory, ActingParams, NoCarry]:
     """DQN on environments that look like `spec`, on `platform` ("cpu", "gpu" …)."""
-    require(
-        spec.action.kind == "choice",
-        f"env_id={e.env_id!r} takes {ACTION_WORDS[spec.action.kind]}, but DQN values each of a few actions; try "
-        f"{'`cleanba sac`, `cleanba td3` or ' * (spec.action.kind == 'quantities')}`cleanba ppo`, or CartPole-v1",
-    )
+    require_choice(spec, "DQN")
     network = make_action_values(spec, e, e.dueling)
     optimiser = make_adam()
-    # EnvPool stacks the newest frames of an Atari game; the replay memory stores each frame once.
-    stack = int(spec.options.get("stack_num", 4)) if spec.is_atari else 1
+    stack = stacked_frames(spec)
 
     def init(key: jax.Array) -> State:
         params = network.initial_params(key)

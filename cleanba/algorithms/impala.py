@@ -129,7 +129,7 @@ PROTOCOLS: dict[str, Settings] = {"cleanrl-atari": CLEANRL_ATARI | PRESETS["atar
 
 def check(e: IMPALA, partition: Partition) -> None:
     """Raise `UsageError` for hyperparameters that do not fit."""
-    e.check_minibatches(partition.envs_per_shard, f"{partition.envs_per_shard} environments")
+    e.check_minibatches(partition, of_steps=False)
 
 
 LOGGED = {

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from cleanba.config import MOST, Count, Experiment, Fraction, NotOffered, Partition, Range, Steps, require
 from cleanba.errors import nearest, nearest_divisors
+from cleanba.specs import EnvSpec
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,11 @@ class OffPolicyActorCritic(OffPolicy):
     """units of the dense layers after the convolutions, or of the MLP"""
     policy_frequency: Count = 2
     """gradient steps of the critics for each one of the policy"""
+
+
+def stacked_frames(spec: EnvSpec) -> int:
+    """How many frames EnvPool stacks in an observation of an Atari game, each of which replay stores once; else 1."""
+    return int(spec.options.get("stack_num", 4)) if spec.is_atari else 1
 
 
 def check_replay(e: OffPolicy, partition: Partition, n_step: int = 1) -> None:

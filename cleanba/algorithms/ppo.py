@@ -140,11 +140,7 @@ PROTOCOLS: dict[str, Settings] = {
 
 def check(e: PPO, partition: Partition) -> None:
     """Raise `UsageError` for hyperparameters that do not fit."""
-    if e.core == "none":
-        transitions = partition.envs_per_shard * e.num_steps
-        e.check_minibatches(transitions, f"{partition.envs_per_shard} environments x {e.num_steps} steps")
-    else:
-        e.check_minibatches(partition.envs_per_shard, f"{partition.envs_per_shard} environments")
+    e.check_minibatches(partition, of_steps=e.core == "none")
 
 
 LOGGED = {

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from cleanba.algorithm import Algorithm, Metrics
-from cleanba.algorithms.action_bounds import ACTION_WORDS
+from cleanba.algorithms.action_bounds import require_choice
 from cleanba.algorithms.batches import (
     count_pieces,
     count_steps,
@@ -26,7 +26,7 @@ from cleanba.algorithms.batches import (
 from cleanba.algorithms.epsilon_greedy import epsilon_greedy, falling_epsilon, greedy, legal_values
 from cleanba.algorithms.normalisation import ReturnsSoFar, make_normaliser
 from cleanba.algorithms.optimiser import State, learning_rate, make_adam, sgd_step
-from cleanba.config import CLEANRL_ATARI, Count, Fraction, FromRollouts, Partition, Settings, require
+from cleanba.config import CLEANRL_ATARI, Count, Fraction, FromRollouts, Partition, Settings
 from cleanba.networks import make_action_values
 from cleanba.networks.cores import Carry
 from cleanba.ops.losses import by_comparison, squared_error
@@ -145,11 +145,7 @@ PROTOCOLS: dict[str, Settings] = {
 
 def check(e: PQN, partition: Partition) -> None:
     """Raise `UsageError` for hyperparameters that do not fit."""
-    envs = partition.envs_per_shard
-    if e.core == "none":
-        e.check_minibatches(envs * e.num_steps, f"{envs} environments x {e.num_steps} steps")
-    else:
-        e.check_minibatches(envs, f"{envs} environments")
+    e.check_minibatches(partition, of_steps=e.core == "none")
 
 
 class ActingParams(NamedTuple):
@@ -194,11 +190,7 @@ class Minibatch(NamedTuple):
 
 def make(e: PQN, spec: EnvSpec, platform: str) -> Algorithm[State, ReturnsSoFar, ActingParams, Carry]:
     """PQN on environments that look like `spec`, on `platform` ("cpu", "gpu" …)."""
-    require(
-        spec.action.kind == "choice",
-        f"env_id={e.env_id!r} takes {ACTION_WORDS[spec.action.kind]}, but PQN values each of a few actions; try "
-        f"{'`cleanba sac`, `cleanba td3` or ' * (spec.action.kind == 'quantities')}`cleanba ppo`, or CartPole-v1",
-    )
+    require_choice(spec, "PQN")
     normaliser = make_normaliser(e, spec)
     network = make_action_values(normaliser.network_spec(spec), e)
     one_step = normaliser.normalising(network.one_step)

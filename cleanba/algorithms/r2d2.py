@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from cleanba.algorithm import Algorithm, Metrics
-from cleanba.algorithms.action_bounds import ACTION_WORDS
+from cleanba.algorithms.action_bounds import require_choice
 from cleanba.algorithms.epsilon_greedy import epsilon_greedy, greedy, legal_values
 from cleanba.algorithms.gradient_steps import (
     PRIORITY_LOGGED,
@@ -26,7 +26,7 @@ from cleanba.algorithms.gradient_steps import (
     prioritised_steps,
 )
 from cleanba.algorithms.normalisation import Statistics, make_normaliser
-from cleanba.algorithms.off_policy import PrioritisedReplay, check_replay
+from cleanba.algorithms.off_policy import PrioritisedReplay, check_replay, stacked_frames
 from cleanba.algorithms.optimiser import TrainState, learning_rate, make_adam, sgd_step_with_errors
 from cleanba.config import (
     Count,
@@ -230,18 +230,13 @@ def exploration(e: R2D2) -> np.ndarray:
 
 def make(e: R2D2, spec: EnvSpec, platform: str) -> Algorithm[State, replay.SequenceMemory, PyTree, ActingCarry]:
     """R2D2 on environments that look like `spec`, on `platform` ("cpu", "gpu" …)."""
-    require(
-        spec.action.kind == "choice",
-        f"env_id={e.env_id!r} takes {ACTION_WORDS[spec.action.kind]}, but R2D2 values each of a few actions; try "
-        f"{'`cleanba sac`, `cleanba td3` or ' * (spec.action.kind == 'quantities')}`cleanba ppo`, or CartPole-v1",
-    )
+    require_choice(spec, "R2D2")
     normaliser = make_normaliser(e, spec)
     network = make_action_values(normaliser.network_spec(spec), e, e.dueling)
     one_step = normaliser.normalising(network.one_step)
     optimiser = make_adam(e.adam_eps, e.max_grad_norm)
     length, epsilons = e.burn_in + e.sequence_length, exploration(e)
-    # EnvPool stacks the newest frames of an Atari game; the replay memory stores each frame once.
-    stack = int(spec.options.get("stack_num", 4)) if spec.is_atari else 1
+    stack = stacked_frames(spec)
     h = partial(rescale, eps=e.rescale_eps) if e.rescale else lambda x: x
     h_inverse = partial(unscale, eps=e.rescale_eps) if e.rescale else lambda x: x
 

@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from cleanba.agents.initial import find_again, started_from
@@ -91,8 +90,7 @@ def read_checkpoint(rerun: Rerun, update: int, with_memory: bool = True) -> Save
         Failure: it is damaged, or a part of it is missing.
     """
     training = rerun.training
-    like_state = jax.eval_shape(rerun.algorithm.init, jax.random.key(0))
-    like_params = jax.eval_shape(rerun.algorithm.actor_params, like_state)
+    like_state, like_params = rerun.algorithm.shapes()
     actors = range(0) if training.schedule.ends_epoch(update) else training.local_actors
     parts = training.memory_shapes, training.local_shards if with_memory else range(0), actors
     try:

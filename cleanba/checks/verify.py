@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
-import jax
 import tyro
 
 from cleanba.checks.recompute import Rerun, digests_of, open_rerun, read_checkpoint, recompute
@@ -173,7 +172,7 @@ def contradictions(rerun: Rerun, linked: Mapping[int, Linked]) -> list[str]:
         found.append(f"result.json has other digests than the log has after its last update, {last.update}")
     model = rerun.run_dir / "model.msgpack"
     if model.exists():
-        like = jax.eval_shape(rerun.algorithm.actor_params, jax.eval_shape(rerun.algorithm.init, jax.random.key(0)))
+        _, like = rerun.algorithm.shapes()
         digest = params_digest(read_model(model, like))
         logged = [row.update for row in linked.values() if row.params_digest == digest]
         if not logged or (finished and logged[-1] != last.update):
