@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 from io import TextIOWrapper
+from types import ModuleType
 from typing import NamedTuple
 
 from cleanba import __version__
@@ -96,11 +97,18 @@ def check_environment() -> None:
     devices = os.environ.get("JAX_NUM_CPU_DEVICES", "1")
     if not devices.isdecimal() or int(devices) < 1:
         raise UsageError(f"JAX_NUM_CPU_DEVICES={devices!r} must be a whole number from 1; unset it for one device")
-    if any(name.startswith("JAX_") for name in os.environ):
-        try:
-            import jax  # noqa: F401
-        except ValueError as error:
-            raise UsageError(f"JAX refuses a variable of the environment: {said(error)}; correct or unset it") from None
+
+
+def load(module: str) -> ModuleType:
+    """Import a module, perhaps with JAX, which reads its variables of the environment then.
+
+    Raises:
+        UsageError: JAX refuses one.
+    """
+    try:
+        return import_module(module)
+    except ValueError as error:
+        raise UsageError(f"JAX refuses a variable of the environment: {said(error)}; correct or unset it") from error
 
 
 def dispatch(argv: Sequence[str]) -> Exit:
@@ -111,9 +119,8 @@ def dispatch(argv: Sequence[str]) -> Exit:
     check_environment()
     if argv and argv[0] in COMMANDS:
         module, function = COMMANDS[argv[0]].where.split(":")
-        return getattr(import_module(module), function)(argv[1:])
-    from cleanba.recipes import RECIPES
-
+        return getattr(load(module), function)(argv[1:])
+    RECIPES = load("cleanba.recipes").RECIPES
     names = {name: known.about for name, known in (RECIPES | COMMANDS).items()}
     if not argv or argv[0] in ("-h", "--help"):
         commands = "\n".join(f"  {name:10} {about}" for name, about in names.items())

@@ -398,7 +398,7 @@ class Run:
     0, the run ends without a checkpoint"""
     stall_timeout: Annotated[float, Range(1, INF, unit="seconds")] = 600.0
     """seconds without progress, compilation aside, after which the run ends and shows where each thread stands;
-    progress is an update, or after the last one a step of an evaluation or a film"""
+    progress is the start, an update, or after the last one a step of an evaluation or a film"""
     peer_timeout: Annotated[float, Range(3, 1e6, unit="seconds")] = 20.0
     """seconds of silence after which another process of the run counts as dead: it was stopped, or its host is gone;
     a process that dies is noticed at once"""

@@ -60,7 +60,7 @@ from cleanba.runtime.supervision import Watchdog, leave_process, time_limit, wat
 from cleanba.runtime.tracking import require_tracking
 from cleanba.runtime.train import RunOutcome, run_training
 from cleanba.runtime.training import Training, make_training
-from cleanba.train_flags import parse
+from cleanba.train_flags import in_one_form, parse
 from cleanba.trust import require_trusted
 
 
@@ -93,10 +93,9 @@ def resume_command(argv: Sequence[str]) -> Exit:
         run=replace(from_json(Run, saved.get("run", {})), run_dir=run_dir),
         whole=run_dir,
     )
-    config = parse(recipe, argv[1:], default)
-    if default.placement.distributed and not config.placement.distributed:  # --no-distributed
-        config = replace(config, placement=config.placement.in_one_process())
-    return exit_of(launch(recipe, config))
+    if "--no-distributed" in in_one_form(recipe, argv[1:])[0]:
+        default = replace(default, placement=default.placement.in_one_process())
+    return train_command(recipe, argv[1:], default)
 
 
 class Ended(NamedTuple):
@@ -154,7 +153,7 @@ def train(recipe: AnyRecipe, config: Config, peers: Peers | None, shown: bool, g
         try:
             checkpoints, saved = open_checkpoints(job)
         except OSError as why:
-            raise unwritable(job.run_dir, why) from None
+            raise unusable(job.run_dir, why) from None
         title = f"{recipe.name} on {job.experiment.env_id}, seed {job.experiment.seed}"
         status = Status(title, job.experiment.num_updates, config.run.target_return)
         display = Display(status, enabled=job.devices.is_main and shown, warns=job.devices.is_main)
@@ -164,7 +163,7 @@ def train(recipe: AnyRecipe, config: Config, peers: Peers | None, shown: bool, g
                 try:
                     run_writer.begin(saved, display)
                 except OSError as why:
-                    raise unwritable(job.run_dir, why) from None
+                    raise unusable(job.run_dir, why) from None
             announce(job, saved, display)
             training = replace(
                 job.training,
@@ -276,13 +275,20 @@ def prepare(recipe: AnyRecipe, config: Config) -> Job:
     shapes, buffer_size = job.training.memory_shapes, getattr(e, "buffer_size", None)
     require_room(shapes, partition.places_per_learner, devices.learners, processes_here(), buffer_size)
     require(
-        (run_dir / "config.json").exists()
-        or run_dir.resolve() not in (Path.cwd(), *Path.cwd().parents)
-        or not any(run_dir.iterdir()),
+        (run_dir / "config.json").exists() or not holds_us(run_dir) or not any(run_dir.iterdir()),
         f"run_dir={str(config.run.run_dir)!r} is the current directory or one above it, which holds other files; name "
         "one for the run",
     )
     return job
+
+
+def holds_us(folder: Path) -> bool:
+    """Whether a folder is the current directory or one above it."""
+    try:
+        here = Path.cwd()
+    except FileNotFoundError:  # it has been removed
+        return False
+    return folder.resolve() in (here, *here.parents)
 
 
 def with_digest(config: Config, run_dir: Path, platform: str) -> tuple[Config, Initial | None]:
@@ -310,6 +316,11 @@ def with_digest(config: Config, run_dir: Path, platform: str) -> tuple[Config, I
                 raise
     typed = {**config.typed, "init_from": digest}
     return replace(config, asked=replace(config.asked, init_from=digest), typed=typed), initial
+
+
+def unusable(run_dir: Path, error: OSError) -> Failure:
+    """The error for a run's directory that fails after the run has been opened there."""
+    return Failure(f"{run_dir} cannot be used ({error}); mend that, then repeat the command to resume")
 
 
 SPARSE = 0.9  # the user is warned if replay fills less than this share of a batch on average

@@ -41,6 +41,7 @@ from cleanba.config import (
     check_values,
     differences,
     fields_of,
+    flag,
     offered_fields,
     read_config,
     read_experiment,
@@ -428,6 +429,10 @@ def configure(
     asked = recipe.experiment(**typed)
     for group in (asked, placement, run):
         check_values(group)
+    options = [option.partition("=")[0] for option in typed.get("env_options", ())]
+    for name in options:
+        require(options.count(name) == 1, f"env_options names {name} twice; give one value for it")
+        require(name not in typed, f"env_options names {name}, which {flag(name)} gives, too; leave one of them out")
     if whole is not None:
         asked = read_whole(recipe, whole, run.trust_remote_code)
         changed = differences(to_json(asked), to_json(replace(asked, **typed)))

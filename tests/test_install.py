@@ -7,6 +7,7 @@ others, INSTALL=all tries every pair.
 import importlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -166,7 +167,7 @@ def test_an_install_of_the_newest_packages_trains_and_plays(tmp_path, version, e
     # Most of what is installed is never imported, so it need not be compiled.
     pip = (inside, "-m", "pip", "-q", "--disable-pip-version-check", "install", "--no-compile")
     build = run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", "dist", ROOT)
-    if build.returncode != 0 and "install build dependencies" in build.stderr:
+    if build.returncode != 0 and re.search("install(ing)? build dependencies", build.stderr):
         pytest.skip(f"no package index: {build.stderr[-300:]}")
     (wheel,) = (tmp_path / "dist").glob("cleanba-*.whl")
     installed = run(*pip, f"{wheel}[{extra}]")

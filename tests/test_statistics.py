@@ -21,11 +21,11 @@ from cleanba.runtime.training_log import TrainingLog
 def test_the_start_says_exactly_what_will_be_done():
     e = Experiment(num_envs=64, num_steps=32, total_timesteps=100_000)
     assert size_in_words(e) == (
-        "48 updates of 2,048 steps, 98,304 steps in all of the 100,000 asked for, as updates are whole; those that "
-        "only reset an environment do not count as executed steps (global_step)"
+        "48 updates of 2,048 steps, 98,304 steps in all of the 100,000 asked for, as updates are whole; steps that "
+        "only reset an environment do not count in global_step"
     )
     exactly = size_in_words(Experiment(num_envs=1, num_steps=5, total_timesteps=5))
-    assert exactly.startswith("1 update of 5 steps, 5 steps in all; those")
+    assert exactly.startswith("1 update of 5 steps, 5 steps in all; steps")
 
 
 def remaining(first_to_learn: int, first: int = 1) -> dict[int, float]:

@@ -121,7 +121,7 @@ def verify(run_dir: Path, flags: Verify) -> bool:
         print(introduction(flags.run, rerun, checked))
         require_repeatable(flags.run, rerun)
         there = segments_of(rerun, linked)
-        chosen = choose(there, linked, rerun.experiment, flags)
+        chosen = with_beginning(rerun, choose(there, linked, rerun.experiment, flags))
         require_comparable(flags, rerun, chosen, linked)
         return compute(rerun, chosen, len(there), linked, flags)
 
@@ -310,19 +310,8 @@ def segment(first: int, last: int, linked: Iterable[int]) -> Segment:
 
 
 def segments_of(rerun: Rerun, linked: Mapping[int, Linked]) -> list[Segment]:
-    """All segments of a run that can be computed, in order.
-
-    Raises:
-        CannotCompare: there is none.
-    """
-    starts = checkpoints_of(rerun, linked)
-    try:
-        rerun.beginning()
-        starts = [0, *starts]
-    except UsageError as gone:
-        if not starts:
-            raise CannotCompare(f"no checkpoint to begin from is kept, and {gone}") from gone
-        print(printable(f"the first segment is left out: {gone}"))
+    """All segments of a run, in order."""
+    starts = [0, *checkpoints_of(rerun, linked)]
     return [segment(a, b, linked) for a, b in zip(starts, [*starts[1:], max(linked)], strict=True)]
 
 
@@ -347,6 +336,23 @@ def choose(there: Sequence[Segment], linked: Mapping[int, Linked], e: Experiment
     if count < len(there):
         print(f"drawn: {count} of {len(there)} segments (--seed {seed} draws them again)")
     return drawn
+
+
+def with_beginning(rerun: Rerun, chosen: list[Segment]) -> list[Segment]:
+    """The chosen segments, without the first one where the parameters that it begins from are gone.
+
+    Raises:
+        CannotCompare: that leaves none.
+    """
+    try:
+        if chosen[0].first == 0:
+            rerun.beginning()
+    except UsageError as gone:
+        if len(chosen) == 1:
+            raise CannotCompare(str(gone)) from gone
+        print(printable(f"the first segment is left out: {gone}"))
+        return chosen[1:]
+    return chosen
 
 
 def shortened(whole: Segment, most: float) -> Segment:

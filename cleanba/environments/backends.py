@@ -14,7 +14,7 @@ import numpy as np
 
 from cleanba.config import Experiment, require
 from cleanba.environments import envpool, gymnasium, jax_envs
-from cleanba.environments.specs import Compilable, EnvSpec, Step
+from cleanba.environments.specs import Compilable, EnvSpec, Identity, Step
 from cleanba.rollout import Obs, PyTree
 from cleanba.shards import usable_cores
 
@@ -145,13 +145,13 @@ def repeatable(spec: EnvSpec) -> bool:
     if module_of(spec.env_id) is not gymnasium:
         return True
     registered = gymnasium.game(spec).registered  # a notebook's cell that runs again registers another class
-    key = (repr(spec), registered and registered.entry_point)
+    key = (repr(spec), Identity(registered and registered.entry_point))
     if key not in _REPEATABLE:
         _REPEATABLE[key] = gymnasium.follows_its_seed(spec)
     return _REPEATABLE[key]
 
 
-_REPEATABLE: dict[tuple[str, object], bool] = {}
+_REPEATABLE: dict[tuple[str, Identity], bool] = {}
 
 
 def warnings(spec: EnvSpec) -> list[str]:

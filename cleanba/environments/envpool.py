@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from cleanba import kernels
-from cleanba.config import Experiment, flag, require
+from cleanba.config import Experiment, require
 from cleanba.environments.gymnasium import steps_per_second
 from cleanba.environments.spaces import action_spec, narrowed, obs_spec
 from cleanba.environments.specs import Compilable, EnvSpec, Step, choice, parse_options, train_reward
@@ -215,13 +215,7 @@ def env_spec(e: Experiment) -> EnvSpec:
         )
     if e.max_episode_steps:
         options["max_episode_steps"] = e.max_episode_steps
-    typed = parse_options(e.env_options)
-    for name in options.keys() & typed.keys() & vars(e).keys():
-        require(
-            typed[name] == options[name],
-            f"env_options: {name}={typed[name]} contradicts {name}={options[name]}; give {flag(name)} alone",
-        )
-    options |= typed
+    options |= parse_options(e.env_options)
     for name in ("frame_skip", "stack_num", "img_height", "img_width"):  # EnvPool crashes on 0
         least = options.get(name, 1)
         require(

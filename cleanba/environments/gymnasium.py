@@ -166,7 +166,7 @@ def env_spec(e: Experiment) -> EnvSpec:
         doing = "stepped"
         probe.step(action.for_environment(first))  # Gymnasium's checker, which is on here, checks the first step too
         probe.close()
-    except (UsageError, Failure):
+    except UsageError:
         raise
     except gymnasium.error.DependencyNotInstalled as error:
         if "box2d" in str(error).lower():

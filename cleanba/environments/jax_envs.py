@@ -34,6 +34,7 @@ from cleanba.environments.specs import (
     ActionSpec,
     Compilable,
     EnvSpec,
+    Identity,
     ObsSpec,
     Step,
     choice,
@@ -42,7 +43,7 @@ from cleanba.environments.specs import (
     stated_limit,
 )
 from cleanba.environments.worker import named
-from cleanba.errors import Failure, UsageError, closest_names, missing, raised
+from cleanba.errors import UsageError, closest_names, missing, raised
 from cleanba.rollout import Obs, PyTree, step_outcome
 from cleanba.seeds import environment_key
 
@@ -245,7 +246,7 @@ def env_spec(e: Experiment) -> EnvSpec:
         doing = "reset and stepped"
         sample = first_step(functions, action)
         obs = as_planes(e.env_id, obs_spec(named(space_of(environment, "observation_space")), sample, action))
-    except (UsageError, Failure):
+    except UsageError:
         raise
     except Exception as error:  # an environment may raise anything
         given = ", ".join(f"{k}={v}" for k, v in options.items()) or "no options"
@@ -311,7 +312,7 @@ def functions_of(env_id: str, options: dict[str, Any], takes: ActionSpec, clip_r
     """The functions of an environment that takes these actions, made anew where its class was defined anew."""
     suite, _, name = env_id.partition(":")
     own = _own(env_id, name) if suite == "jax" else None
-    return _functions(env_id, own, Options(options), takes, clip_reward)
+    return _functions(env_id, Identity(own), Options(options), takes, clip_reward)
 
 
 class Options(dict[str, Any]):
@@ -322,7 +323,7 @@ class Options(dict[str, Any]):
 
 
 @cache
-def _functions(env_id: str, own: Maker | None, options: Options, takes: ActionSpec, clip_reward: bool) -> Functions:
+def _functions(env_id: str, own: Identity, options: Options, takes: ActionSpec, clip_reward: bool) -> Functions:
     environment = make(env_id, options)
     env, params = environment
     truncates, endless = getattr(env, "is_truncated", None), params

@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Generic, NamedTuple
 
@@ -80,6 +81,19 @@ def imported(what: str, remedy: str, module: str, name: str | None = None) -> An
         raise UsageError(f"{what} cannot be imported ({raised(error)}); {remedy}") from error
 
 
+@dataclass(frozen=True, eq=False)
+class Identity:
+    """A key that is equal to another one only if both hold the same object, which need not be hashable."""
+
+    held: object
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Identity) and self.held is other.held
+
+    def __hash__(self) -> int:
+        return id(self.held)
+
+
 WORDS = {"true": True, "false": False}  # accepted beside Python's own True and False
 
 
@@ -90,8 +104,6 @@ def parse_options(options: Sequence[str]) -> dict[str, Any]:
         name, eq, value = option.partition("=")
         if not eq or not name.isidentifier():
             raise UsageError(f"env_options={option!r} must have the form name=value; try --env-options frame_skip=2")
-        if name in parsed:
-            raise UsageError(f"env_options names {name} twice; give one value for it")
         try:
             parsed[name] = WORDS[value] if value in WORDS else ast.literal_eval(value)
         except (ValueError, SyntaxError, TypeError):

@@ -132,7 +132,8 @@ class Checkpoints:
         import orbax.checkpoint as ocp
 
         self._opened = contextlib.ExitStack()
-        self._opened.enter_context(_quiet("absl", "asyncio"))  # Orbax logs every step; damage is reported here
+        self._opened.enter_context(_quiet("absl"))  # Orbax logs every step; damage is reported here
+        logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # its reports come after `close`, too
         self._ocp = ocp
         self.run_dir, self._retention = run_dir, Retention.parse(keep)
         self._folder = (run_dir / "checkpoints").absolute()

@@ -174,30 +174,41 @@ def time_limit(seconds: float) -> Iterator[None]:
     if main is not threading.main_thread():
         yield
         return
-    over = threading.Event()
+    over, too_late, other = threading.Event(), threading.Event(), signal.getsignal(signal.SIGALRM)
 
-    def late(signum: int) -> None:
-        print(stacks([]), file=sys.stderr)
-        raise Failure(
-            f"the run has not started after {seconds:g} s; the stack above shows where it stands. "
-            "If nothing is wrong there, raise --stall-timeout"
-        )
+    def hear(signum: int) -> None:
+        if too_late.is_set():
+            print(stacks([]), file=sys.stderr)
+            raise _TooLate
+        if callable(other):  # an alarm of somebody else's
+            other(signum, None)
 
     def watch() -> None:
         waited = Waited()
         while not over.wait(0.1):
             if waited.look() > seconds:
-                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGALRM)
-                waited = Waited()
+                too_late.set()
+                signal.pthread_kill(main.ident or 0, signal.SIGALRM)
+                return
 
     watcher = threading.Thread(target=watch, daemon=True)
-    with handle_signals(late, [signal.SIGALRM]):
-        watcher.start()
-        try:
-            yield
-        finally:
-            over.set()
-            watcher.join()
+    try:
+        with handle_signals(hear, [signal.SIGALRM]):
+            watcher.start()
+            try:
+                yield
+            finally:
+                over.set()
+                watcher.join()
+    except _TooLate:
+        raise Failure(
+            f"the run has not started after {seconds:g} s; the stack above shows where it stands. "
+            "If nothing is wrong there, raise --stall-timeout"
+        ) from None
+
+
+class _TooLate(BaseException):
+    """Raised in the main thread; no code that handles an `Exception` takes it for an error of its own."""
 
 
 T = TypeVar("T")
