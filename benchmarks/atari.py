@@ -1,7 +1,7 @@
 """Atari by CleanRL's rules for ten million steps, beside the returns that CleanRL and Baselines publish.
 
     python benchmarks/atari.py --studies ppo --env-ids Breakout-v5 --seeds 1   # nine hours on two cores of Zen 3
-    python benchmarks/atari.py --studies pqn-gpu --seeds 1                     # for a GPU and 16 cores
+    python benchmarks/atari.py --studies pqn-gpu --seeds 1                     # two hours a game on two cores of Zen 5
     python benchmarks/atari.py --seeds                                         # nothing: table and figures so far
 
 Interrupted, it goes on where it was: its runs and their checkpoints lie in runs/atari_10m (--runs).  Each run is

@@ -1,6 +1,6 @@
 """How much faster does each feature of the runtime make DQN, and how fast is it beside a PyTorch loop?
 
-    python benchmarks/dqn_ladder.py     # a quarter of an hour on two cores; without PyTorch, without its rung
+    python benchmarks/dqn_ladder.py     # a quarter of an hour on two cores; the last rung needs PyTorch
 
 All rungs play Pong from Atari's pictures with the Nature CNN, and learn from eight samples for each environment step,
 as CleanRL's `dqn_atari` does (batches of 32, one for four steps).  They take turns, round by round, each in a process

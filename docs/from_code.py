@@ -1,6 +1,6 @@
 """What pages of the site take from the code itself, so that it cannot go stale.
 
-* ```` ```{flags} ppo ```` and its likes are tables of flags, presets and metrics.
+* ```` ```{settings} ppo ```` and its likes are lists of flags, presets and metrics.
 * `algorithms/ppo.py: loss`, as code in a sentence, links to the line where that name is defined; so do links to files.
 * Every module has a page with its source.
 """
