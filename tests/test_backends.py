@@ -531,7 +531,7 @@ def test_several_choices_of_gymnasiums_are_choices_here():
         (dict(env_id="faulty:Faulty-v0", env_options=("fault=raise", "at=1")), ["be stepped", "planted", "faulty.py:"]),
         (dict(env_id="odd:Leaves-v0"), ["cannot be reset", "SystemExit", "odd.py:"]),
         (dict(env_id=IN_JAX, env_options=("lenght=3",)), ["cannot be made with lenght", "parameters are", "length"]),
-        (dict(env_id="odd:Blind-v0"), ["odd:Blind-v0", "which actions are legal"]),
+        (dict(env_id="odd:Blind-v0"), ["odd:Blind-v0", "only an action mask"]),
         (dict(env_id="faulty:Faulty-v0", env_options=("disable_env_checker=True",)), ["is set by Cleanba"]),
         (dict(env_id="faulty:Faulti-v0"), ["faulty:Faulti-v0", "Faulty-v0"]),
         (dict(env_id="faulty:Texts-v0"), ["Text(", "--env-wrappers"]),
