@@ -1,6 +1,6 @@
 """Atari by CleanRL's rules for ten million steps, beside the returns that CleanRL and Baselines publish.
 
-    python benchmarks/atari.py --studies ppo --env-ids Breakout-v5 --seeds 1   # 2.3 hours on two cores of Zen 5, nine of Zen 3
+    python benchmarks/atari.py --studies ppo --env-ids Breakout-v5 --seeds 1   # 2.3 hours on two cores of Zen 5
     python benchmarks/atari.py --studies pqn-gpu --seeds 1                     # two hours a game on two cores of Zen 5
     python benchmarks/atari.py --seeds                                         # nothing: table and figures so far
 
