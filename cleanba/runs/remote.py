@@ -25,6 +25,7 @@ from typing import IO, NamedTuple
 from cleanba.config import require
 from cleanba.errors import Failure, UsageError, missing
 from cleanba.files import METRICS, expanded
+from cleanba.runs.directory import unwritable
 from cleanba.trust import mark_downloaded
 
 DOWNLOADS = Path("runs/hub")
@@ -214,7 +215,10 @@ def unpack(archive: Path, whole: Path | None = None) -> Path:
             )
             digest = hashlib.sha256(os.fsencode(archive.absolute())).hexdigest()[:8]
             folder = UNPACKED / f"{archive.name.partition('.')[0] or 'run'}-{digest}"
-            make_unpacked(folder)
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise unwritable(folder, error, "current directory") from None
             mark_downloaded(folder, source)
             for name, member in found.items():
                 require_size(source, name, member.size)
@@ -238,22 +242,6 @@ def unpack(archive: Path, whole: Path | None = None) -> Path:
             raise Failure(f"{source} cannot be unpacked: {error.strerror}; make room") from error
         raise UsageError(f"{source} cannot be unpacked ({error}); choose another archive") from error
     return folder
-
-
-def make_unpacked(folder: Path) -> None:
-    """Make a folder for what is unpacked.
-
-    Raises:
-        UsageError: it cannot be made here.
-        Failure: the disk is full.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        why = f"{folder}, where archives are unpacked, cannot be made: {error.strerror}"
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise Failure(f"{why}; make room") from None
-        raise UsageError(f"{why}; change to another directory") from None
 
 
 def _copy_parts(source: str, home: PurePosixPath, members: Iterable[Member], folder: Path) -> None:
