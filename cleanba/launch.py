@@ -6,6 +6,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from hashlib import sha256
@@ -56,9 +57,9 @@ from cleanba.runtime.peers import Peers
 from cleanba.runtime.process_setup import prepared
 from cleanba.runtime.processes import gather_over_processes, initialise, processes_here
 from cleanba.runtime.profile import Profile
-from cleanba.runtime.supervision import Watchdog, leave_process, time_limit, watched
+from cleanba.runtime.supervision import Watchdog, hear_signals, leave_process, time_limit, watched
 from cleanba.runtime.tracking import require_tracking
-from cleanba.runtime.train import RunOutcome, run_training
+from cleanba.runtime.train import RunOutcome, ended_by, run_training
 from cleanba.runtime.training import Training, make_training
 from cleanba.train_flags import in_one_form, parse
 from cleanba.trust import require_trusted
@@ -133,16 +134,20 @@ def launch(
             return train(recipe, config, peers, shown, give_up)
 
 
+STUCK_SECONDS = 3.0  # that the end waits for a checkpoint being written where a thread does not end
 START_SECONDS = 60.0  # that a start may take, even if --stall-timeout is less
 
 
 def train(recipe: AnyRecipe, config: Config, peers: Peers | None, shown: bool, give_up: Callable[[int], None]) -> Ended:
     """`launch`, after the processes have joined."""
-    with time_limit(max(config.run.stall_timeout, START_SECONDS)):
+    most = max(config.run.stall_timeout, START_SECONDS)
+    with time_limit(most):
         job = prepare(recipe, config)
         check_workers(job.spec, config.placement.env_workers)
+        repeatable(job.spec)  # tried here, where a step that hangs is noticed; the answer is remembered
     try:
-        run_writer = claim(job, shown)
+        with time_limit(most):
+            run_writer = claim(job, shown)
     except Finished as done:
         if shown and job.devices.is_main:
             print(f"cleanba: {done}")
@@ -158,6 +163,7 @@ def train(recipe: AnyRecipe, config: Config, peers: Peers | None, shown: bool, g
         status = Status(title, job.experiment.num_updates, config.run.target_return)
         display = Display(status, enabled=job.devices.is_main and shown, warns=job.devices.is_main)
         run = config.run
+        stuck = False
         try:
             if run_writer is not None:
                 try:
@@ -183,15 +189,17 @@ def train(recipe: AnyRecipe, config: Config, peers: Peers | None, shown: bool, g
             )
             log = run_writer.log if run_writer else lambda update, global_step, seconds, values: None
             outcome = run_training(training, display, status, log, peers, give_up)
+            stuck = outcome.stuck
             if run_writer is not None and outcome.error is None:
-                outcome = run_writer.finish(outcome, status, display)
+                outcome = run_writer.finish(outcome, status, display, give_up)
                 if peers and outcome.error is not None:  # the other processes wait for this one to end
                     peers.tell(outcome.error)
         finally:
-            display.close()
-            if run_writer is not None:
-                run_writer.close_logs()
-            checkpoints.close()
+            with ExitStack() as ends:  # from the last to the first, each even if another one fails
+                ends.callback(checkpoints.close, STUCK_SECONDS if stuck else None)
+                if run_writer is not None:
+                    ends.callback(run_writer.close_logs)
+                ends.callback(display.close)
         error = run_writer.write_result(outcome) if run_writer is not None else outcome.error
         said = error is not None and peers is not None and error is peers.error
         in_vain = error is None or isinstance(error, NotFinite)  # continuing would lead to the same numbers
@@ -256,6 +264,7 @@ def prepare(recipe: AnyRecipe, config: Config) -> Job:
         run_dir.exists()
     except OSError as error:  # its name is too long, or a folder above it may not be read
         raise unwritable(run_dir, error) from None
+    require_trusted(run_dir, "a run goes on only where it began")
     config, initial = with_digest(config, run_dir, devices.platform)
     resolved = settle(recipe, config, devices.platform, run_dir)
     e = resolved.experiment
@@ -365,7 +374,7 @@ class RunWriter:
         """Open the logs of a run that begins, or that continues from a checkpoint."""
         run, config, earlier = self._run, self._opened.config, self._opened.earlier
         self._display = display
-        history = rewind(self._job.run_dir, saved.update if saved else 0)
+        history = rewind(self._job.run_dir, *((saved.update, saved.counters["seconds"]) if saved else (0,)))
         names = (run.wandb_project_name, run.wandb_entity)
         self._writers = Writers(self._job.run_dir, run.track, *names, config, history)
         if earlier is None and run.experiment_from:
@@ -415,27 +424,32 @@ class RunWriter:
 
         return both
 
-    def finish(self, outcome: RunOutcome[Any], status: Status, display: Display) -> RunOutcome[Any]:
+    def finish(
+        self, outcome: RunOutcome[Any], status: Status, display: Display, give_up: Callable[[int], None]
+    ) -> RunOutcome[Any]:
         """Evaluate and film the last version, as the flags say.
 
-        Returns the outcome, with status "failed" if this raised an error.
+        Returns the outcome, with status "failed" if this raised an error, and "interrupted" if a signal ended it.
         """
         assert self._writers is not None
         evaluations, result = self.evaluations, outcome.result
+        asked: list[Interrupted] = []
+
+        def progress() -> tuple[int, str]:
+            if asked:
+                raise asked[0]
+            return evaluations.moves, evaluations.doing
+
         if self._run.eval_frequency:
             status.phase = "evaluating the last version"
             display.refresh()
         watchdog = Watchdog(self._run.stall_timeout, "step of evaluations")
         try:
-            self._film = watched(
-                lambda: evaluations.finish(result, outcome.state),
-                watchdog,
-                lambda: (evaluations.moves, evaluations.doing),
-            )
+            with hear_signals(lambda signum: asked.append(Interrupted(signum)), give_up):
+                self._film = watched(lambda: evaluations.finish(result, outcome.state), watchdog, progress)
             evaluations.log(self._writers, result["seconds"])
         except Exception as error:
-            said = {"status": "failed", "error": f"{type(error).__name__}: {error}"}
-            return outcome._replace(result=result | said, error=error)
+            return outcome._replace(result=result | ended_by(error), error=error)
         finally:
             status.phase = "training"
         return outcome
@@ -590,6 +604,15 @@ def open_checkpoints(job: Job) -> tuple[Checkpoints, Saved[Any, Any] | None]:
         training.local_actors,
         training.schedule.ends_epoch,
     )
+    try:
+        return checkpoints, newest_of_all(job, checkpoints)
+    except BaseException:
+        checkpoints.close()
+        raise
+
+
+def newest_of_all(job: Job, checkpoints: Checkpoints) -> Saved[Any, Any] | None:
+    """The newest checkpoint that every process can read; newer ones are forgotten."""
     like_state, like_params = job.algorithm.shapes()
     at_most: int | None = None
     while True:  # until all agree: where one process finds a whole checkpoint, another may lack a part
@@ -607,7 +630,7 @@ def open_checkpoints(job: Job) -> tuple[Checkpoints, Saved[Any, Any] | None]:
             "give all of them the same --run-dir on a shared file system",
         )
     checkpoints.forget_after(at_most)
-    return checkpoints, saved
+    return saved
 
 
 def has_reached(saved: Saved[Any, Any], target: float | None) -> bool:

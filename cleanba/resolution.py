@@ -433,6 +433,8 @@ def configure(
     for name in options:
         require(options.count(name) == 1, f"env_options names {name} twice; give one value for it")
         require(name not in typed, f"env_options names {name}, which {flag(name)} gives, too; leave one of them out")
+        own = ":" not in asked.env_id and name in ("repeat_action_probability", "full_action_space", "episodic_life")
+        require(not own, f"env_options names {name}, which has a flag of its own; give {flag(name)} instead")
     if whole is not None:
         asked = read_whole(recipe, whole, run.trust_remote_code)
         changed = differences(to_json(asked), to_json(replace(asked, **typed)))

@@ -1,6 +1,9 @@
-"""Waiting time, without the time in which this process itself was suspended."""
+"""Waiting time, without the time in which this process itself was suspended, and whether a thread compiles."""
 
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 MOST_SECONDS = 2.0
 
@@ -21,3 +24,21 @@ class Waited:
         self._seconds += min(now - self._looked, MOST_SECONDS)
         self._looked = now
         return self._seconds
+
+
+_compiling: set[int] = set()  # threads, by their identifiers
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """This thread compiles, which may take any time."""
+    _compiling.add(threading.get_ident())
+    try:
+        yield
+    finally:
+        _compiling.discard(threading.get_ident())
+
+
+def is_compiling() -> bool:
+    """Whether a thread of this process is within `compiling`."""
+    return bool(_compiling)

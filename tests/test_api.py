@@ -271,6 +271,19 @@ def test_a_recurrent_agent_remembers_until_an_episode_begins(tmp_path):
     agent.act(np.zeros((3, *shape)))
 
 
+def test_settings_of_random_numbers_do_not_change_what_an_agent_draws(run):
+    keys, agent = [], run.agent()
+    for offset in (0, 7):
+        jax.config.update("jax_random_seed_offset", offset)
+        try:
+            agent.reset(3)
+            keys.append(jax.random.key_data(agent._key).tolist())
+            assert jax.config.values["jax_random_seed_offset"] == offset
+        finally:
+            jax.config.update("jax_random_seed_offset", 0)
+    assert keys[0] == keys[1]
+
+
 @pytest.mark.parametrize(
     "env_id, kind, dtype, most",
     [("gymnax:Breakout-MinAtar", "planes", "bool", True), ("craftax:Craftax-Pixels-v1", "pixels", "uint8", 255)],

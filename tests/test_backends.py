@@ -476,6 +476,18 @@ def test_an_environment_that_was_mended_is_tried_again():
         assert repeatable(env_spec(Experiment(env_id=gymnasium.register(Again)))) is follows
 
 
+def test_one_that_leaves_the_program_is_tried_all_the_same():
+    class Leaves(Odd):  # no other process can import it
+        looks = 0
+
+        def look(self):
+            Leaves.looks += 1
+            return super().look() if Leaves.looks < 20 else sys.exit(0)
+
+    assert gymnasium.follows_its_seed(env_spec(Experiment(env_id=gymnasium.register(Leaves))))
+    assert Leaves.looks == 20
+
+
 def test_an_environment_that_starts_slowly_is_tried_all_the_same(monkeypatch):
     monkeypatch.setattr(gymnasium, "PATIENCE_SECONDS", 1.0)  # two of them take longer to start
     spec = env_spec(Experiment(env_id="faulty:Faulty-v0", env_options=("fault=chance", "starts=0.7")))

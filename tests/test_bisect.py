@@ -1,7 +1,9 @@
 """`cleanba bisect`: planted faults are found and named; recording changes no bit; the command and what it refuses."""
 
+import json
 import os
 import re
+import shutil
 
 import pytest
 from launch import ROOT, command
@@ -58,3 +60,23 @@ def test_two_runs_part_where_one_was_computed_otherwise(tmp_path, monkeypatch):
     whole = command("bisect", a, b)
     assert whole.code == 1 and "the same bits throughout: updates 1 to" in whole.out
     assert f"note: {b} has logged another digest of the parameters after update 1 than B comes to here" in whole.out
+
+    # Equal logs tell that both are the same, but not what another placement would come to.
+    c = shutil.copytree(a, tmp_path / "c")
+    assert "all 4 digests in both logs" in command("bisect", a, c).out
+    elsewhere = command("bisect", a, c, "--", "--learner-device-ids", "1")
+    assert elsewhere.code == 0 and "B: " in elsewhere.out and "learners on [1]" in elsewhere.out, elsewhere
+
+
+def test_a_config_of_a_stranger_cannot_ask_for_a_million_devices(tmp_path):
+    run = tmp_path / "run"
+    assert command(*PART[:-4], "--log-frequency", "8", "--env-id", "Catch-v0", "--run-dir", run).code == 0
+    config = json.loads((run / "config.json").read_text())
+    for placement in (
+        {"num_processes": 10**6, "learner_device_ids": [0, 1]},
+        {"learner_device_ids": [10**6]},
+    ):
+        (run / "config.json").write_text(json.dumps({**config, "placement": {**config["placement"], **placement}}))
+        ended = command("bisect", run, "--", "--actor-device-ids", "0")
+        assert ended.code == 2 and "Traceback" not in ended.err, ended
+        assert "more than it has actors or shards" in ended.err or "there is no device 1000000" in ended.err

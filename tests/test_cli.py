@@ -143,6 +143,10 @@ def test_scripts_for_the_other_shells_have_every_command():
             "--env-id Pong-v5 --max-episode-steps 100 --env-options max_episode_steps=50",
             ["env_options names max_episode_steps, which --max-episode-steps gives, too"],
         ),
+        (
+            "--env-id Pong-v5 --env-options repeat_action_probability=0",
+            ["env_options names repeat_action_probability", "give --repeat-action-probability"],
+        ),
         ("--network nature", ["network=nature", "images", "--network mlp"]),
         # devices: there are eight, 0 to 7
         ("--actor-device-ids 8", ["--actor-device-ids", "no device 8", "0 (cpu), 1 (cpu)", "7 (cpu)"]),

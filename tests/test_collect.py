@@ -1,9 +1,11 @@
 """Both collectors record the same, and what they record is what the environments did."""
 
 import contextlib
+import gc
 import re
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
@@ -305,6 +307,19 @@ def test_a_long_rollout_ends_soon_after_the_run_does(name):
     assert time.monotonic() - asked < 5
     assert isinstance(ended[0], Closed)
     collector.close()
+
+
+@pytest.mark.parametrize("name", COLLECTORS)
+def test_a_closed_collector_holds_no_environments(name):
+    """Those of the next epoch may need their memory."""
+    collector = make(name, CASES["catch"])
+    envs = environments(CASES["catch"], 0)
+    collector.restart(envs)
+    held = weakref.ref(envs)
+    del envs
+    collector.close()
+    gc.collect()
+    assert held() is None
 
 
 def test_a_collector_that_was_told_to_stop_does_not_begin():

@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -345,6 +346,7 @@ def test_frames_show_stacks_numbers_and_all_actions():
     colours = np.zeros((2, 6, 84, 84), np.uint8)
     colours[0, 3] = 200  # red of the second picture
     assert np.asarray(films.see(colours))[80, 250].tolist() == [200, 0, 0]
+    assert np.asarray(films.see(colours, grey=True)).shape[0] > np.asarray(films.see(colours)).shape[0]  # six tiles
     # Gymnasium's pictures have their colours last.
     assert np.array_equal(films.see(colours.transpose(0, 2, 3, 1)), films.see(colours))
     assert films.see(np.zeros((2, 4), np.float32)).height == 4 * films.LINE
@@ -712,6 +714,26 @@ def test_an_evaluation_at_the_end_that_stands_still_ends_the_run(tmp_path, monke
     assert ended.code == 0 and "goes on after update 5" not in ended.out, ended
     assert [row["update"] for row in read_rows(run) if "eval/episodic_return" in row] == [5]
     assert read_result(run)["status"] == "finished"
+
+
+def test_a_signal_ends_the_evaluation_at_the_end_and_says_how_the_run_goes_on(tmp_path, monkeypatch):
+    def never_ends(*_, check, **__):
+        check("playing")
+        os.kill(os.getpid(), signal.SIGTERM)
+        while True:
+            time.sleep(0.01)
+            check("playing")
+
+    monkeypatch.setattr(periodic_evaluation, "play", never_ends)
+    run = tmp_path / "run"
+    flags = (*TINY, "--eval-frequency", "100", "--eval-episodes", "2", "--run-dir", run)
+    ended = command("ppo", *flags)
+    assert ended.code == 128 + signal.SIGTERM and "cleanba: interrupted by SIGTERM" in ended.err, ended
+    assert "goes on after update 5, nothing to repeat" in ended.out
+    assert read_result(run)["status"] == "interrupted"
+    monkeypatch.undo()
+    assert command("ppo", *flags).code == 0
+    assert [row["update"] for row in read_rows(run) if "eval/episodic_return" in row] == [5]
 
 
 HANGS_AT_ITS_END = """

@@ -32,6 +32,7 @@ def agent_of(algorithm: str, env_id: str, **flags) -> Agent:
 CASES = {
     "ppo, MLP": ("ppo", "CartPole-v1", dict(hiddens=[16], norm_obs=True)),
     "ppo, Nature CNN": ("ppo", "Breakout-v5", dict(network="nature", hiddens=[16])),
+    "ppo, the smaller CNN": ("ppo", "Breakout-v5", dict(network="nips", hiddens=[16])),
     "impala, ResNet": ("impala", "Breakout-v5", dict(network="impala", channels=[4, 4], hiddens=[16])),
     "ppo, two LSTMs": ("ppo", "CartPole-v1", dict(hiddens=[8], core="lstm", lstm_size=8, share_torso=False)),
     "ppo, real numbers": ("ppo", "Pendulum-v1", dict(hiddens=[8], norm_obs=True)),
@@ -54,6 +55,7 @@ def test_every_algorithm_and_network_is_exported(case, format, tmp_path):
     written = agent.export(tmp_path / f"agent.{format}")
     assert written.observations == 1000 and set(written.differences) == {port.name for port in written.outputs}
     assert max(written.differences.values()) <= 1e-5 and written.differences["action"] <= 1e-5
+    assert written.same_actions == 1000
 
 
 WITHOUT_US = """
@@ -67,17 +69,19 @@ runpy.run_path(sys.argv[0])
 def test_without_cleanba_it_gets_the_returns_of_an_evaluation(tmp_path):
     run = tmp_path / "run"
     small = "--total-timesteps 4096 --num-envs 8 --num-steps 32 --num-shards 1 --num-actors 1 --hiddens 16 --core lstm"
-    words = f"--env-id gymnasium:CartPole-v1 {small} --lstm-size 8 --env-workers 0"
+    words = f"--env-id gymnasium:CartPole-v1 {small} --lstm-size 8 --env-workers 0 --max-episode-steps 190"
     assert command("ppo", *words.split(), "--run-dir", run).code == 0
     played = command("eval", run, "--greedy", "--episodes", "5", "--seed", "1")
     assert played.code == 0, played.err
     ended = command("export", run)
     assert ended.code == 0 and "1,000 observations: the same greedy actions" in ended.out, ended.err
+    assert "as it plays here: the same action at 1,000 of them" in ended.out
     script = ROOT / "docs" / "examples" / "play_onnx.py"
     elsewhere = finish(python("-c", WITHOUT_US, script, run / "agent.onnx", "5"))
     assert elsewhere.code == 0, elsewhere.err
     returns = [float(line) for line in elsewhere.out.split()]
-    assert returns == json.loads((run / "eval.json").read_text())["returns"] and len(set(returns)) > 1
+    played = json.loads((run / "eval.json").read_text())["returns"]
+    assert returns == played and len(set(returns)) > 1 and max(returns) == 190  # the run's own limit
 
 
 @pytest.mark.parametrize(
@@ -97,11 +101,12 @@ def test_what_cannot_be_written_is_refused(words, said, tmp_path, monkeypatch):
     assert ended.code == 2 and said in ended.err and "Traceback" not in ended.err
 
 
-def test_without_the_extra_it_says_how_to_install_it(tmp_path, monkeypatch):
+@pytest.mark.parametrize("format, absent", [("onnx", "jax2onnx"), ("stablehlo", "flatbuffers")])
+def test_without_the_extra_it_says_how_to_install_it(format, absent, tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text("{}")
-    monkeypatch.setitem(sys.modules, "jax2onnx", None)
-    ended = command("export", tmp_path)
-    assert ended.code == 2 and "cleanba[export]" in ended.err
+    monkeypatch.setitem(sys.modules, absent, None)
+    ended = command("export", tmp_path, "--format", format)
+    assert ended.code == 2 and "cleanba[export]" in ended.err and absent in ended.err
 
 
 def test_a_run_that_is_not_there_is_named(tmp_path):

@@ -21,6 +21,7 @@ from cleanba.runtime.learner import Learner
 from cleanba.runtime.metrics import Writers
 from cleanba.runtime.peers import Peers
 from cleanba.runtime.supervision import Watchdog
+from cleanba.waited import compiling
 
 SOON = 5.0 * CROWD  # seconds
 ENDLESS = [*TINY, "--total-timesteps", "1000000000"]
@@ -59,6 +60,23 @@ def test_a_process_that_was_stopped_for_a_while_has_not_stalled(monkeypatch):
     look_after(0, 1000, *[1] * 50)  # a job that its cluster suspended
     with pytest.raises(Failure, match="no update for 61 s after update 3"):
         look_after(*[1] * 10)
+
+
+def test_a_thread_that_compiles_has_not_stalled(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr("cleanba.waited.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    watchdog = Watchdog(60.0)
+
+    def look(times: int) -> None:
+        for _ in range(times):
+            clock[0] += 1
+            watchdog.check(3, "collecting the first rollout")
+
+    with compiling():
+        look(200)
+    look(60)
+    with pytest.raises(Failure, match="no update for 61 s after update 3"):
+        look(1)
 
 
 def test_messages_of_a_process_may_come_in_pieces_and_silence_ends_them(monkeypatch):

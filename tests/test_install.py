@@ -40,7 +40,7 @@ MODULES = {
     "video": ("imageio", "imageio_ffmpeg"),
     "jax-envs": ("gymnax", "craftax", "six"),
     "box2d": ("Box2D",),
-    "export": ("jax2onnx", "onnx", "onnxruntime"),
+    "export": ("jax2onnx", "onnx", "onnxruntime", "flatbuffers"),
 }
 
 

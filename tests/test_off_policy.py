@@ -458,6 +458,7 @@ def test_defaults_are_cleanrls():
         ("sac", {"alpha": 0.05}, "add --no-autotune, or leave --alpha out"),
         ("sac", {"target_network_frequency": 0}, "--target-network-frequency to 1 or more"),
         ("td3", {"policy_frequency": 0}, "--policy-frequency to 1 or more"),
+        ("sac", {"policy_frequency": 1001, "total_timesteps": 10**6}, "policy_frequency=1001 must be at most 1000"),
         ("td3", {"policy_frequency": 101}, "the run's 100 gradient steps, .* try --policy-frequency 100 or less"),
         ("td3", {"policy_noise": float("nan")}, "--policy-noise to 0 or more"),
         ("td3", {"noise_clip": -0.5}, "--noise-clip to 0 or more"),

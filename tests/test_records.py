@@ -293,7 +293,7 @@ def test_an_environment_that_ignores_its_seed_later_is_named_and_nothing_is_trai
     ended = command(*words)
     said = [line for line in ended.err.splitlines() if not line.startswith("cleanba: warning")]
     assert ended.code == 1 and "Traceback" not in ended.err and len(said) == 1, ended
-    assert "did not repeat themselves: after the same 80 actions" in ended.err and "config.json" in ended.err
+    assert "did not repeat themselves: after the same 80 actions" in ended.err and "metrics.jsonl" in ended.err
     assert updates_kept(run) == [10] and read_result(run)["update"] == 10
 
 

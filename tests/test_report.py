@@ -124,7 +124,7 @@ def test_the_page_has_every_part(full):
     text, page = page_of(full)
     words = " ".join(page.words)
     for expected in (
-        *("ppo on CartPole<i>-v1, seed 3", "failed", "40,000 of 123,456", "Learning", "Evaluation", "321.5"),
+        *("ppo on CartPole<i>-v1, seed 3", "failed", "executed steps 40,000", "Learning", "Evaluation", "321.5"),
         *(
             "last 100 episodes",
             "greedy actions, random with probability 0.05",

@@ -15,6 +15,7 @@ import pytest
 from launch import CROWD, ROOT, TINY, command, finish, python, read_result, read_rows
 from ports import free_address
 
+from cleanba.runs.log import rewind
 from cleanba.runtime import train
 from cleanba.runtime.checkpoint import updates_kept
 from cleanba.runtime.checkpoint_writer import CheckpointWriter
@@ -219,6 +220,31 @@ DAMAGE = {
     "truncated": lambda path: path.write_bytes(path.read_bytes()[:10]),
     "removed": lambda path: path.unlink(),
 }
+
+
+def test_time_does_not_run_backwards_after_an_evaluation_that_was_logged_late(tmp_path):
+    rows = [
+        {"update": 10, "seconds": 10.0, "charts/SPS": 1.0},
+        {"update": 20, "seconds": 20.0, "charts/SPS": 1.0},
+        {"update": 10, "seconds": 20.0, "eval/episodic_return": 1.0},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert [row["seconds"] for row in rewind(tmp_path, 10, 12.5)] == [10.0, 12.5]
+    assert [row["seconds"] for row in read_rows(tmp_path)] == [10.0, 12.5]
+
+
+def test_a_counter_that_has_changed_is_damage_too(whole, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(whole("ppo"), run)
+    (run / "result.json").unlink()
+    counters = run / "checkpoints" / "40" / "counters" / "metadata"
+    text = counters.read_text()
+    changed = re.sub(r'("global_step": )\d', r"\g<1>9", text)
+    assert changed != text
+    counters.write_text(changed)
+    ended = command("resume", run)
+    assert ended.code == 0 and "checkpoint 40 is damaged and left out: the checksum of its counters" in ended.err
+    assert_same_run(run, whole("ppo"))
 
 
 @pytest.mark.parametrize("damage", DAMAGE)

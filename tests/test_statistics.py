@@ -41,6 +41,16 @@ def remaining(first_to_learn: int, first: int = 1) -> dict[int, float]:
     return found
 
 
+def test_steps_from_before_a_resume_do_not_count_for_the_speed_after_it():
+    progress, rows = Progress(Status("test", 100)), []
+    progress.statistics.new_steps = 1_000_000  # since the last log point, from the checkpoint
+    write = lambda update, global_step, seconds, values: rows.append(values)
+    log = TrainingLog(Schedule(1, 100, True, 0), 10, find_devices(Placement()), progress, write)
+    log.note_update(1)
+    log.write(10, {}, {})
+    assert rows[0]["charts/SPS_recent"] == rows[0]["charts/SPS"] == 0.0
+
+
 def test_no_remaining_time_is_shown_before_an_interval_of_learning():
     known = lambda found: [update for update, eta in found.items() if not math.isnan(eta)]
     assert known(remaining(0)) == [10, 20, 30, 40]

@@ -124,6 +124,16 @@ def test_online_it_is_one_run_which_is_sent_nothing_twice(service, tmp_path):
     assert service.rows[7] == {"charts/SPS": 1.0, "global_step": 56, "update": 7}
 
 
+def test_an_evaluation_that_is_played_again_is_sent_before_training_has_passed_what_the_server_has(service, tmp_path):
+    rows = [row(update) for update in range(1, 6)]
+    tracking = Tracking(tmp_path, *PLACE)
+    for r in rows:
+        tracking.write(r["update"], r["global_step"], r)
+    tracking = Tracking(tmp_path, *PLACE, history=rows[:3])  # on from a checkpoint
+    tracking.write(2, 16, {"eval/episodic_return": 7.0})
+    assert service.rows[6]["eval/episodic_return"] == 7.0 and 2 not in service.sent[5:]
+
+
 def test_what_the_server_lacks_of_a_log_is_sent(service, tmp_path):
     Tracking(tmp_path, *PLACE).write(1, 8, row(1))
     service.rows.clear()

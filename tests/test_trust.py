@@ -370,7 +370,9 @@ def test_a_run_of_ones_own_is_as_free_as_before(tmp_path):
 def test_training_goes_by_a_downloaded_experiment_if_that_is_harmless(tmp_path):
     harmless = foreign(tmp_path / "harmless")
     other = foreign(tmp_path / "other", seed=2)
+    (other / "downloaded.json").unlink()
     ended = command("ppo", "--experiment", harmless, "--run-dir", other)  # it gets as far as the directory of the run
     assert ended.code == 2 and f"{other} holds another experiment (seed: 2, now 1)" in ended.err
-    ended = command("resume", harmless)
-    assert ended.code == 2 and "a run goes on only where it began" in ended.err
+    for words in (("resume", harmless), ("ppo", "--experiment", harmless, "--run-dir", harmless)):
+        ended = command(*words)
+        assert ended.code == 2 and "a run goes on only where it began" in ended.err

@@ -22,7 +22,7 @@ from cleanba.resolution import read_recipe
 from cleanba.rollout import Obs, PyTree
 from cleanba.runtime import checkpoint as ckpt
 from cleanba.runtime.collect import first_carry
-from cleanba.runtime.process_setup import precision
+from cleanba.runtime.process_setup import settings_of
 from cleanba.seeds import evaluation_key
 from cleanba.shards import network_options
 from cleanba.specs import ObsSpec, ObsSpecs, describe
@@ -141,7 +141,7 @@ class Agent:
         if seed is not None:
             require(isinstance(seed, int | np.integer), f"seed={seed!r} must be a whole number")
             require(0 <= seed < 2**31, f"seed={seed} must lie in [0, 2^31); try 1")
-            with jax.default_device(self._device):
+            with jax.default_device(self._device), settings_of(self._policy.experiment.dtype):
                 self._key = evaluation_key(seed, 0)
             self._step = 0
         self._carry: PyTree = ()
@@ -178,7 +178,7 @@ class Agent:
             fits = flags.shape == (n,) or (flags.ndim == 0 and n == 1)
             require(fits, f"first has the shape {flags.shape}, but there are {n} observations; give one bool for each")
             flags = flags.astype(bool).reshape(n)
-        with jax.default_device(self._device), jax.default_matmul_precision(precision(policy.experiment.dtype)):
+        with jax.default_device(self._device), settings_of(policy.experiment.dtype):
             if n != self._remembers:
                 known = begins or not jax.tree.leaves(self._carry) or bool(flags.all())
                 require(
@@ -320,7 +320,8 @@ def read_params(
         + (
             "; its checkpoints have been removed, so choose another run"
             if (run_dir / "result.json").exists()
-            else " yet: a run without --checkpoint-frequency writes its first after ten seconds"
+            else " yet: a run without --checkpoint-frequency writes its first after ten seconds, or where environments "
+            "do not follow their seed at the end of their first epoch"
         ),
     )
     return ckpt.read_model(model, like_params), None, None

@@ -26,7 +26,7 @@ from cleanba.rollout import Episode, EpisodeTracker, step_outcome
 from cleanba.runs.remote import find_run
 from cleanba.runtime.collect import first_carry
 from cleanba.runtime.digests import params_digest
-from cleanba.runtime.process_setup import pin_random_numbers, precision
+from cleanba.runtime.process_setup import pin_random_numbers, settings_of
 from cleanba.seeds import eval_seed, evaluation_key
 
 EVALUATIONS = "evaluations"  # the folder of a run that keeps each of them; the newest is eval.json, too
@@ -287,7 +287,7 @@ def evaluate(
     plays = Play(
         policy.plays.greedy if greedy is None else greedy, policy.plays.epsilon if epsilon is None else epsilon
     )
-    with jax.default_matmul_precision(precision(policy.experiment.dtype)):
+    with settings_of(policy.experiment.dtype):
         if path is None:
             played = play(policy, episodes, seed, device, plays=plays, max_steps=max_steps)
         else:

@@ -8,7 +8,7 @@ from typing import Annotated
 import tyro
 
 from cleanba.agents.load import load
-from cleanba.agents.portable import FORMATS, Export, check_target, export, require_onnx
+from cleanba.agents.portable import FORMATS, NEEDS, Export, check_target, export
 from cleanba.errors import Exit
 from cleanba.flags import FLAGS
 from cleanba.runs.remote import find_run
@@ -40,8 +40,8 @@ def export_command(argv: Sequence[str]) -> Exit:
     path = flags.out or run_dir / f"agent{FORMATS.get(flags.format, '')}"
     if flags.out is not None or run_dir.is_dir():  # otherwise `load` says that there is no such run
         check_target(path, flags.format, flags.seed)
-    if flags.format == "onnx":
-        require_onnx()
+    if flags.format in NEEDS:
+        NEEDS[flags.format]()
     pin_random_numbers()
     policy = load(run_dir, flags.checkpoint, trust_remote_code=flags.trust_remote_code).policy
     written = export(policy, path, flags.format, flags.seed)
@@ -57,8 +57,9 @@ def in_words(written: Export) -> str:
         [
             f"inputs: {', '.join(map(shown, written.inputs))}",
             f"outputs: {', '.join(map(shown, written.outputs))}",
-            f"compared with the agent at {written.observations:,} observations: the same greedy actions; "
-            f"largest differences: {numbers}",
+            f"compared with the agent's network in float32 at {written.observations:,} observations: "
+            f"the same greedy actions; largest differences: {numbers}",
+            f"compared with the agent as it plays here: the same action at {written.same_actions:,} of them",
             f"written: {written.path} ({written.path.stat().st_size / 1e6:.3g} MB)",
         ]
     )

@@ -62,6 +62,7 @@ class Film:
         self._writer: Any = None
         self._ended = False
         self._names = action_names(agent.spec)
+        self._grey = agent.spec.is_atari and bool(agent.spec.options.get("gray_scale", True))
 
         def look(params: PyTree, carry: PyTree, obs: Obs, first: jax.Array) -> dict[str, jax.Array]:
             shown = agent.algorithm.inspect(params, *jax.tree.map(lambda x: x[:1], (carry, obs, first)))
@@ -103,7 +104,7 @@ class Film:
     ) -> None:
         parts = [
             captioned(fit(picture, *PICTURE), f"step {self.frames}   score {score:g}"),
-            captioned(see(obs), "what the network sees"),
+            captioned(see(obs, self._grey), "what the network sees"),
             captioned(draw_policy(self._names, values, chosen), caption),
         ]
         frame = np.asarray(side_by_side(parts))
@@ -166,8 +167,11 @@ def fit(picture: np.ndarray, width: int, height: int) -> Image.Image:
     return image.resize((round(image.width * scale), round(image.height * scale)), Image.Resampling.LANCZOS)
 
 
-def see(obs: Obs) -> Image.Image:
-    """Draw the first of the observations [B, ...]: stacked pictures as tiles, oldest first, a board, or numbers."""
+def see(obs: Obs, grey: bool = False) -> Image.Image:
+    """Draw the first of the observations [B, ...]: stacked pictures as tiles, oldest first, a board, or numbers.
+
+    grey: whether each plane of a stack is a picture, even where their number is a multiple of three.
+    """
     x = obs[0] if isinstance(obs, np.ndarray) else None
     if x is not None and x.dtype == bool and x.ndim == 3:
         return fit(draw_board(x), 2 * TILE, 2 * TILE)
@@ -177,7 +181,7 @@ def see(obs: Obs) -> Image.Image:
         parts = jax.tree_util.tree_leaves_with_path(obs)
         return draw_numbers({".".join(str(key.key) for key in path): part[0] for path, part in parts})
     # EnvPool stacks pictures along the first axis; three planes make one colour picture.
-    tiles = [x[i : i + 3].transpose(1, 2, 0) for i in range(0, len(x), 3)] if len(x) % 3 == 0 else list(x)
+    tiles = [x[i : i + 3].transpose(1, 2, 0) for i in range(0, len(x), 3)] if len(x) % 3 == 0 and not grey else list(x)
     columns = 1 if len(tiles) == 1 else 2
     rows = -(-len(tiles) // columns)
     sheet = Image.new("RGB", (columns * (TILE + 4) - 4, rows * (TILE + 4) - 4), PAPER)

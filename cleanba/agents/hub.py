@@ -27,7 +27,7 @@ from cleanba.runtime.checkpoint import save_model, updates_kept
 from cleanba.runtime.devices import find_devices
 from cleanba.runtime.digests import params_digest
 
-COPIED = ("result.json", "eval.json", METRICS)
+COPIED = ("result.json", METRICS)
 MACHINE = (
     "packages",
     "revision",

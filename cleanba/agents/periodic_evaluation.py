@@ -16,7 +16,7 @@ from cleanba.agents.agent import BEST, Policy, read_best
 from cleanba.agents.evaluate import film_path, film_to, play, summary
 from cleanba.agents.film import require_films
 from cleanba.config import Run
-from cleanba.environments.backends import Envs, open_envs, threads_per_actor
+from cleanba.environments.backends import Envs, end_waits, open_envs, threads_per_actor
 from cleanba.environments.specs import EnvSpec
 from cleanba.errors import Failure
 from cleanba.files import Json, write_json
@@ -254,6 +254,7 @@ class PeriodicEvaluation:
         thread.join()
         if isinstance(made[0], BaseException):
             raise made[0]
+        end_waits(made[0], self._stop.check)
         return made[0]
 
     def _keep(self, update: int, global_step: int, mean: float, params: PyTree) -> None:

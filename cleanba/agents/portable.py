@@ -4,7 +4,7 @@
 
 The file holds all that lies between an observation and an action in the environment's own form: the normalisation of
 observations, masks of illegal actions, the network, the greedy choice, and the bounds of actions.  Right after it is
-written, it is run on observations from the environment and compared with the agent itself.
+written, it is run on observations from the environment and compared with the agent's network and its actions.
 """
 
 import io
@@ -37,12 +37,13 @@ from cleanba.files import Json, write_whole
 from cleanba.recipes import RECIPES
 from cleanba.rollout import PyTree, step_outcome
 from cleanba.runtime.digests import params_digest
-from cleanba.runtime.process_setup import precision
+from cleanba.runtime.process_setup import settings_of
 from cleanba.seeds import eval_seed, evaluation_key
 
 FORMATS = {"onnx": ".onnx", "stablehlo": ".stablehlo"}
 """name -> how its files end"""
 TOLERANCE = 1e-5  # of probabilities and values; relative where a number is larger than 1
+SAME_SHARE = 0.99  # of the actions of an agent in float32, whose kernels round differently
 CHECKED = 1000  # observations
 AT_ONCE = 20  # environments that show them
 SEEDS = 30  # in the metadata
@@ -82,6 +83,10 @@ class Trained(Protocol):
     def global_step(self) -> int | None: ...
     @property
     def run(self) -> str: ...
+    @property
+    def algorithm(self) -> AnyAlgorithm: ...
+    @property
+    def act(self) -> Callable[..., tuple[jax.Array, PyTree]]: ...
 
 
 class Runs(Protocol):
@@ -100,11 +105,15 @@ class Export:
     metadata: Json
     observations: int
     """how many it was compared on"""
+    same_actions: int
+    """at how many of them the agent, as it plays here (its own precision and kernels), takes the file's action"""
     differences: dict[str, float]
     """by output: the largest difference, relative where a number is larger than 1"""
 
     def __repr__(self) -> str:
-        return f"<export {self.path}: the agent's actions at {self.observations:,} observations>"
+        return (
+            f"<export {self.path}: the agent's actions at {self.same_actions:,} of {self.observations:,} observations>"
+        )
 
 
 def plain_algorithm(policy: Trained) -> AnyAlgorithm:
@@ -231,6 +240,18 @@ def require_onnx() -> tuple[Any, Any]:
     return jax2onnx, onnxruntime
 
 
+def require_stablehlo() -> None:
+    """Import the optional package that `jax.export` writes files with.
+
+    Raises:
+        UsageError: it is not installed.
+    """
+    try:
+        import flatbuffers  # noqa: F401
+    except ImportError as error:
+        raise missing("an export to StableHLO (--format stablehlo)", error, "export") from None
+
+
 @contextmanager
 def named_dimensions() -> Iterator[None]:
     """Within this context onnx_ir's shapes take JAX's dimensions, such as "batch", by their names.
@@ -313,18 +334,26 @@ def described(agent: Exported) -> Json:
 
 
 WRITERS: dict[str, Callable[[Path, Exported], Runs]] = {"onnx": write_onnx, "stablehlo": write_stablehlo}
+NEEDS: dict[str, Callable[[], object]] = {"onnx": require_onnx, "stablehlo": require_stablehlo}
 
 
 # ------------------------------------------------------------------------------------------------------- comparison
 
 
-def compare(policy: Trained, agent: Exported, runs: Runs, seed: int, count: int = CHECKED) -> dict[str, float]:
-    """Play with actions drawn from the policy, and compare the outputs of file and agent.
+def compare(
+    policy: Trained, agent: Exported, runs: Runs, seed: int, count: int = CHECKED
+) -> tuple[dict[str, float], int]:
+    """Play with actions drawn from the policy, and compare the file with the agent at each observation.
 
-    Returns the largest difference of each output, relative where the agent's number is larger than 1.
+    The file's outputs must be those of the agent's network in plain JAX and float32.  The agent as it plays here has
+    its own precision and kernels, which round differently, so a few of its actions may differ.
+
+    Returns the largest difference of each output, relative where the agent's number is larger than 1, and the number
+    of observations at which the agent as it plays here takes the file's action.
 
     Raises:
-        Failure: an action differs, or another number by more than `TOLERANCE`; says where first, and how often.
+        Failure: an action differs, or another number by more than `TOLERANCE`; says where first, and how often.  Or an
+            agent of float32 takes another action than the file at more than 1 observation in 100.
     """
     algorithm, n = plain_algorithm(policy), min(AT_ONCE, count)
     steps = -(-count // n)
@@ -338,6 +367,7 @@ def compare(policy: Trained, agent: Exported, runs: Runs, seed: int, count: int 
     part, whole_carry = remembered(carry)
     carries = [np.asarray(x) for x in jax.tree.leaves(part)]
     mine = theirs = carries
+    playing, same = policy.algorithm.initial_carry(n), 0
     worst, wrong, where = dict.fromkeys(names_out, 0.0), dict.fromkeys(names_out, 0), dict.fromkeys(names_out, "")
     envs = open_envs(policy.spec, [eval_seed(seed, i, 1, n) for i in range(n)], 1, workers=0)
     try:
@@ -355,6 +385,11 @@ def compare(policy: Trained, agent: Exported, runs: Runs, seed: int, count: int 
                     i = int(np.flatnonzero(bad)[0])
                     where[name] = f"step {t} of environment {i}: {a[i].tolist()} in the file, {b[i].tolist()} here"
                 wrong[name] += int(bad.sum())
+            with settings_of(policy.experiment.dtype):
+                played, playing = policy.act(params, playing, obs, first, key, np.int32(t), False)
+            action = found_by_name["action"]
+            best = np.asarray(policy.spec.action.for_environment(np.asarray(played))).astype(action.dtype)
+            same += int((differences(best.reshape(action.shape), action) <= TOLERANCE).sum())
             carry = whole_carry(jax.tree.unflatten(jax.tree.structure(part), mine), n)
             chosen = explore(params, carry, obs, first, jax.random.fold_in(key, t))
             mine, theirs = expected[len(expected) - len(carries) :], found[len(found) - len(carries) :]
@@ -366,7 +401,9 @@ def compare(policy: Trained, agent: Exported, runs: Runs, seed: int, count: int 
     faults = [f"{name} at {wrong[name]} of {n * steps}, first at {where[name]}" for name in names_out if wrong[name]]
     if faults:
         raise Failure(f"the file does not compute what the agent does; they differ in {'; '.join(faults)}")
-    return worst
+    if policy.experiment.dtype == "float32" and same < SAME_SHARE * n * steps:
+        raise Failure(f"the file takes the agent's action at only {same} of {n * steps} observations")
+    return worst, same
 
 
 def differences(found: np.ndarray, expected: np.ndarray) -> np.ndarray:
@@ -417,16 +454,15 @@ def export(policy: Trained, path: Path, format: str, seed: int = 1) -> Export:
         Failure: the file cannot be written, or does not compute what the policy does.
     """
     check_target(path, format, seed)
-    if format == "onnx":
-        require_onnx()
-    with jax.default_matmul_precision(precision("float32")):
+    NEEDS[format]()
+    with settings_of("float32"):
         agent = exported(policy)
         try:
             runs = WRITERS[format](path, agent)
         except OSError as error:
             raise Failure(f"{path} cannot be written: {os.strerror(error.errno or 0)}") from None
         try:
-            worst = compare(policy, agent, runs, seed)
+            worst, same = compare(policy, agent, runs, seed)
         except Failure as error:
             raise Failure(f"{path} was written, but {error}") from None
-    return Export(path, agent.inputs, agent.outputs, agent.metadata, CHECKED, worst)
+    return Export(path, agent.inputs, agent.outputs, agent.metadata, CHECKED, same, worst)

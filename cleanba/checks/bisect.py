@@ -34,6 +34,7 @@ Flags after `--` set B's placement; flags after a second `--` set A's.  NAME=VAL
 variable of that side.  Exit code 0: the same bits throughout.  1: the two sides differ, or one of them differs from
 what its run logged."""
 
+MOST_DEVICES = 4096  # that a processor is divided into
 REPORT_SECONDS = 15.0  # between lines of progress where there is no terminal
 
 
@@ -75,10 +76,8 @@ def bisect_command(argv: Sequence[str]) -> Exit:
     if words and words[0] in ("-h", "--help"):
         print(ABOUT + "\n")
     flags = tyro.cli(Flags, args=words, prog="cleanba bisect", registry=FLAGS, add_help=True)
-    require(
-        len(flags.runs) in (1, 2) and len(sides) <= 2,
-        f"bisect takes one run or two, but was given {len(flags.runs)}\n{ABOUT}",
-    )
+    require(len(flags.runs) in (1, 2), f"bisect takes one run or two, but was given {len(flags.runs)}\n{ABOUT}")
+    require(len(sides) <= 2, f"bisect takes at most two `--`, but was given {len(sides)}\n{ABOUT}")
     with tempfile.TemporaryDirectory(prefix="cleanba-bisect-") as scratch:
         folders = [Path(scratch, name) for name in "AB"]  # of archives
         for folder in folders:
@@ -97,7 +96,7 @@ def bisect(a: Path, b: Path, sides: Sequence[Sequence[str]], flags: Flags) -> Ex
     part_a = part_of(a, sides[1] if len(sides) > 1 else [], trust)
     part_b = part_of(b, sides[0] if sides else [], trust)
     require_same_experiment(a, b)
-    span = find_span(a, b, flags)
+    span = find_span(a, b, flags, elsewhere=bool(sides))
     for line in span.said:
         print(printable(line))
     if span.settled:
@@ -141,6 +140,11 @@ def part_of(run_dir: Path, words: Sequence[str], trust_remote_code: bool) -> Par
         f"after `--`, give only variables and flags of placement\n{ABOUT}",
     )
     n = placement.num_processes or 1
+    require(
+        n <= experiment.num_actors and n * len(placement.learner_device_ids) <= experiment.num_shards,
+        f"{run_dir}/config.json places the run on {n} processes with {len(placement.learner_device_ids)} learner "
+        "devices each, more than it has actors or shards; name the run's own directory",
+    )
     if n > 1:
         many = n * len(placement.learner_device_ids), n * len(placement.actor_device_ids)
         placement = replace(
@@ -154,6 +158,7 @@ def part_of(run_dir: Path, words: Sequence[str], trust_remote_code: bool) -> Par
     placement = parse(recipe, flags, default).placement
     require(not placement.distributed, "bisect computes each side in one process; leave out --distributed")
     devices = 1 + max((*placement.learner_device_ids, *placement.actor_device_ids, 0))
+    require(devices <= MOST_DEVICES, f"{run_dir}: there is no device {devices - 1}; choose some below {MOST_DEVICES}")
     if devices > 1:
         variables = {"JAX_NUM_CPU_DEVICES": str(devices), **variables}
     return Part(run_dir, placement, variables)
@@ -183,7 +188,7 @@ class Span(NamedTuple):
     """whether the logs alone tell that both are the same"""
 
 
-def find_span(a: Path, b: Path, flags: Flags) -> Span:
+def find_span(a: Path, b: Path, flags: Flags, elsewhere: bool = False) -> Span:
     """Choose the updates to compute: from the last common checkpoint to the first digest that differs.
 
     Raises:
@@ -207,7 +212,7 @@ def find_span(a: Path, b: Path, flags: Flags) -> Span:
         last = apart[0]
     elif a != b and taken:
         words = f"the same bits throughout: all {len(taken)} digests in both logs, the last after update {max(taken):,}"
-        if flags.from_update is None and flags.to_update is None:
+        if flags.from_update is None and flags.to_update is None and not elsewhere:
             return Span(0, max(taken), ({}, {}), [words], settled=True)
         said.append(words)
     last = last if flags.to_update is None else flags.to_update

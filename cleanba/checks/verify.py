@@ -121,7 +121,7 @@ def verify(run_dir: Path, flags: Verify) -> bool:
         print(introduction(flags.run, rerun, checked))
         require_repeatable(flags.run, rerun)
         there = segments_of(rerun, linked)
-        chosen = with_beginning(rerun, choose(there, linked, rerun.experiment, flags))
+        chosen = with_beginning(rerun, choose(there, linked, flags))
         require_comparable(flags, rerun, chosen, linked)
         return compute(rerun, chosen, len(there), linked, flags)
 
@@ -315,7 +315,7 @@ def segments_of(rerun: Rerun, linked: Mapping[int, Linked]) -> list[Segment]:
     return [segment(a, b, linked) for a, b in zip(starts, [*starts[1:], max(linked)], strict=True)]
 
 
-def choose(there: Sequence[Segment], linked: Mapping[int, Linked], e: Experiment, flags: Verify) -> list[Segment]:
+def choose(there: Sequence[Segment], linked: Mapping[int, Linked], flags: Verify) -> list[Segment]:
     """The segments to compute: those that the flags name, or some that are drawn.
 
     Raises:
@@ -325,7 +325,7 @@ def choose(there: Sequence[Segment], linked: Mapping[int, Linked], e: Experiment
         return [named(there, linked, flags.from_update, flags.to_update)]
     seed = secrets.randbelow(2**31) if flags.seed is None else flags.seed
     order = random.Random(seed).sample(there, len(there))
-    total = (flags.fraction or 1.0) * e.num_updates
+    total = (flags.fraction or 1.0) * max(linked)
     if flags.segments is None and flags.fraction is not None:
         count = next((n for n in range(1, len(order)) if sum(s.updates for s in order[:n]) >= total), len(order))
     else:
@@ -396,7 +396,7 @@ def compute(
         found = printable(found)
         wrong += [f"{one}: {found}"] if found else []
         print(f"{one}: {found or 'the same bits'}", flush=True)
-    share = sum(one.updates for one in chosen) / rerun.experiment.num_updates
+    share = sum(one.updates for one in chosen) / max(linked)  # a run may end before its time, by --target-return
     ranged = flags.from_update is not None or flags.to_update is not None
     what = f"{chosen[0]} recomputed" if ranged else f"{len(chosen)} of {all_segments} segments recomputed"
     if not wrong:

@@ -254,7 +254,7 @@ def follows_its_seed(spec: EnvSpec, steps: int = 32) -> bool:
                     obs = seen.obs
         finally:
             envs.close()
-    except Exception:  # environments stepped in this thread may raise anything
+    except (Exception, SystemExit):  # environments stepped in this thread may raise anything
         pass
     return True
 

@@ -5,6 +5,7 @@ periodic evaluation has a row of its own, at the update whose parameters it play
 """
 
 import json
+import math
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -82,10 +83,13 @@ def seconds_left(rows: list[Row], updates: int) -> float | None:
     return max(0.0, now - began) / (last - first) * max(0, updates - last)
 
 
-def rewind(run_dir: Path, update: int) -> list[Row]:
+def rewind(run_dir: Path, update: int, seconds: float = math.inf) -> list[Row]:
     """Remove the rows after `update`, which will be logged again, and return those that stay.
 
-    TensorBoard's files are removed too, as they are rebuilt from the rows.
+    An evaluation is logged later than its update; such a row gets the time from which the run goes on, so that time
+    does not run backwards.  TensorBoard's files are removed too, as they are rebuilt from the rows.
+
+    seconds: the time from which the run goes on.
     """
     rows: list[Row] = []
     logged: dict[int, Row] = {}  # by update
@@ -94,6 +98,8 @@ def rewind(run_dir: Path, update: int) -> list[Row]:
             if row["update"] in logged and "chain" in row:  # a signal came after its log point
                 logged[row["update"]].update({**row, **logged[row["update"]]})
                 continue
+            if row.get("seconds", 0.0) > seconds:
+                row = {**row, "seconds": seconds}
             rows.append(row)
             if not is_evaluation(row):
                 logged[row["update"]] = row

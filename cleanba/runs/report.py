@@ -188,7 +188,8 @@ def overview(result: Json, rows: Rows, experiment: Json) -> str:
     words = facts(
         [
             ("status", result.get("status", "unfinished")),
-            ("steps", f"{shown(steps)} of {shown(planned)}"),
+            ("executed steps", steps),
+            ("steps asked for, with those that only reset an environment", planned),
             ("return, last 100 episodes", known("episodic_return", "charts/episodic_return")),
             ("episodes", known("episodes", "charts/episodes")),
             ("steps per second", known("sps", "charts/SPS")),

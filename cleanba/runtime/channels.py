@@ -23,9 +23,12 @@ class Stop:
         self.error: BaseException | None = None
 
     def __call__(self, error: BaseException | None = None) -> None:
-        """End the run: every wait at a channel raises `Closed`.  The first error given is kept."""
+        """End the run: every wait at a channel raises `Closed`.
+
+        The first error is kept, and none that comes after a call without one: the run has ended well by then.
+        """
         with self._lock:
-            if error is not None and self.error is None:
+            if not self._event.is_set():
                 self.error = error
             self._event.set()
             channels = list(self._channels)

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -31,7 +32,7 @@ from cleanba.errors import Failure
 from cleanba.files import METRICS, Json, write_whole
 from cleanba.rollout import PyTree
 from cleanba.runtime import memory, records
-from cleanba.runtime.digests import tree_digest
+from cleanba.runtime.digests import json_digest, tree_digest
 from cleanba.runtime.memory import SavedShard, ShardSnapshot
 from cleanba.runtime.peers import all_reached_milestone, reach_milestone
 from cleanba.runtime.records import SavedActor, Snapshot, actor_folder
@@ -142,6 +143,7 @@ class Checkpoints:
         self._actors, self._fresh_after = actors, fresh_after
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[None] | None = None
+        self._newest: Future[None] | None = None  # the same, but kept
         self._closing = threading.Event()
         self._known: list[int] = []  # updates whose memory this process has read or written, in order
         self.seconds = 0.0  # that the last checkpoint took to be written
@@ -205,7 +207,7 @@ class Checkpoints:
                 self._commit(saved, digests)
             self.seconds = time.perf_counter() - began
 
-        self._writing = self._writer.submit(write)
+        self._writing = self._newest = self._writer.submit(write)
 
     def _kept(self) -> list[int]:
         # The main process's newest checkpoint may not be visible here yet, so also keep the newest that is known.
@@ -240,6 +242,7 @@ class Checkpoints:
             os.fsync(log.fileno())  # else a power failure may leave a checkpoint without its digests in the log
         arrays = {"state": saved.state, "older_params": saved.older_params}
         counters = {**saved.counters, "digest": tree_digest(arrays), "memory": [*digests]}
+        counters["counters_digest"] = json_digest(counters)
         leaves = {f"{i:05d}": np.asarray(x) for i, x in enumerate(jax.tree.leaves(arrays))}
         self._manager.save(
             saved.update,
@@ -294,9 +297,16 @@ class Checkpoints:
             "make room or repair the disk, then give the same command again to go on"
         )
 
-    def close(self) -> None:
-        """Close the folder.  Errors that `wait` has not raised are dropped."""
+    def close(self, seconds: float | None = None) -> None:
+        """Close the folder.  Errors that `wait` has not raised are dropped.
+
+        seconds: how long to wait for a checkpoint that is being written, as a disk may hang; None: until it is.
+        """
         self._closing.set()
+        if seconds is not None and self._newest is not None and not wait_for([self._newest], seconds).done:
+            self._writer.shutdown(wait=False)
+            self._opened.close()
+            return
         self._writer.shutdown()
         with contextlib.suppress(Exception):
             self._manager.close()
@@ -416,6 +426,9 @@ def _read(run_dir: Path, update: int, like_state: S, like_params: P) -> Saved[S,
     """One checkpoint without its memory.  Raises whatever Orbax raises, and `ValueError`, if it is damaged."""
     leaves_like, structure = jax.tree.flatten({"state": like_state, "older_params": like_params})
     counters = json.loads((run_dir / "checkpoints" / str(update) / COUNTERS / "metadata").read_text())
+    digest = counters.pop("counters_digest", None)  # earlier versions wrote none
+    if digest not in (None, json_digest(counters)):
+        raise ValueError("the checksum of its counters does not match")
     leaves = read_arrays(run_dir, update, [x.shape for x in leaves_like])
     arrays = jax.tree.unflatten(structure, leaves)
     if counters.pop("digest") != tree_digest(arrays):

@@ -4,6 +4,8 @@ import threading
 import time
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -26,6 +28,7 @@ from cleanba.runtime.records import ActorState, RecordedRollout, SavedActor, act
 from cleanba.seeds import action_key
 from cleanba.shards import network_options
 from cleanba.specs import ActionSpec
+from cleanba.waited import compiling
 
 
 @dataclass
@@ -257,6 +260,7 @@ class SteppedCollector(Generic[P, C]):
     first_env: int = 0  # the number of the actor's first environment
     _envs: Envs | None = None
     _obs: Obs = None
+    _compiled: bool = False
     _done: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
     _first: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
     _carry: PyTree = None
@@ -280,8 +284,9 @@ class SteppedCollector(Generic[P, C]):
         self._carry = jax.device_put(there.carry, self.device)
 
     def close(self) -> None:
-        if self._envs is not None:
-            self._envs.close()
+        envs, self._envs = self._envs, None  # so that their memory is free before new ones are made
+        if envs is not None:
+            envs.close()
 
     def __call__(self, params: P, numbers: np.ndarray, times: Times) -> Collected:
         assert self._envs is not None, "restart() comes first"
@@ -298,9 +303,11 @@ class SteppedCollector(Generic[P, C]):
             self.stop.check()
             # The only copy of an observation to a device.
             obs, first = jax.device_put((self._obs, self._first), self.device)
-            if stepping is None:
-                stepping = self.steppers.start(params, self._carry, obs, first, numbers)
-            action, self._carry, stepping = self.steppers.step(params, stepping, self._carry, obs, first)
+            with nullcontext() if self._compiled else compiling():
+                if stepping is None:
+                    stepping = self.steppers.start(params, self._carry, obs, first, numbers)
+                action, self._carry, stepping = self.steppers.step(params, stepping, self._carry, obs, first)
+            self._compiled = True
             host_action = np.asarray(action)
             then, now = now, clock()
             times.inference += now - then
@@ -428,8 +435,17 @@ class ScanCache:
         self._lock = threading.Lock()
         self._compiled: dict[Hashable, Future[CompiledScan]] = {}
 
-    def of(self, envs: Compilable, device: jax.Device, args: tuple[PyTree, np.ndarray, ScanState]) -> CompiledScan:
-        """The scan for these environments.  `args` have the shapes of what it will be called with."""
+    def of(
+        self,
+        envs: Compilable,
+        device: jax.Device,
+        args: tuple[PyTree, np.ndarray, ScanState],
+        check: Callable[[], None] = lambda: None,
+    ) -> CompiledScan:
+        """The scan for these environments.  `args` have the shapes of what it will be called with.
+
+        check: called now and then while another actor compiles it; raises an error if the run ends.
+        """
         key = device, envs.key, args[2].first.shape
         with self._lock:
             scan = self._compiled.get(key)
@@ -440,9 +456,12 @@ class ScanCache:
                 scan = self._compiled[key] = Future()
         if mine:
             try:
-                scan.set_result(self._compile(envs, device, args))
+                with compiling():
+                    scan.set_result(self._compile(envs, device, args))
             except BaseException as error:
                 scan.set_exception(error)
+        while not wait_for([scan], 0.1).done:
+            check()
         return scan.result()
 
     def _compile(
@@ -515,7 +534,7 @@ class ScannedCollector(Generic[P, C]):
 
     def _scan(self, params: PyTree, numbers: np.ndarray, state: ScanState) -> tuple[ScanState, Scanned]:
         assert self._compilable is not None, "restart() comes first"
-        scan = self.scans.of(self._compilable, self.device, (params, numbers, state))
+        scan = self.scans.of(self._compilable, self.device, (params, numbers, state), self.stop.check)
         buffers = scan.new_buffers()
         for t in range(0, self.num_steps, scan.length):
             self.stop.check()

@@ -53,5 +53,7 @@ def one_thread() -> Iterator[None]:
             del os.environ[THREADS]
         else:
             os.environ[THREADS] = given
+        for library in loaded():  # one that was loaded meanwhile began with one thread
+            library.set(max(before, default=os.cpu_count() or 1))
         for library, number in zip(libraries, before, strict=True):
             library.set(number)

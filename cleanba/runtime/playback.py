@@ -115,7 +115,8 @@ def play_back(
         what = f"last observations differ (of {envs.num_envs}: {named})" if others else "rewards or episode ends differ"
         raise Failure(
             f"{who} did not repeat themselves: after the same {saved_actor.steps} actions in each, {what}. Resuming "
-            "would train on other data, so nothing was changed; use the versions of the emulators and their files that "
-            "the run began with (config.json lists the packages), or start over in another --run-dir"
+            "would train on other data, so nothing was trained; use the versions of the emulators and their files that "
+            "the run began with (the newest `made_by` in metrics.jsonl lists the packages), or start over in another "
+            "--run-dir"
         )
     return obs

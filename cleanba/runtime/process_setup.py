@@ -130,6 +130,21 @@ def pin_random_numbers() -> None:
         jax.config.update(name, value)
 
 
+@contextmanager
+def settings_of(dtype: str) -> Iterator[None]:
+    """Within the context JAX multiplies with the precision of --dtype, and draws random numbers as in training."""
+    before = {name: jax.config.values[name] for name in RANDOM_NUMBERS}
+    if before != RANDOM_NUMBERS:
+        pin_random_numbers()
+    try:
+        with jax.default_matmul_precision(precision(dtype)):
+            yield
+    finally:
+        if before != RANDOM_NUMBERS:
+            for name, value in before.items():
+                jax.config.update(name, value)
+
+
 def refuse_64_bits() -> None:
     """Raise `UsageError` where JAX would use 64-bit numbers: dtypes here are 32 bits wide."""
     require(

@@ -26,6 +26,7 @@ class Progress(Generic[S]):
     interrupt: Interrupted | None = None  # the signal after which the run ends with a checkpoint
     failure: BaseException | None = None  # the error of an actor after which the run ends with a checkpoint
     reached: bool = False  # the target return, at a log point
+    complete: bool = False  # all updates are made; at most the last checkpoint is still being written
     learner_ended: bool = False
 
     def seconds_until(self, update: int) -> float:

@@ -47,16 +47,14 @@ class Statistics:
             self.newest.extend((rollout.number, episode) for episode in rollout.episodes)
             self.times.append(rollout.times)
 
-    def gather(self) -> int:
-        """Add up all processes' counts, and return the new steps.  All must call this after the same update."""
+    def gather(self) -> None:
+        """Add up all processes' counts.  All must call this after the same update."""
         counts = self.gather_counts()
         self.recent.extend(episode for _, episode in in_order(counts))
-        new_steps = sum(process.steps for process in counts)
-        self.global_step += new_steps
+        self.global_step += sum(process.steps for process in counts)
         self.episodes += sum(process.episodes for process in counts)
         self.new_steps, self.new_episodes = 0, 0
         self.newest.clear()
-        return new_steps
 
     def gather_counts(self) -> list[NewCounts]:
         """What every process counted since the last log point.  All must call this after the same update."""

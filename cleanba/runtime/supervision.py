@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from cleanba.errors import Failure, Interrupted
 from cleanba.runtime.channels import Channel, Stop
 from cleanba.runtime.progress import Progress
-from cleanba.waited import Waited
+from cleanba.waited import Waited, is_compiling
 
 GRACE_SECONDS = 3.0  # for threads to notice that the run ends
 
@@ -86,7 +86,8 @@ def end_by_signal(
     if can_save and grace_period > 0 and next_end is None:
         words = f"{error}: ending after this update, with a checkpoint"
     elif can_save and next_end is not None and signum == signal.SIGUSR1:
-        end = next_end(progress.saved_update)  # may be done already, with its checkpoint being written
+        # It may be done already, with its checkpoint being written.
+        end = next_end(max(progress.saved_update, progress.update - 1))
         seconds = progress.seconds_until(end)
         if seconds < grace_period:
             words = f"{error}: ending after the checkpoint of update {end}, in about {seconds:.0f} s"
@@ -153,7 +154,7 @@ class Watchdog:
             Failure: the run stalls.  The threads' stacks have been printed to stderr.
         """
         mark = (count, phase)
-        if mark != self.mark or phase.startswith("compiling"):
+        if mark != self.mark or phase.startswith("compiling") or is_compiling():
             self.mark, self.waited = mark, Waited()
         elif (seconds := self.waited.look()) > self.timeout:
             print(stacks(channels), file=sys.stderr)

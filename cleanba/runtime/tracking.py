@@ -101,15 +101,22 @@ class Tracking:
         self._newest = 0
         self._from = self._run.starting_step
         for row in history:
-            self.write(row["update"], row["global_step"], row)
+            self._send(row["update"], row["global_step"], row)
 
     def write(self, update: int, global_step: int, values: Mapping[str, object]) -> None:
-        """Send the numbers of a row, unless W&B has them already."""
+        """Send the numbers of a row, unless W&B has them already.
+
+        An evaluation is always sent, as it may be one that the run played again after it was interrupted.
+        """
+        self._send(update, global_step, values, always=any(name.startswith("eval/") for name in values))
+
+    def _send(self, update: int, global_step: int, values: Mapping[str, object], always: bool = False) -> None:
         # W&B drops rows with a lower step than the last one; an evaluation comes later than its update.
         self._newest = max(self._newest, update)
-        if self._newest >= self._from:
+        if always or self._newest >= self._from:
             numbers = {name: x for name, x in values.items() if "/" in name and isinstance(x, int | float)}
-            self._run.log({**numbers, "global_step": global_step, "update": update}, step=self._newest)
+            step = max(self._newest, self._from)
+            self._run.log({**numbers, "global_step": global_step, "update": update}, step=step)
 
     def close(self) -> None:
         """Wait until all rows are sent, or written."""

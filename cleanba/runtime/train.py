@@ -271,6 +271,7 @@ def learn(
                 break
         elif schedule.logs_digests(update):
             writer.discard_snapshot()
+    progress.complete = True
     if training.checkpoints is not None:
         status.phase = "writing the last checkpoint"
         training.checkpoints.finish()
@@ -320,6 +321,8 @@ def run_training(
         except Closed:
             raise
         except BaseException as error:
+            if progress.complete:  # it collected a rollout that nothing is learned from
+                return
             # Among several processes the others may be in the next update already, whose state this process lacks.
             can_save = training.checkpoints is not None and training.repeatable and training.devices.num_processes == 1
             can_save = can_save and progress.update >= training.schedule.first
@@ -502,9 +505,8 @@ def describe_result(
     progress: Progress[S], checkpoint_writer: CheckpointWriter[S, M, P, C], error: BaseException | None, seconds: float
 ) -> Json:
     """The contents of result.json for a run that has ended: with this error, or None if it is finished."""
-    status = "finished" if error is None else "interrupted" if isinstance(error, Interrupted) else "failed"
     result: Json = {
-        "status": status,
+        "status": "finished",
         "update": progress.update,
         "global_step": progress.global_step,
         "sps": progress.sps,
@@ -518,6 +520,11 @@ def describe_result(
     }
     if progress.state is not None:
         result |= checkpoint_writer.digests(progress.update, progress.state)
-    if error is not None:
-        result["error"] = str(error) if isinstance(error, Interrupted) else f"{type(error).__name__}: {error}"
-    return result
+    return result if error is None else result | ended_by(error)
+
+
+def ended_by(error: BaseException) -> Json:
+    """What result.json says of a run that this error ended."""
+    if isinstance(error, Interrupted):
+        return {"status": "interrupted", "error": str(error)}
+    return {"status": "failed", "error": f"{type(error).__name__}: {error}"}

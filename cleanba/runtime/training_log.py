@@ -86,9 +86,8 @@ class TrainingLog:
 
     def start_clock(self) -> None:
         """Start timing, once everything is compiled."""
-        statistics = self._progress.statistics
         self._timed_from, self._timed_steps = time.perf_counter(), 0
-        self._last_log, self._steps_at_last_log = time.perf_counter(), statistics.global_step
+        self._last_log, self._steps_at_last_log = time.perf_counter(), self.steps_so_far
 
     @property
     def steps_so_far(self) -> int:
@@ -143,15 +142,15 @@ class TrainingLog:
     def write(self, update: int, metrics: Metrics, digests: dict[str, str]) -> None:
         """Make a log point.  All processes must call this after the same updates."""
         progress, statistics, now = self._progress, self._progress.statistics, time.perf_counter()
-        new_steps = statistics.gather()
+        statistics.gather()
         progress.global_step = statistics.global_step
         progress.reached = progress.reached or statistics.reaches(self._target_return)
         interval = now - self._last_log
+        recent = (statistics.global_step - self._steps_at_last_log) / interval
         if update > self._schedule.first:
             progress.sps = (statistics.global_step - self._timed_steps) / (now - self._timed_from)
         elif self._schedule.first == self._schedule.last:  # the first update is all there is to go by
-            progress.sps = new_steps / interval
-        recent = (statistics.global_step - self._steps_at_last_log) / interval
+            progress.sps = recent
         self._last_log, self._steps_at_last_log = now, statistics.global_step
         if update > self._schedule.first and self._last_update >= self._first_to_learn - 1:
             progress.status.seconds_per_update = interval / (update - self._last_update)

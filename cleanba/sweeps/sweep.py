@@ -352,7 +352,11 @@ def end_all(jobs: Sequence[Job], heard: Sequence[int], seconds: float) -> None:
                     job.process.wait()
         time.sleep(0.05)
     for job in running:
-        job.state, job.process = "interrupted", None
+        assert job.process is not None
+        code = job.process.wait()
+        failed = 0 < code <= 128  # not asked to end, which is 128 + the signal, nor killed
+        job.state = "finished" if is_finished(job.run_dir) else "failed" if failed else "interrupted"
+        job.code, job.process = code, None
 
 
 def run_here(recipe: AnyRecipe, runs: Sequence[Planned], folder: Path, argv: Sequence[str], flags: Flags) -> Exit:
@@ -430,6 +434,9 @@ def settle(job: Job, code: int, retries: int, waiting: list[Job], board: "Board"
     if code == 0 and is_finished(job.run_dir):
         job.state = "finished"
         board.say(f"{job.run.name}: finished in {job.seconds:.0f} s")
+    elif code == WRONG_USE and is_locked(job.run_dir):  # another process began it at the same moment
+        job.state, job.attempts = "waiting", job.attempts - 1
+        waiting.insert(0, job)
     elif code != WRONG_USE and job.attempts <= retries:
         job.state = "waiting"
         waiting.append(job)

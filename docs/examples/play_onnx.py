@@ -13,8 +13,10 @@ import onnxruntime
 path, episodes = sys.argv[1], int(sys.argv[2])
 session = onnxruntime.InferenceSession(path)
 about = json.loads(session.get_modelmeta().custom_metadata_map["cleanba"])
+if about["env_wrappers"] or episodes > len(about["eval_seeds"]):
+    sys.exit("this script plays at most 30 episodes, in an environment without wrappers")
 inputs, outputs = session.get_inputs(), [output.name for output in session.get_outputs()]
-env = gymnasium.make(about["env_id"].removeprefix("gymnasium:"))
+env = gymnasium.make(about["env_id"].removeprefix("gymnasium:"), **about["env_options"])
 for seed in about["eval_seeds"][:episodes]:
     obs, first, total, over = env.reset(seed=seed)[0], True, 0.0, False
     carry = {i.name: np.zeros((1, *i.shape[1:]), np.float32) for i in inputs if i.name.startswith("carry.")}
