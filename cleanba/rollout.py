@@ -4,7 +4,7 @@
     obs       s_t        s_t+1       s_t+2*     s_0'        s_t+2* is the terminal observation of its episode
     action    a_t        a_t+1       (ignored)  a_0'        EnvPool resets on the step after an episode's end,
     reward    r_t        r_t+1       0          r_0'        and ignores that action; r_t is the reward of a_t
-    terminated/truncated 1 at t+1                           delivered by the step that took a_t+1
+    ended     0          1           0          0           terminated or truncated, by the step that took a_t+1
     valid     1          1           0          1           0 where the action was ignored
     first     0          0           0          1           1 where obs is the first of an episode
 

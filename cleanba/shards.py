@@ -98,7 +98,7 @@ class ShardAxis:
         return jnp.asarray(self.uneven, jnp.int32)[lax.axis_index(self.mesh_axis)] if self.uneven else len(self.index)
 
     def isolate(self, fn: Callable[[*Ts], R], *args: *Ts) -> R:
-        """fn(*args), compiled by itself, so that its bits depend on its arguments and not on the code around it."""
+        """fn(*args) in a branch that XLA cannot fuse with the code around it: only its arguments decide its bits."""
         # Arrays in fn's closure become arguments, so that `row_major` pins them too.
         pure, closed_over = jax.closure_convert(fn, *args)
         out = jax.eval_shape(pure, *args, *closed_over)

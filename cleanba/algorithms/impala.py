@@ -1,7 +1,7 @@
 """IMPALA (Espeholt et al. 2018), top to bottom: experiment, network, losses, update.
 
 The sections are those of `ppo.py`, so that the files differ where the algorithms do.  PPO also logs statistics of
-values and of the policy lag, from its pass over the whole rollout; here that would take an extra pass.
+values and of the policy lag, from a pass over the whole rollout.  IMPALA has no such pass.
 """
 
 from dataclasses import dataclass

@@ -111,10 +111,10 @@ class Normaliser:
         Each observation counts once, terminal ones too; rewards count where their action was executed.
         """
         by_path = {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(rollout.obs)}
-        # Not a compile-time constant: XLA would remove the mask from the sums, perhaps not on every placement.
-        everywhere = jnp.broadcast_to(shards.always, rollout.valid.shape)
+        # All true, but not a constant: XLA could remove a constant mask on some placements only, and round differently.
+        all_valid = jnp.broadcast_to(shards.always, rollout.valid.shape)
         moments = {
-            path: add_batch(shards, statistics.obs[path], numbers(part, by_path[path][:, :-1]), everywhere)
+            path: add_batch(shards, statistics.obs[path], numbers(part, by_path[path][:, :-1]), all_valid)
             for path, part in self.parts
         }
         of_return = statistics.discounted_return

@@ -165,7 +165,7 @@ class Targets(NamedTuple):
     value: jax.Array  # [T, B]
     advantage: jax.Array  # [T, B]
     target: jax.Array  # [T, B]  of the value function
-    log_ratio: jax.Array  # [T, B]  log pi_prox - log pi_b: of the parameters before the update, and of those that acted
+    log_ratio: jax.Array  # [T, B]  log(pi_prox / pi_b): pi_prox has the parameters before the update, pi_b acted
     center: jax.Array  # [T, B]  the log-probabilities around which the ratio is clipped
     weight: PyTree  # [T, B]  of the policy loss; () if all are 1
 
@@ -320,7 +320,8 @@ def advantage_scale(shards: ShardAxis, advantage: jax.Array, valid: jax.Array, t
         return shards.sum(shards.map(of_shard, advantage, valid, t, b))
 
     count = count_valid(shards, valid, t, b)
-    # The ones keep the bits of earlier versions: without them, CPUs would add the advantages in another order.
+    # The ones are not used.  Without them XLA would add the advantages in another order on CPUs, so that bits would
+    # differ from those of earlier versions.
     mean = total(lambda x: jnp.stack([jnp.ones_like(x), x]))[1] / count
     square = total(lambda x: (x - mean[:, None, None]) ** 2)
     return Scale(count, mean, jnp.sqrt(square / count) + 1e-8)

@@ -192,10 +192,10 @@ def corrected_gae(
         A_t = delta_t + gamma lam (1 - ended_t) rho_{t+1} A_{t+1},   v_t = V_t + rho_t A_t
         rho_t = min(rho_bar, ratio_t)
 
-    v is V-trace's target with both bounds equal to `rho_bar` (Espeholt et al. 2018, eq. 1).  A leaves out the ratio of
-    its first action, which the policy's loss multiplies by (as `rlax.vtrace_td_error_and_advantage` does).  If all
-    ratios are 1, A has the bits of `gae`.  With `rho_bar` 1, a trace fades on average by the total variation between
-    the policies at each step: E min(1, ratio) = 1 - TV.
+    v is V-trace's target with both bounds equal to `rho_bar` (Espeholt et al. 2018, eq. 1).  A_t has no
+    factor rho_t, because the policy's loss multiplies by that ratio (as `rlax.vtrace_td_error_and_advantage` does).  If
+    all ratios are 1, A has the bits of `gae`.  With `rho_bar` 1, each step multiplies a trace by 1 - TV on average, as
+    E min(1, ratio) = 1 - TV, the total variation between the two policies.
 
     Arguments and shapes are those of `vtrace`: value [T+1, B], the others [T, B] -> [T, B] each.  Ignored steps need a
     finite `log_ratio`.

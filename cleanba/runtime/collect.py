@@ -237,7 +237,7 @@ def make_steppers(algorithm: Algorithm[S, M, P, C], num_steps: int, platform: st
         obs, first = write((now.recording.obs, now.recording.first), num_steps, (obs, first))
         return now.recording._replace(obs=obs, first=first)
 
-    # Its unused arguments tell `start` the actor's device; without them its buffers would lie on the first device.
+    # keep_unused: `start` needs only the shapes of its inputs, but their device decides where its buffers lie.
     return Steppers(
         jax.jit(start, keep_unused=True),
         jax.jit(step, donate_argnums=1, compiler_options=network_options(platform)),
@@ -406,7 +406,7 @@ def make_scan(algorithm: Algorithm[S, M, P, C], num_steps: int, envs: Compilable
             return (state, write(buffers, t, recorded)), None
 
         (state, (recording, outcome)), _ = lax.scan(body, (state, buffers), t + jnp.arange(length))
-        # The observation after these steps; the next call overwrites it with the same, the last call leaves it.
+        # Row t + length is the observation after these steps.  A further call writes the same there again.
         obs, first = write((recording.obs, recording.first), t + length, (state.obs, state.first))
         return state, (recording._replace(obs=obs, first=first), outcome)
 
@@ -485,9 +485,10 @@ class ScanCache:
 class ScannedCollector(Generic[P, C]):
     """Policy, recurrent core and environments as one `lax.scan` under `jit`: EnvPool's through its XLA interface.
 
-    A rollout is one call into XLA, or a few if it is long, so that the end of the run is noticed in time.  The scan is
-    compiled once.  Without our kernels for CPUs, code compiled for EnvPool contains the address of its pool: a new pool
-    mostly gets the address of the one that was just freed; otherwise the scan is compiled again.
+    A rollout takes a few calls into XLA, so that the end of the run is noticed in time: each has the largest number of
+    steps, `SCAN_STEPS` at most, that divides `num_steps` (a prime number of steps above that takes a call for each).
+    The scan is compiled once.  Without our kernels for CPUs, the compiled code holds the address of EnvPool's pool.  We
+    free the old pool first, so that the new one usually gets the same address; if not, the scan is compiled again.
     """
 
     algorithm: Algorithm[Any, Any, P, C]

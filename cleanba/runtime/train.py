@@ -94,27 +94,27 @@ def require_same_beginning(state: PyTree) -> None:
 
 
 class Publisher(Generic[P]):
-    """Sends parameters to the actors, by version, and keeps the first actor's copies of the latest two.
+    """Sends parameters to the actors, by version, and keeps the two latest versions for checkpoints.
 
-    Copies are needed, because the state is donated to the next update.
+    These are the first actor's copies, because the state itself is donated to the next update.
     """
 
     def __init__(
         self, learner: Learner[Any, Any, P, Any], channels: Sequence[tuple[jax.Device, Channel[Params[P]]]]
     ) -> None:
         self._learner, self._channels = learner, channels
-        self._latest: list[Params[P]] = []
+        self._last_two: list[Params[P]] = []
 
     def __call__(self, version: int, params: P) -> None:
         """Send this version to every actor, on its device."""
         published = self._learner.publish(params)
         for device, channel in self._channels:
             channel.put(Params(version, published[device]))
-        self._latest = [*self._latest[-1:], Params(version, published[self._channels[0][0]])]
+        self._last_two = [*self._last_two[-1:], Params(version, published[self._channels[0][0]])]
 
-    def newest(self, version: int) -> P:
+    def params_of(self, version: int) -> P:
         """The parameters of this version, or of the last version sent if this one was not."""
-        return next((params for sent, params in self._latest if sent == version), self._latest[-1].params)
+        return next((params for sent, params in self._last_two if sent == version), self._last_two[-1].params)
 
 
 def make_save_schedule(training: Training[S, M, P, C], progress: Progress[S]) -> CheckpointSchedule:
@@ -163,7 +163,7 @@ class Saver(Generic[S, M, P, C]):
     progress: Progress[S]
 
     def save(self, update: int, state: S, memory: M, finished: bool = False) -> None:
-        """Save what this update made, and version `update`: concurrent actors collect the next rollout with it.
+        """Save the state after this update, and the parameters before it, with which concurrent actors go on.
 
         finished: whether the run ends here, as the target return was reached.
         """
@@ -172,8 +172,8 @@ class Saver(Generic[S, M, P, C]):
         self.log.write_digests(update, counters, self.writer.snapshot(update, state, memory))
         counters |= {"chain": training.chain.state} if training.chain is not None else {}
         counters |= {"reached": training.target_return} if finished else {}
-        newest, with_actors = self.publish.newest(update), not training.schedule.ends_epoch(update)
-        self.writer.save(update, state, newest, counters, with_actors)
+        older, with_actors = self.publish.params_of(update), not training.schedule.ends_epoch(update)
+        self.writer.save(update, state, older, counters, with_actors)
         self.progress.saved_update = update
         self.schedule.note_saved(self.writer.seconds + time.perf_counter() - before)
 
@@ -222,8 +222,8 @@ def learn(
         publish(saved.update, saved.older_params)  # for the rollout that was under way while update `saved.update` ran
     metrics: Metrics = {}
     for update in range(schedule.first, schedule.last + 1):
-        # `state` is version `update`, made by update - 1.  With concurrency this version collects the next rollout
-        # during this update; version 1 collects rollout 1 too.  Without concurrency it collects this rollout.
+        # `state` is version `update`: the state before this update.  With concurrency it collects rollout update + 1
+        # (version 1 also rollout 1); without, it collects this rollout.
         collects_this = schedule.policy_version(update) == update
         collects_next = schedule.policy_version(update + 1) == update and update < schedule.last
         if collects_this or collects_next:

@@ -65,8 +65,9 @@ class Training(Generic[S, M, P, C]):
     digests_after: frozenset[int] = frozenset()
     """updates after which digests are logged, besides those of the schedule"""
     ended: Callable[[P, dict[int, Snapshot]], None] | None = None
-    """where no checkpoints are taken: called after the last update with the rest of what a checkpoint would hold, the
-    parameters that the next rollout is collected with if it is concurrent, and this process's actors by number"""
+    """called after the last update, where no checkpoints are taken (`checks.recompute`), with what a checkpoint holds
+    besides the learner: the parameters that a concurrent actor collects the next rollout with, and this process's
+    actors by number"""
     actors_in: Path | None = None
     """where actors are recorded if no checkpoints are taken; None: they are not"""
     watch: Callable[[WatchedUpdate[S, M, P, C]], None] | None = None

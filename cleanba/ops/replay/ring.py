@@ -156,8 +156,8 @@ def _write_shard(ring: Ring, i: jax.Array, rollout: Rollout) -> Ring:
     part = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False), part)
     steps, capacity = part.valid.shape[0], ring.rows.valid.shape[1]
     tail, size = ring.tail[i], ring.size[i]
-    # An episode begins after an ignored step.  If one begins after any other step, the environments were restarted.  If
-    # the last step of all of them was an ignored one, the seam goes unnoticed, but then the tail is of no use either.
+    # An episode begins after an ignored step.  If one begins after any other step, the environments were restarted.
+    # If every environment's last step was an ignored one, no seam is found, and none is needed: that tail is not used.
     seam = (part.first[0] & ring.rows.valid[i, (tail - 1) % capacity]).any()
     start = (tail + seam) % capacity
 
@@ -218,8 +218,9 @@ def _newest(stacks: PyTree, stack: int) -> PyTree:
 
 
 def _history(obs: Obs, before: jax.Array, stack: int) -> jax.Array:
-    """How many rows before each hold frames of its stack; a negative number counts the rows until that is known.
+    """For each row: h >= 0 if the h rows before it hold the older frames of its stack, so that it can be rebuilt.
 
+    h < 0 if that is not so after a break: a row can be rebuilt again -h rows later.
     Stacks, leaves [T+1, B, S c, ...]; before [B], the first row's number if its stack continues -> [T+1, B] int8 in
     (-S, S).
     """
