@@ -32,6 +32,7 @@ from cleanba import config
 from cleanba.agents.agent import Agent
 from cleanba.agents.evaluate import Evaluation, evaluate
 from cleanba.agents.load import load
+from cleanba.agents.portable import Export
 from cleanba.algorithms.dqn import DQN
 from cleanba.algorithms.impala import IMPALA
 from cleanba.algorithms.ppo import PPO
@@ -64,6 +65,7 @@ __all__ = [
     "Agent",
     "Curve",
     "Evaluation",
+    "Export",
     "Failure",
     "Interrupted",
     "Run",

@@ -111,7 +111,10 @@ def resolve(recipe: AnyRecipe, typed: Mapping[str, Any], platform: str, spec: En
 
     e = replace(plain, **{field: value for field, value in (preset or {}).items() if field not in typed})
     inferred = inferred_values(e, spec, platform, {field for field, where in origin.items() if where != DEFAULT})
-    origin |= {field: DEVICE if field == "collector" and spec.scannable else ENVIRONMENT for field in inferred}
+    by_device = {"collector"} & set(inferred) if spec.scannable else set()
+    if by_device and isinstance(e, FromRollouts) and not spec.shows_images:
+        by_device.add("env_epoch")  # which follows the collector
+    origin |= {field: DEVICE if field in by_device else ENVIRONMENT for field in inferred}
     e = replace(e, **inferred)
     require(
         e.collector != "scanned" or spec.scannable,

@@ -239,7 +239,7 @@ def test_kernels_pass_it_once_for_each_machine_and_version(fresh, monkeypatch):
     "broken",
     [
         {
-            "convolutions": (convolution, "convolve"),
+            "convolutions and strided convolutions": (convolution, "convolve"),
             "dense layers": (dense, "mlp"),
             "steps of Adam": (descent, "step"),
             "random numbers": (threefry, "threefry"),

@@ -114,6 +114,10 @@ def numbers() -> PyTree:
         "gradient": jax.tree.map(lambda x: normal(*x.shape), layers),
         "moments": jax.tree.map(lambda x: normal(*x.shape) ** 2, (layers, layers)),
         "words": [rng.integers(0, 2**32, 37, np.uint32) for _ in range(4)],
+        "strided": [
+            (normal(4, 4, 3, 16) / 500, normal(16)),
+            (normal(3, 3, 16, 16) / 12, normal(16)),
+        ],
     }
 
 
@@ -124,6 +128,11 @@ def cases() -> list[Case]:
             "convolutions",
             images(lambda how, *arrays: convolution.convolve(how, *arrays)),
             images(lambda how, *arrays: plain.convolve(how, *arrays)),
+        ),
+        Case(
+            "strided convolutions",
+            strides(lambda how, *arrays: convolution.convolve(how, *arrays)),
+            strides(lambda how, *arrays: plain.convolve(how, *arrays)),
         ),
         Case("matrix products", products(product.affine), products(plain.affine)),
         Case(
@@ -156,6 +165,19 @@ def images(convolve: Callable[..., jax.Array]) -> Callable[[PyTree], PyTree]:
 
     of = jax.value_and_grad(network)
     return lambda given: of(given["convolutions"], given["planes"])
+
+
+def strides(convolve: Callable[..., jax.Array]) -> Callable[[PyTree], PyTree]:
+    """4 x 4 pixels in steps of 2, as in the Nature CNN, then a residual.  Values, and all gradients."""
+    first = plain.Convolution(((0, 0), (0, 0)), stride=2, planes=True)
+    second = plain.Convolution(((1, 1), (1, 1)), rectify=True)
+
+    def network(layers: list[tuple[jax.Array, jax.Array]], planes: jax.Array) -> jax.Array:
+        x = convolve(first, planes, *layers[0], None)
+        return jnp.sin(convolve(second, x, *layers[1], x)).sum()
+
+    of = jax.value_and_grad(network)
+    return lambda given: of(given["strided"], given["planes"])
 
 
 def products(affine: Callable[..., jax.Array]) -> Callable[[PyTree], PyTree]:
