@@ -62,7 +62,7 @@ from cleanba.runtime.tracking import require_tracking
 from cleanba.runtime.train import RunOutcome, ended_by, run_training
 from cleanba.runtime.training import Training, make_training
 from cleanba.train_flags import in_one_form, parse
-from cleanba.trust import require_trusted
+from cleanba.trust import require_own, require_trusted
 
 
 def train_command(recipe: AnyRecipe, argv: Sequence[str], default: Config | None = None) -> Exit:
@@ -134,7 +134,7 @@ def launch(
             return train(recipe, config, peers, shown, give_up)
 
 
-STUCK_SECONDS = 3.0  # that the end waits for a checkpoint being written where a thread does not end
+STUCK_SECONDS = 20.0  # that the end waits for a checkpoint being written where a thread does not end
 START_SECONDS = 60.0  # that a start may take, even if --stall-timeout is less
 
 
@@ -264,7 +264,7 @@ def prepare(recipe: AnyRecipe, config: Config) -> Job:
         run_dir.exists()
     except OSError as error:  # its name is too long, or a folder above it may not be read
         raise unwritable(run_dir, error) from None
-    require_trusted(run_dir, "a run goes on only where it began")
+    require_own(run_dir)
     config, initial = with_digest(config, run_dir, devices.platform)
     resolved = settle(recipe, config, devices.platform, run_dir)
     e = resolved.experiment
@@ -433,7 +433,8 @@ class RunWriter:
         """
         assert self._writers is not None
         evaluations, result = self.evaluations, outcome.result
-        asked: list[Interrupted] = []
+        plays = self._run.eval_frequency or self._run.capture_video
+        asked = [outcome.interrupt] if outcome.interrupt is not None and plays else []
 
         def progress() -> tuple[int, str]:
             if asked:
@@ -516,7 +517,12 @@ def claim(job: Job, shown: bool) -> RunWriter | None:
         except (UsageError, Failure, Finished) as why:
             refusal = why
     said = 0 if refusal is None else 1 if isinstance(refusal, Finished) else 2
-    refused = int(gather_over_processes(np.array([said])).max())
+    try:
+        refused = int(gather_over_processes(np.array([said])).max())
+    except BaseException:  # the time for a start is up, or another process has gone
+        if run_writer is not None:
+            run_writer.unlock()
+        raise
     if refusal is not None:
         raise refusal
     if refused == 1:

@@ -76,6 +76,14 @@ def require_trusted(run_dir: Path, what: str) -> None:
     )
 
 
+def require_own(run_dir: Path) -> None:
+    """Raise `UsageError` if the directory of a run to train is, or lies in, a run from elsewhere."""
+    if (run_dir / "config.json").exists():
+        require_trusted(run_dir, "a run goes on only where it began")
+    source = source_of(run_dir)
+    require(source is None, f"run_dir={str(run_dir)!r} lies in {source}, which comes from elsewhere; name another")
+
+
 def check_values(cls: type[Experiment], values: Json, source: str) -> None:
     """Raise `UsageError` unless the settings in a foreign config.json have valid types and sizes.
 

@@ -43,7 +43,8 @@ def remaining(first_to_learn: int, first: int = 1) -> dict[int, float]:
 
 def test_steps_from_before_a_resume_do_not_count_for_the_speed_after_it():
     progress, rows = Progress(Status("test", 100)), []
-    progress.statistics.new_steps = 1_000_000  # since the last log point, from the checkpoint
+    # Since the last log point, from the checkpoint.
+    progress.statistics.new_steps = progress.global_step = 1_000_000
     write = lambda update, global_step, seconds, values: rows.append(values)
     log = TrainingLog(Schedule(1, 100, True, 0), 10, find_devices(Placement()), progress, write)
     log.note_update(1)

@@ -131,7 +131,10 @@ def test_an_evaluation_that_is_played_again_is_sent_before_training_has_passed_w
         tracking.write(r["update"], r["global_step"], r)
     tracking = Tracking(tmp_path, *PLACE, history=rows[:3])  # on from a checkpoint
     tracking.write(2, 16, {"eval/episodic_return": 7.0})
-    assert service.rows[6]["eval/episodic_return"] == 7.0 and 2 not in service.sent[5:]
+    tracking.write(6, 48, row(6))
+    sent = service.rows[6]
+    assert (sent["eval/episodic_return"], sent["eval/global_step"], sent["global_step"]) == (7.0, 16, 48)
+    assert 2 not in service.sent[5:]
 
 
 def test_what_the_server_lacks_of_a_log_is_sent(service, tmp_path):

@@ -320,8 +320,8 @@ def read_params(
         + (
             "; its checkpoints have been removed, so choose another run"
             if (run_dir / "result.json").exists()
-            else " yet: a run without --checkpoint-frequency writes its first after ten seconds, or where environments "
-            "do not follow their seed at the end of their first epoch"
+            else " yet: a run without --checkpoint-frequency writes its first after ten seconds; where environments do "
+            "not follow their seed, after their first epoch"
         ),
     )
     return ckpt.read_model(model, like_params), None, None

@@ -150,6 +150,7 @@ class PeriodicEvaluation:
     def _check(self) -> None:
         if self._stop.error is not None:
             raise self._stop.error
+        self._stop.check()
 
     def _start(self, versions: Sequence[Version]) -> threading.Thread:
         """Start to evaluate these, one after the other.  Their parameters are on disk before any newer checkpoint."""

@@ -97,9 +97,6 @@ class OffPolicyActorCritic(OffPolicy):
     """gradient steps of the critics for each one of the policy"""
 
 
-MOST_POLICY_STEPS = 1000  # in a row
-
-
 def stacked_frames(spec: EnvSpec) -> int:
     """How many frames EnvPool stacks in an observation of an Atari game, each of which replay stores once; else 1."""
     return int(spec.options.get("stack_num", 4)) if spec.is_atari else 1
@@ -153,9 +150,4 @@ def check_actor_critic(e: OffPolicyActorCritic, partition: Partition) -> None:
         e.policy_frequency <= most,
         f"policy_frequency={e.policy_frequency} is more than the run's {most} gradient steps, so the policy would "
         f"never learn; try --policy-frequency {most} or less",
-    )
-    require(
-        e.policy_frequency <= MOST_POLICY_STEPS,
-        f"policy_frequency={e.policy_frequency} must be at most {MOST_POLICY_STEPS}, as noise is drawn for so many "
-        "steps at once; try --policy-frequency 2",
     )

@@ -51,9 +51,17 @@ class SAC(OffPolicyActorCritic):
 PRESETS: dict[str, Settings] = {"continuous": Settings()}
 
 
+MOST_POLICY_STEPS = 1000  # in a row
+
+
 def check(e: SAC, partition: Partition) -> None:
     """Raise `UsageError` for hyperparameters that do not fit."""
     check_actor_critic(e, partition)
+    require(
+        e.policy_frequency <= MOST_POLICY_STEPS,
+        f"policy_frequency={e.policy_frequency} must be at most {MOST_POLICY_STEPS}, as noise is drawn for so many "
+        "steps at once; try --policy-frequency 2",
+    )
     require(
         e.alpha == SAC.alpha or not e.autotune,
         f"alpha={e.alpha} has no effect while the coefficient is learnt; add --no-autotune, or leave --alpha out",

@@ -54,6 +54,6 @@ def one_thread() -> Iterator[None]:
         else:
             os.environ[THREADS] = given
         for library in loaded():  # one that was loaded meanwhile began with one thread
-            library.set(max(before, default=os.cpu_count() or 1))
+            library.set(max(before, default=int(given) if given and given.isdigit() else len(os.sched_getaffinity(0))))
         for library, number in zip(libraries, before, strict=True):
             library.set(number)

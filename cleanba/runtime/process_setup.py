@@ -132,17 +132,23 @@ def pin_random_numbers() -> None:
 
 @contextmanager
 def settings_of(dtype: str) -> Iterator[None]:
-    """Within the context JAX multiplies with the precision of --dtype, and draws random numbers as in training."""
-    before = {name: jax.config.values[name] for name in RANDOM_NUMBERS}
-    if before != RANDOM_NUMBERS:
-        pin_random_numbers()
+    """Within the context JAX multiplies with the precision of --dtype, and draws random numbers as in training.
+
+    This is so in this thread alone, but for JAX_RANDOM_SEED_OFFSET, which JAX has for the whole process.
+    """
+    offset = jax.config.values["jax_random_seed_offset"]
+    if offset:
+        jax.config.update("jax_random_seed_offset", 0)
     try:
-        with jax.default_matmul_precision(precision(dtype)):
+        with (
+            jax.default_matmul_precision(precision(dtype)),
+            jax.default_prng_impl("threefry2x32"),
+            jax.threefry_partitionable(True),
+        ):
             yield
     finally:
-        if before != RANDOM_NUMBERS:
-            for name, value in before.items():
-                jax.config.update(name, value)
+        if offset:
+            jax.config.update("jax_random_seed_offset", offset)
 
 
 def refuse_64_bits() -> None:

@@ -86,8 +86,9 @@ def end_by_signal(
     if can_save and grace_period > 0 and next_end is None:
         words = f"{error}: ending after this update, with a checkpoint"
     elif can_save and next_end is not None and signum == signal.SIGUSR1:
-        # It may be done already, with its checkpoint being written.
-        end = next_end(max(progress.saved_update, progress.update - 1))
+        # The last update may end an epoch, and its checkpoint follow.  Once the next one has begun, it is too late.
+        begun = progress.state is None
+        end = next_end(max(progress.saved_update, progress.update - (not begun)))
         seconds = progress.seconds_until(end)
         if seconds < grace_period:
             words = f"{error}: ending after the checkpoint of update {end}, in about {seconds:.0f} s"

@@ -1,5 +1,8 @@
 """Weights & Biases: one run there for each run directory, however often it is interrupted, with each row once.
 
+Evaluations are rows without a step of their own, drawn over `eval/global_step`; one that a resumed run plays again is
+sent again, and is the same.
+
 W&B cannot take rows back (its rewinding is a private preview, and does not exist offline).  This is not needed, as
 a resumed run repeats its rows exactly.  Online, rows that W&B has already are not sent again.
 Offline W&B has nothing yet, so logs that earlier starts left in the run's wandb/ are replaced by a new one, which
@@ -98,6 +101,7 @@ class Tracking:
             write_json(run_dir / KEPT, kept | {"online": True})
         # An evaluation is logged late, with the global step of its version, but W&B's own step cannot decrease.
         self._run.define_metric("*", step_metric="global_step")
+        self._run.define_metric("eval/*", step_metric="eval/global_step")
         self._newest = 0
         self._from = self._run.starting_step
         for row in history:
@@ -115,8 +119,9 @@ class Tracking:
         self._newest = max(self._newest, update)
         if always or self._newest >= self._from:
             numbers = {name: x for name, x in values.items() if "/" in name and isinstance(x, int | float)}
-            step = max(self._newest, self._from)
-            self._run.log({**numbers, "global_step": global_step, "update": update}, step=step)
+            before = "eval/" if any(name.startswith("eval/") for name in numbers) else ""
+            place = {f"{before}global_step": global_step, f"{before}update": update}
+            self._run.log({**numbers, **place}, step=max(self._newest, self._from))
 
     def close(self) -> None:
         """Wait until all rows are sent, or written."""

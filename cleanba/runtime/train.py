@@ -291,6 +291,8 @@ class RunOutcome(NamedTuple, Generic[S]):
     error: BaseException | None
     stuck: bool
     """a thread is still inside a long computation, so the process must leave by os._exit"""
+    interrupt: Interrupted | None = None
+    """a signal that came when all updates were made, so that only evaluating and filming the last version is left"""
 
 
 def run_training(
@@ -362,7 +364,7 @@ def run_training(
             raise
     seconds = progress.seconds_before + time.perf_counter() - started
     result = describe_result(progress, checkpoint_writer, stop.error, seconds)
-    return RunOutcome(result, progress.state, stop.error, any(t.is_alive() for t in threads))
+    return RunOutcome(result, progress.state, stop.error, any(t.is_alive() for t in threads), progress.interrupt)
 
 
 def begin_progress(training: Training[S, M, P, C], status: Status) -> Progress[S]:

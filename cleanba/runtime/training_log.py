@@ -87,7 +87,8 @@ class TrainingLog:
     def start_clock(self) -> None:
         """Start timing, once everything is compiled."""
         self._timed_from, self._timed_steps = time.perf_counter(), 0
-        self._last_log, self._steps_at_last_log = time.perf_counter(), self.steps_so_far
+        self._last_log, self._steps_at_last_log = time.perf_counter(), self._progress.global_step
+        self._new_before = self._progress.statistics.new_steps  # counted by the checkpoint that the run continues from
 
     @property
     def steps_so_far(self) -> int:
@@ -117,7 +118,9 @@ class TrainingLog:
             progress.global_step = progress.status.global_step = self.steps_so_far
         progress.status.phase, progress.status.update = "training", update
         if update == self._schedule.first:  # its time was mostly compilation, so the clock starts after it
-            self._timed_from, self._timed_steps = time.perf_counter(), self.steps_so_far
+            new = self._progress.statistics.new_steps - self._new_before
+            self._timed_from = time.perf_counter()
+            self._timed_steps = self._steps_at_last_log + new * self._devices.num_processes
         else:
             progress.update_seconds = (time.perf_counter() - self._timed_from) / (update - self._schedule.first)
 
