@@ -30,7 +30,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from cleanba.environments.peers import peer
+from cleanba.environments.published import published_return
 from cleanba.runs import curves
 
 ROOT = Path(__file__).parents[1]
@@ -204,7 +204,7 @@ def of_variant(study: str, algorithm: str, env: str) -> list[curves.Curve]:
 
 def published(algorithm: str, env: str) -> float:
     """What others publish of an algorithm on an environment; 0 where nothing is known."""
-    found = peer({"algorithm": algorithm, "env_id": env})
+    found = published_return({"algorithm": algorithm, "env_id": env})
     return found.value if found else 0.0
 
 

@@ -18,7 +18,7 @@ import machine
 import matplotlib
 import numpy as np
 
-from cleanba.environments.peers import peer
+from cleanba.environments.published import published_return
 from cleanba.files import Json, read_json, write_whole
 from cleanba.runs import curves, plot
 from cleanba.runs.log import is_finished
@@ -169,7 +169,7 @@ class Studies:
             if self.episodes:
                 row.append(in_turn(run.get("evaluated", np.nan) for run in runs))
             if self.beside:
-                found = peer(runs[0]["experiment"])
+                found = published_return(runs[0]["experiment"])
                 row.append(f"{found.value:.4g} ({found.in_words()})" if found else "–")
             rows.append(f"| {' | '.join(row)} |")
         return "\n".join(rows) + "\n"

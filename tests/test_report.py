@@ -16,7 +16,7 @@ from launch import TINY, command
 from matplotlib.figure import Figure
 from PIL import Image
 
-from cleanba.environments.peers import peer
+from cleanba.environments.published import published_return
 from cleanba.runs import report
 
 HOSTILE = '<script>alert(1)</script><img src=x onerror=alert(2)> & "quotes" $x^2_{$ </style></svg>'
@@ -275,7 +275,10 @@ def test_a_published_return_is_a_line_where_it_does_not_flatten_the_curve(tmp_pa
         return page_of(run_dir)[0]
 
     published = {"algorithm": "dqn", "env_id": "Breakout-v5", "episodic_life": True, "repeat_action_probability": 0.0}
-    assert peer(published).system == "CleanRL" and peer(published | {"repeat_action_probability": 0.25}) is None
+    assert (
+        published_return(published).system == "CleanRL"
+        and published_return(published | {"repeat_action_probability": 0.25}) is None
+    )
     assert ">CleanRL, 1M steps</text>" in shown("sac", "Hopper-v5", 50)  # from 50 to 2,000; published are 2,310
     assert "return (CleanRL, 1M steps: 2,310)" in shown("sac", "Hopper-v5", 5)  # up to 200
     assert ">gymnax, 10M steps</text>" in shown("ppo", "gymnax:Breakout-MinAtar")

@@ -17,7 +17,7 @@ import numpy as np
 import tyro
 
 from cleanba.config import read_config, read_experiment
-from cleanba.environments.peers import Peer, peer
+from cleanba.environments.published import PublishedReturn, published_return
 from cleanba.errors import Exit, UsageError
 from cleanba.files import METRICS, Json, read_json, require_name, write_whole
 from cleanba.flags import FLAGS
@@ -112,7 +112,7 @@ def page(run_dir: Path) -> str:
     parts = [
         f"<h1>{escape(title)}</h1><p>{escape(str(run_dir))}</p>",
         overview(result, rows, experiment),
-        section("Learning", learning(rows, peer(experiment))),
+        section("Learning", learning(rows, published_return(experiment))),
         section("Evaluation", evaluation(run_dir, optional(run_dir / "eval.json"))),
         section("Throughput", throughput(rows)),
         section("Losses", losses(rows)),
@@ -202,7 +202,7 @@ def overview(result: Json, rows: Rows, experiment: Json) -> str:
     return words + error + "".join(digests)
 
 
-def learning(rows: Rows, published: Peer | None) -> str:
+def learning(rows: Rows, published: PublishedReturn | None) -> str:
     """Return and length over the steps, in training and in periodic evaluations; a line for the published return."""
     drawn = []
     for caption, name in (("return", "episodic_return"), ("episode length, steps", "episodic_length")):

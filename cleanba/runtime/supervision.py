@@ -216,7 +216,7 @@ class _TooLate(BaseException):
 T = TypeVar("T")
 
 
-def watched(body: Callable[[], T], watchdog: Watchdog, progress: Callable[[], tuple[int, str]]) -> T:
+def run_watched(body: Callable[[], T], watchdog: Watchdog, progress: Callable[[], tuple[int, str]]) -> T:
     """Run `body()` in a thread of its own, while the watchdog checks `progress()`.  Returns what it returns.
 
     Raises:

@@ -10,7 +10,7 @@ from cleanba.environments.atari_scores import LONG, SHORT, publication, referenc
 from cleanba.files import Json
 
 
-class Peer(NamedTuple):
+class PublishedReturn(NamedTuple):
     """A published return."""
 
     system: str
@@ -26,11 +26,13 @@ class Peer(NamedTuple):
 
 
 @cache
-def table() -> dict[tuple[str, str], Peer]:
+def table() -> dict[tuple[str, str], PublishedReturn]:
     """By algorithm and environment, without suite and version: ("ppo", "Asterix-MinAtar")."""
-    text = files("cleanba.environments").joinpath("data/peers.csv").read_text()
+    text = files("cleanba.environments").joinpath("data/published.csv").read_text()
     return {
-        (row["algorithm"], row["environment"]): Peer(row["system"], float(row["return_mean"]), int(row["steps"]))
+        (row["algorithm"], row["environment"]): PublishedReturn(
+            row["system"], float(row["return_mean"]), int(row["steps"])
+        )
         for row in csv.DictReader(text.splitlines())
     }
 
@@ -49,7 +51,7 @@ ON_ATARI = {
 }
 
 
-def peer(experiment: Json) -> Peer | None:
+def published_return(experiment: Json) -> PublishedReturn | None:
     """The published return of an experiment's algorithm on its environment, by its rules on Atari; or None.
 
     `experiment` needs "algorithm" and "env_id".
@@ -59,7 +61,7 @@ def peer(experiment: Json) -> Peer | None:
     name, prefix = ON_ATARI[rules.file].get((algorithm, experiment.get("core", "none")), ("", ""))
     value = None if rules.other_rules([experiment]) else rules.returned(env_id, prefix)
     if value is not None:
-        return Peer(name, value, rules.steps)
+        return PublishedReturn(name, value, rules.steps)
     if reference(env_id) is not None and SHORT.other_rules([experiment]):  # the table has CleanRL's returns
         return None
     return table().get((algorithm, re.sub(r"-v\d+$", "", env_id.rpartition(":")[2])))
