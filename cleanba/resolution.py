@@ -19,7 +19,6 @@ import itertools
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from math import gcd
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -239,7 +238,7 @@ def inferred_from_env(e: Experiment, spec: EnvSpec, given: Collection[str]) -> d
 def fit_parts(recipe: AnyRecipe, e: Any, typed: Collection[str]) -> Experiment:
     """The experiment with actors, shards and minibatches lowered to what fits, except those that were `typed`.
 
-    `train_frequency` is lowered, too: to a divisor of the number of environment steps in an update.
+    `train_frequency` is lowered, too: to the largest divisor of the number of environment steps in an update.
 
     A recurrent network's minibatches hold whole environments.  Where nothing fits, there is one actor and one shard, so
     that the error is about what was typed.
@@ -249,7 +248,8 @@ def fit_parts(recipe: AnyRecipe, e: Any, typed: Collection[str]) -> Experiment:
         most = min(e.num_envs, FromRollouts.num_minibatches)
         e = replace(e, num_minibatches=max(m for m in range(1, most + 1) if e.num_envs % m == 0))
     if isinstance(e, OffPolicy) and "train_frequency" not in typed:
-        e = replace(e, train_frequency=gcd(e.train_frequency, e.transitions_per_update))
+        steps = e.transitions_per_update
+        e = replace(e, train_frequency=max(d for d in range(1, e.train_frequency + 1) if steps % d == 0))
     names = [name for name in ("num_minibatches", "num_shards", "num_actors") if hasattr(e, name)]
     numbers = [[getattr(e, name)] if name in typed else range(getattr(e, name), 0, -1) for name in names]
     for chosen in itertools.product(*numbers):

@@ -99,7 +99,7 @@ class ShardAxis:
 
     def isolate(self, fn: Callable[[*Ts], R], *args: *Ts) -> R:
         """fn(*args) in a branch that XLA cannot fuse with the code around it: only its arguments decide its bits."""
-        # Arrays in fn's closure become arguments, so that `row_major` pins them too.
+        # Real arrays in fn's closure become arguments, so that `row_major` pins them too.
         pure, closed_over = jax.closure_convert(fn, *args)
         out = jax.eval_shape(pure, *args, *closed_over)
         zeros = lambda *_: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), out)  # never taken

@@ -51,7 +51,7 @@ NAMES_OF_FILES_AND_CODE = (
 
 def mark_downloaded(run_dir: Path, source: str) -> None:
     """Mark the run in this directory as one from elsewhere."""
-    write_json(run_dir / MARK, {"from": source})
+    write_json(run_dir / MARK, {"from": source}, shared=True)  # several commands may unpack one archive
 
 
 def source_of(run_dir: Path) -> str | None:

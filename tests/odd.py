@@ -1,5 +1,6 @@
 """Environments that keep the rules and are odd nevertheless: Gymnasium's, and in JAX."""
 
+import multiprocessing
 import os
 import sys
 import time
@@ -98,6 +99,32 @@ class Misfit(Odd):
 
     def look(self):
         return {"x": super().look(), "action_mask": np.ones(3, np.int8)}
+
+
+class Children(Odd):
+    """Each reset begins a process of its own, and ends that of the episode before."""
+
+    child = None
+
+    def reset(self, **words):
+        if self.child is not None:
+            self.child.terminate()
+            self.child.join()
+        self.child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,), daemon=True)
+        self.child.start()
+        return super().reset(**words)
+
+    def close(self):
+        if self.child is not None:
+            self.child.terminate()
+            self.child.join()
+
+
+class Moves(Odd):
+    """Leaves the current directory."""
+
+    def __init__(self):
+        os.chdir("/")
 
 
 class Leaves(Odd):

@@ -475,6 +475,8 @@ def test_a_function_that_is_defined_again_takes_the_place_of_the_one_before():
     assert cleanba.ppo(lambda: Line()).flags["env_id"] == "gymnasium:local/lambda-v0"
     of_parts = [cleanba.ppo(functools.partial(limited, steps=n)).flags["env_id"] for n in (5, 7)]
     assert of_parts == ["gymnasium:local/limited-steps-5-v0", "gymnasium:local/limited-steps-7-v0"]
+    alike = [cleanba.ppo(functools.partial(limited, steps=n)).flags["env_id"] for n in ([1, 2], [12], "x" * 200)]
+    assert len(set(alike)) == 3 and all(len(name) < 130 for name in alike)
 
 
 SCRIPT = f"""

@@ -11,7 +11,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from gymnasium.spaces import Box, Dict, MultiDiscrete
+from gymnasium.spaces import Box, Dict, Discrete, MultiDiscrete
 from launch import ROOT, command, digests, finish, python, read_result
 from odd import Odd
 
@@ -19,7 +19,7 @@ from cleanba.algorithms import ppo
 from cleanba.config import Experiment
 from cleanba.environments import gymnasium, jax_envs
 from cleanba.environments.backends import Envs, end_waits, env_spec, open_envs, repeatable, warnings
-from cleanba.environments.spaces import action_spec
+from cleanba.environments.spaces import action_spec, obs_spec
 from cleanba.environments.specs import ActionSpec, parse_options
 from cleanba.environments.worker import misfit
 from cleanba.errors import Failure, UsageError
@@ -29,6 +29,7 @@ from cleanba.rollout import PyTree
 from cleanba.runtime.channels import Closed, Stop
 from cleanba.runtime.collect import ScanCache, ScannedCollector, SteppedCollector, Times, make_steppers
 from cleanba.seeds import action_numbers, env_seed
+from cleanba.specs import ObsSpec, choice
 
 EXAMPLES = ROOT / "docs" / "examples"
 sys.path.append(str(EXAMPLES))  # processes that tests start inherit it, as workers do
@@ -474,6 +475,47 @@ def test_an_environment_that_was_mended_is_tried_again():
                 return super().look() if follows else np.random.uniform(-1, 1, 2).astype(np.float32)
 
         assert repeatable(env_spec(Experiment(env_id=gymnasium.register(Again)))) is follows
+
+
+def test_processes_of_an_environment_can_be_ended_by_it():
+    envs = opened("odd:Children", [1, 2], 1)
+    began = time.monotonic()
+    envs.reset()
+    for _ in range(3 * Odd.length):
+        envs.step(np.zeros(2, np.int32))
+    envs.close()
+    assert time.monotonic() - began < 30
+
+
+def test_one_that_changes_the_directory_does_not_move_the_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    spec = env_spec(Experiment(env_id="odd:Moves"))
+    assert Path.cwd() == tmp_path and repeatable(spec) and Path.cwd() == tmp_path
+
+
+def test_a_picture_that_an_mlp_gets_is_told_of():
+    of = lambda part: warnings(env_spec(Experiment(env_id="odd:Odd"))._replace(obs=part))
+    (warning,) = of(ObsSpec("bytes", (84, 84), "uint8"))
+    assert "shows bytes of the shape (84, 84)" in warning and "keep_dim=True" in warning
+    assert of(ObsSpec("vector", (100,), "float32")) == of(ObsSpec("bytes", (31, 84), "uint8")) == []
+
+
+@pytest.mark.parametrize(
+    "space, sample, words",
+    [
+        (Discrete(2**21), np.int64([3]), "more states, or larger numbers"),
+        (Discrete(3, start=2**33), np.int64([2**33]), "more states, or larger numbers"),
+        (Box(0, 1, (0,)), np.zeros((1, 0), np.float32), "has the shape .0,., which is empty"),
+    ],
+)
+def test_observations_that_no_network_can_take_are_refused(space, sample, words):
+    with pytest.raises(UsageError, match=words):
+        obs_spec(space, sample, choice(2))
+
+
+@pytest.mark.parametrize("space", [Discrete(2**17), Discrete(3, start=2**33), Box(0, 1, (0,))])
+def test_actions_that_no_policy_can_choose_are_refused(space):
+    assert isinstance(action_spec(space), str)
 
 
 def test_one_that_leaves_the_program_is_tried_all_the_same():

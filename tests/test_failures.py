@@ -14,7 +14,8 @@ from launch import CROWD, TINY, command, finish, python, read_result, read_rows
 from scripted import Planted
 
 from cleanba.environments.envpool import Envs
-from cleanba.errors import Failure
+from cleanba.errors import Failure, UsageError
+from cleanba.runtime import processes as joining
 from cleanba.runtime.channels import Stop
 from cleanba.runtime.checkpoint import updates_kept
 from cleanba.runtime.learner import Learner
@@ -77,6 +78,19 @@ def test_a_thread_that_compiles_has_not_stalled(monkeypatch):
     look(60)
     with pytest.raises(Failure, match="no update for 61 s after update 3"):
         look(1)
+
+
+def test_a_port_that_is_taken_and_a_process_0_that_is_away_are_told_in_a_sentence(monkeypatch, capsys):
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(UsageError, match=f"process 0 cannot open port {port} .*choose another"):
+            joining.require_free(port)
+        joining.wait_for_process_0(f"localhost:{port}", 1)
+    monkeypatch.setattr(joining, "REACH_SECONDS", 0.3)
+    monkeypatch.setattr(joining, "TELL_SECONDS", 0.1)
+    with pytest.raises(Failure, match=f"process 1 cannot reach process 0 at localhost:{port} .*refused"):
+        joining.wait_for_process_0(f"localhost:{port}", 1)
+    assert capsys.readouterr().err.count(f"process 1 waits for process 0 at localhost:{port}") == 1
 
 
 def test_messages_of_a_process_may_come_in_pieces_and_silence_ends_them(monkeypatch):

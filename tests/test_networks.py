@@ -150,6 +150,15 @@ def test_convolutions_over_what_is_no_image_are_refused(network, obs):
         build(obs, network=network)
 
 
+@pytest.mark.parametrize(
+    "network, side, kind", [("nature", 35, "image"), ("nips", 19, "image"), ("minatar", 2, "planes")]
+)
+def test_pictures_smaller_than_the_convolutions_are_refused(network, side, kind):
+    with pytest.raises(UsageError, match=rf"network={network} needs .* {side + 1} x {side + 1} "):
+        build(ObsSpec(kind, (side, side, 3), "uint8"), network=network)
+    build(ObsSpec(kind, (side + 1, side + 1, 3), "uint8"), network=network)
+
+
 # -------------------------------------------------------------------- one convolution, computed in two ways
 
 

@@ -245,6 +245,7 @@ def test_every_placement_ends_in_the_same_bits():
     [
         ({"buffer_size": 16}, "sequences of 8 steps .* need 24; try --buffer-size 24"),
         ({"learning_starts": 4}, "comes before the first whole sequence, which ends after 8 steps"),
+        ({"num_steps": 8, "buffer_size": 64}, "num_steps=8 is more than sequence_length=6.*try --num-steps 6 or less"),
         ({"priority_max_weight": 1.5}, "--priority-max-weight"),
         ({"burn_in": -1}, "--burn-in"),
     ],

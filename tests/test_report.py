@@ -275,6 +275,9 @@ def test_a_published_return_is_a_line_where_it_does_not_flatten_the_curve(tmp_pa
         return page_of(run_dir)[0]
 
     published = {"algorithm": "dqn", "env_id": "Breakout-v5", "episodic_life": True, "repeat_action_probability": 0.0}
+    assert published_return({"algorithm": "ppo", "env_id": "HalfCheetah-v5"}) is not None
+    for other in ({"env_id": "my_package:HalfCheetah-v5"}, {"env_wrappers": ["a:b"]}, {"env_options": ["a=1"]}):
+        assert published_return({"algorithm": "ppo", "env_id": "HalfCheetah-v5"} | other) is None
     assert (
         published_return(published).system == "CleanRL"
         and published_return(published | {"repeat_action_probability": 0.25}) is None

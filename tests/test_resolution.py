@@ -230,6 +230,7 @@ def test_steps_between_gradient_steps_are_lowered_to_what_fits_what_was_typed():
     found = on("classic_control", "dqn", num_envs=3, num_steps=1)
     assert found.experiment.train_frequency < on("classic_control", "dqn").experiment.train_frequency
     assert found.origin["train_frequency"] == "lowered to fit"
+    assert on("classic_control", "dqn", num_envs=9, num_steps=1).experiment.train_frequency == 3  # of 4
 
 
 def test_where_nothing_fits_the_message_is_about_what_was_typed():

@@ -15,7 +15,7 @@ from rich.console import Console
 from cleanba.errors import Failure
 from cleanba.recipes import RECIPES
 from cleanba.runs.directory import lock
-from cleanba.sweeps.slurm import job_states
+from cleanba.sweeps.slurm import QUEUED, job_states
 from cleanba.sweeps.sweep import Board, Flags, Job, Planned, expand_sets, plan, share_devices, start, visible_gpus
 from cleanba.train_flags import parse
 
@@ -185,6 +185,15 @@ def test_jobs_whose_state_slurm_does_not_tell_are_not_taken_for_gone(tmp_path, m
     (tmp_path / "squeue").chmod(0o755)
     with pytest.raises(Failure, match="squeue did not answer"):
         job_states(["12_0"])
+
+
+def test_other_lines_of_squeue_are_no_jobs_and_a_job_that_hears_a_signal_is_one(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("SQUEUE_PARTITION", "none")
+    lines = r"CLUSTER: x\n\n12_0|SIGNALING|None"
+    (tmp_path / "squeue").write_text(f'#!/bin/bash\n[ -z "${{SQUEUE_PARTITION-}}" ] && printf "{lines}\\n"\n')
+    (tmp_path / "squeue").chmod(0o755)
+    assert job_states(["12_0"]) == {"12_0": "SIGNALING"} and "SIGNALING" in QUEUED
 
 
 def lives(pid: int) -> bool:

@@ -58,7 +58,7 @@ class Film:
         self.path = path
         self.frames = 0
         self._agent = agent
-        self._scratch = path.with_name(f".{path.stem}.tmp.mp4")
+        self._scratch = path.with_name(f".{path.stem}.{os.getpid()}.tmp.mp4")
         self._writer: Any = None
         self._ended = False
         self._names = action_names(agent.spec)

@@ -191,7 +191,8 @@ class ActingParams(NamedTuple):
 
 
 LOGGED = {
-    "losses/td_loss": "mean loss: half the squared temporal-difference error, or its Huber loss",
+    "losses/td_loss": "mean loss: half the squared temporal-difference error, or its Huber loss; weighted by "
+    "importance with --prioritised",
     "losses/q_values": "mean action value of the replayed actions",
     "losses/grad_norm": "global norm of the gradient",
     REPLAY_FILLED: REPLAY_LOGGED[REPLAY_FILLED],

@@ -276,7 +276,7 @@ def every(period: int, elapsed: jax.Array) -> tuple[jax.Array, jax.Array]:
 
     Elapsed 3, 4, 5 of period 4 -> (no, 3), (yes, 0), (yes, 1).  [] int32 -> [] bool, [] int32.
     """
-    happens = elapsed >= period
+    happens = (elapsed >= period) | (elapsed < 0)  # int32 has overflowed, where it happens hardly ever
     return happens, jnp.where(happens, elapsed % period, elapsed)
 
 

@@ -5,7 +5,9 @@ gymnasium:LunarLander-v3, package:Name-v0   Gymnasium's, in Python; the second f
 gymnax:Breakout-MinAtar, craftax:…, jax:…   JAX's, compiled for the device that acts
 """
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Protocol
 
@@ -75,13 +77,28 @@ def env_spec(e: Experiment) -> EnvSpec:
         f"env_wrappers={' '.join(e.env_wrappers)} needs an environment in Python, which {e.env_id} is not; leave it "
         f"out, or try --env-id gymnasium:{e.env_id.rpartition(':')[2]}",
     )
-    spec = module_of(e.env_id).env_spec(e)
+    with staying_here():
+        spec = module_of(e.env_id).env_spec(e)
     require(
         any(part.kind != "mask" for part in jax.tree.leaves(spec.obs)),
         f"env_id={e.env_id!r} shows only an action mask, which no network can use as input; add an entry to "
         "its observations",
     )
     return spec
+
+
+@contextmanager
+def staying_here() -> Iterator[None]:
+    """Go back to the current directory afterwards, which an environment may have left."""
+    try:
+        here = os.getcwd()
+    except FileNotFoundError:  # it has been removed
+        yield
+        return
+    try:
+        yield
+    finally:
+        os.chdir(here)
 
 
 def why_unscannable(spec: EnvSpec) -> str:
@@ -147,7 +164,8 @@ def repeatable(spec: EnvSpec) -> bool:
     registered = gymnasium.game(spec).registered  # a notebook's cell that runs again registers another class
     key = (repr(spec), Identity(registered and registered.entry_point))
     if key not in _REPEATABLE:
-        _REPEATABLE[key] = gymnasium.follows_its_seed(spec)
+        with staying_here():
+            _REPEATABLE[key] = gymnasium.follows_its_seed(spec)
     return _REPEATABLE[key]
 
 
@@ -159,6 +177,13 @@ def warnings(spec: EnvSpec) -> list[str]:
     if module_of(spec.env_id) is not gymnasium:
         return []
     found = []
+    for part in jax.tree.leaves(spec.obs):
+        if part.kind in ("bytes", "vector") and sorted((1, *part.shape))[-2] >= 32:  # two long sides
+            found.append(
+                f"{spec.env_id} shows {part.kind} of the shape {part.shape}, which an MLP gets. If these are pictures, "
+                "give them the type uint8 and three dimensions, one of them the channels "
+                "(GrayscaleObservation(keep_dim=True))"
+            )
     if not gymnasium.can_be_sent(spec):
         found.append(
             f"{spec.env_id} {UNSENDABLE}, so its actors' threads step it, all on one core; put it into a module to "

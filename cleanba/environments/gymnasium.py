@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from hashlib import sha256
 from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any, NoReturn
@@ -82,6 +83,7 @@ def game(spec: EnvSpec) -> Game:
     return Game(name, spec.options, spec.wrappers, None if own else entry)
 
 
+MOST_NAME = 80  # characters of the name of an environment that a function makes
 LOCAL = "local/"  # the namespace of environments that the running program defines, and no module
 
 
@@ -94,7 +96,11 @@ def register(maker: Callable[..., gymnasium.Env[Any, Any]]) -> str:
     name, module = getattr(maker, "__name__", type(maker).__name__), getattr(maker, "__module__", None)
     if isinstance(maker, functools.partial):  # one of Corridor with length=10 is local/Corridor-length-10-v0
         words = [*map(str, maker.args), *(f"{key}-{value}" for key, value in maker.keywords.items())]
-        name = "-".join([getattr(maker.func, "__name__", name), *words])
+        address = r" at 0x[0-9a-f]+"  # of a function, say: another one at each start
+        name = re.sub(address, "", "-".join([getattr(maker.func, "__name__", name), *words]))
+        plain = re.sub(r"[^\w.-]+", "", name)[:MOST_NAME]
+        digest = sha256(re.sub(address, "", repr((maker.args, maker.keywords))).encode()).hexdigest()[:8]
+        name = plain if plain == name else f"{plain}-{digest}"
     if is_module(module) and getattr(sys.modules.get(str(module)), name, None) is maker:
         return f"{module}:{name}"
     name = re.sub(r"[^\w.-]+", "", name)
@@ -164,7 +170,9 @@ def env_spec(e: Experiment) -> EnvSpec:
         obs = obs_spec(named(observation), sample, action)
         first = random_action(action, np.random.default_rng(0), mask_of(obs, sample))
         doing = "stepped"
-        probe.step(action.for_environment(first))  # Gymnasium's checker, which is on here, checks the first step too
+        # Gymnasium's checker, which is on here, checks the first step too.
+        _, reward, *_ = probe.step(action.for_environment(first))
+        assert not np.isnan(reward).any(), "its reward is not a number"
         probe.close()
     except UsageError:
         raise
@@ -376,7 +384,7 @@ class Envs:
         try:
             part.ask("render", env)
             picture = np.asarray(part.answer(self.check), np.uint8)
-            assert picture.ndim == 3, "what it returned is no picture"
+            assert picture.ndim == 3 and picture.shape[-1] == 3, f"it returned {picture.shape}, and not [H, W, 3]"
         except Exception as error:
             raise UsageError(
                 f"{self._spec.env_id} cannot be drawn ({said(error)}), so there can be no video of "

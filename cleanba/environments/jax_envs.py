@@ -43,7 +43,7 @@ from cleanba.environments.specs import (
     stated_limit,
 )
 from cleanba.environments.worker import named
-from cleanba.errors import UsageError, closest_names, missing, raised
+from cleanba.errors import UsageError, closest_names, missing, raised, said
 from cleanba.rollout import Obs, PyTree, step_outcome
 from cleanba.seeds import environment_key
 
@@ -471,9 +471,23 @@ class Envs:
 
 
 def picture(environment: JaxEnvironment, spec: EnvSpec, state: PyTree, obs: Obs) -> np.ndarray:
-    """A picture [H, W, 3] uint8: the environment's own rendering or, without one, a drawing of its observation."""
+    """A picture [H, W, 3] uint8: the environment's own rendering or, without one, a drawing of its observation.
+
+    Raises:
+        UsageError: the environment cannot be drawn.
+    """
     if hasattr(environment.env, "render"):
-        return np.asarray(environment.env.render(state, environment.params)).astype(np.uint8)
+        try:
+            shown = environment.env.render(state, environment.params)
+        except Exception as error:
+            raise UsageError(
+                f"{spec.env_id} cannot be drawn ({said(error)}), so there can be no video of it; leave --video and "
+                "--capture-video out"
+            ) from None
+        if getattr(shown, "shape", ())[2:] == (3,):  # some of gymnax's return a figure of Matplotlib
+            drawn = np.asarray(shown)
+            bright = 255 if drawn.dtype.kind == "f" and drawn.max() <= 1 else 1
+            return (drawn * bright).clip(0, 255).astype(np.uint8)
     if spec.env_id.startswith("craftax:"):
         return np.asarray(craftax_renderer("Classic" in spec.env_id)(state)).clip(0, 255).astype(np.uint8)
     boards = [np.asarray(x) for x in jax.tree.leaves(obs)]

@@ -51,6 +51,9 @@ ON_ATARI = {
 }
 
 
+OURS = ("gymnasium", "gymnax", "craftax")  # before the colon in an environment's name
+
+
 def published_return(experiment: Json) -> PublishedReturn | None:
     """The published return of an experiment's algorithm on its environment, by its rules on Atari; or None.
 
@@ -64,4 +67,7 @@ def published_return(experiment: Json) -> PublishedReturn | None:
         return PublishedReturn(name, value, rules.steps)
     if reference(env_id) is not None and SHORT.other_rules([experiment]):  # the table has CleanRL's returns
         return None
+    package, colon, _ = env_id.rpartition(":")
+    if (colon and package not in OURS) or experiment.get("env_wrappers") or experiment.get("env_options"):
+        return None  # somebody's own environment, or another form of a known one
     return table().get((algorithm, re.sub(r"-v\d+$", "", env_id.rpartition(":")[2])))

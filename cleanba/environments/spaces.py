@@ -34,7 +34,15 @@ def obs_spec(
                 "give it a number for each, 0 if that is not legal, or give it another name"
             )
         return ObsSpec("mask", shape, dtype)
+    if 0 in shape:
+        part = f" ({name})" if name else ""
+        raise UsageError(f"an observation{part} has the shape {shape}, which is empty; leave it out")
     if isinstance(space, gymnasium.spaces.Discrete):
+        if not is_small(space, MOST_STATES):
+            raise UsageError(
+                f"the observation {space} has more states, or larger numbers, than a network can take one by one "
+                f"({MOST_STATES:,}, below 2^31); show MultiDiscrete or a Box instead"
+            )
         return ObsSpec("discrete", shape, dtype, int(space.n), int(space.start))
     if is_minigrid and name == "image":
         return ObsSpec("codes", shape, dtype, MINIGRID_CODES)
@@ -48,6 +56,7 @@ def obs_spec(
 
 
 MASKS = ("action_mask", "legal_action_mask")  # names of an entry that says which actions are legal
+MOST_STATES = 2**20  # of Discrete, each of which is an input of the network
 MOST_CODES = 32  # integers in a grid that can have more values than this are numbers, not codes
 MINIGRID_CODES = 11  # objects; there are fewer colours and states.  The space says 256, as for the bytes of a picture.
 
@@ -55,7 +64,11 @@ MINIGRID_CODES = 11  # objects; there are fewer colours and states.  The space s
 def action_spec(space: gymnasium.Space[Any]) -> ActionSpec | str:
     """The `ActionSpec` of an action space, or the reason why no policy can choose such actions."""
     if isinstance(space, gymnasium.spaces.Discrete):
+        if not is_small(space, MOST_CHOICES):
+            return f"its actions are {space}, but policies here support {MOST_CHOICES} choices at most, below 2^31"
         return choice(int(space.n), int(space.start))
+    if 0 in (space.shape or ()):
+        return f"its actions have the shape {space.shape}, which is empty"
     if isinstance(space, gymnasium.spaces.MultiBinary):
         space = gymnasium.spaces.Box(0, 1, space.shape, np.int8)
     if isinstance(space, gymnasium.spaces.MultiDiscrete):
@@ -73,6 +86,12 @@ def action_spec(space: gymnasium.Space[Any]) -> ActionSpec | str:
 
 
 MOST_CHOICES = 2**16
+
+
+def is_small(space: gymnasium.spaces.Discrete[Any], most: int) -> bool:
+    """Whether a space has at most so many numbers, each of 32 bits."""
+    n, start = int(space.n), int(space.start)
+    return n <= most and -(2**31) <= start <= 2**31 - 1 - n
 
 
 def as_box(space: gymnasium.spaces.MultiDiscrete) -> gymnasium.spaces.Box:

@@ -63,8 +63,9 @@ def unregistered(name: str) -> EnvSpec | None:
 
 def find_modules_here() -> None:
     """Search the current directory for modules, too, as `python -m` does, but an installed command does not."""
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.append(os.getcwd())
+    with suppress(FileNotFoundError):  # it has been removed
+        if os.getcwd() not in sys.path and "" not in sys.path:
+            sys.path.append(os.getcwd())
 
 
 def named(x: object) -> Any:
@@ -214,7 +215,8 @@ GROUP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # Ctrl-C and Sl
 def main() -> None:
     """Step a part of a block, as commanded by the process at the other end of a connection, until that ends."""
     for signum in GROUP_SIGNALS:
-        signal.signal(signum, lambda *_: None)  # the parent ends this process; its own children do not inherit this
+        signal.signal(signum, lambda *_: None)  # the parent ends this process
+    os.register_at_fork(after_in_child=hear_signals_again)  # an environment's own processes can be ended
     signal.pthread_sigmask(signal.SIG_UNBLOCK, GROUP_SIGNALS)  # the parent has blocked them
     end_with_parent()
     gymnasium.logger.min_level = gymnasium.logger.ERROR  # the parent has shown the warnings
@@ -236,6 +238,12 @@ def main() -> None:
             answer = pickle.dumps(Raised(f"{type(error).__name__}: {error}", traceback.format_exc()))
         with suppress(ConnectionError):
             connection.send_bytes(answer)
+
+
+def hear_signals_again() -> None:
+    """End at these signals, as processes do."""
+    for signum in GROUP_SIGNALS:
+        signal.signal(signum, signal.SIG_DFL)
 
 
 def open_part(task: Task) -> Part:

@@ -40,6 +40,17 @@ def encoder_fields(spec: EnvSpec, e: Experiment) -> dict[str, Any]:
             f"network={e.network} needs {needed.rstrip('s')}s, but {spec.env_id} shows {describe(spec.obs)}; use "
             "--network mlp, or leave it out"
         )
+    least, shape = {"nature": 36, "nips": 20}.get(e.network, 0), getattr(spec.obs, "shape", ())
+    if least and sorted(shape)[1] < least:  # the shorter of two long sides
+        raise UsageError(
+            f"network={e.network} needs pictures of {least} x {least} pixels or more, but {spec.env_id} shows "
+            f"{describe(spec.obs)}; use --network impala, or leave it out"
+        )
+    if e.network == "minatar" and min(shape[:2]) < 3:
+        raise UsageError(
+            f"network=minatar needs boards of 3 x 3 fields or more, but {spec.env_id} shows {describe(spec.obs)}; use "
+            "--network mlp"
+        )
     return {
         "obs_spec": spec.obs,
         "network": e.network,
@@ -53,7 +64,10 @@ def encoder_fields(spec: EnvSpec, e: Experiment) -> dict[str, Any]:
 
 def suitable_network(obs: ObsSpecs) -> str:
     """The torso for an observation.  One of several parts needs an MLP, which gets them concatenated."""
-    return {"image": "impala", "planes": "minatar"}.get(getattr(obs, "kind", ""), "mlp")
+    kind, shape = getattr(obs, "kind", ""), getattr(obs, "shape", ())
+    if kind == "planes" and min(shape[:2]) < 3:  # smaller than a convolution
+        return "mlp"
+    return {"image": "impala", "planes": "minatar"}.get(kind, "mlp")
 
 
 def encode(

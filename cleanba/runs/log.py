@@ -30,7 +30,13 @@ def parse(lines: bytes) -> Iterator[tuple[int, Row | None]]:
             row = json.loads(line)
         except (ValueError, RecursionError):
             row = None
-        yield number, row if isinstance(row, dict) and type(row.get("update")) is int else None
+        yield number, row if isinstance(row, dict) and is_whole(row) else None
+
+
+def is_whole(row: Json) -> bool:
+    """Whether a row has its update, and numbers where it says when that was."""
+    numbers = (row.get("global_step", 0), row.get("seconds", 0.0))
+    return type(row.get("update")) is int and all(type(x) in (int, float) for x in numbers)
 
 
 def read(run_dir: Path) -> Iterator[tuple[int, Row | None]]:
@@ -48,7 +54,7 @@ def tail(run_dir: Path) -> list[Row]:
         with (run_dir / METRICS).open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))
             lines = file.read()
-    except FileNotFoundError:
+    except OSError:  # there is none yet, or the file system is away for a moment
         return []
     return [row for _, row in parse(lines) if row is not None]
 

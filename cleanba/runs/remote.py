@@ -278,6 +278,24 @@ def _copy(source: str, member: Member, to: Path) -> None:
             raise
 
 
+class ShortHeader(tarfile.TarInfo):
+    """A member of an archive.  `tarfile` reads its name into memory, however long a stranger has made it."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> "ShortHeader":
+        info = super().frombuf(buf, encoding, errors)
+        if info.type in NAMES_IN_BODY and info.size > MOST_NAME_BYTES:
+            raise tarfile.HeaderError(f"a name in it has {info.size:,} characters")
+        return info
+
+
+MOST_NAME_BYTES = 2**16
+NAMES_IN_BODY = (
+    *(tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK),
+    *(tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE),
+)
+
+
 @contextmanager
 def _members(archive: Path) -> Iterator[Iterator[Member]]:
     """The regular files in an archive, without links, devices and folders."""
@@ -289,7 +307,7 @@ def _members(archive: Path) -> Iterator[Iterator[Member]]:
                 if not info.is_dir() and stat.S_IFMT(info.external_attr >> 16) in (0, stat.S_IFREG)
             )
     else:
-        with tarfile.open(archive) as tar:
+        with tarfile.open(archive, tarinfo=ShortHeader) as tar:
             infos = list(itertools.islice(tar, MOST_MEMBERS + 1))
             while tar.fileobj is not None and tar.fileobj.read(2**20):
                 pass  # to its end, where gzip compares checksums

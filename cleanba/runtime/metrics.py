@@ -184,7 +184,7 @@ class Display:
         self._last_words = ""
         self._live: Live | None = None
         self._cell = Cell(status) if enabled and console is None and in_notebook() else None
-        if enabled and self._cell is None and self._console.is_terminal:
+        if enabled and self._cell is None and self._console.is_interactive and self._console.file.isatty():
             self._live = Live(get_renderable=lambda: panel(self._status), console=self._console, refresh_per_second=4)
             self._live.start()
 
@@ -277,9 +277,10 @@ class Writers:
         self._flushed = time.monotonic()
         self._add_event(0, file_version="brain.Event:2")
         self._add_config(config)
-        for row in history:
+        sound = [row for row in history if "global_step" in row]  # a damaged row may lack it
+        for row in sound:
             self._add_scalars(row, row["global_step"])
-        self._tracking = Tracking(run_dir, project, entity, config, history) if track else None
+        self._tracking = Tracking(run_dir, project, entity, config, sound) if track else None
 
     def write(self, update: int, global_step: int, seconds: float, values: Mapping[str, object]) -> None:
         """Write a log point: numbers everywhere, text (digests) only to the JSON lines.

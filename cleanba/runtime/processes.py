@@ -3,13 +3,16 @@
 import os
 import signal
 import socket
+import sys
 import threading
+import time
 from hashlib import sha256
 
 import jax
 import numpy as np
 
 from cleanba.config import Placement, require
+from cleanba.errors import Failure, UsageError, said
 
 SUSPENDED_SECONDS = 7 * 24 * 3600  # for which a job of several processes may be stopped as a whole
 
@@ -19,7 +22,7 @@ def initialise(p: Placement) -> None:
 
     Raises:
         UsageError: the flags contradict each other, or no cluster was found and no address given.
-        RuntimeError: the coordinator could not be reached.
+        Failure: process 0 could not be reached.
     """
     manual = {
         "--coordinator-address": p.coordinator_address,
@@ -45,6 +48,10 @@ def initialise(p: Placement) -> None:
             "127.0.0.1:1234",
         )
         require(0 <= i < n, f"process_id={i} must lie in [0, {n}); set --process-id")
+        if i == 0:
+            require_free(int(port))
+        else:
+            wait_for_process_0(p.coordinator_address or "", i)
     try:
         # Each process sees all devices of its host; the two id flags choose among them.
         # JAX's own heartbeat would end all processes of a job that was suspended for longer; `Peers` has another one.
@@ -62,6 +69,44 @@ def initialise(p: Placement) -> None:
             "--distributed found no cluster (Slurm, Open MPI or Kubernetes) to join; "
             f"add --coordinator-address, --num-processes and --process-id ({error})",
         )
+
+
+def require_free(port: int) -> None:
+    """Raise `UsageError` if another program of this host has the port; JAX would end in a crash."""
+    try:
+        socket.create_server(("", port)).close()
+    except OSError as error:
+        raise UsageError(
+            f"process 0 cannot open port {port} of its host ({error.strerror}); choose another --coordinator-address"
+        ) from None
+
+
+def wait_for_process_0(address: str, process: int) -> None:
+    """Wait until process 0 answers at HOST:PORT.  JAX would wait in silence, and then end in a crash.
+
+    Raises:
+        Failure: it does not answer within `REACH_SECONDS`.
+    """
+    host, _, port = address.rpartition(":")
+    began, told = time.monotonic(), False
+    while True:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
+            return
+        except OSError as error:  # no such host, no route, nobody listens yet
+            why, waited = said(error), time.monotonic() - began
+        if waited > REACH_SECONDS:
+            raise Failure(
+                f"process {process} cannot reach process 0 at {address} ({why}); start process 0 too, and see that its "
+                "host and port can be reached from here"
+            )
+        if waited > TELL_SECONDS and not told:
+            told = True
+            print(f"cleanba: process {process} waits for process 0 at {address} ({why})", file=sys.stderr, flush=True)
+        time.sleep(0.2)
+
+
+REACH_SECONDS, TELL_SECONDS = 300.0, 10.0
 
 
 def processes_here() -> int:

@@ -22,7 +22,10 @@ from cleanba.sweeps.manifest import Planned, done, read_manifest, write_manifest
 from cleanba.train_flags import parse
 
 LARGEST_ARRAY = 1000  # Slurm's MaxArraySize is 1001 unless it was raised
-QUEUED = ("PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "REQUEUED", "REQUEUE_HOLD", "STOPPED")
+QUEUED = (
+    *("PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "REQUEUED", "REQUEUE_HOLD", "STOPPED"),
+    *("SIGNALING", "RESIZING", "STAGE_OUT", "SPECIAL_EXIT", "REQUEUE_FED", "RESV_DEL_HOLD"),
+)
 
 
 TEMPLATES = Path(__file__).parent / "slurm_templates"
@@ -193,6 +196,10 @@ def sbatch_job(command: Sequence[str]) -> str:
         done = subprocess.run([*command], capture_output=True, text=True)
     except FileNotFoundError:
         raise UsageError("sbatch was not found; run this where Slurm is installed, or add --dry-run") from None
+    except OSError as error:  # such as a `submit` whose lines end as in Windows
+        raise UsageError(
+            f"{command[0]} cannot be executed: {error.strerror}; write it anew with `cleanba slurm`"
+        ) from None
     words = done.stdout.split()
     number = words[-1].partition(";")[0] if words else ""
     require(done.returncode == 0 and number.isdigit(), f"sbatch refused: {(done.stderr or done.stdout).strip()}")
@@ -212,10 +219,10 @@ def job_states(jobs: Iterable[str]) -> dict[str, str]:
     if not wanted:
         return {}
     states = {}
-    queue = said(["squeue", "--noheader", "--array", "--states=all", "--format=%F_%K|%T|%r"])
+    queue = said(["squeue", "--noheader", "--me", "--array", "--states=all", "--format=%F_%K|%T|%r"])
     if queue is None:  # taking its jobs for gone would submit them twice
         raise Failure("squeue did not answer, so the state of the jobs is unknown; try again where Slurm is")
-    for line in queue.splitlines():
+    for line in (line for line in queue.splitlines() if line.count("|") >= 2):  # not "CLUSTER: …"
         job, state, reason = line.strip().split("|", 2)
         states[job] = state if reason in ("None", "") or state != "PENDING" else f"{state} ({reason})"
     missing = sorted({job.partition("_")[0] for job in wanted if job not in states})
@@ -229,7 +236,8 @@ def job_states(jobs: Iterable[str]) -> dict[str, str]:
 def said(command: Sequence[str]) -> str | None:
     """The output of a Slurm command; None if it failed or does not exist."""
     try:
-        done = subprocess.run([*command], capture_output=True, text=True, timeout=60)
+        plain = {name: value for name, value in os.environ.items() if not name.startswith("SQUEUE_")}  # they hide jobs
+        done = subprocess.run([*command], capture_output=True, text=True, timeout=60, env=plain)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout if done.returncode == 0 else None

@@ -379,7 +379,16 @@ def run_here(recipe: AnyRecipe, runs: Sequence[Planned], folder: Path, argv: Seq
     signals = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores it
         signals.append(signal.SIGHUP)
-    with handle_signals(heard.append, signals), Board(folder, jobs, len(environments)) as board:
+    last = 0.0
+
+    def hear(signum: int) -> None:
+        """Note a signal.  A closing terminal may send SIGHUP twice, and `timeout` signals a group and its leader."""
+        nonlocal last
+        if not heard or (signum != signal.SIGHUP and time.monotonic() - last > 0.2):
+            heard.append(signum)
+            last = time.monotonic()
+
+    with handle_signals(hear, signals), Board(folder, jobs, len(environments)) as board:
         if over:
             board.say(f"{len(over)} of {len(jobs)} runs are finished already")
         try:
@@ -521,7 +530,8 @@ class Board:
 
         self._folder, self._jobs, self._workers = folder, jobs, workers
         self._console = Console(file=sys.stdout)
-        self._live = Live(console=self._console, auto_refresh=False) if self._console.is_terminal else None
+        drawn = self._console.is_interactive and sys.stdout.isatty()  # not in a file, nor on a dumb terminal
+        self._live = Live(console=self._console, auto_refresh=False) if drawn else None
         self._next = time.monotonic() + (0.0 if self._live is not None else LINE_SECONDS)
 
     def __enter__(self) -> "Board":

@@ -217,8 +217,10 @@ def in_units(size: jax.Array, exponent: float) -> jax.Array:
     """The priority size^exponent in units: at least 1, which stands for the paper's eps, at most 2^24 - 1.
 
     (Schaul et al. 2016, section 3.3, with |delta| as `size`.)  [N] float32, not negative -> [N] uint32.
+    NaN, which --on-nonfinite ignore lets through, counts as 0.
     """
-    return jnp.clip(jnp.round(UNIT * size**exponent), 1.0, float(MOST)).astype(jnp.uint32)
+    units = jnp.clip(jnp.round(UNIT * size**exponent), 1.0, float(MOST))
+    return jnp.where(jnp.isnan(units), 1.0, units).astype(jnp.uint32)
 
 
 def importance(drawn: Drawn, exponent: jax.Array | float) -> jax.Array:

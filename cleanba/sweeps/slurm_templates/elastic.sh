@@ -19,7 +19,8 @@ elastic() {
     local code newest retries=0 attempt=0 more began
     # Which numbers of processes divide the experiment, and the run's directory, which must not change with the step.
     { read -r -a fits && IFS= read -r run; } < <(
-        JAX_PLATFORMS=cpu "${CLEANBA[@]}" slurm fit $((most * tasks_here)) "${words[@]}")
+        JAX_PLATFORMS=cpu "${CLEANBA[@]}" slurm fit $((most * tasks_here)) "${words[@]}" |
+            tail -n 2) # environments may print when they are imported
     [ -n "$run" ] || return 2 # the reason has been printed
     while true; do
         mapfile -t nodes < <(job_nodes | those_that_answer)
@@ -134,7 +135,7 @@ end_steps() {
     local i patience=$NOTICE_SECONDS deadline
     codes=()
     note_ended
-    case "${codes[*]}" in 0 | 138 | 143) patience=$ENDING_SECONDS ;; esac
+    case " ${codes[*]} " in *" 0 "* | *" 138 "* | *" 143 "*) patience=$ENDING_SECONDS ;; esac
     deadline=$((SECONDS + patience))
     while any_step_runs && [ "$SECONDS" -lt "$deadline" ]; do sleep 0.5; done
     if any_step_runs; then
