@@ -551,6 +551,8 @@ def announce(job: Job, saved: Saved[Any, Any] | None, display: Display) -> None:
     )
     for warning in warnings(job.spec) if job.devices.is_main else ():
         display.say(f"warning: {warning}")
+    if words := gap_words(e):
+        display.say(f"warning: {words}")
     if (idle := len(place.actor_device_ids) - e.num_actors // processes) > 0:
         display.say(
             f"warning: {counted(idle, 'actor device')}{' of each process' * (processes > 1)} will be idle, because an "
@@ -559,6 +561,17 @@ def announce(job: Job, saved: Saved[Any, Any] | None, display: Display) -> None:
         )
     if saved is not None:
         display.say(f"going on after update {saved.update}, step {saved.counters['global_step']:,}")
+
+
+def gap_words(e: Experiment) -> str:
+    """A warning, or "", about rollouts of which sequences (R2D2) leave a part out."""
+    learnt = getattr(e, "sequence_length", e.num_steps)
+    if learnt >= e.num_steps:
+        return ""
+    return (
+        f"rollouts have {e.num_steps} steps, and a sequence begins with each and learns from {learnt}, so "
+        f"{1 - learnt / e.num_steps:.0%} of all steps are never learnt from; take --num-steps {learnt} or less"
+    )
 
 
 def size_in_words(e: Experiment) -> str:

@@ -14,7 +14,7 @@ from launch import CROWD, TINY, command, finish, python, read_result, read_rows
 from scripted import Planted
 
 from cleanba.environments.envpool import Envs
-from cleanba.errors import Failure, UsageError
+from cleanba.errors import Failure
 from cleanba.runtime import processes as joining
 from cleanba.runtime.channels import Stop
 from cleanba.runtime.checkpoint import updates_kept
@@ -83,7 +83,7 @@ def test_a_thread_that_compiles_has_not_stalled(monkeypatch):
 def test_a_port_that_is_taken_and_a_process_0_that_is_away_are_told_in_a_sentence(monkeypatch, capsys):
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(UsageError, match=f"process 0 cannot open port {port} .*choose another"):
+        with pytest.raises(Failure, match=f"process 0 cannot open port {port} .*choose another"):
             joining.require_free(port)
         joining.wait_for_process_0(f"localhost:{port}", 1)
     monkeypatch.setattr(joining, "REACH_SECONDS", 0.3)

@@ -12,10 +12,12 @@ from slowly import finite_difference
 from test_recurrent import SCRIPTS, lively
 
 from cleanba.algorithms import r2d2
+from cleanba.algorithms.ppo import PPO
 from cleanba.algorithms.r2d2 import R2D2
 from cleanba.config import Partition, check_values
 from cleanba.environments.specs import ActionSpec, EnvSpec, ObsSpec
 from cleanba.errors import UsageError
+from cleanba.launch import gap_words
 from cleanba.networks import make_action_values
 from cleanba.ops import replay
 from cleanba.ops.replay.priorities import UNIT
@@ -245,7 +247,6 @@ def test_every_placement_ends_in_the_same_bits():
     [
         ({"buffer_size": 16}, "sequences of 8 steps .* need 24; try --buffer-size 24"),
         ({"learning_starts": 4}, "comes before the first whole sequence, which ends after 8 steps"),
-        ({"num_steps": 8, "buffer_size": 64}, "num_steps=8 is more than sequence_length=6.*try --num-steps 6 or less"),
         ({"priority_max_weight": 1.5}, "--priority-max-weight"),
         ({"burn_in": -1}, "--burn-in"),
     ],
@@ -256,6 +257,11 @@ def test_what_does_not_fit_is_refused(changes, words):
     with pytest.raises(UsageError, match=words):
         check_values(e)
         r2d2.check(e, Partition(e.num_envs, 1, e.num_shards))
+
+
+def test_steps_that_no_sequence_learns_from_are_told_of():
+    assert "25% of all steps are never learnt from; take --num-steps 6 or less" in gap_words(tiny(num_steps=8))
+    assert gap_words(tiny(num_steps=6)) == gap_words(PPO(num_steps=512)) == ""
 
 
 def test_other_actions_than_one_of_a_few_are_refused():

@@ -175,11 +175,6 @@ def check(e: R2D2, partition: Partition) -> None:
     """Raise `UsageError` for hyperparameters that do not fit."""
     check_replay(e, partition)
     length, steps = e.burn_in + e.sequence_length, e.num_steps
-    require(
-        steps <= e.sequence_length,
-        f"num_steps={steps} is more than sequence_length={e.sequence_length}: a sequence begins with each rollout, so "
-        f"steps between two of them would never be learnt from; try --num-steps {e.sequence_length} or less",
-    )
     rows, needed = e.buffer_size // e.num_envs, length + 2 * steps + 8
     require(
         rows >= needed,

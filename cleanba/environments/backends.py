@@ -7,7 +7,7 @@ gymnax:Breakout-MinAtar, craftax:…, jax:…   JAX's, compiled for the device t
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import ModuleType
 from typing import Protocol
 
@@ -92,13 +92,15 @@ def staying_here() -> Iterator[None]:
     """Go back to the current directory afterwards, which an environment may have left."""
     try:
         here = os.getcwd()
-    except FileNotFoundError:  # it has been removed
+    except OSError:  # it has been removed
         yield
         return
     try:
         yield
     finally:
-        os.chdir(here)
+        with suppress(OSError):  # it may not be entered, or has been removed
+            if os.getcwd() != here:
+                os.chdir(here)
 
 
 def why_unscannable(spec: EnvSpec) -> str:
@@ -178,7 +180,7 @@ def warnings(spec: EnvSpec) -> list[str]:
         return []
     found = []
     for part in jax.tree.leaves(spec.obs):
-        if part.kind in ("bytes", "vector") and sorted((1, *part.shape))[-2] >= 32:  # two long sides
+        if part.kind in ("bytes", "vector") and sorted((1, 1, *part.shape))[-2] >= 32:  # two long sides
             found.append(
                 f"{spec.env_id} shows {part.kind} of the shape {part.shape}, which an MLP gets. If these are pictures, "
                 "give them the type uint8 and three dimensions, one of them the channels "

@@ -384,13 +384,13 @@ class Envs:
         try:
             part.ask("render", env)
             picture = np.asarray(part.answer(self.check), np.uint8)
-            assert picture.ndim == 3 and picture.shape[-1] == 3, f"it returned {picture.shape}, and not [H, W, 3]"
+            assert picture.ndim == 3 and picture.shape[-1] in (3, 4), f"it returned {picture.shape}, not [H, W, 3]"
         except Exception as error:
             raise UsageError(
                 f"{self._spec.env_id} cannot be drawn ({said(error)}), so there can be no video of "
                 "it; leave --video and --capture-video out"
             ) from None
-        return picture
+        return picture[..., :3]  # without transparency
 
     @property
     def steps_per_second(self) -> float:

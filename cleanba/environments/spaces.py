@@ -34,9 +34,8 @@ def obs_spec(
                 "give it a number for each, 0 if that is not legal, or give it another name"
             )
         return ObsSpec("mask", shape, dtype)
-    if 0 in shape:
-        part = f" ({name})" if name else ""
-        raise UsageError(f"an observation{part} has the shape {shape}, which is empty; leave it out")
+    if 0 in shape and not name:  # one part of several may be empty
+        raise UsageError(f"an observation has the shape {shape}, which is empty; --env-wrappers may change it")
     if isinstance(space, gymnasium.spaces.Discrete):
         if not is_small(space, MOST_STATES):
             raise UsageError(

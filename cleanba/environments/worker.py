@@ -216,7 +216,8 @@ def main() -> None:
     """Step a part of a block, as commanded by the process at the other end of a connection, until that ends."""
     for signum in GROUP_SIGNALS:
         signal.signal(signum, lambda *_: None)  # the parent ends this process
-    os.register_at_fork(after_in_child=hear_signals_again)  # an environment's own processes can be ended
+    # An environment can then end its own processes.  They ignore the other signals, which whole groups are sent.
+    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, GROUP_SIGNALS)  # the parent has blocked them
     end_with_parent()
     gymnasium.logger.min_level = gymnasium.logger.ERROR  # the parent has shown the warnings
@@ -238,12 +239,6 @@ def main() -> None:
             answer = pickle.dumps(Raised(f"{type(error).__name__}: {error}", traceback.format_exc()))
         with suppress(ConnectionError):
             connection.send_bytes(answer)
-
-
-def hear_signals_again() -> None:
-    """End at these signals, as processes do."""
-    for signum in GROUP_SIGNALS:
-        signal.signal(signum, signal.SIG_DFL)
 
 
 def open_part(task: Task) -> Part:

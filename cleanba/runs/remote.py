@@ -281,15 +281,13 @@ def _copy(source: str, member: Member, to: Path) -> None:
 class ShortHeader(tarfile.TarInfo):
     """A member of an archive.  `tarfile` reads its name into memory, however long a stranger has made it."""
 
-    @classmethod
-    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> "ShortHeader":
-        info = super().frombuf(buf, encoding, errors)
-        if info.type in NAMES_IN_BODY and info.size > MOST_NAME_BYTES:
-            raise tarfile.HeaderError(f"a name in it has {info.size:,} characters")
-        return info
+    def _proc_member(self, tar: tarfile.TarFile) -> tarfile.TarInfo:  # `tarfile` documents it for subclasses
+        if self.type in NAMES_IN_BODY and self.size > MOST_NAME_BYTES:
+            raise tarfile.HeaderError(f"a name in it has {self.size:,} characters")
+        return super()._proc_member(tar)  # type: ignore[misc]
 
 
-MOST_NAME_BYTES = 2**16
+MOST_NAME_BYTES = 2**20  # macOS keeps attributes of files there, too
 NAMES_IN_BODY = (
     *(tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK),
     *(tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE),

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from cleanba.config import Placement, require
-from cleanba.errors import Failure, UsageError, said
+from cleanba.errors import Failure, said
 
 SUSPENDED_SECONDS = 7 * 24 * 3600  # for which a job of several processes may be stopped as a whole
 
@@ -22,7 +22,7 @@ def initialise(p: Placement) -> None:
 
     Raises:
         UsageError: the flags contradict each other, or no cluster was found and no address given.
-        Failure: process 0 could not be reached.
+        Failure: process 0 could not be reached, or its port is taken.
     """
     manual = {
         "--coordinator-address": p.coordinator_address,
@@ -72,13 +72,18 @@ def initialise(p: Placement) -> None:
 
 
 def require_free(port: int) -> None:
-    """Raise `UsageError` if another program of this host has the port; JAX would end in a crash."""
-    try:
-        socket.create_server(("", port)).close()
-    except OSError as error:
-        raise UsageError(
-            f"process 0 cannot open port {port} of its host ({error.strerror}); choose another --coordinator-address"
-        ) from None
+    """Raise `Failure` if another program of this host has the port; JAX would end in a crash."""
+    if "JAX_COORDINATOR_BIND_ADDRESS" in os.environ:  # perhaps of one network interface alone
+        return
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            raise Failure(
+                f"process 0 cannot open port {port} of its host ({error.strerror}); choose another "
+                "--coordinator-address"
+            ) from None
 
 
 def wait_for_process_0(address: str, process: int) -> None:
@@ -91,9 +96,11 @@ def wait_for_process_0(address: str, process: int) -> None:
     began, told = time.monotonic(), False
     while True:
         try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
-            return
-        except OSError as error:  # no such host, no route, nobody listens yet
+            with socket.create_connection((host.strip("[]"), int(port)), timeout=5) as found:
+                if found.getsockname() != found.getpeername():  # a connection to itself
+                    return
+            why, waited = "nobody listens there", time.monotonic() - began
+        except (OSError, UnicodeError) as error:  # no such host, no route, nobody listens yet
             why, waited = said(error), time.monotonic() - began
         if waited > REACH_SECONDS:
             raise Failure(

@@ -196,9 +196,9 @@ def sbatch_job(command: Sequence[str]) -> str:
         done = subprocess.run([*command], capture_output=True, text=True)
     except FileNotFoundError:
         raise UsageError("sbatch was not found; run this where Slurm is installed, or add --dry-run") from None
-    except OSError as error:  # such as a `submit` whose lines end as in Windows
+    except OSError as error:
         raise UsageError(
-            f"{command[0]} cannot be executed: {error.strerror}; write it anew with `cleanba slurm`"
+            f"{command[0]} cannot be executed: {error.strerror}; remove it and write it anew with `cleanba slurm`"
         ) from None
     words = done.stdout.split()
     number = words[-1].partition(";")[0] if words else ""
