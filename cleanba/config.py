@@ -24,7 +24,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args
 
 import tyro
 
-from cleanba.errors import UsageError, closest_names, nearest, nearest_divisors
+from cleanba.errors import UsageError, closest_names, largest_divisor, nearest, nearest_divisors
 from cleanba.files import Json, expanded, read_json
 
 # -------------------------------------------------------------------------------------------------- rules of a value
@@ -615,7 +615,7 @@ class Partition:
         if one:
             return f"try {flag(name)} {one}"
         shards = p * max(learners, round(k / p))
-        actors = p * max(d for d in range(1, shards // p + 1) if shards // p % d == 0 and p * d <= max(a, p))
+        actors = p * largest_divisor(shards // p, max(a, p) // p)
         envs = shards * max(1, round(n / shards))
         return f"try --num-envs {envs} --num-actors {actors} --num-shards {shards}"
 

@@ -91,6 +91,11 @@ def nearest_divisors(of: int, to: int) -> str:
     return " or ".join(map(str, sorted(sorted(divisors, key=lambda d: (abs(d - to), d))[:2])))
 
 
+def largest_divisor(of: int, most: int) -> int:
+    """The largest divisor of `of` that is at most `most`."""
+    return max(d for d in range(1, min(of, most) + 1) if of % d == 0)
+
+
 def closest_names(name: str, known: Iterable[str], count: int = 3) -> str:
     """The `count` known names most like `name`, compared without regard to case, separated by commas."""
     by_lower: dict[str, str] = {}

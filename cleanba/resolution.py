@@ -50,7 +50,7 @@ from cleanba.config import (
 )
 from cleanba.environments.backends import env_spec, why_unscannable
 from cleanba.environments.specs import EnvSpec, stated_limit
-from cleanba.errors import UsageError
+from cleanba.errors import UsageError, largest_divisor
 from cleanba.files import Json, read_json
 from cleanba.networks import suitable_network
 from cleanba.recipes import RECIPES, AnyRecipe
@@ -246,10 +246,9 @@ def fit_parts(recipe: AnyRecipe, e: Any, typed: Collection[str]) -> Experiment:
     recurrent = isinstance(e, FromRollouts) and e.core != "none"
     if recurrent and "num_minibatches" not in typed and e.num_minibatches > e.num_envs:
         most = min(e.num_envs, FromRollouts.num_minibatches)
-        e = replace(e, num_minibatches=max(m for m in range(1, most + 1) if e.num_envs % m == 0))
+        e = replace(e, num_minibatches=largest_divisor(e.num_envs, most))
     if isinstance(e, OffPolicy) and "train_frequency" not in typed:
-        steps = e.transitions_per_update
-        e = replace(e, train_frequency=max(d for d in range(1, e.train_frequency + 1) if steps % d == 0))
+        e = replace(e, train_frequency=largest_divisor(e.transitions_per_update, e.train_frequency))
     names = [name for name in ("num_minibatches", "num_shards", "num_actors") if hasattr(e, name)]
     numbers = [[getattr(e, name)] if name in typed else range(getattr(e, name), 0, -1) for name in names]
     for chosen in itertools.product(*numbers):

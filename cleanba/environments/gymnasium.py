@@ -35,6 +35,7 @@ from cleanba.environments.specs import (
     parse_options,
     stated_limit,
     train_reward,
+    undrawable,
 )
 from cleanba.environments.worker import (
     GROUP_SIGNALS,
@@ -386,10 +387,7 @@ class Envs:
             picture = np.asarray(part.answer(self.check), np.uint8)
             assert picture.ndim == 3 and picture.shape[-1] in (3, 4), f"it returned {picture.shape}, not [H, W, 3]"
         except Exception as error:
-            raise UsageError(
-                f"{self._spec.env_id} cannot be drawn ({said(error)}), so there can be no video of "
-                "it; leave --video and --capture-video out"
-            ) from None
+            raise undrawable(self._spec.env_id, error) from None
         return picture[..., :3]  # without transparency
 
     @property

@@ -41,9 +41,10 @@ from cleanba.environments.specs import (
     imported,
     parse_options,
     stated_limit,
+    undrawable,
 )
 from cleanba.environments.worker import named
-from cleanba.errors import UsageError, closest_names, missing, raised, said
+from cleanba.errors import UsageError, closest_names, missing, raised
 from cleanba.rollout import Obs, PyTree, step_outcome
 from cleanba.seeds import environment_key
 
@@ -480,10 +481,7 @@ def picture(environment: JaxEnvironment, spec: EnvSpec, state: PyTree, obs: Obs)
         try:
             shown = environment.env.render(state, environment.params)
         except Exception as error:
-            raise UsageError(
-                f"{spec.env_id} cannot be drawn ({said(error)}), so there can be no video of it; leave --video and "
-                "--capture-video out"
-            ) from None
+            raise undrawable(spec.env_id, error) from None
         if getattr(shown, "shape", ())[2:] == (3,):  # some of gymnax's return a figure of Matplotlib
             drawn = np.asarray(shown)
             bright = 255 if drawn.dtype.kind == "f" and drawn.max() <= 1 else 1

@@ -10,7 +10,7 @@ import jax
 
 from cleanba.config import MOST
 from cleanba.environments.worker import find_modules_here
-from cleanba.errors import UsageError, raised
+from cleanba.errors import UsageError, raised, said
 from cleanba.rollout import Array, Obs, PyTree
 from cleanba.specs import ActionSpec, EnvSpec, ObsSpec, choice
 
@@ -65,6 +65,14 @@ def stated_limit(steps: float | None) -> int | None:
 def train_reward(spec: EnvSpec, raw: Array) -> Array:
     """The reward for training: the raw reward, clipped to [-1, 1] if the experiment clips.  [...] -> [...]."""
     return raw.clip(-1.0, 1.0) if spec.clip_reward else raw
+
+
+def undrawable(env_id: str, error: Exception) -> UsageError:
+    """The error for an environment whose rendering raised `error`."""
+    return UsageError(
+        f"{env_id} cannot be drawn ({said(error)}), so there can be no video of it; leave --video and "
+        "--capture-video out"
+    )
 
 
 def imported(what: str, remedy: str, module: str, name: str | None = None) -> Any:

@@ -104,7 +104,7 @@ def rewind(run_dir: Path, update: int, seconds: float = math.inf) -> list[Row]:
             if row["update"] in logged and "chain" in row:  # a signal came after its log point
                 logged[row["update"]].update({**row, **logged[row["update"]]})
                 continue
-            if isinstance(late := row.get("seconds"), int | float) and late > seconds:
+            if row.get("seconds", 0.0) > seconds:
                 row = {**row, "seconds": seconds}
             rows.append(row)
             if not is_evaluation(row):

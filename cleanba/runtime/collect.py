@@ -19,7 +19,7 @@ from cleanba.algorithm import Algorithm, AnyAlgorithm, C, M, P, P_contra, S
 from cleanba.environments import jax_envs
 from cleanba.environments.backends import Envs
 from cleanba.environments.specs import Compilable
-from cleanba.errors import NotFinite
+from cleanba.errors import NotFinite, largest_divisor
 from cleanba.rollout import Episode, EpisodeTracker, Obs, PyTree, Rollout, step_outcome
 from cleanba.runtime.channels import Stop
 from cleanba.runtime.compilation_cache import OF_ONE_PROCESS
@@ -381,7 +381,7 @@ class Scan(NamedTuple):
 
 def make_scan(algorithm: Algorithm[S, M, P, C], num_steps: int, envs: Compilable) -> Scan:
     """One compiled call for several steps: acting, `envs.step(handle, action) -> handle, Step`, and recording."""
-    length = max(d for d in range(1, min(SCAN_STEPS, num_steps) + 1) if num_steps % d == 0)
+    length = largest_divisor(num_steps, SCAN_STEPS)
 
     def step(params: PyTree, key: jax.Array, state: ScanState, t: jax.Array | int) -> tuple[ScanState, Scanned]:
         action, carry, extras = algorithm.act(

@@ -12,6 +12,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from cleanba.shards import usable_cores
+
 THREADS = "OPENBLAS_NUM_THREADS"  # OpenBLAS reads it once, when it is loaded
 NAMES = ("scipy_openblas_{}_num_threads", "scipy_openblas_{}_num_threads64_", "openblas_{}_num_threads")
 
@@ -54,6 +56,6 @@ def one_thread() -> Iterator[None]:
         else:
             os.environ[THREADS] = given
         for library in loaded():  # one that was loaded meanwhile began with one thread
-            library.set(max(before, default=int(given) if given and given.isdigit() else len(os.sched_getaffinity(0))))
+            library.set(max(before, default=int(given) if given and given.isdigit() else usable_cores()))
         for library, number in zip(libraries, before, strict=True):
             library.set(number)

@@ -112,14 +112,15 @@ class Tracking:
 
         An evaluation is always sent, as it may be one that the run played again after it was interrupted.
         """
-        self._send(update, global_step, values, always=any(name.startswith("eval/") for name in values))
+        self._send(update, global_step, values, is_new=True)
 
-    def _send(self, update: int, global_step: int, values: Mapping[str, object], always: bool = False) -> None:
+    def _send(self, update: int, global_step: int, values: Mapping[str, object], is_new: bool = False) -> None:
         # W&B drops rows with a lower step than the last one; an evaluation comes later than its update.
         self._newest = max(self._newest, update)
-        if always or self._newest >= self._from:
+        is_evaluation = any(name.startswith("eval/") for name in values)
+        if self._newest >= self._from or (is_evaluation and is_new):
             numbers = {name: x for name, x in values.items() if "/" in name and isinstance(x, int | float)}
-            before = "eval/" if any(name.startswith("eval/") for name in numbers) else ""
+            before = "eval/" if is_evaluation else ""
             place = {f"{before}global_step": global_step, f"{before}update": update}
             self._run.log({**numbers, **place}, step=max(self._newest, self._from))
 
