@@ -531,14 +531,39 @@ def test_one_that_leaves_the_program_is_tried_all_the_same():
             Leaves.looks += 1
             return super().look() if Leaves.looks < 20 else sys.exit(0)
 
-    assert gymnasium.follows_its_seed(env_spec(Experiment(env_id=gymnasium.register(Leaves))))
+    assert gymnasium.try_out(env_spec(Experiment(env_id=gymnasium.register(Leaves)))).repeatable
     assert Leaves.looks == 20
 
 
 def test_an_environment_that_starts_slowly_is_tried_all_the_same(monkeypatch):
     monkeypatch.setattr(gymnasium, "PATIENCE_SECONDS", 1.0)  # two of them take longer to start
     spec = env_spec(Experiment(env_id="faulty:Faulty-v0", env_options=("fault=chance", "starts=0.7")))
-    assert not gymnasium.follows_its_seed(spec)
+    assert not gymnasium.try_out(spec).repeatable
+
+
+@pytest.mark.parametrize(
+    "space, shown, words",
+    [
+        (Discrete(5), lambda n: np.int64(n), "the observation 5, but its space has 0 to 4;"),
+        (
+            Dict({"a": Box(-1, 1, (2, 2), np.int8)}),
+            lambda n: {"a": np.full((2, 2), n, np.int8)},
+            "['a'] = 2, but its space has -1 to 1;",
+        ),
+        (Discrete(99), lambda n: np.int64(n), ""),
+        (Box(0, 1, (2,)), lambda n: np.full(2, n, np.float32), ""),  # numbers, which the network sees as they are
+    ],
+)
+def test_an_integer_outside_of_its_space_is_told_of(space, shown, words):
+    class Counts(Odd):
+        observation_space, looks = space, 0
+
+        def look(self):
+            self.looks += 1
+            return shown(self.looks % 8)
+
+    told = warnings(env_spec(Experiment(env_id=gymnasium.register(Counts))))
+    assert any(words in warning for warning in told) if words else all("its space" not in warning for warning in told)
 
 
 def test_a_start_that_takes_too_long_says_where_it_stands_and_ends(tmp_path, monkeypatch):

@@ -161,17 +161,22 @@ UNSENDABLE = "is defined in the program that runs, where no other process can im
 
 def repeatable(spec: EnvSpec) -> bool:
     """Whether environments with the same seed and actions behave the same in a short test."""
+    return tried_out(spec).repeatable
+
+
+def tried_out(spec: EnvSpec) -> gymnasium.Trial:
+    """What a short test of an environment in Python shows; it is made once."""
     if module_of(spec.env_id) is not gymnasium:
-        return True
+        return gymnasium.Trial()
     registered = gymnasium.game(spec).registered  # a notebook's cell that runs again registers another class
     key = (repr(spec), Identity(registered and registered.entry_point))
-    if key not in _REPEATABLE:
+    if key not in _TRIED:
         with staying_here():
-            _REPEATABLE[key] = gymnasium.follows_its_seed(spec)
-    return _REPEATABLE[key]
+            _TRIED[key] = gymnasium.try_out(spec)
+    return _TRIED[key]
 
 
-_REPEATABLE: dict[tuple[str, Identity], bool] = {}
+_TRIED: dict[tuple[str, Identity], gymnasium.Trial] = {}
 
 
 def warnings(spec: EnvSpec) -> list[str]:
@@ -190,6 +195,11 @@ def warnings(spec: EnvSpec) -> list[str]:
         found.append(
             f"{spec.env_id} {UNSENDABLE}, so its actors' threads step it, all on one core; put it into a module to "
             "step it in processes"
+        )
+    if outside := tried_out(spec).outside:
+        found.append(
+            f"{spec.env_id} showed the observation {outside}; the network sees zeros instead. Correct the space or "
+            "the observation"
         )
     if not repeatable(spec):
         found.append(

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from hashlib import sha256
 from importlib.util import find_spec
 from itertools import pairwise
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import gymnasium
 import jax
@@ -241,14 +241,23 @@ def check_wrappers(wrappers: Sequence[str]) -> None:
 PATIENCE_SECONDS = 10.0  # for a step of the short test below
 
 
-def follows_its_seed(spec: EnvSpec, steps: int = 32) -> bool:
-    """Whether two of these environments with the same seed return the same for the same actions.
+class Trial(NamedTuple):
+    """What a short test of an environment showed."""
+
+    repeatable: bool = True
+    """two of them with the same seed returned the same for the same actions"""
+    outside: str = ""
+    """an observation that its space does not have, in words; "" if there was none"""
+
+
+def try_out(spec: EnvSpec, steps: int = 32) -> Trial:
+    """Step two environments with the same seed by the same random actions, and compare what they return.
 
     They step in turns, so an environment that draws from a shared generator, such as `numpy.random`, is detected too.
     They then begin another episode without a new seed.  An environment that raises an error, dies or hangs counts as
     repeatable, as the run itself will report that.
     """
-    actions = np.random.default_rng(0)
+    actions, outside = np.random.default_rng(0), ""
     alike = lambda x: np.array_equal(x[0], x[1], equal_nan=x.dtype.kind == "f")
     try:
         envs = Envs(spec, (1, 1), workers=1, patience=PATIENCE_SECONDS)
@@ -256,8 +265,9 @@ def follows_its_seed(spec: EnvSpec, steps: int = 32) -> bool:
             for seeds in ((1, 1), (None, None)):
                 seen: PyTree = (obs := envs.reset(seeds))
                 for _ in range(steps):
+                    outside = outside or outside_of(spec.obs, obs)
                     if not all(alike(x) for x in jax.tree.leaves(seen)):
-                        return False
+                        return Trial(False, outside)
                     one = random_action(spec.action, actions, mask_of(spec.obs, obs))
                     seen = envs.step(np.repeat(one, 2, axis=0))
                     obs = seen.obs
@@ -265,7 +275,20 @@ def follows_its_seed(spec: EnvSpec, steps: int = 32) -> bool:
             envs.close()
     except (Exception, SystemExit):  # environments stepped in this thread may raise anything
         pass
-    return True
+    return Trial(True, outside)
+
+
+def outside_of(spec: ObsSpecs, obs: Obs) -> str:
+    """The first integer among observations [B, ...] that its space does not have, in words; "" if there is none."""
+    for (path, part), x in zip(jax.tree_util.tree_leaves_with_path(spec), jax.tree.leaves(obs), strict=True):
+        if part.kind in ("discrete", "codes"):
+            wrong = x[(x < part.low) | (x >= part.low + part.count)]
+            if wrong.size:
+                where = jax.tree_util.keystr(path)
+                return (
+                    f"{where and f'{where} = '}{wrong[0]}, but its space has {part.low} to {part.low + part.count - 1}"
+                )
+    return ""
 
 
 def mask_of(spec: ObsSpecs, obs: Obs) -> np.ndarray | None:
