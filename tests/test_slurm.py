@@ -314,7 +314,8 @@ def test_templates_are_written_out_and_never_overwritten(tmp_path):
     (folder / "settings.sh").write_text("PARTITION=mine\n")
     (folder / "cpu.sh").unlink()
     ended = command("slurm", folder)
-    assert ended.code == 0 and "settings.sh is there already" in ended.out and "wrote" in ended.out
+    assert ended.code == 0 and "wrote" in ended.out
+    assert "settings.sh is there already and differs" in ended.out and "submit is there already\n" in ended.out
     assert (folder / "settings.sh").read_text() == "PARTITION=mine\n" and (folder / "cpu.sh").exists()
     ended = command("slurm", folder / "submit")
     assert ended.code == 2 and "is a file" in ended.err
