@@ -57,7 +57,7 @@ def slurm_command(argv: Sequence[str]) -> Exit:
             target = folder / template.name
             if target.exists():
                 same = target.is_file() and target.read_bytes() == template.read_bytes()
-                print(f"{target} is there already" + ("" if same else " and differs: to write it anew, remove it first"))
+                print(f"{target} is there already" + ("" if same else " and differs; to write it anew, remove it first"))
                 continue
             target.write_text(template.read_text())
             target.chmod(0o755 if template.name == "submit" else 0o644)
