@@ -4,7 +4,7 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,21 @@ def make_folders(folder: Path) -> None:
     """
     folder.parent.mkdir(exist_ok=True)
     folder.mkdir(exist_ok=True)
+
+
+@contextlib.contextmanager
+def staying_here() -> Iterator[None]:
+    """Go back to the current directory afterwards, which an environment, say, may have left, or even removed."""
+    try:
+        here = os.getcwd()
+    except OSError:  # it has been removed
+        yield
+        return
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):  # it may not be entered, or has been removed
+            os.chdir(here)
 
 
 def write_whole(path: Path, content: str | bytes, shared: bool = False) -> None:

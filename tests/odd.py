@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import sys
+import tempfile
 import time
 from dataclasses import dataclass, replace
 
@@ -121,10 +122,19 @@ class Children(Odd):
 
 
 class Moves(Odd):
-    """Leaves the current directory."""
+    """Leaves the current directory for another, which it removes at its end."""
 
     def __init__(self):
+        self.folder = tempfile.mkdtemp()
+        os.chdir(self.folder)
+
+    def look(self):
         os.chdir("/")
+        return super().look()
+
+    def close(self):
+        os.chdir(self.folder)
+        os.rmdir(self.folder)
 
 
 class Leaves(Odd):

@@ -20,6 +20,7 @@ import cleanba
 from cleanba.agents.agent import Agent, as_batch
 from cleanba.config import Placement, fields_of
 from cleanba.config import Run as RunFlags
+from cleanba.environments.gymnasium import register
 from cleanba.environments.specs import parse_options
 from cleanba.errors import UsageError
 from cleanba.recipes import RECIPES
@@ -271,6 +272,14 @@ def test_a_recurrent_agent_remembers_until_an_episode_begins(tmp_path):
     agent.act(np.zeros((3, *shape)))
 
 
+def test_an_agent_without_memory_takes_any_number_of_observations(tmp_path):
+    sizes = dict(num_envs=8, num_steps=8, buffer_size=1000, batch_size=8, learning_starts=384, hiddens=(8,))
+    spec = cleanba.r2d2("Catch-v0", core="none", network="mlp", total_timesteps=512, **sizes)
+    agent = cleanba.train(spec, tmp_path / "run", progress=False).agent()
+    shape = agent.policy.spec.obs.shape
+    assert [agent.act(np.zeros((n, *shape))).shape for n in (3, 2, 3)] == [(3,), (2,), (3,)]
+
+
 def test_settings_of_random_numbers_do_not_change_what_an_agent_draws(run):
     keys, agent = [], run.agent()
     for offset in (0, 7):
@@ -477,6 +486,22 @@ def test_a_function_that_is_defined_again_takes_the_place_of_the_one_before():
     assert of_parts == ["gymnasium:local/limited-steps-5-v0", "gymnasium:local/limited-steps-7-v0"]
     alike = [cleanba.ppo(functools.partial(limited, steps=n)).flags["env_id"] for n in ([1, 2], [12], "x" * 200)]
     assert len(set(alike)) == 3 and all(len(name) < 130 for name in alike)
+
+
+class Shaping:
+    def __init__(self, scale):
+        self.scale = scale
+
+
+def test_makers_with_other_arguments_are_other_environments():
+    name = lambda *arguments: register(functools.partial(Line, *arguments))
+    adds = lambda n: lambda x: x + n
+    others = [1, "1", (1, 2), "1-2", None, "None", Shaping(1), Shaping(2), lambda x: x, lambda x: -x, lambda x: x + 2]
+    others += [lambda x, n=n: x + n for n in (3, 4)] + [adds(3), adds(4)]
+    names = [name(x) for x in others] + [name(1, 2)]
+    assert len(set(names)) == len(names)
+    again = [lambda x: x, Shaping(1), adds(3)]  # a notebook's cell that runs again
+    assert [name(x) for x in again] == [names[others.index(others[8])], names[6], names[13]]
 
 
 SCRIPT = f"""

@@ -491,6 +491,10 @@ def test_one_that_changes_the_directory_does_not_move_the_run(tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     spec = env_spec(Experiment(env_id="odd:Moves"))
     assert Path.cwd() == tmp_path and repeatable(spec) and Path.cwd() == tmp_path
+    envs = open_envs(spec, (1, 2), 1, workers=0)  # in this process
+    for do in (envs.reset, lambda: envs.step(np.zeros(2, np.int32)), envs.close):
+        do()
+        assert Path.cwd() == tmp_path
 
 
 def test_a_picture_that_an_mlp_gets_is_told_of():
@@ -644,6 +648,18 @@ def test_a_suite_that_is_not_installed_is_named_with_what_installs_it(monkeypatc
     monkeypatch.setitem(sys.modules, "gymnax", None)
     with pytest.raises(UsageError, match=r"needs the module gymnax, .*pip install -e '.\[jax-envs\]'"):
         env_spec(Experiment(env_id="gymnax:CartPole-v1"))
+
+
+def test_figures_of_an_environment_that_draws_some_do_not_stay_open():
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    pytest.importorskip("gymnax")
+    envs = opened("gymnax:Catch-bsuite", [1])
+    envs.reset()
+    mine = pyplot.figure()
+    for _ in range(3):
+        assert envs.render(0).shape[2] == 3
+    assert pyplot.get_fignums() == [mine.number]
+    pyplot.close(mine)
 
 
 def test_what_cannot_be_made_to_be_drawn_is_not_filmed():

@@ -285,7 +285,13 @@ def uniform(params, carry, obs, first):
 
 
 def test_a_film_has_every_step_of_the_first_episode(tmp_path):
+    (tmp_path / "videos").mkdir()
+    for name in ("old", "new"):  # of another process, which was killed, and of one that may be at work
+        (tmp_path / "videos" / f".film.{name}.tmp.mp4").write_bytes(b"x")
+    os.utime(tmp_path / "videos" / ".film.old.tmp.mp4", (0, 0))
     film = films.Film(tmp_path / "videos" / "film.mp4", agent(inspect=uniform))
+    assert [path.name for path in (tmp_path / "videos").iterdir()] == [".film.new.tmp.mp4"]
+    (tmp_path / "videos" / ".film.new.tmp.mp4").unlink()
     played, _ = play_scripts([[LONG], [SHORT]], 40, film=film)
     film.close()
     assert played == play_scripts([[LONG], [SHORT]], 40)[0]

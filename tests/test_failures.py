@@ -14,14 +14,15 @@ from launch import CROWD, TINY, command, finish, python, read_result, read_rows
 from scripted import Planted
 
 from cleanba.environments.envpool import Envs
-from cleanba.errors import Failure
+from cleanba.errors import Failure, Interrupted
 from cleanba.runtime import processes as joining
 from cleanba.runtime.channels import Stop
 from cleanba.runtime.checkpoint import updates_kept
 from cleanba.runtime.learner import Learner
-from cleanba.runtime.metrics import Writers
+from cleanba.runtime.metrics import Status, Writers
 from cleanba.runtime.peers import Peers
-from cleanba.runtime.supervision import Watchdog
+from cleanba.runtime.progress import Progress
+from cleanba.runtime.supervision import Watchdog, end_by_signal, run_watched
 from cleanba.waited import compiling
 
 SOON = 5.0 * CROWD  # seconds
@@ -61,6 +62,32 @@ def test_a_process_that_was_stopped_for_a_while_has_not_stalled(monkeypatch):
     look_after(0, 1000, *[1] * 50)  # a job that its cluster suspended
     with pytest.raises(Failure, match="no update for 61 s after update 3"):
         look_after(*[1] * 10)
+
+
+def test_a_signal_does_not_interrupt_what_has_just_ended():
+    def progress() -> tuple[int, str]:
+        raise Interrupted(signal.SIGTERM)
+
+    assert run_watched(lambda: time.sleep(0.02) or "film", Watchdog(60.0), progress) == "film"
+    with pytest.raises(Interrupted):
+        run_watched(lambda: time.sleep(2), Watchdog(60.0), progress)
+
+
+@pytest.mark.parametrize("alone, end", [(True, 20), (False, 40)])
+def test_several_processes_wait_for_an_end_of_an_epoch_that_is_still_to_come(alone, end):
+    """They save none that is over already: another one may have begun the next update."""
+    progress = Progress(Status("", 100, None), state=object(), update=20, update_seconds=0.1)
+    next_end = lambda update: (update // 20 + 1) * 20
+    stop, said = Stop(), []
+    ended = threading.Thread(
+        target=end_by_signal, args=(signal.SIGUSR1, 30.0, True, next_end, alone, progress, stop, said.append)
+    )
+    ended.start()
+    while not said:
+        time.sleep(0.01)
+    stop(Interrupted(signal.SIGUSR1))
+    ended.join()
+    assert f"ending after the checkpoint of update {end}," in said[0]
 
 
 def test_a_thread_that_compiles_has_not_stalled(monkeypatch):

@@ -114,6 +114,9 @@ def test_what_acts_is_enough_and_targets_are_copies_of_it(name, flags):
     assert all(np.array_equal(arrays[n], x) for n, x in expected.items())
     assert not any(".updates" in n or "optimiser" in n for n in arrays)
     require_fit(Initial("", "there", arrays), state)  # statistics of returns start anew
+    scaled = {n: x for n, x in leaves.items() if n.startswith(".statistics.discounted_return")}
+    assert bool(scaled) == ("norm_reward" in own)
+    require_fit(Initial("", "there", arrays | scaled | {".statistics.discounted_return.x": np.zeros(2)}), state)
 
 
 @pytest.mark.parametrize("learnt", [True, False])

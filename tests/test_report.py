@@ -282,6 +282,7 @@ def test_a_published_return_is_a_line_where_it_does_not_flatten_the_curve(tmp_pa
         published_return(published).system == "CleanRL"
         and published_return(published | {"repeat_action_probability": 0.25}) is None
     )
+    assert published_return(published | {"env_options": ["noop_max=30"]}) == published_return(published)
     assert ">CleanRL, 1M steps</text>" in shown("sac", "Hopper-v5", 50)  # from 50 to 2,000; published are 2,310
     assert "return (CleanRL, 1M steps: 2,310)" in shown("sac", "Hopper-v5", 5)  # up to 200
     assert ">gymnax, 10M steps</text>" in shown("ppo", "gymnax:Breakout-MinAtar")

@@ -66,6 +66,24 @@ def test_an_offline_run_that_goes_on_has_each_row_once(tmp_path, monkeypatch):
     assert [row["update"] for row in read_rows(run_dir)] == first[1]
 
 
+def test_an_evaluation_is_drawn_over_the_steps_of_its_version(tmp_path, monkeypatch):
+    from wandb.proto import wandb_internal_pb2 as pb
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    tracking = Tracking(tmp_path, *PLACE)
+    for update in range(1, 6):
+        tracking.write(update, 8 * update, row(update))
+    tracking.write(2, 16, {f"eval/{name}": 7.0 for name in ("episodic_return", "episodic_length", "seconds")})
+    tracking.close()
+    (path,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    metrics = [record.metric for record in map(pb.Record.FromString, records(path)) if record.HasField("metric")]
+    over = {(metric.name or metric.glob_name): metric.step_metric for metric in metrics}
+    assert {name: over[f"eval/{name}"] for name in ("episodic_return", "episodic_length", "seconds")} == {
+        name: "eval/global_step" for name in ("episodic_return", "episodic_length", "seconds")
+    }
+    assert over["eval/global_step"] == "" and "eval/*" not in over and over["*"] == "global_step"
+
+
 class Service:
     """Stands in for the module `wandb`, online, with a server that keeps rows by step."""
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from numpy.typing import ArrayLike
 
@@ -180,7 +181,8 @@ class Agent:
             flags = flags.astype(bool).reshape(n)
         with jax.default_device(self._device), settings_of(policy.experiment.dtype):
             if n != self._remembers:
-                known = begins or not jax.tree.leaves(self._carry) or bool(flags.all())
+                remembers = any(jnp.issubdtype(x.dtype, jnp.floating) for x in jax.tree.leaves(self._carry))
+                known = begins or not remembers or bool(flags.all())
                 require(
                     known,
                     f"the agent remembers the past of {self._remembers} environments and was given {n} observations; "

@@ -1,10 +1,13 @@
 """A film of an agent as an MP4: the emulator's picture, what the network sees, its value and action probabilities."""
 
+import glob
 import math
 import os
 import struct
+import time
 import warnings
 from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -45,6 +48,9 @@ def require_films() -> ModuleType:
     return imageio.v2
 
 
+OLD_SECONDS = 3600.0  # after which a film that has not grown is not being written any more
+
+
 class Film:
     """Frames of one environment's episode, written as they come.
 
@@ -59,6 +65,10 @@ class Film:
         self.frames = 0
         self._agent = agent
         self._scratch = path.with_name(f".{path.stem}.{os.getpid()}.tmp.mp4")
+        for left in path.parent.glob(f".{glob.escape(path.stem)}.*.tmp.mp4"):  # by processes that were killed
+            with suppress(OSError):
+                if time.time() - left.stat().st_mtime > OLD_SECONDS:
+                    left.unlink()
         self._writer: Any = None
         self._ended = False
         self._names = action_names(agent.spec)

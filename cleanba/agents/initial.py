@@ -104,7 +104,8 @@ def require_fit(initial: Initial, state: PyTree) -> None:
     """Raise `UsageError` unless `initial` and the networks of `state` have arrays of the same names and shapes."""
     mine = named_leaves(state)
     networks = {name for name in mine if not FRESH.search(name) and not name.startswith(OPTIONAL)}
-    for name in sorted(networks | set(initial.arrays)):
+    theirs = {name for name in initial.arrays if name in mine or not name.startswith(OPTIONAL)}
+    for name in sorted(networks | theirs):
         there = initial.arrays[name].shape if name in initial.arrays else None
         here = mine[name].shape if name in mine else None
         if there != here:

@@ -5,9 +5,7 @@ gymnasium:LunarLander-v3, package:Name-v0   Gymnasium's, in Python; the second f
 gymnax:Breakout-MinAtar, craftax:…, jax:…   JAX's, compiled for the device that acts
 """
 
-import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Protocol
 
@@ -17,6 +15,7 @@ import numpy as np
 from cleanba.config import Experiment, require
 from cleanba.environments import envpool, gymnasium, jax_envs
 from cleanba.environments.specs import Compilable, EnvSpec, Identity, Step
+from cleanba.files import staying_here
 from cleanba.rollout import Obs, PyTree
 from cleanba.shards import usable_cores
 
@@ -85,22 +84,6 @@ def env_spec(e: Experiment) -> EnvSpec:
         "its observations",
     )
     return spec
-
-
-@contextmanager
-def staying_here() -> Iterator[None]:
-    """Go back to the current directory afterwards, which an environment may have left."""
-    try:
-        here = os.getcwd()
-    except OSError:  # it has been removed
-        yield
-        return
-    try:
-        yield
-    finally:
-        with suppress(OSError):  # it may not be entered, or has been removed
-            if os.getcwd() != here:
-                os.chdir(here)
 
 
 def why_unscannable(spec: EnvSpec) -> str:

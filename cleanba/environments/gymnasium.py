@@ -16,6 +16,8 @@ from contextlib import contextmanager, suppress
 from hashlib import sha256
 from importlib.util import find_spec
 from itertools import pairwise
+from keyword import iskeyword
+from types import FunctionType
 from typing import Any, NamedTuple, NoReturn
 
 import gymnasium
@@ -52,6 +54,7 @@ from cleanba.environments.worker import (
     unregistered,
 )
 from cleanba.errors import Failure, UsageError, closest_names, missing, raised, said
+from cleanba.files import staying_here
 from cleanba.rollout import Obs, PyTree
 from cleanba.specs import ObsSpecs
 from cleanba.waited import Waited
@@ -96,11 +99,12 @@ def register(maker: Callable[..., gymnasium.Env[Any, Any]]) -> str:
     """
     name, module = getattr(maker, "__name__", type(maker).__name__), getattr(maker, "__module__", None)
     if isinstance(maker, functools.partial):  # one of Corridor with length=10 is local/Corridor-length-10-v0
-        words = [*map(str, maker.args), *(f"{key}-{value}" for key, value in maker.keywords.items())]
-        address = r" at 0x[0-9a-f]+"  # of a function, say: another one at each start
-        name = re.sub(address, "", "-".join([getattr(maker.func, "__name__", name), *words]))
+        plain_word = lambda x: isinstance(x, str) and x.isidentifier() and not iskeyword(x)  # no number, None or True
+        word = lambda x: x if plain_word(x) else repr(x)
+        words = [*map(word, maker.args), *(f"{key}-{word(value)}" for key, value in maker.keywords.items())]
+        name = re.sub(ADDRESS, "", "-".join([getattr(maker.func, "__name__", name), *words]))
         plain = re.sub(r"[^\w.-]+", "", name)[:MOST_NAME]
-        digest = sha256(re.sub(address, "", repr((maker.args, maker.keywords))).encode()).hexdigest()[:8]
+        digest = sha256(fingerprint((maker.args, maker.keywords)).encode()).hexdigest()[:8]
         name = plain if plain == name else f"{plain}-{digest}"
     if is_module(module) and getattr(sys.modules.get(str(module)), name, None) is maker:
         return f"{module}:{name}"
@@ -108,6 +112,26 @@ def register(maker: Callable[..., gymnasium.Env[Any, Any]]) -> str:
     gymnasium.registry.pop(f"{LOCAL}{name}-v0", None)
     gymnasium.register(f"{LOCAL}{name}-v0", entry_point=maker)
     return f"{PREFIX}{LOCAL}{name}-v0"
+
+
+ADDRESS = r" at 0x[0-9a-f]+"  # of an object: another one at each start
+
+
+def fingerprint(value: Any) -> str:
+    """A text that tells the arguments of two makers apart, functions by what they do, and is the same at each start."""
+    if isinstance(value, tuple | list):
+        return f"{type(value).__name__}({', '.join(map(fingerprint, value))})"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key!r}: {fingerprint(x)}" for key, x in value.items()) + "}"
+    text, holds = repr(value), ""
+    if isinstance(value, FunctionType):
+        code = value.__code__
+        holds = f"{code.co_code.hex()}{code.co_names}{code.co_consts}{value.__defaults__}{value.__kwdefaults__}"
+        with suppress(ValueError):  # a variable around it that has no value yet
+            holds += repr([cell.cell_contents for cell in value.__closure__ or ()])
+    elif re.search(ADDRESS, text):  # an object that does not say what it holds
+        holds = repr(getattr(value, "__dict__", ""))
+    return re.sub(ADDRESS, "", text + holds)
 
 
 def is_module(name: str | None) -> bool:
@@ -173,7 +197,8 @@ def env_spec(e: Experiment) -> EnvSpec:
         doing = "stepped"
         # Gymnasium's checker, which is on here, checks the first step too.
         _, reward, *_ = probe.step(action.for_environment(first))
-        assert not np.isnan(reward).any(), "its reward is not a number"
+        if np.isnan(reward).any():
+            raise ValueError("its first reward is not a number")
         probe.close()
     except UsageError:
         raise
@@ -465,13 +490,15 @@ def layout_of(spec: EnvSpec, num_envs: int) -> Layout:
 
 def check_drawable(spec: EnvSpec) -> None:
     """Raise `UsageError` unless an environment has the render mode rgb_array and can be made with it."""
-    env = game(spec).make()
-    modes = env.metadata.get("render_modes", [])
-    env.close()
+    with staying_here():
+        env = game(spec).make()
+        modes = env.metadata.get("render_modes", [])
+        env.close()
     why = "has no render mode rgb_array"
     if "rgb_array" in modes:
         try:
-            game(spec).make(render_mode="rgb_array").close()
+            with staying_here():
+                game(spec).make(render_mode="rgb_array").close()
             return
         except Exception as error:  # an environment may raise anything
             why = f"cannot be made with render_mode='rgb_array' ({said(error)})"
@@ -486,12 +513,14 @@ class Here:
 
     def __init__(self, made: Game, arrays: Arrays, **more: Any):
         self.mine = slice(0, len(arrays.reward))
-        self._part = Part(made, arrays, **more)
+        with staying_here():
+            self._part = Part(made, arrays, **more)
         self._answer: object = None
 
     def ask(self, command: str, *arguments: object) -> None:
         """Call a method of `Part`."""
-        self._answer = getattr(self._part, command)(*arguments)
+        with staying_here():
+            self._answer = getattr(self._part, command)(*arguments)
 
     def answer(self, check: Callable[[], None]) -> object:
         """The result of the method.  There is nothing to wait for."""
@@ -502,7 +531,8 @@ class Here:
 
     def end(self, deadline: float) -> None:
         """Close the environments."""
-        self._part.close()
+        with staying_here():
+            self._part.close()
 
 
 SLOW_SECONDS = 300.0  # the shortest limit on a wait for environments to start or reset

@@ -12,7 +12,9 @@ An environment is an object with the methods of gymnax's environments (Lange 202
 Their `step` is not used, as it resets within the step that ends an episode and so loses the last observation.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
 from functools import cache
 from importlib import import_module
@@ -479,7 +481,8 @@ def picture(environment: JaxEnvironment, spec: EnvSpec, state: PyTree, obs: Obs)
     """
     if hasattr(environment.env, "render"):
         try:
-            shown = environment.env.render(state, environment.params)
+            with figures_closed():
+                shown = environment.env.render(state, environment.params)
         except Exception as error:
             raise undrawable(spec.env_id, error) from None
         if getattr(shown, "shape", ())[2:] == (3,):  # some of gymnax's return a figure of Matplotlib
@@ -491,6 +494,20 @@ def picture(environment: JaxEnvironment, spec: EnvSpec, state: PyTree, obs: Obs)
     boards = [np.asarray(x) for x in jax.tree.leaves(obs)]
     board = boards[0] if boards[0].ndim == 3 else np.concatenate([x.ravel() for x in boards])[None, :, None]
     return draw_board(board)
+
+
+@contextmanager
+def figures_closed() -> Iterator[None]:
+    """Close Matplotlib's figures that are opened meanwhile, which it would keep for ever."""
+    numbers = lambda: (
+        set(sys.modules["matplotlib.pyplot"].get_fignums()) if "matplotlib.pyplot" in sys.modules else set()
+    )
+    before = numbers()
+    try:
+        yield
+    finally:
+        for number in numbers() - before:
+            sys.modules["matplotlib.pyplot"].close(number)
 
 
 @cache

@@ -68,6 +68,7 @@ def published_return(experiment: Json) -> PublishedReturn | None:
     if reference(env_id) is not None and SHORT.other_rules([experiment]):  # the table has CleanRL's returns
         return None
     package, colon, _ = env_id.rpartition(":")
-    if (colon and package not in OURS) or experiment.get("env_wrappers") or experiment.get("env_options"):
+    changed = experiment.get("env_wrappers") or (experiment.get("env_options") and reference(env_id) is None)
+    if (colon and package not in OURS) or changed:
         return None  # somebody's own environment, or another form of a known one
     return table().get((algorithm, re.sub(r"-v\d+$", "", env_id.rpartition(":")[2])))

@@ -38,13 +38,13 @@ def encoder_fields(spec: EnvSpec, e: Experiment) -> dict[str, Any]:
     if needed != seen:
         raise UsageError(
             f"network={e.network} needs {needed.rstrip('s')}s, but {spec.env_id} shows {describe(spec.obs)}; use "
-            "--network mlp, or leave it out"
+            "--network mlp"
         )
     least, shape = {"nature": 36, "nips": 20}.get(e.network, 0), getattr(spec.obs, "shape", ())
     if least and sorted(shape)[1] < least:  # the shorter of two long sides
         raise UsageError(
             f"network={e.network} needs pictures of {least} x {least} pixels or more, but {spec.env_id} shows "
-            f"{describe(spec.obs)}; use --network impala, or leave it out"
+            f"{describe(spec.obs)}; use --network impala"
         )
     if e.network == "minatar" and min(shape[:2]) < 3:
         raise UsageError(

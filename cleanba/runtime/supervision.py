@@ -68,6 +68,7 @@ def end_by_signal(
     grace_period: float,
     can_save: bool,
     next_end: Callable[[int], int] | None,
+    alone: bool,
     progress: Progress[Any],
     stop: Stop,
     say: Callable[[str], None],
@@ -79,6 +80,7 @@ def end_by_signal(
 
     next_end: given where checkpoints are possible only at ends of epochs: update -> the next update that ends one.
         SIGUSR1, a cluster's warning, then waits for such an update within the grace period; other signals do not.
+    alone: whether the run has one process.  Several save no update that is over already: others may be in the next one.
     """
     if progress.interrupt is not None or progress.failure is not None:  # an error that came first is what is reported
         return
@@ -87,8 +89,8 @@ def end_by_signal(
         words = f"{error}: ending after this update, with a checkpoint"
     elif can_save and next_end is not None and signum == signal.SIGUSR1:
         # The last update may end an epoch, and its checkpoint follow.  Once the next one has begun, it is too late.
-        begun = progress.state is None
-        end = next_end(max(progress.saved_update, progress.update - (not begun)))
+        can_be_saved = alone and progress.state is not None
+        end = next_end(max(progress.saved_update, progress.update - can_be_saved))
         seconds = progress.seconds_until(end)
         if seconds < grace_period:
             words = f"{error}: ending after the checkpoint of update {end}, in about {seconds:.0f} s"
@@ -236,7 +238,8 @@ def run_watched(body: Callable[[], T], watchdog: Watchdog, progress: Callable[[]
     thread.start()
     while thread.is_alive():
         thread.join(0.1)
-        watchdog.check(*progress())
+        if thread.is_alive():  # a signal no longer interrupts what has just ended
+            watchdog.check(*progress())
     if raised:
         raise raised[0]
     return returned[0]

@@ -101,7 +101,8 @@ class Tracking:
             write_json(run_dir / KEPT, kept | {"online": True})
         # An evaluation is logged late, with the global step of its version, but W&B's own step cannot decrease.
         self._run.define_metric("*", step_metric="global_step")
-        self._run.define_metric("eval/*", step_metric="eval/global_step")
+        self._run.define_metric("eval/global_step")
+        self._of_evaluations: set[str] = set()
         self._newest = 0
         self._from = self._run.starting_step
         for row in history:
@@ -121,6 +122,10 @@ class Tracking:
         if self._newest >= self._from or (is_evaluation and is_new):
             numbers = {name: x for name, x in values.items() if "/" in name and isinstance(x, int | float)}
             before = "eval/" if is_evaluation else ""
+            if is_evaluation:  # each by its own name: of two patterns that fit, W&B may take either
+                for name in numbers.keys() - self._of_evaluations:
+                    self._run.define_metric(name, step_metric="eval/global_step")
+                self._of_evaluations |= numbers.keys()
             place = {f"{before}global_step": global_step, f"{before}update": update}
             self._run.log({**numbers, **place}, step=max(self._newest, self._from))
 

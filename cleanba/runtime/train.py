@@ -315,7 +315,8 @@ def run_training(
     def handle_signal(signum: int) -> None:
         can_save = training.checkpoints is not None and progress.update >= training.schedule.first
         next_end = None if training.repeatable else training.schedule.next_end
-        end_by_signal(signum, training.grace_period, can_save, next_end, progress, stop, display.say)
+        alone = training.devices.num_processes == 1
+        end_by_signal(signum, training.grace_period, can_save, next_end, alone, progress, stop, display.say)
 
     def actor_body(actor: ActorThread[P]) -> None:
         try:

@@ -57,7 +57,9 @@ def slurm_command(argv: Sequence[str]) -> Exit:
             target = folder / template.name
             if target.exists():
                 same = target.is_file() and target.read_bytes() == template.read_bytes()
-                print(f"{target} is there already" + ("" if same else " and differs; to write it anew, remove it first"))
+                print(
+                    f"{target} is there already" + ("" if same else " and differs; to write it anew, remove it first")
+                )
                 continue
             target.write_text(template.read_text())
             target.chmod(0o755 if template.name == "submit" else 0o644)
@@ -220,7 +222,7 @@ def job_states(jobs: Iterable[str]) -> dict[str, str]:
     if not wanted:
         return {}
     states = {}
-    queue = said(["squeue", "--noheader", "--me", "--array", "--states=all", "--format=%F_%K|%T|%r"])
+    queue = said(["squeue", "--noheader", "--array", "--states=all", "--format=%F_%K|%T|%r"])
     if queue is None:  # taking its jobs for gone would submit them twice
         raise Failure("squeue did not answer, so the state of the jobs is unknown; try again where Slurm is")
     for line in (line for line in queue.splitlines() if line.count("|") >= 2):  # not "CLUSTER: …"

@@ -16,12 +16,11 @@ RETRIES=5         # failures without a new checkpoint between them
 # elastic ppo FLAGS …  Returns 0 once the run is finished, 138 when the job is to be requeued, else the run's exit code.
 elastic() {
     local words=("$@") most=${CLEANBA_NODES:-$SLURM_JOB_NUM_NODES} fits run nodes used
-    local code newest retries=0 attempt=0 more began
+    local code newest retries=0 attempt=0 more began said
     # Which numbers of processes divide the experiment, and the run's directory, which must not change with the step.
-    { read -r -a fits && IFS= read -r run; } < <(
-        JAX_PLATFORMS=cpu "${CLEANBA[@]}" slurm fit $((most * tasks_here)) "${words[@]}" |
-            tail -n 2) # environments may print when they are imported
-    [ -n "$run" ] || return 2 # the reason has been printed
+    said=$(JAX_PLATFORMS=cpu "${CLEANBA[@]}" slurm fit $((most * tasks_here)) "${words[@]}") ||
+        return 2 # the reason has been printed
+    { read -r -a fits && IFS= read -r run; } < <(tail -n 2 <<<"$said") # environments may print when they are imported
     while true; do
         mapfile -t nodes < <(job_nodes | those_that_answer)
         used=$(nodes_to_use "${#nodes[@]}")
