@@ -31,7 +31,7 @@ from cleanba.agents.periodic_evaluation import PeriodicEvaluation
 from cleanba.algorithm import AnyAlgorithm
 from cleanba.algorithms.gradient_steps import REPLAY_FILLED
 from cleanba.config import Experiment, Partition, Placement, Retention, Run, from_json, read_config, require, to_json
-from cleanba.environments.backends import check_workers, repeatable, warnings
+from cleanba.environments.backends import check_workers, repeatable, sources, warnings
 from cleanba.environments.specs import EnvSpec
 from cleanba.errors import Exit, Failure, Interrupted, NotFinite, UsageError, printable
 from cleanba.files import Json, write_json
@@ -355,7 +355,8 @@ class RunWriter:
             require_tracking()
         self._lock = lock(job.run_dir)
         try:
-            self._opened = open_run(job.run_dir, job.recipe, job.resolved, job.config.placement, self._run)
+            placement = job.config.placement
+            self._opened = open_run(job.run_dir, job.recipe, job.resolved, placement, self._run, sources(job.spec))
             if job.initial is not None:
                 write_json(job.run_dir / RECORD, {"digest": job.initial.digest, "from": job.initial.place})
         except OSError as error:

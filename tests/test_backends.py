@@ -6,6 +6,8 @@ import signal
 import sys
 import threading
 import time
+from functools import partial
+from hashlib import sha256
 from pathlib import Path
 
 import jax
@@ -18,7 +20,7 @@ from odd import Odd
 from cleanba.algorithms import ppo
 from cleanba.config import Experiment
 from cleanba.environments import gymnasium, jax_envs
-from cleanba.environments.backends import Envs, end_waits, env_spec, open_envs, repeatable, warnings
+from cleanba.environments.backends import Envs, end_waits, env_spec, open_envs, repeatable, sources, warnings
 from cleanba.environments.spaces import action_spec, obs_spec
 from cleanba.environments.specs import ActionSpec, parse_options
 from cleanba.environments.worker import misfit
@@ -495,6 +497,27 @@ def test_one_that_changes_the_directory_does_not_move_the_run(tmp_path, monkeypa
     for do in (envs.reset, lambda: envs.step(np.zeros(2, np.int32)), envs.close):
         do()
         assert Path.cwd() == tmp_path
+
+
+@pytest.mark.parametrize(
+    "flags, names",
+    [
+        ({"env_id": "odd:Odd", "env_wrappers": ("faulty:Twice",)}, ["faulty", "odd"]),
+        ({"env_id": IN_PYTHON}, ["corridor_gymnasium"]),
+        ({"env_id": IN_JAX}, ["corridor_jax"]),
+        ({"env_id": "gymnasium:CartPole-v1"}, []),
+        ({"env_id": "CartPole-v1"}, []),
+        ({"env_id": "gymnax:CartPole-v1"}, []),
+    ],
+)
+def test_the_code_of_ones_own_environment_is_recorded(flags, names):
+    found = sources(env_spec(Experiment(**flags)))
+    files = {name: Path(sys.modules[name].__file__) for name in names}
+    assert found == {name: f"sha256:{sha256(file.read_bytes()).hexdigest()}" for name, file in files.items()}
+
+
+def test_the_code_of_a_class_of_the_program_is_recorded():
+    assert list(sources(env_spec(Experiment(env_id=gymnasium.register(partial(Odd)))))) == ["odd"]
 
 
 def test_a_picture_that_an_mlp_gets_is_told_of():

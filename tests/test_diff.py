@@ -41,6 +41,16 @@ def test_runs_with_the_same_digests_and_metrics_are_identical(runs):
     assert "state and memory are identical at all 2 digests, the last at update 4" in ended.out
 
 
+def test_other_code_is_told_of(runs):
+    a, b = runs("a"), runs("b")
+    for run_dir, code in ((a, "1234567890"), (b, "0987654321")):
+        made = {"revision": "v1+changes", "code": f"sha256:{code}", "sources": {"mine": f"sha256:{code}", code: "x"}}
+        path = run_dir / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | made))
+    told = "Cleanba's code: v1+changes (12345678), now v1+changes (09876543); code of mine: 12345678, now 09876543\n"
+    assert told in command("diff", a, b).out and "other" not in command("diff", a, a).out
+
+
 def test_two_algorithms_are_told_in_a_short_line(runs):
     a, b = runs("a"), runs("b")
     other = {"algorithm": "sac", **to_json(RECIPES["sac"].experiment())}

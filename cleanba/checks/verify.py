@@ -17,9 +17,9 @@ from typing import Annotated, Any, Literal, NamedTuple
 import tyro
 
 from cleanba.checks.recompute import Rerun, digests_of, open_rerun, read_checkpoint, recompute
-from cleanba.config import Experiment, Placement, Range, check_values, read_experiment, require
+from cleanba.config import Experiment, Placement, Range, check_values, read_config, read_experiment, require
 from cleanba.environments import jax_envs
-from cleanba.environments.backends import repeatable
+from cleanba.environments.backends import repeatable, sources
 from cleanba.errors import Exit, Failure, Interrupted, UsageError, printable
 from cleanba.files import METRICS, Json
 from cleanba.flags import FLAGS
@@ -220,6 +220,11 @@ def require_comparable(flags: Verify, rerun: Rerun, chosen: Sequence["Segment"],
     for segment in chosen:
         for update in segment.digests:
             found |= differences(linked[update].made_by, here, rerun.experiment)
+    recorded = read_config(rerun.run_dir).get("sources", {})
+    others = [name for name, digest in sources(rerun.training.spec).items() if recorded.get(name, digest) != digest]
+    if others:
+        words = f"code of {', '.join(others)}"
+        found["revision"] = f"{found['revision']} and {words}" if "revision" in found else words
     words = "; ".join(found.values())
     missing = [reason for reason in found if reason not in flags.despite]
     if missing:

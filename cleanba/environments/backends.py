@@ -5,7 +5,11 @@ gymnasium:LunarLander-v3, package:Name-v0   Gymnasium's, in Python; the second f
 gymnax:Breakout-MinAtar, craftax:…, jax:…   JAX's, compiled for the device that acts
 """
 
+import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from hashlib import sha256
+from pathlib import Path
 from types import ModuleType
 from typing import Protocol
 
@@ -84,6 +88,20 @@ def env_spec(e: Experiment) -> EnvSpec:
         "its observations",
     )
     return spec
+
+
+def sources(spec: EnvSpec) -> dict[str, str]:
+    """The modules that define an environment of the user's own and its wrappers -> SHA-256 of their files.
+
+    What these modules import is not looked at, and a notebook has no file.
+    """
+    backend = module_of(spec.env_id)
+    found = {}
+    for name in [] if backend is envpool else backend.modules_of(spec):
+        if file := getattr(sys.modules.get(name), "__file__", None):
+            with suppress(OSError):
+                found[name] = f"sha256:{sha256(Path(file).read_bytes()).hexdigest()}"
+    return found
 
 
 def why_unscannable(spec: EnvSpec) -> str:

@@ -155,6 +155,16 @@ def can_be_sent(spec: EnvSpec) -> bool:
         return False
 
 
+def modules_of(spec: EnvSpec) -> list[str]:
+    """The modules that define an environment and its wrappers; none of Gymnasium's own."""
+    made = game(spec)
+    named_by = [made.name.rpartition(":")[0], *(wrapper.partition(":")[0] for wrapper in made.wrappers)]
+    if made.registered is not None:
+        entry = made.registered.entry_point
+        named_by.append(made_by(entry.func if isinstance(entry, functools.partial) else entry))
+    return sorted({name for name in named_by if name and name.partition(".")[0] != "gymnasium"})
+
+
 def env_spec(e: Experiment) -> EnvSpec:
     """The specification of an environment, which is made once to see its spaces.
 

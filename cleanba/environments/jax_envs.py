@@ -318,6 +318,12 @@ def functions_of(env_id: str, options: dict[str, Any], takes: ActionSpec, clip_r
     return _functions(env_id, Identity(own), Options(options), takes, clip_reward)
 
 
+def modules_of(spec: EnvSpec) -> list[str]:
+    """The module that defines an environment of the user's own."""
+    suite, _, name = spec.env_id.partition(":")
+    return [name.partition(":")[0]] if suite == "jax" else []
+
+
 class Options(dict[str, Any]):
     """A dictionary that is hashable by its contents."""
 

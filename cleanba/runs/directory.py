@@ -50,7 +50,7 @@ class Opened(NamedTuple):
 
 
 def differing_machines(earlier: Json | None, now: Json) -> list[str]:
-    """The differences between the machines of two runs that may change bits: packages, kind of device, CPU."""
+    """The differences that may change bits between what made two runs: code, packages, kind of device, CPU."""
     if earlier is None:
         return []
     a, b = ({**c.get("packages", {}), "device kind": c.get("device_kind")} for c in (earlier, now))
@@ -62,12 +62,27 @@ def differing_machines(earlier: Json | None, now: Json) -> list[str]:
         if now.get("cpu_products") == "xla":
             name = "XLA threads (PJRT_NPROC, or one for each device)"
             a[name], b[name] = earlier.get("cpu_threads"), now.get("cpu_threads")
+    if earlier.get("code") != now.get("code") and "code" in earlier:
+        a["Cleanba's code"], b["Cleanba's code"] = (
+            f"{c.get('revision')} ({short(c.get('code'))})" for c in (earlier, now)
+        )
+    for name in {*earlier.get("sources", {})} & {*now.get("sources", {})}:
+        a[f"code of {name}"], b[f"code of {name}"] = (short(c["sources"][name]) for c in (earlier, now))
     changed = differences(a, b)
     return [f"the bits may differ from the earlier run's, which had other {'; '.join(changed)}"] if changed else []
 
 
-def open_run(run_dir: Path, recipe: AnyRecipe, resolved: Resolved, placement: Placement, run: Run) -> Opened:
+def short(digest: object) -> str:
+    """The first digits of a SHA-256."""
+    return str(digest).removeprefix("sha256:")[:8]
+
+
+def open_run(
+    run_dir: Path, recipe: AnyRecipe, resolved: Resolved, placement: Placement, run: Run, sources: Json
+) -> Opened:
     """Make the directory and write config.json; if a run is there already, check that it is the same experiment.
+
+    sources: the environment's own modules -> SHA-256 of their files.
 
     Raises:
         Finished: the same experiment has finished there.
@@ -80,6 +95,7 @@ def open_run(run_dir: Path, recipe: AnyRecipe, resolved: Resolved, placement: Pl
         "placement": to_json(placement),
         "run": to_json(run),
         **describe_devices(),
+        "sources": sources,
     }
     path = run_dir / "config.json"
     earlier = read_config(run_dir) if path.exists() else None
