@@ -550,7 +550,7 @@ def announce(job: Job, saved: Saved[Any, Any] | None, display: Display) -> None:
         f"settings: {job.resolved.in_words(job.recipe)}\n"
         f"run: {job.run_dir}"
     )
-    for warning in warnings(job.spec) if job.devices.is_main else ():
+    for warning in warnings(job.spec, job.experiment.network) if job.devices.is_main else ():
         display.say(f"warning: {warning}")
     if words := gap_words(e):
         display.say(f"warning: {words}")

@@ -524,6 +524,9 @@ def test_a_picture_that_an_mlp_gets_is_told_of():
     of = lambda part: warnings(env_spec(Experiment(env_id="odd:Odd"))._replace(obs=part))
     (warning,) = of(ObsSpec("bytes", (84, 84), "uint8"))
     assert "shows bytes of the shape (84, 84)" in warning and "keep_dim=True" in warning
+    among = env_spec(Experiment(env_id="odd:Odd"))._replace(obs={"a": ObsSpec("image", (40, 40, 3), "uint8")})
+    (warning,) = warnings(among, "mlp")
+    assert "shows pictures, which an MLP gets" in warning and warnings(among, "nature") == []
     for small in (
         ObsSpec("vector", (100,), "float32"),
         ObsSpec("bytes", (31, 84), "uint8"),

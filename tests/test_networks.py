@@ -72,6 +72,7 @@ SMALL = dict(hiddens=(8,), channels=(4, 6), lstm_size=5)
 @pytest.mark.parametrize(
     "obs, network",
     [(SMALL_IMAGE, "nature"), (SMALL_IMAGE, "impala"), (SMALL_IMAGE, "mlp"), (VECTOR, "mlp"), (DISCRETE, "mlp"),
+     ({"camera": SMALL_IMAGE, "pos": VECTOR}, "nature"),
      (MINIGRID, "mlp"), (ATARI, suitable_network(ATARI)), (MINIGRID, suitable_network(MINIGRID))],
 )  # fmt: skip
 def test_outputs_have_a_logit_per_action_and_a_value_for_every_step_and_environment(obs, network, core):
@@ -116,6 +117,16 @@ COUNTS = [
     (ATARI, dict(network="nature", hiddens=(512,), core="lstm"), NATURE + lstm(512, 256) + head(256, 6)),
     (ATARI, dict(network="impala", hiddens=(256,), core="lstm"), IMPALA + lstm(256, 256) + head(256, 6)),
     (VECTOR, dict(network="mlp", hiddens=(64, 32), core="lstm", lstm_size=7), MLP + lstm(32, 7) + head(7, 6)),
+    (
+        {"a": ATARI, "b": ATARI, "pos": VECTOR},
+        dict(network="nature", hiddens=(512,)),
+        2 * NATURE + ((2 * 512 + 5) * 512 + 512) + head(512, 6),
+    ),
+    (
+        {"a": ATARI, "action_mask": ObsSpec("mask", (6,), "int8")},
+        dict(network="nature", hiddens=(512,)),
+        NATURE + head(512, 6),
+    ),
     (DISCRETE, dict(hiddens=(10,)), (16 * 10 + 10) + head(10, 6)),
     (MINIGRID, dict(hiddens=(10,)), ((147 * 11 + 4 + 96 * 8) * 10 + 10) + head(10, 6)),
 ]
@@ -133,6 +144,18 @@ def test_networks_have_as_many_parameters_as_counted_by_hand(obs, options, expec
 def test_the_counts_are_those_of_the_papers_networks():
     assert NATURE + head(512, 6) == 1_687_719
     assert IMPALA + head(256, 6) == 9_872 + 41_632 + 46_240 + 991_488 + 1_542 + 257
+
+
+def test_a_picture_among_numbers_reaches_the_policy_through_its_convolutions():
+    obs = {"camera": SMALL_IMAGE, "pos": VECTOR}
+    net = build(obs, network="nature", **SMALL)
+    params = net.initial_params(jax.random.key(0))
+    assert set(params["params"]["encoder"] if "encoder" in params["params"] else params["params"]) >= {"NatureCNN_0"}
+    seen = observe(obs, 1, 2)
+    logits = lambda seen: net.outputs(params, seen, jnp.zeros((1, 2), bool), net.initial_carry(2)).policy.logits
+    for name in obs:
+        other = seen | {name: seen[name] // 2 if name == "camera" else -seen[name]}
+        assert np.abs(logits(seen) - logits(other)).max() > 0, name
 
 
 def test_heads_are_orthogonal_of_scale_one_hundredth_and_one_and_biases_are_zero():

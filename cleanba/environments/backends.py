@@ -22,6 +22,7 @@ from cleanba.environments.specs import Compilable, EnvSpec, Identity, Step
 from cleanba.files import staying_here
 from cleanba.rollout import Obs, PyTree
 from cleanba.shards import usable_cores
+from cleanba.specs import ObsSpec
 
 
 class Envs(Protocol):
@@ -180,11 +181,16 @@ def tried_out(spec: EnvSpec) -> gymnasium.Trial:
 _TRIED: dict[tuple[str, Identity], gymnasium.Trial] = {}
 
 
-def warnings(spec: EnvSpec) -> list[str]:
-    """Warnings about an environment that can be played nevertheless."""
-    if module_of(spec.env_id) is not gymnasium:
-        return []
+def warnings(spec: EnvSpec, network: str = "mlp") -> list[str]:
+    """Warnings about an environment that can be played nevertheless, by policies with such a torso."""
     found = []
+    if network == "mlp" and not isinstance(spec.obs, ObsSpec) and spec.shows_images:
+        found.append(
+            f"{spec.env_id} shows pictures, which an MLP gets among the other numbers; --network impala, or nature for "
+            "36 x 36 pixels or more, has convolutions for them"
+        )
+    if module_of(spec.env_id) is not gymnasium:
+        return found
     for part in jax.tree.leaves(spec.obs):
         if part.kind in ("bytes", "vector") and sorted((1, 1, *part.shape))[-2] >= 32:  # two long sides
             found.append(

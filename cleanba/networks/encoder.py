@@ -27,26 +27,31 @@ class HasEncoder(Protocol):
     dtype: DTypeLike
 
 
+NEEDED = {"nature": "image", "nips": "image", "impala": "image", "minatar": "planes"}
+"""What the convolutional torsos see."""
+
+
 def encoder_fields(spec: EnvSpec, e: Experiment) -> dict[str, Any]:
     """The fields of `HasEncoder` for an environment that looks like `spec`.
 
     Raises:
         UsageError: the torso does not fit the observations.
     """
-    seen = getattr(spec.obs, "kind", "")
-    needed = {"nature": "image", "nips": "image", "impala": "image", "minatar": "planes"}.get(e.network, seen)
-    if needed != seen:
+    parts = jax.tree.leaves(spec.obs)
+    needed = NEEDED.get(e.network)
+    shapes = [part.shape for part in parts if part.kind == needed]
+    if needed is not None and not shapes:
         raise UsageError(
             f"network={e.network} needs {needed.rstrip('s')}s, but {spec.env_id} shows {describe(spec.obs)}; use "
             "--network mlp"
         )
-    least, shape = {"nature": 36, "nips": 20}.get(e.network, 0), getattr(spec.obs, "shape", ())
-    if least and sorted(shape)[1] < least:  # the shorter of two long sides
+    least = {"nature": 36, "nips": 20}.get(e.network, 0)
+    if any(least and sorted(shape)[1] < least for shape in shapes):  # the shorter of two long sides
         raise UsageError(
             f"network={e.network} needs pictures of {least} x {least} pixels or more, but {spec.env_id} shows "
             f"{describe(spec.obs)}; use --network impala"
         )
-    if e.network == "minatar" and min(shape[:2]) < 3:
+    if any(e.network == "minatar" and min(shape[:2]) < 3 for shape in shapes):
         raise UsageError(
             f"network=minatar needs boards of 3 x 3 fields or more, but {spec.env_id} shows {describe(spec.obs)}; use "
             "--network mlp"
@@ -63,7 +68,7 @@ def encoder_fields(spec: EnvSpec, e: Experiment) -> dict[str, Any]:
 
 
 def suitable_network(obs: ObsSpecs) -> str:
-    """The torso for an observation.  One of several parts needs an MLP, which gets them concatenated."""
+    """The torso for an observation.  Several parts go through an MLP by default, which gets them concatenated."""
     kind, shape = getattr(obs, "kind", ""), getattr(obs, "shape", ())
     if kind == "planes" and min(shape[:2]) < 3:  # smaller than a convolution
         return "mlp"
@@ -76,27 +81,31 @@ def encode(
 ) -> list[jax.Array]:  # fmt: skip
     """Encode observations [N, ...] by the torso that a module's fields name.  Call it in the module's compact method.
 
+    A convolutional torso gets the pictures, or boards, among several arrays, each a torso of its own.  Its features are
+    concatenated with the other arrays, as an MLP would get them, and one more layer follows.
+
     activation: the MLP's; convolutional torsos have ReLUs.
     action: [N, D], which a critic gets too.  It is concatenated to the MLP's input; after a convolutional torso, to the
         features, and one more layer follows.
 
     Returns the output of each head, [N, ...] float32, or the features alone if there are no heads.
     """
-    with_action = lambda x: x if action is None else jnp.concatenate([x, action.astype(x.dtype)], axis=-1)
     mlp = lambda hiddens: torsos.MLP(hiddens, module.dtype, activation, module.layer_norm)
-    if module.network != "mlp":
-        torsos_by_name: dict[str, Callable[..., Any]] = {
-            "nature": torsos.NatureCNN,
-            "nips": torsos.NipsCNN,
-            "minatar": torsos.MinAtarCNN,
-            "impala": partial(torsos.ImpalaResNet, module.channels),
-        }
-        x = torsos_by_name[module.network](module.hiddens, module.dtype, module.layer_norm)(obs)
-        if action is not None:
-            return mlp(module.hiddens[-1:])(with_action(x), heads)
-        return [head(x.astype(jnp.float32)) for head in heads] or [x]
-    parts = [as_vector(spec, part) for spec, part in leaves(module.obs_spec, obs) if spec.kind != "mask"]
-    return mlp(module.hiddens)(with_action(jnp.concatenate(parts, axis=-1)), heads)
+    torsos_by_name: dict[str, Callable[..., Any]] = {
+        "nature": torsos.NatureCNN,
+        "nips": torsos.NipsCNN,
+        "minatar": torsos.MinAtarCNN,
+        "impala": partial(torsos.ImpalaResNet, module.channels),
+    }
+    needed = NEEDED.get(module.network)
+    torso = lambda: torsos_by_name[module.network](module.hiddens, module.dtype, module.layer_norm)
+    parts = [(spec, part) for spec, part in leaves(module.obs_spec, obs) if spec.kind != "mask"]
+    features = [torso()(part) if spec.kind == needed else as_vector(spec, part) for spec, part in parts]
+    if needed is not None and len(features) == 1 and action is None:
+        return [head(features[0].astype(jnp.float32)) for head in heads] or features
+    features += [] if action is None else [action.astype(features[0].dtype)]
+    hiddens = module.hiddens if needed is None else module.hiddens[-1:]
+    return mlp(hiddens)(jnp.concatenate(features, axis=-1), heads)
 
 
 def leaves(obs_spec: ObsSpecs, obs: Obs) -> list[tuple[ObsSpec, jax.Array]]:
