@@ -150,7 +150,7 @@ def test_a_picture_among_numbers_reaches_the_policy_through_its_convolutions():
     obs = {"camera": SMALL_IMAGE, "pos": VECTOR}
     net = build(obs, network="nature", **SMALL)
     params = net.initial_params(jax.random.key(0))
-    assert set(params["params"]["encoder"] if "encoder" in params["params"] else params["params"]) >= {"NatureCNN_0"}
+    assert {"NatureCNN_0", "MLP_0"} <= set(params["params"])
     seen = observe(obs, 1, 2)
     logits = lambda seen: net.outputs(params, seen, jnp.zeros((1, 2), bool), net.initial_carry(2)).policy.logits
     for name in obs:
