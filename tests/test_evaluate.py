@@ -425,6 +425,13 @@ def test_ls_shows_every_run_whatever_its_files_hold(runs, tmp_path):
     killed, updates = listing.read_run(tmp_path / "killed"), read_result(runs["lstm"])["update"]
     assert killed.progress == pytest.approx(read_rows(runs["lstm"])[1]["update"] / updates)
 
+    listed = [json.loads(line) for line in command("ls", tmp_path, "--json").out.splitlines()]
+    assert {row["path"]: row["status"] for row in listed} == {
+        str(tmp_path / name): rest[0] for name, rest in lines.items() if name != "run"
+    }
+    (row,) = [row for row in listed if row["path"].endswith("done")]
+    assert (row["mean_return"], row["progress"], row["seed"]) == (result["episodic_return"], 1.0, 1)
+
     with (tmp_path / "killed" / ".lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         assert listing.read_run(tmp_path / "killed").status == "running"

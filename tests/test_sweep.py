@@ -35,6 +35,8 @@ def test_every_combination_has_a_folder_of_its_own():
     assert len(planned) == len(set(planned)) == 2 * 2 * 2 * 2
     assert planned[0] == "Catch-v0__learning_rate=1e-4+hiddens=8-8__s1"
     assert planned[-1] == "CartPole-v1__learning_rate=2.5e-4+hiddens=16__s2"
+    fresh = names(*ENVS, "--num-seeds", "2", "--first-seed", "6")
+    assert [name[-4:] for name in fresh] == ["__s6", "__s7"] * 2
 
 
 def test_a_set_value_reaches_the_run_as_its_flag_and_switches_as_theirs():
@@ -73,10 +75,11 @@ def test_sets_of_atari_games_are_environments_that_exist():
         (["--set", "gamma=0.9", "gamma=0.8"], ["ppo", *SHORT], "each flag once"),
         (["--set", "gamma=0.9,0.9"], ["ppo", *SHORT], "would share the folder"),
         (["--set", "anneal_lr=maybe"], ["ppo", *SHORT], "anneal_lr=maybe must be true or false"),
-        (["--set", "seed=1,2"], ["ppo", *SHORT], "use --env-ids, --num-seeds or --dir"),
+        (["--set", "seed=1,2"], ["ppo", *SHORT], "use --env-ids, --num-seeds, --first-seed or --dir"),
         (["--env-ids", "Catch-v0", "Brekout-v5"], ["ppo", *SHORT], "the closest names are Breakout-v5"),
         (["--env-ids", "@atari9"], ["ppo", *SHORT], "there is no set @atari9"),
         (["--num-seeds", "0"], ["ppo", *SHORT], "num_seeds=0 must lie in [1, 10000]"),
+        (["--first-seed", "2147483646"], ["ppo", *SHORT], "first_seed=2147483646: seeds must lie in [0, 2^31)"),
         (["--workers", "0"], ["ppo", *SHORT], "workers=0 must be at least 1"),
     ],
 )
@@ -301,7 +304,8 @@ def test_a_sweep_is_interrupted_continued_and_reports_its_failure(tmp_path):
     assert "2 of 3 runs finished, 1 failed" in ended.out
     assert f"failed: {broken.name}, exit code 1 after 2 tries" in ended.out
     status = command("sweep", "status", tmp_path / "s")
-    assert status.code == 0 and status.out.count("finished") == 2
+    error = read_result(broken)["error"]
+    assert status.code == 0 and status.out.endswith(f"2 finished, 1 failed\n{broken.name}: {error}\n"), status.out
     log = (tmp_path / "s" / "logs" / f"{broken.name}.log").read_text()
     assert log.count("$ cleanba ppo") == 2
     resumed = [d for d in cut if "going on after update" in (tmp_path / "s" / "logs" / f"{d.name}.log").read_text()]

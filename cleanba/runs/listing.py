@@ -13,7 +13,7 @@ import tyro
 
 from cleanba.config import require
 from cleanba.errors import Exit, printable
-from cleanba.files import METRICS
+from cleanba.files import METRICS, finite
 from cleanba.flags import FLAGS
 from cleanba.runs.log import newest
 
@@ -27,6 +27,9 @@ class Ls:
 
     directory: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="[DIR]")] = Path("runs")
     """folder to search, with its subfolders"""
+    json: bool = False
+    """print JSON, one object per line: path, status, env_id, algorithm, seed, progress (of 1), mean_return, sps, when
+    (seconds since 1970)"""
 
 
 class Row(NamedTuple):
@@ -103,10 +106,14 @@ def is_locked(run_dir: Path) -> bool:
 
 def ls_command(argv: Sequence[str]) -> Exit:
     """`cleanba ls`."""
-    folder = tyro.cli(Ls, args=argv, prog="cleanba ls", registry=FLAGS).directory
+    flags = tyro.cli(Ls, args=argv, prog="cleanba ls", registry=FLAGS)
+    folder = flags.directory
     require(folder.is_dir(), f"{folder} is not a directory; name one that holds runs (`cleanba ppo` makes runs/)")
     rows = sorted((read_run(path) for path in find_runs(folder)), key=lambda row: (row.when, str(row.path)))
-    if rows:
+    if flags.json:
+        for row in rows:
+            print(json.dumps(finite(row._asdict() | {"path": str(row.path)})))
+    elif rows:
         show(rows, folder)
     else:
         print(f"no runs in {folder}")

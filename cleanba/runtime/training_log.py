@@ -233,18 +233,21 @@ def check_finite(update: int, metrics: Json, saved_update: int) -> None:
     Raises:
         NotFinite: one is not finite.
     """
-    for name, value in metrics.items():
-        if name.startswith("losses/") and not np.isfinite(np.asarray(value)).all():
-            where = (
-                f"the checkpoint of update {saved_update} is the last good one, but resuming from it leads to the same "
-                "number"
-                if saved_update
-                else "there is no checkpoint yet"
-            )
-            raise NotFinite(
-                f"update {update}: {name} is {float(value)}, which is not a finite number; {where}. Try a smaller "
-                "learning rate in a new run, or go on regardless with --on-nonfinite ignore"
-            )
+    losses = {name: float(value) for name, value in metrics.items() if name.startswith("losses/")}
+    wrong = [f"{name} is {value}" for name, value in losses.items() if not np.isfinite(value)]
+    if wrong:
+        where = (
+            f"the checkpoint of update {saved_update} is the last good one, but resuming from it leads to the same "
+            "number"
+            if saved_update
+            else "there is no checkpoint yet"
+        )
+        numbers = "which is not a finite number" if len(wrong) == 1 else "which are not finite numbers"
+        raise NotFinite(
+            f"update {update}: {', '.join(wrong)}, {numbers}; {where}. Try a smaller learning rate, smaller rewards "
+            "(--norm-reward, --reward-clip) or gradients (--max-grad-norm) in a new run, or go on regardless with "
+            "--on-nonfinite ignore"
+        )
 
 
 def name_bottleneck(actor: dict[str, float], learner: dict[str, float], concurrency: bool) -> str:

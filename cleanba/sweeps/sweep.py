@@ -21,7 +21,7 @@ import tyro
 from cleanba.config import Experiment, Placement, Run, require
 from cleanba.environments.atari_scores import table
 from cleanba.environments.specs import EnvSpec
-from cleanba.errors import Exit, Failure, UsageError, closest_names
+from cleanba.errors import Exit, Failure, UsageError, closest_names, printable
 from cleanba.flags import FLAGS
 from cleanba.recipes import RECIPES, AnyRecipe
 from cleanba.resolution import Config, continue_experiment, fit, resolve
@@ -39,6 +39,7 @@ if TYPE_CHECKING:  # rich takes a moment to import
     from rich.table import Table
 
 USAGE = """cleanba sweep --env-ids ENV ... [FLAGS] -- ppo [FLAGS OF EVERY RUN]
+
 cleanba sweep status DIR
 
 Trains every combination of environments, seeds and --set values.  The same command again skips finished runs and
@@ -64,7 +65,9 @@ class Flags:
     env_ids: tuple[str, ...]
     """environments of any kind, or sets of them: @atari57, @atari5 or @atari3 (Aitchison et al. 2023)"""
     num_seeds: int = 3
-    """seeds of every combination: 1, 2 ..."""
+    """seeds of every combination: --first-seed and those after it"""
+    first_seed: int = 1
+    """first of these seeds; seeds that chose the settings should not be those that the results are reported for"""
     set: tuple[str, ...] = ()
     """flags with several values, such as learning_rate=1e-4,2.5e-4; every combination of them is one variant"""
     dir: Path | None = None
@@ -151,7 +154,7 @@ def variants(recipe: AnyRecipe, settings: Sequence[str]) -> list[tuple[str, list
         require(
             name not in GIVEN_BY_SWEEP,
             f"--set {name}: each run of a sweep has its own environment, seed and directory; use --env-ids, "
-            "--num-seeds or --dir",
+            "--num-seeds, --first-seed or --dir",
         )
         close = closest_names(name, field_types)
         require(
@@ -193,15 +196,21 @@ def plan(recipe: AnyRecipe, common: list[str], flags: Flags, folder: Path) -> li
         require(
             not word.startswith("--") or name not in GIVEN_BY_SWEEP,
             f"{word} stands after --, but each run of a sweep has its own environment, seed and directory; use "
-            "--env-ids, --num-seeds or --dir",
+            "--env-ids, --num-seeds, --first-seed or --dir",
         )
+    last = flags.first_seed + flags.num_seeds - 1
+    require(
+        flags.first_seed >= 0 and last < 2**31,
+        f"first_seed={flags.first_seed}: seeds must lie in [0, 2^31), also the last of {flags.num_seeds}; set "
+        "--first-seed",
+    )
     run = checked_parse(recipe, common).run  # an error in all runs is reported without the name of one
     runs = []
     for env_id, (variant, words) in itertools.product(expand_sets(flags.env_ids), variants(recipe, flags.set)):
         if run.upload_model and flags.set:  # a repository is named after it
             words = [*words, "--exp-name", safe(f"{run.exp_name}-{variant}")]
         spec: EnvSpec | None = None  # the environment is only made for the first seed
-        for seed in range(1, flags.num_seeds + 1):
+        for seed in range(flags.first_seed, flags.first_seed + flags.num_seeds):
             name = safe(f"{env_id}__{variant}__s{seed}")
             require(len(os.fsencode(name)) <= 250, f"{name} is too long for a folder's name; set fewer flags by --set")
             run_dir = folder / name
@@ -578,6 +587,9 @@ class Board:
         return table
 
 
+STATES = ("finished", "running", "interrupted", "failed", "unfinished", "not begun")
+
+
 def status_command(argv: Sequence[str]) -> Exit:
     """`cleanba sweep status DIR`: every run's state, from Slurm and from its folder."""
     require(len(argv) == 1 and not argv[0].startswith("-"), "usage: cleanba sweep status DIR")
@@ -592,9 +604,15 @@ def status_command(argv: Sequence[str]) -> Exit:
         print(f"cleanba: warning: {why}", file=sys.stderr)
         states = {}
     table = Table("run", "state", "update", "steps/s", "return", "ETA", *(("job", "Slurm") if states else ()))
+    found, errors = [], []
     for name, run in runs.items():
         run_dir = folder / name
-        state = read_result(run_dir).get("status") or ("begun" if (run_dir / "config.json").exists() else "not begun")
+        result = read_result(run_dir)
+        begun = "unfinished" if (run_dir / "config.json").exists() else "not begun"
+        state = "running" if is_locked(run_dir) else result.get("status") or begun
+        found.append(state)
+        if state == "failed" and "error" in result:
+            errors.append(f"{name}: {result['error']}")
         job = run.get("job", "")
         slurm = (job, states.get(job, "")) if states else ()
         table.add_row(name, state, *progress(run_dir, run["updates"]), *slurm, style=STYLES.get(state))
@@ -602,4 +620,7 @@ def status_command(argv: Sequence[str]) -> Exit:
     if not console.is_terminal:
         console.width = 200  # so that names are not cut in a pipe
     console.print(table)
+    print(", ".join(f"{n} {state}" for state in STATES if (n := found.count(state))))
+    for error in errors:
+        print(printable(error))
     return Exit()
