@@ -41,6 +41,7 @@ COMMANDS = {
     "plot": Command("draw learning curves, and Atari scores beside published ones", "cleanba.runs.plot:plot_command"),
     "report": Command("write one HTML page about a run, to be read offline", "cleanba.runs.report:report_command"),
     "export": Command("write a trained agent as ONNX or StableHLO", "cleanba.agents.export:export_command"),
+    "pack": Command("write a run as one archive, for others", "cleanba.agents.pack:pack_command"),
     "push": Command("upload a trained agent to the Hugging Face Hub", "cleanba.agents.hub:push_command"),
     "sweep": Command("train environments x seeds x flags, here or under Slurm", "cleanba.sweeps.sweep:sweep_command"),
     "slurm": Command("write out the templates for Slurm", "cleanba.sweeps.slurm:slurm_command", "Templates"),

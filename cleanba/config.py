@@ -383,8 +383,8 @@ class Run:
     run_dir: Path | None = None
     """directory of the run (default: runs/<env>__<exp-name>__<seed>__<time, or job of Slurm>)"""
     experiment_from: Annotated[str | None, tyro.conf.arg(name="experiment", metavar="RUN_DIR")] = None
-    """repeat the whole experiment of this earlier run, from its config.json; only flags of placement and run may be
-    added"""
+    """repeat the whole experiment of this earlier run, a directory, an archive or hf://USER/REPOSITORY; only flags of
+    placement and run may be added"""
     trust_remote_code: bool = False
     """with --experiment of a downloaded run: import and call what its config.json names (docs/guides/trust.md)"""
     checkpoint_frequency: Annotated[int | None, Range(0, MOST, unit="updates")] = None

@@ -48,6 +48,7 @@ from cleanba.runs.directory import (
     was_uploaded,
 )
 from cleanba.runs.log import rewind
+from cleanba.runs.remote import find_run
 from cleanba.runtime.chain import Chain, made_by
 from cleanba.runtime.checkpoint import Checkpoints, Saved, save_model, updates_kept
 from cleanba.runtime.devices import Devices, find_devices
@@ -67,7 +68,7 @@ from cleanba.trust import require_own, require_trusted
 
 def train_command(recipe: AnyRecipe, argv: Sequence[str], default: Config | None = None) -> Exit:
     """`cleanba ppo …`: parse the flags, train, and return the exit code."""
-    return exit_of(launch(recipe, parse(recipe, argv, default)))
+    return exit_of(launch(recipe, parse(recipe, argv, default, lambda run: find_run(run, model=False))))
 
 
 def resume_command(argv: Sequence[str]) -> Exit:
@@ -378,8 +379,8 @@ class RunWriter:
         history = rewind(self._job.run_dir, *((saved.update, saved.counters["seconds"]) if saved else (0,)))
         names = (run.wandb_project_name, run.wandb_entity)
         self._writers = Writers(self._job.run_dir, run.track, *names, config, history)
-        if earlier is None and run.experiment_from:
-            earlier = read_config(Path(run.experiment_from))
+        if earlier is None and self._job.config.whole is not None:
+            earlier = read_config(self._job.config.whole)
         for warning in [*differing_machines(earlier, config), *self.evaluations.begin(saved, history)]:
             display.say(printable(f"warning: {warning}"))
 

@@ -3,7 +3,7 @@
 import json
 import shutil
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import field, fields, make_dataclass
 from io import StringIO
@@ -35,10 +35,13 @@ SHOW = "--show-config"
 PRESET = "--preset"
 
 
-def parse(recipe: AnyRecipe, argv: Sequence[str], default: Config | None = None) -> Config:
+def parse(
+    recipe: AnyRecipe, argv: Sequence[str], default: Config | None = None, locate: Callable[[str], Path] = Path
+) -> Config:
     """Parse a command's arguments.  For flags that it cannot read, tyro prints its own message and exits with 2.
 
-    --help, --help-all and --show-config print, and exit with 0.  `default` is the configuration of a run to resume.
+    --help, --help-all and --show-config print, and exit with 0.  `default` is the configuration of a run to resume, and
+    `locate` finds the directory of the run that --experiment names.
 
     Raises:
         UsageError: a value is not allowed, --experiment names no run of this algorithm, or flags would change an
@@ -49,14 +52,16 @@ def parse(recipe: AnyRecipe, argv: Sequence[str], default: Config | None = None)
     if asked_for and asked_for[0] in HELP:
         print(help_text(recipe, words, default, whole=asked_for[0] == "--help-all"))
         raise SystemExit(0)
-    config = read_flags(recipe, words, default)
+    config = read_flags(recipe, words, default, locate)
     if asked_for:
         print(config_text(recipe, config, typed_names(recipe, words)))
         raise SystemExit(0)
     return config
 
 
-def read_flags(recipe: AnyRecipe, words: Sequence[str], default: Config | None) -> Config:
+def read_flags(
+    recipe: AnyRecipe, words: Sequence[str], default: Config | None, locate: Callable[[str], Path] = Path
+) -> Config:
     """`parse`, without --help and --show-config."""
     words, left_open = in_one_form(recipe, words)
     named, words = preset_of(recipe, words)
@@ -84,7 +89,10 @@ def read_flags(recipe: AnyRecipe, words: Sequence[str], default: Config | None) 
         for name in typed_names(recipe, words) & set(offered_fields(recipe.experiment))
     }
     given = {"preset": named} | dict.fromkeys(left_open if named else ()) | typed
-    return configure(recipe, given, parsed.placement, parsed.run, default.whole if default else None)
+    whole = default.whole if default else None
+    if whole is None and parsed.run.experiment_from is not None:
+        whole = locate(parsed.run.experiment_from)
+    return configure(recipe, given, parsed.placement, parsed.run, whole)
 
 
 def preset_of(recipe: AnyRecipe, words: Sequence[str]) -> tuple[str | None, list[str]]:

@@ -95,7 +95,7 @@ def test_bash_completes_commands_flags_and_values(tmp_path):
         return set(done.stdout.split())
 
     assert tab("cleanba pp") == {"ppo"}
-    assert tab("cleanba p") == {"ppo", "pqn", "plot", "push"}
+    assert tab("cleanba p") == {"ppo", "pqn", "plot", "pack", "push"}
     assert tab("cleanba ") == {*RECIPES, *COMMANDS}
     assert tab("cleanba ppo --env-i") == {"--env-id"}
     assert tab("cleanba ppo --env-id HalfCheetah-v") == {"HalfCheetah-v3", "HalfCheetah-v4", "HalfCheetah-v5"}

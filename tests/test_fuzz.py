@@ -66,12 +66,16 @@ OTHER_WORDS = {
         "total-timesteps": NUMBERS,
         "env-id": st.sampled_from(["Catch-v0", "CartPole-v1"]),
     },
-    "plot": {"out": st.sampled_from(["EMPTY/figure", "DAMAGED/config.json/figure", "/proc/figure.png"])},
+    "plot": {
+        "metric": st.sampled_from(["losses/entropy", "charts/nothing", ""]),
+        "out": st.sampled_from(["EMPTY/figure", "DAMAGED/config.json/figure", "/proc/figure.png"]),
+    },
     "report": {"out": st.sampled_from(["EMPTY/page.html", "/proc/page.html", "EMPTY"])},
     "export": {
         "format": st.sampled_from(["onnx", "stablehlo", "onx", ""]),
         "out": st.sampled_from(["EMPTY/x.onnx", "/proc/x.onnx", "EMPTY"]),
     },
+    "pack": {"out": st.sampled_from(["EMPTY/x.tar.gz", "/proc/x.tar.gz", "EMPTY", "x.zip"]), "checkpoints": st.none()},
     "push": {"repo": st.sampled_from(["name", "a/b", "", "-"]), "private": st.none(), "hf-entity": st.just("me")},
     "sweep": {
         "env-ids": st.lists(st.sampled_from(["Catch-v0", "@atari9", "Nope-v1", "CartPole-v1", ""]), max_size=2),
@@ -122,7 +126,7 @@ def other_lines(draw) -> list[str]:
     elif name == "sweep":
         places = draw(st.sampled_from([[], [], [], ["status"], ["status", "EMPTY"], ["status", "DONE"]]))
     else:
-        places = draw(st.lists(PLACE, max_size=1 if name == "push" else 2))
+        places = draw(st.lists(PLACE, max_size=1 if name in ("push", "pack") else 2))
     flags = drawn_flags(draw, OTHER_WORDS.get(name, {}))
     if name == "sweep" and not places:
         flags += ["--dry-run", *draw(st.sampled_from([[], ["--"], ["--", "ppo"], ["--", "nope"]]))]

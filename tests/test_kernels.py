@@ -239,7 +239,7 @@ def test_kernels_pass_it_once_for_each_machine_and_version(fresh, monkeypatch):
     "broken",
     [
         {
-            "convolutions and strided convolutions": (convolution, "convolve"),
+            "convolutions and strided convolutions and convolutions of pixels": (convolution, "convolve"),
             "dense layers": (dense, "mlp"),
             "steps of Adam": (descent, "step"),
             "random numbers": (threefry, "threefry"),
@@ -258,6 +258,30 @@ def test_those_that_differ_from_plain_jax_switch_all_off_and_are_remembered(fres
     said_once(capsys, f"as {' and '.join(broken)} differed from plain JAX in a self-test")
     monkeypatch.setattr(selftest, "run", lambda: pytest.fail("it was run again"))
     assert selftest.verdict().startswith(f"{' and '.join(broken)} differed")
+
+
+def test_its_cases_have_the_variants_of_kernels(monkeypatch):
+    some = {
+        "convolutions of pixels": (convolution, "convolve", lambda how, x, *_: x.dtype == jnp.uint8 and not how.planes),
+        "matrix products": (product, "affine", lambda x, *_: x.shape[1] > 256),  # sums of several parts
+        "dense layers": (dense, "mlp", lambda activation, *_: activation == "relu"),
+        "layer normalisation": (normalisation, "layer_norm", lambda x, *_: x.shape[1] > 80),
+    }
+    for module, name, breaks in some.values():
+        right = getattr(module, name)
+        either = lambda *args, right=right, breaks=breaks: (wrong(right) if breaks(*args) else right)(*args)
+        monkeypatch.setattr(module, name, either)
+    assert selftest.run().startswith(f"{' and '.join(some)} differed")
+
+
+def test_random_numbers_can_be_exported_for_other_machines():
+    kernels.install_random_numbers()
+    draw = jax.jit(lambda key, x: x + jax.random.normal(key, x.shape))
+    key = jax.random.key(0)
+    for size in (1000, *jax.export.symbolic_shape("n")):
+        given = jax.ShapeDtypeStruct((size,), jnp.float32)
+        played = jax.export.deserialize(jax.export.export(draw)(key, given).serialize()).call(key, jnp.zeros(1000))
+        assert np.array_equal(played, draw(key, jnp.zeros(1000)))
 
 
 def test_where_none_compiles_plain_jax_computes_and_the_next_start_tries_again(fresh, monkeypatch, capsys):

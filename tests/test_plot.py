@@ -243,8 +243,26 @@ def test_one_run(tmp_path):
     assert cells(text, "CartPole-v1") == ["CartPole-v1", "ppo", "1", "3,000", "5", "475", "–"]
     assert "published" not in text
     written = {path.name for path in (tmp_path / "figures").iterdir()}
-    assert written == {"curves.md", "curves.png", "curves.svg", "curves_time.png", "curves_time.svg"}
+    assert written == {"curves.csv", "curves.md", "curves.png", "curves.svg", "curves_time.png", "curves_time.svg"}
+    lines = (tmp_path / "figures/curves.csv").read_text().splitlines()
+    assert lines[0] == "env_id,variant,seed,global_step,seconds,value" and len(lines) == 4
+    assert lines[3] == "CartPole-v1,ppo,1,3000,300.0,475.0"
     assert looks_drawn(tmp_path / "figures/curves.png") and looks_drawn(tmp_path / "figures/curves_time.png")
+
+
+def test_any_metric_is_drawn(tmp_path):
+    run = write_run(tmp_path / "run", env_id="Breakout-v5")
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for i, row in enumerate(rows):
+        row["losses/entropy"] = 1.5 - i
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    ended = command("plot", run, "--metric", "losses/entropy")
+    assert ended.code == 0 and "last `losses/entropy`" in ended.out and "human" not in ended.out
+    assert cells(ended.out, "Breakout-v5")[-1] == "-1.5"
+    assert looks_drawn(run / "plots" / "losses-entropy.png")
+    assert (run / "plots" / "losses-entropy.csv").read_text().splitlines()[1].endswith(",1.5")
+    ended = command("plot", run, "--metric", "losses/entropi")
+    assert ended.code == 2 and "did you mean losses/entropy?" in ended.err and "has logged losses/entropi" in ended.err
 
 
 def test_one_log_point_and_strange_names_are_drawn(tmp_path):

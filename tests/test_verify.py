@@ -1,7 +1,9 @@
 """A part of a run that is computed again has the same bits, wherever it is computed."""
 
+import re
 import shutil
 import sys
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -44,6 +46,37 @@ def run_of(tmp_path_factory) -> Callable[[str], Path]:
         return made[kind]
 
     return run
+
+
+def test_a_packed_run_can_be_evaluated_drawn_compared_and_verified(run_of, tmp_path, monkeypatch):
+    run_dir = run_of("ppo")
+    monkeypatch.chdir(tmp_path)
+    played = [command("eval", run_dir, "--episodes", "3")]
+    ended = command("pack", run_dir, "--checkpoints", "--out", "packed.tar.gz")
+    assert ended.code == 0 and "wrote packed.tar.gz" in ended.out, ended.err
+    with tarfile.open("packed.tar.gz") as archive:
+        names = archive.getnames()
+        config = archive.extractfile("packed/config.json").read().decode()
+    assert str(run_dir) not in config and all(name.startswith("packed/") for name in names)
+    assert {"packed/config.json", "packed/metrics.jsonl", "packed/result.json", "packed/model.msgpack"} < {*names}
+    ended = command("verify", "packed.tar.gz", "--from", "2", "--to", "4")
+    assert ended.code == 0 and "the same bits" in ended.out, (ended.out, ended.err)
+    played.append(command("eval", "packed.tar.gz", "--episodes", "3"))
+    assert [ended.code for ended in played] == [0, 0], played
+    one, two = (re.findall("return: mean.*", ended.out) for ended in played)
+    assert one == two and one
+    ended = command("diff", run_dir, "packed.tar.gz")
+    assert ended.code == 0 and ended.out.endswith("\nidentical\n"), ended.out
+    assert command("plot", "packed.tar.gz", "--out", "curves").code == command("report", "packed.tar.gz").code == 0
+    ended = command("ppo", "--experiment", "packed.tar.gz", "--run-dir", "again")
+    assert ended.code == 0 and command("diff", "again", "packed.tar.gz").code == 0, ended.err
+    for words, said in (
+        ((next((tmp_path / "runs").glob("unpacked/*")),), "comes from elsewhere, and only the run's own"),
+        ((run_dir, "--out", "packed.zip"), "must be a file that ends in .tar.gz"),
+        ((tmp_path / "nowhere",), "nowhere"),
+    ):
+        ended = command("pack", *words)
+        assert ended.code == 2 and said in ended.err and "Traceback" not in ended.err, ended.err
 
 
 @pytest.mark.parametrize(

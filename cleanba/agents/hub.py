@@ -41,6 +41,7 @@ MACHINE = (
     "cpu_cores",
     "cpu_products",
     "cpu_threads",
+    "sources",
 )
 
 T = TypeVar("T")
@@ -197,6 +198,15 @@ def repository_name(run_dir: Path, experiment: Json) -> str:
 
 def fill(folder: Path, run_dir: Path, repo_id: str) -> None:
     """Fill a folder with everything to upload."""
+    model = fill_run(folder, run_dir)
+    films = films_of(run_dir, model.update)
+    if films:
+        shutil.copyfile(films[-1], folder / "replay.mp4")  # the name that the Hub shows beside the card
+    (folder / "README.md").write_text(card(run_dir, repo_id, model, film=bool(films)), encoding="utf-8")
+
+
+def fill_run(folder: Path, run_dir: Path) -> Model:
+    """Fill a folder with a run's parameters, which are returned, its configuration, log, result and evaluation."""
     model = write_model(folder / "model.msgpack", run_dir)
     (folder / "config.json").write_text(json.dumps(public_config(run_dir), indent=2) + "\n", encoding="utf-8")
     for name in COPIED:
@@ -207,10 +217,7 @@ def fill(folder: Path, run_dir: Path, repo_id: str) -> None:
         write_json(folder / "result.json", {name: value for name, value in result.items() if name != "error"})
     if kept := evaluation_of(run_dir, model.digest):
         shutil.copyfile(kept, folder / "eval.json")
-    films = films_of(run_dir, model.update)
-    if films:
-        shutil.copyfile(films[-1], folder / "replay.mp4")  # the name that the Hub shows beside the card
-    (folder / "README.md").write_text(card(run_dir, repo_id, model, film=bool(films)), encoding="utf-8")
+    return model
 
 
 def write_model(path: Path, run_dir: Path) -> Model:

@@ -34,6 +34,7 @@ that calls foreign functions differently), and if each kind agrees with plain JA
 """
 
 from functools import cache
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -204,5 +205,11 @@ def _install() -> None:
 
         return threefry.threefry(*words)
 
-    rule = mlir.lower_fun(compiled_for("cpu", None, draw), multiple_results=True)
+    ours = mlir.lower_fun(compiled_for("cpu", None, draw), multiple_results=True)
+    exported = mlir.lower_fun(lambda *words: plain.threefry(*words), multiple_results=True)
+
+    def rule(context: mlir.LoweringRuleContext, *words: Any) -> Any:
+        for_export = context.module_context.lowering_parameters.for_export  # by `jax.export`, for other machines
+        return (exported if for_export else ours)(context, *words)
+
     mlir.register_lowering(threefry2x32_p, rule, platform="cpu")

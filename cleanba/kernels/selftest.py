@@ -108,9 +108,12 @@ def numbers() -> PyTree:
             (normal(3, 3, 3, 16) / 500, normal(16)),
             (normal(3, 3, 16, 16) / 12, normal(16)),
         ],
+        "pixels": rng.integers(0, 256, (3, 9, 7, 3), np.uint8),
         "rows": normal(15, 5),
+        "many": normal(70, 300),
+        "wide": (normal(300, 130) / 17, normal(130)),
         "layers": layers,
-        "normalised": (normal(19, 18) / np.float32(500), normal(18), normal(18)),
+        "normalised": [(normal(19, n) / np.float32(500), normal(n), normal(n)) for n in (18, 90)],
         "gradient": jax.tree.map(lambda x: normal(*x.shape), layers),
         "moments": jax.tree.map(lambda x: normal(*x.shape) ** 2, (layers, layers)),
         "words": [rng.integers(0, 2**32, 37, np.uint32) for _ in range(4)],
@@ -133,6 +136,11 @@ def cases() -> list[Case]:
             "strided convolutions",
             strides(lambda how, *arrays: convolution.convolve(how, *arrays)),
             strides(lambda how, *arrays: plain.convolve(how, *arrays)),
+        ),
+        Case(
+            "convolutions of pixels",
+            pixels(lambda how, *arrays: convolution.convolve(how, *arrays)),
+            pixels(lambda how, *arrays: plain.convolve(how, *arrays)),
         ),
         Case("matrix products", products(product.affine), products(plain.affine)),
         Case(
@@ -180,25 +188,31 @@ def strides(convolve: Callable[..., jax.Array]) -> Callable[[PyTree], PyTree]:
     return lambda given: of(given["strided"], given["planes"])
 
 
+def pixels(convolve: Callable[..., jax.Array]) -> Callable[[PyTree], PyTree]:
+    """Bytes with the channels last.  Values, and the gradients of the layer."""
+    how = plain.Convolution(((1, 1), (1, 1)))
+    of = jax.value_and_grad(lambda layer, x: jnp.sin(convolve(how, x, *layer, None)).sum())
+    return lambda given: of(given["convolutions"][0], given["pixels"])
+
+
 def products(affine: Callable[..., jax.Array]) -> Callable[[PyTree], PyTree]:
-    """A product and its gradients."""
-    return lambda given: jax.value_and_grad(
-        lambda x, layer: jnp.sin(affine(x, *layer)).sum(), argnums=(0, 1)
-    )(given["rows"], given["layers"][0])  # fmt: skip
+    """Two products and their gradients, one with sums of many terms, which threads share."""
+    of = jax.value_and_grad(lambda x, layer: jnp.sin(affine(x, *layer)).sum(), argnums=(0, 1))
+    return lambda given: [of(given["rows"], given["layers"][0]), of(given["many"], given["wide"])]
 
 
 def chains(mlp: Callable[..., jax.Array]) -> Callable[[PyTree], PyTree]:
-    """A layer and a head, and all gradients."""
-    total = lambda x, layers: jnp.sin(mlp("tanh", x, layers)).sum()
-    of = jax.value_and_grad(total, argnums=(0, 1))
-    return lambda given: of(given["rows"], given["layers"])
+    """A layer and a head, with either activation, and all gradients."""
+    total = lambda activation, x, layers: jnp.sin(mlp(activation, x, layers)).sum()
+    of = jax.value_and_grad(total, argnums=(1, 2))
+    return lambda given: [of(name, given["rows"], given["layers"]) for name in ("tanh", "relu")]
 
 
 def norms(layer_norm: Callable[..., jax.Array]) -> Callable[[PyTree], PyTree]:
-    """A layer normalisation and its gradients."""
+    """Two layer normalisations, one of many features, and their gradients."""
     total = lambda x, scale, bias: jnp.sin(layer_norm(x, scale, bias)).sum()
     of = jax.value_and_grad(total, argnums=(0, 1, 2))
-    return lambda given: of(*given["normalised"])
+    return lambda given: [of(*arrays) for arrays in given["normalised"]]
 
 
 def steps(adam: Callable[..., tuple[Trained, jax.Array]]) -> Callable[[PyTree], PyTree]:

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from cleanba.config import read_experiment, require
-from cleanba.errors import UsageError
+from cleanba.errors import UsageError, closest_names
 from cleanba.files import METRICS, Json
 from cleanba.runs import log
 from cleanba.trust import MARK
@@ -30,7 +30,7 @@ class Curve(NamedTuple):
     experiment: Json
     steps: np.ndarray  # environment steps
     seconds: np.ndarray  # since the run began
-    returns: np.ndarray  # mean return of the last 100 episodes
+    returns: np.ndarray  # mean return of the last 100 episodes, or another metric
     finished: bool = False  # whether the run has finished, be it before its last step, as with --target-return
 
 
@@ -121,8 +121,13 @@ def column(rows: Sequence[Json], name: str) -> np.ndarray:
     return np.array([v if isinstance(v, float) or _is_number(v) else math.nan for v in values], np.float64)
 
 
-def load(places: Iterable[Path]) -> list[Curve]:
+RETURN = "charts/episodic_return"
+
+
+def load(places: Iterable[Path], metric: str = RETURN) -> list[Curve]:
     """The curves of all runs in `places`.  Runs without an episode, and repeated runs, are left out with a warning.
+
+    metric: what to read from their logs in place of returns.
 
     Raises:
         UsageError: there is nothing to draw.
@@ -139,10 +144,13 @@ def load(places: Iterable[Path]) -> list[Curve]:
             warn(f"{error}; left out")
             unread += 1
             continue
-        returns = column(rows, "charts/episodic_return")
+        returns = column(rows, metric)
         there = np.isfinite(returns)
         if not there.any():
-            warn(f"{run_dir} has finished no episode yet; left out")
+            names = sorted({name for row in rows for name in row if "/" in name})
+            close = closest_names(metric, names) if metric not in names else ""
+            why = "has finished no episode yet" if metric == RETURN else f"has logged no {metric}"
+            warn(f"{run_dir} {why}; " + (f"did you mean {close}?" if close else "left out"))
             continue
         steps, seconds = column(rows, "global_step")[there], column(rows, "seconds")[there]
         finished = log.is_finished(run_dir)
@@ -156,6 +164,10 @@ def load(places: Iterable[Path]) -> list[Curve]:
             warn(f"{shorter.run_dir} is the same experiment and seed as {curve.run_dir}; left out")
         curves[key] = curve
     require(bool(curves) or not unread, "there is nothing to draw; the warnings above say why")
+    require(
+        bool(curves) or metric == RETURN,
+        f"no run of {', '.join(map(str, places))} has logged {metric}; docs/reference/metrics.md lists what is logged",
+    )
     require(
         bool(curves),
         f"no run of {', '.join(map(str, places))} has finished an episode yet; train them longer, or with a larger "

@@ -12,10 +12,12 @@ from cleanba.files import Json
 from cleanba.runs import log
 from cleanba.runs.curves import completed_alike
 from cleanba.runs.directory import differing_machines
+from cleanba.runs.remote import find_run
 
 USAGE = """usage: cleanba diff RUN_A RUN_B
 
-Compares two runs: their experiments, parameters, all else that the learner keeps (state and memory), and metrics.
+Compares two runs, each a directory, an archive or hf://USER/REPOSITORY: their experiments, parameters, all else that
+the learner keeps (state and memory), and metrics.
 Says from which update on they differ, and by how much.  Exit code 0 when identical, 1 when not."""
 
 # Name of a digest in metrics.jsonl -> what it covers.  Runs of earlier versions have only the first.
@@ -105,7 +107,7 @@ def diff_command(argv: Sequence[str]) -> Exit:
         return Exit()
     if len(argv) != 2:
         raise UsageError(f"diff takes two run directories, but was given {len(argv)}\n{USAGE}")
-    a, b = map(Path, argv)
+    a, b = (find_run(run, model=False) for run in argv)
     changed = differences(*completed_alike([read_experiment(a), read_experiment(b)]))
     print("same experiment" if not changed else f"different experiments: {printable(shortened(changed))}")
     for line in differing_machines(read_config(a), read_config(b)):

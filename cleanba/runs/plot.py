@@ -3,6 +3,8 @@
 docs/guides/plots.md, and a line below each figure, explain the lines, bands and scores.
 """
 
+import csv
+import io
 import math
 import os
 import textwrap
@@ -20,8 +22,9 @@ from cleanba.errors import Exit, printable
 from cleanba.files import Json, require_name
 from cleanba.flags import FLAGS
 from cleanba.runs.aggregates import STATISTICS, Aggregates, aggregates, experiments
-from cleanba.runs.curves import Groups, Interval, band, group, load, mean_interval, stopped_early, variants_of
+from cleanba.runs.curves import RETURN, Groups, Interval, band, group, load, mean_interval, stopped_early, variants_of
 from cleanba.runs.directory import unwritable
+from cleanba.runs.remote import find_run
 
 if TYPE_CHECKING:  # drawing takes a second to import
     from matplotlib.axes import Axes
@@ -29,8 +32,9 @@ if TYPE_CHECKING:  # drawing takes a second to import
 
 CAPTION = (
     "Line: mean over seeds. Band: 95% interval of that mean, from 2,000 bootstrap resamples of the seeds (none for one "
-    "seed). A point is the mean return of the last 100 training episodes; no other smoothing."
+    "seed). "
 )
+RETURNS = "A point is the mean return of the last 100 training episodes; no other smoothing."
 MOST_NAMED = 12  # variants with a colour and a name of their own; more could not be told apart
 OTHERS = " Grey: the other {} variants, which rank lower; the table has them all."
 GREY = {"color": "0.72", "linestyle": "-", "marker": ""}
@@ -46,11 +50,13 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 class Flags:
     """Draw the learning curves of runs, and for several Atari games their aggregate scores beside published ones."""
 
-    runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUNS ...")]
-    """run directories, or folders that hold runs at any depth"""
+    runs: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUNS ...")]
+    """run directories, folders that hold runs at any depth, archives of runs, or hf://USER/REPOSITORY"""
+    metric: str = RETURN
+    """what to draw: any metric of the logs, such as eval/episodic_return or losses/entropy"""
     out: Path | None = None
-    """where to write, without a suffix (default: plots/curves in the folder of the runs):
-    NAME.png, NAME_time.png, NAME_aggregates.png, each as SVG too, and NAME.md"""
+    """where to write, without a suffix (default: plots/curves in the folder of the runs; plots/METRIC for another
+    metric): NAME.png, NAME_time.png, NAME_aggregates.png, each as SVG too, NAME.md, and all points as NAME.csv"""
 
 
 def plot_command(argv: Sequence[str]) -> Exit:
@@ -61,20 +67,23 @@ def plot_command(argv: Sequence[str]) -> Exit:
     require(bool(flags.runs), "plot needs runs to draw; name run directories, or a folder that holds some")
     if flags.out is not None:
         require_name(flags.out, "plots/curves")
-    groups = group(load(flags.runs))
-    over_games = aggregates(groups)
-    text = tables(groups, over_games)
+    places = [find_run(run, model=False) for run in flags.runs]
+    groups = group(load(places, flags.metric))
+    returns = flags.metric == RETURN
+    over_games = aggregates(groups) if returns else None
+    text = tables(groups, over_games) if returns else final_values(groups, flags.metric)
     print(printable(text, keep="\n"))
-    out = flags.out or beside(flags.runs)
-    out = out.with_suffix("") if out.suffix in (".png", ".svg", ".md") else out
+    out = flags.out or beside(places, "curves" if returns else flags.metric.replace("/", "-"))
+    out = out.with_suffix("") if out.suffix in (".png", ".svg", ".md", ".csv") else out
     named = lambda ending: out.with_name(out.name + ending)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         named(".md").write_text(text, encoding="utf-8")
-        written = [named(".md")]
+        named(".csv").write_text(points(groups), encoding="utf-8")
+        written = [named(".md"), named(".csv")]
         with matplotlib.rc_context({"text.parse_math": False}):  # names may hold a $
-            written += save(draw_curves(groups, "steps"), out)
-            written += save(draw_curves(groups, "seconds"), named("_time"))
+            written += save(draw_curves(groups, "steps", flags.metric), out)
+            written += save(draw_curves(groups, "seconds", flags.metric), named("_time"))
             if over_games is not None:
                 written += save(draw_aggregates(over_games, best_variants(groups)), named("_aggregates"))
     except OSError as error:
@@ -83,12 +92,25 @@ def plot_command(argv: Sequence[str]) -> Exit:
     return Exit()
 
 
-def beside(places: Sequence[Path]) -> Path:
+def beside(places: Sequence[Path], name: str = "curves") -> Path:
     """The default path of figures: in the folder that holds all these places, or else in the first place."""
     whole = [os.path.abspath(place) for place in places]
     common = Path(os.path.commonpath(whole))
     folder = places[0] if len(places) == 1 else Path(os.path.relpath(common)) if common != Path("/") else places[0]
-    return folder / "plots" / "curves"
+    return folder / "plots" / name
+
+
+def points(groups: Groups) -> str:
+    """All points of the curves, as CSV."""
+    text = io.StringIO()
+    lines = csv.writer(text, lineterminator="\n")
+    lines.writerow(["env_id", "variant", "seed", "global_step", "seconds", "value"])
+    for env_id, variants in groups.items():
+        for name, curves in variants.items():
+            for c in curves:
+                rows = zip(c.steps.tolist(), c.seconds.tolist(), c.returns.tolist(), strict=True)
+                lines.writerows([env_id, name, c.experiment["seed"], int(step), *rest] for step, *rest in rows)
+    return text.getvalue()
 
 
 # Tables
@@ -136,6 +158,18 @@ def final_rows(groups: Groups) -> Iterator[list[str]]:
                 with_interval(result),
                 "–" if score is None else f"{score:.3g}",
             ]
+
+
+def final_values(groups: Groups, metric: str) -> str:
+    """The last values of a metric that is no return, as Markdown."""
+    head = ("environment", "variant", "seeds", "steps", "minutes", metric)
+    return "\n".join(
+        [
+            "## Final values\n",
+            f"Mean over seeds of the last `{metric}`, with its 95% bootstrap interval.\n",
+            markdown(head, (row[:-1] for row in final_rows(groups)), texts=2),
+        ]
+    )
 
 
 def tables(groups: Groups, over_games: Aggregates | None) -> str:
@@ -253,7 +287,7 @@ def legend_below(figure: Any, handles: Sequence[Any], caption: str) -> None:
     figure.text(0.5, 0.05 / whole, text, fontsize=7, color="0.35", ha="center", va="bottom")
 
 
-def draw_curves(groups: Groups, axis: Literal["steps", "seconds"]) -> "Figure":
+def draw_curves(groups: Groups, axis: Literal["steps", "seconds"], metric: str = RETURN) -> "Figure":
     """One panel per environment, one line per variant."""
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
@@ -291,7 +325,7 @@ def draw_curves(groups: Groups, axis: Literal["steps", "seconds"]) -> "Figure":
         if axis == "steps":
             panel.xaxis.set_major_formatter(EngFormatter(sep=""))
         if panel in panels[:, 0]:
-            panel.set_ylabel("return", fontsize=text)
+            panel.set_ylabel("return" if metric == RETURN else metric, fontsize=text)
         if axis == "seconds" or panel in panels.flat[max(0, len(groups) - columns) : len(groups)]:
             panel.set_xlabel(f"wall time, {unit_name}" if axis == "seconds" else unit_name, fontsize=text)
     for panel in panels.flat[len(groups) :]:
@@ -302,7 +336,8 @@ def draw_curves(groups: Groups, axis: Literal["steps", "seconds"]) -> "Figure":
         return f"{name} ({span(counts)} seed{'s' * (max(counts) > 1)})"
 
     handles = [Line2D([], [], label=label(name), markersize=4.5, **look(i)) for i, name in enumerate(names)]
-    legend_below(figure, handles, CAPTION + EARLY * early + OTHERS.format(others) * (others > 0))
+    point = RETURNS if metric == RETURN else f"A point is a logged {metric}; no smoothing."
+    legend_below(figure, handles, CAPTION + point + EARLY * early + OTHERS.format(others) * (others > 0))
     return figure
 
 

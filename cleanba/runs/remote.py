@@ -44,11 +44,13 @@ REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 ARCHIVES = (".zip", ".tar", ".tar.gz", ".tgz", ".tar.xz", ".tar.bz2")
 
 
-def find_run(run: str | Path) -> Path:
+def find_run(run: str | Path, model: bool = True) -> Path:
     """The directory of a run that is given as a directory, as hf://user/repository, or as an archive.
 
     For a run from elsewhere it holds config.json and model.msgpack, and is marked as such (`trust.source_of`).
     `read_recipe` decides whether its experiment may be opened.
+
+    model: whether an archive must have model.msgpack.
 
     Raises:
         UsageError: there is no such run.
@@ -58,7 +60,7 @@ def find_run(run: str | Path) -> Path:
     if str(run).startswith("hf://"):
         return download(str(run))
     path = expanded(run)
-    return unpack(path) if path.is_file() and path.name.lower().endswith(ARCHIVES) else path
+    return unpack(path, model=model) if path.is_file() and path.name.lower().endswith(ARCHIVES) else path
 
 
 def find_whole_run(run: str | Path, scratch: Path) -> Path:
@@ -174,13 +176,14 @@ class Member(NamedTuple):
     open: Callable[[], IO[bytes] | None]
 
 
-def unpack(archive: Path, whole: Path | None = None) -> Path:
+def unpack(archive: Path, whole: Path | None = None, model: bool = True) -> Path:
     """Unpack the files that are needed from a .zip or .tar of a run directory, to a directory in `runs/unpacked/`.
 
     The archive does not decide where files are written: each is copied under its own known name.
 
     whole: a directory to unpack to in place of that one, with checkpoints and all that they need.  The model is not
         necessary then.
+    model: whether the model is necessary.
 
     Raises:
         UsageError: the archive cannot be read, holds no run or more than one, or holds files that are too large.
@@ -209,9 +212,9 @@ def unpack(archive: Path, whole: Path | None = None) -> Path:
                 _copy_parts(source, home, others, whole)
                 return whole
             require(
-                "model.msgpack" in found,
-                f"{source} has no model.msgpack, and checkpoints are not read from an archive; train with "
-                "--save-model, or unpack it if it is your own",
+                "model.msgpack" in found or not model,
+                f"{source} has no model.msgpack, and checkpoints are not read from an archive; write the archive with "
+                "`cleanba pack RUN_DIR`, or unpack it if it is your own",
             )
             digest = hashlib.sha256(os.fsencode(archive.absolute())).hexdigest()[:8]
             folder = UNPACKED / f"{archive.name.partition('.')[0] or 'run'}-{digest}"

@@ -25,6 +25,7 @@ from cleanba.recipes import Play
 from cleanba.runs import log
 from cleanba.runs.curves import column, read_rows
 from cleanba.runs.directory import films_of, unwritable
+from cleanba.runs.remote import find_run
 from cleanba.runtime.metrics import duration
 
 if TYPE_CHECKING:  # drawing takes a second to import
@@ -76,8 +77,8 @@ POLICY = "default-src 'none'; img-src data:; media-src data:; style-src 'unsafe-
 class Flags:
     """Write one HTML page about a run: configuration, curves, throughput, evaluation, film, packages and hardware."""
 
-    run_dir: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")]
-    """directory of the run; it may still be training"""
+    run_dir: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")]
+    """directory of the run, which may still be training; an archive, or hf://USER/REPOSITORY"""
     out: Path | None = None
     """where to write (default: report.html in the run)"""
 
@@ -85,9 +86,10 @@ class Flags:
 def report_command(argv: Sequence[str]) -> Exit:
     """`cleanba report`."""
     flags = tyro.cli(Flags, args=argv, prog="cleanba report", registry=FLAGS)
-    out = flags.out or flags.run_dir / "report.html"
+    run_dir = find_run(flags.run_dir, model=False)
+    out = flags.out or run_dir / "report.html"
     require_name(out, "report.html")
-    text = page(flags.run_dir)
+    text = page(run_dir)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         write_whole(out, text)

@@ -1,0 +1,91 @@
+"""`cleanba pack RUN_DIR`: one archive of a run, with what others need to evaluate, draw, compare and verify it."""
+
+import os
+import shutil
+import tarfile
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from cleanba.agents.hub import fill_run
+from cleanba.config import read_experiment, require
+from cleanba.errors import Exit
+from cleanba.flags import FLAGS
+from cleanba.runs.directory import films_of, unwritable
+from cleanba.runs.remote import PARTS
+from cleanba.trust import require_trusted
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Write a run as one archive.  Others evaluate, draw and compare it by its name, or begin from its parameters.
+
+    It holds the configuration, the log, the result, the parameters, evaluations and the newest film.  Names of folders,
+    hosts, jobs and accounts are left out.
+    """
+
+    run_dir: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")]
+    """directory of the run; if it is unfinished, the parameters are those of its newest checkpoint"""
+    out: Path | None = None
+    """file to write, ending in .tar.gz (default: RUN_DIR.tar.gz)"""
+    checkpoints: bool = False
+    """with the checkpoints that the run keeps, and their replay memory and actors, so that others can `cleanba verify`
+    it from any of them; without them, only from its beginning"""
+
+
+def pack_command(argv: Sequence[str]) -> Exit:
+    """`cleanba pack`."""
+    flags = tyro.cli(Flags, args=argv, prog="cleanba pack", registry=FLAGS)
+    run_dir = flags.run_dir
+    read_experiment(run_dir)
+    require_trusted(run_dir, "only the run's own directory is packed")
+    out = flags.out or run_dir.absolute().with_name(f"{run_dir.absolute().name}.tar.gz")
+    require(out.name.endswith(".tar.gz") and not out.is_dir(), f"--out {out} must be a file that ends in .tar.gz")
+    pack(run_dir, out, flags.checkpoints)
+    print(f"wrote {out} ({out.stat().st_size / 1e6:,.1f} MB)")
+    print(f"others type: cleanba eval {out.name}, cleanba verify {out.name}, cleanba diff {out.name} RUN")
+    return Exit()
+
+
+def pack(run_dir: Path, out: Path, checkpoints: bool = False) -> None:
+    """Write a run as a .tar.gz, whole or not at all.
+
+    Raises:
+        UsageError: there is no such run, it has no parameters yet, or the file cannot be written.
+        Failure: the disk is full.
+    """
+    name = out.name.removesuffix(".tar.gz")
+    parts = [path for part in PARTS for path in sorted((run_dir / part).rglob("*")) if checkpoints and path.is_file()]
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        model = fill_run(folder, run_dir)
+        for kept in sorted((run_dir / "evaluations").glob("*.json")):
+            (folder / "evaluations").mkdir(exist_ok=True)
+            shutil.copyfile(kept, folder / "evaluations" / kept.name)
+        for film in films_of(run_dir, model.update)[-1:]:
+            (folder / "videos").mkdir(exist_ok=True)
+            shutil.copyfile(film, folder / "videos" / film.name)
+        files = [(path, path.relative_to(folder)) for path in sorted(folder.rglob("*")) if path.is_file()]
+        files += [(path, path.relative_to(run_dir)) for path in parts]
+        unfinished = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+        try:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            with tarfile.open(unfinished, "w:gz") as archive:
+                for path, place in files:
+                    archive.add(path, f"{name}/{place.as_posix()}", filter=without_owner)
+            os.replace(unfinished, out)
+        except OSError as error:
+            raise unwritable(out, error, "--out") from None
+        finally:
+            unfinished.unlink(missing_ok=True)
+
+
+def without_owner(member: tarfile.TarInfo) -> tarfile.TarInfo:
+    """A member of an archive that does not say whose it is."""
+    member.uid = member.gid = 0
+    member.uname = member.gname = ""
+    return member
