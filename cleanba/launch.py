@@ -356,8 +356,8 @@ class RunWriter:
             require_tracking()
         self._lock = lock(job.run_dir)
         try:
-            placement = job.config.placement
-            self._opened = open_run(job.run_dir, job.recipe, job.resolved, placement, self._run, sources(job.spec))
+            placement, code = job.config.placement, sources(job.spec, job.recipe.functions.__module__)
+            self._opened = open_run(job.run_dir, job.recipe, job.resolved, placement, self._run, code)
             if job.initial is not None:
                 write_json(job.run_dir / RECORD, {"digest": job.initial.digest, "from": job.initial.place})
         except OSError as error:

@@ -8,13 +8,14 @@ import re
 import signal
 import threading
 import time
+from hashlib import sha256
 from pathlib import Path
 
 import gymnasium
 import jax
 import numpy as np
 import pytest
-from launch import command, finish, python, read_result
+from launch import ROOT, TINY, command, finish, python, read_result
 
 import cleanba
 from cleanba.agents.agent import Agent, as_batch
@@ -502,6 +503,29 @@ def test_makers_with_other_arguments_are_other_environments():
     assert len(set(names)) == len(names)
     again = [lambda x: x, Shaping(1), adds(3)]  # a notebook's cell that runs again
     assert [name(x) for x in again] == [names[others.index(others[8])], names[6], names[13]]
+
+
+def test_an_own_loss_is_a_file_of_its_own(tmp_path):
+    page = (ROOT / "docs" / "guides" / "own-loss.md").read_text()
+    (end,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    loss = "total = policy_loss - e.ent_coef * entropy + e.vf_coef * value_loss\n"
+    text = (ROOT / "cleanba" / "algorithms" / "ppo.py").read_text()
+    assert text.count(loss) == 1
+    mine = tmp_path / "my_ppo.py"
+    mine.write_text(text.replace(loss, f"{loss.strip()} + 0.1 * policy_loss**2\n") + "\n\n" + end)
+    run = lambda *words: finish(python(mine, *words), 300)
+    for name in ("my_ppo", "ppo"):
+        ended = run(name, *TINY, "--run-dir", tmp_path / name)
+        assert ended.code == 0, ended.err
+    assert run("eval", tmp_path / "my_ppo", "--episodes", "1").code == 0
+    ended = run("diff", tmp_path / "my_ppo", tmp_path / "ppo")
+    assert ended.code == 1 and "algorithm: my_ppo, now ppo" in ended.out, ended.out
+    sources = [json.loads((tmp_path / name / "config.json").read_text())["sources"] for name in ("my_ppo", "ppo")]
+    assert sources == [{"__main__": f"sha256:{sha256(mine.read_bytes()).hexdigest()}"}, {}]
+    results = [read_result(tmp_path / name)["params_digest"] for name in ("my_ppo", "ppo")]
+    assert results[0] != results[1]
+    ended = command("eval", tmp_path / "my_ppo")
+    assert ended.code == 2 and "is a run of 'my_ppo'" in ended.err
 
 
 SCRIPT = f"""

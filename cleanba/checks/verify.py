@@ -221,7 +221,11 @@ def require_comparable(flags: Verify, rerun: Rerun, chosen: Sequence["Segment"],
         for update in segment.digests:
             found |= differences(linked[update].made_by, here, rerun.experiment)
     recorded = read_config(rerun.run_dir).get("sources", {})
-    others = [name for name, digest in sources(rerun.training.spec).items() if recorded.get(name, digest) != digest]
+    others = [
+        name
+        for name, digest in sources(rerun.training.spec, rerun.recipe.functions.__module__).items()
+        if recorded.get(name, digest) != digest
+    ]
     if others:
         words = f"code of {', '.join(others)}"
         found["revision"] = f"{found['revision']} and {words}" if "revision" in found else words

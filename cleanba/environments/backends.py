@@ -91,14 +91,17 @@ def env_spec(e: Experiment) -> EnvSpec:
     return spec
 
 
-def sources(spec: EnvSpec) -> dict[str, str]:
+def sources(spec: EnvSpec, *others: str) -> dict[str, str]:
     """The modules that define an environment of the user's own and its wrappers -> SHA-256 of their files.
 
     What these modules import is not looked at, and a notebook has no file.
+
+    others: names of modules to look at, too, unless they are Cleanba's: that of the algorithm.
     """
     backend = module_of(spec.env_id)
     found = {}
-    for name in [] if backend is envpool else backend.modules_of(spec):
+    names = [*([] if backend is envpool else backend.modules_of(spec)), *others]
+    for name in sorted({name for name in names if not name.startswith("cleanba.")}):
         if file := getattr(sys.modules.get(name), "__file__", None):
             with suppress(OSError):
                 found[name] = f"sha256:{sha256(Path(file).read_bytes()).hexdigest()}"
