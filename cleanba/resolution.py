@@ -17,6 +17,7 @@ typed.  Nothing depends on the number of devices or processes.
 import dataclasses
 import itertools
 import json
+import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -159,19 +160,27 @@ def as_given(recipe: AnyRecipe, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def named_settings(recipe: AnyRecipe, name: str | None) -> Settings:
-    """The settings of the preset that --preset names; none for None.
+    """The settings of the preset, or of the run, that --preset names; none for None.
 
     Raises:
-        UsageError: the algorithm has no preset of that name.
+        UsageError: the algorithm has no preset of that name, or the run is another algorithm's.
     """
     if name is None:
         return Settings()
     known = recipe.named_presets()
+    if isinstance(name, str) and name not in known and os.path.isfile(os.path.join(name, "config.json")):
+        earlier, e = read_recipe(Path(name))
+        require(earlier.name == recipe.name, f"preset={name}: that is a run of {earlier.name}, not of {recipe.name}")
+        return Settings({field: value for field, value in offered(e).items() if field not in OF_ONE_RUN})
     require(
         isinstance(name, str) and name in known,
-        f"preset={str(name)[:40]!r} is not a preset of {recipe.name}; it has {', '.join(known)}",
+        f"preset={str(name)[:40]!r} is not a preset of {recipe.name}; it has {', '.join(known)}, and takes the "
+        "directory of a run, for its settings",
     )
     return known[name]
+
+
+OF_ONE_RUN = ("seed", "init_from")  # which another run does not take with its settings
 
 
 def without_open(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -239,7 +239,7 @@ def help_text(recipe: AnyRecipe, words: Sequence[str], default: Config | None, w
     lines += ["more:"]
     presets = ", ".join(recipe.named_presets())
     for name, about in (
-        (f"{PRESET} NAME", f"start from these settings, not from the environment's: {presets}"),
+        (f"{PRESET} NAME", f"start from these settings, not from the environment's: {presets}, or a run's directory"),
         ("--help-all", "show each flag with its allowed values and full description"),
         (SHOW, "print every value of the configuration and where it comes from, without training"),
     ):

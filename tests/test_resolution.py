@@ -301,6 +301,21 @@ def test_a_preset_that_there_is_not_is_refused_with_those_that_there_are(words):
         parse(RECIPES["td3"], words.split())
 
 
+def test_a_runs_settings_can_be_taken_and_changed(tmp_path):
+    recipe = RECIPES["ppo"]
+    words = ["--env-id", "Catch-v0", "--num-envs", "16", "--gamma", "0.9", "--seed", "7"]
+    found = settle(recipe, parse(recipe, words), "cpu", None)
+    config = {"experiment": {"algorithm": "ppo", **to_json(found.experiment)}, "origin": found.origin}
+    write_json(tmp_path / "config.json", config)
+    new = settle(recipe, parse(recipe, ["--preset", str(tmp_path), "--learning-rate", "1e-4"]), "cpu", None)
+    assert new.experiment == dataclasses.replace(found.experiment, learning_rate=1e-4, seed=1)
+    assert new.origin["gamma"] == f"--preset {tmp_path}" and new.in_words(recipe).endswith(", and 1 typed")
+    spec = cleanba.ppo(preset=str(tmp_path), env_id="CartPole-v1")
+    assert spec.resolve().gamma == 0.9 and spec.resolve().env_id == "CartPole-v1"
+    with pytest.raises(UsageError, match="is a run of ppo, not of impala"):
+        parse(RECIPES["impala"], ["--preset", str(tmp_path)])
+
+
 # ------------------------------------------------------------------------------------------------ which preset it is
 
 
