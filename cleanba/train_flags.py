@@ -1,6 +1,7 @@
 """Parses the flags of a training command, and prints --help and --show-config."""
 
 import json
+import re
 import shutil
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,6 +30,7 @@ from cleanba.flags import FLAGS
 from cleanba.recipes import AnyRecipe
 from cleanba.resolution import DEFAULT, TYPED, Config, Resolved, configure, fit, settle
 from cleanba.runtime.devices import default_platform
+from cleanba.runtime.training_log import LOGGED
 
 HELP = ("-h", "--help", "--help-all")
 SHOW = "--show-config"
@@ -240,11 +242,18 @@ def help_text(recipe: AnyRecipe, words: Sequence[str], default: Config | None, w
     presets = ", ".join(recipe.named_presets())
     for name, about in (
         (f"{PRESET} NAME", f"start from these settings, not from the environment's: {presets}, or a run's directory"),
-        ("--help-all", "show each flag with its allowed values and full description"),
+        ("--help-all", "show each flag with its allowed values and full description, and what is logged"),
         (SHOW, "print every value of the configuration and where it comes from, without training"),
     ):
         lines += entry(name, about, width)
+    if whole:
+        lines += ["", "what its log has (metrics.jsonl):"]
+        for name, about in {**LOGGED, **recipe.logs}.items():
+            lines += entry(name, LINK.sub("", about), width)
     return "\n".join(lines)
+
+
+LINK = re.compile(r" ?\(\[[^]]*\]\([^)]*\)\)")  # to a page, in brackets
 
 
 def preset_words(recipe: AnyRecipe, resolved: Resolved | None, e: Experiment) -> str:

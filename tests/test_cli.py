@@ -496,6 +496,7 @@ def test_help_explains_every_flag_essentials_first(asked, width, monkeypatch):
         assert re.search(r"[a-z]{2,} [^[]*[a-z]+.*\[default .*\]", " ".join(entry.split())), entry
         assert all(line.startswith(" " * 32) for line in entry.split("\n\n")[0].splitlines()[1:]), "in two columns"
     assert ("[0, 1]" in ended.out) == (asked == "--help-all")  # which values are allowed
+    assert ("losses/" in ended.out) == (asked == "--help-all") and "](" not in ended.out  # what is logged
 
 
 def test_the_defaults_are_those_of_the_original_on_atari():
