@@ -56,7 +56,7 @@ from cleanba.errors import Failure, Interrupted, UsageError, closest_names
 from cleanba.files import Json, expanded, read_json
 from cleanba.launch import Ended, launch
 from cleanba.recipes import RECIPES, AnyRecipe
-from cleanba.resolution import as_given, configure, settle
+from cleanba.resolution import as_given, configure, named_settings, settle
 from cleanba.runs.curves import column, read_rows
 from cleanba.runtime.devices import default_platform
 from cleanba.train_flags import FOREIGN_FLAGS
@@ -150,15 +150,18 @@ def _specify(algorithm: str, form: Callable[P, Experiment]) -> Specify[P]:
     def specify(*given: str | Callable[..., gymnasium.Env[Any, Any]], **flags: Any) -> Spec:
         given = (*given, flags.pop("env_id")) if "env_id" in flags else given
         require(len(given) < 2, f"{algorithm} was given {len(given)} environments; name one")
-        env_id: Any = given[0] if given else recipe.experiment.env_id
+        env_id: Any = given[0] if given else None
         maker = None
-        if not isinstance(env_id, str):
+        if given and not isinstance(env_id, str):
             maker = env_id
             require(callable(maker), f"env_id={maker!r} must be a name, or a class or function that makes environments")
             env_id = register(maker)
         if unknown := [name for name in flags if name not in (*known, "preset")]:
             _refuse(algorithm, unknown[0], known)
-        return Spec(algorithm, as_given(recipe, {"env_id": env_id, **_plain(flags)}), maker=maker)
+        values = _plain(flags)
+        if env_id is None and "env_id" not in named_settings(recipe, values.get("preset")):
+            env_id = recipe.experiment.env_id
+        return Spec(algorithm, as_given(recipe, ({"env_id": env_id} if env_id else {}) | values), maker=maker)
 
     defaults = {f.name: f.default for f in fields(recipe.experiment)}
     specify.__name__ = specify.__qualname__ = algorithm
@@ -177,7 +180,9 @@ def _specify(algorithm: str, form: Callable[P, Experiment]) -> Specify[P]:
         return_annotation=Spec,
     )
     lines = [f"    {name}: {f.about}" for name, f in known.items()]
-    lines.append(f"    preset: name of settings to start from instead: {', '.join(recipe.named_presets())}")
+    lines.append(
+        f"    preset: name of settings to start from instead: {', '.join(recipe.named_presets())}; or a run's directory"
+    )
     specify.__doc__ = "\n".join(
         [
             f"A specification to {recipe.about}: what `cleanba {algorithm}` trains with the flags of the same names.",
@@ -199,8 +204,7 @@ def _specify(algorithm: str, form: Callable[P, Experiment]) -> Specify[P]:
 def _plain(flags: Mapping[str, Any]) -> dict[str, Any]:
     """Convert keywords to the values of flags: NumPy's numbers to Python's, a dictionary of options to name=value."""
     plain = {name: _without_numpy(value) for name, value in flags.items()}
-    if isinstance(plain.get("init_from"), Path):
-        plain["init_from"] = str(plain["init_from"])
+    plain |= {name: str(plain[name]) for name in ("init_from", "preset") if isinstance(plain.get(name), Path)}
     options = flags.get("env_options")
     if isinstance(options, Mapping):
         plain["env_options"] = tuple(_option(name, value) for name, value in options.items())

@@ -705,7 +705,7 @@ def read_config(run_dir: Path) -> Json:
         UsageError: there is no such run, or Cleanba did not write the file.
     """
     config = read_json(run_dir / "config.json")
-    for part in ("origin", "placement", "run", "packages"):
+    for part in ("origin", "placement", "run", "packages", "sources"):
         require(
             isinstance(config.get(part, {}), dict),
             f"{part!r} in {run_dir}/config.json is not a JSON object; restore the file, or choose another run",
@@ -731,6 +731,12 @@ def read_experiment(run_dir: Path) -> Json:
     experiment = read_config(run_dir).get("experiment")
     if not isinstance(experiment, dict) or "algorithm" not in experiment:
         raise UsageError(f"{run_dir}/config.json holds no experiment; name the directory of a run")
+    for name, kind in {"algorithm": str, "env_id": str, "seed": int, "core": str}.items():
+        require(
+            isinstance(experiment.get(name, kind()), kind),
+            f"{name}={str(experiment.get(name))[:40]!r} in {run_dir}/config.json is not of the type "
+            f"{kind.__name__}; restore the file, or choose another run",
+        )
     return experiment
 
 

@@ -39,19 +39,27 @@ def make_folders(folder: Path) -> None:
     folder.mkdir(exist_ok=True)
 
 
-@contextlib.contextmanager
-def staying_here() -> Iterator[None]:
-    """Go back to the current directory afterwards, which an environment, say, may have left, or even removed."""
+def current_directory() -> str | None:
+    """The current directory; None if it has been removed."""
     try:
-        here = os.getcwd()
-    except OSError:  # it has been removed
-        yield
-        return
+        return os.getcwd()
+    except OSError:
+        return None
+
+
+@contextlib.contextmanager
+def staying_here(here: str | None = None) -> Iterator[None]:
+    """Go back to a directory afterwards, which an environment, say, may have left, or even removed.
+
+    here: None means the current one.
+    """
+    here = here or current_directory()
     try:
         yield
     finally:
-        with contextlib.suppress(OSError):  # it may not be entered, or has been removed
-            os.chdir(here)
+        if here is not None and current_directory() != here:
+            with contextlib.suppress(OSError):  # it may not be entered, or has been removed
+                os.chdir(here)
 
 
 def write_whole(path: Path, content: str | bytes, shared: bool = False) -> None:

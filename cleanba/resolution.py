@@ -52,7 +52,7 @@ from cleanba.config import (
 from cleanba.environments.backends import env_spec, why_unscannable
 from cleanba.environments.specs import EnvSpec, stated_limit
 from cleanba.errors import UsageError, largest_divisor
-from cleanba.files import Json, read_json
+from cleanba.files import Json, expanded, read_json
 from cleanba.networks import suitable_network
 from cleanba.recipes import RECIPES, AnyRecipe
 from cleanba.seeds import SEEDS
@@ -168,8 +168,9 @@ def named_settings(recipe: AnyRecipe, name: str | None) -> Settings:
     if name is None:
         return Settings()
     known = recipe.named_presets()
-    if isinstance(name, str) and name not in known and os.path.isfile(os.path.join(name, "config.json")):
-        earlier, e = read_recipe(Path(name))
+    run_dir = expanded(name) if isinstance(name, str) and name not in known else None
+    if run_dir is not None and os.path.isfile(run_dir / "config.json"):
+        earlier, e = read_recipe(run_dir)
         require(earlier.name == recipe.name, f"preset={name}: that is a run of {earlier.name}, not of {recipe.name}")
         return Settings({field: value for field, value in offered(e).items() if field not in OF_ONE_RUN})
     require(

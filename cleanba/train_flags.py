@@ -52,7 +52,7 @@ def parse(
     words = [word for word in argv if word not in (*HELP, SHOW)]
     asked_for = [word for word in argv if word in (*HELP, SHOW)]
     if asked_for and asked_for[0] in HELP:
-        print(help_text(recipe, words, default, whole=asked_for[0] == "--help-all"))
+        print(help_text(recipe, words, default, asked_for[0] == "--help-all", locate))
         raise SystemExit(0)
     config = read_flags(recipe, words, default, locate)
     if asked_for:
@@ -62,7 +62,7 @@ def parse(
 
 
 def read_flags(
-    recipe: AnyRecipe, words: Sequence[str], default: Config | None, locate: Callable[[str], Path] = Path
+    recipe: AnyRecipe, words: Sequence[str], default: Config | None, locate: Callable[[str], Path]
 ) -> Config:
     """`parse`, without --help and --show-config."""
     words, left_open = in_one_form(recipe, words)
@@ -218,12 +218,14 @@ HEADINGS = {
 }
 
 
-def help_text(recipe: AnyRecipe, words: Sequence[str], default: Config | None, whole: bool) -> str:
+def help_text(
+    recipe: AnyRecipe, words: Sequence[str], default: Config | None, whole: bool, locate: Callable[[str], Path]
+) -> str:
     """What --help prints, with the values that these arguments lead to.  `whole`: with rules and full descriptions."""
     resolved, config, why = None, Config(recipe.experiment()), ""
     with suppress(SystemExit), redirect_stderr(StringIO()), redirect_stdout(StringIO()):
         try:
-            config = read_flags(recipe, words, default)
+            config = read_flags(recipe, words, default, locate)
             resolved = settle(recipe, config, default_platform(), None)
         except UsageError as error:
             why = f"\nDefaults are the algorithm's own: {error}.\n"

@@ -499,10 +499,29 @@ def test_makers_with_other_arguments_are_other_environments():
     adds = lambda n: lambda x: x + n
     others = [1, "1", (1, 2), "1-2", None, "None", Shaping(1), Shaping(2), lambda x: x, lambda x: -x, lambda x: x + 2]
     others += [lambda x, n=n: x + n for n in (3, 4)] + [adds(3), adds(4)]
+    middle = np.arange(2000.0)
+    middle[1000] = 0
+    others += [np.arange(2000.0), middle, *(functools.partial(adds(n)) for n in (5, 6)), adds(adds(3)), adds(adds(4))]
+    others += [Shaping(n).__init__ for n in (3, 4)] + [Shaping(Shaping(n)) for n in (5, 6)]
     names = [name(x) for x in others] + [name(1, 2)]
     assert len(set(names)) == len(names)
     again = [lambda x: x, Shaping(1), adds(3)]  # a notebook's cell that runs again
-    assert [name(x) for x in again] == [names[others.index(others[8])], names[6], names[13]]
+    assert [name(x) for x in again] == [names[8], names[6], names[13]]
+    loop = []
+    loop.append(loop)
+    assert name(loop) != name([])
+
+
+def test_a_makers_name_is_the_same_at_each_start(tmp_path):
+    script = tmp_path / "makers.py"
+    lines = ["import functools, numpy as np", "from cleanba.environments.gymnasium import register"]
+    lines += ["def make(*given): pass", 'says = lambda x: x in {"left", "right", "up", "down"} and (lambda y: y)']
+    lines += ['print(register(functools.partial(make, says, {"a", "b", "c"}, np.arange(9.0))))']
+    names = []
+    for seed, above in ((1, ""), (2, "\n\n")):
+        script.write_text(above + "\n".join(lines))
+        names.append(finish(python(script, PYTHONHASHSEED=str(seed))).out)
+    assert names[0] == names[1] and names[0]
 
 
 def test_an_own_loss_is_a_file_of_its_own(tmp_path):

@@ -516,6 +516,16 @@ def test_the_code_of_ones_own_environment_is_recorded(flags, names):
     assert found == {name: f"sha256:{sha256(file.read_bytes()).hexdigest()}" for name, file in files.items()}
 
 
+def test_the_code_of_an_environment_that_a_package_registers_is_recorded(tmp_path, monkeypatch):
+    package = tmp_path / "registers"
+    package.mkdir()
+    words = "gymnasium.register('Within-v0', entry_point='registers.inside:Within')"
+    (package / "__init__.py").write_text(f"import gymnasium\n{words}\n")
+    (package / "inside.py").write_text("from odd import Odd\n\n\nclass Within(Odd):\n    pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert list(sources(env_spec(Experiment(env_id="registers:Within-v0")))) == ["registers", "registers.inside"]
+
+
 def test_the_code_of_a_class_of_the_program_is_recorded():
     assert list(sources(env_spec(Experiment(env_id=gymnasium.register(partial(Odd)))))) == ["odd"]
 

@@ -310,6 +310,7 @@ def test_a_runs_settings_can_be_taken_and_changed(tmp_path):
     new = settle(recipe, parse(recipe, ["--preset", str(tmp_path), "--learning-rate", "1e-4"]), "cpu", None)
     assert new.experiment == dataclasses.replace(found.experiment, learning_rate=1e-4, seed=1)
     assert new.origin["gamma"] == f"--preset {tmp_path}" and new.in_words(recipe).endswith(", and 1 typed")
+    assert cleanba.ppo(preset=tmp_path, learning_rate=1e-4).resolve() == new.experiment
     spec = cleanba.ppo(preset=str(tmp_path), env_id="CartPole-v1")
     assert spec.resolve().gamma == 0.9 and spec.resolve().env_id == "CartPole-v1"
     with pytest.raises(UsageError, match="is a run of ppo, not of impala"):

@@ -125,7 +125,7 @@ def push(
     kept, files = [], []
     if checkpoints:  # listed before the log is read: it has their digests, also while the run is going on
         kept = updates_kept(run_dir)
-        files = [path for part in PARTS for path in sorted((run_dir / part).rglob("*")) if path.is_file()]
+        files = kept_parts(run_dir)
     finished = log.is_finished(run_dir)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
@@ -157,6 +157,15 @@ def push(
     with suppress(OSError):  # it is uploaded, whether or not that can be noted
         write_json(run_dir / UPLOADED, {"address": address, "finished": finished})
     return address
+
+
+NAMES_ITS_FOLDER = "commit_success.txt"  # a file of Orbax's, which nothing reads
+
+
+def kept_parts(run_dir: Path) -> list[Path]:
+    """The files of a run's checkpoints, replay memory and actors, without those that name the run's folder."""
+    files = [path for part in PARTS for path in sorted((run_dir / part).rglob("*")) if path.is_file()]
+    return [path for path in files if path.name != NAMES_ITS_FOLDER]
 
 
 ABOUT = ("result.json", "eval.json", "replay.mp4")

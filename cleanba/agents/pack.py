@@ -1,22 +1,24 @@
 """`cleanba pack RUN_DIR`: one archive of a run, with what others need to evaluate, draw, compare and verify it."""
 
 import os
+import shlex
 import shutil
 import tarfile
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
-from cleanba.agents.hub import fill_run
+from cleanba.agents.hub import fill_run, kept_parts
 from cleanba.config import read_experiment, require
 from cleanba.errors import Exit
 from cleanba.flags import FLAGS
 from cleanba.runs.directory import films_of, unwritable
-from cleanba.runs.remote import PARTS
+from cleanba.runtime.checkpoint import updates_kept
 from cleanba.trust import require_trusted
 
 
@@ -24,8 +26,8 @@ from cleanba.trust import require_trusted
 class Flags:
     """Write a run as one archive.  Others evaluate, draw and compare it by its name, or begin from its parameters.
 
-    It holds the configuration, the log, the result, the parameters, evaluations and the newest film.  Names of folders,
-    hosts, jobs and accounts are left out.
+    It holds the configuration, the log, the result and the parameters, and for people evaluations and the newest film.
+    Names of folders, hosts, jobs and accounts are left out; --exp-name and --env-options stay as you typed them.
     """
 
     run_dir: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")]
@@ -34,7 +36,7 @@ class Flags:
     """file to write, ending in .tar.gz (default: RUN_DIR.tar.gz)"""
     checkpoints: bool = False
     """with the checkpoints that the run keeps, and their replay memory and actors, so that others can `cleanba verify`
-    it from any of them; without them, only from its beginning"""
+    it from any of them; without them, only from its beginning, and not at all if it began with --init-from"""
 
 
 def pack_command(argv: Sequence[str]) -> Exit:
@@ -47,7 +49,8 @@ def pack_command(argv: Sequence[str]) -> Exit:
     require(out.name.endswith(".tar.gz") and not out.is_dir(), f"--out {out} must be a file that ends in .tar.gz")
     pack(run_dir, out, flags.checkpoints)
     print(f"wrote {out} ({out.stat().st_size / 1e6:,.1f} MB)")
-    print(f"others type: cleanba eval {out.name}, cleanba verify {out.name}, cleanba diff {out.name} RUN")
+    name = shlex.quote(out.name)
+    print(f"others type: cleanba eval {name}, cleanba verify {name}, cleanba diff {name} RUN")
     return Exit()
 
 
@@ -59,7 +62,7 @@ def pack(run_dir: Path, out: Path, checkpoints: bool = False) -> None:
         Failure: the disk is full.
     """
     name = out.name.removesuffix(".tar.gz")
-    parts = [path for part in PARTS for path in sorted((run_dir / part).rglob("*")) if checkpoints and path.is_file()]
+    parts = kept_parts(run_dir) if checkpoints else []  # before the log, which has their digests then
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         model = fill_run(folder, run_dir)
@@ -70,18 +73,23 @@ def pack(run_dir: Path, out: Path, checkpoints: bool = False) -> None:
             (folder / "videos").mkdir(exist_ok=True)
             shutil.copyfile(film, folder / "videos" / film.name)
         files = [(path, path.relative_to(folder)) for path in sorted(folder.rglob("*")) if path.is_file()]
-        files += [(path, path.relative_to(run_dir)) for path in parts]
+        there = {str(update) for update in updates_kept(run_dir)}  # a run that goes on may have removed some meanwhile
+        places = [path.relative_to(run_dir) for path in parts if path.exists()]
+        files += [
+            (run_dir / place, place) for place in places if place.parts[0] != "checkpoints" or place.parts[1] in there
+        ]
         unfinished = out.with_name(f".{out.name}.{os.getpid()}.tmp")
         try:
             out.parent.mkdir(parents=True, exist_ok=True)
-            with tarfile.open(unfinished, "w:gz") as archive:
+            with tarfile.open(unfinished, "w:gz", dereference=True) as archive:
                 for path, place in files:
                     archive.add(path, f"{name}/{place.as_posix()}", filter=without_owner)
             os.replace(unfinished, out)
         except OSError as error:
             raise unwritable(out, error, "--out") from None
         finally:
-            unfinished.unlink(missing_ok=True)
+            with suppress(OSError):
+                unfinished.unlink(missing_ok=True)
 
 
 def without_owner(member: tarfile.TarInfo) -> tarfile.TarInfo:

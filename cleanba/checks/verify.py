@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import tyro
 
 from cleanba.checks.recompute import Rerun, digests_of, open_rerun, read_checkpoint, recompute
-from cleanba.config import Experiment, Placement, Range, check_values, read_config, read_experiment, require
+from cleanba.config import Experiment, Placement, Range, check_values, read_experiment, require
 from cleanba.environments import jax_envs
 from cleanba.environments.backends import repeatable, sources
 from cleanba.errors import Exit, Failure, Interrupted, UsageError, printable
@@ -215,20 +215,12 @@ def require_comparable(flags: Verify, rerun: Rerun, chosen: Sequence["Segment"],
 
     What differs is said in any case.
     """
-    here = chain.made_by(describe_devices())
+    sources_here = sources(rerun.training.spec, rerun.recipe.functions.__module__)
+    here = chain.made_by(describe_devices() | {"sources": sources_here})
     found: dict[Reason, str] = {}
     for segment in chosen:
         for update in segment.digests:
             found |= differences(linked[update].made_by, here, rerun.experiment)
-    recorded = read_config(rerun.run_dir).get("sources", {})
-    others = [
-        name
-        for name, digest in sources(rerun.training.spec, rerun.recipe.functions.__module__).items()
-        if recorded.get(name, digest) != digest
-    ]
-    if others:
-        words = f"code of {', '.join(others)}"
-        found["revision"] = f"{found['revision']} and {words}" if "revision" in found else words
     words = "; ".join(found.values())
     missing = [reason for reason in found if reason not in flags.despite]
     if missing:
@@ -245,6 +237,10 @@ def differences(there: Json, here: Json, e: Experiment) -> dict[Reason, str]:
     found: dict[Reason, str] = {}
     if there.get("code") != here["code"]:
         found["revision"] = f"code (revision {_short(there.get('revision'))} there, {_short(here['revision'])} here)"
+    mine, theirs = here.get("sources", {}), there.get("sources")
+    if isinstance(theirs, dict) and (others := [name for name in mine if theirs.get(name, mine[name]) != mine[name]]):
+        words = f"code of {', '.join(others)}"
+        found["revision"] = f"{found['revision']} and {words}" if "revision" in found else words
     a, b = (_packages(side.get("packages"), e) for side in (there, here))
     if "scipy" not in a:  # earlier versions did not record it
         b.pop("scipy", None)

@@ -17,7 +17,7 @@ from hashlib import sha256
 from importlib.util import find_spec
 from itertools import pairwise
 from keyword import iskeyword
-from types import FunctionType
+from types import CodeType, FunctionType, MethodType
 from typing import Any, NamedTuple, NoReturn
 
 import gymnasium
@@ -54,7 +54,7 @@ from cleanba.environments.worker import (
     unregistered,
 )
 from cleanba.errors import Failure, UsageError, closest_names, missing, raised, said
-from cleanba.files import staying_here
+from cleanba.files import current_directory, staying_here
 from cleanba.rollout import Obs, PyTree
 from cleanba.specs import ObsSpecs
 from cleanba.waited import Waited
@@ -99,13 +99,15 @@ def register(maker: Callable[..., gymnasium.Env[Any, Any]]) -> str:
     """
     name, module = getattr(maker, "__name__", type(maker).__name__), getattr(maker, "__module__", None)
     if isinstance(maker, functools.partial):  # one of Corridor with length=10 is local/Corridor-length-10-v0
-        plain_word = lambda x: isinstance(x, str) and x.isidentifier() and not iskeyword(x)  # no number, None or True
-        word = lambda x: x if plain_word(x) else repr(x)
+        is_word = lambda x: isinstance(x, str) and x.isidentifier() and not iskeyword(x)  # no number, None or True
+        is_number = lambda x: x is None or isinstance(x, int | float)
+        word = lambda x: x if is_word(x) else repr(x) if is_number(x) else type(x).__name__
         words = [*map(word, maker.args), *(f"{key}-{word(value)}" for key, value in maker.keywords.items())]
-        name = re.sub(ADDRESS, "", "-".join([getattr(maker.func, "__name__", name), *words]))
+        name = "-".join([getattr(maker.func, "__name__", name), *words])
         plain = re.sub(r"[^\w.-]+", "", name)[:MOST_NAME]
         digest = sha256(fingerprint((maker.args, maker.keywords)).encode()).hexdigest()[:8]
-        name = plain if plain == name else f"{plain}-{digest}"
+        exact = all(is_word(x) or is_number(x) for x in (*maker.args, *maker.keywords.values()))
+        name = plain if exact and plain == name else f"{plain}-{digest}"
     if is_module(module) and getattr(sys.modules.get(str(module)), name, None) is maker:
         return f"{module}:{name}"
     name = re.sub(r"[^\w.-]+", "", name)
@@ -117,21 +119,39 @@ def register(maker: Callable[..., gymnasium.Env[Any, Any]]) -> str:
 ADDRESS = r" at 0x[0-9a-f]+"  # of an object: another one at each start
 
 
-def fingerprint(value: Any) -> str:
-    """A text that tells the arguments of two makers apart, functions by what they do, and is the same at each start."""
+def fingerprint(value: Any, within: tuple[int, ...] = ()) -> str:
+    """A text that tells the arguments of two makers apart, functions by what they do, and is the same at each start.
+
+    within: ids of the objects that hold this one.
+    """
+    if id(value) in within:
+        return "itself"
+    of = functools.partial(fingerprint, within=(*within, id(value)))
+    many = lambda values: f"({', '.join(map(of, values))})"
     if isinstance(value, tuple | list):
-        return f"{type(value).__name__}({', '.join(map(fingerprint, value))})"
+        return type(value).__name__ + many(value)
+    if isinstance(value, set | frozenset):
+        return type(value).__name__ + f"({', '.join(sorted(map(of, value)))})"
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key!r}: {fingerprint(x)}" for key, x in value.items()) + "}"
-    text, holds = repr(value), ""
+        return many(value.items())
+    if isinstance(value, np.ndarray) and value.dtype != object:
+        return f"{value.dtype}{value.shape}{sha256(value.tobytes()).hexdigest()}"
+    if isinstance(value, CodeType):
+        return f"{value.co_code.hex()}{value.co_names}{many(value.co_consts)}"
     if isinstance(value, FunctionType):
-        code = value.__code__
-        holds = f"{code.co_code.hex()}{code.co_names}{code.co_consts}{value.__defaults__}{value.__kwdefaults__}"
-        with suppress(ValueError):  # a variable around it that has no value yet
-            holds += repr([cell.cell_contents for cell in value.__closure__ or ()])
-    elif re.search(ADDRESS, text):  # an object that does not say what it holds
-        holds = repr(getattr(value, "__dict__", ""))
-    return re.sub(ADDRESS, "", text + holds)
+        cells = []
+        for cell in value.__closure__ or ():
+            with suppress(ValueError):  # a variable around it that has no value yet
+                cells.append(cell.cell_contents)
+        return f"{value.__qualname__}{many([value.__code__, value.__defaults__, value.__kwdefaults__, cells])}"
+    if isinstance(value, MethodType):
+        return many([value.__func__, value.__self__])
+    if isinstance(value, functools.partial):
+        return many([value.func, value.args, value.keywords])
+    text = repr(value)
+    if isinstance(value, type) or not re.search(ADDRESS, text):
+        return re.sub(ADDRESS, "", text)
+    return re.sub(ADDRESS, "", text) + of(getattr(value, "__dict__", {}))  # an object that does not say what it holds
 
 
 def is_module(name: str | None) -> bool:
@@ -159,8 +179,9 @@ def modules_of(spec: EnvSpec) -> list[str]:
     """The modules that define an environment and its wrappers; none of Gymnasium's own."""
     made = game(spec)
     named_by = [made.name.rpartition(":")[0], *(wrapper.partition(":")[0] for wrapper in made.wrappers)]
-    if made.registered is not None:
-        entry = made.registered.entry_point
+    registered = gymnasium.registry.get(made.name.rpartition(":")[2])
+    if registered is not None:
+        entry = registered.entry_point
         named_by.append(made_by(entry.func if isinstance(entry, functools.partial) else entry))
     return sorted({name for name in named_by if name and name.partition(".")[0] != "gymnasium"})
 
@@ -523,13 +544,14 @@ class Here:
 
     def __init__(self, made: Game, arrays: Arrays, **more: Any):
         self.mine = slice(0, len(arrays.reward))
-        with staying_here():
+        self._here = current_directory()  # another thread's environment may leave it for a while
+        with staying_here(self._here):
             self._part = Part(made, arrays, **more)
         self._answer: object = None
 
     def ask(self, command: str, *arguments: object) -> None:
         """Call a method of `Part`."""
-        with staying_here():
+        with staying_here(self._here):
             self._answer = getattr(self._part, command)(*arguments)
 
     def answer(self, check: Callable[[], None]) -> object:
@@ -541,7 +563,7 @@ class Here:
 
     def end(self, deadline: float) -> None:
         """Close the environments."""
-        with staying_here():
+        with staying_here(self._here):
             self._part.close()
 
 

@@ -149,7 +149,8 @@ def load(places: Iterable[Path], metric: str = RETURN) -> list[Curve]:
         if not there.any():
             names = sorted({name for row in rows for name in row if "/" in name})
             close = closest_names(metric, names) if metric not in names else ""
-            why = "has finished no episode yet" if metric == RETURN else f"has logged no {metric}"
+            words = f"has logged no number as {metric}" if metric in names else f"has logged no {metric}"
+            why = "has finished no episode yet" if metric == RETURN else words
             warn(f"{run_dir} {why}; " + (f"did you mean {close}?" if close else "left out"))
             continue
         steps, seconds = column(rows, "global_step")[there], column(rows, "seconds")[there]

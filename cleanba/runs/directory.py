@@ -62,7 +62,7 @@ def differing_machines(earlier: Json | None, now: Json) -> list[str]:
         if now.get("cpu_products") == "xla":
             name = "XLA threads (PJRT_NPROC, or one for each device)"
             a[name], b[name] = earlier.get("cpu_threads"), now.get("cpu_threads")
-    if earlier.get("code") != now.get("code") and "code" in earlier:
+    if {"code"} <= earlier.keys() & now.keys() and earlier["code"] != now["code"]:
         a["Cleanba's code"], b["Cleanba's code"] = (
             f"{c.get('revision')} ({short(c.get('code'))})" for c in (earlier, now)
         )

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from cleanba.files import Json
 
 MADE_BY = ("revision", "code", "packages", "device_kind", "processor", "cpu", "cpu_products", "cpu_threads")
-"""What is recorded of code and machine, by its names in config.json."""
+"""What is recorded of code and machine, by its names in config.json; `sources`, too, where there are any."""
 DIGESTS = ("params_digest", "learner_digest")
 
 
@@ -37,7 +37,8 @@ def link(
 
 def made_by(config: Json) -> Json:
     """What computes a run, from its config.json."""
-    return {name: config.get(name) for name in MADE_BY}
+    sources = config.get("sources")
+    return {name: config.get(name) for name in MADE_BY} | ({"sources": sources} if sources else {})
 
 
 class Chain:

@@ -244,9 +244,8 @@ def check_finite(update: int, metrics: Json, saved_update: int) -> None:
         )
         numbers = "which is not a finite number" if len(wrong) == 1 else "which are not finite numbers"
         raise NotFinite(
-            f"update {update}: {', '.join(wrong)}, {numbers}; {where}. Try a smaller learning rate, smaller rewards "
-            "(--norm-reward, --reward-clip) or gradients (--max-grad-norm) in a new run, or go on regardless with "
-            "--on-nonfinite ignore"
+            f"update {update}: {', '.join(wrong)}, {numbers}; {where}. Try smaller learning rates or rewards in a "
+            "new run, or go on regardless with --on-nonfinite ignore"
         )
 
 

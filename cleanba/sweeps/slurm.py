@@ -18,6 +18,7 @@ from cleanba.flags import FLAGS
 from cleanba.recipes import RECIPES, AnyRecipe
 from cleanba.resolution import fit, settle
 from cleanba.runs.directory import default_run_dir
+from cleanba.runs.remote import find_run
 from cleanba.sweeps.manifest import Planned, done, read_manifest, write_manifest
 from cleanba.train_flags import parse
 
@@ -85,7 +86,7 @@ def fit_command(argv: Sequence[str]) -> Exit:
     require(number.isdecimal() and int(number) > 0, f"fit takes a number of processes, not {number!r}\n{FIT_USAGE}")
     require(name in RECIPES, f"fit takes a training command, one of {', '.join(RECIPES)}, not {name!r}\n{FIT_USAGE}")
     recipe = RECIPES[name]
-    config = parse(recipe, argv[2:])
+    config = parse(recipe, argv[2:], locate=lambda run: find_run(run, model=False))
     run_dir = config.run.run_dir or default_run_dir(config.asked, config.run)
     e = settle(recipe, config, "cpu", run_dir).experiment
     numbers = fitting_processes(recipe, e, config.placement, int(number))
@@ -221,13 +222,16 @@ def job_states(jobs: Iterable[str]) -> dict[str, str]:
     wanted = list(jobs)
     if not wanted:
         return {}
-    states = {}
-    queue = said(["squeue", "--noheader", "--array", "--states=all", "--format=%F_%K|%T|%r"])
-    if queue is None:  # taking its jobs for gone would submit them twice
-        raise Failure("squeue did not answer, so the state of the jobs is unknown; try again where Slurm is")
-    for line in (line for line in queue.splitlines() if line.count("|") >= 2):  # not "CLUSTER: …"
-        job, state, reason = line.strip().split("|", 2)
-        states[job] = state if reason in ("None", "") or state != "PENDING" else f"{state} ({reason})"
+    states: dict[str, str] = {}
+    for whose in (["--me"], []):  # all users' jobs are looked at only where some are not this user's
+        if states.keys() >= set(wanted):
+            break
+        queue = said(["squeue", "--noheader", *whose, "--array", "--states=all", "--format=%F_%K|%T|%r"])
+        if queue is None:  # taking its jobs for gone would submit them twice
+            raise Failure("squeue did not answer, so the state of the jobs is unknown; try again where Slurm is")
+        for line in (line for line in queue.splitlines() if line.count("|") >= 2):  # not "CLUSTER: …"
+            job, state, reason = line.strip().split("|", 2)
+            states[job] = state if reason in ("None", "") or state != "PENDING" else f"{state} ({reason})"
     missing = sorted({job.partition("_")[0] for job in wanted if job not in states})
     if missing:
         listed = said(["sacct", "-n", "-P", "-X", f"--jobs={','.join(missing)}", "--format=JobID,State"]) or ""
