@@ -1,8 +1,19 @@
-"""What the tests share: eight CPU devices, and a mesh of some of them; and how several processes share the tests."""
+"""What the tests share: no account, eight CPU devices, a mesh of some of them; and how processes share the tests."""
 
+import atexit
 import os
+import shutil
+import tempfile
 from collections import Counter
 from pathlib import Path
+
+# No test speaks with the Hub or with W&B in the name of whoever runs it, or takes a job that it runs in for its own.
+# Before any import: huggingface_hub reads its variables once.  xdist's workers have what this process has.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    for name in [name for name in os.environ if name.startswith(("HF_", "HUGGING_FACE", "SLURM_", "OMPI_", "WANDB_"))]:
+        del os.environ[name]
+    os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="cleanba-tests-hub-")
+    atexit.register(shutil.rmtree, os.environ["HF_HOME"], ignore_errors=True)
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")  # both are read when JAX is first imported

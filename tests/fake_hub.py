@@ -7,6 +7,7 @@ import re
 import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 TOKEN = "hf_a_token_for_tests"
 LARGE = (".msgpack", ".mp4")  # kept apart from git, as the Hub does with binary files
@@ -136,3 +137,20 @@ def fake_hub():
     finally:
         server.shutdown()
         server.server_close()
+
+
+def log_in(monkeypatch, hub: Hub, cache: Path) -> None:
+    """Have huggingface_hub speak with this Hub, as somebody whom it knows.
+
+    The address is in constants of the library once that is imported.
+    """
+    from huggingface_hub import constants
+
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    for name, value in (
+        ("ENDPOINT", hub.address),
+        ("HUGGINGFACE_CO_URL_TEMPLATE", hub.address + "/{repo_id}/resolve/{revision}/{filename}"),
+        ("HF_HUB_DISABLE_XET", True),
+        ("HF_HUB_CACHE", str(cache)),
+    ):
+        monkeypatch.setattr(constants, name, value)

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import math
 import os
 import subprocess
 import sys
@@ -30,14 +31,15 @@ from cleanba.runtime.metrics import Display, Status
 from cleanba.runtime.process_setup import make_deterministic
 from cleanba.runtime.train import run_training
 from cleanba.runtime.training import Training, make_training
+from cleanba.shards import usable_cores
 from cleanba.train_flags import parse
 
 ROOT = Path(__file__).parents[1]
 
 make_deterministic()  # as the command does; here before JAX has looked for devices
 
-# Where something must happen soon: with other tests on the same cores, so many times later.
-CROWD = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+# Where something must happen soon: with other tests or programs on the same cores, so many times later.
+CROWD = max(int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")), math.ceil(os.getloadavg()[0] / usable_cores()))
 
 # An experiment of a moment: flags for the command.
 TINY = (

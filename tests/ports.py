@@ -1,16 +1,20 @@
 """Ports for what tests start."""
 
+import os
 import random
 import socket
 from collections.abc import Iterator
 
 
 def _ports() -> Iterator[int]:
-    """Free ports of this host, none twice.
+    """Free ports of this host, none twice; of processes that share the tests each has its own.
 
     The kernel gives those from 32768 on to whoever asks for one.  Below, nobody takes a port before its owner comes.
     """
-    candidates = list(range(20000, 32768))
+    worker, workers = (os.environ.get(f"PYTEST_XDIST_WORKER{end}", "") for end in ("", "_COUNT"))
+    count = int(workers or "1")
+    first = int(worker[2:]) % count if worker.startswith("gw") else 0
+    candidates = list(range(20000 + first, 32768, count))
     random.SystemRandom().shuffle(candidates)
     for port in candidates:
         try:

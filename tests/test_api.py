@@ -15,7 +15,7 @@ import gymnasium
 import jax
 import numpy as np
 import pytest
-from launch import ROOT, TINY, command, finish, python, read_result
+from launch import ROOT, TINY, command, finish, python, read_result, read_rows
 
 import cleanba
 from cleanba.agents.agent import Agent, as_batch
@@ -60,7 +60,8 @@ def test_the_package_alone_imports_nothing():
         "assert seconds < 0.2, seconds\n"
         "assert {'ppo', 'train', 'load', 'UsageError'} <= set(dir(cleanba))\n"
         "try: cleanba.nothing\n"
-        "except AttributeError as error: assert 'nothing' in str(error)"
+        "except AttributeError as error: assert 'nothing' in str(error)\n"
+        "else: raise AssertionError('cleanba.nothing is there')"
     )
     ended = finish(python("-c", code))
     assert ended.code == 0, ended.err
@@ -371,13 +372,14 @@ LONG = dict(total_timesteps=128 * 4000, env_epoch=20)
 
 
 def press_when(run_dir: Path, signum: int, ready=lambda lines: lines > 2) -> threading.Thread:
-    """Send this process a signal once a run has logged something."""
+    """Send this process a signal once a run has logged something; none once it has ended, as pytest would hear it."""
 
     def wait():
-        log = run_dir / "metrics.jsonl"
-        while not (log.exists() and ready(len(log.read_text().splitlines()))):
+        log, result = run_dir / "metrics.jsonl", run_dir / "result.json"
+        while not (result.exists() or (log.exists() and ready(len(log.read_text().splitlines())))):
             time.sleep(0.02)
-        os.kill(os.getpid(), signum)
+        if not result.exists():
+            os.kill(os.getpid(), signum)
 
     thread = threading.Thread(target=wait, daemon=True)
     thread.start()
@@ -407,10 +409,16 @@ def test_an_interrupted_run_goes_on_to_the_same_bits(tmp_path):
     press_when(tmp_path / "run", signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         cleanba.train(spec, tmp_path / "run", progress=False, log_frequency=1)
+    before = read_rows(tmp_path / "run")
     gone_on = cleanba.train(spec, tmp_path / "run", progress=False, log_frequency=1)
     whole = cleanba.train(spec, tmp_path / "whole", progress=False)
     assert gone_on.result["status"] == "finished"
     assert gone_on.result["params_digest"] == whole.result["params_digest"]
+    after = read_rows(tmp_path / "run")
+    assert [row["update"] for row in after] == [*range(1, 101)] and len(before) > 2
+    for row in before:  # the digests of the last update may have had a row of their own
+        timeless = {name: value for name, value in row.items() if name != "seconds"}
+        assert {**after[row["update"] - 1], **timeless} == after[row["update"] - 1], "it began anew"
 
 
 def test_a_run_needs_no_main_thread(run, tmp_path):

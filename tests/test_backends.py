@@ -188,14 +188,14 @@ def test_a_killed_run_goes_on_to_the_same_bits(env_id, tmp_path):
         "--num-shards",
         1,
     )
-    killed = python(
-        ROOT / "tests/killed.py", "collect", 11, "ppo", *flags, "--run-dir", tmp_path / "a", PYTHONPATH=PATH
-    )
+    # While update 6's checkpoint is written: that of 3 is whole by then.
+    killed = python(ROOT / "tests/killed.py", "save", 2, "ppo", *flags, "--run-dir", tmp_path / "a", PYTHONPATH=PATH)
     assert finish(killed).code == -signal.SIGKILL
     other = ("--env-workers", 0) if env_id == IN_PYTHON else ()
     for run in ("a", "b"):
         ended = command("ppo", *flags, *other, "--run-dir", tmp_path / run)
         assert ended.code == 0, ended.err
+        assert ("going on after update" in ended.out) == (run == "a")
     a, b = (read_result(tmp_path / run) for run in ("a", "b"))
     assert a["params_digest"] == b["params_digest"] and a["global_step"] == b["global_step"]
 
@@ -691,10 +691,10 @@ def test_figures_of_an_environment_that_draws_some_do_not_stay_open():
     pytest.importorskip("gymnax")
     envs = opened("gymnax:Catch-bsuite", [1])
     envs.reset()
-    mine = pyplot.figure()
+    before, mine = pyplot.get_fignums(), pyplot.figure()
     for _ in range(3):
         assert envs.render(0).shape[2] == 3
-    assert pyplot.get_fignums() == [mine.number]
+    assert pyplot.get_fignums() == [*before, mine.number]
     pyplot.close(mine)
 
 

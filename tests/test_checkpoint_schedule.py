@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from cleanba.config import Retention
 from cleanba.errors import Interrupted
 from cleanba.runtime import checkpoint_schedule
 from cleanba.runtime.checkpoint_schedule import CheckpointSchedule
@@ -16,19 +17,26 @@ from cleanba.runtime.progress import Progress
 from cleanba.runtime.schedule import Schedule
 
 
-def make(schedule, frequency, whole_epochs=False, processes=1):
+def make(schedule, frequency, whole_epochs=False, processes=1, every=0):
     devices = SimpleNamespace(num_processes=processes)
-    return CheckpointSchedule(schedule, frequency, whole_epochs, devices, Progress(Status("", 1)))
+    return CheckpointSchedule(schedule, frequency, whole_epochs, devices, Progress(Status("", 1)), every)
 
 
-def saved(frequency, env_epoch, whole_epochs=False, last=40):
-    made = make(Schedule(1, last, True, env_epoch), frequency, whole_epochs)
+def saved(frequency, env_epoch, whole_epochs=False, last=40, every=0):
+    made = make(Schedule(1, last, True, env_epoch), frequency, whole_epochs, every=every)
     return [update for update in range(1, last + 1) if made.decide(update).save]
 
 
 def test_by_number_of_updates():
     assert saved(7, 14) == [7, 14, 21, 28, 35, 40]
     assert saved(0, 14) == [40]
+
+
+def test_every_k_takes_one_at_each_multiple_and_keeps_these_and_the_two_newest():
+    assert saved(0, 14, every=10) == [10, 20, 30, 40]
+    assert saved(7, 14, every=10) == [7, 10, 14, 20, 21, 28, 30, 35, 40]
+    assert saved(0, 7, whole_epochs=True, every=10) == [14, 21, 35, 40]  # the first that is not before its time
+    assert Retention.parse("every:10").kept(range(1, 26)) == [10, 20, 24, 25]
 
 
 def test_where_only_ends_of_epochs_will_do_a_checkpoint_is_taken_at_the_first_that_is_not_before_its_time():

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 
@@ -18,6 +19,7 @@ from cleanba.errors import UsageError
 from cleanba.flags import whole_number
 from cleanba.recipes import RECIPES
 from cleanba.resolution import resolve
+from cleanba.runs.directory import lock
 from cleanba.train_flags import refuse_foreign_flags
 
 COMPILED: list[str] = []
@@ -596,6 +598,28 @@ def test_home_is_known_by_its_sign_and_commands_that_are_printed_can_be_pasted(t
     assert ended.code == 0 and (run / "result.json").exists()
     assert f"cleanba report '{run}'" in ended.out
     assert Run_of("~/a run").run_dir == run
+
+
+def test_a_run_that_another_process_trains_is_refused(done, accept, tmp_path):
+    """After `done`, which had the same few programs compiled that shapes are found with."""
+    run = tmp_path / "run"
+    with lock(run):
+        said = refusal("ppo", *TINY, "--run-dir", run)
+        assert said == f"another process is running in {run}; wait for it to end, or choose another --run-dir"
+    assert accept(*TINY, "--run-dir", run)
+
+
+def test_an_experiment_that_other_packages_ran_comes_with_a_warning(done, tmp_path):
+    earlier = tmp_path / "earlier"
+    shutil.copytree(done, earlier)
+    config = json.loads((earlier / "config.json").read_text())
+    again = lambda name: command("ppo", "--experiment", earlier, "--run-dir", tmp_path / name)
+    assert "the bits may differ" not in again("same").out
+    here, config["packages"]["jax"] = config["packages"]["jax"], "0.1"
+    (earlier / "config.json").write_text(json.dumps(config))
+    ended = again("other")
+    assert ended.code == 0, ended
+    assert f"the bits may differ from the earlier run's, which had other jax: 0.1, now {here}" in ended.out
 
 
 @pytest.mark.parametrize("words", [["ppo", "--help"], ["ppo", *TINY, "--total-timesteps", "640000"]])

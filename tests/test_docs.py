@@ -3,6 +3,9 @@
 import ast
 import dataclasses
 import re
+import shlex
+import subprocess
+from collections.abc import Iterable
 from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
@@ -95,17 +98,26 @@ def test_every_row_of_the_tables_has_as_many_cells_as_its_head(page):
 
 @cache
 def known_flags() -> frozenset[str]:
-    """Flags of the commands, and those that the Makefile and the benchmarks know."""
+    """Flags of the commands, and those that the Makefile knows."""
     fields = {f.name: f for kind in (Placement, Run) for f in dataclasses.fields(kind)}
     for recipe in RECIPES.values():
         fields |= {f.name: f for f in dataclasses.fields(recipe.experiment)}
     flags = {f"--{name.replace('_', '-')}" for name in fields}
     flags |= {f"--no-{name.replace('_', '-')}" for name, f in fields.items() if isinstance(f.default, bool)}
     flags = flags - {"--experiment-from"} | {"--experiment"}
-    modules = [ROOT / f"{c.where.split(':')[0].replace('.', '/')}.py" for c in COMMANDS.values()]
-    for path in [*(ROOT / "benchmarks").glob("*.py"), *modules]:
-        flags |= {written_flag(name) for name in re.findall(r"^    (\w+): ", path.read_text(), re.M)}
+    flags |= flags_of(ROOT / f"{c.where.split(':')[0].replace('.', '/')}.py" for c in COMMANDS.values())
     return frozenset(flags | set(FLAG.findall((ROOT / "Makefile").read_text())) | OTHERS)
+
+
+@cache
+def flags_with_benchmarks() -> frozenset[str]:
+    """The same, and those of the benchmarks."""
+    return known_flags() | flags_of((ROOT / "benchmarks").glob("*.py"))
+
+
+def flags_of(scripts: Iterable[Path]) -> set[str]:
+    """The flags that are fields of classes in these files; the names of other fields, too."""
+    return {written_flag(name) for path in scripts for name in re.findall(r"^    (\w+): ", path.read_text(), re.M)}
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -120,7 +132,19 @@ def test_known_flags_are_those_that_the_command_takes(recipe, capsys):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_flag_that_is_named_exists(page):
-    assert set(FLAG.findall(page.read_text())) - known_flags() == set()
+    """Those of benchmarks in the lines that name one."""
+    known = lambda line: flags_with_benchmarks() if "benchmarks/" in line else known_flags()
+    lines = page.read_text().splitlines()
+    assert {flag for line in lines for flag in FLAG.findall(line) if flag not in known(line)} == set()
+
+
+@pytest.mark.parametrize("target", ["train", "pong"])
+def test_the_makefile_trains_with_flags_that_there_are(target):
+    shown = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True)
+    assert shown.returncode == 0, shown
+    (line,) = [line for line in shown.stdout.splitlines() if " -m cleanba " in line]
+    ended = command(*shlex.split(line.partition(" -m cleanba ")[2]), "--show-config")
+    assert ended.code == 0 and "env_id" in ended.out, ended
 
 
 SMALL = ("--num-envs", "4", "--num-steps", "8", "--total-timesteps", "160", "--hiddens", "8", "--log-frequency", "1")

@@ -9,8 +9,10 @@ import pytest
 from launch import ROOT, command, finish, python
 
 import cleanba
+from cleanba.agents import portable
 from cleanba.agents.agent import Agent, new_policy
 from cleanba.environments.backends import env_spec
+from cleanba.errors import Failure
 from cleanba.recipes import RECIPES
 
 onnxruntime = pytest.importorskip("onnxruntime")
@@ -56,6 +58,20 @@ def test_every_algorithm_and_network_is_exported(case, format, tmp_path):
     assert written.observations == 1000 and set(written.differences) == {port.name for port in written.outputs}
     assert max(written.differences.values()) <= 1e-5 and written.differences["action"] <= 1e-5
     assert written.same_actions == 1000
+
+
+def test_a_file_that_computes_something_else_is_told_of(tmp_path, monkeypatch):
+    write = portable.write_onnx
+
+    def write_another(path, agent):
+        runs = write(path, agent)
+        return lambda inputs: (out := runs(inputs)) | {"value": out["value"] + np.float32(1e-3)}
+
+    monkeypatch.setitem(portable.WRITERS, "onnx", write_another)
+    path, number = tmp_path / "agent.onnx", r"-?\d\.\d+"
+    there = rf"value at 1000 of 1000, first at step 0 of environment 0: {number} in the file, {number} here$"
+    with pytest.raises(Failure, match=f"^{path} was written, but the file .*; they differ in {there}"):
+        agent_of("ppo", "CartPole-v1", hiddens=[16], norm_obs=True).export(path)
 
 
 WITHOUT_US = """

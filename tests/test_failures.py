@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import queue
 import random
 import signal
 import socket
@@ -22,7 +23,7 @@ from cleanba.runtime.learner import Learner
 from cleanba.runtime.metrics import Status, Writers
 from cleanba.runtime.peers import Peers
 from cleanba.runtime.progress import Progress
-from cleanba.runtime.supervision import Watchdog, end_by_signal, run_watched
+from cleanba.runtime.supervision import Watchdog, end_by_signal, hear_signals, run_watched
 from cleanba.waited import compiling
 
 SOON = 5.0 * CROWD  # seconds
@@ -64,13 +65,22 @@ def test_a_process_that_was_stopped_for_a_while_has_not_stalled(monkeypatch):
         look_after(*[1] * 10)
 
 
-def test_a_signal_does_not_interrupt_what_has_just_ended():
+def test_a_signal_does_not_interrupt_what_has_just_ended(monkeypatch):
     def progress() -> tuple[int, str]:
         raise Interrupted(signal.SIGTERM)
 
-    assert run_watched(lambda: time.sleep(0.02) or "film", Watchdog(60.0), progress) == "film"
+    going_on, over = threading.Event(), threading.Event()
     with pytest.raises(Interrupted):
-        run_watched(lambda: time.sleep(2), Watchdog(60.0), progress)
+        run_watched(lambda: going_on.wait(20), Watchdog(60.0), progress)
+    going_on.set()
+
+    def join_until_it_ends(thread, timeout=None):  # it ends while the main thread waits for it
+        over.set()
+        join(thread)
+
+    join = threading.Thread.join
+    monkeypatch.setattr(threading.Thread, "join", join_until_it_ends)
+    assert run_watched(lambda: over.wait(20) and "film", Watchdog(60.0), progress) == "film"
 
 
 @pytest.mark.parametrize("alone, end", [(True, 20), (False, 40)])
@@ -256,6 +266,24 @@ def test_ctrl_c_before_training_ends_without_a_traceback(tmp_path, monkeypatch):
     assert (ended.code, ended.err) == (130, "cleanba: interrupted\n")
 
 
+def test_only_a_second_ctrl_c_gives_up(monkeypatch):
+    clock, asked, given_up = [0.0], queue.Queue(), []
+    monkeypatch.setattr("cleanba.runtime.supervision.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    with hear_signals(asked.put, given_up.append):
+        for seconds, signum in (
+            (0.0, signal.SIGINT),
+            (0.1, signal.SIGINT),  # as when a process and its group are told
+            (5.0, signal.SIGTERM),
+            (5.1, signal.SIGUSR1),
+        ):
+            clock[0] = seconds
+            signal.raise_signal(signum)
+            assert asked.get(timeout=SOON) == signum and given_up == []
+        clock[0] = 5.2
+        signal.raise_signal(signal.SIGINT)
+        assert given_up == [signal.SIGINT] and asked.empty()
+
+
 # -------------------------------------------------------------------------------------------- as processes of their own
 
 HANGS = """
@@ -337,12 +365,15 @@ def test_a_signal_ends_a_process_whose_environment_hangs(processes):
 def test_a_second_ctrl_c_ends_the_process_at_once(processes):
     process, run_dir = once_running(processes, "hangs 2")
     process.send_signal(signal.SIGINT)
-    time.sleep(0.02)
-    process.send_signal(signal.SIGINT)  # as when a process and its group are told
     time.sleep(0.5)
     assert process.poll() is None, "the first one waits for threads"
-    process.send_signal(signal.SIGINT)
-    ended = finish(process, SOON)
+
+    def pressed() -> bool:  # again and again: the first may have been heard a moment ago
+        process.send_signal(signal.SIGINT)
+        return process.poll() is not None
+
+    wait_for(pressed, SOON)
+    ended = finish(process)
     assert ended.code == 130
     assert "Traceback" not in ended.err
     assert not (run_dir / "result.json").exists()

@@ -5,10 +5,11 @@ import os
 import sys
 from pathlib import Path
 
+import huggingface_hub
 import huggingface_hub.constants
 import pytest
 import yaml
-from fake_hub import TOKEN, fake_hub
+from fake_hub import fake_hub, log_in
 from launch import TINY, command, read_result
 
 from cleanba.runs.remote import DOWNLOADS, download
@@ -20,17 +21,9 @@ DIGEST = "sha256:1234"
 
 @pytest.fixture
 def server(monkeypatch, tmp_path):
-    """The Hub, with somebody logged in.  Its address is in constants of the library once that is imported."""
+    """The Hub, with somebody logged in."""
     with fake_hub() as running:
-        monkeypatch.setenv("HF_TOKEN", TOKEN)
-        files = running.address + "/{repo_id}/resolve/{revision}/{filename}"
-        for name, value in (
-            ("ENDPOINT", running.address),
-            ("HUGGINGFACE_CO_URL_TEMPLATE", files),
-            ("HF_HUB_DISABLE_XET", True),
-            ("HF_HUB_CACHE", str(tmp_path / "cache")),
-        ):
-            monkeypatch.setattr(huggingface_hub.constants, name, value)
+        log_in(monkeypatch, running, tmp_path / "cache")
         monkeypatch.chdir(tmp_path)
         yield running
 
@@ -61,6 +54,12 @@ def evaluate(run: Path, digest: str = DIGEST) -> None:
 def metadata(card: bytes) -> tuple[dict, str]:
     _, head, text = card.decode().split("---\n", 2)
     return yaml.safe_load(head), text
+
+
+def test_no_test_knows_the_account_of_whoever_runs_it():
+    assert huggingface_hub.get_token() is None
+    home = Path(huggingface_hub.constants.HF_HOME)
+    assert home.name.startswith("cleanba-tests-") and os.environ["HF_HOME"] == str(home)
 
 
 def test_everything_is_uploaded_and_named_after_the_run(server, tmp_path):

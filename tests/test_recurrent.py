@@ -314,7 +314,7 @@ def remember(name: str, core: str, updates: int) -> tuple[float, np.ndarray]:
     return run.result["episodic_return"], games.last_half()
 
 
-@pytest.mark.parametrize("name, updates", [("ppo", 50), ("impala", 130)])
+@pytest.mark.parametrize("name, updates", [pytest.param("ppo", 50, marks=pytest.mark.slow), ("impala", 130)])
 def test_an_lstm_remembers_the_symbol(name, updates):
     last, half = remember(name, "lstm", updates)
     assert last >= 0.95

@@ -17,6 +17,7 @@ from ports import free_address
 
 from cleanba.runs.log import rewind
 from cleanba.runtime import train
+from cleanba.runtime.channels import Stop
 from cleanba.runtime.checkpoint import updates_kept
 from cleanba.runtime.checkpoint_writer import CheckpointWriter
 from cleanba.runtime.collect import SteppedCollector
@@ -132,24 +133,28 @@ def test_another_experiment_is_refused_with_what_differs(whole):
 def signalled(monkeypatch, signum: int, at: int, times: int = 1, saving: bool = False) -> None:
     """Have the process hear a signal when it comes to that update, or to saving its checkpoint."""
     owner, name, place = (CheckpointWriter, "save", 0) if saving else (Learner, "update", 3)
-    original, hear, heard = getattr(owner, name), train.hear_signals, threading.Event()
+    original, hear, wake, taken = getattr(owner, name), train.hear_signals, Stop.wake, threading.Event()
 
     def hearing(asked, *give_up):
         def also_here(signum: int) -> None:
-            heard.set()
             asked(signum)
+            taken.set()  # at once where the run need not wait, or has heard of its end before
 
         return hear(also_here, *give_up)
 
+    def waking(*args):  # the run knows that it is to end after the update under way, and waits for that
+        wake(*args)
+        taken.set()
+
     def signalling(self, *args):
         for _ in range(times if args[place] == at else 0):
-            heard.clear()
+            taken.clear()
             os.kill(os.getpid(), signum)
-            assert heard.wait(60)  # the main thread may wake late
-            time.sleep(0.2)  # for it to do what it is asked to
+            assert taken.wait(60)  # the main thread may wake late
         return original(self, *args)
 
     monkeypatch.setattr(owner, name, signalling)
+    monkeypatch.setattr(Stop, "wake", waking)
     monkeypatch.setattr(train, "hear_signals", hearing)
 
 
@@ -381,8 +386,9 @@ def test_a_stall_shows_where_each_thread_stands_and_ends_the_run(tmp_path, monke
         return collect(self, *args)
 
     monkeypatch.setattr(SteppedCollector, "__call__", hanging)
-    ended = command(*KINDS["ppo"], "--stall-timeout", "2", "--run-dir", tmp_path / "run")
+    ended = command(*KINDS["ppo"], "--stall-timeout", str(2 * CROWD), "--run-dir", tmp_path / "run")
     release.set()
+    assert len(calls) >= 9, "it stalled before it was to"
     assert ended.code == 1 and time.monotonic() - calls[8] < 20 * CROWD
     assert re.search(r"no update for \d+ s after update", ended.err)
     assert "thread 'actor 0'" in ended.err and "thread 'learner'" in ended.err and "release.wait(60)" in ended.err

@@ -236,12 +236,20 @@ def test_an_element_of_an_array_takes_its_own_words(template, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "code, shows, requeued",
-    [(138, "", True), (143, "PreemptTime=2026-01-01T00:00:00", True), (143, "PreemptTime=None", False), (1, "", False)],
+    "code, shows, restarts, requeued",
+    [
+        *((138, "", 0, True), (138, "", 99, True), (138, "", 100, False)),
+        *((143, "PreemptTime=2026-01-01T00:00:00", 0, True), (143, "PreemptTime=None", 0, False), (1, "", 0, False)),
+    ],
 )
 @pytest.mark.parametrize("array", [{}, {"SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "3"}])
-def test_only_what_was_cut_short_is_requeued_and_of_an_array_only_the_element(code, shows, requeued, array, tmp_path):
-    """Of an array whose last element has the array's own number, that number alone would requeue all elements."""
+def test_only_what_was_cut_short_is_requeued_and_of_an_array_only_the_element(
+    code, shows, restarts, requeued, array, tmp_path
+):
+    """Of an array whose last element has the array's own number, that number alone would requeue all elements.
+
+    After 100 restarts, as settings.sh says, a job gives up.
+    """
     for name, script in (
         ("srun", f"exit {code}"),
         ("scontrol", f'echo "$@" >> {tmp_path}/asked; [ $1 != requeue ] && echo "{shows}"'),
@@ -249,12 +257,14 @@ def test_only_what_was_cut_short_is_requeued_and_of_an_array_only_the_element(co
         (tmp_path / name).write_text(f"#!/bin/bash\n{script}\n")
         (tmp_path / name).chmod(0o755)
     env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "12", "CLEANBA_SLURM": str(ROOT / "slurm"), **array}
+    env |= {"SLURM_RESTART_COUNT": str(restarts)} if restarts else {}
     words = ["bash", "-c", f"source {ROOT}/slurm/launch.sh; launch ppo"]
     done = subprocess.run(words, env=env, cwd=tmp_path, capture_output=True, text=True)
     asked = (tmp_path / "asked").read_text().splitlines() if (tmp_path / "asked").exists() else []
     assert done.returncode in (code, 138), done
     name = "12_3" if array else "12"
     assert [words for words in asked if words.startswith("requeue")] == ([f"requeue {name}"] if requeued else [])
+    assert ("not sent back into the queue after 100 restarts" in done.stderr) == (restarts == 100)
 
 
 @pytest.mark.parametrize(

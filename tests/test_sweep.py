@@ -252,7 +252,6 @@ def test_a_run_that_another_process_trains_is_waited_for(tmp_path, monkeypatch):
     assert "another process is training it" in ended.out and "1 of 1 runs finished" in ended.out
 
 
-@pytest.mark.slow
 def test_variants_that_are_uploaded_have_repositories_of_their_own(tmp_path):
     common, flags = [*SHORT, "--upload-model"], Flags(env_ids=("Catch-v0",), set=("gamma=0.9,0.99",), num_seeds=1)
     runs = plan(RECIPES["ppo"], common, flags, tmp_path)
@@ -261,6 +260,7 @@ def test_variants_that_are_uploaded_have_repositories_of_their_own(tmp_path):
     assert "--exp-name" not in plan(RECIPES["ppo"], SHORT, flags, tmp_path)[0].words
 
 
+@pytest.mark.slow
 def test_a_sweep_is_interrupted_continued_and_reports_its_failure(tmp_path):
     """Three seeds, two at a time: Ctrl-C in the middle, then one run fails, then it is mended."""
     longer = [*SHORT, "--total-timesteps", "48000", "--checkpoint-frequency", "25", "--log-frequency", "25"]
@@ -287,6 +287,7 @@ def test_a_sweep_is_interrupted_continued_and_reports_its_failure(tmp_path):
     assert cut
 
     killed = python("-m", "cleanba", *words)
+    deadline = time.monotonic() + 300
     while not (started := [pid for pid in children(killed.pid) if trains(pid, tmp_path)]):
         assert killed.poll() is None and time.monotonic() < deadline, finish(killed, 5)
         time.sleep(0.02)

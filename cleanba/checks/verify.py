@@ -263,7 +263,7 @@ def _packages(versions: Any, e: Experiment) -> dict[str, str]:
     """The versions of the packages that the bits of this experiment depend on."""
     suite, colon, _ = e.env_id.partition(":")
     unused = {"cleanba", "orbax-checkpoint"}  # the code has a digest of its own; Orbax only writes files
-    unused |= set(jax_envs.SUITES) - {suite}
+    unused |= set(jax_envs.SUITES) - {suite, "jax"}
     unused |= {"envpool"} if colon else set()
     unused |= {"gymnasium"} if not colon or suite in jax_envs.SUITES or suite == "jax" else set()
     known = versions if isinstance(versions, dict) else {}
