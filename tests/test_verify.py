@@ -212,13 +212,13 @@ def test_an_archive_of_a_run_is_verified_and_what_there_is_not_is_refused(run_of
 
 def test_where_bits_need_not_agree_nothing_is_computed_unless_that_is_wanted(forged):
     (made_by,) = [row["made_by"] for row in read_rows(forged) if "made_by" in row]
-    here = made_by["packages"]["jaxlib"]
-    link_again(forged, packages=made_by["packages"] | {"jaxlib": "0.1"}, device_kind="TPU v9")
+    here = made_by["packages"]["jax"]
+    link_again(forged, packages=made_by["packages"] | {"jax": "0.1"}, device_kind="TPU v9")
     words = ("--from", "2", "--to", "4")
     for despite in ((), ("--despite", "packages")):
         ended = command("verify", forged, *words, *despite)
         assert ended.code == 3 and "computing" not in ended.out, ended
-        assert f"other packages (jaxlib 0.1 there, {here} here); processor (TPU v9, " in ended.err
+        assert f"other packages (jax 0.1 there, {here} here); processor (TPU v9, " in ended.err
         assert "--despite packages processor computes nevertheless" in ended.err
     ended = command("verify", forged, *words, "--despite", "packages", "processor")
     assert ended.code == 0 and "warning: " in ended.out and "the same bits" in ended.out, ended
