@@ -435,6 +435,8 @@ def configure(
     Raises:
         UsageError: a value is not allowed, there is no such field or run, or what was typed contradicts that run.
     """
+    if whole is None and run.experiment_from is not None:
+        whole = Path(run.experiment_from)
     given, typed = as_given(recipe, typed), typed_values(recipe, typed)
     asked = recipe.experiment(**typed)
     for group in (asked, placement, run):

@@ -185,7 +185,7 @@ def test_what_a_run_from_elsewhere_may_name(tmp_path, changed):
         ({"network": ["mlp"]}, "not a value of its type"),
         ({"env_id": "a" * 100_000}, "not a value of its type"),
         ({"anneal_lr": "yes"}, "not a value of its type"),
-        ({"algorithm": ["ppo"]}, "this version knows"),
+        ({"algorithm": ["ppo"]}, "is not of the type str"),
         ({"\x1b[2J": 1}, "not one of Cleanba's"),
         ({"unknown": 1}, "another version"),
     ],
