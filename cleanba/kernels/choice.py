@@ -59,7 +59,7 @@ def chosen() -> Choice:
 def compiled_for(platform: str, choice: Choice | None, function: Callable[P, R]) -> Callable[P, R]:
     """The same function, traced within `compiling_for` whichever thread traces it.
 
-    If a kernel fails to compile, no kernel is used from then on, and the function is traced again in plain JAX.
+    If a kernel fails to compile, what is traced from then on uses none, and the function is traced again in plain JAX.
 
     Raises:
         Failure: a kernel fails to compile in one of several processes, which must all compute alike.
@@ -113,7 +113,7 @@ class Trouble:
 
     @classmethod
     def give_up(cls, why: str) -> None:
-        """From now on no kernel is used."""
+        """What is traced from now on uses no kernel; programs that JAX keeps have theirs."""
         with cls._lock:
             cls._why = why
 
