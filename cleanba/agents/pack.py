@@ -26,7 +26,7 @@ from cleanba.trust import require_trusted
 class Flags:
     """Write a run as one archive.  Others evaluate, draw and compare it by its name, or begin from its parameters.
 
-    It holds the configuration, the log, the result and the parameters, and for people evaluations and the newest film.
+    It holds the configuration, the log, the result, the parameters, evaluations and the newest film.
     Names of folders, hosts, jobs and accounts are left out; --exp-name and --env-options stay as you typed them.
     """
 

@@ -28,7 +28,7 @@ class Ls:
     directory: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="[DIR]")] = Path("runs")
     """folder to search, with its subfolders"""
     json: bool = False
-    """print JSON, one object per line: path, status, env_id, algorithm, seed, progress (of 1), mean_return, sps, when
+    """print JSON, one object per line: path, status, env_id, algorithm, seed, progress (0 to 1), mean_return, sps, when
     (seconds since 1970)"""
 
 

@@ -67,7 +67,7 @@ class Flags:
     num_seeds: int = 3
     """seeds of every combination: --first-seed and those after it"""
     first_seed: int = 1
-    """first of these seeds; seeds that chose the settings should not be those that the results are reported for"""
+    """first of these seeds; report results on other seeds than those that settings were chosen on"""
     set: tuple[str, ...] = ()
     """flags with several values, such as learning_rate=1e-4,2.5e-4; every combination of them is one variant"""
     dir: Path | None = None
