@@ -438,6 +438,27 @@ def test_ls_shows_every_run_whatever_its_files_hold(runs, tmp_path):
     assert listing.read_run(tmp_path / "killed").status == "unfinished"
 
 
+def test_all_runs_of_a_folder_are_evaluated(runs, tmp_path):
+    for seed in (1, 2):
+        config = json.loads((shutil.copytree(runs["ff"], tmp_path / f"s{seed}") / "config.json").read_text())
+        config["experiment"] |= {"seed": seed}
+        (tmp_path / f"s{seed}" / "config.json").write_text(json.dumps(config))
+        (tmp_path / f"s{seed}" / "eval.json").unlink(missing_ok=True)
+    shutil.copytree(runs["ff"], tmp_path / "cut")
+    (tmp_path / "cut" / "result.json").unlink()
+    ended = command("eval", tmp_path, "--episodes", "3")
+    assert ended.code == 0 and "unfinished and left out: 1" in ended.err, ended.err
+    means = [json.loads((tmp_path / f"s{seed}" / "eval.json").read_text())["mean"] for seed in (1, 2)]
+    (line,) = [line for line in ended.out.splitlines() if line.startswith("| Catch-v0")]
+    assert [cell.strip() for cell in line.split("|")][2:4] == ["ppo", "2"]
+    assert f" {np.mean(means):.4g} [" in line
+    (tmp_path / "empty").mkdir()
+    assert "holds no run" in command("eval", tmp_path / "empty").err
+    assert (
+        "holds no finished run" in command("eval", shutil.move(tmp_path / "cut", tmp_path / "empty" / "cut").parent).err
+    )
+
+
 def test_ls_and_diff_show_no_control_characters_of_a_strangers_files(runs, tmp_path):
     config = json.loads((runs["ff"] / "config.json").read_text())
     shutil.copytree(runs["ff"], tmp_path / "a\x1b[2Jb")

@@ -1,6 +1,7 @@
 """`cleanba eval`: how well a trained agent plays, over complete episodes and true returns."""
 
 import itertools
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +18,15 @@ from cleanba.config import read_experiment, require
 from cleanba.environments.atari_scores import human_normalised, reference
 from cleanba.environments.backends import Envs, open_envs, threads_per_actor
 from cleanba.environments.specs import EnvSpec
-from cleanba.errors import Exit, Failure
+from cleanba.errors import Exit, Failure, printable
 from cleanba.files import Json, read_json, write_json
 from cleanba.flags import FLAGS
 from cleanba.networks.encoder import legal_actions
 from cleanba.recipes import Play
 from cleanba.rollout import Episode, EpisodeTracker, step_outcome
+from cleanba.runs.curves import Curve, find_runs, group, mean_interval
+from cleanba.runs.log import is_finished
+from cleanba.runs.plot import markdown, with_interval
 from cleanba.runs.remote import find_run
 from cleanba.runtime.collect import first_carry
 from cleanba.runtime.digests import params_digest
@@ -50,7 +54,8 @@ class Eval:
     """Play complete episodes with a run's trained agent, and report the returns."""
 
     run_dir: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")]
-    """directory of the run, which may still be training; hf://user/repository for an uploaded one, or an archive"""
+    """directory of the run, which may still be training; hf://user/repository for an uploaded one, or an archive; of a
+    folder, such as a sweep's, all finished runs, with the mean of each variant over its seeds"""
     episodes: int = 30
     """complete episodes to play"""
     checkpoint: str = "last"
@@ -323,6 +328,47 @@ def eval_command(argv: Sequence[str]) -> Exit:
     require_steps(options.max_steps, "--max-steps")
     run_dir = find_run(options.run_dir)
     pin_random_numbers()
+    if run_dir.is_dir() and not (run_dir / "config.json").exists():
+        evaluate_folder(run_dir, options)
+    else:
+        evaluate_run(run_dir, options)
+    return Exit()
+
+
+def evaluate_folder(folder: Path, options: Eval) -> None:
+    """Evaluate all finished runs in a folder, such as a sweep's, and print the mean of each variant over its seeds.
+
+    Raises:
+        UsageError: it holds no finished run, or one cannot be played as the flags say.
+        Failure: an evaluation cannot be written.
+    """
+    found = find_runs([folder])
+    finished = [run_dir for run_dir in found if is_finished(run_dir)]
+    require(bool(finished), f"{folder} holds no finished run; `cleanba eval RUN_DIR` plays an unfinished one")
+    curves = []
+    for number, run_dir in enumerate(finished, 1):
+        print(f"{run_dir} ({number} of {len(finished)})", flush=True)
+        r = evaluate_run(run_dir, options)
+        step, mean = np.array([r["global_step"] or 0]), np.array([r["mean"]])
+        curves.append(Curve(run_dir, read_experiment(run_dir), step, np.zeros(1), mean))
+    rows = []
+    for env_id, variants in group(curves).items():
+        means = {name: mean_interval([c.returns[-1] for c in them]) for name, them in variants.items()}
+        for name in sorted(means, key=lambda name: -means[name].value):
+            rows.append([env_id, name, str(len(variants[name])), with_interval(means[name])])
+    print("\nMean over seeds of the mean returns above, with its 95% bootstrap interval:\n")
+    print(printable(markdown(("environment", "variant", "seeds", "return"), rows, texts=2), keep="\n"))
+    if len(finished) < len(found):
+        print(f"cleanba: warning: unfinished and left out: {len(found) - len(finished)}", file=sys.stderr)
+
+
+def evaluate_run(run_dir: Path, options: Eval) -> Json:
+    """Evaluate a run, print and keep the result, and return it as eval.json has it.
+
+    Raises:
+        UsageError: there is no such run, or it cannot be played as the flags say.
+        Failure: the result cannot be written.
+    """
     agent = load(run_dir, options.checkpoint, trust_remote_code=options.trust_remote_code)
     policy = agent.policy
     epsilon = policy.plays.epsilon if options.epsilon is None else options.epsilon
@@ -363,7 +409,7 @@ def eval_command(argv: Sequence[str]) -> Exit:
             f"{run_dir}/eval.json cannot be written ({error.strerror}), so only the lines above have the result"
         ) from None
     print(f"written: {run_dir / 'eval.json'}, {kept}" + (f", {film}" if film is not None else ""))
-    return Exit()
+    return result
 
 
 def in_words(r: Json) -> str:
