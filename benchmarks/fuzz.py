@@ -52,7 +52,9 @@ def main(args: Args) -> None:
             ended = command(*small(words), "--run-dir", str(Path(folder) / "run"))
             slowest = max(slowest, time.perf_counter() - start)
         # A wild learning rate may end in numbers that are not finite, an impatient watchdog in a stall: it is said.
-        diverged = ended.code == 1 and re.search("not a finite number|raise --stall-timeout", ended.err)
+        diverged = ended.code == 1 and re.search(
+            "not a finite number|not finite numbers|raise --stall-timeout", ended.err
+        )
         refused = ended.code == 2 and one_clear_message(ended.err)
         assert ended.code == 0 or diverged or refused, (words, ended)
         outcomes["trained" if ended.code == 0 else "numbers not finite, or a stall" if diverged else "refused"] += 1

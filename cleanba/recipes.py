@@ -1,6 +1,7 @@
 """The table of algorithms, each with its presets."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Generic, NamedTuple, TypeAlias
 
 from cleanba.algorithm import Algorithm, AnyAlgorithm
@@ -42,6 +43,14 @@ class Recipe(NamedTuple, Generic[E]):
     """metrics that its updates log: name -> meaning"""
     protocols: Mapping[str, Settings] = {}
     """name for --preset -> published settings, those of the environment included"""
+
+    @property
+    def module(self) -> str:
+        """The module of the algorithm's functions."""
+        functions: Any = self.functions
+        while isinstance(functions, partial):
+            functions = functions.func
+        return str(functions.__module__)
 
     def named_presets(self) -> dict[str, Settings]:
         """All that --preset may name."""

@@ -25,7 +25,7 @@ from cleanba.config import (
     offered_fields,
     require,
 )
-from cleanba.errors import UsageError
+from cleanba.errors import Failure, UsageError
 from cleanba.flags import FLAGS
 from cleanba.recipes import AnyRecipe
 from cleanba.resolution import DEFAULT, TYPED, Config, Resolved, configure, fit, settle
@@ -227,7 +227,7 @@ def help_text(
         try:
             config = read_flags(recipe, words, default, locate)
             resolved = settle(recipe, config, default_platform(), None)
-        except UsageError as error:
+        except (UsageError, Failure) as error:
             why = f"\nDefaults are the algorithm's own: {error}.\n"
     e = resolved.experiment if resolved else config.asked
     width = min(max(shutil.get_terminal_size((100, 24)).columns, 72), 120)

@@ -511,6 +511,8 @@ def test_makers_with_other_arguments_are_other_environments():
     middle[1000] = 0
     others += [np.arange(2000.0), middle, *(functools.partial(adds(n)) for n in (5, 6)), adds(adds(3)), adds(adds(4))]
     others += [Shaping(n).__init__ for n in (3, 4)] + [Shaping(Shaping(n)) for n in (5, 6)]
+    others += [jax.numpy.asarray(x) for x in (np.arange(2000.0), middle)]
+    assert name("a", 1) != register(functools.partial(Line, a=1))
     names = [name(x) for x in others] + [name(1, 2)]
     assert len(set(names)) == len(names)
     again = [lambda x: x, Shaping(1), adds(3)]  # a notebook's cell that runs again

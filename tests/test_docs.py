@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import os
 import re
 import shlex
 import subprocess
@@ -140,7 +141,9 @@ def test_every_flag_that_is_named_exists(page):
 
 @pytest.mark.parametrize("target", ["train", "pong"])
 def test_the_makefile_trains_with_flags_that_there_are(target):
-    shown = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True)
+    ours = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "ARGS", "TRAIN_FLAGS", "PYTHON")  # of an outer make
+    env = {name: value for name, value in os.environ.items() if name not in ours}
+    shown = subprocess.run(["make", "-n", target], cwd=ROOT, env=env, capture_output=True, text=True)
     assert shown.returncode == 0, shown
     (line,) = [line for line in shown.stdout.splitlines() if " -m cleanba " in line]
     ended = command(*shlex.split(line.partition(" -m cleanba ")[2]), "--show-config")

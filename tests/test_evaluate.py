@@ -446,12 +446,17 @@ def test_all_runs_of_a_folder_are_evaluated(runs, tmp_path):
         (tmp_path / f"s{seed}" / "eval.json").unlink(missing_ok=True)
     shutil.copytree(runs["ff"], tmp_path / "cut")
     (tmp_path / "cut" / "result.json").unlink()
+    shutil.copytree(tmp_path / "s1", tmp_path / "twice")
     ended = command("eval", tmp_path, "--episodes", "3")
     assert ended.code == 0 and "unfinished and left out: 1" in ended.err, ended.err
+    assert f"{tmp_path / 'twice'} is the same experiment and seed as {tmp_path / 's1'}; left out" in ended.err
     means = [json.loads((tmp_path / f"s{seed}" / "eval.json").read_text())["mean"] for seed in (1, 2)]
     (line,) = [line for line in ended.out.splitlines() if line.startswith("| Catch-v0")]
     assert [cell.strip() for cell in line.split("|")][2:4] == ["ppo", "2"]
     assert f" {np.mean(means):.4g} [" in line
+    ended = command("eval", tmp_path, "--episodes", "3", "--checkpoint", "best")  # they have none
+    assert ended.code == 1 and ended.err.count("; left out") == 3 and "| environment" not in ended.out, ended.err
+    assert command("eval", "").code == 2
     (tmp_path / "empty").mkdir()
     assert "holds no run" in command("eval", tmp_path / "empty").err
     assert (

@@ -1,6 +1,7 @@
 """`cleanba eval`: how well a trained agent plays, over complete episodes and true returns."""
 
 import itertools
+import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,11 +19,12 @@ from cleanba.config import read_experiment, require
 from cleanba.environments.atari_scores import human_normalised, reference
 from cleanba.environments.backends import Envs, open_envs, threads_per_actor
 from cleanba.environments.specs import EnvSpec
-from cleanba.errors import Exit, Failure, printable
+from cleanba.errors import Exit, Failure, UsageError, printable
 from cleanba.files import Json, read_json, write_json
 from cleanba.flags import FLAGS
 from cleanba.networks.encoder import legal_actions
 from cleanba.recipes import Play
+from cleanba.resolution import completed
 from cleanba.rollout import Episode, EpisodeTracker, step_outcome
 from cleanba.runs.curves import Curve, find_runs, group, mean_interval
 from cleanba.runs.log import is_finished
@@ -326,29 +328,44 @@ def eval_command(argv: Sequence[str]) -> Exit:
     options = tyro.cli(Eval, args=argv, prog="cleanba eval", registry=FLAGS)
     check_games(options.episodes, options.seed, options.epsilon)
     require_steps(options.max_steps, "--max-steps")
+    require(bool(options.run_dir), "eval needs a run's directory, but was given an empty name")
     run_dir = find_run(options.run_dir)
     pin_random_numbers()
     if run_dir.is_dir() and not (run_dir / "config.json").exists():
-        evaluate_folder(run_dir, options)
-    else:
-        evaluate_run(run_dir, options)
+        return Exit(0 if evaluate_folder(run_dir, options) else 1)
+    evaluate_run(run_dir, options)
     return Exit()
 
 
-def evaluate_folder(folder: Path, options: Eval) -> None:
+def evaluate_folder(folder: Path, options: Eval) -> bool:
     """Evaluate all finished runs in a folder, such as a sweep's, and print the mean of each variant over its seeds.
 
+    Returns whether all of them could be played.
+
     Raises:
-        UsageError: it holds no finished run, or one cannot be played as the flags say.
-        Failure: an evaluation cannot be written.
+        UsageError: it holds no finished run.
     """
+    warn = lambda text: print(printable(f"cleanba: warning: {text}"), file=sys.stderr, flush=True)
     found = find_runs([folder])
     finished = [run_dir for run_dir in found if is_finished(run_dir)]
     require(bool(finished), f"{folder} holds no finished run; `cleanba eval RUN_DIR` plays an unfinished one")
-    curves = []
+    if len(finished) < len(found):
+        warn(f"unfinished and left out: {len(found) - len(finished)}")
+    curves: list[Curve] = []
+    first: dict[str, Path] = {}
+    failed = False
     for number, run_dir in enumerate(finished, 1):
         print(f"{run_dir} ({number} of {len(finished)})", flush=True)
-        r = evaluate_run(run_dir, options)
+        try:
+            other = first.setdefault(json.dumps(completed(read_experiment(run_dir)), sort_keys=True), run_dir)
+            if other != run_dir:  # the same bits are no further sample
+                warn(f"{run_dir} is the same experiment and seed as {other}; left out")
+                continue
+            r = evaluate_run(run_dir, options)
+        except (UsageError, Failure) as error:
+            warn(f"{run_dir}: {error}; left out")
+            failed = True
+            continue
         step, mean = np.array([r["global_step"] or 0]), np.array([r["mean"]])
         curves.append(Curve(run_dir, read_experiment(run_dir), step, np.zeros(1), mean))
     rows = []
@@ -356,10 +373,11 @@ def evaluate_folder(folder: Path, options: Eval) -> None:
         means = {name: mean_interval([c.returns[-1] for c in them]) for name, them in variants.items()}
         for name in sorted(means, key=lambda name: -means[name].value):
             rows.append([env_id, name, str(len(variants[name])), with_interval(means[name])])
+    if not curves:
+        return False
     print("\nMean over seeds of the mean returns above, with its 95% bootstrap interval:\n")
     print(printable(markdown(("environment", "variant", "seeds", "return"), rows, texts=2), keep="\n"))
-    if len(finished) < len(found):
-        print(f"cleanba: warning: unfinished and left out: {len(found) - len(finished)}", file=sys.stderr)
+    return not failed
 
 
 def evaluate_run(run_dir: Path, options: Eval) -> Json:

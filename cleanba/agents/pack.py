@@ -15,7 +15,7 @@ import tyro
 
 from cleanba.agents.hub import fill_run, kept_parts
 from cleanba.config import read_experiment, require
-from cleanba.errors import Exit
+from cleanba.errors import Exit, Failure
 from cleanba.flags import FLAGS
 from cleanba.runs.directory import films_of, unwritable
 from cleanba.runtime.checkpoint import updates_kept
@@ -59,7 +59,7 @@ def pack(run_dir: Path, out: Path, checkpoints: bool = False) -> None:
 
     Raises:
         UsageError: there is no such run, it has no parameters yet, or the file cannot be written.
-        Failure: the disk is full.
+        Failure: the disk is full, or the run goes on and removed a checkpoint meanwhile.
     """
     name = out.name.removesuffix(".tar.gz")
     parts = kept_parts(run_dir) if checkpoints else []  # before the log, which has their digests then
@@ -81,10 +81,15 @@ def pack(run_dir: Path, out: Path, checkpoints: bool = False) -> None:
         unfinished = out.with_name(f".{out.name}.{os.getpid()}.tmp")
         try:
             out.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise unwritable(out, error, "--out") from None
+        try:
             with tarfile.open(unfinished, "w:gz", dereference=True) as archive:
                 for path, place in files:
                     archive.add(path, f"{name}/{place.as_posix()}", filter=without_owner)
             os.replace(unfinished, out)
+        except FileNotFoundError:
+            raise Failure(f"{run_dir} removed a checkpoint meanwhile; try again, or once it has finished") from None
         except OSError as error:
             raise unwritable(out, error, "--out") from None
         finally:

@@ -19,7 +19,7 @@ import numpy as np
 from cleanba.config import Experiment, require
 from cleanba.environments import envpool, gymnasium, jax_envs
 from cleanba.environments.specs import Compilable, EnvSpec, Identity, Step
-from cleanba.files import staying_here
+from cleanba.files import current_directory, staying_here
 from cleanba.rollout import Obs, PyTree
 from cleanba.shards import usable_cores
 from cleanba.specs import ObsSpec
@@ -81,6 +81,7 @@ def env_spec(e: Experiment) -> EnvSpec:
         f"env_wrappers={' '.join(e.env_wrappers)} needs an environment in Python, which {e.env_id} is not; leave it "
         f"out, or try --env-id gymnasium:{e.env_id.rpartition(':')[2]}",
     )
+    gymnasium.Here.directory = current_directory()
     with staying_here():
         spec = module_of(e.env_id).env_spec(e)
     require(

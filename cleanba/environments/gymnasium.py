@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from itertools import pairwise
 from keyword import iskeyword
 from types import CodeType, FunctionType, MethodType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import gymnasium
 import jax
@@ -54,7 +54,7 @@ from cleanba.environments.worker import (
     unregistered,
 )
 from cleanba.errors import Failure, UsageError, closest_names, missing, raised, said
-from cleanba.files import current_directory, staying_here
+from cleanba.files import staying_here
 from cleanba.rollout import Obs, PyTree
 from cleanba.specs import ObsSpecs
 from cleanba.waited import Waited
@@ -106,7 +106,8 @@ def register(maker: Callable[..., gymnasium.Env[Any, Any]]) -> str:
         name = "-".join([getattr(maker.func, "__name__", name), *words])
         plain = re.sub(r"[^\w.-]+", "", name)[:MOST_NAME]
         digest = sha256(fingerprint((maker.args, maker.keywords)).encode()).hexdigest()[:8]
-        exact = all(is_word(x) or is_number(x) for x in (*maker.args, *maker.keywords.values()))
+        given = (*maker.args, *maker.keywords.values())
+        exact = len(maker.args) < 2 and all(is_word(x) or is_number(x) for x in given)
         name = plain if exact and plain == name else f"{plain}-{digest}"
     if is_module(module) and getattr(sys.modules.get(str(module)), name, None) is maker:
         return f"{module}:{name}"
@@ -134,8 +135,8 @@ def fingerprint(value: Any, within: tuple[int, ...] = ()) -> str:
         return type(value).__name__ + f"({', '.join(sorted(map(of, value)))})"
     if isinstance(value, dict):
         return many(value.items())
-    if isinstance(value, np.ndarray) and value.dtype != object:
-        return f"{value.dtype}{value.shape}{sha256(value.tobytes()).hexdigest()}"
+    if isinstance(value, np.ndarray | jax.Array) and value.dtype != object:
+        return f"{value.dtype}{value.shape}{sha256(np.asarray(value).tobytes()).hexdigest()}"
     if isinstance(value, CodeType):
         return f"{value.co_code.hex()}{value.co_names}{many(value.co_consts)}"
     if isinstance(value, FunctionType):
@@ -151,7 +152,10 @@ def fingerprint(value: Any, within: tuple[int, ...] = ()) -> str:
     text = repr(value)
     if isinstance(value, type) or not re.search(ADDRESS, text):
         return re.sub(ADDRESS, "", text)
-    return re.sub(ADDRESS, "", text) + of(getattr(value, "__dict__", {}))  # an object that does not say what it holds
+    slots = {name: getattr(value, name, None) for name in getattr(type(value), "__slots__", ())}
+    return re.sub(ADDRESS, "", text) + of(
+        getattr(value, "__dict__", slots)
+    )  # an object that does not say what it holds
 
 
 def is_module(name: str | None) -> bool:
@@ -542,16 +546,18 @@ def check_drawable(spec: EnvSpec) -> None:
 class Here:
     """A part that is stepped in the calling thread."""
 
+    directory: ClassVar[str | None] = None
+    """where the process was when it last looked at an environment, before threads step some, which may leave it"""
+
     def __init__(self, made: Game, arrays: Arrays, **more: Any):
         self.mine = slice(0, len(arrays.reward))
-        self._here = current_directory()  # another thread's environment may leave it for a while
-        with staying_here(self._here):
+        with staying_here(Here.directory):
             self._part = Part(made, arrays, **more)
         self._answer: object = None
 
     def ask(self, command: str, *arguments: object) -> None:
         """Call a method of `Part`."""
-        with staying_here(self._here):
+        with staying_here(Here.directory):
             self._answer = getattr(self._part, command)(*arguments)
 
     def answer(self, check: Callable[[], None]) -> object:
@@ -563,7 +569,7 @@ class Here:
 
     def end(self, deadline: float) -> None:
         """Close the environments."""
-        with staying_here(self._here):
+        with staying_here(Here.directory):
             self._part.close()
 
 

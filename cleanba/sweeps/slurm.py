@@ -223,15 +223,19 @@ def job_states(jobs: Iterable[str]) -> dict[str, str]:
     if not wanted:
         return {}
     states: dict[str, str] = {}
-    for whose in (["--me"], []):  # all users' jobs are looked at only where some are not this user's
+    answered = False
+    for whose in (["--me"], []):  # all users' jobs only where some are missing: another user may have submitted them
         if states.keys() >= set(wanted):
             break
         queue = said(["squeue", "--noheader", *whose, "--array", "--states=all", "--format=%F_%K|%T|%r"])
-        if queue is None:  # taking its jobs for gone would submit them twice
-            raise Failure("squeue did not answer, so the state of the jobs is unknown; try again where Slurm is")
+        if queue is None:
+            continue
+        answered = True
         for line in (line for line in queue.splitlines() if line.count("|") >= 2):  # not "CLUSTER: …"
             job, state, reason = line.strip().split("|", 2)
             states[job] = state if reason in ("None", "") or state != "PENDING" else f"{state} ({reason})"
+    if not answered:  # taking its jobs for gone would submit them twice
+        raise Failure("squeue did not answer, so the state of the jobs is unknown; try again where Slurm is")
     missing = sorted({job.partition("_")[0] for job in wanted if job not in states})
     if missing:
         listed = said(["sacct", "-n", "-P", "-X", f"--jobs={','.join(missing)}", "--format=JobID,State"]) or ""
