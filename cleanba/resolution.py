@@ -18,7 +18,7 @@ import dataclasses
 import itertools
 import json
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -428,15 +428,22 @@ class Config:
 
 
 def configure(
-    recipe: AnyRecipe, typed: Mapping[str, Any], placement: Placement, run: Run, whole: Path | None = None
+    recipe: AnyRecipe,
+    typed: Mapping[str, Any],
+    placement: Placement,
+    run: Run,
+    whole: Path | None = None,
+    locate: Callable[[str], Path] = Path,
 ) -> Config:
     """The configuration, with each value checked by itself.  `whole` names a run to take the whole experiment from.
+
+    `locate` finds the directory of the run that --experiment names.
 
     Raises:
         UsageError: a value is not allowed, there is no such field or run, or what was typed contradicts that run.
     """
     if whole is None and run.experiment_from is not None:
-        whole = Path(run.experiment_from)
+        whole = locate(run.experiment_from)
     given, typed = as_given(recipe, typed), typed_values(recipe, typed)
     asked = recipe.experiment(**typed)
     for group in (asked, placement, run):

@@ -91,10 +91,7 @@ def read_flags(
         for name in typed_names(recipe, words) & set(offered_fields(recipe.experiment))
     }
     given = {"preset": named} | dict.fromkeys(left_open if named else ()) | typed
-    whole = default.whole if default else None
-    if whole is None and parsed.run.experiment_from is not None:
-        whole = locate(parsed.run.experiment_from)
-    return configure(recipe, given, parsed.placement, parsed.run, whole)
+    return configure(recipe, given, parsed.placement, parsed.run, default.whole if default else None, locate)
 
 
 def preset_of(recipe: AnyRecipe, words: Sequence[str]) -> tuple[str | None, list[str]]:

@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from numpy.typing import ArrayLike
 
-from cleanba.agents.portable import Export, export, format_of
+from cleanba.agents.portable import Export, export, format_of, remembered
 from cleanba.algorithm import AnyAlgorithm
 from cleanba.config import Experiment, require
 from cleanba.environments.backends import as_recorded, env_spec
@@ -181,8 +180,7 @@ class Agent:
             flags = flags.astype(bool).reshape(n)
         with jax.default_device(self._device), settings_of(policy.experiment.dtype):
             if n != self._remembers:
-                remembers = any(jnp.issubdtype(x.dtype, jnp.floating) for x in jax.tree.leaves(self._carry))
-                known = begins or not remembers or bool(flags.all())
+                known = begins or not remembered(self._carry)[0] or bool(flags.all())
                 require(
                     known,
                     f"the agent remembers the past of {self._remembers} environments and was given {n} observations; "

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +25,7 @@ from cleanba.networks.encoder import legal_actions
 from cleanba.recipes import Play
 from cleanba.resolution import completed
 from cleanba.rollout import Episode, EpisodeTracker, step_outcome
-from cleanba.runs.curves import Curve, find_runs, group, mean_interval
+from cleanba.runs.curves import Curve, find_runs, group, mean_interval, warn
 from cleanba.runs.log import is_finished
 from cleanba.runs.plot import markdown, with_interval
 from cleanba.runs.remote import find_run
@@ -345,7 +344,6 @@ def evaluate_folder(folder: Path, options: Eval) -> bool:
     Raises:
         UsageError: it holds no finished run.
     """
-    warn = lambda text: print(printable(f"cleanba: warning: {text}"), file=sys.stderr, flush=True)
     found = find_runs([folder])
     finished = [run_dir for run_dir in found if is_finished(run_dir)]
     require(bool(finished), f"{folder} holds no finished run; `cleanba eval RUN_DIR` plays an unfinished one")
@@ -357,7 +355,8 @@ def evaluate_folder(folder: Path, options: Eval) -> bool:
     for number, run_dir in enumerate(finished, 1):
         print(f"{run_dir} ({number} of {len(finished)})", flush=True)
         try:
-            other = first.setdefault(json.dumps(completed(read_experiment(run_dir)), sort_keys=True), run_dir)
+            experiment = read_experiment(run_dir)
+            other = first.setdefault(json.dumps(completed(experiment), sort_keys=True), run_dir)
             if other != run_dir:  # the same bits are no further sample
                 warn(f"{run_dir} is the same experiment and seed as {other}; left out")
                 continue
@@ -367,14 +366,14 @@ def evaluate_folder(folder: Path, options: Eval) -> bool:
             failed = True
             continue
         step, mean = np.array([r["global_step"] or 0]), np.array([r["mean"]])
-        curves.append(Curve(run_dir, read_experiment(run_dir), step, np.zeros(1), mean))
+        curves.append(Curve(run_dir, experiment, step, np.zeros(1), mean))
+    if not curves:
+        return False
     rows = []
     for env_id, variants in group(curves).items():
         means = {name: mean_interval([c.returns[-1] for c in them]) for name, them in variants.items()}
         for name in sorted(means, key=lambda name: -means[name].value):
             rows.append([env_id, name, str(len(variants[name])), with_interval(means[name])])
-    if not curves:
-        return False
     print("\nMean over seeds of the mean returns above, with its 95% bootstrap interval:\n")
     print(printable(markdown(("environment", "variant", "seeds", "return"), rows, texts=2), keep="\n"))
     return not failed

@@ -152,10 +152,9 @@ def fingerprint(value: Any, within: tuple[int, ...] = ()) -> str:
     text = repr(value)
     if isinstance(value, type) or not re.search(ADDRESS, text):
         return re.sub(ADDRESS, "", text)
+    # An object that does not say what it holds.
     slots = {name: getattr(value, name, None) for name in getattr(type(value), "__slots__", ())}
-    return re.sub(ADDRESS, "", text) + of(
-        getattr(value, "__dict__", slots)
-    )  # an object that does not say what it holds
+    return re.sub(ADDRESS, "", text) + of(getattr(value, "__dict__", slots))
 
 
 def is_module(name: str | None) -> bool:
@@ -166,10 +165,15 @@ def is_module(name: str | None) -> bool:
         return False
 
 
+def named_modules(made: Game) -> list[str]:
+    """The modules that the names of an environment and of its wrappers begin with; "" for a name without one."""
+    return [made.name.rpartition(":")[0], *(wrapper.partition(":")[0] for wrapper in made.wrappers)]
+
+
 def can_be_sent(spec: EnvSpec) -> bool:
     """Whether a worker process can make these environments.  It cannot import what the main program defines."""
     made = game(spec)
-    named_by = [made.name.rpartition(":")[0], *(wrapper.partition(":")[0] for wrapper in made.wrappers)]
+    named_by = named_modules(made)
     entry = None if made.registered is None else made.registered.entry_point
     if callable(entry):
         named_by.append(getattr(entry, "__module__", ""))
@@ -182,7 +186,7 @@ def can_be_sent(spec: EnvSpec) -> bool:
 def modules_of(spec: EnvSpec) -> list[str]:
     """The modules that define an environment and its wrappers; none of Gymnasium's own."""
     made = game(spec)
-    named_by = [made.name.rpartition(":")[0], *(wrapper.partition(":")[0] for wrapper in made.wrappers)]
+    named_by = named_modules(made)
     registered = gymnasium.registry.get(made.name.rpartition(":")[2])
     if registered is not None:
         entry = registered.entry_point

@@ -206,7 +206,7 @@ def _install() -> None:
         return threefry.threefry(*words)
 
     ours = mlir.lower_fun(compiled_for("cpu", None, draw), multiple_results=True)
-    exported = mlir.lower_fun(lambda *words: plain.threefry(*words), multiple_results=True)
+    exported = mlir.lower_fun(plain.threefry, multiple_results=True)
 
     def rule(context: mlir.LoweringRuleContext, *words: Any) -> Any:
         for_export = context.module_context.lowering_parameters.for_export  # by `jax.export`, for other machines

@@ -198,9 +198,9 @@ def plan(recipe: AnyRecipe, common: list[str], flags: Flags, folder: Path) -> li
             f"{word} stands after --, but each run of a sweep has its own environment, seed and directory; use "
             "--env-ids, --num-seeds, --first-seed or --dir",
         )
-    last = flags.first_seed + flags.num_seeds - 1
+    seeds = range(flags.first_seed, flags.first_seed + flags.num_seeds)
     require(
-        flags.first_seed >= 0 and last < 2**31,
+        seeds[0] >= 0 and seeds[-1] < 2**31,
         f"first_seed={flags.first_seed}: seeds must lie in [0, 2^31), also the last of {flags.num_seeds}; set "
         "--first-seed",
     )
@@ -210,7 +210,7 @@ def plan(recipe: AnyRecipe, common: list[str], flags: Flags, folder: Path) -> li
         if run.upload_model and flags.set:  # a repository is named after it
             words = [*words, "--exp-name", safe(f"{run.exp_name}-{variant}")]
         spec: EnvSpec | None = None  # the environment is only made for the first seed
-        for seed in range(flags.first_seed, flags.first_seed + flags.num_seeds):
+        for seed in seeds:
             name = safe(f"{env_id}__{variant}__s{seed}")
             require(len(os.fsencode(name)) <= 250, f"{name} is too long for a folder's name; set fewer flags by --set")
             run_dir = folder / name
