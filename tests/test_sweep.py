@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from unittest import mock
 
@@ -220,13 +221,17 @@ def children(parent: int) -> set[int]:
     return found
 
 
-def trains(pid: int, folder: Path) -> bool:
-    """Whether a process holds the lock of a run in a folder."""
+def trains(pid: int, runs: Iterable[Path]) -> bool:
+    """Whether a process holds the lock of one of the runs.
+
+    A run that has not begun may hold the lock of its sweep's folder, for a moment: that of the sweep that forked it.
+    """
+    locks = {str(run.resolve() / ".lock") for run in runs}
     try:
         held = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()]
     except OSError:
         return False
-    return any(name.startswith(str(folder)) and name.endswith(".lock") for name in held)
+    return not locks.isdisjoint(held)
 
 
 def test_a_run_that_another_process_trains_is_waited_for(tmp_path, monkeypatch):
@@ -288,7 +293,7 @@ def test_a_sweep_is_interrupted_continued_and_reports_its_failure(tmp_path):
 
     killed = python("-m", "cleanba", *words)
     deadline = time.monotonic() + 300
-    while not (started := [pid for pid in children(killed.pid) if trains(pid, tmp_path)]):
+    while not (started := [pid for pid in children(killed.pid) if trains(pid, folder.values())]):
         assert killed.poll() is None and time.monotonic() < deadline, finish(killed, 5)
         time.sleep(0.02)
     for pid in started:

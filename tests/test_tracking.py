@@ -5,6 +5,8 @@ import shutil
 import struct
 import sys
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -36,19 +38,28 @@ def records(path: Path) -> list[bytes]:
     return found
 
 
-def history(run_dir: Path, last: int) -> tuple[str, list[int]]:
-    """The id of the one offline run of a directory, and the updates of its rows, of which one is the last."""
+def read_when(path: Path, is_there: Callable[[list], bool]) -> list:
+    """The records of a .wandb file.  W&B's own process writes them, on a busy machine a moment after the run's end."""
+    from google.protobuf.message import DecodeError
     from wandb.proto import wandb_internal_pb2 as pb
 
-    (path,) = run_dir.glob("wandb/offline-run-*/run-*.wandb")
-    deadline, rows = time.monotonic() + 60, []
-    while last not in rows and time.monotonic() < deadline:  # its own process writes, on a busy machine a moment later
-        rows = []
-        for record in map(pb.Record.FromString, records(path)):
-            items = {item.key or ".".join(item.nested_key): item.value_json for item in record.history.item}
-            rows += [json.loads(items["update"])] if "update" in items else []
+    deadline, found = time.monotonic() + 60, []
+    while not is_there(found) and time.monotonic() < deadline:
         time.sleep(0.1)
-    return path.stem.removeprefix("run-"), rows
+        with suppress(DecodeError):  # of a record that is not whole yet
+            found = [pb.Record.FromString(data) for data in records(path)]
+    return found
+
+
+def history(run_dir: Path, last: int) -> tuple[str, list[int]]:
+    """The id of the one offline run of a directory, and the updates of its rows, of which one is the last."""
+
+    def updates(read: list) -> list[int]:
+        rows = [{item.key or ".".join(item.nested_key): item.value_json for item in r.history.item} for r in read]
+        return [json.loads(items["update"]) for items in rows if "update" in items]
+
+    (path,) = run_dir.glob("wandb/offline-run-*/run-*.wandb")
+    return path.stem.removeprefix("run-"), updates(read_when(path, lambda read: last in updates(read)))
 
 
 def test_an_offline_run_that_goes_on_has_each_row_once(tmp_path, monkeypatch):
@@ -67,8 +78,6 @@ def test_an_offline_run_that_goes_on_has_each_row_once(tmp_path, monkeypatch):
 
 
 def test_an_evaluation_is_drawn_over_the_steps_of_its_version(tmp_path, monkeypatch):
-    from wandb.proto import wandb_internal_pb2 as pb
-
     monkeypatch.setenv("WANDB_MODE", "offline")
     tracking = Tracking(tmp_path, *PLACE)
     for update in range(1, 6):
@@ -76,7 +85,8 @@ def test_an_evaluation_is_drawn_over_the_steps_of_its_version(tmp_path, monkeypa
     tracking.write(2, 16, {f"eval/{name}": 7.0 for name in ("episodic_return", "episodic_length", "seconds")})
     tracking.close()
     (path,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
-    metrics = [record.metric for record in map(pb.Record.FromString, records(path)) if record.HasField("metric")]
+    read = read_when(path, lambda read: any(record.HasField("exit") for record in read))
+    metrics = [record.metric for record in read if record.HasField("metric")]
     over = {(metric.name or metric.glob_name): metric.step_metric for metric in metrics}
     assert {name: over[f"eval/{name}"] for name in ("episodic_return", "episodic_length", "seconds")} == {
         name: "eval/global_step" for name in ("episodic_return", "episodic_length", "seconds")
