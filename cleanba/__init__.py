@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         pqn,
         r2d2,
         sac,
+        specify,
         td3,
         train,
     )
@@ -52,6 +53,7 @@ __all__ = [
     "pqn",
     "r2d2",
     "sac",
+    "specify",
     "td3",
     "train",
 ]

@@ -55,7 +55,7 @@ from cleanba.environments.specs import parse_options
 from cleanba.errors import Failure, Interrupted, UsageError, closest_names
 from cleanba.files import Json, expanded, read_json
 from cleanba.launch import Ended, launch
-from cleanba.recipes import RECIPES, AnyRecipe
+from cleanba.recipes import RECIPES, AnyRecipe, find_recipe
 from cleanba.resolution import as_given, configure, named_settings, settle
 from cleanba.runs.curves import column, read_rows
 from cleanba.runtime.devices import default_platform
@@ -79,6 +79,7 @@ __all__ = [
     "pqn",
     "r2d2",
     "sac",
+    "specify",
     "td3",
     "train",
 ]
@@ -91,7 +92,7 @@ class Spec:
     """What to train: an algorithm and its given flags.  `ppo` and the other algorithms' functions make one."""
 
     algorithm: str
-    """its name: "ppo", "impala", "dqn", "pqn", "r2d2", "sac" or "td3" """
+    """its name: "ppo", "impala", "dqn", "pqn", "r2d2", "sac" or "td3"; or "my_ppo:RECIPE", one of your own"""
     flags: Mapping[str, Any] = field(default_factory=dict)
     """the flags that were given; presets and defaults decide the rest"""
     whole: Path | None = None
@@ -118,11 +119,7 @@ class Spec:
     @property
     def recipe(self) -> AnyRecipe:
         """The algorithm.  Raises `UsageError` if there is none of this name."""
-        require(
-            self.algorithm in RECIPES,
-            f"there is no algorithm {self.algorithm!r}; there are {', '.join(RECIPES)}",
-        )
-        return RECIPES[self.algorithm]
+        return find_recipe(self.algorithm)
 
     def register(self) -> None:
         """In this process, register the given class or function."""
@@ -144,7 +141,7 @@ class Specify(Protocol[P]):
 
 def _specify(algorithm: str, form: Callable[P, Experiment]) -> Specify[P]:
     """Make the function of that name, with a signature and documentation from the experiment's fields."""
-    recipe = RECIPES[algorithm]
+    recipe = find_recipe(algorithm)
     known = offered_fields(recipe.experiment)
 
     def specify(*given: str | Callable[..., gymnasium.Env[Any, Any]], **flags: Any) -> Spec:
@@ -199,6 +196,23 @@ def _specify(algorithm: str, form: Callable[P, Experiment]) -> Specify[P]:
     )
     found: Any = specify  # whose signature no checker can follow
     return found
+
+
+def specify(algorithm: str, /, *env_id: str | Callable[..., gymnasium.Env[Any, Any]], **flags: Any) -> Spec:
+    """A specification for an algorithm by its name, such as one of your own: `specify("my_ppo:RECIPE", "CartPole-v1")`.
+
+    Args:
+        algorithm: "ppo" or another of Cleanba's, or module:NAME of a `cleanba.recipes.Recipe`
+            (docs/guides/own-loss.md).
+        env_id: the name of an environment, or a class or function that makes one.
+        **flags: fields of the algorithm's experiment, as for `ppo`.
+
+    Raises:
+        UsageError: there is no such algorithm or keyword, or a value is of another type.
+    """
+    require(isinstance(algorithm, str), f"specify takes the name of an algorithm, such as 'ppo', not {algorithm!r}")
+    made: Any = _specify(algorithm, find_recipe(algorithm).experiment)
+    return made(*env_id, **flags)
 
 
 def _plain(flags: Mapping[str, Any]) -> dict[str, Any]:

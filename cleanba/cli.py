@@ -121,8 +121,8 @@ def dispatch(argv: Sequence[str]) -> Exit:
     if argv and argv[0] in COMMANDS:
         module, function = COMMANDS[argv[0]].where.split(":")
         return getattr(load(module), function)(argv[1:])
-    RECIPES = load("cleanba.recipes").RECIPES
-    names = {name: known.about for name, known in (RECIPES | COMMANDS).items()}
+    recipes = load("cleanba.recipes")
+    names = {name: known.about for name, known in (recipes.RECIPES | COMMANDS).items()}
     if not argv or argv[0] in ("-h", "--help"):
         commands = "\n".join(f"  {name:10} {about}" for name, about in names.items())
         print(
@@ -130,10 +130,10 @@ def dispatch(argv: Sequence[str]) -> Exit:
         )
         return Exit(0 if argv else 2)
     name, *flags = argv
-    if name in RECIPES:
+    if name in recipes.RECIPES or ":" in name:  # the user's own: my_ppo:RECIPE
         from cleanba.launch import train_command
 
-        return train_command(RECIPES[name], flags)
+        return train_command(recipes.find_recipe(name), flags)
     close = "cleanba eval RUN --video" if name == "film" else closest_names(name, names)
     raise UsageError(
         f"there is no command {name!r}; " + (f"did you mean {close}?" if close else f"try {', '.join(names)}")

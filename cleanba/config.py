@@ -265,8 +265,8 @@ class Experiment:
     """discount per step"""
 
     network: Literal["nature", "nips", "impala", "minatar", "mlp"] = "mlp"
-    """torso: for images the Nature CNN, the smaller one of 2013 (nips: a third of the work) or IMPALA's ResNet; the
-    MinAtar CNN for boards of planes, MLP for all else"""
+    """torso: for images the Nature CNN, the smaller one of 2013 or IMPALA's ResNet, for boards of planes MinAtar's CNN,
+    for all else an MLP (nips has a third of the work of nature)"""
     channels: Annotated[tuple[int, ...], Sizes()] = (16, 32, 32)
     """channels of the IMPALA ResNet's sections"""
     hiddens: Annotated[tuple[int, ...], Sizes(unit="units")] = (256,)
@@ -427,7 +427,7 @@ class Run:
     wandb_project_name: str = "cleanba"
     """Weights & Biases project"""
     wandb_entity: str | None = None
-    """Weights & Biases entity (team)"""
+    """Weights & Biases entity: a user or team"""
     save_model: bool = False
     """keep the final parameters in model.msgpack"""
     upload_model: bool = False

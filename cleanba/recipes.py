@@ -7,7 +7,8 @@ from typing import Any, Generic, NamedTuple, TypeAlias
 from cleanba.algorithm import Algorithm, AnyAlgorithm
 from cleanba.algorithms import dqn, impala, ppo, pqn, r2d2, sac, td3
 from cleanba.config import E, Partition, Settings
-from cleanba.environments.specs import EnvSpec
+from cleanba.environments.specs import EnvSpec, imported
+from cleanba.errors import UsageError
 from cleanba.kernels import compiled_for
 
 
@@ -18,6 +19,12 @@ class Play(NamedTuple):
     """whether it takes the best action it knows, without exploration"""
     epsilon: float = 0.0
     """probability of a uniformly random action instead"""
+
+    def changed(self, greedy: bool | None, epsilon: float | None) -> "Play":
+        """As flags ask; None leaves it as it is.  `greedy=True` alone means no random actions either."""
+        if epsilon is None:
+            epsilon = 0.0 if greedy else self.epsilon
+        return Play(self.greedy if greedy is None else greedy, epsilon)
 
     def in_words(self) -> str:
         """How actions are chosen, as evaluations and reports say it."""
@@ -145,3 +152,24 @@ RECIPES: dict[str, AnyRecipe] = {
         td3.LOGGED,
     ),
 }
+
+
+def find_recipe(name: str) -> AnyRecipe:
+    """The algorithm of this name: one of `RECIPES`, or one of the user's own, "my_ppo:RECIPE", which is imported.
+
+    Raises:
+        UsageError: there is none of this name, or its module cannot be imported.
+    """
+    if name in RECIPES:
+        return RECIPES[name]
+    module, colon, attribute = name.partition(":")
+    if not colon:
+        raise UsageError(
+            f"there is no algorithm {name!r}; there are {', '.join(RECIPES)}, and your own, as module:RECIPE"
+        )
+    if not (all(part.isidentifier() for part in module.split(".")) and attribute.isidentifier()):
+        raise UsageError(f"the algorithm {name!r} must have the form module:RECIPE, such as my_ppo:RECIPE")
+    found = imported(f"the algorithm {name}", "run the command where the module lies", module, attribute)
+    if not isinstance(found, Recipe):
+        raise UsageError(f"{name} is not a recipe but {type(found).__name__}; docs/guides/own-loss.md shows one")
+    return found._replace(name=name)

@@ -54,7 +54,7 @@ from cleanba.environments.specs import EnvSpec, stated_limit
 from cleanba.errors import UsageError, largest_divisor
 from cleanba.files import Json, expanded, read_json
 from cleanba.networks import suitable_network
-from cleanba.recipes import RECIPES, AnyRecipe
+from cleanba.recipes import RECIPES, AnyRecipe, find_recipe
 from cleanba.seeds import SEEDS
 
 NAMED = "--preset "  # and its name
@@ -332,10 +332,13 @@ def read_recipe(run_dir: Path, trust_remote_code: bool = False) -> tuple[AnyReci
     """
     values = read_experiment(run_dir)
     algorithm = values.pop("algorithm")
-    known = isinstance(algorithm, str) and algorithm in RECIPES
-    require(known, f"{run_dir} is a run of {str(algorithm)[:40]!r}; this version knows {', '.join(RECIPES)}")
+    known = algorithm in RECIPES or ":" in algorithm
+    require(known, f"{run_dir} is a run of {algorithm[:40]!r}; this version knows {', '.join(RECIPES)}")
     source = None if trust_remote_code else trust.source_of(run_dir)
-    return RECIPES[algorithm], earlier_experiment(RECIPES[algorithm], values, source)
+    if source is not None:
+        trust.check_algorithm(algorithm, algorithm in RECIPES, source)
+    recipe = find_recipe(algorithm)
+    return recipe, earlier_experiment(recipe, values, source)
 
 
 def taken_whole(recipe: AnyRecipe, e: Experiment, source: Path, platform: str) -> Resolved:
@@ -462,7 +465,7 @@ def configure(
             f"the whole experiment is taken from {whole}, but flags change it ({'; '.join(changed)}); leave these "
             f"flags out, or start a new experiment from that run's parameters with --init-from {whole}",
         )
-    return Config(asked, given, placement, replace(run, exp_name=run.exp_name or recipe.name), whole)
+    return Config(asked, given, placement, replace(run, exp_name=run.exp_name or recipe.name.replace(":", "-")), whole)
 
 
 def settle(recipe: AnyRecipe, config: Config, platform: str, run_dir: Path | None) -> Resolved:

@@ -288,7 +288,16 @@ def flag_lines(name: str, f: Field, value: Any, width: int, whole: bool) -> list
     about = f.about if whole else first_clause(f.about)
     rule = f"; {whole_line(f.rule.bounds)}" if whole and f.rule else ""
     unit = f" {f.rule.unit}" if rule and f.rule and f.rule.unit else ""
-    return entry(written, f"{about}{rule}{unit} {whole_line(f'[default {in_words(value)}]')}", width)
+    default = whole_line(f"default {in_words(value)}")
+    meaning = "" if whole else meaning_of(value, f.about)
+    return entry(written, f"{about}{rule}{unit} [{default}{meaning and f': {meaning}'}]", width)
+
+
+def meaning_of(value: Any, about: str) -> str:
+    """What a flag's description says of a value such as None or 0: "(0: never; None: one a minute)" -> "never"."""
+    names = "None|default" if value is None else re.escape(str(value))
+    found = re.search(rf"[(;] ?(?:{names}): ([^;)]*)", about)
+    return found[1] if found else ""
 
 
 WRITTEN = {"experiment_from": "experiment", "from_update": "from", "to_update": "to"}

@@ -143,6 +143,17 @@ def _type_name(hint: Any) -> str:
     return hint.__name__ if isinstance(hint, type) and get_origin(hint) is None else str(hint).replace("typing.", "")
 
 
+def check_algorithm(name: str, known: bool, source: str) -> None:
+    """Raise `UsageError` if a foreign run's algorithm is not one of Cleanba's, but one that would be imported."""
+    if not known:
+        module, _, attribute = name.partition(":")
+        refuse(
+            source,
+            f"is of the algorithm {_shown(name)}: loading it would import the module {_shown(module)} and call its "
+            f"{_shown(attribute)}",
+        )
+
+
 def check_environment(e: Experiment, source: str) -> None:
     """Raise `UsageError` unless a foreign experiment's environment is one that this installation knows.
 

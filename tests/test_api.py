@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import sys
 import threading
 import time
 from hashlib import sha256
@@ -27,6 +28,7 @@ from cleanba.errors import UsageError
 from cleanba.recipes import RECIPES
 from cleanba.runtime.collect import first_carry
 from cleanba.specs import ActionSpec, EnvSpec, ObsSpec
+from cleanba.trust import mark_downloaded
 
 SMALL = dict(num_envs=8, num_steps=16, num_actors=2, num_shards=2, hiddens=[16], num_minibatches=2, update_epochs=1)
 SMALL |= dict(collector="stepped")  # compiled once for all tests
@@ -534,27 +536,74 @@ def test_a_makers_name_is_the_same_at_each_start(tmp_path):
     assert names[0] == names[1] and names[0]
 
 
-def test_an_own_loss_is_a_file_of_its_own(tmp_path):
+OWN_LOSS = "total = policy_loss - e.ent_coef * entropy + e.vf_coef * value_loss\n"
+OWN = (  # what somebody writes who wants another loss: where, and what instead
+    (OWN_LOSS, OWN_LOSS.strip() + " + e.square_coef * policy_loss**2\n"),
+    ("class PPO(PolicyGradient):\n", 'class PPO(PolicyGradient):\n    square_coef: float = 0.1\n    """weight"""\n'),
+)
+
+
+@pytest.fixture
+def own_loss(tmp_path, monkeypatch) -> Path:
+    """my_ppo.py, as the page on it says, in the current directory."""
     page = (ROOT / "docs" / "guides" / "own-loss.md").read_text()
     (end,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    loss = "total = policy_loss - e.ent_coef * entropy + e.vf_coef * value_loss\n"
     text = (ROOT / "cleanba" / "algorithms" / "ppo.py").read_text()
-    assert text.count(loss) == 1
-    mine = tmp_path / "my_ppo.py"
-    mine.write_text(text.replace(loss, f"{loss.strip()} + 0.1 * policy_loss**2\n") + "\n\n" + end)
-    run = lambda *words: finish(python(mine, *words), 300)
-    for name in ("my_ppo", "ppo"):
-        ended = run(name, *TINY, "--run-dir", tmp_path / name)
-        assert ended.code == 0, ended.err
-    assert run("eval", tmp_path / "my_ppo", "--episodes", "1").code == 0
-    ended = run("diff", tmp_path / "my_ppo", tmp_path / "ppo")
-    assert ended.code == 1 and "algorithm: my_ppo, now ppo" in ended.out, ended.out
-    sources = [json.loads((tmp_path / name / "config.json").read_text())["sources"] for name in ("my_ppo", "ppo")]
-    assert sources == [{"__main__": f"sha256:{sha256(mine.read_bytes()).hexdigest()}"}, {}]
-    results = [read_result(tmp_path / name)["params_digest"] for name in ("my_ppo", "ppo")]
-    assert results[0] != results[1]
-    ended = command("eval", tmp_path / "my_ppo")
-    assert ended.code == 2 and "is a run of 'my_ppo'" in ended.err
+    for before, after in OWN:
+        assert text.count(before) == 1, before
+        text = text.replace(before, after)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    monkeypatch.delitem(sys.modules, "my_ppo", raising=False)
+    module = tmp_path / "my_ppo.py"
+    module.write_text(f"{text}\n\n{end}")
+    return module
+
+
+def test_an_own_loss_trains_in_sweeps_and_in_python(own_loss):
+    flags = {"num_envs": 8, "num_steps": 8, "num_actors": 2, "num_shards": 1, "hiddens": [8], "num_minibatches": 2}
+    flags |= {"update_epochs": 1, "total_timesteps": 320, "collector": "stepped"}
+    words = words_of(flags)
+    assert command("ppo", "--env-id", "Catch-v0", *words, "--run-dir", "ppo").code == 0
+    sets = ("--set", "square_coef=0.2,0.3", "--num-seeds", "1", "--dir", "s")
+    ended = command("sweep", "--env-ids", "Catch-v0", *sets, "--", "my_ppo:RECIPE", *words)
+    assert ended.code == 0 and "2 of 2 runs finished" in ended.out, ended
+    first, mine = (Path(f"s/Catch-v0__square_coef={x}__s1") for x in (0.2, 0.3))
+    spec = cleanba.specify("my_ppo:RECIPE", "Catch-v0", **flags, square_coef=0.3)
+    trained = cleanba.train(spec, "python", progress=False)
+    digests = [read_result(run)["params_digest"] for run in (first, mine, Path("ppo"))]
+    assert digests[1] == trained.result["params_digest"] and len(set(digests)) == 3
+    assert trained.config["sources"] == {"my_ppo": f"sha256:{sha256(own_loss.read_bytes()).hexdigest()}"}
+    assert len(cleanba.evaluate(cleanba.load(mine), episodes=1).returns) == 1
+    assert command("verify", mine).code == 0
+    ended = command("diff", mine, "ppo")
+    assert ended.code == 1 and "algorithm: my_ppo:RECIPE, now ppo" in ended.out, ended.out
+
+
+def test_an_own_algorithm_that_is_none_is_refused(own_loss):
+    for name, why in (
+        ("my_ppo:PPO", "my_ppo:PPO is not a recipe but type"),
+        ("my_ppo:RECIPEE", "cannot be imported"),
+        ("mine:RECIPE", "cannot be imported (No module named 'mine'); run the command where"),
+        ("my_ppo:", "must have the form module:RECIPE"),
+        ("os.path/x:RECIPE", "must have the form module:RECIPE"),
+    ):
+        ended = command(name, "--env-id", "Catch-v0")
+        assert ended.code == 2 and why in ended.err, ended
+        with pytest.raises(UsageError, match=re.escape(why)):
+            cleanba.specify(name, "Catch-v0")
+
+
+def test_an_own_algorithm_from_elsewhere_is_not_imported(own_loss):
+    run = Path("runs/a")
+    assert command("my_ppo:RECIPE", *TINY, "--run-dir", run).code == 0
+    mark_downloaded(run, "hf://somebody/run")
+    own_loss.write_text("raise SystemExit('it was imported')")
+    sys.modules.pop("my_ppo")
+    ended = command("eval", run, "--episodes", "1")
+    assert ended.code == 2 and "is of the algorithm 'my_ppo:RECIPE': loading it would import" in ended.err, ended
+    ended = command("eval", run, "--episodes", "1", "--trust-remote-code")
+    assert ended.code == 2 and "it was imported" in ended.err, ended
 
 
 SCRIPT = f"""

@@ -27,7 +27,7 @@ def agent_of(algorithm: str, env_id: str, **flags) -> Agent:
     noise = np.random.default_rng(0)
     stir = lambda x: x + 0.1 * np.abs(noise.standard_normal(x.shape)).astype(x.dtype) if x.dtype == np.float32 else x
     params = jax.tree.map(lambda x: stir(np.asarray(x)), params)
-    policy = new_policy(e, spec, made, "cpu", recipe.plays)._replace(params=params, run="made")
+    policy = new_policy(recipe, e, spec, made, "cpu")._replace(params=params, run="made")
     return Agent(policy, jax.devices()[0])
 
 

@@ -19,7 +19,7 @@ from cleanba.environments.specs import ActionSpec, EnvSpec, ObsSpec, choice
 from cleanba.networks import make_actor_critic
 from cleanba.networks.encoder import as_vector, legal_actions
 from cleanba.ops.distributions import Combination, distribution, size
-from cleanba.recipes import Play
+from cleanba.recipes import RECIPES, Play
 from cleanba.rollout import Rollout
 
 STEPS = 6
@@ -220,7 +220,7 @@ def test_training_and_evaluation_do_only_what_is_legal_and_losses_are_finite():
     record = finished(e, spec=spec, make_envs=make_envs)
     assert all(np.isfinite(row["losses/loss"]) for row in record.rows) and pools[0].checked == 192
     algorithm = ppo.make(e, spec, "cpu")
-    agent = new_policy(e, spec, algorithm, "cpu", Play())._replace(params=algorithm.actor_params(record.state))
+    agent = new_policy(RECIPES["ppo"], e, spec, algorithm, "cpu")._replace(params=algorithm.actor_params(record.state))
     for plays in (Play(), Play(greedy=True), Play(epsilon=1.0)):
         assert len(play(agent, 2, 1, jax.devices()[0], plays=plays, make_envs=make_envs)) == 2
         assert pools[-1].checked > 20

@@ -17,7 +17,7 @@ from cleanba.environments.specs import EnvSpec
 from cleanba.environments.worker import named
 from cleanba.errors import Failure, UsageError
 from cleanba.files import Json, read_json
-from cleanba.recipes import Play
+from cleanba.recipes import AnyRecipe
 from cleanba.resolution import read_recipe
 from cleanba.rollout import Obs, PyTree
 from cleanba.runtime import checkpoint as ckpt
@@ -53,29 +53,27 @@ class Policy(NamedTuple):
 
     experiment: Experiment
     spec: EnvSpec
+    recipe: AnyRecipe
     algorithm: AnyAlgorithm
     act: ActOnce
     params: PyTree = None
     update: int | None = None
     """the update that made the parameters; None for a model without its run"""
     global_step: int | None = None
-    plays: Play = Play()
-    """how it acts unless flags say otherwise"""
     run: str = ""
     """name of its run's directory"""
 
 
-def new_policy(e: Experiment, spec: EnvSpec, algorithm: AnyAlgorithm, platform: str, plays: Play = Play()) -> Policy:  # noqa: B008
-    """A policy without parameters."""
+def new_policy(recipe: AnyRecipe, e: Experiment, spec: EnvSpec, algorithm: AnyAlgorithm, platform: str) -> Policy:
+    """A policy without parameters.  `algorithm` is what the recipe made."""
 
     def act(
         params: PyTree, carry: PyTree, obs: Obs, first: jax.Array, key: jax.Array, t: jax.Array, explore: bool
     ) -> tuple[jax.Array, PyTree]:
         return algorithm.act(params, carry, obs, first, jax.random.fold_in(key, t), explore)[:2]
 
-    return Policy(
-        e, spec, algorithm, jax.jit(act, static_argnums=6, compiler_options=network_options(platform)), plays=plays
-    )
+    compiled = jax.jit(act, static_argnums=6, compiler_options=network_options(platform))
+    return Policy(e, spec, recipe, algorithm, compiled)
 
 
 class Agent:
@@ -187,7 +185,7 @@ class Agent:
                     "call reset() before their number changes",
                 )
                 self._carry, self._remembers = first_carry(policy.algorithm, n, self._device), n
-            explore = not (policy.plays.greedy if greedy is None else greedy)
+            explore = not (policy.recipe.plays.greedy if greedy is None else greedy)
             chosen, self._carry = policy.act(
                 self._params, self._carry, seen, flags, self._key, np.int32(self._step), explore
             )
@@ -272,7 +270,7 @@ def load_policy(run_dir: Path, checkpoint: str, platform: str, trust_remote_code
         params, update, global_step = read_uploaded(run_dir, checkpoint, source, like_params)
     else:
         params, update, global_step = read_params(run_dir, checkpoint, algorithm.actor_params, like_state, like_params)
-    policy = new_policy(e, spec, algorithm, platform, recipe.plays)
+    policy = new_policy(recipe, e, spec, algorithm, platform)
     return policy._replace(params=params, update=update, global_step=global_step, run=run_dir.resolve().name)
 
 

@@ -67,11 +67,11 @@ class Eval:
     """steps after which an episode is cut off and reported as truncated (None: 27,000, or the environment's own limit
     where that is longer)"""
     greedy: bool = False
-    """take the likeliest action instead of drawing one from the policy; all algorithms but PPO and
-    IMPALA always take the best one"""
+    """take the best action always: PPO and IMPALA otherwise draw one from the policy, and DQN, PQN and R2D2 sometimes
+    take a random one"""
     epsilon: float | None = None
-    """probability of a uniformly random action in place of the policy's (None: 0.05 for DQN and PQN,
-    0.01 for R2D2, else 0)"""
+    """probability of a uniformly random action in place of the policy's (None: 0 with --greedy, else 0.05 for DQN and
+    PQN, 0.01 for R2D2, 0 for the others)"""
     trust_remote_code: bool = False
     """for a downloaded or unpacked run: import and call what its config.json names (docs/guides/trust.md)"""
     video: bool = False
@@ -101,7 +101,7 @@ def play(
     An episode that lasts `max_steps` (None: see `step_limit`) is cut off there and counts as it stands.  As no single
     environment can be reset, the episodes that this one still has to play are played afterwards by a fresh one.
     """
-    greedy, epsilon = plays or policy.plays
+    greedy, epsilon = plays or policy.recipe.plays
     require(
         epsilon == 0 or policy.spec.action.kind == "choice",
         f"epsilon={epsilon} needs actions to choose from, which {policy.spec.env_id} has not; leave --epsilon out",
@@ -272,8 +272,8 @@ def evaluate(
         seed: seed of environments and actions.
         greedy: whether to take the best action, or one drawn from the policy; None: as its algorithm is
             evaluated.
-        epsilon: probability of a uniformly random action in place of its own; None: 0.05 for DQN and PQN, 0.01
-            for R2D2, else 0.
+        epsilon: probability of a uniformly random action in place of its own; None: 0 with `greedy=True`, else 0.05
+            for DQN and PQN, 0.01 for R2D2, and 0 for the others.
         max_steps: steps after which an episode is cut off and reported as truncated; None: 27,000, or the environment's
             own limit where that is longer.
         film: an .mp4 file for a film of the first episode.
@@ -290,9 +290,7 @@ def evaluate(
     path = None if film is None else Path(film)
     require(path is None or path.suffix == ".mp4", f"film={str(film)!r} must be an .mp4 file; try film.mp4")
     policy, device = agent.policy, agent.device
-    plays = Play(
-        policy.plays.greedy if greedy is None else greedy, policy.plays.epsilon if epsilon is None else epsilon
-    )
+    plays = policy.recipe.plays.changed(greedy, epsilon)
     with settings_of(policy.experiment.dtype):
         if path is None:
             played = play(policy, episodes, seed, device, plays=plays, max_steps=max_steps)
@@ -388,15 +386,14 @@ def evaluate_run(run_dir: Path, options: Eval) -> Json:
     """
     agent = load(run_dir, options.checkpoint, trust_remote_code=options.trust_remote_code)
     policy = agent.policy
-    epsilon = policy.plays.epsilon if options.epsilon is None else options.epsilon
-    plays = Play(options.greedy or policy.plays.greedy, epsilon)
+    plays = policy.recipe.plays.changed(options.greedy or None, options.epsilon)
     film = film_path(run_dir, policy, options.seed, plays) if options.video else None
     played = evaluate(
         agent,
         options.episodes,
         seed=options.seed,
         greedy=plays.greedy,
-        epsilon=epsilon,
+        epsilon=plays.epsilon,
         max_steps=options.max_steps,
         film=film,
     )

@@ -127,7 +127,7 @@ class PeriodicEvaluation:
             return None
         agent = self._agent._replace(params=params, update=update, global_step=global_step)
         seed, limit = agent.experiment.seed, self._run.eval_max_steps
-        path = film_path(self._run_dir, agent, seed, agent.plays)
+        path = film_path(self._run_dir, agent, seed, agent.recipe.plays)
         film_to(path, agent, seed, 1, self._device, max_steps=limit, check=self._move)
         return path
 

@@ -34,7 +34,7 @@ from cleanba.environments.backends import open_envs
 from cleanba.environments.specs import EnvSpec
 from cleanba.errors import Failure, UsageError, closest_names, missing, said
 from cleanba.files import Json, write_whole
-from cleanba.recipes import RECIPES
+from cleanba.recipes import AnyRecipe
 from cleanba.rollout import PyTree, step_outcome
 from cleanba.runtime.digests import params_digest
 from cleanba.runtime.process_setup import settings_of
@@ -84,6 +84,8 @@ class Trained(Protocol):
     @property
     def run(self) -> str: ...
     @property
+    def recipe(self) -> AnyRecipe: ...
+    @property
     def algorithm(self) -> AnyAlgorithm: ...
     @property
     def act(self) -> Callable[..., tuple[jax.Array, PyTree]]: ...
@@ -118,9 +120,7 @@ class Export:
 
 def plain_algorithm(policy: Trained) -> AnyAlgorithm:
     """The policy's algorithm in plain JAX and float32: kernels for CPUs are calls that no other program knows."""
-    e = policy.experiment
-    recipe = next(recipe for recipe in RECIPES.values() if recipe.experiment is type(e))
-    return recipe.make(replace(e, cpu_kernels="off", dtype="float32"), policy.spec, "cpu")
+    return policy.recipe.make(replace(policy.experiment, cpu_kernels="off", dtype="float32"), policy.spec, "cpu")
 
 
 def names_of(prefix: str, tree: PyTree) -> list[str]:
@@ -187,7 +187,7 @@ def exported(policy: Trained) -> Exported:
     metadata = {
         "cleanba": version("cleanba"),
         "run": policy.run,
-        "algorithm": next(name for name, recipe in RECIPES.items() if recipe.experiment is type(policy.experiment)),
+        "algorithm": policy.recipe.name,
         "env_id": spec.env_id,
         "env_options": spec.options,
         "env_wrappers": list(spec.wrappers),

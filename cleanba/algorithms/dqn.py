@@ -64,7 +64,7 @@ class DQN(PrioritisedReplay):
     target_network_frequency: Steps = 500
     """environment steps between updates of the target network"""
     tau: float = 1.0
-    """Polyak step of the target network: tau online + (1 - tau) target (1: a copy)"""
+    """step of the target network towards the online one; 1 copies it (Polyak: tau online + (1 - tau) target)"""
     start_e: Fraction = 1.0
     """probability of a random action at the start"""
     end_e: Fraction = 0.05

@@ -28,7 +28,7 @@ class OffPolicy(Experiment):
     train_frequency: Steps = 1
     """environment steps for each gradient step, over all environments"""
     tau: Annotated[float, Range(0, 1, open_low=True)] = 0.005
-    """Polyak step of the target network: tau online + (1 - tau) target (1: a copy)"""
+    """step of the target network towards the online one; 1 copies it (Polyak: tau online + (1 - tau) target)"""
 
     @property
     def gradient_steps(self) -> int:

@@ -94,13 +94,13 @@ class R2D2(PrioritisedReplay, Recurrent):
     n_step: Steps = 5
     """n of the n-step return: rewards that a target adds up before it bootstraps"""
     rescale: bool = True
-    """learn h(Q) in place of Q, with h(x) = sign(x) (sqrt(abs(x) + 1) - 1) + eps x"""
+    """learn h(Q) in place of Q, which makes large values small (h(x) = sign(x) (sqrt(abs(x) + 1) - 1) + eps x)"""
     rescale_eps: NotNegative = 1e-3
     """eps of h"""
     target_network_frequency: Count = 2500
     """gradient steps between updates of the target network"""
     tau: float = 1.0
-    """Polyak step of the target network: tau online + (1 - tau) target (1: a copy)"""
+    """step of the target network towards the online one; 1 copies it (Polyak: tau online + (1 - tau) target)"""
     double: bool = True
     """double Q-learning: the online network chooses the next action, the target network evaluates it"""
     dueling: bool = True
@@ -114,7 +114,8 @@ class R2D2(PrioritisedReplay, Recurrent):
     priority_max_weight: Fraction = 0.9
     """weight of a sequence's largest absolute error in its priority; the mean absolute error has the rest"""
     explore_base: Fraction = 0.4
-    """environment i of N takes a random action with probability explore_base^(1 + explore_power i / (N - 1))"""
+    """how often environments take random actions (environment i of N with probability
+    explore_base^(1 + explore_power i / (N - 1)))"""
     explore_power: NotNegative = 7.0
     """exponent of this formula; the larger, the less later environments explore"""
 

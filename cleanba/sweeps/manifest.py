@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from cleanba.errors import UsageError
 from cleanba.files import Json, write_json
-from cleanba.recipes import RECIPES
+from cleanba.recipes import find_recipe
 from cleanba.runs.directory import was_uploaded
 from cleanba.runs.log import is_finished
 from cleanba.train_flags import parse
@@ -27,7 +27,8 @@ class Planned(NamedTuple):
 
 def done(runs: Sequence[Planned], folder: Path) -> set[str]:
     """The names of the runs that have finished, and have been uploaded if their flags ask for that."""
-    upload = parse(RECIPES[runs[0].words[0]], list(runs[0].words[1:])).run.upload_model  # the same for all of a sweep
+    name, *words = runs[0].words
+    upload = parse(find_recipe(name), words).run.upload_model  # the same for all runs of a sweep
     finished = {run.name for run in runs if is_finished(folder / run.name)}
     return {name for name in finished if was_uploaded(folder / name)} if upload else finished
 

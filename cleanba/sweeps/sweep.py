@@ -23,7 +23,7 @@ from cleanba.environments.atari_scores import table
 from cleanba.environments.specs import EnvSpec
 from cleanba.errors import Exit, Failure, UsageError, closest_names, printable
 from cleanba.flags import FLAGS
-from cleanba.recipes import RECIPES, AnyRecipe
+from cleanba.recipes import RECIPES, AnyRecipe, find_recipe
 from cleanba.resolution import Config, continue_experiment, fit, resolve
 from cleanba.runs.directory import lock
 from cleanba.runs.listing import is_locked
@@ -93,13 +93,13 @@ def sweep_command(argv: Sequence[str]) -> Exit:
     own, rest = argv[:cut], list(argv[cut + 1 :])
     flags = tyro.cli(Flags, args=own, prog="cleanba sweep", registry=FLAGS, description=USAGE)
     require(
-        bool(rest) and rest[0] in RECIPES,
+        bool(rest) and (rest[0] in RECIPES or ":" in rest[0]),
         f"a sweep needs to know what to run: end the command with -- {' or -- '.join(RECIPES)}, and its flags",
     )
     require(flags.workers is None or flags.workers >= 1, f"workers={flags.workers} must be at least 1; set --workers")
     require(flags.retries >= 0, f"retries={flags.retries} must not be negative; 0 means never")
     refuse_64_bits()  # as each run would
-    recipe, common = RECIPES[rest[0]], rest[1:]
+    recipe, common = find_recipe(rest[0]), rest[1:]
     folder = flags.dir or Path("sweeps") / default_folder(flags, rest)
     runs = plan(recipe, common, flags, folder)
     if flags.slurm is not None:
@@ -115,7 +115,7 @@ def sweep_command(argv: Sequence[str]) -> Exit:
 def default_folder(flags: Flags, rest: Sequence[str]) -> str:
     """The name of a sweep's folder, from a hash of its command.  More seeds go to the same folder."""
     parts = json.dumps([flags.env_ids, flags.set, list(rest)])
-    return f"{rest[0]}-{sha256(parts.encode()).hexdigest()[:6]}"
+    return f"{safe(rest[0])}-{sha256(parts.encode()).hexdigest()[:6]}"
 
 
 # ---------------------------------------------------------------- what to run
