@@ -13,8 +13,9 @@ from cleanba.cli import COMMANDS
 from cleanba.config import Placement, Run, offered_fields
 from cleanba.environments import envpool
 from cleanba.errors import Exit, UsageError
+from cleanba.help import HELP, choices_of, first_clause, written_flag
 from cleanba.recipes import RECIPES
-from cleanba.train_flags import HELP, PRESET, SHOW, choices_of, first_clause, written_flag
+from cleanba.train_flags import PRESET, SHOW
 
 USAGE = """usage: cleanba completion bash|zsh|fish
 

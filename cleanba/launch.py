@@ -671,7 +671,7 @@ def closing_words(run_dir: Path, result: Json, film: Path | None) -> str:
     """The last words: how the run ended, where it is, and how to look at it."""
     figures = [f"{result['global_step']:,} executed steps", duration(result["seconds"])]
     if result["sps"]:
-        figures.insert(1, f"{result['sps']:,.0f} steps/s")
+        figures.insert(1, f"{result['sps']:,.0f} steps/s after compilation")
     if result["episodic_return"] is not None:
         figures.append(f"mean return of the last episodes {result['episodic_return']:.4g}")
     return (

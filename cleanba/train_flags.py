@@ -2,37 +2,32 @@
 
 import json
 import re
-import shutil
-import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import field, fields, make_dataclass
 from io import StringIO
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any
 
 import tyro
 
 from cleanba.config import (
     Experiment,
-    Field,
     Group,
-    KeptCheckpoints,
     Placement,
     Run,
     fields_of,
-    flag,
     offered_fields,
     require,
 )
 from cleanba.errors import Failure, UsageError
 from cleanba.flags import FLAGS
+from cleanba.help import HELP, entry, flag_lines, help_width, paragraphs
 from cleanba.recipes import AnyRecipe
 from cleanba.resolution import DEFAULT, TYPED, Config, Resolved, configure, fit, settle
 from cleanba.runtime.devices import default_platform
 from cleanba.runtime.training_log import LOGGED
 
-HELP = ("-h", "--help", "--help-all")
 SHOW = "--show-config"
 PRESET = "--preset"
 
@@ -227,10 +222,10 @@ def help_text(
         except (UsageError, Failure) as error:
             why = f"\nDefaults are the algorithm's own: {error}.\n"
     e = resolved.experiment if resolved else config.asked
-    width = min(max(shutil.get_terminal_size((100, 24)).columns, 72), 120)
-    fill = lambda text: textwrap.fill(text, width, break_on_hyphens=False)
+    width = help_width()
     about = f"{recipe.about[0].upper()}{recipe.about[1:]}.  Defaults are those of "
-    lines = [f"usage: cleanba {recipe.name} [FLAGS]", "", fill(f"{about}{preset_words(recipe, resolved, e)}."), why]
+    settings = preset_words(recipe, resolved, e)
+    lines = [f"usage: cleanba {recipe.name} [FLAGS]", "", paragraphs(f"{about}{settings}.", width), why]
     for title, group, names in sections(recipe, e, config):
         lines.append(f"{title}:")
         for name in names:
@@ -274,93 +269,6 @@ def sections(recipe: AnyRecipe, e: Experiment, config: Config) -> Iterator[tuple
         yield title, e, names
     yield "placement: does not change the result", config.placement, list(fields_of(Placement))
     yield "run: what is kept and shown", config.run, list(fields_of(Run))
-
-
-def flag_lines(name: str, f: Field, value: Any, width: int, whole: bool) -> list[str]:
-    """The lines of a flag in --help."""
-    written = written_flag(name)
-    if f.annotation is bool:
-        written += f", --no-{written[2:]}"
-    elif choices := choices_of(f.annotation):
-        written += f" {'|'.join(choices)}"
-    else:
-        written += f" {metavar(f)}"
-    about = f.about if whole else first_clause(f.about)
-    rule = f"; {whole_line(f.rule.bounds)}" if whole and f.rule else ""
-    unit = f" {f.rule.unit}" if rule and f.rule and f.rule.unit else ""
-    default = whole_line(f"default {in_words(value)}")
-    meaning = "" if whole else meaning_of(value, f.about)
-    return entry(written, f"{about}{rule}{unit} [{default}{meaning and f': {meaning}'}]", width)
-
-
-def meaning_of(value: Any, about: str) -> str:
-    """What a flag's description says of a value such as None or 0: "(0: never; None: one a minute)" -> "never"."""
-    names = "None|default" if value is None else re.escape(str(value))
-    found = re.search(rf"[(;] ?(?:{names}): ([^;)]*)", about)
-    return found[1] if found else ""
-
-
-WRITTEN = {"experiment_from": "experiment", "from_update": "from", "to_update": "to"}
-"""fields whose flags have another name, as these are words of Python's or would be mistaken"""
-
-
-def written_flag(name: str) -> str:
-    """A field's flag, as it is typed."""
-    return flag(WRITTEN.get(name, name))
-
-
-def first_clause(about: str) -> str:
-    """The first clause of a field's description."""
-    return min((about.partition(end)[0] for end in ("; ", " (")), key=len)
-
-
-def entry(written: str, about: str, width: int) -> list[str]:
-    """A flag and its description, in two columns; a long flag has a line of its own."""
-    column = 32
-    lines = textwrap.wrap(about, width - column, break_on_hyphens=False, break_long_words=False)
-    lines = [line.replace(HARD_SPACE, " ") for line in lines]
-    head = f"  {written}"
-    first = [f"{head:{column}}{lines.pop(0)}"] if len(head) <= column - 2 else [head]
-    return [*first, *(" " * column + line for line in lines)]
-
-
-HARD_SPACE = "\0"
-
-
-def whole_line(text: str) -> str:
-    """Text that `entry` does not break."""
-    return text.replace(" ", HARD_SPACE)
-
-
-def choices_of(annotation: Any) -> list[str]:
-    """The values that a flag may have, if it has a fixed list of them."""
-    return [str(x) for x in get_args(annotation)] if get_origin(annotation) is Literal else []
-
-
-def metavar(f: Field) -> str:
-    """The placeholder for a flag's value, such as N."""
-    if isinstance(f.rule, KeptCheckpoints):
-        return f.rule.metavar
-    inner = f.annotation
-    while get_origin(inner) is not None and get_args(inner):
-        several, inner = get_origin(inner) is tuple, get_args(inner)[0]
-        if several:
-            return f"{METAVARS.get(inner, 'WORD')} ..."
-    return METAVARS.get(inner, "WORD")
-
-
-METAVARS = {int: "N", float: "X", Path: "DIR"}
-
-
-def in_words(value: Any) -> str:
-    """A value as its flag takes it; an empty one as "none"."""
-    if value is None or value in ((), ""):
-        return "none"
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    if isinstance(value, tuple):
-        return " ".join(map(str, value))
-    return str(value)
 
 
 def config_text(recipe: AnyRecipe, config: Config, typed: set[str]) -> str:

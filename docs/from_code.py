@@ -32,9 +32,10 @@ from sphinx.util.docutils import SphinxDirective
 from cleanba.agents import evaluate
 from cleanba.cli import COMMANDS
 from cleanba.config import Experiment, Field, FromRollouts, Placement, PolicyGradient, Run, fields_of, flag
+from cleanba.help import choices_of, in_words, metavar, written_flag
 from cleanba.recipes import RECIPES
 from cleanba.runtime import training_log
-from cleanba.train_flags import ESSENTIAL, HEADINGS, choices_of, in_words, metavar, written_flag
+from cleanba.train_flags import ESSENTIAL, HEADINGS
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted([*ROOT.glob("cleanba/**/*.py"), *ROOT.glob("benchmarks/*.py"), *ROOT.glob("docs/examples/*.py")])

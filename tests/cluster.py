@@ -41,6 +41,7 @@ SlurmdParameters=config_overrides
 SchedulerParameters=sched_min_interval=0,batch_sched_delay=0
 ReturnToService=2
 SlurmdTimeout=300
+MinJobAge=86400
 KillWait=2
 PlugStackConfig={folder}/plugstack.conf
 {nodes}

@@ -22,6 +22,8 @@ ENVIRONMENT = {
     FOLDER: os.environ[FOLDER],
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    # An entry that another process is writing at that moment is not whole; JAX says so, and compiles.
+    "PYTHONWARNINGS": "ignore:Error reading persistent compilation cache",
 }
 ABOUT = "backends batches bisect continuous convolution dqn elastic impala learning moments off_policy placement ppo"
 ABOUT += " pqn product r2d2 recurrent shards slurm uneven verify"

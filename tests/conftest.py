@@ -12,6 +12,8 @@ from pathlib import Path
 if "PYTEST_XDIST_WORKER" not in os.environ:
     for name in [name for name in os.environ if name.startswith(("HF_", "HUGGING_FACE", "SLURM_", "OMPI_", "WANDB_"))]:
         del os.environ[name]
+    for name in ("KUBERNETES_SERVICE_HOST", "FORCE_COLOR"):  # JAX warns in a pod, and Rich would write escape codes
+        os.environ.pop(name, None)
     os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="cleanba-tests-hub-")
     atexit.register(shutil.rmtree, os.environ["HF_HOME"], ignore_errors=True)
 

@@ -346,7 +346,7 @@ def test_actions_have_the_type_that_the_environment_says():
     envs.close()
 
 
-@pytest.mark.filterwarnings("error")  # JAX warns where it is asked for 8 bytes
+@pytest.mark.filterwarnings("error:Explicitly requested dtype")  # JAX warns where it is asked for 8 bytes
 def test_environments_in_jax_may_show_nested_tuples_and_need_arguments():
     envs = opened("jax:odd:Nested", [1, 2], env_options=("size=2", "max_episode_steps=3"))
     assert {name: x.shape for name, x in envs.reset()["pair"].items()} == {"00": (2,), "01": (2, 2)}

@@ -1,15 +1,18 @@
 """The command: what it refuses and how, what it offers, and what it does with a run that is already there."""
 
 import dataclasses
+import importlib
 import json
 import os
 import re
 import shutil
 import signal
 import subprocess
+from typing import get_type_hints
 
 import jax
 import pytest
+import tyro
 from launch import TINY, command, finish, python, read_result
 
 from cleanba.api import Run as Run_of
@@ -17,9 +20,11 @@ from cleanba.cli import COMMANDS
 from cleanba.config import Placement, Run, fields_of, flag, to_json
 from cleanba.errors import UsageError
 from cleanba.flags import whole_number
+from cleanba.help import written_flag
 from cleanba.recipes import RECIPES
 from cleanba.resolution import resolve
 from cleanba.runs.directory import lock
+from cleanba.runtime.metrics import Display, Status, Terminal, panel
 from cleanba.train_flags import refuse_foreign_flags
 
 COMPILED: list[str] = []
@@ -500,6 +505,41 @@ def test_help_explains_every_flag_essentials_first(asked, width, monkeypatch):
         assert all(line.startswith(" " * 32) for line in entry.split("\n\n")[0].splitlines()[1:]), "in two columns"
     assert ("[0, 1]" in ended.out) == (asked == "--help-all")  # which values are allowed
     assert ("losses/" in ended.out) == (asked == "--help-all") and "](" not in ended.out  # what is logged
+
+
+def test_help_says_what_a_default_of_none_means():
+    text = " ".join(command("ppo", "--help").out.split())
+    for words in (
+        "--checkpoint-frequency N updates between checkpoints [default none: one a minute, or fewer",
+        "which also keep the best parameters [default 0: never]",
+        "directory of the run [default none: runs/<env>__<exp-name>__<seed>__<time",
+    ):
+        assert words in text
+    text = " ".join(command("dqn", "--help").out.split())
+    assert "step of the target network towards the online one [default 1.0]" in text
+
+
+@pytest.mark.parametrize("name", [name for name, known in COMMANDS.items() if known.flags])
+def test_help_of_other_commands_explains_every_flag(name):
+    form = getattr(importlib.import_module(COMMANDS[name].where.partition(":")[0]), COMMANDS[name].flags)
+    ended = command(name, "--help")
+    assert ended.code == 0 and ended.err == "" and ended.out.startswith(f"usage: cleanba {name} ")
+    text = " ".join(ended.out.split())
+    hints = get_type_hints(form, include_extras=True)
+    for field, known in fields_of(form).items():
+        placed = tyro.conf.Positional in getattr(hints[field], "__metadata__", ())
+        assert placed or f" {written_flag(field)} " in text.replace(", --no-", " --no-"), field
+        assert known.about.partition(" (")[0] in text, field
+    assert "None" not in text and command(name, "-h").out == ended.out
+
+
+def test_names_that_look_like_emoji_or_styles_are_printed_as_they_are(capsys):
+    display = Display(Status("ppo on pic:A: [b]x[/i]", 1))
+    display.say("ppo on pic:A: [b]x[/i]")
+    assert capsys.readouterr().out == "ppo on pic:A: [b]x[/i]\n"
+    console = Terminal(width=100, markup=False, emoji=False)
+    console.print(panel(Status("ppo on pic:A: [b]x[/i]", 1)))
+    assert "ppo on pic:A: [b]x[/i]" in capsys.readouterr().out
 
 
 def test_the_defaults_are_those_of_the_original_on_atari():

@@ -126,7 +126,7 @@ def test_the_second_start_compiles_less_and_trains_the_same_bits(tmp_path):
     digests, files = [], []
     for number in ("one", "two"):
         words = ["-c", START, "ppo", *TINY, "--collector", "scanned", "--run-dir", tmp_path / number]
-        ended = finish(python(*words, XDG_CACHE_HOME=str(tmp_path / "home")))
+        ended = finish(python(*words, XDG_CACHE_HOME=str(tmp_path / "home"), PYTHONWARNINGS=""))
         assert ended.code == 0 and "persistent compilation cache" not in ended.err, ended.err
         digests.append(read_result(tmp_path / number)["learner_digest"])
         names = {path.name: path for path in (tmp_path / "home").glob("cleanba/xla/*/*")}

@@ -296,7 +296,7 @@ def test_defaults_are_those_of_the_kind_of_environment():
         ({"buffer_size": 39}, "try --buffer-size 42 or more"),
         ({"end_e": 1.5}, "--end-e"),
         ({"train_frequency": 50}, "try --train-frequency 18 or 36, or --num-steps 50 or"),
-        ({"learning_starts": 10**6}, "try --learning-starts 3600 or less, or --total-timesteps 1000008 or more"),
+        ({"learning_starts": 10**6}, "try --learning-starts 720, or --total-timesteps 5000040"),
         ({"learning_starts": 361, "total_timesteps": 380}, "beyond the run's 360 steps"),
         ({"batch_size": 121}, "batch_size=121 is more than the 120 steps that buffer_size holds"),
         ({"n_step": 0}, "--n-step"),

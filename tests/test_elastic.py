@@ -37,7 +37,7 @@ def test_a_job_outlives_the_loss_of_a_node_and_takes_it_back(tmp_path, monkeypat
         job = submit(cluster, here, "cpu", "ppo", *FLAGS, "--run-dir", "run")
         starts = lambda: re.findall(r"start \d+, on (\d) of 2", log(here, job))
         saved_since = lambda update: max(updates_kept(here / "run"), default=0) > update
-        wait_for(lambda: saved_since(0), 120, "checkpoint")
+        wait_for(lambda: saved_since(0), 300, "checkpoint")
         lost = cluster.nodes[1]
         cluster.signal_node(lost, signal.SIGKILL)
         wait_for(lambda: starts() == ["2", "1"], 180, f"start without {lost}: {log(here, job)}")

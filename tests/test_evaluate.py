@@ -27,6 +27,7 @@ from cleanba.config import Experiment, Placement, Run
 from cleanba.environments.action_names import ATARI_ACTIONS, action_names
 from cleanba.environments.atari_scores import human_normalised, reference, table
 from cleanba.environments.backends import env_spec
+from cleanba.recipes import RECIPES
 from cleanba.rollout import Episode
 from cleanba.runs import listing
 from cleanba.runs.log import newest
@@ -52,7 +53,7 @@ class DrawnEnvs(ScriptedEnvs):
 def agent(algorithm=None, inspect=None) -> Policy:
     algorithm = (algorithm or mirror())._replace(inspect=inspect)
     act = lambda params, carry, obs, first, key, t, explore: algorithm.act(params, carry, obs, first, key, explore)[:2]
-    return Policy(Experiment(), spec(), algorithm, jax.jit(act, static_argnums=6), {}, 3, 100)
+    return Policy(Experiment(), spec(), RECIPES["ppo"], algorithm, jax.jit(act, static_argnums=6), {}, 3, 100)
 
 
 def play_scripts(scripts, episodes, film=None, algorithm=None, inspect=None, max_steps=None, **common):
@@ -206,6 +207,13 @@ def test_the_same_seed_plays_the_same_games(runs, name):
     assert played(*flags, "--seed", "5") == first
     assert played(*flags, "--seed", "6") != first
     assert played(*flags, "--seed", "5", "--greedy") == played(*flags, "--seed", "5", "--greedy")
+
+
+def test_greedy_takes_no_random_action_unless_epsilon_is_given():
+    dqn, ppo = RECIPES["dqn"].plays, RECIPES["ppo"].plays
+    assert dqn.changed(None, None) == dqn and dqn.epsilon == 0.05
+    assert dqn.changed(True, None) == (True, 0.0) and dqn.changed(True, 0.1) == (True, 0.1)
+    assert dqn.changed(None, 0.1) == (True, 0.1) and ppo.changed(True, None) == (True, 0.0)
 
 
 def test_an_evaluation_overwrites_none_of_another_mode(runs):
@@ -706,6 +714,7 @@ def test_an_evaluation_ends_with_the_run(evaluations):
     made.after_update(1, 0, watched.params)
     assert made._thread.is_alive()
     made.close()
+    made._thread.join(60)  # it may be compiling
     assert not made._thread.is_alive()
 
 
@@ -737,8 +746,8 @@ def test_an_evaluation_at_the_end_that_stands_still_ends_the_run(tmp_path, monke
         check("playing")
 
     monkeypatch.setattr(periodic_evaluation, "play", hangs)
-    # Training, which has to compile on a busy machine, has a minute, its end a second.
-    monkeypatch.setattr(launch, "Watchdog", lambda timeout, counted: Watchdog(timeout / 60, counted))
+    # Training, which has to compile on a busy machine, has a minute, its end five seconds.
+    monkeypatch.setattr(launch, "Watchdog", lambda timeout, counted: Watchdog(timeout / 12, counted))
     run = tmp_path / "run"
     flags = (*TINY, "--eval-frequency", "100", "--eval-episodes", "2", "--run-dir", run)
     ended = command("ppo", *flags, "--stall-timeout", "60")

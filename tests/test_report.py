@@ -299,7 +299,15 @@ def browse(page: Path, out: Path, *flags: str) -> tuple[np.ndarray, str]:
     """A picture [H, W, 3] of a page in a browser without a network, and what the browser's console says."""
     ended = subprocess.run(
         [
-            *(CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=1000,3200"),
+            *(
+                CHROMIUM,
+                "--headless",
+                "--no-sandbox",
+                "--disable-gpu",
+                "--disable-dev-shm-usage",
+                "--hide-scrollbars",
+                "--window-size=1000,3200",
+            ),
             *("--enable-logging=stderr", "--host-resolver-rules=MAP * ~NOTFOUND", "--disable-background-networking"),
             *(f"--user-data-dir={out.parent / 'profile'}", f"--screenshot={out}", *flags, page.as_uri()),
         ],

@@ -125,7 +125,14 @@ def browse(address: str, profile: Path) -> str:
     """A page as it stands in a browser, whose scripts have run."""
     ended = subprocess.run(
         [
-            *(CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"),
+            *(
+                CHROMIUM,
+                "--headless",
+                "--no-sandbox",
+                "--disable-gpu",
+                "--disable-dev-shm-usage",
+                "--disable-background-networking",
+            ),
             *("--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1", f"--user-data-dir={profile}"),
             *("--virtual-time-budget=20000", "--dump-dom", address),
         ],

@@ -165,7 +165,7 @@ def test_a_node_that_cannot_be_reached_fails_the_job_and_is_named(cluster, here)
         assert f"on {','.join(cluster.nodes)}; the reason stands above" in said
     finally:
         cluster.start_node(lost)  # until then Slurm waits to hear from it that the job is over
-    assert cluster.wait(job, 60) == "FAILED"
+    assert cluster.wait(job) == "FAILED"
 
 
 def test_settings_are_asked_for_where_the_template_has_a_line_for_them(here, monkeypatch):

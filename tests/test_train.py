@@ -425,7 +425,7 @@ def test_tensorboard_shows_the_same_numbers_as_metrics_jsonl(run_dir):
 def test_weights_and_biases_gets_the_run_too(run_dir):
     (path,) = run_dir.glob("wandb/offline-run-*/run-*.wandb")
     names = [b"charts/episodic_return", b"losses/policy_loss", b"num_envs"]
-    deadline = time.monotonic() + 30  # its own process writes, on a busy machine a moment later
+    deadline = time.monotonic() + 60  # its own process writes, on a busy machine a moment later
     while (missing := [name for name in names if name not in path.read_bytes()]) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not missing

@@ -20,7 +20,7 @@ from cleanba.environments.backends import Envs, open_envs, threads_per_actor
 from cleanba.environments.specs import EnvSpec
 from cleanba.errors import Exit, Failure, UsageError, printable
 from cleanba.files import Json, read_json, write_json
-from cleanba.flags import FLAGS
+from cleanba.help import parse_command
 from cleanba.networks.encoder import legal_actions
 from cleanba.recipes import Play
 from cleanba.resolution import completed
@@ -322,7 +322,7 @@ def summary(env_id: str, is_atari: bool, episodes: Sequence[Episode]) -> Json:
 
 def eval_command(argv: Sequence[str]) -> Exit:
     """`cleanba eval RUN_DIR …`"""
-    options = tyro.cli(Eval, args=argv, prog="cleanba eval", registry=FLAGS)
+    options = parse_command(Eval, argv, "eval")
     check_games(options.episodes, options.seed, options.epsilon)
     require_steps(options.max_steps, "--max-steps")
     require(bool(options.run_dir), "eval needs a run's directory, but was given an empty name")

@@ -10,7 +10,7 @@ import tyro
 from cleanba.agents.load import load
 from cleanba.agents.portable import FORMATS, NEEDS, Export, check_target, export
 from cleanba.errors import Exit
-from cleanba.flags import FLAGS
+from cleanba.help import parse_command
 from cleanba.runs.remote import find_run
 from cleanba.runtime.process_setup import pin_random_numbers
 
@@ -35,7 +35,7 @@ class Flags:
 
 def export_command(argv: Sequence[str]) -> Exit:
     """`cleanba export RUN_DIR …`"""
-    flags = tyro.cli(Flags, args=argv, prog="cleanba export", registry=FLAGS)
+    flags = parse_command(Flags, argv, "export")
     run_dir = find_run(flags.run_dir)
     path = flags.out or run_dir / f"agent{FORMATS.get(flags.format, '')}"
     if flags.out is not None or run_dir.is_dir():  # otherwise `load` says that there is no such run

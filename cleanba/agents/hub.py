@@ -17,7 +17,7 @@ from cleanba.agents.agent import load_policy
 from cleanba.config import Placement, read_config, read_experiment, require
 from cleanba.errors import Exit, Failure
 from cleanba.files import METRICS, Json, read_json, write_json
-from cleanba.flags import FLAGS
+from cleanba.help import parse_command
 from cleanba.recipes import Play
 from cleanba.runs import log
 from cleanba.runs.directory import UPLOADED, films_of
@@ -74,7 +74,7 @@ class Model(NamedTuple):
 
 def push_command(argv: Sequence[str]) -> Exit:
     """`cleanba push`."""
-    flags = tyro.cli(Flags, args=argv, prog="cleanba push", registry=FLAGS)
+    flags = parse_command(Flags, argv, "push")
     say = lambda text: print(text, flush=True)
     address = push(flags.run_dir, flags.hf_entity, flags.repo, flags.private, flags.checkpoints, say)
     print(f"uploaded: {address}")

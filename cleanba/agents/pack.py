@@ -16,7 +16,7 @@ import tyro
 from cleanba.agents.hub import fill_run, kept_parts
 from cleanba.config import read_experiment, require
 from cleanba.errors import Exit, Failure
-from cleanba.flags import FLAGS
+from cleanba.help import parse_command
 from cleanba.runs.directory import films_of, unwritable
 from cleanba.runtime.checkpoint import updates_kept
 from cleanba.trust import require_trusted
@@ -41,7 +41,7 @@ class Flags:
 
 def pack_command(argv: Sequence[str]) -> Exit:
     """`cleanba pack`."""
-    flags = tyro.cli(Flags, args=argv, prog="cleanba pack", registry=FLAGS)
+    flags = parse_command(Flags, argv, "pack")
     run_dir = flags.run_dir
     read_experiment(run_dir)
     require_trusted(run_dir, "only the run's own directory is packed")

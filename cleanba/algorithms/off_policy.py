@@ -136,9 +136,8 @@ def check_replay(e: OffPolicy, partition: Partition, n_step: int = 1) -> None:
     require(
         e.first_to_learn <= e.num_updates,
         f"learning_starts={e.learning_starts} lies beyond the run's {e.num_updates * steps} steps, so nothing would be "
-        f"learnt; try --learning-starts {e.num_updates * steps} or less, or --total-timesteps "
-        f"{e.first_to_learn * steps} or "
-        "more",
+        f"learnt; try --learning-starts {e.num_updates * steps // 5}, or --total-timesteps "
+        f"{5 * e.first_to_learn * steps}",
     )
 
 

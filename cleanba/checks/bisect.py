@@ -16,7 +16,7 @@ from cleanba.checks.sides import RemoteSide, Request
 from cleanba.config import Placement, Run, differences, from_json, read_config, read_experiment, require, shortened
 from cleanba.errors import Exit, printable
 from cleanba.files import Json
-from cleanba.flags import FLAGS
+from cleanba.help import parse_command
 from cleanba.resolution import Config, read_recipe
 from cleanba.runs.curves import completed_alike
 from cleanba.runs.diff import DIGESTS, read_rows
@@ -73,9 +73,7 @@ OWN = ("JAX_NUM_CPU_DEVICES",)  # variables that are set here
 def bisect_command(argv: Sequence[str]) -> Exit:
     """`cleanba bisect`."""
     words, *sides = split(argv)
-    if words and words[0] in ("-h", "--help"):
-        print(ABOUT + "\n")
-    flags = tyro.cli(Flags, args=words, prog="cleanba bisect", registry=FLAGS, add_help=True)
+    flags = parse_command(Flags, words, "bisect", ABOUT)
     require(len(flags.runs) in (1, 2), f"bisect takes one run or two, but was given {len(flags.runs)}\n{ABOUT}")
     require(len(sides) <= 2, f"bisect takes at most two `--`, but was given {len(sides)}\n{ABOUT}")
     with tempfile.TemporaryDirectory(prefix="cleanba-bisect-") as scratch:

@@ -22,7 +22,7 @@ from cleanba.environments import jax_envs
 from cleanba.environments.backends import repeatable, sources
 from cleanba.errors import Exit, Failure, Interrupted, UsageError, printable
 from cleanba.files import METRICS, Json
-from cleanba.flags import FLAGS
+from cleanba.help import parse_command
 from cleanba.runs import log
 from cleanba.runs.remote import find_whole_run
 from cleanba.runtime import chain, records
@@ -74,7 +74,7 @@ class CannotCompare(Exception):
 
 def verify_command(argv: Sequence[str]) -> Exit:
     """`cleanba verify`."""
-    flags = tyro.cli(Verify, args=argv, prog="cleanba verify", registry=FLAGS)
+    flags = parse_command(Verify, argv, "verify")
     check_values(flags)
     ranged = flags.from_update is not None or flags.to_update is not None
     require(

@@ -196,11 +196,12 @@ def warnings(spec: EnvSpec, network: str = "mlp") -> list[str]:
     if module_of(spec.env_id) is not gymnasium:
         return found
     for part in jax.tree.leaves(spec.obs):
-        if part.kind in ("bytes", "vector") and sorted((1, 1, *part.shape))[-2] >= 32:  # two long sides
+        sides = sorted((1, 1, *part.shape))
+        if part.kind in ("bytes", "vector") and sides[-2] >= (8 if len(part.shape) == 3 else 32):  # two long sides
             found.append(
                 f"{spec.env_id} shows {part.kind} of the shape {part.shape}, which an MLP gets. If these are pictures, "
                 "give them the type uint8 and three dimensions, one of them the channels "
-                "(GrayscaleObservation(keep_dim=True))"
+                "(GrayscaleObservation(keep_dim=True)), and 32 x 32 pixels or more (ResizeObservation)"
             )
     if not gymnasium.can_be_sent(spec):
         found.append(

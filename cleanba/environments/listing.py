@@ -12,7 +12,7 @@ from cleanba.environments import envpool, gymnasium, jax_envs
 from cleanba.environments.backends import env_spec
 from cleanba.environments.specs import ActionSpec, EnvSpec
 from cleanba.errors import Exit, UsageError, closest_names
-from cleanba.flags import FLAGS
+from cleanba.help import parse_command
 from cleanba.specs import describe
 
 EXAMPLES = 3  # names of each family, in the list of all families
@@ -31,7 +31,7 @@ class Flags:
 
 def envs_command(argv: Sequence[str]) -> Exit:
     """`cleanba envs [PATTERN]`"""
-    flags = tyro.cli(Flags, args=argv, prog="cleanba envs", registry=FLAGS)
+    flags = parse_command(Flags, argv, "envs")
     require(flags.limit >= 0, f"limit={flags.limit} must not be negative; 0 shows names alone")
     package, colon, rest = flags.pattern.partition(":")
     own = bool(colon) and package not in (*jax_envs.SUITES, gymnasium.PREFIX.rstrip(":"))

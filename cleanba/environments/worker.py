@@ -217,7 +217,12 @@ def main() -> None:
     for signum in GROUP_SIGNALS:
         signal.signal(signum, lambda *_: None)  # the parent ends this process
     # An environment can then end its own processes.  They ignore the other signals, which whole groups are sent.
-    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+    # SIGTERM waits while a process is forked: the child would lose one that comes before it has its own handler.
+    os.register_at_fork(
+        before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM,)),
+        after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM,)),
+        after_in_child=end_by_sigterm,
+    )
     signal.pthread_sigmask(signal.SIG_UNBLOCK, GROUP_SIGNALS)  # the parent has blocked them
     end_with_parent()
     gymnasium.logger.min_level = gymnasium.logger.ERROR  # the parent has shown the warnings
@@ -239,6 +244,12 @@ def main() -> None:
             answer = pickle.dumps(Raised(f"{type(error).__name__}: {error}", traceback.format_exc()))
         with suppress(ConnectionError):
             connection.send_bytes(answer)
+
+
+def end_by_sigterm() -> None:
+    """Have SIGTERM end this process, which an environment forked, as it would without Cleanba."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM,))
 
 
 def open_part(task: Task) -> Part:

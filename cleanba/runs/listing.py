@@ -14,7 +14,7 @@ import tyro
 from cleanba.config import require
 from cleanba.errors import Exit, printable
 from cleanba.files import METRICS, finite
-from cleanba.flags import FLAGS
+from cleanba.help import parse_command
 from cleanba.runs.log import newest
 
 DEPTH = 3  # runs may lie in folders of folders
@@ -106,7 +106,7 @@ def is_locked(run_dir: Path) -> bool:
 
 def ls_command(argv: Sequence[str]) -> Exit:
     """`cleanba ls`."""
-    flags = tyro.cli(Ls, args=argv, prog="cleanba ls", registry=FLAGS)
+    flags = parse_command(Ls, argv, "ls")
     folder = flags.directory
     require(folder.is_dir(), f"{folder} is not a directory; name one that holds runs (`cleanba ppo` makes runs/)")
     rows = sorted((read_run(path) for path in find_runs(folder)), key=lambda row: (row.when, str(row.path)))
@@ -126,9 +126,9 @@ def show(rows: list[Row], folder: Path) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    console = Console()
+    console = Console(markup=False, emoji=False)
     if not console.is_terminal:
-        console = Console(width=max(len(str(row.path)) for row in rows) + 140)
+        console.width = max(len(str(row.path)) for row in rows) + 140
     narrow = console.width < 110
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("run", overflow="fold", min_width=16)

@@ -20,7 +20,7 @@ from cleanba.config import require
 from cleanba.environments.atari_scores import human_normalised, publication, reference
 from cleanba.errors import Exit, printable
 from cleanba.files import Json, require_name
-from cleanba.flags import FLAGS
+from cleanba.help import parse_command
 from cleanba.runs.aggregates import STATISTICS, Aggregates, aggregates, experiments
 from cleanba.runs.curves import RETURN, Groups, Interval, band, group, load, mean_interval, stopped_early, variants_of
 from cleanba.runs.directory import unwritable
@@ -63,7 +63,7 @@ def plot_command(argv: Sequence[str]) -> Exit:
     """`cleanba plot`."""
     import matplotlib
 
-    flags = tyro.cli(Flags, args=argv, prog="cleanba plot", registry=FLAGS)
+    flags = parse_command(Flags, argv, "plot")
     require(bool(flags.runs), "plot needs runs to draw; name run directories, or a folder that holds some")
     if flags.out is not None:
         require_name(flags.out, "plots/curves")

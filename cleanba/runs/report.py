@@ -20,7 +20,7 @@ from cleanba.config import read_config, read_experiment
 from cleanba.environments.published import PublishedReturn, published_return
 from cleanba.errors import Exit, UsageError
 from cleanba.files import METRICS, Json, read_json, require_name, write_whole
-from cleanba.flags import FLAGS
+from cleanba.help import parse_command
 from cleanba.recipes import Play
 from cleanba.runs import log
 from cleanba.runs.curves import column, read_rows
@@ -85,7 +85,7 @@ class Flags:
 
 def report_command(argv: Sequence[str]) -> Exit:
     """`cleanba report`."""
-    flags = tyro.cli(Flags, args=argv, prog="cleanba report", registry=FLAGS)
+    flags = parse_command(Flags, argv, "report")
     run_dir = find_run(flags.run_dir, model=False)
     out = flags.out or run_dir / "report.html"
     require_name(out, "report.html")

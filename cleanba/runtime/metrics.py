@@ -122,7 +122,7 @@ def panel(s: Status) -> Panel:
             rows.append(Text(f"{who:8}" + "   ".join(f"{what} {share:.0%}" for what, share in times.items())))
     if s.bottleneck:
         rows.append(Text(f"bottleneck: {s.bottleneck}", style="bold"))
-    return Panel(Group(*rows), title=s.title, title_align="left", width=min(100, Console().width))
+    return Panel(Group(*rows), title=Text(s.title), title_align="left", width=min(100, Console().width))
 
 
 CELL_SECONDS = 0.5  # between refreshes in a notebook
@@ -175,7 +175,7 @@ class Display:
 
     def __init__(self, status: Status, enabled: bool = True, console: Console | None = None, warns: bool = False):
         self._status = status
-        self._console = console or Terminal(file=sys.stdout)
+        self._console = console or Terminal(file=sys.stdout, markup=False, emoji=False)  # names may look like either
         self._lost = False  # what was printed could not be written
         self._enabled = enabled
         self._warns = warns and not enabled
@@ -196,7 +196,7 @@ class Display:
             print(text)
         elif self._enabled:
             try:
-                self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+                self._console.print(text, highlight=False, soft_wrap=True)
             except OSError as error:
                 self._lose(error)
 

@@ -14,7 +14,7 @@ import tyro
 
 from cleanba.config import Experiment, Placement, require
 from cleanba.errors import Exit, Failure, UsageError
-from cleanba.flags import FLAGS
+from cleanba.help import parse_command
 from cleanba.recipes import RECIPES, AnyRecipe, find_recipe
 from cleanba.resolution import fit, settle
 from cleanba.runs.directory import default_run_dir
@@ -50,7 +50,7 @@ def slurm_command(argv: Sequence[str]) -> Exit:
     """`cleanba slurm [DIR]`, and `cleanba slurm fit N ppo …`."""
     if argv[:1] == ["fit"]:
         return fit_command(argv[1:])
-    folder = tyro.cli(Templates, args=argv, prog="cleanba slurm", registry=FLAGS).directory
+    folder = parse_command(Templates, argv, "slurm").directory
     require(not folder.exists() or folder.is_dir(), f"{folder} is a file; name a directory, new or not")
     try:
         folder.mkdir(parents=True, exist_ok=True)

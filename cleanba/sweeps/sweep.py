@@ -16,13 +16,11 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-import tyro
-
 from cleanba.config import Experiment, Placement, Run, require
 from cleanba.environments.atari_scores import table
 from cleanba.environments.specs import EnvSpec
 from cleanba.errors import Exit, Failure, UsageError, closest_names, printable
-from cleanba.flags import FLAGS
+from cleanba.help import parse_command
 from cleanba.recipes import RECIPES, AnyRecipe, find_recipe
 from cleanba.resolution import Config, continue_experiment, fit, resolve
 from cleanba.runs.directory import lock
@@ -38,9 +36,8 @@ from cleanba.train_flags import parse
 if TYPE_CHECKING:  # rich takes a moment to import
     from rich.table import Table
 
-USAGE = """cleanba sweep --env-ids ENV ... [FLAGS] -- ppo [FLAGS OF EVERY RUN]
-
-cleanba sweep status DIR
+USAGE = """usage: cleanba sweep --env-ids ENV ... [FLAGS] -- ppo [FLAGS OF EVERY RUN]
+       cleanba sweep status DIR
 
 Trains every combination of environments, seeds and --set values.  The same command again skips finished runs and
 resumes the rest.
@@ -91,7 +88,7 @@ def sweep_command(argv: Sequence[str]) -> Exit:
         return status_command(argv[1:])
     cut = argv.index("--") if "--" in argv else len(argv)
     own, rest = argv[:cut], list(argv[cut + 1 :])
-    flags = tyro.cli(Flags, args=own, prog="cleanba sweep", registry=FLAGS, description=USAGE)
+    flags = parse_command(Flags, own, "sweep", USAGE)
     require(
         bool(rest) and (rest[0] in RECIPES or ":" in rest[0]),
         f"a sweep needs to know what to run: end the command with -- {' or -- '.join(RECIPES)}, and its flags",
@@ -538,7 +535,7 @@ class Board:
         from rich.live import Live
 
         self._folder, self._jobs, self._workers = folder, jobs, workers
-        self._console = Console(file=sys.stdout)
+        self._console = Console(file=sys.stdout, markup=False, emoji=False)
         drawn = self._console.is_interactive and sys.stdout.isatty()  # not in a file, nor on a dumb terminal
         self._live = Live(console=self._console, auto_refresh=False) if drawn else None
         self._next = time.monotonic() + (0.0 if self._live is not None else LINE_SECONDS)
@@ -555,7 +552,7 @@ class Board:
     def say(self, text: str) -> None:
         """Print a line, unless the live table shows it."""
         if self._live is None:
-            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+            self._console.print(text, highlight=False, soft_wrap=True)
 
     def refresh(self) -> None:
         """Show the current state, if it is time to."""
@@ -616,7 +613,7 @@ def status_command(argv: Sequence[str]) -> Exit:
         job = run.get("job", "")
         slurm = (job, states.get(job, "")) if states else ()
         table.add_row(name, state, *progress(run_dir, run["updates"]), *slurm, style=STYLES.get(state))
-    console = Console(file=sys.stdout)
+    console = Console(file=sys.stdout, markup=False, emoji=False)
     if not console.is_terminal:
         console.width = 200  # so that names are not cut in a pipe
     console.print(table)
