@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 from launch import CROWD, TINY, command, finish, python, read_result, read_rows
+from ports import free_address
 from scripted import Planted
 
 from cleanba.environments.envpool import Envs
@@ -115,6 +116,15 @@ def test_a_thread_that_compiles_has_not_stalled(monkeypatch):
     look(60)
     with pytest.raises(Failure, match="no update for 61 s after update 3"):
         look(1)
+
+
+def test_a_process_that_the_others_do_not_join_says_so_and_ends():
+    words = ["ppo", *TINY, "--distributed", "--coordinator-address", free_address(), "--num-processes", "2"]
+    code = "from cleanba.runtime import processes\nprocesses.REACH_SECONDS, processes.TELL_SECONDS = 2.0, 1.0\n"
+    ended = finish(python("-c", f"{code}from cleanba.cli import main; main()", *words, "--process-id", "0"))
+    assert ended.code == 1, ended
+    assert "process 0: waiting until all 2 processes have joined\n" in ended.err
+    assert "all 2 processes should have joined within 2 s, but some have not; start all of them" in ended.err
 
 
 def test_a_port_that_is_taken_and_a_process_0_that_is_away_are_told_in_a_sentence(monkeypatch, capsys):

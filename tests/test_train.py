@@ -479,3 +479,9 @@ def test_a_run_is_finished_after_the_update_that_follows_the_log_point_where_it_
             shutil.rmtree(resumed / "checkpoints" / str(update))
     assert command("ppo", *words, "--target-return", "-1", "--run-dir", resumed).code == 0
     ends_after_the_next(resumed)
+    # A lower target, or the same, is reached already.  A higher one, or none, is not.
+    assert "nothing to do" in command("ppo", *words, "--target-return", "-2", "--run-dir", resumed).out
+    ended = command("ppo", *words, "--run-dir", resumed)
+    assert ended.code == 0 and f"going on after update {reached + 1}" in ended.out
+    assert read_result(resumed)["params_digest"] == read_result(whole)["params_digest"]
+    assert "nothing to do" in command("ppo", *words, "--run-dir", resumed).out

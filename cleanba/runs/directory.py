@@ -103,7 +103,7 @@ def open_run(
         there, e = read_recipe(run_dir)
         require_same(run_dir, differences({"algorithm": there.name, **to_json(e)}, config["experiment"]))
         result = run_dir / "result.json"
-        if result.exists() and read_json(result).get("status") == "finished":
+        if result.exists() and is_over(read_json(result), e, earlier, run.target_return):
             raise Finished(f"{run_dir} is finished; nothing to do")
     require(
         earlier is not None or not updates_kept(run_dir),
@@ -118,6 +118,15 @@ def open_run(
     except OSError as error:
         raise unwritable(run_dir, error) from None
     return Opened(config, earlier)
+
+
+def is_over(result: Json, e: Experiment, config: Json, target: float | None) -> bool:
+    """Whether a run has finished, also for this --target-return: one that ended at another one may have steps left."""
+    if result.get("status") != "finished":
+        return False
+    earlier = config.get("run", {}).get("target_return")
+    higher = earlier is not None and (target is None or target > earlier)
+    return not (higher and result.get("update", e.num_updates) < e.num_updates)
 
 
 UPLOADED = "uploaded.json"  # in a run's directory, once it is on the Hub

@@ -92,6 +92,11 @@ def find_devices(p: Placement) -> Devices:
     if jax.process_count() == 1:
         return Devices(actors, learners, Mesh(np.array(learners), (MESH_AXIS,)), 0, 1)
 
+    require(
+        len(learners) <= MOST_LEARNERS,
+        f"learner_device_ids names {len(learners)} devices, but a run of several processes can use {MOST_LEARNERS} in "
+        "each; start more processes",
+    )
     row = np.full(MOST_LEARNERS, -1, np.int32)  # ids travel as a row of fixed size, padded by -1
     row[: len(learners)] = [d.id for d in learners]
     rows = gather_over_processes(row)

@@ -6,6 +6,8 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from hashlib import sha256
 
 import jax
@@ -55,9 +57,14 @@ def initialise(p: Placement) -> None:
     try:
         # Each process sees all devices of its host; the two id flags choose among them.
         # JAX's own heartbeat would end all processes of a job that was suspended for longer; `Peers` has another one.
-        jax.distributed.initialize(
-            p.coordinator_address, p.num_processes, p.process_id, heartbeat_timeout_seconds=SUSPENDED_SECONDS
-        )
+        with watching_for_others(p):
+            jax.distributed.initialize(
+                p.coordinator_address,
+                p.num_processes,
+                p.process_id,
+                initialization_timeout=int(REACH_SECONDS) + 60,
+                heartbeat_timeout_seconds=SUSPENDED_SECONDS,
+            )
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # JAX would note it and go on
         if "JAX_LOCAL_DEVICE_IDS" not in os.environ:  # under Slurm JAX would leave each process a single GPU
@@ -114,6 +121,36 @@ def wait_for_process_0(address: str, process: int) -> None:
 
 
 REACH_SECONDS, TELL_SECONDS = 300.0, 10.0
+
+
+@contextmanager
+def watching_for_others(p: Placement) -> Iterator[None]:
+    """Say so if the other processes are slow to join, and end this one, with 1, after `REACH_SECONDS`.
+
+    JAX would wait in silence, and then end in a crash.
+    """
+    joined = threading.Event()
+    here = "cleanba: " if p.process_id is None else f"cleanba: process {p.process_id}: "
+    everyone = "all processes" if p.num_processes is None else f"all {p.num_processes} processes"
+
+    def watch() -> None:
+        if joined.wait(TELL_SECONDS):
+            return
+        print(f"{here}waiting until {everyone} have joined", file=sys.stderr, flush=True)
+        if not joined.wait(REACH_SECONDS - TELL_SECONDS):
+            print(
+                f"{here}{everyone} should have joined within {REACH_SECONDS:.0f} s, but some have not; start all of "
+                "them, each with the same coordinator and its own --process-id",
+                file=sys.stderr,
+                flush=True,
+            )
+            os._exit(1)
+
+    threading.Thread(target=watch, name="waiting for processes", daemon=True).start()
+    try:
+        yield
+    finally:
+        joined.set()
 
 
 def processes_here() -> int:
