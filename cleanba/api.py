@@ -54,7 +54,7 @@ from cleanba.environments.gymnasium import register
 from cleanba.environments.specs import parse_options
 from cleanba.errors import Failure, Interrupted, UsageError, closest_names
 from cleanba.files import Json, expanded, read_json
-from cleanba.launch import Ended, launch
+from cleanba.launch import SAME_CALL, Ended, launch
 from cleanba.recipes import RECIPES, AnyRecipe, find_recipe
 from cleanba.resolution import as_given, configure, named_settings, settle
 from cleanba.runs.curves import column, read_rows
@@ -418,7 +418,7 @@ def train(spec: Spec, run_dir: str | Path | None = None, *, progress: bool = Tru
     run = config.Run(**as_typed(config.Run, {name: x for name, x in given.items() if name in keep}))
     spec.register()
     ended = launch(recipe, configure(recipe, spec.flags, placement, run, spec.whole), progress, _give_up)
-    _raise(ended)
+    _raise(ended, SAME_CALL if run_dir is not None else f"{SAME_CALL} with run_dir={str(ended.run_dir)!r}")
     return Run(ended.run_dir)
 
 
@@ -427,12 +427,17 @@ def _give_up(signum: int) -> None:
     raise KeyboardInterrupt(signal.Signals(signum).name)
 
 
-def _raise(ended: Ended) -> None:
-    """Raise the error that ended a run, if there is one, with a note that says how to resume."""
+def _raise(ended: Ended, call: str) -> None:
+    """Raise the error that ended a run, if there is one, with a note that says how to resume.
+
+    call: the call that does, in words.
+    """
     error = ended.error
+    remedy = ended.remedy.replace(SAME_CALL, call)
+    remedy = remedy if remedy.startswith(call) else f"{call}, or {remedy}"
     if isinstance(error, Interrupted) and error.signum == signal.SIGINT:
-        raise KeyboardInterrupt(f"the run ended early; the same call, or {ended.remedy}") from None
+        raise KeyboardInterrupt(f"the run ended early; {remedy}") from None
     if error is not None:
         if ended.remedy:
-            error.add_note(f"the same call, or {ended.remedy}")
+            error.add_note(remedy)
         raise error

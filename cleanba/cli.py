@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from cleanba import __version__
 from cleanba.errors import Exit, Failure, UsageError, closest_names, printable, said
+from cleanba.interrupts import handle_by, leave_at_once, raise_interrupt, started
 
 
 class Command(NamedTuple):
@@ -59,6 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # where a terminal knows no ü
+    handle_by(leave_at_once, signal.default_int_handler)
     try:
         end = dispatch(argv)
         sys.stdout.flush()  # here, where a pipe that nobody reads is expected
@@ -86,6 +88,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise
         print(f"cleanba: output cannot be written ({error}); make room", file=sys.stderr)
         os._exit(1)
+    finally:
+        started()
+        handle_by(signal.default_int_handler, raise_interrupt)
     sys.stdout.flush()
     sys.stderr.flush()
     if end.stuck or end.code:
@@ -120,7 +125,10 @@ def dispatch(argv: Sequence[str]) -> Exit:
     check_environment()
     if argv and argv[0] in COMMANDS:
         module, function = COMMANDS[argv[0]].where.split(":")
-        return getattr(load(module), function)(argv[1:])
+        command = getattr(load(module), function)
+        if argv[0] != "resume":  # training says itself when its start is over
+            started()
+        return command(argv[1:])
     recipes = load("cleanba.recipes")
     names = {name: known.about for name, known in (recipes.RECIPES | COMMANDS).items()}
     if not argv or argv[0] in ("-h", "--help"):

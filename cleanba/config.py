@@ -555,8 +555,8 @@ def _converted(annotation: Any, value: Any) -> Any:
     if annotation is float and isinstance(value, str) and value in ("inf", "-inf", "nan"):
         return float(value)
     if annotation in (int, float) and isinstance(value, int | float) and not isinstance(value, bool):
-        if annotation is float or (math.isfinite(value) and int(value) == value):
-            with suppress(OverflowError):
+        with suppress(OverflowError):  # of a whole number with hundreds of digits
+            if annotation is float or (math.isfinite(value) and int(value) == value):
                 return annotation(value)
     elif annotation in (bool, str) and isinstance(value, annotation):
         return value

@@ -41,7 +41,11 @@ class Interrupted(Exception):
 
     def __init__(self, signum: int, where: str = ""):
         super().__init__(f"interrupted by {signal.Signals(signum).name}{where}")
-        self.signum = signum
+        self.signum, self._where = signum, where
+
+    def __reduce__(self) -> tuple[type["Interrupted"], tuple[int, str]]:
+        """For pickle, in which a pool of processes sends errors."""
+        return type(self), (self.signum, self._where)
 
 
 def said(error: BaseException) -> str:

@@ -1,8 +1,10 @@
 """From flags to a running training, and from its end to an exit code."""
 
+import errno
 import json
 import shlex
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -32,9 +34,12 @@ from cleanba.algorithm import AnyAlgorithm
 from cleanba.algorithms.gradient_steps import REPLAY_FILLED
 from cleanba.config import Experiment, Partition, Placement, Retention, Run, from_json, read_config, require, to_json
 from cleanba.environments.backends import check_workers, repeatable, sources, warnings
+from cleanba.environments.gymnasium import LOCAL, PREFIX
 from cleanba.environments.specs import EnvSpec
 from cleanba.errors import Exit, Failure, Interrupted, NotFinite, UsageError, printable
+from cleanba.errors import said as said_by
 from cleanba.files import Json, write_json
+from cleanba.interrupts import started
 from cleanba.recipes import AnyRecipe
 from cleanba.resolution import RECORD, Config, Resolved, fit, read_recipe, recorded, settle
 from cleanba.rollout import PyTree
@@ -127,12 +132,23 @@ def launch(
         UsageError: flags that cannot be obeyed.  Nothing was compiled.
         Failure: the disk is full.  Nothing was compiled.
     """
-    with prepared(config.asked):
-        initialise(config.placement)
-        if not config.placement.distributed:
-            return train(recipe, config, None, shown, give_up)
-        with Peers(config.run.peer_timeout) as peers:
-            return train(recipe, config, peers, shown, give_up)
+    require(
+        TRAINING.acquire(blocking=False),
+        "another thread of this process is training, and a process trains one run at a time; wait until it has ended, "
+        "or train in a process of its own",
+    )
+    try:
+        with prepared(config.asked):
+            initialise(config.placement)
+            if not config.placement.distributed:
+                return train(recipe, config, None, shown, give_up)
+            with Peers(config.run.peer_timeout) as peers:
+                return train(recipe, config, peers, shown, give_up)
+    finally:
+        TRAINING.release()
+
+
+TRAINING = threading.Lock()  # held while this process trains: precision and threads are settings of the whole process
 
 
 STUCK_SECONDS = 20.0  # that the end waits for a checkpoint being written where a thread does not end
@@ -146,6 +162,7 @@ def train(recipe: AnyRecipe, config: Config, peers: Peers | None, shown: bool, g
         job = prepare(recipe, config)
         check_workers(job.spec, config.placement.env_workers)
         repeatable(job.spec)  # tried here, where a step that hangs is noticed; the answer is remembered
+    started()
     try:
         with time_limit(most):
             run_writer = claim(job, shown)
@@ -262,9 +279,11 @@ def prepare(recipe: AnyRecipe, config: Config) -> Job:
     run_dir = config.run.run_dir or default_run_dir(config.asked, config.run, now)
     require(str(run_dir).isprintable(), f"run_dir={str(run_dir)!r} has characters that cannot be shown; name another")
     try:
-        run_dir.exists()
-    except OSError as error:  # its name is too long, or a folder above it may not be read
-        raise unwritable(run_dir, error) from None
+        run_dir.resolve().exists()
+    except (OSError, RuntimeError) as error:  # its name is too long, it is a link to itself, a folder may not be read
+        raise unwritable(
+            run_dir, error if isinstance(error, OSError) else OSError(errno.ELOOP, said_by(error))
+        ) from None
     require_own(run_dir)
     config, initial = with_digest(config, run_dir, devices.platform)
     resolved = settle(recipe, config, devices.platform, run_dir)
@@ -681,11 +700,16 @@ def closing_words(run_dir: Path, result: Json, film: Path | None) -> str:
     )
 
 
+SAME_CALL = "the same call"  # of `train`
+
+
 def how_to_go_on(job: Job, result: Json) -> str:
     """How an unfinished run continues, and what it repeats."""
     saved_update = max(updates_kept(job.run_dir), default=0)
     repeated = result["update"] - saved_update
     again = f" and repeats {counted(repeated, 'update')}" if repeated else ", nothing to repeat"
+    if job.experiment.env_id.startswith(f"{PREFIX}{LOCAL}"):  # no other process knows its environment
+        return f"{SAME_CALL} goes on after update {saved_update}{again}"
     command = f"cleanba resume {shlex.quote(str(job.run_dir))}"
     # What starts several processes starts them all again, with other numbers each than config.json has.
     goes = (

@@ -1,8 +1,10 @@
 """The Python interface: a run from keywords, its curves, its agent, and how a run ends that somebody interrupts."""
 
+import asyncio
 import functools
 import inspect
 import json
+import logging
 import os
 import re
 import signal
@@ -19,6 +21,7 @@ import pytest
 from launch import ROOT, TINY, command, finish, python, read_result, read_rows
 
 import cleanba
+from cleanba import launch
 from cleanba.agents.agent import Agent, as_batch
 from cleanba.config import Placement, fields_of
 from cleanba.config import Run as RunFlags
@@ -123,6 +126,8 @@ def test_what_is_no_run_is_refused(tmp_path):
         (lambda: cleanba.ppo(3), "must be a name, or a class"),
         (lambda: cleanba.ppo(None), "must be a name, or a class"),
         (lambda: cleanba.ppo("CartPole-v1", env_id="Catch-v0"), "ppo was given 2 environments; name one"),
+        (lambda: small(total_timesteps=10**310), "total_timesteps"),
+        (lambda: small(gamma=10**310), "gamma"),
         (lambda: cleanba.Spec("ppoo").resolve(), "there is no algorithm 'ppoo'; there are ppo"),
         (lambda: cleanba.load(5), "a run is named by its directory, not by 5"),
         (lambda: cleanba.Run(5), "Run takes the directory of a run, not 5"),
@@ -368,6 +373,43 @@ def test_what_other_computations_are_like_stays_as_it_was(run, tmp_path):
         jax.config.update("jax_default_matmul_precision", None)
 
 
+def test_a_program_keeps_its_event_loop_its_logs_and_its_scheduling(run, tmp_path):
+    loop, logger, policy = asyncio.new_event_loop(), logging.getLogger("asyncio"), os.sched_getscheduler(0)
+    os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+    asyncio.set_event_loop(loop)
+    try:
+        cleanba.train(small(total_timesteps=128), tmp_path / "run", progress=False).agent()
+        assert asyncio.get_event_loop() is loop and logger.isEnabledFor(logging.ERROR)
+        assert os.sched_getscheduler(0) == os.SCHED_OTHER
+        record = lambda words: logger.makeRecord("asyncio", logging.ERROR, "", 0, words, (), None)
+        assert logger.filter(record("Task exception was never retrieved"))
+        assert not logger.filter(record("Event loop is closed"))
+    finally:
+        asyncio.set_event_loop(None)
+        loop.close()
+        os.sched_setscheduler(0, policy, os.sched_param(0))
+
+
+def test_promotions_that_a_program_forbids_are_as_always_in_training(run, tmp_path):
+    names = {"jax_numpy_rank_promotion": "raise", "jax_numpy_dtype_promotion": "strict"}
+    before = {name: jax.config.values[name] for name in names}
+    try:
+        for name, value in names.items():
+            jax.config.update(name, value)
+        again = cleanba.train(small(), tmp_path / "run", progress=False)
+        assert {name: jax.config.values[name] for name in names} == names
+        assert again.result["params_digest"] == run.result["params_digest"]
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+
+
+def test_a_process_trains_one_run_at_a_time(tmp_path):
+    with launch.TRAINING, pytest.raises(UsageError, match="another thread of this process is training"):
+        cleanba.train(small(), tmp_path / "run", progress=False)
+    assert not (tmp_path / "run").exists() and not launch.TRAINING.locked()
+
+
 # ------------------------------------------------------------------------------------------------- how a run is ended
 
 LONG = dict(total_timesteps=128 * 4000, env_epoch=20)
@@ -463,6 +505,31 @@ class Line(gymnasium.Env):
     def step(self, action):
         self.at = max(0, self.at + (1 if action else -1))
         return np.array([min(self.at, 5) / 5], np.float32), -1.0, self.at >= 5, False, {}
+
+
+def test_an_environment_that_cannot_be_closed_ends_no_run(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("cleanba.errors.SAID", set())
+
+    class Broken(Line):
+        steps = 0
+
+        def step(self, action):
+            Broken.steps += 1
+            if Broken.steps > 1000:
+                raise ValueError("the simulator crashed")
+            return super().step(action)
+
+        def close(self):
+            if Broken.steps > 100:  # not when it is tried out
+                raise OSError("and cannot be closed")
+
+    few = dict(num_envs=4, num_steps=8, num_actors=1, num_shards=1, hiddens=[8], num_minibatches=1, update_epochs=1)
+    run = cleanba.train(cleanba.ppo(Broken, **few, total_timesteps=320), tmp_path / "a", progress=False)
+    assert run.result["status"] == "finished" and "could not be closed" in capsys.readouterr().err
+    Broken.steps = 0
+    with pytest.raises(ValueError, match="the simulator crashed"):
+        cleanba.train(cleanba.ppo(Broken, **few, total_timesteps=32000), tmp_path / "b", progress=False)
+    assert "the simulator crashed" in read_result(tmp_path / "b")["error"]
 
 
 def test_a_class_of_a_module_is_stepped_by_processes_too(tmp_path):

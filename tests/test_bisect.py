@@ -67,6 +67,16 @@ def test_two_runs_part_where_one_was_computed_otherwise(tmp_path, monkeypatch):
     elsewhere = command("bisect", a, c, "--", "--learner-device-ids", "1")
     assert elsewhere.code == 0 and "B: " in elsewhere.out and "learners on [1]" in elsewhere.out, elsewhere
 
+    # Logs that differ in the state alone, and logs that both cannot be computed again.
+    for run_dir, name, update in ((c, "learner_digest", 2), (shutil.copytree(a, tmp_path / "d"), "params_digest", 2)):
+        rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+        lines = [json.dumps(row | ({name: run_dir.name} if row["update"] == update else {})) for row in rows]
+        (run_dir / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    apart = command("bisect", a, c)
+    assert apart.code == 1 and "note: the logs differ at update 2, although both sides agree here" in apart.out, apart
+    both = command("bisect", tmp_path / "d", tmp_path / "d", "--", "--learner-device-ids", "1")
+    assert both.code == 1 and re.search("update 2 than A comes .*update 2 than B comes", both.out, re.DOTALL), both
+
 
 def test_a_config_of_a_stranger_cannot_ask_for_a_million_devices(tmp_path):
     run = tmp_path / "run"

@@ -696,3 +696,8 @@ def test_processes_must_agree_on_what_all_of_them_do_together(name, monkeypatch,
     for value in ("0.5", "0.6") if name == "gamma" else ("5", "6"):
         assert command("ppo", *TINY, flag(name), value, "--run-dir", tmp_path / "run").code == 2
     assert {key for key in noted[0] if noted[0][key] != noted[1][key]} == {name}
+
+
+def test_a_link_to_itself_is_no_run_directory(tmp_path):
+    (tmp_path / "loop").symlink_to("loop")
+    assert "loop cannot be" in refusal("ppo", *TINY, "--run-dir", tmp_path / "loop")

@@ -8,6 +8,7 @@ from launch import command
 
 from cleanba.config import to_json
 from cleanba.recipes import RECIPES
+from cleanba.trust import mark_downloaded
 
 UPDATES = (1, 2, 3, 4)
 
@@ -49,6 +50,18 @@ def test_other_code_is_told_of(runs):
         path.write_text(json.dumps(json.loads(path.read_text()) | made))
     told = "Cleanba's code: v1+changes (12345678), now v1+changes (09876543); code of mine: 12345678, now 09876543\n"
     assert told in command("diff", a, b).out and "other" not in command("diff", a, a).out
+
+
+def test_checkpoints_of_a_stranger_are_not_read_and_numbers_of_any_size_are_compared(runs, monkeypatch):
+    a = runs("a", params_digest=("1", "2", "3", "4"), losses=(10**400, 1, 1, 1))
+    b = runs("b", params_digest=("1", "2", "3", "5"))
+    for run_dir in (a, b):
+        (run_dir / "checkpoints" / "4").mkdir(parents=True)
+    monkeypatch.setattr("cleanba.runtime.checkpoint.read_arrays", lambda *_: pytest.fail("a checkpoint was read"))
+    mark_downloaded(a, "hf://somebody/run")
+    ended = command("diff", a, b)
+    assert ended.code == 1 and "checkpoints of a run from elsewhere are not read" in ended.out, ended
+    assert "losses/loss: from update 1 on\n" in ended.out
 
 
 def test_two_algorithms_are_told_in_a_short_line(runs):

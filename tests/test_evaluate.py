@@ -464,6 +464,9 @@ def test_all_runs_of_a_folder_are_evaluated(runs, tmp_path):
     assert f" {np.mean(means):.4g} [" in line
     ended = command("eval", tmp_path, "--episodes", "3", "--checkpoint", "best")  # they have none
     assert ended.code == 1 and ended.err.count("; left out") == 3 and "| environment" not in ended.out, ended.err
+    (tmp_path / "s1" / "checkpoints").rename(tmp_path / "s1" / "away")  # its twin is played in its place
+    ended = command("eval", tmp_path, "--episodes", "3")
+    assert ended.code == 1 and f"{tmp_path / 's1'}: " in ended.err and "is the same experiment" not in ended.err
     assert command("eval", "").code == 2
     (tmp_path / "empty").mkdir()
     assert "holds no run" in command("eval", tmp_path / "empty").err

@@ -18,6 +18,7 @@ from PIL import Image
 
 from cleanba.environments.published import published_return
 from cleanba.runs import report
+from cleanba.trust import mark_downloaded
 
 HOSTILE = '<script>alert(1)</script><img src=x onerror=alert(2)> & "quotes" $x^2_{$ </style></svg>'
 VOID = {"meta", "br", "img", "link", "input"}
@@ -232,6 +233,23 @@ def test_a_run_without_metrics_and_with_damaged_ones(tmp_path):
     assert "unfinished" in (tmp_path / "deep/er/page.html").read_text()
     path.unlink()
     assert "Nothing is logged yet" in page_of(run)[0]
+
+
+def test_an_evaluation_of_another_run_and_numbers_of_any_kind_are_left_out(tmp_path):
+    run = write_run(tmp_path / "run", params_digest="sha256:a", seconds="x")
+    path = run / "metrics.jsonl"
+    text = path.read_text()
+    for number, huge in (("2.0", "1e308"), ("3.0", "-1e308")):
+        text = text.replace(f'"charts/episodic_return": {number}', f'"charts/episodic_return": {huge}')
+    path.write_text(text)
+    shown = lambda: "Not evaluated yet" not in " ".join(page_of(run)[1].words)
+    for digest in ("sha256:a", "sha256:b"):
+        (run / "eval.json").write_text(json.dumps({"mean": 434.0, "params_digest": digest}))
+        assert shown()
+    mark_downloaded(run, "x.tar.gz")
+    assert not shown()
+    (run / "eval.json").write_text(json.dumps({"mean": 434.0, "params_digest": "sha256:a"}))
+    assert shown()
 
 
 def test_no_run_is_one_sentence(tmp_path):

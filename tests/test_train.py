@@ -479,6 +479,11 @@ def test_a_run_is_finished_after_the_update_that_follows_the_log_point_where_it_
             shutil.rmtree(resumed / "checkpoints" / str(update))
     assert command("ppo", *words, "--target-return", "-1", "--run-dir", resumed).code == 0
     ends_after_the_next(resumed)
+    # A log point that only a checkpoint makes one does not count.
+    for name, frequency in (("few", "0"), ("many", "1")):
+        flags = ("--log-frequency", "7", "--checkpoint-frequency", frequency, "--run-dir", tmp_path / name)
+        assert command("ppo", *TINY, "--total-timesteps", "3200", "--target-return", "-1", *flags).code == 0
+    assert read_result(tmp_path / "few")["params_digest"] == read_result(tmp_path / "many")["params_digest"]
     # A lower target, or the same, is reached already.  A higher one, or none, is not.
     assert "nothing to do" in command("ppo", *words, "--target-return", "-2", "--run-dir", resumed).out
     ended = command("ppo", *words, "--run-dir", resumed)

@@ -31,7 +31,7 @@ from cleanba.runs.plot import markdown, with_interval
 from cleanba.runs.remote import find_run
 from cleanba.runtime.collect import first_carry
 from cleanba.runtime.digests import params_digest
-from cleanba.runtime.process_setup import pin_random_numbers, settings_of
+from cleanba.runtime.process_setup import pin_settings, settings_of
 from cleanba.seeds import eval_seed, evaluation_key
 
 EVALUATIONS = "evaluations"  # the folder of a run that keeps each of them; the newest is eval.json, too
@@ -327,7 +327,7 @@ def eval_command(argv: Sequence[str]) -> Exit:
     require_steps(options.max_steps, "--max-steps")
     require(bool(options.run_dir), "eval needs a run's directory, but was given an empty name")
     run_dir = find_run(options.run_dir)
-    pin_random_numbers()
+    pin_settings()
     if run_dir.is_dir() and not (run_dir / "config.json").exists():
         return Exit(0 if evaluate_folder(run_dir, options) else 1)
     evaluate_run(run_dir, options)
@@ -354,11 +354,12 @@ def evaluate_folder(folder: Path, options: Eval) -> bool:
         print(f"{run_dir} ({number} of {len(finished)})", flush=True)
         try:
             experiment = read_experiment(run_dir)
-            other = first.setdefault(json.dumps(completed(experiment), sort_keys=True), run_dir)
-            if other != run_dir:  # the same bits are no further sample
-                warn(f"{run_dir} is the same experiment and seed as {other}; left out")
+            key = json.dumps(completed(experiment), sort_keys=True)
+            if key in first:  # the same bits are no further sample
+                warn(f"{run_dir} is the same experiment and seed as {first[key]}; left out")
                 continue
             r = evaluate_run(run_dir, options)
+            first[key] = run_dir
         except (UsageError, Failure) as error:
             warn(f"{run_dir}: {error}; left out")
             failed = True

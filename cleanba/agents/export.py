@@ -12,7 +12,7 @@ from cleanba.agents.portable import FORMATS, NEEDS, Export, check_target, export
 from cleanba.errors import Exit
 from cleanba.help import parse_command
 from cleanba.runs.remote import find_run
-from cleanba.runtime.process_setup import pin_random_numbers
+from cleanba.runtime.process_setup import pin_settings
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def export_command(argv: Sequence[str]) -> Exit:
         check_target(path, flags.format, flags.seed)
     if flags.format in NEEDS:
         NEEDS[flags.format]()
-    pin_random_numbers()
+    pin_settings()
     policy = load(run_dir, flags.checkpoint, trust_remote_code=flags.trust_remote_code).policy
     written = export(policy, path, flags.format, flags.seed)
     print(in_words(written))

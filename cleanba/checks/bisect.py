@@ -104,6 +104,11 @@ def bisect(a: Path, b: Path, sides: Sequence[Sequence[str]], flags: Flags) -> Ex
     from_where = f"the checkpoint after update {span.first:,}" if span.first else "the beginning"
     print(f"computing updates {span.first + 1:,} to {span.last:,} again, from {from_where}", flush=True)
     finding, remarks = search(part_a, part_b, span, trust)
+    if span.first < span.apart <= span.last and not finding and not remarks:
+        remarks = [
+            f"note: the logs differ at update {span.apart:,}, although both sides agree here; see "
+            "`cleanba diff`, and `cleanba verify` each of them"
+        ]
     same = f"the same bits throughout: updates {span.first + 1:,} to {span.last:,}"
     for line in [*(finding.lines() if finding else [same]), *remarks]:
         print(printable(line))
@@ -184,6 +189,8 @@ class Span(NamedTuple):
     """what the logs tell, in lines"""
     settled: bool = False
     """whether the logs alone tell that both are the same"""
+    apart: int = 0
+    """the first update at which the two logs differ; 0: they do not"""
 
 
 def find_span(a: Path, b: Path, flags: Flags, elsewhere: bool = False) -> Span:
@@ -224,7 +231,7 @@ def find_span(a: Path, b: Path, flags: Flags, elsewhere: bool = False) -> Span:
     if a != b or flags.from_update is not None:
         first = max((u for u in common_checkpoints(a, b) if u <= limit), default=0)
     logged = lambda rows: {u: row["params_digest"] for u, row in rows.items() if "params_digest" in row}
-    return Span(first, last, (logged(rows_a), logged(rows_b)), said)
+    return Span(first, last, (logged(rows_a), logged(rows_b)), said, apart=apart[0] if a != b and apart else 0)
 
 
 def common_checkpoints(a: Path, b: Path) -> list[int]:
@@ -250,7 +257,7 @@ def search(a: Part, b: Part, span: Span, trust_remote_code: bool) -> tuple[Findi
     """
     progress = Progress(span)
     sides: list[RemoteSide] = []
-    remarks: list[str] = []
+    remarks: dict[str, str] = {}  # by side
     versions: dict[bytes, int] = {}
     finding: Finding | None = None
     with tempfile.TemporaryDirectory(prefix="cleanba-bisect-") as folder:
@@ -261,8 +268,8 @@ def search(a: Part, b: Part, span: Span, trust_remote_code: bool) -> tuple[Findi
             for update in range(span.first + 1, span.last + 1):
                 (_, prints_a), (_, prints_b) = [side.next() for side in sides]
                 for part, name, logged, prints in zip((a, b), "AB", span.digests, (prints_a, prints_b), strict=True):
-                    if logged.get(update, prints.params_digest) != prints.params_digest and not remarks:
-                        remarks.append(
+                    if logged.get(update, prints.params_digest) != prints.params_digest and name not in remarks:
+                        remarks[name] = (
                             f"note: {part.run_dir} has logged another digest of the parameters after update {update:,} "
                             f"than {name} comes to here: what was computed then cannot be reproduced here, because "
                             "hardware, packages or flags differ, or because the computation is not deterministic"
@@ -279,7 +286,7 @@ def search(a: Part, b: Part, span: Span, trust_remote_code: bool) -> tuple[Findi
             progress.close()
             for side in sides:
                 side.close()
-    return finding, remarks
+    return finding, [*remarks.values()]
 
 
 class Progress:

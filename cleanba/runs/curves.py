@@ -116,9 +116,13 @@ def _is_number(x: object) -> bool:
 
 
 def column(rows: Sequence[Json], name: str) -> np.ndarray:
-    """One metric as floats [N], NaN where a row has no such number."""
+    """One metric as floats [N], NaN where a row has no such number, or one that is too large to be drawn."""
     values = (row.get(name) for row in rows)
-    return np.array([v if isinstance(v, float) or _is_number(v) else math.nan for v in values], np.float64)
+    found = np.array([v if isinstance(v, float) or _is_number(v) else math.nan for v in values], np.float64)
+    return np.where(np.abs(found) < LARGEST, found, math.nan)
+
+
+LARGEST = 1e300  # a stranger's log may have any numbers
 
 
 RETURN = "charts/episodic_return"

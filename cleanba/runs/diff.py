@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ from cleanba.runs import log
 from cleanba.runs.curves import completed_alike
 from cleanba.runs.directory import differing_machines
 from cleanba.runs.remote import find_run
+from cleanba.trust import source_of
 
 USAGE = """usage: cleanba diff RUN_A RUN_B
 
@@ -55,7 +57,10 @@ def compare_metrics(a: dict[int, Json], b: dict[int, Json]) -> list[str]:
                 continue
             first.setdefault(name, update)
             numeric = isinstance(x, int | float) and isinstance(y, int | float)
-            largest[name] = max(largest.get(name, 0.0), abs(x - y) if numeric else math.inf)
+            apart = math.inf
+            with suppress(OverflowError):  # of a number with hundreds of digits
+                apart = abs(float(x) - float(y)) if numeric else math.inf
+            largest[name] = max(largest.get(name, 0.0), apart)
     by_how_much = lambda d: f", by up to {d:.3g}" if math.isfinite(d) else ""
     return [f"{name}: from update {update} on{by_how_much(largest[name])}" for name, update in first.items()]
 
@@ -83,6 +88,8 @@ def compare_states(a: Path, b: Path) -> str:
     """The largest difference between two runs' states at the newest checkpoint that both keep, as a sentence."""
     from cleanba.runtime.checkpoint import read_arrays, updates_to_read
 
+    if source_of(a) is not None or source_of(b) is not None:  # their sizes are not checked here
+        return "checkpoints of a run from elsewhere are not read, so states are not compared number by number"
     common = sorted(set(updates_to_read(a)) & set(updates_to_read(b)))
     if not common:
         return "no checkpoint of the same update is kept by both runs, so states cannot be compared number by number"

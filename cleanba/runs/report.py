@@ -27,6 +27,7 @@ from cleanba.runs.curves import column, read_rows
 from cleanba.runs.directory import films_of, unwritable
 from cleanba.runs.remote import find_run
 from cleanba.runtime.metrics import duration
+from cleanba.trust import source_of
 
 if TYPE_CHECKING:  # drawing takes a second to import
     from matplotlib.axes import Axes
@@ -115,7 +116,7 @@ def page(run_dir: Path) -> str:
         f"<h1>{escape(title)}</h1><p>{escape(str(run_dir))}</p>",
         overview(result, rows, experiment),
         section("Learning", learning(rows, published_return(experiment))),
-        section("Evaluation", evaluation(run_dir, optional(run_dir / "eval.json"))),
+        section("Evaluation", evaluation(run_dir, of_this_run(run_dir, optional(run_dir / "eval.json"), result, rows))),
         section("Throughput", throughput(rows)),
         section("Losses", losses(rows)),
         section(
@@ -195,7 +196,7 @@ def overview(result: Json, rows: Rows, experiment: Json) -> str:
             ("return, last 100 episodes", known("episodic_return", "charts/episodic_return")),
             ("episodes", known("episodes", "charts/episodes")),
             ("steps per second", known("sps", "charts/SPS")),
-            ("time", None if (seconds := known("seconds", "seconds")) is None else duration(seconds)),
+            ("time", duration(seconds) if isinstance(seconds := known("seconds", "seconds"), int | float) else None),
         ]
     )
     error = f'<p class="error">{escape(str(result["error"]))}</p>' if "error" in result else ""
@@ -270,6 +271,13 @@ def throughput(rows: Rows) -> str:
         drawn.append(figure("what the learner spends its time on", stack(time, shares, axis)))
     drawn.append(figure("bottleneck: the part that limits the speed of the whole", bottlenecks(rows, time, axis)))
     return figures(drawn, "Nothing is logged yet.", "two")
+
+
+def of_this_run(run_dir: Path, evaluated: Json, result: Json, rows: Rows) -> Json:
+    """An evaluation, unless it is of another run, which was unpacked or downloaded to the same folder before."""
+    digests = {result.get("params_digest"), *(row.get("params_digest") for row in rows)}
+    foreign = source_of(run_dir) is not None
+    return {} if foreign and evaluated.get("params_digest") not in digests else evaluated
 
 
 def evaluation(run_dir: Path, result: Json) -> str:

@@ -15,13 +15,14 @@ import shutil
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -40,6 +41,8 @@ from cleanba.runtime.records import SavedActor, Snapshot, actor_folder
 if TYPE_CHECKING:
     import orbax.checkpoint as ocp
 
+T = TypeVar("T")
+
 COUNTERS = "counters"
 ARRAYS = "arrays"
 LATE_SECONDS = 60.0  # within which a shared file system shows what another process wrote
@@ -56,6 +59,20 @@ def _quiet(*names: str) -> Iterator[None]:
     finally:
         for name, level in before.items():
             logging.getLogger(name).setLevel(level)
+
+
+@cache  # once is enough
+def _hush_asyncio() -> None:
+    """Ignore asyncio's reports of what Orbax left behind.  They come after `Checkpoints.close`, too."""
+
+    def is_of_others(record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        frames = traceback.extract_tb(error.__traceback__) if error is not None else []
+        text = f"{record.getMessage()} {error}"
+        theirs = ("Event loop is closed", "orbax", "tensorstore")
+        return not any(word in place for word in theirs for place in (text, *(frame.filename for frame in frames)))
+
+    logging.getLogger("asyncio").addFilter(is_of_others)
 
 
 @cache  # once is enough
@@ -134,7 +151,7 @@ class Checkpoints:
 
         self._opened = contextlib.ExitStack()
         self._opened.enter_context(_quiet("absl"))  # Orbax logs every step; damage is reported here
-        logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # its reports come after `close`, too
+        _hush_asyncio()
         self._ocp = ocp
         self.run_dir, self._retention = run_dir, Retention.parse(keep)
         self._folder = (run_dir / "checkpoints").absolute()
@@ -361,7 +378,7 @@ class Checkpoints:
         for newer in damaged:
             aside.mkdir(exist_ok=True)
             shutil.rmtree(aside / str(newer), ignore_errors=True)
-            os.replace(self._folder / str(newer), aside / str(newer))
+            shutil.move(self._folder / str(newer), aside / str(newer))  # checkpoints/ may be a link to another disk
         self._manager.reload()
 
 
@@ -393,9 +410,33 @@ def read_arrays(run_dir: Path, update: int, shapes: Sequence[tuple[int, ...]] | 
     Raises:
         ValueError: they have other shapes than these, if any are given.  They are not read then.
     """
+    _hush_tensorstore()
+    return _in_a_thread(lambda: _read_arrays(run_dir, update, shapes))
+
+
+def _in_a_thread(body: Callable[[], T]) -> T:
+    """Call `body` in a thread of its own: Orbax leaves a thread that calls it without its event loop."""
+    returned: list[T] = []
+    raised: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            returned.append(body())
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=call, name="reading a checkpoint", daemon=True)
+    thread.start()
+    thread.join()
+    if raised:
+        raise raised[0]
+    return returned[0]
+
+
+def _read_arrays(run_dir: Path, update: int, shapes: Sequence[tuple[int, ...]] | None) -> list[np.ndarray]:
+    """`read_arrays`, in this thread."""
     import orbax.checkpoint as ocp
 
-    _hush_tensorstore()
     with _quiet("absl"), ocp.StandardCheckpointer(multiprocessing_options=_alone("read")) as checkpointer:
         metadata = checkpointer.metadata((run_dir / "checkpoints" / str(update) / ARRAYS).absolute())
         tree = getattr(metadata, "item_metadata", metadata)

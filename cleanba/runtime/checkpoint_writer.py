@@ -127,6 +127,10 @@ class CheckpointWriter(Generic[S, M, P, C]):
         """This process's actors as they are now, by number."""
         return self._records.snapshots()
 
+    def close(self) -> None:
+        """Close the files of the actors' actions.  Nothing may be recorded afterwards."""
+        self._records.close()
+
     def discard_snapshot(self) -> None:
         """Make no checkpoint of the last `snapshot`; chunks that it wrote and nothing else needs are removed."""
         if self._checkpoints is not None:

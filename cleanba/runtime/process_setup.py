@@ -23,12 +23,14 @@ DETERMINISTIC_XLA_FLAGS = "--xla_gpu_deterministic_ops=true --xla_gpu_enable_tri
 # products do not depend on the number of threads.
 DETERMINISTIC_CPU_THREADS = "8"
 
-# The JAX settings that random numbers depend on, by their names in `jax.config`.  Users can set each of them in the
-# environment too.
-RANDOM_NUMBERS = {
+# The JAX settings that random numbers and types depend on, by their names in `jax.config`.  Users can set each of them
+# in the environment too.
+PINNED = {
     "jax_default_prng_impl": "threefry2x32",
     "jax_threefry_partitionable": True,
     "jax_random_seed_offset": 0,
+    "jax_numpy_rank_promotion": "allow",
+    "jax_numpy_dtype_promotion": "standard",
 }
 
 
@@ -39,20 +41,25 @@ def prepare_process(e: Experiment) -> None:
         UsageError: JAX_ENABLE_X64 is set.
     """
     refuse_64_bits()
+    require(
+        not jax.config.jax_disable_jit,  # type: ignore[attr-defined]
+        "JAX_DISABLE_JIT is set, but training needs compiled programs; unset it",
+    )
     use_batch_scheduling()
     kernels.choose(e.cpu_kernels)
     if e.deterministic:
         make_deterministic()
     keep_compiled_programs()
     set_precision(e.dtype)
-    pin_random_numbers()
+    pin_settings()
     kernels.install_random_numbers()
 
 
 @contextmanager
 def prepared(e: Experiment) -> Iterator[None]:
     """Call `prepare_process`; on leaving, restore the settings that other code in this process would notice."""
-    before = {name: jax.config.values[name] for name in ("jax_default_matmul_precision", *RANDOM_NUMBERS)}
+    before = {name: jax.config.values[name] for name in ("jax_default_matmul_precision", *PINNED)}
+    scheduled = scheduling()
     choice, warned_of = kernels.chosen(), gymnasium.logger.min_level
     prepare_process(e)
     try:
@@ -63,6 +70,9 @@ def prepared(e: Experiment) -> Iterator[None]:
         gymnasium.logger.min_level = warned_of
         for name, value in before.items():
             jax.config.update(name, value)
+        if scheduled != scheduling():
+            with suppress(OSError, AttributeError):
+                os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
 
 
 def make_deterministic() -> None:
@@ -103,8 +113,16 @@ def use_batch_scheduling() -> None:
     has chosen another one.
     """
     with suppress(OSError, AttributeError):
-        if os.sched_getscheduler(0) == os.SCHED_OTHER:
+        if scheduling() == os.SCHED_OTHER:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
+def scheduling() -> int | None:
+    """The policy that schedules this thread; None where the system has none."""
+    try:
+        return os.sched_getscheduler(0)
+    except (OSError, AttributeError):
+        return None
 
 
 def set_precision(dtype: str) -> None:
@@ -121,12 +139,12 @@ def precision(dtype: str) -> str:
     return "tensorfloat32" if dtype == "tensorfloat32" else "highest"
 
 
-def pin_random_numbers() -> None:
-    """Use Threefry and JAX's defaults for random numbers, whatever JAX_DEFAULT_PRNG_IMPL and its like say.
+def pin_settings() -> None:
+    """Use Threefry and JAX's defaults for random numbers and types, whatever JAX_DEFAULT_PRNG_IMPL and its like say.
 
     This holds for the code of environments too.  Call it before anything is compiled.
     """
-    for name, value in RANDOM_NUMBERS.items():
+    for name, value in PINNED.items():
         jax.config.update(name, value)
 
 

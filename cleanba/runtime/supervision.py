@@ -189,11 +189,10 @@ def time_limit(seconds: float) -> Iterator[None]:
 
     def watch() -> None:
         waited = Waited()
-        while not over.wait(0.1):
+        while not over.wait(2.0 if too_late.is_set() else 0.1):  # an error that Python drops is raised again
             if waited.look() > seconds:
                 too_late.set()
                 signal.pthread_kill(main.ident or 0, signal.SIGALRM)
-                return
 
     watcher = threading.Thread(target=watch, daemon=True)
     try:

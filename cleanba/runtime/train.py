@@ -241,6 +241,7 @@ def learn(
         del rollouts  # `blocks` alone has them, so that they are freed after the update
         if training.ended is not None and update == schedule.last:
             newest = jax.device_get(learner.local(params_of(state)))
+        stop.check()  # the end of the run may look at the state until here
         progress.state = None  # donated to the update
         with log.timing_update():
             state, memory, metrics = learner.update(state, memory, blocks, update)
@@ -365,7 +366,10 @@ def run_training(
             raise
     seconds = progress.seconds_before + time.perf_counter() - started
     result = describe_result(progress, checkpoint_writer, stop.error, seconds)
-    return RunOutcome(result, progress.state, stop.error, any(t.is_alive() for t in threads), progress.interrupt)
+    stuck = any(t.is_alive() for t in threads)
+    if not stuck:
+        checkpoint_writer.close()
+    return RunOutcome(result, progress.state, stop.error, stuck, progress.interrupt)
 
 
 def begin_progress(training: Training[S, M, P, C], status: Status) -> Progress[S]:
@@ -521,8 +525,12 @@ def describe_result(
         "learner_digest": None,
         "seconds": round(seconds, 3),
     }
-    if progress.state is not None:
-        result |= checkpoint_writer.digests(progress.update, progress.state)
+    if (state := progress.state) is not None:
+        try:
+            result |= checkpoint_writer.digests(progress.update, state)
+        except RuntimeError as lost:  # the end did not wait for a learner that stood still, and then went on
+            if "deleted" not in str(lost):
+                raise
     return result if error is None else result | ended_by(error)
 
 

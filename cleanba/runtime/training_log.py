@@ -81,7 +81,7 @@ class TrainingLog:
         self._unchecked: tuple[int, Metrics] = (0, {})
         self._target_return = target_return
         # True if the checkpoint was taken right after a log point at which the target return was reached.
-        progress.reached = self.is_log_point(progress.update) and progress.statistics.reaches(target_return)
+        progress.reached = self._compares(progress.update) and progress.statistics.reaches(target_return)
         self.start_clock()
 
     def start_clock(self) -> None:
@@ -142,12 +142,16 @@ class TrainingLog:
         """Whether all processes log after this update."""
         return update == 1 or update % self._log_frequency == 0 or self._schedule.logs_digests(update)
 
+    def _compares(self, update: int) -> bool:
+        """Whether the return is compared with the target: at no log point that only a checkpoint makes one."""
+        return update == 1 or update % self._log_frequency == 0
+
     def write(self, update: int, metrics: Metrics, digests: dict[str, str]) -> None:
         """Make a log point.  All processes must call this after the same updates."""
         progress, statistics, now = self._progress, self._progress.statistics, time.perf_counter()
         statistics.gather()
         progress.global_step = statistics.global_step
-        progress.reached = progress.reached or statistics.reaches(self._target_return)
+        progress.reached = progress.reached or (self._compares(update) and statistics.reaches(self._target_return))
         interval = now - self._last_log
         recent = (statistics.global_step - self._steps_at_last_log) / interval
         if update > self._schedule.first:

@@ -1,0 +1,41 @@
+"""Ctrl-C outside of training: while a command starts, and where Python would lose it."""
+
+import os
+import signal
+import threading
+from types import FrameType
+from typing import Any
+
+GC_CALLBACK = "_xla_gc_callback"  # JAX's, in which Python drops every error, KeyboardInterrupt too
+
+
+def leave_at_once(signum: int, frame: FrameType | None) -> None:
+    """End the process with exit code 130.  As a handler of SIGINT, for a start, which has nothing to save.
+
+    An error raised in the middle of an import is lost, or ends in a crash where C++ code does not expect it.
+    """
+    os.write(2, b"cleanba: interrupted\n")
+    os._exit(128 + signum)
+
+
+def raise_interrupt(signum: int, frame: FrameType | None) -> None:
+    """Raise `KeyboardInterrupt`, as Python's own handler does; a moment later where it would be lost."""
+    above = frame
+    while above is not None:
+        if above.f_code.co_name == GC_CALLBACK:
+            main = threading.main_thread().ident or 0
+            threading.Timer(0.05, signal.pthread_kill, (main, signum)).start()
+            return
+        above = above.f_back
+    raise KeyboardInterrupt
+
+
+def handle_by(handler: Any, instead_of: Any) -> None:
+    """Have a handler of SIGINT take another one's place, if that one is installed and this is the main thread."""
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is instead_of:
+        signal.signal(signal.SIGINT, handler)
+
+
+def started() -> None:
+    """The start is over: Ctrl-C raises `KeyboardInterrupt` from now on."""
+    handle_by(raise_interrupt, leave_at_once)

@@ -1,0 +1,78 @@
+"""Ctrl-C while a command starts, and signals that arrive where Python drops every error."""
+
+import gc
+import pickle
+import signal
+import time
+
+import pytest
+from launch import TINY, finish, python
+
+from cleanba.errors import Failure, Interrupted
+from cleanba.interrupts import leave_at_once, raise_interrupt, started
+from cleanba.runtime.supervision import time_limit
+
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # dropped errors
+
+START = """
+import gc, signal
+from cleanba import cli
+
+def _xla_gc_callback(*_):  # as JAX's
+    gc.callbacks.remove(_xla_gc_callback)
+    signal.raise_signal(signal.SIGINT)
+
+real = cli.import_module
+def load(name):
+    gc.callbacks.append(_xla_gc_callback)
+    gc.collect()
+    return real(name)
+
+cli.import_module = load
+cli.main()
+"""
+
+
+@pytest.mark.parametrize("words", [("ppo", *TINY), ("eval", "runs/a")])
+def test_ctrl_c_while_a_command_starts_ends_it(words):
+    ended = finish(python("-c", START, *words))
+    assert (ended.code, ended.out, ended.err) == (130, "", "cleanba: interrupted\n")
+
+
+def gc_callback(phase, info):
+    gc.callbacks.remove(gc_callback)
+    signal.raise_signal(signal.SIGINT)
+
+
+gc_callback.__code__ = gc_callback.__code__.replace(co_name="_xla_gc_callback")
+
+
+def test_an_interrupt_that_would_be_lost_comes_a_moment_later():
+    before = signal.signal(signal.SIGINT, leave_at_once)
+    try:
+        started()
+        assert signal.getsignal(signal.SIGINT) is raise_interrupt
+        with pytest.raises(KeyboardInterrupt):
+            gc.callbacks.append(gc_callback)
+            gc.collect()
+            time.sleep(30)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_the_time_limit_of_a_start_is_kept_where_its_error_is_dropped_once():
+    def slow(phase, info):
+        gc.callbacks.remove(slow)
+        time.sleep(1)  # the limit ends in here
+
+    with pytest.raises(Failure, match=r"has not started after 0\.2 s"), time_limit(0.2):
+        gc.callbacks.append(slow)
+        gc.collect()
+        time.sleep(30)
+
+
+def test_an_interruption_travels_between_processes():
+    error = pickle.loads(pickle.dumps(Interrupted(signal.SIGTERM, ", in process 1")))
+    assert (error.signum, str(error)) == (signal.SIGTERM, "interrupted by SIGTERM, in process 1")
