@@ -46,7 +46,9 @@ COMMANDS = {
     "push": Command("upload a trained agent to the Hugging Face Hub", "cleanba.agents.hub:push_command"),
     "sweep": Command("train environments x seeds x flags, here or under Slurm", "cleanba.sweeps.sweep:sweep_command"),
     "slurm": Command("write out the templates for Slurm", "cleanba.sweeps.slurm:slurm_command", "Templates"),
-    "completion": Command("complete these words in a shell", "cleanba.completion:completion_command", ""),
+    "completion": Command(
+        "print a script with which a shell completes these words", "cleanba.completion:completion_command", ""
+    ),
 }
 
 NOT_USABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP)

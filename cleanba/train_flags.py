@@ -184,6 +184,12 @@ FOREIGN_FLAGS = {
     "--full-action-space": "Atari's actions are discrete: leave it out",
     "--episodic-life": "Atari's actions are discrete: leave it out",
     "--env": "set --env-id",
+    "--batch-size": "a batch has num_envs x num_steps steps: set these, or --num-minibatches",
+    "--minibatch-size": "set --num-minibatches",
+    "--n-steps": "set --num-steps",
+    "--n-envs": "set --num-envs",
+    "--n-epochs": "set --update-epochs",
+    "--clip-range": "set --clip-coef",
     "--timesteps": "set --total-timesteps",
 }
 
@@ -191,6 +197,8 @@ FOREIGN_FLAGS = {
 def refuse_foreign_flags(recipe: AnyRecipe, argv: Sequence[str]) -> None:
     """Raise `UsageError` for a flag of another system that has another name here, or does not exist."""
     own = {name for part in (recipe.experiment, Placement, Run) for name in offered_fields(part)}
+    if argv and not argv[0].startswith("-"):
+        raise UsageError(f"{argv[0]} stands without a flag; give an environment as --env-id {argv[0]}")
     for word in argv:
         flag = word.partition("=")[0].replace("_", "-").replace("--no-", "--")
         remedy = FOREIGN_FLAGS.get(flag)

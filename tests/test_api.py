@@ -364,6 +364,37 @@ def test_evaluations_are_those_of_the_command_and_disturb_nothing(run, tmp_path)
         cleanba.evaluate(agent, episodes=1, film="film.gif")
 
 
+@pytest.mark.parametrize(
+    "flags, shapes",
+    [
+        (dict(core="lstm", lstm_size=8), {"value": (), "probability": (2,)}),
+        (dict(env_id="Pendulum-v1", total_timesteps=128), {"value": (), "mean": (1,)}),
+    ],
+)
+def test_what_an_agent_makes_of_observations_changes_nothing_that_it_does(flags, shapes, tmp_path):
+    env_id = flags.pop("env_id", "CartPole-v1")
+    agent = cleanba.train(small(env_id, **flags), tmp_path / "run", progress=False).agent()
+    size = agent.spec.obs.shape[0]
+    walk = np.random.default_rng(0).normal(size=(5, 3, size)).astype(np.float32)
+    before = [agent.act(obs) for obs in walk]
+    agent.reset(1)
+    seen = []
+    for obs, action in zip(walk, before, strict=True):
+        seen.append(agent.inspect(obs))
+        assert (agent.act(obs) == action).all()
+    assert {name: x.shape for name, x in seen[0].items()} == {name: (3, *shape) for name, shape in shapes.items()}
+    if "probability" in shapes:
+        np.testing.assert_allclose(seen[0]["probability"].sum(1), 1, rtol=1e-5)
+    # Behind is what the agent remembers: after four steps a recurrent one makes something else of the last observation.
+    agent.reset(1)
+    fresh = agent.inspect(walk[-1])
+    assert (fresh["value"] != seen[-1]["value"]).any() == ("core" in flags)
+    agent.reset(1)
+    alone = agent.inspect(walk[-1][0])
+    assert {name: x.shape for name, x in alone.items()} == shapes
+    np.testing.assert_allclose(alone["value"], fresh["value"][0], rtol=1e-5)
+
+
 def test_what_other_computations_are_like_stays_as_it_was(run, tmp_path):
     jax.config.update("jax_default_matmul_precision", "bfloat16")
     try:

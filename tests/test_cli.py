@@ -701,3 +701,18 @@ def test_processes_must_agree_on_what_all_of_them_do_together(name, monkeypatch,
 def test_a_link_to_itself_is_no_run_directory(tmp_path):
     (tmp_path / "loop").symlink_to("loop")
     assert "loop cannot be" in refusal("ppo", *TINY, "--run-dir", tmp_path / "loop")
+
+
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        (["CartPole-v1"], "give an environment as --env-id CartPole-v1"),
+        (["--batch-size", "64"], "ppo has no --batch-size; a batch has num_envs x num_steps steps"),
+        (["--env-id", "PongNoFrameskip-v4"], "the closest names are Pong-v5, "),
+        (["--env-id", "SpaceInvadersDeterministic-v4"], "the closest names are SpaceInvaders-v5, "),
+        (["--env-id", "ALE/Breakout-v5"], "the closest names are Breakout-v5, "),
+        (["--env-id", "gymnasium:ALE/Pong-v5"], "the closest names are Pong-v5, without gymnasium:"),
+    ],
+)
+def test_words_of_other_systems_lead_to_ours(words, says):
+    assert says in refusal("ppo", *words)

@@ -87,6 +87,7 @@ class Agent:
         self._policy = policy
         self._device = device
         self._params = jax.device_put(policy.params, device)
+        self._inspect: Callable[..., dict[str, jax.Array]] | None = None  # compiled once it is needed
         self.reset(seed)
 
     @property
@@ -166,7 +167,42 @@ class Agent:
         """
         require(greedy is None or isinstance(greedy, bool | np.bool_), f"greedy={greedy!r} must be True, False or None")
         policy = self._policy
-        seen, batch = as_batch(policy.spec, obs)
+        with jax.default_device(self._device), settings_of(policy.experiment.dtype):
+            seen, flags, carry, batch = self._prepare(obs, first)
+            explore = not (policy.recipe.plays.greedy if greedy is None else greedy)
+            chosen, self._carry = policy.act(self._params, carry, seen, flags, self._key, np.int32(self._step), explore)
+        self._remembers = len(flags)
+        self._step = (self._step + 1) % 2**31
+        action = np.asarray(policy.spec.action.for_environment(np.asarray(chosen)))
+        return action[0] if batch is None else action
+
+    def inspect(self, obs: Any, first: ArrayLike | None = None) -> dict[str, np.ndarray]:
+        """What the networks make of observations.  No action is taken, and a recurrent agent remembers none of them.
+
+        Args:
+            obs, first: as for `act`.
+
+        Returns:
+            By name, for a batch: "value" [B], and as the algorithm has it "probability" or "action value" of each
+            choice [B, A], "mean" of real-valued actions [B, D], or TD3's "action".  For one observation without B.
+
+        Raises:
+            UsageError: as `act`.
+        """
+        algorithm = self._policy.algorithm
+        with jax.default_device(self._device), settings_of(self._policy.experiment.dtype):
+            seen, flags, carry, batch = self._prepare(obs, first)
+            self._inspect = self._inspect or jax.jit(algorithm.inspect)
+            found = jax.device_get(self._inspect(self._params, carry, seen, flags))
+        return {name: x[0] if batch is None else x for name, x in found.items()}
+
+    def _prepare(self, obs: Any, first: ArrayLike | None) -> tuple[PyTree, np.ndarray, PyTree, int | None]:
+        """Observations in the policy's form, whether each is an episode's first, the carry, and B (None: a single one).
+
+        Raises:
+            UsageError: as `act`.
+        """
+        seen, batch = as_batch(self._policy.spec, obs)
         n = 1 if batch is None else batch
         begins = self._remembers == 0
         if first is None:
@@ -176,22 +212,15 @@ class Agent:
             fits = flags.shape == (n,) or (flags.ndim == 0 and n == 1)
             require(fits, f"first has the shape {flags.shape}, but there are {n} observations; give one bool for each")
             flags = flags.astype(bool).reshape(n)
-        with jax.default_device(self._device), settings_of(policy.experiment.dtype):
-            if n != self._remembers:
-                known = begins or not remembered(self._carry)[0] or bool(flags.all())
-                require(
-                    known,
-                    f"the agent remembers the past of {self._remembers} environments and was given {n} observations; "
-                    "call reset() before their number changes",
-                )
-                self._carry, self._remembers = first_carry(policy.algorithm, n, self._device), n
-            explore = not (policy.recipe.plays.greedy if greedy is None else greedy)
-            chosen, self._carry = policy.act(
-                self._params, self._carry, seen, flags, self._key, np.int32(self._step), explore
-            )
-        self._step = (self._step + 1) % 2**31
-        action = np.asarray(policy.spec.action.for_environment(np.asarray(chosen)))
-        return action[0] if batch is None else action
+        if n == self._remembers:
+            return seen, flags, self._carry, batch
+        known = begins or not remembered(self._carry)[0] or bool(flags.all())
+        require(
+            known,
+            f"the agent remembers the past of {self._remembers} environments and was given {n} observations; "
+            "call reset() before their number changes",
+        )
+        return seen, flags, first_carry(self._policy.algorithm, n, self._device), batch
 
     def export(self, path: str | Path, *, seed: int = 1) -> Export:
         """Write the agent as a file that runs without Cleanba, and compare both on a thousand observations.

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -185,6 +186,12 @@ def left_out_words() -> str:
 NETWORKED = ("Cig-v1", "MultiDuel-v1")  # games of ViZDoom; making one ends the process if no player joins
 
 
+def atari_name(env_id: str) -> str:
+    """The name of an Atari game as EnvPool has it: "PongNoFrameskip-v4", "ALE/Pong-v5" -> "Pong-v5"."""
+    game = re.fullmatch(r"(?:ALE/)?([A-Za-z]+?)(?:NoFrameskip|Deterministic|-ram|-ramNoFrameskip)*-v\d", env_id)
+    return f"{game[1]}-v5" if game and f"{game[1]}-v5" in _known() else env_id
+
+
 def env_spec(e: Experiment) -> EnvSpec:
     """The specification of an environment, which is made once to see its spaces.
 
@@ -193,7 +200,7 @@ def env_spec(e: Experiment) -> EnvSpec:
             here can play it.
     """
     if e.env_id not in _known():
-        close = closest_names(e.env_id, sorted(_known()))
+        close = closest_names(atari_name(e.env_id), sorted(_known()))
         raise UsageError(
             f"env_id={e.env_id!r} is not an EnvPool environment; "
             + (f"the closest names are {close}" if close else "names look like Breakout-v5 or CartPole-v1")

@@ -286,6 +286,8 @@ def check_known(env_id: str, name: str) -> None:
         is_env = lambda x: isinstance(x, type) and issubclass(x, gymnasium.Env)
         classes = [n for n, x in getattr(found, "__dict__", {}).items() if is_env(x)]
         close = closest_names(rest, [*classes, *gymnasium.registry])
+        if rest.startswith("ALE/"):  # EnvPool has Atari's games
+            close = f"{rest[4:]}, without gymnasium:"
         raise UsageError(
             f"env_id={env_id!r} is not a registered Gymnasium environment: {said(error)}"
             + (f"; the closest names are {close}" if close else "")
