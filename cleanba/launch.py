@@ -375,7 +375,7 @@ class RunWriter:
             require_tracking()
         self._lock = lock(job.run_dir)
         try:
-            placement, code = job.config.placement, sources(job.spec, job.recipe.module)
+            placement, code = job.config.placement, sources(job.spec, *job.recipe.modules)
             self._opened = open_run(job.run_dir, job.recipe, job.resolved, placement, self._run, code)
             if job.initial is not None:
                 write_json(job.run_dir / RECORD, {"digest": job.initial.digest, "from": job.initial.place})

@@ -52,12 +52,13 @@ class Recipe(NamedTuple, Generic[E]):
     """name for --preset -> published settings, those of the environment included"""
 
     @property
-    def module(self) -> str:
-        """The module of the algorithm's functions."""
+    def modules(self) -> list[str]:
+        """The module of the algorithm's functions, and for "my_ppo:RECIPE" `my_ppo`."""
         functions: Any = self.functions
         while isinstance(functions, partial):
             functions = functions.func
-        return str(functions.__module__)
+        module, colon, _ = self.name.partition(":")
+        return [str(functions.__module__), *[module] * bool(colon)]
 
     def named_presets(self) -> dict[str, Settings]:
         """All that --preset may name."""

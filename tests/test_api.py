@@ -645,14 +645,16 @@ OWN = (  # what somebody writes who wants another loss: where, and what instead
 def own_loss(tmp_path, monkeypatch) -> Path:
     """my_ppo.py, as the page on it says, in the current directory."""
     page = (ROOT / "docs" / "guides" / "own-loss.md").read_text()
-    (end,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    end, network = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "my_network.py").write_text(network)
     text = (ROOT / "cleanba" / "algorithms" / "ppo.py").read_text()
     for before, after in OWN:
         assert text.count(before) == 1, before
         text = text.replace(before, after)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", sys.path[:])
-    monkeypatch.delitem(sys.modules, "my_ppo", raising=False)
+    for name in ("my_ppo", "my_network"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
     module = tmp_path / "my_ppo.py"
     module.write_text(f"{text}\n\n{end}")
     return module
@@ -676,6 +678,22 @@ def test_an_own_loss_trains_in_sweeps_and_in_python(own_loss):
     assert command("verify", mine).code == 0
     ended = command("diff", mine, "ppo")
     assert ended.code == 1 and "algorithm: my_ppo:RECIPE, now ppo" in ended.out, ended.out
+
+
+def test_an_own_network_is_a_class_of_its_own(own_loss):
+    words = words_of({**SMALL, "total_timesteps": 1280})
+    for recipe in ("my_network:RECIPE", "ppo"):
+        run = Path(recipe.partition(":")[0])
+        assert command(recipe, "--env-id", "CartPole-v1", *words, "--run-dir", run).code == 0
+    agent = cleanba.load("my_network")
+    params = {name: x["Dense_0"]["kernel"].shape for name, x in agent.params.params["params"].items()}
+    assert params == {"Dense_0": (4, 64), "Dense_1": (64, 64), "Dense_2": (64, 2), "Dense_3": (64, 1)}
+    assert agent.inspect(np.zeros(4))["probability"].shape == (2,)
+    config = cleanba.Run("my_network").config
+    assert list(config["sources"]) == ["my_network"] and config["experiment"]["algorithm"] == "my_network:RECIPE"
+    assert command("verify", "my_network").code == 0
+    ended = command("diff", "my_network", "ppo")
+    assert "largest difference" in ended.out or "different shapes" in ended.out
 
 
 def test_an_own_algorithm_that_is_none_is_refused(own_loss):

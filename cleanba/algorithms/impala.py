@@ -4,6 +4,7 @@ The sections are those of `ppo.py`, so that the files differ where the algorithm
 values and of the policy lag, from a pass over the whole rollout.  IMPALA has no such pass.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, NamedTuple
@@ -28,7 +29,7 @@ from cleanba.config import (
     Range,
     Settings,
 )
-from cleanba.networks import make_actor_critic
+from cleanba.networks import ActorCritic, make_actor_critic
 from cleanba.networks.cores import Carry
 from cleanba.ops.losses import kl_estimate, squared_error
 from cleanba.ops.returns import vtrace
@@ -159,10 +160,12 @@ class Minibatch(NamedTuple):
     log_prob: jax.Array
 
 
-def make(e: IMPALA, spec: EnvSpec, platform: str) -> Algorithm[State, ReturnsSoFar, PyTree, Carry]:
-    """IMPALA on environments that look like `spec`, on `platform` ("cpu", "gpu" …)."""
+def make(
+    e: IMPALA, spec: EnvSpec, platform: str, network_of: Callable[[EnvSpec, IMPALA], ActorCritic] = make_actor_critic
+) -> Algorithm[State, ReturnsSoFar, PyTree, Carry]:
+    """IMPALA on environments that look like `spec`, on `platform` ("cpu", "gpu" …); `network_of` makes the network."""
     normaliser = make_normaliser(e, spec)
-    network = make_actor_critic(normaliser.network_spec(spec), e)
+    network = network_of(normaliser.network_spec(spec), e)
     rule = optax.scale_by_rms(e.rmsprop_decay, e.rmsprop_eps, eps_in_sqrt=False)
     optimiser = by_rule(rule, e.max_grad_norm)
 

@@ -26,7 +26,7 @@ from cleanba.algorithms.batches import (
 from cleanba.algorithms.normalisation import ReturnsSoFar, make_normaliser
 from cleanba.algorithms.optimiser import State, learning_rate, make_adam, sgd_step
 from cleanba.config import CLEANRL_ATARI, Count, Fraction, Partition, PolicyGradient, Positive, Range, Settings
-from cleanba.networks import make_actor_critic
+from cleanba.networks import ActorCritic, make_actor_critic
 from cleanba.networks.cores import Carry
 from cleanba.ops.losses import kl_estimate, ppo_policy_loss, squared_error
 from cleanba.ops.returns import corrected_gae, gae
@@ -192,10 +192,12 @@ class Scale(NamedTuple):
     std: jax.Array
 
 
-def make(e: PPO, spec: EnvSpec, platform: str) -> Algorithm[State, ReturnsSoFar, PyTree, Carry]:
-    """PPO on environments that look like `spec`, on `platform` ("cpu", "gpu" …)."""
+def make(
+    e: PPO, spec: EnvSpec, platform: str, network_of: Callable[[EnvSpec, PPO], ActorCritic] = make_actor_critic
+) -> Algorithm[State, ReturnsSoFar, PyTree, Carry]:
+    """PPO on environments that look like `spec`, on `platform` ("cpu", "gpu" …); `network_of` makes the network."""
     normaliser = make_normaliser(e, spec)
-    network = make_actor_critic(normaliser.network_spec(spec), e)
+    network = network_of(normaliser.network_spec(spec), e)
     optimiser = make_adam(eps=1e-5, max_norm=e.max_grad_norm)
     correction = e.lag_correction if e.concurrency else "none"  # without concurrency the newest policy acts
     weighted = correction in ("decoupled", "both")

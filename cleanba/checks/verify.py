@@ -215,7 +215,7 @@ def require_comparable(flags: Verify, rerun: Rerun, chosen: Sequence["Segment"],
 
     What differs is said in any case.
     """
-    sources_here = sources(rerun.training.spec, rerun.recipe.module)
+    sources_here = sources(rerun.training.spec, *rerun.recipe.modules)
     here = chain.made_by(describe_devices() | {"sources": sources_here})
     found: dict[Reason, str] = {}
     for segment in chosen:

@@ -106,13 +106,13 @@ class ActorCritic(nn.Module):
         return Output(policy, value, out.carry)
 
 
-def make_actor_critic(spec: EnvSpec, e: PolicyGradient) -> ActorCritic:
-    """The network that an experiment asks for.
+def make_actor_critic(spec: EnvSpec, e: PolicyGradient, module: type[ActorCritic] = ActorCritic) -> ActorCritic:
+    """The network that an experiment asks for, as an instance of `module`, which may be of the user's own.
 
     Raises:
         UsageError: the torso does not fit the observations.
     """
-    return ActorCritic(
+    return module(
         **encoder_fields(spec, e),
         **core_fields(e),
         action=spec.action,
