@@ -374,6 +374,7 @@ class TrainFlags(TypedDict, total=False):
     on_nonfinite: str
     target_return: float | None
     log_frequency: int
+    log_info: Sequence[str]
     eval_frequency: int
     eval_episodes: int
     eval_device_id: int | None

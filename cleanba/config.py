@@ -409,6 +409,9 @@ class Run:
     (None: train for all of --total-timesteps)"""
     log_frequency: Annotated[int, Range(1, MOST, unit="updates")] = 10
     """updates between entries in the logs"""
+    log_info: tuple[str, ...] = ()
+    """environments in Python: names of numbers in `info` at the end of episodes, such as is_success, to log as
+    info/NAME (mean of the last 100 episodes that have it)"""
     eval_frequency: Updates = 0
     """updates between evaluations during training, which also keep the best parameters (0: never)"""
     eval_episodes: Count = 10

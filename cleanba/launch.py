@@ -33,7 +33,7 @@ from cleanba.agents.periodic_evaluation import PeriodicEvaluation
 from cleanba.algorithm import AnyAlgorithm
 from cleanba.algorithms.gradient_steps import REPLAY_FILLED
 from cleanba.config import Experiment, Partition, Placement, Retention, Run, from_json, read_config, require, to_json
-from cleanba.environments.backends import check_workers, repeatable, sources, warnings
+from cleanba.environments.backends import check_workers, repeatable, sources, warnings, with_infos
 from cleanba.environments.gymnasium import LOCAL, PREFIX
 from cleanba.environments.specs import EnvSpec
 from cleanba.errors import Exit, Failure, Interrupted, NotFinite, UsageError, printable
@@ -287,12 +287,14 @@ def prepare(recipe: AnyRecipe, config: Config) -> Job:
     require_own(run_dir)
     config, initial = with_digest(config, run_dir, devices.platform)
     resolved = settle(recipe, config, devices.platform, run_dir)
+    resolved = resolved._replace(spec=with_infos(resolved.spec, config.run.log_info))
     e = resolved.experiment
     if e.init_from and initial is None and not updates_kept(run_dir):
         initial = find_again(e.init_from, run_dir, devices.platform, config.run.trust_remote_code, whole=config.whole)
     partition = fit(recipe, e, config.placement, devices.num_processes)
     together: Json = {
-        name: getattr(config.run, name) for name in ("log_frequency", "checkpoint_frequency", "target_return")
+        name: getattr(config.run, name)
+        for name in ("log_frequency", "checkpoint_frequency", "target_return", "log_info")
     }
     together["checkpoint_every"] = Retention.parse(config.run.keep_checkpoints).every
     require_same_flags({"algorithm": recipe.name, **to_json(e), **together})

@@ -73,6 +73,8 @@ class Episode(NamedTuple):
     length: int
     cut: bool = False
     """whether an evaluation cut the episode off at its step limit, before the game ended"""
+    infos: tuple[float, ...] = ()
+    """the numbers of `EnvSpec.infos` at its end; NaN for one that was not told"""
 
 
 class EpisodeTracker:
@@ -82,14 +84,20 @@ class EpisodeTracker:
         self.ret = np.zeros(num_envs, np.float64)
         self.length = np.zeros(num_envs, np.int64)
 
-    def add(self, raw_reward: np.ndarray, valid: np.ndarray, over: np.ndarray) -> list[Episode]:
-        """Add a step: raw rewards [B], valid [B], over [B] (`Step.over`) -> the episodes that ended, by environment."""
+    def add(
+        self, raw_reward: np.ndarray, valid: np.ndarray, over: np.ndarray, infos: np.ndarray | None = None
+    ) -> list[Episode]:
+        """Add a step: raw rewards [B], valid [B], `Step.over` [B], `Step.infos` [B, K] -> the episodes that ended."""
         self.ret += np.where(valid, raw_reward, 0.0)
         self.length += valid
         ended = np.flatnonzero(over & valid)
         if not ended.size:
             return []
-        episodes = list(map(Episode, self.ret[ended].tolist(), self.length[ended].tolist()))
+        told = [()] * len(ended) if infos is None else map(tuple, infos[ended].tolist())
+        episodes = [
+            Episode(ret, length, infos=numbers)
+            for ret, length, numbers in zip(self.ret[ended].tolist(), self.length[ended].tolist(), told, strict=True)
+        ]
         self.ret[ended] = 0.0
         self.length[ended] = 0
         return episodes

@@ -118,6 +118,8 @@ class EnvSpec(NamedTuple):
     """part of its library that it comes from, such as envpool.classic_control"""
     time_limit: int | None = None
     """steps after which the environment itself truncates an episode; None if it states no limit"""
+    infos: tuple[str, ...] = ()
+    """names of the numbers in Gymnasium's `info` that are logged"""
 
     @property
     def action(self) -> ActionSpec:

@@ -43,6 +43,19 @@ class Tells(Odd):
         return {"legal": np.arange(self.np_random.integers(1, 5)), "winner": self.np_random.choice([1, None])}
 
 
+class Succeeds(Odd):
+    """Tells at the end of an episode whether it succeeded, and in every second one how far away it came."""
+
+    episodes = 0
+
+    def tell(self):
+        if self.steps < self.length:
+            return {"is_success": "not yet"}
+        self.episodes += 1
+        told = {"is_success": bool(self.np_random.random() < 0.5)}
+        return told | ({"distance": np.float64(self.episodes)} if self.episodes % 2 else {})
+
+
 class Masked(Odd):
     """One action of four is legal, and it insists on it."""
 

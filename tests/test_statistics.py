@@ -1,6 +1,7 @@
 """What a run says of its size and of its remaining time."""
 
 import itertools
+import json
 import math
 from types import SimpleNamespace
 
@@ -119,3 +120,20 @@ def test_counts_of_an_older_version_go_on():
     statistics.gather()
     assert list(statistics.recent) == [Episode(0.5, 7), Episode(1.0, 8), Episode(2.0, 9)]
     assert (statistics.global_step, statistics.episodes) == (640, 20)
+
+
+def test_numbers_of_infos_travel_between_processes_and_through_a_checkpoint(together):
+    nan = math.nan
+    names = ("is_success", "distance")
+    parts = [Statistics(names), Statistics(names)]
+    for process, told in enumerate([[(1.0, nan), (0.0, 3.0)], [(1.0, 5.0), (nan, nan)]]):
+        episodes = [Episode(float(process), 8, infos=numbers) for numbers in told]
+        parts[process].add([SimpleNamespace(number=1, steps=16, episodes=episodes, times=None)])
+    saved = json.loads(json.dumps(together(parts, "counters")[0], allow_nan=False))
+    together(parts, "gather")
+    means = {"is_success": pytest.approx(2 / 3), "distance": 4.0}
+    assert [part.mean_infos for part in parts] == [means, means]
+    for infos, expected in ((names, means), (("distance",), {}), (names[::-1], {}), ((), {})):
+        again = Statistics.from_counters(saved, 0, 1, infos)
+        again.gather()
+        assert again.mean_infos == expected and len(again.recent) == 4

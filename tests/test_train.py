@@ -13,7 +13,7 @@ import flax.serialization
 import jax
 import numpy as np
 import pytest
-from launch import TINY, build, command, finished, read_result, read_rows, train
+from launch import ROOT, TINY, build, command, finished, read_result, read_rows, train
 from scripted import Play, Scripts, mirror, spec, with_fingerprints
 
 import cleanba.runtime.actor
@@ -444,6 +444,49 @@ def test_a_run_keeps_no_model_unless_asked(tmp_path):
     assert not (tmp_path / "run" / "model.msgpack").exists()
     assert not (tmp_path / "run" / "wandb").exists()
     assert sorted(os.listdir(tmp_path)) == ["run"]
+
+
+# ----------------------------------------------------------------------------------------------------- what infos tell
+
+TOLD = ("--log-info", "is_success", "distance", "nothing")
+
+
+def test_numbers_of_infos_are_logged_the_same_wherever_environments_are_stepped(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "tests")
+    monkeypatch.setattr("cleanba.errors.SAID", set())
+    words = ("ppo", "--env-id", "odd:Succeeds", *TINY[2:], "--total-timesteps", "1920", "--checkpoint-frequency", "1")
+    runs = {name: tmp_path / name for name in ("threads", "processes", "resumed", "silent")}
+    threads = command(*words, *TOLD, "--env-workers", "0", "--keep-checkpoints", "all", "--run-dir", runs["threads"])
+    assert threads.code == 0 and "ended with nothing in its info" in threads.err
+    assert "distance" not in threads.err and "is_success in its info" not in threads.err
+    assert command(*words, *TOLD, "--env-workers", "2", "--run-dir", runs["processes"]).code == 0
+    shutil.copytree(runs["threads"], runs["resumed"])
+    (runs["resumed"] / "result.json").unlink()
+    for update in updates_kept(runs["resumed"]):
+        if update > 12:
+            shutil.rmtree(runs["resumed"] / "checkpoints" / str(update))
+    assert "going on after update 12" in command("resume", runs["resumed"]).out
+    assert command(*words, "--run-dir", runs["silent"]).code == 0
+
+    told = {name: [[row.get(f"info/{x}") for x in TOLD[1:]] for row in read_rows(run)] for name, run in runs.items()}
+    assert told["threads"] == told["processes"] == told["resumed"] and len(told["threads"]) == 30
+    success, distance, nothing = zip(*told["threads"], strict=True)
+    assert 0.2 < success[-1] < 0.8 and set(nothing) == {None}
+    # Odd episodes alone tell their number.
+    episodes = read_rows(runs["threads"])[-1]["charts/episodes"]
+    assert distance[-1] == pytest.approx(episodes / 8 - 100 / 16, abs=1.5) and episodes > 200
+    assert {x for row in told["silent"] for x in row} == {None}
+    assert len({read_result(run)["params_digest"] for run in runs.values()}) == 1
+
+
+def test_infos_that_cannot_be_logged_are_refused(tmp_path):
+    for words, why in (
+        (("Catch-v0", "lives"), "log_info=lives needs an environment in Python, which Catch-v0 is not"),
+        (("gymnasium:CartPole-v1", "a/b"), "log_info names 'a/b'"),
+        (("gymnasium:CartPole-v1", "a", "a"), "log_info names 'a'; name each number"),
+    ):
+        ended = command("ppo", "--env-id", words[0], "--log-info", *words[1:], "--run-dir", tmp_path / "run")
+        assert ended.code == 2 and why in ended.err, ended
 
 
 # -------------------------------------------------------------------------------------------------- the target return

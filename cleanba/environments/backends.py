@@ -92,6 +92,24 @@ def env_spec(e: Experiment) -> EnvSpec:
     return spec
 
 
+def with_infos(spec: EnvSpec, names: Sequence[str]) -> EnvSpec:
+    """The specification with the numbers in `info` that --log-info names.
+
+    Raises:
+        UsageError: the environment is not in Python, or a name cannot be that of a metric.
+    """
+    require(
+        not names or module_of(spec.env_id) is gymnasium,
+        f"log_info={' '.join(names)} needs an environment in Python, which {spec.env_id} is not; leave it out",
+    )
+    for name in names:
+        require(
+            name.isprintable() and bool(name.strip()) and "/" not in name and names.count(name) == 1,
+            f"log_info names {name!r}; name each number of `info` once, without /",
+        )
+    return spec._replace(infos=tuple(names))
+
+
 def sources(spec: EnvSpec, *others: str) -> dict[str, str]:
     """The modules that define an environment of the user's own and its wrappers -> SHA-256 of their files.
 

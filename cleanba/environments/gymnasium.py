@@ -84,7 +84,7 @@ def game(spec: EnvSpec) -> Game:
     name = spec.env_id.removeprefix(PREFIX)
     entry = gymnasium.registry.get(name)
     own = entry is None or str(entry.entry_point).startswith("gymnasium.")
-    return Game(name, spec.options, spec.wrappers, None if own else entry)
+    return Game(name, spec.options, spec.wrappers, None if own else entry, spec.infos)
 
 
 MOST_NAME = 80  # characters of the name of an environment that a function makes
@@ -458,7 +458,8 @@ class Envs:
             part.answer(self.check)
         a, obs = self._arrays, self._shown()
         terminated, truncated, raw = a.terminated.copy(), a.truncated.copy(), a.reward.copy()
-        return Step(obs, train_reward(self._spec, raw), raw, terminated, truncated, terminated | truncated)
+        infos = a.infos.copy() if self._spec.infos else None
+        return Step(obs, train_reward(self._spec, raw), raw, terminated, truncated, terminated | truncated, infos)
 
     def xla(self) -> NoReturn:
         """Not implemented: XLA cannot step Python code, so `EnvSpec.scannable` is false."""
@@ -526,7 +527,8 @@ def layout_of(spec: EnvSpec, num_envs: int) -> Layout:
     rows = lambda shape, dtype: ((num_envs, *shape), dtype)
     flags = [rows((), "bool")] * 2
     obs = [rows(part.shape, part.dtype) for part in leaves(spec.obs)]
-    return [*obs, rows(spec.action.shape, spec.action.dtype), rows((), "float32"), *flags]
+    infos = rows((len(spec.infos),), "float32")
+    return [*obs, rows(spec.action.shape, spec.action.dtype), rows((), "float32"), *flags, infos]
 
 
 def check_drawable(spec: EnvSpec) -> None:

@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import Any, Generic, NamedTuple
 
 import jax
+import numpy as np
 
 from cleanba.config import MOST
 from cleanba.environments.worker import find_modules_here
@@ -38,6 +39,7 @@ class Step(NamedTuple, Generic[Array]):
     terminated: Array  # [B]  bool
     truncated: Array  # [B]  bool
     over: Array  # [B]  bool: the game is over; differs from the two above under --episodic-life
+    infos: np.ndarray | None = None  # [B, K]  float32: the numbers of `EnvSpec.infos`, NaN where there is none
 
 
 EnvStep = Callable[[PyTree, jax.Array], tuple[PyTree, Step[jax.Array]]]

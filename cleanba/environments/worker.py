@@ -4,6 +4,7 @@ Nothing here imports JAX, directly or indirectly, so a worker starts quickly, an
 """
 
 import fcntl
+import math
 import mmap
 import os
 import pickle
@@ -36,6 +37,8 @@ class Game(NamedTuple):
     """module:function, each called with the environment that the last one returned"""
     registered: EnvSpec | None = None
     """Gymnasium's registration of that name, if only the training program has it"""
+    infos: tuple[str, ...] = ()
+    """as `EnvSpec.infos`"""
 
     def make(self, **more: Any) -> gymnasium.Env[Any, Any]:
         """Make one environment.  Raises whatever error its code raises."""
@@ -94,6 +97,7 @@ class Arrays(NamedTuple):
     reward: np.ndarray
     terminated: np.ndarray
     truncated: np.ndarray
+    infos: np.ndarray  # [B, K]
 
     def part(self, start: int, end: int) -> "Arrays":
         """The environments from `start` to before `end`."""
@@ -110,7 +114,7 @@ def carve(layout: Layout, memory: mmap.mmap | None = None) -> tuple[Arrays, int]
         made = np.zeros(shape, dtype) if memory is None else np.ndarray(shape, dtype, memory, offset)
         arrays.append(made)
         offset += -(-made.nbytes // ALIGNMENT) * ALIGNMENT
-    return Arrays(arrays[:-4], *arrays[-4:]), max(offset, 1)
+    return Arrays(arrays[:-5], *arrays[-5:]), max(offset, 1)
 
 
 def misfit(space: gymnasium.Space[Any], obs: object, name: str = "") -> str:
@@ -127,11 +131,14 @@ def misfit(space: gymnasium.Space[Any], obs: object, name: str = "") -> str:
 
 
 class SilentEnvs(SyncVectorEnv):
-    """Gymnasium's `SyncVectorEnv` without infos, which nothing here reads, and with clearer errors.
+    """Gymnasium's `SyncVectorEnv` with only the infos that are logged, and with clearer errors.
 
-    Gymnasium would gather the infos into arrays, and fail if their form changes from one step to the next.  For an
+    Gymnasium would gather all infos into arrays, and fail if their form changes from one step to the next.  For an
     observation that does not fit its space, only NumPy would raise an error.
     """
+
+    infos: tuple[str, ...] = ()
+    noted: np.ndarray  # [B, K]
 
     def reset(self, **how: Any) -> Any:
         """As Gymnasium's; raises `ValueError` for an observation that does not fit its space."""
@@ -154,7 +161,17 @@ class SilentEnvs(SyncVectorEnv):
             raise
 
     def _add_info(self, vector_infos: dict[str, Any], env_info: dict[str, Any], env_num: int) -> dict[str, Any]:
+        if self.infos:
+            self.noted[env_num] = [number_in(env_info, name) for name in self.infos]
         return vector_infos
+
+
+def number_in(info: dict[str, Any], name: str) -> float:
+    """A number, or a boolean, that an environment tells; NaN if it does not."""
+    try:
+        return float(info[name])
+    except (KeyError, TypeError, ValueError):
+        return math.nan
 
 
 class Part:
@@ -165,6 +182,7 @@ class Part:
         make = lambda: game.make(disable_env_checker=True, **more)
         count = len(arrays.reward)
         self._envs: Any = SilentEnvs([make] * count, copy=False, autoreset_mode=AutoresetMode.NEXT_STEP)
+        self._envs.infos, self._envs.noted = game.infos, arrays.infos
 
     def reset(self, seeds: Sequence[int | None]) -> None:
         """Restart all of them, each with its seed; None continues an environment's own random numbers."""

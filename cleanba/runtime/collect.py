@@ -320,7 +320,7 @@ class SteppedCollector(Generic[P, C]):
                 if actions is None:
                     actions = np.empty((self.num_steps, *host_action.shape), action_dtype(self.recorded_action))
                 actions[t] = host_action
-            episodes += self._tracker.add(step.raw_reward, answer.valid, step.over)
+            episodes += self._tracker.add(step.raw_reward, answer.valid, step.over, step.infos)
             self._obs, self._first, self._done = step.obs, self._done, answer.done
             then, now = now, clock()
             times.emulators += now - then

@@ -1,5 +1,6 @@
 """What a run counts and times, over all actors and processes."""
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
@@ -29,6 +30,7 @@ class NewCounts(NamedTuple):
 class Statistics:
     """Totals of all processes up to the last log point; counts and times of this process since then."""
 
+    infos: tuple[str, ...] = ()  # as `EnvSpec.infos`
     global_step: int = 0
     episodes: int = 0
     recent: deque[Episode] = field(default_factory=lambda: deque(maxlen=EPISODES_SHOWN))
@@ -58,14 +60,16 @@ class Statistics:
 
     def gather_counts(self) -> list[NewCounts]:
         """What every process counted since the last log point.  All must call this after the same update."""
-        row = np.zeros(2 + 3 * EPISODES_SHOWN, np.float64)
+        each = 3 + len(self.infos)  # numbers of an episode
+        row = np.zeros(2 + each * EPISODES_SHOWN, np.float64)
         row[0], row[1] = self.new_steps, self.new_episodes
-        newest = [(update, e.ret, e.length) for update, e in self.newest]
-        row[2 : 2 + 3 * len(newest)] = np.array(newest, np.float64).ravel()
+        newest = [(update, e.ret, e.length, *self.told(e)) for update, e in self.newest]
+        row[2 : 2 + each * len(newest)] = np.array(newest, np.float64).ravel()
 
         def read(r: np.ndarray) -> NewCounts:
             count = min(int(r[1]), EPISODES_SHOWN)
-            newest = [(int(k), Episode(float(a), int(b))) for k, a, b in r[2 : 2 + 3 * count].reshape(-1, 3)]
+            numbers = r[2 : 2 + each * count].reshape(-1, each).tolist()
+            newest = [(int(k), Episode(ret, int(length), infos=tuple(told))) for k, ret, length, *told in numbers]
             return NewCounts(int(r[0]), int(r[1]), newest)
 
         return [read(r) for r in gather_over_processes(row)]
@@ -88,21 +92,34 @@ class Statistics:
         return {
             "global_step": self.global_step + sum(n.steps for n in news),
             "episodes": self.episodes + sum(n.episodes for n in news),
-            "recent": [[e.ret, e.length] for e in self.recent],
+            "recent": [[e.ret, e.length, *known(e)] for e in self.recent],
             "seconds": seconds,
-            "news": [[n.steps, n.episodes, [[e.ret, e.length, update] for update, e in n.newest]] for n in news],
+            "news": [
+                [n.steps, n.episodes, [[e.ret, e.length, update, *known(e)] for update, e in n.newest]] for n in news
+            ],
+            **({"infos": list(self.infos)} if self.infos else {}),
         }
 
+    def told(self, e: Episode) -> tuple[float, ...]:
+        """The episode's numbers of `infos`; NaN for those of an episode from before they were asked for."""
+        return e.infos if len(e.infos) == len(self.infos) else (math.nan,) * len(self.infos)
+
     @classmethod
-    def from_counters(cls, counters: Json, process: int, processes: int) -> "Statistics":
+    def from_counters(cls, counters: Json, process: int, processes: int, infos: tuple[str, ...] = ()) -> "Statistics":
         """The inverse, for one of `processes`.  If there were others before, the first process gets all new counts."""
+        kept = counters.get("infos", []) == list(infos)
+
+        def episode(ret: float, length: int, told: list[float | None]) -> Episode:
+            return Episode(ret, length, infos=tuple(math.nan if x is None else x for x in told) if kept else ())
+
         news = [  # older versions wrote no updates
-            NewCounts(steps, count, [(e[2] if len(e) > 2 else 0, Episode(e[0], e[1])) for e in newest])
+            NewCounts(steps, count, [(e[2] if len(e) > 2 else 0, episode(e[0], e[1], e[3:])) for e in newest])
             for steps, count, newest in counters.get("news", [])
         ]
         mine = [news[process]] if len(news) == processes else news if process == 0 else []
-        recent = deque((Episode(r, length) for r, length in counters["recent"]), maxlen=EPISODES_SHOWN)
+        recent = deque((episode(r, length, told) for r, length, *told in counters["recent"]), maxlen=EPISODES_SHOWN)
         made = cls(
+            infos,
             counters["global_step"] - sum(n.steps for n in news),
             counters["episodes"] - sum(n.episodes for n in news),
             recent,
@@ -123,8 +140,19 @@ class Statistics:
         return float(np.mean([e.ret for e in self.recent])) if self.recent else None
 
     @property
+    def mean_infos(self) -> dict[str, float]:
+        """Of each of `infos` that any of the last episodes told: its mean over those that did."""
+        columns = zip(self.infos, np.array([self.told(e) for e in self.recent]).T, strict=False)
+        return {name: float(np.nanmean(told)) for name, told in columns if not np.isnan(told).all()}
+
+    @property
     def mean_length(self) -> float | None:
         return float(np.mean([e.length for e in self.recent])) if self.recent else None
+
+
+def known(e: Episode) -> list[float | None]:
+    """An episode's numbers of `EnvSpec.infos` for JSON, which has no NaN."""
+    return [None if math.isnan(x) else x for x in e.infos]
 
 
 def in_order(counts: Sequence[NewCounts]) -> list[tuple[int, Episode]]:

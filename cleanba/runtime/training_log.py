@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from cleanba.algorithm import Metrics
-from cleanba.errors import NotFinite
+from cleanba.errors import NotFinite, warn_once
 from cleanba.files import Json
 from cleanba.runtime.chain import Chain
 from cleanba.runtime.devices import Devices
@@ -164,6 +164,8 @@ class TrainingLog:
         self._last_update = update
         lag = self._schedule.lag(update)
         values = log_values(statistics, metrics, progress.sps, recent if progress.sps is not None else None, lag)
+        if unknown := [name for name in statistics.infos if statistics.recent and f"info/{name}" not in values]:
+            warn_once(f"no episode has ended with {', '.join(unknown)} in its info, which --log-info names")
         actor_times, learner_times = statistics.take_times()
         values |= {f"stats/{name}_time": seconds for name, seconds in actor_times.items()}
         values |= {f"stats/learner_{name}_time": seconds for name, seconds in learner_times.items()}
@@ -199,6 +201,7 @@ def log_values(statistics: Statistics, metrics: Json, sps: float | None, recent:
         "charts/episodic_length": statistics.mean_length,
         "charts/episodes": statistics.episodes,
         "stats/policy_lag": lag,
+        **{f"info/{name}": mean for name, mean in statistics.mean_infos.items()},
     }
     there = {
         name: x for name, x in metrics.items() if not name.startswith("count/") and metrics.get(f"count/{name}", 1)
