@@ -304,7 +304,7 @@ def test_a_value_of_the_wrong_kind_is_refused():
 
 
 @pytest.mark.parametrize("below", ["", "runs/x"])
-def test_a_run_directory_that_cannot_be_made_is_refused(below, tmp_path):
+def test_a_run_directory_that_cannot_be_made_is_refused(below, tmp_path, done):  # which compiles what JAX itself needs
     (tmp_path / "file").write_text("in the way")
     message = refusal("ppo", *TINY, "--run-dir", tmp_path / "file" / below)
     assert str(tmp_path / "file") in message and "--run-dir" in message

@@ -17,9 +17,10 @@ from launch import command, read_rows
 from cleanba.agents import evaluate
 from cleanba.cli import COMMANDS
 from cleanba.config import Placement, Run, fields_of, flag
+from cleanba.help import written_flag
 from cleanba.recipes import RECIPES
 from cleanba.runtime import training_log
-from cleanba.train_flags import parse, written_flag
+from cleanba.train_flags import parse
 
 ROOT = Path(__file__).parents[1]
 WRITTEN = [page for page in ROOT.glob("docs/**/*.md") if not page.is_symlink()]  # links stand where pages were
