@@ -434,8 +434,7 @@ def _raise(ended: Ended, call: str) -> None:
     call: the call that does, in words.
     """
     error = ended.error
-    remedy = ended.remedy.replace(SAME_CALL, call)
-    remedy = remedy if remedy.startswith(call) else f"{call}, or {remedy}"
+    remedy = ended.remedy if ended.remedy.startswith(SAME_CALL) else f"{call}, or {ended.remedy}"
     if isinstance(error, Interrupted) and error.signum == signal.SIGINT:
         raise KeyboardInterrupt(f"the run ended early; {remedy}") from None
     if error is not None:

@@ -20,14 +20,20 @@ def leave_at_once(signum: int, frame: FrameType | None) -> None:
 
 def raise_interrupt(signum: int, frame: FrameType | None) -> None:
     """Raise `KeyboardInterrupt`, as Python's own handler does; a moment later where it would be lost."""
-    above = frame
-    while above is not None:
-        if above.f_code.co_name == GC_CALLBACK:
-            main = threading.main_thread().ident or 0
-            threading.Timer(0.05, signal.pthread_kill, (main, signum)).start()
-            return
-        above = above.f_back
+    if would_be_lost(frame):
+        main = threading.main_thread().ident or 0
+        threading.Timer(0.05, signal.pthread_kill, (main, signum)).start()
+        return
     raise KeyboardInterrupt
+
+
+def would_be_lost(frame: FrameType | None) -> bool:
+    """Whether Python drops an error that is raised in this frame."""
+    while frame is not None:
+        if frame.f_code.co_name == GC_CALLBACK:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def handle_by(handler: Any, instead_of: Any) -> None:

@@ -618,7 +618,7 @@ def require_same_flags(flags: Json) -> None:
     require(
         not others,
         f"process {', '.join(others)} has another experiment than process 0, or another --log-frequency, "
-        "--checkpoint-frequency, --keep-checkpoints or --target-return; give all processes the same flags",
+        "--checkpoint-frequency, --keep-checkpoints, --target-return or --log-info; give all processes the same flags",
     )
 
 
@@ -711,7 +711,8 @@ def how_to_go_on(job: Job, result: Json) -> str:
     repeated = result["update"] - saved_update
     again = f" and repeats {counted(repeated, 'update')}" if repeated else ", nothing to repeat"
     if job.experiment.env_id.startswith(f"{PREFIX}{LOCAL}"):  # no other process knows its environment
-        return f"{SAME_CALL} goes on after update {saved_update}{again}"
+        place = "" if job.config.run.run_dir is not None else f" with run_dir={str(job.run_dir)!r}"
+        return f"{SAME_CALL}{place} goes on after update {saved_update}{again}"
     command = f"cleanba resume {shlex.quote(str(job.run_dir))}"
     # What starts several processes starts them all again, with other numbers each than config.json has.
     goes = (

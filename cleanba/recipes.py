@@ -161,6 +161,8 @@ def find_recipe(name: str) -> AnyRecipe:
     Raises:
         UsageError: there is none of this name, or its module cannot be imported.
     """
+    if not isinstance(name, str):
+        raise UsageError(f"an algorithm is given by its name, such as 'ppo', not as {name!r}")
     if name in RECIPES:
         return RECIPES[name]
     module, colon, attribute = name.partition(":")

@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
 
@@ -392,7 +393,7 @@ def test_what_an_agent_makes_of_observations_changes_nothing_that_it_does(flags,
     agent.reset(1)
     alone = agent.inspect(walk[-1][0])
     assert {name: x.shape for name, x in alone.items()} == shapes
-    np.testing.assert_allclose(alone["value"], fresh["value"][0], rtol=1e-5)
+    np.testing.assert_allclose(alone["value"], fresh["value"][0], rtol=1e-4, atol=1e-5)
 
 
 def test_what_other_computations_are_like_stays_as_it_was(run, tmp_path):
@@ -428,6 +429,7 @@ def test_promotions_that_a_program_forbids_are_as_always_in_training(run, tmp_pa
         for name, value in names.items():
             jax.config.update(name, value)
         again = cleanba.train(small(), tmp_path / "run", progress=False)
+        again.agent().act(np.zeros((3, 4)))
         assert {name: jax.config.values[name] for name in names} == names
         assert again.result["params_digest"] == run.result["params_digest"]
     finally:
@@ -642,7 +644,7 @@ OWN = (  # what somebody writes who wants another loss: where, and what instead
 
 
 @pytest.fixture
-def own_loss(tmp_path, monkeypatch) -> Path:
+def own_loss(tmp_path, monkeypatch) -> Iterator[Path]:
     """my_ppo.py, as the page on it says, in the current directory."""
     page = (ROOT / "docs" / "guides" / "own-loss.md").read_text()
     end, network = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
@@ -653,11 +655,11 @@ def own_loss(tmp_path, monkeypatch) -> Path:
         text = text.replace(before, after)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", sys.path[:])
-    for name in ("my_ppo", "my_network"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
     module = tmp_path / "my_ppo.py"
     module.write_text(f"{text}\n\n{end}")
-    return module
+    yield module
+    for name in ("my_ppo", "my_network"):
+        sys.modules.pop(name, None)
 
 
 def test_an_own_loss_trains_in_sweeps_and_in_python(own_loss):

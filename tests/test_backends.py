@@ -23,7 +23,7 @@ from cleanba.environments import gymnasium, jax_envs
 from cleanba.environments.backends import Envs, end_waits, env_spec, open_envs, repeatable, sources, warnings
 from cleanba.environments.spaces import action_spec, obs_spec
 from cleanba.environments.specs import ActionSpec, parse_options
-from cleanba.environments.worker import misfit
+from cleanba.environments.worker import misfit, number_in
 from cleanba.errors import Failure, UsageError
 from cleanba.recipes import RECIPES
 from cleanba.resolution import preset_name, resolve
@@ -791,3 +791,17 @@ def test_an_observation_that_does_not_fit_its_space_is_told_with_both_shapes():
     assert "observation 'a.b' has the shape (3,), but its space has (2,)" in misfit(nested, {"a": {"b": np.zeros(3)}})
     assert "has the entries ['c'], but its space has ['b']" in misfit(nested, {"a": {"c": 0}})
     assert "is float, but its space has ['a']" in misfit(nested, 0.5)
+
+
+def test_single_numbers_and_booleans_are_read_from_infos():
+    info = {
+        "yes": True,
+        "no": np.bool_(False),
+        "half": np.float32(0.5),
+        "one": np.array(1),
+        "word": "1.5",
+        "none": None,
+    }
+    info |= {"several": np.ones(2), "huge": 10**400, "list": [1]}
+    told = {name: number_in(info, name) for name in (*info, "absent")}
+    assert {name: x for name, x in told.items() if not np.isnan(x)} == {"yes": 1, "no": 0, "half": 0.5, "one": 1}

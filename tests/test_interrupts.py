@@ -16,6 +16,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptio
 
 START = """
 import gc, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # where tests run in the background, it is ignored
 from cleanba import cli
 
 def _xla_gc_callback(*_):  # as JAX's
@@ -39,12 +40,17 @@ def test_ctrl_c_while_a_command_starts_ends_it(words):
     assert (ended.code, ended.out, ended.err) == (130, "", "cleanba: interrupted\n")
 
 
-def gc_callback(phase, info):
-    gc.callbacks.remove(gc_callback)
-    signal.raise_signal(signal.SIGINT)
+def within_garbage_collection(then) -> None:
+    """Call `then` where JAX has a callback, in which errors are dropped."""
 
+    def callback(phase, info):
+        gc.callbacks.remove(callback)
+        then()
 
-gc_callback.__code__ = gc_callback.__code__.replace(co_name="_xla_gc_callback")
+    callback.__code__ = callback.__code__.replace(co_name="_xla_gc_callback")
+    gc.collect()  # so that no finaliser runs afterwards, in which errors are dropped, too
+    gc.callbacks.append(callback)
+    gc.collect()
 
 
 def test_an_interrupt_that_would_be_lost_comes_a_moment_later():
@@ -53,8 +59,7 @@ def test_an_interrupt_that_would_be_lost_comes_a_moment_later():
         started()
         assert signal.getsignal(signal.SIGINT) is raise_interrupt
         with pytest.raises(KeyboardInterrupt):
-            gc.callbacks.append(gc_callback)
-            gc.collect()
+            within_garbage_collection(lambda: signal.raise_signal(signal.SIGINT))
             time.sleep(30)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
@@ -63,14 +68,20 @@ def test_an_interrupt_that_would_be_lost_comes_a_moment_later():
 
 
 def test_the_time_limit_of_a_start_is_kept_where_its_error_is_dropped_once():
-    def slow(phase, info):
-        gc.callbacks.remove(slow)
-        time.sleep(1)  # the limit ends in here
-
     with pytest.raises(Failure, match=r"has not started after 0\.2 s"), time_limit(0.2):
-        gc.callbacks.append(slow)
-        gc.collect()
+        within_garbage_collection(lambda: time.sleep(1))  # the limit ends in here
         time.sleep(30)
+
+
+def test_the_time_limit_interrupts_what_ends_the_start_no_second_time(capsys):
+    cleaned = []
+    with pytest.raises(Failure, match="has not started"), time_limit(0.2):
+        try:
+            time.sleep(30)
+        finally:
+            time.sleep(1)
+            cleaned.append(True)
+    assert cleaned and capsys.readouterr().err.count("time.sleep(30)") == 1
 
 
 def test_an_interruption_travels_between_processes():

@@ -37,7 +37,7 @@ def test_the_quickstart_runs_from_its_first_cell_to_its_last(tmp_path, monkeypat
 def kernel(tmp_path, monkeypatch):
     """A notebook's kernel, and what waits for its answers."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    manager = KernelManager(kernel_name="python3", transport="ipc")
+    manager = KernelManager(kernel_name="python3")
     manager.start_kernel(cwd=str(tmp_path))
     client = manager.blocking_client()
     client.start_channels()

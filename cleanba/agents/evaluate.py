@@ -16,7 +16,7 @@ from cleanba.agents.film import Film
 from cleanba.agents.load import load
 from cleanba.config import read_experiment, require
 from cleanba.environments.atari_scores import human_normalised, reference
-from cleanba.environments.backends import Envs, open_envs, threads_per_actor
+from cleanba.environments.backends import Envs, close, open_envs, threads_per_actor
 from cleanba.environments.specs import EnvSpec
 from cleanba.errors import Exit, Failure, UsageError, printable
 from cleanba.files import Json, read_json, write_json
@@ -160,7 +160,7 @@ def play(
         try:
             play_on(envs)
         finally:
-            envs.close()
+            close(envs, "an evaluation")
         if all(len(mine) >= most for mine, most in zip(played, quota, strict=True)):
             break
     return [episode for mine, most in zip(played, quota, strict=True) for episode in mine[:most]]

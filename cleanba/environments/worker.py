@@ -168,9 +168,10 @@ class SilentEnvs(SyncVectorEnv):
 
 def number_in(info: dict[str, Any], name: str) -> float:
     """A number, or a boolean, that an environment tells; NaN if it does not."""
+    told = info.get(name)
     try:
-        return float(info[name])
-    except (KeyError, TypeError, ValueError):
+        return math.nan if told is None or isinstance(told, str) else float(told)
+    except (TypeError, ValueError, OverflowError):
         return math.nan
 
 

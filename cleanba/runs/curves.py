@@ -8,7 +8,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeGuard
 
 import numpy as np
 
@@ -99,7 +99,7 @@ def read_rows(run_dir: Path) -> list[Json]:
     damaged = []
     try:
         for number, row in log.read(run_dir):
-            if row is None or not all(_is_number(row.get(name)) for name in ("update", "global_step", "seconds")):
+            if row is None or not all(is_number(row.get(name)) for name in ("update", "global_step", "seconds")):
                 damaged.append(number)
             else:
                 rows[row["update"]] = row | rows.get(row["update"], {})  # an evaluation's row comes later
@@ -111,14 +111,15 @@ def read_rows(run_dir: Path) -> list[Json]:
     return [rows[update] for update in sorted(rows)]
 
 
-def _is_number(x: object) -> bool:
+def is_number(x: object) -> TypeGuard[float]:
+    """Whether a value of a log is a number of an ordinary size."""
     return isinstance(x, int | float) and -(2.0**63) < x < 2.0**63
 
 
 def column(rows: Sequence[Json], name: str) -> np.ndarray:
     """One metric as floats [N], NaN where a row has no such number, or one that is too large to be drawn."""
     values = (row.get(name) for row in rows)
-    found = np.array([v if isinstance(v, float) or _is_number(v) else math.nan for v in values], np.float64)
+    found = np.array([v if isinstance(v, float) or is_number(v) else math.nan for v in values], np.float64)
     return np.where(np.abs(found) < LARGEST, found, math.nan)
 
 

@@ -112,8 +112,9 @@ def open_run(
     )
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(FileNotFoundError):
-            os.remove(run_dir / "result.json")
+        for ended in ("result.json", UPLOADED):  # by what goes on now
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(run_dir / ended)
         write_json(path, config)
     except OSError as error:
         raise unwritable(run_dir, error) from None

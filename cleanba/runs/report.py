@@ -23,7 +23,7 @@ from cleanba.files import METRICS, Json, read_json, require_name, write_whole
 from cleanba.help import parse_command
 from cleanba.recipes import Play
 from cleanba.runs import log
-from cleanba.runs.curves import column, read_rows
+from cleanba.runs.curves import column, is_number, read_rows
 from cleanba.runs.directory import films_of, unwritable
 from cleanba.runs.remote import find_run
 from cleanba.runtime.metrics import duration
@@ -196,7 +196,7 @@ def overview(result: Json, rows: Rows, experiment: Json) -> str:
             ("return, last 100 episodes", known("episodic_return", "charts/episodic_return")),
             ("episodes", known("episodes", "charts/episodes")),
             ("steps per second", known("sps", "charts/SPS")),
-            ("time", duration(seconds) if isinstance(seconds := known("seconds", "seconds"), int | float) else None),
+            ("time", duration(seconds) if is_number(seconds := known("seconds", "seconds")) else None),
         ]
     )
     error = f'<p class="error">{escape(str(result["error"]))}</p>' if "error" in result else ""
@@ -290,7 +290,8 @@ def evaluation(run_dir: Path, result: Json) -> str:
         by = Play(bool(result.get("greedy")), result.get("epsilon") or 0.0).in_words()
         update = f"after update {shown(result['update'])}, " if result.get("update") is not None else ""
         parts.append(f"<p>{escape(update)}{by}, seed {escape(shown(result.get('seed')))}</p>")
-    if films := films_of(run_dir):
+    foreign = source_of(run_dir) is not None
+    if films := films_of(run_dir) if result or not foreign else []:
         parts.append(film(films[-1]))
     return "".join(parts) or "<p>Not evaluated yet: <code>cleanba eval</code> does it; --video adds a film.</p>"
 

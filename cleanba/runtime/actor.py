@@ -5,8 +5,7 @@ from collections.abc import Callable
 from typing import Generic, NamedTuple
 
 from cleanba.algorithm import P
-from cleanba.environments.backends import Envs, end_waits
-from cleanba.errors import raised, warn_once
+from cleanba.environments.backends import Envs, close, end_waits
 from cleanba.rollout import Episode, PyTree, Rollout
 from cleanba.runtime.channels import Channel, Stop
 from cleanba.runtime.collect import Collector, Times
@@ -73,7 +72,7 @@ def run_actor(
             times = Times()
             start = time.perf_counter()
             if schedule.starts_epoch(rollout):
-                close(collector, actor)  # before new ones are made, see `ScannedCollector`
+                close(collector, f"actor {actor}")  # before new ones are made, see `ScannedCollector`
                 envs = make_envs(schedule.epoch(rollout))
                 end_waits(envs, stop.check)
                 if rollout == schedule.first and saved_actor is not None:
@@ -101,12 +100,4 @@ def run_actor(
             rollout_channel.put(sent)
             del sent
     finally:
-        close(collector, actor)
-
-
-def close(collector: Collector[P], actor: int) -> None:
-    """Close an actor's environments.  One that cannot be closed ends no run, and hides no other error."""
-    try:
-        collector.close()
-    except Exception as error:
-        warn_once(f"an environment of actor {actor} could not be closed ({raised(error)}); the run goes on")
+        close(collector, f"actor {actor}")

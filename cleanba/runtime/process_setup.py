@@ -162,6 +162,8 @@ def settings_of(dtype: str) -> Iterator[None]:
             jax.default_matmul_precision(precision(dtype)),
             jax.default_prng_impl("threefry2x32"),
             jax.threefry_partitionable(True),
+            jax.numpy_rank_promotion("allow"),
+            jax.numpy_dtype_promotion("standard"),
         ):
             yield
     finally:

@@ -15,6 +15,7 @@ import numpy as np
 
 from cleanba.config import Placement, require
 from cleanba.errors import Failure, said
+from cleanba.interrupts import handle_by, leave_at_once
 
 SUSPENDED_SECONDS = 7 * 24 * 3600  # for which a job of several processes may be stopped as a whole
 
@@ -147,10 +148,12 @@ def watching_for_others(p: Placement) -> Iterator[None]:
             os._exit(1)
 
     threading.Thread(target=watch, name="waiting for processes", daemon=True).start()
+    handle_by(signal.SIG_DFL, leave_at_once)  # JAX waits in C++, where Python handles no signal
     try:
         yield
     finally:
         joined.set()
+        handle_by(leave_at_once, signal.SIG_DFL)
 
 
 def processes_here() -> int:

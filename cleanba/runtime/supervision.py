@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from cleanba.errors import Failure, Interrupted
+from cleanba.interrupts import would_be_lost
 from cleanba.runtime.channels import Channel, Stop
 from cleanba.runtime.progress import Progress
 from cleanba.waited import Waited, is_compiling
@@ -179,17 +180,21 @@ def time_limit(seconds: float) -> Iterator[None]:
         yield
         return
     over, too_late, other = threading.Event(), threading.Event(), signal.getsignal(signal.SIGALRM)
+    raised = threading.Event()
 
     def hear(signum: int) -> None:
         if too_late.is_set():
-            print(stacks([]), file=sys.stderr)
-            raise _TooLate
+            if not raised.is_set() and not would_be_lost(sys._getframe()):
+                raised.set()
+                print(stacks([]), file=sys.stderr)
+                raise _TooLate
+            return
         if callable(other):  # an alarm of somebody else's
             other(signum, None)
 
     def watch() -> None:
         waited = Waited()
-        while not over.wait(2.0 if too_late.is_set() else 0.1):  # an error that Python drops is raised again
+        while not over.wait(0.1) and not raised.is_set():
             if waited.look() > seconds:
                 too_late.set()
                 signal.pthread_kill(main.ident or 0, signal.SIGALRM)

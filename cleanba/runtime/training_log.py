@@ -164,8 +164,9 @@ class TrainingLog:
         self._last_update = update
         lag = self._schedule.lag(update)
         values = log_values(statistics, metrics, progress.sps, recent if progress.sps is not None else None, lag)
-        if unknown := [name for name in statistics.infos if statistics.recent and f"info/{name}" not in values]:
-            warn_once(f"no episode has ended with {', '.join(unknown)} in its info, which --log-info names")
+        asked = any(len(e.infos) == len(statistics.infos) for e in statistics.recent)
+        if asked and (unknown := [name for name in statistics.infos if f"info/{name}" not in values]):
+            warn_once(f"no episode has ended with a number called {' or '.join(unknown)} in its info; see --log-info")
         actor_times, learner_times = statistics.take_times()
         values |= {f"stats/{name}_time": seconds for name, seconds in actor_times.items()}
         values |= {f"stats/learner_{name}_time": seconds for name, seconds in learner_times.items()}
