@@ -1,12 +1,11 @@
 """Ctrl-C outside of training: while a command starts, and where Python would lose it."""
 
+import gc
 import os
 import signal
 import threading
 from types import FrameType
 from typing import Any
-
-GC_CALLBACK = "_xla_gc_callback"  # JAX's, in which Python drops every error, KeyboardInterrupt too
 
 
 def leave_at_once(signum: int, frame: FrameType | None) -> None:
@@ -28,9 +27,10 @@ def raise_interrupt(signum: int, frame: FrameType | None) -> None:
 
 
 def would_be_lost(frame: FrameType | None) -> bool:
-    """Whether Python drops an error that is raised in this frame."""
+    """Whether Python drops an error that is raised in this frame: in a callback of the garbage collector, as JAX's."""
+    callbacks = [getattr(callback, "__code__", None) for callback in gc.callbacks]
     while frame is not None:
-        if frame.f_code.co_name == GC_CALLBACK:
+        if frame.f_code in callbacks:
             return True
         frame = frame.f_back
     return False
