@@ -140,7 +140,7 @@ def dispatch(argv: Sequence[str]) -> Exit:
         )
         return Exit(0 if argv else 2)
     name, *flags = argv
-    if name in recipes.RECIPES or ":" in name:  # the user's own: my_ppo:RECIPE
+    if recipes.names_recipe(name):
         from cleanba.launch import train_command
 
         return train_command(recipes.find_recipe(name), flags)

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import shlex
 import sys
 import threading
@@ -37,7 +38,6 @@ from cleanba.environments.backends import check_workers, repeatable, sources, wa
 from cleanba.environments.gymnasium import LOCAL, PREFIX
 from cleanba.environments.specs import EnvSpec
 from cleanba.errors import Exit, Failure, Interrupted, NotFinite, UsageError, printable
-from cleanba.errors import said as said_by
 from cleanba.files import Json, write_json
 from cleanba.interrupts import started
 from cleanba.recipes import AnyRecipe
@@ -280,10 +280,10 @@ def prepare(recipe: AnyRecipe, config: Config) -> Job:
     require(str(run_dir).isprintable(), f"run_dir={str(run_dir)!r} has characters that cannot be shown; name another")
     try:
         run_dir.resolve().exists()
-    except (OSError, RuntimeError) as error:  # its name is too long, it is a link to itself, a folder may not be read
-        raise unwritable(
-            run_dir, error if isinstance(error, OSError) else OSError(errno.ELOOP, said_by(error))
-        ) from None
+    except OSError as error:  # its name is too long, or a folder above it may not be read
+        raise unwritable(run_dir, error) from None
+    except RuntimeError:  # before Python 3.13
+        raise unwritable(run_dir, OSError(errno.ELOOP, os.strerror(errno.ELOOP))) from None
     require_own(run_dir)
     config, initial = with_digest(config, run_dir, devices.platform)
     resolved = settle(recipe, config, devices.platform, run_dir)

@@ -155,6 +155,11 @@ RECIPES: dict[str, AnyRecipe] = {
 }
 
 
+def names_recipe(name: str) -> bool:
+    """Whether a name is that of an algorithm here, or has the form of one of the user's own.  Nothing is imported."""
+    return name in RECIPES or ":" in name
+
+
 def find_recipe(name: str) -> AnyRecipe:
     """The algorithm of this name: one of `RECIPES`, or one of the user's own, "my_ppo:RECIPE", which is imported.
 

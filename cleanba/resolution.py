@@ -54,7 +54,7 @@ from cleanba.environments.specs import EnvSpec, stated_limit
 from cleanba.errors import UsageError, largest_divisor
 from cleanba.files import Json, expanded, read_json
 from cleanba.networks import suitable_network
-from cleanba.recipes import RECIPES, AnyRecipe, find_recipe
+from cleanba.recipes import RECIPES, AnyRecipe, find_recipe, names_recipe
 from cleanba.seeds import SEEDS
 
 NAMED = "--preset "  # and its name
@@ -332,8 +332,9 @@ def read_recipe(run_dir: Path, trust_remote_code: bool = False) -> tuple[AnyReci
     """
     values = read_experiment(run_dir)
     algorithm = values.pop("algorithm")
-    known = algorithm in RECIPES or ":" in algorithm
-    require(known, f"{run_dir} is a run of {algorithm[:40]!r}; this version knows {', '.join(RECIPES)}")
+    require(
+        names_recipe(algorithm), f"{run_dir} is a run of {algorithm[:40]!r}; this version knows {', '.join(RECIPES)}"
+    )
     source = None if trust_remote_code else trust.source_of(run_dir)
     if source is not None:
         trust.check_algorithm(algorithm, algorithm in RECIPES, source)

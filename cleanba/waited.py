@@ -1,11 +1,38 @@
-"""Waiting time, without the time in which this process itself was suspended, and whether a thread compiles."""
+"""Waiting for threads, without the time in which this process itself was suspended, and whether a thread compiles."""
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
+T = TypeVar("T")
 MOST_SECONDS = 2.0
+
+
+def in_a_thread(body: Callable[[], T], name: str, meanwhile: Callable[[], None] = lambda: None) -> T:
+    """What `body()` returns, or raises, in a thread of its own.
+
+    meanwhile: called every 0.1 s until then.  If it raises an error, that is raised, and the thread is left behind.
+    """
+    returned: list[T] = []
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            returned.append(body())
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(0.1)
+        if thread.is_alive():  # a signal no longer interrupts what has just ended
+            meanwhile()
+    if raised:
+        raise raised[0]
+    return returned[0]
 
 
 class Waited:

@@ -22,7 +22,7 @@ from concurrent.futures import wait as wait_for
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple
 
 import jax
 import numpy as np
@@ -37,11 +37,10 @@ from cleanba.runtime.digests import json_digest, tree_digest
 from cleanba.runtime.memory import SavedShard, ShardSnapshot
 from cleanba.runtime.peers import all_reached_milestone, reach_milestone
 from cleanba.runtime.records import SavedActor, Snapshot, actor_folder
+from cleanba.waited import in_a_thread
 
 if TYPE_CHECKING:
     import orbax.checkpoint as ocp
-
-T = TypeVar("T")
 
 COUNTERS = "counters"
 ARRAYS = "arrays"
@@ -411,26 +410,8 @@ def read_arrays(run_dir: Path, update: int, shapes: Sequence[tuple[int, ...]] | 
         ValueError: they have other shapes than these, if any are given.  They are not read then.
     """
     _hush_tensorstore()
-    return _in_a_thread(lambda: _read_arrays(run_dir, update, shapes))
-
-
-def _in_a_thread(body: Callable[[], T]) -> T:
-    """Call `body` in a thread of its own: Orbax leaves a thread that calls it without its event loop."""
-    returned: list[T] = []
-    raised: list[BaseException] = []
-
-    def call() -> None:
-        try:
-            returned.append(body())
-        except BaseException as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=call, name="reading a checkpoint", daemon=True)
-    thread.start()
-    thread.join()
-    if raised:
-        raise raised[0]
-    return returned[0]
+    # In a thread of its own: Orbax leaves a thread that calls it without its event loop.
+    return in_a_thread(lambda: _read_arrays(run_dir, update, shapes), "reading a checkpoint")
 
 
 def _read_arrays(run_dir: Path, update: int, shapes: Sequence[tuple[int, ...]] | None) -> list[np.ndarray]:

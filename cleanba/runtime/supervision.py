@@ -15,7 +15,7 @@ from cleanba.errors import Failure, Interrupted
 from cleanba.interrupts import would_be_lost
 from cleanba.runtime.channels import Channel, Stop
 from cleanba.runtime.progress import Progress
-from cleanba.waited import Waited, is_compiling
+from cleanba.waited import Waited, in_a_thread, is_compiling
 
 GRACE_SECONDS = 3.0  # for threads to notice that the run ends
 
@@ -229,21 +229,4 @@ def run_watched(body: Callable[[], T], watchdog: Watchdog, progress: Callable[[]
         Failure: it stalls.  The thread is left behind.
         BaseException: what `body` raised.
     """
-    returned: list[T] = []
-    raised: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            returned.append(body())
-        except BaseException as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=run, name="end of the run", daemon=True)
-    thread.start()
-    while thread.is_alive():
-        thread.join(0.1)
-        if thread.is_alive():  # a signal no longer interrupts what has just ended
-            watchdog.check(*progress())
-    if raised:
-        raise raised[0]
-    return returned[0]
+    return in_a_thread(body, "end of the run", lambda: watchdog.check(*progress()))

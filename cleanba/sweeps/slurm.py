@@ -15,7 +15,7 @@ import tyro
 from cleanba.config import Experiment, Placement, require
 from cleanba.errors import Exit, Failure, UsageError
 from cleanba.help import parse_command
-from cleanba.recipes import RECIPES, AnyRecipe, find_recipe
+from cleanba.recipes import RECIPES, AnyRecipe, find_recipe, names_recipe
 from cleanba.resolution import fit, settle
 from cleanba.runs.directory import default_run_dir
 from cleanba.runs.remote import find_run
@@ -84,8 +84,7 @@ def fit_command(argv: Sequence[str]) -> Exit:
         return Exit()
     number, name = [*argv[:2], "", ""][:2]
     require(number.isdecimal() and int(number) > 0, f"fit takes a number of processes, not {number!r}\n{FIT_USAGE}")
-    known = name in RECIPES or ":" in name
-    require(known, f"fit takes a training command, one of {', '.join(RECIPES)}, not {name!r}\n{FIT_USAGE}")
+    require(names_recipe(name), f"fit takes a training command, one of {', '.join(RECIPES)}, not {name!r}\n{FIT_USAGE}")
     recipe = find_recipe(name)
     config = parse(recipe, argv[2:], locate=lambda run: find_run(run, model=False))
     run_dir = config.run.run_dir or default_run_dir(config.asked, config.run)

@@ -21,7 +21,7 @@ from cleanba.environments.atari_scores import table
 from cleanba.environments.specs import EnvSpec
 from cleanba.errors import Exit, Failure, UsageError, closest_names, printable
 from cleanba.help import parse_command
-from cleanba.recipes import RECIPES, AnyRecipe, find_recipe
+from cleanba.recipes import RECIPES, AnyRecipe, find_recipe, names_recipe
 from cleanba.resolution import Config, continue_experiment, fit, resolve
 from cleanba.runs.directory import lock
 from cleanba.runs.listing import is_locked
@@ -90,7 +90,7 @@ def sweep_command(argv: Sequence[str]) -> Exit:
     own, rest = argv[:cut], list(argv[cut + 1 :])
     flags = parse_command(Flags, own, "sweep", USAGE)
     require(
-        bool(rest) and (rest[0] in RECIPES or ":" in rest[0]),
+        bool(rest) and names_recipe(rest[0]),
         f"a sweep needs to know what to run: end the command with -- {' or -- '.join(RECIPES)}, and its flags",
     )
     require(flags.workers is None or flags.workers >= 1, f"workers={flags.workers} must be at least 1; set --workers")
