@@ -1,8 +1,9 @@
-"""Ctrl-C outside of training: while a command starts, and where Python would lose it."""
+"""Ctrl-C outside of training: while a command starts, and where Python would lose it.  Terminals that are closed."""
 
 import gc
 import os
 import signal
+import sys
 import threading
 from types import FrameType
 from typing import Any
@@ -34,6 +35,19 @@ def would_be_lost(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def leave_closed_terminal() -> None:
+    """Print nowhere from now on what would go to a terminal that is closed, where each print raises an error."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            fd = stream.fileno()
+        except (OSError, ValueError, AttributeError):  # a notebook's, or closed
+            continue
+        try:
+            os.write(fd, b"")
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), fd)
 
 
 def handle_by(handler: Any, instead_of: Any) -> None:

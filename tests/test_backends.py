@@ -254,7 +254,7 @@ def test_a_process_that_its_environment_started_does_not_hide_the_death_of_a_wor
     envs.close()
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
 def test_signals_to_the_whole_group_are_for_the_process_that_started_the_workers(signum):
     envs = opened("faulty:Faulty-v0", [1, 2], workers=1)
     os.kill(envs._parts[0]._process.pid, signum)  # while it starts

@@ -4,11 +4,14 @@ import errno
 import json
 import os
 import re
+import select
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,6 +26,7 @@ from cleanba.runtime.checkpoint_writer import CheckpointWriter
 from cleanba.runtime.collect import SteppedCollector
 from cleanba.runtime.learner import Learner
 from cleanba.runtime.schedule import Schedule
+from cleanba.runtime.supervision import hear_signals
 
 # 40 updates of 64 steps, and a checkpoint after every seventh: where environments start afresh, and in their midst.
 FLAGS = [*TINY, "--total-timesteps", "2560", "--env-epoch", "14", "--checkpoint-frequency", "7"]
@@ -208,6 +212,62 @@ def test_the_next_end_of_an_epoch():
     every, never = Schedule(1, 40, True, 7), Schedule(1, 40, True, 0)
     assert [every.next_end(u) for u in (0, 6, 7, 13, 34, 35, 39)] == [7, 7, 14, 14, 35, 40, 40]
     assert never.next_end(3) == 40
+
+
+def in_a_terminal(*words: object) -> tuple[subprocess.Popen, int]:
+    """`python WORDS` in a terminal of its own, and the end of that from which its output can be read."""
+    ours, theirs = os.openpty()
+    process = subprocess.Popen(
+        ["setsid", "--ctty", sys.executable, *map(str, words)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+    )
+    os.close(theirs)
+    return process, ours
+
+
+def read_until(done: Callable[[], bool], process: subprocess.Popen, terminal: int) -> None:
+    """Read what a process prints, so that its terminal is never full, until it is `done`."""
+    deadline = time.monotonic() + 300
+    while not done():
+        assert time.monotonic() < deadline and process.poll() is None
+        if select.select([terminal], [], [], 0.1)[0]:
+            os.read(terminal, 65536)
+
+
+@pytest.mark.slow
+def test_a_run_whose_terminal_is_closed_loses_nothing(whole, tmp_path):
+    run = tmp_path / "run"
+    words = [*KINDS["ppo"], "--checkpoint-frequency", "0", "--collector", "stepped"]
+    process, terminal = in_a_terminal("-c", UNHURRIED, "0", *words, "--run-dir", run)
+    log = run / "metrics.jsonl"
+    read_until(lambda: log.exists() and len(read_rows(run)) > 2, process, terminal)
+    os.close(terminal)
+    assert process.wait(60 * CROWD) == 128 + signal.SIGHUP
+    assert read_result(run)["status"] == "interrupted" and updates_kept(run) == [read_result(run)["update"]]
+    assert command("resume", run).code == 0
+    assert read_result(run)["learner_digest"] == read_result(whole("ppo"))["learner_digest"]
+
+
+def test_a_message_for_a_closed_terminal_is_dropped(monkeypatch):
+    ours, theirs = os.openpty()
+    with open(theirs, "w") as terminal:
+        monkeypatch.setattr(sys, "stderr", terminal)
+        os.close(ours)
+        with hear_signals(lambda signum: None):
+            signal.raise_signal(signal.SIGHUP)
+        print("interrupted", file=sys.stderr, flush=True)  # it raised EIO
+
+
+def test_nohup_keeps_a_run_going_when_its_terminal_is_closed():
+    earlier = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with hear_signals(lambda signum: None):
+            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, earlier)
 
 
 # --------------------------------------------------------------------------------------------------- damage

@@ -228,7 +228,8 @@ class Raised(NamedTuple):
     trace: str
 
 
-GROUP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # Ctrl-C and Slurm signal whole process groups
+# Ctrl-C, a closing terminal and Slurm signal whole process groups.
+GROUP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 def main() -> None:

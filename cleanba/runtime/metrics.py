@@ -24,6 +24,7 @@ from rich.text import Text
 
 from cleanba.errors import Failure
 from cleanba.files import METRICS, Json, finite
+from cleanba.interrupts import leave_closed_terminal
 from cleanba.runtime.tracking import Tracking
 
 PLAIN_LINE_SECONDS = 5.0
@@ -205,6 +206,7 @@ class Display:
         self._enabled, self._lost = False, True
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what others print, and for the end
+        leave_closed_terminal()
         print(f"cleanba: output cannot be written ({error.strerror}), so the run ends", file=sys.stderr)
 
     def refresh(self) -> None:

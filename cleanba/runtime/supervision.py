@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from cleanba.errors import Failure, Interrupted
-from cleanba.interrupts import would_be_lost
+from cleanba.interrupts import leave_closed_terminal, would_be_lost
 from cleanba.runtime.channels import Channel, Stop
 from cleanba.runtime.progress import Progress
 from cleanba.waited import Waited, in_a_thread, is_compiling
@@ -39,9 +39,15 @@ def leave_process(signum: int) -> None:
     os._exit(128 + signum)
 
 
+def ending_signals() -> list[signal.Signals]:
+    """The signals that ask a run to end.  A closing terminal sends SIGHUP, which `nohup` has programs ignore."""
+    ending = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
+    return ending if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else [*ending, signal.SIGHUP]
+
+
 @contextmanager
 def hear_signals(asked: Callable[[int], None], give_up: Callable[[int], None] = leave_process) -> Iterator[None]:
-    """Ctrl-C, SIGTERM and SIGUSR1 call `asked` in another thread; a second Ctrl-C calls `give_up` in this one.
+    """Signals that end a run call `asked` in another thread; a second Ctrl-C calls `give_up` in this one.
 
     In threads other than the main one, signals are not handled.
     """
@@ -52,6 +58,8 @@ def hear_signals(asked: Callable[[int], None], give_up: Callable[[int], None] = 
 
     def hear(signum: int) -> None:
         nonlocal first_ctrl_c
+        if signum == signal.SIGHUP:
+            leave_closed_terminal()
         if signum == signal.SIGINT:
             # `timeout -s INT` and others signal both a process and its group: that counts as one Ctrl-C.
             if time.monotonic() - first_ctrl_c > 0.2:
@@ -60,7 +68,7 @@ def hear_signals(asked: Callable[[int], None], give_up: Callable[[int], None] = 
         # In another thread, as a handler may interrupt code that holds a lock which stopping needs.
         threading.Thread(target=asked, args=(signum,), daemon=True).start()
 
-    with handle_signals(hear, (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)):
+    with handle_signals(hear, ending_signals()):
         yield
 
 

@@ -28,7 +28,7 @@ from cleanba.runs.listing import is_locked
 from cleanba.runs.log import is_finished, read_result, seconds_left, tail, together
 from cleanba.runtime.metrics import duration
 from cleanba.runtime.process_setup import refuse_64_bits
-from cleanba.runtime.supervision import handle_signals
+from cleanba.runtime.supervision import ending_signals, handle_signals
 from cleanba.sweeps.manifest import Planned, done, read_manifest, write_manifest
 from cleanba.sweeps.slurm import job_states, submit
 from cleanba.train_flags import parse
@@ -346,8 +346,7 @@ def end_all(jobs: Sequence[Job], heard: Sequence[int], seconds: float) -> None:
     running = [job for job in jobs if job.process is not None]
     for job in running:
         assert job.process is not None
-        # Runs do not handle SIGHUP, which a closing terminal sends.
-        job.process.send_signal(heard[0] if heard and heard[0] != signal.SIGHUP else signal.SIGTERM)
+        job.process.send_signal(heard[0] if heard else signal.SIGTERM)
     deadline = time.monotonic() + seconds
     while any(j.process and j.process.poll() is None for j in running):
         if time.monotonic() > deadline or len(heard) > 1:
@@ -382,9 +381,6 @@ def run_here(recipe: AnyRecipe, runs: Sequence[Planned], folder: Path, argv: Seq
     waiting = [job for job in jobs if job.state == "waiting"]
     next_look = 0.0
     heard: list[int] = []  # the signals that asked this process to end
-    signals = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores it
-        signals.append(signal.SIGHUP)
     last = 0.0
 
     def hear(signum: int) -> None:
@@ -394,7 +390,7 @@ def run_here(recipe: AnyRecipe, runs: Sequence[Planned], folder: Path, argv: Seq
             heard.append(signum)
             last = time.monotonic()
 
-    with handle_signals(hear, signals), Board(folder, jobs, len(environments)) as board:
+    with handle_signals(hear, ending_signals()), Board(folder, jobs, len(environments)) as board:
         if over:
             board.say(f"{len(over)} of {len(jobs)} runs are finished already")
         try:
