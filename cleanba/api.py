@@ -59,7 +59,7 @@ from cleanba.recipes import RECIPES, AnyRecipe, find_recipe
 from cleanba.resolution import as_given, configure, named_settings, settle
 from cleanba.runs.curves import column, read_rows
 from cleanba.runtime.devices import default_platform
-from cleanba.train_flags import FOREIGN_FLAGS
+from cleanba.train_flags import remedy_for
 
 __all__ = [
     "Agent",
@@ -255,13 +255,13 @@ def _option(name: str, value: Any) -> str:
 def _refuse(what: str, name: str, known: Collection[str]) -> NoReturn:
     """Raise `UsageError` for an unknown keyword, and say what to do instead."""
     here = {*fields_of(Placement), *fields_of(config.Run)} - {"experiment_from"}
-    flag = config.flag(name)
+    remedy = remedy_for(config.flag(name), known).replace("--", "").replace("-", "_")
     if what != "train" and name in here:
         raise UsageError(f"{what} has no keyword {name}, which does not change what is trained; give it to train")
     if what == "train" and any(name in fields_of(recipe.experiment) for recipe in RECIPES.values()):
         raise UsageError(f"train has no keyword {name}, which changes what is trained; give it to ppo(…) or another")
-    if what != "train" and flag in FOREIGN_FLAGS:
-        raise UsageError(f"{what} has no keyword {name}; {FOREIGN_FLAGS[flag].replace('--', '').replace('-', '_')}")
+    if what != "train" and remedy:
+        raise UsageError(f"{what} has no keyword {name}; {remedy}")
     close = closest_names(name, known)
     raise UsageError(f"{what} has no keyword {name}" + (f"; the closest are {close}" if close else ""))
 

@@ -5,6 +5,8 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -28,13 +30,33 @@ def raise_interrupt(signum: int, frame: FrameType | None) -> None:
 
 
 def would_be_lost(frame: FrameType | None) -> bool:
-    """Whether Python drops an error that is raised in this frame: in a callback of the garbage collector, as JAX's."""
-    callbacks = [getattr(callback, "__code__", None) for callback in gc.callbacks]
+    """Whether Python drops an error raised in this frame: a destructor's, or in a callback of the garbage collector."""
+    callbacks = [getattr(callback, "__code__", None) for callback in gc.callbacks]  # JAX has one
     while frame is not None:
-        if frame.f_code in callbacks:
+        if frame.f_code in callbacks or frame.f_code.co_name == "__del__":
             return True
         frame = frame.f_back
     return False
+
+
+@contextmanager
+def after_this() -> Iterator[None]:
+    """Ctrl-C waits until the end of the context: an import of compiled modules, which an error may not interrupt.
+
+    In threads other than the main one, which no signal interrupts, nothing changes.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    heard: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda signum, _: heard.append(signum))
+    try:
+        yield
+    finally:
+        if before is not None:  # as for a handler that C code installed
+            signal.signal(signal.SIGINT, before)
+        if heard:
+            signal.raise_signal(signal.SIGINT)
 
 
 def leave_closed_terminal() -> None:

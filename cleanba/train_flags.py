@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import field, fields, make_dataclass
 from io import StringIO
@@ -194,6 +194,13 @@ FOREIGN_FLAGS = {
 }
 
 
+def remedy_for(flag: str, own: Collection[str]) -> str:
+    """What to do instead of giving a flag of another system; "" if nothing, or only flags that are not among `own`."""
+    remedy = FOREIGN_FLAGS.get(flag, "")
+    named = {name[2:].replace("-", "_") for name in re.findall(r"--[a-z][a-z-]*", remedy)}
+    return remedy if not named or not named.isdisjoint(own) else ""
+
+
 def refuse_foreign_flags(recipe: AnyRecipe, argv: Sequence[str]) -> None:
     """Raise `UsageError` for a flag of another system that has another name here, or does not exist."""
     own = {name for part in (recipe.experiment, Placement, Run) for name in offered_fields(part)}
@@ -201,9 +208,7 @@ def refuse_foreign_flags(recipe: AnyRecipe, argv: Sequence[str]) -> None:
         raise UsageError(f"{argv[0]} stands without a flag; an environment is given as --env-id {argv[0]}")
     for word in argv:
         flag = word.partition("=")[0].replace("_", "-").replace("--no-", "--")
-        remedy = FOREIGN_FLAGS.get(flag)
-        named = [name[2:].replace("-", "_") for name in re.findall(r"--[a-z][a-z-]*", remedy or "")]
-        if remedy and flag[2:].replace("-", "_") not in own and (not named or own & {*named}):
+        if flag[2:].replace("-", "_") not in own and (remedy := remedy_for(flag, own)):
             raise UsageError(f"{recipe.name} has no {flag}; {remedy}")
 
 

@@ -6,6 +6,7 @@ import inspect
 import json
 import logging
 import os
+import random
 import re
 import signal
 import sys
@@ -119,6 +120,8 @@ def test_what_is_no_run_is_refused(tmp_path):
     [
         (lambda: cleanba.ppo("CartPole-v1", learning_rat=1), "no keyword learning_rat; the closest are learning_rate"),
         (lambda: cleanba.sac("Pendulum-v1", learning_rate=1e-3), "sac has no keyword learning_rate; set policy_lr"),
+        (lambda: cleanba.ppo("Pendulum-v1", n_epochs=3), "ppo has no keyword n_epochs; set update_epochs"),
+        (lambda: cleanba.dqn("CartPole-v1", n_epochs=3), "dqn has no keyword n_epochs; the closest are env_epoch"),
         (lambda: cleanba.ppo("CartPole-v1", run_dir="runs/a"), "does not change what is trained; give it to train"),
         (lambda: cleanba.ppo("CartPole-v1", learning_rate="fast"), "learning_rate='fast' must be a number"),
         (lambda: cleanba.ppo("CartPole-v1", num_envs=2.5), "num_envs=2.5 must be a whole number"),
@@ -538,6 +541,24 @@ class Line(gymnasium.Env):
     def step(self, action):
         self.at = max(0, self.at + (1 if action else -1))
         return np.array([min(self.at, 5) / 5], np.float32), -1.0, self.at >= 5, False, {}
+
+
+def test_an_environment_that_can_never_be_closed_is_made_tried_and_trained_on(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("cleanba.errors.SAID", set())
+
+    class Open(Line):
+        def reset(self, *, seed=None, options=None):
+            obs, info = super().reset(seed=seed)
+            return obs + np.float32(random.random() / 10), info  # it does not follow its seed
+
+        def close(self):
+            raise OSError("and cannot be closed")
+
+    few = dict(num_envs=4, num_steps=8, num_actors=1, num_shards=1, hiddens=[8], num_minibatches=1, update_epochs=1)
+    run = cleanba.train(cleanba.ppo(Open, **few, total_timesteps=320), tmp_path / "a", progress=False)
+    told = capsys.readouterr().err
+    assert run.result["status"] == "finished"
+    assert "could not be closed" in told and "does not follow its seed" in told
 
 
 def test_an_environment_that_cannot_be_closed_ends_no_run(tmp_path, capsys, monkeypatch):

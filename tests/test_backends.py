@@ -799,9 +799,11 @@ def test_single_numbers_and_booleans_are_read_from_infos():
         "no": np.bool_(False),
         "half": np.float32(0.5),
         "one": np.array(1),
+        "alone": np.array([2.0]),
         "word": "1.5",
         "none": None,
     }
-    info |= {"several": np.ones(2), "huge": 10**400, "list": [1]}
+    info |= {"several": np.ones(2), "huge": 10**400, "large": 1e300, "infinite": np.inf, "list": [1], "bytes": b"3"}
     told = {name: number_in(info, name) for name in (*info, "absent")}
-    assert {name: x for name, x in told.items() if not np.isnan(x)} == {"yes": 1, "no": 0, "half": 0.5, "one": 1}
+    numbers = {name: x for name, x in told.items() if not np.isnan(x)}
+    assert numbers == {"yes": 1, "no": 0, "half": 0.5, "one": 1, "alone": 2}

@@ -127,6 +127,17 @@ def test_a_process_that_the_others_do_not_join_says_so_and_ends():
     assert "all 2 processes should have joined within 2 s, but some have not; start all of them" in ended.err
 
 
+def test_ctrl_c_ends_a_process_that_waits_for_others():
+    words = ["ppo", *TINY, "--distributed", "--coordinator-address", free_address(), "--num-processes", "2"]
+    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    code += "from cleanba.runtime import processes\nprocesses.TELL_SECONDS = 0.5\n"
+    waits = python("-c", f"{code}from cleanba.cli import main; main()", *words, "--process-id", "0")
+    assert "waiting until all 2 processes have joined" in waits.stderr.readline()
+    waits.send_signal(signal.SIGINT)
+    ended = finish(waits, 20 * CROWD)
+    assert (ended.code, ended.err) == (130, "cleanba: interrupted\n")
+
+
 def test_a_port_that_is_taken_and_a_process_0_that_is_away_are_told_in_a_sentence(monkeypatch, capsys):
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]

@@ -9,7 +9,8 @@ import pytest
 from launch import TINY, finish, python
 
 from cleanba.errors import Failure, Interrupted
-from cleanba.interrupts import leave_at_once, raise_interrupt, started
+from cleanba.interrupts import after_this, leave_at_once, raise_interrupt, started
+from cleanba.runtime import supervision
 from cleanba.runtime.supervision import time_limit
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # dropped errors
@@ -31,6 +32,22 @@ def load(name):
 
 cli.import_module = load
 cli.main()
+"""
+
+
+IMPORTING = """
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+class Interrupts:
+    def find_spec(self, name, path=None, target=None):
+        if name == "tensorstore._tensorstore":
+            sys.meta_path.remove(self)
+            signal.raise_signal(signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupts())
+from cleanba.cli import main
+main()
 """
 
 
@@ -64,6 +81,57 @@ def test_an_interrupt_that_would_be_lost_comes_a_moment_later():
             signal.raise_signal(signal.SIGINT)
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+class Slow:
+    """Takes a second to be destroyed."""
+
+    def __del__(self):
+        time.sleep(1)
+
+
+def test_an_interrupt_in_a_destructor_comes_a_moment_later():
+    class Interrupting:
+        def __del__(self):
+            signal.raise_signal(signal.SIGINT)
+
+    gc.collect()
+    before = signal.signal(signal.SIGINT, raise_interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            Interrupting()
+            time.sleep(30)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_waits_for_the_end_of_an_import():
+    done = []
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt), after_this():
+            signal.raise_signal(signal.SIGINT)
+            done.append(True)
+        assert done and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_while_orbax_is_imported_ends_the_command_in_a_sentence(tmp_path):
+    """Its compiled modules would turn the interrupt into an ImportError with a stack trace."""
+    run = tmp_path / "run"
+    ended = finish(python("-c", IMPORTING, "ppo", *TINY, "--run-dir", run))
+    assert ended.code == 130 and "Traceback" not in ended.err, ended.err
+    assert "interrupted" in ended.err and not (run / "result.json").exists()
+
+
+def test_the_time_limit_of_a_start_holds_where_python_drops_its_error(monkeypatch):
+    monkeypatch.setattr(supervision, "AGAIN_SECONDS", 1.0)
+    monkeypatch.setattr(supervision, "would_be_lost", lambda frame: False)  # as in the callbacks of weak references
+    gc.collect()
+    with pytest.raises(Failure, match=r"has not started after 0\.2 s"), time_limit(0.2):
+        Slow()
+        time.sleep(30)
 
 
 def test_the_time_limit_of_a_start_is_kept_where_its_error_is_dropped_once():

@@ -496,7 +496,7 @@ def test_a_run_is_finished_after_the_update_that_follows_the_log_point_where_it_
     """Catch returns -1 at least, so 100 episodes are all it takes; the numbers are those of a run without a target."""
     words = (*TINY, "--total-timesteps", "3200", "--checkpoint-frequency", "1")
     target, whole, resumed = (tmp_path / name for name in ("target", "whole", "resumed"))
-    ended = command("ppo", *words, "--target-return", "-1", "--run-dir", target)
+    ended = command("ppo", *words, "--target-return", "-1", "--save-model", "--run-dir", target)
     assert ended.code == 0 and " of -1 | length " in ended.out and "finished:" in ended.out
     assert command("ppo", *words, "--keep-checkpoints", "all", "--run-dir", whole).code == 0
     digests = {row["update"]: (row["params_digest"], row["learner_digest"]) for row in read_rows(whole)}
@@ -530,8 +530,9 @@ def test_a_run_is_finished_after_the_update_that_follows_the_log_point_where_it_
     # A lower target, or the same, is reached already.  A higher one, or none, is not.
     assert "nothing to do" in command("ppo", *words, "--target-return", "-2", "--run-dir", resumed).out
     (resumed / "uploaded.json").write_text("{}")  # what is on the Hub is no longer all of it
+    shutil.copy(target / "model.msgpack", resumed)  # nor are these the last parameters
     ended = command("ppo", *words, "--run-dir", resumed)
     assert ended.code == 0 and f"going on after update {reached + 1}" in ended.out
-    assert not (resumed / "uploaded.json").exists()
+    assert not (resumed / "uploaded.json").exists() and not (resumed / "model.msgpack").exists()
     assert read_result(resumed)["params_digest"] == read_result(whole)["params_digest"]
     assert "nothing to do" in command("ppo", *words, "--run-dir", resumed).out

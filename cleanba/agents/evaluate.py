@@ -16,8 +16,9 @@ from cleanba.agents.film import Film
 from cleanba.agents.load import load
 from cleanba.config import read_experiment, require
 from cleanba.environments.atari_scores import human_normalised, reference
-from cleanba.environments.backends import Envs, close, open_envs, threads_per_actor
+from cleanba.environments.backends import Envs, open_envs, threads_per_actor
 from cleanba.environments.specs import EnvSpec
+from cleanba.environments.worker import close
 from cleanba.errors import Exit, Failure, UsageError, printable
 from cleanba.files import Json, read_json, write_json
 from cleanba.help import parse_command

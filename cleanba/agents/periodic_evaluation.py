@@ -18,6 +18,7 @@ from cleanba.agents.film import require_films
 from cleanba.config import Run
 from cleanba.environments.backends import Envs, end_waits, open_envs, threads_per_actor
 from cleanba.environments.specs import EnvSpec
+from cleanba.environments.worker import close
 from cleanba.errors import Failure
 from cleanba.files import Json, write_json
 from cleanba.rollout import PyTree
@@ -292,4 +293,4 @@ def check_can_be_filmed(spec: EnvSpec) -> None:
         envs.reset()
         envs.render(0)
     finally:
-        envs.close()
+        close(envs, spec.env_id)

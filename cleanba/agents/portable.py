@@ -32,6 +32,7 @@ from cleanba.algorithms.normalisation import CATEGORICAL
 from cleanba.config import Experiment, require
 from cleanba.environments.backends import open_envs
 from cleanba.environments.specs import EnvSpec
+from cleanba.environments.worker import close
 from cleanba.errors import Failure, UsageError, closest_names, missing, said
 from cleanba.files import Json, write_whole
 from cleanba.recipes import AnyRecipe
@@ -397,7 +398,7 @@ def compare(
             answer = step_outcome(done, step.reward, step.terminated, step.truncated)
             obs, first, done = step.obs, done, answer.done
     finally:
-        envs.close()
+        close(envs, "the comparison")
     faults = [f"{name} at {wrong[name]} of {n * steps}, first at {where[name]}" for name in names_out if wrong[name]]
     if faults:
         raise Failure(f"the file does not compute what the agent does; they differ in {'; '.join(faults)}")

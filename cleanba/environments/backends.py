@@ -19,7 +19,6 @@ import numpy as np
 from cleanba.config import Experiment, require
 from cleanba.environments import envpool, gymnasium, jax_envs
 from cleanba.environments.specs import Compilable, EnvSpec, Identity, Step
-from cleanba.errors import raised, warn_once
 from cleanba.files import current_directory, staying_here
 from cleanba.rollout import Obs, PyTree
 from cleanba.shards import usable_cores
@@ -91,20 +90,6 @@ def env_spec(e: Experiment) -> EnvSpec:
         "its observations",
     )
     return spec
-
-
-class Closable(Protocol):
-    """Environments, or what steps them."""
-
-    def close(self) -> None: ...
-
-
-def close(them: Closable, whose: str) -> None:
-    """Close environments.  One that cannot be closed ends no run, and hides no other error."""
-    try:
-        them.close()
-    except Exception as error:
-        warn_once(f"an environment of {whose} could not be closed ({raised(error)})")
 
 
 def with_infos(spec: EnvSpec, names: Sequence[str]) -> EnvSpec:

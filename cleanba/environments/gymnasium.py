@@ -49,6 +49,7 @@ from cleanba.environments.worker import (
     SilentEnvs,
     Task,
     carve,
+    close,
     leaves,
     named,
     unregistered,
@@ -215,7 +216,7 @@ def env_spec(e: Experiment) -> EnvSpec:
         env = made.make()
         action, observation = action_spec(env.action_space), env.observation_space
         limit = env.spec.max_episode_steps if env.spec is not None else None
-        env.close()
+        close(env, e.env_id)
         unseen = [
             space
             for space in leaves(named(observation))
@@ -238,7 +239,7 @@ def env_spec(e: Experiment) -> EnvSpec:
         _, reward, *_ = probe.step(action.for_environment(first))
         if np.isnan(reward).any():
             raise ValueError("its first reward is not a number")
-        probe.close()
+        close(probe, e.env_id)
     except UsageError:
         raise
     except gymnasium.error.DependencyNotInstalled as error:
@@ -338,7 +339,7 @@ def try_out(spec: EnvSpec, steps: int = 32) -> Trial:
                     seen = envs.step(np.repeat(one, 2, axis=0))
                     obs = seen.obs
         finally:
-            envs.close()
+            close(envs, spec.env_id)
     except (Exception, SystemExit):  # environments stepped in this thread may raise anything
         pass
     return Trial(True, outside)
@@ -536,12 +537,12 @@ def check_drawable(spec: EnvSpec) -> None:
     with staying_here():
         env = game(spec).make()
         modes = env.metadata.get("render_modes", [])
-        env.close()
+        close(env, spec.env_id)
     why = "has no render mode rgb_array"
     if "rgb_array" in modes:
         try:
             with staying_here():
-                game(spec).make(render_mode="rgb_array").close()
+                close(game(spec).make(render_mode="rgb_array"), spec.env_id)
             return
         except Exception as error:  # an environment may raise anything
             why = f"cannot be made with render_mode='rgb_array' ({said(error)})"

@@ -16,12 +16,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import gymnasium
 import numpy as np
 from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
+
+from cleanba.errors import raised, warn_once
 
 Layout = list[tuple[tuple[int, ...], str]]
 """shapes and types of arrays that lie one after the other in memory"""
@@ -166,13 +168,18 @@ class SilentEnvs(SyncVectorEnv):
         return vector_infos
 
 
+LARGEST = float(np.finfo(np.float32).max)  # that a run's statistics can hold
+
+
 def number_in(info: dict[str, Any], name: str) -> float:
-    """A number, or a boolean, that an environment tells; NaN if it does not."""
+    """A number, or a boolean, that an environment tells, perhaps as an array of one; NaN if it does not."""
     told = info.get(name)
     try:
-        return math.nan if told is None or isinstance(told, str) else float(told)
+        one = told.item() if isinstance(told, np.ndarray) else told
+        number = math.nan if one is None or isinstance(one, str | bytes) else float(one)
     except (TypeError, ValueError, OverflowError):
         return math.nan
+    return number if abs(number) <= LARGEST else math.nan
 
 
 class Part:
@@ -208,6 +215,20 @@ class Part:
     def close(self) -> None:
         """Close the environments.  May be called twice."""
         self._envs.close()
+
+
+class Closable(Protocol):
+    """Environments, or what steps them."""
+
+    def close(self) -> None: ...
+
+
+def close(them: Closable, whose: str) -> None:
+    """Close environments.  One that cannot be closed ends no run, and hides no other error."""
+    try:
+        them.close()
+    except Exception as error:
+        warn_once(f"an environment of {whose} could not be closed ({raised(error)})")
 
 
 class Task(NamedTuple):
@@ -253,7 +274,7 @@ def main() -> None:
             command, *arguments = connection.recv()
         except (EOFError, ConnectionError):  # nothing more will be asked
             if part is not None:
-                part.close()
+                close(part, "a worker process")
             return
         try:
             if part is None:

@@ -112,7 +112,7 @@ def open_run(
     )
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        for ended in ("result.json", UPLOADED):  # by what goes on now
+        for ended in ("result.json", "model.msgpack", UPLOADED):  # by what goes on now
             with contextlib.suppress(FileNotFoundError):
                 os.remove(run_dir / ended)
         write_json(path, config)

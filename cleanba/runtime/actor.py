@@ -5,7 +5,8 @@ from collections.abc import Callable
 from typing import Generic, NamedTuple
 
 from cleanba.algorithm import P
-from cleanba.environments.backends import Envs, close, end_waits
+from cleanba.environments.backends import Envs, end_waits
+from cleanba.environments.worker import close
 from cleanba.rollout import Episode, PyTree, Rollout
 from cleanba.runtime.channels import Channel, Stop
 from cleanba.runtime.collect import Collector, Times

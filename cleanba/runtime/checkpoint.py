@@ -22,6 +22,7 @@ from concurrent.futures import wait as wait_for
 from functools import cache
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple
 
 import jax
@@ -31,6 +32,7 @@ from cleanba.algorithm import P, S
 from cleanba.config import Retention
 from cleanba.errors import Failure
 from cleanba.files import METRICS, Json, write_whole
+from cleanba.interrupts import after_this
 from cleanba.rollout import PyTree
 from cleanba.runtime import memory, records
 from cleanba.runtime.digests import json_digest, tree_digest
@@ -146,12 +148,10 @@ class Checkpoints:
 
         fresh_after: update -> whether environments start afresh after it, so that actors are not saved.
         """
-        import orbax.checkpoint as ocp
-
         self._opened = contextlib.ExitStack()
         self._opened.enter_context(_quiet("absl"))  # Orbax logs every step; damage is reported here
         _hush_asyncio()
-        self._ocp = ocp
+        self._ocp = ocp = orbax()
         self.run_dir, self._retention = run_dir, Retention.parse(keep)
         self._folder = (run_dir / "checkpoints").absolute()
         self._like_memory = like_memory
@@ -381,9 +381,15 @@ class Checkpoints:
         self._manager.reload()
 
 
+def orbax() -> ModuleType:
+    """Orbax, which takes a second to import, and has compiled modules that Ctrl-C may not interrupt meanwhile."""
+    with after_this():
+        return import_module("orbax.checkpoint")
+
+
 def updates_to_read(run_dir: Path) -> list[int]:
     """`updates_kept`, to read at once.  Importing Orbax takes seconds, in which a run may replace them."""
-    import_module("orbax.checkpoint")
+    orbax()
     return updates_kept(run_dir)
 
 
@@ -395,10 +401,8 @@ def updates_kept(run_dir: Path) -> list[int]:
 
 def _alone(use: str) -> "ocp.options.MultiprocessingOptions":
     """Options for Orbax not to wait for other processes: each reads, and one writes, by itself."""
-    import orbax.checkpoint as ocp
-
     me = jax.process_index()
-    return ocp.options.MultiprocessingOptions(
+    return orbax().options.MultiprocessingOptions(
         primary_host=me, active_processes={me}, barrier_sync_key_prefix=f"cleanba-{use}-{me}"
     )
 
@@ -416,8 +420,7 @@ def read_arrays(run_dir: Path, update: int, shapes: Sequence[tuple[int, ...]] | 
 
 def _read_arrays(run_dir: Path, update: int, shapes: Sequence[tuple[int, ...]] | None) -> list[np.ndarray]:
     """`read_arrays`, in this thread."""
-    import orbax.checkpoint as ocp
-
+    ocp = orbax()
     with _quiet("absl"), ocp.StandardCheckpointer(multiprocessing_options=_alone("read")) as checkpointer:
         metadata = checkpointer.metadata((run_dir / "checkpoints" / str(update) / ARRAYS).absolute())
         tree = getattr(metadata, "item_metadata", metadata)

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from hashlib import sha256
 
 import jax
@@ -15,7 +16,7 @@ import numpy as np
 
 from cleanba.config import Placement, require
 from cleanba.errors import Failure, said
-from cleanba.interrupts import handle_by, leave_at_once
+from cleanba.waited import in_a_thread
 
 SUSPENDED_SECONDS = 7 * 24 * 3600  # for which a job of several processes may be stopped as a whole
 
@@ -58,14 +59,16 @@ def initialise(p: Placement) -> None:
     try:
         # Each process sees all devices of its host; the two id flags choose among them.
         # JAX's own heartbeat would end all processes of a job that was suspended for longer; `Peers` has another one.
+        join = partial(
+            jax.distributed.initialize,
+            p.coordinator_address,
+            p.num_processes,
+            p.process_id,
+            initialization_timeout=int(REACH_SECONDS) + 60,
+            heartbeat_timeout_seconds=SUSPENDED_SECONDS,
+        )
         with watching_for_others(p):
-            jax.distributed.initialize(
-                p.coordinator_address,
-                p.num_processes,
-                p.process_id,
-                initialization_timeout=int(REACH_SECONDS) + 60,
-                heartbeat_timeout_seconds=SUSPENDED_SECONDS,
-            )
+            in_a_thread(join, "joining processes")  # it waits in C++, where the main thread would handle no signal
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # JAX would note it and go on
         if "JAX_LOCAL_DEVICE_IDS" not in os.environ:  # under Slurm JAX would leave each process a single GPU
@@ -148,12 +151,10 @@ def watching_for_others(p: Placement) -> Iterator[None]:
             os._exit(1)
 
     threading.Thread(target=watch, name="waiting for processes", daemon=True).start()
-    handle_by(signal.SIG_DFL, leave_at_once)  # JAX waits in C++, where Python handles no signal
     try:
         yield
     finally:
         joined.set()
-        handle_by(leave_at_once, signal.SIG_DFL)
 
 
 def processes_here() -> int:

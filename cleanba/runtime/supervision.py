@@ -18,6 +18,7 @@ from cleanba.runtime.progress import Progress
 from cleanba.waited import Waited, in_a_thread, is_compiling
 
 GRACE_SECONDS = 3.0  # for threads to notice that the run ends
+AGAIN_SECONDS = 10.0  # between errors of a start that takes too long, the earlier of which were dropped
 
 
 @contextmanager
@@ -182,13 +183,14 @@ def time_limit(seconds: float) -> Iterator[None]:
     """Raise `Failure` in the main thread if it takes longer than this, after its stack has been printed to stderr.
 
     Code that never returns to Python cannot be ended like this.  In threads other than the main one, there is no limit.
+    Python drops an error that is raised in a destructor, so it is raised again every `AGAIN_SECONDS`.
     """
     main = threading.current_thread()
     if main is not threading.main_thread():
         yield
         return
     over, too_late, other = threading.Event(), threading.Event(), signal.getsignal(signal.SIGALRM)
-    raised = threading.Event()
+    raised = threading.Event()  # less than `AGAIN_SECONDS` ago: what closes because of the error is not interrupted
 
     def hear(signum: int) -> None:
         if too_late.is_set():
@@ -202,10 +204,12 @@ def time_limit(seconds: float) -> Iterator[None]:
 
     def watch() -> None:
         waited = Waited()
-        while not over.wait(0.1) and not raised.is_set():
+        while not over.wait(0.1):
             if waited.look() > seconds:
                 too_late.set()
                 signal.pthread_kill(main.ident or 0, signal.SIGALRM)
+            if raised.is_set() and not over.wait(AGAIN_SECONDS):
+                raised.clear()
 
     watcher = threading.Thread(target=watch, daemon=True)
     try:
