@@ -167,7 +167,7 @@ class SilentEnvs(SyncVectorEnv):
 
 
 def number_in(info: dict[str, Any], name: str) -> float:
-    """A number, or a boolean, that an environment tells; NaN if it does not."""
+    """A number or boolean among an environment's infos; NaN if it is not there."""
     told = info.get(name)
     try:
         return math.nan if told is None or isinstance(told, str) else float(told)
@@ -235,8 +235,9 @@ def main() -> None:
     """Step a part of a block, as commanded by the process at the other end of a connection, until that ends."""
     for signum in GROUP_SIGNALS:
         signal.signal(signum, lambda *_: None)  # the parent ends this process
-    # An environment can then end its own processes.  They ignore the other signals, which whole groups are sent.
-    # SIGTERM waits while a process is forked: the child would lose one that comes before it has its own handler.
+    # Processes that an environment forks end by SIGTERM, so that it can end them.  They ignore the other two signals,
+    # which are sent to whole groups.  SIGTERM is blocked during a fork: the child would lose one that comes before its
+    # handler is set.
     os.register_at_fork(
         before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM,)),
         after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM,)),
@@ -266,7 +267,7 @@ def main() -> None:
 
 
 def end_by_sigterm() -> None:
-    """Have SIGTERM end this process, which an environment forked, as it would without Cleanba."""
+    """Let SIGTERM end this process, which an environment forked, as it would without Cleanba."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM,))
 

@@ -148,7 +148,7 @@ def products(
 
 
 def _rows(x: jax.Array, count: int) -> jax.Array:
-    """So many rows: zeros after those there are."""
+    """The array with `count` rows: zeros follow those there are."""
     return x if x.shape[0] == count else jnp.pad(x, ((0, count - x.shape[0]), (0, 0)))
 
 
@@ -166,7 +166,7 @@ def _call(p: Chain, given: list[jax.Array]) -> list[jax.Array]:
 def _groups(p: Chain) -> list[tuple[int, int, int]]:
     """Near-equal groups of rows: (rows, number of such groups, first row) of each kind.
 
-    Two for a core, so that each has its own, of not too few rows, as all weights are read for each group.
+    Two for each core, so that a core has its own; but not of too few rows, as each group reads all weights.
     """
     return blocks(p.rows, max(-(-p.rows // (2 * usable_cores())), min(p.rows, FEWEST)))
 
@@ -236,7 +236,7 @@ def _layer(
 
 
 def _activate(code: Code, activation: Activation, x: ir.Value) -> ir.Value:
-    """f(x); what is not a number stays so."""
+    """f(x); NaN stays NaN."""
     if activation == "relu":
         return code.select(code.fcmp_unordered(">", x, code.zeros), x, code.zeros)
     x = _between(code, x, FAR)
@@ -253,7 +253,7 @@ def _slope(code: Code, activation: Activation, d: ir.Value, y: ir.Value) -> ir.V
 
 
 def _between(code: Code, x: ir.Value, most: float) -> ir.Value:
-    """The nearest to x from -most to most; what is not a number stays so."""
+    """Clamp x to [-most, most]; NaN stays NaN."""
     for sign, beyond in ((-1.0, "<"), (1.0, ">")):
         bound = code.all(sign * most)
         x = code.select(code.fcmp_ordered(beyond, x, bound), bound, x)

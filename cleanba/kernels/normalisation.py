@@ -6,8 +6,8 @@ and backwards, with z = (x - mean) r and h = g dy, where means are over a row:
 
     dx = r (h - mean(h) - z mean(h z)),  dg = sum over rows of dy z,  db = sum over rows of dy
 
-XLA adds up a row number by number, in several passes over the whole array.  Here a row's sum is sixteen sums, of every
-sixteenth number each, which are then added by halves; so it has the same bits on processors with longer and shorter
+XLA adds up a row number by number, in several passes over the whole array.  Here a row's sum is sixteen sums, each of
+every sixteenth number, which are then added by halves; so it has the same bits on processors with longer and shorter
 vectors.  A sum over rows is taken within pieces first, whose size depends on the number of rows alone, then over the
 pieces in order.
 """
@@ -176,9 +176,9 @@ def _moments(code: Code, p: Shape, x: ir.Value) -> tuple[ir.Value, ir.Value]:
 
 
 def _along(code: Code, p: Shape, body: Callable[..., list[ir.Value]], totals: int = 0) -> list[ir.Value]:
-    """`so_far = body(at, *so_far)` for each vector of a row.  Returns the sums of so many totals, in all lanes.
+    """`so_far = body(at, *so_far)` for each vector of a row.  Returns the sums of `totals` totals, in all lanes.
 
-    What fills up the last vectors does not count.
+    The padding of the last vectors does not count.
     """
     places = range(0, WIDEST, code.lanes)
 

@@ -21,7 +21,7 @@ from cleanba.kernels.llvm import FLOAT, Code, blocks, compiled, most_across, mos
 
 NEAR = 256  # rows of B whose blocks of columns stay in a near cache
 WORTH = 2**17  # products per unit of work at least: waking a thread for fewer costs more than it saves
-OFTEN = 8  # blocks that use what is gathered, at least: to gather takes as long as half a block
+OFTEN = 8  # at least so many blocks must use what is gathered, as gathering takes as long as half a block
 
 
 class Shape(NamedTuple):
@@ -114,7 +114,7 @@ def product(code: Code, p: Shape, pointers: list[ir.Value], _: ir.Value, first: 
     room = code.room(NEAR * most_across() * code.lanes) if p.transposed and often and several else None
 
     def part(k: ir.Value, count: int, begins: bool) -> None:
-        """Add what `count` of the rows of B from k on give."""
+        """Add the products with `count` rows of B, from row k on."""
 
         def task(t: ir.Value) -> None:
             column, group = code.srem(t, across), code.sdiv(t, across)
@@ -141,7 +141,7 @@ def product(code: Code, p: Shape, pointers: list[ir.Value], _: ir.Value, first: 
 
 
 def row_blocks(p: Shape, wide: int) -> int:
-    """How many blocks of rows there are, where a block has so many vectors of columns."""
+    """How many blocks of rows there are, where a block has `wide` vectors of columns."""
     return sum(number for _, number, _ in blocks(p.rows, most_rows(wide)))
 
 
@@ -215,7 +215,7 @@ def write_columns(
 
 
 def _gathered(code: Code, b: ir.Value, line: int, wide: int, count: int, room: ir.Value) -> ir.Value:
-    """Rows of some columns of B side by side.
+    """Copy `count` rows of some columns of B, so that they lie side by side.
 
     Addresses a power of two apart map to the same few cache sets, so A's numbers would evict B's.
     """
@@ -229,7 +229,7 @@ def _gathered(code: Code, b: ir.Value, line: int, wide: int, count: int, room: i
 
 
 def _add_rows(code: Code, p: Shape, b: ir.Value, sums: ir.Value, wide: int, count: int, begins: bool) -> None:
-    """Add so many rows of B, in some columns."""
+    """Add `count` rows of B, in some columns."""
     vectors = [v * code.lanes for v in range(wide)]
 
     def add(k: ir.Value, *totals: ir.Value) -> list[ir.Value]:

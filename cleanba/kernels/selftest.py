@@ -20,7 +20,7 @@ from cleanba.shards import R, ShardAxis, Ts, compiler_options, usable_cores
 
 PASSED = "passed"
 PACKAGES = tuple(version(name) for name in ("jax", "jaxlib", "llvmlite"))
-OPTIONS = compiler_options("cpu") | {"xla_backend_optimization_level": 0}  # as soon as possible, not as fast
+OPTIONS = compiler_options("cpu") | {"xla_backend_optimization_level": 0}  # fast to compile, not fast to run
 CLOSE = 1e-4  # how far results may lie apart, of the largest in an array
 
 
