@@ -390,7 +390,7 @@ class RunWriter:
         self._writers: Writers | None = None
         self._film: Path | None = None
         self._display: Display | None = None
-        self._sparse = False  # whether the user was told of sparse replay batches
+        self._sparse = False  # whether the user has been warned of sparse replay batches
         self._profile = Profile(job.run_dir / "profile", self._run.profile)
 
     def begin(self, saved: Saved[Any, Any] | None, display: Display) -> None:
@@ -542,7 +542,7 @@ def claim(job: Job, shown: bool) -> RunWriter | None:
     said = 0 if refusal is None else 1 if isinstance(refusal, Finished) else 2
     try:
         refused = int(gather_over_processes(np.array([said])).max())
-    except BaseException:  # the time for a start is up, or another process has gone
+    except BaseException:  # the time for the start is up, or another process died
         if run_writer is not None:
             run_writer.unlock()
         raise
@@ -714,7 +714,7 @@ def how_to_go_on(job: Job, result: Json) -> str:
         place = "" if job.config.run.run_dir is not None else f" with run_dir={str(job.run_dir)!r}"
         return f"{SAME_CALL}{place} goes on after update {saved_update}{again}"
     command = f"cleanba resume {shlex.quote(str(job.run_dir))}"
-    # What starts several processes starts them all again, with other numbers each than config.json has.
+    # Several processes are started again by a launcher: config.json has the process id of only one of them.
     goes = (
         f"`{command} --no-distributed`, in one process, goes"
         if job.config.placement.distributed

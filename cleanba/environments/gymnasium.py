@@ -142,7 +142,7 @@ def fingerprint(value: Any, within: tuple[int, ...] = ()) -> str:
     if isinstance(value, FunctionType):
         cells = []
         for cell in value.__closure__ or ():
-            with suppress(ValueError):  # a variable around it that has no value yet
+            with suppress(ValueError):  # an enclosing variable that has no value yet
                 cells.append(cell.cell_contents)
         return f"{value.__qualname__}{many([value.__code__, value.__defaults__, value.__kwdefaults__, cells])}"
     if isinstance(value, MethodType):

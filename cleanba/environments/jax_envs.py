@@ -5,7 +5,7 @@ An environment is an object with the methods of gymnax's environments (Lange 202
     default_params                                   parameters of the environment, as a dataclass with `replace`
     reset_env(key, params) -> obs, state
     step_env(key, state, action, params) -> obs, state, reward, terminated, info
-    is_truncated(state, params) -> whether the time limit is reached; optional, without it `step_env` says when it ends
+    is_truncated(state, params) -> whether the time limit is reached; optional, else `step_env` alone ends episodes
     action_space(params), observation_space(params)  gymnax's, or Gymnasium's
     render(state, params) -> picture [H, W, 3]       optional, without it films show what the network sees
 

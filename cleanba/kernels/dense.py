@@ -3,7 +3,7 @@
     y_0 = x,  y_l = f(y_{l-1} W_l + b_l),  the last one without f, if it is linear
 
 Between layers nothing waits, and what one layer writes the next reads from the cache of the same core.  Gradients go
-back the same way, dz_l being the loss's derivatives by what f is applied to:
+back the same way, dz_l being the loss's derivatives with respect to the arguments of f:
 
     dz_L = dy f'_L,  dz_{l-1} = (dz_l W_l^T) f'_{l-1},  dW_l = y_{l-1}^T dz_l
 
@@ -47,7 +47,7 @@ class Chain(NamedTuple):
 
     rows: int
     widths: tuple[int, ...]
-    """of what comes in, and of what each layer gives"""
+    """of the input, and of each layer's output"""
     activation: Activation
     linear: bool
     backward: bool = False
@@ -73,7 +73,7 @@ def mlp(activation: Activation, linear: bool, x: jax.Array, layers: Sequence[Lay
 def _forward(
     activation: Activation, linear: bool, x: jax.Array, layers: Sequence[Layer]
 ) -> tuple[jax.Array, tuple[list[jax.Array], Sequence[Layer]]]:
-    """What comes out, and what gradients need: inputs of all layers and what comes out, widened; and the layers."""
+    """The output, and what gradients need: the inputs of all layers and the output, widened, and the layers."""
     given = [x, *(p for layer in layers for p in layer)]
     sizes = (x.shape[1], *(b.size for _, b in layers))
     fit = all(
@@ -246,7 +246,7 @@ def _activate(code: Code, activation: Activation, x: ir.Value) -> ir.Value:
 
 
 def _slope(code: Code, activation: Activation, d: ir.Value, y: ir.Value) -> ir.Value:
-    """The derivative by x, from the derivative by f(x) and from f(x) itself."""
+    """The derivative with respect to x, from the derivative with respect to f(x) and from f(x) itself."""
     if activation == "relu":
         return code.select(code.fcmp_ordered(">", y, code.zeros), d, code.zeros)
     return code.fmul(d, code.fsub(code.all(1.0), code.fmul(y, y)))

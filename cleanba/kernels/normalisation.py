@@ -40,7 +40,7 @@ class Shape(NamedTuple):
 
     @property
     def width(self) -> int:
-        """From one row to the next."""
+        """The distance from one row to the next."""
         return widened(self.features)
 
     @property
@@ -110,7 +110,7 @@ def _forwards(code: Code, p: Shape, pointers: list[ir.Value], _: ir.Value, first
 
 
 def _backwards(code: Code, p: Shape, pointers: list[ir.Value], _: ir.Value, first: ir.Value, last: ir.Value) -> None:
-    """Write dx of some pieces, and of each of them what it adds to dg and db."""
+    """Write dx of some pieces, and what each of them adds to dg and db."""
     x, g, dy, dx, sums = pointers
 
     def piece(number: ir.Value, begin: ir.Value, end: ir.Value) -> None:

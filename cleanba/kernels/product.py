@@ -75,7 +75,7 @@ def multiply_transposed(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Arra
 
 
 def _call(p: Shape, given: list[jax.Array]) -> list[jax.Array]:
-    """What `product` writes, without the columns that fill up vectors.
+    """What `product` writes, without the columns that pad vectors.
 
     Raises:
         ValueError: shapes or dtypes do not fit.
@@ -98,7 +98,7 @@ def _call(p: Shape, given: list[jax.Array]) -> list[jax.Array]:
 
 
 def tasks_of(p: Shape) -> tuple[int, int]:
-    """Tasks in all, of a block of columns and a group of rows each; and how many groups there are."""
+    """The number of tasks, each a block of columns and a group of rows; and the number of groups."""
     across = sum(count for _, count, _ in blocks(p.columns // registers()[0], most_across()))
     groups = max(1, min(16 // across, row_blocks(p, most_across())))
     return across * groups, groups
@@ -177,8 +177,8 @@ def write_columns(
     """Write some blocks of rows, of `wide` vectors of columns.
 
     matrices: A, B at row k and at the first of the columns, C there, and what is added to each row there.
-    line: from a row of B to the next.
-    finish: makes of a vector of sums what is written; the rest says where it is in C.
+    line: the distance from a row of B to the next.
+    finish: turns a vector of sums into what is written; its other arguments are the place in C.
     """
     a, b, c, bias = matrices
     vectors = [v * code.lanes for v in range(wide)]

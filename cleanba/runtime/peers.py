@@ -21,9 +21,9 @@ from cleanba.files import Json
 from cleanba.waited import Waited
 
 PING_SECONDS = 1.0
-JOIN_SECONDS = 30.0  # to connect in the beginning
+JOIN_SECONDS = 30.0  # to connect at the start
 GREETING_SECONDS = 5.0  # for a new connection to identify itself
-LEAVE_SECONDS = 10.0  # that process 0 waits for the others to end after a failure
+LEAVE_SECONDS = 10.0  # how long process 0 waits for the others to end after a failure
 KEY = "cleanba/peers"  # of process 0's port in JAX's key-value store
 
 

@@ -83,7 +83,7 @@ def end_by_signal(
         SIGUSR1, a cluster's warning, then waits for such an update within the grace period; other signals do not.
     alone: whether the run has one process.  Several do not save an update that is over: others may be in the next one.
     """
-    if progress.interrupt is not None or progress.failure is not None:  # an error that came first is what is reported
+    if progress.interrupt is not None or progress.failure is not None:  # an earlier error is what is reported
         return
     error, words = Interrupted(signum), ""
     if can_save and grace_period > 0 and next_end is None:

@@ -472,7 +472,7 @@ def start(bodies: Iterable[tuple[str, Callable[[], None]]], stop: Stop, peers: P
             body()
         except Closed:
             pass
-        except BaseException as error:  # whatever it was, the others must hear of it
+        except BaseException as error:  # whatever it was, the other threads and processes must end, too
             stop(peers.explain(error) if peers else error)
 
     threads = [threading.Thread(target=guarded, args=(body,), name=name, daemon=True) for name, body in bodies]
