@@ -233,7 +233,7 @@ class Experiment:
     num_shards: Annotated[int, Range(1, 10**4)] = 1
     """parts of the batch whose gradients are computed separately; at most this many devices can learn"""
     num_steps: Annotated[int, Range(1, 10**6, unit="steps")] = 128
-    """steps per environment and rollout"""
+    """steps per environment in each rollout"""
     concurrency: bool = True
     """collect rollout k+1 while update k runs, with a policy exactly one version behind; off: take turns"""
     collector: Literal["stepped", "scanned"] = "stepped"

@@ -30,7 +30,7 @@ def expanded(path: str | Path) -> Path:
 
 
 def make_folders(folder: Path) -> None:
-    """Make a folder inside a run's directory, such as `RUN/actors/00003`.  `RUN` itself is not made, as it may be gone.
+    """Make a folder inside a run's directory, such as `RUN/actors/00003`, but do not remake `RUN` if it has gone.
 
     Raises:
         OSError: it cannot be made, or the run's directory is not there.

@@ -714,7 +714,7 @@ def how_to_go_on(job: Job, result: Json) -> str:
         place = "" if job.config.run.run_dir is not None else f" with run_dir={str(job.run_dir)!r}"
         return f"{SAME_CALL}{place} goes on after update {saved_update}{again}"
     command = f"cleanba resume {shlex.quote(str(job.run_dir))}"
-    # Several processes are started again by a launcher: config.json has the process id of only one of them.
+    # `cleanba resume` starts one process, and config.json has the process id of only one of several.
     goes = (
         f"`{command} --no-distributed`, in one process, goes"
         if job.config.placement.distributed

@@ -28,7 +28,7 @@ def in_a_thread(body: Callable[[], T], name: str, meanwhile: Callable[[], None] 
     thread.start()
     while thread.is_alive():
         thread.join(0.1)
-        if thread.is_alive():  # once it has ended, nothing interrupts it any more
+        if thread.is_alive():  # nothing may interrupt what has just ended
             meanwhile()
     if raised:
         raise raised[0]

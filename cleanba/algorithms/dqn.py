@@ -47,7 +47,7 @@ class DQN(PrioritisedReplay):
     num_envs: int = 8
     """environments in total, over all actors and processes"""
     num_steps: int = 10
-    """steps per environment and rollout"""
+    """steps per environment in each rollout"""
     hiddens: tuple[int, ...] = (120, 84)
     """units of the dense layers after the convolutions, or of the MLP"""
 

@@ -43,7 +43,7 @@ class IMPALA(PolicyGradient):
     """The experiment: these settings determine every bit of the trained parameters."""
 
     num_steps: int = 20
-    """steps per environment and rollout"""
+    """steps per environment in each rollout"""
     learning_rate: float = 6e-4
     """optimiser's step size at the start"""
     max_grad_norm: float = 40.0

@@ -90,7 +90,7 @@ class OffPolicyActorCritic(OffPolicy):
     num_envs: int = 4
     """environments in total, over all actors and processes"""
     num_steps: int = 8
-    """steps per environment and rollout"""
+    """steps per environment in each rollout"""
     hiddens: tuple[int, ...] = (256, 256)
     """units of the dense layers after the convolutions, or of the MLP"""
     policy_frequency: Count = 2

@@ -46,7 +46,7 @@ class PQN(FromRollouts):
     num_envs: int = 128
     """environments in total, over all actors and processes"""
     num_steps: int = 32
-    """steps per environment and rollout"""
+    """steps per environment in each rollout"""
     anneal_lr: bool = False
     """decrease the learning rate linearly to 0 over the run"""
     layer_norm: bool = True

@@ -60,7 +60,7 @@ class R2D2(PrioritisedReplay, Recurrent):
     num_envs: int = 64
     """environments in total, over all actors and processes"""
     num_steps: int = 40
-    """steps per environment and rollout; a sequence begins with each rollout"""
+    """steps per environment in each rollout; a sequence begins with each rollout"""
     gamma: Fraction = 0.997
     """discount per step"""
     hiddens: tuple[int, ...] = (512,)

@@ -44,7 +44,7 @@ class SAC(OffPolicyActorCritic):
     alpha: NotNegative = 0.2
     """entropy coefficient with --no-autotune"""
     autotune: bool = True
-    """learn the entropy coefficient, from 1, so that the entropy approaches minus the number of action dimensions"""
+    """learn the entropy coefficient, starting at 1, so that entropy approaches minus the number of action dimensions"""
 
 
 # By preset name: the defaults above are CleanRL's for continuous control.

@@ -148,7 +148,7 @@ def products(
 
 
 def _rows(x: jax.Array, count: int) -> jax.Array:
-    """The array with `count` rows: zeros follow those there are."""
+    """Append rows of zeros to x, up to `count` rows."""
     return x if x.shape[0] == count else jnp.pad(x, ((0, count - x.shape[0]), (0, 0)))
 
 

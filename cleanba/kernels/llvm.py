@@ -148,7 +148,7 @@ class Code(ir.IRBuilder):
         return self.gep(pointer, [index])
 
     def get(self, pointer: ir.Value, lanes: int = 0) -> ir.Value:
-        """Load a vector as floats, of `lanes` lanes, or 0: as many as the processor has."""
+        """Load a vector as floats.  It has `lanes` lanes; 0: as many as the processor has."""
         kind = ir.VectorType(pointer.type.pointee, lanes or self.lanes)
         value = self.load(self.bitcast(pointer, ir.PointerType(kind)), align=1)
         return value if kind.element == FLOAT else self.uitofp(value, ir.VectorType(FLOAT, kind.count))
@@ -158,7 +158,7 @@ class Code(ir.IRBuilder):
         self.store(value, self.bitcast(pointer, ir.PointerType(value.type)), align=4)
 
     def spread(self, pointer: ir.Value, lanes: int = 0) -> ir.Value:
-        """Load one float into all of `lanes` lanes, or 0: as many as the processor has."""
+        """Load one float into all lanes.  There are `lanes` of them; 0: as many as the processor has."""
         lanes = lanes or self.lanes
         undefined = ir.Constant(ir.VectorType(FLOAT, lanes), ir.Undefined)
         one = self.insert_element(undefined, self.load(pointer), ir.Constant(HALF, 0))

@@ -21,7 +21,7 @@ from cleanba.kernels.llvm import FLOAT, Code, blocks, compiled, most_across, mos
 
 NEAR = 256  # rows of B whose blocks of columns stay in a near cache
 WORTH = 2**17  # products per unit of work at least: waking a thread for fewer costs more than it saves
-OFTEN = 8  # at least so many blocks must use what is gathered, as gathering takes as long as half a block
+OFTEN = 8  # the fewest blocks for which columns are gathered: gathering takes as long as half a block
 
 
 class Shape(NamedTuple):

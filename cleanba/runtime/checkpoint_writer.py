@@ -99,7 +99,7 @@ class CheckpointWriter(Generic[S, M, P, C]):
             Failure: the previous one could not be written, or the run's directory has gone.
         """
         assert self._checkpoints is not None and self._seen[0] == update
-        self._checkpoints.make_ready()  # fails if the run's directory has gone; a record would make it
+        self._checkpoints.make_ready()  # fails if the run's directory has gone: a record would remake it
         try:
             actors = self._records.snapshots() if with_actors else {}
         except OSError as error:

@@ -204,7 +204,7 @@ class Display:
         """Stop printing: what could not be written is dropped, and so is what follows."""
         self._enabled, self._lost = False, True
         with contextlib.suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for other code's output, and the end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for others' output, and the final flush
         print(f"cleanba: output cannot be written ({error.strerror}), so the run ends", file=sys.stderr)
 
     def refresh(self) -> None:
