@@ -4,7 +4,7 @@
     agent = cleanba.load("runs/a")
     action = agent.act(obs)
 
-`docs/start/python.md` has the rest.  Importing this package imports nothing else; JAX comes with the first name used.
+`docs/start/python.md` has the rest.  Importing this package imports nothing else, not even JAX, until a name is used.
 """
 
 from typing import TYPE_CHECKING

@@ -208,7 +208,7 @@ def specify(algorithm: str, /, *env_id: str | Callable[..., gymnasium.Env[Any, A
         **flags: fields of the algorithm's experiment, as for `ppo`.
 
     Raises:
-        UsageError: there is no such algorithm or keyword, or a value is of another type.
+        UsageError: there is no such algorithm or keyword, or a value has the wrong type.
     """
     require(isinstance(algorithm, str), f"specify takes the name of an algorithm, such as 'ppo', not {algorithm!r}")
     made: Any = _specify(algorithm, find_recipe(algorithm).experiment)
@@ -235,10 +235,10 @@ def _without_numpy(value: Any) -> Any:
 
 
 def _option(name: str, value: Any) -> str:
-    """An option of an environment as name=value, which is read as the same value again.
+    """Write an option of an environment as name=value, in a form that is read back as the same value.
 
     Raises:
-        UsageError: there is no such text.
+        UsageError: the value has no such form.
     """
     plain = _without_numpy(value)
     for text in (str(plain), repr(plain)):
@@ -397,14 +397,14 @@ def train(spec: Spec, run_dir: str | Path | None = None, *, progress: bool = Tru
 
     Args:
         spec: what is trained, such as `ppo("CartPole-v1", seed=1)`.
-        run_dir: directory of the run; None: runs/<env>__<exp-name>__<seed>__<time, or job of Slurm>.
+        run_dir: directory of the run; None: runs/<env>__<exp-name>__<seed>__<time, or Slurm job>.
         progress: whether progress is shown, on the console or below a notebook's cell.  Without it, warnings go to
             standard error.
         **flags: where it runs and what is kept, by the names of the command's flags: `learner_device_ids=[0, 1]`,
             `eval_frequency=100`.
 
     Raises:
-        UsageError: what was asked for cannot be done as written, or another experiment lives in `run_dir`.
+        UsageError: what was asked for cannot be done as written, or `run_dir` holds another experiment.
         Failure: something outside the code failed: a full disk, a dead process, numbers that are not finite.
         KeyboardInterrupt: Ctrl-C, or a notebook's "interrupt kernel".  The same call resumes the run.
         Interrupted: another signal asked the run to end.  The same call resumes it.
@@ -431,7 +431,7 @@ def _give_up(signum: int) -> None:
 def _raise(ended: Ended, call: str) -> None:
     """Raise the error that ended a run, if there is one, with a note that says how to resume.
 
-    call: the call that does, in words.
+    call: the call that resumes the run, in words.
     """
     error = ended.error
     remedy = ended.remedy if ended.remedy.startswith(SAME_CALL) else f"{call}, or {ended.remedy}"

@@ -61,11 +61,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # where a terminal knows no ü
+            stream.reconfigure(errors="backslashreplace")  # for a terminal that cannot show ü
     handle_by(leave_at_once, signal.default_int_handler)
     try:
         end = dispatch(argv)
-        sys.stdout.flush()  # here, where a pipe that nobody reads is expected
+        sys.stdout.flush()  # here, where a pipe without a reader is handled
     except UsageError as error:
         print(f"cleanba: {printable(str(error), keep=LINES)}", file=sys.stderr)
         end = Exit(2)
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         print("cleanba: interrupted", file=sys.stderr)
         end = Exit(130)
-    except SystemExit as left:  # tyro: --help, wrong flags; rich: nobody reads the pipe (`cleanba ppo | head`)
+    except SystemExit as left:  # tyro: --help, wrong flags; rich: the pipe has no reader (`cleanba ppo | head`)
         if isinstance(left.code, str):
             print(f"cleanba: {left.code}", file=sys.stderr)
         end = Exit(1 if isinstance(left.code, str) else int(left.code or 0))
@@ -101,17 +101,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def check_environment() -> None:
-    """Raise `UsageError` for variables that JAX would refuse in its own way, when it is imported."""
+    """Raise `UsageError` for environment variables with which the import of JAX would fail."""
     devices = os.environ.get("JAX_NUM_CPU_DEVICES", "1")
     if not devices.isdecimal() or int(devices) < 1:
         raise UsageError(f"JAX_NUM_CPU_DEVICES={devices!r} must be a whole number from 1; unset it for one device")
 
 
 def load(module: str) -> ModuleType:
-    """Import a module, perhaps with JAX, which reads its variables of the environment then.
+    """Import a module, and perhaps JAX with it, which then reads its environment variables.
 
     Raises:
-        UsageError: JAX refuses one.
+        UsageError: JAX refuses one of them.
     """
     try:
         return import_module(module)
@@ -128,7 +128,7 @@ def dispatch(argv: Sequence[str]) -> Exit:
     if argv and argv[0] in COMMANDS:
         module, function = COMMANDS[argv[0]].where.split(":")
         command = getattr(load(module), function)
-        if argv[0] != "resume":  # training says itself when its start is over
+        if argv[0] != "resume":  # training itself calls `started` later
             started()
         return command(argv[1:])
     recipes = load("cleanba.recipes")

@@ -42,7 +42,7 @@ def flag(name: str) -> str:
 
 
 INF = math.inf
-MOST = 2**31 - 1  # the largest int32, in which devices count
+MOST = 2**31 - 1  # the largest int32, the type of counters on devices
 
 
 class Range(NamedTuple):
@@ -119,23 +119,23 @@ class Sizes(NamedTuple):
             require(number <= self.most, f"{name}={number} is too large; it can be {self.most} at most")
 
 
-NEWEST = 2  # checkpoints that stay besides those that are kept for good
+NEWEST = 2  # checkpoints that stay, besides those that are kept permanently
 
 
 class Retention(NamedTuple):
     """Which checkpoints stay, as --keep-checkpoints says: `all`, a number, or `every:K`."""
 
     newest: int | None
-    """the newest so many; None: all"""
+    """how many of the newest stay; None: all"""
     every: int = 0
-    """and for good those after multiples of so many updates; 0: none"""
+    """those after multiples of this many updates stay permanently; 0: none do"""
 
     @classmethod
     def parse(cls, word: int | str) -> "Retention":
         """Read the flag's value.
 
         Raises:
-            UsageError: it is none of the three.
+            UsageError: it is neither `all`, nor a number, nor `every:K`.
         """
         period = re.fullmatch(r"every:([1-9]\d{0,9})", word) if isinstance(word, str) else None
         if period is not None and int(period[1]) <= MOST:
@@ -149,7 +149,7 @@ class Retention(NamedTuple):
         return cls(int(word))
 
     def kept(self, updates: Iterable[int]) -> list[int]:
-        """Those of these updates, in order, whose checkpoints stay."""
+        """Which of these updates keep their checkpoints, in order."""
         known = sorted(updates)
         newest = set(known if self.newest is None else known[-self.newest :])
         return [update for update in known if update in newest or (self.every and update % self.every == 0)]
@@ -183,8 +183,8 @@ CLEANRL_ATARI = Settings(
     core="none",
     share_torso=True,
 )
-"""CleanRL's games (`ppo_atari_envpool.py`): EnvPool's defaults with episodes that end with a life, 10 million steps,
-and the Nature CNN.  Its results on 57 games are published."""
+"""CleanRL's games (`ppo_atari_envpool.py`): EnvPool's defaults with episodes that end when a life is lost,
+10 million steps, and the Nature CNN.  Its results on 57 games are published."""
 
 
 class _NotOffered(NamedTuple):
@@ -220,24 +220,24 @@ class Experiment:
     """
 
     env_id: str = "Breakout-v5"
-    """EnvPool's environment of that name; gymnasium:Name-v0 or package:Name-v0 for Gymnasium's, gymnax:Name for one
-    in JAX (`cleanba envs` lists them)"""
+    """environment to train on: EnvPool's by its name, gymnasium:Name-v0 or package:Name-v0 for Gymnasium's, gymnax:Name
+    for one in JAX (`cleanba envs` lists them)"""
     seed: Annotated[int, Range(0, 2**31, open_high=True)] = 1
     """seed of environments, parameters, actions and minibatches"""
     total_timesteps: Annotated[int, Range(1, unit="steps")] = 50_000_000
     """environment steps in all (an Atari step is 4 frames)"""
     num_envs: Annotated[int, Range(1, 10**6)] = 120
-    """environments over the whole experiment"""
+    """environments in total, over all actors and processes"""
     num_actors: Annotated[int, Range(1, 10**4)] = 1
-    """actor threads over the whole experiment"""
+    """actor threads in total, over all processes"""
     num_shards: Annotated[int, Range(1, 10**4)] = 1
     """parts of the batch whose gradients are computed separately; at most this many devices can learn"""
     num_steps: Annotated[int, Range(1, 10**6, unit="steps")] = 128
-    """steps per environment and rollout"""
+    """steps per environment in each rollout"""
     concurrency: bool = True
     """collect rollout k+1 while update k runs, with a policy exactly one version behind; off: take turns"""
     collector: Literal["stepped", "scanned"] = "stepped"
-    """rollouts stepped from Python, or scanned inside one jit"""
+    """how rollouts are collected: stepped from Python, or scanned inside one jit"""
     env_epoch: Updates = 500
     """updates after which the environments start afresh (0: never)"""
 
@@ -257,16 +257,16 @@ class Experiment:
     """Gymnasium: wrappers as module:function, applied in this order"""
 
     init_from: str = ""
-    """another run's parameters to start from: RUN_DIR, RUN_DIR:best, RUN_DIR:UPDATE or hf://user/repository; recorded
-    by their digest (left out: random ones)"""
+    """another run's parameters to start from: RUN_DIR, RUN_DIR:best, RUN_DIR:UPDATE or hf://user/repository; the run
+    records their digest (left out: random parameters)"""
     anneal_lr: bool = True
     """decrease the learning rate linearly to 0 over the run"""
     gamma: Fraction = 0.99
     """discount per step"""
 
     network: Literal["nature", "nips", "impala", "minatar", "mlp"] = "mlp"
-    """torso: for images the Nature CNN, the smaller one of 2013 or IMPALA's ResNet, for boards of planes MinAtar's CNN,
-    for all else an MLP (nips has a third of the work of nature)"""
+    """torso: for images the Nature CNN, the smaller CNN of 2013 or IMPALA's ResNet, for boards of planes MinAtar's CNN,
+    for everything else an MLP (nips, the CNN of 2013, takes a third of the computation of nature)"""
     channels: Annotated[tuple[int, ...], Sizes()] = (16, 32, 32)
     """channels of the IMPALA ResNet's sections"""
     hiddens: Annotated[tuple[int, ...], Sizes(unit="units")] = (256,)
@@ -280,8 +280,8 @@ class Experiment:
     """number format that the network computes in (parameters stay float32); with tensorfloat32 GPUs round the factors
     of products to 10 bits of mantissa, and other devices use float32"""
     cpu_kernels: Literal["auto", "on", "off"] = "on"
-    """on CPUs, compute networks and optimisers by Cleanba's own kernels where they have been tested, which is faster;
-    off: by plain JAX, which gives other bits; auto means on (docs/inside/performance.md)"""
+    """on CPUs, compute networks and optimisers with Cleanba's own, faster kernels if they pass a self-test; off: with
+    plain JAX, which gives other bits; auto means on (docs/inside/performance.md)"""
 
     @property
     def transitions_per_update(self) -> int:
@@ -296,10 +296,10 @@ class Experiment:
 
 @dataclass(frozen=True)
 class Recurrent(Experiment):
-    """The further settings of algorithms whose network may have an LSTM."""
+    """Additional settings of algorithms whose network may have an LSTM."""
 
     core: Literal["none", "lstm"] = "none"
-    """memory between torso and heads"""
+    """recurrent core between torso and heads"""
     lstm_size: Annotated[int, Range(1, 2**16, unit="units")] = 256
     """units of the LSTM"""
     forget_bias: Finite = 0.0
@@ -308,7 +308,7 @@ class Recurrent(Experiment):
 
 @dataclass(frozen=True)
 class FromRollouts(Recurrent):
-    """The further settings of algorithms that learn from each rollout and then drop it: PPO, IMPALA and PQN."""
+    """Additional settings of algorithms that learn from each rollout and then drop it: PPO, IMPALA and PQN."""
 
     learning_rate: Positive = 2.5e-4
     """initial step size of the optimiser"""
@@ -337,7 +337,7 @@ class FromRollouts(Recurrent):
 
 @dataclass(frozen=True)
 class PolicyGradient(FromRollouts):
-    """The further settings of actor-critics: PPO and IMPALA."""
+    """Additional settings of actor-critics: PPO and IMPALA."""
 
     ent_coef: NotNegative = 0.01
     """weight of the entropy bonus"""
@@ -381,10 +381,10 @@ class Run:
     exp_name: str = ""
     """name of the experiment, part of the run directory's default name (default: the algorithm)"""
     run_dir: Path | None = None
-    """directory of the run (default: runs/<env>__<exp-name>__<seed>__<time, or job of Slurm>)"""
+    """directory of the run (default: runs/<env>__<exp-name>__<seed>__<time, or Slurm job>)"""
     experiment_from: Annotated[str | None, tyro.conf.arg(name="experiment", metavar="RUN_DIR")] = None
     """repeat the whole experiment of this earlier run, a directory, an archive or hf://USER/REPOSITORY; only flags of
-    placement and run may be added"""
+    placement and of the run itself may be added"""
     trust_remote_code: bool = False
     """with --experiment of a downloaded run: import and call what its config.json names (docs/guides/trust.md)"""
     checkpoint_frequency: Annotated[int | None, Range(0, MOST, unit="updates")] = None
@@ -397,11 +397,11 @@ class Run:
     """seconds after Ctrl-C, SIGTERM or SIGUSR1 to finish the current update and write a checkpoint; after them, or with
     0, the run ends without a checkpoint"""
     stall_timeout: Annotated[float, Range(1, INF, unit="seconds")] = 600.0
-    """seconds without progress, compilation aside, after which the run ends and shows where each thread stands;
-    progress is the start, an update, or after the last one a step of an evaluation or a film"""
+    """seconds without progress after which the run ends and prints the stack of each thread; time spent compiling does
+    not count; progress is the end of the start, an update or, after the last update, a step of an evaluation or film"""
     peer_timeout: Annotated[float, Range(3, 1e6, unit="seconds")] = 20.0
-    """seconds of silence after which another process of the run counts as dead: it was stopped, or its host is gone;
-    a process that dies is noticed at once"""
+    """seconds of silence after which another process of the run is taken for dead, as it was stopped or its host is
+    gone; a process that exits is noticed at once"""
     on_nonfinite: Literal["stop", "ignore"] = "stop"
     """what to do when a loss, a gradient, an observation or a reward is not a finite number"""
     target_return: Annotated[float | None, Range(-INF, INF, open_low=True, open_high=True)] = None
@@ -410,7 +410,7 @@ class Run:
     log_frequency: Annotated[int, Range(1, MOST, unit="updates")] = 10
     """updates between entries in the logs"""
     log_info: tuple[str, ...] = ()
-    """environments in Python: names of numbers in `info` at the end of episodes, such as is_success, to log as
+    """Python environments: names of numbers in `info` at the end of episodes, such as is_success, to log as
     info/NAME (mean of the last 100 episodes that have it)"""
     eval_frequency: Updates = 0
     """updates between evaluations during training, which also keep the best parameters (0: never)"""
@@ -463,7 +463,7 @@ def fields_of(cls: type) -> dict[str, Field]:
     return _fields_of(cls)
 
 
-@cache  # in a function of its own, as type checkers do not take a class for a hashable argument
+@cache  # in a function of its own, as type checkers do not accept a class as a hashable argument
 def _fields_of(cls: Any) -> dict[str, Field]:
     abouts = _abouts(cls)
     hints = [get_type_hints(base, include_extras=True) for base in cls.__mro__ if dataclasses.is_dataclass(base)]
@@ -499,7 +499,7 @@ def _abouts(cls: type) -> dict[str, str]:
 
 
 def check_values(config: object) -> None:
-    """Raise `UsageError` for a value that its field may not have; `config` is an instance of a dataclass of flags."""
+    """Raise `UsageError` for a value that its field does not allow; `config` is an instance of a dataclass of flags."""
     for name, f in fields_of(type(config)).items():
         if f.rule is not None:
             f.rule.require(name, getattr(config, name))
@@ -508,7 +508,7 @@ def check_values(config: object) -> None:
 def as_typed(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
     """Convert values from JSON or from Python to the types of a dataclass's fields.
 
-    Lists become tuples, whole numbers become floats where the field is one, and so does "inf".
+    Lists become tuples; whole numbers and "inf" become floats where the field is a float.
 
     Raises:
         UsageError: there is no such field, or its value has the wrong type.
@@ -684,12 +684,12 @@ def to_json(config: Group) -> Json:
 
 
 def from_json(cls: type[T], values: Json) -> T:
-    """The dataclass that `to_json` wrote, perhaps in another version: unknown names are ignored, missing ones default.
+    """The dataclass that `to_json` wrote, perhaps by another version.  Unknown names are ignored; missing ones default.
 
     Experiments must be complete, so `resolution.known_of` reads them.
 
     Raises:
-        UsageError: a value has another type than its field.
+        UsageError: a value does not have its field's type.
     """
     known = fields_of(cls)
     try:
@@ -701,8 +701,8 @@ def from_json(cls: type[T], values: Json) -> T:
 def read_config(run_dir: Path) -> Json:
     """The config.json of an earlier run.
 
-    In old versions checkpoint_frequency also set the epoch of environments.  Its value is then read as both.  A file
-    without cpu_kernels is read with its default.
+    In old versions checkpoint_frequency also set the epoch of environments, so there it is read as both.  A file
+    without cpu_kernels gets the default.
 
     Raises:
         UsageError: there is no such run, or Cleanba did not write the file.

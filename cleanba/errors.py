@@ -44,7 +44,7 @@ class Interrupted(Exception):
         self.signum, self._where = signum, where
 
     def __reduce__(self) -> tuple[type["Interrupted"], tuple[int, str]]:
-        """For pickle, in which a pool of processes sends errors."""
+        """For pickle, which pools of processes use to send errors."""
         return type(self), (self.signum, self._where)
 
 
@@ -53,11 +53,11 @@ def said(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-SAID: set[str] = set()  # by `warn_once`
+SAID: set[str] = set()  # what `warn_once` has printed
 
 
 def warn_once(sentence: str) -> None:
-    """A warning on the console, the first time that this process has cause for it."""
+    """Print a warning, unless this process has printed the same one before."""
     if sentence not in SAID:
         SAID.add(sentence)
         print(f"cleanba: warning: {sentence}", file=sys.stderr)
@@ -68,7 +68,7 @@ def printable(text: str, keep: str = "") -> str:
     return "".join(c if c.isprintable() or c in keep else ascii(c)[1:-1] for c in text)
 
 
-# Paths of library code.  All else is the user's, whose own folder may be called cleanba, too.
+# Paths of library code.  All other code is the user's, even in a folder that is called cleanba, too.
 LIBRARIES = ("importlib", "/site-packages/gymnasium/", "/site-packages/jax/", f"{Path(__file__).parent}/")
 STANDARD = sysconfig.get_path("stdlib")
 

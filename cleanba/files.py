@@ -30,7 +30,7 @@ def expanded(path: str | Path) -> Path:
 
 
 def make_folders(folder: Path) -> None:
-    """Make a folder of a run's directory, such as `RUN/actors/00003`, but not `RUN`, which may have gone.
+    """Make a folder inside a run's directory, such as `RUN/actors/00003`, but do not remake `RUN` if it has gone.
 
     Raises:
         OSError: it cannot be made, or the run's directory is not there.
@@ -49,7 +49,7 @@ def current_directory() -> str | None:
 
 @contextlib.contextmanager
 def staying_here(here: str | None = None) -> Iterator[None]:
-    """Go back to a directory afterwards, which an environment, say, may have left, or even removed.
+    """On leaving the context, return to a directory: code of an environment, say, may have changed to another one.
 
     here: None means the current one.
     """
@@ -58,7 +58,7 @@ def staying_here(here: str | None = None) -> Iterator[None]:
         yield
     finally:
         if here is not None and current_directory() != here:
-            with contextlib.suppress(OSError):  # it may not be entered, or has been removed
+            with contextlib.suppress(OSError):  # there is no permission to enter it, or it has been removed
                 os.chdir(here)
 
 

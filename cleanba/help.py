@@ -21,7 +21,7 @@ def parse_command(form: type[T], argv: Sequence[str], command: str, about: str =
     """Parse the arguments of a command other than training.  --help prints, and exits with 0.
 
     form: the dataclass of its flags.
-    about: what --help says first; empty: a line on its usage, and the form's docstring.
+    about: what --help says first; empty: a usage line and the form's docstring.
 
     For flags that it cannot read, tyro prints its own message and exits with 2.
     """
@@ -65,7 +65,7 @@ def help_width() -> int:
 
 
 def paragraphs(text: str, width: int) -> str:
-    """Text with each of its paragraphs filled."""
+    """Wrap each paragraph of a text to this width."""
     return "\n\n".join(
         textwrap.fill(" ".join(part.split()), width, break_on_hyphens=False) for part in text.split("\n\n")
     )
@@ -103,7 +103,7 @@ def typed_form(name: str, f: Field) -> str:
 
 
 WRITTEN = {"experiment_from": "experiment", "from_update": "from", "to_update": "to"}
-"""fields whose flags have another name, as these are words of Python's or would be mistaken"""
+"""field -> the name of its flag, where that name is a Python keyword or would be ambiguous as a field's"""
 
 
 def written_flag(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Ctrl-C outside of training: while a command starts, and where Python would lose it.  Terminals that are closed."""
+"""Ctrl-C outside of training: while a command starts, and where Python would drop its exception.  Closed terminals."""
 
 import gc
 import os
@@ -12,16 +12,16 @@ from typing import Any
 
 
 def leave_at_once(signum: int, frame: FrameType | None) -> None:
-    """End the process with exit code 130.  As a handler of SIGINT, for a start, which has nothing to save.
+    """End the process with exit code 130.  This handles SIGINT while a command starts and has nothing to save.
 
-    An error raised in the middle of an import is lost, or ends in a crash where C++ code does not expect it.
+    An exception raised in the middle of an import may be dropped, or crash C++ code that does not expect it.
     """
     os.write(2, b"cleanba: interrupted\n")
     os._exit(128 + signum)
 
 
 def raise_interrupt(signum: int, frame: FrameType | None) -> None:
-    """Raise `KeyboardInterrupt`, as Python's own handler does; a moment later where it would be lost."""
+    """Raise `KeyboardInterrupt`, as Python's own handler does; but a moment later if it would be lost here."""
     if would_be_lost(frame):
         main = threading.main_thread().ident or 0
         threading.Timer(0.05, signal.pthread_kill, (main, signum)).start()
@@ -30,7 +30,7 @@ def raise_interrupt(signum: int, frame: FrameType | None) -> None:
 
 
 def would_be_lost(frame: FrameType | None) -> bool:
-    """Whether Python drops an error raised in this frame: a destructor's, or in a callback of the garbage collector."""
+    """Whether Python drops an error raised in this frame: in a destructor or a callback of the garbage collector."""
     callbacks = [getattr(callback, "__code__", None) for callback in gc.callbacks]  # JAX has one
     while frame is not None:
         if frame.f_code in callbacks or frame.f_code.co_name == "__del__":
@@ -73,7 +73,7 @@ def leave_closed_terminal() -> None:
 
 
 def handle_by(handler: Any, instead_of: Any) -> None:
-    """Have a handler of SIGINT take another one's place, if that one is installed and this is the main thread."""
+    """Install a handler of SIGINT in place of `instead_of`, if that is installed and this is the main thread."""
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is instead_of:
         signal.signal(signal.SIGINT, handler)
 

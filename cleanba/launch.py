@@ -151,8 +151,8 @@ def launch(
 TRAINING = threading.Lock()  # held while this process trains: precision and threads are settings of the whole process
 
 
-STUCK_SECONDS = 20.0  # that the end waits for a checkpoint being written where a thread does not end
-START_SECONDS = 60.0  # that a start may take, even if --stall-timeout is less
+STUCK_SECONDS = 20.0  # how long the end of a run waits for a checkpoint being written, if a thread does not end
+START_SECONDS = 60.0  # how long a start may take, even if --stall-timeout is less
 
 
 def train(recipe: AnyRecipe, config: Config, peers: Peers | None, shown: bool, give_up: Callable[[int], None]) -> Ended:
@@ -161,7 +161,7 @@ def train(recipe: AnyRecipe, config: Config, peers: Peers | None, shown: bool, g
     with time_limit(most):
         job = prepare(recipe, config)
         check_workers(job.spec, config.placement.env_workers)
-        repeatable(job.spec)  # tried here, where a step that hangs is noticed; the answer is remembered
+        repeatable(job.spec)  # first called here, where a step that hangs is noticed; the result is cached
     started()
     try:
         with time_limit(most):
@@ -213,7 +213,7 @@ def train(recipe: AnyRecipe, config: Config, peers: Peers | None, shown: bool, g
                 if peers and outcome.error is not None:  # the other processes wait for this one to end
                     peers.tell(outcome.error)
         finally:
-            with ExitStack() as ends:  # from the last to the first, each even if another one fails
+            with ExitStack() as ends:  # they run in reverse order, each even if another one fails
                 ends.callback(checkpoints.close, STUCK_SECONDS if stuck else None)
                 if run_writer is not None:
                     ends.callback(run_writer.close_logs)
@@ -280,7 +280,7 @@ def prepare(recipe: AnyRecipe, config: Config) -> Job:
     require(str(run_dir).isprintable(), f"run_dir={str(run_dir)!r} has characters that cannot be shown; name another")
     try:
         run_dir.resolve().exists()
-    except OSError as error:  # its name is too long, or a folder above it may not be read
+    except OSError as error:  # its name is too long, or a folder above it cannot be read
         raise unwritable(run_dir, error) from None
     except RuntimeError:  # before Python 3.13
         raise unwritable(run_dir, OSError(errno.ELOOP, os.strerror(errno.ELOOP))) from None
@@ -331,9 +331,9 @@ def with_digest(config: Config, run_dir: Path, platform: str) -> tuple[Config, I
     place, record = config.typed.get("init_from"), recorded(run_dir)
     if not place or DIGEST.fullmatch(place):
         return config, None
-    digest = record["digest"] if record.get("from") == place else ""  # of a run that has begun from there
+    digest = record["digest"] if record.get("from") == place else ""  # of a run that began from these parameters
     initial: Initial | None = None
-    if not (digest and updates_kept(run_dir)):  # else it needs them no longer, and they may have changed
+    if not (digest and updates_kept(run_dir)):  # else it no longer needs them, and they may have changed
         try:
             initial = find_initial(place, platform, config.run.trust_remote_code)
             require(
@@ -390,7 +390,7 @@ class RunWriter:
         self._writers: Writers | None = None
         self._film: Path | None = None
         self._display: Display | None = None
-        self._sparse = False  # whether the user was told of sparse replay batches
+        self._sparse = False  # whether the user has been warned of sparse replay batches
         self._profile = Profile(job.run_dir / "profile", self._run.profile)
 
     def begin(self, saved: Saved[Any, Any] | None, display: Display) -> None:
@@ -542,7 +542,7 @@ def claim(job: Job, shown: bool) -> RunWriter | None:
     said = 0 if refusal is None else 1 if isinstance(refusal, Finished) else 2
     try:
         refused = int(gather_over_processes(np.array([said])).max())
-    except BaseException:  # the time for a start is up, or another process has gone
+    except BaseException:  # the time for the start is up, or another process died
         if run_writer is not None:
             run_writer.unlock()
         raise
@@ -587,7 +587,7 @@ def announce(job: Job, saved: Saved[Any, Any] | None, display: Display) -> None:
 
 
 def gap_words(e: Experiment) -> str:
-    """A warning, or "", about rollouts of which sequences (R2D2) leave a part out."""
+    """A warning if sequences (R2D2) leave out a part of each rollout; "" if they do not."""
     learnt = getattr(e, "sequence_length", e.num_steps)
     if learnt >= e.num_steps:
         return ""
@@ -623,7 +623,7 @@ def require_same_flags(flags: Json) -> None:
 
 
 def require_same_kernels(e: Experiment, platform: str) -> None:
-    """All processes must call this: raise `UsageError` unless all compute by kernels for CPUs, or none of them."""
+    """Raise `UsageError` unless all processes use the kernels for CPUs, or none does.  All processes must call this."""
     with kernels.compiling_for(platform, e.cpu_kernels):
         able = gather_over_processes(np.array([kernels.in_use()]))[:, 0]
     unable = [str(i) for i in np.flatnonzero(~able)]
@@ -689,7 +689,7 @@ def how_to_draw(run_dir: Path) -> str:
 
 
 def closing_words(run_dir: Path, result: Json, film: Path | None) -> str:
-    """The last words: how the run ended, where it is, and how to look at it."""
+    """The closing message: how the run ended, where it is, and how to look at it."""
     figures = [f"{result['global_step']:,} executed steps", duration(result["seconds"])]
     if result["sps"]:
         figures.insert(1, f"{result['sps']:,.0f} steps/s after compilation")
@@ -714,7 +714,7 @@ def how_to_go_on(job: Job, result: Json) -> str:
         place = "" if job.config.run.run_dir is not None else f" with run_dir={str(job.run_dir)!r}"
         return f"{SAME_CALL}{place} goes on after update {saved_update}{again}"
     command = f"cleanba resume {shlex.quote(str(job.run_dir))}"
-    # What starts several processes starts them all again, with other numbers each than config.json has.
+    # `cleanba resume` starts one process, and config.json has the process id of only one of several.
     goes = (
         f"`{command} --no-distributed`, in one process, goes"
         if job.config.placement.distributed

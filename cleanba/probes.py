@@ -45,7 +45,7 @@ class Written(NamedTuple):
     """What the probes of one site have written.  On return from the program all leaves gain an axis of devices."""
 
     seen: jax.Array  # [] int32: events since `skip`, of which the first `CAPACITY` are kept
-    events: jax.Array  # [CAPACITY + 1] int32: their numbers, counted over all sites; the last row holds rubbish
+    events: jax.Array  # [CAPACITY + 1] int32: their numbers, counted over all sites; the last row is not used
     prints: jax.Array  # [CAPACITY + 1, K' or 1, 2] uint32: fingerprints of all leaves together
     values: list[jax.Array]  # the leaves at the event that was chosen; zeros if that was another site's
 
@@ -107,7 +107,7 @@ def watching(watcher: Finder | Tape) -> Iterator[None]:
 
 
 def probe(stage: str, values: PyTree | Callable[[], PyTree], detail: str = "", per_shard: bool = False) -> None:
-    """Have these values watched, if the program that is traced is watched at all.
+    """Let these values be watched, if the program being traced is watched at all.
 
     values: arrays [...], or with `per_shard` [K', ...]; or a function that makes them, called only if watched.
     """
@@ -132,7 +132,7 @@ def fingerprint(leaves: Sequence[jax.Array], lead: int = 0) -> jax.Array:
     """Two words that depend on every bit of some arrays, for each index of their first `lead` axes.  -> [*lead, 2].
 
     Each number is mixed with its place by a function that can be inverted, and the results are added up as integers, in
-    any order.  So one number that differs always shows, and several that differ go unseen once in 2^64.
+    any order.  So a single number that differs is always detected; several go unnoticed with probability 2^-64.
     """
     cut = lambda x: _bits(x).reshape(*x.shape[:lead], -1)
     small = [cut(x) for x in leaves if x.size <= SMALL]  # as one, which is quicker to compile

@@ -21,7 +21,7 @@ class Play(NamedTuple):
     """probability of a uniformly random action instead"""
 
     def changed(self, greedy: bool | None, epsilon: float | None) -> "Play":
-        """As flags ask; None leaves it as it is.  `greedy=True` alone means no random actions either."""
+        """The same with the values that flags give; None keeps a value.  `greedy=True` alone sets `epsilon` to 0."""
         if epsilon is None:
             epsilon = 0.0 if greedy else self.epsilon
         return Play(self.greedy if greedy is None else greedy, epsilon)

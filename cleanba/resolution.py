@@ -3,10 +3,10 @@
 A value comes from the first of these that has one:
 
 1. what was typed, as a flag or as a keyword in Python; --preset NAME counts as typing all flags of that preset that
-   were not typed otherwise;
+   were not typed themselves;
 2. an earlier run: the one in the run's own directory, or that of --experiment and `resume`, whose whole experiment is
    taken; a typed value that differs from it is refused;
-3. the preset for the environment (`preset_name`), as its options and wrappers make it;
+3. the preset for the environment with its options and wrappers (`preset_name`);
 4. what the environment implies, and for the collector the platform (`inferred_values`);
 5. the algorithm's default.
 
@@ -129,12 +129,12 @@ def resolve(recipe: AnyRecipe, typed: Mapping[str, Any], platform: str, spec: En
 
 
 def typed_values(recipe: AnyRecipe, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values that were typed, in the fields' own types, without those that leave a field open.
+    """The values that were typed, in the fields' own types, without None and "auto", which leave a field open.
 
     A value named "preset" stands for the settings of that preset, which the other values override.
 
     Raises:
-        UsageError: there is no such field or preset, or a value is of another type.
+        UsageError: there is no such field or preset, or a value has the wrong type.
     """
     values = {**named_settings(recipe, values.get("preset")), **{k: x for k, x in values.items() if k != "preset"}}
     known = fields_of(recipe.experiment)
@@ -150,7 +150,7 @@ def as_given(recipe: AnyRecipe, values: Mapping[str, Any]) -> dict[str, Any]:
     """`typed_values`, in which a preset is still a name.
 
     Raises:
-        UsageError: there is no such field or preset, or a value is of another type.
+        UsageError: there is no such field or preset, or a value has the wrong type.
     """
     typed, named = typed_values(recipe, values), values.get("preset")
     if named is None:
@@ -181,7 +181,7 @@ def named_settings(recipe: AnyRecipe, name: str | None) -> Settings:
     return known[name]
 
 
-OF_ONE_RUN = ("seed", "init_from")  # which another run does not take with its settings
+OF_ONE_RUN = ("seed", "init_from")  # fields that --preset RUN does not take from that run
 
 
 def without_open(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -303,8 +303,8 @@ def earlier_experiment(recipe: AnyRecipe, values: Json, source: str | None = Non
     """The experiment of an earlier run, from config.json, with every field as the run had it.
 
     A field that the file lacks did not exist when it was written, and gets the algorithm's default, which changes
-    nothing.  Fields that the file left open are inferred from the environment again.  A run
-    from elsewhere, `source`, is checked first (`trust.py`).
+    nothing.  Fields that the file left open are inferred from the environment again.  A run from elsewhere, `source`,
+    is checked first (`trust.py`).
 
     Raises:
         UsageError: it has a field that this version does not know, or is from elsewhere and chooses something that such
@@ -379,7 +379,7 @@ def recorded(run_dir: Path | None) -> dict[str, str]:
 
 
 def continue_experiment(recipe: AnyRecipe, now: Resolved, run_dir: Path, flag: str = "--run-dir") -> Resolved:
-    """The experiment in a run's directory, if the one resolved `now` continues it; `now` if the directory is empty.
+    """The experiment in a run's directory, if the one resolved `now` continues it; `now` if it holds no run.
 
     It continues the run if no typed value, old or new, differs.  All other values are those of config.json,
     whatever this version of Cleanba would choose.
@@ -398,7 +398,7 @@ def continue_experiment(recipe: AnyRecipe, now: Resolved, run_dir: Path, flag: s
         now = now._replace(experiment=replace(now.experiment, init_from=began["digest"]))
     e = earlier_experiment(recipe, values, trust.source_of(run_dir))
     origin = read_config(run_dir).get("origin", {})
-    # What --preset and --experiment name counts as typed.
+    # Values that came from --preset or --experiment count as typed.
     was_typed = {
         name
         for name, where in (*now.origin.items(), *origin.items())
@@ -418,7 +418,7 @@ def continue_experiment(recipe: AnyRecipe, now: Resolved, run_dir: Path, flag: s
 
 @dataclass(frozen=True)
 class Config:
-    """All that a training command, or its like in Python, was given."""
+    """Everything that a training command, or `train` in Python, was given."""
 
     asked: Experiment
     """the algorithm's defaults with the typed values in their place, or an earlier run's experiment: enough for what

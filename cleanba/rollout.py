@@ -74,7 +74,7 @@ class Episode(NamedTuple):
     cut: bool = False
     """whether an evaluation cut the episode off at its step limit, before the game ended"""
     infos: tuple[float, ...] = ()
-    """the numbers of `EnvSpec.infos` at its end; NaN for one that was not told"""
+    """the numbers of `EnvSpec.infos` at its end; NaN for one that the environment did not give"""
 
 
 class EpisodeTracker:

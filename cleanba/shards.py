@@ -10,8 +10,9 @@ over shards end before it, and sums leave it out.
 
 Five things could still make the bits depend on the placement, and each has its answer here:
 
-* the order of a sum: an all-reduce adds in an order of its own; here devices exchange slices, so that each has its
-  part of every shard's arrays, adds them as shard 0, 1, 2, ... and gives the sum to all, at the cost of an all-reduce
+* the order of a sum: an all-reduce adds in its own order; here devices exchange slices, so that each device has its
+  slice of every shard's arrays, adds these in the order of shards 0, 1, 2, ... and sends the sum to all, at the cost of
+  an all-reduce
 * fusion: with one shard per device XLA would inline the loop over shards and fuse its body with the code around it,
   which rounds differently; a `lax.cond` whose predicate is true, but only known at run time, is compiled by itself
 * layouts: on GPUs XLA chooses an array's memory layout by the code around it, even across a conditional, and kernels by

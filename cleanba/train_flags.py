@@ -37,7 +37,7 @@ def parse(
 ) -> Config:
     """Parse a command's arguments.  For flags that it cannot read, tyro prints its own message and exits with 2.
 
-    --help, --help-all and --show-config print, and exit with 0.  `default` is the configuration of a run to resume, and
+    --help, --help-all and --show-config print and exit with 0.  `default` is the configuration of a run to resume, and
     `locate` finds the directory of the run that --experiment names.
 
     Raises:
@@ -118,8 +118,8 @@ def typed_names(recipe: AnyRecipe, words: Sequence[str]) -> set[str]:
 def in_one_form(recipe: AnyRecipe, argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Rewrite arguments to tyro's form: CleanRL's "--anneal-lr False" becomes --no-anneal-lr.
 
-    A flag of the experiment whose value is auto or None, as in "--network auto", is dropped, with what was given for
-    it before.  Returns the arguments, and the fields that were left open so.
+    A flag of the experiment whose value is auto or None, as in "--network auto", leaves its field open: it is dropped,
+    and so are earlier values of the same flag.  Returns the arguments, and the fields that were left open.
     """
     of_experiment = fields_of(recipe.experiment)
     known = of_experiment | fields_of(Placement) | fields_of(Run)

@@ -42,7 +42,7 @@ MOST_NUMBER: float = 1e12  # the largest real number
 MOST_BYTES = 2**31  # of all parameters together
 MOST_OPTIONS, MOST_OPTION = 32, 100  # number of options, and characters of one
 MOST_OPTION_NUMBER = 10**6  # the largest number in an option; the product of all whole numbers may be 10 times that
-# Parts of the names of options that take files or code.  Words are refused as their values.
+# An option whose name contains one of these may take a file or code, so its value may not be a word.
 NAMES_OF_FILES_AND_CODE = (
     *("path", "file", "dir", "url", "host", "rom", "wad", "cfg", "config", "xml", "asset", "model"),
     *("module", "class", "cls", "fn", "func", "call", "import", "entry", "wrapper", "plugin", "backend", "render"),
@@ -144,7 +144,7 @@ def _type_name(hint: Any) -> str:
 
 
 def check_algorithm(name: str, known: bool, source: str) -> None:
-    """Raise `UsageError` if a foreign run's algorithm is not one of Cleanba's, but one that would be imported."""
+    """Raise `UsageError` if a foreign run's algorithm is not Cleanba's own: another one would have to be imported."""
     if not known:
         module, _, attribute = name.partition(":")
         refuse(

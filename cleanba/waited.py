@@ -1,4 +1,4 @@
-"""Waiting for threads, without the time in which this process itself was suspended, and whether a thread compiles."""
+"""Waits for threads; time in which this process was suspended does not count.  Knows whether a thread is compiling."""
 
 import threading
 import time
@@ -11,9 +11,9 @@ MOST_SECONDS = 2.0
 
 
 def in_a_thread(body: Callable[[], T], name: str, meanwhile: Callable[[], None] = lambda: None) -> T:
-    """What `body()` returns, or raises, in a thread of its own.
+    """Call `body()` in a thread of its own, and return or raise what it does.
 
-    meanwhile: called every 0.1 s until then.  If it raises an error, that is raised, and the thread is left behind.
+    meanwhile: called every 0.1 s until it ends.  If it raises an error, that is raised, and the thread is left behind.
     """
     returned: list[T] = []
     raised: list[BaseException] = []
@@ -28,7 +28,7 @@ def in_a_thread(body: Callable[[], T], name: str, meanwhile: Callable[[], None] 
     thread.start()
     while thread.is_alive():
         thread.join(0.1)
-        if thread.is_alive():  # a signal no longer interrupts what has just ended
+        if thread.is_alive():  # nothing may interrupt what has just ended
             meanwhile()
     if raised:
         raise raised[0]
@@ -36,10 +36,10 @@ def in_a_thread(body: Callable[[], T], name: str, meanwhile: Callable[[], None] 
 
 
 class Waited:
-    """Counts seconds.  Call `look` often: of the time between two looks at most `MOST_SECONDS` count.
+    """Counts seconds.  Call `look` often: at most `MOST_SECONDS` are counted between two calls.
 
-    So a job that its cluster suspended (SIGSTOP, SIGCONT) runs into no timeout when it goes on, nor does a laptop that
-    slept.
+    So neither a job that its cluster suspended (SIGSTOP, SIGCONT) nor a laptop that slept runs into a timeout when it
+    continues.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ _compiling: set[int] = set()  # threads, by their identifiers
 
 @contextmanager
 def compiling() -> Iterator[None]:
-    """This thread compiles, which may take any time."""
+    """Within the context this thread compiles, which may take any time."""
     _compiling.add(threading.get_ident())
     try:
         yield

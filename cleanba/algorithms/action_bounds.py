@@ -54,7 +54,7 @@ def action_bounds(spec: EnvSpec, name: str) -> ActionBounds:
         "Pendulum-v1",
     )
     low, high = np.asarray(action.low, np.float64), np.asarray(action.high, np.float64)
-    most = np.finfo(np.float32).max  # some environments state the largest number there is for "no bound"
+    most = np.finfo(np.float32).max  # some environments write "no bound" as the largest number
     flat = np.flatnonzero(low == high)
     require(
         flat.size == 0,

@@ -16,7 +16,7 @@ from cleanba.rollout import Obs, PyTree, Rollout
 from cleanba.shards import ShardAxis
 from cleanba.specs import EnvSpec
 
-AT_ONCE = 2**25  # bytes of observations: 1,188 Atari images, of which the ResNet's layers take 1.6 GB
+AT_ONCE = 2**25  # bytes of observations: 1,188 Atari images, for which the ResNet's layers take 1.6 GB
 CACHED = 2**21  # bytes of observations: 74 Atari images, whose layers' outputs stay in a processor's caches
 
 
@@ -47,7 +47,7 @@ def outputs_over_time(
 ) -> Out:
     """`outputs(obs, first, carry)` of one shard's rollout [T+1, B, ...], some steps at a time.
 
-    All at once, the activations of all steps would take gigabytes.  Where it is in parts, the carry is left out.
+    All at once, the activations would take gigabytes.  The carry is only returned where all steps fit in one part.
     """
     count = len(rollout.first)
     if platform != "cpu":

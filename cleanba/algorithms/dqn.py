@@ -45,9 +45,9 @@ class DQN(PrioritisedReplay):
     total_timesteps: int = 500_000
     """environment steps in all (an Atari step is 4 frames)"""
     num_envs: int = 8
-    """environments over the whole experiment"""
+    """environments in total, over all actors and processes"""
     num_steps: int = 10
-    """steps per environment and rollout"""
+    """steps per environment in each rollout"""
     hiddens: tuple[int, ...] = (120, 84)
     """units of the dense layers after the convolutions, or of the MLP"""
 
@@ -60,7 +60,7 @@ class DQN(PrioritisedReplay):
     batch_size: int = 128
     """transitions in one gradient step, over all shards"""
     train_frequency: int = 10
-    """environment steps for each gradient step, over all environments"""
+    """environment steps per gradient step, counted over all environments"""
     target_network_frequency: Steps = 500
     """environment steps between updates of the target network"""
     tau: float = 1.0
@@ -235,7 +235,7 @@ def make(e: DQN, spec: EnvSpec, platform: str) -> Algorithm[State, Memory, Actin
     def weighted_loss(
         params: NetworkParams, window: replay.Window, importance: jax.Array, target: NetworkParams
     ) -> tuple[jax.Array, tuple[Metrics, jax.Array]]:
-        """The same, of transitions drawn by priorities, with their importance weights [N]; and |y - Q(s, a)|, [N]."""
+        """The same for transitions drawn by priorities, with importance weights [N]; and |y - Q(s, a)|, [N]."""
         t = replay.n_step(window, e.gamma)
         value, y = value_and_target(params, t, target)
         total, metrics = mean_loss(t.weight, value, y, importance)

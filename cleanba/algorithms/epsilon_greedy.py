@@ -1,4 +1,4 @@
-"""Acting on action values: the best legal action, or with probability epsilon any of them."""
+"""Acting on action values: the best legal action or, with probability epsilon, a random one."""
 
 from typing import Protocol
 

@@ -29,7 +29,7 @@ REPLAY_LOGGED = {REPLAY_FILLED: "share of a batch that replay fills, on average;
 
 # A block of gradient steps: those whose random numbers are drawn together.
 BLOCK_STEPS = 32  # at most this many steps
-BLOCK_NUMBERS = 2**20  # and at most about so many random numbers: 4 MiB
+BLOCK_NUMBERS = 2**20  # and at most about this many random numbers: 4 MiB
 
 
 class Noise(NamedTuple):
@@ -169,8 +169,8 @@ def prioritised_steps(
 
     update: the number of the update, counted from 1, [] int32.
 
-    Each step draws places in proportion to their priorities, as the step before left them, and its errors, not
-    negative, become the priorities of what it drew.  Every shard contributes equally many, by its own priorities.
+    Each step draws places in proportion to their priorities, as the step before left them.  Its errors, which are not
+    negative, set the new priorities of these places.  Every shard contributes equally many, by its own priorities.
 
     Returns the state and the priorities after the last step, and the means of the metrics over the steps.
     """
@@ -261,7 +261,7 @@ def repeat_in_blocks(
 
 
 def block_length(e: OffPolicy, noise: Noise) -> int:
-    """The number of steps in a block: so many that an update's blocks are as even as possible."""
+    """The number of steps in a block, chosen so that an update's blocks are as even as possible."""
     most = max(1, min(BLOCK_STEPS, BLOCK_NUMBERS // (e.batch_size * (1 + noise.uses * noise.size))))
     return -(-e.gradient_steps // -(-e.gradient_steps // most))
 
@@ -272,11 +272,11 @@ def zeros_like(like: M) -> M:
 
 
 def every(period: int, elapsed: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Whether something that happens every `period` steps is due, and the count of elapsed steps to go on with.
+    """Whether something that happens every `period` steps is due, and the new count of elapsed steps.
 
     Elapsed 3, 4, 5 of period 4 -> (no, 3), (yes, 0), (yes, 1).  [] int32 -> [] bool, [] int32.
     """
-    happens = (elapsed >= period) | (elapsed < 0)  # int32 has overflowed, where it happens hardly ever
+    happens = (elapsed >= period) | (elapsed < 0)  # below 0, int32 has overflowed, as the period is huge
     return happens, jnp.where(happens, elapsed % period, elapsed)
 
 

@@ -43,7 +43,7 @@ class IMPALA(PolicyGradient):
     """The experiment: these settings determine every bit of the trained parameters."""
 
     num_steps: int = 20
-    """steps per environment and rollout"""
+    """steps per environment in each rollout"""
     learning_rate: float = 6e-4
     """optimiser's step size at the start"""
     max_grad_norm: float = 40.0
@@ -51,7 +51,7 @@ class IMPALA(PolicyGradient):
     update_epochs: Count = 1
     """passes over each batch, with V-trace's targets computed anew for every minibatch (IMPACT, Luo et al. 2020)"""
     loss_scale: Positive = 640.0
-    """factor of the mean loss; 640 gives the gradient of Cleanba's sum over its default minibatch"""
+    """factor on the mean loss; 640 gives the gradient of the original Cleanba, which sums over its default minibatch"""
     vtrace_lambda: Fraction = 1.0
     """lambda of V-trace"""
     rho_clip: PositiveOrInf = 1.0

@@ -1,10 +1,10 @@
-"""Observations and rewards brought to one scale by running statistics, for algorithms that learn from rollouts.
+"""Scales observations and rewards by running statistics, for algorithms that learn from rollouts.
 
     obs -> clip((obs - mean) / sqrt(variance + 1e-8), -10, 10)
     reward -> clip(reward / sqrt(variance of the discounted returns under way + 1e-8), -10, 10)
 
 (Engstrom et al. 2020; Gymnasium's NormalizeObservation and NormalizeReward.)  Categorical observations, such as a
-grid's codes or text, are normalised after they were encoded as zeros and ones.  The statistics are part of the
+grid's codes or text, are normalised after they have been encoded as zeros and ones.  The statistics are part of the
 learner's state: an update first adds its rollout to them, then learns from the rollout normalised by them.  Actors get
 them with the parameters, so both are of one version.  The returns under way, one for each environment, are memory.
 """
@@ -67,7 +67,7 @@ class Normaliser:
         return jnp.zeros(rollout.reward.shape[1]) if self.scales_rewards else no_memory(rollout)
 
     def network_spec(self, spec: EnvSpec) -> EnvSpec:
-        """The specification of an environment with its observations as the network gets them, normalised."""
+        """The specification of an environment whose observations are as the network gets them: normalised."""
         parts = dict(self.parts)
 
         def part(path: tuple[Any, ...], o: ObsSpec) -> ObsSpec:

@@ -26,7 +26,7 @@ class OffPolicy(Experiment):
     batch_size: Count = 256
     """transitions in one gradient step, over all shards"""
     train_frequency: Steps = 1
-    """environment steps for each gradient step, over all environments"""
+    """environment steps per gradient step, counted over all environments"""
     tau: Annotated[float, Range(0, 1, open_low=True)] = 0.005
     """step of the target network towards the online one; 1 copies it (Polyak: tau online + (1 - tau) target)"""
 
@@ -46,7 +46,7 @@ class OffPolicy(Experiment):
     def learns(self, update: jax.Array) -> jax.Array:
         """Whether this update, counted from 1, takes gradient steps.  [] int32 -> [] bool.
 
-        `act` gives the number of updates done: the result is then whether the last of them took gradient steps.
+        `act` passes the number of updates done; the result then says whether the last of them took gradient steps.
         """
         return update >= self.first_to_learn
 
@@ -62,7 +62,7 @@ class PrioritisedReplay(OffPolicy):
     priority_exponent: Fraction = 0.6
     """priorities are errors to this power (0: all are drawn equally often)"""
     importance_exponent: Fraction = 0.4
-    """how far importance weights make up for priorities at the start (1: fully)"""
+    """how far importance weights correct for sampling by priority at the start (1: fully)"""
     importance_exponent_end: Fraction = 1.0
     """the same at the end of the run; linear in between"""
 
@@ -81,20 +81,20 @@ class OffPolicyActorCritic(OffPolicy):
     full_action_space: NotOffered[bool] = True
     episodic_life: NotOffered[bool] = False
     env_id: str = "HalfCheetah-v5"
-    """EnvPool's environment of that name; gymnasium:Name-v0 or package:Name-v0 for Gymnasium's, gymnax:Name for one
-    in JAX (`cleanba envs` lists them)"""
+    """environment to train on: EnvPool's by its name, gymnasium:Name-v0 or package:Name-v0 for Gymnasium's, gymnax:Name
+    for one in JAX (`cleanba envs` lists them)"""
     total_timesteps: int = 1_000_000
     """environment steps in all"""
     learning_starts: int = 5_000
     """steps before the first gradient step; until then actions are drawn uniformly"""
     num_envs: int = 4
-    """environments over the whole experiment"""
+    """environments in total, over all actors and processes"""
     num_steps: int = 8
-    """steps per environment and rollout"""
+    """steps per environment in each rollout"""
     hiddens: tuple[int, ...] = (256, 256)
     """units of the dense layers after the convolutions, or of the MLP"""
     policy_frequency: Count = 2
-    """gradient steps of the critics for each one of the policy"""
+    """gradient steps of the critics per gradient step of the policy"""
 
 
 def stacked_frames(spec: EnvSpec) -> int:

@@ -76,8 +76,8 @@ SMALL = Settings(
 PRESETS: dict[str, Settings] = {
     "atari": Settings(num_actors=2, num_shards=6),
     # CleanRL's for continuous actions (`ppo_continuous_action.py`): 2,048 steps per update, here of 16 environments.
-    # Acting and learning take turns: lag costs the most score there, and saves no time on CPUs.  With --concurrency the
-    # correction gives a part of the score back (docs/inside/policy-lag.md).
+    # Acting and learning take turns: here a lag costs the most score, and concurrency saves no time on CPUs.  With
+    # --concurrency the correction gives a part of the score back (docs/inside/policy-lag.md).
     "continuous": Settings(
         total_timesteps=1_000_000,
         num_envs=16,
@@ -116,7 +116,7 @@ PRESETS: dict[str, Settings] = {
 
 # By name, for --preset: published settings whole, so that no default is used.
 PROTOCOLS: dict[str, Settings] = {
-    # `ppo_atari_envpool_xla_jax.py`.  Batches are as small as there, so one actor and one shard are the fastest.
+    # `ppo_atari_envpool_xla_jax.py`.  Its batches are small, so one actor and one shard are the fastest.
     "cleanrl-atari": Settings(
         **CLEANRL_ATARI,
         num_envs=8,

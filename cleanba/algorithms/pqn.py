@@ -44,9 +44,9 @@ class PQN(FromRollouts):
     total_timesteps: int = 10_000_000
     """environment steps in all (an Atari step is 4 frames)"""
     num_envs: int = 128
-    """environments over the whole experiment"""
+    """environments in total, over all actors and processes"""
     num_steps: int = 32
-    """steps per environment and rollout"""
+    """steps per environment in each rollout"""
     anneal_lr: bool = False
     """decrease the learning rate linearly to 0 over the run"""
     layer_norm: bool = True
@@ -211,8 +211,8 @@ def make(e: PQN, spec: EnvSpec, platform: str) -> Algorithm[State, ReturnsSoFar,
     def prepare(params: NetworkParams, rollout: Rollout) -> Targets:
         """Lambda-returns of one shard's rollout [T(+1), B, ...], from one set of parameters: the newest.
 
-        The policy that acted is one version older and took some random actions.  Without Watkins' cut the returns are
-        of that policy, as in the paper and in Peng & Williams (1996), and the bootstraps of the greedy one.
+        The policy that acted is one version older and took some random actions.  Without Watkins' cut the rewards are
+        those of that policy, as in the paper and in Peng & Williams (1996), while bootstraps are the greedy policy's.
         """
         values = outputs_over_time(e, platform, partial(network.outputs, params), rollout).values  # [T+1, B, A]
         legal = legal_values(spec, values, rollout.obs)

@@ -58,15 +58,15 @@ class R2D2(PrioritisedReplay, Recurrent):
     total_timesteps: int = 50_000_000
     """environment steps in all (an Atari step is 4 frames)"""
     num_envs: int = 64
-    """environments over the whole experiment"""
+    """environments in total, over all actors and processes"""
     num_steps: int = 40
-    """steps per environment and rollout; a sequence begins with each rollout"""
+    """steps per environment in each rollout; a sequence begins with each rollout"""
     gamma: Fraction = 0.997
     """discount per step"""
     hiddens: tuple[int, ...] = (512,)
     """units of the dense layers after the convolutions, or of the MLP"""
     core: Literal["none", "lstm"] = "lstm"
-    """memory between torso and heads"""
+    """recurrent core between torso and heads"""
     lstm_size: int = 512
     """units of the LSTM"""
     norm_obs: bool = False
@@ -86,7 +86,7 @@ class R2D2(PrioritisedReplay, Recurrent):
     batch_size: int = 64
     """sequences in one gradient step, over all shards"""
     train_frequency: int = 640
-    """environment steps for each gradient step, over all environments"""
+    """environment steps per gradient step, counted over all environments"""
     sequence_length: Count = 80
     """training steps of a sequence, after burn-in"""
     burn_in: Annotated[int, Range(0, 10**6, unit="steps")] = 40
@@ -108,7 +108,7 @@ class R2D2(PrioritisedReplay, Recurrent):
     priority_exponent: float = 0.9
     """priorities are errors to this power (0: all are drawn equally often)"""
     importance_exponent: float = 0.6
-    """how far importance weights make up for priorities at the start (1: fully)"""
+    """how far importance weights correct for sampling by priority at the start (1: fully)"""
     importance_exponent_end: float = 0.6
     """the same at the end of the run; linear in between"""
     priority_max_weight: Fraction = 0.9
@@ -283,8 +283,8 @@ def make(e: R2D2, spec: EnvSpec, platform: str) -> Algorithm[State, replay.Seque
     ) -> tuple[jax.Array, tuple[Metrics, jax.Array]]:
         """This shard's part of the mean loss over the sequences [L, N] of all shards; and their errors [N].
 
-        A sequence's loss is the sum over its steps of (y_t - Q_t)^2 / 2, as in Acme: Adam's epsilon and the clipping
-        fit a sum.
+        A sequence's loss is the sum over its steps of (y_t - Q_t)^2 / 2, as in Acme: the values of
+        Adam's epsilon and of the gradient norm's bound are meant for a sum.
 
         y_t = h(sum_{j<n} gamma^j r_{t+j} + gamma^n h^-1(Q'(s_{t+n}, argmax_a Q(s_{t+n}, a)))), a legal in s_{t+n}
         (section 2.3).  A sequence's error is 0.9 max_t |y_t - Q_t| + 0.1 mean_t |y_t - Q_t|.

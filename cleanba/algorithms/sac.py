@@ -34,9 +34,9 @@ class SAC(OffPolicyActorCritic):
     """The experiment: these settings determine every bit of the trained parameters."""
 
     policy_lr: Positive = 3e-4
-    """step size of the policy's optimiser at the start"""
+    """initial step size of the policy's optimiser"""
     q_lr: Positive = 1e-3
-    """step size of the critics' optimiser at the start, and of the entropy coefficient's"""
+    """initial step size of the optimisers of the critics and of the entropy coefficient"""
     target_network_frequency: Steps = 1
     """environment steps between updates of the target networks"""
     policy_frequency: int = 2
@@ -44,7 +44,7 @@ class SAC(OffPolicyActorCritic):
     alpha: NotNegative = 0.2
     """entropy coefficient with --no-autotune"""
     autotune: bool = True
-    """learn the entropy coefficient, from 1 on, so that the entropy approaches minus the number of action dimensions"""
+    """learn the entropy coefficient, starting at 1, so that entropy approaches minus the number of action dimensions"""
 
 
 # By preset name: the defaults above are CleanRL's for continuous control.
@@ -77,7 +77,7 @@ class State(NamedTuple):
     log_alpha: TrainState  # its params: log of the entropy coefficient, []; its optimiser: () with --no-autotune
     updates: jax.Array  # int32: updates done
     since_target: jax.Array  # int32: environment steps since the target networks were updated
-    since_policy: jax.Array  # int32: gradient steps of the critics since the policy learnt
+    since_policy: jax.Array  # int32: gradient steps of the critics since the policy last learnt
 
 
 LOG_STD = (-5.0, 2.0)  # bounds of the policy's log sigma, CleanRL's
@@ -192,7 +192,7 @@ def make(e: SAC, spec: EnvSpec, platform: str) -> Algorithm[State, replay.Ring, 
             policy_steps = jnp.where(policy_learns, e.policy_frequency, 0)
             (policy, log_alpha), policy_sums = repeat(policy_steps, policy_step, (state.policy, state.log_alpha))
 
-            # Each gradient step stands for `train_frequency` environment steps, in which targets are counted.
+            # Each gradient step stands for `train_frequency` environment steps, the unit of `target_network_frequency`.
             targets_move, since_target = every(e.target_network_frequency, state.since_target + e.train_frequency)
             targets = polyak_update(shards, e.tau, targets_move, critics.params, state.targets)
             state = State(policy, critics, targets, log_alpha, state.updates, since_target, since_policy)

@@ -64,7 +64,7 @@ class State(NamedTuple):
     critics: TrainState
     targets: Networks
     updates: jax.Array  # int32: updates done
-    since_policy: jax.Array  # int32: gradient steps of the critics since the policy learnt
+    since_policy: jax.Array  # int32: gradient steps of the critics since the policy last learnt
 
 
 LOGGED = CRITICS_LOGGED | {"charts/learning_rate": "step size of critics and policy"}

@@ -27,7 +27,7 @@ class Publication(NamedTuple):
         return _rows(self.file).get(env_id, {}).get(f"{system}_return_mean")
 
     def other_rules(self, experiments: Iterable[Json]) -> list[str]:
-        """What some of these experiments did otherwise, as "episodic_life=True"."""
+        """Where some of these experiments differ from the rules, as "episodic_life=True"."""
         return sorted(
             {
                 f"{name}={e[name]}"

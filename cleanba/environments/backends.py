@@ -1,4 +1,4 @@
-"""The three backends of environments behind one protocol.  What trains does not know which backend it uses.
+"""The three backends of environments behind one protocol.  Training code does not know which one it uses.
 
 Breakout-v5                                 EnvPool's, in C++
 gymnasium:LunarLander-v3, package:Name-v0   Gymnasium's, in Python; the second form imports the package, to register it
@@ -152,7 +152,7 @@ def open_envs(
 
 
 def end_waits(envs: Envs, check: Callable[[], None]) -> None:
-    """Have the wait for a process that steps environments end when `check()`, called now and then, raises an error."""
+    """Have waits for worker processes end when `check()`, which is called now and then, raises an error."""
     if isinstance(envs, gymnasium.Envs):
         envs.check = check
 
@@ -165,15 +165,15 @@ def as_recorded(env_id: str, obs: Obs) -> PyTree:
 def threads_per_actor(local_actors: int, spec: EnvSpec | None = None, platform: str = "cpu") -> int:
     """Threads, or processes, for the environments of each actor: this process's cores, divided among its actors.
 
-    Where a GPU acts, EnvPool's threads for these environments are as many as there are cores, for each actor: the
-    emulators of one use all cores while the policy of another is asked.
+    Where a GPU acts, each actor gets as many of EnvPool's threads as there are cores: one actor's emulators use all
+    cores while another actor waits for its policy.
     """
     shared = platform == "cpu" or spec is None or module_of(spec.env_id) is not envpool
     return max(1, usable_cores() // local_actors) if shared else usable_cores()
 
 
 def check_workers(spec: EnvSpec, workers: int | None) -> None:
-    """Raise `UsageError` if worker processes are asked for, but cannot make such an environment."""
+    """Raise `UsageError` if worker processes are asked for, but cannot make this environment."""
     require(
         not workers or module_of(spec.env_id) is not gymnasium or gymnasium.can_be_sent(spec),
         f"env_workers={workers}: {spec.env_id} {UNSENDABLE}; leave env_workers out, or put it into a module",
@@ -189,10 +189,10 @@ def repeatable(spec: EnvSpec) -> bool:
 
 
 def tried_out(spec: EnvSpec) -> gymnasium.Trial:
-    """What a short test of an environment in Python shows; it is made once."""
+    """What a short test of an environment in Python shows.  The result is cached."""
     if module_of(spec.env_id) is not gymnasium:
         return gymnasium.Trial()
-    registered = gymnasium.game(spec).registered  # a notebook's cell that runs again registers another class
+    registered = gymnasium.game(spec).registered  # a notebook's cell that is run again registers a new class
     key = (repr(spec), Identity(registered and registered.entry_point))
     if key not in _TRIED:
         with staying_here():
@@ -204,7 +204,7 @@ _TRIED: dict[tuple[str, Identity], gymnasium.Trial] = {}
 
 
 def warnings(spec: EnvSpec, network: str = "mlp") -> list[str]:
-    """Warnings about an environment that can be played nevertheless, by policies with such a torso."""
+    """Warnings about an environment that can still be played, by policies with this torso."""
     found = []
     if network == "mlp" and not isinstance(spec.obs, ObsSpec) and spec.shows_images:
         found.append(

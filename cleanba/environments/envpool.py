@@ -271,7 +271,7 @@ MOST_SCANNED_BYTES = 4
 def opengl() -> bool:
     """Load the system library with which MuJoCo draws without a display; whether it is installed.
 
-    It must be loaded before EnvPool.  MuJoCo cannot use the copy that EnvPool brings, and then ends the process.
+    It must be loaded before EnvPool.  With only the copy that EnvPool brings, MuJoCo fails and ends the process.
     """
     try:
         ctypes.CDLL("libEGL.so.1", mode=ctypes.RTLD_GLOBAL)
@@ -283,7 +283,7 @@ def opengl() -> bool:
 def to_step(
     spec: EnvSpec, obs: Obs, raw_reward: Array, terminated: Array, truncated: Array, info: dict[str, Array]
 ) -> Step[Array]:
-    """One step as EnvPool reported it, [B, ...] of NumPy or JAX, but with games that ended and time limits told apart.
+    """One step as EnvPool reported it, [B, ...] of NumPy or JAX, but with terminations and time limits told apart.
 
     EnvPool reports a game that ends by itself in the last step before its limit as truncated, not as terminated.
     """

@@ -89,7 +89,7 @@ def game(spec: EnvSpec) -> Game:
 
 
 MOST_NAME = 80  # characters of the name of an environment that a function makes
-LOCAL = "local/"  # the namespace of environments that the running program defines, and no module
+LOCAL = "local/"  # the namespace of environments that are defined in the running program only, in no module
 
 
 def register(maker: Callable[..., gymnasium.Env[Any, Any]]) -> str:
@@ -118,11 +118,11 @@ def register(maker: Callable[..., gymnasium.Env[Any, Any]]) -> str:
     return f"{PREFIX}{LOCAL}{name}-v0"
 
 
-ADDRESS = r" at 0x[0-9a-f]+"  # of an object: another one at each start
+ADDRESS = r" at 0x[0-9a-f]+"  # an object's address, which differs from start to start
 
 
 def fingerprint(value: Any, within: tuple[int, ...] = ()) -> str:
-    """A text that tells the arguments of two makers apart, functions by what they do, and is the same at each start.
+    """A text that tells the arguments of two makers apart, functions by their code, and is the same at each start.
 
     within: ids of the objects that hold this one.
     """
@@ -143,7 +143,7 @@ def fingerprint(value: Any, within: tuple[int, ...] = ()) -> str:
     if isinstance(value, FunctionType):
         cells = []
         for cell in value.__closure__ or ():
-            with suppress(ValueError):  # a variable around it that has no value yet
+            with suppress(ValueError):  # an enclosing variable that has no value yet
                 cells.append(cell.cell_contents)
         return f"{value.__qualname__}{many([value.__code__, value.__defaults__, value.__kwdefaults__, cells])}"
     if isinstance(value, MethodType):
@@ -153,7 +153,7 @@ def fingerprint(value: Any, within: tuple[int, ...] = ()) -> str:
     text = repr(value)
     if isinstance(value, type) or not re.search(ADDRESS, text):
         return re.sub(ADDRESS, "", text)
-    # An object that does not say what it holds.
+    # An object whose `repr` does not show what it holds.
     slots = {name: getattr(value, name, None) for name in getattr(type(value), "__slots__", ())}
     return re.sub(ADDRESS, "", text) + of(getattr(value, "__dict__", slots))
 
@@ -314,7 +314,7 @@ class Trial(NamedTuple):
     repeatable: bool = True
     """two of them with the same seed returned the same for the same actions"""
     outside: str = ""
-    """an observation that its space does not have, in words; "" if there was none"""
+    """an observation that lies outside its space, in words; "" if there was none"""
 
 
 def try_out(spec: EnvSpec, steps: int = 32) -> Trial:
@@ -346,7 +346,7 @@ def try_out(spec: EnvSpec, steps: int = 32) -> Trial:
 
 
 def outside_of(spec: ObsSpecs, obs: Obs) -> str:
-    """The first integer among observations [B, ...] that its space does not have, in words; "" if there is none."""
+    """The first integer among observations [B, ...] that lies outside its space, in words; "" if there is none."""
     for (path, part), x in zip(jax.tree_util.tree_leaves_with_path(spec), jax.tree.leaves(obs), strict=True):
         if part.kind in ("discrete", "codes"):
             wrong = x[(x < part.low) | (x >= part.low + part.count)]
@@ -556,7 +556,7 @@ class Here:
     """A part that is stepped in the calling thread."""
 
     directory: ClassVar[str | None] = None
-    """where the process was when it last looked at an environment, before threads step some, which may leave it"""
+    """the current directory before threads step environments, whose code may change it; `backends.env_spec` sets it"""
 
     def __init__(self, made: Game, arrays: Arrays, **more: Any):
         self.mine = slice(0, len(arrays.reward))
@@ -594,7 +594,7 @@ class Trace(Exception):
 
 
 # Environment variables that change the numerical results of some environments; the user's own values take precedence.
-# The last one gives sets of strings one order in all workers.
+# The last one gives a set of strings the same order in all workers.
 SAME_IN_ALL = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 SAME_IN_ALL |= {"PYTHONHASHSEED": "0"}
 

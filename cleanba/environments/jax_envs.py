@@ -5,7 +5,7 @@ An environment is an object with the methods of gymnax's environments (Lange 202
     default_params                                   parameters of the environment, as a dataclass with `replace`
     reset_env(key, params) -> obs, state
     step_env(key, state, action, params) -> obs, state, reward, terminated, info
-    is_truncated(state, params) -> whether the time limit is reached; optional, without it `step_env` says when it ends
+    is_truncated(state, params) -> whether the time limit is reached; optional, else `step_env` alone ends episodes
     action_space(params), observation_space(params)  gymnax's, or Gymnasium's
     render(state, params) -> picture [H, W, 3]       optional, without it films show what the network sees
 
@@ -312,7 +312,7 @@ def functions(spec: EnvSpec) -> Functions:
 
 
 def functions_of(env_id: str, options: dict[str, Any], takes: ActionSpec, clip_reward: bool) -> Functions:
-    """The functions of an environment that takes these actions, made anew where its class was defined anew."""
+    """The functions of an environment that takes these actions, made anew if its class has been redefined."""
     suite, _, name = env_id.partition(":")
     own = _own(env_id, name) if suite == "jax" else None
     return _functions(env_id, Identity(own), Options(options), takes, clip_reward)
@@ -377,10 +377,10 @@ def _functions(env_id: str, own: Identity, options: Options, takes: ActionSpec, 
 
 
 def first_step(functions: Functions, takes: ActionSpec) -> PyTree:
-    """The shapes and types of observations [1, ...] after a reset, if a step delivers what fits them.
+    """The shapes and types of observations [1, ...] after a reset, which those after a step must match.
 
     Raises:
-        TypeError: a reward or a flag is no single number, or state or observation differ in form from those of a reset.
+        TypeError: a reward or a flag is not a single number, or a state or an observation differs from that of a reset.
     """
     size = (1,) if takes.kind == "choice" else (1, takes.size)
     action = np.zeros(size, np.float32 if takes.kind == "quantities" else np.int32)
@@ -504,7 +504,7 @@ def picture(environment: JaxEnvironment, spec: EnvSpec, state: PyTree, obs: Obs)
 
 @contextmanager
 def figures_closed() -> Iterator[None]:
-    """Close Matplotlib's figures that are opened meanwhile, which it would keep for ever."""
+    """On leaving the context, close the figures opened within it, which Matplotlib would keep for ever."""
     numbers = lambda: (
         set(sys.modules["matplotlib.pyplot"].get_fignums()) if "matplotlib.pyplot" in sys.modules else set()
     )

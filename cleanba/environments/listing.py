@@ -53,7 +53,7 @@ def envs_command(argv: Sequence[str]) -> Exit:
         return Exit()
     found = {family: [name for name in ids if matches(name, wanted)] for family, ids in families.items()}
     count = sum(map(len, found.values()))
-    if not count and own and rest.isidentifier():  # a class, which nobody need register
+    if not count and own and rest.isidentifier():  # a class, which need not be registered
         print(f"{flags.pattern}  {in_words(env_spec(Experiment(env_id=flags.pattern)))}")
         return Exit()
     if not count:

@@ -88,7 +88,7 @@ MOST_CHOICES = 2**16
 
 
 def is_small(space: gymnasium.spaces.Discrete[Any], most: int) -> bool:
-    """Whether a space has at most so many numbers, each of 32 bits."""
+    """Whether a space has at most `most` numbers, each of 32 bits."""
     n, start = int(space.n), int(space.start)
     return n <= most and -(2**31) <= start <= 2**31 - 1 - n
 

@@ -60,7 +60,7 @@ class Compilable(NamedTuple):
 
 
 def stated_limit(steps: float | None) -> int | None:
-    """The time limit of an environment, as an experiment may have it; None for -1 and others that mean no limit."""
+    """An environment's time limit, in the form that an experiment has; None for -1 and others that mean no limit."""
     return int(steps) if steps is not None and 1 <= steps <= MOST else None
 
 

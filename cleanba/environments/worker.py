@@ -172,7 +172,7 @@ LARGEST = float(np.finfo(np.float32).max)  # that a run's statistics can hold
 
 
 def number_in(info: dict[str, Any], name: str) -> float:
-    """A number, or a boolean, that an environment tells, perhaps as an array of one; NaN if it does not."""
+    """A number or boolean among an environment's infos, perhaps as an array of one; NaN if there is none."""
     told = info.get(name)
     try:
         one = told.item() if isinstance(told, np.ndarray) else told
@@ -257,8 +257,9 @@ def main() -> None:
     """Step a part of a block, as commanded by the process at the other end of a connection, until that ends."""
     for signum in GROUP_SIGNALS:
         signal.signal(signum, lambda *_: None)  # the parent ends this process
-    # An environment can then end its own processes.  They ignore the other signals, which whole groups are sent.
-    # SIGTERM waits while a process is forked: the child would lose one that comes before it has its own handler.
+    # Processes that an environment forks end by SIGTERM, so that it can end them.  They ignore the other two signals,
+    # which are sent to whole groups.  SIGTERM is blocked during a fork: the child would lose one that comes before its
+    # handler is set.
     os.register_at_fork(
         before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM,)),
         after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM,)),
@@ -288,7 +289,7 @@ def main() -> None:
 
 
 def end_by_sigterm() -> None:
-    """Have SIGTERM end this process, which an environment forked, as it would without Cleanba."""
+    """Let SIGTERM end this process, which an environment forked, as it would without Cleanba."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM,))
 

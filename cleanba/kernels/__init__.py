@@ -25,7 +25,7 @@ benchmarks import the rest.
 **Which of the two** a program gets is decided where it is traced (`choice.py`): kernels, if it is for a CPU, if
 `--cpu-kernels` is not off, if `machine.py` knows of no obstacle (another system or processor, no llvmlite, a jaxlib
 that calls foreign functions differently), and if each kind agrees with plain JAX on small arrays in a self-test
-(`selftest.py`), which each machine and version runs once.  Otherwise that is said once, and plain JAX computes.
+(`selftest.py`), which each machine and version runs once.  Otherwise a warning says so once, and plain JAX computes.
 
 **How to leave them out.**  In a run: `--cpu-kernels off`.  In an installation: remove llvmlite.  For good: move
 `plain.py` to `cleanba/kernels.py`, remove this folder, and remove the calls of `install_random_numbers`, of
@@ -109,7 +109,7 @@ def affine(x: jax.Array, w: jax.Array, b: jax.Array) -> jax.Array:
 def multiply(a: jax.Array, b: jax.Array, transposed: bool = False) -> jax.Array:
     """The matrix product A B, or A^T B if `transposed`.  A [M, K], or [K, M] if `transposed`; B [K, N] -> [M, N].
 
-    A kernel for CPUs has no gradient of its own: for functions whose gradient is written by hand.
+    The kernel for CPUs has no gradient of its own: use it in functions whose gradient is written by hand.
     """
     if not in_use():
         return plain.multiply(a, b, transposed)
@@ -188,9 +188,9 @@ def forwarded(name: str, capsule: object) -> str | None:
 
 
 def install_random_numbers() -> None:
-    """Have JAX draw random numbers on CPUs by a kernel, where kernels are in use: the same numbers, sooner.
+    """Have JAX draw random numbers on CPUs by a kernel, where kernels are in use: the same numbers, faster.
 
-    It holds for all that this process compiles from now on, environments in JAX included.
+    This affects everything that this process compiles from now on, environments in JAX included.
     """
     if expected():
         _install()

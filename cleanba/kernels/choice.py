@@ -113,7 +113,7 @@ class Trouble:
 
     @classmethod
     def give_up(cls, why: str) -> None:
-        """What is traced from now on uses no kernel; programs that JAX keeps have theirs."""
+        """What is traced from now on uses no kernel; programs that JAX has already compiled keep theirs."""
         with cls._lock:
             cls._why = why
 

@@ -7,9 +7,10 @@ as k C numbers in a row, so with T = k C
     y_{h,p,f} = b_f + sum_{d<k} sum_{t<T} x_{sh+d, spC+t} K_{d,t,f}
     dK_{d,t,f} = sum_{n,h,p} x_{sh+d, spC+t} dy_{h,p,f}
 
-are, for a block of p (or t) by some vectors of f, one number of x in all lanes times a vector, added to a register: two
-such products in each cycle (direct convolution: Georganas et al. 2018, "Anatomy of high-performance deep learning
-convolutions on SIMD architectures").  Sums are taken in the order above, whatever the processor's vectors.
+are computed for a block of p (or t) by some vectors of f: one number of x in all lanes is multiplied by a vector and
+added to a register, two such products in each cycle (direct convolution: Georganas et al. 2018, "Anatomy of
+high-performance deep learning convolutions on SIMD architectures").  Sums are taken in the order above, whatever the
+length of the processor's vectors.
 """
 
 import math
@@ -139,7 +140,7 @@ def _backward(
     """All gradients.  That of x, sum_ij dy_{h-i, w-j} K_ij^T, is dy convolved with the flipped kernel."""
     (x, kernel, where, skipped), (pads, stride) = saved, how[:2]
     w, few = _window(how, x, kernel, skipped), kernel.shape[-1]
-    # Two sums at least, for two threads; more, of eight images or more each; not so many that adding them up counts.
+    # At least two sums, for two threads; more if each has eight images; not so many that adding them up takes long.
     parts = max(min(x.shape[0], 2), min(x.shape[0] // 8, 16))
     results = [jax.ShapeDtypeStruct((parts, *shape, w.features), jnp.float32) for shape in (kernel.shape[:-1], ())]
     given = [x, widen(dy), *([] if where is None else [where])]
@@ -355,7 +356,7 @@ def gradient(code: Code, w: Window, pointers: list[ir.Value], part: ir.Value, fi
 
 
 def _pooled(code: Code, w: Window, y: ir.Value, where: ir.Value) -> tuple[ir.Value, Callable[[ir.Value], None]]:
-    """Room for an image of which maxima are to be taken, and `finish(n)`, which takes them and where they are."""
+    """Memory for an image to be pooled, and `finish(n)`, which writes the maxima and their places in the windows."""
     (height, width), (rows, columns), c = w.padded, w.out, w.channels
     room = code.room(height * width * c)
     code.fill(room, height * width * c, -math.inf)
@@ -377,7 +378,7 @@ def _pooled(code: Code, w: Window, y: ir.Value, where: ir.Value) -> tuple[ir.Val
 
 
 def _unpooled(code: Code, w: Window, pads: Pads, dy: ir.Value, where: ir.Value) -> Callable[[ir.Value], ir.Value]:
-    """How a unit gets at the gradient of an image of which maxima were taken, padded: `look(n)` gives its place."""
+    """Returns `look(n)`, which computes the padded gradient of a pooled image and returns its address."""
     (rows, columns), c = w.out, w.channels
     height, width = w.height + sum(pads[0]), w.width + sum(pads[1])
     room = code.room(height * width * c)
@@ -417,7 +418,7 @@ def _for_windows(code: Code, w: Window, body: Callable[[ir.Value, ir.Value, int]
 
 
 def _inside(pads: Pads, width: int, channels: int) -> int:
-    """Where the first pixel is in an image with such padding, which makes its rows so wide."""
+    """The index of the first pixel in an image with this padding, whose rows are `width` pixels wide."""
     return (pads[0][0] * width + pads[1][0]) * channels
 
 
@@ -427,9 +428,9 @@ def _vectors_at_once(code: Code, features: int, most: int) -> int:
 
 
 def _reader(code: Code, w: Window, x: ir.Value) -> Callable[[ir.Value], ir.Value]:
-    """How a unit gets at an image as floats [H, W, C] with its padding: `look(n)` gives its place.
+    """Returns `look(n)`, which returns the address of an image as floats [H, W, C] with its padding.
 
-    An image that is not so already is copied.  The padding is there from the start, and nothing is written there.
+    An image in another form is copied.  The copy's padding is written once, before the first image.
     """
     size, (height, width), c = w.height * w.width * w.channels, w.padded, w.channels
     if not w.images and not w.rectify and w.pads == ((0, 0), (0, 0)):

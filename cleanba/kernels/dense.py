@@ -3,7 +3,7 @@
     y_0 = x,  y_l = f(y_{l-1} W_l + b_l),  the last one without f, if it is linear
 
 Between layers nothing waits, and what one layer writes the next reads from the cache of the same core.  Gradients go
-back the same way, dz_l being the loss's derivatives by what f is applied to:
+back the same way, dz_l being the loss's derivatives with respect to the arguments of f:
 
     dz_L = dy f'_L,  dz_{l-1} = (dz_l W_l^T) f'_{l-1},  dW_l = y_{l-1}^T dz_l
 
@@ -47,7 +47,7 @@ class Chain(NamedTuple):
 
     rows: int
     widths: tuple[int, ...]
-    """of what comes in, and of what each layer gives"""
+    """of the input, and of each layer's output"""
     activation: Activation
     linear: bool
     backward: bool = False
@@ -73,7 +73,7 @@ def mlp(activation: Activation, linear: bool, x: jax.Array, layers: Sequence[Lay
 def _forward(
     activation: Activation, linear: bool, x: jax.Array, layers: Sequence[Layer]
 ) -> tuple[jax.Array, tuple[list[jax.Array], Sequence[Layer]]]:
-    """What comes out, and what gradients need: inputs of all layers and what comes out, widened; and the layers."""
+    """The output, and what gradients need: the inputs of all layers and the output, widened, and the layers."""
     given = [x, *(p for layer in layers for p in layer)]
     sizes = (x.shape[1], *(b.size for _, b in layers))
     fit = all(
@@ -148,7 +148,7 @@ def products(
 
 
 def _rows(x: jax.Array, count: int) -> jax.Array:
-    """So many rows: zeros after those there are."""
+    """Append rows of zeros to x, up to `count` rows."""
     return x if x.shape[0] == count else jnp.pad(x, ((0, count - x.shape[0]), (0, 0)))
 
 
@@ -166,7 +166,7 @@ def _call(p: Chain, given: list[jax.Array]) -> list[jax.Array]:
 def _groups(p: Chain) -> list[tuple[int, int, int]]:
     """Near-equal groups of rows: (rows, number of such groups, first row) of each kind.
 
-    Two for a core, so that each has its own, of not too few rows, as all weights are read for each group.
+    Two for each core, so that a core has its own; but not of too few rows, as each group reads all weights.
     """
     return blocks(p.rows, max(-(-p.rows // (2 * usable_cores())), min(p.rows, FEWEST)))
 
@@ -236,7 +236,7 @@ def _layer(
 
 
 def _activate(code: Code, activation: Activation, x: ir.Value) -> ir.Value:
-    """f(x); what is not a number stays so."""
+    """f(x); NaN stays NaN."""
     if activation == "relu":
         return code.select(code.fcmp_unordered(">", x, code.zeros), x, code.zeros)
     x = _between(code, x, FAR)
@@ -246,14 +246,14 @@ def _activate(code: Code, activation: Activation, x: ir.Value) -> ir.Value:
 
 
 def _slope(code: Code, activation: Activation, d: ir.Value, y: ir.Value) -> ir.Value:
-    """The derivative by x, from the derivative by f(x) and from f(x) itself."""
+    """The derivative with respect to x, from the derivative with respect to f(x) and from f(x) itself."""
     if activation == "relu":
         return code.select(code.fcmp_ordered(">", y, code.zeros), d, code.zeros)
     return code.fmul(d, code.fsub(code.all(1.0), code.fmul(y, y)))
 
 
 def _between(code: Code, x: ir.Value, most: float) -> ir.Value:
-    """The nearest to x from -most to most; what is not a number stays so."""
+    """Clamp x to [-most, most]; NaN stays NaN."""
     for sign, beyond in ((-1.0, "<"), (1.0, ">")):
         bound = code.all(sign * most)
         x = code.select(code.fcmp_ordered(beyond, x, bound), bound, x)

@@ -92,7 +92,7 @@ def polyak_update(tau: float, now: jax.Array, params: PyTree, targets: PyTree) -
 
 
 def squares(arrays: Arrays) -> jax.Array:
-    """Squares of all numbers, added up in parts, whose sum is that of all; float32 [parts, WIDEST]."""
+    """Partial sums of the squares of all numbers, which add up to the whole sum; float32 [parts, WIDEST]."""
     return _call(_squares, [arrays])[0]
 
 
@@ -142,7 +142,7 @@ def _each_piece(
 def _each_number(
     code: Code, p: Shape, first: ir.Value, last: ir.Value, body: Callable[[int, ir.Value, int], None]
 ) -> None:
-    """`body(array, at, lanes)`: for so many numbers of an array, from `at` on, until pieces are done."""
+    """`body(array, at, lanes)` for the numbers of these pieces, `lanes` at a time: those of an array from `at` on."""
 
     def piece(array: int, _: ir.Value, start: ir.Value, stop: ir.Value) -> None:
         # Whole vectors, then the rest one by one, by the same arithmetic.

@@ -16,7 +16,7 @@ from cleanba.kernels.machine import BUFFER, FRAME, SCALAR_VALUE
 
 
 def forwarded(name: str, capsule: object) -> str:
-    """Have XLA call a handler with what its first argument holds, a word, in place of its only attribute.
+    """Have XLA call a handler whose only attribute is replaced by the word that its first argument holds.
 
     capsule: the handler, as `jax.ffi.register_ffi_target` takes it.  One name stands for one handler.
     Returns the name by which `jax.ffi.ffi_call` finds it.  The attribute is given as 0.

@@ -1,7 +1,8 @@
 """From loops to machine code: written in LLVM's language, compiled in this process, called by XLA's programs.
 
 XLA compiles for CPUs by LLVM, too; where its code is slow, rewriting the JAX does not help.  Here loops are written
-down to their vectors: `Code` writes them, and `compiled` makes a function of them that `jax.ffi.ffi_call` finds.
+out, down to single vector instructions: `Code` writes them, and `compiled` makes a function of them that
+`jax.ffi.ffi_call` finds.
 
 XLA calls a *handler* by C's conventions (xla/ffi/api/c_api.h, which lies in jaxlib).  The handler cuts the work into
 *units*, which the calling thread and others of XLA's pool take one by one, as many threads as there are cores.  Which
@@ -39,7 +40,7 @@ WIDEST = 16  # floats of the longest vectors
 STATE = {"done": 0, "units": 1, "threads": 2, "looking": 3, "count": 4, "future": 5, "set_available": 6, "buffers": 7}
 
 
-# The source of all kernels, read while they are imported: machine code that is kept belongs to one version of it.
+# The source of all kernels, read while they are imported: machine code in the cache is valid for one version of it.
 SOURCES = "\n".join(path.read_text() for path in sorted(Path(__file__).parent.glob("*.py")))
 
 
@@ -135,11 +136,11 @@ class Code(ir.IRBuilder):
         return old[1:]
 
     def within(self, start: int, count: int, first: ir.Value, last: ir.Value, body: Callable[[ir.Value], None]) -> None:
-        """`body(i)` for those of `count` numbers from `start` on that are from `first` to before `last`."""
+        """`body(i)` for each i that is in both ranges, [start, start + count) and [first, last)."""
         self.repeat(self.larger(first, word(start)), self.smaller(last, word(start + count)), body)
 
     def at(self, pointer: ir.Value, *terms: int | ir.Value | tuple[ir.Value, int]) -> ir.Value:
-        """The place of an element.  Its index is a sum: of numbers, values, and values times numbers."""
+        """The address of an element.  Its index is a sum of numbers, values, and values times numbers."""
         index: ir.Value = word(sum(t for t in terms if isinstance(t, int)))
         for t in terms:
             if not isinstance(t, int):
@@ -147,17 +148,17 @@ class Code(ir.IRBuilder):
         return self.gep(pointer, [index])
 
     def get(self, pointer: ir.Value, lanes: int = 0) -> ir.Value:
-        """A vector from memory as floats; of as many lanes as the processor has, or so many."""
+        """Load a vector as floats.  It has `lanes` lanes; 0: as many as the processor has."""
         kind = ir.VectorType(pointer.type.pointee, lanes or self.lanes)
         value = self.load(self.bitcast(pointer, ir.PointerType(kind)), align=1)
         return value if kind.element == FLOAT else self.uitofp(value, ir.VectorType(FLOAT, kind.count))
 
     def put(self, value: ir.Value, pointer: ir.Value) -> None:
-        """A vector to memory."""
+        """Store a vector."""
         self.store(value, self.bitcast(pointer, ir.PointerType(value.type)), align=4)
 
     def spread(self, pointer: ir.Value, lanes: int = 0) -> ir.Value:
-        """One float from memory in all lanes; as many as the processor has, or so many."""
+        """Load one float into all lanes.  There are `lanes` of them; 0: as many as the processor has."""
         lanes = lanes or self.lanes
         undefined = ir.Constant(ir.VectorType(FLOAT, lanes), ir.Undefined)
         one = self.insert_element(undefined, self.load(pointer), ir.Constant(HALF, 0))
@@ -181,7 +182,7 @@ class Code(ir.IRBuilder):
         return self.select(self.icmp_signed("<", x, y), y, x)
 
     def fill(self, pointer: ir.Value, count: int, value: float) -> None:
-        """`count` floats that are all the same."""
+        """Store `count` floats that are all the same."""
         whole, many = count // self.lanes * self.lanes, self.all(value)
         self.repeat(0, whole, lambda i: self.put(many, self.at(pointer, i)), step=self.lanes)
         for i in range(whole, count):
@@ -201,7 +202,7 @@ class Code(ir.IRBuilder):
         self.ret_void()
 
     def free(self, pointer: ir.Value) -> None:
-        """Give memory back."""
+        """Free memory."""
         self.call(self.of_c("free", NOTHING, POINTER), [self.bitcast(pointer, POINTER)])
 
     def of_c(self, name: str, result: ir.Type, *arguments: ir.Type) -> ir.Function:
@@ -218,7 +219,7 @@ class Code(ir.IRBuilder):
         return value if len(fields) == 1 else self.follow(self.words(value), *fields[1:])
 
     def ask(self, function: ir.Value, *fields: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """Call a function of XLA's, which takes one structure; the error's address, or 0, and the structure."""
+        """Call a function of XLA's that takes one structure.  Returns the error's address, or 0, and the structure."""
         structure = self.alloca(INT, 2 + len(fields))
         for i, value in enumerate((word(8 * (2 + len(fields))), word(0), *fields)):
             self.store(value, self.at(structure, i))
@@ -303,7 +304,7 @@ def _compile(
 
 
 def kept_at(all_that_it_depends_on: str, ending: str) -> Path | None:
-    """The file for what depends on that, in the folder where JAX keeps what it compiles; None if it keeps nothing."""
+    """The file for what depends on this text, in JAX's folder of compiled programs; None if JAX keeps none."""
     chosen = jax.config.values
     folder = chosen["jax_compilation_cache_dir"] if chosen["jax_enable_compilation_cache"] else None
     if folder and "://" in folder:  # a bucket, which JAX can write to
@@ -312,7 +313,7 @@ def kept_at(all_that_it_depends_on: str, ending: str) -> Path | None:
 
 
 def read_kept(path: Path | None) -> bytes:
-    """What `keep` kept; nothing if there is no such file, or it is not as it was written."""
+    """What `keep` wrote; empty if there is no such file, or its checksum does not match."""
     with suppress(OSError):
         if path is not None:
             content = path.read_bytes()
@@ -327,7 +328,7 @@ def keep(path: Path | None, content: bytes) -> None:
         return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)  # JAX makes it later
-        # Other processes, also of other machines, may be at the same.
+        # Other processes, even on other machines, may be writing the same file.
         handle, scratch = tempfile.mkstemp(dir=path.parent)
         try:
             with open(handle, "wb") as file:
@@ -359,8 +360,8 @@ def _write_unit(module: ir.Module, unit: Unit[S], shape: S, kinds: Sequence[ir.T
 def _write_task(module: ir.Module, unit: ir.Function, buffers: int) -> ir.Function:
     """task(state): do units until none is left.
 
-    The thread that ends the last unit says so; the last to leave frees the state.  Each core begins at a place of its
-    own, so that from call to call it has the same part of a batch in its cache.
+    The thread that ends the last unit fulfils XLA's future; the last thread to leave frees the state.  Each core begins
+    at a unit of its own, so that from call to call it has the same part of a batch in its cache.
     """
     code = Code(module, "task", NOTHING, ir.PointerType(INT))
     (state,) = code.function.args
@@ -390,7 +391,7 @@ def _write_task(module: ir.Module, unit: ir.Function, buffers: int) -> ir.Functi
 def _write_handler(
     module: ir.Module, task: ir.Function, buffers: int, results: int, most: int, all_in_all: int
 ) -> None:
-    """handler(frame): say which interface this is written for, if that is asked; else do the work."""
+    """handler(frame): if XLA asks, say for which version of its interface this is written; else do the work."""
     code = Code(module, "handler", INT, ir.PointerType(INT))
     (frame,) = code.function.args
     extension = code.follow(frame, FRAME["extension"])

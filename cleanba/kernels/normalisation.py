@@ -6,8 +6,8 @@ and backwards, with z = (x - mean) r and h = g dy, where means are over a row:
 
     dx = r (h - mean(h) - z mean(h z)),  dg = sum over rows of dy z,  db = sum over rows of dy
 
-XLA adds up a row number by number, in several passes over the whole array.  Here a row's sum is sixteen sums, of every
-sixteenth number each, which are then added by halves; so it has the same bits on processors with longer and shorter
+XLA adds up a row number by number, in several passes over the whole array.  Here a row's sum is sixteen sums, each of
+every sixteenth number, which are then added by halves; so it has the same bits on processors with longer and shorter
 vectors.  A sum over rows is taken within pieces first, whose size depends on the number of rows alone, then over the
 pieces in order.
 """
@@ -40,7 +40,7 @@ class Shape(NamedTuple):
 
     @property
     def width(self) -> int:
-        """From one row to the next."""
+        """The distance from one row to the next."""
         return widened(self.features)
 
     @property
@@ -110,7 +110,7 @@ def _forwards(code: Code, p: Shape, pointers: list[ir.Value], _: ir.Value, first
 
 
 def _backwards(code: Code, p: Shape, pointers: list[ir.Value], _: ir.Value, first: ir.Value, last: ir.Value) -> None:
-    """Write dx of some pieces, and of each of them what it adds to dg and db."""
+    """Write dx of some pieces, and what each of them adds to dg and db."""
     x, g, dy, dx, sums = pointers
 
     def piece(number: ir.Value, begin: ir.Value, end: ir.Value) -> None:
@@ -176,9 +176,9 @@ def _moments(code: Code, p: Shape, x: ir.Value) -> tuple[ir.Value, ir.Value]:
 
 
 def _along(code: Code, p: Shape, body: Callable[..., list[ir.Value]], totals: int = 0) -> list[ir.Value]:
-    """`so_far = body(at, *so_far)` for each vector of a row.  Returns the sums of so many totals, in all lanes.
+    """`so_far = body(at, *so_far)` for each vector of a row.  Returns the sums of `totals` totals, in all lanes.
 
-    What fills up the last vectors does not count.
+    The padding of the last vectors does not count.
     """
     places = range(0, WIDEST, code.lanes)
 

@@ -35,7 +35,7 @@ class Convolution(NamedTuple):
     rectify: bool = False
     """max(x, 0) is what is convolved"""
     pool: bool = False
-    """`max_pool` comes after it; for kernels of 3 x 3 with "SAME" padding, and nothing is added"""
+    """`max_pool` comes after it; only for 3 x 3 kernels with "SAME" padding, where nothing is added"""
 
 
 def convolve(
@@ -57,8 +57,8 @@ def max_pool(x: jax.Array) -> jax.Array:
     """Maxima of 3 x 3 pixels in steps of 2, padded ("SAME").  [N, H, W, C] -> [N, ceil(H/2), ceil(W/2), C].
 
     Values and gradients are those of `flax.linen.max_pool`: the first of equal maxima has the gradient.  (Only a NaN
-    may be lost beside another number.)  But what JAX derives from that function is a loop over scalars on CPUs, and on
-    GPUs a scatter, which XLA makes deterministic by sorting all pixels.  What it derives from this one is selects and
+    may be lost beside another number.)  But JAX's derivative of that function is a loop over scalars on CPUs, and on
+    GPUs a scatter, which XLA makes deterministic by sorting all pixels.  The derivative of this one is selects and
     pads, which fuse.
     """
     later_if_greater = lambda a, b: jnp.where(b > a, b, a)  # `jnp.maximum` would split a gradient, and be slower

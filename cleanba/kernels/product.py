@@ -21,7 +21,7 @@ from cleanba.kernels.llvm import FLOAT, Code, blocks, compiled, most_across, mos
 
 NEAR = 256  # rows of B whose blocks of columns stay in a near cache
 WORTH = 2**17  # products per unit of work at least: waking a thread for fewer costs more than it saves
-OFTEN = 8  # blocks that use what is gathered, at least: to gather takes as long as half a block
+OFTEN = 8  # the fewest blocks for which columns are gathered: gathering takes as long as half a block
 
 
 class Shape(NamedTuple):
@@ -75,7 +75,7 @@ def multiply_transposed(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Arra
 
 
 def _call(p: Shape, given: list[jax.Array]) -> list[jax.Array]:
-    """What `product` writes, without the columns that fill up vectors.
+    """What `product` writes, without the columns that pad vectors.
 
     Raises:
         ValueError: shapes or dtypes do not fit.
@@ -98,7 +98,7 @@ def _call(p: Shape, given: list[jax.Array]) -> list[jax.Array]:
 
 
 def tasks_of(p: Shape) -> tuple[int, int]:
-    """Tasks in all, of a block of columns and a group of rows each; and how many groups there are."""
+    """The number of tasks, each a block of columns and a group of rows; and the number of groups."""
     across = sum(count for _, count, _ in blocks(p.columns // registers()[0], most_across()))
     groups = max(1, min(16 // across, row_blocks(p, most_across())))
     return across * groups, groups
@@ -114,7 +114,7 @@ def product(code: Code, p: Shape, pointers: list[ir.Value], _: ir.Value, first: 
     room = code.room(NEAR * most_across() * code.lanes) if p.transposed and often and several else None
 
     def part(k: ir.Value, count: int, begins: bool) -> None:
-        """Add what `count` of the rows of B from k on give."""
+        """Add the products with `count` rows of B, from row k on."""
 
         def task(t: ir.Value) -> None:
             column, group = code.srem(t, across), code.sdiv(t, across)
@@ -141,7 +141,7 @@ def product(code: Code, p: Shape, pointers: list[ir.Value], _: ir.Value, first: 
 
 
 def row_blocks(p: Shape, wide: int) -> int:
-    """How many blocks of rows there are, where a block has so many vectors of columns."""
+    """How many blocks of rows there are, where a block has `wide` vectors of columns."""
     return sum(number for _, number, _ in blocks(p.rows, most_rows(wide)))
 
 
@@ -177,8 +177,8 @@ def write_columns(
     """Write some blocks of rows, of `wide` vectors of columns.
 
     matrices: A, B at row k and at the first of the columns, C there, and what is added to each row there.
-    line: from a row of B to the next.
-    finish: makes of a vector of sums what is written; the rest says where it is in C.
+    line: the distance from a row of B to the next.
+    finish: turns a vector of sums into what is written; its other arguments are the place in C.
     """
     a, b, c, bias = matrices
     vectors = [v * code.lanes for v in range(wide)]
@@ -215,7 +215,7 @@ def write_columns(
 
 
 def _gathered(code: Code, b: ir.Value, line: int, wide: int, count: int, room: ir.Value) -> ir.Value:
-    """Rows of some columns of B side by side.
+    """Copy `count` rows of some columns of B, so that they lie side by side.
 
     Addresses a power of two apart map to the same few cache sets, so A's numbers would evict B's.
     """
@@ -229,7 +229,7 @@ def _gathered(code: Code, b: ir.Value, line: int, wide: int, count: int, room: i
 
 
 def _add_rows(code: Code, p: Shape, b: ir.Value, sums: ir.Value, wide: int, count: int, begins: bool) -> None:
-    """Add so many rows of B, in some columns."""
+    """Add `count` rows of B, in some columns."""
     vectors = [v * code.lanes for v in range(wide)]
 
     def add(k: ir.Value, *totals: ir.Value) -> list[ir.Value]:

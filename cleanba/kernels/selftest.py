@@ -20,7 +20,7 @@ from cleanba.shards import R, ShardAxis, Ts, compiler_options, usable_cores
 
 PASSED = "passed"
 PACKAGES = tuple(version(name) for name in ("jax", "jaxlib", "llvmlite"))
-OPTIONS = compiler_options("cpu") | {"xla_backend_optimization_level": 0}  # as soon as possible, not as fast
+OPTIONS = compiler_options("cpu") | {"xla_backend_optimization_level": 0}  # fast to compile, not fast to run
 CLOSE = 1e-4  # how far results may lie apart, of the largest in an array
 
 
@@ -164,7 +164,7 @@ def cases() -> list[Case]:
 
 
 def images(convolve: Callable[..., jax.Array]) -> Callable[[PyTree], PyTree]:
-    """Planes of bytes, then what that makes of them, rectified; both pooled.  Values, and all gradients."""
+    """A layer on planes of bytes, then one on its output, rectified; both pooled.  Values, and all gradients."""
     first, second = (plain.Convolution(((1, 1), (1, 1)), planes=i == 0, rectify=i == 1, pool=True) for i in range(2))
 
     def network(layers: list[tuple[jax.Array, jax.Array]], planes: jax.Array) -> jax.Array:

@@ -1,8 +1,8 @@
 """JAX's random numbers: a loop that draws the same bits in a fraction of the time.
 
 JAX draws all of them by Threefry-2x32 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3").  On CPUs it
-writes that as a loop of five times four rounds, each of a dozen small programs, which take longer than the arithmetic:
-with small networks half the time of acting went there.
+writes that as a loop of five times four rounds, each of a dozen small programs, whose overhead exceeds the arithmetic:
+with small networks it took half the time of acting.
 """
 
 import jax

@@ -81,8 +81,8 @@ def encode(
 ) -> list[jax.Array]:  # fmt: skip
     """Encode observations [N, ...] by the torso that a module's fields name.  Call it in the module's compact method.
 
-    A convolutional torso gets the pictures, or boards, among several arrays, each a torso of its own.  Its features are
-    concatenated with the other arrays, as an MLP would get them, and one more layer follows.
+    If an observation has several arrays, each picture (or board) among them gets a convolutional torso of its own.  The
+    features are concatenated with the other arrays, as an MLP would get them, and one more layer follows.
 
     activation: the MLP's; convolutional torsos have ReLUs.
     action: [N, D], which a critic gets too.  It is concatenated to the MLP's input; after a convolutional torso, to the

@@ -38,7 +38,7 @@ class Conv(nn.Module):
     input_scale: float = 1.0  # applied to the kernel, so that images stay bytes until they are multiplied
     planes: bool = False  # whether x is [N, C, H, W]
     rectify: bool = False  # whether max(x, 0) is convolved in place of x
-    pool: bool = False  # whether `max_pool` comes after it; a kernel of 3 x 3 with "SAME" padding, and nothing skips
+    pool: bool = False  # whether `max_pool` comes after it; only for 3 x 3 kernels with "SAME" padding and no skip
 
     @nn.compact
     def __call__(self, x: jax.Array, skip: jax.Array | None = None) -> jax.Array:

@@ -37,7 +37,7 @@ def descend(rule: optax.GradientTransformation, rate: jax.Array, trained: T, gra
 
 def global_norm(tree: PyTree) -> jax.Array:
     """The root of the sum of all squares.  Leaves [...] -> float32 []."""
-    # Products: what XLA makes of optax's sums of squares goes over memory twice.
+    # Dot products: XLA compiles optax's sums of squares to two passes over memory.
     return jnp.sqrt(sum(jnp.vdot(x, x) for x in jax.tree.leaves(tree)))
 
 
@@ -69,7 +69,7 @@ def rectification(count: jax.Array, b2: float) -> jax.Array:
     [] int32 -> [].
     """
     most = 2 / (1 - b2) - 1
-    # b2^t / (1 - b2^t), without the digits that 1 - b2^t would lose for small t
+    # b2^t / (1 - b2^t), in a form that keeps the digits that 1 - b2^t would lose for small t
     rho = most - 2 * count / jnp.expm1(-count * math.log(b2))
     # The first t whose rho_t is above 5 is known.  In float32, rho_5 might come out on either side.
     rho_of = lambda t: most - 2 * t / math.expm1(-t * math.log(b2))

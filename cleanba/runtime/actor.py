@@ -39,7 +39,7 @@ class ActorRollout(NamedTuple):
     recorded: RecordedRollout
     actor_state: ActorState
     params: PyTree = ()
-    """what it was collected with, where the training is watched"""
+    """what it was collected with, if the training is watched; else ()"""
 
 
 def run_actor(
@@ -61,7 +61,7 @@ def run_actor(
     make_envs: epoch -> environments.
     send: rollout, the actor's number -> its blocks, on their way to the learner devices.
     saved_actor: what the first rollout continues from; None: fresh environments.
-    played: called with each number of recorded steps that were played to bring environments back.
+    played: called with the number of recorded steps, each time that some were played to bring environments back.
     watched: whether rollouts come with the parameters that they were collected with.
 
     Raises:

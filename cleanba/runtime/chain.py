@@ -1,13 +1,13 @@
 """The chain of a run's digests: each is hashed together with the one before it, so none can be changed alone.
 
-A row of metrics.jsonl that has digests has `chain`, its link: the SHA-256 of a JSON object, its keys sorted and without
-spaces, of
+A row of metrics.jsonl that has digests also has `chain`, its link: the SHA-256 of a JSON object, with sorted keys and
+without spaces, of
 
     before                          the link before it; "" for the first
     update                          the row's
     params_digest, learner_digest   the row's
     experiment                      in the first link: the experiment of config.json
-    made_by                         where the row has it: what computed the digest, and those after it
+    made_by                         if the row has it: what computed its digest and those after it
 
 `made_by` stands in the first row, and in the first one after a resume on another machine or by another version.
 """
@@ -50,7 +50,7 @@ class Chain:
         self._said: Json | None = None  # the last row's `made_by`, or an earlier one's
 
     def go_on(self, state: Json) -> None:
-        """Go on from what `state` was when a checkpoint was taken; {} in one of a version without chains."""
+        """Continue from the `state` that a checkpoint kept; {} if an older version without chains wrote it."""
         if state:
             self._update, self._link, self._said = state["update"], state["link"], state["made_by"]
 
@@ -68,7 +68,7 @@ class Chain:
 
 
 class Linked(NamedTuple):
-    """A row of the log that has digests, as its chain vouches for it."""
+    """A row of the log that has digests, confirmed by the chain."""
 
     update: int
     params_digest: str
@@ -82,9 +82,9 @@ class Checked(NamedTuple):
     """A run's chain, checked."""
 
     rows: list[Linked]
-    """up to the first that does not hold"""
+    """those before the first whose link is wrong"""
     unlinked: list[int]
-    """updates before the first link with digests that have none, as an earlier version logged them"""
+    """updates before the first link whose digests have no link: an earlier version logged them"""
     broken: str
     """why the chain does not hold, as a sentence; "" if it does"""
 
@@ -119,6 +119,6 @@ def check(rows: Iterable[Json], experiment: Json) -> Checked:
 
 
 def _plain(values: Json) -> Json:
-    """The same as it is read back from a JSON file."""
+    """The values as they are read back from a JSON file."""
     plain: Json = json.loads(json.dumps(values))
     return plain

@@ -25,7 +25,7 @@ class Stop:
     def __call__(self, error: BaseException | None = None) -> None:
         """End the run: every wait at a channel raises `Closed`.
 
-        The first error is kept, and none that comes after a call without one: the run has ended well by then.
+        Only the first error is kept.  After a call without one no error is kept, as the run has ended well by then.
         """
         with self._lock:
             if not self._event.is_set():

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 COUNTERS = "counters"
 ARRAYS = "arrays"
-LATE_SECONDS = 60.0  # within which a shared file system shows what another process wrote
+LATE_SECONDS = 60.0  # how long a shared file system may take to show what another process wrote
 
 
 @contextlib.contextmanager
@@ -109,7 +109,7 @@ class Saved(NamedTuple, Generic[S, P]):
 
 
 class _Policy(NamedTuple):
-    """`Retention` as Orbax asks for it."""
+    """`Retention` in the form that Orbax expects."""
 
     retention: Retention
 
@@ -159,10 +159,10 @@ class Checkpoints:
         self._actors, self._fresh_after = actors, fresh_after
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[None] | None = None
-        self._newest: Future[None] | None = None  # the same, but kept
+        self._newest: Future[None] | None = None  # the same, but still set after `wait`
         self._closing = threading.Event()
         self._known: list[int] = []  # updates whose memory this process has read or written, in order
-        self.seconds = 0.0  # that the last checkpoint took to be written
+        self.seconds = 0.0  # how long the last checkpoint took to be written
         self._found: list[int] = []  # the updates that had checkpoints when `restore` was called
         self._folder.mkdir(parents=True, exist_ok=True)
         self._inode = self._folder.stat().st_ino
@@ -201,7 +201,7 @@ class Checkpoints:
         packs: for each shard, packs that may not be synced to disk yet.
 
         Raises:
-            Failure: the checkpoint before could not be written, or there is no place for this one.
+            Failure: the previous checkpoint could not be written, or the run's directory has gone.
         """
         self.make_ready()
         keep = [*self._kept(), update]
@@ -239,7 +239,7 @@ class Checkpoints:
         """Wait until everything that this process writes is on disk.  Call it before writing more.
 
         Raises:
-            Failure: the checkpoint before could not be written, or there is no place for another.
+            Failure: the previous checkpoint could not be written, or the run's directory has gone.
         """
         if not self._folder.is_dir():
             raise Failure(f"{self._folder.parent} has gone; bring it back, then give the same command again to go on")
@@ -253,7 +253,7 @@ class Checkpoints:
         return True
 
     def _commit(self, saved: Saved[Any, Any], digests: Sequence[str]) -> None:
-        """Write the learner's state, the last part: where it is, the checkpoint is whole."""
+        """Write the learner's state, the last part: once it is there, the checkpoint is whole."""
         with contextlib.suppress(FileNotFoundError), open(self.run_dir / METRICS, "rb+") as log:
             os.fsync(log.fileno())  # else a power failure may leave a checkpoint without its digests in the log
         arrays = {"state": saved.state, "older_params": saved.older_params}
@@ -278,7 +278,7 @@ class Checkpoints:
             self._guarded(writing.result)
 
     def wait_for_all(self, update: int, seconds: float) -> None:
-        """`wait`; then wait for the main process to write the last part, for at most so many seconds."""
+        """`wait`; then wait for the main process to write the last part, for at most this many seconds."""
         self.wait()
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and update not in updates_kept(self.run_dir):
@@ -316,7 +316,7 @@ class Checkpoints:
     def close(self, seconds: float | None = None) -> None:
         """Close the folder.  Errors that `wait` has not raised are dropped.
 
-        seconds: how long to wait for a checkpoint that is being written, as a disk may hang; None: until it is.
+        seconds: how long to wait for a checkpoint that is being written, as a disk may hang; None: as long as it takes.
         """
         self._closing.set()
         if seconds is not None and self._newest is not None and not wait_for([self._newest], seconds).done:
@@ -388,7 +388,7 @@ def orbax() -> ModuleType:
 
 
 def updates_to_read(run_dir: Path) -> list[int]:
-    """`updates_kept`, to read at once.  Importing Orbax takes seconds, in which a run may replace them."""
+    """`updates_kept`, for reading at once.  Orbax is imported first: in these seconds a run may replace checkpoints."""
     orbax()
     return updates_kept(run_dir)
 
@@ -467,7 +467,7 @@ def read_whole(
     """One checkpoint, with the memory of these shards and with these actors.  Nothing is locked or changed.
 
     like_memory: the shapes of one shard's memory; without leaves there is none to read.
-    actors: none of them where environments start afresh after this update.
+    actors: empty if environments start afresh after this update.
 
     Raises:
         Exception: whatever Orbax raises, and `ValueError`, if a part is damaged or missing.

@@ -16,7 +16,7 @@ SECONDS = 60.0  # between checkpoints, at least
 MOST_SECONDS = 3600.0  # and at most
 SHARE = 0.01  # of the run's time that checkpoints may take
 MEET_SECONDS = 2.0  # between the meetings of several processes
-MEET_UPDATES = 1024  # at most so many updates between meetings, as updates may become slower
+MEET_UPDATES = 1024  # updates between meetings, at most, as updates may become slower
 
 
 class Decision(NamedTuple):
@@ -46,9 +46,9 @@ class CheckpointSchedule:
         progress: Progress[Any],
         every: int = 0,
     ):
-        """`frequency` is in updates; 0 means never, None by time.  With `whole_epochs`, only ends of epochs count.
+        """`frequency` is in updates; 0 means never, None by time.  With `whole_epochs`, only at ends of epochs.
 
-        every: a checkpoint is taken at each multiple of so many updates, whatever `frequency` says; 0: none.
+        every: whatever `frequency` says, a checkpoint is taken at each multiple of this many updates; 0: at none.
         """
         self._every = every
         self._schedule, self._frequency, self._whole_epochs = schedule, frequency, whole_epochs
@@ -106,5 +106,5 @@ class CheckpointSchedule:
         return bool(rows[0, 1])
 
     def note_saved(self, seconds: float) -> None:
-        """A checkpoint was taken.  `seconds` went to it and to writing the one before."""
+        """A checkpoint was taken.  `seconds` were spent on it and on writing the one before."""
         self._next = time.perf_counter() + min(max(SECONDS, seconds / SHARE), MOST_SECONDS)

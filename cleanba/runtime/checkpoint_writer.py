@@ -1,4 +1,4 @@
-"""What is kept of a learner after an update: digests, which runs are compared by, and checkpoints."""
+"""What is kept of a learner after an update: digests, by which runs are compared, and checkpoints."""
 
 from collections.abc import Iterable
 from typing import Generic
@@ -35,7 +35,7 @@ class CheckpointWriter(Generic[S, M, P, C]):
         self._shards: dict[int, ShardSnapshot] = {}
         self._shard_digests: list[str] = []  # of all shards, in order
         self._seen: tuple[int, dict[str, str]] = (-1, {})
-        self._unlisted: dict[int, list[str]] = {}  # by shard: packs of snapshots that no checkpoint was made of
+        self._unlisted: dict[int, list[str]] = {}  # by shard: packs of snapshots that became no checkpoint
 
     def snapshot(self, update: int, state: S, memory: M) -> dict[str, str]:
         """Take the digests after an update: of the parameters that act, and of the whole state and memory.
@@ -96,10 +96,10 @@ class CheckpointWriter(Generic[S, M, P, C]):
         """Begin to write a checkpoint of the last `snapshot` and, if `with_actors`, of this process's actors.
 
         Raises:
-            Failure: the one before could not be written, or there is no place for this one.
+            Failure: the previous one could not be written, or the run's directory has gone.
         """
         assert self._checkpoints is not None and self._seen[0] == update
-        self._checkpoints.make_ready()  # before a record makes its folder, where the run's directory has gone
+        self._checkpoints.make_ready()  # fails if the run's directory has gone: a record would remake it
         try:
             actors = self._records.snapshots() if with_actors else {}
         except OSError as error:

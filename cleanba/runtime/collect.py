@@ -37,7 +37,7 @@ class Times:
 
     emulators: float = 0.0
     inference: float = 0.0  # copying observations to the device, the policy, and copying actions back
-    scan: float = 0.0  # both of these, where they run in one scan
+    scan: float = 0.0  # both of the above, if they run in one scan
     transfer: float = 0.0  # handing the rollout to the learner devices
     params_wait: float = 0.0  # waiting for parameters
     rollout: float = 0.0  # all of it
@@ -72,7 +72,7 @@ class FiniteCheck(NamedTuple):
     """the number of the actor's first environment"""
 
     def check(self, rollout: int, obs: Obs, raw_reward: np.ndarray, valid: np.ndarray) -> None:
-        """Obs [T+1, B, ...] on a device, raw_reward and valid [T, B] on the host, of the rollout of that number.
+        """Check a rollout by its number: obs [T+1, B, ...] on a device, raw_reward and valid [T, B] on the host.
 
         Raises:
             NotFinite: naming environment, step and field.
@@ -119,7 +119,7 @@ class Collector(Protocol[P_contra]):
         """Continue from a checkpoint, with fresh environments, which are brought back to where they were.
 
         who: the environments, as messages name them.
-        played: called with each number of recorded steps that were played.
+        played: called with the number of recorded steps, each time that some were played.
 
         Raises:
             Failure: the environments do not reproduce what was recorded.
@@ -365,7 +365,7 @@ class ScanState(NamedTuple):
     carry: PyTree
 
 
-SCAN_STEPS = 32  # at most so many steps per call into XLA, as a collector can be stopped only between calls
+SCAN_STEPS = 32  # steps per call into XLA, at most, as a collector can be stopped only between calls
 
 
 Scanned = tuple[Recording, RecordedOutcomes]
@@ -406,7 +406,7 @@ def make_scan(algorithm: Algorithm[S, M, P, C], num_steps: int, envs: Compilable
             return (state, write(buffers, t, recorded)), None
 
         (state, (recording, outcome)), _ = lax.scan(body, (state, buffers), t + jnp.arange(length))
-        # Row t + length is the observation after these steps.  A further call writes the same there again.
+        # Row t + length is the observation after these steps.  The next call, if any, writes the same row again.
         obs, first = write((recording.obs, recording.first), t + length, (state.obs, state.first))
         return state, (recording._replace(obs=obs, first=first), outcome)
 
@@ -486,7 +486,7 @@ class ScannedCollector(Generic[P, C]):
     """Policy, recurrent core and environments as one `lax.scan` under `jit`: EnvPool's through its XLA interface.
 
     A rollout takes a few calls into XLA, so that the end of the run is noticed in time: each has the largest number of
-    steps, `SCAN_STEPS` at most, that divides `num_steps` (a prime number of steps above that takes a call for each).
+    steps, `SCAN_STEPS` at most, that divides `num_steps` (where that is a larger prime, each step takes a call).
     The scan is compiled once.  Without our kernels for CPUs, the compiled code holds the address of EnvPool's pool.  We
     free the old pool first, so that the new one usually gets the same address; if not, the scan is compiled again.
     """

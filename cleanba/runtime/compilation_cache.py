@@ -23,7 +23,7 @@ def keep_compiled_programs() -> None:
     """Have JAX keep compiled programs on disk and look for them there.
 
     The user's own choice of a folder (JAX_COMPILATION_CACHE_DIR) or of none (JAX_ENABLE_COMPILATION_CACHE=false)
-    stands.  Where no folder can be written, nothing is cached, and that is said once.  Call it after
+    stands.  Where no folder can be written, nothing is cached, and a warning says so once.  Call it after
     `make_deterministic`, whose flags are part of the folder's name, and before anything is compiled.
     """
     chosen = jax.config.values

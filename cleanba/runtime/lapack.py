@@ -1,8 +1,8 @@
 """One thread for OpenBLAS, so that initial weights and environments do not depend on the number of cores.
 
-Orthogonal initial weights come from a QR factorisation.  On CPUs JAX has LAPACK's, from the OpenBLAS that SciPy brings,
-and for 200 rows and columns or more, its rounding differs between one thread and several.  So does NumPy's, which
-environments in Python may use; their worker processes have one thread, too.
+Orthogonal initial weights come from a QR factorisation.  On CPUs JAX calls LAPACK's, from the OpenBLAS that SciPy
+brings.  For 200 rows and columns or more, its rounding differs between one thread and several.  The same holds for
+NumPy's OpenBLAS, which environments in Python may use; their worker processes have one thread, too.
 """
 
 import ctypes

@@ -159,7 +159,7 @@ def in_notebook() -> bool:
 
 
 class Terminal(Console):
-    """A console that raises `BrokenPipeError` where nobody reads what is printed; Rich's own ends the process."""
+    """A console that raises `BrokenPipeError` if its pipe has no reader; Rich's own ends the process."""
 
     def on_broken_pipe(self) -> None:
         """Called by Rich."""
@@ -169,14 +169,14 @@ class Terminal(Console):
 class Display:
     """Shows progress: a live panel in a terminal, one line in a notebook, elsewhere a plain line every few seconds.
 
-    If not `enabled`, it shows nothing, except warnings on standard error if it `warns`.  When what it prints
-    cannot be written, since nobody reads the pipe any more or a disk is full, it shows nothing from then on, and asks
-    the process to end by SIGTERM: with a checkpoint, once the run hears signals.
+    If not `enabled`, it shows nothing, except warnings on standard error if it `warns`.  If its output cannot be
+    written, since the pipe has no reader any more or the disk is full, it shows nothing from then on, and sends SIGTERM
+    to its own process once that handles signals, so that the run ends with a checkpoint.
     """
 
     def __init__(self, status: Status, enabled: bool = True, console: Console | None = None, warns: bool = False):
         self._status = status
-        self._console = console or Terminal(file=sys.stdout, markup=False, emoji=False)  # names may look like either
+        self._console = console or Terminal(file=sys.stdout, markup=False, emoji=False)  # names may hold [x] or :x:
         self._lost = False  # what was printed could not be written
         self._enabled = enabled
         self._warns = warns and not enabled
@@ -202,10 +202,10 @@ class Display:
                 self._lose(error)
 
     def _lose(self, error: OSError) -> None:
-        """Print no more: what could not be written is dropped, and so is what follows."""
+        """Stop printing: what could not be written is dropped, and so is what follows."""
         self._enabled, self._lost = False, True
         with contextlib.suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what others print, and for the end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for others' output, and the final flush
         leave_closed_terminal()
         print(f"cleanba: output cannot be written ({error.strerror}), so the run ends", file=sys.stderr)
 
@@ -222,7 +222,7 @@ class Display:
         if s.phase != self._last_phase or now - self._last_line >= PLAIN_LINE_SECONDS:
             self._last_phase, self._last_line = s.phase, now
             words = plain_line(s)
-            if words != self._last_words:  # the last line is often the last state already
+            if words != self._last_words:  # the last line printed often shows this state already
                 self._last_words = words
                 self.say(words)
 

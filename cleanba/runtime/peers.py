@@ -21,9 +21,9 @@ from cleanba.files import Json
 from cleanba.waited import Waited
 
 PING_SECONDS = 1.0
-JOIN_SECONDS = 30.0  # to connect in the beginning
+JOIN_SECONDS = 30.0  # to connect at the start
 GREETING_SECONDS = 5.0  # for a new connection to identify itself
-LEAVE_SECONDS = 10.0  # that process 0 waits for the others to end after a failure
+LEAVE_SECONDS = 10.0  # how long process 0 waits for the others to end after a failure
 KEY = "cleanba/peers"  # of process 0's port in JAX's key-value store
 
 
@@ -33,7 +33,7 @@ class Peers:
     def __init__(self, timeout: float) -> None:
         """All processes must call this, after `jax.distributed.initialize` and before anything collective.
 
-        `timeout` is in seconds: a process that says nothing for so long is taken for dead.
+        `timeout` is in seconds: a process that is silent for longer is taken for dead.
         `on_lost` is called once, in another thread, after the loss has been printed; until it is set, the process
         ends at once.
 
@@ -106,7 +106,7 @@ class Peers:
         with self._lock:
             for peer, link in self._links.items():
                 if peer != but:
-                    with contextlib.suppress(OSError):  # whoever listens there will notice
+                    with contextlib.suppress(OSError):  # the thread that listens to it will notice
                         link.sendall(line)
 
     def _messages(self, peer: int) -> Iterator[Json]:
@@ -176,7 +176,7 @@ class Peers:
         self._say(message | {"signal": getattr(error, "signum", None)})
 
     def explain(self, error: BaseException, seconds: float = 3.0) -> BaseException:
-        """The loss of a peer that caused this error, if one becomes known within so many seconds; else the error."""
+        """The loss of a peer that caused this error, if one becomes known within `seconds`; else the error."""
         if self._count > 1:
             deadline = time.monotonic() + seconds
             while not self._lost.wait(0.05) and time.monotonic() < deadline:

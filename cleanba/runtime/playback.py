@@ -85,7 +85,7 @@ def play_back(
 
     num_steps: the length of a rollout.
     who: the environments, as messages name them.
-    played: called with each number of steps that were played.
+    played: called with the number of steps, each time that some were played.
 
     Raises:
         Failure: rewards, ends of episodes or the last observations differ from those recorded.

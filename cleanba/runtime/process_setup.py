@@ -152,7 +152,7 @@ def pin_settings() -> None:
 def settings_of(dtype: str) -> Iterator[None]:
     """Within the context JAX multiplies with the precision of --dtype, and draws random numbers as in training.
 
-    This is so in this thread alone, but for JAX_RANDOM_SEED_OFFSET, which JAX has for the whole process.
+    This holds in this thread alone, except for JAX_RANDOM_SEED_OFFSET, which JAX has once per process.
     """
     offset = jax.config.values["jax_random_seed_offset"]
     if offset:

@@ -18,7 +18,7 @@ from cleanba.config import Placement, require
 from cleanba.errors import Failure, said
 from cleanba.waited import in_a_thread
 
-SUSPENDED_SECONDS = 7 * 24 * 3600  # for which a job of several processes may be stopped as a whole
+SUSPENDED_SECONDS = 7 * 24 * 3600  # how long a job of several processes may be suspended as a whole
 
 
 def initialise(p: Placement) -> None:

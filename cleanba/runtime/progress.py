@@ -1,4 +1,4 @@
-"""What the learner thread leaves for the main thread, which supervises it."""
+"""What the learner thread reports to the main thread, which supervises it."""
 
 from dataclasses import dataclass, field
 from typing import Generic
@@ -21,11 +21,11 @@ class Progress(Generic[S]):
     lag: int | None = None
     sps: float | None = None
     saved_update: int = 0  # the update of the last checkpoint, even if that is still being written
-    seconds_before: float = 0.0  # that earlier starts of the run took
+    seconds_before: float = 0.0  # how long earlier starts of the run took
     update_seconds: float | None = None  # mean time of an update; None before the second
     interrupt: Interrupted | None = None  # the signal after which the run ends with a checkpoint
     failure: BaseException | None = None  # the error of an actor after which the run ends with a checkpoint
-    reached: bool = False  # the target return, at a log point
+    reached: bool = False  # whether the target return was reached, at a log point
     complete: bool = False  # all updates are made; at most the last checkpoint is still being written
     learner_ended: bool = False
 

@@ -31,7 +31,7 @@ from cleanba.rollout import Obs, PyTree
 from cleanba.specs import ActionSpec
 
 FOLDER = "actors"
-CHUNK_BYTES = 4 << 20  # actions are written when there are so many
+CHUNK_BYTES = 4 << 20  # actions are written to disk once there are this many bytes of them
 MAGIC = b"cleanba standing 1\n"
 
 
@@ -189,7 +189,7 @@ class Record:
             self._sha = sha256()
             self._files.append([name, 0, ""])
         rest = memoryview(data)
-        while rest:  # a disk that fills up takes a part, and reports an error only at the next attempt
+        while rest:  # a disk that fills up writes a part, and reports an error only at the next attempt
             rest = rest[self._file.write(rest) :]
         self._sha.update(data)
         self._files[-1][1:] = [self._files[-1][1] + len(data), self._sha.hexdigest()]

@@ -14,7 +14,7 @@ from cleanba.runtime.actor import ActorRollout
 from cleanba.runtime.collect import Times
 from cleanba.runtime.processes import gather_over_processes
 
-EPISODES_SHOWN = 100  # returns and lengths are means over the last so many episodes
+EPISODES_SHOWN = 100  # how many of the last episodes the mean returns and lengths are taken over
 
 
 class NewCounts(NamedTuple):
@@ -101,12 +101,12 @@ class Statistics:
         }
 
     def told(self, e: Episode) -> tuple[float, ...]:
-        """The episode's numbers of `infos`; NaN for those of an episode from before they were asked for."""
+        """The episode's numbers of `infos`; all NaN if it ended in an earlier start of the run, with other `infos`."""
         return e.infos if len(e.infos) == len(self.infos) else (math.nan,) * len(self.infos)
 
     @classmethod
     def from_counters(cls, counters: Json, process: int, processes: int, infos: tuple[str, ...] = ()) -> "Statistics":
-        """The inverse, for one of `processes`.  If there were others before, the first process gets all new counts."""
+        """The inverse, for one of `processes`.  If their number has changed, the first process gets all new counts."""
         kept = counters.get("infos", []) == list(infos)
 
         def episode(ret: float, length: int, told: list[float | None]) -> Episode:
@@ -141,7 +141,7 @@ class Statistics:
 
     @property
     def mean_infos(self) -> dict[str, float]:
-        """Of each of `infos` that any of the last episodes told: its mean over those that did."""
+        """For each of `infos` that any of the last episodes has: its mean over those that have it."""
         columns = zip(self.infos, np.array([self.told(e) for e in self.recent]).T, strict=False)
         return {name: float(np.nanmean(told)) for name, told in columns if not np.isnan(told).all()}
 

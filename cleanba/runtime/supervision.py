@@ -86,19 +86,19 @@ def end_by_signal(
     """End the run after the current update, with a checkpoint; at once if no checkpoint can be taken.
 
     After the grace period the run ends without one.  Further signals are ignored: a cluster signals every process, and
-    a process may learn of it from another one first.
+    a process may first learn of the signal from another process.
 
     next_end: given where checkpoints are possible only at ends of epochs: update -> the next update that ends one.
         SIGUSR1, a cluster's warning, then waits for such an update within the grace period; other signals do not.
-    alone: whether the run has one process.  Several save no update that is over already: others may be in the next one.
+    alone: whether the run has one process.  Several do not save an update that is over: others may be in the next one.
     """
-    if progress.interrupt is not None or progress.failure is not None:  # an error that came first is what is reported
+    if progress.interrupt is not None or progress.failure is not None:  # an earlier error is what is reported
         return
     error, words = Interrupted(signum), ""
     if can_save and grace_period > 0 and next_end is None:
         words = f"{error}: ending after this update, with a checkpoint"
     elif can_save and next_end is not None and signum == signal.SIGUSR1:
-        # The last update may end an epoch, and its checkpoint follow.  Once the next one has begun, it is too late.
+        # If the last update ended an epoch, its checkpoint can still be taken, until the next update begins.
         can_be_saved = alone and progress.state is not None
         end = next_end(max(progress.saved_update, progress.update - can_be_saved))
         seconds = progress.seconds_until(end)
@@ -161,7 +161,7 @@ class Watchdog:
     waited: Waited = field(default_factory=Waited)
 
     def check(self, count: int, phase: str, channels: Sequence[Channel[Any]] = ()) -> None:
-        """Call this every now and then with the count and the phase of the run.  Compiling may take any time.
+        """Call this every now and then with the count and the phase of the run.  Time spent compiling does not count.
 
         Raises:
             Failure: the run stalls.  The threads' stacks have been printed to stderr.
@@ -199,7 +199,7 @@ def time_limit(seconds: float) -> Iterator[None]:
                 print(stacks([]), file=sys.stderr)
                 raise _TooLate
             return
-        if callable(other):  # an alarm of somebody else's
+        if callable(other):  # another handler's alarm
             other(signum, None)
 
     def watch() -> None:

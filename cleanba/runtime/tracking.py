@@ -1,7 +1,7 @@
 """Weights & Biases: one run there for each run directory, however often it is interrupted, with each row once.
 
-Evaluations are rows without a step of their own, drawn over `eval/global_step`; one that a resumed run plays again is
-sent again, and is the same.
+Evaluations are rows without a step of their own, drawn over `eval/global_step`.  An evaluation that a resumed run
+repeats is sent again, with the same values.
 
 W&B cannot take rows back (its rewinding is a private preview, and does not exist offline).  This is not needed, as
 a resumed run repeats its rows exactly.  Online, rows that W&B has already are not sent again.

@@ -163,7 +163,7 @@ class Saver(Generic[S, M, P, C]):
     progress: Progress[S]
 
     def save(self, update: int, state: S, memory: M, finished: bool = False) -> None:
-        """Save the state after this update, and the parameters before it, with which concurrent actors go on.
+        """Save the state after this update, and the parameters before it, with which concurrent actors continue.
 
         finished: whether the run ends here, as the target return was reached.
         """
@@ -279,7 +279,7 @@ def learn(
         status.phase = "training"
     if training.ended is not None:
         training.ended(newest, writer.actors())
-    stop()  # actors that collect a rollout which is not learned from, as the target return was reached
+    stop()  # for actors still collecting a rollout, which is not learned from: the target return was reached
 
 
 class RunOutcome(NamedTuple, Generic[S]):
@@ -291,7 +291,7 @@ class RunOutcome(NamedTuple, Generic[S]):
     """the learner's last state, or None if it was lost"""
     error: BaseException | None
     stuck: bool
-    """a thread is still inside a long computation, so the process must leave by os._exit"""
+    """a thread is still inside a long computation, so the process must end by os._exit"""
     interrupt: Interrupted | None = None
     """a signal that came when all updates were made, so that only evaluating and filming the last version is left"""
 
@@ -325,7 +325,7 @@ def run_training(
         except Closed:
             raise
         except BaseException as error:
-            if progress.complete:  # it collected a rollout that nothing is learned from
+            if progress.complete:  # the rollout that it collected is not learned from
                 return
             # Among several processes the others may be in the next update already, whose state this process lacks.
             can_save = training.checkpoints is not None and training.repeatable and training.devices.num_processes == 1
@@ -472,7 +472,7 @@ def start(bodies: Iterable[tuple[str, Callable[[], None]]], stop: Stop, peers: P
             body()
         except Closed:
             pass
-        except BaseException as error:  # whatever it was, the others must hear of it
+        except BaseException as error:  # whatever it was, the other threads and processes must end, too
             stop(peers.explain(error) if peers else error)
 
     threads = [threading.Thread(target=guarded, args=(body,), name=name, daemon=True) for name, body in bodies]
@@ -529,7 +529,7 @@ def describe_result(
     if (state := progress.state) is not None:
         try:
             result |= checkpoint_writer.digests(progress.update, state)
-        except RuntimeError as lost:  # the end did not wait for a learner that stood still, and then went on
+        except RuntimeError as lost:  # the learner hung, so the end did not wait for it, but it has gone on since
             if "deleted" not in str(lost):
                 raise
     return result if error is None else result | ended_by(error)

@@ -44,7 +44,7 @@ class Training(Generic[S, M, P, C]):
     checkpoint_frequency: int | None = None
     """updates between checkpoints; 0: none but the last; None: by time"""
     checkpoint_every: int = 0
-    """a checkpoint is taken at each multiple of so many updates in any case; 0: none"""
+    """in any case, a checkpoint is taken at each multiple of this many updates; 0: at none"""
     chain: Chain | None = None
     """what links the digests in the log; None: they are not linked"""
     repeatable: bool = True
@@ -69,7 +69,7 @@ class Training(Generic[S, M, P, C]):
     besides the learner: the parameters that a concurrent actor collects the next rollout with, and this process's
     actors by number"""
     actors_in: Path | None = None
-    """where actors are recorded if no checkpoints are taken; None: they are not"""
+    """where actors are recorded if no checkpoints are taken; None: nowhere"""
     watch: Callable[[WatchedUpdate[S, M, P, C]], None] | None = None
     """called after each update with all that went into it and came out, while the next one waits"""
 

@@ -65,9 +65,9 @@ class TrainingLog:
         chain: Chain | None = None,
         target_return: float | None = None,
     ):
-        """`first_to_learn` is the first update with gradient steps; earlier ones are no guide to the remaining time.
+        """`first_to_learn` is the first update with gradient steps; earlier ones say nothing about the remaining time.
 
-        chain: links the digests that are logged, as those of a checkpoint that the run continues from are already.
+        chain: links the digests that are logged, but for those of the resumed checkpoint, which are linked already.
         target_return: at a log point whose mean return is at least this, `progress.reached` becomes true.
         """
         self._chain, self._linked = chain, progress.saved_update
@@ -75,7 +75,7 @@ class TrainingLog:
         self._first_to_learn, self._last_update = (
             first_to_learn,
             schedule.first - 1,
-        )  # the latter: of the last log point
+        )  # the latter: the update of the last log point
         self._progress, self._write_log_point = progress, write_log_point
         self._began = time.perf_counter() - progress.seconds_before
         self._unchecked: tuple[int, Metrics] = (0, {})
@@ -143,7 +143,7 @@ class TrainingLog:
         return update == 1 or update % self._log_frequency == 0 or self._schedule.logs_digests(update)
 
     def _compares(self, update: int) -> bool:
-        """Whether the return is compared with the target: at no log point that only a checkpoint makes one."""
+        """Whether the return is compared with the target: not at log points that exist only because of a checkpoint."""
         return update == 1 or update % self._log_frequency == 0
 
     def write(self, update: int, metrics: Metrics, digests: dict[str, str]) -> None:
@@ -156,7 +156,7 @@ class TrainingLog:
         recent = (statistics.global_step - self._steps_at_last_log) / interval
         if update > self._schedule.first:
             progress.sps = (statistics.global_step - self._timed_steps) / (now - self._timed_from)
-        elif self._schedule.first == self._schedule.last:  # the first update is all there is to go by
+        elif self._schedule.first == self._schedule.last:  # the first update is the only one to estimate from
             progress.sps = recent
         self._last_log, self._steps_at_last_log = now, statistics.global_step
         if update > self._schedule.first and self._last_update >= self._first_to_learn - 1:

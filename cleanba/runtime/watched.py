@@ -20,7 +20,7 @@ Named = dict[str, np.ndarray]
 
 
 class Prints(NamedTuple):
-    """Fingerprints of all that one update has to do with, [..., L, 2] uint32 for L arrays.  Equal ones: equal bits."""
+    """Fingerprints of an update's inputs and results, [..., L, 2] uint32 for L arrays.  Equal ones: equal bits."""
 
     state_before: np.ndarray  # [D, L, 2]: on each learner device
     memory_before: np.ndarray  # [K, L, 2]: of each shard

@@ -86,7 +86,7 @@ def no_priorities(places: int) -> Priorities:
 
 
 def random_words(key: jax.Array, batch: int) -> jax.Array:
-    """What `batch` draws need of randomness, whatever the priorities.  [TRIES, 2, N] uint32."""
+    """The random words that `batch` draws need, whatever the priorities.  [TRIES, 2, N] uint32."""
     return jax.random.bits(key, (TRIES, 2, batch), jnp.uint32)
 
 
@@ -178,7 +178,7 @@ def _pick(x: jax.Array, index: jax.Array) -> jax.Array:
 def replace(
     p: Priorities, i: jax.Array, place: jax.Array, old: jax.Array, new: jax.Array, changes: jax.Array
 ) -> Priorities:
-    """Give places of this device's i-th shard other priorities, in units, where `changes`: `new` for `old`.
+    """Change priorities, in units, of places of this device's i-th shard from `old` to `new`, where `changes`.
 
     place [M] int32, old, new [M] uint32, changes [M] bool.  Places that change must all be different.
     """

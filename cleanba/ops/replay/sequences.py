@@ -9,10 +9,10 @@ rollouts of 40 steps and sequences of 120, each step lies in three sequences:
                            |------------------ L ------------------|
 
 The steps lie in a ring (`ring.py`), so frames are stored once however many sequences they are part of.  Of each
-sequence there are only the recurrent state before its first observation, which came with the rollout, and its priority.
+sequence only its priority is stored, and the recurrent state before its first observation, which came with the rollout.
 
 A sequence may hold the ends of episodes and the beginnings of others.  `first` says where the recurrent state is to be
-cleared, `valid` which steps were executed, and `stops` which steps nothing follows in the same episode.
+cleared, `valid` which steps were executed, and `stops` after which steps the episode does not go on.
 """
 
 from typing import NamedTuple
