@@ -84,7 +84,7 @@ clean: ## remove .venv and every cache; runs/ stays
 	$(call install,.venv-lock,-r requirements/lock.txt)
 	@rm .venv-lock/.unfinished && touch $@
 
-# create FOLDER: a working virtual environment, marked unfinished. One that is left unfinished, or does not work, is made anew.
+# create FOLDER: a working virtual environment, marked unfinished. One left unfinished, or not working, is made anew.
 define create
 @set -e; \
 if [ -e $(1)/.unfinished ] || ! $(1)/bin/python -c 'import pip; $(FITS)' >/dev/null 2>&1; then \
