@@ -6,12 +6,12 @@
 .PHONY: help train pong test bench verify docs docs-serve lint lock clean
 MAKEFLAGS += --no-print-directory
 
-# Small enough for a laptop without a GPU; `make train ARGS="--seed 2"` adds to them, ARGS winning.
+# Small enough for a laptop without a GPU. `make train ARGS="--seed 2"` adds flags, which override these.
 TRAIN_FLAGS ?= --num-envs 32 --num-steps 64 --network nature --learning-rate 5e-4 --log-frequency 1 --env-epoch 12
 ARGS ?=
 PORT ?= 8000
 
-# The first that fits is taken; `make train PYTHON=/path/to/python3.12` names one.
+# The first one of a supported version is used; `make train PYTHON=/path/to/python3.12` names one.
 PYTHON ?= python3.13 python3.12 python3.11 python3
 FITS := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))
 
@@ -84,7 +84,7 @@ clean: ## remove .venv and every cache; runs/ stays
 	$(call install,.venv-lock,-r requirements/lock.txt)
 	@rm .venv-lock/.unfinished && touch $@
 
-# create FOLDER: a sound virtual environment, marked unfinished. One that was left unfinished, or cannot run, is made anew.
+# create FOLDER: a working virtual environment, marked unfinished. One left unfinished, or not working, is made anew.
 define create
 @set -e; \
 if [ -e $(1)/.unfinished ] || ! $(1)/bin/python -c 'import pip; $(FITS)' >/dev/null 2>&1; then \
@@ -107,21 +107,21 @@ fi; \
 touch $(1)/.unfinished
 endef
 
-# install FOLDER,WHAT: pip. One that fails, for want of a network say, leaves the folder as good as it was; one that is
-# interrupted may leave half a package, so the mark stays.
+# install FOLDER,WHAT: by pip. If pip fails, for example without a network, the folder is as good as before; if it is
+# interrupted, it may leave half a package, so the mark stays.
 define install
 @trap 'exit 130' HUP INT TERM; \
 $(1)/bin/python -m pip -qq --disable-pip-version-check install $(2) || \
 { status=$$?; [ $$status -gt 128 ] || rm -f $(1)/.unfinished; exit $$status; }
 endef
 
-# Poetry looks where pip looks, mirrors included; the lock does not say where. Installing is left to pip.
+# Poetry uses the same package index as pip, mirrors included; the lock file does not name it. Only pip installs.
 POETRY = POETRY_VIRTUALENVS_CREATE=false \
 	POETRY_PYPI_MIRROR_URL="$${POETRY_PYPI_MIRROR_URL:-$$(.venv-lock/bin/python -c '$(INDEX)')}" \
 	.venv-lock/bin/python -m poetry --no-interaction
 INDEX := from pip._internal.commands import create_command as c; print(c("install").parse_args([])[0].index_url)
 
-# export NAME,GROUPS: write requirements/NAME.txt; left untouched where nothing changed, so that nothing is installed again.
+# export NAME,GROUPS: write requirements/NAME.txt, unless it would not change: a new file would be installed again.
 define export
 @echo "Exporting requirements/$(1).txt"
 @{ echo "# Made by 'make lock' from poetry.lock."; \

@@ -5,16 +5,16 @@
     python benchmarks/aot.py              # one to three minutes a program; results/aot_h200.json and .md after each
     python benchmarks/aot.py --only ppo-resnet --devices 1 8      # the names are those of the first column
 
-With `--only` the rows of other programs stay as they were; each row names its commit.
+With `--only` the rows of other programs stay unchanged; each row names its commit.
 
 The packages take 550 MB; install them into a virtual environment of their own, so that other runs do not use them.
 With the flags of --deterministic it compiles, for Atari,
 
 * each algorithm's update, step of acting and scanned rollout at its defaults, but in one shard;
 * PPO's and IMPALA's updates in the default number of shards;
-* all updates in eight shards on 1, 2 and 8 devices, and compares their branches for a shard.
+* all updates in eight shards on 1, 2 and 8 devices, and compares the branches that compute a shard.
 
-Memory and instructions are those that would run.  Autotuning needs a device, so no kernel is chosen or timed.
+Memory and instructions are those that would run on H200s.  Autotuning needs a device, so no kernel is chosen or timed.
 """
 
 import collections
@@ -41,7 +41,7 @@ from cleanba.runtime.devices import MESH_AXIS, Devices
 from cleanba.runtime.process_setup import make_deterministic, set_precision
 
 SHARDED = {"num_envs": 128, "num_shards": 8}  # eight shards of 16 environments, for any number of devices
-BY_DEFAULT: dict[str, Any] = {"num_actors": None, "num_shards": None}  # what a user gets who types neither
+BY_DEFAULT: dict[str, Any] = {"num_actors": None, "num_shards": None}  # what a user gets without these flags
 ACTOR_CRITICS = ("ppo", "impala")
 
 
@@ -50,13 +50,13 @@ class Args:
     """What is compiled."""
 
     only: tuple[str, ...] = ()
-    """beginnings of the names of programs (default: all)"""
+    """only programs whose names begin with one of these (default: all)"""
     variants: tuple[str, ...] = tuple(programs.VARIANTS)
     """networks and formats"""
     devices: tuple[int, ...] = (1, 2, 8)
-    """numbers of devices that eight shards are laid on"""
+    """numbers of devices to distribute eight shards over"""
     text: Path | None = None
-    """folder to leave the compiled programs' text in"""
+    """folder for the text of the compiled programs"""
 
 
 # ------------------------------------------------------------------------------------------------ reading a program
@@ -66,7 +66,7 @@ CALLED = re.compile(
     r"(calls|body|to_apply|branch_computations|true_computation|false_computation)=\{?([^},]*(?:, %[^},]*)*)"
 )
 SHAPE = re.compile(r"\[(\d[\d,]*)\]")
-# What is no kernel of its own, and what only moves data.
+# Instructions that are not kernels of their own, and instructions that only move data.
 NO_WORK = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call"}
 NO_WORK |= {"partition-id", "replica-id", "after-all", "opt-barrier", "add-dependency"}
 MOVES = {"copy", "transpose", "reshape", "bitcast", "slice", "dynamic-slice", "dynamic-update-slice", "concatenate"}
@@ -105,7 +105,7 @@ def computations(hlo: str) -> dict[str, list[Instruction]]:
 def executed(
     all_of: dict[str, list[Instruction]], name: str = "ENTRY", times: int = 1
 ) -> Iterator[tuple[Instruction, int]]:
-    """The instructions that run, each with how often: loops unrolled, of a conditional the branch with most work."""
+    """The instructions that run, and how often: each iteration of a loop, and a conditional's branch with most work."""
     for instruction in all_of[name]:
         yield instruction, times
         if instruction.opcode == "while":
@@ -130,7 +130,7 @@ def summary(hlo: str) -> dict[str, Any]:
     calls: collections.Counter[str] = collections.Counter()
 
     def elements(shape: str) -> int:
-        """Of the first array of a shape."""
+        """The number of elements of the first array in a shape."""
         sizes = re.search(r"\[([\d,]*)\]", shape)
         return math.prod(int(n) for n in sizes[1].split(",") if n) if sizes else 0
 
@@ -154,7 +154,7 @@ def summary(hlo: str) -> dict[str, Any]:
     open_loops = [i for i, _ in executed(all_of) if i.opcode == "while" and "known_trip_count" not in i.line]
     return {
         "launches": launches,
-        "loops_counted_once": len(open_loops),  # as nobody knows how long they are
+        "loops_counted_once": len(open_loops),  # their number of iterations is unknown
         "conditionals": conditionals,
         "sorts": by_size(sorts),
         "scatters": by_size(scatters),
@@ -170,7 +170,7 @@ class Branch(NamedTuple):
     """What is computed for a shard, without the names of its values."""
 
     whole: str  # a digest of all its instructions, layouts and fusions included
-    arithmetic: str  # of those that compute: library calls and products whole, others by size, without layouts
+    arithmetic: str  # of those that compute: library calls and products in full, others by size, without layouts
     instructions: int
 
 
@@ -184,11 +184,11 @@ def branches(hlo: str) -> list[Branch]:
         return re.sub(r"%[\w.\-]+", "%", re.sub(r"^(ROOT )?%?[\w.\-]+ = ", "", line))
 
     def elements(shape: re.Match[str]) -> str:
-        """One array may be seen in several shapes."""
+        """The number of elements in place of a shape, as one array may be read in several shapes."""
         return f"[{math.prod(int(n) for n in shape[1].split(','))}]"
 
     def arithmetic(instruction: Instruction) -> str:
-        """A library may choose another kernel for another layout; what XLA writes itself adds in the same order."""
+        """An instruction without its layout, which changes no sum.  A library may choose its kernel by the layout."""
         if instruction.opcode in ("custom-call", "convolution", "dot"):
             return plain(instruction)
         return re.sub(r"\{[\d,]*\}", "", SHAPE.sub(elements, plain(instruction)))
@@ -215,7 +215,7 @@ def branches(hlo: str) -> list[Branch]:
 
 
 def compare(of_programs: dict[str, list[Branch]]) -> list[dict[str, Any]]:
-    """How many of the first program's branches the others have, whole or but for data that is moved otherwise."""
+    """How many of the first program's branches the others have too, exactly or apart from how they move data."""
     names = list(of_programs)
     rows = []
     for other in names[1:]:
@@ -237,7 +237,7 @@ def compare(of_programs: dict[str, list[Branch]]) -> list[dict[str, Any]]:
 
 
 def h200(count: int) -> Devices:
-    """So many H200s of one host, to compile for: the first acts, all learn."""
+    """This many H200s of one host, to compile for: the first acts, all learn."""
     from jax.experimental import topologies
 
     figures = (Path(__file__).parent / "h200.txtpb").read_text()
@@ -269,7 +269,7 @@ def cases(args: Args) -> Iterator[tuple[str, str, dict[str, Any], int, Callable[
 
 
 def table(rows: dict[str, dict[str, Any]], compared: list[dict[str, Any]]) -> str:
-    """The results in a page."""
+    """The results on one page."""
     columns = ("launches", "conditionals", "temporary_gib", "arguments_gib")
     lines = [
         f"| program | {' | '.join(columns).replace('_gib', ', GiB').replace('_', ' ')} | sorts | scatters | library |",

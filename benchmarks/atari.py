@@ -1,11 +1,11 @@
-"""Atari by CleanRL's rules for ten million steps, beside the returns that CleanRL and Baselines publish.
+"""Atari by CleanRL's rules for ten million steps, compared with the returns that CleanRL and Baselines publish.
 
     python benchmarks/atari.py --studies ppo --env-ids Breakout-v5 --seeds 1   # 2.3 hours on two cores of Zen 5
     python benchmarks/atari.py --studies pqn-gpu --seeds 1                     # two hours a game on two cores of Zen 5
-    python benchmarks/atari.py --seeds                                         # nothing: table and figures so far
+    python benchmarks/atari.py --seeds                                         # no training: table and figures so far
 
-Interrupted, it goes on where it was: its runs and their checkpoints lie in runs/atari_10m (--runs).  Each run is
-evaluated over 30 whole games at its end, and the first of them is filmed.  Curves are kept in
+After an interruption, the same command goes on: runs and their checkpoints lie in runs/atari_10m (--runs).  At its end
+each run is evaluated over 30 complete games, and the first of them is filmed.  Curves are kept in
 benchmarks/results/curves_atari_10m.jsonl and drawn to static/atari_10m_<study>.png (studies.py).
 """
 

@@ -1,7 +1,7 @@
 """`make bench`: what can be measured on CPUs in less than 15 minutes, as one table and as JSON.
 
-Each part is a benchmark of its own, which also writes its own results; this table has the main ratios.  A part that
-does not end in time is listed as missing.  With PyTorch installed, the comparisons with it are made, too.
+Each part is a separate benchmark, which also writes its own results; this table has the main ratios.  A part that
+does not end in time is listed as missing.  If PyTorch is installed, comparisons with it are included.
 """
 
 import json
@@ -37,7 +37,7 @@ class Part(NamedTuple):
 
 
 def of_startup(found: dict[str, Any]) -> list[Row]:
-    """Second starts beside first ones."""
+    """Second starts compared with first ones."""
     rows = []
     for name in ("MLP", "ResNet"):
         first, second = found[name]["first"]["seconds"], found[name]["second"]["seconds"]["median"]
@@ -49,7 +49,7 @@ def of_startup(found: dict[str, Any]) -> list[Row]:
 
 
 def of_throughput(what: str) -> Callable[[dict[str, Any]], list[Row]]:
-    """A whole training beside EnvPool alone."""
+    """A whole training compared with EnvPool alone."""
 
     def rows(found: dict[str, Any]) -> list[Row]:
         speed = {name: samples["median"] for name, samples in found["steps_per_second"].items()}
@@ -63,7 +63,7 @@ PEERS = {"pytorch": "PyTorch", "pytorch-last": "PyTorch, channels last", "xla": 
 
 
 def of_networks(found: dict[str, Any]) -> list[Row]:
-    """Forward and backward, beside what else took part."""
+    """Forward and backward passes compared with the other forms that took part."""
     rows = []
     for row in found["rows"]:
         speed = {form: samples["median"] for form, samples in row["images_per_second"].items()}
@@ -77,7 +77,7 @@ def of_networks(found: dict[str, Any]) -> list[Row]:
 
 
 def of_peers(found: dict[str, Any]) -> list[Row]:
-    """Whole trainings beside PyTorch loops."""
+    """Whole trainings compared with PyTorch loops."""
     words = {"breakout": "PPO on Breakout, Nature CNN, 32 x 64", "halfcheetah": "PPO on HalfCheetah"}
     words["breakout-last"] = f"{words['breakout']}, beside channels last"
     rows = []
@@ -89,7 +89,7 @@ def of_peers(found: dict[str, Any]) -> list[Row]:
 
 SMALL = "--network mlp --hiddens 64 64 --num-envs 64 --num-steps 64 --collector scanned --seconds 2"
 TORCH = find_spec("torch")
-BESIDE = "pytorch pytorch-last" if TORCH else "xla"  # whose turn takes 20 seconds, all others' one
+BESIDE = "pytorch pytorch-last" if TORCH else "xla"  # XLA's turn takes 20 seconds, each other's one
 PARTS = [
     Part("startup.py", "startup_cpu", of_startup),
     *(
@@ -108,7 +108,7 @@ class Args:
     """Flags of the benchmark."""
 
     minutes: float = 15.0
-    """after which what is left is said to be missing"""
+    """time limit; parts that have not ended by then are listed as missing"""
 
 
 def main(args: Args) -> None:

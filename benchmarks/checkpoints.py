@@ -1,4 +1,4 @@
-"""What does a checkpoint cost, what does a resume cost, and how fast are recorded actions played back?
+"""How much does a checkpoint cost, how much does a resume cost, and how fast are recorded actions played back?
 
 python benchmarks/checkpoints.py                  # all three parts, half an hour on two cores
 python benchmarks/checkpoints.py --parts playing  # one of them
@@ -58,7 +58,7 @@ class Setting(NamedTuple):
     frequency: int
     """updates between checkpoints, where there are many"""
     begin_at: int = 0
-    """the update from which on it is timed; what comes before is trained once"""
+    """the update from which it is timed; the updates before are trained once for all rounds"""
 
 
 SETTINGS = {
@@ -72,7 +72,7 @@ SETTINGS = {
         10_010,
     ),
 }
-PLACES = {  # updates, so far into an epoch
+PLACES = {  # after so many updates of an epoch
     "PPO, CartPole, scanned": ("ppo --env-id CartPole-v1 --total-timesteps 100000000", (200, 1000, 4000)),
     "PPO, Breakout, Nature CNN, 120 environments": (
         "ppo --env-id Breakout-v5 --network nature --num-steps 32 --total-timesteps 10000000",
@@ -91,7 +91,7 @@ PLAYED = {  # environments, steps of each
 
 
 def command(*words: str) -> list[str]:
-    """Of Cleanba, as a user types it."""
+    """A command of Cleanba, as a user types it."""
     return [sys.executable, "-m", "cleanba", *words]
 
 
@@ -104,7 +104,7 @@ def rows(run: Path) -> list[dict[str, Any]]:
 
 
 def last_update(run: Path) -> int:
-    """The last one that was logged, read from the end of the file as it grows; 0 for none."""
+    """The last update that was logged, read from the end of the growing file; 0 if there is none."""
     try:
         with open(run / "metrics.jsonl", "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - 8192))
@@ -120,7 +120,7 @@ def size(path: Path) -> int:
 
 
 class Timed(NamedTuple):
-    """A training, from the second row that this start logged to its last."""
+    """Part of a training: from the second row that this start logged to its last."""
 
     seconds: float
     cpu_seconds: float
@@ -168,7 +168,7 @@ def train_until(words: list[str], run: Path, update: int) -> tuple[float, str]:
 
 
 def parts_of(run: Path) -> dict[str, int]:
-    """Bytes of the newest checkpoint, and of where the actors last stood: at the end of a run they stand nowhere."""
+    """Bytes of the newest checkpoint, and of the newest records of actors: the last checkpoint of a run needs none."""
     newest = max(int(path.name) for path in (run / "checkpoints").glob("*") if path.name.isdecimal())
     stood = max((int(path.stem) for path in run.glob("actors/*/*.standing")), default=0)
     return {
@@ -180,7 +180,7 @@ def parts_of(run: Path) -> dict[str, int]:
 
 
 def checkpoints(setting: Setting, rounds: int, folder: Path) -> dict[str, Any]:
-    """Seconds, seconds of processors, and bytes of a checkpoint."""
+    """Wall time, processor time and bytes of a checkpoint."""
     words = setting.words.split()
     base, samples = folder / "base", []
     if setting.begin_at:
@@ -211,7 +211,7 @@ def checkpoints(setting: Setting, rounds: int, folder: Path) -> dict[str, Any]:
 
 
 def going_on(words: str, places: tuple[int, ...], folder: Path) -> dict[str, Any]:
-    """How long it takes to go on, by the place in the epoch."""
+    """How long a resume takes, by how far into the epoch the run was ended."""
     run, found = folder / "run", {}
     typed = [*words.split(), "--log-frequency", "1", "--checkpoint-frequency", "0", "--run-dir", str(run)]
     start_seconds, _ = train_until(typed, run, places[0])
@@ -253,7 +253,7 @@ def playing(env_id: str, envs: int, steps: int, rounds: int, folder: Path) -> di
     path, dtype = folder / env_id, action_dtype(spec.action)
     path.write_bytes(drawn.astype(dtype).tobytes())
 
-    # What they answer, which `play_back` compares with.
+    # The environments' answers, which `play_back` compares with.
     pool = Envs(spec, seeds, threads)
     pool.reset()
     obs, reward, ended = pool.play(drawn)

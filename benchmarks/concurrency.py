@@ -1,8 +1,8 @@
-"""How much faster is a run that acts beside learning than one that takes turns, on one device of this machine?
+"""How much faster is a run that acts while it learns than one that takes turns, on one device of this machine?
 
 With concurrency the policy that acts is one version behind, which costs score at equal steps (docs/inside/policy-
-lag.md).  What counts is score by time, so a study needs both: the steps that lag costs, and the time that it saves,
-here.
+lag.md).  What counts is the score after a given time, so a study needs both numbers: the steps that lag costs, and the
+time that it saves, which is measured here.
 
     python benchmarks/concurrency.py                       # all tasks: 20 minutes on two cores
     python benchmarks/concurrency.py --tasks ppo_atari     # one of them; the others keep their results
@@ -49,7 +49,7 @@ class Args:
     rounds: int = 5
     """pairs of runs of each; the ratio is the median over them"""
     share: float = 1.0
-    """of the steps that are timed, for a quick look"""
+    """share of the steps to time; less than 1 for a quick look"""
 
 
 def job(task: str, flag: str, share: float) -> tuple[Job, int]:

@@ -92,7 +92,7 @@ def measure(name: str, flags: Flags) -> dict[str, object]:
     }
     if not how.planes:
         _, of_x = jax.vjp(lambda x: convolve(how, x, kernel, bias, None), x)
-        both = jax.jit(lambda of_x, dy: of_x(dy))  # XLA leaves the kernel's out, as nobody asks for it
+        both = jax.jit(lambda of_x, dy: of_x(dy))  # XLA drops the kernel's gradient, which is not used
         runs["gradient of x"] = lambda: jax.block_until_ready(both(of_x, y))
     return {"layer": name} | {run: operations / s / 1e9 for run, s in shortest(runs, flags.turns).items()}
 

@@ -32,13 +32,13 @@ class Args:
     only: str = ""
     """part of the names of the environments that are tried"""
     seconds: float = 120.0
-    """that one environment may take to be made and played"""
+    """time limit for making and playing one environment"""
     training_seconds: float = 900.0
-    """that one update may take, compilation included"""
+    """time limit for one update, compilation included"""
     notes: Path | None = None
-    """a file of what was found so far: what stands in it is not tried again"""
+    """a file with the results so far: environments in it are not tried again"""
     worker: bool = False
-    """read names, and say for each how it went; the benchmark starts itself so"""
+    """used by the benchmark itself: read names, and report for each how it went"""
 
 
 # ------------------------------------------------------------------------------------- in a process of its own
@@ -88,7 +88,7 @@ def work() -> None:
 
     make_deterministic()
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what emulators print is no answer
+    os.dup2(2, 1)  # so that what emulators print is not taken for an answer
     for line in sys.stdin:
         env_id = line.strip()
         try:
@@ -118,7 +118,7 @@ class Worker:
         self.answers.put("")  # the end
 
     def ask(self, env_id: str, seconds: float) -> dict[str, Any]:
-        """What became of one environment; the process has ended if it is not there `alive` afterwards."""
+        """The result of one environment.  If the process is not `alive` afterwards, it has ended."""
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             print(env_id, file=self.process.stdin, flush=True)

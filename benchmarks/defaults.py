@@ -30,7 +30,7 @@ class Args:
     """Flags of the benchmark."""
 
     experiment: str = "ppo --env-id Breakout-v5 --network nature --num-steps 32"
-    """the command's words but for shards and actors"""
+    """the command's words without shards and actors"""
     updates: int = 4
     """updates that are timed in a run"""
     rounds: int = 5
@@ -48,9 +48,9 @@ def job(args: Args, split: str) -> Job:
 
 
 def seconds_per_step(job: Job, uncounted: int = UNCOUNTED) -> tuple[float, float]:
-    """Of one run after its first `uncounted` updates, by the clock and of all cores together.
+    """Wall time and processor time per step of one run, after its first `uncounted` updates.
 
-    The last update does not count either: beside it no rollout is collected.
+    The last update does not count either: no rollout is collected during it.
     """
     e = job.experiment
     last_counted = e.num_updates - 1

@@ -1,4 +1,4 @@
-"""How much faster does each feature of the runtime make DQN, and how fast is it beside a PyTorch loop?
+"""How much faster does each feature of the runtime make DQN, and how fast is it compared with a PyTorch loop?
 
     python benchmarks/dqn_ladder.py     # a quarter of an hour on two cores; the last rung needs PyTorch
 

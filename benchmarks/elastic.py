@@ -51,9 +51,9 @@ class Args:
     """Flags of the benchmark."""
 
     losses: int = 20
-    """in all; each kind of run has its share"""
+    """losses in all, divided among the kinds of run"""
     seed: int = 0
-    """of the moments and nodes"""
+    """seed of the moments and nodes"""
 
 
 class Job:
@@ -71,7 +71,7 @@ class Job:
             return ""
 
     def starts(self) -> list[int]:
-        """On how many nodes each start was."""
+        """The number of nodes of each start so far."""
         return [int(n) for n in re.findall(r"start \d+, on (\d) of", self.log())]
 
     def wait_for(self, what: Callable[[], bool], seconds: float, name: str) -> None:
@@ -82,17 +82,17 @@ class Job:
             raise SystemExit(f"{late}\n{self.log()}") from None
 
     def wait_for_progress(self) -> None:
-        """Until a checkpoint is written that was not there yet."""
+        """Wait until a new checkpoint is written."""
         newest = lambda: max(updates_kept(self.run), default=0)
         before = newest()
         self.wait_for(lambda: newest() > before, 180, f"checkpoint after update {before}")
 
     def wait_for_start(self, on: int, after: int) -> None:
-        """Until it has started on so many nodes, after so many starts."""
+        """Wait until it has started on `on` nodes; the first `after` starts do not count."""
         self.wait_for(lambda: on in self.starts()[after:], 240, f"start on {on} nodes")
 
     def lose(self, rng: random.Random) -> dict[str, Any]:
-        """Nodes go, the run goes on, the nodes come back, the run takes them."""
+        """Take nodes away, wait until the run goes on, give them back, and wait until the run uses them."""
         self.wait_for_progress()
         time.sleep(rng.uniform(0, 5))
         lost = rng.sample(self.cluster.nodes[1:], rng.randint(1, NODES - 1))

@@ -116,8 +116,9 @@ def plain_loop(e: ppo.PPO, updates: int) -> Callable[[jax.Array], Any]:
 
 
 def cleanba_rate(e: ppo.PPO) -> np.ndarray:
-    """Steps per second of a run of ours, without its first updates and the last, beside which no rollout is collected:
-    of the clock, and of the processor's time.  [2].
+    """Steps per second of one of our runs, by wall time and by processor time.  [2].
+
+    The first updates do not count, nor does the last, during which no rollout is collected.
     """
     devices = find_devices(Placement())
     spec, recipe = env_spec(e), RECIPES["ppo"]
@@ -134,7 +135,7 @@ def cleanba_rate(e: ppo.PPO) -> np.ndarray:
 
 
 def clocks() -> np.ndarray:
-    """Seconds of the clock, and of this process on processors: others on the machine only lengthen the first.  [2]."""
+    """Wall time and processor time of this process, in seconds: other work lengthens mainly the first.  [2]."""
     return np.array([time.perf_counter(), time.process_time()])
 
 

@@ -104,7 +104,7 @@ def entry(run_dir: Path) -> dict[str, Any]:
 
 
 def train() -> None:
-    """Train on each placement, and once more with a kill now and then; the digests must agree."""
+    """Train on each placement, and once more with several kills; the digests must agree."""
     with tempfile.TemporaryDirectory() as folder:
         runs = {}
         for i, placement in enumerate(PLACEMENTS):
@@ -154,7 +154,7 @@ def thousands(x: float, _: object = None) -> str:
 
 
 def speeds() -> list[tuple[str, float, float, float]]:
-    """Training by ours and by a plain PyTorch loop, steps per second each, and how many times as fast that is."""
+    """Training: steps per second of Cleanba, of a plain PyTorch loop, and how many times as fast Cleanba is."""
     peers, replay = machine.saved("peers_cpu")["parts"], machine.saved("sac_td3_cpu_zen3")["figures"]
     ladder = machine.saved("dqn_ladder_cpu")["steps_per_second"]
 
@@ -196,14 +196,14 @@ def draw_speed(c: Colours) -> Figure:
 
 
 def of_variant(study: str, algorithm: str, env: str) -> list[curves.Curve]:
-    """The kept curves of an algorithm on an environment, with concurrency, as it is by default."""
+    """The kept curves of an algorithm on an environment, with concurrency, its default."""
     known = kept.read(machine.RESULTS / f"curves_{study}.jsonl")
     fits = lambda e: e["algorithm"] == algorithm and env in e["env_id"] and e["concurrency"]
     return [kept.as_curve(run) for run in known if fits(run["experiment"])]
 
 
 def published(algorithm: str, env: str) -> float:
-    """What others publish of an algorithm on an environment; 0 where nothing is known."""
+    """The published return of an algorithm on an environment; 0 where none is known."""
     found = published_return({"algorithm": algorithm, "env_id": env})
     return found.value if found else 0.0
 
@@ -238,7 +238,7 @@ def learning_panel(
 
 
 def legend(made: Figure, ax: Axes, c: Colours, columns: int = 4) -> None:
-    """One legend below all panels, in room of its own."""
+    """One legend below all panels, in space of its own."""
     handles, labels = ax.get_legend_handles_labels()
     made.legend(
         handles, labels, loc="outside lower center", ncols=columns, frameon=False, labelcolor=c.ink, fontsize=11
@@ -300,7 +300,7 @@ def label_curves(ax: Axes, title: str, c: Colours) -> None:
 
 
 def draw_placement(c: Colours) -> Figure:
-    """Three curves on top of one another, the lowest one widest; beside them the digests."""
+    """Three curves on top of one another, the bottom one widest; beside them the digests."""
     runs = machine.saved("evidence")["placements"]
     made, (ax,) = figure(2.7, 1, c)
     styles = ((c.faint, 11.0), (c.second, 5.0), (c.first, 1.6))
@@ -312,7 +312,7 @@ def draw_placement(c: Colours) -> Figure:
 
 
 def draw_resume(c: Colours) -> Figure:
-    """A run that was left alone, and one that was killed, on top of one another."""
+    """An uninterrupted run, and one that was killed several times, on top of one another."""
     found = machine.saved("evidence")
     whole, killed = next(iter(found["placements"].values())), found["killed"]
     made, (ax,) = figure(2.7, 1, c)
@@ -348,7 +348,7 @@ BADGE = """<svg xmlns="http://www.w3.org/2000/svg" width="{whole}" height="20" r
 
 
 def badge(name: str, value: str, colour: str = "#0969da") -> str:
-    """A word and what it is, as an SVG of 20 pixels height."""
+    """A name and its value as an SVG 20 pixels high."""
     left, right = 7 * len(name) + 10, 7 * len(value) + 10
     return BADGE.format(
         name=name, value=value, colour=colour, whole=left + right, left=left, right=right - 3, middle=left / 2,
@@ -386,7 +386,7 @@ def draw() -> Iterator[Path]:
 
 
 def main(args: Args) -> None:
-    """Train if that is asked for, and draw."""
+    """Train if asked to, and draw."""
     if args.train:
         train()
     for path in draw():

@@ -39,11 +39,11 @@ class Args:
     only: str = ""
     """the one kind to run"""
     seed: int = 0
-    """of the moments"""
+    """seed of the moments"""
     replay: bool = False
-    """DQN with a replay memory of a gigabyte, and nothing else"""
+    """run only DQN with a replay memory of a gigabyte"""
     soak: int = 0
-    """so many faults more, of all sorts, and nothing else; one takes some ten seconds on two cores"""
+    """only inject this many more faults of all sorts; each takes some ten seconds on two cores"""
 
 
 @dataclass
@@ -56,7 +56,7 @@ class Tally:
     while_training: int = 0
     """ends after the start's first logged update"""
     updates_repeated: int = 0
-    """at least: by what was logged, every fifth update, before the signal"""
+    """at least: only every fifth update is logged before the signal"""
     updates_repeated_after_sigterm_or_sigint: int = 0
     seconds_until_all_ended: float = 0.0
     """the slowest"""
@@ -65,7 +65,7 @@ class Tally:
 
 
 def end_once(kind: str, run: Path, part: float, updates: int, rng: random.Random, tally: Tally) -> bool:
-    """Start a run or go on with it, and end it after about so many of its updates; False where it came to its end."""
+    """Start or resume a run, and end it after about so many updates; False if it had finished by then."""
     processes = start_somewhere(kind, run, rng)
     before = kept(run)
     started = wait_for_moment(run, processes, part * updates, rng)
@@ -83,7 +83,7 @@ def end_once(kind: str, run: Path, part: float, updates: int, rng: random.Random
     killed_at = time.monotonic()
     for process in processes:
         process.wait(120)  # the others must notice
-    if victim.returncode not in (0, -signum, 128 + signum):  # 0: it came to its end meanwhile
+    if victim.returncode not in (0, -signum, 128 + signum):  # 0: it has finished meanwhile
         raise SystemExit(f"{kind}: {signum.name} ended a process with code {victim.returncode}")
     lost = max(0, logged - kept(run))
     tally.ends[signum.name] += 1
@@ -95,7 +95,7 @@ def end_once(kind: str, run: Path, part: float, updates: int, rng: random.Random
 
 
 def torment(kind: str, kills: int, reference: dict[str, Any], folder: Path, rng: random.Random) -> Tally:
-    """End runs `kills` times in all, let each come to its end, compare."""
+    """End runs `kills` times in all, let each finish, compare."""
     tally = Tally()
     while tally.ends.total() < kills:
         run = folder / str(tally.runs)

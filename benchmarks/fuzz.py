@@ -36,7 +36,7 @@ class Args:
 
 
 def main(args: Args) -> None:
-    """Run them, print what became of them, write the results."""
+    """Run them, print how they ended, write the results."""
     outcomes: Counter[str] = Counter()
     slowest = 0.0
 
@@ -51,7 +51,7 @@ def main(args: Args) -> None:
             start = time.perf_counter()
             ended = command(*small(words), "--run-dir", str(Path(folder) / "run"))
             slowest = max(slowest, time.perf_counter() - start)
-        # A wild learning rate may end in numbers that are not finite, an impatient watchdog in a stall: it is said.
+        # A wild learning rate may end in non-finite numbers, and a short stall timeout in a stall; the error says so.
         diverged = ended.code == 1 and re.search(
             "not a finite number|not finite numbers|raise --stall-timeout", ended.err
         )

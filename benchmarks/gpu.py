@@ -42,11 +42,11 @@ class Args:
     """How much is measured."""
 
     minutes: float = 9.0
-    """all in all"""
+    """time limit in all"""
     seconds: float = 3.0
     """for each figure"""
     only: tuple[str, ...] = ()
-    """beginnings of the names of parts (default: all); figures of other parts stay"""
+    """only parts whose names begin with one of these (default: all); figures of other parts stay"""
     rest: bool = False
     """only parts that have no figures yet, or failed"""
     out: Path = machine.RESULTS
@@ -67,7 +67,7 @@ class Part:
     fields: dict[str, Any] = field(default_factory=dict)  # of the experiment
     actors: tuple[int, ...] = (0,)
     learners: tuple[int, ...] = (0,)
-    expected: float = 60.0  # seconds; begun only where as many are left
+    expected: float = 60.0  # seconds; the part is begun only if as many are left
     seconds: float = 3.0  # for each figure
     without: str = ""  # "batch": SCHED_BATCH; "all": the cores are divided among the actors' emulators
 
@@ -87,8 +87,8 @@ def parts(gpus: int) -> list[Part]:
     )
     tf32, bf16 = {"dtype": "tensorfloat32"}, {"dtype": "bfloat16"}
     four = {"num_actors": 4}
-    small = {"num_envs": 32, "num_steps": 32, "num_shards": 1}  # small batches, which wait for each step of acting
-    shards = {"num_shards": 6}  # the default on Atari: so that acting gets its turn between short launches
+    small = {"num_envs": 32, "num_steps": 32, "num_shards": 1}  # small batches, limited by the time of an acting step
+    shards = {"num_shards": 6}  # the default on Atari: acting gets its turn between the shorter launches
     first = [
         speed("ppo resnet tf32 6 shards", "ppo", RESNET, tf32, shards),
         speed("ppo nature tf32 6 shards", "ppo", NATURE, tf32, shards),
@@ -144,9 +144,9 @@ def look(part: Part) -> Iterator[dict[str, Any]]:
 
 
 def speed(part: Part) -> Iterator[dict[str, Any]]:
-    """Steps per second of the parts and of the whole, the kernels of an update, and what else is to be known.
+    """Steps per second of the parts and of the whole, the kernels of an update, and further figures.
 
-    Figure after figure: what a later one breaks, or has no time for, the earlier ones outlive.
+    Figures are yielded one by one, so that earlier ones are kept if a later one fails or runs out of time.
     """
     import numpy as np
     from throughput import Parts, steps_per_second
@@ -200,8 +200,8 @@ def speed(part: Part) -> Iterator[dict[str, Any]]:
 def ratios_before_learning(p: Any) -> dict[str, float] | None:
     """How far learning's probability of an action is from acting's, with the same parameters: |ratio - 1|.
 
-    Acting sees an actor's environments at once, learning as many observations as a minibatch has.  None where the
-    algorithm has no such probabilities, or memory.
+    Acting computes with the batch size of an actor's environments, learning with that of a minibatch.  None if the
+    algorithm has no such probabilities, or is recurrent.
     """
     import jax
     import jax.numpy as jnp
@@ -297,7 +297,7 @@ def digests(part: Part) -> Iterator[dict[str, Any]]:
 
 
 def measure(part: Part) -> None:
-    """In this process: one part, and after each of its figures a line that says what was found so far."""
+    """Measure one part in this process; print a line with all results so far after each of its figures."""
     import throughput
 
     from cleanba.config import Experiment
@@ -321,7 +321,7 @@ def measure(part: Part) -> None:
 
 
 def run(part: Part, limit: float, environment: dict[str, str]) -> dict[str, Any]:
-    """A part in a process of its own: what it found, and why it did not find more."""
+    """Run a part in a process of its own -> what it found, and why it did not find more."""
     command = [sys.executable, __file__, "--part", json.dumps(asdict(part))]
     if part.kind == "digests":  # of runs that are compiled anew
         environment = environment | {"JAX_ENABLE_COMPILATION_CACHE": "false"}
@@ -342,7 +342,7 @@ def run(part: Part, limit: float, environment: dict[str, str]) -> dict[str, Any]
 
 
 def table(found: dict[str, Any], left_out: list[str]) -> str:
-    """The results in a page."""
+    """The results on one page."""
     columns = ["EnvPool alone", "inference alone", "learning alone", "whole"]
     lines = [f"| steps/s | {' | '.join(columns)} | whole / slower part | ratio - 1 | GPU busy | peak GiB |"]
     lines.append("|---" * (len(columns) + 5) + "|")
@@ -379,7 +379,7 @@ def main(args: Args) -> None:
     deadline = time.perf_counter() + 60 * args.minutes
     left = lambda: deadline - time.perf_counter()
     args.out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as cache:  # the whole compiles what its parts have compiled before it
+    with tempfile.TemporaryDirectory() as cache:  # the whole finds the programs that its parts have compiled
         environment = {
             **os.environ, CACHE: cache, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5",
             "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]),
@@ -393,7 +393,7 @@ def main(args: Args) -> None:
         found: dict[str, Any] = {}
         if (args.only or args.rest) and results.exists():
             before = json.loads(results.read_text())
-            for what in ("device", "code"):  # other code may measure otherwise
+            for what in ("device", "code"):  # other code may give other figures
                 then, now = (side.get("machine", {}).get(what) for side in (before, here))
                 if then != now:
                     sys.exit(f"benchmarks/gpu.py: {results} is of {what} {then}, not {now}; choose another --out")

@@ -18,7 +18,7 @@ POINTS = 160  # of a curve, at most
 
 
 def entry(curve: Curve, points: int = POINTS, **more: Any) -> Json:
-    """One run as it is kept, `more` with it."""
+    """One run as it is kept, with the fields `more`."""
     chosen = np.unique(np.linspace(0, len(curve.steps) - 1, points).round().astype(int))
     config = read_json(curve.run_dir / "config.json")
     try:
@@ -38,13 +38,13 @@ def entry(curve: Curve, points: int = POINTS, **more: Any) -> Json:
 
 
 def as_curve(run: Json) -> Curve:
-    """What `entry` made, as far as it is drawn."""
+    """A kept run as a curve to draw."""
     arrays: Any = (np.array(run[name], np.float64) for name in ("steps", "seconds", "returns"))
     return Curve(Path(), run["experiment"], *arrays, finished=run["status"] == "finished")
 
 
 def merge(kept: Sequence[Json], new: Sequence[Json]) -> list[Json]:
-    """All runs, once each: of two of the same experiment the one that got farther, of equals the newer one."""
+    """All runs, one per experiment: the one with more steps, or the newer one of equals."""
     merged: list[Json] = []
     for run in [*kept, *new]:
         twin = next((one for one in merged if one["experiment"] == run["experiment"]), None)
@@ -57,12 +57,12 @@ def merge(kept: Sequence[Json], new: Sequence[Json]) -> list[Json]:
 
 
 def read(path: Path) -> list[Json]:
-    """What is kept there; nothing, if there is no such file."""
+    """What is kept there; an empty list if there is no such file."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def add(path: Path, new: Sequence[Json], replaced: Callable[[Json], bool] = lambda _: False) -> list[Json]:
-    """Keep these, too, in place of lines that are `replaced`.  Returns all that is kept there."""
+    """Keep these, too, and drop the kept lines that are `replaced`.  Returns all that is kept there."""
     runs = merge([line for line in read(path) if not replaced(line)], new)
     if runs:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -3,10 +3,10 @@
     python benchmarks/lag.py                                     # every testbed: 20 hours of one core
     python benchmarks/lag.py --env-ids CartPole-v1 Hopper-v4     # only these
     python benchmarks/lag.py --env-ids Breakout-v5 Pong-v5 --seeds 1 --rates 1 --epochs 4
-    python benchmarks/lag.py --only-draw                         # draws the results so far
+    python benchmarks/lag.py --only-draw                         # trains nothing, draws the results so far
 
 Trains with `cleanba sweep`: synchronously (--no-concurrency), and lagged with every correction, at several learning
-rates and numbers of epochs; larger ones bring versions farther apart.  All else is equal.  A cell is an environment
+rates and numbers of epochs; larger ones move versions farther apart.  All else is equal.  A cell is an environment
 with one learning rate and one number of epochs.  A run's score is the mean return of its last 100 episodes, scaled per
 environment: 0 is the return at the first log point, and 1 is the mean final return of synchronous runs in the cell in
 which they did best.  All cells have the same weight.
@@ -39,7 +39,7 @@ from cleanba.runs.curves import Curve
 
 ROOT = Path(__file__).parents[1]
 SYNCHRONOUS = "synchronous"
-VARIANTS: dict[str, dict[str, Any]] = {  # what sets them apart from PPO's defaults
+VARIANTS: dict[str, dict[str, Any]] = {  # how they differ from PPO's defaults
     SYNCHRONOUS: {"concurrency": False},
     "none": {},
     "proximal": {"lag_correction": "proximal"},
@@ -54,9 +54,9 @@ STUDIED = ("none", "proximal", "decoupled", "vtrace", "both", "both-2")
 DISTANCES = ("lag_kl", "lag_ratio_max", "lag_effective_samples")
 COMPARED = ("iqm", "iqm_minus_synchronous", "improvement_over_synchronous")
 
-# By how an environment's name begins: its settings.
+# An environment's settings, by the beginning of its name.
 COMMON = "--learning-rate 5e-4 --clip-coef 0.2"
-VECTORS = (  # as they were before these had presets of their own
+VECTORS = (  # as they were before these environments had presets of their own
     f"{COMMON} --hiddens 64 64 --ent-coef 0.01 --gamma 0.99 --gae-lambda 0.95 --num-minibatches 4 --share-torso "
     "--no-norm-obs --no-norm-reward"
 )
@@ -77,7 +77,7 @@ SUITES = {
     "MinAtar": tuple(f"gymnax:{x}-MinAtar" for x in ("Asterix", "Breakout", "Freeway", "Seaquest", "SpaceInvaders")),
 }
 ENVIRONMENTS = tuple(itertools.chain(*SUITES.values()))
-ATARI = ("Breakout-v5", "Pong-v5")  # too slow for a CPU to be part of the study; one seed of them says something
+ATARI = ("Breakout-v5", "Pong-v5")  # too slow on a CPU for the whole study, but one seed is informative
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Args:
 
 
 class Run(NamedTuple):
-    """What counts of a run.  Arrays are [N], as a Curve's."""
+    """What the study uses of a run.  Arrays are [N], as a Curve's."""
 
     experiment: Json
     steps: np.ndarray
@@ -118,7 +118,7 @@ def settings(env_id: str) -> list[str]:
 
 
 def given(env_id: str, flag: str) -> str | None:
-    """What an environment's settings give a flag; None, if they leave it to the defaults."""
+    """The value of a flag in an environment's settings; None if they leave it to the defaults."""
     words = settings(env_id)
     return words[words.index(flag) + 1] if flag in words else None
 
@@ -131,7 +131,7 @@ def own_rate(env_id: str) -> float:
 
 
 def train(env_id: str, args: Args) -> None:
-    """Make what is not kept yet, cell after cell, and keep it."""
+    """Train the runs that are not kept yet, cell after cell, and keep them."""
     path = place(env_id)
     there = sort(finished(path))
     for rate, epochs in itertools.product(args.rates, args.epochs):
@@ -143,19 +143,19 @@ def train(env_id: str, args: Args) -> None:
             words = ["sweep", "--env-ids", env_id, "--num-seeds", str(args.seeds), "--workers", str(args.workers)]
             words += ["--dir", str(folder), "--", "ppo", *settings(env_id), *flags(name)]
             words += ["--learning-rate", f"{cell[1]:g}", "--update-epochs", str(epochs)]
-            subprocess.run([sys.executable, "-m", "cleanba", *words], check=False)  # what failed is simply not there
+            subprocess.run([sys.executable, "-m", "cleanba", *words], check=False)  # failed runs are not kept
             if folder.exists():
                 keep(env_id, folder)
 
 
 def fields(name: str) -> dict[str, Any]:
-    """What sets variants apart, as a variant has it."""
+    """A variant's values of all fields in which variants differ."""
     names = dict.fromkeys(field for changed in VARIANTS.values() for field in changed)
     return {field: VARIANTS[name].get(field, getattr(PPO, field)) for field in names}
 
 
 def flags(name: str) -> list[str]:
-    """A variant's flags of `cleanba ppo`, all of them: what is the default depends on the environment."""
+    """All of a variant's flags of `cleanba ppo`, even defaults: they depend on the environment."""
     words = []
     for field, value in fields(name).items():
         flag = field.replace("_", "-")
@@ -169,24 +169,24 @@ def place(env_id: str) -> Path:
 
 
 def keep(env_id: str, folder: Path) -> None:
-    """Keep the runs there that are finished."""
+    """Keep the finished runs in a folder."""
     runs = [kept.entry(curve, points=51, distance=distance(curve)) for curve in curves.load([folder])]
     kept.add(place(env_id), [run for run in runs if run["status"] == "finished"])
 
 
 def distance(curve: Curve) -> dict[str, float]:
-    """How far versions were apart: the mean over a run's log points, the first aside, which has no lag."""
+    """How far versions were apart: the mean over a run's log points, except the first, which has no lag."""
     rows = curves.read_rows(curve.run_dir)[1:]
     return {name: float(np.nanmean(curves.column(rows, f"stats/{name}"))) for name in DISTANCES}
 
 
 def finished(path: Path) -> list[Run]:
-    """The runs kept there that came to their end."""
+    """The runs kept there that had finished."""
     return [as_run(run) for run in kept.read(path) if run["status"] == "finished"]
 
 
 def as_run(run: Json) -> Run:
-    """What `keep` kept."""
+    """A run that `keep` kept."""
     curve = kept.as_curve(run)
     return Run(curve.experiment, curve.steps, curve.returns, run["distance"])
 
@@ -199,17 +199,17 @@ Paths = dict[Cell, dict[str, np.ndarray]]  # scores [seeds, SHARES] by variant
 
 SHARES = np.linspace(0, 1, 51)  # of a run's steps
 LEVELS = (0.25, 0.5, 0.75)  # scores for which steps are compared
-KL_EDGES = (0.003, 0.01, 0.03)  # where cells are parted by the distance between versions
+KL_EDGES = (0.003, 0.01, 0.03)  # between groups of cells, by the distance between versions
 
 
 def variant(e: Json) -> str | None:
-    """The name of an experiment's variant; None if it is of no such."""
-    own = {field: e.get(field, usual) for field, usual in fields("none").items()}  # it may be younger than the run
+    """The name of an experiment's variant; None if it is none of them."""
+    own = {field: e.get(field, usual) for field, usual in fields("none").items()}  # a field may be newer than the run
     return next((name for name in VARIANTS if own == fields(name)), None)
 
 
 def sort(runs: Sequence[Run]) -> dict[Cell, dict[str, dict[int, Run]]]:
-    """Runs by cell, variant and seed.  Those of other lengths or variants than the study's are left out."""
+    """Runs by cell, variant and seed.  Runs of lengths or variants that are not the study's are left out."""
     found: dict[Cell, dict[str, dict[int, Run]]] = defaultdict(lambda: defaultdict(dict))
     for run in runs:
         e = run.experiment
@@ -222,7 +222,7 @@ def sort(runs: Sequence[Run]) -> dict[Cell, dict[str, dict[int, Run]]]:
 def by_cell(runs: Sequence[Run]) -> Cells:
     """Runs by cell and variant, in the order of their seeds.
 
-    Variants of a cell with two seeds or more, and cells that are left with synchronous runs and something beside them.
+    Only variants with at least two seeds in a cell, and only cells that then have synchronous runs and another variant.
     """
     cells = {}
     for cell, variants in sorted(sort(runs).items()):
@@ -242,7 +242,7 @@ def scales(cells: Cells) -> dict[str, tuple[float, float]]:
 
 
 def learnable(cells: Cells) -> Cells:
-    """The cells of environments where synchronous runs ended better than runs began: without that there is no scale."""
+    """The cells of environments in which synchronous runs improved: without that there is no scale for scores."""
     better = {env_id: last > first for env_id, (first, last) in scales(cells).items()}
     for env_id in (env_id for env_id, fine in better.items() if not fine):
         print(f"{env_id} is left out: synchronous runs did not end better than runs began; train it for longer")
@@ -301,7 +301,7 @@ def study(cells: Cells) -> dict[str, Any]:
 
 
 def times_the_steps(curve: Sequence[float], synchronous: Sequence[float]) -> dict[str, float | None]:
-    """How many times the steps of synchronous runs a score takes, by score; None where it is not reached."""
+    """Score -> how many times as many steps it takes as in synchronous runs; None if either never reaches it."""
 
     def share(curve: Sequence[float], level: float) -> float | None:
         """Where a curve first passes a level."""
@@ -316,13 +316,13 @@ def times_the_steps(curve: Sequence[float], synchronous: Sequence[float]) -> dic
 
 
 def both_of(paths: Paths, name: str) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """A variant's scores in the cells that it has, and synchronous runs' in the same."""
+    """A variant's scores in the cells that it has, and the synchronous runs' scores in the same cells."""
     there = [variants for variants in paths.values() if name in variants]
     return [variants[name] for variants in there], [variants[SYNCHRONOUS] for variants in there]
 
 
 def describe(cell: Cell, variants: dict[str, list[Run]], paths: dict[str, np.ndarray]) -> dict[str, Any]:
-    """One cell, as it is written down."""
+    """One cell, as it is written to the results."""
     mean = lambda runs, what: float(np.mean([run.distance[what] for run in runs]))
     return dict(zip(("env_id", "learning_rate", "update_epochs"), cell, strict=True)) | {
         "scores": {name: [round(float(x), 4) for x in path[:, -1]] for name, path in paths.items()},
@@ -361,7 +361,7 @@ def by_suite(paths: Paths) -> dict[str, dict[str, Any]]:
 
 
 def by_step(cells: Cells, paths: Paths) -> list[dict[str, Any]]:
-    """By suite, learning rate and epochs: what variants that all cells have cost, and how far apart versions are."""
+    """By suite, learning rate and epochs: the cost of variants that all cells have, and how far apart versions are."""
     rows = []
     multiple = lambda cell: round(cell[1] / own_rate(cell[0]), 2)
     for suite, envs in SUITES.items():
@@ -377,7 +377,7 @@ def by_step(cells: Cells, paths: Paths) -> list[dict[str, Any]]:
 
 
 def by_distance(cells: Cells, paths: Paths) -> list[dict[str, Any]]:
-    """What lag without a correction costs in cells of a like distance between versions, by KL."""
+    """What lag without a correction costs, by KL: for groups of cells with a similar distance between versions."""
     rows = []
     kl = {cell: np.mean([run.distance["lag_kl"] for run in v["none"]]) for cell, v in cells.items() if "none" in v}
     for low, high in itertools.pairwise((0.0, *KL_EDGES, np.inf)):
@@ -436,7 +436,7 @@ def draw(found: dict[str, Any]) -> Any:
     most = max(row["cells"] for row in found["variants"].values())
     for i, name in enumerate(names):
         row = found["variants"][name]
-        if row["cells"] == most:  # over fewer cells it would not compare
+        if row["cells"] == most:  # over fewer cells it would not be comparable
             marks = dict(linewidth=1.4, markersize=4.5, markevery=(4 + i, 12))
             along.plot(SHARES, row["iqm_along_the_run"], **marks, **looks(names)[name])
     along.set_xlabel("share of the steps", fontsize=8.5)
@@ -521,7 +521,7 @@ def short(env_id: str) -> str:
 
 
 def draw_environments(found: dict[str, Any]) -> Any:
-    """Mean scores along the run, a panel to an environment."""
+    """Mean scores along the run, one panel per environment."""
     from matplotlib.figure import Figure
 
     curves = found["environments"]
@@ -545,7 +545,7 @@ def draw_environments(found: dict[str, Any]) -> Any:
 
 
 def tables(found: dict[str, Any]) -> str:
-    """Markdown: variants over all cells, by distance, by cell; and what has one seed."""
+    """Markdown: variants over all cells, by distance, by cell; and cells with one seed."""
     names = list(found["variants"])
     of = lambda numbers: "" if numbers is None else "{:.2f} ({:.2f} to {:.2f})".format(*numbers)
     overall = [

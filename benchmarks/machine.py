@@ -37,13 +37,13 @@ def save(name: str, values: dict[str, Any]) -> Path:
 
 
 def saved(name: str) -> dict[str, Any]:
-    """What benchmarks/results/<name>.json holds; nothing where it is not there."""
+    """The contents of benchmarks/results/<name>.json; empty if there is no such file."""
     path = RESULTS / f"{name}.json"
     return json.loads(path.read_text()) if path.exists() else {}
 
 
 def commit() -> str:
-    """What was measured: the commit, with a "+" where files differ from it; "unknown" outside of Git."""
+    """The commit that was measured, with a "+" if files differ from it; "unknown" outside of Git."""
     git = ["git", "-C", str(RESULTS.parent), "describe", "--always", "--dirty=+", "--match="]
     try:
         ended = subprocess.run(git, capture_output=True, text=True)
@@ -53,12 +53,12 @@ def commit() -> str:
 
 
 def spread(samples: list[float]) -> dict[str, float]:
-    """Median, least and greatest."""
+    """Median, minimum and maximum."""
     return {"median": statistics.median(samples), "min": min(samples), "max": max(samples)}
 
 
 def start_pytorch() -> None:
-    """Have PyTorch, if it is installed, start its threads now: before ours say how they want to be scheduled."""
+    """Have PyTorch, if it is installed, start its threads now, before Cleanba changes how threads are scheduled."""
     try:
         import torch
     except ImportError:
@@ -68,8 +68,8 @@ def start_pytorch() -> None:
 
 @contextmanager
 def as_a_script() -> Iterator[None]:
-    """This thread is scheduled as one that never asked for anything else; PyTorch's own are by `start_pytorch`."""
-    if not hasattr(os, "sched_setscheduler"):  # as where ours cannot ask either
+    """Within this context, this thread has the default scheduling policy, as PyTorch's own have by `start_pytorch`."""
+    if not hasattr(os, "sched_setscheduler"):  # Cleanba cannot change the policy here either
         yield
         return
     before = os.sched_getscheduler(0)

@@ -1,7 +1,7 @@
-"""What does a checkpoint of a large replay memory cost, and what does it cost to resume from one?
+"""How much does a checkpoint of a large replay memory cost, and how much does it cost to resume from one?
 
 Fills a ring of Atari frames, as DQN does, then takes checkpoints with few new rows.  Bytes are those of the files.  The
-learner waits only for the look, which finds the new chunks; they are written in the background.
+learner waits only for the scan that finds the new chunks; they are written in the background.
 
 python benchmarks/memory.py --gigabytes 4     # two minutes on two cores, twice that memory, and as much disk
 """
@@ -33,9 +33,9 @@ class Args:
     gigabytes: float = 4.0
     """size of the memory"""
     new_megabytes: float = 100.0
-    """what is written to it between two checkpoints"""
+    """new data between two checkpoints"""
     checkpoints: int = 3
-    """checkpoints to take; figures are of each"""
+    """checkpoints to take; each has its own figures"""
 
 
 def rollout_of(number: int) -> Rollout:

@@ -1,9 +1,9 @@
-"""Which agents remember: tasks that need a memory, with an LSTM and the same settings without one.
+"""Which agents remember?  Tasks that need memory, trained with an LSTM, and with the same settings without one.
 
     pip install --no-deps popgym                 # for RepeatPrevious; the others need nothing
-    python benchmarks/memory_tasks.py            # what is missing: hours on few cores; interrupted, it goes on
+    python benchmarks/memory_tasks.py            # trains what is missing: hours on few cores; can be interrupted
     python benchmarks/memory_tasks.py --studies chain
-    python benchmarks/memory_tasks.py --seeds    # nothing: tables and figures of what is kept
+    python benchmarks/memory_tasks.py --seeds    # trains nothing: tables and figures of what is kept
 
 Curves are kept in benchmarks/results/curves_memory.jsonl and drawn to static/memory_<study>.png (studies.py).
 """
@@ -12,7 +12,7 @@ import tyro
 from studies import Asked, Studies, Study
 
 LSTM = "--core lstm --lstm-size 64 --forget-bias 2"
-# Rollouts that hold what is to be remembered and what it is needed for; the rest is the presets'.
+# Rollouts long enough to hold both what must be remembered and when it is needed; all else is from the presets.
 CHAIN = "--env-options memory_length=30 --total-timesteps 300000"
 PREVIOUS = "--total-timesteps 1000000"
 LONG = "--num-envs 32 --num-steps 64"
@@ -22,8 +22,9 @@ MINIGRID = (
     "--gamma 0.995 --share-torso --no-norm-reward"
 )
 S7, S9, S11, S13 = (f"MiniGrid-MemoryS{size}-v0" for size in (7, 9, 11, 13))
-# From nothing, agents in corridors of 11 and 13 keep guessing; so each goes on from the next shorter one.  The entropy
-# bonus keeps them trying: the agent of S9 looks back from the corridor's end, from where in S11 nothing is seen.
+# Agents that start in corridors of 11 or 13 never do better than guess, so each starts from the agent of the next
+# shorter corridor.  The entropy bonus makes them explore: the agent of S9 looks back from the end of the corridor, from
+# where it sees nothing in S11.
 FURTHER = "--total-timesteps 1500000 --learning-rate 5e-4 --ent-coef 0.05"
 CORRIDORS = {
     S7: (None, "--total-timesteps 1500000 --learning-rate 1e-3"),

@@ -1,7 +1,7 @@
 """What IMPALA learns on MinAtar with its preset, in ten million steps.
 
-    python benchmarks/minatar.py --seeds 1     # 4 minutes and more for each of five games; interrupted, it goes on
-    python benchmarks/minatar.py --seeds       # nothing: table and figure of what is kept
+    python benchmarks/minatar.py --seeds 1     # 4 minutes and more for each of five games; can be interrupted
+    python benchmarks/minatar.py --seeds       # trains nothing: table and figure of what is kept
 
 Curves are kept in benchmarks/results/curves_minatar_impala.jsonl and drawn to static/minatar_impala_preset.png
 (studies.py).  Those of PPO, and of an earlier preset of IMPALA, are in curves_minatar.jsonl (keep_curves.py).

@@ -1,8 +1,8 @@
-"""PPO on MuJoCo for a million steps by its preset, one version behind and taking turns.
+"""PPO on MuJoCo for a million steps with its preset, one version behind and taking turns.
 
-    python benchmarks/mujoco.py                                      # an hour and a half; interrupted, it goes on
+    python benchmarks/mujoco.py                                      # an hour and a half; can be interrupted
     python benchmarks/mujoco.py --variants "taking turns" --seeds 1  # some of it
-    python benchmarks/mujoco.py --seeds                              # nothing: table and figure of what is kept
+    python benchmarks/mujoco.py --seeds                              # trains nothing: table and figure of what is kept
 
 Curves are kept in benchmarks/results/curves_mujoco.jsonl and drawn to static/mujoco_lag.png (studies.py).
 """

@@ -50,11 +50,11 @@ class Flags:
     minibatches: int = 2
     """in a loop"""
     forms: tuple[str, ...] = ("direct", "xla", "pytorch", "pytorch-last")
-    """which take turns; ratios are to the first"""
+    """the implementations that take turns; ratios are to the first"""
     rounds: int = 20
     """how often each takes its turn, at most"""
     seconds: float = 6.0
-    """after which no further round begins"""
+    """no further round begins after this time"""
 
 
 def ours(name: str, form: str, images: np.ndarray) -> tuple[Callable, Callable]:
@@ -161,7 +161,7 @@ def main(flags: Flags) -> None:
     prepare_process(Experiment())  # as trainings are
     cases = [(name, learning, batch) for name in flags.networks for learning in (False, True)
              for batch in (flags.learn if learning else flags.act)]  # fmt: skip
-    load = [os.getloadavg()[0]]  # what else ran, before and at the end: above the number of cores, figures mean little
+    load = [os.getloadavg()[0]]  # before and at the end: if it exceeds the number of cores, figures mean little
     rows = [measure(*case, flags) for case in cases]
     load.append(os.getloadavg()[0])
     table = Table("network", "pass", "images", *[f"{form} images/s" for form in flags.forms], title="median (ratio)")

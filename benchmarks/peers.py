@@ -4,7 +4,7 @@
     python benchmarks/peers.py --parts pqn pqn-lstm --result peers_pqn_cpu
 
 Both take turns, a few updates each, in one process, so other work on the machine slows both; the result is the median
-of the ratios of neighbouring turns.  Beside seconds it gives the processor time of a step, as on a shared machine the
+of the ratios of neighbouring turns.  Besides seconds it gives the processor time of a step: on a shared machine, the
 time that a thread waits for a core says little about the program.
 """
 
@@ -40,7 +40,7 @@ class Args:
     rounds: int = 5
     """turns of each"""
     updates: int = 3
-    """of ours that are timed in a turn, beside one before and one after them; PyTorch makes one less"""
+    """our timed updates in a turn, besides one before and one after them; PyTorch makes one fewer"""
     result: str = "peers_cpu"
     """name of the file in benchmarks/results/"""
 
@@ -64,18 +64,18 @@ THEIRS: dict[str, Callable[[], TorchPPO | TorchPQN]] = {
 
 
 def processor_seconds() -> float:
-    """What all threads of this process have used so far."""
+    """Processor time of all threads of this process so far."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
 
 
 def ours(parts: Parts, updates: int) -> float:
-    """Steps per second over so many updates of a whole run."""
+    """Steps per second over `updates` updates of a whole run."""
     return parts.whole(updates, 1.0)["sps"]
 
 
 def theirs(training: TorchPPO | TorchPQN, updates: int) -> float:
-    """Steps per second over so many updates."""
+    """Steps per second over `updates` updates."""
     with machine.as_a_script():
         return updates * training.s.num_envs * training.s.num_steps / training.updates(updates)
 
@@ -114,7 +114,7 @@ def learning_cost(parts: Parts) -> float:
 
 
 def learning_cost_of_peer(training: TorchPPO | TorchPQN) -> float:
-    """The same of PyTorch's."""
+    """The same for PyTorch."""
     rollout, costs = training.rollout(), []
     for _ in range(3):
         before = processor_seconds()

@@ -31,7 +31,7 @@ class Args:
     """Flags of the benchmark."""
 
     experiment: str = EXPERIMENT
-    """the command's words but for the placement"""
+    """the command's words without the placement"""
     placements: tuple[str, ...] = ("a0-l0", "a0-l1,2,3", "a0,1-l2,3,4,5,6,7")
     """placements, written as Cleanba writes them"""
 

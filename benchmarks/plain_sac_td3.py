@@ -1,4 +1,4 @@
-"""SAC and TD3 as plain PyTorch loops, to time beside ours: CleanRL's settings, one environment, one step at a time.
+"""SAC and TD3 as plain PyTorch loops, to compare ours with: CleanRL's settings, one environment, one step at a time.
 
 Needs PyTorch, which Cleanba does not depend on:
 
@@ -187,7 +187,7 @@ def main() -> None:
 
 
 def processor_seconds() -> float:
-    """What all threads of this process have used."""
+    """Processor time of all threads of this process."""
     u = resource.getrusage(resource.RUSAGE_SELF)
     return u.ru_utime + u.ru_stime
 

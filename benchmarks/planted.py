@@ -1,7 +1,7 @@
-"""Plants faults of one bit or one key into runs, and looks whether `cleanba bisect` finds and names them.
+"""Plants faults of one bit or one key into runs, and checks whether `cleanba bisect` finds and names them.
 
 python benchmarks/planted.py                 # all of tests/planted.py, some minutes on two cores
-python benchmarks/planted.py --faults sum    # those whose names have this word
+python benchmarks/planted.py --faults sum    # those whose names contain this word
 """
 
 import os

@@ -1,8 +1,8 @@
 """What PQN learns: small environments with CleanRL's settings, MinAtar with the authors', with and without a cut.
 
-    python benchmarks/pqn.py                     # what is missing: days on few cores; interrupted, it goes on
+    python benchmarks/pqn.py                     # trains what is missing: days on few cores; can be interrupted
     python benchmarks/pqn.py --studies small     # an hour
-    python benchmarks/pqn.py --seeds             # nothing: tables and figures of what is kept
+    python benchmarks/pqn.py --seeds             # trains nothing: tables and figures of what is kept
 
 Curves are kept in benchmarks/results/curves_pqn.jsonl and drawn to static/pqn_<study>.png (studies.py).
 """
@@ -15,7 +15,7 @@ GAMES = tuple(f"gymnax:{name}-MinAtar" for name in ("Breakout", "Asterix", "Free
 STUDIES = Studies(
     "pqn",
     {
-        # Beside CleanRL's 495 and -96 after as many steps (`docs/rl-algorithms/pqn.md` there).
+        # CleanRL has 495 and -96 after as many steps (`docs/rl-algorithms/pqn.md` there).
         "small": Study(
             ("CartPole-v1", "Acrobot-v1"),
             {"CleanRL's": CLEANRL, "CleanRL's, cut": f"{CLEANRL} {CUT}", "preset": "pqn", "preset, cut": f"pqn {CUT}"},

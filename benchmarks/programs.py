@@ -18,7 +18,7 @@ from cleanba.runtime.devices import Devices
 from cleanba.runtime.learner import Learner, abstract_block, memory_shapes
 from cleanba.seeds import action_numbers
 
-# What every algorithm is compiled as, beside its own defaults, which are Cleanba's on Atari.
+# The settings that every algorithm is compiled with, besides its defaults on Atari.
 VARIANTS: dict[str, dict[str, Any]] = {
     "resnet": {"network": "impala"},
     "nature": {"network": "nature", "hiddens": (512,)},
@@ -29,7 +29,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 class Program(NamedTuple):
-    """An algorithm on devices of kind `platform`, which need not be there."""
+    """An algorithm on devices of kind `platform`, which this machine need not have."""
 
     experiment: Experiment
     partition: Partition
@@ -49,16 +49,16 @@ class Program(NamedTuple):
 
 
 def make(recipe: Recipe, fields: dict[str, Any], learners: int, platform: str) -> Program:
-    """An algorithm with these fields of its experiment, on one device that acts and so many that learn.
+    """An algorithm with these fields of its experiment, on one device that acts and `learners` that learn.
 
     Raises:
-        UsageError: the fields do not fit each other, or not the algorithm.
+        UsageError: the fields do not fit together, or do not fit the algorithm.
     """
     fields = {"env_id": Experiment.env_id, "num_actors": 2, "num_shards": learners, **fields}
     e, spec, *_ = resolve(recipe, fields, platform)
     partition = Partition(e.num_envs, e.num_actors, e.num_shards, 1, learners)
     recipe.check(e, partition)
-    if isinstance(e, OffPolicyActorCritic):  # whose actions these games do not take
+    if isinstance(e, OffPolicyActorCritic):  # these games do not take its actions
         spec = spec._replace(given_action=ActionSpec("quantities", (6,), "float32", (), (-1.0,) * 6, (1.0,) * 6))
     return Program(e, partition, spec, recipe.make(e, spec, platform))
 
@@ -81,7 +81,7 @@ def trace_act(program: Program, device: jax.Device) -> Any:
 
 
 def trace_scan(program: Program, device: jax.Device) -> Any:
-    """A part of a scanned rollout, ready to be lowered.  EnvPool's call wants its host, so a game of no rules plays."""
+    """A part of a scanned rollout, ready to be lowered: of a trivial game, since EnvPool's call needs its host."""
     params, carry, obs, first, numbers = acting(program)
     flag = jnp.zeros(first.shape, bool)
 

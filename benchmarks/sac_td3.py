@@ -1,4 +1,4 @@
-"""How fast are SAC and TD3 beside a plain PyTorch loop with the same settings?
+"""How fast are SAC and TD3 compared with a plain PyTorch loop with the same settings?
 
 Measures environment steps per second of the whole, with one gradient step per environment step.  Ours and
 `plain_sac_td3.py` take turns, each time as a process of its own.  On a busy machine, steps per second of processor time
@@ -46,7 +46,7 @@ class Args:
 
 
 def processor_seconds() -> float:
-    """What all threads of this process have used."""
+    """Processor time of all threads of this process."""
     used = os.times()
     return used.user + used.system
 
@@ -78,7 +78,7 @@ def time_ours(name: str, args: Args) -> dict[str, float]:
     outcome = run_training(training, Display(status, enabled=False), status, log)
     if outcome.error is not None:
         raise outcome.error
-    # The last mark comes with the run's digests, which are compiled for.
+    # The time before the last mark includes compiling and computing the run's digests.
     first, last = next(mark for mark in marks if mark[0] >= args.warmup), marks[-2]
     steps, wall, cpu = (b - a for a, b in zip(first, last, strict=True))
     return {"steps_per_second": steps / wall, "steps_per_processor_second": steps / cpu}

@@ -1,4 +1,4 @@
-"""What does it cost to compute gradients shard by shard?
+"""How much does it cost to compute gradients shard by shard?
 
 Times one update on one device with the batch in 1, 2, 4 … shards against the same update on an undivided batch, without
 isolation and ordered sums, in turns within one run.  Rollouts are random numbers.
@@ -46,7 +46,7 @@ class Args:
 
 @contextmanager
 def undivided() -> Iterator[None]:
-    """Without isolation and ordered sums: what one would write for a single device."""
+    """Within this context, no isolation and no ordered sums: what one would write for a single device."""
     isolate, total = ShardAxis.isolate, ShardAxis.sum
     ShardAxis.isolate = lambda self, fn, *args: fn(*args)  # type: ignore[method-assign]
     ShardAxis.sum = lambda self, tree: jax.tree.map(lambda x: x.sum(0), tree)  # type: ignore[method-assign]

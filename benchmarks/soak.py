@@ -4,11 +4,11 @@ A fault comes at a random moment; then the run goes on, on a random placement:
 
 | fault | what happens |
 |---|---|
-| SIGKILL, SIGTERM, SIGINT | one process hears it |
-| SIGSTOP | one process stands still, and is killed once the others have left it |
-| full disk | the run's own small disk has no room any more, until the run has ended |
-| flipped byte | the run is killed, and one byte of a file of its newest checkpoint changes |
-| removed file | the run is killed, and a file of its newest checkpoint, or of its memory, goes |
+| SIGKILL, SIGTERM, SIGINT | one process receives the signal |
+| SIGSTOP | one process stops, and is killed once all others have ended |
+| full disk | the run's own small disk stays full until the run has ended |
+| flipped byte | the run is killed, and one bit in a file of its newest checkpoint is flipped |
+| removed file | the run is killed, and a file of its newest checkpoint, or of its memory, is removed |
 
 It counts digests that changed, processes that did not end (two minutes), ends with a code that was not expected, and
 processes and shared memory left behind.  Results are added to those in results/soak.json, so faults may be
@@ -49,8 +49,8 @@ SIGNALS = {name: getattr(signal, name) for name in ("SIGKILL", "SIGTERM", "SIGIN
 FAULTS = (*SIGNALS, "full disk", "flipped byte", "removed file")
 PER_RUN = 10  # faults, on average
 DISK = "48m"
-PATIENCE = 120.0  # seconds until a process that should end hangs
-TO_THE_END = 900.0  # and one that trains to its end
+PATIENCE = 120.0  # seconds after which a process that should have ended counts as hanging
+TO_THE_END = 900.0  # the same for a process that trains to the end
 PROBLEMS = ("digests changed", "logs with gaps", "hangs", "other exit codes", "processes left", "shared memory left")
 
 
@@ -60,7 +60,7 @@ class Hang(Exception):
 
 @dataclass
 class Soak:
-    """A run that suffers, and what was seen of it."""
+    """A run with faults, and what was seen of it."""
 
     kind: str
     disk: Path
@@ -105,7 +105,7 @@ class Soak:
             raise Hang from None
 
     def suffer(self, fault: str, updates: int) -> bool:
-        """Start the run or go on with it, and let it have a fault; False where it came to its end before."""
+        """Start or resume the run, and give it a fault; False if it has finished before."""
         processes = self.start()
         wait_for_moment(self.run, processes, updates / PER_RUN, self.rng)
         if not alive(processes):
@@ -121,7 +121,7 @@ class Soak:
         return True
 
     def hit(self, processes: list[subprocess.Popen], signum: signal.Signals) -> None:
-        """Send one of them a signal; all must end, and none with another code than this signal's or a failure's."""
+        """Send one of them a signal; all must end, that one with this signal's exit code, or 0 if it has finished."""
         victim = self.rng.choice(processes)
         victim.send_signal(signum)
         others = [process for process in processes if process is not victim]
@@ -131,11 +131,11 @@ class Soak:
             signum = signal.SIGKILL
         code = self.wait([victim])[0]
         self.wait(others)
-        if code not in (0, -signum, 128 + signum):  # 0: it came to its end meanwhile
+        if code not in (0, -signum, 128 + signum):  # 0: it has finished meanwhile
             self.problem("other exit codes", f"{signum.name} ended a process with code {code}")
 
     def fill(self, processes: list[subprocess.Popen]) -> None:
-        """Leave no room on the disk until the run has ended: with a failure that says so, or at its end."""
+        """Fill the disk until the run has ended: it must finish, or fail and say that the disk is full."""
         ballast = self.disk / "ballast"
         try:
             with open(ballast, "wb", buffering=0) as file:
@@ -151,7 +151,7 @@ class Soak:
             self.problem("other exit codes", f"{codes} on a full disk")
 
     def damage(self, fault: str) -> bool:
-        """Change or remove a file of the newest checkpoint; False where no other one is left to go on from."""
+        """Change or remove a file of the newest checkpoint; False if there is no older one to go on from."""
         there = updates_kept(self.run)
         if len(there) < 2:
             return False
@@ -167,7 +167,7 @@ class Soak:
         return True
 
     def left_behind(self, shared_before: set[str]) -> None:
-        """Whether processes of the run live on, or shared memory that was not there before."""
+        """Note processes of the run that still live, and shared memory that was not there before."""
         time.sleep(0.2)
         words = str(self.run).encode()
         for path in Path("/proc").glob("[0-9]*/cmdline"):
@@ -203,7 +203,7 @@ def small_disk(place: Path) -> Iterator[Path]:
 
 
 def suffer_until_whole(soak: Soak, faults: int, whole: dict, count: Counter[str]) -> None:
-    """So many faults at most, then to the end; compare."""
+    """Give the run at most `faults` faults, then let it train to its end, and compare."""
     shared = set(os.listdir("/dev/shm"))
     try:
         for fault in (soak.rng.choice(FAULTS) for _ in range(faults)):
@@ -228,7 +228,7 @@ def suffer_until_whole(soak: Soak, faults: int, whole: dict, count: Counter[str]
 
 
 def add(faults: int, only: str = "") -> bool:
-    """Try so many faults more, print and write what all came to -> whether there was no problem among the new ones."""
+    """Try `faults` more faults, print and write the totals -> whether the new ones caused no problem."""
     saved = machine.saved("soak")
     counts = {kind: Counter(row) for kind, row in saved.get("faults", {}).items()}
     problems, said = Counter(saved.get("problems", {})), saved.get("said", [])

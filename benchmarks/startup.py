@@ -1,10 +1,9 @@
-"""How long does it take from the command to the first update, the first time and the second?
+"""How long does it take from the command to the first update, on the first start and on the second?
 
     python benchmarks/startup.py     # a minute; results in benchmarks/results/
 
 Experiments are small, so the time is that of starting: imports, looking up devices and environment, tracing, compiling
-or loading, the first rollout.  Beside seconds it gives seconds of processor time, which other work on the machine
-lengthens less.
+or loading, the first rollout.  Besides seconds it gives processor time, which other work on the machine lengthens less.
 """
 
 import os
@@ -35,7 +34,7 @@ class Args:
 
 
 def start(words: str, home: str) -> tuple[float, float]:
-    """Seconds, and the processor's seconds, from the command to the first update's line in the log."""
+    """Seconds, and seconds of processor time, from the command to the first update's line in the log."""
     left_out = [name for name in os.environ if "COMPILATION_CACHE" in name or "PERSISTENT_CACHE" in name]
     env = {name: value for name, value in os.environ.items() if name not in left_out} | {"XDG_CACHE_HOME": home}
     with tempfile.TemporaryDirectory() as folder:

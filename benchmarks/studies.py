@@ -1,9 +1,9 @@
 """What the benchmarks of learning share: a study trains each variant on each environment with each seed.
 
-Runs lie in a folder until they are finished, so an interrupted study goes on.  Their curves are kept in
+Runs stay in a folder, so that an interrupted study can go on.  Their curves are kept in
 benchmarks/results/curves_<name>.jsonl (kept.py), where the next call finds them, and drawn to
 static/<name>_<study>.png; the table is benchmarks/results/curves_<name>.md.  Where exploration
-hides what is learnt, each run is evaluated, too.
+hides what is learnt, each run is also evaluated.
 """
 
 import subprocess
@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def cleanba(*words: object) -> None:
-    """A command; if it fails, the benchmark ends."""
+    """Run a command; if it fails, the benchmark ends."""
     ended = subprocess.run([sys.executable, "-m", "cleanba", *map(str, words)], stdout=subprocess.PIPE, text=True)
     if ended.returncode:
         sys.exit(f"cleanba {' '.join(map(str, words))} failed:\n{ended.stdout[-2000:]}")
@@ -47,7 +47,7 @@ class Study(NamedTuple):
 
 @dataclass(frozen=True)
 class Asked:
-    """Flags of such a benchmark."""
+    """Flags of a benchmark of learning."""
 
     studies: tuple[str, ...] = ()
     """names of studies (default: all)"""
@@ -71,7 +71,7 @@ class Run(NamedTuple):
 
     @classmethod
     def of(cls, line: Json) -> "Run":
-        """The run that a kept line is of."""
+        """The run that a kept line belongs to."""
         return cls(line["study"], line["variant"], line["experiment"]["env_id"], line["experiment"]["seed"])
 
     @property
@@ -91,15 +91,15 @@ class Studies:
     """Several studies whose runs are kept in one file."""
 
     name: str
-    """of the file and the pictures"""
+    """name in the file's and the pictures' names"""
     all: dict[str, Study]
     """name -> study"""
     episodes: int = 0
-    """of the evaluation of each run (0: none)"""
+    """episodes of each run's evaluation (0: none)"""
     film: bool = False
     """whether the first of them is filmed"""
     beside: bool = False
-    """whether the table has what others publish"""
+    """whether the table has published returns"""
 
     @property
     def file(self) -> Path:
@@ -113,7 +113,7 @@ class Studies:
                 yield from ((name, variant, env_id) for variant in study.variants)
 
     def wanted(self, asked: Asked) -> Iterator[Run]:
-        """The runs that are asked for, one seed of all after the other."""
+        """The runs that are asked for: the first seed of all of them, then the next."""
         if unknown := set(asked.studies) - set(self.all):
             sys.exit(f"there is no study {', '.join(sorted(unknown))}; there are {', '.join(self.all)}")
         fits = lambda name, names: name in names or not names
@@ -131,25 +131,25 @@ class Studies:
         return [algorithm, "--env-id", run.env_id, "--seed", str(run.seed), *flags, *more.split(), *start]
 
     def train(self, run: Run, folder: Path) -> None:
-        """Train it, or go on with it, and keep its curve."""
+        """Train or resume it, and keep its curve."""
         before = self.all[run.study].stages.get(run.env_id, (None, ""))[0]
         if before and not is_finished(folder / (earlier := run._replace(env_id=before)).folder):
-            self.train(earlier, folder)  # its curve may be kept, but this run starts from its parameters
+            self.train(earlier, folder)  # even if its curve is kept, as this run starts from its parameters
         command, run_dir = self.command(run, folder), folder / run.folder
         print(f"cleanba {' '.join(command)}", flush=True)
         cleanba(*command, "--run-dir", run_dir)
         self.keep(run, run_dir)
 
     def keep(self, run: Run, run_dir: Path) -> None:
-        """Keep the curve of a run that has finished, and what it returns when it is evaluated."""
+        """Keep the curve of a finished run, and the mean return of its evaluation."""
         more: Json = {}
         if self.episodes:
             cleanba("eval", run_dir, "--episodes", self.episodes, *(["--video"] if self.film else []))
             more = {"evaluated": read_json(run_dir / "eval.json")["mean"]}
         (curve,) = curves.load([run_dir])
         entry = kept.entry(curve, study=run.study, variant=run.variant, **more)
-        # Trained again on another processor, a run may have another experiment: that of a later stage has the digest
-        # of the parameters that it starts from.
+        # A run's line replaces its earlier one, even if the experiments differ: in a later stage, an experiment has the
+        # digest of the parameters that it starts from, which training on another processor changes.
         kept.add(self.file, [entry], lambda line: Run.of(line) == run)
         write_whole(self.file.with_suffix(".md"), self.table(kept.read(self.file)))
 

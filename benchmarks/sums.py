@@ -1,8 +1,8 @@
-"""What does the sum of the gradients over all shards cost each device?
+"""How much does the sum of the gradients over all shards cost each device?
 
 Compiles `ShardAxis.sum`, and a sum that gathers all gradients on every device, for 8, 64 and 256 simulated devices with
 one shard each.  Reads from the compiled programs how much a device receives, and how much temporary memory it needs.
-On up to `--run` devices both are also run, in turns within one process.
+On up to `--run` devices, both are also run, in turns within one process.
 """
 
 import json
@@ -42,7 +42,7 @@ class Args:
     networks: tuple[str, ...] = ("impala", "nature")
     """torsos"""
     run: int = 8
-    """run, too, on up to so many devices"""
+    """also run the sums on up to this many devices"""
     rounds: int = 20
     """timed rounds"""
     here: bool = False
@@ -74,7 +74,7 @@ def received(hlo: str, devices: int) -> int:
     for result, _ in COLLECTIVE.findall(re.sub(r"/\*.*?\*/", "", hlo)):  # long tuples hold /*index=5*/
         arrays = re.findall(r"(\w+)\[([\d,]*)\]", result)
         total += sum(BYTES[kind] * math.prod(map(int, filter(None, shape.split(",")))) for kind, shape in arrays)
-    return total * (devices - 1) // devices  # of what it ends up with, one part was its own
+    return total * (devices - 1) // devices  # it had one part of the result already
 
 
 def measure(network: str, run: bool, rounds: int) -> dict[str, Any]:

@@ -60,13 +60,13 @@ class Args:
     cpu_threads: int | None = None
     """XLA's threads on CPUs, as PJRT_NPROC (default: one for each core)"""
     collector: Literal["stepped", "scanned"] = "stepped"
-    """how the whole collects"""
+    """how the whole training collects rollouts"""
     actor_device_ids: tuple[int, ...] = (0,)
     """devices that act"""
     learner_device_ids: tuple[int, ...] = (0,)
     """devices that learn"""
     seconds: float = 5.0
-    """measure each part for about so long in each round"""
+    """measure each part for about this long in each round"""
     rounds: int = 3
     """rounds; figures are medians over them"""
 
@@ -92,10 +92,10 @@ def steps_per_second(step: Callable[[int], Any], threads: int, steps: int, secon
 
 
 class Parts:
-    """A training's parts, placed and sized as in the whole, each to be run alone."""
+    """The parts of a training, placed and sized as in the whole, each of which can be run alone."""
 
     def __init__(self, recipe: Recipe, fields: dict[str, Any], placement: Placement):
-        """With these fields of the experiment; left out, a shard for each device that learns."""
+        """Parts of an experiment with these fields; by default it has one shard for each learner device."""
         self.recipe = recipe
         self.devices = find_devices(placement)
         platform = self.devices.platform
@@ -187,9 +187,9 @@ class Parts:
         return metrics
 
     def whole(self, seconds: float, seconds_per_update: float) -> dict[str, Any]:
-        """A training of about so many seconds: its result, with the last log point beside it.
+        """A training of about so many seconds: its last log point and its result in one dictionary.
 
-        Its `sps` leaves out the first update, which compiles, and the last, beside which no rollout is collected.
+        Its `sps` leaves out the first update, which compiles, and the last, during which no rollout is collected.
         """
         updates = max(2, round(seconds / seconds_per_update)) + 2
         e = replace(self.experiment, total_timesteps=updates * self.experiment.transitions_per_update)

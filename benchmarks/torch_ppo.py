@@ -1,7 +1,7 @@
 """PPO as a plain PyTorch loop with CleanRL's settings: act, step, store, then learn, in turns.
 
 One Python thread does everything, one minibatch after another, as in single-file implementations; PyTorch's threads do
-the arithmetic, and EnvPool's threads step the environments.  `benchmarks/peers.py` times it beside ours.
+the arithmetic, and EnvPool's threads step the environments.  `benchmarks/peers.py` compares its speed with ours.
 """
 
 import time
@@ -114,7 +114,7 @@ class TorchPPO:
         self.done = torch.zeros(s.num_envs)
 
     def observe(self, obs: np.ndarray) -> torch.Tensor:
-        """As the network sees it."""
+        """An observation as the network sees it."""
         if not self.real:
             x = torch.from_numpy(obs)
             return x.contiguous(memory_format=torch.channels_last) if self.s.channels_last else x
@@ -122,7 +122,7 @@ class TorchPPO:
         return torch.from_numpy(np.clip((obs - self.seen.mean) / np.sqrt(self.seen.var + 1e-8), -10, 10)).float()
 
     def reward(self, reward: np.ndarray, over: np.ndarray) -> torch.Tensor:
-        """As it is learnt from."""
+        """A reward as it is learnt from."""
         if self.real:
             self.discounted = self.discounted * self.s.gamma + reward
             self.returned.add(self.discounted)
@@ -131,7 +131,7 @@ class TorchPPO:
         return torch.from_numpy(np.asarray(reward, np.float32))
 
     def rollout(self) -> dict[str, Any]:
-        """One step after another."""
+        """Collect one rollout, step by step."""
         kept: dict[str, list[torch.Tensor]] = {k: [] for k in ("obs", "action", "log_prob", "value", "reward", "done")}
         for _ in range(self.s.num_steps):
             with torch.no_grad():
@@ -182,7 +182,7 @@ class TorchPPO:
                 self.optimiser.step()
 
     def updates(self, count: int) -> float:
-        """Go on for so many updates -> seconds."""
+        """Train for `count` more updates -> seconds."""
         start = time.perf_counter()
         for _ in range(count):
             self.learn(self.rollout())

@@ -1,7 +1,7 @@
 """PQN as a plain PyTorch loop with CleanRL's settings for Atari: act, step, store, then learn, in turns.
 
 One Python thread does everything, one minibatch after another, as in single-file implementations; PyTorch's threads do
-the arithmetic, and EnvPool's threads step the environments.  `benchmarks/peers.py` times it beside ours.
+the arithmetic, and EnvPool's threads step the environments.  `benchmarks/peers.py` compares its speed with ours.
 """
 
 import time
@@ -41,7 +41,7 @@ State = tuple[torch.Tensor, torch.Tensor] | tuple[()]
 
 
 class Network(nn.Module):
-    """The Nature CNN with layer normalisation over each layer's whole output, perhaps an LSTM, and action values."""
+    """The Nature CNN with layer normalisation over each layer's whole output, an optional LSTM, and action values."""
 
     def __init__(self, frames: int, actions: int, lstm: int):
         super().__init__()
@@ -90,7 +90,7 @@ class TorchPQN:
         return values[0], state
 
     def rollout(self) -> dict[str, Any]:
-        """One step after another."""
+        """Collect one rollout, step by step."""
         kept: dict[str, list[torch.Tensor]] = {k: [] for k in ("obs", "done", "action", "value", "reward")}
         start = self.state
         for _ in range(self.s.num_steps):
@@ -131,7 +131,7 @@ class TorchPQN:
                 self.optimiser.step()
 
     def updates(self, count: int) -> float:
-        """Go on for so many updates -> seconds."""
+        """Train for `count` more updates -> seconds."""
         start = time.perf_counter()
         for _ in range(count):
             self.learn(self.rollout())

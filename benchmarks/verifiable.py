@@ -1,13 +1,13 @@
 """Runs behind published figures, kept whole, so that anybody can compute a part of them again.
 
-python benchmarks/verifiable.py                     # verifies two of them, drawn by chance: a minute; `make verify`
-python benchmarks/verifiable.py --sample 99         # all
-python benchmarks/verifiable.py --train             # trains those that are not there, plays 100 episodes, packs them
-python benchmarks/verifiable.py --train --only pqn  # those whose names have this word, anew
+python benchmarks/verifiable.py                     # verifies two of them at random: a minute; `make verify`
+python benchmarks/verifiable.py --sample 99         # verifies all
+python benchmarks/verifiable.py --train             # trains the missing ones, plays 100 episodes each, packs them
+python benchmarks/verifiable.py --train --only pqn  # trains those whose names contain this word anew
 
-The runs lie in results/runs/, the table in docs/guides/verify.md.  A figure's run must be trained anew when a change of
-the code moves its bits: then this ends with 1 and says so.  Where packages or the processor are others than the run's,
-bits need not agree; the comparison is still made and reported.
+The runs are in results/runs/, the table is in docs/guides/verify.md.  If a change of the code changes a run's bits,
+this script says so and ends with exit code 1, and the run must be trained anew.  If the packages or the processor are
+not the run's, bits need not agree; the comparison is still made and reported.
 """
 
 import random
@@ -34,7 +34,7 @@ ROOT = Path(__file__).parents[1]
 RUNS = machine.RESULTS / "runs"
 PAGE = ROOT / "docs/guides/verify.md"
 MARKS = "<!-- verifiable -->", "<!-- /verifiable -->"
-# By algorithm: of the table in docs/reference/presets.md those whose runs take about a minute, and a megabyte.
+# By algorithm: the environments in docs/reference/presets.md whose runs take about a minute and a megabyte.
 ENVIRONMENTS = {
     "ppo": ("CartPole-v1", "Acrobot-v1", "MountainCar-v0", "Catch-v0", "LunarLander-v3"),
     "impala": ("CartPole-v1", "Acrobot-v1", "Catch-v0"),
@@ -46,10 +46,10 @@ COMMANDS = {
     for env_id in there
 }
 COMMANDS["dqn-Pong-v5"] = "cleanba dqn --preset pong --env-id Pong-v5 --target-return 18 --seed 1"
-# Of runs whose checkpoints, or whose memory, are too large to be kept: the beginning can be computed, for which none is
-# needed, up to the last digest within this share of the updates.
+# Runs whose checkpoints or memory are too large to keep.  Only their beginning can be computed again, which needs
+# neither: up to the last digest within this share of the updates.
 BEGINNING = {"dqn-Pong-v5": 0.05}
-CHECKPOINTS = 2  # that a run keeps, about; the earlier ones of these runs have 4
+CHECKPOINTS = 2  # that a run keeps, roughly; the older runs here have 4
 EPISODES = 100
 LEFT_OUT = ("events.out.tfevents", ".lock")
 LARGE = ("checkpoints", "memory", "actors", "videos")
@@ -60,7 +60,7 @@ class Args:
     """Flags of the script."""
 
     train: bool = False
-    """train what is not there yet"""
+    """train the runs that are missing"""
     only: str = ""
     """part of their names"""
     sample: int = 2
@@ -110,7 +110,7 @@ def pack(name: str, run: Path) -> None:
 
 
 def verify(name: str) -> tuple[bool, str]:
-    """Verify one segment of it -> whether nothing speaks against the run, and what was found."""
+    """Verify one segment -> whether its bits are the same, or may differ on this machine; and what was found."""
     words = ("verify", RUNS / f"{name}.tar.gz", "--segments", 1)
     words += ("--fraction", BEGINNING[name]) if name in BEGINNING else ()
     ended = cleanba(*words)

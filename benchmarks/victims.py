@@ -15,7 +15,7 @@ from typing import IO, Any
 
 from cleanba.runtime.checkpoint import updates_kept
 
-# A thousand steps or so of each environment, in several epochs.
+# About a thousand steps of each environment, in several epochs.
 COMMON = "--num-actors 2 --num-shards 2 --hiddens 32 --log-frequency 5 --env-epoch 37"
 ACTOR_CRITIC = f"{COMMON} --num-envs 16 --num-steps 32 --num-minibatches 2"
 OFF_POLICY = f"{COMMON} --num-envs 8 --num-steps 8 --learning-starts 512 --batch-size 32 --train-frequency 8"
@@ -52,7 +52,7 @@ REPLAY = {
     "--total-timesteps 8192 --learning-starts 1024 --train-frequency 64 --batch-size 8 --env-epoch 8 "
     "--log-frequency 1"
 }
-STARTING = 0.2  # of the ends, while a run starts or compiles; the others once it has trained
+STARTING = 0.2  # share of the ends that come while a run starts or compiles; the others come once it trains
 COMMANDS = KINDS | MORE | REPLAY
 PLACEMENTS = ("0 / 0", "0 / 1 2", "0 1 / 2 3", "3 / 0")  # actors / learners
 
@@ -126,7 +126,7 @@ def kept(run: Path) -> int:
 
 
 def whole_run(kind: str, run: Path, more: Sequence[str] = ()) -> dict[str, Any]:
-    """What a run comes to that nothing ends early, and whose only checkpoint is at its end: its result, its updates."""
+    """Train a run without ending it early, with its only checkpoint at its end -> its result and its logged updates."""
     for process in start(kind, run, "0 / 0", ["--checkpoint-frequency", "0"], more):
         if process.wait() != 0:
             raise SystemExit(f"{kind}: the run that nothing ends failed")
@@ -135,7 +135,7 @@ def whole_run(kind: str, run: Path, more: Sequence[str] = ()) -> dict[str, Any]:
 
 def wait_for_moment(run: Path, processes: list[subprocess.Popen], updates: float, rng: random.Random) -> float:
     """Wait for a random moment, while the run starts or within so many updates -> the time when waiting began."""
-    if len(processes) > 1:  # one that has never joined cannot be missed by the others
+    if len(processes) > 1:  # the others would not notice the loss of a process that has never joined
         while not held(run) and alive(processes):
             time.sleep(0.05)
     before, started = kept(run), time.time()
@@ -149,6 +149,6 @@ def wait_for_moment(run: Path, processes: list[subprocess.Popen], updates: float
 
 
 def logged_updates(run: Path) -> list[int]:
-    """Those that every run logs, however often it takes checkpoints."""
+    """The updates that every run logs, however often it takes checkpoints."""
     updates = [json.loads(line)["update"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [update for update in updates if update % 5 == 0]

@@ -1,6 +1,6 @@
-"""A Slurm of one's own: controller, munge and some nodes on this machine, in a folder, on free ports.
+"""A private Slurm cluster: controller, munge and some nodes on this machine, in a folder, on free ports.
 
-It shares nothing with a Slurm that may be installed here: its own configuration, key, socket, state and ports.
+It shares nothing with a Slurm that may run here: it has its own configuration, key, socket, state and ports.
 """
 
 import contextlib
@@ -50,7 +50,7 @@ PartitionName=all Nodes=ALL Default=YES State=UP MaxTime=INFINITE
 
 
 def why_not() -> str:
-    """Why no cluster can be started here, or nothing."""
+    """Why no cluster can be started here; "" if one can."""
     missing = [name for name in NEEDED if shutil.which(name) is None]
     if missing:
         return f"Slurm is not installed ({', '.join(missing)} missing): apt-get install slurm-wlm munge"
@@ -66,7 +66,7 @@ def wait_for(what: Callable[[], bool], seconds: float, name: str) -> None:
 
 
 class Cluster:
-    """Start with `with`; the end of the block ends every daemon and job."""
+    """A context manager: entering it starts the cluster, leaving it ends every daemon and job."""
 
     def __init__(self, folder: Path, nodes: int = 2):
         self.folder = folder
@@ -139,7 +139,7 @@ class Cluster:
         self._start(f"slurmd-{name}", "slurmd", "-D", "-N", name, "-f", self.folder / "slurm.conf")
 
     def stop_node(self, name: str) -> None:
-        """End a node's slurmd, which the controller does not notice for a while."""
+        """End a node's slurmd.  The controller does not notice for a while."""
         self._stop(f"slurmd-{name}")
 
     def processes_of(self, node: str) -> list[int]:
@@ -156,7 +156,7 @@ class Cluster:
         return found
 
     def signal_node(self, node: str, signum: int) -> None:
-        """Signal all that a node runs: SIGKILL is the loss of the node, SIGSTOP a host that hangs."""
+        """Signal all that a node runs: SIGKILL simulates the loss of the node, SIGSTOP a host that hangs."""
         for pid in self.processes_of(node):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signum)
@@ -164,7 +164,7 @@ class Cluster:
             self._daemons.pop(f"slurmd-{node}").wait()
 
     def run(self, *words: object, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess:
-        """A command of Slurm's, or one that calls them."""
+        """Run a Slurm command, or one that calls Slurm commands."""
         return subprocess.run(
             [*map(str, words)], env={**self.env, **env}, cwd=cwd, capture_output=True, text=True, timeout=120
         )

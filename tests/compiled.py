@@ -1,9 +1,9 @@
-"""How tests compile: one cache for all and every process that they start, and for half of them quickly.
+"""How tests compile: with one cache for all test processes and their children, and half of them without optimising.
 
-With `--dist loadfile`, every other process, and what it starts, compiles without optimising: in a quarter of the
-time.  The files in `OPTIMISED` are left to the others.  They are about what optimising may change, whether XLA's
-programs for different devices, shards or processors come to the same bits, or they train for long.  Most tests of our
-own kernels, which XLA does not compile, are not among them.  With another `--dist` any process may get any test, so all
+With `--dist loadfile`, every other process, and what it starts, compiles without optimising, in a quarter of the time.
+The files in `OPTIMISED` run only in processes that optimise: they test what optimising may change (whether XLA's
+programs for different devices, shards or processors give the same bits), or they train for long.  Most tests of our own
+kernels, which XLA does not compile, are not among them.  With another `--dist`, any process may get any test, so all
 optimise.
 
 Imported before JAX, which reads these variables once.
@@ -22,7 +22,7 @@ ENVIRONMENT = {
     FOLDER: os.environ[FOLDER],
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-    # An entry that another process is writing at that moment is not whole; JAX says so, and compiles.
+    # While another process is writing an entry, it is incomplete: JAX warns, and compiles the program itself.
     "PYTHONWARNINGS": "ignore:Error reading persistent compilation cache",
 }
 ABOUT = "backends batches bisect continuous convolution dqn elastic impala learning moments off_policy placement ppo"

@@ -7,8 +7,8 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-# No test speaks with the Hub or with W&B in the name of whoever runs it, or takes a job that it runs in for its own.
-# Before any import: huggingface_hub reads its variables once.  xdist's workers have what this process has.
+# No test uses the Hub or W&B account of the person who runs it, or mistakes the cluster job it runs in for its own.
+# This comes before any import, as huggingface_hub reads its variables once.  xdist's workers inherit the environment.
 if "PYTEST_XDIST_WORKER" not in os.environ:
     for name in [name for name in os.environ if name.startswith(("HF_", "HUGGING_FACE", "SLURM_", "OMPI_", "WANDB_"))]:
         del os.environ[name]
@@ -41,7 +41,7 @@ def pytest_configure(config):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Whole files to each process, those in `compiled.OPTIMISED` only to one that optimises, which takes them first."""
+    """Gives each process whole files; those in `compiled.OPTIMISED` go only to a process that optimises, and first."""
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):
@@ -65,7 +65,7 @@ def pytest_addoption(parser):
 def pytest_collection_modifyitems(config, items):
     """Some points of a grid are left out (grids.py).
 
-    Where several processes share the files, those with most slow tests come first: short ones fill up the end.
+    If several processes share the files, those with most slow tests come first, so that short ones fill the end.
     """
     if not any("::" in arg for arg in config.args):
         if wrong := grids.unknown(items):
@@ -84,7 +84,7 @@ def on_devices():
     """on_devices(fn, num_shards, num_devices) -> jitted (replicated, *sharded) -> fn(shards, replicated, *sharded).
 
     Leaves of `sharded` are [num_shards, ...]; `fn` sees those of its device, and returns what is equal everywhere.
-    Where the devices do not divide the shards, empty places hold what nothing may come of: NaN, or the greatest number.
+    Where the devices do not divide the shards, empty places hold NaN or the greatest number, which no result may show.
     Its `trace` and `lower` are `jax.jit`'s.
     """
     import jax

@@ -1,4 +1,4 @@
-"""The part of the Hugging Face Hub that `cleanba push` and `cleanba eval hf://…` speak with, on this machine."""
+"""The part of the Hugging Face Hub that `cleanba push` and `cleanba eval hf://…` use, served on this machine."""
 
 import base64
 import hashlib
@@ -140,9 +140,9 @@ def fake_hub():
 
 
 def log_in(monkeypatch, hub: Hub, cache: Path) -> None:
-    """Have huggingface_hub speak with this Hub, as somebody whom it knows.
+    """Have huggingface_hub use this Hub, logged in with a known account.
 
-    The address is in constants of the library once that is imported.
+    Once the library is imported, it keeps the address in constants.
     """
     from huggingface_hub import constants
 

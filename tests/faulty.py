@@ -53,7 +53,7 @@ class Faulty(gymnasium.Env):
         if self.all_steps == self.at and self.fault == "spin" and "CLEANBA_TEST" in os.environ:
             Path(os.environ["CLEANBA_TEST"], f"{os.getpid()}.spins").touch()
         while self.all_steps == self.at and self.fault == "spin":
-            sum(range(10**9))  # compiled code that looks at no signal
+            sum(range(10**9))  # compiled code, which handles no signal
         return self.look(), 1.0, self.steps == 9, False, {}
 
 

@@ -30,7 +30,7 @@ class Gated(gymnasium.Env):
 
 
 class Flipped(Gated):
-    """Where CLEANBA_FAULT is set, its third step shows a number that differs in the last bit."""
+    """If CLEANBA_FAULT is set, its third step shows a number that differs in the last bit."""
 
     def step(self, action):
         seen, *rest = super().step(action)

@@ -1,9 +1,9 @@
-"""Of tests that try many points of a grid, the points that `make test` takes; `make test ARGS=--exhaustive` takes all.
+"""For tests that try many points of a grid, the points that `make test` takes; `make test ARGS=--exhaustive` takes all.
 
     "test_dqn.py::test_the_same_bits_on_any_devices": ("True",)
 
 runs `[True]` and leaves out `[False]`, unless --exhaustive is given or the command names the point itself.
-Only what costs seconds stands here.  `()` leaves a test out, where another one shows the same with less.
+Only tests that take seconds are listed.  `()` leaves a test out, because another shows the same with less.
 """
 
 from fnmatch import fnmatchcase
@@ -87,7 +87,7 @@ def is_kept(item: Item) -> bool:
 
 
 def unknown(items: list[Item]) -> list[str]:
-    """What KEPT names, in files of which tests were found, but is no test or no point of it."""
+    """The entries of KEPT that match no test or no point, for files in which tests were found."""
     there: dict[str, list[str]] = {}
     for item in items:
         test, point = point_of(item)

@@ -2,7 +2,7 @@
 
     python killed.py MOMENT N WORDS
 
-It dies when it comes to MOMENT for the N-th time; see `MOMENTS`.
+It dies when it reaches MOMENT for the N-th time; see `MOMENTS`.
 """
 
 import os
@@ -19,7 +19,7 @@ from cleanba.runtime.checkpoint import Checkpoints
 from cleanba.runtime.collect import ScannedCollector, SteppedCollector
 from cleanba.runtime.learner import Learner
 
-SECONDS = 2.0  # that it stands still before a moment, in which others may go on that should have waited for it
+SECONDS = 2.0  # that it sleeps before dying, in which processes that should wait for it may go on by mistake
 
 # Where it dies, and whether once that is done or just before.
 MOMENTS: dict[str, tuple[tuple[Any, ...], str, bool]] = {
@@ -30,8 +30,8 @@ MOMENTS: dict[str, tuple[tuple[Any, ...], str, bool]] = {
     "update": ((Learner,), "update", True),  # the device is still busy with it
     "save": ((Checkpoints,), "save", True),  # the files are being written
     "pack": ((memory.Pack,), "add", True),  # a part of what is new in a shard's memory has been written
-    "memory": ((memory,), "write", False),  # all that is new in this process's memory is, but no list of it
-    "listing": ((memory,), "write_whole", False),  # the same, of one shard after another
+    "memory": ((memory,), "write", False),  # all that is new in this process's memory has been, but no list of it
+    "listing": ((memory,), "write_whole", False),  # the same, for one shard after another
     "prune": ((memory,), "prune", True),  # old files have just been removed
 }
 

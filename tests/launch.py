@@ -38,10 +38,10 @@ ROOT = Path(__file__).parents[1]
 
 make_deterministic()  # as the command does; here before JAX has looked for devices
 
-# Where something must happen soon: with other tests or programs on the same cores, so many times later.
+# A factor for time limits: with other tests or programs on the same cores, everything takes this much longer.
 CROWD = max(int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")), math.ceil(os.getloadavg()[0] / usable_cores()))
 
-# An experiment of a moment: flags for the command.
+# The flags of an experiment that takes a moment.
 TINY = (
     *("--env-id", "Catch-v0", "--num-envs", "8", "--num-actors", "2", "--num-shards", "1", "--num-steps", "8"),
     *("--hiddens", "8", "--num-minibatches", "2", "--update-epochs", "1", "--total-timesteps", "320"),
@@ -122,7 +122,7 @@ def digests(*args: Any, **kwargs: Any) -> dict[int, str]:
 
 
 def typed_digests(name: str, words: Sequence[str]) -> dict[int, str]:
-    """As `digests`, of `cleanba NAME WORDS` on devices of this process, which JAX knows already."""
+    """As `digests`, for `cleanba NAME WORDS` on devices of this process, which JAX has initialised already."""
     recipe = RECIPES[name]
     return digests_of(without_error(run(prepare(recipe, parse(recipe, words)).training)))
 
@@ -149,7 +149,7 @@ class _Exit(BaseException):
 
 
 def command(*words: str | Path) -> Ended:
-    """`cleanba WORDS`, in this process: what it printed, and the code with which it would have left."""
+    """`cleanba WORDS`, in this process: what it printed, and the exit code that it would have had."""
     out, err = io.StringIO(), io.StringIO()
 
     def leave(code: int) -> None:
@@ -172,7 +172,7 @@ def command(*words: str | Path) -> Ended:
 
 
 def python(*words: str | Path, **env: str) -> subprocess.Popen:
-    """`python WORDS` as a process of its own, with what it prints on pipes."""
+    """`python WORDS` as a process of its own, with its output on pipes."""
     return subprocess.Popen(
         [sys.executable, *map(str, words)],
         env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", **env},
@@ -183,7 +183,7 @@ def python(*words: str | Path, **env: str) -> subprocess.Popen:
 
 
 def finish(process: subprocess.Popen, seconds: float = 300) -> Ended:
-    """Wait for a process, and say how it ended; one that is still running then is killed, and its code None."""
+    """Wait for a process, and say how it ended; if it is still running then, it is killed, and its code is None."""
     try:
         out, err = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:

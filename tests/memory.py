@@ -1,7 +1,7 @@
 """A game of memory: the first observation names a symbol, blanks follow, and the last action must repeat the symbol.
 
-A policy that sees only the present observation answers a blank, and a blank is always the same: whatever it does, it is
-right once in `symbols` times.
+A policy that sees only the present observation must answer a blank, and all blanks are the same.  Whatever it does, it
+is right once in `symbols` times.
 """
 
 import threading

@@ -1,4 +1,4 @@
-"""Environments that keep the rules and are odd nevertheless: Gymnasium's, and in JAX."""
+"""Environments that keep the rules but are odd: Gymnasium's, and in JAX."""
 
 import multiprocessing
 import os
@@ -37,14 +37,14 @@ class Odd(gymnasium.Env):
 
 
 class Tells(Odd):
-    """What it tells has another form at each step."""
+    """Its infos have another form at each step."""
 
     def tell(self):
         return {"legal": np.arange(self.np_random.integers(1, 5)), "winner": self.np_random.choice([1, None])}
 
 
 class Succeeds(Odd):
-    """Tells at the end of an episode whether it succeeded, and in every second one how far away it came."""
+    """Its infos say at the end of an episode whether it succeeded, and in every second episode how far it came."""
 
     episodes = 0
 
@@ -57,7 +57,7 @@ class Succeeds(Odd):
 
 
 class Masked(Odd):
-    """One action of four is legal, and it insists on it."""
+    """One action of four is legal; the others raise an error."""
 
     observation_space = Dict(x=Odd.observation_space, action_mask=MultiBinary(4))
     action_space = Discrete(4)
@@ -73,7 +73,7 @@ class Masked(Odd):
 
 
 class Pairs(Masked):
-    """The same for two choices at once."""
+    """The same with two choices at once."""
 
     action_space = MultiDiscrete([2, 2])
 
@@ -88,7 +88,7 @@ class Pairs(Masked):
 
 
 class Parts(Pairs):
-    """The same, each choice masked by itself."""
+    """The same with a mask for each choice."""
 
     observation_space = Dict(x=Odd.observation_space, action_mask=MultiBinary(4))
 
@@ -107,7 +107,7 @@ class Blind(Odd):
 
 
 class Misfit(Odd):
-    """Its mask is not for its actions."""
+    """Its mask does not fit its actions."""
 
     observation_space = Dict(x=Odd.observation_space, action_mask=MultiBinary(3))
 
@@ -116,7 +116,7 @@ class Misfit(Odd):
 
 
 class Children(Odd):
-    """Each reset begins a process of its own, and ends that of the episode before."""
+    """Each reset starts a child process, and ends that of the episode before."""
 
     child = None
 
@@ -135,7 +135,7 @@ class Children(Odd):
 
 
 class Moves(Odd):
-    """Leaves the current directory for another, which it removes at its end."""
+    """Changes the current directory to another, which it removes at its end."""
 
     def __init__(self):
         self.folder = tempfile.mkdtemp()
@@ -171,7 +171,7 @@ class Forgets(Odd):
 
 
 class Wide(Odd):
-    """Counts further than four bytes do."""
+    """Counts beyond what four bytes can hold."""
 
     observation_space = Box(0, 2**40, (2,), np.int64)
 
@@ -186,7 +186,7 @@ class WideChoices(Wide):
 
 
 class Offline(Odd):
-    """Raises what a closed connection raises."""
+    """Raises the same error as a closed connection."""
 
     def step(self, action):
         if self.steps == 3:
@@ -195,7 +195,7 @@ class Offline(Odd):
 
 
 class Parent(Odd):
-    """Has a process of its own, as simulators do, and dies."""
+    """Starts a child process, as simulators do, and dies."""
 
     def step(self, action):
         if self.steps == 3 and os.fork() != 0:
@@ -207,13 +207,13 @@ class Parent(Odd):
 
 
 class Undrawable(Odd):
-    """Says that it can be drawn, and cannot be made so."""
+    """Says that it can be rendered, but cannot be made for rendering."""
 
     metadata = {"render_modes": ["rgb_array"]}  # noqa: RUF012
 
 
 class Unordered(Odd):
-    """Shows letters in the order that a set has them in."""
+    """Shows letters in the order of a set."""
 
     observation_space = Box(0, 1, (12,), np.float32)
 
@@ -222,7 +222,7 @@ class Unordered(Odd):
 
 
 class Small(Odd):
-    """Takes actions of the type that it says."""
+    """Accepts only actions of the type that it declares."""
 
     action_space = MultiDiscrete([2, 3], dtype=np.int8)
 
@@ -232,7 +232,7 @@ class Small(Odd):
 
 
 class Rotten(Odd):
-    """Shows no number at its third step."""
+    """Shows NaN at its third step."""
 
     observation_space = Dict(x=Odd.observation_space)
 
@@ -263,18 +263,18 @@ class Endless(Odd):
 
 
 def as_pictures(env):
-    """A wrapper: what is shown becomes a picture."""
+    """A wrapper that turns observations into pictures."""
     space = Box(0, 255, (64, 64, 3), np.uint8)
     return gymnasium.wrappers.TransformObservation(env, lambda obs: np.zeros((64, 64, 3), np.uint8), space)
 
 
 def as_code(env):
-    """A wrapper: what is shown becomes a number."""
+    """A wrapper that turns observations into numbers."""
     return gymnasium.wrappers.TransformObservation(env, lambda obs: int(obs[0] > 0), Discrete(2))
 
 
 def continuous(env):
-    """A wrapper: what is done becomes a real number."""
+    """A wrapper with a real number as action."""
     return gymnasium.wrappers.TransformAction(env, lambda x: int(x[0] > 0), Box(-1, 1, (1,), np.float32))
 
 
@@ -317,7 +317,7 @@ class Timed:
 
 
 class Nested:
-    """In JAX; a tuple in a dictionary, two choices of 8 bytes at once, an argument that must be given."""
+    """In JAX: shows a tuple in a dictionary, takes two choices of 8 bytes at once, and needs an argument."""
 
     default_params = Params()
 
@@ -359,13 +359,13 @@ class SizedTwice(Nested):
 
 
 class Tireless(Nested):
-    """Its time limit is a parameter that nothing reads."""
+    """Has a parameter for its time limit that it never reads."""
 
     is_truncated = property()  # as if it had none
 
 
 class Tired(Tireless):
-    """Its step reads the time limit, as those of gymnax's did once."""
+    """Its step reads the time limit, as gymnax's environments used to."""
 
     def step_env(self, key, state, action, params):
         obs, state, reward, _, told = super().step_env(key, state, action, params)
@@ -373,7 +373,7 @@ class Tired(Tireless):
 
 
 class Roomy(Tireless):
-    """Has room for each of its steps."""
+    """Its reset makes an array with an entry for each step."""
 
     def reset_env(self, key, params):
         jnp.zeros(int(params.max_episode_steps))
@@ -381,7 +381,7 @@ class Roomy(Tireless):
 
 
 class Clocked(Tired):
-    """Names its limit as Craftax does, and shows how much of it is left."""
+    """Has Craftax's name for its limit, and shows how much of it is left."""
 
     default_params = Timed()
 
@@ -393,7 +393,7 @@ class Clocked(Tired):
 
 
 class Boxed(Nested):
-    """Its step does not return what fits its reset: `fault` says where."""
+    """Its step returns something that does not match its reset: `fault` says where."""
 
     def __init__(self, fault):
         super().__init__(2)
@@ -415,7 +415,7 @@ class Boxed(Nested):
 
 
 class Bankrupt(Nested):
-    """In JAX; pays no number at its fifth step."""
+    """In JAX: pays a reward that is not finite at its fifth step."""
 
     def step_env(self, key, state, action, params):
         obs, state, _, *rest = super().step_env(key, state, action, params)

@@ -1,7 +1,7 @@
 """Faults of one bit or one key, planted into one of two computations of a run: what `cleanba bisect` must find.
 
-`GROUPS` has the runs, `FAULTS` the faults.  The sound computation of each run is made once and watched.  That with a
-fault is compared with it, update by update, in the same process.
+`GROUPS` has the runs, `FAULTS` the faults.  The sound computation of each run is made once and recorded.  A computation
+with a fault is compared with it, update by update, in the same process.
 """
 
 import itertools
@@ -50,7 +50,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
 
 
 class Fault(NamedTuple):
-    """A fault, and what must be said of it."""
+    """A fault, and what `cleanba bisect` must say of it."""
 
     name: str
     run: str
@@ -73,7 +73,7 @@ def flip(x: jax.Array, bit: int = 0) -> jax.Array:
     return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.uint32) ^ jnp.uint32(1 << bit), jnp.float32)
 
 
-NOT_LAST = 8  # a bit which rounding does not take back
+NOT_LAST = 8  # a bit that is not lost by rounding
 
 
 def in_envs(change: Callable[..., Any], actor: int = 0) -> Callable[[], Any]:
@@ -329,7 +329,7 @@ def uncounted_update() -> Any:
 
 
 def by_chance() -> Any:
-    """A result that comes out once, and not when it is computed again."""
+    """A result that differs when it is computed again."""
     sound = Learner.update
 
     def update(self, state, memory, blocks, number):
@@ -486,7 +486,7 @@ FAULTS = [
 
 
 class Found(Exception):
-    """Ends a computation once it is known where it parts."""
+    """Ends a computation once it is known where it diverges."""
 
 
 def train(name: str, folder: Path) -> Path:
@@ -520,7 +520,7 @@ def sound(name: str, run_dir: Path) -> list[WatchedUpdate]:
 
 
 def look_for(fault: Fault, run_dir: Path, kept: list[WatchedUpdate]) -> Finding | None:
-    """Plant a fault, and compare with the sound computation until they part."""
+    """Plant a fault, and compare with the sound computation until they diverge."""
     found: list[Finding | None] = []
     versions: dict[bytes, int] = {}
 

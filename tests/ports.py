@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 
 def _ports() -> Iterator[int]:
-    """Free ports of this host, none twice; of processes that share the tests each has its own.
+    """Free ports of this host, none twice; each process that shares the tests has ports of its own.
 
-    The kernel gives those from 32768 on to whoever asks for one.  Below, nobody takes a port before its owner comes.
+    The kernel gives ports from 32768 on to anybody who asks for a free one.  These are lower, so they stay free.
     """
     worker, workers = (os.environ.get(f"PYTEST_XDIST_WORKER{end}", "") for end in ("", "_COUNT"))
     count = int(workers or "1")
@@ -33,5 +33,5 @@ def free_port() -> int:
 
 
 def free_address() -> str:
-    """Where a coordinator may listen."""
+    """An address for a coordinator."""
     return f"127.0.0.1:{free_port()}"

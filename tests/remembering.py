@@ -25,13 +25,13 @@ class Remembering(ppo.PPO):
     """PPO's experiment, and a memory."""
 
     buffer_size: int = 2048
-    """steps that are remembered"""
+    """steps that the memory holds"""
     batch_size: int = 64
     """transitions drawn at each update, over all shards"""
 
 
 class Memory(NamedTuple):
-    """One shard's."""
+    """One shard's memory."""
 
     ring: replay.Ring
     returns: jax.Array  # [B]  the discounted return under way
@@ -39,7 +39,7 @@ class Memory(NamedTuple):
 
 
 def make(e: Remembering, spec: Any, platform: str) -> Algorithm:
-    """A policy of one parameter vector, which grows by what was sampled; it decides the odds of the actions."""
+    """A policy with one parameter vector: what is sampled from memory changes it, and it decides the actions' odds."""
 
     def init(key):
         return {"sum": jax.random.normal(key, (7,)), "updates": jnp.int32(0)}

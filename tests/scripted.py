@@ -1,4 +1,4 @@
-"""Environments whose every number is known beforehand, stepped as the runtime steps EnvPool's.
+"""Environments in which every number is known beforehand, stepped as the runtime steps EnvPool's.
 
 They follow EnvPool's convention: the step after an episode's end ignores its action and delivers the first observation
 of the next episode.
@@ -40,7 +40,7 @@ def spec(clip_reward: bool = False) -> EnvSpec:
 class ScriptedEnvs:
     """B environments, each playing its script over and over.
 
-    What environment number i of the block shows is [epoch, i, episode, step], all counted from 0, so that any recorded
+    The observation of environment i of the block is [epoch, i, episode, step], all counted from 0, so that any recorded
     observation says where it comes from.
     """
 
@@ -101,7 +101,7 @@ CELLS, LEFT_PAYS, RIGHT_PAYS = 6, 0.3, 1.0
 
 
 class Corridors:
-    """B corridors of CELLS cells, entered anywhere; 0 steps left, 1 right, and who leaves is paid by which end it was.
+    """B corridors of CELLS cells, entered anywhere.  0 steps left, 1 right; each end pays a reward of its own.
 
     An observation is the cell, one-hot.  An episode is cut off after `limit` steps.
     """
@@ -154,7 +154,7 @@ class Scripts:
 
 
 def mirror() -> Algorithm:
-    """A policy that only reports: its action is the step's number modulo 2, its carry counts how often it acted."""
+    """A policy that learns nothing: its action is the episode's step modulo 2, its carry counts how often it acted."""
 
     def act(params, carry, obs, first, key, explore):
         action = obs[:, 3].astype(jnp.int32) % 2

@@ -1,4 +1,4 @@
-"""Definitions as the papers write them, slowly and in float64, for the tests to compare with."""
+"""Definitions as the papers write them, slow and in float64, for the tests to compare with."""
 
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 
 class Data(NamedTuple):
-    """What the estimators are given, as float64 and bool, and which of their results mean something."""
+    """The inputs of the estimators, as float64 and bool, and which of their results count."""
 
     value: np.ndarray  # [T+1, B]
     log_ratio: np.ndarray  # [T, B]
@@ -41,7 +41,7 @@ def value_after(d: Data, t: int, b: int) -> float:
 def slow_gae(d: Data, gamma: float, lam: float) -> np.ndarray:
     """(1 - lam) (A^1 + lam A^2 + ...), where A^k = r_t + ... + gamma^{k-1} r_{t+k-1} + gamma^k V(s_{t+k}) - V(s_t).
 
-    An episode that ends after N steps has no longer estimate than A^N, which takes the weight of all of them.
+    If an episode ends after N steps, A^N is the longest estimate, and takes the weight of all longer ones.
     """
     advantage = np.zeros_like(d.reward)
     for t, b in np.argwhere(d.valid):

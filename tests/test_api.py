@@ -1,4 +1,4 @@
-"""The Python interface: a run from keywords, its curves, its agent, and how a run ends that somebody interrupts."""
+"""The Python interface: a run from keywords, its curves, its agent, and how an interrupted run ends."""
 
 import asyncio
 import functools
@@ -106,7 +106,7 @@ def test_curves_are_arrays_over_steps(run):
     assert str(cleanba.Run(run.run_dir).run_dir) in repr(run)
 
 
-def test_what_is_no_run_is_refused(tmp_path):
+def test_places_without_a_run_are_refused(tmp_path):
     with pytest.raises(cleanba.UsageError, match="does not exist"):
         cleanba.Run(tmp_path)
     with pytest.raises(cleanba.UsageError, match="does not exist"):
@@ -142,7 +142,7 @@ def test_what_is_no_run_is_refused(tmp_path):
         (lambda: cleanba.train(small(), log_frequency="often"), "log_frequency='often' must be a whole number"),
     ],
 )
-def test_what_cannot_be_meant_is_refused_in_one_sentence(make, words):
+def test_invalid_arguments_are_refused_in_one_sentence(make, words):
     with pytest.raises(cleanba.UsageError) as caught:
         make()
     assert words in str(caught.value) and "\n" not in str(caught.value)
@@ -375,7 +375,7 @@ def test_evaluations_are_those_of_the_command_and_disturb_nothing(run, tmp_path)
         (dict(env_id="Pendulum-v1", total_timesteps=128), {"value": (), "mean": (1,)}),
     ],
 )
-def test_what_an_agent_makes_of_observations_changes_nothing_that_it_does(flags, shapes, tmp_path):
+def test_inspecting_observations_changes_nothing_that_an_agent_does(flags, shapes, tmp_path):
     env_id = flags.pop("env_id", "CartPole-v1")
     agent = cleanba.train(small(env_id, **flags), tmp_path / "run", progress=False).agent()
     size = agent.spec.obs.shape[0]
@@ -389,7 +389,7 @@ def test_what_an_agent_makes_of_observations_changes_nothing_that_it_does(flags,
     assert {name: x.shape for name, x in seen[0].items()} == {name: (3, *shape) for name, shape in shapes.items()}
     if "probability" in shapes:
         np.testing.assert_allclose(seen[0]["probability"].sum(1), 1, rtol=1e-5)
-    # Behind is what the agent remembers: after four steps a recurrent one makes something else of the last observation.
+    # After four steps, a recurrent agent's memory changes what its networks compute for the last observation.
     agent.reset(1)
     fresh = agent.inspect(walk[-1])
     assert (fresh["value"] != seen[-1]["value"]).any() == ("core" in flags)
@@ -399,7 +399,7 @@ def test_what_an_agent_makes_of_observations_changes_nothing_that_it_does(flags,
     np.testing.assert_allclose(alone["value"], fresh["value"][0], rtol=1e-4, atol=1e-5)
 
 
-def test_what_other_computations_are_like_stays_as_it_was(run, tmp_path):
+def test_training_leaves_the_precision_of_other_computations_unchanged(run, tmp_path):
     jax.config.update("jax_default_matmul_precision", "bfloat16")
     try:
         cleanba.train(small(total_timesteps=128), tmp_path / "run", progress=False).agent().act(np.zeros(4))
@@ -425,7 +425,7 @@ def test_a_program_keeps_its_event_loop_its_logs_and_its_scheduling(run, tmp_pat
         os.sched_setscheduler(0, policy, os.sched_param(0))
 
 
-def test_promotions_that_a_program_forbids_are_as_always_in_training(run, tmp_path):
+def test_training_is_not_affected_by_promotions_that_a_program_forbids(run, tmp_path):
     names = {"jax_numpy_rank_promotion": "raise", "jax_numpy_dtype_promotion": "strict"}
     before = {name: jax.config.values[name] for name in names}
     try:
@@ -452,7 +452,7 @@ LONG = dict(total_timesteps=128 * 4000, env_epoch=20)
 
 
 def press_when(run_dir: Path, signum: int, ready=lambda lines: lines > 2) -> threading.Thread:
-    """Send this process a signal once a run has logged something; none once it has ended, as pytest would hear it."""
+    """Send this process a signal once a run has logged something, but not after its end: pytest would receive it."""
 
     def wait():
         log, result = run_dir / "metrics.jsonl", run_dir / "result.json"
@@ -599,7 +599,7 @@ def test_a_class_of_a_module_is_stepped_by_processes_too(tmp_path):
     assert "is finished; nothing to do" in command("resume", tmp_path / "0").out
 
 
-def test_a_function_that_is_defined_again_takes_the_place_of_the_one_before():
+def test_a_function_that_is_defined_again_replaces_the_earlier_one():
     def limited(steps):
         def once():
             return gymnasium.wrappers.TimeLimit(Line(), steps)
@@ -625,7 +625,7 @@ class Shaping:
         self.scale = scale
 
 
-def test_makers_with_other_arguments_are_other_environments():
+def test_functions_with_other_arguments_make_other_environments():
     name = lambda *arguments: register(functools.partial(Line, *arguments))
     adds = lambda n: lambda x: x + n
     others = [1, "1", (1, 2), "1-2", None, "None", Shaping(1), Shaping(2), lambda x: x, lambda x: -x, lambda x: x + 2]
@@ -645,7 +645,7 @@ def test_makers_with_other_arguments_are_other_environments():
     assert name(loop) != name([])
 
 
-def test_a_makers_name_is_the_same_at_each_start(tmp_path):
+def test_the_name_of_a_function_that_makes_environments_is_the_same_at_each_start(tmp_path):
     script = tmp_path / "makers.py"
     lines = ["import functools, numpy as np", "from cleanba.environments.gymnasium import register"]
     lines += ["def make(*given): pass", 'says = lambda x: x in {"left", "right", "up", "down"} and (lambda y: y)']
@@ -658,7 +658,7 @@ def test_a_makers_name_is_the_same_at_each_start(tmp_path):
 
 
 OWN_LOSS = "total = policy_loss - e.ent_coef * entropy + e.vf_coef * value_loss\n"
-OWN = (  # what somebody writes who wants another loss: where, and what instead
+OWN = (  # the changes for a custom loss: what is replaced, and by what
     (OWN_LOSS, OWN_LOSS.strip() + " + e.square_coef * policy_loss**2\n"),
     ("class PPO(PolicyGradient):\n", 'class PPO(PolicyGradient):\n    square_coef: float = 0.1\n    """weight"""\n'),
 )
@@ -683,7 +683,7 @@ def own_loss(tmp_path, monkeypatch) -> Iterator[Path]:
         sys.modules.pop(name, None)
 
 
-def test_an_own_loss_trains_in_sweeps_and_in_python(own_loss):
+def test_a_custom_loss_trains_in_sweeps_and_in_python(own_loss):
     flags = {"num_envs": 8, "num_steps": 8, "num_actors": 2, "num_shards": 1, "hiddens": [8], "num_minibatches": 2}
     flags |= {"update_epochs": 1, "total_timesteps": 320, "collector": "stepped"}
     words = words_of(flags)
@@ -703,7 +703,7 @@ def test_an_own_loss_trains_in_sweeps_and_in_python(own_loss):
     assert ended.code == 1 and "algorithm: my_ppo:RECIPE, now ppo" in ended.out, ended.out
 
 
-def test_an_own_network_is_a_class_of_its_own(own_loss):
+def test_a_custom_network_is_a_class_of_its_own(own_loss):
     words = words_of({**SMALL, "total_timesteps": 1280})
     for recipe in ("my_network:RECIPE", "ppo"):
         run = Path(recipe.partition(":")[0])
@@ -719,7 +719,7 @@ def test_an_own_network_is_a_class_of_its_own(own_loss):
     assert "largest difference" in ended.out or "different shapes" in ended.out
 
 
-def test_an_own_algorithm_that_is_none_is_refused(own_loss):
+def test_names_that_are_no_algorithm_are_refused(own_loss):
     for name, why in (
         ("my_ppo:PPO", "my_ppo:PPO is not a recipe but type"),
         ("my_ppo:RECIPEE", "cannot be imported"),
@@ -733,7 +733,7 @@ def test_an_own_algorithm_that_is_none_is_refused(own_loss):
             cleanba.specify(name, "Catch-v0")
 
 
-def test_an_own_algorithm_from_elsewhere_is_not_imported(own_loss):
+def test_a_custom_algorithm_of_a_run_from_elsewhere_is_not_imported(own_loss):
     run = Path("runs/a")
     assert command("my_ppo:RECIPE", *TINY, "--run-dir", run).code == 0
     mark_downloaded(run, "hf://somebody/run")

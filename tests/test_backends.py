@@ -69,7 +69,7 @@ def test_environments_deliver_what_their_specification_says(env_id):
 
 @pytest.mark.parametrize("env_id, workers", CORRIDORS)
 def test_the_time_index_is_that_of_rollouts(env_id, workers):
-    """Worked out by hand: 8 cells, 7 / 8 at the right end, at most 20 steps."""
+    """Computed by hand: 8 cells, the observation 7 / 8 at the right end, at most 20 steps."""
     envs = opened(env_id, [1, 2], workers)
     at = np.round(envs.reset()[:, 0] * 8).astype(int)
     walks = np.array([RIGHT, LEFT], np.int32)  # the first arrives again and again, the second never does
@@ -96,7 +96,7 @@ def test_the_time_index_is_that_of_rollouts(env_id, workers):
 
 
 @pytest.mark.parametrize("env_id, workers", CORRIDORS[1:])
-def test_arriving_at_the_last_permitted_step_is_termination(env_id, workers):
+def test_reaching_the_goal_at_the_last_permitted_step_is_termination(env_id, workers):
     envs = opened(env_id, [1], workers)
     far = 7 - int(np.round(envs.reset()[0, 0] * 8))
     envs.close()
@@ -109,7 +109,7 @@ def test_arriving_at_the_last_permitted_step_is_termination(env_id, workers):
 
 
 def stream(env_id: str, seeds: list[int], workers: int | None, env: int) -> list[PyTree]:
-    """What one environment of a block delivers, while each does as its own seed says."""
+    """What one environment of a block delivers; each environment takes actions drawn with its own seed."""
     envs = opened(env_id, seeds, workers)
     chosen = [np.random.default_rng(s).integers(2, size=30) for s in seeds]
     mine = [jax.tree.map(lambda x: x[env], envs.reset())]
@@ -188,7 +188,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(env_id, tmp_path):
         "--num-shards",
         1,
     )
-    # While update 6's checkpoint is written: that of 3 is whole by then.
+    # It dies while the checkpoint of update 6 is written; that of update 3 is complete by then.
     killed = python(ROOT / "tests/killed.py", "save", 2, "ppo", *flags, "--run-dir", tmp_path / "a", PYTHONPATH=PATH)
     assert finish(killed).code == -signal.SIGKILL
     other = ("--env-workers", 0) if env_id == IN_PYTHON else ()
@@ -218,7 +218,7 @@ def test_an_error_in_an_environment_comes_with_its_traceback(workers):
         assert 'raise ValueError("planted")' in str(caught.value.__cause__)
 
 
-def test_a_worker_that_dies_or_hangs_is_told_of_and_gone():
+def test_a_worker_that_dies_or_hangs_is_reported_and_ended():
     for fault, words in (("die", "died with exit code 7"), ("hang", "has not answered for 2.0 s")):
         spec = env_spec(Experiment(env_id="faulty:Faulty-v0", env_options=(f"fault={fault}",)))
         envs = gymnasium.Envs(spec, [1, 2, 3], workers=1, patience=2.0 if fault == "hang" else None)
@@ -255,7 +255,7 @@ def test_a_process_that_its_environment_started_does_not_hide_the_death_of_a_wor
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
-def test_signals_to_the_whole_group_are_for_the_process_that_started_the_workers(signum):
+def test_workers_ignore_signals_to_the_whole_process_group(signum):
     envs = opened("faulty:Faulty-v0", [1, 2], workers=1)
     os.kill(envs._parts[0]._process.pid, signum)  # while it starts
     envs.reset()
@@ -280,7 +280,7 @@ def test_sets_of_strings_have_one_order_in_all_workers(monkeypatch):
     assert orders()[0].tolist() != first.tolist()
 
 
-def test_what_an_environment_raises_is_not_taken_for_the_end_of_the_connection():
+def test_an_environments_error_is_not_mistaken_for_a_lost_connection():
     envs = opened("odd:Offline-v0", [1], workers=1)
     envs.reset()
     with pytest.raises(RuntimeError, match="ConnectionRefusedError: the simulator is gone"):
@@ -289,7 +289,7 @@ def test_what_an_environment_raises_is_not_taken_for_the_end_of_the_connection()
     envs.close()
 
 
-def test_shared_memory_that_is_not_there_is_told_of_before_it_is_used(monkeypatch):
+def test_missing_shared_memory_is_reported_before_it_is_used(monkeypatch):
     def full(file, start, size):
         raise OSError(errno.ENOSPC, "")
 
@@ -299,7 +299,7 @@ def test_shared_memory_that_is_not_there_is_told_of_before_it_is_used(monkeypatc
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_what_environments_tell_beside_observations_may_have_any_form(workers):
+def test_infos_of_environments_may_have_any_form(workers):
     envs = opened("odd:Tells-v0", [1, 2, 3], workers)
     envs.reset()
     assert all(envs.step(np.zeros(3, np.int32)).reward.sum() in (0, 3) for _ in range(20))
@@ -307,7 +307,7 @@ def test_what_environments_tell_beside_observations_may_have_any_form(workers):
 
 
 @pytest.mark.parametrize("name", ["Masked", "Pairs", "Parts"])
-def test_environments_that_insist_on_legal_actions_are_tried_with_such(name):
+def test_environments_that_reject_illegal_actions_are_tried_with_legal_ones(name):
     spec = env_spec(Experiment(env_id=f"odd:{name}-v0"))
     assert warnings(spec) == []
     envs, chance = open_envs(spec, [1], 1, 0), np.random.default_rng(0)
@@ -319,7 +319,7 @@ def test_environments_that_insist_on_legal_actions_are_tried_with_such(name):
 
 
 def test_a_class_need_not_be_registered():
-    """Here and in a process of its own; its steps can be limited, though nobody stated a limit."""
+    """It is stepped here and in a process of its own; its steps can be limited, although it states no limit."""
     spec = env_spec(Experiment(env_id="odd:Odd", max_episode_steps=3))
     assert spec.time_limit == 3 and gymnasium.can_be_sent(spec)
     for workers in (0, 2):
@@ -373,12 +373,12 @@ def test_a_class_in_jax_that_is_defined_anew_is_compiled_anew(monkeypatch):
     assert reward() == before + 1
 
 
-def test_an_argument_may_be_a_parameter_too():
+def test_an_argument_may_have_the_name_of_a_parameter():
     made = jax_envs.make("jax:odd:SizedTwice", {"size": 2, "shown": 3, "pay": 0.5})
     assert (made.env.size, made.params.size, made.params.pay) == (6, 2, 0.5)
 
 
-def test_a_time_limit_that_nothing_reads_cannot_be_set():
+def test_a_time_limit_that_the_environment_does_not_read_cannot_be_set():
     named = lambda name, **limit: Experiment(env_id=f"jax:odd:{name}", env_options=("size=2",), **limit)
     assert env_spec(named("Tireless")).time_limit is None
     assert env_spec(named("Tireless", max_episode_steps=9)).time_limit is None  # as earlier versions have recorded it
@@ -390,7 +390,7 @@ def test_a_time_limit_that_nothing_reads_cannot_be_set():
         assert env_spec(named(name, max_episode_steps=3)).time_limit == 3
 
 
-def test_a_limit_that_is_named_as_craftaxs_is_left_to_the_environment():
+def test_a_limit_with_craftaxs_name_is_left_to_the_environment():
     envs = opened("jax:odd:Clocked", [1], env_options=("size=1",), max_episode_steps=2)
     assert envs.reset()["pair"]["01"].tolist() == [[2.0]]
     steps = [envs.step(np.int32([[0, 0]])) for _ in range(2)]
@@ -469,7 +469,7 @@ def test_an_environment_that_does_not_follow_its_seed_is_named():
     assert warnings(spec("fault=die")) == warnings(spec("fault=raise")) == []  # that is for the run to say
 
 
-def test_an_environment_that_was_mended_is_tried_again():
+def test_an_environment_that_was_corrected_is_tried_again():
     for follows in (False, True):
 
         class Again(Odd):
@@ -479,7 +479,7 @@ def test_an_environment_that_was_mended_is_tried_again():
         assert repeatable(env_spec(Experiment(env_id=gymnasium.register(Again)))) is follows
 
 
-def test_processes_of_an_environment_can_be_ended_by_it():
+def test_an_environment_can_end_its_own_processes():
     envs = opened("odd:Children", [1, 2], 1)
     began = time.monotonic()
     envs.reset()
@@ -489,7 +489,7 @@ def test_processes_of_an_environment_can_be_ended_by_it():
     assert time.monotonic() - began < 30
 
 
-def test_one_that_changes_the_directory_does_not_move_the_run(tmp_path, monkeypatch):
+def test_an_environment_that_changes_the_directory_does_not_move_the_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     spec = env_spec(Experiment(env_id="odd:Moves"))
     assert Path.cwd() == tmp_path and repeatable(spec) and Path.cwd() == tmp_path
@@ -530,7 +530,7 @@ def test_the_code_of_a_class_of_the_program_is_recorded():
     assert list(sources(env_spec(Experiment(env_id=gymnasium.register(partial(Odd)))))) == ["odd"]
 
 
-def test_a_picture_that_an_mlp_gets_is_told_of():
+def test_pictures_that_reach_an_mlp_come_with_a_warning():
     of = lambda part: warnings(env_spec(Experiment(env_id="odd:Odd"))._replace(obs=part))
     (warning,) = of(ObsSpec("bytes", (84, 84), "uint8"))
     assert "shows bytes of the shape (84, 84)" in warning and "keep_dim=True" in warning
@@ -563,7 +563,7 @@ def test_actions_that_no_policy_can_choose_are_refused(space):
     assert isinstance(action_spec(space), str)
 
 
-def test_one_that_leaves_the_program_is_tried_all_the_same():
+def test_an_environment_that_exits_the_program_is_still_tried_out():
     class Leaves(Odd):  # no other process can import it
         looks = 0
 
@@ -575,7 +575,7 @@ def test_one_that_leaves_the_program_is_tried_all_the_same():
     assert Leaves.looks == 20
 
 
-def test_an_environment_that_starts_slowly_is_tried_all_the_same(monkeypatch):
+def test_an_environment_that_starts_slowly_is_still_tried_out(monkeypatch):
     monkeypatch.setattr(gymnasium, "PATIENCE_SECONDS", 1.0)  # two of them take longer to start
     spec = env_spec(Experiment(env_id="faulty:Faulty-v0", env_options=("fault=chance", "starts=0.7")))
     assert not gymnasium.try_out(spec).repeatable
@@ -594,7 +594,7 @@ def test_an_environment_that_starts_slowly_is_tried_all_the_same(monkeypatch):
         (Box(0, 1, (2,)), lambda n: np.full(2, n, np.float32), ""),  # numbers, which the network sees as they are
     ],
 )
-def test_an_integer_outside_of_its_space_is_told_of(space, shown, words):
+def test_an_integer_outside_its_space_is_reported(space, shown, words):
     class Counts(Odd):
         observation_space, looks = space, 0
 
@@ -606,7 +606,7 @@ def test_an_integer_outside_of_its_space_is_told_of(space, shown, words):
     assert any(words in warning for warning in told) if words else all("its space" not in warning for warning in told)
 
 
-def test_a_start_that_takes_too_long_says_where_it_stands_and_ends(tmp_path, monkeypatch):
+def test_a_start_that_takes_too_long_shows_where_it_hangs_and_ends(tmp_path, monkeypatch):
     monkeypatch.setattr("cleanba.launch.START_SECONDS", 0.0)
     slow = ("--env-id", "faulty:Faulty-v0", "--env-options", "starts=30", "--stall-timeout", "5")
     start = time.monotonic()
@@ -615,7 +615,7 @@ def test_a_start_that_takes_too_long_says_where_it_stands_and_ends(tmp_path, mon
     assert "the run has not started after 5 s" in ended.err and "time.sleep(starts)" in ended.err, ended.err
 
 
-def test_one_that_hangs_is_not_waited_for_to_see_whether_it_follows_its_seed(monkeypatch):
+def test_checking_the_seed_does_not_wait_for_an_environment_that_hangs(monkeypatch):
     monkeypatch.setattr(gymnasium, "PATIENCE_SECONDS", 1.0)
     assert warnings(env_spec(Experiment(env_id="faulty:Faulty-v0", env_options=("fault=hang",)))) == []
 
@@ -668,7 +668,7 @@ def test_several_choices_of_gymnasiums_are_choices_here():
         (dict(env_id="craftax:Craftax-v1"), ["craftax:Craftax-Symbolic-v1"]),
     ],
 )
-def test_what_there_is_not_is_refused_with_a_remedy(changes, words, tmp_path, monkeypatch):
+def test_invalid_environments_are_refused_with_a_remedy(changes, words, tmp_path, monkeypatch):
     folder = tmp_path / "cleanba"  # as a user may call one
     folder.mkdir()
     (folder / "broken.py").write_text("# broken\nx = 1 / 0\n")
@@ -686,7 +686,7 @@ def test_a_suite_that_is_not_installed_is_named_with_what_installs_it(monkeypatc
         env_spec(Experiment(env_id="gymnax:CartPole-v1"))
 
 
-def test_figures_of_an_environment_that_draws_some_do_not_stay_open():
+def test_figures_that_an_environment_draws_are_closed():
     pyplot = pytest.importorskip("matplotlib.pyplot")
     pytest.importorskip("gymnax")
     envs = opened("gymnax:Catch-bsuite", [1])
@@ -698,17 +698,17 @@ def test_figures_of_an_environment_that_draws_some_do_not_stay_open():
     pyplot.close(mine)
 
 
-def test_what_cannot_be_made_to_be_drawn_is_not_filmed():
+def test_environments_that_cannot_be_made_for_rendering_are_not_filmed():
     with pytest.raises(UsageError, match="cannot be made with render_mode='rgb_array'.*--capture-video"):
         gymnasium.check_drawable(env_spec(Experiment(env_id="odd:Undrawable-v0")))
 
 
-def test_options_are_read_as_python_or_as_words():
+def test_options_are_read_as_python_values_or_as_strings():
     read = parse_options(["a=1", "b=false", "c=True", "d=x", "e={[]:1}", "f='false'"])
     assert read == {"a": 1, "b": False, "c": True, "d": "x", "e": "{[]:1}", "f": "false"}
 
 
-def test_code_in_python_is_not_scanned():
+def test_environments_in_python_cannot_be_scanned():
     ended = command("ppo", "--env-id", IN_PYTHON, "--collector", "scanned")
     assert ended.code == 2 and "runs in Python" in ended.err and "--collector stepped" in ended.err
 
@@ -774,7 +774,7 @@ def test_environments_are_listed_with_what_they_show_and_take(tmp_path, monkeypa
     assert command("envs", "Breakout-v5", "--limit", 0).out.splitlines()[:2] == ["EnvPool: atari", "  Breakout-v5"]
 
 
-def test_an_observation_that_does_not_fit_its_space_is_told_with_both_shapes():
+def test_an_observation_that_does_not_fit_its_space_is_reported_with_both_shapes():
     spec = env_spec(Experiment(env_id="odd:Grows-v0"))
     words = r"the observation has the shape \(4,\), but its space has \(2,\): Box"
     for workers in (0, 1):

@@ -35,7 +35,7 @@ def explained(on_devices):
 
 
 def data(mean: float, t: int = T, b: int = B) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Values that explain three quarters of their targets' variance of 1, as float32 has them; some steps invalid."""
+    """Values in float32 that explain three quarters of their targets' variance of 1; some steps are invalid."""
     rng = np.random.default_rng(1)
     target = mean + rng.normal(size=(t, b))
     value = target + 0.5 * rng.normal(size=(t, b)) + 0.1
@@ -75,13 +75,13 @@ def test_where_targets_do_not_vary_perfect_values_score_one_and_others_zero(expl
     assert explained(constant + noise, constant, valid, shards) == 0.0
 
 
-def test_it_is_finite_where_nothing_is_valid_and_shows_what_is_not_a_number(explained):
+def test_explained_variance_is_finite_where_nothing_is_valid_and_nan_where_a_value_is_nan(explained):
     value, target, valid = data(0.0)
     assert np.isfinite(explained(value, target, np.zeros_like(valid)))
     assert np.isnan(explained(np.where(value < 0, np.nan, value), target, np.ones_like(valid)))
 
 
-def test_counts_go_on_where_float32_stops(on_devices):
+def test_counts_are_exact_beyond_what_float32_can_count(on_devices):
     half = 2**23 + 1
     valid = np.ones((2, 1, half), bool)
     valid[0, 0, 0] = False
@@ -103,7 +103,7 @@ def test_sequences_are_all_steps_of_some_environments():
 
 
 @pytest.mark.parametrize("steps, envs", [(129, 120), (129, 15), (21, 64), (2, 1000), (129, 1), (1, 1)])
-def test_so_many_steps_at_once_as_fit_into_the_budget(steps, envs):
+def test_as_many_steps_are_taken_at_once_as_fit_into_the_budget(steps, envs):
     image = 4 * 84 * 84
     n = batches.steps_at_once(jax.ShapeDtypeStruct((steps, envs, 4, 84, 84), jnp.uint8))
     assert 1 <= n <= steps

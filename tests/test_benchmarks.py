@@ -1,4 +1,4 @@
-"""Benchmarks: parts for GPUs fit and run small, compiled programs are read rightly, variants compared by arithmetic."""
+"""Benchmarks: parts for GPUs fit and run small, compiled programs are read correctly, variants compared by numbers."""
 
 import functools
 import itertools
@@ -156,7 +156,7 @@ def test_kernels_are_counted_and_gaps_between_them_are_no_work():
     assert gpu.kernels([plane("/host:CPU")]) == {"planes": ["/host:CPU"]}
 
 
-def test_what_a_part_found_outlives_its_end(tmp_path, monkeypatch):
+def test_figures_of_a_part_are_kept_however_it_ends(tmp_path, monkeypatch):
     ends = {"breaks": "raise ValueError('no such kernel')", "hangs": "import time; time.sleep(60)", "goes on": ""}
     for name, end in ends.items():
         script = tmp_path / f"{name}.py"
@@ -172,7 +172,7 @@ def test_what_a_part_found_outlives_its_end(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("only", [(), ("ppo nature", "digests")])
-def test_it_writes_after_each_part_and_names_what_time_has_left_out(tmp_path, monkeypatch, only):
+def test_the_gpu_benchmark_writes_after_each_part_and_names_the_parts_it_had_no_time_for(tmp_path, monkeypatch, only):
     clock, seen = [0.0], []
     results, page = tmp_path / "gpu.json", tmp_path / "gpu.md"
 
@@ -198,7 +198,7 @@ def test_it_writes_after_each_part_and_names_what_time_has_left_out(tmp_path, mo
     seen_before = seen.copy()
     seen[:] = []
     monkeypatch.setattr(gpu, "run", lambda part, *rest: seen.append(part.name) or {"platform": "gpu", "devices": 1})
-    gpu.main(gpu.Args(out=tmp_path, only=only, rest=True))  # a clock that stands: there is time for all
+    gpu.main(gpu.Args(out=tmp_path, only=only, rest=True))  # the clock stands still, so there is time for all
     assert seen == ["look", failed, *wanted[3:]]
     there = json.loads(results.read_text())["parts"]
     assert set(there) == set(wanted) and list(there)[:3] == seen_before
@@ -428,7 +428,7 @@ def test_lag_compares_every_variant_with_synchronous_runs_of_the_same_cells(tmp_
     assert "| none" in lag.tables(found) and lag.draw(found) is not None and lag.draw_environments(found) is not None
 
 
-def test_lag_tells_by_the_size_of_the_step_of_what_all_its_cells_have(tmp_path, kept_runs):
+def test_lag_groups_by_step_size_the_variants_that_all_cells_have(tmp_path, kept_runs):
     envs = ("CartPole-v1", "LunarLander-v3")  # both with a rate of 5e-4 of their own
     for env_id, rate, seed in itertools.product(envs, (5e-4, 1.5e-3), (1, 2)):
         lag_run(tmp_path / env_id, rate, lag.SYNCHRONOUS, seed, 110, env_id)
@@ -449,7 +449,7 @@ def test_lag_tells_by_the_size_of_the_step_of_what_all_its_cells_have(tmp_path, 
     assert "| -0.50 (0.020) | -0.20 (0.020) |" in lag.tables(found | {"one_seed": []})
 
 
-def test_lag_tells_how_many_times_the_steps_a_score_takes():
+def test_lag_computes_how_many_times_as_many_steps_a_score_takes():
     line = lag.SHARES  # score x after a share x of the steps
     late = [0.0 if x < 0.2 else 0.8 * (x - 0.2) / 0.8 for x in line]
     assert lag.times_the_steps(late, line) == pytest.approx(
@@ -458,7 +458,7 @@ def test_lag_tells_how_many_times_the_steps_a_score_takes():
     assert lag.times_the_steps(0.6 * line, line) == {"0.25": 1.667, "0.5": 1.667, "0.75": None}
 
 
-def test_lag_sets_single_seeds_apart(tmp_path, kept_runs):
+def test_lag_lists_cells_with_a_single_seed_separately(tmp_path, kept_runs):
     for variant, last in ((lag.SYNCHRONOUS, 30.0), ("none", 20.0)):
         lag_run(tmp_path / "Breakout-v5", 5e-4, variant, 1, last, "Breakout-v5")
         for seed in (1, 2):
@@ -472,7 +472,7 @@ def test_lag_sets_single_seeds_apart(tmp_path, kept_runs):
     assert "| Breakout-v5" in lag.tables(lag.study(cells) | {"one_seed": [row]})
 
 
-def test_lag_leaves_out_environments_that_nothing_was_learnt_of(tmp_path, kept_runs, capsys):
+def test_lag_leaves_out_environments_in_which_nothing_was_learnt(tmp_path, kept_runs, capsys):
     for env_id, last in (("CartPole-v1", 20.0), ("LunarLander-v3", 9.0)):
         for seed, variant in itertools.product((1, 2), (lag.SYNCHRONOUS, "none")):
             lag_run(tmp_path / env_id, 1e-3, variant, seed, last, env_id)
@@ -481,7 +481,7 @@ def test_lag_leaves_out_environments_that_nothing_was_learnt_of(tmp_path, kept_r
     assert "LunarLander-v3 is left out" in capsys.readouterr().out
 
 
-def test_lag_makes_only_what_is_not_kept_yet_and_keeps_what_is_finished(tmp_path, kept_runs, monkeypatch):
+def test_lag_trains_only_runs_that_are_not_kept_yet_and_keeps_finished_ones(tmp_path, kept_runs, monkeypatch):
     args = lag.Args(seeds=2, rates=(1.0,), epochs=(4,), variants=("none",), dir=tmp_path / "runs")
     made = []
 

@@ -40,8 +40,8 @@ PART += ("--total-timesteps", "64", "--log-frequency", "1", "--checkpoint-freque
 
 
 @pytest.mark.slow
-def test_two_runs_part_where_one_was_computed_otherwise(tmp_path, monkeypatch):
-    """A's environments are sound and B's had a fault, which its log tells of whether or not it comes again."""
+def test_two_runs_diverge_where_one_was_computed_differently(tmp_path, monkeypatch):
+    """A's environments are sound and B's had a fault, which shows in B's log even if it does not happen again."""
     monkeypatch.syspath_prepend(ROOT / "tests")
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{ROOT / 'tests'}")
     monkeypatch.setenv("CLEANBA_GATE", str(tmp_path))  # exists, so nothing is slow
@@ -78,7 +78,7 @@ def test_two_runs_part_where_one_was_computed_otherwise(tmp_path, monkeypatch):
     assert both.code == 1 and re.search("update 2 than A comes .*update 2 than B comes", both.out, re.DOTALL), both
 
 
-def test_a_config_of_a_stranger_cannot_ask_for_a_million_devices(tmp_path):
+def test_a_strangers_config_cannot_ask_for_a_million_devices(tmp_path):
     run = tmp_path / "run"
     assert command(*PART[:-4], "--log-frequency", "8", "--env-id", "Catch-v0", "--run-dir", run).code == 0
     config = json.loads((run / "config.json").read_text())

@@ -1,4 +1,4 @@
-"""Queues of one place: in order, one at a time, and no wait that outlasts the run."""
+"""Queues with room for one item: in order, one at a time, and no wait that outlasts the run."""
 
 import threading
 import time
@@ -54,7 +54,7 @@ def test_items_arrive_once_and_in_order(stop):
     assert received == list(range(300)) and len(channel) == 0
 
 
-def test_none_and_false_are_items_like_others(stop):
+def test_none_and_false_are_ordinary_items(stop):
     channel = Channel("anything", stop)
     for item in (None, False, [], 0):
         channel.put(item)
@@ -62,7 +62,7 @@ def test_none_and_false_are_items_like_others(stop):
         assert channel.get()[0] is item
 
 
-def test_several_producers_and_consumers_lose_and_double_nothing(stop):
+def test_several_producers_and_consumers_neither_lose_nor_duplicate_items(stop):
     channel, received = Channel("shared", stop), [[], [], []]
     producers = [Waiter(lambda i=i: [channel.put((i, n)) for n in range(60)]) for i in range(3)]
     consumers = [Waiter(lambda out=out: out.extend(channel.get()[0] for _ in range(60))) for out in received]
@@ -154,7 +154,7 @@ def test_the_first_error_is_kept(stop):
     assert stop.error is first and stop.is_set
 
 
-def test_an_error_after_a_stop_without_one_is_none_of_the_runs(stop):
+def test_an_error_after_a_stop_without_one_is_not_the_runs(stop):
     stop()
     stop(ValueError("late"))
     assert stop.error is None and stop.is_set

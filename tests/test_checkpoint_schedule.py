@@ -1,4 +1,4 @@
-"""After which updates checkpoints are taken: whatever signals reach whom, all processes come to the same answer."""
+"""After which updates checkpoints are taken: whichever process gets a signal, all processes reach the same answer."""
 
 import random
 import signal
@@ -39,7 +39,7 @@ def test_every_k_takes_one_at_each_multiple_and_keeps_these_and_the_two_newest()
     assert Retention.parse("every:10").kept(range(1, 26)) == [10, 20, 24, 25]
 
 
-def test_where_only_ends_of_epochs_will_do_a_checkpoint_is_taken_at_the_first_that_is_not_before_its_time():
+def test_where_checkpoints_need_the_end_of_an_epoch_the_first_end_after_the_due_time_is_taken():
     assert saved(7, 5, whole_epochs=True) == [10, 15, 25, 30, 35, 40]
     assert saved(1, 14, whole_epochs=True) == saved(None, 14, whole_epochs=True) == [14, 28, 40]
     assert saved(7, 0, whole_epochs=True) == saved(0, 5, whole_epochs=True) == [40]
@@ -47,7 +47,7 @@ def test_where_only_ends_of_epochs_will_do_a_checkpoint_is_taken_at_the_first_th
 
 @pytest.mark.parametrize("seed", range(5))
 def test_processes_agree_on_checkpoints_and_on_the_end(seed, monkeypatch):
-    """One of three hears a signal, between any two of its updates; clocks differ, and checkpoints are due often."""
+    """One of three receives a signal, between any two of its updates; clocks differ, and checkpoints are due often."""
     count, rows, met = 3, [None] * 3, threading.Barrier(3)
     me = threading.local()
 

@@ -57,7 +57,7 @@ def accept(monkeypatch):
 
 
 def refusal(*words) -> str:
-    """The one sentence with which the command refuses, before it has compiled anything."""
+    """The single sentence with which the command refuses before it has compiled anything."""
     COMPILED.clear()
     ended = command(*words)
     assert ended.code == 2, ended
@@ -347,7 +347,7 @@ def test_a_finished_run_is_left_alone(done, placement):
     assert {path.name: path.read_bytes() for path in done.iterdir() if path.is_file()} == before
 
 
-def test_it_is_said_where_no_episode_can_outlive_a_checkpoint(tmp_path):
+def test_a_warning_says_when_episodes_are_longer_than_an_epoch_of_environments(tmp_path):
     flags = (*TINY, "--num-steps", "4", "--total-timesteps", "160", "--env-epoch")
     ended = command("ppo", *flags, "2", "--run-dir", tmp_path / "short")  # 8 steps; Catch's episodes have 9
     assert ended.code == 0
@@ -374,7 +374,7 @@ def jax_settings():
         jax.config.update(name, before[name])
 
 
-def test_other_random_numbers_of_jax_change_no_bit(done, tmp_path, jax_settings):
+def test_jaxs_settings_of_random_numbers_change_no_bit(done, tmp_path, jax_settings):
     jax_settings(jax_default_prng_impl="rbg", jax_threefry_partitionable=False, jax_random_seed_offset=3)
     assert command("ppo", *TINY, "--run-dir", tmp_path / "run").code == 0
     assert read_result(tmp_path / "run")["learner_digest"] == read_result(done)["learner_digest"]
@@ -583,8 +583,8 @@ def test_python_m_cleanba_is_the_command(tmp_path):
     assert not run_dir.exists()
 
 
-def test_checkpoints_without_their_experiment_are_nobodys(tmp_path):
-    """Else another experiment would take them for its own."""
+def test_checkpoints_without_a_config_belong_to_no_experiment(tmp_path):
+    """Otherwise another experiment would take them for its own."""
     assert command("ppo", *TINY, "--run-dir", tmp_path / "run").code == 0
     (tmp_path / "run/config.json").unlink()
     before = sorted(tmp_path.rglob("*"))
@@ -614,7 +614,7 @@ def test_checkpoints_without_their_experiment_are_nobodys(tmp_path):
         ),
     ],
 )
-def test_names_that_cannot_be_meant_are_refused_in_one_sentence(words, said, tmp_path, monkeypatch):
+def test_invalid_names_are_refused_in_one_sentence(words, said, tmp_path, monkeypatch):
     (tmp_path / "odd").mkdir()
     (tmp_path / "odd/sweep.json").write_text("{}")
     (tmp_path / "run").mkdir()
@@ -625,13 +625,13 @@ def test_names_that_cannot_be_meant_are_refused_in_one_sentence(words, said, tmp
 
 
 @pytest.mark.parametrize("number", ["abc", "0", ""])
-def test_a_number_of_devices_that_is_none_is_refused(number, monkeypatch):
+def test_an_invalid_number_of_devices_is_refused(number, monkeypatch):
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", number)
     ended = command("ppo", "--help")
     assert ended.code == 2 and f"JAX_NUM_CPU_DEVICES='{number}' must be a whole number" in ended.err
 
 
-def test_home_is_known_by_its_sign_and_commands_that_are_printed_can_be_pasted(tmp_path, monkeypatch):
+def test_tilde_is_the_home_directory_and_printed_commands_can_be_pasted(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     ended = command("ppo", *TINY, "--run-dir=~/a run")
     run = tmp_path / "a run"
@@ -641,7 +641,7 @@ def test_home_is_known_by_its_sign_and_commands_that_are_printed_can_be_pasted(t
 
 
 def test_a_run_that_another_process_trains_is_refused(done, accept, tmp_path):
-    """After `done`, which had the same few programs compiled that shapes are found with."""
+    """Uses `done`, which has already compiled the few programs that find out shapes."""
     run = tmp_path / "run"
     with lock(run):
         said = refusal("ppo", *TINY, "--run-dir", run)
@@ -649,7 +649,7 @@ def test_a_run_that_another_process_trains_is_refused(done, accept, tmp_path):
     assert accept(*TINY, "--run-dir", run)
 
 
-def test_an_experiment_that_other_packages_ran_comes_with_a_warning(done, tmp_path):
+def test_an_experiment_that_ran_with_other_packages_comes_with_a_warning(done, tmp_path):
     earlier = tmp_path / "earlier"
     shutil.copytree(done, earlier)
     config = json.loads((earlier / "config.json").read_text())
@@ -663,7 +663,7 @@ def test_an_experiment_that_other_packages_ran_comes_with_a_warning(done, tmp_pa
 
 
 @pytest.mark.parametrize("words", [["ppo", "--help"], ["ppo", *TINY, "--total-timesteps", "640000"]])
-def test_a_pipe_that_nobody_reads_ends_it_quietly(words, tmp_path):
+def test_a_closed_pipe_ends_the_command_quietly(words, tmp_path):
     """As in `cleanba ppo | head -1`."""
     trains = len(words) > 2
     process = python("-m", "cleanba", *words, *(["--run-dir", tmp_path / "run"] if trains else []))
@@ -682,7 +682,7 @@ def test_a_pipe_that_nobody_reads_ends_it_quietly(words, tmp_path):
 
 @pytest.mark.parametrize("name", ["gamma", "log_frequency", "checkpoint_frequency"])
 def test_processes_must_agree_on_what_all_of_them_do_together(name, monkeypatch, tmp_path):
-    """Else each would wait for the others after updates of its own."""
+    """Otherwise each would wait for the others after different updates."""
 
     class Noted(UsageError):
         pass
@@ -698,7 +698,7 @@ def test_processes_must_agree_on_what_all_of_them_do_together(name, monkeypatch,
     assert {key for key in noted[0] if noted[0][key] != noted[1][key]} == {name}
 
 
-def test_a_link_to_itself_is_no_run_directory(tmp_path):
+def test_a_symbolic_link_to_itself_is_no_run_directory(tmp_path):
     (tmp_path / "loop").symlink_to("loop")
     assert "loop cannot be" in refusal("ppo", *TINY, "--run-dir", tmp_path / "loop")
 
@@ -714,5 +714,5 @@ def test_a_link_to_itself_is_no_run_directory(tmp_path):
         (["--env-id", "gymnasium:ALE/Pong-v5"], "the closest names are Pong-v5, without gymnasium:"),
     ],
 )
-def test_words_of_other_systems_lead_to_ours(words, says):
+def test_flags_and_environments_of_other_systems_lead_to_ours(words, says):
     assert says in refusal("ppo", *words)

@@ -135,7 +135,7 @@ def compilations() -> Iterator[Counter]:
 @pytest.mark.parametrize("device", [0, 3])
 @pytest.mark.parametrize("name", COLLECTORS)
 def test_nothing_is_compiled_twice(name, device):
-    """In two rollouts, of one epoch and of the next; buffers that lie elsewhere first would be compiled for, too."""
+    """In two rollouts, of one epoch and of the next.  A buffer that begins on another device is compiled for again."""
     with compilations() as compiled:
         collect(name, CASES["cartpole"], device=device)  # two calls a rollout, two pools of environments
     expected = dict.fromkeys(["step", "start"] if name == "stepped" else [SCAN, "new_buffers"], 1)
@@ -153,7 +153,7 @@ def test_pools_share_compiled_code_and_nothing_else():
 
 @pytest.mark.parametrize("name", COLLECTORS)
 def test_collecting_asks_nothing_of_another_device(name):
-    """One that learns would be asked in vain until its update is done."""
+    """A device that learns would not answer until its update is done."""
     case, device = CASES["cartpole-lstm"], jax.local_devices()[3]
     params = jax.device_put(prepare(case)[2], device)
     collector = make(name, case, device=3)
@@ -333,7 +333,7 @@ def test_a_collector_that_was_told_to_stop_does_not_begin():
         collector.close()
 
 
-def test_what_is_not_finite_is_named_by_environment_step_and_field():
+def test_numbers_that_are_not_finite_are_named_by_environment_step_and_field():
     finite_check = FiniteCheck("Odd-v0", first_env=8)
     obs = {"image": jnp.zeros((4, 3, 2), jnp.uint8), "x": jnp.zeros((4, 3, 2))}
     reward, valid = np.zeros((3, 3), np.float32), np.ones((3, 3), bool)

@@ -1,4 +1,4 @@
-"""What was compiled is found again at the next start, if it fits this machine."""
+"""Compiled programs are found again at the next start, if they fit this machine."""
 
 import os
 import sys
@@ -33,21 +33,21 @@ def no_folder(tmp_path, monkeypatch):
         jax.config.update(name, value)
 
 
-def test_a_folder_that_the_user_chose_stands():
+def test_a_cache_folder_that_the_user_chose_is_kept():
     chosen = jax.config.jax_compilation_cache_dir
     assert chosen  # by compiled.py, beside this file
     compilation_cache.keep_compiled_programs()
     assert jax.config.jax_compilation_cache_dir == chosen
 
 
-def test_without_a_choice_it_is_the_users_folder_for_caches(no_folder, tmp_path):
+def test_the_default_is_the_users_folder_for_caches(no_folder, tmp_path):
     compilation_cache.keep_compiled_programs()
     folder = compilation_cache.cache_folder()
     assert jax.config.jax_compilation_cache_dir == str(folder)
     assert folder.is_dir() and folder.parent == tmp_path / "cleanba" / "xla"
 
 
-def test_whoever_wants_no_cache_has_none(no_folder, tmp_path):
+def test_the_cache_can_be_turned_off(no_folder, tmp_path):
     jax.config.update("jax_enable_compilation_cache", False)
     try:
         compilation_cache.keep_compiled_programs()
@@ -56,14 +56,14 @@ def test_whoever_wants_no_cache_has_none(no_folder, tmp_path):
     assert jax.config.jax_compilation_cache_dir is None and list(tmp_path.iterdir()) == []
 
 
-def test_without_room_for_it_a_run_goes_on(no_folder, tmp_path, monkeypatch):
+def test_a_run_goes_on_without_room_for_the_cache(no_folder, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     compilation_cache.keep_compiled_programs()
     assert jax.config.jax_compilation_cache_dir is None
 
 
-def test_without_a_home_a_run_goes_on(no_folder, monkeypatch):
+def test_a_run_goes_on_without_a_home_directory(no_folder, monkeypatch):
     """HOME is not set, and the system knows no such user: as in a container."""
     monkeypatch.delenv("HOME", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME")
@@ -73,7 +73,7 @@ def test_without_a_home_a_run_goes_on(no_folder, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["PJRT_NPROC", "JAX_NUM_CPU_DEVICES", "XLA_FLAGS"])
-def test_programs_for_other_threads_lie_elsewhere(name, monkeypatch):
+def test_programs_for_other_numbers_of_threads_are_cached_elsewhere(name, monkeypatch):
     one = compilation_cache.cache_folder()
     assert one == compilation_cache.cache_folder()
     monkeypatch.setenv(name, "3")
@@ -81,7 +81,7 @@ def test_programs_for_other_threads_lie_elsewhere(name, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["cpu_model", "instructions"])
-def test_programs_for_other_processors_lie_elsewhere(name, monkeypatch):
+def test_programs_for_other_processors_are_cached_elsewhere(name, monkeypatch):
     assert compilation_cache.instructions()
     one = compilation_cache.cache_folder()
     monkeypatch.setattr(compilation_cache, name, lambda: "another")
@@ -98,7 +98,7 @@ def test_the_update_of_every_seed_is_one_program(name):
     assert lowered(seed=1) == lowered(seed=2) != lowered(seed=1, gamma=0.5)
 
 
-def test_what_nobody_uses_is_removed(tmp_path):
+def test_unused_programs_are_removed_from_the_cache(tmp_path):
     old = time.time() - (compilation_cache.UNUSED_DAYS + 1) * 86400
     now = time.time()
     useless = f"jit_{compilation_cache.OF_ONE_PROCESS}-3-cache"
@@ -109,7 +109,7 @@ def test_what_nobody_uses_is_removed(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["jit_update-1-cache"]
 
 
-# The command, without what launch.py tells JAX of a cache for tests.
+# The command, without launch.py's settings for a cache of the tests.
 START = """
 import os
 for name in ("DIR", "MIN"):
@@ -138,7 +138,7 @@ def test_the_second_start_compiles_less_and_trains_the_same_bits(tmp_path):
 
 @pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="Linux only")
 @pytest.mark.parametrize("chosen, then", [("SCHED_OTHER", "SCHED_BATCH"), ("SCHED_IDLE", "SCHED_IDLE")])
-def test_threads_that_wake_interrupt_none_unless_the_user_said_how_they_are_scheduled(chosen, then):
+def test_threads_are_scheduled_as_batch_unless_the_user_chose_a_policy(chosen, then):
     found = []
     note = lambda: found.append(os.sched_getscheduler(0))
 

@@ -1,4 +1,4 @@
-"""What is refused, who owns what, and what a file of it says."""
+"""Configurations: what is refused, who owns which environments, and how they are written to files."""
 
 import dataclasses
 import json
@@ -45,7 +45,7 @@ splits = st.builds(
 
 
 def fits(num_envs, num_actors, num_shards, num_processes, learners_per_process) -> bool:
-    """The rules of the split, written once more."""
+    """The rules of the split, written independently."""
     return (
         num_envs % num_actors == 0
         and num_envs % num_shards == 0
@@ -277,7 +277,7 @@ def test_every_number_has_a_rule():
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 12), st.integers(1, 6), st.integers(1, 40), st.sampled_from(["none", "lstm"]))
-def test_minibatches_that_cut_no_shard_evenly_are_refused_with_numbers_that_do(envs, steps, minibatches, core):
+def test_minibatches_that_do_not_divide_a_shard_are_refused_with_numbers_that_do(envs, steps, minibatches, core):
     e = PPO(num_envs=2 * envs, num_steps=steps, num_minibatches=minibatches, core=core)
     partition = Partition(2 * envs, 2, 2)
     size = envs * (steps if core == "none" else 1)

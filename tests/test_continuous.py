@@ -39,7 +39,7 @@ SMALL |= dict(share_torso=False)
 
 
 def gaussian_rollout() -> Rollout:
-    """Random data whose actions are real, and were not very likely."""
+    """Random data with real-valued actions that were not very likely."""
     rng = np.random.default_rng(3)
     r = tiny_rollout()
     action = rng.normal(size=(*LAYOUT.shape, PARTS)).astype(np.float32)
@@ -146,7 +146,7 @@ def test_memories_of_two_torsos_share_no_buffer_as_they_are_donated():
     assert len({x.unsafe_buffer_pointer() for x in carry}) == len(carry) == 4
 
 
-def test_dqn_refuses_what_is_not_one_choice_in_a_sentence():
+def test_dqn_refuses_other_actions_than_a_single_choice_in_one_sentence():
     with pytest.raises(
         UsageError, match="takes real numbers, but DQN .*; try `cleanba sac`, `cleanba td3` or `cleanba ppo`"
     ):
@@ -198,14 +198,14 @@ def test_rollouts_are_normalised_as_numpy_does_for_every_split_into_shards(on_de
         assert statistics.discounted_return.counted.tolist() == [0, count]
 
 
-def test_what_lies_far_out_is_cut_off():
+def test_normalised_outliers_are_clipped():
     n = Normaliser((("", ObsSpec("vector", (OBS,), "float32")),), True, 0.9)
     seen = {"": Moments(jnp.array([0, 9]), jnp.full(OBS, 5.0), jnp.full(OBS, 4.0))}
     found = n.normalise(seen, np.float32([[5.0, 9.0, 1e9], [-1e9, 24.0, 26.0]]))
     np.testing.assert_allclose(found, [[0, 2, LIMIT], [-LIMIT, 9.5, LIMIT]], rtol=1e-6)
 
 
-def test_what_names_things_is_normalised_as_zeros_and_ones():
+def test_categories_are_normalised_as_zeros_and_ones():
     """A grid of codes, a number that is a code, and text, against numpy: constant parts vanish, rare ones stand out."""
     parts = {
         "grid": ObsSpec("codes", (2, 2), "uint8", 3, 4), "number": ObsSpec("discrete", (), "int32", 3),
@@ -302,14 +302,14 @@ WORDS += " --env-epoch 3 --checkpoint-frequency 3"
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run of the command with all defaults of real-valued actions but its size."""
+    """A small run of the command, otherwise with all defaults for real-valued actions."""
     run_dir = tmp_path_factory.mktemp("runs") / "whole"
     ended = command("ppo", *WORDS.split(), "--keep-checkpoints", "9", "--save-model", "--run-dir", run_dir)
     assert ended.code == 0, ended.err
     return run_dir
 
 
-def test_what_cannot_be_scanned_is_stepped_and_normalised_by_default(run):
+def test_environments_that_cannot_be_scanned_are_stepped_and_normalised_by_default(run):
     e = json.loads((run / "config.json").read_text())["experiment"]
     assert e["collector"] == "stepped" and e["norm_obs"] and e["norm_reward"] and e["ent_coef"] == 0
 
@@ -372,12 +372,12 @@ def test_with_an_lstm_the_defaults_fit_too():
     assert choose(core="lstm", num_minibatches=8).num_minibatches == 8
 
 
-def test_evaluation_with_chance_needs_actions_to_choose_from(run):
+def test_evaluation_with_epsilon_needs_discrete_actions(run):
     ended = command("eval", run, "--episodes", "1", "--epsilon", "0.5")
     assert ended.code == 2 and "epsilon=0.5 needs actions to choose from" in ended.err
 
 
-def test_actors_see_with_the_statistics_of_their_version():
+def test_actors_normalise_with_the_statistics_of_their_version():
     # Without concurrency nothing has moved when the first minibatch is learnt from but the statistics themselves.
     scripts = Scripts((Play((1.0,) * 5),))
     words = dict(num_envs=2, num_actors=1, num_shards=1, num_steps=8, hiddens=(4,), num_minibatches=1, update_epochs=1)

@@ -1,4 +1,4 @@
-"""Our convolutions for CPUs: the definition as loops, XLA's gradients, and the same bits however they are computed."""
+"""Our convolutions for CPUs against the definition as loops and XLA's gradients; the same bits however computed."""
 
 import os
 import subprocess
@@ -151,7 +151,7 @@ for case in ("its blocks' second", "MinAtar's"):
 
 
 def test_the_number_of_threads_changes_no_bit():
-    """One core has one thread; two cores of one thread of XLA's, too; then two, then more than there are cores."""
+    """One thread on one core and on all cores, two threads on two cores, eight on all cores."""
     cores = sorted(os.sched_getaffinity(0))
     outputs = []
     for allowed, threads in ((cores[:1], 1), (cores, 1), (cores[:2], 2), (cores, 8)):
@@ -184,7 +184,7 @@ def test_many_calls_at_once_do_not_disturb_one_another():
 
 
 @pytest.mark.parametrize("pool", [False, True])
-def test_what_is_not_a_number_stays_so(pool):
+def test_nan_stays_nan(pool):
     x, kernel, bias = draw(1, 9, 9, 16), draw(3, 3, 16, 16, seed=1), np.zeros(16, np.float32)
     x[0, 4, 5, 0] = np.nan
     how = Convolution(SAME, pool=pool)
@@ -204,7 +204,7 @@ def test_threads_may_ask_for_the_same_function_at_once():
 
 @pytest.mark.parametrize("hw", [(84, 20), (21, 11), (4, 5), (1, 2), (1, 1)], ids=str)
 def test_the_first_of_equal_maxima_has_the_gradient_as_xlas(hw):
-    """A kernel that changes nothing before whole numbers, below zero, as padding must not win."""
+    """The convolution passes whole numbers on unchanged; all are below zero, as padding must not be the maximum."""
     x = np.round(draw(2, *hw, 16)) - 5
     kernel = np.zeros((3, 3, 16, 16), np.float32)
     kernel[1, 1] = np.eye(16)
@@ -230,7 +230,7 @@ F32, BF16 = np.float32, jnp.bfloat16
         (Convolution(SAME), 3, 16, False, BF16, "must be float32 or uint8"),
     ],
 )
-def test_what_the_loops_are_not_written_for_is_refused(how, size, features, skips, kind, why):
+def test_unsupported_convolutions_are_refused(how, size, features, skips, kind, why):
     skip = draw(1, 5, 5, features) if skips else None
     with pytest.raises(ValueError, match=why):
         convolve(how, draw(1, 5, 5, 16).astype(kind), draw(size, size, 16, features), draw(features), skip)
@@ -245,7 +245,7 @@ def cache(tmp_path):
 
 
 @pytest.mark.parametrize("damage", [lambda code: b"", lambda code: code[:100], lambda code: code[:-1] + b"x"])
-def test_what_was_compiled_is_kept_on_disk_and_taken_from_there_if_it_is_whole(cache, damage, monkeypatch):
+def test_compiled_kernels_are_kept_on_disk_and_loaded_if_they_are_whole(cache, damage, monkeypatch):
     shape = convolution.Window(6, 6, 16, 16, 3, 1, SAME)
     compile_ = partial(llvm._compile, convolution.forward, shape, [llvm.FLOAT] * 4, 1, 4)
     compile_()
@@ -259,7 +259,7 @@ def test_what_was_compiled_is_kept_on_disk_and_taken_from_there_if_it_is_whole(c
     assert kept.read_bytes() == whole
 
 
-def test_what_is_kept_is_for_the_modules_that_wrote_it_and_no_others(cache, monkeypatch):
+def test_kept_kernels_are_only_used_by_the_modules_that_wrote_them(cache, monkeypatch):
     shape = convolution.Window(6, 6, 16, 16, 3, 1, SAME)
     compile_ = partial(llvm._compile, convolution.forward, shape, [llvm.FLOAT] * 4, 1, 4)
     compile_()

@@ -40,7 +40,7 @@ def test_three_steps_are_optaxs(max_norm, on_devices):
 
 @pytest.mark.parametrize("max_norm", [float("inf"), 0.5])
 def test_a_gradient_whose_squares_overflow_does_what_it_does_in_optax(max_norm, on_devices):
-    """Where nothing is clipped it must not become NaN everywhere: of each number alone Adam's step is finite."""
+    """Without clipping it must not become NaN everywhere: Adam's step of each number by itself is finite."""
     optimiser = make_adam(max_norm=max_norm)
     params = [jnp.ones(3), jnp.ones(2)]
     before, gradient = TrainState(params, optimiser.init(params)), [jnp.array([1e20, 1, -2]), jnp.array([0.1, 0.2])]
@@ -82,12 +82,12 @@ def test_eight_steps_of_radam_are_the_papers_and_about_optaxs(on_devices):
                 np.testing.assert_allclose(a, b, rtol=1e-4, atol=atol, err_msg=f"step {t}")
 
 
-def test_targets_follow_by_tau_and_stay_by_nothing():
+def test_targets_follow_by_tau_and_stay_unchanged_for_tau_zero():
     params, targets = arrays(), arrays(50)
     for tau in (0.25, 1.0):
         for p, q, moved in zip(params, targets, descent.follow(jnp.float32(tau), params, targets), strict=True):
             np.testing.assert_allclose(moved, tau * p + (1 - tau) * q, rtol=1e-6, atol=1e-7)
-    # Nothing is due: not even the sign of zero, or what is hardly above it, changes by parameters that are no numbers.
+    # With tau 0 no bit changes, not even of a negative zero or a denormal number, or where a parameter is not finite.
     params, targets = [jnp.array([1, 1, jnp.nan, jnp.inf])], [jnp.array([-0.0, 1e-40, 1, 2], jnp.float32)]
     (same,) = jax.jit(descent.follow)(jnp.float32(0), params, targets)
     np.testing.assert_array_equal(*(np.asarray(x).view(np.int32) for x in (same, targets[0])))
@@ -106,6 +106,6 @@ def test_squares_are_numpys_and_the_same_bits_with_any_vectors(registers, monkey
 
 
 @pytest.mark.parametrize("other", [np.zeros((2, 3), np.float16), np.zeros((3, 2), np.float32)], ids=["halves", "shape"])
-def test_what_is_not_alike_is_refused(other):
+def test_arrays_that_do_not_match_are_refused(other):
     with pytest.raises(ValueError, match="must be alike, and of float32"):
         descent.follow(jnp.float32(0.5), [np.zeros((2, 3), np.float32)], [other])

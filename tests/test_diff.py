@@ -1,4 +1,4 @@
-"""`cleanba diff` on runs that are made up: what it compares, and from which update on it says that they differ."""
+"""`cleanba diff` on made-up runs: what it compares, and from which update on it says that they differ."""
 
 import json
 from pathlib import Path
@@ -42,7 +42,7 @@ def test_runs_with_the_same_digests_and_metrics_are_identical(runs):
     assert "state and memory are identical at all 2 digests, the last at update 4" in ended.out
 
 
-def test_other_code_is_told_of(runs):
+def test_other_code_is_reported(runs):
     a, b = runs("a"), runs("b")
     for run_dir, code in ((a, "1234567890"), (b, "0987654321")):
         made = {"revision": "v1+changes", "code": f"sha256:{code}", "sources": {"mine": f"sha256:{code}", code: "x"}}
@@ -64,7 +64,7 @@ def test_checkpoints_of_a_stranger_are_not_read_and_numbers_of_any_size_are_comp
     assert "losses/loss: from update 1 on\n" in ended.out
 
 
-def test_two_algorithms_are_told_in_a_short_line(runs):
+def test_two_algorithms_are_reported_in_a_short_line(runs):
     a, b = runs("a"), runs("b")
     other = {"algorithm": "sac", **to_json(RECIPES["sac"].experiment())}
     (b / "config.json").write_text(json.dumps({"experiment": other}))
@@ -73,7 +73,7 @@ def test_two_algorithms_are_told_in_a_short_line(runs):
 
 
 def test_state_and_memory_may_differ_before_the_parameters_do(runs):
-    """A memory that was drawn from differently shows in the parameters only later."""
+    """Different draws from a replay memory show in the parameters only later."""
     a = runs("a", params_digest=("p1", "p2", "p3", "p4"), learner_digest=("l1", "l2", "l3", "l4"))
     b = runs("b", params_digest=("p1", "p2", "p3", "q4"), learner_digest=("l1", "m2", "m3", "m4"))
     ended = command("diff", a, b)

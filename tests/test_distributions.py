@@ -64,7 +64,7 @@ def test_log_probabilities_and_entropies_are_scipys(name, compile):
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_samples_have_the_entropy_that_is_said(name):
+def test_samples_have_the_stated_entropy(name):
     # -E[log pi(a)] over samples, within five of its standard errors.
     policy = POLICIES[name]
     keys = jax.random.split(jax.random.key(0), 4000)
@@ -81,7 +81,7 @@ def test_nothing_is_likelier_than_the_mode(name):
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_steps_are_cut_out_of_it_as_out_of_an_array(name):
+def test_a_distribution_can_be_sliced_by_steps_like_an_array(name):
     policy = POLICIES[name]
     action = policy.sample(jax.random.key(0))
     part = jax.tree.map(lambda x: x[1:], policy)
@@ -89,7 +89,7 @@ def test_steps_are_cut_out_of_it_as_out_of_an_array(name):
 
 
 def test_parts_of_an_action_do_not_move_together():
-    # Fifty-fifty each: with one key for all they would always agree.
+    # Each is 0 or 1 with equal probability: with one key for all they would always agree.
     policy = Categoricals(jnp.zeros((1, 4)), (2, 2))
     drawn = jax.vmap(lambda key: policy.sample(key))(jax.random.split(jax.random.key(0), 1000))[:, 0]
     assert 0.4 < (drawn[:, 0] == drawn[:, 1]).mean() < 0.6

@@ -139,7 +139,7 @@ def test_the_loss_is_the_papers(changes, on_devices):
 
 @pytest.mark.parametrize("changes", [{}, {"double": True, "dueling": True}, {"prioritised": True}], ids=str)
 def test_values_converge_to_the_known_ones(changes):
-    """In a corridor that is paid for at both ends.  Most episodes are cut off before one, which must not count."""
+    """In a corridor with a reward at both ends.  Most episodes are truncated before an end, which must not matter."""
     known = np.zeros((CELLS, 2))
     for _ in range(100):  # value iteration
         best = known.max(1)
@@ -178,7 +178,7 @@ def test_gradient_steps_are_those_that_the_steps_paid_for():
     assert [row.get(REPLAY_FILLED) for row in record.rows] == [None, None] + [1.0] * 8
 
 
-def test_batches_that_few_steps_can_fill_are_told(on_devices):
+def test_batches_with_few_valid_transitions_are_reported(on_devices):
     """Of ten rows of memory nine were ignored: each of an element's eight draws finds one with probability 1/10."""
     e = experiment(num_steps=20, batch_size=512, train_frequency=20 * B, buffer_size=1200)
     algorithm, never = dqn.make(e, SPEC, "cpu"), np.zeros((20, B), bool)
@@ -245,7 +245,7 @@ def test_of_two_processes_one_is_killed_and_one_alone_goes_on_to_the_same_bits(a
     whole, run = tmp_path / "whole", tmp_path / "run"
     assert command(*words.split(), whole).code == 0
     first, second = in_pairs([*words.split(), run])
-    # It dies while update 15's checkpoint is written: that of 10 is whole by then, however slow the disk is.
+    # It dies while the checkpoint of update 15 is written; that of update 10 is complete by then on any disk.
     both = [python("-m", "cleanba", *first), python(ROOT / "tests" / "killed.py", "memory", "3", *second)]
     assert [finish(p, 200).code for p in both][1] == -signal.SIGKILL
     ended = command(*words.split(), run)

@@ -1,4 +1,4 @@
-"""Machines that are not here: every locked package has a wheel for them, and what only Linux has is done without."""
+"""Other machines: every locked package has a wheel for them, and training works without what only Linux has."""
 
 import json
 import re
@@ -71,7 +71,7 @@ cli.main(sys.argv[1:])
 """
 
 
-def test_it_trains_without_what_only_linux_has(tmp_path):
+def test_training_works_without_what_only_linux_has(tmp_path):
     """Scheduling policies, /proc and /dev/shm are gone, and the processor is another one: plain JAX computes."""
     words = (*TINY, "--env-id", "gymnasium:CartPole-v1", "--env-workers", "2", "--eval-frequency", "3")
     ended = finish(python("-c", ELSEWHERE, "ppo", *words, "--eval-episodes", "1", "--run-dir", tmp_path))

@@ -1,4 +1,4 @@
-"""Seeds, what EnvPool is relied on for, and what users are told who ask for what there is not."""
+"""Seeds, what we rely on EnvPool to do, and the messages for environments that do not exist."""
 
 import os
 from itertools import pairwise
@@ -68,7 +68,7 @@ LISTED = "from cleanba.environments import envpool; print(sorted(envpool._known(
     ("changed", "loaded"),
     [
         ({}, False),
-        # A placeholder is no attribute of EnvPool's: here the light import fails, and the plain one does not.
+        # EnvPool has no such attribute as the placeholder: here the light import fails, and the plain one works.
         (
             {
                 "needy/__init__.py": "import envpool.plain\nTASKS = envpool.plain.TASKS",
@@ -78,7 +78,7 @@ LISTED = "from cleanba.environments import envpool; print(sorted(envpool._known(
         ),
     ],
 )
-def test_a_list_that_needs_its_family_is_read_all_the_same(tmp_path, changed, loaded):
+def test_a_list_of_environments_that_needs_the_code_of_its_family_is_still_read(tmp_path, changed, loaded):
     for name, text in (RELEASE | changed).items():
         (tmp_path / "envpool" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "envpool" / name).write_text(text)
@@ -149,7 +149,7 @@ def test_a_seed_is_decided_by_the_experiments_seed_the_environment_and_the_epoch
     assert env_seed(seed, env, epoch, 100) != env_seed(seed, (env + 1) % 100, epoch, 100)
 
 
-def test_experiments_with_other_seeds_play_other_games():
+def test_experiments_with_different_seeds_play_different_games():
     games = [[env_seed(seed, env, 0, 500) for env in range(500)] for seed in range(20)]
     for a, b in pairwise(games):
         assert sum(x == y for x, y in zip(a, b, strict=True)) == 0
@@ -266,7 +266,7 @@ def test_actions_are_clipped_to_the_bounds_in_the_precision_of_the_environment()
     assert unbounded.for_environment(np.float32([[-1.0], [3e38]])).tolist() == [[0.0], [np.float32(3e38)]]
 
 
-def test_what_a_policy_draws_beyond_the_bounds_moves_the_environment_as_the_bound_does():
+def test_actions_beyond_the_bounds_act_as_the_bounds_do():
     spec = env_spec(Experiment(env_id="HalfCheetah-v5"))
     after = []
     for size in (1.0, 50.0):
@@ -339,7 +339,7 @@ def test_only_atari_clips_rewards_unless_asked():
         *((dict(env_options=(f"{name}=1",)), [name, "set by Cleanba"]) for name in ("seed", "num_envs", "reward_clip")),
     ],
 )
-def test_what_cannot_be_made_is_refused_with_the_value_and_a_remedy(changes, words):
+def test_environments_that_cannot_be_made_are_refused_with_the_value_and_a_remedy(changes, words):
     with pytest.raises(UsageError) as caught:
         env_spec(Experiment(**changes))
     message = str(caught.value)
@@ -464,7 +464,7 @@ LAKE = "SFFF FHFH FFFH HFFG".replace(" ", "")
 
 
 @pytest.mark.parametrize("scanned", [False, True])
-def test_who_falls_into_the_water_when_the_time_is_up_is_dead(scanned):
+def test_falling_into_the_water_at_the_time_limit_is_termination(scanned):
     steps = limited("FrozenLake-v1", 6, scanned=scanned)
     at_limit = 0
     length = np.zeros(8, int)
@@ -528,7 +528,7 @@ def test_game_over_at_the_limit_is_the_end_of_an_atari_game():
 
 
 def test_envpool_calls_it_truncation_alone_if_an_episode_terminates_at_its_last_permitted_step():
-    # So a terminal state is bootstrapped from where nothing else tells.  If this fails, EnvPool has learnt to.
+    # So a terminal state is bootstrapped from, unless something else shows it.  If this fails, EnvPool has fixed it.
     envs = cartpole()
     envs.reset()
     length = len(until_over(envs))
@@ -565,7 +565,7 @@ def test_deaths_at_the_limit_are_those_of_the_same_game_without_one(env_id, limi
 
 
 def stream(spec: EnvSpec, seeds: list[int], env: int, threads: int = 0, steps: int = 60):
-    """What one environment of a pool delivers, while each of them does as its own seed says."""
+    """What one environment of a pool delivers; each environment takes actions drawn with its own seed."""
     envs = Envs(spec, seeds, threads)
     chosen = [np.random.default_rng(s).integers(spec.num_actions, size=steps) for s in seeds]
     obs = [envs.reset()]
@@ -667,7 +667,7 @@ def test_observations_belong_to_the_caller():
     envs.close()
 
 
-def test_threads_are_shared_out_and_nobody_goes_without(monkeypatch):
+def test_threads_are_divided_among_actors_and_each_has_at_least_one(monkeypatch):
     total = 16
     monkeypatch.setattr(backends, "usable_cores", lambda: total)
     assert [threads_per_actor(n) for n in (1, 2, 3, 5, 16, 17)] == [16, 8, 5, 3, 1, 1]

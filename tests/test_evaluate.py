@@ -102,14 +102,14 @@ def test_an_environment_with_episodes_of_both_kinds_plays_them_in_its_order():
 
 
 def test_returns_are_raw_and_whole():
-    """No clipping; what is paid at a reset is nobody's; the loss of a life ends no game."""
+    """No clipping; a reward at a reset belongs to no episode; the loss of a life ends no game."""
     lives = [Play((5.0, -3.0), over=False), Play((7.0,), terminated=False, truncated=True)]
     played, _ = play_scripts([lives], 2, clip_reward=True, reward_at_reset=100.0)
     assert played == [Episode(9.0, 3)] * 2
 
 
 def test_an_episode_that_does_not_end_is_cut_off_and_the_rest_is_still_played():
-    """Every other environment plays for ever; each plays three, the odd ones as they do without a limit."""
+    """Every other environment plays for ever.  Each plays three episodes, the odd ones as without a limit."""
     endless = Play((2.0,) * 1000)
     played, last = play_scripts([[endless], [SHORT, LONG]], 6, max_steps=45)
     assert played == [Episode(90.0, 45, cut=True), Episode(1.0, 1)] * 3
@@ -117,7 +117,7 @@ def test_an_episode_that_does_not_end_is_cut_off_and_the_rest_is_still_played():
     assert played == ([Episode(90.0, 45, cut=True)] * 3 + [Episode(1.0, 1), Episode(10.0, 40), Episode(1.0, 1)]) * 8
     assert last.closed == 1 and len(last.actions) == 45, "fresh environments play what is left"
     assert evaluate.summary("Scripted-v0", False, played)["truncated"] == 24
-    # What ends by itself is not cut off, whatever the environment says of itself.
+    # An episode that ends by itself is not cut off, whatever limit the environment states.
     assert evaluate.step_limit(spec(), None) == evaluate.step_limit(spec()._replace(time_limit=40), None) == 27_000
     assert evaluate.step_limit(spec()._replace(time_limit=10**6), None) == 10**6
     assert not any(episode.cut for episode in play_scripts([[LONG]], 3, max_steps=41)[0])
@@ -142,7 +142,7 @@ def test_first_marks_the_first_observation_of_each_episode():
     assert seen == [([0, 0], True), ([0, 1], False), ([0, 2], False), ([1, 0], True)]
 
 
-def test_evaluation_seeds_are_none_of_trainings():
+def test_evaluation_and_training_have_no_seed_in_common():
     training = {env_seed(1, i, epoch, 120) for i in range(120) for epoch in range(50)}
     evaluation = [eval_seed(1, i, epoch, 16) for i in range(16) for epoch in range(50)]
     assert max(training) < 2**30 <= min(evaluation)
@@ -151,7 +151,7 @@ def test_evaluation_seeds_are_none_of_trainings():
 
 
 def test_no_two_evaluations_play_the_same_games_however_many_episodes_they_have():
-    """Those beside the training choose the best parameters, which `cleanba eval` (epoch 0) then measures."""
+    """Evaluations during training choose the best parameters, which `cleanba eval` (epoch 0) then measures."""
     opened = []
 
     def make(seeds):
@@ -216,7 +216,7 @@ def test_greedy_takes_no_random_action_unless_epsilon_is_given():
     assert dqn.changed(None, 0.1) == (True, 0.1) and ppo.changed(True, None) == (True, 0.0)
 
 
-def test_an_evaluation_overwrites_none_of_another_mode(runs):
+def test_an_evaluation_does_not_overwrite_one_of_another_mode(runs):
     kept = {}
     for flags in ([], ["--greedy"], ["--epsilon", "0.5"], ["--greedy", "--seed", "2"]):
         assert command("eval", runs["ff"], "--episodes", "2", *flags).code == 0
@@ -238,7 +238,7 @@ def test_checkpoints_are_found_or_named(runs):
     assert command("eval", runs["lstm"], "--episodes", "0").code == 2
 
 
-def test_a_damaged_checkpoint_is_passed_over(runs, tmp_path):
+def test_a_damaged_checkpoint_is_skipped(runs, tmp_path):
     run_dir = tmp_path / "damaged"
     shutil.copytree(runs["lstm"], run_dir)
     older, newest = updates_kept(run_dir)
@@ -253,7 +253,7 @@ def test_a_damaged_checkpoint_is_passed_over(runs, tmp_path):
     assert ended.code == 1 and "cannot be read" in ended.err
 
 
-def test_what_is_no_run_is_refused(tmp_path):
+def test_places_without_a_run_are_refused(tmp_path):
     ended = command("eval", tmp_path / "nowhere")
     assert ended.code == 2 and "nowhere/config.json does not exist" in ended.err
 
@@ -288,7 +288,7 @@ def test_human_normalised_scores():
 
 
 def uniform(params, carry, obs, first):
-    """What there is to show of a policy with two actions that knows nothing."""
+    """What a film shows of a policy with two equally likely actions."""
     return {"value": jax.numpy.zeros(first.shape), "probability": jax.numpy.full((*first.shape, 2), 0.5)}
 
 
@@ -316,7 +316,7 @@ def test_a_film_has_every_step_of_the_first_episode(tmp_path):
         assert not films.is_whole(film.path), cut
 
 
-def test_what_cannot_be_written_is_printed(runs, tmp_path, monkeypatch):
+def test_a_result_that_cannot_be_written_is_still_printed(runs, tmp_path, monkeypatch):
     shutil.copytree(runs["ff"], tmp_path / "run")
 
     def full(path, values, shared=False):
@@ -539,7 +539,7 @@ def test_evaluation_beside_the_training_changes_no_bit_and_keeps_the_best(watche
 
 @pytest.fixture
 def evaluations(runs, tmp_path):
-    """Of a run whose agent is never played: tests put something in the place of `play`."""
+    """Of a run whose agent never plays: tests replace `play`."""
     watched = load_policy(runs["ff"], "last", "cpu")
     made = periodic_evaluation.PeriodicEvaluation(tmp_path, Run(eval_frequency=2), watched, find_devices(Placement()))
     yield made, watched
@@ -547,7 +547,7 @@ def evaluations(runs, tmp_path):
 
 
 def state_that_acts_by(acting):
-    """A learner's state, as far as its actor parameters go: these."""
+    """A learner's state with these actor parameters and nothing else."""
     return SimpleNamespace(params=acting.params, statistics=SimpleNamespace(obs=acting.obs))
 
 
@@ -598,7 +598,7 @@ def test_the_best_stays_the_best_when_a_run_goes_on(evaluations, monkeypatch):
 
 
 def log_of(made: periodic_evaluation.PeriodicEvaluation) -> list[tuple]:
-    """What it logs now: update, global step and return."""
+    """What it would log now: update, global step and return."""
     logged = []
     writers = type("Writers", (), {"write": lambda self, *row: logged.append(row)})()
     made.log(writers, 1.0)
@@ -611,7 +611,7 @@ def waiting(made: periodic_evaluation.PeriodicEvaluation) -> list[str]:
 
 
 def test_an_evaluation_that_was_cut_short_is_played_again(evaluations, monkeypatch):
-    """Two of them, of updates 2 and 4; 6 comes after the checkpoint, and 8 is in the log already."""
+    """Those of updates 2 and 4.  That of update 6 comes after the checkpoint, and that of 8 is in the log already."""
     made, watched = evaluations
     playing = threading.Event()
 
@@ -652,7 +652,7 @@ def test_an_evaluation_that_was_cut_short_is_played_again(evaluations, monkeypat
     assert not (made._run_dir / periodic_evaluation.EVALUATING).exists()
 
 
-def test_what_is_in_the_log_is_not_played_again(evaluations, monkeypatch):
+def test_evaluations_in_the_log_are_not_repeated(evaluations, monkeypatch):
     made, watched = evaluations
     monkeypatch.setattr(periodic_evaluation, "play", lambda *_, **__: pytest.fail("played"))
     made._remember(periodic_evaluation.Version(4, 40, watched.params))
@@ -721,7 +721,7 @@ def test_an_evaluation_ends_with_the_run(evaluations):
     assert not made._thread.is_alive()
 
 
-def test_a_run_ends_whose_episodes_do_not(tmp_path):
+def test_a_run_with_endless_episodes_ends(tmp_path):
     flags = (*TINY, "--env-id", "odd:Endless-v0", "--env-workers", "0", "--capture-video")
     run = tmp_path / "run"
     limits = ("--eval-frequency", "5", "--eval-episodes", "2", "--eval-max-steps", "30")
@@ -740,7 +740,7 @@ def test_a_run_ends_whose_episodes_do_not(tmp_path):
     assert ended.code == 2 and "max_steps=0 must be at least 1" in ended.err
 
 
-def test_an_evaluation_at_the_end_that_stands_still_ends_the_run(tmp_path, monkeypatch):
+def test_an_evaluation_at_the_end_that_hangs_ends_the_run(tmp_path, monkeypatch):
     release = threading.Event()
 
     def hangs(*_, check, **__):
@@ -799,7 +799,7 @@ cli.main(sys.argv[1:])
 
 
 @pytest.mark.slow
-def test_no_process_waits_for_one_whose_last_evaluation_stands_still(tmp_path):
+def test_no_process_waits_for_one_whose_last_evaluation_hangs(tmp_path):
     flags = ("ppo", *TINY, "--num-shards", "2", "--eval-frequency", "100", "--run-dir", tmp_path / "run")
     both = [python("-c", HANGS_AT_ITS_END, *words) for words in in_pairs([*flags, "--stall-timeout", "120"])]
     first, second = [finish(process, 120 * CROWD) for process in both]
@@ -839,6 +839,6 @@ def test_a_run_films_itself_at_its_end(tmp_path):
         (("--capture-video",), "EnvPool cannot draw Catch-v0"),
     ],
 )
-def test_what_cannot_be_obeyed_is_refused_before_anything_starts(flags, words, tmp_path):
+def test_flags_of_evaluation_that_cannot_be_met_are_refused_before_anything_starts(flags, words, tmp_path):
     ended = command("ppo", *TINY, *flags, "--run-dir", tmp_path / "run")
     assert ended.code == 2 and words in ended.err and not (tmp_path / "run").exists()

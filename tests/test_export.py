@@ -19,7 +19,7 @@ onnxruntime = pytest.importorskip("onnxruntime")
 
 
 def agent_of(algorithm: str, env_id: str, **flags) -> Agent:
-    """An agent with the parameters that a run begins with, and noise on each, so that no two actions are equal."""
+    """An agent with a run's initial parameters, and noise on each, so that no two actions are equal."""
     e = getattr(cleanba, algorithm)(env_id, **flags).resolve()
     recipe, spec = RECIPES[algorithm], env_spec(e)
     made = recipe.make(e, spec, "cpu")
@@ -60,7 +60,7 @@ def test_every_algorithm_and_network_is_exported(case, format, tmp_path):
     assert written.same_actions == 1000
 
 
-def test_a_file_that_computes_something_else_is_told_of(tmp_path, monkeypatch):
+def test_a_file_that_computes_something_else_is_reported(tmp_path, monkeypatch):
     write = portable.write_onnx
 
     def write_another(path, agent):
@@ -109,7 +109,7 @@ def test_without_cleanba_it_gets_the_returns_of_an_evaluation(tmp_path):
         (["--seed", "-1"], "seed=-1 must lie in [0, 2^31)"),
     ],
 )
-def test_what_cannot_be_written_is_refused(words, said, tmp_path, monkeypatch):
+def test_exports_that_cannot_be_written_are_refused(words, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.json").write_text("{}")

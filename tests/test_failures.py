@@ -27,7 +27,7 @@ from cleanba.runtime.progress import Progress
 from cleanba.runtime.supervision import Watchdog, end_by_signal, hear_signals, run_watched
 from cleanba.waited import compiling
 
-SOON = 20.0 * CROWD  # seconds: above this, it would never end
+SOON = 20.0 * CROWD  # seconds; what takes longer is considered never to end
 ENDLESS = [*TINY, "--total-timesteps", "1000000000"]
 
 
@@ -86,7 +86,7 @@ def test_a_signal_does_not_interrupt_what_has_just_ended(monkeypatch):
 
 @pytest.mark.parametrize("alone, end", [(True, 20), (False, 40)])
 def test_several_processes_wait_for_an_end_of_an_epoch_that_is_still_to_come(alone, end):
-    """They save none that is over already: another one may have begun the next update."""
+    """They do not save at an end that is past: another process may have begun the next update."""
     progress = Progress(Status("", 100, None), state=object(), update=20, update_seconds=0.1)
     next_end = lambda update: (update // 20 + 1) * 20
     stop, said = Stop(), []
@@ -118,7 +118,7 @@ def test_a_thread_that_compiles_has_not_stalled(monkeypatch):
         look(1)
 
 
-def test_a_process_that_the_others_do_not_join_says_so_and_ends():
+def test_a_process_waiting_for_others_that_never_join_says_so_and_ends():
     words = ["ppo", *TINY, "--distributed", "--coordinator-address", free_address(), "--num-processes", "2"]
     code = "from cleanba.runtime import processes\nprocesses.REACH_SECONDS, processes.TELL_SECONDS = 2.0, 1.0\n"
     ended = finish(python("-c", f"{code}from cleanba.cli import main; main()", *words, "--process-id", "0"))
@@ -138,7 +138,7 @@ def test_ctrl_c_ends_a_process_that_waits_for_others():
     assert (ended.code, ended.err) == (130, "cleanba: interrupted\n")
 
 
-def test_a_port_that_is_taken_and_a_process_0_that_is_away_are_told_in_a_sentence(monkeypatch, capsys):
+def test_a_taken_port_and_a_missing_process_0_are_reported_in_a_sentence(monkeypatch, capsys):
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(Failure, match=f"process 0 cannot open port {port} .*choose another"):
@@ -242,7 +242,7 @@ def test_a_signal_ends_the_run_soon_and_cleanly(signum, code, moment, tmp_path, 
     original, wake = getattr(Learner, method), Stop.wake
     heard = threading.Event()
 
-    def waking(*args):  # the run knows that it is to end after the update under way
+    def waking(*args):  # the run knows that it must end after its current update
         wake(*args)
         heard.set()
 
@@ -287,7 +287,7 @@ def test_ctrl_c_before_training_ends_without_a_traceback(tmp_path, monkeypatch):
     assert (ended.code, ended.err) == (130, "cleanba: interrupted\n")
 
 
-def test_only_a_second_ctrl_c_gives_up(monkeypatch):
+def test_only_a_second_ctrl_c_ends_the_process_at_once(monkeypatch):
     clock, asked, given_up = [0.0], queue.Queue(), []
     monkeypatch.setattr("cleanba.runtime.supervision.time", SimpleNamespace(monotonic=lambda: clock[0]))
     with hear_signals(asked.put, given_up.append):
@@ -332,7 +332,7 @@ FAILS = HANGS.replace("time.sleep(600)", "raise RuntimeError('planted')")
 
 @pytest.fixture(scope="module")
 def processes(tmp_path_factory):
-    """Runs as processes, started together because starting takes longest: name -> process, directory, sign of life."""
+    """Runs as processes, started together as starting takes longest: name -> process, directory, file that it makes."""
     root = tmp_path_factory.mktemp("processes")
     started = {}
     for name, script in {"plain 1": None, "plain 2": None, "hangs 1": HANGS, "hangs 2": HANGS, "fails": FAILS}.items():
@@ -347,7 +347,7 @@ def processes(tmp_path_factory):
 
 
 def once_running(processes, name: str):
-    """The process and its directory, once it trains or has come as far as its script lets it."""
+    """The process and its directory, once it trains or has come as far as its script allows."""
     process, run_dir, sign = processes[name]
     alive = lambda: sign.exists() and (sign.suffix != ".jsonl" or sign.stat().st_size > 0)
     wait_for(lambda: alive() or process.poll() is not None, 300)

@@ -103,7 +103,7 @@ OTHER_WORDS = {
 
 
 def drawn_flags(draw, known: dict) -> list[str]:
-    """A few of the flags with values, now and then with one that there is not."""
+    """A few of the flags with values, sometimes with one that does not exist."""
     words = []
     for name in draw(st.lists(st.sampled_from([*sorted(known), "bogus"]), max_size=4, unique=True)):
         value = draw(known.get(name, st.just("1")))
@@ -209,7 +209,7 @@ def test_no_other_command_ends_in_a_traceback(tmp_path, monkeypatch):
 
 
 def is_valid(words: list[str], run_dir) -> bool:
-    """Everything up to the first thing that a run starts or compiles."""
+    """Whether the command passes all checks before a run starts or compiles anything."""
     with mock.patch("cleanba.launch.run_training", side_effect=Fits):
         try:
             return check([*words, "--run-dir", str(run_dir)]) == "fits"
@@ -241,7 +241,7 @@ def test_flags_that_fit_train(tmp_path_factory):
         if is_valid(words, tmp_path_factory.mktemp("run") / "run"):
             run_dir = tmp_path_factory.mktemp("run") / "run"
             ended = command(*small(words), "--run-dir", run_dir)
-            # A wild learning rate may end in numbers that are not finite, an impatient watchdog in a stall: it is said.
+            # A wild learning rate may end in non-finite numbers, a short stall timeout in a stall; the error says so.
             said = re.search("not a finite number|not finite numbers|raise --stall-timeout", ended.err)
             assert ended.code == 0 or (ended.code == 1 and said), (words, ended)
             ran.append(words)

@@ -1,4 +1,4 @@
-"""What GPUs are given to compile, as far as it shows without one: no scatter, no needless sort, float32 throughout."""
+"""The programs that GPUs would compile, checked without one: no scatter, no needless sort, float32 throughout."""
 
 import functools
 import os
@@ -27,8 +27,7 @@ sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 import programs
 
 SMALL = {"num_envs": 8, "num_steps": 8, "num_minibatches": 2}
-# What may be sorted in an update, and how long it is: PPO and PQN shuffle the transitions of a shard, or its
-# environments.
+# What an update may sort, and its length: PPO and PQN shuffle the transitions of a shard, or its environments.
 SORTED = {(r, name): [8 if name == "lstm" else 64] for r in ("ppo", "pqn") for name in programs.VARIANTS}
 # R2D2 sorts and scatters the new priorities of the sequences that a gradient step drew: no more than that.
 SORTED |= {("r2d2", name): [32 if name == "mlp" else 64] for name in programs.VARIANTS}
@@ -167,7 +166,7 @@ def test_the_number_of_threads_is_fixed_only_where_bits_depend_on_it(by_kernels,
     "platform, by_kernels, missing",
     [("cpu", True, ""), ("cpu", False, "PJRT_NPROC=8"), ("gpu", True, "--xla_gpu_deterministic_ops=true")],
 )
-def test_what_jax_cannot_hear_any_more_is_said_where_it_matters(platform, by_kernels, missing, monkeypatch, capsys):
+def test_settings_too_late_for_jax_are_reported_where_they_matter(platform, by_kernels, missing, monkeypatch, capsys):
     monkeypatch.setattr(kernels, "expected", lambda: by_kernels)
     monkeypatch.setattr(process_setup.xla_bridge, "backends_are_initialized", lambda: True)
     monkeypatch.setattr(jax, "default_backend", lambda: platform)

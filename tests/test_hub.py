@@ -1,4 +1,4 @@
-"""Upload to a Hub on this machine, and back: what is uploaded, what the card says, and what a failure leaves."""
+"""Upload to a Hub on this machine, and download: what is uploaded, what the card says, and what a failure leaves."""
 
 import json
 import os
@@ -88,7 +88,7 @@ def test_no_names_of_folders_hosts_and_accounts_are_uploaded(server, tmp_path):
     assert not [name for name, content in files.items() if b"secret" in content]
 
 
-def test_what_a_failed_run_says_of_its_error_is_not_uploaded(server, tmp_path):
+def test_the_error_of_a_failed_run_is_not_uploaded(server, tmp_path):
     error = "Failure: /home/me/secret/metrics.jsonl cannot be written"
     command("push", write_run(tmp_path / "run", error=error), "--repo", "name")
     files = server.repos["tester/name"]
@@ -96,7 +96,7 @@ def test_what_a_failed_run_says_of_its_error_is_not_uploaded(server, tmp_path):
     assert not [name for name, content in files.items() if b"secret" in content or b"cannot be written" in content]
 
 
-def test_the_card_says_what_it_is(server, tmp_path):
+def test_the_model_card_describes_the_run(server, tmp_path):
     run = write_run(tmp_path / "run")
     evaluate(run)
     command("push", run, "--hf-entity", "team", "--repo", "name", "--private")
@@ -111,7 +111,7 @@ def test_the_card_says_what_it_is(server, tmp_path):
     assert "after update 5 and 320 environment steps" in text and "replay.mp4" not in text
 
 
-def test_an_evaluation_of_other_parameters_is_no_result_of_these(server, tmp_path):
+def test_an_evaluation_of_other_parameters_is_not_shown(server, tmp_path):
     run = write_run(tmp_path / "run")
     evaluate(run, digest="sha256:other")
     command("push", run, "--repo", "name")
@@ -175,12 +175,12 @@ def test_wrong_use_is_one_sentence(server, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("reference", ["hf://", "hf://user", "hf://a/b/c", "hf://../etc", "hf://user/.."])
-def test_references_that_are_none(server, reference):
+def test_invalid_references_are_refused(server, reference):
     with pytest.raises(Exception, match="names no repository"):
         download(reference)
 
 
-def test_what_is_not_there_or_no_model(server):
+def test_missing_repositories_and_repositories_without_a_model_are_refused(server):
     with pytest.raises(Exception, match="there is no hf://tester/absent"):
         download("hf://tester/absent")
     server.repos["tester/other"] = {"config.json": b"{}"}
@@ -231,7 +231,7 @@ def test_a_run_uploads_itself_and_is_played_from_there(server, tmp_path):
     )
 
 
-def test_nobody_trains_for_days_to_hear_that_nobody_is_logged_in(tmp_path, monkeypatch):
+def test_a_missing_login_is_reported_before_training(tmp_path, monkeypatch):
     monkeypatch.delenv("HF_TOKEN", raising=False)
     monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
     ended = command("ppo", *TINY, "--run-dir", tmp_path / "run", "--upload-model")

@@ -184,7 +184,7 @@ def test_gradient_equals_numpy_with_finite_differences(problem, changes, layout)
 
 @pytest.mark.parametrize("by", [1, -1], ids=["late", "early"])
 @pytest.mark.parametrize("name", ["obs", "action", "reward", "log_prob", "terminated", "truncated", "valid"])
-def test_numpys_gradient_tells_every_array_from_itself_one_step_off(problem, name, by):
+def test_numpys_gradient_differs_if_any_array_is_one_step_off(problem, name, by):
     p, rollout = problem(), random_rollout()
     wrong, _ = numpy_gradient(p.e, p.state.params, flat(p.state.params), shifted(rollout, name, by))
     assert abs(p.gradient(rollout) - wrong).max() > 1e-2
@@ -342,7 +342,7 @@ def three_steps(ends: str) -> Rollout:
 
 
 def by_hand(problem):
-    """The problem with weights as above -> gradient(rollout), of the sum over the four executed steps."""
+    """gradient(rollout) -> the gradient of the sum over the four executed steps, with weights as above."""
     p = problem(
         obs=2, actions=2, hiddens=(2,), num_envs=1, num_steps=5, gamma=0.5, vtrace_lambda=1.0, rho_clip=1.0,
         c_clip=1.0, vf_coef=1.0, ent_coef=0.0, loss_scale=4.0, rmsprop_eps=100.0,
@@ -380,7 +380,7 @@ def test_three_steps_by_hand(problem, ends, v, advantage):
 
 @pytest.mark.parametrize("by", [1, -1], ids=["late", "early"])
 @pytest.mark.parametrize("name", ["obs", "action", "reward", "terminated", "truncated", "valid"])
-def test_three_steps_one_step_off_are_learnt_otherwise(problem, name, by):
+def test_three_steps_shifted_by_one_step_give_another_gradient(problem, name, by):
     gradient, rollout = by_hand(problem), three_steps("truncated" if name == "truncated" else "terminated")
     differences = jax.tree.map(lambda a, b: abs(a - b).max(), gradient(rollout), gradient(shifted(rollout, name, by)))
     assert max(jax.tree.leaves(differences)) > 0.5
@@ -410,7 +410,7 @@ def halves(problem):
 
 
 @pytest.mark.parametrize("name", ["obs", "action", "reward", "log_prob"])
-def test_what_an_ignored_step_holds_does_not_move_a_bit(halves, name):
+def test_the_contents_of_an_ignored_step_do_not_change_a_bit(halves, name):
     rollout = random_rollout()
     # The last observation of a truncated episode is bootstrapped with; that of a terminated one is not.
     where = after(rollout.terminated) if name == "obs" else ~rollout.valid
@@ -420,7 +420,7 @@ def test_what_an_ignored_step_holds_does_not_move_a_bit(halves, name):
 
 
 @pytest.mark.parametrize("name", ["obs", "action", "reward", "log_prob"])
-def test_what_any_executed_step_holds_is_learnt_from(halves, name):
+def test_the_contents_of_every_executed_step_are_learnt_from(halves, name):
     rollout = random_rollout()
     params = flat(halves.update(rollout)[0].params)
     for t, b in np.argwhere(rollout.valid):
@@ -447,7 +447,7 @@ def test_the_observation_after_the_rollout_is_bootstrapped_with_unless_terminate
         assert same == rollout.terminated[-1, b], b
 
 
-def test_an_episodes_end_keeps_the_next_episode_out(halves):
+def test_rewards_of_the_next_episode_reach_no_step_before_it(halves):
     """Rewards of the next episode reach no step before it: only its own steps' part of the gradient changes."""
     rollout = random_rollout(np.array([list("..T x..".replace(" ", ""))] * B).T)
     other = changed(rollout, "reward", np.arange(T)[:, None] * np.ones((1, B), int) > 3)

@@ -30,7 +30,7 @@ STILL = ("--learning-rate", "1e-60", "--no-anneal-lr")  # 0 in float32
 
 
 def assert_started_from(run, source) -> str:
-    """A run of as many steps that moved no parameter has its source's, and counted on from its statistics."""
+    """A run whose updates move no parameter has the source's parameters, and its statistics have counted on."""
     before, after = (find_initial(str(place), "cpu") for place in (source, run))
     names = [name for name in before.arrays if name.startswith(".params")]
     assert names
@@ -66,13 +66,13 @@ def test_a_run_starts_from_anothers_parameters(tmp_path):
     assert command("ppo", *TINY, "--seed", "2", "--run-dir", changed).code == 0
     shutil.copytree(changed, first)
     assert "is finished; nothing to do" in command(*words(first)).out
-    # Others than the command itself know the place, too.
+    # Other commands also find the place.
     assert command(*words(first), "--show-config").code == 0
     assert command("slurm", "fit", "1", *words(first)).out.splitlines()[0] == "1"
     resolved = resolve(RECIPES["ppo"], parse(RECIPES["ppo"], [str(w) for w in words(first)[1:]]).typed, "cpu")
     assert continue_experiment(RECIPES["ppo"], resolved, second, "--dir").experiment.init_from == digest
     shutil.rmtree(first)
-    # Without a checkpoint it needs them, and so does whoever verifies its beginning.
+    # Without a checkpoint the run needs the parameters, and so does verifying its beginning.
     ended = command("verify", second, "--segments", "9")
     assert ended.code == 0 and "2 of 3 segments recomputed" in ended.out, ended
     assert f"the first segment is left out: {second} starts from the parameters {recorded[:19]}" in ended.out
@@ -98,7 +98,7 @@ def test_a_run_starts_from_anothers_parameters(tmp_path):
 
 @pytest.mark.parametrize("flags", [{}, {"norm_obs": True, "norm_reward": True}], ids=["plain", "normalised"])
 @pytest.mark.parametrize("name", ["ppo", "dqn", "pqn", "r2d2", "sac", "td3"])
-def test_what_acts_is_enough_and_targets_are_copies_of_it(name, flags):
+def test_parameters_that_act_suffice_and_targets_become_copies_of_them(name, flags):
     """A fresh state's targets are copies of its networks: what acts of it gives back all its networks."""
     box = ActionSpec("quantities", (2,), "float32", (), (-1.0, -1.0), (1.0, 1.0))
     choices = name in ("ppo", "dqn", "pqn", "r2d2")
@@ -121,7 +121,7 @@ def test_what_acts_is_enough_and_targets_are_copies_of_it(name, flags):
 
 
 @pytest.mark.parametrize("learnt", [True, False])
-def test_a_temperature_that_is_given_stays(learnt):
+def test_a_fixed_temperature_is_not_replaced(learnt):
     box = ActionSpec("quantities", (2,), "float32", (), (-1.0, -1.0), (1.0, 1.0))
     spec = EnvSpec("Test-v0", ObsSpec("vector", (4,), "float32"), 0, False, False, {}, box)
     make = lambda **flags: RECIPES["sac"].make(SAC(network="mlp", hiddens=(8,), **flags), spec, "cpu")

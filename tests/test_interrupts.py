@@ -1,4 +1,4 @@
-"""Ctrl-C while a command starts, and signals that arrive where Python drops every error."""
+"""Ctrl-C while a command starts, and signals that arrive where Python ignores every error."""
 
 import gc
 import pickle
@@ -68,7 +68,7 @@ def within_garbage_collection(then) -> None:
     gc.collect()
 
 
-def test_an_interrupt_that_would_be_lost_comes_a_moment_later():
+def test_an_interrupt_that_would_be_lost_is_repeated_a_moment_later():
     gc.collect()  # so that no finaliser runs afterwards, in which errors are dropped, too
     before = signal.signal(signal.SIGINT, leave_at_once)
     try:
@@ -134,14 +134,14 @@ def test_the_time_limit_of_a_start_holds_where_python_drops_its_error(monkeypatc
         time.sleep(30)
 
 
-def test_the_time_limit_of_a_start_is_kept_where_its_error_is_dropped_once():
+def test_the_time_limit_of_a_start_holds_even_if_its_error_is_lost_once():
     gc.collect()  # else what is left by other tests may take longer than the limit
     with pytest.raises(Failure, match=r"has not started after 0\.2 s"), time_limit(0.2):
         within_garbage_collection(lambda: time.sleep(1))  # the limit ends in here
         time.sleep(30)
 
 
-def test_the_time_limit_interrupts_what_ends_the_start_no_second_time(capsys):
+def test_the_time_limit_does_not_interrupt_the_cleanup_of_a_start_again(capsys):
     cleaned = []
     with pytest.raises(Failure, match="has not started"), time_limit(0.2):
         try:
@@ -152,6 +152,6 @@ def test_the_time_limit_interrupts_what_ends_the_start_no_second_time(capsys):
     assert cleaned and capsys.readouterr().err.count("time.sleep(30)") == 1
 
 
-def test_an_interruption_travels_between_processes():
+def test_an_interruption_can_be_sent_between_processes():
     error = pickle.loads(pickle.dumps(Interrupted(signal.SIGTERM, ", in process 1")))
     assert (error.signum, str(error)) == (signal.SIGTERM, "interrupted by SIGTERM, in process 1")

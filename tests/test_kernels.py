@@ -57,7 +57,7 @@ def calls_kernels(function, *args) -> bool:
 
 @pytest.fixture
 def fresh(monkeypatch, tmp_path):
-    """As in a process that has used no kernel yet, on a machine that has kept nothing in this folder."""
+    """As in a process that has used no kernel yet, with an empty folder for kept kernels."""
     monkeypatch.setattr(choice.Trouble, "_why", None)
     monkeypatch.setattr(errors, "SAID", set())
     before = jax.config.values["jax_compilation_cache_dir"]
@@ -113,7 +113,7 @@ def test_updates_and_acting_of_every_algorithm_have_them_or_not_as_the_experimen
             assert (OURS in traced.lower().as_text()) == (asked == "auto")
 
 
-def test_random_numbers_are_the_same_by_either_and_by_jaxs_own_code_again_when_a_run_is_over():
+def test_random_numbers_are_the_same_with_and_without_kernels():
     kernels.install_random_numbers()
     draw = jax.jit(lambda key: jax.random.bits(key, (67,)))
     with prepared(Experiment(cpu_kernels="off")):
@@ -221,7 +221,7 @@ def wrong(function):
     return run
 
 
-def test_kernels_pass_it_once_for_each_machine_and_version(fresh, monkeypatch):
+def test_kernels_pass_the_self_test_once_for_each_machine_and_version(fresh, monkeypatch):
     assert choice.Trouble.found() == ""
     (kept,) = fresh.glob("*.selftest")
     monkeypatch.setattr(selftest, "run", lambda: pytest.fail("it was run again"))
@@ -252,7 +252,7 @@ def test_kernels_pass_it_once_for_each_machine_and_version(fresh, monkeypatch):
     ],
     ids=["one half", "the other"],
 )
-def test_those_that_differ_from_plain_jax_switch_all_off_and_are_remembered(fresh, monkeypatch, capsys, broken):
+def test_kernels_that_differ_from_plain_jax_switch_all_off_and_are_remembered(fresh, monkeypatch, capsys, broken):
     for module, name in broken.values():
         monkeypatch.setattr(module, name, wrong(getattr(module, name)))
     said_once(capsys, f"as {' and '.join(broken)} differed from plain JAX in a self-test")
@@ -260,7 +260,7 @@ def test_those_that_differ_from_plain_jax_switch_all_off_and_are_remembered(fres
     assert selftest.verdict().startswith(f"{' and '.join(broken)} differed")
 
 
-def test_its_cases_have_the_variants_of_kernels(monkeypatch):
+def test_the_cases_of_the_self_test_cover_the_variants_of_kernels(monkeypatch):
     some = {
         "convolutions of pixels": (convolution, "convolve", lambda how, x, *_: x.dtype == jnp.uint8 and not how.planes),
         "matrix products": (product, "affine", lambda x, *_: x.shape[1] > 256),  # sums of several parts
@@ -284,7 +284,7 @@ def test_random_numbers_can_be_exported_for_other_machines():
         assert np.array_equal(played, draw(key, jnp.zeros(1000)))
 
 
-def test_where_none_compiles_plain_jax_computes_and_the_next_start_tries_again(fresh, monkeypatch, capsys):
+def test_where_no_kernel_compiles_plain_jax_computes_and_the_next_start_tries_again(fresh, monkeypatch, capsys):
     def refuse(*_):
         raise MemoryError("no memory that may be executed")
 
@@ -294,7 +294,7 @@ def test_where_none_compiles_plain_jax_computes_and_the_next_start_tries_again(f
     assert not list(fresh.glob("*.selftest"))
 
 
-def test_where_one_fails_in_the_midst_of_a_program_it_is_traced_once_more(fresh, monkeypatch, capsys):
+def test_a_program_is_traced_again_if_a_kernel_fails_while_it_is_traced(fresh, monkeypatch, capsys):
     def loss(x):  # its gradient's kernel fails, when the one forwards is in the program already
         return jnp.sin(dense_layer(x)).sum()
 
@@ -318,7 +318,7 @@ def test_where_one_fails_in_the_midst_of_a_program_it_is_traced_once_more(fresh,
         product.multiply_transposed(x, x)
 
 
-def test_what_cannot_be_kept_is_said_once_and_kernels_work_nevertheless(fresh, monkeypatch, capsys):
+def test_kernels_that_cannot_be_kept_work_and_are_reported_once(fresh, monkeypatch, capsys):
     (fresh / "nowhere").write_text("a file, where no folder can be made")
     jax.config.update("jax_compilation_cache_dir", str(fresh / "nowhere" / "cache"))
     monkeypatch.setattr(llvm, "name_of", lambda unit, shape: f"{OURS}{fresh.name}_{unit.__name__}_{shape}")

@@ -61,7 +61,7 @@ def slowly(action: ActionSpec, logits: np.ndarray, mask: np.ndarray) -> dict[tup
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_is_illegal_has_no_probability_and_the_rest_is_as_before(name):
+def test_illegal_actions_have_no_probability_and_the_others_are_as_before(name):
     action, shape = CASES[name]
     assert action.masked_by(shape)
     logits = np.random.default_rng(1).normal(size=(STEPS, size(action))).astype(np.float32)
@@ -109,7 +109,7 @@ def test_what_is_illegal_has_no_probability_and_the_rest_is_as_before(name):
         assert abs(found[t, i] - (total(logits + step) - total(logits - step)) / 2e-4) < 1e-4
 
 
-def test_masks_fit_choices_each_for_itself_or_all_combinations():
+def test_masks_fit_each_choice_separately_or_all_combinations():
     fits = lambda action, *shape: action.masked_by(shape)
     assert fits(choice(4), 4) and not fits(choice(4), 5) and not fits(choice(4))
     assert fits(several(5, 5, 5), 3, 5) and fits(several(40, 20), 40, 20) and not fits(several(40, 20), 40)
@@ -226,7 +226,7 @@ def test_training_and_evaluation_do_only_what_is_legal_and_losses_are_finite():
         assert pools[-1].checked > 20
 
 
-def test_masks_lie_as_the_board_does_and_of_two_readings_that_of_combinations_counts():
+def test_masks_follow_the_shape_of_a_board_and_an_ambiguous_mask_is_read_as_combinations():
     board = ActionSpec("choice", counts=(4,), low=(0,), high=(3,))
     legal = jnp.array([[[True, False], [False, True]]])  # [1, 2, 2]
     assert jnp.isneginf(distribution(board, jnp.zeros((1, 4)), legal=legal).log_prob(jnp.array([1])))
@@ -235,7 +235,7 @@ def test_masks_lie_as_the_board_does_and_of_two_readings_that_of_combinations_co
     assert jnp.isneginf(policy.log_prob(jnp.array([[0, 1]]))) and not jnp.isneginf(policy.log_prob(jnp.array([[1, 1]])))
 
 
-def test_numbers_that_count_from_below_zero_are_told_apart():
+def test_discrete_numbers_that_start_below_zero_are_told_apart():
     space = gymnasium.spaces.Discrete(5, start=-2)
     spec = obs_spec(space, np.array([-2, 2]), choice(2, 0))
     assert (spec.count, spec.low) == (5, -2)

@@ -1,4 +1,4 @@
-"""A memory is a part of the learner: the same bits on any placement, through any interruption, for what is new."""
+"""A memory is a part of the learner: same bits on any placement and through any interruption; cheap checkpoints."""
 
 import errno
 import json
@@ -98,7 +98,7 @@ REMEMBERING = ROOT / "tests" / "remembering.py"
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """The directory of a run that nothing happened to."""
+    """The directory of an undisturbed run."""
     run = tmp_path_factory.mktemp("memory") / "whole"
     ended = finish(python(REMEMBERING, *COMMAND, "--run-dir", run))
     assert ended.code == 0, ended.err
@@ -152,7 +152,7 @@ def test_killed_at_the_worst_moments_it_ends_in_the_same_bits(whole, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("dies", [0, 1])
 def test_a_kill_while_memory_is_written_leaves_the_checkpoint_before_and_no_more(dies, whole, tmp_path):
-    """Of two processes one dies while the second checkpoint's memory is written; a kill is no damage."""
+    """One of two processes dies while the memory of the second checkpoint is written; this does not count as damage."""
     run = tmp_path / "run"
     first = [*COMMAND, "--run-dir", run]
     deadly = [ROOT / "tests" / "killed.py", "listing", 3 + 2]  # each has three shards
@@ -190,7 +190,7 @@ def test_killed_at_random_instants_it_ends_in_the_same_bits(whole, tmp_path):
     assert_only_what_is_needed(run)
 
 
-def test_killed_after_its_last_checkpoint_it_still_says_what_it_came_to(whole, tmp_path):
+def test_a_run_killed_after_its_last_checkpoint_still_gives_its_result(whole, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(whole, run)
     last = max(updates_kept(run))
@@ -293,7 +293,7 @@ def step(m: Memory, number: int) -> Memory:
 
 
 def plain_digest(m: Memory, shard: int, like: Memory) -> str:
-    """What `MemoryStore` says of a shard, if it looks at everything."""
+    """The digest that `MemoryStore` gives a shard, computed from all of its memory."""
     leaves, chunks = memory.leaves_of(like), []
     for leaf, x in zip(leaves, jax.tree.leaves(m), strict=True):
         data = np.asarray(x)[shard]
@@ -330,7 +330,7 @@ def test_the_digest_of_the_learner_covers_every_shard():
     assert len(set(digests)) == 4
 
 
-def test_a_number_that_no_longer_changes_keeps_no_old_pack(tmp_path):
+def test_an_array_that_no_longer_changes_keeps_no_old_pack(tmp_path):
     """The ring is full after 13 rollouts, from when on its size stays; 20 rollouts write all of its rows anew."""
     m = jax.tree.map(lambda x: jnp.stack([x, x]), empty())
     memory_store = memory.MemoryStore(jax.eval_shape(empty), range(2), folder=tmp_path)
@@ -373,7 +373,7 @@ def test_a_checkpoint_costs_what_is_new_in_it(small_chunks, tmp_path):
 
 
 def test_of_priorities_only_what_changed_is_written(tmp_path):
-    """Wherever in the memory it lies: a gradient step changes a few of 262,144 places."""
+    """Anywhere in the memory: a gradient step changes a few of 262,144 places."""
     one = jax.eval_shape(lambda: replay.no_priorities(2**18))
     p = jax.tree.map(lambda x: jnp.zeros((2, *x.shape), x.dtype), one)
     place, old, new = jnp.arange(2**18), jnp.zeros(2**18, jnp.uint32), jnp.arange(2**18, dtype=jnp.uint32)
@@ -425,7 +425,7 @@ def test_a_disk_that_hangs_is_not_waited_for_at_the_end(tmp_path, monkeypatch):
     release.set()
 
 
-def test_a_disk_that_takes_no_more_is_told_of(tmp_path, monkeypatch):
+def test_a_full_disk_is_reported(tmp_path, monkeypatch):
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -441,7 +441,7 @@ def test_a_disk_that_takes_no_more_is_told_of(tmp_path, monkeypatch):
     checkpoints.close()
 
 
-def test_rows_that_are_called_zero_and_are_not_are_damage(tmp_path):
+def test_rows_that_are_listed_as_zero_but_are_not_count_as_damage(tmp_path):
     like = jax.eval_shape(empty)
     m = step(jax.tree.map(lambda x: jnp.stack([x, x]), empty()), 1)
     found = memory.MemoryStore(like, range(2), folder=tmp_path).snapshot(m, 1)
@@ -516,7 +516,7 @@ def test_processes_of_one_host_are_counted(monkeypatch):
 
 
 def test_memory_is_put_back_in_place_chunk_by_chunk(monkeypatch):
-    """Beside the memory there need not be room for more than a chunk."""
+    """Besides the memory itself, room for one chunk is enough."""
     training = build(Remembering(**FIELDS), [0], [0, 1], recipe=remembering)
     like, block = training.memory_shapes, training.block_shapes
     rng = np.random.default_rng(0)

@@ -78,7 +78,7 @@ def test_counts_stay_exact_beyond_what_float32_can_count():
 
 
 def test_late_batches_still_count_for_what_they_are():
-    # After 10^9 numbers another 10^7, of another mean, move it by a hundredth of the way.
+    # After 10^9 numbers, another 10^7 with a different mean move the mean by a hundredth of the way.
     early = Moments(jnp.array([10**9 // UNIT, 10**9 % UNIT], jnp.int32), jnp.float32(0.0), jnp.float32(1.0))
     late = merge(early, jnp.int32(10**7), jnp.float32(5.0), jnp.float32(1.0))
     share = 1e7 / (1e9 + 1e7)

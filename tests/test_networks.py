@@ -168,7 +168,7 @@ def test_heads_are_orthogonal_of_scale_one_hundredth_and_one_and_biases_are_zero
 
 @pytest.mark.parametrize("network", ["nature", "nips", "impala"])
 @pytest.mark.parametrize("obs", [VECTOR, DISCRETE, MINIGRID])
-def test_convolutions_over_what_is_no_image_are_refused(network, obs):
+def test_convolutions_over_other_observations_than_images_are_refused(network, obs):
     with pytest.raises(UsageError, match=f"network={network} needs images.*--network mlp"):
         build(obs, network=network)
 
@@ -193,7 +193,7 @@ def choice(request):
 
 
 def by_both(function, *args):
-    """What a function gives in plain JAX, and by kernels."""
+    """The results of a function in plain JAX and with kernels."""
     results = []
     for choice in ("off", "auto"):
         with compiling_for("cpu", choice):
@@ -236,7 +236,7 @@ def test_direct_convolutions_take_bytes_and_scale_them_as_xla_does(size, stride,
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "float32"])
-def test_planes_are_seen_as_the_images_that_they_make_up(choice, dtype):
+def test_convolutions_take_planes_as_the_images_that_they_make_up(choice, dtype):
     x = observe(ObsSpec("image", (3, 20, 30), "uint8"), 2).astype(dtype)
     options = dict(features=4, size=8, stride=4)
     params = some_params(lambda key: Conv(**options, planes=True).init(key, x))
@@ -244,14 +244,14 @@ def test_planes_are_seen_as_the_images_that_they_make_up(choice, dtype):
     close(planes, Conv(**options).apply(params, x.transpose(0, 2, 3, 1)), rtol=1e-5)
 
 
-def test_convolutions_rectify_what_they_see_and_add_what_skips_them(choice):
+def test_convolutions_rectify_their_input_and_add_skip_connections(choice):
     x, skip = np.random.default_rng(0).normal(size=(2, 2, 5, 6, 3)).astype(np.float32)
     options = dict(features=3, size=3, padding="SAME")
     params = some_params(lambda key: Conv(**options).init(key, x))
     close(Conv(**options, rectify=True).apply(params, x, skip), Conv(**options).apply(params, np.maximum(x, 0)) + skip)
 
 
-def test_halves_are_multiplied_as_floats_and_come_out_as_halves():
+def test_bfloat16_is_multiplied_in_float32_and_returned_as_bfloat16():
     x = np.random.default_rng(0).normal(size=(2, 5, 6, 3)).astype(jnp.bfloat16)
     options = dict(features=3, size=3, dtype=jnp.bfloat16)
     params = some_params(lambda key: Conv(**options).init(key, x))
@@ -566,7 +566,7 @@ def test_bfloat16_keeps_parameters_gradients_outputs_and_memory_in_float32(netwo
 
 
 @pytest.mark.parametrize("obs, network, core", [(SMALL_IMAGE, "nature", "none"), (VECTOR, "mlp", "lstm")])
-def test_bfloat16_computes_coarsely(obs, network, core):
+def test_bfloat16_computes_with_less_precision(obs, network, core):
     options = dict(network=network, core=core, hiddens=(16,), lstm_size=8)
     fine, coarse = build(obs, **options), build(obs, dtype="bfloat16", **options)
     params, x, first, carry = (

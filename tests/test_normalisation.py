@@ -1,4 +1,4 @@
-"""Our layer normalisation for CPUs: JAX's, and the same bits with any vectors and however rows are cut."""
+"""Our layer normalisation for CPUs against JAX's, with the same bits for any vectors and divisions of rows."""
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +41,7 @@ def test_values_and_gradients_are_those_of_plain_jax(rows, features):
 
 @pytest.mark.parametrize("scale, offset", [(3, 2), (1e-3, 0), (1, 1000), (0, 5)])
 def test_values_and_gradients_are_numpys(scale, offset):
-    """Also of rows that vary as little as the number added to their variance, and far less than they are large."""
+    """Also for rows with a variance as small as the number that is added to it, and tiny compared with their mean."""
     _, g, b = given(50, 70)
     x, dy = np.float32(scale) * draw(50, 70) + np.float32(offset), draw(50, 70, seed=3)
     exact = x.astype(np.float64)
@@ -106,7 +106,7 @@ def test_images_and_other_number_formats_keep_shape_and_dtype():
     np.testing.assert_allclose(ours.astype(jnp.float32), theirs.astype(jnp.float32), rtol=1e-2, atol=1e-2)
 
 
-def test_what_is_not_a_number_stays_so():
+def test_nan_stays_nan():
     (x, g, b), dy = given(30, 20), draw(30, 20, seed=3)
     with_nan = lambda x: np.where(np.arange(600).reshape(30, 20) == 3 * 20 + 4, np.float32(np.nan), x)
     y, dx, dg, db = map(np.isnan, with_gradients(layer_norm)(with_nan(x), g, b, dy))

@@ -1,4 +1,4 @@
-"""The quickstart from its first cell to its last; and what only notebooks have: progress below a cell, interruption."""
+"""The quickstart from its first cell to its last, and what only notebooks have: progress below a cell, interrupts."""
 
 import queue
 import time

@@ -275,11 +275,11 @@ LEARN = dict(buffer_size=600, batch_size=12, total_timesteps=120, learning_start
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_the_policy_learns_as_often_as_it_should(name):
+def test_the_policy_learns_at_the_configured_frequency(name):
     """Ten updates of 12 steps, the first two without learning: 8 x 2 gradient steps, one for six steps.
 
-    The policy learns at every fourth of them, so in every second update: SAC's four times, TD3's once.  What it did not
-    do is not logged.
+    The policy learns at every fourth of them, so in every second update: SAC's four times, TD3's once.  In the other
+    updates nothing is logged for it.
     """
     e = KINDS[name][1](**PENDULUM | LEARN, train_frequency=6, policy_frequency=4)
     record = finished(e, recipe=KINDS[name][0])
@@ -385,7 +385,7 @@ def test_steps_with_random_numbers_drawn_in_blocks_are_those_drawn_one_by_one(bl
     "envs, steps, batch, block",
     [(1, 1, 256, 1), (4, 8, 256, 32), (6, 6, 256, 18), (4, 64, 8192, 2), (128, 4, 2**20, 1)],
 )
-def test_as_much_is_drawn_at_once_as_fits_into_memory_and_evenly(envs, steps, batch, block):
+def test_random_numbers_are_drawn_in_even_blocks_that_fit_into_memory(envs, steps, batch, block):
     e = experiment("sac", num_envs=envs, num_steps=steps, batch_size=batch, buffer_size=2**21, train_frequency=1)
     assert gradient_steps.block_length(e, gradient_steps.Noise(3, 17)) == block
 
@@ -395,7 +395,7 @@ def test_as_much_is_drawn_at_once_as_fits_into_memory_and_evenly(envs, steps, ba
 
 @pytest.mark.parametrize("name", KINDS)
 def test_the_same_bits_on_any_devices(name, monkeypatch):
-    """However many gradient steps' random numbers are drawn at once, too."""
+    """Also with any number of gradient steps whose random numbers are drawn at once."""
     sizes = dict(num_envs=12, num_actors=6, num_shards=6, batch_size=24, env_epoch=3, hiddens=(16,))
     e = KINDS[name][1](**PENDULUM | LEARN | sizes | {"total_timesteps": 216, "train_frequency": 4})
     reference = digests(e, recipe=KINDS[name][0])

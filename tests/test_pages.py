@@ -1,4 +1,4 @@
-"""The commands and the Python of README and documentation: each is run, with small sizes, or says why it is not."""
+"""The commands and the Python code in README and documentation: each is run at a small size, or says why it is not."""
 
 import re
 import shlex
@@ -112,15 +112,15 @@ def own_modules(folder: Path) -> None:
 
 @pytest.fixture(scope="session")
 def earlier() -> dict[tuple[str, ...], Path]:
-    """Commands that have trained, for some page -> where: several pages have the same ones."""
+    """Commands that have trained, for some page -> the run's directory: several pages have the same commands."""
     return {}
 
 
 def perform(words: list[str], earlier: dict[tuple[str, ...], Path], exhaustive: bool) -> None:
-    """`cleanba WORDS`; of a training that was done before, its run is copied.
+    """`cleanba WORDS`; the run of a training that was done before is copied.
 
-    Where nothing on the page speaks of the run, one such command of each algorithm is trained, and all if `exhaustive`;
-    of the others all is checked that is before a run starts.
+    If nothing else on the page uses the run, only one such command per algorithm trains, or all if `exhaustive`; the
+    others are checked up to the start of the run.
     """
     where = words.index("--run-dir") if "--run-dir" in words else len(words)
     run_dir, rest = Path(words[where + 1] if where < len(words) else ""), tuple(words[:where] + words[where + 2 :])

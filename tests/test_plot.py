@@ -343,7 +343,7 @@ CLEANRLS = {
 }
 
 
-def test_runs_by_cleanrls_rules_stand_beside_returns_after_ten_million_steps(tmp_path):
+def test_runs_by_cleanrls_rules_are_compared_with_returns_after_ten_million_steps(tmp_path):
     games = group([curve([1], [0.0], env_id=env_id, **CLEANRLS) for env_id in table()])
     found = aggregates(games)
     assert found is not None and found.publication is SHORT
@@ -361,21 +361,21 @@ def test_runs_by_cleanrls_rules_stand_beside_returns_after_ten_million_steps(tmp
     "other",
     [{"episodic_life": False}, {"max_episode_steps": 500}, {"env_options": ["mode=1"]}, {"stands": "for nothing"}],
 )
-def test_runs_by_other_rules_stand_beside_returns_after_fifty_million_steps(other):
+def test_runs_by_other_rules_are_compared_with_returns_after_fifty_million_steps(other):
     assert publication([CLEANRLS | {"env_options": ["stack_num=1"]}, CLEANRLS | other]) is (
         SHORT if "stands" in other else LONG
     )
     assert publication([CLEANRLS, {}]) is LONG
 
 
-def test_presets_are_by_the_rules_of_the_returns_that_they_stand_beside():
+def test_presets_follow_the_rules_of_the_returns_that_they_are_compared_with():
     for typed, wanted in (({}, LONG), ({"preset": "cleanrl-atari"}, SHORT)):
         e = resolve(RECIPES["ppo"], {"env_id": "Pong-v5", **typed}, "cpu").experiment
         found = json.loads(json.dumps(asdict(e)))
         assert publication([found]) is wanted and wanted.other_rules([found]) == []
 
 
-def test_of_too_many_variants_the_best_are_named(tmp_path):
+def test_if_there_are_too_many_variants_the_best_are_named(tmp_path):
     few = group([curve([1], [i], learning_rate=float(i)) for i in range(1, 13)])
     assert plot.best_variants(few) == [f"learning_rate={i}" for i in range(1, 13)]
     ranked = [curve([1, 2], [0, i], env_id=e, learning_rate=float(i)) for i in range(1, 41) for e in ("A", "B")]

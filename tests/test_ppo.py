@@ -92,7 +92,7 @@ class Problem:
         self.on_mesh = on_devices(update, num_shards, num_devices)
 
     def update(self, rollout: Rollout, key: int = 0, updates: int = 0):
-        """The update after so many others -> state, metrics."""
+        """One update, after `updates` others -> state, metrics."""
         state = self.state._replace(updates=jnp.int32(updates))
         return self.on_mesh((state, jax.random.key(key)), cut(rollout, self.num_shards))
 
@@ -237,7 +237,7 @@ def test_the_distance_between_versions_is_logged(problem, shards):
         np.testing.assert_allclose(metrics[f"stats/{name}"], value, rtol=1e-4, err_msg=name)
 
 
-def test_where_the_learners_policy_acted_every_correction_gives_the_same_step(problem):
+def test_without_lag_every_correction_gives_the_same_step(problem):
     none, rollout = problem(), tiny_rollout()
     acted = np.float32(numpy_log_prob(none.state.params, rollout)[0])
     metrics = none.update(rollout._replace(extras={"log_prob": acted}))[1]
@@ -261,7 +261,7 @@ def test_without_concurrency_there_is_no_lag_and_nothing_is_corrected(problem):
 
 @pytest.mark.parametrize("by", [1, -1], ids=["late", "early"])
 @pytest.mark.parametrize("name", ["obs", "action", "reward", "log_prob", "terminated", "truncated", "valid"])
-def test_numpy_tells_every_array_from_itself_one_step_off(problem, name, by):
+def test_numpys_gradient_differs_if_any_array_is_one_step_off(problem, name, by):
     off, rollout = lambda x: np.roll(x, by, axis=0), tiny_rollout()
     if name == "log_prob":
         wrong = rollout._replace(extras={"log_prob": off(rollout.extras["log_prob"])})
@@ -302,7 +302,7 @@ def after(ended: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", ["obs", "action", "reward", "log_prob"])
-def test_what_an_ignored_step_holds_does_not_move_a_bit(shuffled, name):
+def test_the_contents_of_an_ignored_step_do_not_change_a_bit(shuffled, name):
     rollout = rollout_for(shuffled)
     # The last observation of a truncated episode still has a value, so it does count.
     where = after(rollout.terminated) if name == "obs" else ~rollout.valid
@@ -311,7 +311,7 @@ def test_what_an_ignored_step_holds_does_not_move_a_bit(shuffled, name):
     assert same_bits(shuffled.update(rollout), shuffled.update(other))
 
 
-def test_nor_does_it_where_lag_is_corrected(problem):
+def test_the_contents_of_an_ignored_step_do_not_change_a_bit_with_lag_corrections(problem):
     p = problem(update_epochs=2, lag_correction="both", lag_weight_cap=1.1, learning_rate=0.05)
     rollout = rollout_for(p)
     expected = p.update(rollout)
@@ -322,7 +322,7 @@ def test_nor_does_it_where_lag_is_corrected(problem):
 
 @pytest.mark.parametrize("name", ["obs", "action", "reward", "log_prob"])
 @pytest.mark.parametrize("t, b", [(0, 0), (2, 0), (5, 3), (4, 1)])
-def test_what_an_executed_step_holds_is_learnt_from(shuffled, name, t, b):
+def test_the_contents_of_an_executed_step_are_learnt_from(shuffled, name, t, b):
     rollout = rollout_for(shuffled)
     where = np.zeros((T, B), bool)
     where[t, b] = True
@@ -377,7 +377,7 @@ def test_two_shards_learn_what_one_shard_learns(problem):
 
 
 @pytest.mark.parametrize("core, shards, steps, per_shard, changes", [
-    # A single minibatch is the hard case: XLA then unrolls a loop, and knows numbers that it otherwise would not.
+    # A single minibatch is the hard case: XLA then unrolls a loop, and may use constants that it otherwise cannot.
     ("none", 6, 8, 4, dict(hiddens=(16,))),
     ("lstm", 6, 8, 4, dict(hiddens=(16,))),
     ("lstm", 4, 9, 5, dict(hiddens=(32, 16), norm_adv=False)),

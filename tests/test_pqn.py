@@ -114,8 +114,8 @@ def test_an_update_is_the_papers_in_numpy(changes, updated):
         np.testing.assert_allclose(metrics[name], value, rtol=1e-4, err_msg=name)
 
 
-def test_what_was_ignored_and_what_follows_an_end_trains_nothing(updated):
-    """Nor do the values of a state after which nothing comes."""
+def test_ignored_steps_and_states_after_an_end_train_nothing(updated):
+    """Nor do the values of a terminal state."""
     r = tiny_rollout()
     _, after, _ = updated(r)
     ignored = ~r.valid
@@ -133,7 +133,7 @@ def test_what_was_ignored_and_what_follows_an_end_trains_nothing(updated):
     "changes, right", [({"watkins_cut": True}, True), ({"q_lambda": 0.0}, True), ({}, False)], ids=str
 )
 def test_values_of_random_play_are_those_of_the_best_play_only_with_the_cut(changes, right):
-    """In a corridor that is paid for at both ends.  Most episodes are cut off before one, which must not count."""
+    """In a corridor with a reward at both ends.  Most episodes are truncated before an end, which must not matter."""
     known = np.zeros((CELLS, 2))
     for _ in range(100):  # value iteration
         best = known.max(1)
@@ -171,7 +171,7 @@ def played(e: PQN, astray=lambda rollout: rollout) -> list[float]:
     return record.column("stats/greedy_actions")
 
 
-def test_in_a_run_the_learner_values_what_the_actors_valued():
+def test_in_a_run_the_learner_computes_the_action_values_of_the_actors():
     """Without a lag and without exploration each action is the best of the network that learns."""
     together = PQN(**LSTM, concurrency=False)
     assert played(together) == [1.0] * 6
@@ -200,7 +200,7 @@ def test_exploration_falls_linearly_with_the_policys_version():
 # ----------------------------------------------------------------------------------------------------------- flags
 
 
-def test_settings_are_the_authors():
+def test_the_preset_has_the_authors_settings():
     atari, minatar, other = (
         resolve(RECIPES["pqn"], {"env_id": name}, "cpu").experiment
         for name in ("Pong-v5", "gymnax:Breakout-MinAtar", "CartPole-v1")

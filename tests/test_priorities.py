@@ -1,4 +1,4 @@
-"""Prioritised draws against slow ones: Python's whole numbers of any size, added up place by place."""
+"""Prioritised draws against slow ones, which add up Python's integers of any size, place by place."""
 
 import jax
 import jax.numpy as jnp
@@ -82,7 +82,7 @@ def test_places_are_drawn_in_proportion_to_their_priorities():
     p = of_values(values)
     place = np.concatenate([draw(p, 0, replay.random_words(jax.random.key(k), 20_000)).place for k in range(5)])
     assert abs(chi_square(place, values)) < 5
-    # One priority that is not what was drawn by is seen, a large one and a middling one.
+    # The test notices a single priority, large or middling, that differs from what was used for drawing.
     for tampered in (300, int(np.argsort(values)[400])):
         wrong = values.copy()
         wrong[tampered] = 2 * wrong[tampered] + 4_000
@@ -95,7 +95,7 @@ def test_where_all_priorities_are_zero_nothing_is_drawn():
     assert not np.asarray(replay.importance(found, 0.5)).any()
 
 
-def test_new_priorities_stand_beside_their_sums_and_of_repeated_places_the_greatest_counts():
+def test_new_priorities_update_the_sums_and_for_repeated_places_the_greatest_counts():
     rng = np.random.default_rng(2)
     values = rng.integers(0, 300, (3, 20_000))
     p = of_values(*values)

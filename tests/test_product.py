@@ -1,4 +1,4 @@
-"""Our matrix products for CPUs: NumPy's, and the same bits on any number of threads and with any vectors."""
+"""Our matrix products for CPUs against NumPy's, with the same bits on any number of threads and with any vectors."""
 
 import json
 import os
@@ -113,7 +113,7 @@ def test_many_products_at_once_do_not_disturb_one_another():
     np.testing.assert_array_equal(jax.vmap(lambda x: multiply(x, w))(xs), separate)
 
 
-def test_what_is_not_a_number_stays_so():
+def test_nan_stays_nan():
     a, b = draw(30, 20), draw(20, 40)
     a[3, 4] = np.nan
     there = np.isnan(multiply(a, b))
@@ -151,9 +151,9 @@ TWO_ACTORS += " --total-timesteps 512"
 
 @pytest.mark.slow
 def test_a_whole_run_ends_in_the_same_bits_on_one_core_and_on_many_threads(tmp_path):
-    """One core has one thread of XLA's, on which two actors' scans and the learner take turns.
+    """On one core XLA has one thread, which two actors' scans and the learner share in turns.
 
-    The layers are large enough for LAPACK to divide their initial weights between threads, if it has several.
+    The layers are so large that LAPACK would divide their initial weights among threads, if it had several.
     """
     found = set()
     for cores, devices in (("1", "1"), ("99", "8")):

@@ -1,4 +1,4 @@
-"""--profile records as many updates as it says."""
+"""--profile records as many updates as asked for."""
 
 from launch import TINY, command
 
@@ -6,7 +6,7 @@ from cleanba.runtime.profile import WARM, Profile
 
 
 def recorded(monkeypatch, tmp_path, wanted: int, updates: int) -> tuple[list, str | None]:
-    """After which updates JAX was asked to begin and to end, and what was said, in a run of so many updates."""
+    """In a run of this many updates: after which ones JAX was asked to begin and to end, and what was printed."""
     asked, said, now = [], None, 0
     monkeypatch.setattr("jax.profiler.start_trace", lambda folder, **options: asked.append(("begin", now)))
     monkeypatch.setattr("jax.profiler.stop_trace", lambda: asked.append(("end", now)))
@@ -18,7 +18,7 @@ def recorded(monkeypatch, tmp_path, wanted: int, updates: int) -> tuple[list, st
     return asked, said
 
 
-def test_so_many_updates_are_recorded(monkeypatch, tmp_path):
+def test_as_many_updates_are_recorded_as_asked_for(monkeypatch, tmp_path):
     asked, said = recorded(monkeypatch, tmp_path, 3, 9)
     assert asked == [("begin", WARM), ("end", WARM + 3)] and str(tmp_path) in said
 
@@ -27,7 +27,7 @@ def test_a_short_run_is_recorded_to_its_end(monkeypatch, tmp_path):
     assert recorded(monkeypatch, tmp_path, 30, 9) == ([("begin", WARM), ("end", 9)], None)
 
 
-def test_nobody_asked_nothing_is_recorded(monkeypatch, tmp_path):
+def test_nothing_is_recorded_unless_asked_for(monkeypatch, tmp_path):
     assert recorded(monkeypatch, tmp_path, 0, 9) == ([], None)
 
 

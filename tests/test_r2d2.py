@@ -125,7 +125,7 @@ def updated(on_devices):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_gradient_step_is_the_papers_in_numpy(layout, updated):
-    """Its gradient is of the steps after the burn-in alone: finite differences keep the state before them as it is."""
+    """Only steps after the burn-in have a gradient: finite differences keep the state before them fixed."""
     rollouts, e = tiny_rollouts(layout), tiny()
     before, after, metrics, priorities = updated(rollouts)
     joined = lambda name: np.concatenate([getattr(r, name)[0, :T, 0] for r in rollouts])
@@ -259,7 +259,7 @@ def test_what_does_not_fit_is_refused(changes, words):
         r2d2.check(e, Partition(e.num_envs, 1, e.num_shards))
 
 
-def test_steps_that_no_sequence_learns_from_are_told_of():
+def test_steps_that_no_sequence_learns_from_are_reported():
     assert "25% of all steps are never learnt from; take --num-steps 6 or less" in gap_words(tiny(num_steps=8))
     assert gap_words(tiny(num_steps=6)) == gap_words(PPO(num_steps=512)) == ""
 

@@ -1,4 +1,4 @@
-"""What emulators were told brings them back: a collector goes on as if it had never stopped, or says what is wrong."""
+"""Recorded actions restore emulators: a collector goes on as if it had never stopped, or says what is wrong."""
 
 import io
 import re
@@ -56,7 +56,7 @@ CASES = {
 
 
 class Actor:
-    """One that collects, and can be brought to where another stood."""
+    """An actor that collects rollouts, and can resume where another stopped."""
 
     def __init__(self, case: Case):
         e = ppo.PPO(
@@ -100,7 +100,7 @@ class Actor:
 
 
 def plain(got: Collected) -> Any:
-    """What a rollout is compared by."""
+    """The parts of a rollout that are compared."""
     return jax.tree.map(np.array, (got.rollout, got.steps, got.episodes, got.recorded))
 
 
@@ -112,7 +112,7 @@ def assert_same(a: Any, b: Any) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_collector_goes_on_from_where_another_stood(name, tmp_path, monkeypatch):
-    """In the midst of episodes; and once more from there, by the actions of both."""
+    """In the middle of episodes; then once more from there, by the recorded actions of both."""
     monkeypatch.setattr(records, "CHUNK_BYTES", 300)  # some of it is written on the way
     actor = Actor(CASES[name])
     whole, standing = actor.recorded(tmp_path, 2)
@@ -152,8 +152,8 @@ def test_environments_that_do_something_else_are_named(cartpole, tmp_path):
         resume(actor, standing, seeds=(7, 5, 9))  # as of one that ignores its seed
 
 
-def test_one_other_action_is_noticed(cartpole, tmp_path):
-    """In the record, as if its checksum fitted."""
+def test_one_different_action_is_noticed(cartpole, tmp_path):
+    """In the record, with a matching checksum."""
     actor, standing = cartpole
     path = standing.actions[0][0]
     told = bytearray(path.read_bytes())
@@ -177,7 +177,7 @@ def test_a_run_that_ends_does_not_wait_for_all_that_is_recorded(cartpole, monkey
     assert played == [3 * ENVS]
 
 
-def test_other_pay_or_ends_on_the_way_are_noticed(cartpole):
+def test_different_rewards_or_ends_during_playback_are_noticed(cartpole):
     actor, standing = cartpole
     with pytest.raises(Failure, match="rewards or episode ends differ"):
         resume(actor, standing._replace(outcomes_digest="0" * 64))
@@ -208,7 +208,7 @@ def test_where_an_actor_stood_is_there_whole_or_damaged(cartpole, tmp_path):
 
 
 def test_actions_that_the_disk_takes_piece_by_piece_are_all_there(tmp_path, monkeypatch):
-    """As one that becomes full does: only the next attempt raises an error."""
+    """As a disk that becomes full does: only the next attempt raises an error."""
 
     class Piecemeal(io.FileIO):
         def write(self, data):
@@ -226,7 +226,7 @@ def test_actions_that_the_disk_takes_piece_by_piece_are_all_there(tmp_path, monk
     assert size == 60 and path.read_bytes() == action.tobytes()
 
 
-def test_files_that_nothing_refers_to_go_and_others_stay(cartpole, tmp_path):
+def test_files_that_nothing_refers_to_are_removed_and_others_stay(cartpole, tmp_path):
     _, standing = cartpole
     (tmp_path / "5.standing.tmp").write_bytes(b"by a run that was killed")
     kept = standing.actions[0][0].name
@@ -268,7 +268,7 @@ def test_environments_that_do_not_follow_their_seed_are_saved_between_epochs_onl
 
 
 def broken_off(monkeypatch, words: list[str], at: int) -> None:
-    """Run this command up to an update, which fails."""
+    """Run this command up to an update that fails."""
     update = Learner.update
 
     def failing(self, state, memory, blocks, number):
@@ -283,7 +283,7 @@ def broken_off(monkeypatch, words: list[str], at: int) -> None:
 
 
 def test_an_environment_that_ignores_its_seed_later_is_named_and_nothing_is_trained(tmp_path, monkeypatch):
-    """The look at the start is too short for it."""
+    """The check at the start is too short to notice it."""
     run = tmp_path / "run"
     words = ["ppo", "--env-id", "faulty:Faulty-v0", "--env-options", "fault=late", *FLAKY.split(), "--env-epoch", "0"]
     words += ["--run-dir", str(run)]

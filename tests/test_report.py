@@ -161,7 +161,7 @@ def test_the_page_needs_nothing_but_itself(full):
     assert policy.startswith("default-src 'none'")
 
 
-def test_whatever_a_run_says_is_text(full):
+def test_everything_a_run_logs_is_escaped_text(full):
     text, page = page_of(full)
     assert HOSTILE not in text and "<script" not in text
     assert sum(HOSTILE.split("/")[-1] in words or "alert(1)" in words for words in page.words) >= 3  # as words only
@@ -339,7 +339,7 @@ def browse(page: Path, out: Path, *flags: str) -> tuple[np.ndarray, str]:
 
 
 def share(picture: np.ndarray, colour: str) -> float:
-    """How much of a picture has about this colour."""
+    """The share of a picture that has about this colour."""
     rgb = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
     return float((abs(picture - rgb).max(-1) < 12).mean())
 

@@ -1,4 +1,4 @@
-"""From what was typed to an experiment in which nothing is left open: precedence, presets, earlier runs."""
+"""From typed flags to a complete experiment: precedence, presets, earlier runs."""
 
 import dataclasses
 import json
@@ -99,7 +99,7 @@ def test_every_preset_resolves_is_a_fixed_point_and_survives_its_file(name, pres
 
 @pytest.mark.parametrize("name, preset", PRESETS)
 def test_a_preset_sets_only_what_it_may(name, preset):
-    """What an environment is made with decides which preset is taken, so no preset may set it."""
+    """The settings that an environment is made with decide which preset is used, so no preset may set them."""
     makes = {"env_id", "env_options", "env_wrappers", "max_episode_steps", "repeat_action_probability"}
     makes |= {"full_action_space", "episodic_life", "seed", "deterministic", "dtype", "collector"}
     assert not makes & set(RECIPES[name].presets[preset])
@@ -157,7 +157,7 @@ def test_the_collector_is_the_faster_one_on_that_kind_of_device():
 # ------------------------------------------------------------------------------------------------------- precedence
 
 
-def test_what_was_typed_comes_before_the_preset_and_that_before_the_default():
+def test_typed_values_come_before_the_preset_and_the_preset_before_the_default():
     found = on("box2d", gamma=0.9)
     assert (found.experiment.gamma, found.origin["gamma"]) == (0.9, "typed")
     own = RECIPES["ppo"].presets["box2d"]
@@ -188,7 +188,7 @@ def test_python_and_the_command_line_agree():
         ("--collector None --seed=3", "seed", 3),
     ],
 )
-def test_words_of_other_systems_and_of_before_are_understood(words, field, value):
+def test_values_of_other_systems_and_of_earlier_versions_are_understood(words, field, value):
     assert parse(RECIPES["ppo"], words.split()).typed == {field: value}
 
 
@@ -203,7 +203,7 @@ def test_words_of_other_systems_and_of_before_are_understood(words, field, value
         ("ppo", {"env_id": "CartPole-v1", "network": "nature"}, []),
     ],
 )
-def test_what_cannot_be_had_is_refused(name, typed, words):
+def test_impossible_settings_are_refused(name, typed, words):
     with pytest.raises(UsageError) as caught:
         found = resolve(RECIPES[name], typed, "cpu")
         RECIPES[name].make(found.experiment, found.spec, "cpu")
@@ -272,7 +272,7 @@ def test_presets_for_kinds_of_environments_can_be_named_too():
     assert {name: getattr(found.experiment, name) for name in own} == own != recipe.presets[preset_name(found.spec)]
 
 
-def test_what_is_shown_names_the_preset_that_was_asked_for(tmp_path):
+def test_the_shown_config_names_the_preset_that_was_asked_for(tmp_path):
     recipe, words = RECIPES["ppo"], ["--preset", "cleanrl-atari", "--num-envs", "16", "--env-id", "Pong-v5"]
     found = settle(recipe, parse(recipe, words), "cpu", None)
     assert found.in_words(recipe) == "preset cleanrl-atari, and 2 typed"
@@ -296,7 +296,7 @@ def test_what_is_shown_names_the_preset_that_was_asked_for(tmp_path):
 
 
 @pytest.mark.parametrize("words", ["--preset", "--preset nothing", "--preset="])
-def test_a_preset_that_there_is_not_is_refused_with_those_that_there_are(words):
+def test_an_unknown_preset_is_refused_with_the_existing_ones(words):
     with pytest.raises(UsageError, match=r"(td3 has|is not a preset of td3; it has) \S+"):
         parse(RECIPES["td3"], words.split())
 
@@ -341,11 +341,11 @@ def test_the_preset_is_chosen_by_what_the_environment_is(preset):
         (dict(env_id="gymnasium:MountainCar-v0", env_wrappers=("odd:continuous",)), "continuous"),
     ],
 )
-def test_wrappers_and_options_have_had_their_say(fields, preset):
+def test_the_preset_is_chosen_after_wrappers_and_options_are_applied(fields, preset):
     assert preset_name(env_spec(Experiment(**fields))) == preset
 
 
-def test_what_no_preset_is_for_has_the_defaults():
+def test_an_environment_without_a_preset_has_the_defaults():
     picture = ObsSpec("image", (64, 64, 3), "uint8")
     spec = EnvSpec("x", picture, 4, False, False, {})
     found = resolve(RECIPES["ppo"], {"env_id": "x"}, "cpu", spec)
@@ -359,7 +359,7 @@ def test_what_no_preset_is_for_has_the_defaults():
 
 # ------------------------------------------------------------------------------------------------- what was run before
 
-# As the version before this one wrote it: a null where the environment decided, and what DQN had no use for.
+# As the previous version wrote it: null where the environment decided, and fields that DQN did not use.
 BEFORE = {
     "algorithm": "ppo", "env_id": "Catch-v0", "seed": 1, "total_timesteps": 320, "num_envs": 8, "num_actors": 2,
     "num_shards": 1, "num_steps": 8, "concurrency": True, "collector": "scanned", "checkpoint_frequency": 3,
@@ -374,12 +374,12 @@ BEFORE = {
 
 
 def left(tmp_path, values: dict, **more):
-    """The directory of a run of before."""
+    """The directory of a run of an earlier version."""
     write_json(tmp_path / "config.json", {"experiment": values, "placement": {}, "run": {}, **more})
     return tmp_path
 
 
-def test_what_an_earlier_version_left_open_is_what_it_did(tmp_path):
+def test_fields_that_an_earlier_version_left_open_have_the_values_that_it_used(tmp_path):
     recipe, e = read_recipe(left(tmp_path, BEFORE))
     assert recipe.name == "ppo" and isinstance(e, PPO)
     assert (e.network, e.reward_clip, e.share_torso, e.max_episode_steps) == ("mlp", False, True, 0)
@@ -400,7 +400,7 @@ def test_a_field_that_an_earlier_version_lacked_is_neutral(tmp_path):
     assert e.share_torso and e.env_wrappers == () and e.log_std_init == 0.0
 
 
-def test_what_an_algorithm_has_no_more_is_read_where_it_changed_nothing(tmp_path):
+def test_fields_that_an_algorithm_no_longer_has_are_accepted_where_they_changed_nothing(tmp_path):
     values = {"algorithm": "dqn", **written(on("classic_control", "dqn").experiment)}
     gone = {"core": "none", "lstm_size": 256, "forget_bias": 0.0}
     assert read_recipe(left(tmp_path, values | gone))[1] == on("classic_control", "dqn").experiment
@@ -409,8 +409,8 @@ def test_what_an_algorithm_has_no_more_is_read_where_it_changed_nothing(tmp_path
             read_recipe(left(tmp_path, values | wrong))
 
 
-def test_what_has_begun_in_a_directory_stands(tmp_path):
-    """Whatever this version would choose, on whatever kind of device; the same command goes on."""
+def test_an_experiment_that_has_begun_in_a_directory_is_continued(tmp_path):
+    """Whatever this version would choose, on any kind of device, the same command goes on."""
     typed = {"env_id": "Catch-v0", "num_envs": 8}
     recipe, run_dir = RECIPES["ppo"], left(tmp_path, BEFORE)
     now = resolve(recipe, typed, "gpu")
@@ -430,14 +430,14 @@ def test_what_has_begun_in_a_directory_stands(tmp_path):
         ({"env_id": "CartPole-v1"}, "env_id: Catch-v0, now CartPole-v1"),
     ],
 )
-def test_what_is_typed_now_can_contradict_it(tmp_path, typed, words):
+def test_flags_typed_now_can_contradict_the_experiment_in_a_directory(tmp_path, typed, words):
     now = resolve(RECIPES["ppo"], {"env_id": "Catch-v0"} | typed, "cpu")
     with pytest.raises(UsageError) as caught:
         continue_experiment(RECIPES["ppo"], now, left(tmp_path, BEFORE))
     assert f"holds another experiment ({words})" in str(caught.value)
 
 
-def test_what_was_typed_then_and_is_not_now_contradicts_it_too(tmp_path):
+def test_flags_typed_then_but_not_now_contradict_it_too(tmp_path):
     origin = {"learning_rate": TYPED, "gamma": TYPED, "hiddens": "preset toy_text"}
     run_dir = left(tmp_path, BEFORE | {"learning_rate": 0.5, "hiddens": [3]}, origin=origin)
     now = resolve(RECIPES["ppo"], {"env_id": "Catch-v0"}, "cpu")
@@ -448,7 +448,7 @@ def test_what_was_typed_then_and_is_not_now_contradicts_it_too(tmp_path):
     assert continue_experiment(RECIPES["ppo"], again, run_dir).experiment.hiddens == (3,)
 
 
-def test_an_experiment_that_is_taken_whole_contradicts_another_in_every_field(tmp_path):
+def test_a_whole_experiment_is_compared_with_another_in_every_field(tmp_path):
     (tmp_path / "source").mkdir(), (tmp_path / "other").mkdir()
     source, other = left(tmp_path / "source", BEFORE), left(tmp_path / "other", BEFORE | {"gamma": 0.5})
     config = configure(RECIPES["ppo"], {}, Placement(), Run(experiment_from=str(source)))
@@ -458,8 +458,8 @@ def test_an_experiment_that_is_taken_whole_contradicts_another_in_every_field(tm
     assert settle(RECIPES["ppo"], config, "cpu", source).experiment == read_recipe(source)[1]
 
 
-def test_a_run_of_before_goes_on_to_the_same_bits(tmp_path):
-    """Begun as the version before wrote it, ended by this one, by `resume` and by the command of old."""
+def test_a_run_of_an_earlier_version_goes_on_to_the_same_bits(tmp_path):
+    """A run as the previous version wrote it is continued by this one: by `resume` and by the original command."""
     flags = [*TINY, "--env-epoch", "2", "--checkpoint-frequency", "2", "--collector", "scanned", "--no-norm-obs"]
     flags += [
         "--learning-rate",

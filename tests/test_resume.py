@@ -1,4 +1,4 @@
-"""Nothing is lost: a run that was killed, interrupted or damaged ends in the bits of one that never was."""
+"""Nothing is lost: a run that was killed, interrupted or damaged ends in the same bits as an undisturbed one."""
 
 import errno
 import json
@@ -48,7 +48,7 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """Kind -> directory of a run that nothing happened to."""
+    """Kind -> directory of an undisturbed run."""
     made: dict[str, Path] = {}
 
     def run(kind: str) -> Path:
@@ -62,7 +62,7 @@ def whole(tmp_path_factory):
 
 
 def assert_same_run(run: Path, reference: Path) -> None:
-    """Finished, with the same bits; and the logs tell of each update once, in order, with the same numbers."""
+    """Both have finished with the same bits, and the logs have each update once, in order, with the same numbers."""
     assert read_result(run)["status"] == "finished"
     for name in ("params_digest", "learner_digest", "update", "global_step", "episodes", "episodic_return"):
         assert read_result(run)[name] == read_result(reference)[name], name
@@ -88,7 +88,7 @@ KILLS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_killed_again_and_again_it_ends_in_the_same_bits(kind, whole, tmp_path):
-    """The last is killed at its second checkpoint, when the first is whole."""
+    """The last kill comes at the second checkpoint, when the first is complete."""
     run = tmp_path / "run"
     for moment, n in KILLS[kind]:
         placement = ["--learner-device-ids", "1"] if moment == "update" else []
@@ -113,8 +113,8 @@ def test_a_finished_run_is_left_alone(whole):
     assert before == {p: p.stat().st_mtime_ns for p in whole("ppo").rglob("*") if p.is_file() and p.name != ".lock"}
 
 
-def test_what_several_processes_began_one_may_go_on_with(whole, tmp_path):
-    """With `--no-distributed` alone, as the run itself says where it ends early."""
+def test_a_run_of_several_processes_can_be_continued_by_one(whole, tmp_path):
+    """Only `--no-distributed` is needed, as the run itself says when it ends early."""
     shutil.copytree(whole("ppo"), tmp_path / "run")
     config = json.loads((tmp_path / "run/config.json").read_text())
     others = dict(distributed=True, coordinator_address="127.0.0.1:1", num_processes=2, process_id=0)
@@ -135,18 +135,18 @@ def test_another_experiment_is_refused_with_what_differs(whole):
 
 
 def signalled(monkeypatch, signum: int, at: int, times: int = 1, saving: bool = False) -> None:
-    """Have the process hear a signal when it comes to that update, or to saving its checkpoint."""
+    """Send the process a signal when it reaches this update, or the saving of its checkpoint."""
     owner, name, place = (CheckpointWriter, "save", 0) if saving else (Learner, "update", 3)
     original, hear, wake, taken = getattr(owner, name), train.hear_signals, Stop.wake, threading.Event()
 
     def hearing(asked, *give_up):
         def also_here(signum: int) -> None:
             asked(signum)
-            taken.set()  # at once where the run need not wait, or has heard of its end before
+            taken.set()  # at once if the run need not wait, or if this is not the first signal
 
         return hear(also_here, *give_up)
 
-    def waking(*args):  # the run knows that it is to end after the update under way, and waits for that
+    def waking(*args):  # the run knows that it must end after its current update, and waits for that
         wake(*args)
         taken.set()
 
@@ -329,7 +329,7 @@ def test_a_damaged_checkpoint_is_left_out_for_the_one_before(damage, whole, tmp_
 
 
 def test_where_no_checkpoint_can_be_read_nothing_is_touched(whole, tmp_path):
-    """It may be the file system's fault, and gone tomorrow."""
+    """The cause may be the file system, and gone tomorrow."""
     run = tmp_path / "run"
     shutil.copytree(whole("ppo"), run)
     (run / "result.json").unlink()
@@ -469,7 +469,7 @@ PEER_FLAGS = [
     "1000000000",
     "--distributed",
 ]
-# Without haste, as several pairs wait for their turn.  The first word is the number of a call that fails.
+# The command, slowed down, as several pairs wait for their turn.  The first word is the number of a call that fails.
 UNHURRIED = """
 import sys, time
 from cleanba import cli

@@ -41,7 +41,7 @@ def layouts(steps: int) -> list[str]:
 
 
 def random_data(columns: list[str], seed: int) -> Data:
-    """Random numbers for these layouts, one environment each; ignored steps hold numbers that would stand out."""
+    """Random numbers for these layouts, one environment each; ignored steps hold numbers that would be noticed."""
     rng = np.random.default_rng(seed)
     kinds = np.array([list(c) for c in columns]).T
     valid = kinds != "x"

@@ -1,4 +1,4 @@
-"""Results that do not depend on how many devices the shards lie on, and what happens to those that do."""
+"""Results do not depend on how many devices hold the shards; results that do depend on it are noticed."""
 
 import hashlib
 import math
@@ -106,7 +106,7 @@ def test_what_depends_on_the_device_is_noticed(on_devices, problem, total, numbe
 
 
 def hard_to_add(*shape: int, seed: int = 0, shards: int = SHARDS) -> np.ndarray:
-    """Numbers of so different sizes that every order of adding them over the shards rounds differently."""
+    """Numbers of such different sizes that every order of adding them over the shards rounds differently."""
     rng = np.random.default_rng(seed)
     shape = (shards, *shape)
     return (rng.normal(size=shape) * 10.0 ** rng.integers(-4, 5, size=shape)).astype(np.float32)

@@ -1,4 +1,4 @@
-"""The documentation site: it builds without a warning, every link leads somewhere, and a browser finds its pages."""
+"""The documentation site builds without a warning, no link is broken, and its search finds pages in a browser."""
 
 import functools
 import http.server
@@ -122,7 +122,7 @@ def served(site):
 
 
 def browse(address: str, profile: Path) -> str:
-    """A page as it stands in a browser, whose scripts have run."""
+    """A page as a browser shows it, after its scripts have run."""
     ended = subprocess.run(
         [
             *(

@@ -67,7 +67,7 @@ def log(here: Path, job: str) -> str:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """The digests of the short and the long experiment, from one process on one device."""
+    """The digests of the short and the long experiment, computed in one process on one device."""
     folder = tmp_path_factory.mktemp("undisturbed")
     for name, flags in (("short", SHORT), ("long", LONG)):
         assert command("ppo", *flags, "--run-dir", folder / name).code == 0
@@ -96,7 +96,7 @@ def saved(run_dir: Path) -> bool:
 
 @pytest.mark.slow
 def test_a_job_that_was_requeued_or_signalled_ends_in_the_same_bits(cluster, here, undisturbed):
-    """One is requeued by hand; the other, of two nodes, hears SIGUSR1, as before its time limit, and comes back."""
+    """One is requeued by hand; the other, on two nodes, receives SIGUSR1, as before a time limit, and is requeued."""
 
     def disturb(job: str, run_dir: Path, *cut: str) -> None:
         wait_for(lambda: saved(run_dir), 240, "checkpoint")
@@ -112,7 +112,7 @@ def test_a_job_that_was_requeued_or_signalled_ends_in_the_same_bits(cluster, her
     run_dir[signalled] = here / "signalled"
     disturb(signalled, run_dir[signalled], "scancel", "--signal=USR1")
     assert "goes back into the queue" in log(here, signalled)
-    # Both tasks heard it, and one from the other, too: they end after the same update, with a checkpoint.
+    # Both tasks received it, and one also from the other: they end after the same update, with a checkpoint.
     said = log(here, signalled)
     assert "ending after this update, with a checkpoint" in said, said
     assert re.search(r"goes on after update \d+, nothing to repeat\n", said), said

@@ -1,4 +1,4 @@
-"""What a run says of its size and of its remaining time."""
+"""What a run prints about its size and its remaining time."""
 
 import itertools
 import json

@@ -183,7 +183,7 @@ def test_what_was_started_by_a_sweep_that_is_gone_already_ends_at_once():
 
 
 def test_jobs_whose_state_slurm_does_not_tell_are_not_taken_for_gone(tmp_path, monkeypatch):
-    """Else a controller that is busy for a minute would have everything submitted twice."""
+    """Otherwise everything would be submitted twice when the controller is busy for a minute."""
     monkeypatch.setenv("PATH", str(tmp_path))
     (tmp_path / "squeue").write_text("#!/bin/sh\nexit 1\n")
     (tmp_path / "squeue").chmod(0o755)
@@ -235,7 +235,7 @@ def trains(pid: int, runs: Iterable[Path]) -> bool:
 
 
 def test_a_run_that_another_process_trains_is_waited_for(tmp_path, monkeypatch):
-    """Else it would be refused, with 2, and left undone."""
+    """Otherwise it would be refused, with exit code 2, and left undone."""
     monkeypatch.setattr("cleanba.sweeps.sweep.POLL_SECONDS", 0.02)
     monkeypatch.setattr("cleanba.sweeps.sweep.LOOK_SECONDS", 0.02)
     words = ["sweep", "--env-ids", "Catch-v0", "--num-seeds", "1", "--dir", tmp_path, "--", "ppo", *SHORT]
@@ -267,7 +267,7 @@ def test_variants_that_are_uploaded_have_repositories_of_their_own(tmp_path):
 
 @pytest.mark.slow
 def test_a_sweep_is_interrupted_continued_and_reports_its_failure(tmp_path):
-    """Three seeds, two at a time: Ctrl-C in the middle, then one run fails, then it is mended."""
+    """Three seeds, two at a time: Ctrl-C in the middle, then one run fails, then its fault is removed."""
     longer = [*SHORT, "--total-timesteps", "48000", "--checkpoint-frequency", "25", "--log-frequency", "25"]
     seeds = {f"Catch-v0__ppo__s{seed}": seed for seed in (1, 2, 3)}
     words = ["sweep", *ENVS[:2], "--num-seeds", "3", "--workers", "2", "--dir", tmp_path / "s", "--", "ppo", *longer]

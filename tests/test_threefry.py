@@ -1,4 +1,4 @@
-"""Random numbers on CPUs: the hash by its definition and its authors' known answers, and JAX's numbers as they were."""
+"""Random numbers on CPUs: the hash against its definition and its authors' known answers; JAX's numbers unchanged."""
 
 import jax
 import jax.numpy as jnp
@@ -65,7 +65,7 @@ def test_shapes_broadcast_as_keys_of_many_and_counters_of_all_do():
 
 
 def test_jax_draws_the_same_numbers_by_it():
-    """Folded, split, drawn for many keys at once: each as JAX defines it, of the hash of key and counter."""
+    """Folded, split, drawn for many keys at once: each as JAX defines it from the hash of key and counter."""
     install_random_numbers()
 
     def draw(key):

@@ -200,7 +200,7 @@ def promised_versions(concurrency: bool, updates: int) -> list[int]:
 
 
 def assert_lag(record, concurrency: bool) -> None:
-    """Every rollout was collected with the very parameters of the promised version, and the run says so."""
+    """Every rollout was collected with exactly the parameters of the promised version, and the run says so."""
     updates = len(record.rows)
     versions = promised_versions(concurrency, updates)
     assert record.column("stats/policy_lag") == [update - v for update, v in enumerate(versions, 1)]
@@ -522,7 +522,7 @@ def test_a_run_is_finished_after_the_update_that_follows_the_log_point_where_it_
             shutil.rmtree(resumed / "checkpoints" / str(update))
     assert command("ppo", *words, "--target-return", "-1", "--run-dir", resumed).code == 0
     ends_after_the_next(resumed)
-    # A log point that only a checkpoint makes one does not count.
+    # A log point that exists only because of a checkpoint does not count.
     for name, frequency in (("few", "0"), ("many", "1")):
         flags = ("--log-frequency", "7", "--checkpoint-frequency", frequency, "--run-dir", tmp_path / name)
         assert command("ppo", *TINY, "--total-timesteps", "3200", "--target-return", "-1", *flags).code == 0

@@ -87,7 +87,7 @@ def test_a_downloaded_config_runs_nothing(uploaded, tmp_path, monkeypatch, way):
     assert "import the module 'subprocess' and call its 'getoutput'" in ended.err
     assert f"'cmd=touch {evidence}'" in ended.err and "--trust-remote-code" in ended.err
 
-    # So does whatever else opens what was downloaded, now or later.
+    # The same holds for every other command that opens the download, now or later.
     folder = source = next(path.parent for path in tmp_path.glob("runs/*/**/downloaded.json"))
     for words in (("eval", folder), ("ppo", "--experiment", source), ("resume", folder), ("push", folder)):
         ended = command(*words)

@@ -1,4 +1,4 @@
-"""Eight shards on one to eight learner devices, and a run that goes on from each number of them to another."""
+"""Eight shards on one to eight learner devices, and a run that goes on from each number of devices to another."""
 
 import json
 import signal
@@ -97,7 +97,7 @@ def test_a_run_goes_on_from_any_number_of_devices_to_any_other(name, tmp_path):
     assert found.items() >= on_one(name).items() and len(found) == len(order)
 
 
-# What the first run worked out from its devices.  20 updates.
+# The settings that the first run derived from its devices.  20 updates.
 LEFT_OUT = ["--num-actors", "--num-shards", "--collector"]
 BARE = ["ppo", *(w for i, w in enumerate(FLAGS) if w not in LEFT_OUT and FLAGS[i - 1] not in LEFT_OUT)]
 BARE += ["--total-timesteps", "1280"]

@@ -1,4 +1,4 @@
-"""A part of a run that is computed again has the same bits, wherever it is computed; and what was forged is found."""
+"""A part of a run that is computed again has the same bits, wherever it is computed; and forged parts are found."""
 
 import json
 import re
@@ -143,7 +143,7 @@ def rewrite(run_dir: Path, rows: list[dict]) -> None:
 
 
 def link_again(run_dir: Path, **made_by) -> None:
-    """Have all links of a run's chain say that it was computed with this, as somebody does who forges the whole log."""
+    """Rewrite all links of a run's chain with these details of its origin, as if somebody forged the whole log."""
     rows, before = read_rows(run_dir), ""
     experiment = json.loads((run_dir / "config.json").read_text())["experiment"]
     for row in rows:

@@ -1,1 +1,1 @@
-"""A trained agent: loaded, evaluated (beside training too), filmed, shared."""
+"""A trained agent: loaded, evaluated (also during training), filmed, shared, exported."""

@@ -79,7 +79,7 @@ def new_policy(recipe: AnyRecipe, e: Experiment, spec: EnvSpec, algorithm: AnyAl
 class Agent:
     """A policy that plays step by step.  It keeps the recurrent state and the key that actions are drawn with.
 
-    Two threads may not use one at the same time.
+    Two threads must not use the same agent at the same time.
     """
 
     def __init__(self, policy: Policy, device: jax.Device, seed: int = 1):
@@ -92,7 +92,7 @@ class Agent:
 
     @property
     def policy(self) -> Policy:
-        """The policy by itself, without a state between steps."""
+        """The policy alone, which keeps no state between steps."""
         return self._policy
 
     @property
@@ -151,7 +151,7 @@ class Agent:
 
         Args:
             obs: one observation, or B of them along a new first axis, in the environment's own form: an array, a
-                number, or a dictionary of them.  Its shape says which: `spec.obs` has the shape of one.
+                number, or a dictionary of them.  The shape tells one from a batch: `spec.obs` has the shape of one.
             first: whether this is the first observation of an episode, [] or [B] bool.  None: only at the first call,
                 and after `reset`.
             greedy: whether to take the best action, or one drawn from the policy as in training.  None: drawn for PPO
@@ -162,7 +162,7 @@ class Agent:
             `spec.action`'s shape and type, and clipped to its bounds.
 
         Raises:
-            UsageError: the observation does not match `spec.obs`, or a recurrent agent is given another number of
+            UsageError: the observation does not match `spec.obs`, or a recurrent agent is given a different number of
                 observations than at its last step.
         """
         require(greedy is None or isinstance(greedy, bool | np.bool_), f"greedy={greedy!r} must be True, False or None")
@@ -177,14 +177,14 @@ class Agent:
         return action[0] if batch is None else action
 
     def inspect(self, obs: Any, first: ArrayLike | None = None) -> dict[str, np.ndarray]:
-        """What the networks make of observations.  No action is taken, and a recurrent agent remembers none of them.
+        """What the networks compute from observations.  No action is taken, and a recurrent agent remembers nothing.
 
         Args:
             obs, first: as for `act`.
 
         Returns:
-            By name, for a batch: "value" [B], and as the algorithm has it "probability" or "action value" of each
-            choice [B, A], "mean" of real-valued actions [B, D], or TD3's "action".  For one observation without B.
+            Name -> array.  For a batch: "value" [B] and, depending on the algorithm, "probability" or "action value" of
+            each choice [B, A], "mean" of real-valued actions [B, D], or TD3's "action".  Without B for one observation.
 
         Raises:
             UsageError: as `act`.
@@ -223,14 +223,14 @@ class Agent:
         return seen, flags, first_carry(self._policy.algorithm, n, self._device), batch
 
     def export(self, path: str | Path, *, seed: int = 1) -> Export:
-        """Write the agent as a file that runs without Cleanba, and compare both on a thousand observations.
+        """Write the agent as a file that runs without Cleanba, and compare the two on a thousand observations.
 
         Args:
             path: the file: .onnx, or .stablehlo for programs in JAX.
-            seed: seed of the environments that show the observations.
+            seed: seed of the environments that provide the observations.
 
         Raises:
-            UsageError: the extra `export` is not installed, or the file cannot lie there.
+            UsageError: the extra `export` is not installed, or there can be no such file at `path`.
             Failure: the file cannot be written, or does not compute what the agent does.
         """
         require(isinstance(path, str | Path), f"path={path!r} must name a file, such as agent.onnx")
@@ -283,10 +283,10 @@ def as_batch(spec: EnvSpec, obs: object) -> tuple[PyTree, int | None]:
 def load_policy(run_dir: Path, checkpoint: str, platform: str, trust_remote_code: bool = False) -> Policy:
     """The policy of a run: network, environment and parameters, from its config.json and checkpoints.
 
-    From a run from elsewhere (`trust.py`) only a model in Flax's msgpack form is read, unless `trust_remote_code`.
+    Of a run from elsewhere (`trust.py`), only the model in Flax's msgpack format is read, unless `trust_remote_code`.
 
     Raises:
-        UsageError: there is no such run or checkpoint, or a run from elsewhere chooses what it may not choose.
+        UsageError: there is no such run or checkpoint, or a run from elsewhere asks for something that is not allowed.
         Failure: the checkpoint is damaged.
     """
     recipe, e = read_recipe(run_dir, trust_remote_code)

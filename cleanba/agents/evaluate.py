@@ -1,4 +1,4 @@
-"""`cleanba eval`: how well a trained agent plays, over complete episodes and true returns."""
+"""`cleanba eval`: how well a trained agent plays, measured by the true returns of complete episodes."""
 
 import itertools
 import json
@@ -35,9 +35,9 @@ from cleanba.runtime.digests import params_digest
 from cleanba.runtime.process_setup import pin_settings, settings_of
 from cleanba.seeds import eval_seed, evaluation_key
 
-EVALUATIONS = "evaluations"  # the folder of a run that keeps each of them; the newest is eval.json, too
+EVALUATIONS = "evaluations"  # the folder of a run that keeps each evaluation; the newest is also in eval.json
 MAX_ENVS = 16  # more would mostly wait for those with the longest episodes
-MAX_STEPS = 27_000  # Atari's limit, for all who state none; a greedy policy may keep an episode going for ever
+MAX_STEPS = 27_000  # Atari's limit, also for environments without one: a greedy policy may never end an episode
 
 
 LOGGED = {
@@ -56,8 +56,8 @@ class Eval:
     """Play complete episodes with a run's trained agent, and report the returns."""
 
     run_dir: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")]
-    """directory of the run, which may still be training; hf://user/repository for an uploaded one, or an archive; of a
-    folder, such as a sweep's, all finished runs, with the mean of each variant over its seeds"""
+    """directory of the run, which may still be training; hf://user/repository for an uploaded one, or an archive; for a
+    folder, such as a sweep's, all its finished runs, with the mean of each variant over its seeds"""
     episodes: int = 30
     """complete episodes to play"""
     checkpoint: str = "last"
@@ -68,7 +68,7 @@ class Eval:
     """steps after which an episode is cut off and reported as truncated (None: 27,000, or the environment's own limit
     where that is longer)"""
     greedy: bool = False
-    """take the best action always: PPO and IMPALA otherwise draw one from the policy, and DQN, PQN and R2D2 sometimes
+    """always take the best action; otherwise PPO and IMPALA draw one from the policy, and DQN, PQN and R2D2 sometimes
     take a random one"""
     epsilon: float | None = None
     """probability of a uniformly random action in place of the policy's (None: 0 with --greedy, else 0.05 for DQN and
@@ -92,15 +92,15 @@ def play(
     make_envs: Callable[[Sequence[int]], Envs] | None = None,
     check: Callable[[str], None] = lambda doing: None,
 ) -> list[Episode]:
-    """Play that many complete episodes -> what they returned, by environment and in the order it played them.
+    """Play that many complete episodes -> their results, by environment and in the order it played them.
 
     The episodes are divided among the environments beforehand, because counting those that end first would favour short
     ones.  The policy acts as `plays` says, or else as its algorithm is evaluated.  `epoch` distinguishes
-    evaluations with the same seed; `check` is told at every step what is done next, and may raise to end
+    evaluations with the same seed.  `check` is called at every step with what is done next, and may raise to end
     the evaluation.
 
-    An episode that lasts `max_steps` (None: see `step_limit`) is cut off there and counts as it stands.  As no single
-    environment can be reset, the episodes that this one still has to play are played afterwards by a fresh one.
+    An episode that lasts `max_steps` (None: see `step_limit`) is cut off, and its return until then counts.  A single
+    environment cannot be reset, so a fresh one plays the episodes that this environment still has to play.
     """
     greedy, epsilon = plays or policy.recipe.plays
     require(
@@ -112,13 +112,13 @@ def play(
     n = min(episodes, MAX_ENVS)
     quota = [episodes // n + (i < episodes % n) for i in range(n)]
     opened = lambda seeds: open_envs(policy.spec, seeds, threads_per_actor(1), render=film is not None)
-    with jax.default_device(device):  # the first one may be busy learning
+    with jax.default_device(device):  # JAX's first device may be busy learning
         key, params = jax.device_put((evaluation_key(seed, epoch), policy.params), device)
     played: list[list[Episode]] = [[] for _ in range(n)]
     t = 0
 
     def play_on(envs: Envs) -> None:
-        """Play until each environment has played its number, or had an episode cut off."""
+        """Play until each environment has played its share of the episodes, or had an episode cut off."""
         nonlocal t
         carry = first_carry(policy.algorithm, n, device)
         obs, done, first = envs.reset(), np.zeros(n, bool), np.ones(n, bool)
@@ -132,7 +132,7 @@ def play(
                 legal = legal_actions(policy.spec.obs, obs)
                 if legal is None:
                     anything = chance.integers(0, policy.spec.num_actions, n, np.int32)
-                else:  # one of those that are
+                else:  # one of the legal actions
                     legal = legal.reshape(n, -1)
                     anything = np.where(legal, chance.random(legal.shape), 0).argmax(-1).astype(np.int32)
                 action = np.where(chance.random(n) < epsilon, anything, action)
@@ -168,7 +168,7 @@ def play(
 
 
 def name_of(update: int | None, seed: int, plays: Play) -> str:
-    """What an evaluation's files are called: other parameters, seeds and ways to play have other names."""
+    """The name of an evaluation's files, which tells parameters, seeds and ways to play apart."""
     name = f"update-{update}" if update is not None else "model"
     return f"{name}-seed-{seed}" + "-greedy" * plays.greedy + (f"-epsilon-{plays.epsilon:g}" if plays.epsilon else "")
 
@@ -176,8 +176,8 @@ def name_of(update: int | None, seed: int, plays: Play) -> str:
 def step_limit(spec: EnvSpec, asked: int | None) -> int:
     """Steps after which an evaluation cuts an episode off.
 
-    That is `asked`, or else 27,000, or what the environment states if that is longer: where it keeps to its own limit,
-    nothing is cut off.
+    That is `asked`, or else 27,000, or the environment's own limit if that is longer: an environment that keeps to its
+    own limit is never cut off.
     """
     return max(MAX_STEPS, spec.time_limit or 0) if asked is None else asked
 
@@ -204,7 +204,7 @@ def film_to(
     max_steps: int | None = None,
     check: Callable[[str], None] = lambda doing: None,
 ) -> list[Episode]:
-    """As `play`, with a film of the first episode of the first environment in that file."""
+    """`play`, with the first episode of the first environment filmed to `path`."""
     film = Film(path, policy)
     try:
         return play(policy, episodes, seed, device, plays=plays, max_steps=max_steps, film=film, check=check)
@@ -221,8 +221,8 @@ class Evaluation:
     lengths: np.ndarray
     """[N] int64: steps of each episode"""
     summary: Json
-    """the same in numbers, by the names that eval.json has: mean, std, median, min, max, mean_length, truncated (how
-    many episodes were cut off at `max_steps`), and for Atari human_normalised_score"""
+    """statistics of these, named as in eval.json: mean, std, median, min, max, mean_length, truncated (how many
+    episodes were cut off at `max_steps`), and for Atari human_normalised_score"""
     film: Path | None = None
     """the film of the first episode, if one was asked for"""
 
@@ -265,7 +265,7 @@ def evaluate(
 ) -> Evaluation:
     """Play complete episodes in fresh environments.  The agent's own recurrent state stays as it is.
 
-    The same seed plays the same games as `cleanba eval`, and no training run has any of them.
+    The same seed plays the same games as `cleanba eval`, none of which occurs in training.
 
     Args:
         agent: the agent that plays.
@@ -356,7 +356,7 @@ def evaluate_folder(folder: Path, options: Eval) -> bool:
         try:
             experiment = read_experiment(run_dir)
             key = json.dumps(completed(experiment), sort_keys=True)
-            if key in first:  # the same bits are no further sample
+            if key in first:  # the same bits again would not be another sample
                 warn(f"{run_dir} is the same experiment and seed as {first[key]}; left out")
                 continue
             r = evaluate_run(run_dir, options)

@@ -28,7 +28,7 @@ class Flags:
     checkpoint: str = "last"
     """which parameters: those after this update, "last", or "best" (of the evaluations made while training)"""
     seed: int = 1
-    """seed of the environments that show the observations to compare on"""
+    """seed of the environments that provide the observations for the comparison"""
     trust_remote_code: bool = False
     """for a downloaded or unpacked run: import and call what its config.json names (docs/guides/trust.md)"""
 

@@ -48,7 +48,7 @@ def require_films() -> ModuleType:
     return imageio.v2
 
 
-OLD_SECONDS = 3600.0  # after which a film that has not grown is not being written any more
+OLD_SECONDS = 3600.0  # a film that has not grown for this long is no longer being written
 
 
 class Film:
@@ -65,7 +65,7 @@ class Film:
         self.frames = 0
         self._agent = agent
         self._scratch = path.with_name(f".{path.stem}.{os.getpid()}.tmp.mp4")
-        for left in path.parent.glob(f".{glob.escape(path.stem)}.*.tmp.mp4"):  # by processes that were killed
+        for left in path.parent.glob(f".{glob.escape(path.stem)}.*.tmp.mp4"):  # left behind by killed processes
             with suppress(OSError):
                 if time.time() - left.stat().st_mtime > OLD_SECONDS:
                     left.unlink()
@@ -128,7 +128,7 @@ class Film:
                     codec="libx264",
                     pixelformat="yuv420p",  # the one that all browsers play
                     macro_block_size=2,
-                    output_params=["-movflags", "+faststart"],  # plays before all of it is there
+                    output_params=["-movflags", "+faststart"],  # playback can begin before the download ends
                 )
             with warnings.catch_warnings():  # JAX warns of every new process; this one only starts ffmpeg
                 warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)
@@ -226,8 +226,8 @@ def figure(x: Any) -> str:
 def draw_policy(names: tuple[str, ...], values: np.ndarray, chosen: Collection[int]) -> Image.Image:
     """Draw a bar per action, as long as its probability in values [A]; the chosen action in another colour.
 
-    Values that are not probabilities, such as DQN's and real-valued actions, are scaled from the lowest, or 0, to the
-    highest, or 1.  Only the first `MOST_BARS` are drawn.
+    The scale runs from 0, or the lowest value if that is less, to 1, or the highest value if that is more: DQN's action
+    values and real-valued actions are not probabilities.  Only the first `MOST_BARS` are drawn.
     """
     names, values = names[:MOST_BARS], values[:MOST_BARS]
     known = values[np.isfinite(values)]

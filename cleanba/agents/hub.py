@@ -60,8 +60,8 @@ class Flags:
     private: bool = False
     """make the repository private, if it is new"""
     checkpoints: bool = False
-    """upload the checkpoints that the run keeps too, with their replay memory and actors, so that anybody can
-    `cleanba verify` it; their size is said first"""
+    """also upload the checkpoints that the run keeps, with their replay memory and actors, so that anybody can
+    `cleanba verify` it; prints their size first"""
 
 
 class Model(NamedTuple):
@@ -99,7 +99,7 @@ def push(
 ) -> str:
     """Upload a run and return the address of its page.
 
-    checkpoints: with all checkpoints that it keeps, and what they need.
+    checkpoints: also upload all checkpoints that the run keeps, and what they need.
     say: called before the checkpoints are uploaded, with a line that states their number and size.
 
     Raises:
@@ -123,7 +123,7 @@ def push(
         REPO.fullmatch(repo_id) is not None, f"{repo_id} is not a valid repository name; use letters, digits, . _ and -"
     )
     kept, files = [], []
-    if checkpoints:  # listed before the log is read: it has their digests, also while the run is going on
+    if checkpoints:  # listed before the log is read, so that the log has their digests even while the run trains
         kept = updates_kept(run_dir)
         files = kept_parts(run_dir)
     finished = log.is_finished(run_dir)
@@ -142,7 +142,7 @@ def push(
         )
         attempt(f"{run_dir} could not be uploaded to {repo_id}", upload)
     if checkpoints:
-        there = set(updates_kept(run_dir))  # a run that goes on may have removed some meanwhile
+        there = set(updates_kept(run_dir))  # a run that is still training may have removed some
         kept, files = [update for update in kept if update in there], [path for path in files if path.exists()]
         size = sum(path.stat().st_size for path in files)
         say(f"uploading {len(kept)} checkpoints and what they need: {len(files):,} files, {size / 1e6:,.1f} MB")
@@ -159,7 +159,7 @@ def push(
     return address
 
 
-NAMES_ITS_FOLDER = "commit_success.txt"  # a file of Orbax's, which nothing reads
+NAMES_ITS_FOLDER = "commit_success.txt"  # a file of Orbax's that names the run's folder and that nothing reads
 
 
 def kept_parts(run_dir: Path) -> list[Path]:
@@ -175,14 +175,14 @@ ABOUT = ("result.json", "eval.json", "replay.mp4")
 def holds_this_run(api: Any, repo_id: str, folder: Path) -> bool:
     """Whether the checkpoints in a repository, if there are any, are those of the run whose files are in `folder`.
 
-    They are if the digests in the repository's log are in this one, too.
+    They are if all digests in the repository's log are also in this run's log.
     """
     links = lambda path: {row["chain"] for _, row in parse(Path(path).read_bytes()) if row and "chain" in row}
     try:
         with tempfile.TemporaryDirectory() as scratch:
             theirs = links(api.hf_hub_download(repo_id, METRICS, local_dir=scratch))
         return bool(theirs) and theirs <= links(folder / METRICS)
-    except Exception:  # there is no log, or it cannot be had
+    except Exception:  # there is no log, or it cannot be downloaded
         return False
 
 
@@ -215,7 +215,7 @@ def fill(folder: Path, run_dir: Path, repo_id: str) -> None:
 
 
 def fill_run(folder: Path, run_dir: Path) -> Model:
-    """Fill a folder with a run's parameters, which are returned, its configuration, log, result and evaluation."""
+    """Fill a folder with a run's parameters, configuration, log, result and evaluation -> the parameters."""
     model = write_model(folder / "model.msgpack", run_dir)
     (folder / "config.json").write_text(json.dumps(public_config(run_dir), indent=2) + "\n", encoding="utf-8")
     for name in COPIED:

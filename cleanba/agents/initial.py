@@ -25,7 +25,7 @@ from cleanba.trust import source_of
 DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 # The parts of a learner's state that always start anew: optimisers, and counters of updates and steps.
 FRESH = re.compile(r"\.(optimiser|updates|since_\w+)\b")
-# Those that start anew where there are none to start from: the parameters that act do not include them.
+# The parts that start anew if the other run's parameters lack them, as parameters that only act do.
 OPTIONAL = (".log_alpha", ".statistics.discounted_return")
 
 
@@ -56,7 +56,7 @@ def find_initial(place: str, platform: str, trust_remote_code: bool = False) -> 
     """
     run, checkpoint = place, "last"
     if (expanded(place) / "config.json").exists():
-        pass  # a run, whatever it is called
+        pass  # a run, even if its name ends like RUN:best or RUN:UPDATE
     elif (found := re.fullmatch(r"(.+):(best|last|\d+)", place)) is not None:
         run, checkpoint = found[1], found[2]
     elif (found := re.fullmatch(r"(.+)/(?:checkpoints/(\d+)|(best))/?", place)) is not None:
@@ -129,9 +129,9 @@ def started_from(state: PyTree, arrays: Mapping[str, np.ndarray]) -> PyTree:
 def find_again(
     digest: str, run_dir: Path, platform: str, trust_remote_code: bool = False, whole: Path | None = None
 ) -> Initial:
-    """The parameters with this digest, which a run begins from, or began from.
+    """The parameters with this digest, from which a run begins or began.
 
-    `whole` is the run whose whole experiment it repeats; its directory may record their place, too.
+    `whole` is the run whose whole experiment this run repeats: its directory may also record where they are.
 
     Raises:
         UsageError: they are no longer where they were.

@@ -11,7 +11,7 @@ from cleanba.runtime.process_setup import prepared
 
 
 def load(run: str | Path, checkpoint: str | int = "last", *, seed: int = 1, trust_remote_code: bool = False) -> Agent:
-    """The trained agent of a run, which may still be training, or of the Hugging Face Hub.
+    """The trained agent of a run, which may still be training, or one from the Hugging Face Hub.
 
     Args:
         run: directory of the run, hf://user/repository, or an archive of a run (.zip, .tar.gz …).
@@ -22,7 +22,7 @@ def load(run: str | Path, checkpoint: str | int = "last", *, seed: int = 1, trus
 
     Raises:
         UsageError: there is no such run or checkpoint, its environment is not installed, or a run from elsewhere
-            chooses what it may not choose.
+            asks for something that is not allowed.
         Failure: the checkpoint is damaged, or cannot be downloaded.
     """
     run_dir = find_run(run)

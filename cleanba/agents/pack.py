@@ -24,7 +24,7 @@ from cleanba.trust import require_trusted
 
 @dataclass(frozen=True)
 class Flags:
-    """Write a run as one archive.  Others evaluate, draw and compare it by its name, or begin from its parameters.
+    """Write a run as one archive, which others can evaluate, draw, compare, or start training from, by its file name.
 
     It holds the configuration, the log, the result, the parameters, evaluations and the newest film.
     Names of folders, hosts, jobs and accounts are left out; --exp-name and --env-options stay as you typed them.
@@ -35,8 +35,8 @@ class Flags:
     out: Path | None = None
     """file to write, ending in .tar.gz (default: RUN_DIR.tar.gz)"""
     checkpoints: bool = False
-    """with the checkpoints that the run keeps, and their replay memory and actors, so that others can `cleanba verify`
-    it from any of them; without them, only from its beginning, and not at all if it began with --init-from"""
+    """include the checkpoints that the run keeps, and their replay memory and actors, so that others can `cleanba
+    verify` it from any of them; without them, only from its beginning, and not at all if it began with --init-from"""
 
 
 def pack_command(argv: Sequence[str]) -> Exit:
@@ -59,10 +59,10 @@ def pack(run_dir: Path, out: Path, checkpoints: bool = False) -> None:
 
     Raises:
         UsageError: there is no such run, it has no parameters yet, or the file cannot be written.
-        Failure: the disk is full, or the run goes on and removed a checkpoint meanwhile.
+        Failure: the disk is full, or the run is still training and has removed a checkpoint meanwhile.
     """
     name = out.name.removesuffix(".tar.gz")
-    parts = kept_parts(run_dir) if checkpoints else []  # before the log, which has their digests then
+    parts = kept_parts(run_dir) if checkpoints else []  # listed before the log is copied, which then has their digests
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         model = fill_run(folder, run_dir)
@@ -73,7 +73,7 @@ def pack(run_dir: Path, out: Path, checkpoints: bool = False) -> None:
             (folder / "videos").mkdir(exist_ok=True)
             shutil.copyfile(film, folder / "videos" / film.name)
         files = [(path, path.relative_to(folder)) for path in sorted(folder.rglob("*")) if path.is_file()]
-        there = {str(update) for update in updates_kept(run_dir)}  # a run that goes on may have removed some meanwhile
+        there = {str(update) for update in updates_kept(run_dir)}  # a run that is still training may have removed some
         places = [path.relative_to(run_dir) for path in parts if path.exists()]
         files += [
             (run_dir / place, place) for place in places if place.parts[0] != "checkpoints" or place.parts[1] in there
@@ -98,7 +98,7 @@ def pack(run_dir: Path, out: Path, checkpoints: bool = False) -> None:
 
 
 def without_owner(member: tarfile.TarInfo) -> tarfile.TarInfo:
-    """A member of an archive that does not say whose it is."""
+    """A member of an archive, without its owner."""
     member.uid = member.gid = 0
     member.uname = member.gname = ""
     return member

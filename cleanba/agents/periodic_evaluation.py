@@ -70,7 +70,7 @@ class PeriodicEvaluation:
         self.moves = 0
         """steps of all evaluations and films so far"""
         self.doing = "opening environments"
-        """what the current one does"""
+        """what the current one is doing"""
         self._stop = Stop()
         self._lock = threading.Lock()
         self._done: list[FinishedEvaluation] = []
@@ -79,13 +79,16 @@ class PeriodicEvaluation:
 
     @property
     def after_update(self) -> Callable[[int, int, PyTree], None] | None:
-        """To be called with every update's number, the steps so far and the parameters; None if none are evaluated."""
+        """Called after every update with its number, the steps so far and the parameters; None without evaluations."""
         return self._consider if self._run.eval_frequency else None
 
     def begin(self, saved: Saved[Any, Any] | None, history: Sequence[Json]) -> list[str]:
-        """Begin, in a run that begins or continues from a checkpoint, with these rows in its log.  Returns warnings.
+        """Begin, in a new run or in one that continues from a checkpoint.  Returns warnings.
 
         Evaluations that were cut short are started again.
+
+        saved: the checkpoint that the run continues from.
+        history: the rows of the run's log.
 
         Raises:
             Failure: the run's directory cannot be written.
@@ -234,15 +237,16 @@ class PeriodicEvaluation:
     def _quiet_envs(self, seeds: Sequence[int]) -> Envs:
         """Environments whose threads run only where training leaves a core idle.
 
-        They inherit niceness and the scheduling policy SCHED_IDLE from a thread that makes them.  The evaluation's own
-        thread keeps its policy, as it holds Python's lock at times: waiting for a core with the lock held, it would
-        stop the actors.
+        They inherit niceness and the scheduling policy SCHED_IDLE from the thread that makes them.  The evaluation's
+        own thread keeps its policy: it sometimes holds Python's global lock, and if it then had to wait for an idle
+        core, the actors would wait too.
         """
         made: list[Envs | BaseException] = []
 
         def make() -> None:
             with contextlib.suppress(OSError, AttributeError):
-                # First what only Linux has: elsewhere a thread's number may be that of another process.
+                # Only Linux has the first call.  Elsewhere it raises, so the second is skipped: a thread's number may
+                # be that of another process there.
                 os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
             try:

@@ -42,13 +42,13 @@ from cleanba.runtime.process_setup import settings_of
 from cleanba.seeds import eval_seed, evaluation_key
 
 FORMATS = {"onnx": ".onnx", "stablehlo": ".stablehlo"}
-"""name -> how its files end"""
+"""name -> the suffix of its files"""
 TOLERANCE = 1e-5  # of probabilities and values; relative where a number is larger than 1
 SAME_SHARE = 0.99  # of the actions of an agent in float32, whose kernels round differently
 CHECKED = 1000  # observations
-AT_ONCE = 20  # environments that show them
+AT_ONCE = 20  # environments that provide them
 SEEDS = 30  # in the metadata
-KEY = "cleanba"  # of the metadata, one JSON object
+KEY = "cleanba"  # the metadata entry that holds all of it as one JSON object
 
 
 class Port(NamedTuple):
@@ -93,7 +93,7 @@ class Trained(Protocol):
 
 
 class Runs(Protocol):
-    """A file that was read again: arrays by name -> arrays by name, for any batch size."""
+    """The written file, read back and run: arrays by name -> arrays by name, for any batch size."""
 
     def __call__(self, inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]: ...
 
@@ -107,9 +107,9 @@ class Export:
     outputs: tuple[Port, ...]
     metadata: Json
     observations: int
-    """how many it was compared on"""
+    """how many observations the two were compared on"""
     same_actions: int
-    """at how many of them the agent, as it plays here (its own precision and kernels), takes the file's action"""
+    """at how many of them the agent as it plays here (with its own precision and kernels) takes the file's action"""
     differences: dict[str, float]
     """by output: the largest difference, relative where a number is larger than 1"""
 
@@ -120,7 +120,7 @@ class Export:
 
 
 def plain_algorithm(policy: Trained) -> AnyAlgorithm:
-    """The policy's algorithm in plain JAX and float32: kernels for CPUs are calls that no other program knows."""
+    """The policy's algorithm in plain JAX and float32: no other program knows the calls of the CPU kernels."""
     return policy.recipe.make(replace(policy.experiment, cpu_kernels="off", dtype="float32"), policy.spec, "cpu")
 
 
@@ -163,7 +163,7 @@ def exported(policy: Trained) -> Exported:
     def step(*arrays: jax.Array) -> dict[str, jax.Array]:
         """Flat inputs -> outputs by name, in their order."""
         obs, first, part = jax.tree.unflatten(structure, arrays)
-        # Encoding categories counts up in their type, which ONNX cannot do in bytes.  As int32 the values are the same.
+        # One-hot encoding counts up in the categories' type, and ONNX cannot count in bytes; int32 gives equal values.
         wider = lambda o, x: x.astype(jnp.int32) if o.kind in CATEGORICAL else x
         obs = jax.tree.map(wider, spec.obs, obs)
         carry = whole_carry(part, arrays[0].shape[0])
@@ -213,7 +213,7 @@ def exported(policy: Trained) -> Exported:
 def needed(function: Callable[..., tuple[jax.Array, ...]]) -> Callable[..., Sequence[jax.Array]]:
     """The same function without what its results do not need, such as the log-probability that acting records.
 
-    XLA leaves that out by itself, but a converter would convert it.
+    XLA drops unused computations by itself, but a converter would convert them.
     """
 
     def traced(*arrays: jax.Array) -> Sequence[jax.Array]:
@@ -255,9 +255,9 @@ def require_stablehlo() -> None:
 
 @contextmanager
 def named_dimensions() -> Iterator[None]:
-    """Within this context onnx_ir's shapes take JAX's dimensions, such as "batch", by their names.
+    """Within this context onnx_ir's shapes take JAX's symbolic dimensions, such as "batch", by their names.
 
-    Some rules of jax2onnx 0.13 hand them over as they are, and onnx_ir takes them for numbers, which they are not.
+    Some rules of jax2onnx 0.13 pass them on unconverted, and onnx_ir mistakes them for numbers.
     """
     import onnx_ir
 
@@ -353,8 +353,8 @@ def compare(
     of observations at which the agent as it plays here takes the file's action.
 
     Raises:
-        Failure: an action differs, or another number by more than `TOLERANCE`; says where first, and how often.  Or an
-            agent of float32 takes another action than the file at more than 1 observation in 100.
+        Failure: an action differs, or another number by more than `TOLERANCE`; the message says where first, and how
+            often.  Or a float32 agent takes a different action from the file at more than 1 observation in 100.
     """
     algorithm, n = plain_algorithm(policy), min(AT_ONCE, count)
     steps = -(-count // n)
@@ -410,7 +410,7 @@ def compare(
 def differences(found: np.ndarray, expected: np.ndarray) -> np.ndarray:
     """The largest difference of each row, relative where the expected number is larger than 1.  [B, ...] -> [B].
 
-    Equal infinities, as of actions that are illegal, do not differ; another NaN or infinity differs infinitely.
+    Equal infinities, as illegal actions have them, do not differ; any other NaN or infinity differs infinitely.
     """
     if found.shape != expected.shape or found.dtype != expected.dtype:
         return np.full(len(expected), math.inf)
@@ -424,10 +424,10 @@ def differences(found: np.ndarray, expected: np.ndarray) -> np.ndarray:
 
 
 def format_of(path: Path) -> str:
-    """The format that a file's name asks for.
+    """The format of a file with this suffix.
 
     Raises:
-        UsageError: it asks for none.
+        UsageError: it is the suffix of no format.
     """
     for name, ending in FORMATS.items():
         if path.suffix == ending:
@@ -436,7 +436,7 @@ def format_of(path: Path) -> str:
 
 
 def check_target(path: Path, format: str, seed: int) -> None:
-    """Raise `UsageError` for a format that there is not, a place where no file can lie, or a seed out of range."""
+    """Raise `UsageError` for an unknown format, a path where there can be no file, or a seed out of range."""
     close = closest_names(format, FORMATS, 1) or "onnx"
     require(format in FORMATS, f"format={format!r} must be {' or '.join(FORMATS)}; try --format {close}")
     ending = FORMATS[format]
@@ -448,10 +448,10 @@ def check_target(path: Path, format: str, seed: int) -> None:
 
 
 def export(policy: Trained, path: Path, format: str, seed: int = 1) -> Export:
-    """Write a policy as a file of this format, and compare both on observations from the environment.
+    """Write a policy as a file of this format, and compare the two on observations from the environment.
 
     Raises:
-        UsageError: a package is missing, there is no such format, or the file cannot lie there.
+        UsageError: a package is missing, there is no such format, or there can be no such file at `path`.
         Failure: the file cannot be written, or does not compute what the policy does.
     """
     check_target(path, format, seed)

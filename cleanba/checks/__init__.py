@@ -1,1 +1,1 @@
-"""Whether a run holds what it says: parts of it, computed again here and compared."""
+"""Checks of finished runs: parts of a run are computed again here and compared with what it recorded."""

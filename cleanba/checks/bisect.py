@@ -34,7 +34,7 @@ Flags after `--` set B's placement; flags after a second `--` set A's.  NAME=VAL
 variable of that side.  Exit code 0: the same bits throughout.  1: the two sides differ, or one of them differs from
 what its run logged."""
 
-MOST_DEVICES = 4096  # that a processor is divided into
+MOST_DEVICES = 4096  # that a CPU may simulate
 REPORT_SECONDS = 15.0  # between lines of progress where there is no terminal
 
 
@@ -67,7 +67,7 @@ class Part(NamedTuple):
         return words + "".join(f", {name}={value}" for name, value in self.variables.items() if name not in OWN)
 
 
-OWN = ("JAX_NUM_CPU_DEVICES",)  # variables that are set here
+OWN = ("JAX_NUM_CPU_DEVICES",)  # environment variables that this module sets itself
 
 
 def bisect_command(argv: Sequence[str]) -> Exit:
@@ -77,7 +77,7 @@ def bisect_command(argv: Sequence[str]) -> Exit:
     require(len(flags.runs) in (1, 2), f"bisect takes one run or two, but was given {len(flags.runs)}\n{ABOUT}")
     require(len(sides) <= 2, f"bisect takes at most two `--`, but was given {len(sides)}\n{ABOUT}")
     with tempfile.TemporaryDirectory(prefix="cleanba-bisect-") as scratch:
-        folders = [Path(scratch, name) for name in "AB"]  # of archives
+        folders = [Path(scratch, name) for name in "AB"]  # to unpack archives into
         for folder in folders:
             folder.mkdir()
         run_dirs = [find_whole_run(run, folder) for run, folder in zip(flags.runs, folders, strict=False)]
@@ -127,9 +127,9 @@ def split(argv: Sequence[str]) -> list[list[str]]:
 
 
 def part_of(run_dir: Path, words: Sequence[str], trust_remote_code: bool) -> Part:
-    """One side: a run on its own placement, as these words change it.
+    """One side: a run on its own placement, changed by these arguments.
 
-    What several processes computed, one computes here, on as many devices.
+    What several processes computed, a single process computes here, on as many devices.
 
     Raises:
         UsageError: there is no such run, or a word would change what it trains.
@@ -186,9 +186,9 @@ class Span(NamedTuple):
     digests: tuple[dict[int, str], dict[int, str]]
     """what each run has logged: update -> digest of the parameters"""
     said: list[str]
-    """what the logs tell, in lines"""
+    """what the logs show, in lines"""
     settled: bool = False
-    """whether the logs alone tell that both are the same"""
+    """whether the logs alone show that both are the same"""
     apart: int = 0
     """the first update at which the two logs differ; 0: they do not"""
 
@@ -290,7 +290,7 @@ def search(a: Part, b: Part, span: Span, trust_remote_code: bool) -> tuple[Findi
 
 
 class Progress:
-    """How far the computation is: one line on a terminal, else a line now and then."""
+    """Shows how far the computation is: in one line on a terminal, otherwise in a line now and then."""
 
     def __init__(self, span: Span):
         self._span, self._began, self._said = span, time.monotonic(), time.monotonic()

@@ -1,4 +1,4 @@
-"""Where two computations of the same update part: the first value that differs, and what made it.
+"""Where two computations of the same update diverge: the first value that differs, and what made it.
 
 The parts of an update are compared in the order in which they are computed: the learner's state before it, the
 parameters that acted, the rollout step by step, the stages of the update as its probes saw them, the learner's state
@@ -86,7 +86,7 @@ class Finding(NamedTuple):
     """a clause: "observations of environments 40 to 47 at step 12 differ" """
     difference: Difference | None = None
     note: str = ""
-    """a sentence more"""
+    """a further sentence"""
 
     def lines(self) -> list[str]:
         """The finding as `cleanba bisect` prints it."""
@@ -99,7 +99,7 @@ class Finding(NamedTuple):
 
 
 def first_print(a: Prints, b: Prints) -> str | None:
-    """The first field of `Prints` in which they differ, or in which one side's devices differ; None if none does."""
+    """The first field of `Prints` in which the two sides, or the devices of one side, differ; None if there is none."""
     for name in Prints._fields[:-1]:
         x, y = getattr(a, name), getattr(b, name)
         on_devices = name in ("state_before", "state")
@@ -109,7 +109,7 @@ def first_print(a: Prints, b: Prints) -> str | None:
 
 
 def note_versions(versions: dict[bytes, int], update: int, prints: Prints) -> None:
-    """Remember the parameters that acting had before and after an update which both sides agree on."""
+    """Remember the actors' parameters before and after an update on which both sides agree."""
     if update == 1:
         versions[prints.acted_with[0].tobytes()] = 1
     versions[prints.actor_params.tobytes()] = update + 1
@@ -200,7 +200,7 @@ WORDS = {
     "truncated": ("truncation", "environment"),
     "valid": ("valid-step flag", "environment"),
 }
-"""The fields of a rollout, in the order in which a step comes about: in words, and what makes them."""
+"""The fields of a rollout, in the order in which a step produces them: field -> in words, and what produces it."""
 
 
 def _in_rollout(a: Named, b: Named, update: int) -> Finding:
@@ -263,7 +263,7 @@ def _in_update(a: Side, b: Side, update: int, prints_a: Prints, prints_b: Prints
 
 
 def _without_shapes(event: Event) -> tuple[object, ...]:
-    """What an event is, on whatever placement: shapes depend on how many shards a device holds."""
+    """What identifies an event on any placement: shapes depend on how many shards a device holds."""
     return event.number, event.site.stage, event.site.detail, event.site.per_shard, event.site.paths
 
 
@@ -385,7 +385,7 @@ def kind_of(dtype: np.dtype) -> str:
 
 
 def number_in_words(x: np.generic) -> str:
-    """A number, and of a real one its bits: "0.1 (0x3dcccccd)"."""
+    """A number in words; a floating-point number with its bits: "0.1 (0x3dcccccd)"."""
     if x.dtype.kind == "f" or x.dtype.name == "bfloat16":
         return f"{float(x):.9g} (0x{int(bits(np.asarray(x))):0{2 * x.dtype.itemsize}x})"
     return str(x)

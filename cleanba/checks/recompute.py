@@ -84,7 +84,7 @@ def open_rerun(run_dir: Path, placement: Placement, trust_remote_code: bool = Fa
 
 
 def read_checkpoint(rerun: Rerun, update: int, with_memory: bool = True) -> Saved[Any, Any]:
-    """A run's checkpoint after this update, with its memory, unless that is not wanted, and its actors.
+    """A run's checkpoint after this update, with its actors and, if `with_memory`, its memory.
 
     Raises:
         Failure: it is damaged, or a part of it is missing.
@@ -128,12 +128,12 @@ def recompute(
         rerun: the run, from `open_rerun`.
         first: an update whose checkpoint the run keeps; 0: from the beginning.
         last: the update to end after.
-        digests_after: updates after which digests are taken, besides `last` and ends of epochs of environments.
+        digests_after: updates after which digests are taken, besides `last` and the ends of environment epochs.
         saved: the checkpoint after update `first`, if it has been read already.
-        title: what progress is shown under.
+        title: the title of the progress display.
         display: whether progress is shown on the console.
         ended: called after the last update with what a checkpoint would hold besides the learner (`Training.ended`).
-        actors_in: a folder where actors are recorded for that.
+        actors_in: the folder where actors are recorded for `ended`.
 
     Returns:
         update -> the digests of the learner after it.

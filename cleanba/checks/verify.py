@@ -1,8 +1,8 @@
-"""`cleanba verify RUN`: whether a run's results are what its code computes, as far as parts of it tell.
+"""`cleanba verify RUN`: whether a run's results are what its code computes, checked on parts of the run.
 
 A run's log has digests of the learner, each linked to the one before it (`runtime/chain.py`).  The updates between two
-kept checkpoints are a segment.  Some segments are computed again here, from the checkpoint at their start, and what
-comes out must have the digests that the log has.  docs/guides/verify.md says what that proves, and what not.
+kept checkpoints are a segment.  Some segments are computed again here, each from the checkpoint at its start, and the
+results must have the digests in the log.  docs/guides/verify.md says what this proves and what it does not.
 """
 
 import random
@@ -32,7 +32,7 @@ from cleanba.runtime.digests import params_digest
 from cleanba.runtime.hardware import describe_devices
 from cleanba.runtime.records import Snapshot
 
-SEGMENTS = 3  # that are drawn, if no flag says how many
+SEGMENTS = 3  # drawn if no flag says how many
 Reason = Literal["processor", "packages", "revision"]
 
 
@@ -53,7 +53,7 @@ class Verify:
     """share of the run's updates to compute; with --segments, each segment is cut short so that together they make up
     at most this share, but each is computed at least up to its first digest"""
     from_update: Annotated[int | None, tyro.conf.arg(name="from")] = None
-    """compute from the checkpoint after this update on; 0: from the beginning"""
+    """start from the checkpoint after this update (0: from the beginning)"""
     to_update: Annotated[int | None, tyro.conf.arg(name="to")] = None
     """compute up to this update"""
     seed: Annotated[int | None, Range(0, 2**63)] = None
@@ -63,7 +63,7 @@ class Verify:
     learner_device_ids: tuple[int, ...] = (0,)
     """devices that learn, by local index"""
     despite: tuple[Reason, ...] = ()
-    """compute although the processor, the packages or the revision of the code are not those of the run"""
+    """compute even if the processor, the packages or the revision of the code are not those of the run"""
     trust_remote_code: bool = False
     """for a downloaded or unpacked run: import and call what its config.json names (docs/guides/trust.md)"""
 
@@ -160,12 +160,12 @@ def introduction(name: str, rerun: Rerun, checked: chain.Checked) -> str:
 
 
 def contradictions(rerun: Rerun, linked: Mapping[int, Linked]) -> list[str]:
-    """What a run's files say against its log, one sentence each: its result, its model, its newest checkpoint."""
+    """How a run's files contradict its log, one sentence each: its result, its model, its newest checkpoint."""
     last = linked[max(linked)]
     found = []
     result = log.read_result(rerun.run_dir)
     finished = result.get("status") == "finished"
-    whole = result.get("update", rerun.experiment.num_updates)  # fewer if it came to its --target-return
+    whole = result.get("update", rerun.experiment.num_updates)  # fewer if it reached its --target-return
     if finished and last.update != whole:
         found.append(f"the chain ends at update {last.update}, but the run has finished with {whole}")
     elif finished and any(result.get(name) != getattr(last, name) for name in DIGESTS):
@@ -211,9 +211,9 @@ def require_repeatable(name: str, rerun: Rerun) -> None:
 
 
 def require_comparable(flags: Verify, rerun: Rerun, chosen: Sequence["Segment"], linked: Mapping[int, Linked]) -> None:
-    """Raise `CannotCompare` unless code, packages and processor are those of the run, or --despite names what is not.
+    """Raise `CannotCompare` unless code, packages and processor are those of the run, or --despite names what differs.
 
-    What differs is said in any case.
+    Either way, what differs is said.
     """
     sources_here = sources(rerun.training.spec, *rerun.recipe.modules)
     here = chain.made_by(describe_devices() | {"sources": sources_here})
@@ -233,7 +233,7 @@ def require_comparable(flags: Verify, rerun: Rerun, chosen: Sequence["Segment"],
 
 
 def differences(there: Json, here: Json, e: Experiment) -> dict[Reason, str]:
-    """What differs between two records of code and machine, of what bits depend on: reason -> words."""
+    """What differs between two records of code and machine, and may change bits: reason -> words."""
     found: dict[Reason, str] = {}
     if there.get("code") != here["code"]:
         found["revision"] = f"code (revision {_short(there.get('revision'))} there, {_short(here['revision'])} here)"
@@ -344,7 +344,7 @@ def choose(there: Sequence[Segment], linked: Mapping[int, Linked], flags: Verify
 
 
 def with_beginning(rerun: Rerun, chosen: list[Segment]) -> list[Segment]:
-    """The chosen segments, without the first one where the parameters that it begins from are gone.
+    """The chosen segments, without the first one if the parameters that it begins from are gone.
 
     Raises:
         CannotCompare: that leaves none.
@@ -361,7 +361,7 @@ def with_beginning(rerun: Rerun, chosen: list[Segment]) -> list[Segment]:
 
 
 def shortened(whole: Segment, most: float) -> Segment:
-    """A segment up to the last digest within so many updates, or up to its first."""
+    """A segment cut after its last digest within `most` updates, or after its first digest if there is none within."""
     within = [update for update in whole.digests if update - whole.first <= most] or whole.digests[:1]
     return Segment(whole.first, within[-1], tuple(within))
 
@@ -401,7 +401,7 @@ def compute(
         found = printable(found)
         wrong += [f"{one}: {found}"] if found else []
         print(f"{one}: {found or 'the same bits'}", flush=True)
-    share = sum(one.updates for one in chosen) / max(linked)  # a run may end before its time, by --target-return
+    share = sum(one.updates for one in chosen) / max(linked)  # a run may end early, by --target-return
     ranged = flags.from_update is not None or flags.to_update is not None
     what = f"{chosen[0]} recomputed" if ranged else f"{len(chosen)} of {all_segments} segments recomputed"
     if not wrong:

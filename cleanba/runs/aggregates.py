@@ -36,7 +36,7 @@ class Aggregates(NamedTuple):
     taus: np.ndarray
     variants: dict[str, Summary]
     publication: Publication  # the source of `systems`
-    systems: dict[str, np.ndarray]  # published ones, over the means of the same games, as STATISTICS
+    systems: dict[str, np.ndarray]  # of published systems, from their mean returns on the same games, as STATISTICS
 
 
 def aggregates(groups: Groups) -> Aggregates | None:
@@ -72,7 +72,7 @@ def aggregates(groups: Groups) -> Aggregates | None:
 
 
 def experiments(groups: Groups, games: Iterable[str]) -> list[Json]:
-    """What the runs on these games trained."""
+    """The experiments of all runs on these games."""
     return [c.experiment for env_id in games for runs in groups[env_id].values() for c in runs]
 
 
@@ -101,7 +101,7 @@ def by_games(scores: Sequence[np.ndarray]) -> np.ndarray:
     rows = math.lcm(*(len(s) for s in scores))
     order = np.argsort(every := np.concatenate(scores))
     weight = np.concatenate([np.full(len(s), rows // len(s)) for s in scores])[order]
-    until = np.cumsum(weight)  # each score as often as it would stand in `square`
+    until = np.cumsum(weight)  # each score as often as it would occur in `square`
     cut = until[-1] // 4
     kept = np.clip(np.minimum(until, until[-1] - cut) - np.maximum(until - weight, cut), 0, None)
     per_game = np.array([s.mean() for s in scores])

@@ -31,7 +31,7 @@ class Curve(NamedTuple):
     steps: np.ndarray  # environment steps
     seconds: np.ndarray  # since the run began
     returns: np.ndarray  # mean return of the last 100 episodes, or another metric
-    finished: bool = False  # whether the run has finished, be it before its last step, as with --target-return
+    finished: bool = False  # whether the run has finished, even before its last step, as with --target-return
 
 
 class Band(NamedTuple):
@@ -165,7 +165,7 @@ def load(places: Iterable[Path], metric: str = RETURN) -> list[Curve]:
     for curve, experiment in zip(found, completed_alike([c.experiment for c in found]), strict=True):
         key = json.dumps(experiment, sort_keys=True)
         other = curves.get(key)
-        if other is not None:  # the same bits are no further sample
+        if other is not None:  # the same bits again would not be another sample
             curve, shorter = sorted((other, curve), key=lambda c: -c.steps[-1])
             warn(f"{shorter.run_dir} is the same experiment and seed as {curve.run_dir}; left out")
         curves[key] = curve
@@ -286,8 +286,9 @@ def stopped_early(curve: Curve, others: Sequence[Curve]) -> bool:
 def band(curves: Sequence[Curve], axis: Literal["steps", "seconds"]) -> Band:
     """Mean and 95% interval over runs, interpolated linearly onto one axis.
 
-    The axis begins where the last run begins, and ends with the first of the runs that did not end early.  A run that
-    ended early counts up to its end; if it had finished, as with --target-return, its last return counts from there on.
+    The axis begins at the latest first point of all runs, and ends at the earliest last point of those that did not end
+    early.  A run that ended early counts up to its end; if it had finished, as with --target-return, its last return
+    counts from there on.
     """
     xs: list[np.ndarray] = [getattr(c, axis) for c in curves]
     end = min(x[-1] for x, c in zip(xs, curves, strict=True) if not ends_early(c, curves))

@@ -68,7 +68,7 @@ def compare_metrics(a: dict[int, Json], b: dict[int, Json]) -> list[str]:
 class Compared(NamedTuple):
     """The comparison of two runs by one of the digests."""
 
-    same: bool | None  # None: there is no update at which both took it
+    same: bool | None  # None: there is no update at which both runs took this digest
     words: str
 
 
@@ -97,7 +97,7 @@ def compare_states(a: Path, b: Path) -> str:
         try:
             x, y = read_arrays(a, update), read_arrays(b, update)
             break
-        except Exception:  # damaged, or removed meanwhile by a run that goes on: Orbax raises many errors
+        except Exception:  # damaged, or removed by a run that is still training: Orbax raises many errors
             continue
     else:
         return "no checkpoint that both runs keep can be read, so states cannot be compared number by number"

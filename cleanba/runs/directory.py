@@ -50,7 +50,7 @@ class Opened(NamedTuple):
 
 
 def differing_machines(earlier: Json | None, now: Json) -> list[str]:
-    """The differences that may change bits between what made two runs: code, packages, kind of device, CPU."""
+    """What differs between the code and machines of two runs and may change bits: code, packages, devices, CPU."""
     if earlier is None:
         return []
     a, b = ({**c.get("packages", {}), "device kind": c.get("device_kind")} for c in (earlier, now))
@@ -86,7 +86,7 @@ def open_run(
 
     Raises:
         Finished: the same experiment has finished there.
-        UsageError: another experiment lives there, or the directory cannot be written.
+        UsageError: another experiment is there, or the directory cannot be written.
         Failure: the disk is full.
     """
     config: Json = {
@@ -112,7 +112,7 @@ def open_run(
     )
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        for ended in ("result.json", "model.msgpack", UPLOADED):  # by what goes on now
+        for ended in ("result.json", "model.msgpack", UPLOADED):  # no longer true once the run goes on
             with contextlib.suppress(FileNotFoundError):
                 os.remove(run_dir / ended)
         write_json(path, config)
@@ -122,7 +122,7 @@ def open_run(
 
 
 def is_over(result: Json, e: Experiment, config: Json, target: float | None) -> bool:
-    """Whether a run has finished, also for this --target-return: one that ended at another one may have steps left."""
+    """Whether a run has finished for this --target-return, too: a run that ended at a lower one may have steps left."""
     if result.get("status") != "finished":
         return False
     earlier = config.get("run", {}).get("target_return")
@@ -163,7 +163,7 @@ def unwritable(run_dir: Path, error: OSError, flag: str = "--run-dir") -> UsageE
 
 
 def lock(run_dir: Path, flag: str = "--run-dir") -> TextIO:
-    """Keep other processes out of a directory, which a flag names, for as long as the returned file is open.
+    """Keep other processes out of a directory that a flag names, for as long as the returned file is open.
 
     Raises:
         UsageError: another process is in it, or the directory cannot be written.

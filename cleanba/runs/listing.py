@@ -51,8 +51,8 @@ class Row(NamedTuple):
 
 
 def find_runs(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
-    """Directories with a config.json, at most `depth` levels down.  Runs inside of runs are left out."""
-    if os.path.isfile(folder / "config.json"):  # which raises nothing where it may not look
+    """Directories with a config.json, at most `depth` levels down.  Runs inside other runs are left out."""
+    if os.path.isfile(folder / "config.json"):  # which raises no error where access is denied
         yield folder
     elif depth > 0:
         try:

@@ -34,7 +34,7 @@ def parse(lines: bytes) -> Iterator[tuple[int, Row | None]]:
 
 
 def is_whole(row: Json) -> bool:
-    """Whether a row has its update, and numbers where it says when that was."""
+    """Whether a row has its update, and any global step and seconds in it are numbers."""
     numbers = (row.get("global_step", 0), row.get("seconds", 0.0))
     return type(row.get("update")) is int and all(type(x) in (int, float) for x in numbers)
 
@@ -92,10 +92,10 @@ def seconds_left(rows: list[Row], updates: int) -> float | None:
 def rewind(run_dir: Path, update: int, seconds: float = math.inf) -> list[Row]:
     """Remove the rows after `update`, which will be logged again, and return those that stay.
 
-    An evaluation is logged later than its update; such a row gets the time from which the run goes on, so that time
+    An evaluation may be logged after later updates.  Its row then gets the time at which the run resumes, so that time
     does not run backwards.  TensorBoard's files are removed too, as they are rebuilt from the rows.
 
-    seconds: the time from which the run goes on.
+    seconds: the run's time when it resumes.
     """
     rows: list[Row] = []
     logged: dict[int, Row] = {}  # by update

@@ -35,7 +35,7 @@ NEEDED_WHOLE = ("config.json", METRICS)
 MOST_BYTES = {"config.json": 2**20, "model.msgpack": 2**31 + 2**20, "result.json": 2**24, METRICS: 2**30}
 """the files that are taken from a run from elsewhere, and the largest size of each"""
 PARTS = ("checkpoints", "memory", "actors")
-"""the folders that `cleanba verify` and `cleanba bisect` need besides"""
+"""the folders that `cleanba verify` and `cleanba bisect` also need"""
 MOST_PARTS_BYTES = 2**36  # of all files in these folders together
 PART_OF_NAME = re.compile(r"(?!\.\.?$)[\w.-]{1,200}", re.ASCII)
 MOST_DEPTH = 8
@@ -282,7 +282,7 @@ def _copy(source: str, member: Member, to: Path) -> None:
 
 
 class ShortHeader(tarfile.TarInfo):
-    """A member of an archive.  `tarfile` reads its name into memory, however long a stranger has made it."""
+    """A member of an archive, refused if its name is too long: `tarfile` would read any length into memory."""
 
     def _proc_member(self, tar: tarfile.TarFile) -> tarfile.TarInfo:  # `tarfile` documents it for subclasses
         if self.type in NAMES_IN_BODY and self.size > MOST_NAME_BYTES:

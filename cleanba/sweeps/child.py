@@ -33,7 +33,7 @@ def end_with(parent: int) -> None:
 
 
 def watch(parent: int) -> None:
-    """Kill this process once its parent is another one."""
+    """Kill this process once it no longer has this parent."""
     while os.getppid() == parent:
         time.sleep(LOOK_SECONDS)
     os.kill(os.getpid(), signal.SIGKILL)

@@ -40,7 +40,7 @@ The templates ask this with ELASTIC=1."""
 
 @dataclass(frozen=True)
 class Templates:
-    """Write out the templates for Slurm: `DIR/submit DIR/one-gpu.sh ppo …` submits a run by one of them."""
+    """Write out the templates for Slurm: `DIR/submit DIR/one-gpu.sh ppo …` submits a run with one of them."""
 
     directory: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="[DIR]")] = Path("slurm")
     """folder to write to; files that exist already are kept"""
@@ -234,7 +234,7 @@ def job_states(jobs: Iterable[str]) -> dict[str, str]:
         for line in (line for line in queue.splitlines() if line.count("|") >= 2):  # not "CLUSTER: …"
             job, state, reason = line.strip().split("|", 2)
             states[job] = state if reason in ("None", "") or state != "PENDING" else f"{state} ({reason})"
-    if not answered:  # taking its jobs for gone would submit them twice
+    if not answered:  # if its jobs were taken for gone, they would be submitted twice
         raise Failure("squeue did not answer, so the state of the jobs is unknown; try again where Slurm is")
     missing = sorted({job.partition("_")[0] for job in wanted if job not in states})
     if missing:
@@ -247,7 +247,8 @@ def job_states(jobs: Iterable[str]) -> dict[str, str]:
 def said(command: Sequence[str]) -> str | None:
     """The output of a Slurm command; None if it failed or does not exist."""
     try:
-        plain = {name: value for name, value in os.environ.items() if not name.startswith("SQUEUE_")}  # they hide jobs
+        # The SQUEUE_ variables may hide jobs.
+        plain = {name: value for name, value in os.environ.items() if not name.startswith("SQUEUE_")}
         done = subprocess.run([*command], capture_output=True, text=True, timeout=60, env=plain)
     except (OSError, subprocess.TimeoutExpired):
         return None

@@ -64,7 +64,7 @@ class Flags:
     num_seeds: int = 3
     """seeds of every combination: --first-seed and those after it"""
     first_seed: int = 1
-    """first of these seeds; report results on other seeds than those that settings were chosen on"""
+    """first of these seeds; do not report results on the seeds that you chose settings on"""
     set: tuple[str, ...] = ()
     """flags with several values, such as learning_rate=1e-4,2.5e-4; every combination of them is one variant"""
     dir: Path | None = None
@@ -359,7 +359,7 @@ def end_all(jobs: Sequence[Job], heard: Sequence[int], seconds: float) -> None:
     for job in running:
         assert job.process is not None
         code = job.process.wait()
-        failed = 0 < code <= 128  # not asked to end, which is 128 + the signal, nor killed
+        failed = 0 < code <= 128  # neither asked to end (128 + the signal) nor killed (negative)
         job.state = "finished" if is_finished(job.run_dir) else "failed" if failed else "interrupted"
         job.code, job.process = code, None
 

@@ -1,23 +1,23 @@
 # What `launch` does with ELASTIC=1: the run goes on when a node is lost, and takes the node back.
 #
-# Each node has a step of its own, `srun` for one node, within the job's allocation, which --no-kill keeps.  When one
-# step ends too early, the processes of the others notice it and end; what does not end is killed.  Then the same
-# command goes on from the newest checkpoint, on as many of the nodes that answer as the experiment divides into.
-# When a node answers again, the steps are ended by SIGUSR1 after their next checkpoint, and the command goes on with
-# that node.
+# Each node has its own step (an `srun` for one node) within the job's allocation, which --no-kill keeps.  When one step
+# ends too early, the processes of the others notice it and end; any that do not end are killed.  Then the same command
+# goes on from the newest checkpoint, on the largest number of answering nodes that the experiment can be divided among.
+# When a node answers again, SIGUSR1 ends the steps, once this start has written a checkpoint, and the command goes on
+# with that node.
 
 ANSWER_SECONDS=20 # in which a node has to run `true`
 NOTICE_SECONDS=15 # after one step has failed: time for the others to end by themselves
 ENDING_SECONDS=60 # after one step has ended as it should: time for the others to write a checkpoint
 LOOK_SECONDS=15   # between looks at nodes that could be taken back
 SHORT_SECONDS=200 # before the job's time limit: too late for a new start
-RETRIES=5         # failures without a new checkpoint between them
+RETRIES=5         # failures in a row without a new checkpoint between them
 
 # elastic ppo FLAGS …  Returns 0 once the run is finished, 138 when the job is to be requeued, else the run's exit code.
 elastic() {
     local words=("$@") most=${CLEANBA_NODES:-$SLURM_JOB_NUM_NODES} fits run nodes used
     local code newest retries=0 attempt=0 more began said
-    # Which numbers of processes divide the experiment, and the run's directory, which must not change with the step.
+    # The numbers of processes that fit the experiment, and the run's directory, which must be the same for all steps.
     said=$(JAX_PLATFORMS=cpu "${CLEANBA[@]}" slurm fit $((most * tasks_here)) "${words[@]}") ||
         return 2 # the reason has been printed
     { read -r -a fits && IFS= read -r run; } < <(tail -n 2 <<<"$said") # environments may print when they are imported
@@ -32,7 +32,7 @@ elastic() {
             continue
         fi
         if [ "$attempt" -gt 0 ] && [ "$(seconds_left)" -lt "$SHORT_SECONDS" ]; then
-            say "the job's time is nearly over" # Slurm has sent its warning, perhaps while no step was there to hear it
+            say "the job's time is nearly over" # Slurm's warning may have come while no step was running
             return 138
         fi
         newest=$(newest_checkpoint) attempt=$((attempt + 1)) more="" began=$SECONDS
@@ -81,7 +81,7 @@ job_nodes() {
     scontrol show hostnames "${list:-$SLURM_JOB_NODELIST}"
 }
 
-# Those of the nodes on standard input that run `true` within ANSWER_SECONDS, in their order.  All are asked at once.
+# The nodes on standard input that run `true` within ANSWER_SECONDS, in the same order.  All are asked at once.
 those_that_answer() {
     local node nodes answered
     mapfile -t nodes
@@ -95,7 +95,7 @@ those_that_answer() {
     printf '%s\n' "${nodes[@]}" | grep -xF "$answered"
 } 2>/dev/null
 
-# nodes_to_use N: the largest number of nodes up to N whose processes the experiment divides into; 0 if there is none.
+# nodes_to_use N: the largest number of nodes up to N whose processes fit the experiment; 0 if there is none.
 nodes_to_use() {
     local n=$1
     until [ "$n" -eq 0 ] || [[ " ${fits[*]} " == *" $((n * tasks_here)) "* ]]; do n=$((n - 1)); done
@@ -157,7 +157,7 @@ note_ended() {
     done
 }
 
-# What the steps' exit codes come to: 2 if one is 2, else the highest.
+# The exit code for all steps together: 2 if one is 2, else the highest.
 exit_code() { printf '%s\n' "${codes[@]}" | sort -n | awk '{ seen[$1]; last = $1 } END { print 2 in seen ? 2 : last }'; }
 
 # Whether an error in the run itself ended it, which would happen again, rather than the loss of a process.
@@ -166,14 +166,14 @@ failed_by_itself() {
         ! grep -Eq '"error": "Failure: process [0-9]+ of [0-9]+ (died|said nothing)' "$run/result.json"
 } 2>/dev/null
 
-# Whether to look for more nodes: now and then, once this start has brought the run further, and not right before the
-# job's time limit.
+# Whether to look for more nodes: now and then, once this start has written a checkpoint, and not right before the job's
+# time limit.
 time_to_look() {
     [ $(((SECONDS - began) % LOOK_SECONDS)) -eq 0 ] && [ "$(newest_checkpoint)" != "$newest" ] &&
         [ "$(seconds_left)" -gt $((SHORT_SECONDS + 100)) ]
 }
 
-# Sets `more` to where the run can have more nodes; fails if there are none.
+# Sets `more` to where more nodes would come from; fails if there are none.
 find_more() {
     local here back idle had
     mapfile -t here < <(job_nodes)
@@ -185,7 +185,7 @@ find_more() {
             return
         fi
     fi
-    # Only a requeue brings back nodes that Slurm took out of the allocation.  If it brought none, it is not repeated.
+    # Only a requeue brings back nodes that Slurm took out of the allocation.  One that brought none is not repeated.
     had=$(scontrol show job "$job" | sed -n 's/.*Comment=elastic: had \([0-9]*\).*/\1/p')
     idle=$(sinfo --noheader --partition="$SLURM_JOB_PARTITION" --states=idle --Node --format=%N | sort -u | wc -l)
     [ "$idle" -gt 0 ] && [ "${#here[@]}" -lt "$most" ] && [ "${#here[@]}" -gt "${had:-0}" ] &&

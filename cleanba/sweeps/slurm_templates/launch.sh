@@ -1,11 +1,11 @@
 # What all templates share; they source it inside the job.
 #
 # DEVICES   how many devices each task has
-# launch    runs Cleanba in every task, and has a job that was cut short come back and go on
+# launch    runs Cleanba in every task, and requeues a job that was cut short, so that it goes on
 source "${CLEANBA_SLURM:-slurm}/settings.sh"
 source "${CLEANBA_SLURM:-slurm}/elastic.sh"
 
-# What Slurm calls this job: of an array, the array's number alone would mean all of its elements.
+# Slurm's name for this job: in an array, the array's number alone would mean all of its elements.
 job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
 job=${job:-$SLURM_JOB_ID}
 tasks_here=${SLURM_NTASKS_PER_NODE:-1}
@@ -16,7 +16,7 @@ else
     DEVICES=$((${SLURM_GPUS_ON_NODE:-$tasks_here} / tasks_here))
 fi
 
-# The actor has the first device for itself, if there are several.
+# If there are several devices, the first is the actor's alone.
 if [ "$DEVICES" -gt 1 ]; then LEARNERS=($(seq 1 $((DEVICES - 1)))); else LEARNERS=(0); fi
 
 # Every task may use all GPUs of its node, so that NCCL copies from one to another directly, but takes only its share.
@@ -29,22 +29,22 @@ launch() {
     prepare
     export DEVICES
     if [ -n "${SLURM_CPUS_PER_TASK:-}" ]; then
-        export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK # since Slurm 22.05 a step does not take it from its job
+        export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK # since Slurm 22.05 a step does not inherit it from its job
     fi
-    trap : USR1 # for the tasks; `scancel --full` sends it to this shell too
+    trap : USR1 # it is meant for the tasks, but `scancel --full` sends it to this shell too
     echo "job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, restart ${SLURM_RESTART_COUNT:-0}"
     if [ -n "${ELASTIC:-}" ] && [[ " $* " == *" --distributed "* ]]; then
         elastic "$@" || code=$?
     else
-        # After one task has ended the others have a minute to reach a checkpoint, or to notice.
+        # After one task has ended, the others have a minute to write a checkpoint, or to notice that it is gone.
         srun --wait=60 bash -c "$take_share" task "${CLEANBA[@]}" "$@" || code=$?
     fi
-    # Where preempted jobs have some time left, Slurm sends SIGTERM first, and requeues only those that do not end by then.
+    # Where preempted jobs get a grace time, Slurm sends SIGTERM first, and requeues only jobs that outlast it.
     if [ "$code" -eq 143 ] && scontrol show job "$job" 2>/dev/null | grep -q 'PreemptTime=[0-9]'; then code=138; fi
     if [ "$code" -eq 138 ]; then # 128 + SIGUSR1: out of time, or preempted
         if [ "${SLURM_RESTART_COUNT:-0}" -lt "$MAX_RESTARTS" ]; then
             echo "cut short; job $job goes back into the queue and will go on from its last checkpoint"
-            # Slurm ends this script; one that ended first could still be taken for a failed job.
+            # Slurm ends this script.  If it ended by itself first, the job could still be taken for failed.
             scontrol requeue "$job" && sleep 300
         fi
         echo "cut short, and not sent back into the queue after ${SLURM_RESTART_COUNT:-0} restarts" >&2

@@ -10,8 +10,8 @@
 #SBATCH --requeue
 #SBATCH --signal=USR1@120
 #SBATCH --open-mode=append
-# USR1 comes 120 seconds before the time limit: the run ends after the update under way, with a checkpoint; it is
-# requeued and goes on exactly.  Partition, account and so on: settings.sh.
+# Slurm sends USR1 120 seconds before the time limit.  The run then ends after its current update, with a checkpoint,
+# the job is requeued, and the run goes on exactly where it ended.  Partition, account and so on are set in settings.sh.
 source "${CLEANBA_SLURM:-slurm}/launch.sh"
 
 launch "$1" --actor-device-ids 0 --learner-device-ids 0 "${@:2}"

@@ -5,17 +5,17 @@ PARTITION=        # sbatch --partition
 ACCOUNT=          # sbatch --account
 QOS=              # sbatch --qos
 TIME=             # sbatch --time, such as 24:00:00; a job that runs out of it is requeued, and goes on by itself
-GPUS=             # GPUs per node, of the templates that use several
-GPU_TYPE=         # their kind, where a cluster has several, such as a100
+GPUS=             # GPUs per node, for the templates that use several
+GPU_TYPE=         # such as a100, on a cluster with several types
 CPUS=             # CPU cores per task: these step the emulators
 MEMORY=           # sbatch --mem, per node, such as 64G
-NODES=            # nodes, of the templates that use several
+NODES=            # nodes, for the templates that use several
 MORE=()           # further options of sbatch, such as (--constraint=ib --mail-type=FAIL)
 
-MAX_RESTARTS=100  # a job gives up after so many restarts: see "Time limits" in docs/guides/clusters.md
+MAX_RESTARTS=100  # a job gives up after this many restarts: see "Time limits" in docs/guides/clusters.md
 
-ELASTIC=${ELASTIC:-}  # 1, here or in the environment: a job of several nodes goes on when one is lost, on those that are
-                      # left, and takes it back; NODES is then the most that it uses, and it starts on fewer
+ELASTIC=${ELASTIC:-}  # 1, here or in the environment: a job that loses a node goes on with the remaining ones, and uses
+                      # the lost one again once it is back.  NODES is then a maximum: the job may start on fewer
 
 # What a job does before anything else, in the folder it was submitted from: load modules, activate an environment …
 prepare() {
