@@ -394,8 +394,8 @@ class Run:
     """which checkpoints to keep; all; N: the N newest; every:K: the two newest, and permanently those after multiples
     of K updates, which are taken whatever --checkpoint-frequency says"""
     grace_period: Annotated[float, Range(0, 1e6, unit="seconds")] = 60.0
-    """seconds after Ctrl-C, SIGTERM, SIGUSR1 or SIGHUP to finish the current update and write a checkpoint; after them, or with
-    0, the run ends without a checkpoint"""
+    """seconds after Ctrl-C, SIGTERM, SIGUSR1 or SIGHUP to finish the current update and write a checkpoint; after
+    them, or with 0, the run ends without a checkpoint"""
     stall_timeout: Annotated[float, Range(1, INF, unit="seconds")] = 600.0
     """seconds without progress after which the run ends and prints the stack of each thread; time spent compiling does
     not count; progress is the end of the start, an update or, after the last update, a step of an evaluation or film"""
