@@ -307,7 +307,7 @@ def test_of_two_checkpoints_with_a_damaged_record_the_one_before_is_taken(tmp_pa
     path.write_bytes(path.read_bytes()[: 5 * 8 * 2])  # five updates of eight steps of two environments
     ended = command(*words, "--checkpoint-frequency", "4", "--run-dir", run)
     assert re.search(r"checkpoint 8 is damaged and left out: actors/00001/\S+ is cut short: 48 of 128", ended.err)
-    assert ended.code == 0 and "going on after update 4" in ended.out
+    assert ended.code == 0 and "resuming after update 4" in ended.out
     assert "played 128 recorded steps" in ended.out
     for key in ("params_digest", "learner_digest", "global_step", "episodes", "episodic_return"):
         assert read_result(run)[key] == read_result(whole)[key]

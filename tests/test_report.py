@@ -189,7 +189,7 @@ def test_curves_are_drawn_where_the_numbers_are():
 @pytest.mark.parametrize(
     "names, rows",
     [
-        (("overall", "since the log point before"), 1),
+        (("overall", "since the previous log point"), 1),
         (("emulators and inference in one scan", "transfer", "waiting for parameters"), 2),
         (("a name that is nearly as long as the figure is wide, and then some", "another"), 2),
     ],
