@@ -548,8 +548,8 @@ def test_pictures_that_reach_an_mlp_come_with_a_warning():
 @pytest.mark.parametrize(
     "space, sample, words",
     [
-        (Discrete(2**21), np.int64([3]), "more states, or larger numbers"),
-        (Discrete(3, start=2**33), np.int64([2**33]), "more states, or larger numbers"),
+        (Discrete(2**21), np.int64([3]), "too many states, or too large numbers"),
+        (Discrete(3, start=2**33), np.int64([2**33]), "too many states, or too large numbers"),
         (Box(0, 1, (0,)), np.zeros((1, 0), np.float32), "has the shape .0,., which is empty"),
     ],
 )

@@ -148,7 +148,9 @@ def resume(actor: Actor, standing: SavedActor, **seeds: Any) -> None:
 
 def test_environments_that_do_something_else_are_named(cartpole, tmp_path):
     actor, standing = cartpole
-    with pytest.raises(Failure, match=r"environments of actor 0 did not repeat .* 40 actions .*\(of 3: 1\)"):
+    with pytest.raises(
+        Failure, match=r"environments of actor 0 did not repeat .* 40 actions .*\(of 3 environments: 1\)"
+    ):
         resume(actor, standing, seeds=(7, 5, 9))  # as of one that ignores its seed
 
 
@@ -161,7 +163,7 @@ def test_one_different_action_is_noticed(cartpole, tmp_path):
     env = int(np.flatnonzero(~first)[0])  # whose last action was not ignored
     told[-ENVS + env] ^= 1
     path.write_bytes(told)
-    with pytest.raises(Failure, match=rf"did not repeat themselves.*\(of 3: {env}\)"):
+    with pytest.raises(Failure, match=rf"did not repeat themselves.*\(of 3 environments: {env}\)"):
         resume(actor, standing)
     with pytest.raises(ValueError, match=rf"{path.name} is damaged: its checksum does not match"):
         records.read(tmp_path, 2)

@@ -108,7 +108,7 @@ def test_what_the_next_segment_begins_with_is_computed_too(kind, first, last, ru
         assert set(actors) == {0, 1}
         assert goes_on_otherwise(rerun, last, params, actors, tmp_path) == ""
         older = read_checkpoint(rerun, last - 2, with_memory=False).older_params
-        assert "other parameters would collect" in goes_on_otherwise(rerun, last, older, actors, tmp_path)
+        assert "would be collected with other parameters" in goes_on_otherwise(rerun, last, older, actors, tmp_path)
         if last % 8:  # environments do not start afresh there
             swapped = {0: actors[1], 1: actors[0]}
             assert "actor 0 would continue differently" in goes_on_otherwise(rerun, last, params, swapped, tmp_path)
@@ -204,7 +204,7 @@ def test_an_archive_of_a_run_is_verified_and_what_there_is_not_is_refused(run_of
     for words, says in (
         (("--from", "3"), "--from 3: no checkpoint of that update is kept; the closest are 2, 4, 0"),
         (("--from", "2", "--to", "5"), "--to 5: the log has no digests after that update"),
-        (("--from", "2", "--seed", "1"), "give only one kind"),
+        (("--from", "2", "--seed", "1"), "use either --from/--to or --segments"),
     ):
         ended = command("verify", path, *words)
         assert ended.code == 2 and says in ended.err, ended
