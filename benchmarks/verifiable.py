@@ -116,7 +116,7 @@ def verify(name: str) -> tuple[bool, str]:
     ended = cleanba(*words)
     if ended.returncode != 3:
         return ended.returncode == 0, (ended.stdout + ended.stderr).splitlines()[-1]
-    why = ended.stderr.partition("with other ")[2].partition(". Bits need not")[0]
+    why = ended.stderr.partition("with other ")[2].partition(". Its bits may differ")[0]
     again = cleanba(*words, "--despite", "processor", "packages", "revision")
     last = (again.stdout + again.stderr).splitlines()[-1]
     same, others = again.returncode == 0, "packages (" in why or "processor (" in why

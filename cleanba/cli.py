@@ -29,7 +29,7 @@ COMMANDS = {
     "eval": Command("play complete episodes with a trained agent", "cleanba.agents.evaluate:eval_command", "Eval"),
     "envs": Command("list the environments that can be trained here", "cleanba.environments.listing:envs_command"),
     "ls": Command("list runs", "cleanba.runs.listing:ls_command", "Ls"),
-    "resume": Command("go on with a run, on the same placement or another", "cleanba.launch:resume_command", ""),
+    "resume": Command("continue a run, on the same placement or another", "cleanba.launch:resume_command", ""),
     "diff": Command("tell whether two runs trained the same bits", "cleanba.runs.diff:diff_command", ""),
     "verify": Command(
         "compute parts of a run again, and compare them with what it recorded",
@@ -88,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             os._exit(2)
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        print(f"cleanba: output cannot be written ({error}); make room", file=sys.stderr)
+        print(f"cleanba: output cannot be written ({error}); free disk space", file=sys.stderr)
         os._exit(1)
     finally:
         started()
@@ -116,7 +116,7 @@ def load(module: str) -> ModuleType:
     try:
         return import_module(module)
     except ValueError as error:
-        raise UsageError(f"JAX refuses a variable of the environment: {said(error)}; correct or unset it") from error
+        raise UsageError(f"JAX refuses an environment variable: {said(error)}; correct or unset it") from error
 
 
 def dispatch(argv: Sequence[str]) -> Exit:

@@ -695,7 +695,7 @@ def from_json(cls: type[T], values: Json) -> T:
     try:
         return cls(**as_typed(cls, {name: value for name, value in values.items() if name in known}))
     except UsageError as error:
-        raise UsageError(f"config.json holds {error}; restore it, or choose another run") from None
+        raise UsageError(f"config.json is invalid: {error}; restore it, or choose another run") from None
 
 
 def read_config(run_dir: Path) -> Json:

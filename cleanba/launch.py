@@ -91,7 +91,7 @@ def resume_command(argv: Sequence[str]) -> Exit:
             f"resume continues {run_dir} where it is; leave {name} out, or repeat its experiment elsewhere with "
             f"`cleanba ALGORITHM --experiment {run_dir} --run-dir DIR`",
         )
-    require_trusted(run_dir, "a run goes on only where it began")
+    require_trusted(run_dir, "a run can continue only in its original directory")
     saved = read_config(run_dir)
     recipe, experiment = read_recipe(run_dir)
     default = Config(
@@ -351,7 +351,7 @@ def with_digest(config: Config, run_dir: Path, platform: str) -> tuple[Config, I
 
 def unusable(run_dir: Path, error: OSError) -> Failure:
     """The error for a run's directory that fails after the run has been opened there."""
-    return Failure(f"{run_dir} cannot be used ({error}); mend that, then repeat the command to resume")
+    return Failure(f"{run_dir} cannot be used ({error}); fix that, then repeat the command to resume")
 
 
 SPARSE = 0.9  # the user is warned if replay fills less than this share of a batch on average
@@ -416,7 +416,7 @@ class RunWriter:
             self._display.say(
                 f"warning: replay fills {share:.0%} of a batch on average, because few of the stored steps may be "
                 "drawn: the others were ignored after an episode's end, or belong to incomplete windows. Gradients "
-                "come from smaller batches; raise --batch-size, or see that episodes last longer"
+                "come from smaller batches; raise --batch-size, or make episodes last longer"
             )
         if update == e.env_epoch and not values.get("charts/episodes", 1):
             self._display.say(
@@ -551,7 +551,7 @@ def claim(job: Job, shown: bool) -> RunWriter | None:
     if refused == 1:
         raise Finished(f"{job.run_dir} is finished; nothing to do")
     if refused:
-        raise RefusedElsewhere("process 0 refuses this run, and says why")
+        raise RefusedElsewhere("process 0 refused this run; see its message")
     return run_writer
 
 
@@ -583,7 +583,7 @@ def announce(job: Job, saved: Saved[Any, Any] | None, display: Display) -> None:
             "fewer --actor-device-ids"
         )
     if saved is not None:
-        display.say(f"going on after update {saved.update}, step {saved.counters['global_step']:,}")
+        display.say(f"resuming after update {saved.update}, step {saved.counters['global_step']:,}")
 
 
 def gap_words(e: Experiment) -> str:
@@ -592,15 +592,15 @@ def gap_words(e: Experiment) -> str:
     if learnt >= e.num_steps:
         return ""
     return (
-        f"rollouts have {e.num_steps} steps, and a sequence begins with each and learns from {learnt}, so "
-        f"{1 - learnt / e.num_steps:.0%} of all steps are never learnt from; take --num-steps {learnt} or less"
+        f"each rollout has {e.num_steps} steps, but its sequence learns from only {learnt}, so "
+        f"{1 - learnt / e.num_steps:.0%} of all steps are never learnt from; use --num-steps {learnt} or less"
     )
 
 
 def size_in_words(e: Experiment) -> str:
     """The exact number of updates and steps, as a sentence."""
     steps = e.num_updates * e.transitions_per_update
-    rest = f" of the {e.total_timesteps:,} asked for, as updates are whole" if steps < e.total_timesteps else ""
+    rest = f" ({e.total_timesteps:,} asked for, but updates are whole)" if steps < e.total_timesteps else ""
     return (
         f"{counted(e.num_updates, 'update')} of {e.transitions_per_update:,} steps, {steps:,} steps in all{rest}; "
         "steps that only reset an environment do not count in global_step"
@@ -617,7 +617,7 @@ def require_same_flags(flags: Json) -> None:
     others = [str(i) for i, row in enumerate(digests) if (row != digests[0]).any()]
     require(
         not others,
-        f"process {', '.join(others)} has another experiment than process 0, or another --log-frequency, "
+        f"process {', '.join(others)} was given a different experiment from process 0, or a different --log-frequency, "
         "--checkpoint-frequency, --keep-checkpoints, --target-return or --log-info; give all processes the same flags",
     )
 
@@ -629,8 +629,8 @@ def require_same_kernels(e: Experiment, platform: str) -> None:
     unable = [str(i) for i in np.flatnonzero(~able)]
     require(
         len(unable) in (0, len(able)),
-        f"process {', '.join(unable)} cannot use the kernels for CPUs (it prints the reason), but others can, and "
-        "plain JAX gives other bits; add --cpu-kernels off to the flags of all, or install what is missing there",
+        f"process {', '.join(unable)} cannot use the CPU kernels (see its message), but others can, and plain JAX "
+        "computes other bits; add --cpu-kernels off to the flags of all, or install what is missing there",
     )
 
 
@@ -709,18 +709,14 @@ def how_to_go_on(job: Job, result: Json) -> str:
     """How an unfinished run continues, and what it repeats."""
     saved_update = max(updates_kept(job.run_dir), default=0)
     repeated = result["update"] - saved_update
-    again = f" and repeats {counted(repeated, 'update')}" if repeated else ", nothing to repeat"
+    again = f" and repeats {counted(repeated, 'update')}" if repeated else "; nothing is repeated"
     if job.experiment.env_id.startswith(f"{PREFIX}{LOCAL}"):  # no other process knows its environment
         place = "" if job.config.run.run_dir is not None else f" with run_dir={str(job.run_dir)!r}"
-        return f"{SAME_CALL}{place} goes on after update {saved_update}{again}"
+        return f"{SAME_CALL}{place} continues after update {saved_update}{again}"
     command = f"cleanba resume {shlex.quote(str(job.run_dir))}"
     # `cleanba resume` starts one process, and config.json has the process id of only one of several.
-    goes = (
-        f"`{command} --no-distributed`, in one process, goes"
-        if job.config.placement.distributed
-        else f"`{command}` goes"
-    )
-    return f"{goes} on after update {saved_update}{again}"
+    said = f"`{command} --no-distributed`, in one process," if job.config.placement.distributed else f"`{command}`"
+    return f"{said} continues after update {saved_update}{again}"
 
 
 def exit_of(ended: Ended) -> Exit:

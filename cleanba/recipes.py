@@ -177,7 +177,7 @@ def find_recipe(name: str) -> AnyRecipe:
         )
     if not (all(part.isidentifier() for part in module.split(".")) and attribute.isidentifier()):
         raise UsageError(f"the algorithm {name!r} must have the form module:RECIPE, such as my_ppo:RECIPE")
-    found = imported(f"the algorithm {name}", "run the command where the module lies", module, attribute)
+    found = imported(f"the algorithm {name}", "run the command in the module's directory", module, attribute)
     if not isinstance(found, Recipe):
         raise UsageError(f"{name} is not a recipe but {type(found).__name__}; docs/guides/own-loss.md shows one")
     return found._replace(name=name)

@@ -171,11 +171,11 @@ def named_settings(recipe: AnyRecipe, name: str | None) -> Settings:
     run_dir = expanded(name) if isinstance(name, str) and name not in known else None
     if run_dir is not None and os.path.isfile(run_dir / "config.json"):
         earlier, e = read_recipe(run_dir)
-        require(earlier.name == recipe.name, f"preset={name}: that is a run of {earlier.name}, not of {recipe.name}")
+        require(earlier.name == recipe.name, f"preset={name} is a run of {earlier.name}; name a run of {recipe.name}")
         return Settings({field: value for field, value in offered(e).items() if field not in OF_ONE_RUN})
     require(
         isinstance(name, str) and name in known,
-        f"preset={str(name)[:40]!r} is not a preset of {recipe.name}; it has {', '.join(known)}, and takes the "
+        f"preset={str(name)[:40]!r} is not a preset of {recipe.name}; use {', '.join(known)}, or the "
         "directory of a run, for its settings",
     )
     return known[name]
@@ -290,13 +290,13 @@ def known_of(recipe: AnyRecipe, values: Json) -> dict[str, Any]:
     unknown = sorted(set(values) - set(fields) - gone)
     require(
         not unknown,
-        f"the experiment was written by another version of Cleanba, which has {', '.join(unknown)}; repeat the flags "
-        "instead",
+        "the experiment was written by another version of Cleanba, with settings that this one does not know "
+        f"({', '.join(unknown)}); repeat the flags instead",
     )
     try:
         return as_typed(recipe.experiment, {name: x for name, x in without_open(values).items() if name in fields})
     except UsageError as error:
-        raise UsageError(f"config.json holds {error}; restore it, or choose another run") from None
+        raise UsageError(f"config.json is invalid: {error}; restore it, or choose another run") from None
 
 
 def earlier_experiment(recipe: AnyRecipe, values: Json, source: str | None = None) -> Experiment:
@@ -333,7 +333,7 @@ def read_recipe(run_dir: Path, trust_remote_code: bool = False) -> tuple[AnyReci
     values = read_experiment(run_dir)
     algorithm = values.pop("algorithm")
     require(
-        names_recipe(algorithm), f"{run_dir} is a run of {algorithm[:40]!r}; this version knows {', '.join(RECIPES)}"
+        names_recipe(algorithm), f"{run_dir} is a run of {algorithm[:40]!r}; this version has only {', '.join(RECIPES)}"
     )
     source = None if trust_remote_code else trust.source_of(run_dir)
     if source is not None:
@@ -490,7 +490,8 @@ def fit(recipe: AnyRecipe, e: Experiment, placement: Placement, processes: int =
     """
     for name, ids in (("actor", placement.actor_device_ids), ("learner", placement.learner_device_ids)):
         require(bool(ids), f"--{name}-device-ids names no device; name one, such as 0")
-        require(len(set(ids)) == len(ids), f"--{name}-device-ids={' '.join(map(str, ids))} names a device twice")
+        given = " ".join(map(str, ids))
+        require(len(set(ids)) == len(ids), f"--{name}-device-ids={given} names a device twice; name each once")
     partition = Partition(e.num_envs, e.num_actors, e.num_shards, processes, len(placement.learner_device_ids))
     require(
         e.num_updates >= 1,

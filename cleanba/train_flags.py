@@ -205,7 +205,7 @@ def refuse_foreign_flags(recipe: AnyRecipe, argv: Sequence[str]) -> None:
     """Raise `UsageError` for a flag of another system that has another name here, or does not exist."""
     own = {name for part in (recipe.experiment, Placement, Run) for name in offered_fields(part)}
     if argv and not argv[0].startswith("-"):
-        raise UsageError(f"{argv[0]} stands without a flag; an environment is given as --env-id {argv[0]}")
+        raise UsageError(f"{argv[0]} has no flag before it; write --env-id {argv[0]}")
     for word in argv:
         flag = word.partition("=")[0].replace("_", "-").replace("--no-", "--")
         if flag[2:].replace("-", "_") not in own and (remedy := remedy_for(flag, own)):

@@ -79,7 +79,7 @@ def require_trusted(run_dir: Path, what: str) -> None:
 def require_own(run_dir: Path) -> None:
     """Raise `UsageError` if the directory of a run to train is, or lies in, a run from elsewhere."""
     if (run_dir / "config.json").exists():
-        require_trusted(run_dir, "a run goes on only where it began")
+        require_trusted(run_dir, "a run can continue only in its original directory")
     source = source_of(run_dir)
     require(source is None, f"run_dir={str(run_dir)!r} lies in {source}, which comes from elsewhere; name another")
 
@@ -114,7 +114,7 @@ def check_values(cls: type[Experiment], values: Json, source: str) -> None:
             limit = MOST_OPTIONS if name.startswith("env_") else MOST_LAYERS
             least = int(name in ("hiddens", "channels"))
             if not least <= len(value) <= limit:
-                refuse(source, f"gives {name} {len(value)} entries, where it can have {least} to {limit}", ANOTHER)
+                refuse(source, f"gives {name} {len(value)} entries, but it can have {least} to {limit}", ANOTHER)
 
 
 def _fits(hint: Any, value: object) -> bool:
@@ -149,7 +149,7 @@ def check_algorithm(name: str, known: bool, source: str) -> None:
         module, _, attribute = name.partition(":")
         refuse(
             source,
-            f"is of the algorithm {_shown(name)}: loading it would import the module {_shown(module)} and call its "
+            f"names the algorithm {_shown(name)}: loading it would import the module {_shown(module)} and call its "
             f"{_shown(attribute)}",
         )
 
@@ -230,7 +230,7 @@ def check_size(like_params: PyTree, source: str) -> None:
     size = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(like_params))
     if size > MOST_BYTES:
         refuse(
-            source, f"asks for a network of {size / 1e9:.1f} GB, where {MOST_BYTES / 1e9:.1f} GB is the most", ANOTHER
+            source, f"asks for a network of {size / 1e9:.1f} GB, but the limit is {MOST_BYTES / 1e9:.1f} GB", ANOTHER
         )
 
 

@@ -246,12 +246,12 @@ def test_actions_are_drawn_with_a_seed_and_never_with_the_same_numbers_twice(run
 @pytest.mark.parametrize(
     "obs, words",
     [
-        (np.zeros(3), "has the shape (3,), but one has (4,)"),
+        (np.zeros(3), "has the shape (3,); expected (4,)"),
         (np.zeros((2, 2, 4)), "has the shape (2, 2, 4)"),
         (np.zeros((0, 4)), "has the shape (0, 4)"),
         ("left", "has the shape ()"),
         ([[1.0], [1.0, 2.0]], "is not an array"),
-        (["a"] * 4, "which is not float32"),
+        (["a"] * 4, "expected float32"),
         ({"obs": np.zeros(4)}, "has the shape ()"),
     ],
 )
@@ -344,9 +344,9 @@ def test_dictionaries_tuples_and_masks_are_taken_as_environments_show_them():
     assert count == 3 and many["inner"]["00"].shape == (3,)
     with pytest.raises(cleanba.UsageError, match="parts of the observation are batches of different sizes"):
         as_batch(spec, {"action_mask": np.ones((3, 2)) > 0, "inner": {"00": 1}})
-    with pytest.raises(cleanba.UsageError, match="must have the parts action_mask, inner, but is the parts inner"):
+    with pytest.raises(cleanba.UsageError, match="must have the parts action_mask, inner, but has inner"):
         as_batch(spec, {"inner": {"00": 1}})
-    with pytest.raises(cleanba.UsageError, match=r"observation\['inner.00'\] is of type float64, which is not int32"):
+    with pytest.raises(cleanba.UsageError, match=r"observation\['inner.00'\] is of type float64; expected int32"):
         as_batch(spec, {"action_mask": [0, 1], "inner": {"00": 1.5}})
 
 
@@ -473,7 +473,7 @@ def test_a_signal_ends_a_run_and_the_same_call_goes_on(signum, raised, tmp_path)
     with pytest.raises(raised) as caught:
         cleanba.train(spec, tmp_path / "run", progress=False, log_frequency=10)
     words = " ".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
-    assert f"the same call, or `cleanba resume {tmp_path / 'run'}` goes on after update" in words
+    assert f"the same call, or `cleanba resume {tmp_path / 'run'}` continues after update" in words
     assert [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)] == handlers
     run = cleanba.Run(tmp_path / "run")
     assert run.result["status"] == "interrupted" and run.result["update"] < 4000
@@ -518,7 +518,7 @@ def test_a_failure_is_raised_with_its_cause_and_lets_go_of_the_directory(run, tm
         cleanba.train(run.spec, tmp_path / "run", progress=False)
     assert (
         any("broken" in frame.name for frame in caught.traceback)
-        and "goes on after update 0" in caught.value.__notes__[0]
+        and "continues after update 0" in caught.value.__notes__[0]
     )
     monkeypatch.undo()
     assert cleanba.train(run.spec, tmp_path / "run", progress=False).result["status"] == "finished"
@@ -740,7 +740,7 @@ def test_a_custom_algorithm_of_a_run_from_elsewhere_is_not_imported(own_loss):
     own_loss.write_text("raise SystemExit('it was imported')")
     sys.modules.pop("my_ppo")
     ended = command("eval", run, "--episodes", "1")
-    assert ended.code == 2 and "is of the algorithm 'my_ppo:RECIPE': loading it would import" in ended.err, ended
+    assert ended.code == 2 and "names the algorithm 'my_ppo:RECIPE': loading it would import" in ended.err, ended
     ended = command("eval", run, "--episodes", "1", "--trust-remote-code")
     assert ended.code == 2 and "it was imported" in ended.err, ended
 

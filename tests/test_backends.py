@@ -195,7 +195,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(env_id, tmp_path):
     for run in ("a", "b"):
         ended = command("ppo", *flags, *other, "--run-dir", tmp_path / run)
         assert ended.code == 0, ended.err
-        assert ("going on after update" in ended.out) == (run == "a")
+        assert ("resuming after update" in ended.out) == (run == "a")
     a, b = (read_result(tmp_path / run) for run in ("a", "b"))
     assert a["params_digest"] == b["params_digest"] and a["global_step"] == b["global_step"]
 
@@ -400,7 +400,7 @@ def test_a_limit_with_craftaxs_name_is_left_to_the_environment():
 @pytest.mark.parametrize(
     "fault, words",
     [
-        ("reward", r"its reward has the shape \(1,\), where a single number is needed"),
+        ("reward", r"its reward has the shape \(1,\), but a single number is needed"),
         ("flag", r"its flag `terminated` has the shape \(2,\)"),
         ("state", r"its state must .* after a step, but it changes from int32 \[\] to float32 \[\]"),
         ("parts", "its observation must .*'more'"),
@@ -536,7 +536,7 @@ def test_pictures_that_reach_an_mlp_come_with_a_warning():
     assert "shows bytes of the shape (84, 84)" in warning and "keep_dim=True" in warning
     among = env_spec(Experiment(env_id="odd:Odd"))._replace(obs={"a": ObsSpec("image", (40, 40, 3), "uint8")})
     (warning,) = warnings(among, "mlp")
-    assert "shows pictures, which an MLP gets" in warning and warnings(among, "nature") == []
+    assert "shows pictures, which an MLP reads" in warning and warnings(among, "nature") == []
     for small in (
         ObsSpec("vector", (100,), "float32"),
         ObsSpec("bytes", (31, 84), "uint8"),
@@ -548,8 +548,8 @@ def test_pictures_that_reach_an_mlp_come_with_a_warning():
 @pytest.mark.parametrize(
     "space, sample, words",
     [
-        (Discrete(2**21), np.int64([3]), "more states, or larger numbers"),
-        (Discrete(3, start=2**33), np.int64([2**33]), "more states, or larger numbers"),
+        (Discrete(2**21), np.int64([3]), "too many states, or too large numbers"),
+        (Discrete(3, start=2**33), np.int64([2**33]), "too many states, or too large numbers"),
         (Box(0, 1, (0,)), np.zeros((1, 0), np.float32), "has the shape .0,., which is empty"),
     ],
 )

@@ -358,7 +358,7 @@ def test_killed_and_resumed_elsewhere_it_ends_in_the_bits_of_one_that_never_stop
     ended = finish(python(ROOT / "tests" / "killed.py", "save", "2", "ppo", *words))
     assert ended.code == -signal.SIGKILL and not (again / "result.json").exists(), ended
     ended = command("resume", again, "--learner-device-ids", "0", "1")
-    assert ended.code == 0 and "going on after update" in ended.out, ended
+    assert ended.code == 0 and "resuming after update" in ended.out, ended
     for name in ("params_digest", "learner_digest", "episodes", "episodic_return"):
         assert read_result(again)[name] == read_result(run)[name], name
 
@@ -374,7 +374,7 @@ def test_with_an_lstm_the_defaults_fit_too():
 
 def test_evaluation_with_epsilon_needs_discrete_actions(run):
     ended = command("eval", run, "--episodes", "1", "--epsilon", "0.5")
-    assert ended.code == 2 and "epsilon=0.5 needs actions to choose from" in ended.err
+    assert ended.code == 2 and "epsilon=0.5 needs a single discrete action" in ended.err
 
 
 def test_actors_normalise_with_the_statistics_of_their_version():

@@ -107,5 +107,5 @@ def test_squares_are_numpys_and_the_same_bits_with_any_vectors(registers, monkey
 
 @pytest.mark.parametrize("other", [np.zeros((2, 3), np.float16), np.zeros((3, 2), np.float32)], ids=["halves", "shape"])
 def test_arrays_that_do_not_match_are_refused(other):
-    with pytest.raises(ValueError, match="must be alike, and of float32"):
+    with pytest.raises(ValueError, match="must be float32, and have the same shapes"):
         descent.follow(jnp.float32(0.5), [np.zeros((2, 3), np.float32)], [other])

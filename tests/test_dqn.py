@@ -249,7 +249,7 @@ def test_of_two_processes_one_is_killed_and_one_alone_goes_on_to_the_same_bits(a
     both = [python("-m", "cleanba", *first), python(ROOT / "tests" / "killed.py", "memory", "3", *second)]
     assert [finish(p, 200).code for p in both][1] == -signal.SIGKILL
     ended = command(*words.split(), run)
-    assert ended.code == 0 and "going on after update 10" in ended.out, ended
+    assert ended.code == 0 and "resuming after update 10" in ended.out, ended
     for key in ("params_digest", "learner_digest"):
         assert read_result(run)[key] == read_result(whole)[key]
 

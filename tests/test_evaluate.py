@@ -669,7 +669,7 @@ def test_a_damaged_copy_is_named_and_left(evaluations):
     path.write_bytes(path.read_bytes()[:20])
     state = state_that_acts_by(watched.params)
     (warning,) = made.begin(Saved(3, state, watched.params, {"global_step": 30}), [])
-    assert "update 2 will not be evaluated again" in warning and str(path) in warning
+    assert "update 2 will not be evaluated" in warning and str(path) in warning
     assert made._thread is None and path.exists()
 
 
@@ -683,7 +683,7 @@ def test_a_run_killed_during_an_evaluation_has_its_row_after_going_on(watched_ru
     assert updates_kept(run)[-1] >= 20
 
     ended = command("ppo", *flags, "--eval-episodes", "7", "--run-dir", run)
-    assert ended.code == 0 and "going on after update" in ended.out, ended
+    assert ended.code == 0 and "resuming after update" in ended.out, ended
     (row,) = [row for row in read_rows(run) if row["update"] == 10 and "eval/episodic_return" in row]
     (expected,) = [row for row in read_rows(watched_run) if row["update"] == 10 and "eval/episodic_return" in row]
     for name in ("global_step", "eval/episodic_return", "eval/episodic_return_std", "eval/episodic_length"):
@@ -699,7 +699,7 @@ def test_a_disk_that_is_full_when_an_evaluation_starts_ends_the_run(tmp_path, mo
     monkeypatch.setattr(periodic_evaluation, "save_model", full)
     ended = command("ppo", *TINY, "--eval-frequency", "1", "--run-dir", tmp_path / "run")
     assert ended.code == 1 and "Traceback" not in ended.err and ended.err.count("cleanba:") == 1, ended.err
-    assert "evaluating cannot be written (No space left on device); make room" in ended.err
+    assert "evaluating cannot be written (No space left on device); free disk space" in ended.err
 
 
 def test_an_evaluation_that_fails_ends_the_run(tmp_path, monkeypatch):
@@ -762,7 +762,7 @@ def test_an_evaluation_at_the_end_that_hangs_ends_the_run(tmp_path, monkeypatch)
     release.set()
     monkeypatch.undo()
     ended = command("ppo", *flags)
-    assert ended.code == 0 and "goes on after update 5" not in ended.out, ended
+    assert ended.code == 0 and "continues after update 5" not in ended.out, ended
     assert [row["update"] for row in read_rows(run) if "eval/episodic_return" in row] == [5]
     assert read_result(run)["status"] == "finished"
 
@@ -780,7 +780,7 @@ def test_a_signal_ends_the_evaluation_at_the_end_and_says_how_the_run_goes_on(tm
     flags = (*TINY, "--eval-frequency", "100", "--eval-episodes", "2", "--run-dir", run)
     ended = command("ppo", *flags)
     assert ended.code == 128 + signal.SIGTERM and "cleanba: interrupted by SIGTERM" in ended.err, ended
-    assert "goes on after update 5, nothing to repeat" in ended.out
+    assert "continues after update 5; nothing is repeated" in ended.out
     assert read_result(run)["status"] == "interrupted"
     monkeypatch.undo()
     assert command("ppo", *flags).code == 0

@@ -89,7 +89,7 @@ def test_a_run_starts_from_anothers_parameters(tmp_path):
     assert ended.code == 0 and assert_started_from(second, copied) == recorded
 
     ended = command("ppo", *TINY, "--hiddens", "16", "--init-from", copied, "--run-dir", tmp_path / "third")
-    assert ended.code == 2 and "has the shape (8,) there and the shape (16,) here" in ended.err, ended.err
+    assert ended.code == 2 and "has the shape (8,) there, and has the shape (16,) here" in ended.err, ended.err
     ended = command("resume", copied, "--total-timesteps", "640")
     assert ended.code == 2 and f"--init-from {copied}" in ended.err
     ended = command("ppo", *TINY, "--init-from", tmp_path / "nowhere", "--run-dir", tmp_path / "fourth")

@@ -131,8 +131,8 @@ def said_once(capsys, *words: str) -> None:
     for _ in range(3):
         assert not calls_kernels(compiled_for("cpu", "auto", dense_layer), np.ones((2, 3), np.float32))
     said = capsys.readouterr().err
-    assert said.count("\n") == 1 and said.startswith("cleanba: warning: the kernels for CPUs are off, as "), said
-    assert "; plain JAX takes their place" in said and all(word in said for word in words), said
+    assert said.count("\n") == 1 and said.startswith("cleanba: warning: the CPU kernels are off because "), said
+    assert "; plain JAX is used instead" in said and all(word in said for word in words), said
     assert ("--cpu-kernels off" in said) == (not choice.obstacle())
 
 
@@ -202,7 +202,7 @@ def test_a_jax_whose_call_frame_is_another_has_no_kernels(fresh, monkeypatch, ca
     (tmp_path / "xla/ffi/api/c_api.h").write_text(HEADER.replace(old, new))
     monkeypatch.setattr(jax.ffi, "include_dir", lambda: str(tmp_path))
     monkeypatch.setattr(choice, "obstacle", machine.obstacle.__wrapped__)
-    said_once(capsys, "calls foreign functions in a way that they do not know yet")
+    said_once(capsys, "calls foreign functions in a way that they do not support yet")
     shutil.rmtree(tmp_path / "xla")
     assert "does not say how it calls foreign functions" in machine.interface_obstacle()
 
@@ -341,7 +341,7 @@ def test_all_processes_of_a_run_have_them_or_none(monkeypatch):
         monkeypatch.setattr(launch, "gather_over_processes", lambda here, able=able: np.array(able)[:, None])
         launch.require_same_kernels(Experiment(), "cpu")
     monkeypatch.setattr(launch, "gather_over_processes", lambda here: np.array([[True], [False], [True]]))
-    with pytest.raises(UsageError, match="process 1 cannot use the kernels.*add --cpu-kernels off"):
+    with pytest.raises(UsageError, match="process 1 cannot use the CPU kernels.*add --cpu-kernels off"):
         launch.require_same_kernels(Experiment(), "cpu")
 
 

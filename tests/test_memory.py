@@ -142,7 +142,7 @@ def test_killed_at_the_worst_moments_it_ends_in_the_same_bits(whole, tmp_path):
         ended = finish(python(ROOT / "tests" / "killed.py", moment, str(n), *words))
         assert ended.code == -signal.SIGKILL, f"{moment}: {ended}"
     ended = finish(python(REMEMBERING, *COMMAND, "--run-dir", run, "--learner-device-ids", "1", "2"))
-    assert ended.code == 0 and "going on after update" in ended.out, ended.err
+    assert ended.code == 0 and "resuming after update" in ended.out, ended.err
     assert "damaged" not in ended.err
     assert_same_run(run, whole)
     assert_only_what_is_needed(run)
@@ -164,7 +164,7 @@ def test_a_kill_while_memory_is_written_leaves_the_checkpoint_before_and_no_more
     assert updates_kept(run) == [3]
     ended = [finish(p, 200) for p in [python(REMEMBERING, *words) for words in in_pairs(["resume", run])]]
     assert [e.code for e in ended] == [0, 0], ended[0].err + ended[1].err
-    assert "going on after update 3" in ended[0].out and "damaged" not in ended[0].err + ended[1].err
+    assert "resuming after update 3" in ended[0].out and "damaged" not in ended[0].err + ended[1].err
     assert_same_run(run, whole)
     assert_only_what_is_needed(run)
 
@@ -197,7 +197,7 @@ def test_a_run_killed_after_its_last_checkpoint_still_gives_its_result(whole, tm
     assert last == read_result(run)["update"]
     (run / "result.json").unlink()
     ended = finish(python(REMEMBERING, "resume", run))
-    assert ended.code == 0 and f"going on after update {last}" in ended.out, ended
+    assert ended.code == 0 and f"resuming after update {last}" in ended.out, ended
     assert_same_run(run, whole)
     assert_only_what_is_needed(run)
 
@@ -246,7 +246,7 @@ def test_damaged_memory_falls_back_to_the_checkpoint_before(harm, interrupted, w
     assert len(said) == 1 and re.search(
         r"checkpoint 6 is damaged and left out: memory/00004/\S+ is (damaged|missing)", said[0]
     )
-    assert "going on after update 3" in ended.out
+    assert "resuming after update 3" in ended.out
     assert before <= whole_ones(), "nothing is deleted"
     assert_same_run(run, whole)
 
@@ -259,7 +259,7 @@ def test_processes_fall_back_together(interrupted, whole, tmp_path):
     flip(next((run / "memory" / "00005").glob("6-*.pack")))
     ended = [finish(p, 200) for p in [python(REMEMBERING, *words) for words in in_pairs(["resume", run])]]
     assert [e.code for e in ended] == [0, 0], ended[0].err + ended[1].err
-    assert "going on after update 3" in ended[0].out
+    assert "resuming after update 3" in ended[0].out
     assert_same_run(run, whole)
 
 
@@ -472,7 +472,7 @@ FOUR_MB = {"x": jax.ShapeDtypeStruct((1000, 1000), np.float32)}
 def test_memory_that_no_device_can_hold_is_refused_with_the_numbers():
     memory.require_room(FOUR_MB, 2, GPUS, 1, 100)  # 8 of 10 MB
     with pytest.raises(
-        UsageError, match=r"buffer_size=100 takes 0\.0 GB .*has 0\.0 GB, .*try --buffer-size 75 at most"
+        UsageError, match=r"buffer_size=100 takes 0\.0 GB .*has 0\.0 GB, .*try --buffer-size 75 or less"
     ):
         memory.require_room(FOUR_MB, 3, GPUS, 1, 100)
 
@@ -481,14 +481,14 @@ def test_memory_that_the_host_cannot_hold_for_its_checkpoints_is_refused_too(mon
     """All processes of a host share its memory, and all devices of a process."""
     monkeypatch.setattr(memory, "host_room", lambda: 20_000_000)
     memory.require_room(FOUR_MB, 2, GPUS, 1, 100)  # 16 MB, of the process's 20
-    words = "share of the host's memory .*of which it may take 80%; try --buffer-size {} at most, or more hosts"
+    words = "share of the host's memory .*of which it may take 80%; try --buffer-size {} or less, or more hosts"
     with pytest.raises(UsageError, match=words.format(100)):
         memory.require_room(FOUR_MB, 2, GPUS, 2, 200)  # of its 10
     memory.require_room(FOUR_MB, 1, GPUS, 2, 100)
 
     simulated = jax.local_devices()[:1]
     memory.require_room(FOUR_MB, 2, simulated, 1, 100)
-    with pytest.raises(UsageError, match="of which it may take 40%; try --buffer-size 100 at most, or more hosts"):
+    with pytest.raises(UsageError, match="of which it may take 40%; try --buffer-size 100 or less, or more hosts"):
         memory.require_room(FOUR_MB, 2, simulated, 2, 200)
     with pytest.raises(UsageError, match="of which it may take 40%"):
         memory.require_room(FOUR_MB, 2, jax.local_devices()[:2], 1, 200)

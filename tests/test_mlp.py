@@ -99,13 +99,13 @@ def test_nan_stays_nan(activation):
 
 def test_what_does_not_fit_is_refused():
     for x, widths in ((draw(2, 3).astype(jnp.bfloat16), (3, 4)), (draw(0, 3), (3, 4)), (draw(2, 3), (3, 0))):
-        with pytest.raises(ValueError, match="must be of float32, and fit, and not be empty"):
+        with pytest.raises(ValueError, match="must have the type float32 and matching shapes"):
             dense.mlp("relu", False, x, weights(*widths))
-    with pytest.raises(ValueError, match="must be of float32, and fit, and not be empty"):
+    with pytest.raises(ValueError, match="must have the type float32 and matching shapes"):
         dense.mlp("relu", False, draw(2, 3), weights(4, 5))
-    with pytest.raises(ValueError, match="must be of float32, and fit, and not be empty"):
+    with pytest.raises(ValueError, match="must have the type float32 and matching shapes"):
         dense.mlp("relu", False, draw(2, 3), [*weights(3, 5), *weights(6, 7)])
-    with pytest.raises(ValueError, match="must be of float32, and fit, and not be empty"):
+    with pytest.raises(ValueError, match="must have the type float32 and matching shapes"):
         dense.mlp("relu", False, draw(2, 3), [(draw(3, 16), draw(1))])
 
 

@@ -124,5 +124,5 @@ def test_what_does_not_fit_is_refused():
         (x[:, :0], g[:0], b[:0]),
         (x.astype(jnp.bfloat16), g, b),
     ):
-        with pytest.raises(ValueError, match="must be of float32, and fit, and not be empty"):
+        with pytest.raises(ValueError, match="must have the type float32 and matching shapes"):
             layer_norm(*wrong)

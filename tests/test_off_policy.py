@@ -419,7 +419,7 @@ def test_killed_it_goes_on_to_the_same_bits(name, tmp_path):
     killing = python(ROOT / "tests" / "killed.py", "update", "15", *words, "--run-dir", run)
     assert finish(killing).code == -signal.SIGKILL
     ended = command("resume", run, "--learner-device-ids", "1")
-    assert ended.code == 0 and "going on after update" in ended.out, ended
+    assert ended.code == 0 and "resuming after update" in ended.out, ended
     for key in ("params_digest", "learner_digest", "update", "episodes"):
         assert read_result(run)[key] == read_result(whole)[key]
     played = command("eval", run, "--episodes", "2")

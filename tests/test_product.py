@@ -129,13 +129,13 @@ def test_nan_stays_nan():
 )  # fmt: skip
 def test_what_does_not_fit_is_refused(a, b):
     for form in (multiply, lambda a, b: multiply_transposed(a.T, b)):
-        with pytest.raises(ValueError, match="must be matrices of float32 that fit"):
+        with pytest.raises(ValueError, match="must be float32 matrices with matching shapes"):
             form(a, b)
 
 
 @pytest.mark.parametrize("length", [1, 64, 79, 96])
 def test_a_bias_of_another_length_is_refused(length):
-    with pytest.raises(ValueError, match=rf"float32\[{length}\] must be matrices of float32 that fit"):
+    with pytest.raises(ValueError, match=rf"float32\[{length}\] must be float32 matrices with matching shapes"):
         multiply(draw(2, 3), draw(3, 80), draw(length))
 
 

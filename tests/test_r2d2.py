@@ -260,7 +260,7 @@ def test_what_does_not_fit_is_refused(changes, words):
 
 
 def test_steps_that_no_sequence_learns_from_are_reported():
-    assert "25% of all steps are never learnt from; take --num-steps 6 or less" in gap_words(tiny(num_steps=8))
+    assert "25% of all steps are never learnt from; use --num-steps 6 or less" in gap_words(tiny(num_steps=8))
     assert gap_words(tiny(num_steps=6)) == gap_words(PPO(num_steps=512)) == ""
 
 

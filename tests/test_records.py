@@ -148,7 +148,9 @@ def resume(actor: Actor, standing: SavedActor, **seeds: Any) -> None:
 
 def test_environments_that_do_something_else_are_named(cartpole, tmp_path):
     actor, standing = cartpole
-    with pytest.raises(Failure, match=r"environments of actor 0 did not repeat .* 40 actions .*\(of 3: 1\)"):
+    with pytest.raises(
+        Failure, match=r"environments of actor 0 did not repeat .* 40 actions .*\(of 3 environments: 1\)"
+    ):
         resume(actor, standing, seeds=(7, 5, 9))  # as of one that ignores its seed
 
 
@@ -161,7 +163,7 @@ def test_one_different_action_is_noticed(cartpole, tmp_path):
     env = int(np.flatnonzero(~first)[0])  # whose last action was not ignored
     told[-ENVS + env] ^= 1
     path.write_bytes(told)
-    with pytest.raises(Failure, match=rf"did not repeat themselves.*\(of 3: {env}\)"):
+    with pytest.raises(Failure, match=rf"did not repeat themselves.*\(of 3 environments: {env}\)"):
         resume(actor, standing)
     with pytest.raises(ValueError, match=rf"{path.name} is damaged: its checksum does not match"):
         records.read(tmp_path, 2)
@@ -307,7 +309,7 @@ def test_of_two_checkpoints_with_a_damaged_record_the_one_before_is_taken(tmp_pa
     path.write_bytes(path.read_bytes()[: 5 * 8 * 2])  # five updates of eight steps of two environments
     ended = command(*words, "--checkpoint-frequency", "4", "--run-dir", run)
     assert re.search(r"checkpoint 8 is damaged and left out: actors/00001/\S+ is cut short: 48 of 128", ended.err)
-    assert ended.code == 0 and "going on after update 4" in ended.out
+    assert ended.code == 0 and "resuming after update 4" in ended.out
     assert "played 128 recorded steps" in ended.out
     for key in ("params_digest", "learner_digest", "global_step", "episodes", "episodic_return"):
         assert read_result(run)[key] == read_result(whole)[key]

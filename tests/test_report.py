@@ -189,7 +189,7 @@ def test_curves_are_drawn_where_the_numbers_are():
 @pytest.mark.parametrize(
     "names, rows",
     [
-        (("overall", "since the log point before"), 1),
+        (("overall", "since the previous log point"), 1),
         (("emulators and inference in one scan", "transfer", "waiting for parameters"), 2),
         (("a name that is nearly as long as the figure is wide, and then some", "another"), 2),
     ],
@@ -229,7 +229,7 @@ def test_a_run_without_metrics_and_with_damaged_ones(tmp_path):
     path.write_text(path.read_text() + '{"update": 41, "glo')
     (run / "result.json").write_text('{"status": "fini')
     ended = command("report", run, "--out", tmp_path / "deep/er/page.html")
-    assert ended.code == 0 and "line 41 damaged" in ended.err
+    assert ended.code == 0 and "damaged lines left out: 41" in ended.err
     assert "unfinished" in (tmp_path / "deep/er/page.html").read_text()
     path.unlink()
     assert "Nothing is logged yet" in page_of(run)[0]

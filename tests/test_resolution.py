@@ -297,7 +297,7 @@ def test_the_shown_config_names_the_preset_that_was_asked_for(tmp_path):
 
 @pytest.mark.parametrize("words", ["--preset", "--preset nothing", "--preset="])
 def test_an_unknown_preset_is_refused_with_the_existing_ones(words):
-    with pytest.raises(UsageError, match=r"(td3 has|is not a preset of td3; it has) \S+"):
+    with pytest.raises(UsageError, match=r"(td3 has|is not a preset of td3; use) \S+"):
         parse(RECIPES["td3"], words.split())
 
 
@@ -405,7 +405,7 @@ def test_fields_that_an_algorithm_no_longer_has_are_accepted_where_they_changed_
     gone = {"core": "none", "lstm_size": 256, "forget_bias": 0.0}
     assert read_recipe(left(tmp_path, values | gone))[1] == on("classic_control", "dqn").experiment
     for wrong, words in (({"core": "lstm"}, "core"), ({"temperature": 1}, "temperature")):
-        with pytest.raises(UsageError, match=f"another version of Cleanba, which has {words}"):
+        with pytest.raises(UsageError, match=f"with settings that this one does not know .{words}"):
             read_recipe(left(tmp_path, values | wrong))
 
 
@@ -482,7 +482,7 @@ def test_a_run_of_an_earlier_version_goes_on_to_the_same_bits(tmp_path):
     del config["origin"], config["run"]["checkpoint_frequency"]
     write_json(cut / "config.json", config | {"experiment": experiment})
     ended = command("resume", cut)
-    assert ended.code == 0 and "going on after update 4" in ended.out, ended
+    assert ended.code == 0 and "resuming after update 4" in ended.out, ended
     for name in ("params_digest", "learner_digest"):
         assert read_json(cut / "result.json")[name] == read_json(whole / "result.json")[name]
     assert "finished" in command("ppo", *flags, "--run-dir", cut).out

@@ -98,7 +98,7 @@ def test_killed_again_and_again_it_ends_in_the_same_bits(kind, whole, tmp_path):
         assert not (run / "result.json").exists()
     ended = finish(python("-m", "cleanba", "resume", run, "--actor-device-ids", "2", "--learner-device-ids", "0"))
     assert ended.code == 0, ended.err
-    assert "going on after update" in ended.out
+    assert "resuming after update" in ended.out
     assert_same_run(run, whole(kind))
 
 
@@ -179,11 +179,11 @@ def test_a_run_that_is_asked_to_end_loses_nothing(signum, at, times, saving, who
     assert "ending after this update, with a checkpoint" in ended.out + ended.err
     assert read_result(run)["status"] == "interrupted" and read_result(run)["update"] in (at, at + saving)
     at = read_result(run)["update"]  # the next update's rollouts may have been there already
-    assert f"goes on after update {at}, nothing to repeat\n" in ended.out
+    assert f"continues after update {at}; nothing is repeated\n" in ended.out
     assert updates_kept(run)[-1] == at
     assert command("eval", run, "--episodes", "1").code == 0
     ended = command(*KINDS["ppo"], "--run-dir", run)
-    assert ended.code == 0 and f"going on after update {at}" in ended.out
+    assert ended.code == 0 and f"resuming after update {at}" in ended.out
     assert read_result(run)["learner_digest"] == read_result(whole("ppo"))["learner_digest"]
 
 
@@ -195,7 +195,7 @@ def test_without_a_grace_period_the_run_ends_as_it_is(whole, tmp_path, monkeypat
     assert ended.code == 128 + signal.SIGUSR1
     assert read_result(run)["update"] < 14
     repeated = read_result(run)["update"] - 7
-    assert re.search(rf"goes on after update 7 and repeats {repeated} update", ended.out)
+    assert re.search(rf"continues after update 7 and repeats {repeated} update", ended.out)
     assert command("resume", run).code == 0
     assert_same_run(run, whole("ppo"))
 
@@ -323,7 +323,7 @@ def test_a_damaged_checkpoint_is_left_out_for_the_one_before(damage, whole, tmp_
     ended = command("resume", run)
     why = "its checksum|OUT_OF_RANGE|FAILED_PRECONDITION|DATA_LOSS|NOT_FOUND"  # ours, or TensorStore's own
     assert ended.code == 0 and re.search(f"checkpoint 40 is damaged and left out: ({why})", ended.err)
-    assert "Traceback" not in ended.err and "going on after update 35" in ended.out
+    assert "Traceback" not in ended.err and "resuming after update 35" in ended.out
     assert_same_run(run, whole("ppo"))
     assert (run / "damaged_checkpoints" / "40").is_dir() and updates_kept(run) == [35, 40]
 
@@ -371,14 +371,14 @@ def test_a_full_disk_ends_the_run_and_keeps_the_checkpoint_before(small_disk, wh
         patch.setattr(Learner, "update", filling)
         ended = command(*KINDS["ppo"], "--log-frequency", "1000", "--run-dir", run)
     assert ended.code == 1 and "Traceback" not in ended.err
-    assert ended.err.count("cleanba:") == 1 and re.search("No space left on device.*make room", ended.err)
+    assert ended.err.count("cleanba:") == 1 and re.search("No space left on device.*free disk space", ended.err)
     kept = updates_kept(run)
     assert kept in ([7], [7, 14])
     ended = command("resume", run)
-    assert ended.code == 1 and re.search("run directory .* No space left on device; make room", ended.err), ended
+    assert ended.code == 1 and re.search("run directory .* No space left on device; free disk space", ended.err), ended
     filler.unlink()
     ended = command("resume", run)
-    assert ended.code == 0 and f"going on after update {kept[-1]}" in ended.out
+    assert ended.code == 0 and f"resuming after update {kept[-1]}" in ended.out
     assert read_result(run)["params_digest"] == read_result(whole("ppo"))["params_digest"]
 
 
@@ -404,8 +404,8 @@ def test_a_model_that_cannot_be_written_fails_the_run_in_one_sentence(tmp_path, 
 @pytest.mark.parametrize(
     "at, more, words",
     [
-        (10, [], "bring the directory back"),
-        (3, ["--log-frequency", "1000"], "has gone; bring it back"),  # before anything is recorded in it
+        (10, [], "restore the directory"),
+        (3, ["--log-frequency", "1000"], "no longer exists; restore it"),  # before anything is recorded in it
     ],
 )
 def test_a_directory_that_goes_away_ends_the_run(at, more, words, tmp_path, monkeypatch):
@@ -535,14 +535,14 @@ def test_processes_that_are_all_suspended_go_on_and_all_warned_end_after_one_upd
     ended = [finish(process) for process in both]
     assert [e.code for e in ended] == [128 + signal.SIGUSR1] * 2, ended
     assert "ending after this update, with a checkpoint" in ended[0].out
-    assert updates_kept(run) == [read_result(run)["update"]] and "nothing to repeat" in ended[0].out
+    assert updates_kept(run) == [read_result(run)["update"]] and "nothing is repeated" in ended[0].out
 
 
 @pytest.mark.slow
 def test_processes_with_different_flags_are_refused(pairs):
     (first, second), run = pairs["differ"]
     ended = finish(first)
-    assert ended.code == 2 and "process 1 has another experiment than process 0" in ended.err
+    assert ended.code == 2 and "process 1 was given a different experiment from process 0" in ended.err
     assert finish(second).code == 2 and not run.exists()
 
 

@@ -115,11 +115,11 @@ def test_a_job_that_was_requeued_or_signalled_ends_in_the_same_bits(cluster, her
     # Both tasks received it, and one also from the other: they end after the same update, with a checkpoint.
     said = log(here, signalled)
     assert "ending after this update, with a checkpoint" in said, said
-    assert re.search(r"goes on after update \d+, nothing to repeat\n", said), said
+    assert re.search(r"continues after update \d+; nothing is repeated\n", said), said
     for job, directory in run_dir.items():
         assert cluster.wait(job) == "COMPLETED", log(here, job)
         assert cluster.state(job)["Restarts"] == "1"
-        assert "going on after update" in log(here, job)
+        assert "resuming after update" in log(here, job)
         assert json.loads((directory / "config.json").read_text())["slurm"]["restarts"] == 1
         assert read_result(directory)["params_digest"] == undisturbed["long"]
     assert [d.name for d in (here / "runs").iterdir()] == [run_dir[by_hand].name]
@@ -162,7 +162,7 @@ def test_a_node_that_cannot_be_reached_fails_the_job_and_is_named(cluster, here)
         wait_for(lambda: (here / f"slurm-{job}.out").exists() and "failed with" in log(here, job), 120, "message")
         said = log(here, job)
         assert f"failed on node {lost}: Communication connection failure" in said
-        assert f"on {','.join(cluster.nodes)}; the reason stands above" in said
+        assert f"on {','.join(cluster.nodes)}; see the reason above" in said
     finally:
         cluster.start_node(lost)  # until then Slurm waits to hear from it that the job is over
     assert cluster.wait(job) == "FAILED"
@@ -202,7 +202,7 @@ def test_settings_are_asked_for_where_the_template_has_a_line_for_them(here, mon
     assert asked("cpu", options=before)[-8:] == [*before, "slurm/cpu.sh", "ppo", "--seed", "2"]
     assert "--nodes=1-2" in asked("cpu", options=before, ELASTIC="1")
     wrong = subprocess.run(["slurm/submit", "slurm/cpo.sh"], cwd=here, capture_output=True, text=True)
-    assert wrong.returncode == 2 and wrong.stderr.startswith("no file among: slurm/cpo.sh\nusage: ")
+    assert wrong.returncode == 2 and wrong.stderr.startswith("none of these is a file: slurm/cpo.sh\nusage: ")
 
 
 def test_a_dry_run_shows_the_job_and_writes_nothing(here, monkeypatch):
@@ -264,7 +264,7 @@ def test_only_what_was_cut_short_is_requeued_and_of_an_array_only_the_element(
     assert done.returncode in (code, 138), done
     name = "12_3" if array else "12"
     assert [words for words in asked if words.startswith("requeue")] == ([f"requeue {name}"] if requeued else [])
-    assert ("not sent back into the queue after 100 restarts" in done.stderr) == (restarts == 100)
+    assert ("not requeued after 100 restarts" in done.stderr) == (restarts == 100)
 
 
 @pytest.mark.parametrize(
@@ -325,7 +325,7 @@ def test_templates_are_written_out_and_never_overwritten(tmp_path):
     (folder / "cpu.sh").unlink()
     ended = command("slurm", folder)
     assert ended.code == 0 and "wrote" in ended.out
-    assert "settings.sh is there already and differs" in ended.out and "submit is there already\n" in ended.out
+    assert "settings.sh already exists and differs" in ended.out and "submit already exists\n" in ended.out
     assert (folder / "settings.sh").read_text() == "PARTITION=mine\n" and (folder / "cpu.sh").exists()
     ended = command("slurm", folder / "submit")
     assert ended.code == 2 and "is a file" in ended.err

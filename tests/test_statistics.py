@@ -22,7 +22,7 @@ from cleanba.runtime.training_log import TrainingLog
 def test_the_start_says_exactly_what_will_be_done():
     e = Experiment(num_envs=64, num_steps=32, total_timesteps=100_000)
     assert size_in_words(e) == (
-        "48 updates of 2,048 steps, 98,304 steps in all of the 100,000 asked for, as updates are whole; steps that "
+        "48 updates of 2,048 steps, 98,304 steps in all (100,000 asked for, but updates are whole); steps that "
         "only reset an environment do not count in global_step"
     )
     exactly = size_in_words(Experiment(num_envs=1, num_steps=5, total_timesteps=5))

@@ -65,8 +65,8 @@ def test_sets_of_atari_games_are_environments_that_exist():
         ([], ["ppo", "--network", "foo"], "invalid choice 'foo' for argument '--network'"),
         ([], ["ppo", *SHORT, "--num-minibatches", "3"], "num_minibatches=3 cannot cut"),
         ([], ["ppo", *SHORT, "--network", "nature"], "network=nature needs images"),
-        ([], ["ppo", *SHORT, "--seed", "7"], "--seed stands after --"),
-        ([], ["ppo", *SHORT, "--run_dir=x"], "--run_dir=x stands after --"),
+        ([], ["ppo", *SHORT, "--seed", "7"], "--seed is given after --"),
+        ([], ["ppo", *SHORT, "--run_dir=x"], "--run_dir=x is given after --"),
         ([], ["pop"], "a sweep needs to know what to run"),
         ([], [], "a sweep needs to know what to run"),
         (["--set", "learning_rat=1"], ["ppo", *SHORT], "did you mean learning_rate"),
@@ -314,7 +314,7 @@ def test_a_sweep_is_interrupted_continued_and_reports_its_failure(tmp_path):
     assert status.code == 0 and status.out.endswith(f"2 finished, 1 failed\n{broken.name}: {error}\n"), status.out
     log = (tmp_path / "s" / "logs" / f"{broken.name}.log").read_text()
     assert log.count("$ cleanba ppo") == 2
-    resumed = [d for d in cut if "going on after update" in (tmp_path / "s" / "logs" / f"{d.name}.log").read_text()]
+    resumed = [d for d in cut if "resuming after update" in (tmp_path / "s" / "logs" / f"{d.name}.log").read_text()]
     assert resumed
 
     (broken / "actors").unlink()

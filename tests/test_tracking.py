@@ -72,7 +72,7 @@ def test_an_offline_run_that_goes_on_has_each_row_once(tmp_path, monkeypatch):
     shutil.rmtree(run_dir / "checkpoints" / "5")  # as if it had been killed before it ended
     (run_dir / "result.json").unlink()
     ended = command(*words)
-    assert ended.code == 0 and "going on after update 3" in ended.out
+    assert ended.code == 0 and "resuming after update 3" in ended.out
     assert history(run_dir, 5) == first
     assert [row["update"] for row in read_rows(run_dir)] == first[1]
 

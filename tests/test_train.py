@@ -465,7 +465,7 @@ def test_numbers_of_infos_are_logged_the_same_wherever_environments_are_stepped(
     for update in updates_kept(runs["resumed"]):
         if update > 12:
             shutil.rmtree(runs["resumed"] / "checkpoints" / str(update))
-    assert "going on after update 12" in command("resume", runs["resumed"]).out
+    assert "resuming after update 12" in command("resume", runs["resumed"]).out
     assert command(*words, "--run-dir", runs["silent"]).code == 0
 
     told = {name: [[row.get(f"info/{x}") for x in TOLD[1:]] for row in read_rows(run)] for name, run in runs.items()}
@@ -532,7 +532,7 @@ def test_a_run_is_finished_after_the_update_that_follows_the_log_point_where_it_
     (resumed / "uploaded.json").write_text("{}")  # what is on the Hub is no longer all of it
     shutil.copy(target / "model.msgpack", resumed)  # nor are these the last parameters
     ended = command("ppo", *words, "--run-dir", resumed)
-    assert ended.code == 0 and f"going on after update {reached + 1}" in ended.out
+    assert ended.code == 0 and f"resuming after update {reached + 1}" in ended.out
     assert not (resumed / "uploaded.json").exists() and not (resumed / "model.msgpack").exists()
     assert read_result(resumed)["params_digest"] == read_result(whole)["params_digest"]
     assert "nothing to do" in command("ppo", *words, "--run-dir", resumed).out

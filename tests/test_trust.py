@@ -245,7 +245,7 @@ def test_a_model_holds_arrays_of_the_networks_shapes_and_types_and_nothing_else(
 def test_a_file_that_is_too_large_is_not_downloaded(uploaded, tmp_path, monkeypatch):
     monkeypatch.setitem(remote.MOST_BYTES, "model.msgpack", 1000)
     ended = command("eval", uploaded(foreign(tmp_path / "made"), b"0" * 1001))
-    assert ended.code == 2 and "has a model.msgpack of 0 MB, where 0 MB is the most" in ended.err
+    assert ended.code == 2 and "has a model.msgpack of 0 MB, but the limit is 0 MB" in ended.err
     assert not (tmp_path / "runs").exists()
 
 
@@ -303,7 +303,7 @@ def test_nothing_in_an_archive_decides_where_anything_is_written(tmp_path, monke
         ([("run/other", b"{}")], "holds no runs"),
         ([("a/config.json", b"{}"), ("b/config.json", b"{}")], "holds 2 runs"),
         ([(linked("run/config.json", "/etc/passwd"), b""), ("run/model.msgpack", b"")], "holds no runs"),
-        ([("run/config.json", b" " * (2**20 + 1)), ("run/model.msgpack", b"")], "is the most"),
+        ([("run/config.json", b" " * (2**20 + 1)), ("run/model.msgpack", b"")], "the limit is"),
     ],
 )
 def test_archives_that_are_no_run(tmp_path, monkeypatch, members, says):
@@ -351,7 +351,7 @@ def test_an_archive_that_lies_about_its_sizes_fills_no_disk(tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(remote.MOST_BYTES, "model.msgpack", 2**20)
     member = remote.Member(Path("run/model.msgpack"), 10, lambda: io.BytesIO(b"0" * 2**24))
-    with pytest.raises(UsageError, match="is the most"):
+    with pytest.raises(UsageError, match="the limit is"):
         remote._copy("here", member, tmp_path / "model.msgpack")
     assert not list(tmp_path.iterdir())
     (tmp_path / "broken.zip").write_bytes(b"PK\x03\x04 nothing")
@@ -377,4 +377,4 @@ def test_training_goes_by_a_downloaded_experiment_if_that_is_harmless(tmp_path):
     assert ended.code == 2 and f"{other} holds another experiment (seed: 2, now 1)" in ended.err
     for words in (("resume", harmless), ("ppo", "--experiment", harmless, "--run-dir", harmless)):
         ended = command(*words)
-        assert ended.code == 2 and "a run goes on only where it began" in ended.err
+        assert ended.code == 2 and "a run can continue only in its original directory" in ended.err

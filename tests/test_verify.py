@@ -108,10 +108,10 @@ def test_what_the_next_segment_begins_with_is_computed_too(kind, first, last, ru
         assert set(actors) == {0, 1}
         assert goes_on_otherwise(rerun, last, params, actors, tmp_path) == ""
         older = read_checkpoint(rerun, last - 2, with_memory=False).older_params
-        assert "other parameters would collect" in goes_on_otherwise(rerun, last, older, actors, tmp_path)
+        assert "would be collected with other parameters" in goes_on_otherwise(rerun, last, older, actors, tmp_path)
         if last % 8:  # environments do not start afresh there
             swapped = {0: actors[1], 1: actors[0]}
-            assert "actor 0 would go on otherwise" in goes_on_otherwise(rerun, last, params, swapped, tmp_path)
+            assert "actor 0 would continue differently" in goes_on_otherwise(rerun, last, params, swapped, tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +135,7 @@ def test_actors_that_were_put_in_place_of_others_are_found(forged, other):
     shutil.copy(other / "actors/00001/4.standing", forged / "actors/00001")
     ended = command("verify", forged, "--from", "2", "--to", "4")
     assert ended.code == 1
-    assert "checkpoint 4 is not what was computed here: actor 1 would go on otherwise (its actions)" in ended.out
+    assert "checkpoint 4 is not what was computed here: actor 1 would continue differently (its actions)" in ended.out
 
 
 def rewrite(run_dir: Path, rows: list[dict]) -> None:
@@ -204,7 +204,7 @@ def test_an_archive_of_a_run_is_verified_and_what_there_is_not_is_refused(run_of
     for words, says in (
         (("--from", "3"), "--from 3: no checkpoint of that update is kept; the closest are 2, 4, 0"),
         (("--from", "2", "--to", "5"), "--to 5: the log has no digests after that update"),
-        (("--from", "2", "--seed", "1"), "give only one kind"),
+        (("--from", "2", "--seed", "1"), "use either --from/--to or --segments"),
     ):
         ended = command("verify", path, *words)
         assert ended.code == 2 and says in ended.err, ended
@@ -219,7 +219,7 @@ def test_where_bits_need_not_agree_nothing_is_computed_unless_that_is_wanted(for
         ended = command("verify", forged, *words, *despite)
         assert ended.code == 3 and "computing" not in ended.out, ended
         assert f"other packages (jax 0.1 there, {here} here); processor (TPU v9, " in ended.err
-        assert "--despite packages processor computes nevertheless" in ended.err
+        assert "add --despite packages processor to compute anyway" in ended.err
     ended = command("verify", forged, *words, "--despite", "packages", "processor")
     assert ended.code == 0 and "warning: " in ended.out and "the same bits" in ended.out, ended
     rewrite(forged, [{k: v for k, v in row.items() if k not in ("chain", "made_by")} for row in read_rows(forged)])

@@ -251,8 +251,8 @@ def as_batch(spec: EnvSpec, obs: object) -> tuple[PyTree, int | None]:
         what = f"observation[{name!r}]" if name else "the observation"
         if isinstance(part, Mapping):
             if not isinstance(x, Mapping) or not set(part) <= set(x):
-                given = f"the parts {', '.join(map(str, x))}" if isinstance(x, Mapping) else f"a {type(x).__name__}"
-                raise UsageError(f"{what} must have the parts {', '.join(part)}, but is {given}; {wanted}")
+                given = f"has {', '.join(map(str, x))}" if isinstance(x, Mapping) else f"is a {type(x).__name__}"
+                raise UsageError(f"{what} must have the parts {', '.join(part)}, but {given}; {wanted}")
             return {key: fit(below, x[key], f"{name}.{key}" if name else key) for key, below in part.items()}
         assert isinstance(part, ObsSpec)
         try:
@@ -262,11 +262,11 @@ def as_batch(spec: EnvSpec, obs: object) -> tuple[PyTree, int | None]:
             single = array.shape == part.shape
             require(
                 single or (array.ndim == len(part.shape) + 1 and array.shape[1:] == part.shape and len(array) > 0),
-                f"{what} has the shape {array.shape}, but one has {part.shape}, and a batch one more axis in front; "
+                f"{what} has the shape {array.shape}; expected {part.shape}, or a batch with one more axis in front; "
                 f"{wanted}",
             )
             kinds = "biuf" if np.issubdtype(part.dtype, np.floating) else "biu"
-            require(array.dtype.kind in kinds, f"{what} is of type {array.dtype}, which is not {part.dtype}; {wanted}")
+            require(array.dtype.kind in kinds, f"{what} is of type {array.dtype}; expected {part.dtype}; {wanted}")
         except ValueError as error:
             if isinstance(error, UsageError):
                 raise
@@ -347,8 +347,8 @@ def read_params(
         + (
             "; its checkpoints have been removed, so choose another run"
             if (run_dir / "result.json").exists()
-            else " yet: a run without --checkpoint-frequency writes its first after ten seconds; where environments do "
-            "not follow their seed, after their first epoch"
+            else " yet: a run without --checkpoint-frequency writes its first after ten seconds, or after the first "
+            "epoch of environments that do not follow their seed"
         ),
     )
     return ckpt.read_model(model, like_params), None, None

@@ -45,7 +45,7 @@ LOGGED = {
     "eval/episodic_return_std": "standard deviation of these returns",
     "eval/episodic_length": "mean length of these episodes, in steps",
     "eval/human_normalised_score": "(return - random) / (human - random); Atari only",
-    "eval/truncated": "how many of these episodes the step limit cut off; left out where none",
+    "eval/truncated": "how many of these episodes the step limit cut off; left out if none",
     "eval/seconds": "how long the evaluation took",
 }
 """What a periodic evaluation (`periodic_evaluation.py`) logs: name -> meaning."""
@@ -105,7 +105,7 @@ def play(
     greedy, epsilon = plays or policy.recipe.plays
     require(
         epsilon == 0 or policy.spec.action.kind == "choice",
-        f"epsilon={epsilon} needs actions to choose from, which {policy.spec.env_id} has not; leave --epsilon out",
+        f"epsilon={epsilon} needs a single discrete action, but {policy.spec.env_id} has none; leave --epsilon out",
     )
     limit = step_limit(policy.spec, max_steps)
     chance = np.random.default_rng((seed, epoch))
@@ -442,7 +442,7 @@ def in_words(r: Json) -> str:
     if r["truncated"]:
         lines.append(
             f"truncated: {r['truncated']} of {r['episodes']} episode{plural} did not end within {r['max_steps']:,} "
-            "steps (--max-steps); the returns are those until then"
+            "steps (--max-steps); their returns count up to that limit"
         )
     if r["human_normalised_score"] is not None:
         scores = reference(r["env_id"]) or {}

@@ -86,7 +86,7 @@ def require_login() -> None:
     require(require_hub().get_token() is not None, "nobody is logged in to the Hugging Face Hub; " + LOG_IN)
 
 
-LOG_IN = "log in with `hf auth login`, or set HF_TOKEN to a token that may write"
+LOG_IN = "log in with `hf auth login`, or set HF_TOKEN to a token with write access"
 
 
 def push(
@@ -131,7 +131,7 @@ def push(
         folder = Path(scratch)
         fill(folder, run_dir, repo_id)
         attempt(
-            f"repository {repo_id} could not be made",
+            f"repository {repo_id} could not be created",
             lambda: api.create_repo(repo_id, private=private or None, exist_ok=True),
         )
         message = f"Upload {experiment['algorithm']} on {experiment['env_id']}, seed {experiment['seed']}"
@@ -299,7 +299,7 @@ def card(run_dir: Path, repo_id: str, model: Model, film: bool) -> str:
     unfinished = result.get("status") != "finished"
     results = [f"| {metric.replace('_', ' ')} | {value} |" for metric, value in metrics]
     cut = evaluation.get("truncated") or 0
-    played = f"episodes, {cut} of them cut off by a limit of steps" if cut else "complete episodes"
+    played = f"episodes, {cut} of them cut off by a step limit" if cut else "complete episodes"
     how = (
         f"Over {evaluation['episodes']} {played}, "
         + "by "
@@ -322,9 +322,9 @@ def card(run_dir: Path, repo_id: str, model: Model, film: bool) -> str:
         "## Usage\n",
         "With Cleanba and its extra `hub` installed:\n",
         f"```bash\ncleanba eval hf://{repo_id} --episodes 30 --video\n```\n",
-        f"`config.json` is the whole experiment: `cleanba {e['algorithm']} --experiment FOLDER`, with the folder that "
-        "holds it, trains it again, bit for bit on hardware and packages of the same kind. `model.msgpack` holds the "
-        "parameters in Flax's form, `metrics.jsonl` what was logged.\n",
+        f"`config.json` holds the whole experiment. `cleanba {e['algorithm']} --experiment FOLDER`, where FOLDER holds "
+        "that file, trains it again, bit for bit on hardware and packages of the same kind. `model.msgpack` holds the "
+        "parameters in Flax's format, `metrics.jsonl` the log.\n",
         "## Configuration\n",
         "\n".join(["| field | value |", "|---|---|", *(f"| `{k}` | `{show(v)}` |" for k, v in e.items())]) + "\n",
     ]

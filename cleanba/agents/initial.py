@@ -71,7 +71,8 @@ def find_initial(place: str, platform: str, trust_remote_code: bool = False) -> 
         algorithm = recipe.make(e, env_spec(e), platform)
         like_state, like_params = algorithm.shapes()
         require(
-            checkpoint == "last" or int(checkpoint) in there, f"{run_dir} keeps no checkpoint of update {checkpoint}"
+            checkpoint == "last" or int(checkpoint) in there,
+            f"{run_dir} keeps no checkpoint of update {checkpoint}; it has {', '.join(map(str, there))}",
         )
         state = None
         for update in reversed(there) if checkpoint == "last" else [int(checkpoint)]:
@@ -109,11 +110,11 @@ def require_fit(initial: Initial, state: PyTree) -> None:
         there = initial.arrays[name].shape if name in initial.arrays else None
         here = mine[name].shape if name in mine else None
         if there != here:
-            has = lambda shape: "no such array" if shape is None else f"the shape {shape}"
+            has = lambda shape: "does not exist" if shape is None else f"has the shape {shape}"
             raise UsageError(
-                f"init_from={initial.place}: its networks are not this run's: {name} has {has(there)} there and "
-                f"{has(here)} here; give the settings of that run (`cleanba ALGORITHM --experiment DIR --show-config`, "
-                "with its directory, lists them)"
+                f"init_from={initial.place}: its networks differ from this run's: {name} {has(there)} there, and "
+                f"{has(here)} here; use that run's settings (`cleanba ALGORITHM --experiment DIR --show-config`, with "
+                "its directory, lists them)"
             )
 
 
@@ -137,16 +138,16 @@ def find_again(
         UsageError: they are no longer where they were.
     """
     place = (recorded(run_dir) or recorded(whole)).get("from")
-    why = "nothing says where they lie"
+    why = "no place is recorded"
     if place is not None:
         try:
             initial = find_initial(place, platform, trust_remote_code)
             if initial.digest == digest:
                 return initial
-            why = f"{place} has others now"
+            why = f"{place} now has other parameters"
         except (UsageError, Failure) as error:
             why = str(error)
     raise UsageError(
-        f"{run_dir} starts from the parameters {digest[:19]}…, which are not found: {why}; restore them, or, to "
+        f"{run_dir} starts from the parameters {digest[:19]}…, but they cannot be found: {why}; restore them, or, to "
         "train, repeat the flags with --init-from and their new place"
     )

@@ -44,13 +44,13 @@ def pack_command(argv: Sequence[str]) -> Exit:
     flags = parse_command(Flags, argv, "pack")
     run_dir = flags.run_dir
     read_experiment(run_dir)
-    require_trusted(run_dir, "only the run's own directory is packed")
+    require_trusted(run_dir, "only the original directory of a run can be packed")
     out = flags.out or run_dir.absolute().with_name(f"{run_dir.absolute().name}.tar.gz")
     require(out.name.endswith(".tar.gz") and not out.is_dir(), f"--out {out} must be a file that ends in .tar.gz")
     pack(run_dir, out, flags.checkpoints)
     print(f"wrote {out} ({out.stat().st_size / 1e6:,.1f} MB)")
     name = shlex.quote(out.name)
-    print(f"others type: cleanba eval {name}, cleanba verify {name}, cleanba diff {name} RUN")
+    print(f"others can run: cleanba eval {name}, cleanba verify {name}, cleanba diff {name} RUN")
     return Exit()
 
 
@@ -89,7 +89,7 @@ def pack(run_dir: Path, out: Path, checkpoints: bool = False) -> None:
                     archive.add(path, f"{name}/{place.as_posix()}", filter=without_owner)
             os.replace(unfinished, out)
         except FileNotFoundError:
-            raise Failure(f"{run_dir} removed a checkpoint meanwhile; try again, or once it has finished") from None
+            raise Failure(f"{run_dir} removed a checkpoint meanwhile; try again, or after the run has ended") from None
         except OSError as error:
             raise unwritable(out, error, "--out") from None
         finally:

@@ -197,7 +197,7 @@ class PeriodicEvaluation:
             try:
                 versions.append(Version(int(named[1]), int(named[2]), read_model(path, like)))
             except Failure as damage:
-                warnings.append(f"update {named[1]} will not be evaluated again: {damage}")
+                warnings.append(f"update {named[1]} will not be evaluated: {damage}")
         return sorted(versions, key=lambda version: version.update), warnings
 
     def _evaluate(self, versions: Sequence[Version]) -> None:
@@ -287,7 +287,7 @@ class PeriodicEvaluation:
 def unwritable(folder: Path, error: OSError) -> Failure:
     """The error for a folder of the run that cannot be written."""
     why = f"{folder} cannot be written ({error.strerror})"
-    return Failure(f"{why}; make room, then give the same command again to go on")
+    return Failure(f"{why}; free disk space, then run the same command again to resume")
 
 
 def check_can_be_filmed(spec: EnvSpec) -> None:

@@ -295,7 +295,7 @@ def write_onnx(path: Path, agent: Exported) -> Runs:
             )
     except Exception as error:  # the converter raises errors of every kind for what it does not know
         raise Failure(
-            f"the converter jax2onnx does not know all that this agent computes ({said(error)[:300]})"
+            f"the converter jax2onnx does not support an operation of this agent ({said(error)[:300]})"
         ) from error
     for name, value in {**agent.metadata, KEY: agent.metadata}.items():
         entry = model.metadata_props.add()
@@ -441,7 +441,7 @@ def check_target(path: Path, format: str, seed: int) -> None:
     require(format in FORMATS, f"format={format!r} must be {' or '.join(FORMATS)}; try --format {close}")
     ending = FORMATS[format]
     require(path.suffix == ending, f"out={str(path)!r} must end in {ending} for {format}; try agent{ending}")
-    require(path.parent.is_dir(), f"out={str(path)!r}: there is no folder {path.parent}; make it, or name another")
+    require(path.parent.is_dir(), f"out={str(path)!r}: there is no folder {path.parent}; create it, or name another")
     require(not path.is_dir(), f"out={str(path)!r} is a folder; name a file in it")
     require(isinstance(seed, int | np.integer), f"seed={seed!r} must be a whole number")
     require(0 <= seed < 2**31, f"seed={seed} must lie in [0, 2^31); try 1")

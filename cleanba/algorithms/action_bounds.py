@@ -59,7 +59,7 @@ def action_bounds(spec: EnvSpec, name: str) -> ActionBounds:
     require(
         flat.size == 0,
         f"env_id={spec.env_id!r}: both bounds of number {flat[:1]} of an action are {low[flat[:1]]}, but {name} scales "
-        f"actions to what lies between; leave that one out by a wrapper, or try {instead}",
+        f"actions to the range between; remove that number with a wrapper, or try {instead}",
     )
     require(
         bool(np.all((-most < low) & (low < high) & (high < most))),

@@ -59,8 +59,8 @@ def check(e: SAC, partition: Partition) -> None:
     check_actor_critic(e, partition)
     require(
         e.policy_frequency <= MOST_POLICY_STEPS,
-        f"policy_frequency={e.policy_frequency} must be at most {MOST_POLICY_STEPS}, as noise is drawn for so many "
-        "steps at once; try --policy-frequency 2",
+        f"policy_frequency={e.policy_frequency} must be at most {MOST_POLICY_STEPS}, because noise is drawn for that "
+        "many steps at once; try --policy-frequency 2",
     )
     require(
         e.alpha == SAC.alpha or not e.autotune,

@@ -140,7 +140,7 @@ def part_of(run_dir: Path, words: Sequence[str], trust_remote_code: bool) -> Par
     flags = [word for word in words if word.startswith("-") or "=" not in word]
     require(
         not {"-h", "--help", "--help-all", "--show-config"} & set(flags),
-        f"after `--`, give only variables and flags of placement\n{ABOUT}",
+        f"after `--`, give only environment variables and placement flags\n{ABOUT}",
     )
     n = placement.num_processes or 1
     require(
@@ -212,7 +212,7 @@ def find_span(a: Path, b: Path, flags: Flags, elsewhere: bool = False) -> Span:
     last = reached
     if a != b and apart:
         same = max((update for update in taken if update < apart[0]), default=0)
-        said.append(f"the logs part between update {same:,} and update {apart[0]:,}")
+        said.append(f"the logs diverge between update {same:,} and update {apart[0]:,}")
         said += differing_machines(read_config(a), read_config(b))
         last = apart[0]
     elif a != b and taken:
@@ -271,11 +271,11 @@ def search(a: Part, b: Part, span: Span, trust_remote_code: bool) -> tuple[Findi
                     if logged.get(update, prints.params_digest) != prints.params_digest and name not in remarks:
                         remarks[name] = (
                             f"note: {part.run_dir} has logged another digest of the parameters after update {update:,} "
-                            f"than {name} comes to here: what was computed then cannot be reproduced here, because "
+                            f"than {name} has here: what was computed then cannot be reproduced here, because "
                             "hardware, packages or flags differ, or because the computation is not deterministic"
                         )
                 if first_print(prints_a, prints_b) is not None:
-                    progress.say(f"update {update:,} differs; looking where")
+                    progress.say(f"update {update:,} differs; locating the difference")
                     finding = first_difference(sides[0], sides[1], update, versions)
                     break
                 note_versions(versions, update, prints_a)

@@ -179,7 +179,7 @@ def _in_acting_params(
 ) -> Finding:
     actor = int(np.argmax((x != y).any((1, 2))))
     d = first_of(a.acted_with()[actor], b.acted_with()[actor])
-    note = "the learner's own were the same on both sides"
+    note = "the learner's own parameters were the same on both sides"
     for side, prints in (("A", x), ("B", y)):
         others = {version for version in (versions.get(row.tobytes()) for row in prints) if version is not None}
         if others and versions.get(prints[actor].tobytes()) is None:
@@ -231,7 +231,7 @@ def _in_rollout(a: Named, b: Named, update: int) -> Finding:
     several = len(envs) > 1
     noun = noun + "s" * several + (f" {named}" if named else "")
     what = f"{noun} of {listed(envs)} at step {step} {'differ' if several else 'differs'}"
-    before = "all that had been seen and done before was the same"
+    before = "everything before was the same"
     if source == "acting":
         before = "parameters and observations were the same"
     return Finding(update, source, what, d, before)
@@ -274,7 +274,7 @@ def _event_differs(x: Event, y: Event) -> bool:
 
 
 def _in_order(update: int, x: Event, y: Event) -> Finding:
-    what = f"A comes to stage {x.site.stage!r} where B comes to {y.site.stage!r}, or to other arrays"
+    what = f"A reaches stage {x.site.stage!r} where B reaches {y.site.stage!r}, or their arrays differ"
     return Finding(update, "update", what, note="the two are not the same algorithm or experiment")
 
 
@@ -310,7 +310,7 @@ def _in_event(a: Side, b: Side, update: int, x: Event, y: Event, number: int) ->
         for side, prints in (("A", x.prints), ("B", y.prints)):
             if not _all_as(prints[0], prints):
                 other = int(np.argmax((prints != prints[0]).any(-1)))
-                note = f"; learner device {other} of {side} has another one than device 0"
+                note = f"; learner device {other} of {side} differs from device 0"
     what = STAGES[stage].format(of=of)
     if stage not in ONCE:
         what += f" in gradient step {number}" + (f" of {site.detail}" if site.detail not in ("", "loss") else "")
@@ -328,11 +328,11 @@ BEFORE = {
     ("targets", ""): "rollout and parameters were the same",
     ("priorities", ""): "the rollout and earlier gradient steps were the same",
     ("draw", ""): "the memory was the same",
-    ("minibatch", ""): "all that it is drawn from was the same",
+    ("minibatch", ""): "everything that it is drawn from was the same",
     ("gradient", ""): "its minibatch and the parameters were the same",
     ("sum", ""): "the gradients of all shards were the same",
     ("optimiser", ""): "the gradient was the same",
-    ("gradient step", ""): "all before it was the same",
+    ("gradient step", ""): "everything before it was the same",
     ("optimiser", "the entropy coefficient"): "the policy's entropy was the same",
 }
 

@@ -146,7 +146,7 @@ def recompute(
     e = rerun.experiment
     require(
         0 <= first < last <= e.num_updates,
-        f"updates {first} to {last} are no part of a run of {e.num_updates} updates; choose 0 <= first < last",
+        f"updates {first} to {last} are not part of a run of {e.num_updates} updates; choose 0 <= first < last",
     )
     if first and saved is None:
         saved = read_checkpoint(rerun, first)

@@ -79,7 +79,8 @@ def verify_command(argv: Sequence[str]) -> Exit:
     ranged = flags.from_update is not None or flags.to_update is not None
     require(
         not ranged or flags.segments is flags.fraction is flags.seed is None,
-        "--from and --to say what is computed, and --segments, --fraction and --seed draw it; give only one kind",
+        "--from and --to name the updates to compute, and --segments, --fraction and --seed draw them; use either "
+        "--from/--to or --segments/--fraction/--seed",
     )
     with tempfile.TemporaryDirectory(prefix="cleanba-verify-") as scratch:
         try:
@@ -110,7 +111,7 @@ def verify(run_dir: Path, flags: Verify) -> bool:
         return False
     if not linked:
         raise CannotCompare(
-            f"{flags.run} has no chain of digests: it was trained by an earlier version, or nothing of it was kept"
+            f"{flags.run} has no chain of digests: it was trained by an earlier version, or took no checkpoint"
         )
     placement = Placement(flags.actor_device_ids, flags.learner_device_ids)
     with open_rerun(run_dir, placement, flags.trust_remote_code) as rerun:
@@ -150,8 +151,8 @@ def introduction(name: str, rerun: Rerun, checked: chain.Checked) -> str:
     )
     if checked.unlinked:
         words += (
-            f"\nit begins at update {checked.rows[0].update:,}; an earlier version logged digests before, at "
-            f"{len(checked.unlinked)} updates, which no chain protects"
+            f"\nit begins at update {checked.rows[0].update:,}; an earlier version logged the digests of "
+            f"{len(checked.unlinked)} updates before it, which no chain protects"
         )
     return words
 
@@ -205,9 +206,9 @@ def require_repeatable(name: str, rerun: Rerun) -> None:
     """Raise `CannotCompare` for experiments that never repeat their bits."""
     e = rerun.experiment
     if not e.deterministic:
-        raise CannotCompare(f"{name} was trained with --no-deterministic, so no two computations of it need agree")
+        raise CannotCompare(f"{name} was trained with --no-deterministic, so two computations of it may differ")
     if not repeatable(rerun.training.spec):
-        raise CannotCompare(f"{name}: {printable(e.env_id)} does not follow its seed, so no two computations agree")
+        raise CannotCompare(f"{name}: {printable(e.env_id)} does not follow its seed, so two computations may differ")
 
 
 def require_comparable(flags: Verify, rerun: Rerun, chosen: Sequence["Segment"], linked: Mapping[int, Linked]) -> None:
@@ -225,11 +226,11 @@ def require_comparable(flags: Verify, rerun: Rerun, chosen: Sequence["Segment"],
     missing = [reason for reason in found if reason not in flags.despite]
     if missing:
         raise CannotCompare(
-            f"{flags.run} was computed with other {words}. Bits need not agree then, so nothing was computed; "
-            f"--despite {' '.join(found)} computes nevertheless"
+            f"{flags.run} was computed with other {words}. Its bits may differ here, so nothing was computed; "
+            f"add --despite {' '.join(found)} to compute anyway"
         )
     if found:
-        print(printable(f"warning: {flags.run} was computed with other {words}; the bits need not agree"))
+        print(printable(f"warning: {flags.run} was computed with other {words}; its bits may differ here"))
 
 
 def differences(there: Json, here: Json, e: Experiment) -> dict[Reason, str]:
@@ -454,8 +455,8 @@ def goes_on_otherwise(rerun: Rerun, update: int, params: Any, actors: Mapping[in
         return str(damage)
     where = f"checkpoint {update} is not what was computed here"
     if rerun.experiment.concurrency and params_digest(saved.older_params) != params_digest(params):
-        return f"{where}: other parameters would collect the next rollout"
+        return f"{where}: the next rollout would be collected with other parameters"
     for actor, there in saved.actors.items():
         if what := records.differs(there, records.actor_folder(folder, actor), actors[actor]):
-            return f"{where}: actor {actor} would go on otherwise ({what})"
+            return f"{where}: actor {actor} would continue differently ({what})"
     return ""

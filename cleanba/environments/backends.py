@@ -180,7 +180,7 @@ def check_workers(spec: EnvSpec, workers: int | None) -> None:
     )
 
 
-UNSENDABLE = "is defined in the program that runs, where no other process can import it"
+UNSENDABLE = "is defined in the running program, from which no other process can import it"
 
 
 def repeatable(spec: EnvSpec) -> bool:
@@ -208,8 +208,8 @@ def warnings(spec: EnvSpec, network: str = "mlp") -> list[str]:
     found = []
     if network == "mlp" and not isinstance(spec.obs, ObsSpec) and spec.shows_images:
         found.append(
-            f"{spec.env_id} shows pictures, which an MLP gets among the other numbers; --network impala, or nature for "
-            "36 x 36 pixels or more, has convolutions for them"
+            f"{spec.env_id} shows pictures, which an MLP reads as plain numbers; to use convolutions, add --network "
+            "impala, or nature for 36 x 36 pixels or more"
         )
     if module_of(spec.env_id) is not gymnasium:
         return found
@@ -217,8 +217,8 @@ def warnings(spec: EnvSpec, network: str = "mlp") -> list[str]:
         sides = sorted((1, 1, *part.shape))
         if part.kind in ("bytes", "vector") and sides[-2] >= (8 if len(part.shape) == 3 else 32):  # two long sides
             found.append(
-                f"{spec.env_id} shows {part.kind} of the shape {part.shape}, which an MLP gets. If these are pictures, "
-                "give them the type uint8 and three dimensions, one of them the channels "
+                f"{spec.env_id} shows {part.kind} of the shape {part.shape}, so an MLP reads them. If they are "
+                "pictures, give them the type uint8 and three dimensions, one of them the channels "
                 "(GrayscaleObservation(keep_dim=True)), and 32 x 32 pixels or more (ResizeObservation)"
             )
     if not gymnasium.can_be_sent(spec):
@@ -233,7 +233,7 @@ def warnings(spec: EnvSpec, network: str = "mlp") -> list[str]:
         )
     if not repeatable(spec):
         found.append(
-            f"{spec.env_id} does not follow its seed: two of them, reset with the same one, delivered different "
+            f"{spec.env_id} does not follow its seed: two copies, reset with the same seed, returned different "
             "numbers for the same actions; training on it is not reproducible, and checkpoints are "
             "taken only where the environments start afresh (--env-epoch)"
         )

@@ -504,8 +504,8 @@ def make_room(file: int, size: int) -> None:
             os.posix_fallocate(file, 0, size)
     except OSError as error:
         raise Failure(
-            f"the environments' shared memory takes {size / 1e6:.0f} MB, and /dev/shm has no room for it "
-            f"({os.strerror(error.errno or 0)}); give it more (docker run --shm-size 1g), or take fewer --num-envs or "
+            f"the environments' shared memory takes {size / 1e6:.0f} MB, but /dev/shm has no room for it "
+            f"({os.strerror(error.errno or 0)}); enlarge /dev/shm (docker run --shm-size 1g), lower --num-envs, or add "
             "--env-workers 0"
         ) from error
 
@@ -547,8 +547,7 @@ def check_drawable(spec: EnvSpec) -> None:
         except Exception as error:  # an environment may raise anything
             why = f"cannot be made with render_mode='rgb_array' ({said(error)})"
     raise UsageError(
-        f"{spec.env_id} {why}, so there can be no video of it; leave --video and --capture-video out, or give it "
-        "the mode"
+        f"{spec.env_id} {why}, so there can be no video of it; leave --video and --capture-video out, or add that mode"
     )
 
 
@@ -660,7 +659,7 @@ class Worker:
         except (EOFError, ConnectionError):
             code = self._process.wait()
             how = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-            raise Failure(f"the process that steps {self._who} died {how}; what it printed may say why") from None
+            raise Failure(f"the process that steps {self._who} died {how}; see its output above") from None
         if isinstance(answer, Raised):
             raise RuntimeError(f"in the process that steps {self._who}: {answer.error}") from Trace(answer.trace)
         return answer

@@ -393,7 +393,7 @@ def first_step(functions: Functions, takes: ActionSpec) -> PyTree:
     fresh, (state, obs, *numbers) = jax.eval_shape(once, np.zeros(1, np.int32), action)
     for name, x in zip(("reward", "flag `terminated`", "result of is_truncated"), numbers, strict=True):
         if x.shape != (1,):
-            raise TypeError(f"its {name} has the shape {x.shape[1:]}, where a single number is needed")
+            raise TypeError(f"its {name} has the shape {x.shape[1:]}, but a single number is needed")
     for name, before, after in zip(("state", "observation"), fresh, (state, obs), strict=True):
         if difference := differs(before, after):
             raise TypeError(f"its {name} must have the same form after a reset and after a step, but {difference}")

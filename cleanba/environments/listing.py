@@ -61,7 +61,7 @@ def envs_command(argv: Sequence[str]) -> Exit:
         raise UsageError(
             f"no environment matches {flags.pattern!r}; "
             + (f"try {close}" if close else "try `cleanba envs`")
-            + ("" if colon else f", or {flags.pattern}: for what a package of that name registers")
+            + ("" if colon else f", or `cleanba envs {flags.pattern}:` for what a package of that name registers")
             + ("" if colon else envpool.left_out_words())
         )
     shown = 0

@@ -31,7 +31,7 @@ def obs_spec(
         if not action.masked_by(shape):
             raise UsageError(
                 f"the observation's {name} has the shape {shape}, which does not fit {sum(action.counts)} choices; "
-                "give it a number for each, 0 if that is not legal, or give it another name"
+                "give it one number for each choice, 0 where the choice is not legal, or rename it"
             )
         return ObsSpec("mask", shape, dtype)
     if 0 in shape and not name:  # one part of several may be empty
@@ -39,8 +39,8 @@ def obs_spec(
     if isinstance(space, gymnasium.spaces.Discrete):
         if not is_small(space, MOST_STATES):
             raise UsageError(
-                f"the observation {space} has more states, or larger numbers, than a network can take one by one "
-                f"({MOST_STATES:,}, below 2^31); show MultiDiscrete or a Box instead"
+                f"the observation {space} has too many states, or too large numbers, for one-hot inputs "
+                f"(at most {MOST_STATES:,}, below 2^31); show MultiDiscrete or a Box instead"
             )
         return ObsSpec("discrete", shape, dtype, int(space.n), int(space.start))
     if is_minigrid and name == "image":

@@ -87,8 +87,8 @@ def in_use() -> bool:
     if why := Trouble.found():
         # An obstacle is known before JAX starts, in time to fix XLA's number of threads, on which the bits of plain JAX
         # depend.  A kernel that fails its self-test or does not compile is found out too late for that.
-        bits = "" if obstacle() else ", to bits that depend on the number of threads (--cpu-kernels off fixes it)"
-        warn_once(f"the kernels for CPUs are off, as {why}; plain JAX takes their place{bits}")
+        bits = "" if obstacle() else ", so bits depend on the number of threads (--cpu-kernels off fixes it)"
+        warn_once(f"the CPU kernels are off because {why}; plain JAX is used instead{bits}")
     return not why
 
 

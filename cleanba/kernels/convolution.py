@@ -183,7 +183,7 @@ def _window(how: Convolution, x: jax.Array, kernel: jax.Array, skips: bool) -> W
     if size != across or min(w.padded) < size or max(max(pad) for pad in how.pads) >= size:
         raise ValueError(f"{w} must have a square kernel, no larger than a padded image, and larger than any padding")
     if how.pool and (how.stride > 1 or size != 3 or how.pads != ((1, 1), (1, 1)) or features % WIDEST or skips):
-        raise ValueError(f"what comes out of {w} cannot be pooled")
+        raise ValueError(f"the output of {w} cannot be pooled")
     return w._replace(pool=how.pool)
 
 

@@ -81,7 +81,7 @@ def _forward(
     )
     if not fit or 0 in (*x.shape, *sizes) or any(p.dtype != jnp.float32 for p in given):
         what = ", ".join(f"{p.dtype}{list(p.shape)}" for p in given)
-        raise ValueError(f"{what} must be of float32, and fit, and not be empty")
+        raise ValueError(f"{what} must have the type float32 and matching shapes, and not be empty")
     widths = (x.shape[1], *(widened(w.shape[1]) for w, _ in layers))
     wide = [(_rows(widen(w), d), widen(b)) for (w, b), d in zip(layers, widths[:-1], strict=True)]
     ys = _call(Chain(x.shape[0], widths, activation, linear), [x, *(p for layer in wide for p in layer)])

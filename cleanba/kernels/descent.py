@@ -107,7 +107,7 @@ def _call(
     """
     shapes, flat = [x.shape for x in each[0]], [x for arrays in each for x in arrays]
     if any(x.dtype != jnp.float32 for x in flat) or any([x.shape for x in arrays] != shapes for arrays in each):
-        raise ValueError("gradient, parameters, moments and targets must be alike, and of float32")
+        raise ValueError("gradient, parameters, moments and targets must be float32, and have the same shapes")
     p = Shape(tuple(x.size for x in each[0]), constants)
     count = sum(map(_pieces, p.sizes))
     written, alias = [jax.ShapeDtypeStruct((count, WIDEST), jnp.float32)], {}

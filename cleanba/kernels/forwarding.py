@@ -26,7 +26,7 @@ def forwarded(name: str, capsule: object) -> str:
     """
     target = _address(capsule)
     if FORWARDED.setdefault(name, target) != target:
-        raise CannotCompile(f"{name} stands for another handler already")
+        raise CannotCompile(f"{name} already stands for another handler")
     register(name, lambda: _compile(target))
     return name
 

@@ -340,7 +340,7 @@ def keep(path: Path | None, content: bytes) -> None:
     except OSError as error:
         warn_once(
             f"compiled kernels cannot be kept in {path.parent} ({error.strerror}), so every start compiles them again; "
-            "JAX_COMPILATION_CACHE_DIR names another folder"
+            "set JAX_COMPILATION_CACHE_DIR to another folder"
         )
 
 

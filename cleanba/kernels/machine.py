@@ -87,7 +87,7 @@ def interface_obstacle() -> str:
         header = Path(jax.ffi.include_dir(), "xla/ffi/api/c_api.h").read_text()
     except (OSError, AttributeError) as error:
         return f"{jaxlib} does not say how it calls foreign functions ({said(error)})"
-    return "" if declares(header) else f"{jaxlib} calls foreign functions in a way that they do not know yet"
+    return "" if declares(header) else f"{jaxlib} calls foreign functions in a way that they do not support yet"
 
 
 def declares(header: str) -> bool:

@@ -64,7 +64,7 @@ def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
     fit = scale.shape == bias.shape == (p.features,) and 0 not in x.shape
     if not fit or any(part.dtype != jnp.float32 for part in (x, scale, bias)):
         what = ", ".join(f"{part.dtype}{list(part.shape)}" for part in (x, scale, bias))
-        raise ValueError(f"{what} must be of float32, and fit, and not be empty")
+        raise ValueError(f"{what} must have the type float32 and matching shapes, and not be empty")
     (y,) = _call(_forwards, p, [x, scale, bias], [(p.rows, p.width)])
     return y[:, : p.features]
 

@@ -84,7 +84,7 @@ def _call(p: Shape, given: list[jax.Array]) -> list[jax.Array]:
     shapes = [first, (p.inner, p.columns), (p.columns,)][: len(given)]
     if [x.shape for x in given] != shapes or any(x.dtype != jnp.float32 for x in given) or 0 in p[:3]:
         what = ", ".join(f"{x.dtype}{list(x.shape)}" for x in given)
-        raise ValueError(f"{what} must be matrices of float32 that fit, none of them empty")
+        raise ValueError(f"{what} must be float32 matrices with matching shapes, none of them empty")
     few, p = p.columns, p._replace(columns=widened(p.columns))
     results = [(p.rows, p.columns), *([(p.columns,)] if p.sums else [])]
     products = p.rows * p.inner * p.columns

@@ -107,7 +107,7 @@ def read_rows(run_dir: Path) -> list[Json]:
         raise UsageError(f"{run_dir}/metrics.jsonl cannot be read: {error.strerror}; name a run") from None
     if damaged:
         which = ", ".join(map(str, damaged[:5])) + (" …" if len(damaged) > 5 else "")
-        warn(f"{run_dir}/metrics.jsonl: line{'s' * (len(damaged) > 1)} {which} damaged and left out")
+        warn(f"{run_dir}/metrics.jsonl: damaged lines left out: {which}")
     return [rows[update] for update in sorted(rows)]
 
 

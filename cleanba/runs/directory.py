@@ -69,7 +69,8 @@ def differing_machines(earlier: Json | None, now: Json) -> list[str]:
     for name in {*earlier.get("sources", {})} & {*now.get("sources", {})}:
         a[f"code of {name}"], b[f"code of {name}"] = (short(c["sources"][name]) for c in (earlier, now))
     changed = differences(a, b)
-    return [f"the bits may differ from the earlier run's, which had other {'; '.join(changed)}"] if changed else []
+    words = f"the bits may differ from the earlier run's, because these differ: {'; '.join(changed)}"
+    return [words] if changed else []
 
 
 def short(digest: object) -> str:
@@ -158,7 +159,7 @@ def unwritable(run_dir: Path, error: OSError, flag: str = "--run-dir") -> UsageE
     reason = os.strerror(error.errno or errno.EIO)
     what = f"{'run directory ' * (flag == '--run-dir')}{run_dir} cannot be written: {reason}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return Failure(f"{what}; make room, then give the same command again")
+        return Failure(f"{what}; free disk space, then run the same command again")
     return UsageError(f"{what}; choose another {flag}")
 
 

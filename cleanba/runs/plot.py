@@ -38,7 +38,7 @@ RETURNS = "A point is the mean return of the last 100 training episodes; no othe
 MOST_NAMED = 12  # variants with a colour and a name of their own; more could not be told apart
 OTHERS = " Grey: the other {} variants, which rank lower; the table has them all."
 GREY = {"color": "0.72", "linestyle": "-", "marker": ""}
-EARLY = " ✕: a run ended early there, and the others go on without it."
+EARLY = " ✕: a run ended early there, and the others continue without it."
 
 # Okabe and Ito's palette, safe for colour-blind readers; styles and markers tell lines apart in black and white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#56B4E9", "#E69F00")

@@ -146,7 +146,7 @@ def require_size(source: str, name: str, size: int | None) -> None:
     has = "unknown size" if size is None else f"{size / 1e6:,.0f} MB"
     require(
         size is not None and size <= most,
-        f"{source} has a {name} of {has}, where {most / 1e6:,.0f} MB is the most; choose another run",
+        f"{source} has a {name} of {has}, but the limit is {most / 1e6:,.0f} MB; choose another run",
     )
 
 
@@ -160,7 +160,7 @@ def require_room_for_parts(source: str, size: int) -> None:
     """Raise `UsageError` if a foreign run's checkpoints are too large."""
     require(
         size <= MOST_PARTS_BYTES,
-        f"{source} has checkpoints of {size / 1e9:,.1f} GB, where {MOST_PARTS_BYTES / 1e9:,.0f} GB is the most; "
+        f"{source} has checkpoints of {size / 1e9:,.1f} GB, but the limit is {MOST_PARTS_BYTES / 1e9:,.0f} GB; "
         "choose another run",
     )
 
@@ -242,7 +242,7 @@ def unpack(archive: Path, whole: Path | None = None, model: bool = True) -> Path
         if isinstance(error, UsageError | Failure):
             raise
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise Failure(f"{source} cannot be unpacked: {error.strerror}; make room") from error
+            raise Failure(f"{source} cannot be unpacked: {error.strerror}; free disk space") from error
         raise UsageError(f"{source} cannot be unpacked ({error}); choose another archive") from error
     return folder
 

@@ -192,7 +192,7 @@ def overview(result: Json, rows: Rows, experiment: Json) -> str:
         [
             ("status", result.get("status", "unfinished")),
             ("executed steps", steps),
-            ("steps asked for, with those that only reset an environment", planned),
+            ("steps asked for, including those that only reset an environment", planned),
             ("return, last 100 episodes", known("episodic_return", "charts/episodic_return")),
             ("episodes", known("episodes", "charts/episodes")),
             ("steps per second", known("sps", "charts/SPS")),
@@ -250,7 +250,7 @@ def throughput(rows: Rows) -> str:
     hours = column(rows, "seconds") / 3600
     scale, unit = (1.0, "hours") if len(rows) and hours[-1] > 2 else (60.0, "minutes")
     time, axis = hours * scale, f"wall time, {unit}"
-    speeds = {"overall": column(rows, "charts/SPS"), "since the log point before": column(rows, "charts/SPS_recent")}
+    speeds = {"overall": column(rows, "charts/SPS"), "since the previous log point": column(rows, "charts/SPS_recent")}
     drawn = [figure("environment steps per second", lines(time, speeds, axis, from_zero=True))]
 
     rollout = column(rows, "stats/rollout_time")

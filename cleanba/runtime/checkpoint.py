@@ -242,7 +242,7 @@ class Checkpoints:
             Failure: the previous checkpoint could not be written, or the run's directory has gone.
         """
         if not self._folder.is_dir():
-            raise Failure(f"{self._folder.parent} has gone; bring it back, then give the same command again to go on")
+            raise Failure(f"{self._folder.parent} no longer exists; restore it, then repeat the command to resume")
         self.wait()
 
     def _parts_are_written(self, update: int) -> bool:
@@ -310,7 +310,7 @@ class Checkpoints:
         why = full if full in str(error) else _reason(error, 300)
         return Failure(
             f"a checkpoint could not be written to {self._folder} ({why}); "
-            "make room or repair the disk, then give the same command again to go on"
+            "free disk space or repair the disk, then run the same command again to resume"
         )
 
     def close(self, seconds: float | None = None) -> None:
@@ -505,7 +505,7 @@ def read_model(path: Path, like_params: P) -> P:
         zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), like_params)
         size, most = path.stat().st_size, sum(x.nbytes + 1000 for x in jax.tree.leaves(zeros)) + 10_000
         if size > most:
-            raise ValueError(f"it has {size:,} bytes, and they take {most:,} at most")
+            raise ValueError(f"it has {size:,} bytes, but they take {most:,} at most")
         params = flax.serialization.from_bytes(zeros, path.read_bytes())
         if jax.tree.map(np.shape, params) != jax.tree.map(np.shape, zeros):
             raise ValueError("its arrays have other shapes")

@@ -96,7 +96,7 @@ class FiniteCheck(NamedTuple):
     def _found(self, env: int, what: str, value: object) -> NotFinite:
         return NotFinite(
             f"environment {self.first_env + env} of {self.env_id}: {what} is {value}, which is not a finite number; "
-            "fix the environment, have a wrapper replace such numbers, or go on regardless with --on-nonfinite ignore"
+            "fix the environment, replace such numbers in a wrapper, or continue regardless with --on-nonfinite ignore"
         )
 
 

@@ -38,7 +38,7 @@ def keep_compiled_programs() -> None:
     except (OSError, RuntimeError) as error:  # no home at all, read-only, full
         warn_once(
             f"compiled programs cannot be kept for the next start ({said(error)}), so each start compiles them again; "
-            "XDG_CACHE_HOME, or JAX_COMPILATION_CACHE_DIR, names another folder"
+            "set XDG_CACHE_HOME or JAX_COMPILATION_CACHE_DIR to another folder"
         )
         return
     jax.config.update("jax_compilation_cache_dir", str(folder))

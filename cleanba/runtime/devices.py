@@ -103,7 +103,7 @@ def find_devices(p: Placement) -> Devices:
     counts = (rows >= 0).sum(1)
     require(
         bool((counts == counts[0]).all()),
-        f"the processes name {', '.join(map(str, counts))} learner devices, but all must name equally many",
+        f"the processes name {', '.join(map(str, counts))} learner devices, but all must name the same number",
     )
     by_id = {d.id: d for d in jax.devices()}
     everyone = [by_id[i] for i in rows[rows >= 0].tolist()]  # process by process: shards lie in this order

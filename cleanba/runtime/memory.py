@@ -174,7 +174,7 @@ def require_room(
         limits.append((0.9, there, f"which has {there / 1e9:.1f} GB", "learner devices"))
     share, there, words, more = min(limits, key=lambda limit: limit[0] * limit[1])
     fits = int((buffer_size or 0) * share * there / max(1, needed))
-    most = "" if buffer_size is None else f" --buffer-size {fits} at most, or"
+    most = "" if buffer_size is None else f" --buffer-size {fits} or less, or"
     size = "the memory" if buffer_size is None else f"buffer_size={buffer_size}"
     require(
         needed <= share * there,

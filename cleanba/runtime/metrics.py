@@ -297,8 +297,8 @@ class Writers:
             numbers = self._add_scalars(values, global_step)
         except OSError as error:
             raise Failure(
-                f"{self._path} cannot be written ({error.strerror}); make room, or bring the directory back, "
-                "then give the same command again to go on"
+                f"{self._path} cannot be written ({error.strerror}); free disk space, or restore the directory, "
+                "then run the same command again to resume"
             ) from None
         if self._tracking is not None:
             self._tracking.write(update, global_step, numbers)

@@ -85,7 +85,7 @@ class Peers:
                     missing = [str(i) for i in range(1, self._count) if i not in self._links]
                     raise Failure(
                         f"process {', '.join(missing)} did not connect to process 0 on port {port}; "
-                        "see whether a firewall stands between the hosts"
+                        "check for a firewall between the hosts"
                     ) from None
                 words: list[str] = []
                 link.settimeout(GREETING_SECONDS)

@@ -112,7 +112,11 @@ def play_back(
     others = [i for i, (a, b) in enumerate(zip(digests_of(obs), saved_actor.obs_digests, strict=True)) if a != b]
     if others or outcomes_digest != saved_actor.outcomes_digest:
         named = ", ".join(map(str, others[:MOST_NAMED])) + (" and others" if len(others) > MOST_NAMED else "")
-        what = f"last observations differ (of {envs.num_envs}: {named})" if others else "rewards or episode ends differ"
+        what = (
+            f"last observations differ (of {envs.num_envs} environments: {named})"
+            if others
+            else "rewards or episode ends differ"
+        )
         raise Failure(
             f"{who} did not repeat themselves: after the same {saved_actor.steps} actions in each, {what}. Resuming "
             "would train on other data, so nothing was trained; use the versions of the emulators and their files that "

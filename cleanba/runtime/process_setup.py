@@ -92,9 +92,9 @@ def make_deterministic() -> None:
             missing.append(f"PJRT_NPROC={DETERMINISTIC_CPU_THREADS}")
         if missing:
             print(
-                "cleanba: warning: JAX used a device of this process before Cleanba could set its flags, so "
-                f"{' '.join(missing)} cannot be set any more, and the bits may differ from other runs'; call Cleanba "
-                "first, or set it in the environment",
+                "cleanba: warning: JAX used a device of this process before Cleanba could set its flags. "
+                f"{' '.join(missing)} can no longer be set, so bits may differ from other runs; call Cleanba first, or "
+                "set it in the environment",
                 file=sys.stderr,
             )
         return

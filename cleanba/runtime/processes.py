@@ -115,8 +115,8 @@ def wait_for_process_0(address: str, process: int) -> None:
             why, waited = said(error), time.monotonic() - began
         if waited > REACH_SECONDS:
             raise Failure(
-                f"process {process} cannot reach process 0 at {address} ({why}); start process 0 too, and see that its "
-                "host and port can be reached from here"
+                f"process {process} cannot reach process 0 at {address} ({why}); start process 0 too, and check that "
+                "its host and port can be reached from here"
             )
         if waited > TELL_SECONDS and not told:
             told = True

@@ -173,7 +173,7 @@ class Watchdog:
             print(stacks(channels), file=sys.stderr)
             raise Failure(
                 f"no {self.counted} for {seconds:.0f} s after {self.counted} {count} ({phase}); "
-                "the stacks above show where each thread stands. "
+                "the stacks above show what each thread was doing. "
                 f"If nothing is wrong there, raise --stall-timeout above {self.timeout:g}"
             )
 
@@ -222,7 +222,7 @@ def time_limit(seconds: float) -> Iterator[None]:
                 watcher.join()
     except _TooLate:
         raise Failure(
-            f"the run has not started after {seconds:g} s; the stack above shows where it stands. "
+            f"the run has not started after {seconds:g} s; the stack above shows what it was doing. "
             "If nothing is wrong there, raise --stall-timeout"
         ) from None
 

@@ -94,7 +94,7 @@ class Tracking:
             )  # fmt: skip
         except wandb.errors.Error as error:
             raise Failure(
-                f"Weights & Biases did not take the run {kept['id']} ({said(error)}); give the same command again, "
+                f"Weights & Biases refused the run {kept['id']} ({said(error)}); run the same command again, "
                 + WITHOUT_IT
             ) from None
         if online:

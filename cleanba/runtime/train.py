@@ -88,7 +88,7 @@ def require_same_beginning(state: PyTree) -> None:
         others = [str(i) for i, row in enumerate(rows) if (row != rows[0]).any()]
         if others:
             raise Failure(
-                f"process {', '.join(others)} has other initial parameters than process 0, because processors or "
+                f"process {', '.join(others)} has different initial parameters from process 0, because processors or "
                 "libraries differ; use the same ones for all processes"
             )
 

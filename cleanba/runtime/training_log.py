@@ -26,16 +26,16 @@ LOGGED = {
     "charts/episodic_length": "mean length of these episodes, in steps",
     "charts/episodes": "episodes finished so far",
     "charts/SPS": "environment steps per second since the first update, whose time was compilation",
-    "charts/SPS_recent": "environment steps per second since the log point before",
+    "charts/SPS_recent": "environment steps per second since the previous log point",
     "stats/policy_lag": "versions by which the learner is ahead of the policy that acted: 1, or 0 without concurrency",
     "stats/bottleneck": "the part that limits the speed of the run (a word)",
-    "stats/rollout_time": "seconds of one rollout, mean over those since the log point before",
+    "stats/rollout_time": "mean seconds per rollout since the previous log point",
     "stats/emulators_time": "of these: stepping environments",
     "stats/inference_time": "of these: observations to the device, the policy, actions back",
     "stats/scan_time": "of these: environments and policy, where a rollout is one compiled scan",
     "stats/transfer_time": "of these: handing the rollout to the learner devices",
     "stats/params_wait_time": "of these: waiting for parameters",
-    "stats/learner_rollout_wait_time": "seconds since the log point before in which the learner waited for rollouts",
+    "stats/learner_rollout_wait_time": "seconds since the previous log point that the learner waited for rollouts",
     "stats/learner_update_time": "seconds since the previous log point that the learner spent on updates",
     "params_digest": "SHA-256 of the parameters that act: at every checkpoint, and where environments start afresh",
     "learner_digest": "SHA-256 of all that the learner keeps, at the same points",
@@ -253,7 +253,7 @@ def check_finite(update: int, metrics: Json, saved_update: int) -> None:
         numbers = "which is not a finite number" if len(wrong) == 1 else "which are not finite numbers"
         raise NotFinite(
             f"update {update}: {', '.join(wrong)}, {numbers}; {where}. Try smaller learning rates or rewards in a "
-            "new run, or go on regardless with --on-nonfinite ignore"
+            "new run, or continue regardless with --on-nonfinite ignore"
         )
 
 

@@ -48,7 +48,7 @@ def read_manifest(folder: Path) -> Json:
         raise UsageError(f"{path} cannot be read ({error}); remove it, and run the sweep's command again") from None
     runs = manifest.get("runs") if isinstance(manifest, dict) else None
     if not isinstance(runs, dict) or not all(isinstance(run, dict) for run in runs.values()):
-        raise UsageError(f"{path} is not a sweep's; remove it, and run the sweep's command again")
+        raise UsageError(f"{path} was not written by a sweep; remove it, and run the sweep's command again")
     return manifest
 
 

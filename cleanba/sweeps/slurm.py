@@ -58,9 +58,7 @@ def slurm_command(argv: Sequence[str]) -> Exit:
             target = folder / template.name
             if target.exists():
                 same = target.is_file() and target.read_bytes() == template.read_bytes()
-                print(
-                    f"{target} is there already" + ("" if same else " and differs; to write it anew, remove it first")
-                )
+                print(f"{target} already exists" + ("" if same else " and differs; remove it first to replace it"))
                 continue
             target.write_text(template.read_text())
             target.chmod(0o755 if template.name == "submit" else 0o644)
@@ -235,7 +233,7 @@ def job_states(jobs: Iterable[str]) -> dict[str, str]:
             job, state, reason = line.strip().split("|", 2)
             states[job] = state if reason in ("None", "") or state != "PENDING" else f"{state} ({reason})"
     if not answered:  # if its jobs were taken for gone, they would be submitted twice
-        raise Failure("squeue did not answer, so the state of the jobs is unknown; try again where Slurm is")
+        raise Failure("squeue did not answer, so the state of the jobs is unknown; try again where Slurm is installed")
     missing = sorted({job.partition("_")[0] for job in wanted if job not in states})
     if missing:
         listed = said(["sacct", "-n", "-P", "-X", f"--jobs={','.join(missing)}", "--format=JobID,State"]) or ""

@@ -192,13 +192,13 @@ def plan(recipe: AnyRecipe, common: list[str], flags: Flags, folder: Path) -> li
         name = word.partition("=")[0].lstrip("-").replace("-", "_")
         require(
             not word.startswith("--") or name not in GIVEN_BY_SWEEP,
-            f"{word} stands after --, but each run of a sweep has its own environment, seed and directory; use "
+            f"{word} is given after --, but each run of a sweep has its own environment, seed and directory; use "
             "--env-ids, --num-seeds, --first-seed or --dir",
         )
     seeds = range(flags.first_seed, flags.first_seed + flags.num_seeds)
     require(
         seeds[0] >= 0 and seeds[-1] < 2**31,
-        f"first_seed={flags.first_seed}: seeds must lie in [0, 2^31), also the last of {flags.num_seeds}; set "
+        f"first_seed={flags.first_seed}: seeds must lie in [0, 2^31), including the last of {flags.num_seeds}; set "
         "--first-seed",
     )
     run = checked_parse(recipe, common).run  # an error in all runs is reported without the name of one
@@ -209,7 +209,7 @@ def plan(recipe: AnyRecipe, common: list[str], flags: Flags, folder: Path) -> li
         spec: EnvSpec | None = None  # the environment is only made for the first seed
         for seed in seeds:
             name = safe(f"{env_id}__{variant}__s{seed}")
-            require(len(os.fsencode(name)) <= 250, f"{name} is too long for a folder's name; set fewer flags by --set")
+            require(len(os.fsencode(name)) <= 250, f"{name} is too long for a folder's name; use fewer --set")
             run_dir = folder / name
             all_words = [*common, "--env-id", env_id, *words, "--seed", str(seed), "--run-dir", str(run_dir)]
             try:

@@ -42,7 +42,7 @@ elastic() {
         while all_steps_run; do
             sleep 1
             if [ -z "$more" ] && [ "$used" -lt "$most" ] && time_to_look && find_more; then
-                say "there are more nodes ($more): ending with a checkpoint, to go on with them"
+                say "there are more nodes ($more): ending with a checkpoint, to resume with them"
                 kill -USR1 "${steps[@]}" 2>/dev/null
             fi
         done
@@ -55,7 +55,7 @@ elastic() {
                 if failed_by_itself; then return "$code"; fi
                 if [ "$(newest_checkpoint)" = "$newest" ]; then retries=$((retries + 1)); else retries=0; fi
                 [ "$retries" -le "$RETRIES" ] || return "$code"
-                say "a process or a node was lost (exit code $code) after $((SECONDS - began)) s; going on"
+                say "a process or a node was lost (exit code $code) after $((SECONDS - began)) s; resuming"
                 ;;
         esac
     done

@@ -43,14 +43,14 @@ launch() {
     if [ "$code" -eq 143 ] && scontrol show job "$job" 2>/dev/null | grep -q 'PreemptTime=[0-9]'; then code=138; fi
     if [ "$code" -eq 138 ]; then # 128 + SIGUSR1: out of time, or preempted
         if [ "${SLURM_RESTART_COUNT:-0}" -lt "$MAX_RESTARTS" ]; then
-            echo "cut short; job $job goes back into the queue and will go on from its last checkpoint"
+            echo "cut short; job $job goes back into the queue and will resume from its last checkpoint"
             # Slurm ends this script.  If it ended by itself first, the job could still be taken for failed.
             scontrol requeue "$job" && sleep 300
         fi
-        echo "cut short, and not sent back into the queue after ${SLURM_RESTART_COUNT:-0} restarts" >&2
+        echo "cut short, and not requeued after ${SLURM_RESTART_COUNT:-0} restarts" >&2
     elif [ "$code" -ne 0 ]; then
-        echo "failed with exit code $code after $((SECONDS - begun)) s on $SLURM_JOB_NODELIST; the reason stands above." \
-            "The same command submitted again goes on from the last checkpoint" >&2
+        echo "failed with exit code $code after $((SECONDS - begun)) s on $SLURM_JOB_NODELIST; see the reason above." \
+            "The same command submitted again resumes from the last checkpoint" >&2
     fi
     exit "$code"
 }
