@@ -699,6 +699,9 @@ def test_a_custom_loss_trains_in_sweeps_and_in_python(own_loss):
     assert trained.config["sources"] == {"my_ppo": f"sha256:{sha256(own_loss.read_bytes()).hexdigest()}"}
     assert len(cleanba.evaluate(cleanba.load(mine), episodes=1).returns) == 1
     assert command("verify", mine).code == 0
+    ended = command("pack", mine, "--out", "mine.tar.gz")
+    assert "cleanba eval mine.tar.gz --trust-remote-code, " in ended.out and "need the modules" in ended.out
+    assert command("eval", "mine.tar.gz", "--episodes", "1", "--trust-remote-code").code == 0
     ended = command("diff", mine, "ppo")
     assert ended.code == 1 and "algorithm: my_ppo:RECIPE, now ppo" in ended.out, ended.out
 
