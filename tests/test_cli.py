@@ -706,7 +706,7 @@ def test_a_symbolic_link_to_itself_is_no_run_directory(tmp_path):
 @pytest.mark.parametrize(
     "words, says",
     [
-        (["CartPole-v1"], "an environment is given as --env-id CartPole-v1"),
+        (["CartPole-v1"], "CartPole-v1 has no flag before it; write --env-id CartPole-v1"),
         (["--batch-size", "64"], "ppo has no --batch-size; a batch has num_envs x num_steps steps"),
         (["--env-id", "PongNoFrameskip-v4"], "the closest names are Pong-v5, "),
         (["--env-id", "SpaceInvadersDeterministic-v4"], "the closest names are SpaceInvaders-v5, "),

@@ -75,7 +75,7 @@ def test_a_packed_run_can_be_evaluated_drawn_compared_and_verified(run_of, tmp_p
     ended = command("ppo", "--experiment", "packed.tar.gz", "--run-dir", "again")
     assert ended.code == 0 and command("diff", "again", "packed.tar.gz").code == 0, ended.err
     for words, said in (
-        ((next((tmp_path / "runs").glob("unpacked/*")),), "comes from elsewhere, and only the original"),
+        ((next((tmp_path / "runs").glob("unpacked/*")),), "comes from elsewhere, and only the original directory"),
         ((run_dir, "--out", "packed.zip"), "must be a file that ends in .tar.gz"),
         ((tmp_path / "nowhere",), "nowhere"),
     ):
