@@ -355,7 +355,7 @@ def test_a_warning_says_when_episodes_are_longer_than_an_epoch_of_environments(t
     assert "--env-epoch" in ended.out
     missing = command("plot", tmp_path / "short", "--out", tmp_path / "curves")
     assert missing.code == 2 and "larger --env-epoch" in missing.err
-    assert "warning" not in command("ppo", *flags, "3", "--run-dir", tmp_path / "long").out
+    assert "warning:" not in command("ppo", *flags, "3", "--run-dir", tmp_path / "long").out
 
 
 @pytest.fixture
