@@ -255,7 +255,7 @@ def test_kernels_pass_the_self_test_once_for_each_machine_and_version(fresh, mon
 def test_kernels_that_differ_from_plain_jax_switch_all_off_and_are_remembered(fresh, monkeypatch, capsys, broken):
     for module, name in broken.values():
         monkeypatch.setattr(module, name, wrong(getattr(module, name)))
-    said_once(capsys, f"as {' and '.join(broken)} differed from plain JAX in a self-test")
+    said_once(capsys, f"because {' and '.join(broken)} differed from plain JAX in a self-test")
     monkeypatch.setattr(selftest, "run", lambda: pytest.fail("it was run again"))
     assert selftest.verdict().startswith(f"{' and '.join(broken)} differed")
 
