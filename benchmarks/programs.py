@@ -59,7 +59,7 @@ def make(recipe: Recipe, fields: dict[str, Any], learners: int, platform: str) -
     partition = Partition(e.num_envs, e.num_actors, e.num_shards, 1, learners)
     recipe.check(e, partition)
     if isinstance(e, OffPolicyActorCritic):  # whose actions these games do not take
-        spec = spec._replace(given_action=ActionSpec("quantities", (6,), "float32", (), (-1.0,) * 6, (1.0,) * 6))
+        spec = spec._replace(action=ActionSpec("quantities", (6,), "float32", (), (-1.0,) * 6, (1.0,) * 6))
     return Program(e, partition, spec, recipe.make(e, spec, platform))
 
 

@@ -652,7 +652,7 @@ def test_rewards_are_clipped_for_training_only():
 
 def test_rewards_are_clipped_from_both_sides_if_at_all():
     raw = np.float32([-3, -0.5, 0, 0.5, 3])
-    spec = EnvSpec("x", None, 2, False, True, {})
+    spec = EnvSpec("x", None, choice(2), False, True, {})
     assert train_reward(spec, raw).tolist() == [-1, -0.5, 0, 0.5, 1]
     assert train_reward(spec._replace(clip_reward=False), raw).tolist() == raw.tolist()
 

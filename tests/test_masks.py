@@ -119,7 +119,7 @@ def test_masks_fit_choices_each_for_itself_or_all_combinations():
 
 
 OBS = {"deep": {"action_mask": ObsSpec("mask", (3,), "int8")}, "x": ObsSpec("vector", (2,), "float32")}
-SPEC = EnvSpec("Test-v0", OBS, 3, False, False, {})
+SPEC = EnvSpec("Test-v0", OBS, choice(3), False, False, {})
 
 
 def test_a_mask_is_no_input_of_the_network():

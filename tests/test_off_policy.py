@@ -27,7 +27,7 @@ from cleanba.rollout import Rollout
 T, B, FEATURES, SIZE = 12, 3, 4, 2
 LOW, HIGH = (-2.0, 0.0), (2.0, 1.0)
 BOX = ActionSpec("quantities", (SIZE,), "float32", (), LOW, HIGH)
-SPEC = EnvSpec("Test-v0", ObsSpec("vector", (FEATURES,), "float32"), 0, False, False, {}, BOX)
+SPEC = EnvSpec("Test-v0", ObsSpec("vector", (FEATURES,), "float32"), BOX, False, False, {})
 KINDS = {"sac": (sac, SAC), "td3": (td3, TD3)}
 CENTRE, SCALE = np.array([0.0, 0.5]), np.array([2.0, 0.5])
 
@@ -327,7 +327,7 @@ def test_the_ends_of_tanh_are_the_bounds(dtype):
     """As the environment is given them: never outside, and at most a rounding of float32 inside."""
     low, high = (-0.4, -3.0, 0.1), (0.4, 1.0, 0.7)
     action = ActionSpec("quantities", (3,), dtype, (), low, high)
-    bounds = action_bounds.action_bounds(SPEC._replace(given_action=action), "SAC")
+    bounds = action_bounds.action_bounds(SPEC._replace(action=action), "SAC")
     for y, end in ((-1.0, low), (1.0, high)):
         given = action.for_environment((bounds.centre + np.float32(y) * bounds.scale)[None])
         np.testing.assert_allclose(given[0], end, rtol=2e-7)
@@ -485,4 +485,4 @@ def test_what_does_not_fit_is_refused(name, changes, words):
 )
 def test_other_actions_are_refused(action, words):
     with pytest.raises(UsageError, match=words):
-        sac.make(experiment("sac"), SPEC._replace(given_action=action), "cpu")
+        sac.make(experiment("sac"), SPEC._replace(action=action), "cpu")

@@ -23,7 +23,7 @@ from cleanba import kernels
 from cleanba.config import Experiment, require
 from cleanba.environments.gymnasium import steps_per_second
 from cleanba.environments.spaces import action_spec, narrowed, obs_spec
-from cleanba.environments.specs import Compilable, EnvSpec, Step, choice, parse_options, train_reward
+from cleanba.environments.specs import Compilable, EnvSpec, Step, parse_options, train_reward
 from cleanba.errors import CannotCompile, Failure, UsageError, closest_names, raised, said
 from cleanba.rollout import Array, Obs, PyTree
 
@@ -250,11 +250,9 @@ def env_spec(e: Experiment) -> EnvSpec:
         raise UsageError(f"env_id={e.env_id!r} cannot be made with {given}: {reason}") from error
 
     scannable = all(np.dtype(array.dtype).itemsize <= MOST_SCANNED_BYTES for array in arrays)
-    num_actions = action.counts[0] if action.kind == "choice" else 0
-    given_action = None if action == choice(num_actions) else action
     options |= {"max_episode_steps": limit} if limit < NO_LIMIT else {}
     return EnvSpec(
-        *(e.env_id, obs, num_actions, is_atari, e.reward_clip, options, given_action, scannable),
+        *(e.env_id, obs, action, is_atari, e.reward_clip, options, scannable),
         family=family(e.env_id),
         time_limit=limit if limit < NO_LIMIT else None,
     )

@@ -32,7 +32,6 @@ from cleanba.environments.specs import (
     ActionSpec,
     EnvSpec,
     Step,
-    choice,
     imported,
     parse_options,
     stated_limit,
@@ -248,14 +247,12 @@ def env_spec(e: Experiment) -> EnvSpec:
     except (Exception, SystemExit) as error:  # an environment may raise anything
         given = ", ".join([*(f"{k}={v}" for k, v in options.items()), *e.env_wrappers]) or "no options"
         raise UsageError(f"env_id={e.env_id!r} cannot be {doing} with {given}: {raised(error)}") from error
-    num_actions = action.counts[0] if action.kind == "choice" else 0
-    given_action = None if action == choice(num_actions) else action
     module, _, name = made.name.rpartition(":")
     registered = gymnasium.registry.get(name)  # None for a class
     own = options.get("max_episode_steps") or (registered and registered.max_episode_steps)  # without wrappers
     options |= {"max_episode_steps": int(own)} if own else {}
     return EnvSpec(
-        *(e.env_id, obs, num_actions, False, e.reward_clip, options, given_action, False, e.env_wrappers),
+        *(e.env_id, obs, action, False, e.reward_clip, options, False, e.env_wrappers),
         family=made_by(registered.entry_point) if registered else module,
         time_limit=stated_limit(limit),
     )

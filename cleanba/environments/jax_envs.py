@@ -39,7 +39,6 @@ from cleanba.environments.specs import (
     Identity,
     ObsSpec,
     Step,
-    choice,
     imported,
     parse_options,
     stated_limit,
@@ -254,10 +253,8 @@ def env_spec(e: Experiment) -> EnvSpec:
     except Exception as error:  # an environment may raise anything
         given = ", ".join(f"{k}={v}" for k, v in options.items()) or "no options"
         raise UsageError(f"env_id={e.env_id!r} cannot be {doing} with {given}: {raised(error)}") from error
-    num_actions = action.counts[0] if action.kind == "choice" else 0
-    given_action = None if action == choice(num_actions) else action
     return EnvSpec(
-        *(e.env_id, obs, num_actions, False, e.reward_clip, options, given_action),
+        *(e.env_id, obs, action, False, e.reward_clip, options),
         on_device=True,
         family=type(environment.env).__module__,
         time_limit=most,
