@@ -8,8 +8,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from hashlib import sha256
@@ -173,62 +173,78 @@ def train(recipe: AnyRecipe, config: Config, peers: Peers | None, shown: bool, g
     except RefusedElsewhere as why:
         return Ended(job.run_dir, why, said=True)
     try:
-        try:
-            checkpoints, saved = open_checkpoints(job)
-        except OSError as why:
-            raise unusable(job.run_dir, why) from None
-        title = f"{recipe.name} on {job.experiment.env_id}, seed {job.experiment.seed}"
-        status = Status(title, job.experiment.num_updates, config.run.target_return)
-        display = Display(status, enabled=job.devices.is_main and shown, warns=job.devices.is_main)
-        run = config.run
-        stuck = False
-        try:
-            if run_writer is not None:
-                try:
-                    run_writer.begin(saved, display)
-                except OSError as why:
-                    raise unusable(job.run_dir, why) from None
-            announce(job, saved, display)
-            training = replace(
-                job.training,
-                checkpoints=checkpoints,
-                saved=saved,
-                begin_with=partial(started_from, arrays=job.initial.arrays) if job.initial else None,
-                checkpoint_frequency=run.checkpoint_frequency,
-                checkpoint_every=Retention.parse(run.keep_checkpoints).every,
-                chain=run_writer.chain(saved) if run_writer else None,
-                repeatable=bool(gather_over_processes(np.array([repeatable(job.spec)])).all()),
-                target_return=run.target_return,
-                until=saved.update if saved and has_reached(saved, run.target_return) else None,
-                stall_timeout=run.stall_timeout,
-                grace_period=run.grace_period,
-                stop_on_nonfinite=run.on_nonfinite == "stop",
-                after_update=run_writer.after_update(display) if run_writer else None,
-            )
-            log = run_writer.log if run_writer else lambda update, global_step, seconds, values: None
-            outcome = run_training(training, display, status, log, peers, give_up)
-            stuck = outcome.stuck
-            if run_writer is not None and outcome.error is None:
-                outcome = run_writer.finish(outcome, status, display, give_up)
-                if peers and outcome.error is not None:  # the other processes wait for this one to end
-                    peers.tell(outcome.error)
-        finally:
-            with ExitStack() as ends:  # from the last to the first, each even if another one fails
-                ends.callback(checkpoints.close, STUCK_SECONDS if stuck else None)
-                if run_writer is not None:
-                    ends.callback(run_writer.close_logs)
-                ends.callback(display.close)
-        error = run_writer.write_result(outcome) if run_writer is not None else outcome.error
-        said = error is not None and peers is not None and error is peers.error
-        in_vain = error is None or isinstance(error, NotFinite)  # continuing would lead to the same numbers
-        remedy = "" if in_vain else how_to_go_on(job, outcome.result)
-        if remedy and shown and run_writer is not None:
-            print(remedy)
+        ended = train_claimed(job, run_writer, peers, shown, give_up)
     finally:
         if run_writer is not None:
             run_writer.unlock()
-    shared = share(job.run_dir, config.run, shown) if run_writer is not None and error is None else True
-    return Ended(job.run_dir, error, outcome.stuck, said, shared, remedy)
+    if run_writer is None or ended.error is not None:
+        return ended
+    return ended._replace(shared=share(job.run_dir, config.run, shown))
+
+
+def train_claimed(
+    job: "Job", run_writer: "RunWriter | None", peers: Peers | None, shown: bool, give_up: Callable[[int], None]
+) -> Ended:
+    """Train a job in the directory that was opened for it, and write how it ended.  Nothing is uploaded."""
+    with usable(job.run_dir):
+        checkpoints, saved = open_checkpoints(job)
+    title = f"{job.recipe.name} on {job.experiment.env_id}, seed {job.experiment.seed}"
+    status = Status(title, job.experiment.num_updates, job.config.run.target_return)
+    display = Display(status, enabled=job.devices.is_main and shown, warns=job.devices.is_main)
+    stuck = False
+    try:
+        if run_writer is not None:
+            with usable(job.run_dir):
+                run_writer.begin(saved, display)
+        announce(job, saved, display)
+        training = whole_training(job, checkpoints, saved, run_writer, display)
+        log = run_writer.log if run_writer else lambda update, global_step, seconds, values: None
+        outcome = run_training(training, display, status, log, peers, give_up)
+        stuck = outcome.stuck
+        if run_writer is not None and outcome.error is None:
+            outcome = run_writer.finish(outcome, status, display, give_up)
+            if peers and outcome.error is not None:  # the other processes wait for this one to end
+                peers.tell(outcome.error)
+    finally:
+        with ExitStack() as ends:  # from the last to the first, each even if another one fails
+            ends.callback(checkpoints.close, STUCK_SECONDS if stuck else None)
+            if run_writer is not None:
+                ends.callback(run_writer.close_logs)
+            ends.callback(display.close)
+    error = run_writer.write_result(outcome) if run_writer is not None else outcome.error
+    said = error is not None and peers is not None and error is peers.error
+    in_vain = error is None or isinstance(error, NotFinite)  # continuing would lead to the same numbers
+    remedy = "" if in_vain else how_to_go_on(job, outcome.result)
+    if remedy and shown and run_writer is not None:
+        print(remedy)
+    return Ended(job.run_dir, error, outcome.stuck, said, remedy=remedy)
+
+
+def whole_training(
+    job: "Job",
+    checkpoints: Checkpoints,
+    saved: Saved[Any, Any] | None,
+    run_writer: "RunWriter | None",
+    display: Display,
+) -> Training[Any, Any, Any, Any]:
+    """`Job.training` with all that is known once the run's directory is open.  All processes must call this."""
+    run = job.config.run
+    return replace(
+        job.training,
+        checkpoints=checkpoints,
+        saved=saved,
+        begin_with=partial(started_from, arrays=job.initial.arrays) if job.initial else None,
+        checkpoint_frequency=run.checkpoint_frequency,
+        checkpoint_every=Retention.parse(run.keep_checkpoints).every,
+        chain=run_writer.chain(saved) if run_writer else None,
+        repeatable=bool(gather_over_processes(np.array([repeatable(job.spec)])).all()),
+        target_return=run.target_return,
+        until=saved.update if saved and has_reached(saved, run.target_return) else None,
+        stall_timeout=run.stall_timeout,
+        grace_period=run.grace_period,
+        stop_on_nonfinite=run.on_nonfinite == "stop",
+        after_update=run_writer.after_update(display) if run_writer else None,
+    )
 
 
 class Job(NamedTuple):
@@ -349,9 +365,13 @@ def with_digest(config: Config, run_dir: Path, platform: str) -> tuple[Config, I
     return replace(config, asked=replace(config.asked, init_from=digest), typed=typed), initial
 
 
-def unusable(run_dir: Path, error: OSError) -> Failure:
-    """The error for a run's directory that fails after the run has been opened there."""
-    return Failure(f"{run_dir} cannot be used ({error}); mend that, then repeat the command to resume")
+@contextmanager
+def usable(run_dir: Path) -> Iterator[None]:
+    """Raise `Failure` for a run's directory that fails after the run has been opened there."""
+    try:
+        yield
+    except OSError as error:
+        raise Failure(f"{run_dir} cannot be used ({error}); mend that, then repeat the command to resume") from None
 
 
 SPARSE = 0.9  # the user is warned if replay fills less than this share of a batch on average
