@@ -140,7 +140,7 @@ def test_environments_in_jax_are_compiled_once_and_both_collectors_record_the_sa
     try:
         for collector in (
             *(ScannedCollector(algorithm, 13, device, Stop(), scans) for _ in range(2)),  # two actors
-            SteppedCollector(algorithm, make_steppers(algorithm, 13, "cpu"), 13, device, Stop()),
+            SteppedCollector(algorithm, 13, device, Stop(), make_steppers(algorithm, 13, "cpu")),
         ):
             recorded.append([])
             for epoch in range(2):

@@ -92,7 +92,7 @@ def make(name: str, case: Case, stop: Stop | None = None, device: int = 0) -> Co
     algorithm, to = prepare(case)[1], jax.local_devices()[device]
     if name == "scanned":
         return ScannedCollector(algorithm, case.steps, to, stop or Stop(), ScanCache(algorithm, case.steps))
-    return SteppedCollector(algorithm, make_steppers(algorithm, case.steps, "cpu"), case.steps, to, stop or Stop())
+    return SteppedCollector(algorithm, case.steps, to, stop or Stop(), make_steppers(algorithm, case.steps, "cpu"))
 
 
 def collect(name: str, case: Case, actor: int = 0, device: int = 0, later: int = 1) -> list[Collected]:

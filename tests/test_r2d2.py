@@ -177,7 +177,7 @@ def test_a_stored_state_is_the_one_that_the_sequence_before_leads_to():
     e = tiny(num_envs=B, num_steps=steps, burn_in=3, sequence_length=11, buffer_size=B * 64, hiddens=(8,), lstm_size=8)
     algorithm, network = r2d2.make(e, spec(), "cpu"), make_action_values(spec(), e, e.dueling)
     params = lively(algorithm.init(jax.random.key(0)).target)
-    collector = SteppedCollector(algorithm, make_steppers(algorithm, steps, "cpu"), steps, jax.devices()[0], Stop())
+    collector = SteppedCollector(algorithm, steps, jax.devices()[0], Stop(), make_steppers(algorithm, steps, "cpu"))
     collector.restart(Scripts(*SCRIPTS)(range(B), 0))
     seen = [collector(params, action_numbers(0, 0, k), Times()).rollout for k in range(rollouts)]
     collector.close()

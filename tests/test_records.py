@@ -71,11 +71,13 @@ class Actor:
         self.case = case
 
     def collector(self) -> Collector:
-        kept = None, None if self.spec.on_device else self.spec.action, self.spec.on_device
+        kept = {"recorded_action": None if self.spec.on_device else self.spec.action}
         if self.case.collector == "scanned":
-            return ScannedCollector(self.algorithm, STEPS, self.device, Stop(), ScanCache(self.algorithm, STEPS), *kept)
+            return ScannedCollector(
+                self.algorithm, STEPS, self.device, Stop(), ScanCache(self.algorithm, STEPS), **kept
+            )
         steppers = make_steppers(self.algorithm, STEPS, "cpu")
-        return SteppedCollector(self.algorithm, steppers, STEPS, self.device, Stop(), *kept)
+        return SteppedCollector(self.algorithm, STEPS, self.device, Stop(), steppers, **kept)
 
     def envs(self, seeds=(7, 8, 9)):
         with jax.default_device(self.device):

@@ -432,13 +432,17 @@ def make_actors(
     steppers = make_steppers(algorithm, e.num_steps, devices.platform)
     scans = ScanCache(algorithm, e.num_steps)
 
-    def make_collector(actor: int, device: jax.Device) -> Collector[P]:
+    def make_collector(actor: int, device: jax.Device) -> Collector[P, C]:
         first_env = training.partition.actor_envs(actor).start
         check = FiniteCheck(training.spec.env_id, first_env) if training.stop_on_nonfinite else None
-        kept = training.recorded_action, training.spec.on_device, first_env
+        how: dict[str, Any] = {
+            "finite_check": check,
+            "recorded_action": training.recorded_action,
+            "first_env": first_env,
+        }
         if e.collector == "scanned":
-            return ScannedCollector(algorithm, e.num_steps, device, stop, scans, check, *kept)
-        return SteppedCollector(algorithm, steppers, e.num_steps, device, stop, check, *kept)
+            return ScannedCollector(algorithm, e.num_steps, device, stop, scans, **how)
+        return SteppedCollector(algorithm, e.num_steps, device, stop, steppers, **how)
 
     def make_actor(actor: int, device: jax.Device) -> ActorThread[P]:
         params: Channel[Params[P]] = Channel(f"parameters for actor {actor}", stop)
