@@ -116,6 +116,14 @@ def read_json(path: Path) -> Json:
     return values
 
 
+def optional_json(path: Path) -> Json:
+    """Read a JSON file of a run that may be missing or damaged; {} then."""
+    try:
+        return read_json(path)
+    except UsageError:
+        return {}
+
+
 def finite(values: object) -> object:
     """Replace NaN and infinity, which JSON lacks, by None in a tree of dictionaries, lists and numbers."""
     if isinstance(values, Mapping):
