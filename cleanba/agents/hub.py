@@ -15,7 +15,7 @@ import tyro
 
 from cleanba.agents.agent import load_policy
 from cleanba.config import Placement, read_config, read_experiment, require
-from cleanba.errors import Exit, Failure
+from cleanba.errors import Exit, Failure, said
 from cleanba.files import METRICS, Json, read_json, write_json
 from cleanba.help import parse_command
 from cleanba.recipes import Play
@@ -191,8 +191,7 @@ def _attempt(otherwise: str, do: Callable[[], T]) -> T:
     try:
         return do()
     except Exception as error:
-        reason = " ".join((str(error) or type(error).__name__).split())[:300]
-        raise Failure(f"{otherwise} ({reason})") from error
+        raise Failure(f"{otherwise} ({said(error)[:300]})") from error
 
 
 def repository_name(run_dir: Path, experiment: Json) -> str:
