@@ -63,12 +63,13 @@ from cleanba.runtime.peers import Peers
 from cleanba.runtime.process_setup import prepared
 from cleanba.runtime.processes import gather_over_processes, initialise, processes_here
 from cleanba.runtime.profile import Profile
-from cleanba.runtime.supervision import Watchdog, hear_signals, leave_process, run_watched, time_limit
+from cleanba.runtime.supervision import Watchdog, hear_signals, leave_process, time_limit
 from cleanba.runtime.tracking import require_tracking
 from cleanba.runtime.train import RunOutcome, ended_by, run_training
 from cleanba.runtime.training import Training, make_training
 from cleanba.train_flags import in_one_form, parse
 from cleanba.trust import require_own, require_trusted
+from cleanba.waited import in_a_thread
 
 
 def train_command(recipe: AnyRecipe, argv: Sequence[str], default: Config | None = None) -> Exit:
@@ -490,7 +491,11 @@ class RunWriter:
         watchdog = Watchdog(self._run.stall_timeout, "step of evaluations")
         try:
             with hear_signals(lambda signum: asked.append(Interrupted(signum)), give_up):
-                self._film = run_watched(lambda: evaluations.finish(result, outcome.state), watchdog, progress)
+                self._film = in_a_thread(
+                    lambda: evaluations.finish(result, outcome.state),
+                    "end of the run",
+                    lambda: watchdog.check(*progress()),
+                )
             evaluations.log(self._writers, result["seconds"])
         except Exception as error:
             return outcome._replace(result=result | ended_by(error), error=error)

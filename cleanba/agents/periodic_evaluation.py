@@ -25,6 +25,7 @@ from cleanba.runtime.channels import Closed, Stop
 from cleanba.runtime.checkpoint import Saved, read_model, save_model
 from cleanba.runtime.devices import Devices, pick_devices
 from cleanba.runtime.metrics import Writers
+from cleanba.waited import in_a_thread
 
 JOIN_SECONDS = 3.0  # for an evaluation to notice that the run ends
 EVALUATING = "evaluating"  # a run's folder with parameters whose evaluation is not in the log yet
@@ -237,26 +238,18 @@ class PeriodicEvaluation:
         thread keeps its policy, as it holds Python's lock at times: waiting for a core with the lock held, it would
         stop the actors.
         """
-        made: list[Envs | BaseException] = []
 
-        def make() -> None:
+        def make() -> Envs:
             with contextlib.suppress(OSError, AttributeError):
                 # First what only Linux has: elsewhere a thread's number may be that of another process.
                 os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
-            try:
-                with jax.default_device(self._device):
-                    made.append(open_envs(self._agent.spec, seeds, threads_per_actor(1)))
-            except BaseException as error:
-                made.append(error)
+            with jax.default_device(self._device):
+                return open_envs(self._agent.spec, seeds, threads_per_actor(1))
 
-        thread = threading.Thread(target=make)
-        thread.start()
-        thread.join()
-        if isinstance(made[0], BaseException):
-            raise made[0]
-        end_waits(made[0], self._stop.check)
-        return made[0]
+        envs = in_a_thread(make, "environments of an evaluation")
+        end_waits(envs, self._stop.check)
+        return envs
 
     def _keep(self, update: int, global_step: int, mean: float, params: PyTree) -> None:
         """Replace the best parameters.  best.json names a complete file at all times."""
