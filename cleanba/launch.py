@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cleanba import kernels
-from cleanba.agents.agent import new_policy
 from cleanba.agents.hub import push, require_login
 from cleanba.agents.initial import (
     DIGEST,
@@ -31,6 +30,7 @@ from cleanba.agents.initial import (
     started_from,
 )
 from cleanba.agents.periodic_evaluation import PeriodicEvaluation
+from cleanba.agents.policy import new_policy
 from cleanba.algorithm import AnyAlgorithm
 from cleanba.algorithms.gradient_steps import REPLAY_FILLED
 from cleanba.config import Experiment, Partition, Placement, Retention, Run, from_json, read_config, require, to_json

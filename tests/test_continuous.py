@@ -19,8 +19,8 @@ from scripted import spec as scripted_spec
 from slowly import Data, finite_difference, slow_gae, slow_vtrace
 from test_ppo import LAYOUT, OBS, B, T, tiny, tiny_rollout
 
-from cleanba.agents.agent import load_policy
 from cleanba.agents.evaluate import play
+from cleanba.agents.policy import load_policy
 from cleanba.algorithms import dqn, impala, ppo
 from cleanba.algorithms.normalisation import LIMIT, Normaliser, make_normaliser
 from cleanba.config import Placement

@@ -8,8 +8,8 @@ import pytest
 from launch import finished
 from scipy import stats
 
-from cleanba.agents.agent import new_policy
 from cleanba.agents.evaluate import play
+from cleanba.agents.policy import new_policy
 from cleanba.algorithms import dqn, ppo
 from cleanba.algorithms.normalisation import make_normaliser
 from cleanba.config import Experiment, PolicyGradient

@@ -11,9 +11,9 @@ import jax
 import numpy as np
 import tyro
 
-from cleanba.agents.agent import Agent, Policy
+from cleanba.agents.agent import Agent, load
 from cleanba.agents.film import Film
-from cleanba.agents.load import load
+from cleanba.agents.policy import Policy
 from cleanba.config import read_experiment, require
 from cleanba.environments.atari_scores import human_normalised, reference
 from cleanba.environments.backends import Envs, close, open_envs, threads_per_actor

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from cleanba.agents.agent import Policy
+from cleanba.agents.policy import Policy
 from cleanba.environments.action_names import action_names
 from cleanba.environments.boards import draw_board
 from cleanba.environments.specs import ActionSpec

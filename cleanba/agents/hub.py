@@ -13,7 +13,7 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 
 import tyro
 
-from cleanba.agents.agent import load_policy
+from cleanba.agents.policy import load_policy
 from cleanba.config import Placement, read_config, read_experiment, require
 from cleanba.errors import Exit, Failure, said
 from cleanba.files import METRICS, Json, read_json, write_json

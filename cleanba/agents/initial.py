@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from cleanba.agents.agent import load_policy
+from cleanba.agents.policy import load_policy
 from cleanba.algorithm import AnyAlgorithm
 from cleanba.config import require
 from cleanba.environments.backends import env_spec

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import jax
 
-from cleanba.agents.agent import BEST, Policy, read_best
 from cleanba.agents.evaluate import film_path, film_to, play, summary
 from cleanba.agents.film import require_films
+from cleanba.agents.policy import BEST, Policy, read_best
 from cleanba.config import Run
 from cleanba.environments.backends import Envs, end_waits, open_envs, threads_per_actor
 from cleanba.environments.specs import EnvSpec

@@ -27,14 +27,13 @@ from jax import export as jax_export
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.interpreters.partial_eval import dce_jaxpr
 
+from cleanba.agents.policy import Policy
 from cleanba.algorithm import AnyAlgorithm
 from cleanba.algorithms.normalisation import CATEGORICAL
-from cleanba.config import Experiment, require
+from cleanba.config import require
 from cleanba.environments.backends import open_envs
-from cleanba.environments.specs import EnvSpec
 from cleanba.errors import Failure, UsageError, closest_names, missing, said
 from cleanba.files import Json, write_whole
-from cleanba.recipes import AnyRecipe
 from cleanba.rollout import PyTree, step_outcome
 from cleanba.runtime.digests import params_digest
 from cleanba.runtime.process_setup import settings_of
@@ -68,29 +67,6 @@ class Exported(NamedTuple):
     metadata: Json
 
 
-class Trained(Protocol):
-    """What is exported: an `agent.Policy`."""
-
-    @property
-    def experiment(self) -> Experiment: ...
-    @property
-    def spec(self) -> EnvSpec: ...
-    @property
-    def params(self) -> PyTree: ...
-    @property
-    def update(self) -> int | None: ...
-    @property
-    def global_step(self) -> int | None: ...
-    @property
-    def run(self) -> str: ...
-    @property
-    def recipe(self) -> AnyRecipe: ...
-    @property
-    def algorithm(self) -> AnyAlgorithm: ...
-    @property
-    def act(self) -> Callable[..., tuple[jax.Array, PyTree]]: ...
-
-
 class Runs(Protocol):
     """A file that was read again: arrays by name -> arrays by name, for any batch size."""
 
@@ -118,7 +94,7 @@ class Export:
         )
 
 
-def plain_algorithm(policy: Trained) -> AnyAlgorithm:
+def plain_algorithm(policy: Policy) -> AnyAlgorithm:
     """The policy's algorithm in plain JAX and float32: kernels for CPUs are calls that no other program knows."""
     return policy.recipe.make(replace(policy.experiment, cpu_kernels="off", dtype="float32"), policy.spec, "cpu")
 
@@ -146,7 +122,7 @@ def remembered(carry: PyTree) -> tuple[dict[str, Any], Callable[[dict[str, Any],
     return {name: x for name, keep, (_, x) in zip(names, real, leaves, strict=True) if keep}, whole
 
 
-def exported(policy: Trained) -> Exported:
+def exported(policy: Policy) -> Exported:
     """What the policy computes at one step of B environments, greedily."""
     algorithm, spec = plain_algorithm(policy), policy.spec
     params = jax.tree.map(np.asarray, policy.params)
@@ -341,7 +317,7 @@ NEEDS: dict[str, Callable[[], object]] = {"onnx": require_onnx, "stablehlo": req
 
 
 def compare(
-    policy: Trained, agent: Exported, runs: Runs, seed: int, count: int = CHECKED
+    policy: Policy, agent: Exported, runs: Runs, seed: int, count: int = CHECKED
 ) -> tuple[dict[str, float], int]:
     """Play with actions drawn from the policy, and compare the file with the agent at each observation.
 
@@ -446,7 +422,7 @@ def check_target(path: Path, format: str, seed: int) -> None:
     require(0 <= seed < 2**31, f"seed={seed} must lie in [0, 2^31); try 1")
 
 
-def export(policy: Trained, path: Path, format: str, seed: int = 1) -> Export:
+def export(policy: Policy, path: Path, format: str, seed: int = 1) -> Export:
     """Write a policy as a file of this format, and compare both on observations from the environment.
 
     Raises:
