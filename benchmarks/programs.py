@@ -9,7 +9,7 @@ from jax.sharding import SingleDeviceSharding
 from cleanba.algorithm import Algorithm
 from cleanba.algorithms.off_policy import OffPolicyActorCritic
 from cleanba.config import Experiment, Partition
-from cleanba.environments.specs import ActionSpec, Compilable, EnvSpec, Step
+from cleanba.environments.specs import Compilable, Step
 from cleanba.recipes import Recipe
 from cleanba.resolution import resolve
 from cleanba.rollout import PyTree
@@ -17,6 +17,7 @@ from cleanba.runtime.collect import Recording, ScanState, blank, make_scan, make
 from cleanba.runtime.devices import Devices
 from cleanba.runtime.learner import Learner, abstract_block, memory_shapes
 from cleanba.seeds import action_numbers
+from cleanba.specs import ActionSpec, EnvSpec
 
 # What every algorithm is compiled as, beside its own defaults, which are Cleanba's on Atari.
 VARIANTS: dict[str, dict[str, Any]] = {

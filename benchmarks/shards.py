@@ -18,10 +18,10 @@ import tyro
 
 from cleanba.algorithms import ppo
 from cleanba.config import Partition, Placement
-from cleanba.environments.specs import EnvSpec, ObsSpec, choice
 from cleanba.runtime.devices import find_devices
 from cleanba.runtime.learner import Learner, abstract_block
 from cleanba.shards import ShardAxis
+from cleanba.specs import EnvSpec, ObsSpec, choice
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,6 @@ from cleanba.algorithms.gradient_steps import REPLAY_FILLED
 from cleanba.config import Experiment, Partition, Placement, Retention, Run, from_json, read_config, require, to_json
 from cleanba.environments.backends import check_workers, repeatable, sources, warnings, with_infos
 from cleanba.environments.gymnasium import LOCAL, PREFIX
-from cleanba.environments.specs import EnvSpec
 from cleanba.errors import Exit, Failure, Interrupted, NotFinite, UsageError, printable
 from cleanba.files import Json, write_json
 from cleanba.interrupts import started
@@ -67,6 +66,7 @@ from cleanba.runtime.supervision import Watchdog, hear_signals, leave_process, t
 from cleanba.runtime.tracking import require_tracking
 from cleanba.runtime.train import RunOutcome, ended_by, run_training
 from cleanba.runtime.training import Training, make_training
+from cleanba.specs import EnvSpec
 from cleanba.train_flags import in_one_form, parse
 from cleanba.trust import require_own, require_trusted
 from cleanba.waited import in_a_thread

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from cleanba.environments.specs import EnvSpec, ObsSpec, Step, choice
+from cleanba.environments.specs import Step
+from cleanba.specs import EnvSpec, ObsSpec, choice
 
 SYMBOLS = 4
 

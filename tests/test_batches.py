@@ -9,7 +9,7 @@ import pytest
 
 from cleanba.algorithms import batches
 from cleanba.algorithms.ppo import PPO
-from cleanba.environments.specs import EnvSpec, ObsSpec, choice
+from cleanba.specs import EnvSpec, ObsSpec, choice
 
 T, B = 25, 8
 

@@ -21,7 +21,6 @@ from cleanba import kernels
 from cleanba.algorithm import Algorithm
 from cleanba.algorithms import ppo
 from cleanba.environments.envpool import Envs, env_spec
-from cleanba.environments.specs import EnvSpec
 from cleanba.errors import NotFinite
 from cleanba.rollout import EpisodeTracker
 from cleanba.runtime.channels import Closed, Stop
@@ -37,6 +36,7 @@ from cleanba.runtime.collect import (
 )
 from cleanba.runtime.compilation_cache import OF_ONE_PROCESS
 from cleanba.seeds import action_key, action_numbers, env_seed
+from cleanba.specs import EnvSpec
 
 COLLECTORS = ["stepped", "scanned"]
 SCAN = "scan_envs" if kernels.expected() else OF_ONE_PROCESS

@@ -24,12 +24,12 @@ from cleanba.agents.policy import load_policy
 from cleanba.algorithms import dqn, impala, ppo
 from cleanba.algorithms.normalisation import LIMIT, Normaliser, make_normaliser
 from cleanba.config import Placement
-from cleanba.environments.specs import ActionSpec, EnvSpec, ObsSpec, choice
 from cleanba.errors import UsageError
 from cleanba.ops.moments import Moments
 from cleanba.recipes import RECIPES
 from cleanba.resolution import fit, resolve
 from cleanba.rollout import Rollout
+from cleanba.specs import ActionSpec, EnvSpec, ObsSpec, choice
 
 PARTS = 2
 ACTION = ActionSpec("quantities", (PARTS,), "float64", (), (-1.0,) * PARTS, (1.0,) * PARTS)

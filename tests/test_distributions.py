@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from cleanba.environments.specs import ActionSpec, choice
 from cleanba.ops.distributions import (
     Categorical,
     Categoricals,
@@ -15,6 +14,7 @@ from cleanba.ops.distributions import (
     distribution,
     size,
 )
+from cleanba.specs import ActionSpec, choice
 
 T, B, D = 3, 4, 5
 COUNTS = (2, 7, 3)

@@ -17,12 +17,12 @@ from cleanba.algorithms import dqn
 from cleanba.algorithms.dqn import DQN
 from cleanba.algorithms.gradient_steps import REPLAY_FILLED
 from cleanba.config import Partition, check_values
-from cleanba.environments.specs import EnvSpec, ObsSpec, choice
 from cleanba.errors import UsageError
 from cleanba.ops import replay
 from cleanba.recipes import RECIPES
 from cleanba.resolution import resolve
 from cleanba.rollout import Rollout
+from cleanba.specs import EnvSpec, ObsSpec, choice
 
 T, B, FEATURES, ACTIONS = 12, 3, 4, 3
 SPEC = EnvSpec("Test-v0", ObsSpec("vector", (FEATURES,), "float32"), choice(ACTIONS), False, False, {})

@@ -15,11 +15,12 @@ from cleanba.config import Experiment
 from cleanba.environments import backends
 from cleanba.environments.backends import threads_per_actor
 from cleanba.environments.envpool import Envs, env_spec, known
-from cleanba.environments.specs import ActionSpec, EnvSpec, ObsSpec, Step, choice, train_reward
+from cleanba.environments.specs import Step, train_reward
 from cleanba.errors import UsageError
 from cleanba.recipes import RECIPES
 from cleanba.resolution import preset_name, resolve
 from cleanba.seeds import action_key, env_seed
+from cleanba.specs import ActionSpec, EnvSpec, ObsSpec, choice
 
 # --------------------------------------------------------------------------------------------- loading EnvPool
 

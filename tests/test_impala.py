@@ -12,8 +12,8 @@ from launch import digests, finished
 from scripted import Play, Scripts, spec
 
 from cleanba.algorithms import impala
-from cleanba.environments.specs import EnvSpec, ObsSpec, choice
 from cleanba.rollout import Rollout
+from cleanba.specs import EnvSpec, ObsSpec, choice
 
 T, B, OBS, ACTIONS = 6, 4, 3, 3
 

@@ -20,10 +20,10 @@ from cleanba.agents.initial import (
 )
 from cleanba.algorithms.sac import SAC
 from cleanba.config import fields_of, read_experiment
-from cleanba.environments.specs import ActionSpec, EnvSpec, ObsSpec, choice
 from cleanba.errors import UsageError
 from cleanba.recipes import RECIPES
 from cleanba.resolution import continue_experiment, resolve
+from cleanba.specs import ActionSpec, EnvSpec, ObsSpec, choice
 from cleanba.train_flags import parse
 
 STILL = ("--learning-rate", "1e-60", "--no-anneal-lr")  # 0 in float32

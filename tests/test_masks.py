@@ -15,12 +15,12 @@ from cleanba.algorithms.normalisation import make_normaliser
 from cleanba.config import Experiment, PolicyGradient
 from cleanba.environments.envpool import Envs, env_spec
 from cleanba.environments.spaces import obs_spec
-from cleanba.environments.specs import ActionSpec, EnvSpec, ObsSpec, choice
 from cleanba.networks import make_actor_critic
 from cleanba.networks.encoder import as_vector, legal_actions
 from cleanba.ops.distributions import Combination, distribution, size
 from cleanba.recipes import RECIPES, Play
 from cleanba.rollout import Rollout
+from cleanba.specs import ActionSpec, EnvSpec, ObsSpec, choice
 
 STEPS = 6
 several = lambda *counts: ActionSpec("choices", (len(counts),), "int32", counts, (0,) * len(counts), counts)

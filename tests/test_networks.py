@@ -12,7 +12,6 @@ from flax.linen import OptimizedLSTMCell
 
 from cleanba import specs
 from cleanba.config import FromRollouts, PolicyGradient
-from cleanba.environments.specs import EnvSpec, ObsSpec
 from cleanba.errors import UsageError
 from cleanba.kernels import compiling_for, max_pool
 from cleanba.networks import make_action_values, make_actor_critic, suitable_network
@@ -20,6 +19,7 @@ from cleanba.networks.cores import LSTM, LSTMCarry, initial_carry
 from cleanba.networks.encoder import as_vector
 from cleanba.networks.layers import Conv, LayerNorm
 from cleanba.networks.torsos import Dense, ImpalaResNet, NatureCNN
+from cleanba.specs import EnvSpec, ObsSpec
 
 ATARI = ObsSpec("image", (4, 84, 84), "uint8")
 SMALL_IMAGE = ObsSpec("image", (3, 36, 36), "uint8")

@@ -14,7 +14,6 @@ from cleanba.algorithms import action_bounds, gradient_steps, sac, td3
 from cleanba.algorithms.sac import SAC
 from cleanba.algorithms.td3 import TD3
 from cleanba.config import Partition, check_values
-from cleanba.environments.specs import ActionSpec, EnvSpec, ObsSpec, choice
 from cleanba.errors import UsageError
 from cleanba.kernels import compiled_for
 from cleanba.networks import make_critics, make_policy
@@ -23,6 +22,7 @@ from cleanba.ops.distributions import SquashedGaussian
 from cleanba.recipes import RECIPES
 from cleanba.resolution import resolve
 from cleanba.rollout import Rollout
+from cleanba.specs import ActionSpec, EnvSpec, ObsSpec, choice
 
 T, B, FEATURES, SIZE = 12, 3, 4, 2
 LOW, HIGH = (-2.0, 0.0), (2.0, 1.0)

@@ -14,11 +14,11 @@ from test_recurrent import SCRIPTS, lively
 from cleanba.algorithms import pqn
 from cleanba.algorithms.pqn import PQN
 from cleanba.config import Partition, check_values
-from cleanba.environments.specs import ActionSpec, EnvSpec, ObsSpec, choice
 from cleanba.errors import UsageError
 from cleanba.recipes import RECIPES
 from cleanba.resolution import resolve
 from cleanba.rollout import Rollout
+from cleanba.specs import ActionSpec, EnvSpec, ObsSpec, choice
 
 OBS, ACTIONS, T, B = 3, 3, 6, 4
 SPEC = EnvSpec("tiny", ObsSpec("vector", (OBS,), "float32"), choice(ACTIONS), False, False, {})

@@ -15,7 +15,6 @@ from cleanba.algorithms import r2d2
 from cleanba.algorithms.ppo import PPO
 from cleanba.algorithms.r2d2 import R2D2
 from cleanba.config import Partition, check_values
-from cleanba.environments.specs import ActionSpec, EnvSpec, ObsSpec, choice
 from cleanba.errors import UsageError
 from cleanba.launch import gap_words
 from cleanba.networks import make_action_values
@@ -26,6 +25,7 @@ from cleanba.rollout import Rollout
 from cleanba.runtime.channels import Stop
 from cleanba.runtime.collect import SteppedCollector, Times, make_steppers
 from cleanba.seeds import action_numbers
+from cleanba.specs import ActionSpec, EnvSpec, ObsSpec, choice
 
 OBS, ACTIONS, T = 2, 3, 4
 SPEC = EnvSpec("tiny", ObsSpec("vector", (OBS,), "float32"), choice(ACTIONS), False, False, {})

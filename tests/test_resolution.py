@@ -15,7 +15,6 @@ import cleanba
 from cleanba.algorithms.ppo import PPO
 from cleanba.config import Experiment, Partition, Placement, Run, fields_of, to_json
 from cleanba.environments.backends import env_spec
-from cleanba.environments.specs import ActionSpec, EnvSpec, ObsSpec, choice
 from cleanba.errors import UsageError
 from cleanba.files import finite, read_json, write_json
 from cleanba.recipes import RECIPES
@@ -32,6 +31,7 @@ from cleanba.resolution import (
     resolve,
     settle,
 )
+from cleanba.specs import ActionSpec, EnvSpec, ObsSpec, choice
 from cleanba.train_flags import parse
 
 ENVS = {

@@ -12,7 +12,6 @@ from cleanba.agents.policy import Policy, load_policy
 from cleanba.agents.portable import Export, export, format_of, remembered
 from cleanba.config import Experiment, Placement, require
 from cleanba.environments.backends import as_recorded
-from cleanba.environments.specs import EnvSpec
 from cleanba.environments.worker import named
 from cleanba.errors import UsageError
 from cleanba.resolution import read_recipe
@@ -22,7 +21,7 @@ from cleanba.runtime.collect import first_carry
 from cleanba.runtime.devices import find_devices
 from cleanba.runtime.process_setup import prepared, settings_of
 from cleanba.seeds import evaluation_key
-from cleanba.specs import ObsSpec, ObsSpecs, describe
+from cleanba.specs import EnvSpec, ObsSpec, ObsSpecs, describe
 
 
 class Agent:

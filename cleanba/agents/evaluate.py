@@ -17,7 +17,6 @@ from cleanba.agents.policy import Policy
 from cleanba.config import read_experiment, require
 from cleanba.environments.atari_scores import human_normalised, reference
 from cleanba.environments.backends import Envs, close, open_envs, threads_per_actor
-from cleanba.environments.specs import EnvSpec
 from cleanba.errors import Exit, Failure, UsageError, printable
 from cleanba.files import Json, read_json, write_json
 from cleanba.help import parse_command
@@ -33,6 +32,7 @@ from cleanba.runtime.collect import first_carry
 from cleanba.runtime.digests import params_digest
 from cleanba.runtime.process_setup import pin_settings, settings_of
 from cleanba.seeds import eval_seed, evaluation_key
+from cleanba.specs import EnvSpec
 
 EVALUATIONS = "evaluations"  # the folder of a run that keeps each of them; the newest is eval.json, too
 MAX_ENVS = 16  # more would mostly wait for those with the longest episodes

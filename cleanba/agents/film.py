@@ -19,10 +19,10 @@ from PIL import Image, ImageDraw, ImageFont
 from cleanba.agents.policy import Policy
 from cleanba.environments.action_names import action_names
 from cleanba.environments.boards import draw_board
-from cleanba.environments.specs import ActionSpec
 from cleanba.errors import Failure, missing, said
 from cleanba.networks.torsos import channels_first
 from cleanba.rollout import Obs, PyTree
+from cleanba.specs import ActionSpec
 
 GAP = 12  # pixels between the parts
 PICTURE = (480, 420)  # what the emulator's picture must fit into, width and height

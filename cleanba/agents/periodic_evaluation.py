@@ -17,7 +17,6 @@ from cleanba.agents.film import require_films
 from cleanba.agents.policy import BEST, Policy, read_best
 from cleanba.config import Run
 from cleanba.environments.backends import Envs, end_waits, open_envs, threads_per_actor
-from cleanba.environments.specs import EnvSpec
 from cleanba.errors import Failure
 from cleanba.files import Json, write_json
 from cleanba.rollout import PyTree
@@ -25,6 +24,7 @@ from cleanba.runtime.channels import Closed, Stop
 from cleanba.runtime.checkpoint import Saved, read_model, save_model
 from cleanba.runtime.devices import Devices, pick_devices
 from cleanba.runtime.metrics import Writers
+from cleanba.specs import EnvSpec
 from cleanba.waited import in_a_thread
 
 JOIN_SECONDS = 3.0  # for an evaluation to notice that the run ends

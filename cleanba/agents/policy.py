@@ -11,7 +11,6 @@ import numpy as np
 from cleanba.algorithm import AnyAlgorithm
 from cleanba.config import Experiment, require
 from cleanba.environments.backends import env_spec
-from cleanba.environments.specs import EnvSpec
 from cleanba.errors import Failure
 from cleanba.files import Json, read_json
 from cleanba.recipes import AnyRecipe
@@ -19,6 +18,7 @@ from cleanba.resolution import read_recipe
 from cleanba.rollout import Obs, PyTree
 from cleanba.runtime import checkpoint as ckpt
 from cleanba.shards import network_options
+from cleanba.specs import EnvSpec
 from cleanba.trust import check_size, source_of
 
 BEST = "best"  # the folder of a run with the parameters that scored best in periodic evaluations

@@ -28,16 +28,7 @@ from gymnasium.spaces import Box, Discrete, MultiBinary, MultiDiscrete
 
 from cleanba.config import Experiment
 from cleanba.environments.spaces import action_spec, obs_spec, too_wide
-from cleanba.environments.specs import (
-    ActionSpec,
-    EnvSpec,
-    Step,
-    imported,
-    parse_options,
-    stated_limit,
-    train_reward,
-    undrawable,
-)
+from cleanba.environments.specs import Step, imported, parse_options, stated_limit, train_reward, undrawable
 from cleanba.environments.worker import (
     GROUP_SIGNALS,
     Arrays,
@@ -55,7 +46,7 @@ from cleanba.environments.worker import (
 from cleanba.errors import Failure, UsageError, closest_names, missing, raised, said
 from cleanba.files import staying_here
 from cleanba.rollout import Obs, PyTree
-from cleanba.specs import ObsSpecs
+from cleanba.specs import ActionSpec, EnvSpec, ObsSpecs
 from cleanba.waited import Waited
 
 PREFIX = "gymnasium:"

@@ -32,22 +32,12 @@ from cleanba.config import Experiment
 from cleanba.environments.boards import draw_board
 from cleanba.environments.gymnasium import steps_per_second
 from cleanba.environments.spaces import action_spec, obs_spec
-from cleanba.environments.specs import (
-    ActionSpec,
-    Compilable,
-    EnvSpec,
-    Identity,
-    ObsSpec,
-    Step,
-    imported,
-    parse_options,
-    stated_limit,
-    undrawable,
-)
+from cleanba.environments.specs import Compilable, Identity, Step, imported, parse_options, stated_limit, undrawable
 from cleanba.environments.worker import named
 from cleanba.errors import UsageError, closest_names, missing, raised
 from cleanba.rollout import Obs, PyTree, step_outcome
 from cleanba.seeds import environment_key
+from cleanba.specs import ActionSpec, EnvSpec, ObsSpec
 
 SUITES = ("gymnax", "craftax", "jax")
 CRAFTAX = ("Craftax-Symbolic-v1", "Craftax-Pixels-v1", "Craftax-Classic-Symbolic-v1", "Craftax-Classic-Pixels-v1")

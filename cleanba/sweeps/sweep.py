@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from cleanba.config import Experiment, Placement, Run, require
 from cleanba.environments.atari_scores import table
-from cleanba.environments.specs import EnvSpec
 from cleanba.errors import Exit, Failure, UsageError, closest_names, printable
 from cleanba.help import parse_command
 from cleanba.recipes import RECIPES, AnyRecipe, find_recipe, names_recipe
@@ -29,6 +28,7 @@ from cleanba.runs.log import is_finished, read_result, seconds_left, tail, toget
 from cleanba.runtime.metrics import duration
 from cleanba.runtime.process_setup import refuse_64_bits
 from cleanba.runtime.supervision import handle_signals
+from cleanba.specs import EnvSpec
 from cleanba.sweeps.manifest import Planned, done, read_manifest, write_manifest
 from cleanba.sweeps.slurm import job_states, submit
 from cleanba.train_flags import parse
