@@ -316,9 +316,7 @@ NEEDS: dict[str, Callable[[], object]] = {"onnx": require_onnx, "stablehlo": req
 # ------------------------------------------------------------------------------------------------------- comparison
 
 
-def compare(
-    policy: Policy, agent: Exported, runs: Runs, seed: int, count: int = CHECKED
-) -> tuple[dict[str, float], int]:
+def compare(policy: Policy, agent: Exported, runs: Runs, seed: int) -> tuple[dict[str, float], int]:
     """Play with actions drawn from the policy, and compare the file with the agent at each observation.
 
     The file's outputs must be those of the agent's network in plain JAX and float32.  The agent as it plays here has
@@ -331,8 +329,8 @@ def compare(
         Failure: an action differs, or another number by more than `TOLERANCE`; says where first, and how often.  Or an
             agent of float32 takes another action than the file at more than 1 observation in 100.
     """
-    algorithm, n = plain_algorithm(policy), min(AT_ONCE, count)
-    steps = -(-count // n)
+    algorithm, n = plain_algorithm(policy), AT_ONCE
+    steps = CHECKED // n
     explore = jax.jit(lambda p, c, obs, first, key: algorithm.act(p, c, obs, first, key, True)[0])
     reference = jax.jit(lambda arrays: agent.function(*arrays))
     names_in, names_out = [p.name for p in agent.inputs], [p.name for p in agent.outputs]

@@ -292,7 +292,8 @@ def check_wrappers(wrappers: Sequence[str]) -> None:
             raise UsageError(f"env_wrappers={wrapper!r} is not a function; name one that takes an environment")
 
 
-PATIENCE_SECONDS = 10.0  # for a step of the short test below
+TRIED_STEPS = 32  # of each episode of the short test below
+PATIENCE_SECONDS = 10.0  # for each of them
 
 
 class Trial(NamedTuple):
@@ -304,7 +305,7 @@ class Trial(NamedTuple):
     """an observation that its space does not have, in words; "" if there was none"""
 
 
-def try_out(spec: EnvSpec, steps: int = 32) -> Trial:
+def try_out(spec: EnvSpec) -> Trial:
     """Step two environments with the same seed by the same random actions, and compare what they return.
 
     They step in turns, so an environment that draws from a shared generator, such as `numpy.random`, is detected too.
@@ -318,7 +319,7 @@ def try_out(spec: EnvSpec, steps: int = 32) -> Trial:
         try:
             for seeds in ((1, 1), (None, None)):
                 seen: PyTree = (obs := envs.reset(seeds))
-                for _ in range(steps):
+                for _ in range(TRIED_STEPS):
                     outside = outside or outside_of(spec.obs, obs)
                     if not all(alike(x) for x in jax.tree.leaves(seen)):
                         return Trial(False, outside)

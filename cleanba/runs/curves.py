@@ -252,16 +252,16 @@ def natural(text: str) -> list[tuple[int, float, str]]:
 # Statistics
 
 
-def resample_means(values: np.ndarray, resamples: int = RESAMPLES) -> np.ndarray:
-    """Means over bootstrap resamples of the rows, ignoring NaN.  [R, ...] -> [resamples, ...]."""
+def resample_means(values: np.ndarray) -> np.ndarray:
+    """Means over bootstrap resamples of the rows, ignoring NaN.  [R, ...] -> [RESAMPLES, ...]."""
     runs = len(values)
     flat = values.reshape(runs, -1)
-    drawn = np.random.default_rng(0).multinomial(runs, np.full(runs, 1 / runs), resamples).astype(np.float64)
+    drawn = np.random.default_rng(0).multinomial(runs, np.full(runs, 1 / runs), RESAMPLES).astype(np.float64)
     there = np.isfinite(flat)
     count = drawn @ there
     with np.errstate(invalid="ignore"):
         means = np.where(count > 0, drawn @ np.where(there, flat, 0.0) / count, np.nan)
-    return means.reshape(resamples, *values.shape[1:])
+    return means.reshape(RESAMPLES, *values.shape[1:])
 
 
 def interval(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -160,10 +160,6 @@ class Peers:
         self._say(message, but=heard_from)
         self.on_lost(self.error)
 
-    @property
-    def is_first(self) -> bool:
-        return self._me == 0
-
     def tell(self, error: BaseException) -> None:
         """Tell the others that this process ends, and why.  Does nothing once a loss is known."""
         with self._lock:
@@ -187,7 +183,7 @@ class Peers:
         """Have process 0 end last: when it ends, JAX aborts the others, and their exit codes would be lost."""
         deadline = time.monotonic() + LEAVE_SECONDS
         for peer, listener in self._listeners.items():
-            if self.is_first and listener is not threading.current_thread():
+            if self._me == 0 and listener is not threading.current_thread():
                 # A process that said goodbye either ends now, or waits for process 0, as JAX's processes do at the end.
                 listener.join(1.0 if peer in self._polite else max(0.0, deadline - time.monotonic()))
 
