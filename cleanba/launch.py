@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -60,7 +59,7 @@ from cleanba.runtime.memory import require_room
 from cleanba.runtime.metrics import Display, Status, Writers, duration
 from cleanba.runtime.peers import Peers
 from cleanba.runtime.process_setup import prepared
-from cleanba.runtime.processes import gather_over_processes, initialise, processes_here
+from cleanba.runtime.processes import gather_over_processes, initialise, processes_here, unlike_process_0
 from cleanba.runtime.profile import Profile
 from cleanba.runtime.supervision import Watchdog, hear_signals, leave_process, time_limit
 from cleanba.runtime.tracking import require_tracking
@@ -637,9 +636,7 @@ def require_same_flags(flags: Json) -> None:
 
     The flags are those of the experiment, and those that decide after which updates the processes meet.
     """
-    digest = sha256(json.dumps(flags, sort_keys=True).encode()).digest()
-    digests = gather_over_processes(np.frombuffer(digest, np.uint8).astype(np.int32))
-    others = [str(i) for i, row in enumerate(digests) if (row != digests[0]).any()]
+    others = unlike_process_0(json.dumps(flags, sort_keys=True).encode())
     require(
         not others,
         f"process {', '.join(others)} has another experiment than process 0, or another --log-frequency, "

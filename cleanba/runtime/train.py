@@ -9,11 +9,9 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from hashlib import sha256
 from typing import Any, Generic, NamedTuple, NoReturn
 
 import jax
-import numpy as np
 
 from cleanba.algorithm import C, M, Metrics, P, S
 from cleanba.errors import Failure, Interrupted
@@ -30,7 +28,7 @@ from cleanba.runtime.memory import MemoryStore
 from cleanba.runtime.metrics import Display, Status
 from cleanba.runtime.peers import Peers
 from cleanba.runtime.playback import Playback
-from cleanba.runtime.processes import gather_over_processes
+from cleanba.runtime.processes import unlike_process_0
 from cleanba.runtime.progress import Progress
 from cleanba.runtime.records import Records
 from cleanba.runtime.schedule import Schedule
@@ -83,9 +81,7 @@ def first_state(training: Training[S, M, P, C], learner: Learner[S, M, P, C]) ->
 def require_same_beginning(state: PyTree) -> None:
     """All processes must call this: raise `Failure` unless all have made the same initial state."""
     if jax.process_count() > 1:
-        digest = sha256(tree_digest(state).encode()).digest()
-        rows = gather_over_processes(np.frombuffer(digest, np.uint8))
-        others = [str(i) for i, row in enumerate(rows) if (row != rows[0]).any()]
+        others = unlike_process_0(tree_digest(state).encode())
         if others:
             raise Failure(
                 f"process {', '.join(others)} has other initial parameters than process 0, because processors or "
