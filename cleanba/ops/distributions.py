@@ -192,7 +192,7 @@ class SquashedGaussian:
         return self.centre + self.scale * jnp.tanh(self.mean)
 
     def act(self, noise: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The action [..., D] for standard normal noise [..., D], and its log pi(a) [...], finite even where tanh is 1."""
+        """The action [..., D] for standard normal noise [..., D], and its log pi(a) [...]: finite where tanh is 1."""
         u = self.mean + jnp.exp(self.log_std) * noise
         return self.centre + self.scale * jnp.tanh(u), self._density(u, noise)
 
