@@ -35,7 +35,7 @@ from cleanba.algorithms.gradient_steps import REPLAY_FILLED
 from cleanba.config import Experiment, Partition, Placement, Retention, Run, from_json, read_config, require, to_json
 from cleanba.environments.backends import check_workers, repeatable, sources, warnings, with_infos
 from cleanba.environments.gymnasium import LOCAL, PREFIX
-from cleanba.errors import Exit, Failure, Interrupted, NotFinite, UsageError, printable
+from cleanba.errors import Exit, Failure, Interrupted, NotFinite, UsageError, exit_code, printable, warn
 from cleanba.files import Json, write_json
 from cleanba.interrupts import started
 from cleanba.recipes import AnyRecipe
@@ -537,7 +537,7 @@ def share(run_dir: Path, run: Run, shown: bool) -> bool:
     try:
         address = push(run_dir, run.hf_entity)
     except (UsageError, Failure) as why:
-        print(f"cleanba: warning: {why}", file=sys.stderr)
+        warn(str(why))
         return False
     if shown:
         print(f"uploaded: {address}")
@@ -753,8 +753,7 @@ def exit_of(ended: Ended) -> Exit:
     if isinstance(error, Interrupted | Failure | UsageError):
         if not ended.said:
             print(f"cleanba: {error}", file=sys.stderr)
-        code = 128 + error.signum if isinstance(error, Interrupted) else 2 if isinstance(error, UsageError) else 1
-        return Exit(code, ended.stuck)
+        return Exit(exit_code(error), ended.stuck)
     traceback.print_exception(error)
     print(f"cleanba: the run failed: {type(error).__name__}: {error}", file=sys.stderr)
     return Exit(1, ended.stuck)

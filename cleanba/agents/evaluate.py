@@ -17,14 +17,14 @@ from cleanba.agents.policy import Policy
 from cleanba.config import read_experiment, require
 from cleanba.environments.atari_scores import human_normalised, reference
 from cleanba.environments.backends import Envs, close, open_envs, threads_per_actor
-from cleanba.errors import Exit, Failure, UsageError, printable
+from cleanba.errors import Exit, Failure, UsageError, printable, warn
 from cleanba.files import Json, read_json, write_json
 from cleanba.help import parse_command
 from cleanba.networks.encoder import legal_actions
 from cleanba.recipes import Play
 from cleanba.resolution import completed
 from cleanba.rollout import Episode, EpisodeTracker, step_outcome
-from cleanba.runs.curves import Curve, find_runs, group, mean_interval, warn
+from cleanba.runs.curves import Curve, find_runs, group, mean_interval
 from cleanba.runs.log import is_finished
 from cleanba.runs.plot import markdown, with_interval
 from cleanba.runs.remote import find_run

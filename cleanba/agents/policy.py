@@ -1,6 +1,5 @@
 """A policy with its parameters, from a run's config.json and checkpoints."""
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -11,7 +10,7 @@ import numpy as np
 from cleanba.algorithm import AnyAlgorithm
 from cleanba.config import Experiment, require
 from cleanba.environments.backends import env_spec
-from cleanba.errors import Failure
+from cleanba.errors import Failure, warn
 from cleanba.files import Json, read_json
 from cleanba.recipes import AnyRecipe
 from cleanba.resolution import read_recipe
@@ -125,7 +124,7 @@ def read_params(
             damage = damage or error
             continue
         if damage is not None and there[-1] in ckpt.updates_kept(run_dir):
-            print(f"cleanba: warning: {damage}; taking the checkpoint of update {update} instead", file=sys.stderr)
+            warn(f"{damage}; taking the checkpoint of update {update} instead")
         return actor_params(saved.state), saved.update, saved.counters["global_step"]
     if damage is not None:
         raise damage

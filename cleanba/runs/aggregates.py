@@ -7,8 +7,9 @@ from typing import NamedTuple
 import numpy as np
 
 from cleanba.environments.atari_scores import Publication, human_normalised, publication, reference
+from cleanba.errors import warn
 from cleanba.files import Json
-from cleanba.runs.curves import RESAMPLES, Groups, stopped_early, variants_of, warn
+from cleanba.runs.curves import RESAMPLES, Groups, stopped_early, variants_of
 
 STATISTICS = ("median", "IQM", "mean", "optimality gap")
 

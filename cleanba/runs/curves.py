@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import sys
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -13,7 +12,7 @@ from typing import Literal, NamedTuple, TypeGuard
 import numpy as np
 
 from cleanba.config import read_experiment, require
-from cleanba.errors import UsageError, closest_names
+from cleanba.errors import UsageError, closest_names, warn
 from cleanba.files import METRICS, Json
 from cleanba.runs import log
 from cleanba.trust import MARK
@@ -52,11 +51,6 @@ class Interval(NamedTuple):
 
 
 # Reading
-
-
-def warn(text: str) -> None:
-    """Print a warning about something that is left out."""
-    print(f"cleanba: warning: {text}", file=sys.stderr)
 
 
 def find_runs(places: Iterable[Path]) -> list[Path]:

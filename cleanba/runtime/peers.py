@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from cleanba.errors import Failure, Interrupted, UsageError
+from cleanba.errors import Failure, Interrupted, UsageError, exit_code
 from cleanba.files import Json
 from cleanba.waited import Waited
 
@@ -191,7 +191,7 @@ class Peers:
         """End this process at once, as another one is gone."""
         self._see_off()
         sys.stdout.flush()
-        os._exit(128 + error.signum if isinstance(error, Interrupted) else 2 if isinstance(error, UsageError) else 1)
+        os._exit(exit_code(error))
 
     def __enter__(self) -> "Peers":
         return self

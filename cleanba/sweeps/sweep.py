@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from cleanba.config import Experiment, Placement, Run, require
 from cleanba.environments.atari_scores import table
-from cleanba.errors import Exit, Failure, UsageError, closest_names, printable
+from cleanba.errors import Exit, Failure, UsageError, closest_names, printable, warn
 from cleanba.help import parse_command
 from cleanba.recipes import RECIPES, AnyRecipe, find_recipe, names_recipe
 from cleanba.resolution import Config, continue_experiment, fit, resolve
@@ -598,7 +598,7 @@ def status_command(argv: Sequence[str]) -> Exit:
     try:
         states = job_states([run["job"] for run in runs.values() if "job" in run])
     except Failure as why:
-        print(f"cleanba: warning: {why}", file=sys.stderr)
+        warn(str(why))
         states = {}
     table = Table("run", "state", "update", "steps/s", "return", "ETA", *(("job", "Slurm") if states else ()))
     found, errors = [], []
