@@ -249,24 +249,23 @@ def learn(
         stop.check()  # the run may have ended meanwhile, by an error elsewhere
         decision = save_schedule.decide(update)
         saving = training.checkpoints is not None and decision.save
+        digested = saving or schedule.logs_digests(update)
         if training.stop_on_nonfinite:
-            log.check_finite(update, metrics, saving or schedule.logs_digests(update))
+            log.check_finite(update, metrics, digested)
         progress.state = state
         log.note_update(update)
 
         if training.after_update is not None:
             training.after_update(update, log.steps_so_far, learner.local(params_of(state)))
         if log.is_log_point(update):
-            takes = saving or schedule.logs_digests(update)
-            digests = writer.snapshot(update, state, memory) if takes else {}
-            log.write(update, metrics, digests)
+            log.write(update, metrics, writer.snapshot(update, state, memory) if digested else {})
         if saving:
             saver.save(update, state, memory, decision.finished)
             if decision.ending is not None:
                 end(training, update, decision.ending, stop)
             if decision.finished:
                 break
-        elif schedule.logs_digests(update):
+        elif digested:
             writer.discard_snapshot()
     progress.complete = True
     if training.checkpoints is not None:
