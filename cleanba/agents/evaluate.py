@@ -23,7 +23,7 @@ from cleanba.help import parse_command
 from cleanba.networks.encoder import legal_actions
 from cleanba.recipes import Play
 from cleanba.resolution import completed
-from cleanba.rollout import Episode, EpisodeTracker, step_outcome
+from cleanba.rollout import Episode, EpisodeTracker, Obs, step_outcome
 from cleanba.runs.curves import Curve, find_runs, group, mean_interval
 from cleanba.runs.log import is_finished
 from cleanba.runs.plot import markdown, with_interval
@@ -128,12 +128,7 @@ def play(
             chosen, next_carry = policy.act(params, carry, obs, first, key, np.int32(t), not greedy)
             action = np.asarray(chosen)
             if epsilon > 0:
-                legal = legal_actions(policy.spec.obs, obs)
-                if legal is None:
-                    anything = chance.integers(0, policy.spec.num_actions, n, np.int32)
-                else:  # one of those that are
-                    legal = legal.reshape(n, -1)
-                    anything = np.where(legal, chance.random(legal.shape), 0).argmax(-1).astype(np.int32)
+                anything = random_actions(policy.spec, obs, n, chance)
                 action = np.where(chance.random(n) < epsilon, anything, action)
             filming = film if not played[0] and not done[0] else None
             if filming is not None:
@@ -164,6 +159,15 @@ def play(
         if all(len(mine) >= most for mine, most in zip(played, quota, strict=True)):
             break
     return [episode for mine, most in zip(played, quota, strict=True) for episode in mine[:most]]
+
+
+def random_actions(spec: EnvSpec, obs: Obs, n: int, chance: np.random.Generator) -> np.ndarray:
+    """A choice of each of n environments, any legal one as likely as the others.  Obs [n, ...] -> [n] int32."""
+    legal = legal_actions(spec.obs, obs)
+    if legal is None:
+        return chance.integers(0, spec.num_actions, n, np.int32)
+    legal = legal.reshape(n, -1)
+    return np.where(legal, chance.random(legal.shape), 0).argmax(-1).astype(np.int32)
 
 
 def name_of(update: int | None, seed: int, plays: Play) -> str:

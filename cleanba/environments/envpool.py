@@ -4,7 +4,7 @@ import ctypes
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from importlib import import_module
@@ -170,8 +170,8 @@ def _forget_envpool() -> None:
                 del sys.modules[name]
 
 
-def _leaves(tree: PyTree, fn: Callable[[np.ndarray], np.ndarray]) -> PyTree:
-    return {name: _leaves(part, fn) for name, part in tree.items()} if isinstance(tree, dict) else fn(tree)
+def _narrowed(obs: Obs) -> PyTree:
+    return {name: _narrowed(part) for name, part in obs.items()} if isinstance(obs, dict) else narrowed(obs)
 
 
 def left_out_words() -> str:
@@ -347,13 +347,13 @@ class Envs:
     def reset(self) -> PyTree:
         """Restart all environments with their seeds -> obs [B, ...]."""
         obs, _ = self._pool.reset()
-        return _leaves(obs, narrowed)
+        return _narrowed(obs)
 
     def step(self, action: np.ndarray) -> Step[np.ndarray]:
         """Actions [B] or [B, D] -> `Step`.  An environment whose episode has ended ignores its action and resets."""
         obs, reward, terminated, truncated, info = self._pool.step(self._spec.action.for_environment(action))
         raw = np.asarray(info.get("reward", reward), np.float32)
-        return to_step(self._spec, _leaves(obs, narrowed), raw, terminated, truncated, info)
+        return to_step(self._spec, _narrowed(obs), raw, terminated, truncated, info)
 
     def play(self, actions: np.ndarray) -> tuple[PyTree, np.ndarray, np.ndarray]:
         """Take N steps, after `reset`, and return only the last observations.
@@ -369,7 +369,7 @@ class Envs:
             obs, reward, terminated, truncated, info = step(action)
             rewards[n] = info.get("reward", reward)
             np.logical_or(terminated, truncated, out=ended[n])
-        return _leaves(obs, narrowed), rewards, ended
+        return _narrowed(obs), rewards, ended
 
     def xla(self) -> Compilable:
         """EnvPool's XLA interface.  The handle is the pool's address."""
