@@ -389,8 +389,8 @@ class RunWriter:
             Failure: the disk is full.
         """
         self._job, self._run, self._shown = job, job.config.run, shown
-        agent = new_policy(job.recipe, job.experiment, job.spec, job.algorithm, job.devices.platform)
-        self.evaluations = PeriodicEvaluation(job.run_dir, self._run, agent, job.devices)
+        policy = new_policy(job.recipe, job.experiment, job.spec, job.algorithm, job.devices.platform)
+        self.evaluations = PeriodicEvaluation(job.run_dir, self._run, policy, job.devices)
         if self._run.upload_model:
             require_login()
         if self._run.track:

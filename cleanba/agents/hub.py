@@ -236,9 +236,9 @@ def write_model(path: Path, run_dir: Path) -> Model:
         shutil.copyfile(kept, path)
         return Model(result["update"], result["global_step"], result["params_digest"])
 
-    agent = load_policy(run_dir, "last", find_devices(Placement()).platform)
-    save_model(path, agent.params)
-    return Model(agent.update, agent.global_step, params_digest(agent.params))
+    policy = load_policy(run_dir, "last", find_devices(Placement()).platform)
+    save_model(path, policy.params)
+    return Model(policy.update, policy.global_step, params_digest(policy.params))
 
 
 def public_config(run_dir: Path) -> Json:

@@ -58,14 +58,14 @@ class PeriodicEvaluation:
     evaluation that was killed is repeated when the run continues, even from a later checkpoint.
     """
 
-    def __init__(self, run_dir: Path, run: Run, agent: Policy, devices: Devices):
+    def __init__(self, run_dir: Path, run: Run, policy: Policy, devices: Devices):
         """Raises `UsageError` for flags that cannot be obeyed."""
         given = run.eval_device_id
         self._device = devices.actors[-1] if given is None else pick_devices((given,), "--eval-device-id")[0]
         if run.capture_video:
             require_films()
-            check_can_be_filmed(agent.spec)
-        self._run_dir, self._run, self._agent = run_dir, run, agent
+            check_can_be_filmed(policy.spec)
+        self._run_dir, self._run, self._policy = run_dir, run, policy
         self._best: Json | None = None
         self.moves = 0
         """steps of all evaluations and films so far"""
@@ -99,7 +99,7 @@ class PeriodicEvaluation:
         versions, warnings = self._cut_short(saved.update if saved else 0, known)
         found = known | {version.update for version in versions}
         if saved is not None and saved.update % self._run.eval_frequency == 0 and saved.update not in found:
-            params = self._agent.algorithm.actor_params(saved.state)
+            params = self._policy.algorithm.actor_params(saved.state)
             versions.append(Version(saved.update, saved.counters["global_step"], params))
         if versions:
             self._start(versions)
@@ -115,7 +115,7 @@ class PeriodicEvaluation:
 
     def finish(self, result: Json, state: PyTree) -> Path | None:
         """Wait for the current evaluation, then evaluate and film the last version.  Returns the film's path."""
-        params = jax.device_get(self._agent.algorithm.actor_params(state))
+        params = jax.device_get(self._policy.algorithm.actor_params(state))
         update, global_step = result["update"], result["global_step"]
         if self._run.eval_frequency:
             if self._thread is not None:
@@ -126,10 +126,10 @@ class PeriodicEvaluation:
                 self._check()
         if not self._run.capture_video:
             return None
-        agent = self._agent._replace(params=params, update=update, global_step=global_step)
-        seed, limit = agent.experiment.seed, self._run.eval_max_steps
-        path = film_path(self._run_dir, agent, seed, agent.recipe.plays)
-        film_to(path, agent, seed, 1, self._device, max_steps=limit, check=self._move)
+        policy = self._policy._replace(params=params, update=update, global_step=global_step)
+        seed, limit = policy.experiment.seed, self._run.eval_max_steps
+        path = film_path(self._run_dir, policy, seed, policy.recipe.plays)
+        film_to(path, policy, seed, 1, self._device, max_steps=limit, check=self._move)
         return path
 
     def close(self) -> None:
@@ -184,7 +184,7 @@ class PeriodicEvaluation:
 
         Later ones are removed: their updates will be repeated, and evaluated then.
         """
-        _, like = self._agent.algorithm.shapes()
+        _, like = self._policy.algorithm.shapes()
         versions, warnings = [], []
         for path in list((self._run_dir / EVALUATING).glob("*")):
             named = re.fullmatch(r"(\d+)-(\d+)\.msgpack", path.name)
@@ -208,13 +208,13 @@ class PeriodicEvaluation:
 
     def _evaluate_one(self, update: int, global_step: int, params: PyTree) -> None:
         started = time.perf_counter()
-        agent = self._agent._replace(params=params)
-        e = agent.experiment
+        policy = self._policy._replace(params=params)
+        e = policy.experiment
         episodes = play(
-            agent, self._run.eval_episodes, e.seed, self._device,
+            policy, self._run.eval_episodes, e.seed, self._device,
             epoch=update, max_steps=self._run.eval_max_steps, make_envs=self._quiet_envs, check=self._move,
         )  # fmt: skip
-        r = summary(e.env_id, agent.spec.is_atari, episodes)
+        r = summary(e.env_id, policy.spec.is_atari, episodes)
         values = {
             "eval/episodic_return": r["mean"],
             "eval/episodic_return_std": r["std"],
@@ -245,7 +245,7 @@ class PeriodicEvaluation:
                 os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
             with jax.default_device(self._device):
-                return open_envs(self._agent.spec, seeds, threads_per_actor(1))
+                return open_envs(self._policy.spec, seeds, threads_per_actor(1))
 
         envs = in_a_thread(make, "environments of an evaluation")
         end_waits(envs, self._stop.check)
