@@ -699,6 +699,9 @@ def test_a_custom_loss_trains_in_sweeps_and_in_python(own_loss):
     assert trained.config["sources"] == {"my_ppo": f"sha256:{sha256(own_loss.read_bytes()).hexdigest()}"}
     assert len(cleanba.evaluate(cleanba.load(mine), episodes=1).returns) == 1
     assert command("verify", mine).code == 0
+    ended = command("pack", mine, "--out", "mine.tar.gz")
+    assert "cleanba eval mine.tar.gz --trust-remote-code, " in ended.out and "need the modules" in ended.out
+    assert command("eval", "mine.tar.gz", "--episodes", "1", "--trust-remote-code").code == 0
     ended = command("diff", mine, "ppo")
     assert ended.code == 1 and "algorithm: my_ppo:RECIPE, now ppo" in ended.out, ended.out
 
@@ -723,7 +726,7 @@ def test_names_that_are_no_algorithm_are_refused(own_loss):
     for name, why in (
         ("my_ppo:PPO", "my_ppo:PPO is not a recipe but type"),
         ("my_ppo:RECIPEE", "cannot be imported"),
-        ("mine:RECIPE", "cannot be imported (No module named 'mine'); run the command where"),
+        ("mine:RECIPE", "cannot be imported (No module named 'mine'); run the command in the module's"),
         ("my_ppo:", "must have the form module:RECIPE"),
         ("os.path/x:RECIPE", "must have the form module:RECIPE"),
     ):
@@ -775,8 +778,8 @@ def test_a_script_may_define_its_environment_and_use_workers(tmp_path):
     ended = finish(python(tmp_path / "script.py", tmp_path))
     assert ended.code == 0, ended.err
     warnings = [line for line in ended.out.splitlines() if line.startswith("warning: ")]
-    assert len(warnings) == 1 and "local/Main-v0 is defined in the program that runs" in warnings[0]
-    assert "refused: env_workers=2: gymnasium:local/Main-v0 is defined in the program that runs" in ended.out
+    assert len(warnings) == 1 and "local/Main-v0 is defined in the running program" in warnings[0]
+    assert "refused: env_workers=2: gymnasium:local/Main-v0 is defined in the running program" in ended.out
     assert (
         json.loads((tmp_path / "main" / "config.json").read_text())["experiment"]["env_id"] == "gymnasium:local/Main-v0"
     )

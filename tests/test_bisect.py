@@ -59,7 +59,7 @@ def test_two_runs_diverge_where_one_was_computed_differently(tmp_path, monkeypat
 
     whole = command("bisect", a, b)
     assert whole.code == 1 and "the same bits throughout: updates 1 to" in whole.out
-    assert f"note: {b} has logged another digest of the parameters after update 1 than B comes to here" in whole.out
+    assert f"note: {b} has logged another digest of the parameters after update 1 than B has here" in whole.out
 
     # Equal logs tell that both are the same, but not what another placement would come to.
     c = shutil.copytree(a, tmp_path / "c")
@@ -75,7 +75,7 @@ def test_two_runs_diverge_where_one_was_computed_differently(tmp_path, monkeypat
     apart = command("bisect", a, c)
     assert apart.code == 1 and "note: the logs differ at update 2, although both sides agree here" in apart.out, apart
     both = command("bisect", tmp_path / "d", tmp_path / "d", "--", "--learner-device-ids", "1")
-    assert both.code == 1 and re.search("update 2 than A comes .*update 2 than B comes", both.out, re.DOTALL), both
+    assert both.code == 1 and re.search("update 2 than A has .*update 2 than B has", both.out, re.DOTALL), both
 
 
 def test_a_strangers_config_cannot_ask_for_a_million_devices(tmp_path):

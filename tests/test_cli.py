@@ -355,7 +355,7 @@ def test_a_warning_says_when_episodes_are_longer_than_an_epoch_of_environments(t
     assert "--env-epoch" in ended.out
     missing = command("plot", tmp_path / "short", "--out", tmp_path / "curves")
     assert missing.code == 2 and "larger --env-epoch" in missing.err
-    assert "warning" not in command("ppo", *flags, "3", "--run-dir", tmp_path / "long").out
+    assert "warning:" not in command("ppo", *flags, "3", "--run-dir", tmp_path / "long").out
 
 
 @pytest.fixture
@@ -706,7 +706,7 @@ def test_a_symbolic_link_to_itself_is_no_run_directory(tmp_path):
 @pytest.mark.parametrize(
     "words, says",
     [
-        (["CartPole-v1"], "an environment is given as --env-id CartPole-v1"),
+        (["CartPole-v1"], "CartPole-v1 has no flag before it; write --env-id CartPole-v1"),
         (["--batch-size", "64"], "ppo has no --batch-size; a batch has num_envs x num_steps steps"),
         (["--env-id", "PongNoFrameskip-v4"], "the closest names are Pong-v5, "),
         (["--env-id", "SpaceInvadersDeterministic-v4"], "the closest names are SpaceInvaders-v5, "),

@@ -241,7 +241,8 @@ def read_until(done: Callable[[], bool], process: subprocess.Popen, terminal: in
 def test_a_run_whose_terminal_is_closed_loses_nothing(whole, tmp_path):
     run = tmp_path / "run"
     words = [*KINDS["ppo"], "--checkpoint-frequency", "0", "--collector", "stepped"]
-    process, terminal = in_a_terminal("-c", UNHURRIED, "0", *words, "--run-dir", run)
+    hears = "import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # the tests may run under nohup
+    process, terminal = in_a_terminal("-c", hears + UNHURRIED, "0", *words, "--run-dir", run)
     log = run / "metrics.jsonl"
     read_until(lambda: log.exists() and len(read_rows(run)) > 2, process, terminal)
     os.close(terminal)
@@ -253,12 +254,16 @@ def test_a_run_whose_terminal_is_closed_loses_nothing(whole, tmp_path):
 
 def test_a_message_for_a_closed_terminal_is_dropped(monkeypatch):
     ours, theirs = os.openpty()
-    with open(theirs, "w") as terminal:
-        monkeypatch.setattr(sys, "stderr", terminal)
-        os.close(ours)
-        with hear_signals(lambda signum: None):
-            signal.raise_signal(signal.SIGHUP)
-        print("interrupted", file=sys.stderr, flush=True)  # it raised EIO
+    earlier = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
+    try:
+        with open(theirs, "w") as terminal:
+            monkeypatch.setattr(sys, "stderr", terminal)
+            os.close(ours)
+            with hear_signals(lambda signum: None):
+                signal.raise_signal(signal.SIGHUP)
+            print("interrupted", file=sys.stderr, flush=True)  # it raised EIO
+    finally:
+        signal.signal(signal.SIGHUP, earlier)
 
 
 def test_nohup_keeps_a_run_going_when_its_terminal_is_closed():

@@ -15,11 +15,13 @@ import tyro
 
 from cleanba.agents.hub import fill_run, kept_parts
 from cleanba.config import read_experiment, require
-from cleanba.errors import Exit, Failure
+from cleanba.errors import Exit, Failure, UsageError
 from cleanba.help import parse_command
+from cleanba.recipes import RECIPES
+from cleanba.resolution import read_recipe
 from cleanba.runs.directory import films_of, unwritable
 from cleanba.runtime.checkpoint import updates_kept
-from cleanba.trust import require_trusted
+from cleanba.trust import check_algorithm, check_environment, require_trusted
 
 
 @dataclass(frozen=True)
@@ -49,9 +51,22 @@ def pack_command(argv: Sequence[str]) -> Exit:
     require(out.name.endswith(".tar.gz") and not out.is_dir(), f"--out {out} must be a file that ends in .tar.gz")
     pack(run_dir, out, flags.checkpoints)
     print(f"wrote {out} ({out.stat().st_size / 1e6:,.1f} MB)")
-    name = shlex.quote(out.name)
-    print(f"others can run: cleanba eval {name}, cleanba verify {name}, cleanba diff {name} RUN")
+    name, trust = shlex.quote(out.name), " --trust-remote-code" if needs_modules(run_dir) else ""
+    print(f"others can run: cleanba eval {name}{trust}, cleanba verify {name}{trust}, cleanba diff {name} RUN")
+    if trust:
+        print("they need the modules of its environment and algorithm, which are not in the file")
     return Exit()
+
+
+def needs_modules(run_dir: Path) -> bool:
+    """Whether a run's environment or algorithm is not Cleanba's own, so that others must say that they trust it."""
+    recipe, e = read_recipe(run_dir)
+    try:
+        check_algorithm(recipe.name, recipe.name in RECIPES, "")
+        check_environment(e, "")
+    except UsageError:
+        return True
+    return False
 
 
 def pack(run_dir: Path, out: Path, checkpoints: bool = False) -> None:
