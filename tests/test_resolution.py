@@ -315,7 +315,7 @@ def test_a_runs_settings_can_be_taken_and_changed(tmp_path):
     assert cleanba.ppo(preset=tmp_path, learning_rate=1e-4).resolve() == new.experiment
     spec = cleanba.ppo(preset=str(tmp_path), env_id="CartPole-v1")
     assert spec.resolve().gamma == 0.9 and spec.resolve().env_id == "CartPole-v1"
-    with pytest.raises(UsageError, match="is a run of ppo, not of impala"):
+    with pytest.raises(UsageError, match="is a run of ppo; name a run of impala"):
         parse(RECIPES["impala"], ["--preset", str(tmp_path)])
 
 
