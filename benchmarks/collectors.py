@@ -76,7 +76,7 @@ def measure(s: Setting, rounds: int) -> dict[str, Any]:
     params = jax.device_put(algorithm.actor_params(algorithm.init(jax.random.key(0))), device)
     collectors: dict[str, Collector] = {
         "stepped": SteppedCollector(
-            algorithm, make_steppers(algorithm, s.steps, device.platform), s.steps, device, Stop()
+            algorithm, s.steps, device, Stop(), make_steppers(algorithm, s.steps, device.platform)
         ),
         "scanned": ScannedCollector(algorithm, s.steps, device, Stop(), ScanCache(algorithm, s.steps)),
     }

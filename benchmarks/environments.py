@@ -169,7 +169,7 @@ def collecting(name: str, theirs: gymnasium.vector.VectorEnv, flags: Flags, step
     spec, device = env_spec(e), jax.local_devices()[0]
     algorithm = ppo.make(e, spec, device.platform)
     params = jax.device_put(algorithm.actor_params(algorithm.init(jax.random.key(0))), device)
-    collector = SteppedCollector(algorithm, make_steppers(algorithm, steps, device.platform), steps, device, Stop())
+    collector = SteppedCollector(algorithm, steps, device, Stop(), make_steppers(algorithm, steps, device.platform))
     collector.restart(open_envs(spec, [env_seed(1, i, 0, e.num_envs) for i in range(e.num_envs)], threads_per_actor(1)))
     collector(params, action_numbers(1, 0, 0), Times())
     theirs.reset(seed=1)

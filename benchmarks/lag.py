@@ -16,10 +16,11 @@ can be interrupted and continued on another machine.  Processes for different en
 """
 
 import itertools
+import math
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,7 +35,7 @@ from cleanba.files import Json
 from cleanba.recipes import RECIPES
 from cleanba.resolution import resolve
 from cleanba.runs import curves, plot
-from cleanba.runs.aggregates import interquartile_mean, square, stratified
+from cleanba.runs.aggregates import Estimate, bootstrap
 from cleanba.runs.curves import Curve
 
 ROOT = Path(__file__).parents[1]
@@ -251,7 +252,20 @@ def learnable(cells: Cells) -> Cells:
 
 def iqm(matrix: np.ndarray) -> np.ndarray:
     """The mean of the middle half of all scores (Agarwal et al. 2021).  [seeds, cells] -> [1]."""
-    return np.array([interquartile_mean(matrix)])
+    ordered = np.sort(matrix, axis=None)
+    cut = ordered.size // 4  # rounded down, at either end
+    return np.array([ordered[cut : ordered.size - cut].mean()])
+
+
+def square(scores: Sequence[np.ndarray]) -> np.ndarray:
+    """Cells with different numbers of seeds as one matrix [seeds, cells] in which every cell weighs the same."""
+    rows = math.lcm(*(len(s) for s in scores))
+    return np.stack([np.tile(s, rows // len(s)) for s in scores], axis=1)
+
+
+def stratified(scores: Sequence[np.ndarray], statistic: Callable[[np.ndarray], np.ndarray]) -> Estimate:
+    """`bootstrap` of a statistic of a matrix [seeds, cells] -> [S]."""
+    return bootstrap(scores, lambda by_cell: statistic(square(by_cell)))
 
 
 def improvement(x: np.ndarray, y: np.ndarray) -> np.ndarray:

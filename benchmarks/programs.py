@@ -9,7 +9,7 @@ from jax.sharding import SingleDeviceSharding
 from cleanba.algorithm import Algorithm
 from cleanba.algorithms.off_policy import OffPolicyActorCritic
 from cleanba.config import Experiment, Partition
-from cleanba.environments.specs import ActionSpec, Compilable, EnvSpec, Step
+from cleanba.environments.specs import Compilable, Step
 from cleanba.recipes import Recipe
 from cleanba.resolution import resolve
 from cleanba.rollout import PyTree
@@ -17,6 +17,7 @@ from cleanba.runtime.collect import Recording, ScanState, blank, make_scan, make
 from cleanba.runtime.devices import Devices
 from cleanba.runtime.learner import Learner, abstract_block, memory_shapes
 from cleanba.seeds import action_numbers
+from cleanba.specs import ActionSpec, EnvSpec
 
 # The settings that every algorithm is compiled with, besides its defaults on Atari.
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -59,7 +60,7 @@ def make(recipe: Recipe, fields: dict[str, Any], learners: int, platform: str) -
     partition = Partition(e.num_envs, e.num_actors, e.num_shards, 1, learners)
     recipe.check(e, partition)
     if isinstance(e, OffPolicyActorCritic):  # these games do not take its actions
-        spec = spec._replace(given_action=ActionSpec("quantities", (6,), "float32", (), (-1.0,) * 6, (1.0,) * 6))
+        spec = spec._replace(action=ActionSpec("quantities", (6,), "float32", (), (-1.0,) * 6, (1.0,) * 6))
     return Program(e, partition, spec, recipe.make(e, spec, platform))
 
 

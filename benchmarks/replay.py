@@ -110,7 +110,6 @@ def main(args: Args) -> None:
         rings[capacity] = jax.block_until_ready(ring)
         taken = sum(x.nbytes for x in jax.tree.leaves(ring))
         of_priorities = sum(x.nbytes for x in jax.tree.leaves(ring.priorities))
-        assert taken - of_priorities == replay.nbytes(shapes, capacity, STACK)
         assert int(ring.ring.size[0]) == capacity // args.num_envs
         sizes[capacity] = {"arrays": taken, "priorities": of_priorities, "resident": resident() - before}
         del ring

@@ -18,10 +18,10 @@ import tyro
 
 from cleanba.algorithms import ppo
 from cleanba.config import Partition, Placement
-from cleanba.environments.specs import EnvSpec, ObsSpec
 from cleanba.runtime.devices import find_devices
 from cleanba.runtime.learner import Learner, abstract_block
 from cleanba.shards import ShardAxis
+from cleanba.specs import EnvSpec, ObsSpec, choice
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def undivided() -> Iterator[None]:
 def main(args: Args) -> None:
     """Measure, print a table, write the results."""
     devices = find_devices(Placement())
-    spec = EnvSpec("Breakout-v5", ObsSpec("image", (4, 84, 84), "uint8"), 18, True, True, {})
+    spec = EnvSpec("Breakout-v5", ObsSpec("image", (4, 84, 84), "uint8"), choice(18), True, True, {})
     rng = np.random.default_rng(0)
 
     def prepare(shards: int) -> Any:

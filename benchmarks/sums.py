@@ -27,7 +27,7 @@ from cleanba.algorithms.ppo import PPO
 from cleanba.networks import make_actor_critic
 from cleanba.rollout import PyTree
 from cleanba.shards import ShardAxis, compiler_options
-from cleanba.specs import EnvSpec, ObsSpec
+from cleanba.specs import EnvSpec, ObsSpec, choice
 
 BYTES = {"f32": 4, "s32": 4, "pred": 1}
 COLLECTIVE = re.compile(r" = ([^=]*) (all-gather|all-to-all|all-reduce|reduce-scatter|collective-permute)\(")
@@ -64,7 +64,7 @@ WAYS = {"gathered": gathered_sum, "exchanged": ShardAxis.sum}
 
 def parameters(network: str) -> PyTree:
     """Shapes of the parameters of a network for Atari."""
-    spec = EnvSpec("Breakout-v5", ObsSpec("image", (4, 84, 84), "uint8"), 18, True, True, {})
+    spec = EnvSpec("Breakout-v5", ObsSpec("image", (4, 84, 84), "uint8"), choice(18), True, True, {})
     return jax.eval_shape(make_actor_critic(spec, PPO(network=network)).initial_params, jax.random.key(0))
 
 

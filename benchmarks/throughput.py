@@ -136,7 +136,7 @@ class Parts:
         """what collecting the last of them took"""
         self.blocks: list[Any] = []
         for a in self.actors:
-            collector = SteppedCollector(self.algorithm, steppers, e.num_steps, self.device_of(a), Stop())
+            collector = SteppedCollector(self.algorithm, e.num_steps, self.device_of(a), Stop(), steppers)
             collector.restart(self.make_envs(a, self._threads))
             self.times = Times()
             self.rollouts.append(

@@ -29,9 +29,8 @@ import gymnasium
 import numpy as np
 
 from cleanba import config
-from cleanba.agents.agent import Agent
+from cleanba.agents.agent import Agent, load
 from cleanba.agents.evaluate import Evaluation, evaluate
-from cleanba.agents.load import load
 from cleanba.agents.portable import Export
 from cleanba.algorithms.dqn import DQN
 from cleanba.algorithms.impala import IMPALA

@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 from cleanba import __version__
-from cleanba.errors import Exit, Failure, UsageError, closest_names, printable, said
+from cleanba.errors import Exit, Failure, UsageError, closest_names, exit_code, printable, said
 from cleanba.interrupts import handle_by, leave_at_once, raise_interrupt, started
 
 
@@ -66,12 +66,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         end = dispatch(argv)
         sys.stdout.flush()  # here, where a pipe without a reader is handled
-    except UsageError as error:
+    except (UsageError, Failure) as error:
         print(f"cleanba: {printable(str(error), keep=LINES)}", file=sys.stderr)
-        end = Exit(2)
-    except Failure as error:
-        print(f"cleanba: {printable(str(error), keep=LINES)}", file=sys.stderr)
-        end = Exit(1)
+        end = Exit(exit_code(error))
     except KeyboardInterrupt:
         print("cleanba: interrupted", file=sys.stderr)
         end = Exit(130)

@@ -48,6 +48,11 @@ class Interrupted(Exception):
         return type(self), (self.signum, self._where)
 
 
+def exit_code(error: BaseException) -> int:
+    """The exit code of a command that ended with this error."""
+    return 128 + error.signum if isinstance(error, Interrupted) else 2 if isinstance(error, UsageError) else 1
+
+
 def said(error: BaseException) -> str:
     """An error's message, in one line."""
     return " ".join(str(error).split()) or type(error).__name__
@@ -56,11 +61,16 @@ def said(error: BaseException) -> str:
 SAID: set[str] = set()  # what `warn_once` has printed
 
 
+def warn(sentence: str) -> None:
+    """A warning on the console."""
+    print(f"cleanba: warning: {sentence}", file=sys.stderr)
+
+
 def warn_once(sentence: str) -> None:
     """Print a warning, unless this process has printed the same one before."""
     if sentence not in SAID:
         SAID.add(sentence)
-        print(f"cleanba: warning: {sentence}", file=sys.stderr)
+        warn(sentence)
 
 
 def printable(text: str, keep: str = "") -> str:

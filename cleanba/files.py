@@ -116,6 +116,25 @@ def read_json(path: Path) -> Json:
     return values
 
 
+@contextlib.contextmanager
+def in_a_checkpoint(where: str) -> Iterator[None]:
+    """Raise `ValueError` for a checkpoint's file that is missing or cannot be read; `where` names it in messages."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise ValueError(f"{where} is missing") from None
+    except OSError as error:
+        raise ValueError(f"{where} cannot be read ({error.strerror})") from None
+
+
+def optional_json(path: Path) -> Json:
+    """Read a JSON file of a run that may be missing or damaged; {} then."""
+    try:
+        return read_json(path)
+    except UsageError:
+        return {}
+
+
 def finite(values: object) -> object:
     """Replace NaN and infinity, which JSON lacks, by None in a tree of dictionaries, lists and numbers."""
     if isinstance(values, Mapping):

@@ -8,11 +8,10 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +19,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cleanba import kernels
-from cleanba.agents.agent import new_policy
 from cleanba.agents.hub import push, require_login
 from cleanba.agents.initial import (
     DIGEST,
@@ -31,13 +29,13 @@ from cleanba.agents.initial import (
     started_from,
 )
 from cleanba.agents.periodic_evaluation import PeriodicEvaluation
+from cleanba.agents.policy import new_policy
 from cleanba.algorithm import AnyAlgorithm
 from cleanba.algorithms.gradient_steps import REPLAY_FILLED
 from cleanba.config import Experiment, Partition, Placement, Retention, Run, from_json, read_config, require, to_json
 from cleanba.environments.backends import check_workers, repeatable, sources, warnings, with_infos
 from cleanba.environments.gymnasium import LOCAL, PREFIX
-from cleanba.environments.specs import EnvSpec
-from cleanba.errors import Exit, Failure, Interrupted, NotFinite, UsageError, printable
+from cleanba.errors import Exit, Failure, Interrupted, NotFinite, UsageError, exit_code, printable, warn
 from cleanba.files import Json, write_json
 from cleanba.interrupts import started
 from cleanba.recipes import AnyRecipe
@@ -61,14 +59,16 @@ from cleanba.runtime.memory import require_room
 from cleanba.runtime.metrics import Display, Status, Writers, duration
 from cleanba.runtime.peers import Peers
 from cleanba.runtime.process_setup import prepared
-from cleanba.runtime.processes import gather_over_processes, initialise, processes_here
+from cleanba.runtime.processes import gather_over_processes, initialise, processes_here, unlike_process_0
 from cleanba.runtime.profile import Profile
-from cleanba.runtime.supervision import Watchdog, hear_signals, leave_process, run_watched, time_limit
+from cleanba.runtime.supervision import Watchdog, hear_signals, leave_process, time_limit
 from cleanba.runtime.tracking import require_tracking
 from cleanba.runtime.train import RunOutcome, ended_by, run_training
 from cleanba.runtime.training import Training, make_training
+from cleanba.specs import EnvSpec
 from cleanba.train_flags import in_one_form, parse
 from cleanba.trust import require_own, require_trusted
+from cleanba.waited import in_a_thread
 
 
 def train_command(recipe: AnyRecipe, argv: Sequence[str], default: Config | None = None) -> Exit:
@@ -173,62 +173,78 @@ def train(recipe: AnyRecipe, config: Config, peers: Peers | None, shown: bool, g
     except RefusedElsewhere as why:
         return Ended(job.run_dir, why, said=True)
     try:
-        try:
-            checkpoints, saved = open_checkpoints(job)
-        except OSError as why:
-            raise unusable(job.run_dir, why) from None
-        title = f"{recipe.name} on {job.experiment.env_id}, seed {job.experiment.seed}"
-        status = Status(title, job.experiment.num_updates, config.run.target_return)
-        display = Display(status, enabled=job.devices.is_main and shown, warns=job.devices.is_main)
-        run = config.run
-        stuck = False
-        try:
-            if run_writer is not None:
-                try:
-                    run_writer.begin(saved, display)
-                except OSError as why:
-                    raise unusable(job.run_dir, why) from None
-            announce(job, saved, display)
-            training = replace(
-                job.training,
-                checkpoints=checkpoints,
-                saved=saved,
-                begin_with=partial(started_from, arrays=job.initial.arrays) if job.initial else None,
-                checkpoint_frequency=run.checkpoint_frequency,
-                checkpoint_every=Retention.parse(run.keep_checkpoints).every,
-                chain=run_writer.chain(saved) if run_writer else None,
-                repeatable=bool(gather_over_processes(np.array([repeatable(job.spec)])).all()),
-                target_return=run.target_return,
-                until=saved.update if saved and has_reached(saved, run.target_return) else None,
-                stall_timeout=run.stall_timeout,
-                grace_period=run.grace_period,
-                stop_on_nonfinite=run.on_nonfinite == "stop",
-                after_update=run_writer.after_update(display) if run_writer else None,
-            )
-            log = run_writer.log if run_writer else lambda update, global_step, seconds, values: None
-            outcome = run_training(training, display, status, log, peers, give_up)
-            stuck = outcome.stuck
-            if run_writer is not None and outcome.error is None:
-                outcome = run_writer.finish(outcome, status, display, give_up)
-                if peers and outcome.error is not None:  # the other processes wait for this one to end
-                    peers.tell(outcome.error)
-        finally:
-            with ExitStack() as ends:  # they run in reverse order, each even if another one fails
-                ends.callback(checkpoints.close, STUCK_SECONDS if stuck else None)
-                if run_writer is not None:
-                    ends.callback(run_writer.close_logs)
-                ends.callback(display.close)
-        error = run_writer.write_result(outcome) if run_writer is not None else outcome.error
-        said = error is not None and peers is not None and error is peers.error
-        in_vain = error is None or isinstance(error, NotFinite)  # continuing would lead to the same numbers
-        remedy = "" if in_vain else how_to_go_on(job, outcome.result)
-        if remedy and shown and run_writer is not None:
-            print(remedy)
+        ended = train_claimed(job, run_writer, peers, shown, give_up)
     finally:
         if run_writer is not None:
             run_writer.unlock()
-    shared = share(job.run_dir, config.run, shown) if run_writer is not None and error is None else True
-    return Ended(job.run_dir, error, outcome.stuck, said, shared, remedy)
+    if run_writer is None or ended.error is not None:
+        return ended
+    return ended._replace(shared=share(job.run_dir, config.run, shown))
+
+
+def train_claimed(
+    job: "Job", run_writer: "RunWriter | None", peers: Peers | None, shown: bool, give_up: Callable[[int], None]
+) -> Ended:
+    """Train a job in the directory that was opened for it, and write how it ended.  Nothing is uploaded."""
+    with usable(job.run_dir):
+        checkpoints, saved = open_checkpoints(job)
+    title = f"{job.recipe.name} on {job.experiment.env_id}, seed {job.experiment.seed}"
+    status = Status(title, job.experiment.num_updates, job.config.run.target_return)
+    display = Display(status, enabled=job.devices.is_main and shown, warns=job.devices.is_main)
+    stuck = False
+    try:
+        if run_writer is not None:
+            with usable(job.run_dir):
+                run_writer.begin(saved, display)
+        announce(job, saved, display)
+        training = whole_training(job, checkpoints, saved, run_writer, display)
+        log = run_writer.log if run_writer else lambda update, global_step, seconds, values: None
+        outcome = run_training(training, display, status, log, peers, give_up)
+        stuck = outcome.stuck
+        if run_writer is not None and outcome.error is None:
+            outcome = run_writer.finish(outcome, status, display, give_up)
+            if peers and outcome.error is not None:  # the other processes wait for this one to end
+                peers.tell(outcome.error)
+    finally:
+        with ExitStack() as ends:  # they run in reverse order, each even if another one fails
+            ends.callback(checkpoints.close, STUCK_SECONDS if stuck else None)
+            if run_writer is not None:
+                ends.callback(run_writer.close_logs)
+            ends.callback(display.close)
+    error = run_writer.write_result(outcome) if run_writer is not None else outcome.error
+    said = error is not None and peers is not None and error is peers.error
+    in_vain = error is None or isinstance(error, NotFinite)  # continuing would lead to the same numbers
+    remedy = "" if in_vain else how_to_go_on(job, outcome.result)
+    if remedy and shown and run_writer is not None:
+        print(remedy)
+    return Ended(job.run_dir, error, outcome.stuck, said, remedy=remedy)
+
+
+def whole_training(
+    job: "Job",
+    checkpoints: Checkpoints,
+    saved: Saved[Any, Any] | None,
+    run_writer: "RunWriter | None",
+    display: Display,
+) -> Training[Any, Any, Any, Any]:
+    """`Job.training` with all that is known once the run's directory is open.  All processes must call this."""
+    run = job.config.run
+    return replace(
+        job.training,
+        checkpoints=checkpoints,
+        saved=saved,
+        begin_with=partial(started_from, arrays=job.initial.arrays) if job.initial else None,
+        checkpoint_frequency=run.checkpoint_frequency,
+        checkpoint_every=Retention.parse(run.keep_checkpoints).every,
+        chain=run_writer.chain(saved) if run_writer else None,
+        repeatable=bool(gather_over_processes(np.array([repeatable(job.spec)])).all()),
+        target_return=run.target_return,
+        until=saved.update if saved and has_reached(saved, run.target_return) else None,
+        stall_timeout=run.stall_timeout,
+        grace_period=run.grace_period,
+        stop_on_nonfinite=run.on_nonfinite == "stop",
+        after_update=run_writer.after_update(display) if run_writer else None,
+    )
 
 
 class Job(NamedTuple):
@@ -349,9 +365,13 @@ def with_digest(config: Config, run_dir: Path, platform: str) -> tuple[Config, I
     return replace(config, asked=replace(config.asked, init_from=digest), typed=typed), initial
 
 
-def unusable(run_dir: Path, error: OSError) -> Failure:
-    """The error for a run's directory that fails after the run has been opened there."""
-    return Failure(f"{run_dir} cannot be used ({error}); fix that, then repeat the command to resume")
+@contextmanager
+def usable(run_dir: Path) -> Iterator[None]:
+    """Raise `Failure` for a run's directory that fails after the run has been opened there."""
+    try:
+        yield
+    except OSError as error:
+        raise Failure(f"{run_dir} cannot be used ({error}); fix that, then repeat the command to resume") from None
 
 
 SPARSE = 0.9  # the user is warned if replay fills less than this share of a batch on average
@@ -369,8 +389,8 @@ class RunWriter:
             Failure: the disk is full.
         """
         self._job, self._run, self._shown = job, job.config.run, shown
-        agent = new_policy(job.recipe, job.experiment, job.spec, job.algorithm, job.devices.platform)
-        self.evaluations = PeriodicEvaluation(job.run_dir, self._run, agent, job.devices)
+        policy = new_policy(job.recipe, job.experiment, job.spec, job.algorithm, job.devices.platform)
+        self.evaluations = PeriodicEvaluation(job.run_dir, self._run, policy, job.devices)
         if self._run.upload_model:
             require_login()
         if self._run.track:
@@ -470,7 +490,11 @@ class RunWriter:
         watchdog = Watchdog(self._run.stall_timeout, "step of evaluations")
         try:
             with hear_signals(lambda signum: asked.append(Interrupted(signum)), give_up):
-                self._film = run_watched(lambda: evaluations.finish(result, outcome.state), watchdog, progress)
+                self._film = in_a_thread(
+                    lambda: evaluations.finish(result, outcome.state),
+                    "end of the run",
+                    lambda: watchdog.check(*progress()),
+                )
             evaluations.log(self._writers, result["seconds"])
         except Exception as error:
             return outcome._replace(result=result | ended_by(error), error=error)
@@ -513,7 +537,7 @@ def share(run_dir: Path, run: Run, shown: bool) -> bool:
     try:
         address = push(run_dir, run.hf_entity)
     except (UsageError, Failure) as why:
-        print(f"cleanba: warning: {why}", file=sys.stderr)
+        warn(str(why))
         return False
     if shown:
         print(f"uploaded: {address}")
@@ -612,9 +636,7 @@ def require_same_flags(flags: Json) -> None:
 
     The flags are those of the experiment, and those that decide after which updates the processes meet.
     """
-    digest = sha256(json.dumps(flags, sort_keys=True).encode()).digest()
-    digests = gather_over_processes(np.frombuffer(digest, np.uint8).astype(np.int32))
-    others = [str(i) for i, row in enumerate(digests) if (row != digests[0]).any()]
+    others = unlike_process_0(json.dumps(flags, sort_keys=True).encode())
     require(
         not others,
         f"process {', '.join(others)} was given a different experiment from process 0, or a different --log-frequency, "
@@ -727,8 +749,7 @@ def exit_of(ended: Ended) -> Exit:
     if isinstance(error, Interrupted | Failure | UsageError):
         if not ended.said:
             print(f"cleanba: {error}", file=sys.stderr)
-        code = 128 + error.signum if isinstance(error, Interrupted) else 2 if isinstance(error, UsageError) else 1
-        return Exit(code, ended.stuck)
+        return Exit(exit_code(error), ended.stuck)
     traceback.print_exception(error)
     print(f"cleanba: the run failed: {type(error).__name__}: {error}", file=sys.stderr)
     return Exit(1, ended.stuck)

@@ -2,14 +2,16 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from types import ModuleType
 from typing import Any, Generic, NamedTuple, TypeAlias
 
 from cleanba.algorithm import Algorithm, AnyAlgorithm
 from cleanba.algorithms import dqn, impala, ppo, pqn, r2d2, sac, td3
 from cleanba.config import E, Partition, Settings
-from cleanba.environments.specs import EnvSpec, imported
+from cleanba.environments.specs import imported
 from cleanba.errors import UsageError
 from cleanba.kernels import compiled_for
+from cleanba.specs import EnvSpec
 
 
 class Play(NamedTuple):
@@ -79,79 +81,41 @@ class Recipe(NamedTuple, Generic[E]):
 AnyRecipe: TypeAlias = Recipe[Any]
 """A recipe whose type of experiment is only known at run time, such as one looked up by name."""
 
+
+DRAWN, BEST = Play(), Play(greedy=True)
+AS_CLEANRL = Play(greedy=True, epsilon=0.05)  # a deterministic policy may run in circles
+
+
+def _recipe(name: str, module: ModuleType, experiment: type[Any], about: str, plays: Play = DRAWN) -> AnyRecipe:
+    """The recipe of an algorithm here, from what its module calls by the same names as all others."""
+    protocols = getattr(module, "PROTOCOLS", {})
+    functions = module.check, module.make
+    return Recipe(name, about, experiment, *functions, plays, module.PRESETS, module.LOGGED, protocols)
+
+
 RECIPES: dict[str, AnyRecipe] = {
-    "ppo": Recipe(
-        "ppo",
-        "train with proximal policy optimisation",
-        ppo.PPO,
-        ppo.check,
-        ppo.make,
-        presets=ppo.PRESETS,
-        protocols=ppo.PROTOCOLS,
-        logs=ppo.LOGGED,
-    ),
-    "impala": Recipe(
-        "impala",
-        "train with IMPALA and V-trace",
-        impala.IMPALA,
-        impala.check,
-        impala.make,
-        presets=impala.PRESETS,
-        protocols=impala.PROTOCOLS,
-        logs=impala.LOGGED,
-    ),
-    "dqn": Recipe(
-        "dqn",
-        "train with deep Q-learning and replay",
-        dqn.DQN,
-        dqn.check,
-        dqn.make,
-        Play(greedy=True, epsilon=0.05),  # as CleanRL evaluates it; a deterministic policy may run in circles
-        dqn.PRESETS,
-        dqn.LOGGED,
-        dqn.PROTOCOLS,
-    ),
-    "pqn": Recipe(
-        "pqn",
-        "train with Q-learning from rollouts, without replay",
-        pqn.PQN,
-        pqn.check,
-        pqn.make,
-        Play(greedy=True, epsilon=0.05),  # as DQN
-        pqn.PRESETS,
-        pqn.LOGGED,
-        pqn.PROTOCOLS,
-    ),
-    "r2d2": Recipe(
-        "r2d2",
-        "train with recurrent Q-learning and prioritised replay of sequences",
-        r2d2.R2D2,
-        r2d2.check,
-        r2d2.make,
-        Play(greedy=True, epsilon=0.01),
-        r2d2.PRESETS,
-        r2d2.LOGGED,
-    ),
-    "sac": Recipe(
-        "sac",
-        "train with soft actor-critic and replay",
-        sac.SAC,
-        sac.check,
-        sac.make,
-        Play(greedy=True),
-        sac.PRESETS,
-        sac.LOGGED,
-    ),
-    "td3": Recipe(
-        "td3",
-        "train with twin delayed deep deterministic policy gradients and replay",
-        td3.TD3,
-        td3.check,
-        td3.make,
-        Play(greedy=True),
-        td3.PRESETS,
-        td3.LOGGED,
-    ),
+    recipe.name: recipe
+    for recipe in (
+        _recipe("ppo", ppo, ppo.PPO, "train with proximal policy optimisation"),
+        _recipe("impala", impala, impala.IMPALA, "train with IMPALA and V-trace"),
+        _recipe("dqn", dqn, dqn.DQN, "train with deep Q-learning and replay", AS_CLEANRL),
+        _recipe("pqn", pqn, pqn.PQN, "train with Q-learning from rollouts, without replay", AS_CLEANRL),
+        _recipe(
+            "r2d2",
+            r2d2,
+            r2d2.R2D2,
+            "train with recurrent Q-learning and prioritised replay of sequences",
+            Play(greedy=True, epsilon=0.01),
+        ),
+        _recipe("sac", sac, sac.SAC, "train with soft actor-critic and replay", BEST),
+        _recipe(
+            "td3",
+            td3,
+            td3.TD3,
+            "train with twin delayed deep deterministic policy gradients and replay",
+            BEST,
+        ),
+    )
 }
 
 

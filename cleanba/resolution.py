@@ -50,12 +50,13 @@ from cleanba.config import (
     to_json,
 )
 from cleanba.environments.backends import env_spec, why_unscannable
-from cleanba.environments.specs import EnvSpec, stated_limit
+from cleanba.environments.specs import stated_limit
 from cleanba.errors import UsageError, largest_divisor
 from cleanba.files import Json, expanded, read_json
 from cleanba.networks import suitable_network
 from cleanba.recipes import RECIPES, AnyRecipe, find_recipe, names_recipe
 from cleanba.seeds import SEEDS
+from cleanba.specs import EnvSpec
 
 NAMED = "--preset "  # and its name
 TYPED, DEFAULT, ENVIRONMENT, DEVICE, FITTED, EARLIER = (

@@ -100,14 +100,11 @@ class EnvSpec(NamedTuple):
 
     env_id: str
     obs: ObsSpecs
-    num_actions: int
-    """number of discrete actions; 0 if an action is not a single choice"""
+    action: ActionSpec
     is_atari: bool
     clip_reward: bool
     options: dict[str, Any]
     """options passed to the function that makes the environment"""
-    given_action: ActionSpec | None = None
-    """specification of its actions; None: one of `num_actions`, counted from 0"""
     scannable: bool = True
     """whether compiled code can step it"""
     wrappers: tuple[str, ...] = ()
@@ -122,9 +119,9 @@ class EnvSpec(NamedTuple):
     """names of the numbers in Gymnasium's `info` that are logged"""
 
     @property
-    def action(self) -> ActionSpec:
-        """The specification of its actions."""
-        return self.given_action or choice(self.num_actions)
+    def num_actions(self) -> int:
+        """The number of discrete actions; 0 if an action is not a single choice."""
+        return self.action.counts[0] if self.action.kind == "choice" else 0
 
     @property
     def shows_images(self) -> bool:

@@ -23,7 +23,6 @@ from cleanba.algorithm import Algorithm
 from cleanba.algorithms import ppo
 from cleanba.config import Experiment, Partition, Placement
 from cleanba.environments.backends import env_spec
-from cleanba.environments.specs import EnvSpec
 from cleanba.launch import prepare
 from cleanba.recipes import RECIPES
 from cleanba.runtime.devices import find_devices
@@ -32,6 +31,7 @@ from cleanba.runtime.process_setup import make_deterministic
 from cleanba.runtime.train import run_training
 from cleanba.runtime.training import Training, make_training
 from cleanba.shards import usable_cores
+from cleanba.specs import EnvSpec
 from cleanba.train_flags import parse
 
 ROOT = Path(__file__).parents[1]

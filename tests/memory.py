@@ -10,14 +10,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from cleanba.environments.specs import EnvSpec, ObsSpec, Step
+from cleanba.environments.specs import Step
+from cleanba.specs import EnvSpec, ObsSpec, choice
 
 SYMBOLS = 4
 
 
 def spec() -> EnvSpec:
     """What the game looks like: one number per symbol to see, one action per symbol to take."""
-    return EnvSpec("Memory-v0", ObsSpec("vector", (SYMBOLS,), "float32"), SYMBOLS, False, False, {})
+    return EnvSpec("Memory-v0", ObsSpec("vector", (SYMBOLS,), "float32"), choice(SYMBOLS), False, False, {})
 
 
 @dataclass

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from cleanba.algorithm import Algorithm
-from cleanba.environments.specs import EnvSpec, ObsSpec, Step, train_reward
+from cleanba.environments.specs import Step, train_reward
+from cleanba.specs import EnvSpec, ObsSpec, choice
 
 
 class Play(NamedTuple):
@@ -33,7 +34,7 @@ class Planted(Exception):
 
 def spec(clip_reward: bool = False) -> EnvSpec:
     """What scripted environments look like: four numbers to see, two actions to take."""
-    return EnvSpec("Scripted-v0", ObsSpec("vector", (4,), "float32"), 2, False, clip_reward, {})
+    return EnvSpec("Scripted-v0", ObsSpec("vector", (4,), "float32"), choice(2), False, clip_reward, {})
 
 
 @dataclass
@@ -106,7 +107,7 @@ class Corridors:
     An observation is the cell, one-hot.  An episode is cut off after `limit` steps.
     """
 
-    spec = EnvSpec("Corridor-v0", ObsSpec("vector", (CELLS,), "float32"), 2, False, False, {})
+    spec = EnvSpec("Corridor-v0", ObsSpec("vector", (CELLS,), "float32"), choice(2), False, False, {})
 
     def __init__(self, seeds: Sequence[int], epoch: int, limit: int = 3):
         self.num_envs, self.limit = len(seeds), limit

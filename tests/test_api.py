@@ -32,7 +32,7 @@ from cleanba.environments.specs import parse_options
 from cleanba.errors import UsageError
 from cleanba.recipes import RECIPES
 from cleanba.runtime.collect import first_carry
-from cleanba.specs import ActionSpec, EnvSpec, ObsSpec
+from cleanba.specs import ActionSpec, EnvSpec, ObsSpec, choice
 from cleanba.trust import mark_downloaded
 
 SMALL = dict(num_envs=8, num_steps=16, num_actors=2, num_shards=2, hiddens=[16], num_minibatches=2, update_epochs=1)
@@ -311,7 +311,7 @@ def test_settings_of_random_numbers_do_not_change_what_an_agent_draws(run):
     [("gymnax:Breakout-MinAtar", "planes", "bool", True), ("craftax:Craftax-Pixels-v1", "pixels", "uint8", 255)],
 )
 def test_observations_in_jax_are_taken_as_their_environments_show_them(env_id, kind, dtype, most):
-    spec = EnvSpec(env_id, ObsSpec(kind, (2, 2), dtype), 2, False, False, {})
+    spec = EnvSpec(env_id, ObsSpec(kind, (2, 2), dtype), choice(2), False, False, {})
     obs, count = as_batch(spec, np.float32([[0, 1], [1, 0]]))
     assert count is None and obs.dtype == dtype and obs.tolist() == [[[0, most], [most, 0]]]
 
@@ -328,7 +328,7 @@ def test_actions_are_the_environments_own_and_within_its_bounds(tmp_path):
     wide = ActionSpec("quantities", (2,), "float64", (), (-1.0, -2.0), (1.0, 2.0))
     loud = agent.policy._replace(
         act=lambda params, carry, obs, *_: (np.full((len(obs), 2), 9.0, np.float32), carry),
-        spec=agent.spec._replace(given_action=wide),
+        spec=agent.spec._replace(action=wide),
     )
     action = Agent(loud, jax.devices()[0]).act(np.zeros((3, 3)))
     assert action.dtype == np.float64 and np.array_equal(action, [[1.0, 2.0]] * 3)
@@ -336,7 +336,7 @@ def test_actions_are_the_environments_own_and_within_its_bounds(tmp_path):
 
 def test_dictionaries_tuples_and_masks_are_taken_as_environments_show_them():
     parts = {"action_mask": ObsSpec("mask", (2,), "int8"), "inner": {"00": ObsSpec("discrete", (), "int32", 3)}}
-    spec = EnvSpec("Some-v0", parts, 2, False, False, {})
+    spec = EnvSpec("Some-v0", parts, choice(2), False, False, {})
     one, count = as_batch(spec, {"action_mask": [0, 1], "inner": (2,), "more": "text"})
     assert count is None and one["action_mask"].shape == (1, 2) and one["action_mask"].dtype == np.int8
     assert one["inner"]["00"].tolist() == [2] and one["inner"]["00"].dtype == np.int32

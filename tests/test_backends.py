@@ -22,7 +22,7 @@ from cleanba.config import Experiment
 from cleanba.environments import gymnasium, jax_envs
 from cleanba.environments.backends import Envs, end_waits, env_spec, open_envs, repeatable, sources, warnings
 from cleanba.environments.spaces import action_spec, obs_spec
-from cleanba.environments.specs import ActionSpec, parse_options
+from cleanba.environments.specs import parse_options
 from cleanba.environments.worker import misfit, number_in
 from cleanba.errors import Failure, UsageError
 from cleanba.recipes import RECIPES
@@ -31,7 +31,7 @@ from cleanba.rollout import PyTree
 from cleanba.runtime.channels import Closed, Stop
 from cleanba.runtime.collect import ScanCache, ScannedCollector, SteppedCollector, Times, make_steppers
 from cleanba.seeds import action_numbers, env_seed
-from cleanba.specs import ObsSpec, choice
+from cleanba.specs import ActionSpec, ObsSpec, choice
 
 EXAMPLES = ROOT / "docs" / "examples"
 sys.path.append(str(EXAMPLES))  # processes that tests start inherit it, as workers do
@@ -140,7 +140,7 @@ def test_environments_in_jax_are_compiled_once_and_both_collectors_record_the_sa
     try:
         for collector in (
             *(ScannedCollector(algorithm, 13, device, Stop(), scans) for _ in range(2)),  # two actors
-            SteppedCollector(algorithm, make_steppers(algorithm, 13, "cpu"), 13, device, Stop()),
+            SteppedCollector(algorithm, 13, device, Stop(), make_steppers(algorithm, 13, "cpu")),
         ):
             recorded.append([])
             for epoch in range(2):

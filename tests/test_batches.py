@@ -9,7 +9,7 @@ import pytest
 
 from cleanba.algorithms import batches
 from cleanba.algorithms.ppo import PPO
-from cleanba.environments.specs import EnvSpec, ObsSpec
+from cleanba.specs import EnvSpec, ObsSpec, choice
 
 T, B = 25, 8
 
@@ -132,7 +132,7 @@ def test_every_order_is_equally_likely():
     [(1, 512, 8), (1, 64, 1), (21, 3, 1), (21, 12, 3), (129, 7, 7), (1, 149, 1), (1, 158, 2)],
 )
 def test_as_many_images_are_computed_at_a_time_as_caches_hold_or_nearly(steps, envs, pieces):
-    spec = EnvSpec("game", {"image": ObsSpec("image", (4, 84, 84), "uint8")}, 4, False, False, {})
+    spec = EnvSpec("game", {"image": ObsSpec("image", (4, 84, 84), "uint8")}, choice(4), False, False, {})
     index = jax.ShapeDtypeStruct((2, 4, steps, envs), jnp.int32)
     assert batches.count_pieces(PPO(), spec, "cpu", index) == pieces
     assert batches.count_pieces(PPO(), spec, "gpu", index) == 1

@@ -21,7 +21,6 @@ from cleanba import kernels
 from cleanba.algorithm import Algorithm
 from cleanba.algorithms import ppo
 from cleanba.environments.envpool import Envs, env_spec
-from cleanba.environments.specs import EnvSpec
 from cleanba.errors import NotFinite
 from cleanba.rollout import EpisodeTracker
 from cleanba.runtime.channels import Closed, Stop
@@ -37,6 +36,7 @@ from cleanba.runtime.collect import (
 )
 from cleanba.runtime.compilation_cache import OF_ONE_PROCESS
 from cleanba.seeds import action_key, action_numbers, env_seed
+from cleanba.specs import EnvSpec
 
 COLLECTORS = ["stepped", "scanned"]
 SCAN = "scan_envs" if kernels.expected() else OF_ONE_PROCESS
@@ -92,7 +92,7 @@ def make(name: str, case: Case, stop: Stop | None = None, device: int = 0) -> Co
     algorithm, to = prepare(case)[1], jax.local_devices()[device]
     if name == "scanned":
         return ScannedCollector(algorithm, case.steps, to, stop or Stop(), ScanCache(algorithm, case.steps))
-    return SteppedCollector(algorithm, make_steppers(algorithm, case.steps, "cpu"), case.steps, to, stop or Stop())
+    return SteppedCollector(algorithm, case.steps, to, stop or Stop(), make_steppers(algorithm, case.steps, "cpu"))
 
 
 def collect(name: str, case: Case, actor: int = 0, device: int = 0, later: int = 1) -> list[Collected]:

@@ -19,21 +19,21 @@ from scripted import spec as scripted_spec
 from slowly import Data, finite_difference, slow_gae, slow_vtrace
 from test_ppo import LAYOUT, OBS, B, T, tiny, tiny_rollout
 
-from cleanba.agents.agent import load_policy
 from cleanba.agents.evaluate import play
+from cleanba.agents.policy import load_policy
 from cleanba.algorithms import dqn, impala, ppo
 from cleanba.algorithms.normalisation import LIMIT, Normaliser, make_normaliser
 from cleanba.config import Placement
-from cleanba.environments.specs import ActionSpec, EnvSpec, ObsSpec, choice
 from cleanba.errors import UsageError
 from cleanba.ops.moments import Moments
 from cleanba.recipes import RECIPES
 from cleanba.resolution import fit, resolve
 from cleanba.rollout import Rollout
+from cleanba.specs import ActionSpec, EnvSpec, ObsSpec, choice
 
 PARTS = 2
 ACTION = ActionSpec("quantities", (PARTS,), "float64", (), (-1.0,) * PARTS, (1.0,) * PARTS)
-SPEC = EnvSpec("tiny", ObsSpec("vector", (OBS,), "float32"), 0, False, False, {}, ACTION)
+SPEC = EnvSpec("tiny", ObsSpec("vector", (OBS,), "float32"), ACTION, False, False, {})
 SMALL = dict(network="mlp", hiddens=(3,), num_envs=B, num_steps=T, num_minibatches=1, total_timesteps=10 * B * T)
 SMALL |= dict(share_torso=False)
 
@@ -220,7 +220,7 @@ def test_categories_are_normalised_as_zeros_and_ones():
         "grid": np.eye(3)[obs["grid"] - 4].reshape(50, -1), "number": np.eye(3)[obs["number"]],
         "text": np.unpackbits(obs["text"], axis=1, bitorder="little").astype(float),
     }  # fmt: skip
-    n = make_normaliser(ppo.PPO(norm_obs=True), EnvSpec("x", parts, 2, False, False, {}))
+    n = make_normaliser(ppo.PPO(norm_obs=True), EnvSpec("x", parts, choice(2), False, False, {}))
     seen = {
         f"['{k}']": Moments(jnp.array([0, 50]), jnp.float32(x.mean(0)), jnp.float32(x.var(0)))
         for k, x in expected.items()
@@ -230,16 +230,16 @@ def test_categories_are_normalised_as_zeros_and_ones():
     for name, x in expected.items():
         x = (x - x.mean(0)) / np.sqrt(x.var(0) + 1e-8)
         np.testing.assert_allclose(found[name].reshape(50, -1), x.clip(-LIMIT, LIMIT), atol=1e-3)
-        assert found[name].shape[2:] == n.network_spec(EnvSpec("x", parts, 2, False, False, {})).obs[name].shape
+        assert found[name].shape[2:] == n.network_spec(EnvSpec("x", parts, choice(2), False, False, {})).obs[name].shape
 
 
 def test_images_and_masks_are_not_normalised_and_the_rest_only_if_asked():
     vector, code = ObsSpec("vector", (3,), "float32"), ObsSpec("discrete", (), "int32", 5)
     mask, image = ObsSpec("vector", (3,), "bool"), ObsSpec("image", (4, 84, 84), "uint8")
     obs = {"a": vector, "deep": {"b": vector, "code": code}, "image": image, "mask": mask}
-    n = make_normaliser(ppo.PPO(norm_obs=True), EnvSpec("x", obs, 2, False, False, {}))
+    n = make_normaliser(ppo.PPO(norm_obs=True), EnvSpec("x", obs, choice(2), False, False, {}))
     assert n.parts == (("['a']", vector), ("['deep']['b']", vector), ("['deep']['code']", code))
-    assert n.network_spec(EnvSpec("x", obs, 2, False, False, {})).obs == {
+    assert n.network_spec(EnvSpec("x", obs, choice(2), False, False, {})).obs == {
         "a": vector, "deep": {"b": vector, "code": ObsSpec("vector", (5,), "float32")}, "image": image, "mask": mask,
     }  # fmt: skip
     for changes, leaves in [(dict(norm_obs=True), 3), (dict(norm_reward=True), 3), (dict(), 0)]:
@@ -392,4 +392,4 @@ def test_actors_normalise_with_the_statistics_of_their_version():
 
 
 def test_a_choice_is_still_one_number():
-    assert choice(3).size == 1 and EnvSpec("x", None, 3, False, False, {}).action == choice(3)
+    assert choice(3).size == 1 and EnvSpec("x", None, choice(3), False, False, {}).action == choice(3)

@@ -17,15 +17,15 @@ from cleanba.algorithms import dqn
 from cleanba.algorithms.dqn import DQN
 from cleanba.algorithms.gradient_steps import REPLAY_FILLED
 from cleanba.config import Partition, check_values
-from cleanba.environments.specs import EnvSpec, ObsSpec
 from cleanba.errors import UsageError
 from cleanba.ops import replay
 from cleanba.recipes import RECIPES
 from cleanba.resolution import resolve
 from cleanba.rollout import Rollout
+from cleanba.specs import EnvSpec, ObsSpec, choice
 
 T, B, FEATURES, ACTIONS = 12, 3, 4, 3
-SPEC = EnvSpec("Test-v0", ObsSpec("vector", (FEATURES,), "float32"), ACTIONS, False, False, {})
+SPEC = EnvSpec("Test-v0", ObsSpec("vector", (FEATURES,), "float32"), choice(ACTIONS), False, False, {})
 
 
 def experiment(**changes) -> DQN:
@@ -267,7 +267,7 @@ def test_frames_of_images_are_stored_once():
 
 
 def dataclasses_spec() -> EnvSpec:
-    return EnvSpec("Breakout-v5", ObsSpec("image", (4, 84, 84), "uint8"), 4, True, True, {})
+    return EnvSpec("Breakout-v5", ObsSpec("image", (4, 84, 84), "uint8"), choice(4), True, True, {})
 
 
 def image_rollout(e: DQN) -> Rollout:

@@ -15,11 +15,12 @@ from cleanba.config import Experiment
 from cleanba.environments import backends
 from cleanba.environments.backends import threads_per_actor
 from cleanba.environments.envpool import Envs, env_spec, known
-from cleanba.environments.specs import ActionSpec, EnvSpec, ObsSpec, Step, choice, train_reward
+from cleanba.environments.specs import Step, train_reward
 from cleanba.errors import UsageError
 from cleanba.recipes import RECIPES
 from cleanba.resolution import preset_name, resolve
 from cleanba.seeds import action_key, env_seed
+from cleanba.specs import ActionSpec, EnvSpec, ObsSpec, choice
 
 # --------------------------------------------------------------------------------------------- loading EnvPool
 
@@ -652,7 +653,7 @@ def test_rewards_are_clipped_for_training_only():
 
 def test_rewards_are_clipped_from_both_sides_if_at_all():
     raw = np.float32([-3, -0.5, 0, 0.5, 3])
-    spec = EnvSpec("x", None, 2, False, True, {})
+    spec = EnvSpec("x", None, choice(2), False, True, {})
     assert train_reward(spec, raw).tolist() == [-1, -0.5, 0, 0.5, 1]
     assert train_reward(spec._replace(clip_reward=False), raw).tolist() == raw.tolist()
 

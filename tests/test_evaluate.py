@@ -22,7 +22,7 @@ from scripted import Play, ScriptedEnvs, mirror, spec
 from cleanba import launch
 from cleanba.agents import evaluate, periodic_evaluation
 from cleanba.agents import film as films
-from cleanba.agents.agent import Policy, load_policy, read_best
+from cleanba.agents.policy import Policy, load_policy, read_best
 from cleanba.config import Experiment, Placement, Run
 from cleanba.environments.action_names import ATARI_ACTIONS, action_names
 from cleanba.environments.atari_scores import human_normalised, reference, table

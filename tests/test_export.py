@@ -10,7 +10,8 @@ from launch import ROOT, command, finish, python
 
 import cleanba
 from cleanba.agents import portable
-from cleanba.agents.agent import Agent, new_policy
+from cleanba.agents.agent import Agent
+from cleanba.agents.policy import new_policy
 from cleanba.environments.backends import env_spec
 from cleanba.errors import Failure
 from cleanba.recipes import RECIPES

@@ -24,8 +24,8 @@ from cleanba.runtime.learner import Learner
 from cleanba.runtime.metrics import Status, Writers
 from cleanba.runtime.peers import Peers
 from cleanba.runtime.progress import Progress
-from cleanba.runtime.supervision import Watchdog, end_by_signal, hear_signals, run_watched
-from cleanba.waited import compiling
+from cleanba.runtime.supervision import Watchdog, end_by_signal, hear_signals
+from cleanba.waited import compiling, in_a_thread
 
 SOON = 20.0 * CROWD  # seconds; what takes longer is considered never to end
 ENDLESS = [*TINY, "--total-timesteps", "1000000000"]
@@ -72,7 +72,7 @@ def test_a_signal_does_not_interrupt_what_has_just_ended(monkeypatch):
 
     going_on, over = threading.Event(), threading.Event()
     with pytest.raises(Interrupted):
-        run_watched(lambda: going_on.wait(20), Watchdog(60.0), progress)
+        in_a_thread(lambda: going_on.wait(20), "end", progress)
     going_on.set()
 
     def join_until_it_ends(thread, timeout=None):  # it ends while the main thread waits for it
@@ -81,7 +81,7 @@ def test_a_signal_does_not_interrupt_what_has_just_ended(monkeypatch):
 
     join = threading.Thread.join
     monkeypatch.setattr(threading.Thread, "join", join_until_it_ends)
-    assert run_watched(lambda: over.wait(20) and "film", Watchdog(60.0), progress) == "film"
+    assert in_a_thread(lambda: over.wait(20) and "film", "end", progress) == "film"
 
 
 @pytest.mark.parametrize("alone, end", [(True, 20), (False, 40)])

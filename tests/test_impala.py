@@ -12,8 +12,8 @@ from launch import digests, finished
 from scripted import Play, Scripts, spec
 
 from cleanba.algorithms import impala
-from cleanba.environments.specs import EnvSpec, ObsSpec
 from cleanba.rollout import Rollout
+from cleanba.specs import EnvSpec, ObsSpec, choice
 
 T, B, OBS, ACTIONS = 6, 4, 3, 3
 
@@ -58,7 +58,7 @@ class Problem:
 
     def __init__(self, on_devices, num_shards: int, num_devices: int, obs: int, actions: int, **changes):
         self.e, self.num_shards = tiny(**changes), num_shards
-        env_spec = EnvSpec("tiny", ObsSpec("vector", (obs,), "float32"), actions, False, False, {})
+        env_spec = EnvSpec("tiny", ObsSpec("vector", (obs,), "float32"), choice(actions), False, False, {})
         self.algorithm = impala.make(self.e, env_spec, "cpu")
         state = jax.jit(self.algorithm.init)(jax.random.key(7))
         grow = lambda p: p + 0.5 * jax.random.normal(jax.random.key(p.size), p.shape)

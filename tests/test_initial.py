@@ -20,10 +20,10 @@ from cleanba.agents.initial import (
 )
 from cleanba.algorithms.sac import SAC
 from cleanba.config import fields_of, read_experiment
-from cleanba.environments.specs import ActionSpec, EnvSpec, ObsSpec
 from cleanba.errors import UsageError
 from cleanba.recipes import RECIPES
 from cleanba.resolution import continue_experiment, resolve
+from cleanba.specs import ActionSpec, EnvSpec, ObsSpec, choice
 from cleanba.train_flags import parse
 
 STILL = ("--learning-rate", "1e-60", "--no-anneal-lr")  # 0 in float32
@@ -102,8 +102,7 @@ def test_parameters_that_act_suffice_and_targets_become_copies_of_them(name, fla
     """A fresh state's targets are copies of its networks: what acts of it gives back all its networks."""
     box = ActionSpec("quantities", (2,), "float32", (), (-1.0, -1.0), (1.0, 1.0))
     choices = name in ("ppo", "dqn", "pqn", "r2d2")
-    spec = EnvSpec("Test-v0", ObsSpec("vector", (4,), "float32"), 3 if choices else 0, False, False, {},
-                   None if choices else box)  # fmt: skip
+    spec = EnvSpec("Test-v0", ObsSpec("vector", (4,), "float32"), choice(3) if choices else box, False, False, {})
     recipe = RECIPES[name]
     own = {field: value for field, value in flags.items() if field in fields_of(recipe.experiment)}
     algorithm = recipe.make(recipe.experiment(network="mlp", hiddens=(8,), **own), spec, "cpu")
@@ -123,7 +122,7 @@ def test_parameters_that_act_suffice_and_targets_become_copies_of_them(name, fla
 @pytest.mark.parametrize("learnt", [True, False])
 def test_a_fixed_temperature_is_not_replaced(learnt):
     box = ActionSpec("quantities", (2,), "float32", (), (-1.0, -1.0), (1.0, 1.0))
-    spec = EnvSpec("Test-v0", ObsSpec("vector", (4,), "float32"), 0, False, False, {}, box)
+    spec = EnvSpec("Test-v0", ObsSpec("vector", (4,), "float32"), box, False, False, {})
     make = lambda **flags: RECIPES["sac"].make(SAC(network="mlp", hiddens=(8,), **flags), spec, "cpu")
     before, after = (make(autotune=on, alpha=x).init(jax.random.key(0)) for on, x in ((True, 0.5), (learnt, 0.05)))
     (name,) = [n for n in named_leaves(before) if n.startswith(".log_alpha") and "optimiser" not in n]

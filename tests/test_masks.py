@@ -8,19 +8,19 @@ import pytest
 from launch import finished
 from scipy import stats
 
-from cleanba.agents.agent import new_policy
 from cleanba.agents.evaluate import play
+from cleanba.agents.policy import new_policy
 from cleanba.algorithms import dqn, ppo
 from cleanba.algorithms.normalisation import make_normaliser
 from cleanba.config import Experiment, PolicyGradient
 from cleanba.environments.envpool import Envs, env_spec
 from cleanba.environments.spaces import obs_spec
-from cleanba.environments.specs import ActionSpec, EnvSpec, ObsSpec, choice
 from cleanba.networks import make_actor_critic
 from cleanba.networks.encoder import as_vector, legal_actions
 from cleanba.ops.distributions import Combination, distribution, size
 from cleanba.recipes import RECIPES, Play
 from cleanba.rollout import Rollout
+from cleanba.specs import ActionSpec, EnvSpec, ObsSpec, choice
 
 STEPS = 6
 several = lambda *counts: ActionSpec("choices", (len(counts),), "int32", counts, (0,) * len(counts), counts)
@@ -119,7 +119,7 @@ def test_masks_fit_each_choice_separately_or_all_combinations():
 
 
 OBS = {"deep": {"action_mask": ObsSpec("mask", (3,), "int8")}, "x": ObsSpec("vector", (2,), "float32")}
-SPEC = EnvSpec("Test-v0", OBS, 3, False, False, {})
+SPEC = EnvSpec("Test-v0", OBS, choice(3), False, False, {})
 
 
 def test_a_mask_is_no_input_of_the_network():

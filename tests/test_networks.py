@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from flax.linen import OptimizedLSTMCell
 
+from cleanba import specs
 from cleanba.config import FromRollouts, PolicyGradient
-from cleanba.environments.specs import EnvSpec, ObsSpec
 from cleanba.errors import UsageError
 from cleanba.kernels import compiling_for, max_pool
 from cleanba.networks import make_action_values, make_actor_critic, suitable_network
@@ -19,6 +19,7 @@ from cleanba.networks.cores import LSTM, LSTMCarry, initial_carry
 from cleanba.networks.encoder import as_vector
 from cleanba.networks.layers import Conv, LayerNorm
 from cleanba.networks.torsos import Dense, ImpalaResNet, NatureCNN
+from cleanba.specs import EnvSpec, ObsSpec
 
 ATARI = ObsSpec("image", (4, 84, 84), "uint8")
 SMALL_IMAGE = ObsSpec("image", (3, 36, 36), "uint8")
@@ -32,7 +33,7 @@ MINIGRID = {
 
 
 def build(obs, num_actions=6, **experiment):
-    spec = EnvSpec("test", obs, num_actions, False, False, {})
+    spec = EnvSpec("test", obs, specs.choice(num_actions), False, False, {})
     return make_actor_critic(spec, PolicyGradient(**experiment))
 
 
@@ -380,7 +381,7 @@ def test_with_layer_normalisation_every_layer_of_a_torso_is_normalised(obs, netw
 @pytest.mark.parametrize("dueling", [False, True])
 def test_action_values_of_a_sequence_are_those_of_its_steps(core, dueling):
     e = FromRollouts(core=core, hiddens=(8,), lstm_size=5)
-    net = make_action_values(EnvSpec("test", VECTOR, 6, False, False, {}), e, dueling)
+    net = make_action_values(EnvSpec("test", VECTOR, specs.choice(6), False, False, {}), e, dueling)
     params = some_params(net.initial_params)
     obs, first = observe(VECTOR, 6, 3), np.zeros((6, 3), bool)
     first[0], first[4, 1] = True, True

@@ -14,7 +14,6 @@ from cleanba.algorithms import action_bounds, gradient_steps, sac, td3
 from cleanba.algorithms.sac import SAC
 from cleanba.algorithms.td3 import TD3
 from cleanba.config import Partition, check_values
-from cleanba.environments.specs import ActionSpec, EnvSpec, ObsSpec, choice
 from cleanba.errors import UsageError
 from cleanba.kernels import compiled_for
 from cleanba.networks import make_critics, make_policy
@@ -23,11 +22,12 @@ from cleanba.ops.distributions import SquashedGaussian
 from cleanba.recipes import RECIPES
 from cleanba.resolution import resolve
 from cleanba.rollout import Rollout
+from cleanba.specs import ActionSpec, EnvSpec, ObsSpec, choice
 
 T, B, FEATURES, SIZE = 12, 3, 4, 2
 LOW, HIGH = (-2.0, 0.0), (2.0, 1.0)
 BOX = ActionSpec("quantities", (SIZE,), "float32", (), LOW, HIGH)
-SPEC = EnvSpec("Test-v0", ObsSpec("vector", (FEATURES,), "float32"), 0, False, False, {}, BOX)
+SPEC = EnvSpec("Test-v0", ObsSpec("vector", (FEATURES,), "float32"), BOX, False, False, {})
 KINDS = {"sac": (sac, SAC), "td3": (td3, TD3)}
 CENTRE, SCALE = np.array([0.0, 0.5]), np.array([2.0, 0.5])
 
@@ -327,7 +327,7 @@ def test_the_ends_of_tanh_are_the_bounds(dtype):
     """As the environment is given them: never outside, and at most a rounding of float32 inside."""
     low, high = (-0.4, -3.0, 0.1), (0.4, 1.0, 0.7)
     action = ActionSpec("quantities", (3,), dtype, (), low, high)
-    bounds = action_bounds.action_bounds(SPEC._replace(given_action=action), "SAC")
+    bounds = action_bounds.action_bounds(SPEC._replace(action=action), "SAC")
     for y, end in ((-1.0, low), (1.0, high)):
         given = action.for_environment((bounds.centre + np.float32(y) * bounds.scale)[None])
         np.testing.assert_allclose(given[0], end, rtol=2e-7)
@@ -485,4 +485,4 @@ def test_what_does_not_fit_is_refused(name, changes, words):
 )
 def test_other_actions_are_refused(action, words):
     with pytest.raises(UsageError, match=words):
-        sac.make(experiment("sac"), SPEC._replace(given_action=action), "cpu")
+        sac.make(experiment("sac"), SPEC._replace(action=action), "cpu")

@@ -13,7 +13,7 @@ from cleanba.environments.atari_scores import LONG, SHORT, human_normalised, pub
 from cleanba.recipes import RECIPES
 from cleanba.resolution import resolve
 from cleanba.runs import plot
-from cleanba.runs.aggregates import aggregates, by_games, square, statistics, stratified
+from cleanba.runs.aggregates import aggregates, bootstrap, by_games, statistics
 from cleanba.runs.curves import GRID, Curve, band, find_runs, group, interval, load, read_rows, resample_means
 
 EXPERIMENT = {
@@ -100,6 +100,12 @@ def test_aggregates_are_their_definitions():
     assert np.allclose(statistics(matrix), [np.median(per_game), ordered[10:30].mean(), per_game.mean(), gap])
 
 
+def square(scores):
+    """Games with different numbers of seeds as one matrix [seeds, games] in which every game weighs the same."""
+    rows = np.lcm.reduce([len(s) for s in scores])
+    return np.stack([np.tile(s, rows // len(s)) for s in scores], axis=1)
+
+
 def test_games_with_fewer_seeds_weigh_the_same():
     scores = [np.array([1.0, 3.0]), np.array([10.0, 20.0, 30.0])]
     assert square(scores).shape == (6, 2)
@@ -116,11 +122,11 @@ def test_games_with_fewer_seeds_weigh_the_same():
 
 def test_the_stratified_bootstrap_draws_within_games():
     constant = [np.full(3, 1.0), np.full(3, 100.0)]  # runs of a game do not differ, so nothing varies
-    e = stratified(constant, lambda matrix: matrix.mean(keepdims=True).ravel())
+    e = bootstrap(constant, lambda by_game: square(by_game).mean(keepdims=True).ravel())
     assert e.value == e.low == e.high == 50.5
     rng = np.random.default_rng(1)
     scores = [rng.normal(size=5), rng.normal(10, 3, size=5)]
-    e = stratified(scores, lambda matrix: matrix.mean(keepdims=True).ravel())
+    e = bootstrap(scores, lambda by_game: square(by_game).mean(keepdims=True).ravel())
     means = [np.mean([s[rng.integers(5, size=5)].mean() for s in scores]) for _ in range(20_000)]
     assert np.allclose([e.low[0], e.high[0]], np.percentile(means, (2.5, 97.5)), atol=0.1)
 

@@ -11,14 +11,14 @@ from jax.flatten_util import ravel_pytree
 from slowly import Data, finite_difference, log_softmax, slow_corrected_gae, slow_gae
 
 from cleanba.algorithms import batches, ppo
-from cleanba.environments.specs import EnvSpec, ObsSpec
 from cleanba.networks import ActorCritic
 from cleanba.networks.cores import LSTMCarry
 from cleanba.recipes import RECIPES
 from cleanba.rollout import Rollout
+from cleanba.specs import EnvSpec, ObsSpec, choice
 
 OBS, ACTIONS, T, B = 3, 3, 6, 4
-SPEC = EnvSpec("tiny", ObsSpec("vector", (OBS,), "float32"), ACTIONS, False, False, {})
+SPEC = EnvSpec("tiny", ObsSpec("vector", (OBS,), "float32"), choice(ACTIONS), False, False, {})
 
 # One letter per step and environment: `.` goes on, `T` terminates, `U` truncates, `x` is ignored.
 LAYOUT = np.array([list(column) for column in ("..Tx..", "xUx...", "......", ".....T")]).T

@@ -14,14 +14,14 @@ from test_recurrent import SCRIPTS, lively
 from cleanba.algorithms import pqn
 from cleanba.algorithms.pqn import PQN
 from cleanba.config import Partition, check_values
-from cleanba.environments.specs import ActionSpec, EnvSpec, ObsSpec
 from cleanba.errors import UsageError
 from cleanba.recipes import RECIPES
 from cleanba.resolution import resolve
 from cleanba.rollout import Rollout
+from cleanba.specs import ActionSpec, EnvSpec, ObsSpec, choice
 
 OBS, ACTIONS, T, B = 3, 3, 6, 4
-SPEC = EnvSpec("tiny", ObsSpec("vector", (OBS,), "float32"), ACTIONS, False, False, {})
+SPEC = EnvSpec("tiny", ObsSpec("vector", (OBS,), "float32"), choice(ACTIONS), False, False, {})
 
 # One letter per step and environment: `.` goes on, `T` terminates, `U` truncates, `x` is ignored.
 LAYOUT = np.array([list(column) for column in ("..Tx..", "xUx...", "......", ".....T")]).T
@@ -232,7 +232,7 @@ def test_what_does_not_fit_is_refused(changes, words):
 def test_other_actions_than_one_of_a_few_are_refused():
     box = ActionSpec("quantities", (2,), "float32", (), (-1.0, -1.0), (1.0, 1.0))
     with pytest.raises(UsageError, match="PQN values each of a few actions; try `cleanba sac`"):
-        pqn.make(tiny(), SPEC._replace(num_actions=0, given_action=box), "cpu")
+        pqn.make(tiny(), SPEC._replace(action=box), "cpu")
 
 
 def test_the_command_trains_plays_and_goes_on(tmp_path):

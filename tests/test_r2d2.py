@@ -15,7 +15,6 @@ from cleanba.algorithms import r2d2
 from cleanba.algorithms.ppo import PPO
 from cleanba.algorithms.r2d2 import R2D2
 from cleanba.config import Partition, check_values
-from cleanba.environments.specs import ActionSpec, EnvSpec, ObsSpec
 from cleanba.errors import UsageError
 from cleanba.launch import gap_words
 from cleanba.networks import make_action_values
@@ -26,9 +25,10 @@ from cleanba.rollout import Rollout
 from cleanba.runtime.channels import Stop
 from cleanba.runtime.collect import SteppedCollector, Times, make_steppers
 from cleanba.seeds import action_numbers
+from cleanba.specs import ActionSpec, EnvSpec, ObsSpec, choice
 
 OBS, ACTIONS, T = 2, 3, 4
-SPEC = EnvSpec("tiny", ObsSpec("vector", (OBS,), "float32"), ACTIONS, False, False, {})
+SPEC = EnvSpec("tiny", ObsSpec("vector", (OBS,), "float32"), choice(ACTIONS), False, False, {})
 # One letter for each step of a sequence: `.` goes on, `T` terminates, `U` truncates, `x` is ignored.
 LAYOUTS = (".Tx...Ux", "..Ux..Tx", "........")
 
@@ -177,7 +177,7 @@ def test_a_stored_state_is_the_one_that_the_sequence_before_leads_to():
     e = tiny(num_envs=B, num_steps=steps, burn_in=3, sequence_length=11, buffer_size=B * 64, hiddens=(8,), lstm_size=8)
     algorithm, network = r2d2.make(e, spec(), "cpu"), make_action_values(spec(), e, e.dueling)
     params = lively(algorithm.init(jax.random.key(0)).target)
-    collector = SteppedCollector(algorithm, make_steppers(algorithm, steps, "cpu"), steps, jax.devices()[0], Stop())
+    collector = SteppedCollector(algorithm, steps, jax.devices()[0], Stop(), make_steppers(algorithm, steps, "cpu"))
     collector.restart(Scripts(*SCRIPTS)(range(B), 0))
     seen = [collector(params, action_numbers(0, 0, k), Times()).rollout for k in range(rollouts)]
     collector.close()
@@ -267,7 +267,7 @@ def test_steps_that_no_sequence_learns_from_are_reported():
 def test_other_actions_than_one_of_a_few_are_refused():
     box = ActionSpec("quantities", (2,), "float32", (), (-1.0, -1.0), (1.0, 1.0))
     with pytest.raises(UsageError, match="R2D2 values each of a few actions; try `cleanba sac`"):
-        r2d2.make(tiny(), SPEC._replace(num_actions=0, given_action=box), "cpu")
+        r2d2.make(tiny(), SPEC._replace(action=box), "cpu")
 
 
 def test_the_command_trains_plays_and_goes_on(tmp_path):

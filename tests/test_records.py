@@ -12,7 +12,6 @@ from launch import command, read_result, read_rows
 
 from cleanba.algorithms import ppo
 from cleanba.environments.backends import env_spec, open_envs
-from cleanba.environments.specs import EnvSpec
 from cleanba.errors import Failure
 from cleanba.runtime import playback, records
 from cleanba.runtime.channels import Closed, Stop
@@ -29,7 +28,7 @@ from cleanba.runtime.collect import (
 from cleanba.runtime.learner import Learner
 from cleanba.runtime.records import ActorState, Record, RecordedRollout, SavedActor, action_dtype, actor_folder
 from cleanba.seeds import action_numbers
-from cleanba.specs import ActionSpec, choice
+from cleanba.specs import ActionSpec, EnvSpec, choice
 
 STEPS, ENVS = 20, 3
 
@@ -71,11 +70,13 @@ class Actor:
         self.case = case
 
     def collector(self) -> Collector:
-        kept = None, None if self.spec.on_device else self.spec.action, self.spec.on_device
+        kept = {"recorded_action": None if self.spec.on_device else self.spec.action}
         if self.case.collector == "scanned":
-            return ScannedCollector(self.algorithm, STEPS, self.device, Stop(), ScanCache(self.algorithm, STEPS), *kept)
+            return ScannedCollector(
+                self.algorithm, STEPS, self.device, Stop(), ScanCache(self.algorithm, STEPS), **kept
+            )
         steppers = make_steppers(self.algorithm, STEPS, "cpu")
-        return SteppedCollector(self.algorithm, steppers, STEPS, self.device, Stop(), *kept)
+        return SteppedCollector(self.algorithm, STEPS, self.device, Stop(), steppers, **kept)
 
     def envs(self, seeds=(7, 8, 9)):
         with jax.default_device(self.device):

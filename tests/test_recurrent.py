@@ -81,7 +81,7 @@ def collect(network, params, resets) -> list[Rollout]:
         return action, after, {**extras, "value": out.value[0], "after": after}
 
     acting = algorithm._replace(act=act)
-    collector = SteppedCollector(acting, make_steppers(acting, T, "cpu"), T, jax.local_devices()[0], Stop())
+    collector = SteppedCollector(acting, T, jax.local_devices()[0], Stop(), make_steppers(acting, T, "cpu"))
     collector.restart(ScriptedEnvs(range(B), 0, SCRIPTS))
     return [collector(params, action_numbers(0, 0, i), Times()).rollout for i in range(ROLLOUTS)]
 

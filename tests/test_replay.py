@@ -14,6 +14,7 @@ from cleanba.environments.envpool import Envs, env_spec
 from cleanba.errors import UsageError
 from cleanba.ops import replay
 from cleanba.rollout import Rollout
+from cleanba.runtime import memory as stores
 from cleanba.shards import compiler_options
 
 # ----------------------------------------------------------------------------------------------------- the slow memory
@@ -514,18 +515,22 @@ def test_an_update_that_writes_and_samples_keeps_memory_where_it_is(shards, step
     )
     memory = compiled.memory_analysis()
     whole = sum(np.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(ring))
-    assert whole == shards * replay.nbytes(of_one_shard(rollout), 10_000, 4) > shards * 70_000_000
+    assert whole == shards * nbytes(of_one_shard(rollout), 10_000, 4) > shards * 70_000_000
     assert memory.alias_size_in_bytes == whole
     assert memory.temp_size_in_bytes < 4_000_000
     large = re.compile(rf"= \w+\[{shards},5000,[^ ]* copy\(")
     assert not [line for line in compiled.as_text().splitlines() if large.search(line)]
 
 
+def nbytes(rollout, capacity, stack):
+    return stores.nbytes(jax.eval_shape(lambda: replay.init(rollout, capacity, stack)))
+
+
 def test_the_bytes_are_said_beforehand():
     rollout = of_one_shard(Stream(1, 3, 23, 4).rollout(4))
     ring = replay.init(rollout, 100, 4)
     assert ring.rows.obs.shape == (33, 3, 2, 2, 2)
-    assert replay.nbytes(rollout, 100, 4) == sum(x.nbytes for x in jax.tree.leaves(ring))
+    assert nbytes(rollout, 100, 4) == sum(x.nbytes for x in jax.tree.leaves(ring))
 
 
 @pytest.mark.slow
@@ -567,7 +572,7 @@ def test_refusals_say_what_would_do():
     with pytest.raises(UsageError, match="not a stack of 3 frames"):
         replay.init(rollout, 18, stack=3)
     with pytest.raises(UsageError, match="2\\^31"):
-        replay.nbytes(rollout, 2**32)
+        replay.init(rollout, 2**32)
     ring = empty(Stream(1, 3, 23).rollout(4), 18)
     with pytest.raises(UsageError, match="n_step=6 needs 7 rows of memory, but a shard has 6"):
         replay.sample_indices(ring, 0, jax.random.key(0), 1, 6)

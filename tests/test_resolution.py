@@ -15,7 +15,6 @@ import cleanba
 from cleanba.algorithms.ppo import PPO
 from cleanba.config import Experiment, Partition, Placement, Run, fields_of, to_json
 from cleanba.environments.backends import env_spec
-from cleanba.environments.specs import ActionSpec, EnvSpec, ObsSpec
 from cleanba.errors import UsageError
 from cleanba.files import finite, read_json, write_json
 from cleanba.recipes import RECIPES
@@ -32,6 +31,7 @@ from cleanba.resolution import (
     resolve,
     settle,
 )
+from cleanba.specs import ActionSpec, EnvSpec, ObsSpec, choice
 from cleanba.train_flags import parse
 
 ENVS = {
@@ -43,7 +43,9 @@ ENVS = {
     "toy_text": "FrozenLake-v1",
 }
 BOARD = ObsSpec("planes", (10, 10, 4), "bool")
-MINATAR = EnvSpec("gymnax:Breakout-MinAtar", BOARD, 3, False, False, {}, on_device=True)  # as `env_spec` finds it
+MINATAR = EnvSpec(
+    "gymnax:Breakout-MinAtar", BOARD, choice(3), False, False, {}, on_device=True
+)  # as `env_spec` finds it
 
 
 @cache
@@ -347,13 +349,13 @@ def test_the_preset_is_chosen_after_wrappers_and_options_are_applied(fields, pre
 
 def test_an_environment_without_a_preset_has_the_defaults():
     picture = ObsSpec("image", (64, 64, 3), "uint8")
-    spec = EnvSpec("x", picture, 4, False, False, {})
+    spec = EnvSpec("x", picture, choice(4), False, False, {})
     found = resolve(RECIPES["ppo"], {"env_id": "x"}, "cpu", spec)
     assert found.preset == "" and "preset" not in " ".join(found.origin.values())
     assert found.experiment.num_envs == PPO.num_envs and found.experiment.network == "impala"
-    two = EnvSpec("x", {"eye": picture, "mask": ObsSpec("mask", (3,), "bool")}, 3, False, False, {})
+    two = EnvSpec("x", {"eye": picture, "mask": ObsSpec("mask", (3,), "bool")}, choice(3), False, False, {})
     assert preset_name(two) == "images"
-    real = two._replace(given_action=ActionSpec("quantities", (2,), "float32", (), (-1.0,) * 2, (1.0,) * 2))
+    real = two._replace(action=ActionSpec("quantities", (2,), "float32", (), (-1.0,) * 2, (1.0,) * 2))
     assert preset_name(real) == "continuous"
 
 

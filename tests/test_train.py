@@ -35,7 +35,7 @@ TWO_STEPS = (Play((10.0, 20.0), terminated=False, truncated=True),)
 
 def collector(num_steps: int) -> SteppedCollector:
     policy = mirror()
-    return SteppedCollector(policy, make_steppers(policy, num_steps, "cpu"), num_steps, jax.local_devices()[0], Stop())
+    return SteppedCollector(policy, num_steps, jax.local_devices()[0], Stop(), make_steppers(policy, num_steps, "cpu"))
 
 
 def collect(collector: SteppedCollector, rollouts: int) -> list:
@@ -184,7 +184,7 @@ def test_recorded_observations_are_not_overwritten_later(env_id):
 
     policy = mirror()
     policy = policy._replace(act=lambda p, carry, obs, *_: (carry % 2, carry + 1, {}))
-    subject = SteppedCollector(policy, make_steppers(policy, 6, "cpu"), 6, jax.local_devices()[0], Stop())
+    subject = SteppedCollector(policy, 6, jax.local_devices()[0], Stop(), make_steppers(policy, 6, "cpu"))
     subject.restart(Copying())
     collected = collect(subject, 5)
     subject.close()

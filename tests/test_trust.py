@@ -14,8 +14,8 @@ import pytest
 from fake_hub import fake_hub, log_in
 from launch import command
 
-from cleanba.agents.agent import load_policy
-from cleanba.agents.load import load
+from cleanba.agents.agent import load
+from cleanba.agents.policy import load_policy
 from cleanba.algorithms.dqn import DQN
 from cleanba.algorithms.ppo import PPO
 from cleanba.config import to_json

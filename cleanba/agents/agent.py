@@ -1,79 +1,27 @@
-"""A trained agent, loaded from a run: a policy with its parameters, and an `Agent` that plays step by step."""
+"""A trained agent: a policy that plays step by step, loaded by the name of a run, here or on the Hugging Face Hub."""
 
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import jax
 import numpy as np
 from numpy.typing import ArrayLike
 
+from cleanba.agents.policy import Policy, load_policy
 from cleanba.agents.portable import Export, export, format_of, remembered
-from cleanba.algorithm import AnyAlgorithm
-from cleanba.config import Experiment, require
-from cleanba.environments.backends import as_recorded, env_spec
-from cleanba.environments.specs import EnvSpec
+from cleanba.config import Experiment, Placement, require
+from cleanba.environments.backends import as_recorded
 from cleanba.environments.worker import named
-from cleanba.errors import Failure, UsageError
-from cleanba.files import Json, read_json
-from cleanba.recipes import AnyRecipe
+from cleanba.errors import UsageError
 from cleanba.resolution import read_recipe
-from cleanba.rollout import Obs, PyTree
-from cleanba.runtime import checkpoint as ckpt
+from cleanba.rollout import PyTree
+from cleanba.runs.remote import find_run
 from cleanba.runtime.collect import first_carry
-from cleanba.runtime.process_setup import settings_of
+from cleanba.runtime.devices import find_devices
+from cleanba.runtime.process_setup import prepared, settings_of
 from cleanba.seeds import evaluation_key
-from cleanba.shards import network_options
-from cleanba.specs import ObsSpec, ObsSpecs, describe
-from cleanba.trust import check_size, source_of
-
-BEST = "best"  # the folder of a run with the parameters that scored best in periodic evaluations
-
-
-class ActOnce(Protocol):
-    """An algorithm's `act`, compiled once for all steps."""
-
-    def __call__(
-        self,
-        params: PyTree,
-        carry: PyTree,
-        obs: Obs,
-        first: np.ndarray,
-        key: jax.Array,
-        step: np.int32,
-        explore: bool,
-    ) -> tuple[jax.Array, PyTree]:
-        """Obs [B, ...], first [B] bool, the number of the step -> action [B, ...], carry with leaves [B, ...]."""
-        ...
-
-
-class Policy(NamedTuple):
-    """A policy with its parameters, and the environment that it was trained for."""
-
-    experiment: Experiment
-    spec: EnvSpec
-    recipe: AnyRecipe
-    algorithm: AnyAlgorithm
-    act: ActOnce
-    params: PyTree = None
-    update: int | None = None
-    """the update that made the parameters; None for a model without its run"""
-    global_step: int | None = None
-    run: str = ""
-    """name of its run's directory"""
-
-
-def new_policy(recipe: AnyRecipe, e: Experiment, spec: EnvSpec, algorithm: AnyAlgorithm, platform: str) -> Policy:
-    """A policy without parameters.  `algorithm` is what the recipe made."""
-
-    def act(
-        params: PyTree, carry: PyTree, obs: Obs, first: jax.Array, key: jax.Array, t: jax.Array, explore: bool
-    ) -> tuple[jax.Array, PyTree]:
-        return algorithm.act(params, carry, obs, first, jax.random.fold_in(key, t), explore)[:2]
-
-    compiled = jax.jit(act, static_argnums=6, compiler_options=network_options(platform))
-    return Policy(e, spec, recipe, algorithm, compiled)
+from cleanba.specs import EnvSpec, ObsSpec, ObsSpecs, describe
 
 
 class Agent:
@@ -280,100 +228,25 @@ def as_batch(spec: EnvSpec, obs: object) -> tuple[PyTree, int | None]:
     return batch, sizes.pop()
 
 
-def load_policy(run_dir: Path, checkpoint: str, platform: str, trust_remote_code: bool = False) -> Policy:
-    """The policy of a run: network, environment and parameters, from its config.json and checkpoints.
+def load(run: str | Path, checkpoint: str | int = "last", *, seed: int = 1, trust_remote_code: bool = False) -> Agent:
+    """The trained agent of a run, which may still be training, or one from the Hugging Face Hub.
 
-    Of a run from elsewhere (`trust.py`), only the model in Flax's msgpack format is read, unless `trust_remote_code`.
+    Args:
+        run: directory of the run, hf://user/repository, or an archive of a run (.zip, .tar.gz …).
+        checkpoint: which parameters: "last"; "best", in the run's periodic evaluations; or the number of an update.
+        seed: seed that its actions are drawn with.
+        trust_remote_code: for a run that is downloaded or unpacked, import and call what its config.json names, which
+            may be any code (docs/guides/trust.md).
 
     Raises:
-        UsageError: there is no such run or checkpoint, or a run from elsewhere asks for something that is not allowed.
-        Failure: the checkpoint is damaged.
+        UsageError: there is no such run or checkpoint, its environment is not installed, or a run from elsewhere
+            asks for something that is not allowed.
+        Failure: the checkpoint is damaged, or cannot be downloaded.
     """
-    recipe, e = read_recipe(run_dir, trust_remote_code)
-    source = None if trust_remote_code else source_of(run_dir)
-    spec = env_spec(e)
-    algorithm = recipe.make(e, spec, platform)
-    like_state, like_params = algorithm.shapes()
-    if source is not None:
-        check_size(like_params, source)
-        params, update, global_step = read_uploaded(run_dir, checkpoint, source, like_params)
-    else:
-        params, update, global_step = read_params(run_dir, checkpoint, algorithm.actor_params, like_state, like_params)
-    policy = new_policy(recipe, e, spec, algorithm, platform)
-    return policy._replace(params=params, update=update, global_step=global_step, run=run_dir.resolve().name)
-
-
-def read_params(
-    run_dir: Path,
-    checkpoint: str,
-    actor_params: Callable[[PyTree], PyTree],
-    like_state: PyTree,
-    like_params: PyTree,
-) -> tuple[PyTree, int | None, int | None]:
-    """The parameters that `--checkpoint` names, their update and their global step.
-
-    "last" is the newest sound checkpoint or, if there is none, the model that --save-model kept.
-    """
-    there = ckpt.updates_to_read(run_dir)
-    listed = f"it has {', '.join(map(str, there))}" if there else "it has none yet"
-    if checkpoint.isdecimal():
-        require(
-            int(checkpoint) in there,
-            f"{run_dir} keeps no checkpoint of update {checkpoint}; {listed} (--keep-checkpoints keeps more of them)",
+    run_dir = find_run(run)
+    _, e = read_recipe(run_dir, trust_remote_code)
+    with prepared(e):
+        devices = find_devices(Placement())
+        return Agent(
+            load_policy(run_dir, str(checkpoint), devices.platform, trust_remote_code), devices.actors[0], seed
         )
-        saved = ckpt.read(run_dir, int(checkpoint), like_state, like_params)
-        return actor_params(saved.state), saved.update, saved.counters["global_step"]
-    if checkpoint == "best":
-        best = read_best(run_dir)
-        model = run_dir / BEST / f"{best['update']}.msgpack"
-        return ckpt.read_model(model, like_params), best["update"], best["global_step"]
-    require(checkpoint == "last", f"checkpoint={checkpoint!r} must be the number of an update, best, or last; {listed}")
-    damage: Failure | None = None
-    for update in reversed(there):
-        try:
-            saved = ckpt.read(run_dir, update, like_state, like_params)
-        except Failure as error:  # damaged, or removed by the run since we looked
-            damage = damage or error
-            continue
-        if damage is not None and there[-1] in ckpt.updates_kept(run_dir):
-            print(f"cleanba: warning: {damage}; taking the checkpoint of update {update} instead", file=sys.stderr)
-        return actor_params(saved.state), saved.update, saved.counters["global_step"]
-    if damage is not None:
-        raise damage
-    model = run_dir / "model.msgpack"
-    require(
-        model.exists(),
-        f"{run_dir} has no checkpoint"
-        + (
-            "; its checkpoints have been removed, so choose another run"
-            if (run_dir / "result.json").exists()
-            else " yet: a run without --checkpoint-frequency writes its first after ten seconds, or after the first "
-            "epoch of environments that do not follow their seed"
-        ),
-    )
-    return ckpt.read_model(model, like_params), None, None
-
-
-def read_uploaded(
-    run_dir: Path, checkpoint: str, source: str, like_params: PyTree
-) -> tuple[PyTree, int | None, int | None]:
-    """The parameters of a run from elsewhere: its only model, whose update and step cannot be verified (None, None)."""
-    require(checkpoint == "last", f"checkpoint={checkpoint!r}: {source} has one model; leave --checkpoint out")
-    model = run_dir / "model.msgpack"
-    require(model.exists(), f"{source} has no model.msgpack; choose another run")
-    return ckpt.read_model(model, like_params), None, None
-
-
-def read_best(run_dir: Path) -> Json:
-    """best/best.json: update, global_step and episodic_return of the best periodic evaluation.
-
-    Raises:
-        UsageError: there was no such evaluation.
-    """
-    path = run_dir / BEST / "best.json"
-    require(
-        path.exists(),
-        f"{run_dir} has no best checkpoint, because nothing was evaluated while it trained; "
-        "train with --eval-frequency, or try --checkpoint last",
-    )
-    return read_json(path)

@@ -11,22 +11,21 @@ import jax
 import numpy as np
 import tyro
 
-from cleanba.agents.agent import Agent, Policy
+from cleanba.agents.agent import Agent, load
 from cleanba.agents.film import Film
-from cleanba.agents.load import load
+from cleanba.agents.policy import Policy
 from cleanba.config import read_experiment, require
 from cleanba.environments.atari_scores import human_normalised, reference
 from cleanba.environments.backends import Envs, open_envs, threads_per_actor
-from cleanba.environments.specs import EnvSpec
 from cleanba.environments.worker import close
-from cleanba.errors import Exit, Failure, UsageError, printable
+from cleanba.errors import Exit, Failure, UsageError, printable, warn
 from cleanba.files import Json, read_json, write_json
 from cleanba.help import parse_command
 from cleanba.networks.encoder import legal_actions
 from cleanba.recipes import Play
 from cleanba.resolution import completed
-from cleanba.rollout import Episode, EpisodeTracker, step_outcome
-from cleanba.runs.curves import Curve, find_runs, group, mean_interval, warn
+from cleanba.rollout import Episode, EpisodeTracker, Obs, step_outcome
+from cleanba.runs.curves import Curve, find_runs, group, mean_interval
 from cleanba.runs.log import is_finished
 from cleanba.runs.plot import markdown, with_interval
 from cleanba.runs.remote import find_run
@@ -34,6 +33,7 @@ from cleanba.runtime.collect import first_carry
 from cleanba.runtime.digests import params_digest
 from cleanba.runtime.process_setup import pin_settings, settings_of
 from cleanba.seeds import eval_seed, evaluation_key
+from cleanba.specs import EnvSpec
 
 EVALUATIONS = "evaluations"  # the folder of a run that keeps each evaluation; the newest is also in eval.json
 MAX_ENVS = 16  # more would mostly wait for those with the longest episodes
@@ -129,12 +129,7 @@ def play(
             chosen, next_carry = policy.act(params, carry, obs, first, key, np.int32(t), not greedy)
             action = np.asarray(chosen)
             if epsilon > 0:
-                legal = legal_actions(policy.spec.obs, obs)
-                if legal is None:
-                    anything = chance.integers(0, policy.spec.num_actions, n, np.int32)
-                else:  # one of the legal actions
-                    legal = legal.reshape(n, -1)
-                    anything = np.where(legal, chance.random(legal.shape), 0).argmax(-1).astype(np.int32)
+                anything = random_actions(policy.spec, obs, n, chance)
                 action = np.where(chance.random(n) < epsilon, anything, action)
             filming = film if not played[0] and not done[0] else None
             if filming is not None:
@@ -165,6 +160,15 @@ def play(
         if all(len(mine) >= most for mine, most in zip(played, quota, strict=True)):
             break
     return [episode for mine, most in zip(played, quota, strict=True) for episode in mine[:most]]
+
+
+def random_actions(spec: EnvSpec, obs: Obs, n: int, chance: np.random.Generator) -> np.ndarray:
+    """A choice of each of n environments, any legal one as likely as the others.  Obs [n, ...] -> [n] int32."""
+    legal = legal_actions(spec.obs, obs)
+    if legal is None:
+        return chance.integers(0, spec.num_actions, n, np.int32)
+    legal = legal.reshape(n, -1)
+    return np.where(legal, chance.random(legal.shape), 0).argmax(-1).astype(np.int32)
 
 
 def name_of(update: int | None, seed: int, plays: Play) -> str:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import tyro
 
-from cleanba.agents.load import load
+from cleanba.agents.agent import load
 from cleanba.agents.portable import FORMATS, NEEDS, Export, check_target, export
 from cleanba.errors import Exit
 from cleanba.help import parse_command

@@ -16,13 +16,13 @@ import jax
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from cleanba.agents.agent import Policy
+from cleanba.agents.policy import Policy
 from cleanba.environments.action_names import action_names
 from cleanba.environments.boards import draw_board
-from cleanba.environments.specs import ActionSpec
 from cleanba.errors import Failure, missing, said
 from cleanba.networks.torsos import channels_first
 from cleanba.rollout import Obs, PyTree
+from cleanba.specs import ActionSpec
 
 GAP = 12  # pixels between the parts
 PICTURE = (480, 420)  # what the emulator's picture must fit into, width and height
@@ -58,12 +58,12 @@ class Film:
     and the score so far.  The last frame shows the end of the episode.  The file then gets its final name.
     """
 
-    def __init__(self, path: Path, agent: Policy):
+    def __init__(self, path: Path, policy: Policy):
         """Raises `UsageError` if the library that writes films is missing."""
         self._imageio = require_films()
         self.path = path
         self.frames = 0
-        self._agent = agent
+        self._policy = policy
         self._scratch = path.with_name(f".{path.stem}.{os.getpid()}.tmp.mp4")
         for left in path.parent.glob(f".{glob.escape(path.stem)}.*.tmp.mp4"):  # left behind by killed processes
             with suppress(OSError):
@@ -71,11 +71,11 @@ class Film:
                     left.unlink()
         self._writer: Any = None
         self._ended = False
-        self._names = action_names(agent.spec)
-        self._grey = agent.spec.is_atari and bool(agent.spec.options.get("gray_scale", True))
+        self._names = action_names(policy.spec)
+        self._grey = policy.spec.is_atari and bool(policy.spec.options.get("gray_scale", True))
 
         def look(params: PyTree, carry: PyTree, obs: Obs, first: jax.Array) -> dict[str, jax.Array]:
-            shown = agent.algorithm.inspect(params, *jax.tree.map(lambda x: x[:1], (carry, obs, first)))
+            shown = policy.algorithm.inspect(params, *jax.tree.map(lambda x: x[:1], (carry, obs, first)))
             return {name: x[0] for name, x in shown.items()}
 
         self._look = jax.jit(look)  # compiled apart from acting, so that it cannot change acting's bits
@@ -95,7 +95,7 @@ class Film:
         shown: dict[str, np.ndarray] = jax.device_get(self._look(params, carry, obs, first))
         caption = "   ".join(f"{name} {figure(x)}" for name, x in shown.items() if x.ndim == 0)
         bars = next((x for x in shown.values() if x.shape == (len(self._names),)), np.zeros(len(self._names)))
-        self._write(picture, fps, obs, score, caption, bars, bars_of(self._agent.spec.action, np.asarray(action)[0]))
+        self._write(picture, fps, obs, score, caption, bars, bars_of(self._policy.spec.action, np.asarray(action)[0]))
 
     def end(self, picture: np.ndarray, fps: float, obs: Obs, score: float) -> None:
         """Add the last frame, picture [H, W, 3] uint8: the end of the episode, after which no action follows."""

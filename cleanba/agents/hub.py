@@ -13,9 +13,9 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 
 import tyro
 
-from cleanba.agents.agent import load_policy
+from cleanba.agents.policy import load_policy
 from cleanba.config import Placement, read_config, read_experiment, require
-from cleanba.errors import Exit, Failure
+from cleanba.errors import Exit, Failure, said
 from cleanba.files import METRICS, Json, read_json, write_json
 from cleanba.help import parse_command
 from cleanba.recipes import Play
@@ -191,8 +191,7 @@ def _attempt(otherwise: str, do: Callable[[], T]) -> T:
     try:
         return do()
     except Exception as error:
-        reason = " ".join((str(error) or type(error).__name__).split())[:300]
-        raise Failure(f"{otherwise} ({reason})") from error
+        raise Failure(f"{otherwise} ({said(error)[:300]})") from error
 
 
 def repository_name(run_dir: Path, experiment: Json) -> str:
@@ -237,9 +236,9 @@ def write_model(path: Path, run_dir: Path) -> Model:
         shutil.copyfile(kept, path)
         return Model(result["update"], result["global_step"], result["params_digest"])
 
-    agent = load_policy(run_dir, "last", find_devices(Placement()).platform)
-    save_model(path, agent.params)
-    return Model(agent.update, agent.global_step, params_digest(agent.params))
+    policy = load_policy(run_dir, "last", find_devices(Placement()).platform)
+    save_model(path, policy.params)
+    return Model(policy.update, policy.global_step, params_digest(policy.params))
 
 
 def public_config(run_dir: Path) -> Json:

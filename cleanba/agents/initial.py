@@ -1,7 +1,6 @@
 """Parameters of another run to start from (`--init-from`): found, named by their digest, and put into a new state."""
 
 import re
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -9,11 +8,11 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from cleanba.agents.agent import load_policy
+from cleanba.agents.policy import load_policy
 from cleanba.algorithm import AnyAlgorithm
 from cleanba.config import require
 from cleanba.environments.backends import env_spec
-from cleanba.errors import Failure, UsageError
+from cleanba.errors import Failure, UsageError, warn
 from cleanba.files import expanded
 from cleanba.resolution import read_recipe, recorded
 from cleanba.rollout import PyTree
@@ -82,7 +81,7 @@ def find_initial(place: str, platform: str, trust_remote_code: bool = False) -> 
             except Failure as damage:
                 if update == there[0] or checkpoint != "last":
                     raise damage
-                print(f"cleanba: warning: {damage}; trying an older checkpoint", file=sys.stderr)
+                warn(f"{damage}; trying an older checkpoint")
         arrays = {name: np.asarray(x) for name, x in named_leaves(state).items() if not FRESH.search(name)}
     return Initial(f"sha256:{tree_digest(arrays).removeprefix('sha256:')}", place, arrays)
 

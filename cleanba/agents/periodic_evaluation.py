@@ -12,12 +12,11 @@ from typing import Any, NamedTuple
 
 import jax
 
-from cleanba.agents.agent import BEST, Policy, read_best
 from cleanba.agents.evaluate import film_path, film_to, play, summary
 from cleanba.agents.film import require_films
+from cleanba.agents.policy import BEST, Policy, read_best
 from cleanba.config import Run
 from cleanba.environments.backends import Envs, end_waits, open_envs, threads_per_actor
-from cleanba.environments.specs import EnvSpec
 from cleanba.environments.worker import close
 from cleanba.errors import Failure
 from cleanba.files import Json, write_json
@@ -26,6 +25,8 @@ from cleanba.runtime.channels import Closed, Stop
 from cleanba.runtime.checkpoint import Saved, read_model, save_model
 from cleanba.runtime.devices import Devices, pick_devices
 from cleanba.runtime.metrics import Writers
+from cleanba.specs import EnvSpec
+from cleanba.waited import in_a_thread
 
 JOIN_SECONDS = 3.0  # for an evaluation to notice that the run ends
 EVALUATING = "evaluating"  # a run's folder with parameters whose evaluation is not in the log yet
@@ -58,14 +59,14 @@ class PeriodicEvaluation:
     evaluation that was killed is repeated when the run continues, even from a later checkpoint.
     """
 
-    def __init__(self, run_dir: Path, run: Run, agent: Policy, devices: Devices):
+    def __init__(self, run_dir: Path, run: Run, policy: Policy, devices: Devices):
         """Raises `UsageError` for flags that cannot be obeyed."""
         given = run.eval_device_id
         self._device = devices.actors[-1] if given is None else pick_devices((given,), "--eval-device-id")[0]
         if run.capture_video:
             require_films()
-            check_can_be_filmed(agent.spec)
-        self._run_dir, self._run, self._agent = run_dir, run, agent
+            check_can_be_filmed(policy.spec)
+        self._run_dir, self._run, self._policy = run_dir, run, policy
         self._best: Json | None = None
         self.moves = 0
         """steps of all evaluations and films so far"""
@@ -102,7 +103,7 @@ class PeriodicEvaluation:
         versions, warnings = self._cut_short(saved.update if saved else 0, known)
         found = known | {version.update for version in versions}
         if saved is not None and saved.update % self._run.eval_frequency == 0 and saved.update not in found:
-            params = self._agent.algorithm.actor_params(saved.state)
+            params = self._policy.algorithm.actor_params(saved.state)
             versions.append(Version(saved.update, saved.counters["global_step"], params))
         if versions:
             self._start(versions)
@@ -118,7 +119,7 @@ class PeriodicEvaluation:
 
     def finish(self, result: Json, state: PyTree) -> Path | None:
         """Wait for the current evaluation, then evaluate and film the last version.  Returns the film's path."""
-        params = jax.device_get(self._agent.algorithm.actor_params(state))
+        params = jax.device_get(self._policy.algorithm.actor_params(state))
         update, global_step = result["update"], result["global_step"]
         if self._run.eval_frequency:
             if self._thread is not None:
@@ -129,10 +130,10 @@ class PeriodicEvaluation:
                 self._check()
         if not self._run.capture_video:
             return None
-        agent = self._agent._replace(params=params, update=update, global_step=global_step)
-        seed, limit = agent.experiment.seed, self._run.eval_max_steps
-        path = film_path(self._run_dir, agent, seed, agent.recipe.plays)
-        film_to(path, agent, seed, 1, self._device, max_steps=limit, check=self._move)
+        policy = self._policy._replace(params=params, update=update, global_step=global_step)
+        seed, limit = policy.experiment.seed, self._run.eval_max_steps
+        path = film_path(self._run_dir, policy, seed, policy.recipe.plays)
+        film_to(path, policy, seed, 1, self._device, max_steps=limit, check=self._move)
         return path
 
     def close(self) -> None:
@@ -187,7 +188,7 @@ class PeriodicEvaluation:
 
         Later ones are removed: their updates will be repeated, and evaluated then.
         """
-        _, like = self._agent.algorithm.shapes()
+        _, like = self._policy.algorithm.shapes()
         versions, warnings = [], []
         for path in list((self._run_dir / EVALUATING).glob("*")):
             named = re.fullmatch(r"(\d+)-(\d+)\.msgpack", path.name)
@@ -211,13 +212,13 @@ class PeriodicEvaluation:
 
     def _evaluate_one(self, update: int, global_step: int, params: PyTree) -> None:
         started = time.perf_counter()
-        agent = self._agent._replace(params=params)
-        e = agent.experiment
+        policy = self._policy._replace(params=params)
+        e = policy.experiment
         episodes = play(
-            agent, self._run.eval_episodes, e.seed, self._device,
+            policy, self._run.eval_episodes, e.seed, self._device,
             epoch=update, max_steps=self._run.eval_max_steps, make_envs=self._quiet_envs, check=self._move,
         )  # fmt: skip
-        r = summary(e.env_id, agent.spec.is_atari, episodes)
+        r = summary(e.env_id, policy.spec.is_atari, episodes)
         values = {
             "eval/episodic_return": r["mean"],
             "eval/episodic_return_std": r["std"],
@@ -241,27 +242,19 @@ class PeriodicEvaluation:
         own thread keeps its policy: it sometimes holds Python's global lock, and if it then had to wait for an idle
         core, the actors would wait too.
         """
-        made: list[Envs | BaseException] = []
 
-        def make() -> None:
+        def make() -> Envs:
             with contextlib.suppress(OSError, AttributeError):
                 # Only Linux has the first call.  Elsewhere it raises, so the second is skipped: a thread's number may
                 # be that of another process there.
                 os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
-            try:
-                with jax.default_device(self._device):
-                    made.append(open_envs(self._agent.spec, seeds, threads_per_actor(1)))
-            except BaseException as error:
-                made.append(error)
+            with jax.default_device(self._device):
+                return open_envs(self._policy.spec, seeds, threads_per_actor(1))
 
-        thread = threading.Thread(target=make)
-        thread.start()
-        thread.join()
-        if isinstance(made[0], BaseException):
-            raise made[0]
-        end_waits(made[0], self._stop.check)
-        return made[0]
+        envs = in_a_thread(make, "environments of an evaluation")
+        end_waits(envs, self._stop.check)
+        return envs
 
     def _keep(self, update: int, global_step: int, mean: float, params: PyTree) -> None:
         """Replace the best parameters.  best.json names a complete file at all times."""

@@ -27,15 +27,14 @@ from jax import export as jax_export
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.interpreters.partial_eval import dce_jaxpr
 
+from cleanba.agents.policy import Policy
 from cleanba.algorithm import AnyAlgorithm
 from cleanba.algorithms.normalisation import CATEGORICAL
-from cleanba.config import Experiment, require
+from cleanba.config import require
 from cleanba.environments.backends import open_envs
-from cleanba.environments.specs import EnvSpec
 from cleanba.environments.worker import close
 from cleanba.errors import Failure, UsageError, closest_names, missing, said
 from cleanba.files import Json, write_whole
-from cleanba.recipes import AnyRecipe
 from cleanba.rollout import PyTree, step_outcome
 from cleanba.runtime.digests import params_digest
 from cleanba.runtime.process_setup import settings_of
@@ -69,29 +68,6 @@ class Exported(NamedTuple):
     metadata: Json
 
 
-class Trained(Protocol):
-    """What is exported: an `agent.Policy`."""
-
-    @property
-    def experiment(self) -> Experiment: ...
-    @property
-    def spec(self) -> EnvSpec: ...
-    @property
-    def params(self) -> PyTree: ...
-    @property
-    def update(self) -> int | None: ...
-    @property
-    def global_step(self) -> int | None: ...
-    @property
-    def run(self) -> str: ...
-    @property
-    def recipe(self) -> AnyRecipe: ...
-    @property
-    def algorithm(self) -> AnyAlgorithm: ...
-    @property
-    def act(self) -> Callable[..., tuple[jax.Array, PyTree]]: ...
-
-
 class Runs(Protocol):
     """The written file, read back and run: arrays by name -> arrays by name, for any batch size."""
 
@@ -119,7 +95,7 @@ class Export:
         )
 
 
-def plain_algorithm(policy: Trained) -> AnyAlgorithm:
+def plain_algorithm(policy: Policy) -> AnyAlgorithm:
     """The policy's algorithm in plain JAX and float32: no other program knows the calls of the CPU kernels."""
     return policy.recipe.make(replace(policy.experiment, cpu_kernels="off", dtype="float32"), policy.spec, "cpu")
 
@@ -147,7 +123,7 @@ def remembered(carry: PyTree) -> tuple[dict[str, Any], Callable[[dict[str, Any],
     return {name: x for name, keep, (_, x) in zip(names, real, leaves, strict=True) if keep}, whole
 
 
-def exported(policy: Trained) -> Exported:
+def exported(policy: Policy) -> Exported:
     """What the policy computes at one step of B environments, greedily."""
     algorithm, spec = plain_algorithm(policy), policy.spec
     params = jax.tree.map(np.asarray, policy.params)
@@ -341,9 +317,7 @@ NEEDS: dict[str, Callable[[], object]] = {"onnx": require_onnx, "stablehlo": req
 # ------------------------------------------------------------------------------------------------------- comparison
 
 
-def compare(
-    policy: Trained, agent: Exported, runs: Runs, seed: int, count: int = CHECKED
-) -> tuple[dict[str, float], int]:
+def compare(policy: Policy, agent: Exported, runs: Runs, seed: int) -> tuple[dict[str, float], int]:
     """Play with actions drawn from the policy, and compare the file with the agent at each observation.
 
     The file's outputs must be those of the agent's network in plain JAX and float32.  The agent as it plays here has
@@ -356,8 +330,8 @@ def compare(
         Failure: an action differs, or another number by more than `TOLERANCE`; the message says where first, and how
             often.  Or a float32 agent takes a different action from the file at more than 1 observation in 100.
     """
-    algorithm, n = plain_algorithm(policy), min(AT_ONCE, count)
-    steps = -(-count // n)
+    algorithm, n = plain_algorithm(policy), AT_ONCE
+    steps = CHECKED // n
     explore = jax.jit(lambda p, c, obs, first, key: algorithm.act(p, c, obs, first, key, True)[0])
     reference = jax.jit(lambda arrays: agent.function(*arrays))
     names_in, names_out = [p.name for p in agent.inputs], [p.name for p in agent.outputs]
@@ -447,7 +421,7 @@ def check_target(path: Path, format: str, seed: int) -> None:
     require(0 <= seed < 2**31, f"seed={seed} must lie in [0, 2^31); try 1")
 
 
-def export(policy: Trained, path: Path, format: str, seed: int = 1) -> Export:
+def export(policy: Policy, path: Path, format: str, seed: int = 1) -> Export:
     """Write a policy as a file of this format, and compare the two on observations from the environment.
 
     Raises:

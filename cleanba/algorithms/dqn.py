@@ -43,28 +43,19 @@ class DQN(PrioritisedReplay):
     """The experiment: these settings determine every bit of the trained parameters."""
 
     total_timesteps: int = 500_000
-    """environment steps in all (an Atari step is 4 frames)"""
     num_envs: int = 8
-    """environments in total, over all actors and processes"""
     num_steps: int = 10
-    """steps per environment in each rollout"""
     hiddens: tuple[int, ...] = (120, 84)
-    """units of the dense layers after the convolutions, or of the MLP"""
 
     learning_rate: Positive = 2.5e-4
     """optimiser's step size at the start"""
     buffer_size: int = 10_000
-    """steps that the replay memory holds, over all shards"""
     learning_starts: int = 10_000
-    """steps before the first gradient step"""
     batch_size: int = 128
-    """transitions in one gradient step, over all shards"""
     train_frequency: int = 10
-    """environment steps per gradient step, counted over all environments"""
     target_network_frequency: Steps = 500
     """environment steps between updates of the target network"""
     tau: float = 1.0
-    """step of the target network towards the online one; 1 copies it (Polyak: tau online + (1 - tau) target)"""
     start_e: Fraction = 1.0
     """probability of a random action at the start"""
     end_e: Fraction = 0.05

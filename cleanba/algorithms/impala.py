@@ -43,11 +43,9 @@ class IMPALA(PolicyGradient):
     """The experiment: these settings determine every bit of the trained parameters."""
 
     num_steps: int = 20
-    """steps per environment in each rollout"""
     learning_rate: float = 6e-4
     """optimiser's step size at the start"""
     max_grad_norm: float = 40.0
-    """global norm to which gradients are clipped"""
     update_epochs: Count = 1
     """passes over each batch, with V-trace's targets computed anew for every minibatch (IMPACT, Luo et al. 2020)"""
     loss_scale: Positive = 640.0

@@ -17,7 +17,6 @@ class OffPolicy(Experiment):
     """Settings of an algorithm that learns from replay."""
 
     anneal_lr: bool = False
-    """decrease the learning rate linearly to 0 over the run"""
 
     buffer_size: Steps = 1_000_000
     """steps that the replay memory holds, over all shards"""
@@ -81,18 +80,13 @@ class OffPolicyActorCritic(OffPolicy):
     full_action_space: NotOffered[bool] = True
     episodic_life: NotOffered[bool] = False
     env_id: str = "HalfCheetah-v5"
-    """environment to train on: EnvPool's by its name, gymnasium:Name-v0 or package:Name-v0 for Gymnasium's, gymnax:Name
-    for one in JAX (`cleanba envs` lists them)"""
     total_timesteps: int = 1_000_000
     """environment steps in all"""
     learning_starts: int = 5_000
     """steps before the first gradient step; until then actions are drawn uniformly"""
     num_envs: int = 4
-    """environments in total, over all actors and processes"""
     num_steps: int = 8
-    """steps per environment in each rollout"""
     hiddens: tuple[int, ...] = (256, 256)
-    """units of the dense layers after the convolutions, or of the MLP"""
     policy_frequency: Count = 2
     """gradient steps of the critics per gradient step of the policy"""
 

@@ -42,19 +42,13 @@ class PQN(FromRollouts):
     """The experiment: these settings determine every bit of the trained parameters."""
 
     total_timesteps: int = 10_000_000
-    """environment steps in all (an Atari step is 4 frames)"""
     num_envs: int = 128
-    """environments in total, over all actors and processes"""
     num_steps: int = 32
-    """steps per environment in each rollout"""
     anneal_lr: bool = False
-    """decrease the learning rate linearly to 0 over the run"""
     layer_norm: bool = True
     """layer normalisation after every layer of the torso, which takes the place of a target network"""
     max_grad_norm: float = 10.0
-    """global norm to which gradients are clipped"""
     num_minibatches: int = 32
-    """minibatches per pass over the batch"""
 
     update_epochs: Count = 2
     """passes over each batch"""

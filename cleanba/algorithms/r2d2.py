@@ -56,19 +56,13 @@ class R2D2(PrioritisedReplay, Recurrent):
     """The experiment: these settings determine every bit of the trained parameters."""
 
     total_timesteps: int = 50_000_000
-    """environment steps in all (an Atari step is 4 frames)"""
     num_envs: int = 64
-    """environments in total, over all actors and processes"""
     num_steps: int = 40
     """steps per environment in each rollout; a sequence begins with each rollout"""
     gamma: Fraction = 0.997
-    """discount per step"""
     hiddens: tuple[int, ...] = (512,)
-    """units of the dense layers after the convolutions, or of the MLP"""
     core: Literal["none", "lstm"] = "lstm"
-    """recurrent core between torso and heads"""
     lstm_size: int = 512
-    """units of the LSTM"""
     norm_obs: bool = False
     """normalise observations by their running mean and standard deviation; images, boards of planes, masks and booleans
     stay as they are; codes and text are first encoded as zeros and ones"""
@@ -80,13 +74,10 @@ class R2D2(PrioritisedReplay, Recurrent):
     max_grad_norm: Positive = 40.0
     """global norm to which gradients are clipped"""
     buffer_size: int = 1_000_000
-    """steps that the replay memory holds, over all shards"""
     learning_starts: int = 80_000
-    """steps before the first gradient step"""
     batch_size: int = 64
     """sequences in one gradient step, over all shards"""
     train_frequency: int = 640
-    """environment steps per gradient step, counted over all environments"""
     sequence_length: Count = 80
     """training steps of a sequence, after burn-in"""
     burn_in: Annotated[int, Range(0, 10**6, unit="steps")] = 40
@@ -100,17 +91,13 @@ class R2D2(PrioritisedReplay, Recurrent):
     target_network_frequency: Count = 2500
     """gradient steps between updates of the target network"""
     tau: float = 1.0
-    """step of the target network towards the online one; 1 copies it (Polyak: tau online + (1 - tau) target)"""
     double: bool = True
     """double Q-learning: the online network chooses the next action, the target network evaluates it"""
     dueling: bool = True
     """dueling heads: a state value plus action advantages"""
     priority_exponent: float = 0.9
-    """priorities are errors to this power (0: all are drawn equally often)"""
     importance_exponent: float = 0.6
-    """how far importance weights correct for sampling by priority at the start (1: fully)"""
     importance_exponent_end: float = 0.6
-    """the same at the end of the run; linear in between"""
     priority_max_weight: Fraction = 0.9
     """weight of a sequence's largest absolute error in its priority; the mean absolute error has the rest"""
     explore_base: Fraction = 0.4

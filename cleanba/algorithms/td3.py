@@ -32,7 +32,6 @@ class TD3(OffPolicyActorCritic):
     learning_rate: Positive = 3e-4
     """both optimisers' step size at the start"""
     learning_starts: int = 25_000
-    """steps before the first gradient step; until then actions are drawn uniformly"""
     exploration_noise: NotNegative = 0.1
     """standard deviation of the exploration noise, for actions scaled to [-1, 1]"""
     policy_noise: NotNegative = 0.2

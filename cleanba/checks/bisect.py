@@ -21,7 +21,7 @@ from cleanba.resolution import Config, read_recipe
 from cleanba.runs.curves import completed_alike
 from cleanba.runs.diff import DIGESTS, read_rows
 from cleanba.runs.directory import differing_machines
-from cleanba.runs.remote import find_whole_run
+from cleanba.runs.remote import find_run
 from cleanba.runtime.checkpoint import COUNTERS, updates_kept
 from cleanba.train_flags import parse
 
@@ -80,7 +80,7 @@ def bisect_command(argv: Sequence[str]) -> Exit:
         folders = [Path(scratch, name) for name in "AB"]  # to unpack archives into
         for folder in folders:
             folder.mkdir()
-        run_dirs = [find_whole_run(run, folder) for run, folder in zip(flags.runs, folders, strict=False)]
+        run_dirs = [find_run(run, scratch=folder) for run, folder in zip(flags.runs, folders, strict=False)]
         return bisect(run_dirs[0], run_dirs[-1], sides, flags)
 
 

@@ -24,7 +24,7 @@ from cleanba.errors import Exit, Failure, Interrupted, UsageError, printable
 from cleanba.files import METRICS, Json
 from cleanba.help import parse_command
 from cleanba.runs import log
-from cleanba.runs.remote import find_whole_run
+from cleanba.runs.remote import find_run
 from cleanba.runtime import chain, records
 from cleanba.runtime.chain import DIGESTS, Linked
 from cleanba.runtime.checkpoint import read_model, updates_kept
@@ -84,7 +84,7 @@ def verify_command(argv: Sequence[str]) -> Exit:
     )
     with tempfile.TemporaryDirectory(prefix="cleanba-verify-") as scratch:
         try:
-            same = verify(find_whole_run(flags.run, Path(scratch)), flags)
+            same = verify(find_run(flags.run, scratch=Path(scratch)), flags)
         except CannotCompare as why:
             print(f"cleanba: {printable(str(why))}", file=sys.stderr)
             return Exit(3)

@@ -2,7 +2,7 @@
 
 import re
 
-from cleanba.environments.specs import EnvSpec
+from cleanba.specs import EnvSpec
 
 # The 18 actions of the Atari console in the order of the full action space.
 ATARI_ACTIONS = (

@@ -4,7 +4,7 @@ import ctypes
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from importlib import import_module
@@ -23,9 +23,10 @@ from cleanba import kernels
 from cleanba.config import Experiment, require
 from cleanba.environments.gymnasium import steps_per_second
 from cleanba.environments.spaces import action_spec, narrowed, obs_spec
-from cleanba.environments.specs import Compilable, EnvSpec, Step, choice, parse_options, train_reward
+from cleanba.environments.specs import Compilable, Step, parse_options, train_reward
 from cleanba.errors import CannotCompile, Failure, UsageError, closest_names, raised, said
 from cleanba.rollout import Array, Obs, PyTree
+from cleanba.specs import EnvSpec
 
 
 def known() -> dict[str, str]:
@@ -169,8 +170,8 @@ def _forget_envpool() -> None:
                 del sys.modules[name]
 
 
-def _leaves(tree: PyTree, fn: Callable[[np.ndarray], np.ndarray]) -> PyTree:
-    return {name: _leaves(part, fn) for name, part in tree.items()} if isinstance(tree, dict) else fn(tree)
+def _narrowed(obs: Obs) -> PyTree:
+    return {name: _narrowed(part) for name, part in obs.items()} if isinstance(obs, dict) else narrowed(obs)
 
 
 def left_out_words() -> str:
@@ -250,11 +251,9 @@ def env_spec(e: Experiment) -> EnvSpec:
         raise UsageError(f"env_id={e.env_id!r} cannot be made with {given}: {reason}") from error
 
     scannable = all(np.dtype(array.dtype).itemsize <= MOST_SCANNED_BYTES for array in arrays)
-    num_actions = action.counts[0] if action.kind == "choice" else 0
-    given_action = None if action == choice(num_actions) else action
     options |= {"max_episode_steps": limit} if limit < NO_LIMIT else {}
     return EnvSpec(
-        *(e.env_id, obs, num_actions, is_atari, e.reward_clip, options, given_action, scannable),
+        *(e.env_id, obs, action, is_atari, e.reward_clip, options, scannable),
         family=family(e.env_id),
         time_limit=limit if limit < NO_LIMIT else None,
     )
@@ -348,13 +347,13 @@ class Envs:
     def reset(self) -> PyTree:
         """Restart all environments with their seeds -> obs [B, ...]."""
         obs, _ = self._pool.reset()
-        return _leaves(obs, narrowed)
+        return _narrowed(obs)
 
     def step(self, action: np.ndarray) -> Step[np.ndarray]:
         """Actions [B] or [B, D] -> `Step`.  An environment whose episode has ended ignores its action and resets."""
         obs, reward, terminated, truncated, info = self._pool.step(self._spec.action.for_environment(action))
         raw = np.asarray(info.get("reward", reward), np.float32)
-        return to_step(self._spec, _leaves(obs, narrowed), raw, terminated, truncated, info)
+        return to_step(self._spec, _narrowed(obs), raw, terminated, truncated, info)
 
     def play(self, actions: np.ndarray) -> tuple[PyTree, np.ndarray, np.ndarray]:
         """Take N steps, after `reset`, and return only the last observations.
@@ -370,7 +369,7 @@ class Envs:
             obs, reward, terminated, truncated, info = step(action)
             rewards[n] = info.get("reward", reward)
             np.logical_or(terminated, truncated, out=ended[n])
-        return _leaves(obs, narrowed), rewards, ended
+        return _narrowed(obs), rewards, ended
 
     def xla(self) -> Compilable:
         """EnvPool's XLA interface.  The handle is the pool's address."""

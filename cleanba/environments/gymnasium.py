@@ -28,17 +28,7 @@ from gymnasium.spaces import Box, Discrete, MultiBinary, MultiDiscrete
 
 from cleanba.config import Experiment
 from cleanba.environments.spaces import action_spec, obs_spec, too_wide
-from cleanba.environments.specs import (
-    ActionSpec,
-    EnvSpec,
-    Step,
-    choice,
-    imported,
-    parse_options,
-    stated_limit,
-    train_reward,
-    undrawable,
-)
+from cleanba.environments.specs import Step, imported, parse_options, stated_limit, train_reward, undrawable
 from cleanba.environments.worker import (
     GROUP_SIGNALS,
     Arrays,
@@ -57,7 +47,7 @@ from cleanba.environments.worker import (
 from cleanba.errors import Failure, UsageError, closest_names, missing, raised, said
 from cleanba.files import staying_here
 from cleanba.rollout import Obs, PyTree
-from cleanba.specs import ObsSpecs
+from cleanba.specs import ActionSpec, EnvSpec, ObsSpecs
 from cleanba.waited import Waited
 
 PREFIX = "gymnasium:"
@@ -249,14 +239,12 @@ def env_spec(e: Experiment) -> EnvSpec:
     except (Exception, SystemExit) as error:  # an environment may raise anything
         given = ", ".join([*(f"{k}={v}" for k, v in options.items()), *e.env_wrappers]) or "no options"
         raise UsageError(f"env_id={e.env_id!r} cannot be {doing} with {given}: {raised(error)}") from error
-    num_actions = action.counts[0] if action.kind == "choice" else 0
-    given_action = None if action == choice(num_actions) else action
     module, _, name = made.name.rpartition(":")
     registered = gymnasium.registry.get(name)  # None for a class
     own = options.get("max_episode_steps") or (registered and registered.max_episode_steps)  # without wrappers
     options |= {"max_episode_steps": int(own)} if own else {}
     return EnvSpec(
-        *(e.env_id, obs, num_actions, False, e.reward_clip, options, given_action, False, e.env_wrappers),
+        *(e.env_id, obs, action, False, e.reward_clip, options, False, e.env_wrappers),
         family=made_by(registered.entry_point) if registered else module,
         time_limit=stated_limit(limit),
     )
@@ -305,7 +293,8 @@ def check_wrappers(wrappers: Sequence[str]) -> None:
             raise UsageError(f"env_wrappers={wrapper!r} is not a function; name one that takes an environment")
 
 
-PATIENCE_SECONDS = 10.0  # for a step of the short test below
+TRIED_STEPS = 32  # of each episode of the short test below
+PATIENCE_SECONDS = 10.0  # for each of them
 
 
 class Trial(NamedTuple):
@@ -317,7 +306,7 @@ class Trial(NamedTuple):
     """an observation that lies outside its space, in words; "" if there was none"""
 
 
-def try_out(spec: EnvSpec, steps: int = 32) -> Trial:
+def try_out(spec: EnvSpec) -> Trial:
     """Step two environments with the same seed by the same random actions, and compare what they return.
 
     They step in turns, so an environment that draws from a shared generator, such as `numpy.random`, is detected too.
@@ -331,7 +320,7 @@ def try_out(spec: EnvSpec, steps: int = 32) -> Trial:
         try:
             for seeds in ((1, 1), (None, None)):
                 seen: PyTree = (obs := envs.reset(seeds))
-                for _ in range(steps):
+                for _ in range(TRIED_STEPS):
                     outside = outside or outside_of(spec.obs, obs)
                     if not all(alike(x) for x in jax.tree.leaves(seen)):
                         return Trial(False, outside)

@@ -32,23 +32,12 @@ from cleanba.config import Experiment
 from cleanba.environments.boards import draw_board
 from cleanba.environments.gymnasium import steps_per_second
 from cleanba.environments.spaces import action_spec, obs_spec
-from cleanba.environments.specs import (
-    ActionSpec,
-    Compilable,
-    EnvSpec,
-    Identity,
-    ObsSpec,
-    Step,
-    choice,
-    imported,
-    parse_options,
-    stated_limit,
-    undrawable,
-)
+from cleanba.environments.specs import Compilable, Identity, Step, imported, parse_options, stated_limit, undrawable
 from cleanba.environments.worker import named
 from cleanba.errors import UsageError, closest_names, missing, raised
 from cleanba.rollout import Obs, PyTree, step_outcome
 from cleanba.seeds import environment_key
+from cleanba.specs import ActionSpec, EnvSpec, ObsSpec
 
 SUITES = ("gymnax", "craftax", "jax")
 CRAFTAX = ("Craftax-Symbolic-v1", "Craftax-Pixels-v1", "Craftax-Classic-Symbolic-v1", "Craftax-Classic-Pixels-v1")
@@ -254,10 +243,8 @@ def env_spec(e: Experiment) -> EnvSpec:
     except Exception as error:  # an environment may raise anything
         given = ", ".join(f"{k}={v}" for k, v in options.items()) or "no options"
         raise UsageError(f"env_id={e.env_id!r} cannot be {doing} with {given}: {raised(error)}") from error
-    num_actions = action.counts[0] if action.kind == "choice" else 0
-    given_action = None if action == choice(num_actions) else action
     return EnvSpec(
-        *(e.env_id, obs, num_actions, False, e.reward_clip, options, given_action),
+        *(e.env_id, obs, action, False, e.reward_clip, options),
         on_device=True,
         family=type(environment.env).__module__,
         time_limit=most,

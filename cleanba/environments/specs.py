@@ -1,4 +1,4 @@
-"""What a step of an environment delivers, in any backend.  Also exports the specifications of `cleanba/specs.py`."""
+"""What a step of an environment delivers, in any backend, and what the backends share."""
 
 import ast
 from collections.abc import Callable, Hashable, Sequence
@@ -13,21 +13,7 @@ from cleanba.config import MOST
 from cleanba.environments.worker import find_modules_here
 from cleanba.errors import UsageError, raised, said
 from cleanba.rollout import Array, Obs, PyTree
-from cleanba.specs import ActionSpec, EnvSpec, ObsSpec, choice
-
-__all__ = [
-    "ActionSpec",
-    "Compilable",
-    "EnvSpec",
-    "EnvStep",
-    "ObsSpec",
-    "Step",
-    "choice",
-    "imported",
-    "parse_options",
-    "stated_limit",
-    "train_reward",
-]
+from cleanba.specs import EnvSpec
 
 
 class Step(NamedTuple, Generic[Array]):

@@ -43,7 +43,7 @@ from jax.extend.core.primitives import threefry2x32_p
 from jax.interpreters import mlir
 
 from cleanba.kernels import plain
-from cleanba.kernels.choice import Choice, choose, chosen, compiled_for, compiling_for, expected, in_use
+from cleanba.kernels.choice import choose, chosen, compiled_for, compiling_for, expected, in_use
 from cleanba.kernels.plain import Activation, Adam, Convolution, Layers, max_pool
 from cleanba.ops.descent import T
 from cleanba.rollout import PyTree
@@ -52,9 +52,7 @@ from cleanba.shards import ShardAxis
 __all__ = [
     "Activation",
     "Adam",
-    "Choice",
     "Convolution",
-    "Layers",
     "adam",
     "affine",
     "choose",

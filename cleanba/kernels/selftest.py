@@ -127,21 +127,9 @@ def numbers() -> PyTree:
 def cases() -> list[Case]:
     """One case for each kind of kernel, with its gradients where it has any."""
     return [
-        Case(
-            "convolutions",
-            images(lambda how, *arrays: convolution.convolve(how, *arrays)),
-            images(lambda how, *arrays: plain.convolve(how, *arrays)),
-        ),
-        Case(
-            "strided convolutions",
-            strides(lambda how, *arrays: convolution.convolve(how, *arrays)),
-            strides(lambda how, *arrays: plain.convolve(how, *arrays)),
-        ),
-        Case(
-            "convolutions of pixels",
-            pixels(lambda how, *arrays: convolution.convolve(how, *arrays)),
-            pixels(lambda how, *arrays: plain.convolve(how, *arrays)),
-        ),
+        Case("convolutions", images(convolution.convolve), images(plain.convolve)),
+        Case("strided convolutions", strides(convolution.convolve), strides(plain.convolve)),
+        Case("convolutions of pixels", pixels(convolution.convolve), pixels(plain.convolve)),
         Case("matrix products", products(product.affine), products(plain.affine)),
         Case(
             "dense layers",

@@ -30,12 +30,11 @@ class Distribution(Protocol):
         """Log pi(action); a log density if actions are real.  [..., *A] -> [...]."""
         ...
 
-    def entropy(self) -> jax.Array:
-        """-E[log pi]; if actions are real, the differential entropy, which may be negative.  -> [...]."""
-        ...
-
     def log_prob_and_entropy(self, action: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """`log_prob` and `entropy`, which share computations.  [..., *A] -> [...], [...]."""
+        """`log_prob`, and -E[log pi], which does not depend on the action.  [..., *A] -> [...], [...].
+
+        If actions are real, that is the differential entropy, which may be negative.
+        """
         ...
 
     def describe(self) -> dict[str, jax.Array]:
@@ -57,9 +56,6 @@ class Categorical:
 
     def log_prob(self, action: jax.Array) -> jax.Array:
         return log_prob_and_entropy(self.logits, action)[0]
-
-    def entropy(self) -> jax.Array:
-        return log_prob_and_entropy(self.logits, self.mode())[1]
 
     def log_prob_and_entropy(self, action: jax.Array) -> tuple[jax.Array, jax.Array]:
         return log_prob_and_entropy(self.logits, action)
@@ -88,9 +84,6 @@ class Categoricals:
 
     def log_prob(self, action: jax.Array) -> jax.Array:
         return self.log_prob_and_entropy(action)[0]
-
-    def entropy(self) -> jax.Array:
-        return self.log_prob_and_entropy(self.mode())[1]
 
     def log_prob_and_entropy(self, action: jax.Array) -> tuple[jax.Array, jax.Array]:
         chex.assert_axis_dimension(action, -1, len(self.counts))
@@ -134,9 +127,6 @@ class Combination:
     def log_prob(self, action: jax.Array) -> jax.Array:
         return self.whole().log_prob(self.number(action))
 
-    def entropy(self) -> jax.Array:
-        return self.whole().entropy()
-
     def log_prob_and_entropy(self, action: jax.Array) -> tuple[jax.Array, jax.Array]:
         return self.whole().log_prob_and_entropy(self.number(action))
 
@@ -173,11 +163,8 @@ class DiagonalGaussian:
         z = (action - self.mean) * jnp.exp(-self.log_std)
         return -0.5 * (jnp.square(z) + 2 * self.log_std + LOG_2PI).sum(-1)
 
-    def entropy(self) -> jax.Array:
-        return (self.log_std + 0.5 * (1 + LOG_2PI)).sum(-1)
-
     def log_prob_and_entropy(self, action: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return self.log_prob(action), self.entropy()
+        return self.log_prob(action), (self.log_std + 0.5 * (1 + LOG_2PI)).sum(-1)
 
     def describe(self) -> dict[str, jax.Array]:
         return {"mean": self.mean}
@@ -198,18 +185,14 @@ class SquashedGaussian:
     scale: np.ndarray
 
     def sample(self, key: jax.Array) -> jax.Array:
-        return self.sample_and_log_prob(key)[0]
+        return self.act(jax.random.normal(key, self.mean.shape))[0]
 
     def mode(self) -> jax.Array:
         """The action [..., D] at the mean of u, which evaluations play.  It does not maximise `log_prob`."""
         return self.centre + self.scale * jnp.tanh(self.mean)
 
-    def sample_and_log_prob(self, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """A random action [..., D] and its log pi(a) [...], which is finite even where tanh rounds to 1."""
-        return self.act(jax.random.normal(key, self.mean.shape))
-
     def act(self, noise: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The action [..., D] for standard normal noise [..., D], and its log pi(a) [...]."""
+        """The action [..., D] for standard normal noise [..., D], and its log pi(a) [...]: finite where tanh is 1."""
         u = self.mean + jnp.exp(self.log_std) * noise
         return self.centre + self.scale * jnp.tanh(u), self._density(u, noise)
 

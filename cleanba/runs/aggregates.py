@@ -7,8 +7,9 @@ from typing import NamedTuple
 import numpy as np
 
 from cleanba.environments.atari_scores import Publication, human_normalised, publication, reference
+from cleanba.errors import warn
 from cleanba.files import Json
-from cleanba.runs.curves import RESAMPLES, Groups, stopped_early, variants_of, warn
+from cleanba.runs.curves import RESAMPLES, Groups, stopped_early, variants_of
 
 STATISTICS = ("median", "IQM", "mean", "optimality gap")
 
@@ -85,12 +86,6 @@ def summarise(scores: Sequence[np.ndarray], taus: np.ndarray) -> Summary:
     return Summary([len(seeds) for seeds in scores], *parts)
 
 
-def square(scores: Sequence[np.ndarray]) -> np.ndarray:
-    """Games with different numbers of seeds as one matrix [seeds, games] in which every game weighs the same."""
-    rows = math.lcm(*(len(s) for s in scores))
-    return np.stack([np.tile(s, rows // len(s)) for s in scores], axis=1)
-
-
 def statistics(matrix: np.ndarray) -> np.ndarray:
     """The numbers that STATISTICS names.  [seeds, games] -> [4]."""
     return by_games(list(matrix.T))
@@ -101,24 +96,12 @@ def by_games(scores: Sequence[np.ndarray]) -> np.ndarray:
     rows = math.lcm(*(len(s) for s in scores))
     order = np.argsort(every := np.concatenate(scores))
     weight = np.concatenate([np.full(len(s), rows // len(s)) for s in scores])[order]
-    until = np.cumsum(weight)  # each score as often as it would occur in `square`
+    until = np.cumsum(weight)  # each score as often as if all games were repeated to equally many seeds
     cut = until[-1] // 4
     kept = np.clip(np.minimum(until, until[-1] - cut) - np.maximum(until - weight, cut), 0, None)
     per_game = np.array([s.mean() for s in scores])
     gap = 1.0 - np.mean([np.minimum(s, 1.0).mean() for s in scores])
     return np.array([np.median(per_game), (every[order] * kept).sum() / kept.sum(), per_game.mean(), gap])
-
-
-def interquartile_mean(scores: np.ndarray) -> float:
-    """The mean of the middle half of all scores: a quarter of them, rounded down, is cut off at either end.  [...]."""
-    ordered = np.sort(scores, axis=None)
-    cut = ordered.size // 4
-    return float(ordered[cut : ordered.size - cut].mean())
-
-
-def stratified(scores: Sequence[np.ndarray], statistic: Callable[[np.ndarray], np.ndarray]) -> Estimate:
-    """`bootstrap` of a statistic of a matrix [seeds, games] -> [S]."""
-    return bootstrap(scores, lambda by_game: statistic(square(by_game)))
 
 
 def bootstrap(scores: Sequence[np.ndarray], statistic: Callable[[Sequence[np.ndarray]], np.ndarray]) -> Estimate:

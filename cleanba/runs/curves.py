@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import sys
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -13,7 +12,7 @@ from typing import Literal, NamedTuple, TypeGuard
 import numpy as np
 
 from cleanba.config import read_experiment, require
-from cleanba.errors import UsageError, closest_names
+from cleanba.errors import UsageError, closest_names, warn
 from cleanba.files import METRICS, Json
 from cleanba.runs import log
 from cleanba.trust import MARK
@@ -52,11 +51,6 @@ class Interval(NamedTuple):
 
 
 # Reading
-
-
-def warn(text: str) -> None:
-    """Print a warning about something that is left out."""
-    print(f"cleanba: warning: {text}", file=sys.stderr)
 
 
 def find_runs(places: Iterable[Path]) -> list[Path]:
@@ -252,16 +246,16 @@ def natural(text: str) -> list[tuple[int, float, str]]:
 # Statistics
 
 
-def resample_means(values: np.ndarray, resamples: int = RESAMPLES) -> np.ndarray:
-    """Means over bootstrap resamples of the rows, ignoring NaN.  [R, ...] -> [resamples, ...]."""
+def resample_means(values: np.ndarray) -> np.ndarray:
+    """Means over bootstrap resamples of the rows, ignoring NaN.  [R, ...] -> [RESAMPLES, ...]."""
     runs = len(values)
     flat = values.reshape(runs, -1)
-    drawn = np.random.default_rng(0).multinomial(runs, np.full(runs, 1 / runs), resamples).astype(np.float64)
+    drawn = np.random.default_rng(0).multinomial(runs, np.full(runs, 1 / runs), RESAMPLES).astype(np.float64)
     there = np.isfinite(flat)
     count = drawn @ there
     with np.errstate(invalid="ignore"):
         means = np.where(count > 0, drawn @ np.where(there, flat, 0.0) / count, np.nan)
-    return means.reshape(resamples, *values.shape[1:])
+    return means.reshape(RESAMPLES, *values.shape[1:])
 
 
 def interval(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from cleanba.files import METRICS, Json, write_whole
+from cleanba.files import METRICS, Json, optional_json, write_whole
 
 TAIL = 1 << 16  # bytes at the end of `METRICS` that certainly hold a whole row
 TIMED_ROWS = 20  # the last rows, from which the remaining time is estimated
@@ -117,11 +117,7 @@ def rewind(run_dir: Path, update: int, seconds: float = math.inf) -> list[Row]:
 
 def read_result(run_dir: Path) -> Row:
     """result.json; empty if there is none yet, or it is damaged."""
-    try:
-        result = json.loads((run_dir / "result.json").read_text())
-    except (OSError, ValueError):
-        return {}
-    return result if isinstance(result, dict) else {}
+    return optional_json(run_dir / "result.json")
 
 
 def is_finished(run_dir: Path) -> bool:

@@ -23,7 +23,7 @@ from types import ModuleType
 from typing import IO, NamedTuple
 
 from cleanba.config import require
-from cleanba.errors import Failure, UsageError, missing
+from cleanba.errors import Failure, UsageError, missing, said
 from cleanba.files import METRICS, expanded
 from cleanba.runs.directory import unwritable
 from cleanba.trust import mark_downloaded
@@ -44,13 +44,15 @@ REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 ARCHIVES = (".zip", ".tar", ".tar.gz", ".tgz", ".tar.xz", ".tar.bz2")
 
 
-def find_run(run: str | Path, model: bool = True) -> Path:
+def find_run(run: str | Path, model: bool = True, scratch: Path | None = None) -> Path:
     """The directory of a run that is given as a directory, as hf://user/repository, or as an archive.
 
     For a run from elsewhere it holds config.json and model.msgpack, and is marked as such (`trust.source_of`).
     `read_recipe` decides whether its experiment may be opened.
 
     model: whether an archive must have model.msgpack.
+    scratch: if given, a run from elsewhere comes with its checkpoints and all that they need, an archive's in there.
+        It holds config.json and metrics.jsonl, and need hold no model.
 
     Raises:
         UsageError: there is no such run.
@@ -58,26 +60,9 @@ def find_run(run: str | Path, model: bool = True) -> Path:
     """
     require(isinstance(run, str | Path), f"a run is named by its directory, not by {run!r}")
     if str(run).startswith("hf://"):
-        return download(str(run))
+        return download(str(run), whole=scratch is not None)
     path = expanded(run)
-    return unpack(path, model=model) if path.is_file() and path.name.lower().endswith(ARCHIVES) else path
-
-
-def find_whole_run(run: str | Path, scratch: Path) -> Path:
-    """As `find_run`, with the run's checkpoints and all that they need; an archive is unpacked into `scratch`.
-
-    A run from elsewhere holds config.json and metrics.jsonl, and need hold no model.
-
-    Raises:
-        UsageError: there is no such run.
-        Failure: the Hub could not be reached.
-    """
-    if str(run).startswith("hf://"):
-        return download(str(run), whole=True)
-    path = expanded(run)
-    if path.is_file() and path.name.lower().endswith(ARCHIVES):
-        return unpack(path, scratch)
-    return path
+    return unpack(path, scratch, model) if path.is_file() and path.name.lower().endswith(ARCHIVES) else path
 
 
 def require_hub() -> ModuleType:
@@ -134,8 +119,7 @@ def download(reference: str, whole: bool = False) -> Path:
     except (hub.errors.RepositoryNotFoundError, hub.errors.RevisionNotFoundError):
         raise UsageError(f"there is no {reference} on the Hub; check the name, and log in if it is private") from None
     except Exception as error:
-        reason = " ".join((str(error) or type(error).__name__).split())[:300]
-        raise Failure(f"{reference} could not be downloaded; try again later ({reason})") from error
+        raise Failure(f"{reference} could not be downloaded; try again later ({said(error)[:300]})") from error
     mark_downloaded(folder, reference)
     return folder
 

@@ -18,8 +18,8 @@ import tyro
 
 from cleanba.config import read_config, read_experiment
 from cleanba.environments.published import PublishedReturn, published_return
-from cleanba.errors import Exit, UsageError
-from cleanba.files import METRICS, Json, read_json, require_name, write_whole
+from cleanba.errors import Exit
+from cleanba.files import METRICS, Json, optional_json, require_name, write_whole
 from cleanba.help import parse_command
 from cleanba.recipes import Play
 from cleanba.runs import log
@@ -108,7 +108,7 @@ def page(run_dir: Path) -> str:
     """
     experiment, config = read_experiment(run_dir), read_config(run_dir)
     rows = read_rows(run_dir) if (run_dir / METRICS).exists() else []
-    result = optional(run_dir / "result.json")
+    result = log.read_result(run_dir)
     e = dict(experiment)
     title = f"{e.pop('algorithm')} on {e.get('env_id')}, seed {e.get('seed')}"
     machine = {k: v for k, v in config.items() if k not in ("experiment", "placement", "run", "packages")}
@@ -116,7 +116,9 @@ def page(run_dir: Path) -> str:
         f"<h1>{escape(title)}</h1><p>{escape(str(run_dir))}</p>",
         overview(result, rows, experiment),
         section("Learning", learning(rows, published_return(experiment))),
-        section("Evaluation", evaluation(run_dir, of_this_run(run_dir, optional(run_dir / "eval.json"), result, rows))),
+        section(
+            "Evaluation", evaluation(run_dir, of_this_run(run_dir, optional_json(run_dir / "eval.json"), result, rows))
+        ),
         section("Throughput", throughput(rows)),
         section("Losses", losses(rows)),
         section(
@@ -135,14 +137,6 @@ def page(run_dir: Path) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<style>{STYLE}</style></head>\n<body>\n{''.join(parts)}\n</body></html>\n"
     )
-
-
-def optional(path: Path) -> Json:
-    """A JSON file; empty if it is missing or damaged."""
-    try:
-        return read_json(path)
-    except UsageError:
-        return {}
 
 
 # Parts of the page

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from typing import Generic, NamedTuple
+from typing import Any, Generic, NamedTuple
 
 from cleanba.algorithm import P
 from cleanba.environments.backends import Envs, end_waits
@@ -46,7 +46,7 @@ def run_actor(
     actor: int,
     seed: int,
     schedule: Schedule,
-    collector: Collector[P],
+    collector: Collector[P, Any],
     make_envs: Callable[[int], Envs],
     params_channel: Channel[Params[P]],
     rollout_channel: Channel[ActorRollout],

@@ -6,8 +6,8 @@ from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from contextlib import nullcontext
-from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import SingleDeviceSharding
 
-from cleanba.algorithm import Algorithm, AnyAlgorithm, C, M, P, P_contra, S
+from cleanba.algorithm import Algorithm, AnyAlgorithm, C, M, P, S
 from cleanba.environments import jax_envs
 from cleanba.environments.backends import Envs
 from cleanba.environments.specs import Compilable
@@ -100,35 +100,6 @@ class FiniteCheck(NamedTuple):
         )
 
 
-class Collector(Protocol[P_contra]):
-    """What both collectors offer: after `restart` or `resume`, call it once per rollout."""
-
-    def __call__(self, params: P_contra, numbers: np.ndarray, times: Times) -> Collected:
-        """Collect a rollout with these parameters.
-
-        numbers: the rollout's `seeds.action_numbers`, which the keys of its actions are made from.
-        times: filled with what the rollout spent its time on.
-        """
-        ...
-
-    def restart(self, envs: Envs) -> None:
-        """Continue with fresh environments, all at the first step of an episode."""
-        ...
-
-    def resume(self, envs: Envs, saved_actor: SavedActor, who: str, played: Callable[[int], None]) -> None:
-        """Continue from a checkpoint, with fresh environments, which are brought back to where they were.
-
-        who: the environments, as messages name them.
-        played: called with the number of recorded steps, each time that some were played.
-
-        Raises:
-            Failure: the environments do not reproduce what was recorded.
-        """
-        ...
-
-    def close(self) -> None: ...
-
-
 class Recording(NamedTuple):
     """The rollout under collection, in buffers on the actor's device, which each step writes one row of."""
 
@@ -203,6 +174,70 @@ def on_host(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda x: np.array(x), tree)
 
 
+@dataclass
+class Collector(Generic[P, C]):
+    """What both collectors are: after `restart` or `resume`, call it once per rollout."""
+
+    algorithm: Algorithm[Any, Any, P, C]
+    num_steps: int
+    device: jax.Device
+    stop: Stop
+    _: KW_ONLY
+    finite_check: FiniteCheck | None = None
+    recorded_action: ActionSpec | None = None  # the actions to record; None: none are
+    first_env: int = 0  # the number of the actor's first environment
+    _envs: Envs | None = None
+    _tracker: EpisodeTracker = field(default_factory=lambda: EpisodeTracker(0))
+
+    def __call__(self, params: P, numbers: np.ndarray, times: Times) -> Collected:
+        """Collect a rollout with these parameters.
+
+        numbers: the rollout's `seeds.action_numbers`, which the keys of its actions are made from.
+        times: filled with what the rollout spent its time on.
+        """
+        raise NotImplementedError
+
+    def _begin(self, obs: Obs, done: np.ndarray, first: np.ndarray, carry: C) -> None:
+        """Note what the next rollout begins from, [B, ...]; `_envs` is there already."""
+        raise NotImplementedError
+
+    def restart(self, envs: Envs) -> None:
+        """Continue with fresh environments, all at the first step of an episode."""
+        self.close()
+        self._envs, n = envs, envs.num_envs
+        obs, carry = envs.reset(), first_carry(self.algorithm, n, self.device, self.first_env)
+        self._begin(obs, np.zeros(n, bool), np.ones(n, bool), carry)
+        self._tracker = EpisodeTracker(n)
+
+    def resume(self, envs: Envs, saved_actor: SavedActor, who: str, played: Callable[[int], None]) -> None:
+        """Continue from a checkpoint, with fresh environments, which are brought back to where they were.
+
+        who: the environments, as messages name them.
+        played: called with the number of recorded steps, each time that some were played.
+
+        Raises:
+            Failure: the environments do not reproduce what was recorded.
+        """
+        self.close()
+        self._envs = envs
+        carry = first_carry(self.algorithm, envs.num_envs, self.device)
+        *there, self._tracker = restore_envs(
+            envs, saved_actor, self.recorded_action, carry, self.num_steps, who, self.stop, played
+        )
+        self._begin(*there)
+
+    def _actor_state(self, obs: Obs, done: Any, first: Any, carry: PyTree, state: PyTree) -> ActorState:
+        """What the next rollout begins from, for a checkpoint; `state` is kept of JAX environments alone."""
+        on_device = isinstance(self._envs, jax_envs.Envs)
+        ret, length = self._tracker.ret.copy(), self._tracker.length.copy()
+        return ActorState(obs, done, first, on_host(carry), ret, length, state if on_device else None)
+
+    def close(self) -> None:
+        envs, self._envs = self._envs, None  # so that their memory is free before new ones are made
+        if envs is not None:
+            envs.close()
+
+
 class StepperState(NamedTuple):
     """What stays on the device between steps, so that a step sends it nothing but observations."""
 
@@ -246,47 +281,20 @@ def make_steppers(algorithm: Algorithm[S, M, P, C], num_steps: int, platform: st
 
 
 @dataclass
-class SteppedCollector(Generic[P, C]):
+class SteppedCollector(Collector[P, C]):
     """Steps the environments from Python; the policy and the recording are one compiled call per step."""
 
-    algorithm: Algorithm[Any, Any, P, C]
     steppers: Steppers[P, C]
-    num_steps: int
-    device: jax.Device
-    stop: Stop
-    finite_check: FiniteCheck | None = None
-    recorded_action: ActionSpec | None = None  # the actions to record; None: none are
-    saves_state: bool = False  # whether rollouts come with the state of JAX environments, in place of actions
-    first_env: int = 0  # the number of the actor's first environment
-    _envs: Envs | None = None
+    _: KW_ONLY
     _obs: Obs = None
     _compiled: bool = False
     _done: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
     _first: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
     _carry: PyTree = None
-    _tracker: EpisodeTracker = field(default_factory=lambda: EpisodeTracker(0))
 
-    def restart(self, envs: Envs) -> None:
-        self.close()
-        self._envs = envs
-        n = envs.num_envs
-        self._obs = envs.reset()
-        self._done, self._first = np.zeros(n, bool), np.ones(n, bool)
-        self._carry = first_carry(self.algorithm, n, self.device, self.first_env)
-        self._tracker = EpisodeTracker(n)
-
-    def resume(self, envs: Envs, saved_actor: SavedActor, who: str, played: Callable[[int], None]) -> None:
-        self.close()
-        self._envs = envs
-        carry = first_carry(self.algorithm, envs.num_envs, self.device)
-        there = restore_envs(envs, saved_actor, self.recorded_action, carry, self.num_steps, who, self.stop, played)
-        self._obs, self._done, self._first, _, self._tracker = there
-        self._carry = jax.device_put(there.carry, self.device)
-
-    def close(self) -> None:
-        envs, self._envs = self._envs, None  # so that their memory is free before new ones are made
-        if envs is not None:
-            envs.close()
+    def _begin(self, obs: Obs, done: np.ndarray, first: np.ndarray, carry: C) -> None:
+        self._obs, self._done, self._first = obs, done, first
+        self._carry = jax.device_put(carry, self.device)
 
     def __call__(self, params: P, numbers: np.ndarray, times: Times) -> Collected:
         assert self._envs is not None, "restart() comes first"
@@ -335,11 +343,8 @@ class SteppedCollector(Generic[P, C]):
         rollout = Rollout(
             r.obs, r.first, r.action, reward, terminated, truncated, valid, extras=r.extras, carry=start_carry
         )
-        state = self._envs.state if self.saves_state and isinstance(self._envs, jax_envs.Envs) else None
-        tracker = self._tracker
-        actor_state = ActorState(
-            self._obs, self._done, self._first, on_host(self._carry), tracker.ret.copy(), tracker.length.copy(), state
-        )
+        state = getattr(self._envs, "state", None)
+        actor_state = self._actor_state(self._obs, self._done, self._first, self._carry, state)
         times.inference += clock() - now
         return Collected(rollout, executed, episodes, RecordedRollout(actions, raw_reward, done), actor_state)
 
@@ -482,7 +487,7 @@ class ScanCache:
 
 
 @dataclass
-class ScannedCollector(Generic[P, C]):
+class ScannedCollector(Collector[P, C]):
     """Policy, recurrent core and environments as one `lax.scan` under `jit`: EnvPool's through its XLA interface.
 
     A rollout takes a few calls into XLA, so that the end of the run is noticed in time: each has the largest number of
@@ -491,47 +496,19 @@ class ScannedCollector(Generic[P, C]):
     free the old pool first, so that the new one usually gets the same address; if not, the scan is compiled again.
     """
 
-    algorithm: Algorithm[Any, Any, P, C]
-    num_steps: int
-    device: jax.Device
-    stop: Stop
     scans: ScanCache
-    finite_check: FiniteCheck | None = None
-    recorded_action: ActionSpec | None = None  # the actions to record; None: none are
-    saves_state: bool = False  # whether rollouts come with the state of JAX environments, in place of actions
-    first_env: int = 0  # the number of the actor's first environment
-    _envs: Envs | None = None
+    _: KW_ONLY
     _compilable: Compilable | None = None
     _state: ScanState | None = None
-    _tracker: EpisodeTracker = field(default_factory=lambda: EpisodeTracker(0))
 
-    def restart(self, envs: Envs) -> None:
-        self.close()
-        self._envs = envs
-        n = envs.num_envs
-        obs = envs.reset()
-        carry = first_carry(self.algorithm, n, self.device, self.first_env)
-        self._begin(obs, np.zeros(n, bool), np.ones(n, bool), carry)
-        self._tracker = EpisodeTracker(n)
-
-    def resume(self, envs: Envs, saved_actor: SavedActor, who: str, played: Callable[[int], None]) -> None:
-        self.close()
-        self._envs = envs
-        carry = first_carry(self.algorithm, envs.num_envs, self.device)
-        *there, self._tracker = restore_envs(
-            envs, saved_actor, self.recorded_action, carry, self.num_steps, who, self.stop, played
-        )
-        self._begin(*there)
-
-    def _begin(self, obs: Obs, done: np.ndarray, first: np.ndarray, carry: PyTree) -> None:
+    def _begin(self, obs: Obs, done: np.ndarray, first: np.ndarray, carry: C) -> None:
         assert self._envs is not None
         self._compilable = self._envs.xla()
         self._state = ScanState(*jax.device_put((self._compilable.handle, obs, done, first, carry), self.device))
 
     def close(self) -> None:
-        if self._envs is not None:
-            self._envs.close()
-        self._envs = self._compilable = None  # frees the pool, so that the next one gets its address
+        super().close()
+        self._compilable = None  # frees the pool, so that the next one gets its address
 
     def _scan(self, params: PyTree, numbers: np.ndarray, state: ScanState) -> tuple[ScanState, Scanned]:
         assert self._compilable is not None, "restart() comes first"
@@ -559,9 +536,7 @@ class ScannedCollector(Generic[P, C]):
             r.obs, r.first, r.action, o.reward, o.terminated, o.truncated, o.valid, extras=r.extras, carry=start_carry
         )
         handle, obs, ended, first, carry = self._state
-        state = handle if self.saves_state else None
-        tracker = self._tracker
-        actor_state = ActorState(obs, ended, first, on_host(carry), tracker.ret.copy(), tracker.length.copy(), state)
+        actor_state = self._actor_state(obs, ended, first, carry, handle)
         times.scan += time.perf_counter() - start
         return Collected(
             rollout, int(valid.sum()), episodes, RecordedRollout(action, raw_reward.copy(), done), actor_state

@@ -94,16 +94,20 @@ def code_digest() -> str:
     return f"sha256:{digest.hexdigest()}"
 
 
+def cpuinfo() -> dict[str, str]:
+    """What Linux says of the first core, by its names; {} elsewhere."""
+    known: dict[str, str] = {}
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            name, colon, value = line.partition(":")
+            if colon:
+                known.setdefault(name.strip(), value.strip())
+    return known
+
+
 def processor() -> dict[str, str]:
     """The processor as far as compiled code depends on it: its architecture, family and instruction sets."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    known: dict[str, str] = {}
-    for name, colon, value in (line.partition(":") for line in lines):
-        if colon:
-            known.setdefault(name.strip(), value.strip())  # of the first core
+    known = cpuinfo()
     named = ("vendor_id", "cpu family", "model", "CPU implementer", "CPU part")
     flags = known.get("flags", known.get("Features", "")).split()
     return {
@@ -129,12 +133,7 @@ def slurm_job() -> dict[str, str | int] | None:
 
 def cpu_model() -> str:
     """The processor's model name, as Linux reports it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())
+    return cpuinfo().get("model name", platform.machine())
 
 
 def _installed(name: str) -> bool:

@@ -10,12 +10,12 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from cleanba.algorithm import Algorithm, C, M, Metrics, P, S
 from cleanba.config import Partition
-from cleanba.environments.specs import EnvSpec
 from cleanba.rollout import Obs, PyTree, Rollout
 from cleanba.runtime.devices import MESH_AXIS, Devices
 from cleanba.runtime.memory import SavedShard, leaves_of, put_rows
 from cleanba.seeds import init_key, update_key, update_numbers
 from cleanba.shards import ShardAxis, compiler_options
+from cleanba.specs import EnvSpec
 
 T = TypeVar("T")
 

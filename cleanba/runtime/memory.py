@@ -28,7 +28,7 @@ import numpy as np
 from jax import lax
 
 from cleanba.config import require
-from cleanba.files import make_folders, write_whole
+from cleanba.files import in_a_checkpoint, make_folders, write_whole
 from cleanba.ops import replay
 from cleanba.rollout import PyTree
 
@@ -428,14 +428,9 @@ def _read_chunk(home: Path, chunk: Chunk) -> bytes:
     where = f"{FOLDER}/{home.name}/{chunk.pack}"
     if Path(chunk.pack).name != chunk.pack:
         raise ValueError(f"{where} lies outside of its folder")
-    try:
-        with open(home / chunk.pack, "rb") as file:
-            file.seek(chunk.offset)
-            data = file.read(chunk.size)
-    except FileNotFoundError:
-        raise ValueError(f"{where} is missing") from None
-    except OSError as error:
-        raise ValueError(f"{where} cannot be read ({error.strerror})") from None
+    with in_a_checkpoint(where), open(home / chunk.pack, "rb") as file:
+        file.seek(chunk.offset)
+        data = file.read(chunk.size)
     if sha256(data).hexdigest() != chunk.sha:
         raise ValueError(f"{where} is damaged: its checksum does not match")
     return data

@@ -174,9 +174,9 @@ class Display:
     to its own process once that handles signals, so that the run ends with a checkpoint.
     """
 
-    def __init__(self, status: Status, enabled: bool = True, console: Console | None = None, warns: bool = False):
+    def __init__(self, status: Status, enabled: bool = True, warns: bool = False):
         self._status = status
-        self._console = console or Terminal(file=sys.stdout, markup=False, emoji=False)  # names may hold [x] or :x:
+        self._console = Terminal(file=sys.stdout, markup=False, emoji=False)  # names may hold [x] or :x:
         self._lost = False  # what was printed could not be written
         self._enabled = enabled
         self._warns = warns and not enabled
@@ -184,7 +184,7 @@ class Display:
         self._last_phase = ""
         self._last_words = ""
         self._live: Live | None = None
-        self._cell = Cell(status) if enabled and console is None and in_notebook() else None
+        self._cell = Cell(status) if enabled and in_notebook() else None
         if enabled and self._cell is None and self._console.is_interactive and self._console.file.isatty():
             self._live = Live(get_renderable=lambda: panel(self._status), console=self._console, refresh_per_second=4)
             self._live.start()

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from cleanba.errors import Failure, Interrupted, UsageError
+from cleanba.errors import Failure, Interrupted, UsageError, exit_code
 from cleanba.files import Json
 from cleanba.waited import Waited
 
@@ -160,10 +160,6 @@ class Peers:
         self._say(message, but=heard_from)
         self.on_lost(self.error)
 
-    @property
-    def is_first(self) -> bool:
-        return self._me == 0
-
     def tell(self, error: BaseException) -> None:
         """Tell the others that this process ends, and why.  Does nothing once a loss is known."""
         with self._lock:
@@ -187,7 +183,7 @@ class Peers:
         """Have process 0 end last: when it ends, JAX aborts the others, and their exit codes would be lost."""
         deadline = time.monotonic() + LEAVE_SECONDS
         for peer, listener in self._listeners.items():
-            if self.is_first and listener is not threading.current_thread():
+            if self._me == 0 and listener is not threading.current_thread():
                 # A process that said goodbye either ends now, or waits for process 0, as JAX's processes do at the end.
                 listener.join(1.0 if peer in self._polite else max(0.0, deadline - time.monotonic()))
 
@@ -195,7 +191,7 @@ class Peers:
         """End this process at once, as another one is gone."""
         self._see_off()
         sys.stdout.flush()
-        os._exit(128 + error.signum if isinstance(error, Interrupted) else 2 if isinstance(error, UsageError) else 1)
+        os._exit(exit_code(error))
 
     def __enter__(self) -> "Peers":
         return self

@@ -1,7 +1,6 @@
 """How a process is set up for an experiment: determinism, precision, random numbers, scheduling, compiled programs."""
 
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -11,6 +10,7 @@ from jax._src import xla_bridge
 
 from cleanba import kernels
 from cleanba.config import Experiment, require
+from cleanba.errors import warn
 from cleanba.runtime import lapack
 from cleanba.runtime.compilation_cache import keep_compiled_programs
 
@@ -91,11 +91,10 @@ def make_deterministic() -> None:
         if jax.default_backend() == "cpu" and by_xla and "PJRT_NPROC" not in os.environ:
             missing.append(f"PJRT_NPROC={DETERMINISTIC_CPU_THREADS}")
         if missing:
-            print(
-                "cleanba: warning: JAX used a device of this process before Cleanba could set its flags. "
+            warn(
+                "JAX used a device of this process before Cleanba could set its flags. "
                 f"{' '.join(missing)} can no longer be set, so bits may differ from other runs; call Cleanba first, or "
-                "set it in the environment",
-                file=sys.stderr,
+                "set it in the environment"
             )
         return
     if DETERMINISTIC_XLA_FLAGS not in given:

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from cleanba.config import Placement, require
-from cleanba.errors import Failure, said
+from cleanba.errors import Failure, UsageError, said
 from cleanba.waited import in_a_thread
 
 SUSPENDED_SECONDS = 7 * 24 * 3600  # how long a job of several processes may be suspended as a whole
@@ -75,11 +75,10 @@ def initialise(p: Placement) -> None:
             jax.config.update("jax_cuda_visible_devices", "all")
             jax.config.update("jax_rocm_visible_devices", "all")
     except ValueError as error:
-        require(
-            False,
+        raise UsageError(
             "--distributed found no cluster (Slurm, Open MPI or Kubernetes) to join; "
-            f"add --coordinator-address, --num-processes and --process-id ({error})",
-        )
+            f"add --coordinator-address, --num-processes and --process-id ({error})"
+        ) from error
 
 
 def require_free(port: int) -> None:
@@ -161,6 +160,12 @@ def processes_here() -> int:
     """The number of this run's processes on this host.  All processes must call this."""
     names = gather_over_processes(np.frombuffer(sha256(socket.gethostname().encode()).digest(), np.uint8))
     return int((names == names[jax.process_index()]).all(1).sum())
+
+
+def unlike_process_0(content: bytes) -> list[str]:
+    """The numbers of the processes that have other content than process 0.  All processes must call this."""
+    rows = gather_over_processes(np.frombuffer(sha256(content).digest(), np.uint8))
+    return [str(i) for i, row in enumerate(rows) if (row != rows[0]).any()]
 
 
 def gather_over_processes(x: np.ndarray) -> np.ndarray:

@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cleanba.files import Json, make_folders, write_whole
+from cleanba.files import Json, in_a_checkpoint, make_folders, write_whole
 from cleanba.rollout import Obs, PyTree
 from cleanba.specs import ActionSpec
 
@@ -241,12 +241,8 @@ def read(home: Path, update: int) -> SavedActor:
     """
     where = lambda name: f"{FOLDER}/{home.name}/{name}"
     name = f"{update}.standing"
-    try:
+    with in_a_checkpoint(where(name)):
         data = (home / name).read_bytes()
-    except FileNotFoundError:
-        raise ValueError(f"{where(name)} is missing") from None
-    except OSError as error:
-        raise ValueError(f"{where(name)} cannot be read ({error.strerror})") from None
     sha, body = data[len(MAGIC) : len(MAGIC) + 64], data[len(MAGIC) + 65 :]
     if not data.startswith(MAGIC) or sha256(body).hexdigest().encode() != sha:
         raise ValueError(f"{where(name)} is damaged: its checksum does not match")
@@ -272,12 +268,8 @@ def read(home: Path, update: int) -> SavedActor:
 def _check(path: Path, where: str, size: int, expected: str) -> None:
     """Raise `ValueError` unless the first `size` bytes of a file have this SHA-256."""
     digest = sha256()
-    try:
+    with in_a_checkpoint(where):
         left = _feed(digest, path, size)
-    except FileNotFoundError:
-        raise ValueError(f"{where} is missing") from None
-    except OSError as error:
-        raise ValueError(f"{where} cannot be read ({error.strerror})") from None
     if left:
         raise ValueError(f"{where} is cut short: {left} of {size} bytes are missing")
     if digest.hexdigest() != expected:

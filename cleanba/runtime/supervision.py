@@ -9,13 +9,13 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from cleanba.errors import Failure, Interrupted
 from cleanba.interrupts import leave_closed_terminal, would_be_lost
 from cleanba.runtime.channels import Channel, Stop
 from cleanba.runtime.progress import Progress
-from cleanba.waited import Waited, in_a_thread, is_compiling
+from cleanba.waited import Waited, is_compiling
 
 GRACE_SECONDS = 3.0  # for threads to notice that the run ends
 AGAIN_SECONDS = 10.0  # between errors of a start that takes too long, the earlier of which were dropped
@@ -229,16 +229,3 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 class _TooLate(BaseException):
     """Raised in the main thread; no code that handles an `Exception` takes it for an error of its own."""
-
-
-T = TypeVar("T")
-
-
-def run_watched(body: Callable[[], T], watchdog: Watchdog, progress: Callable[[], tuple[int, str]]) -> T:
-    """Run `body()` in a thread of its own, while the watchdog checks `progress()`.  Returns what it returns.
-
-    Raises:
-        Failure: it stalls.  The thread is left behind.
-        BaseException: what `body` raised.
-    """
-    return in_a_thread(body, "end of the run", lambda: watchdog.check(*progress()))

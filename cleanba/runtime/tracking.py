@@ -10,7 +10,6 @@ begins with all valid rows.
 """
 
 import contextlib
-import json
 import netrc
 import os
 import secrets
@@ -23,7 +22,7 @@ from urllib.parse import urlsplit
 
 from cleanba.config import require
 from cleanba.errors import Failure, UsageError, missing, said
-from cleanba.files import Json, write_json
+from cleanba.files import Json, optional_json, write_json
 
 KEPT = "wandb.json"  # a run's file with its W&B id, project and entity
 LOCAL = ("offline", "dryrun", "disabled")  # modes that need no key
@@ -78,7 +77,7 @@ class Tracking:
         """
         wandb = _wandb()
         place = {"project": project, "entity": entity}
-        known = _read(run_dir)
+        known = optional_json(run_dir / KEPT)
         online = wandb.setup().settings.mode not in LOCAL
         # "must": an earlier start has created it; "allow": the first start may have been killed while doing so.
         resume = "must" if online and known.get("online") and known.get("place") == place else "allow"
@@ -132,11 +131,3 @@ class Tracking:
     def close(self) -> None:
         """Wait until all rows are sent, or written."""
         self._run.finish()
-
-
-def _read(run_dir: Path) -> Json:
-    try:
-        known = json.loads((run_dir / KEPT).read_text())
-    except (OSError, ValueError):
-        return {}
-    return known if isinstance(known, dict) else {}

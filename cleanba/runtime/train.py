@@ -9,11 +9,9 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from hashlib import sha256
 from typing import Any, Generic, NamedTuple, NoReturn
 
 import jax
-import numpy as np
 
 from cleanba.algorithm import C, M, Metrics, P, S
 from cleanba.errors import Failure, Interrupted
@@ -30,7 +28,7 @@ from cleanba.runtime.memory import MemoryStore
 from cleanba.runtime.metrics import Display, Status
 from cleanba.runtime.peers import Peers
 from cleanba.runtime.playback import Playback
-from cleanba.runtime.processes import gather_over_processes
+from cleanba.runtime.processes import unlike_process_0
 from cleanba.runtime.progress import Progress
 from cleanba.runtime.records import Records
 from cleanba.runtime.schedule import Schedule
@@ -83,9 +81,7 @@ def first_state(training: Training[S, M, P, C], learner: Learner[S, M, P, C]) ->
 def require_same_beginning(state: PyTree) -> None:
     """All processes must call this: raise `Failure` unless all have made the same initial state."""
     if jax.process_count() > 1:
-        digest = sha256(tree_digest(state).encode()).digest()
-        rows = gather_over_processes(np.frombuffer(digest, np.uint8))
-        others = [str(i) for i, row in enumerate(rows) if (row != rows[0]).any()]
+        others = unlike_process_0(tree_digest(state).encode())
         if others:
             raise Failure(
                 f"process {', '.join(others)} has different initial parameters from process 0, because processors or "
@@ -253,24 +249,23 @@ def learn(
         stop.check()  # the run may have ended meanwhile, by an error elsewhere
         decision = save_schedule.decide(update)
         saving = training.checkpoints is not None and decision.save
+        digested = saving or schedule.logs_digests(update)
         if training.stop_on_nonfinite:
-            log.check_finite(update, metrics, saving or schedule.logs_digests(update))
+            log.check_finite(update, metrics, digested)
         progress.state = state
         log.note_update(update)
 
         if training.after_update is not None:
             training.after_update(update, log.steps_so_far, learner.local(params_of(state)))
         if log.is_log_point(update):
-            takes = saving or schedule.logs_digests(update)
-            digests = writer.snapshot(update, state, memory) if takes else {}
-            log.write(update, metrics, digests)
+            log.write(update, metrics, writer.snapshot(update, state, memory) if digested else {})
         if saving:
             saver.save(update, state, memory, decision.finished)
             if decision.ending is not None:
                 end(training, update, decision.ending, stop)
             if decision.finished:
                 break
-        elif schedule.logs_digests(update):
+        elif digested:
             writer.discard_snapshot()
     progress.complete = True
     if training.checkpoints is not None:
@@ -432,13 +427,17 @@ def make_actors(
     steppers = make_steppers(algorithm, e.num_steps, devices.platform)
     scans = ScanCache(algorithm, e.num_steps)
 
-    def make_collector(actor: int, device: jax.Device) -> Collector[P]:
+    def make_collector(actor: int, device: jax.Device) -> Collector[P, C]:
         first_env = training.partition.actor_envs(actor).start
         check = FiniteCheck(training.spec.env_id, first_env) if training.stop_on_nonfinite else None
-        kept = training.recorded_action, training.spec.on_device, first_env
+        how: dict[str, Any] = {
+            "finite_check": check,
+            "recorded_action": training.recorded_action,
+            "first_env": first_env,
+        }
         if e.collector == "scanned":
-            return ScannedCollector(algorithm, e.num_steps, device, stop, scans, check, *kept)
-        return SteppedCollector(algorithm, steppers, e.num_steps, device, stop, check, *kept)
+            return ScannedCollector(algorithm, e.num_steps, device, stop, scans, **how)
+        return SteppedCollector(algorithm, e.num_steps, device, stop, steppers, **how)
 
     def make_actor(actor: int, device: jax.Device) -> ActorThread[P]:
         params: Channel[Params[P]] = Channel(f"parameters for actor {actor}", stop)

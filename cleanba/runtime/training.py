@@ -10,7 +10,6 @@ import jax
 from cleanba.algorithm import Algorithm, C, M, P, S
 from cleanba.config import Experiment, Partition
 from cleanba.environments.backends import Envs, open_envs, threads_per_actor
-from cleanba.environments.specs import EnvSpec
 from cleanba.rollout import Rollout
 from cleanba.runtime.chain import Chain
 from cleanba.runtime.checkpoint import Checkpoints, Saved
@@ -20,7 +19,7 @@ from cleanba.runtime.records import Snapshot
 from cleanba.runtime.schedule import Schedule
 from cleanba.runtime.watched import WatchedUpdate
 from cleanba.seeds import env_seed
-from cleanba.specs import ActionSpec
+from cleanba.specs import ActionSpec, EnvSpec
 
 
 @dataclass(frozen=True)

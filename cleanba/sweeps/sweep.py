@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from cleanba.config import Experiment, Placement, Run, require
 from cleanba.environments.atari_scores import table
-from cleanba.environments.specs import EnvSpec
-from cleanba.errors import Exit, Failure, UsageError, closest_names, printable
+from cleanba.errors import Exit, Failure, UsageError, closest_names, printable, warn
 from cleanba.help import parse_command
 from cleanba.recipes import RECIPES, AnyRecipe, find_recipe, names_recipe
 from cleanba.resolution import Config, continue_experiment, fit, resolve
@@ -29,6 +28,7 @@ from cleanba.runs.log import is_finished, read_result, seconds_left, tail, toget
 from cleanba.runtime.metrics import duration
 from cleanba.runtime.process_setup import refuse_64_bits
 from cleanba.runtime.supervision import ending_signals, handle_signals
+from cleanba.specs import EnvSpec
 from cleanba.sweeps.manifest import Planned, done, read_manifest, write_manifest
 from cleanba.sweeps.slurm import job_states, submit
 from cleanba.train_flags import parse
@@ -594,7 +594,7 @@ def status_command(argv: Sequence[str]) -> Exit:
     try:
         states = job_states([run["job"] for run in runs.values() if "job" in run])
     except Failure as why:
-        print(f"cleanba: warning: {why}", file=sys.stderr)
+        warn(str(why))
         states = {}
     table = Table("run", "state", "update", "steps/s", "return", "ETA", *(("job", "Slurm") if states else ()))
     found, errors = [], []

@@ -22,7 +22,6 @@ address the i-th shard in place.  Their cost does not depend on the size of the 
 move and compare data; the arithmetic is in `n_step`, which the caller isolates (`shards.py`).
 """
 
-from math import prod
 from typing import NamedTuple
 
 import chex
@@ -128,12 +127,6 @@ def init(rollout: Rollout, capacity: int, stack: int = 1) -> Ring:
         history=() if stack == 1 else jnp.zeros((rows, envs), jnp.int8),
     )
     return Ring(empty, tail=jnp.int32(0), size=jnp.int32(0), written=jnp.uint32(0))
-
-
-def nbytes(rollout: Rollout, capacity: int, stack: int = 1) -> int:
-    """The bytes of the memory that `init` makes for such a rollout, leaves [T(+1), B, ...]."""
-    empty = jax.eval_shape(lambda: init(rollout, capacity, stack))
-    return sum(prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(empty))
 
 
 # ------------------------------------------------------------------------------------------------------------- writing
