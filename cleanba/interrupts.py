@@ -30,10 +30,10 @@ def raise_interrupt(signum: int, frame: FrameType | None) -> None:
 
 
 def would_be_lost(frame: FrameType | None) -> bool:
-    """Whether Python drops an error raised in this frame: in a destructor or a callback of the garbage collector."""
+    """Whether Python drops an error raised in this frame, because it is in a callback of the garbage collector."""
     callbacks = [getattr(callback, "__code__", None) for callback in gc.callbacks]  # JAX has one
     while frame is not None:
-        if frame.f_code in callbacks or frame.f_code.co_name == "__del__":
+        if frame.f_code in callbacks:
             return True
         frame = frame.f_back
     return False
@@ -43,9 +43,9 @@ def would_be_lost(frame: FrameType | None) -> bool:
 def after_this() -> Iterator[None]:
     """Ctrl-C waits until the end of the context: an import of compiled modules, which an error may not interrupt.
 
-    In threads other than the main one, which no signal interrupts, nothing changes.
+    Nothing changes in threads other than the main one, which no signal interrupts, or if Ctrl-C raises no error anyway.
     """
-    if threading.current_thread() is not threading.main_thread():
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is leave_at_once:
         yield
         return
     heard: list[int] = []
@@ -53,10 +53,9 @@ def after_this() -> Iterator[None]:
     try:
         yield
     finally:
-        if before is not None:  # as for a handler that C code installed
-            signal.signal(signal.SIGINT, before)
-        if heard:
-            signal.raise_signal(signal.SIGINT)
+        signal.signal(signal.SIGINT, before or signal.default_int_handler)  # None: C code's, which cannot be restored
+        for signum in heard:
+            signal.raise_signal(signum)
 
 
 def leave_closed_terminal() -> None:
@@ -69,7 +68,14 @@ def leave_closed_terminal() -> None:
         try:
             os.write(fd, b"")
         except OSError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), fd)
+            send_nowhere(fd)
+
+
+def send_nowhere(fd: int) -> None:
+    """Drop what is written to a file descriptor from now on."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, fd)
+    os.close(nowhere)
 
 
 def handle_by(handler: Any, instead_of: Any) -> None:

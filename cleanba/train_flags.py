@@ -198,7 +198,7 @@ def remedy_for(flag: str, own: Collection[str]) -> str:
     """What to do instead of giving a flag of another system; "" if nothing, or only flags that are not among `own`."""
     remedy = FOREIGN_FLAGS.get(flag, "")
     named = {name[2:].replace("-", "_") for name in re.findall(r"--[a-z][a-z-]*", remedy)}
-    return remedy if not named or not named.isdisjoint(own) else ""
+    return remedy if not named or not named.isdisjoint(own) or "leave it out" in remedy else ""
 
 
 def refuse_foreign_flags(recipe: AnyRecipe, argv: Sequence[str]) -> None:

@@ -122,6 +122,7 @@ def test_places_without_a_run_are_refused(tmp_path):
         (lambda: cleanba.sac("Pendulum-v1", learning_rate=1e-3), "sac has no keyword learning_rate; set policy_lr"),
         (lambda: cleanba.ppo("Pendulum-v1", n_epochs=3), "ppo has no keyword n_epochs; set update_epochs"),
         (lambda: cleanba.dqn("CartPole-v1", n_epochs=3), "dqn has no keyword n_epochs; the closest are env_epoch"),
+        (lambda: cleanba.ppo(target_network_frequency=1), "PQN have no target network: leave it out"),
         (lambda: cleanba.ppo("CartPole-v1", run_dir="runs/a"), "does not change what is trained; give it to train"),
         (lambda: cleanba.ppo("CartPole-v1", learning_rate="fast"), "learning_rate='fast' must be a number"),
         (lambda: cleanba.ppo("CartPole-v1", num_envs=2.5), "num_envs=2.5 must be a whole number"),

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import signal
 import sys
 import threading
@@ -134,6 +135,8 @@ def test_environments_in_jax_are_compiled_once_and_both_collectors_record_the_sa
     params, device = algorithm.actor_params(algorithm.init(jax.random.key(0))), jax.local_devices()[3]
     params = jax.device_put(params, device)
     scans, compiled = ScanCache(algorithm, 13), []
+    is_key = lambda x: jax.dtypes.issubdtype(getattr(x, "dtype", np.int32), jax.dtypes.prng_key)
+    numbers = lambda x: np.asarray(jax.random.key_data(x) if is_key(x) else x)
     listen = lambda event, _, **about: event.endswith("compile_duration") and compiled.append(about.get("fun_name"))
     jax.monitoring.register_event_duration_secs_listener(listen)
     recorded = []
@@ -149,7 +152,7 @@ def test_environments_in_jax_are_compiled_once_and_both_collectors_record_the_sa
                 for rollout in range(2):
                     got = collector(params, action_numbers(1, 0, 2 * epoch + rollout), Times())
                     assert {d for x in jax.tree.leaves(got.rollout) for d in x.devices()} == {device}
-                    recorded[-1].append(jax.tree.map(np.asarray, got._replace(rollout=got.rollout._replace(extras=()))))
+                    recorded[-1].append(jax.tree.map(numbers, got._replace(rollout=got.rollout._replace(extras=()))))
             collector.close()
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
@@ -263,6 +266,35 @@ def test_workers_ignore_signals_to_the_whole_process_group(signum):
     time.sleep(0.1)
     assert envs.step(np.zeros(2, np.int32)).reward.tolist() == [1, 1]
     envs.close()
+
+
+def test_workers_ignore_closing_terminals_as_nohup_does():
+    """Then so do programs that an environment starts; a handler would not reach these."""
+    earlier = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        envs = opened("faulty:Faulty-v0", [1, 2], workers=1)
+        envs.reset()
+        (ignored,) = re.findall("SigIgn:\t(.*)", Path(f"/proc/{envs._parts[0]._process.pid}/status").read_text())
+        envs.close()
+    finally:
+        signal.signal(signal.SIGHUP, earlier)
+    assert int(ignored, 16) & 1 << signal.SIGHUP - 1
+
+
+def test_each_environment_is_closed_even_if_another_one_cannot_be(monkeypatch):
+    closed = []
+
+    def close(self):
+        closed.append(self)
+        raise OSError("cannot be closed")
+
+    monkeypatch.setattr(sys.modules["odd"].Odd, "close", close, raising=False)
+    envs = opened("odd:Odd", [1, 2, 3], workers=0)
+    envs.reset()
+    closed.clear()  # of those that were tried out
+    with pytest.raises(OSError, match="cannot be closed"):
+        envs.close()
+    assert len(closed) == 3
 
 
 def test_sets_of_strings_have_one_order_in_all_workers(monkeypatch):

@@ -201,6 +201,7 @@ def test_without_a_grace_period_the_run_ends_as_it_is(whole, tmp_path, monkeypat
 
 
 def test_an_interrupted_run_has_counted_its_steps_up_to_its_last_update(whole, tmp_path, monkeypatch):
+    whole("ppo")  # before this process is made to signal itself
     signalled(monkeypatch, signal.SIGTERM, at=10)
     assert command(*KINDS["ppo"], "--log-frequency", "1000", "--run-dir", tmp_path / "run").code == 143
     result = read_result(tmp_path / "run")

@@ -21,7 +21,7 @@ from cleanba.recipes import RECIPES
 from cleanba.resolution import read_recipe
 from cleanba.runs.directory import films_of, unwritable
 from cleanba.runtime.checkpoint import updates_kept
-from cleanba.trust import check_algorithm, check_environment, require_trusted
+from cleanba.trust import REMEDY, check_environment, require_trusted
 
 
 @dataclass(frozen=True)
@@ -49,23 +49,24 @@ def pack_command(argv: Sequence[str]) -> Exit:
     require_trusted(run_dir, "only the original directory of a run can be packed")
     out = flags.out or run_dir.absolute().with_name(f"{run_dir.absolute().name}.tar.gz")
     require(out.name.endswith(".tar.gz") and not out.is_dir(), f"--out {out} must be a file that ends in .tar.gz")
+    trust = " --trust-remote-code" if needs_trust(run_dir) else ""
     pack(run_dir, out, flags.checkpoints)
     print(f"wrote {out} ({out.stat().st_size / 1e6:,.1f} MB)")
-    name, trust = shlex.quote(out.name), " --trust-remote-code" if needs_modules(run_dir) else ""
+    name = shlex.quote(out.name)
     print(f"others can run: cleanba eval {name}{trust}, cleanba verify {name}{trust}, cleanba diff {name} RUN")
     if trust:
         print("they need the modules of its environment and algorithm, which are not in the file")
     return Exit()
 
 
-def needs_modules(run_dir: Path) -> bool:
-    """Whether a run's environment or algorithm is not Cleanba's own, so that others must say that they trust it."""
-    recipe, e = read_recipe(run_dir)
-    try:
-        check_algorithm(recipe.name, recipe.name in RECIPES, "")
-        check_environment(e, "")
-    except UsageError:
+def needs_trust(run_dir: Path) -> bool:
+    """Whether a run names modules of its author, so that others must say that they trust these."""
+    if read_experiment(run_dir)["algorithm"] not in RECIPES:
         return True
+    try:
+        check_environment(read_recipe(run_dir)[1], "")
+    except UsageError as refused:  # perhaps an environment that is not installed here, where trust does not help
+        return str(refused).endswith(REMEDY)
     return False
 
 

@@ -162,6 +162,17 @@ class SilentEnvs(SyncVectorEnv):
                     raise ValueError(why) from error
             raise
 
+    def close_extras(self, **words: Any) -> None:
+        """Close each environment, even if another one cannot be closed; then raise the first error."""
+        errors: list[Exception] = []
+        for env in self.envs:
+            try:
+                env.close()
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
     def _add_info(self, vector_infos: dict[str, Any], env_info: dict[str, Any], env_num: int) -> dict[str, Any]:
         if self.infos:
             self.noted[env_num] = [number_in(env_info, name) for name in self.infos]
@@ -256,8 +267,9 @@ GROUP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 def main() -> None:
     """Step a part of a block, as commanded by the process at the other end of a connection, until that ends."""
     for signum in GROUP_SIGNALS:
-        signal.signal(signum, lambda *_: None)  # the parent ends this process
-    # Processes that an environment forks end by SIGTERM, so that it can end them.  They ignore the other two signals,
+        if signal.getsignal(signum) != signal.SIG_IGN:  # what nohup ignores, environments' own programs ignore, too
+            signal.signal(signum, lambda *_: None)  # the parent ends this process
+    # Processes that an environment forks end by SIGTERM, so that it can end them.  They ignore the other signals,
     # which are sent to whole groups.  SIGTERM is blocked during a fork: the child would lose one that comes before its
     # handler is set.
     os.register_at_fork(

@@ -275,7 +275,7 @@ def name_of(unit: Unit[S], shape: S) -> str:
 
 
 def _compile(
-    unit: Unit[S], shape: S, kinds: Sequence[ir.Type], results: int, units: int, count: int
+    unit: Unit[S], shape: S, kinds: Sequence[ir.Type], results: int, units: int, count: int = 0
 ) -> llvm.ExecutionEngine:
     """The function in this process's memory.  Its machine code is kept where JAX keeps what it compiled."""
     told: list[object] = [unit.__name__, repr(shape), [str(kind) for kind in kinds], results, units, count]

@@ -24,7 +24,7 @@ from rich.text import Text
 
 from cleanba.errors import Failure
 from cleanba.files import METRICS, Json, finite
-from cleanba.interrupts import leave_closed_terminal
+from cleanba.interrupts import leave_closed_terminal, send_nowhere
 from cleanba.runtime.tracking import Tracking
 
 PLAIN_LINE_SECONDS = 5.0
@@ -205,7 +205,7 @@ class Display:
         """Stop printing: what could not be written is dropped, and so is what follows."""
         self._enabled, self._lost = False, True
         with contextlib.suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for others' output, and the final flush
+            send_nowhere(sys.stdout.fileno())  # for others' output, and the final flush
         leave_closed_terminal()
         print(f"cleanba: output cannot be written ({error.strerror}), so the run ends", file=sys.stderr)
 

@@ -18,7 +18,7 @@ from cleanba.runtime.progress import Progress
 from cleanba.waited import Waited, is_compiling
 
 GRACE_SECONDS = 3.0  # for threads to notice that the run ends
-AGAIN_SECONDS = 10.0  # between errors of a start that takes too long, the earlier of which were dropped
+AGAIN_SECONDS = 30.0  # between errors of a start that takes too long, the earlier of which were dropped
 
 
 @contextmanager
@@ -183,7 +183,8 @@ def time_limit(seconds: float) -> Iterator[None]:
     """Raise `Failure` in the main thread if it takes longer than this, after its stack has been printed to stderr.
 
     Code that never returns to Python cannot be ended like this.  In threads other than the main one, there is no limit.
-    Python drops an error that is raised in a destructor, so it is raised again every `AGAIN_SECONDS`.
+    Python drops an error that is raised in a destructor, so it is raised again every `AGAIN_SECONDS`; what closes
+    because of the first error must not take longer.
     """
     main = threading.current_thread()
     if main is not threading.main_thread():
