@@ -20,7 +20,7 @@ from cleanba.checks.recompute import Rerun, digests_of, open_rerun, read_checkpo
 from cleanba.config import Experiment, Placement, Range, check_values, read_experiment, require
 from cleanba.environments import jax_envs
 from cleanba.environments.backends import repeatable, sources
-from cleanba.errors import Exit, Failure, Interrupted, UsageError, printable
+from cleanba.errors import Exit, Failure, Interrupted, UsageError, exit_code, printable
 from cleanba.files import METRICS, Json
 from cleanba.help import parse_command
 from cleanba.runs import log
@@ -90,7 +90,7 @@ def verify_command(argv: Sequence[str]) -> Exit:
             return Exit(3)
         except Interrupted as error:
             print(f"cleanba: {error}", file=sys.stderr)
-            return Exit(128 + error.signum)
+            return Exit(exit_code(error))
     return Exit(0 if same else 1)
 
 
