@@ -9,7 +9,7 @@ from jax.sharding import SingleDeviceSharding
 from cleanba.algorithm import Algorithm
 from cleanba.algorithms.off_policy import OffPolicyActorCritic
 from cleanba.config import Experiment, Partition
-from cleanba.environments.specs import Compilable, Step
+from cleanba.environments.common import Compilable, Step
 from cleanba.recipes import Recipe
 from cleanba.resolution import resolve
 from cleanba.rollout import PyTree

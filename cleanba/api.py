@@ -49,8 +49,8 @@ from cleanba.config import (
     read_experiment,
     require,
 )
+from cleanba.environments.common import parse_options
 from cleanba.environments.gymnasium import register
-from cleanba.environments.specs import parse_options
 from cleanba.errors import Failure, Interrupted, UsageError, closest_names
 from cleanba.files import Json, expanded, read_json
 from cleanba.launch import SAME_CALL, Ended, launch

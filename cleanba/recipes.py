@@ -8,7 +8,7 @@ from typing import Any, Generic, NamedTuple, TypeAlias
 from cleanba.algorithm import Algorithm, AnyAlgorithm
 from cleanba.algorithms import dqn, impala, ppo, pqn, r2d2, sac, td3
 from cleanba.config import E, Partition, Settings
-from cleanba.environments.specs import imported
+from cleanba.environments.common import imported
 from cleanba.errors import UsageError
 from cleanba.kernels import compiled_for
 from cleanba.specs import EnvSpec

@@ -50,7 +50,7 @@ from cleanba.config import (
     to_json,
 )
 from cleanba.environments.backends import env_spec, why_unscannable
-from cleanba.environments.specs import stated_limit
+from cleanba.environments.common import stated_limit
 from cleanba.errors import UsageError, largest_divisor
 from cleanba.files import Json, expanded, read_json
 from cleanba.networks import suitable_network

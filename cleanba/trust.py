@@ -16,7 +16,7 @@ import jax
 
 from cleanba.config import Experiment, require
 from cleanba.environments import envpool, gymnasium, jax_envs
-from cleanba.environments.specs import parse_options
+from cleanba.environments.common import parse_options
 from cleanba.errors import UsageError
 from cleanba.files import Json, read_json, write_json
 from cleanba.rollout import PyTree

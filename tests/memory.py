@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from cleanba.environments.specs import Step
+from cleanba.environments.common import Step
 from cleanba.specs import EnvSpec, ObsSpec, choice
 
 SYMBOLS = 4

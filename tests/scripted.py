@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cleanba.algorithm import Algorithm
-from cleanba.environments.specs import Step, train_reward
+from cleanba.environments.common import Step, train_reward
 from cleanba.specs import EnvSpec, ObsSpec, choice
 
 

@@ -27,8 +27,8 @@ from cleanba import launch
 from cleanba.agents.agent import Agent, as_batch
 from cleanba.config import Placement, fields_of
 from cleanba.config import Run as RunFlags
+from cleanba.environments.common import parse_options
 from cleanba.environments.gymnasium import register
-from cleanba.environments.specs import parse_options
 from cleanba.errors import UsageError
 from cleanba.recipes import RECIPES
 from cleanba.runtime.collect import first_carry

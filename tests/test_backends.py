@@ -22,8 +22,8 @@ from cleanba.algorithms import ppo
 from cleanba.config import Experiment
 from cleanba.environments import gymnasium, jax_envs
 from cleanba.environments.backends import Envs, end_waits, env_spec, open_envs, repeatable, sources, warnings
+from cleanba.environments.common import parse_options
 from cleanba.environments.spaces import action_spec, obs_spec
-from cleanba.environments.specs import parse_options
 from cleanba.environments.worker import misfit, number_in
 from cleanba.errors import Failure, UsageError
 from cleanba.recipes import RECIPES

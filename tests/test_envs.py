@@ -14,8 +14,8 @@ from cleanba import kernels
 from cleanba.config import Experiment
 from cleanba.environments import backends
 from cleanba.environments.backends import threads_per_actor
+from cleanba.environments.common import Step, train_reward
 from cleanba.environments.envpool import Envs, env_spec, known
-from cleanba.environments.specs import Step, train_reward
 from cleanba.errors import UsageError
 from cleanba.recipes import RECIPES
 from cleanba.resolution import preset_name, resolve

@@ -17,7 +17,7 @@ from cleanba.errors import Failure
 from cleanba.recipes import RECIPES
 from cleanba.runs.directory import lock
 from cleanba.sweeps.slurm import QUEUED, job_states
-from cleanba.sweeps.sweep import Board, Flags, Job, Planned, expand_sets, plan, share_devices, start, visible_gpus
+from cleanba.sweeps.sweep import Board, Flags, Planned, SweepRun, expand_sets, plan, share_devices, start, visible_gpus
 from cleanba.train_flags import parse
 
 SHORT = [w for flag, w in zip(TINY[::2], TINY[1::2], strict=True) if flag != "--env-id" for w in (flag, w)]
@@ -120,11 +120,13 @@ def test_workers_take_different_gpus_as_long_as_there_are_enough(monkeypatch):
 
 
 def test_the_live_table_shows_every_run_that_there_is_room_for(tmp_path):
-    jobs = [Job(Planned(f"run{i}", "Catch-v0", "ppo", i, (), 7), tmp_path / f"run{i}", tmp_path) for i in range(30)]
-    jobs[20].state = "running"
+    runs = [
+        SweepRun(Planned(f"run{i}", "Catch-v0", "ppo", i, (), 7), tmp_path / f"run{i}", tmp_path) for i in range(30)
+    ]
+    runs[20].state = "running"
     (tmp_path / "run20").mkdir()
     (tmp_path / "run20" / "metrics.jsonl").write_text('{"update": 3, "charts/SPS": 1234.5}\n{"update": 4, "ch')
-    board = Board(tmp_path, jobs, 1)
+    board = Board(tmp_path, runs, 1)
     console = board._console = Console(width=100, height=20, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
     console.print(board._table())
     shown = console.export_text()
@@ -134,8 +136,10 @@ def test_the_live_table_shows_every_run_that_there_is_room_for(tmp_path):
 
 
 def test_without_a_terminal_each_run_says_once_a_minute_how_far_it_is(tmp_path, capsys, monkeypatch):
-    jobs = [Job(Planned(f"run{i}", "Catch-v0", "ppo", i, (), 100), tmp_path / f"run{i}", tmp_path) for i in range(2)]
-    jobs[0].state = "running"
+    runs = [
+        SweepRun(Planned(f"run{i}", "Catch-v0", "ppo", i, (), 100), tmp_path / f"run{i}", tmp_path) for i in range(2)
+    ]
+    runs[0].state = "running"
     (tmp_path / "run0").mkdir()
     row = lambda update, seconds: {"update": update, "seconds": seconds, "losses/entropy": 1.0}
     filling = [{"update": 5, "seconds": 0.1}]  # of a replay buffer, which is much faster
@@ -143,7 +147,7 @@ def test_without_a_terminal_each_run_says_once_a_minute_how_far_it_is(tmp_path, 
     (tmp_path / "run0" / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     clock = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    board = Board(tmp_path, jobs, 1)
+    board = Board(tmp_path, runs, 1)
     for clock[0] in range(125):  # type: ignore[misc]
         board.refresh()
     # Ten updates took 20 s, and 80 are left.

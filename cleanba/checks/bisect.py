@@ -52,8 +52,8 @@ class Flags:
     """let a run from elsewhere choose what is imported and executed"""
 
 
-class Part(NamedTuple):
-    """One of the two sides."""
+class Place(NamedTuple):
+    """Where one of the two sides computes."""
 
     run_dir: Path
     placement: Placement
@@ -91,19 +91,19 @@ def bisect(a: Path, b: Path, sides: Sequence[Sequence[str]], flags: Flags) -> Ex
         f"bisect needs a second run, or flags after `--` that place {flags.runs[0]} elsewhere\n{ABOUT}",
     )
     trust = flags.trust_remote_code
-    part_a = part_of(a, sides[1] if len(sides) > 1 else [], trust)
-    part_b = part_of(b, sides[0] if sides else [], trust)
+    place_a = place_of(a, sides[1] if len(sides) > 1 else [], trust)
+    place_b = place_of(b, sides[0] if sides else [], trust)
     require_same_experiment(a, b)
     span = find_span(a, b, flags, elsewhere=bool(sides))
     for line in span.said:
         print(printable(line))
     if span.settled:
         return Exit(0)
-    for name, part in (("A", part_a), ("B", part_b)):
-        print(printable(f"{name}: {part.in_words()}"))
+    for name, place in (("A", place_a), ("B", place_b)):
+        print(printable(f"{name}: {place.in_words()}"))
     from_where = f"the checkpoint after update {span.first:,}" if span.first else "the beginning"
     print(f"computing updates {span.first + 1:,} to {span.last:,} again, from {from_where}", flush=True)
-    finding, remarks = search(part_a, part_b, span, trust)
+    finding, remarks = search(place_a, place_b, span, trust)
     if span.first < span.apart <= span.last and not finding and not remarks:
         remarks = [
             f"note: the logs differ at update {span.apart:,}, although both sides agree here; see "
@@ -126,7 +126,7 @@ def split(argv: Sequence[str]) -> list[list[str]]:
     return parts
 
 
-def part_of(run_dir: Path, words: Sequence[str], trust_remote_code: bool) -> Part:
+def place_of(run_dir: Path, words: Sequence[str], trust_remote_code: bool) -> Place:
     """One side: a run on its own placement, changed by these arguments.
 
     What several processes computed, a single process computes here, on as many devices.
@@ -164,7 +164,7 @@ def part_of(run_dir: Path, words: Sequence[str], trust_remote_code: bool) -> Par
     require(devices <= MOST_DEVICES, f"{run_dir}: there is no device {devices - 1}; choose some below {MOST_DEVICES}")
     if devices > 1:
         variables = {"JAX_NUM_CPU_DEVICES": str(devices), **variables}
-    return Part(run_dir, placement, variables)
+    return Place(run_dir, placement, variables)
 
 
 def require_same_experiment(a: Path, b: Path) -> None:
@@ -248,31 +248,32 @@ def _checksums(run_dir: Path, update: int) -> tuple[str, list[str]] | None:
         return None
 
 
-def search(a: Part, b: Part, span: Span, trust_remote_code: bool) -> tuple[Finding | None, list[str]]:
+def search(a: Place, b: Place, span: Span, trust_remote_code: bool) -> tuple[Finding | None, list[str]]:
     """Compute both sides until they diverge.  Returns the finding, and remarks on the runs' logs.
 
     Raises:
         UsageError: a side does not fit this machine.
         Failure: a side failed.
     """
-    progress = Progress(span)
+    progress = ProgressLine(span)
     sides: list[RemoteSide] = []
     remarks: dict[str, str] = {}  # by side
     versions: dict[bytes, int] = {}
     finding: Finding | None = None
     with tempfile.TemporaryDirectory(prefix="cleanba-bisect-") as folder:
         try:
-            for name, part in (("A", a), ("B", b)):
-                request = Request(part.run_dir.absolute(), part.placement, span.first, span.last, trust_remote_code)
-                sides.append(RemoteSide(name, request, part.variables, Path(folder) / name))
+            for name, place in (("A", a), ("B", b)):
+                request = Request(place.run_dir.absolute(), place.placement, span.first, span.last, trust_remote_code)
+                sides.append(RemoteSide(name, request, place.variables, Path(folder) / name))
             for update in range(span.first + 1, span.last + 1):
                 (_, prints_a), (_, prints_b) = [side.next() for side in sides]
-                for part, name, logged, prints in zip((a, b), "AB", span.digests, (prints_a, prints_b), strict=True):
+                for place, name, logged, prints in zip((a, b), "AB", span.digests, (prints_a, prints_b), strict=True):
                     if logged.get(update, prints.params_digest) != prints.params_digest and name not in remarks:
                         remarks[name] = (
-                            f"note: {part.run_dir} has logged another digest of the parameters after update {update:,} "
-                            f"than {name} has here: what was computed then cannot be reproduced here, because "
-                            "hardware, packages or flags differ, or because the computation is not deterministic"
+                            f"note: {place.run_dir} has logged another digest of the parameters after update "
+                            f"{update:,} than {name} has here: what was computed then cannot be reproduced here, "
+                            "because hardware, packages or flags differ, or because the computation is not "
+                            "deterministic"
                         )
                 if first_print(prints_a, prints_b) is not None:
                     progress.say(f"update {update:,} differs; locating the difference")
@@ -289,7 +290,7 @@ def search(a: Part, b: Part, span: Span, trust_remote_code: bool) -> tuple[Findi
     return finding, [*remarks.values()]
 
 
-class Progress:
+class ProgressLine:
     """Shows how far the computation is: in one line on a terminal, otherwise in a line now and then."""
 
     def __init__(self, span: Span):

@@ -18,7 +18,7 @@ import numpy as np
 
 from cleanba.config import Experiment, require
 from cleanba.environments import envpool, gymnasium, jax_envs
-from cleanba.environments.specs import Compilable, Identity, Step
+from cleanba.environments.common import Compilable, Identity, Step
 from cleanba.files import current_directory, staying_here
 from cleanba.rollout import Obs, PyTree
 from cleanba.shards import usable_cores

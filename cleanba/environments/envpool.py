@@ -21,9 +21,9 @@ import numpy as np
 
 from cleanba import kernels
 from cleanba.config import Experiment, require
+from cleanba.environments.common import Compilable, Step, parse_options, train_reward
 from cleanba.environments.gymnasium import steps_per_second
 from cleanba.environments.spaces import action_spec, narrowed, obs_spec
-from cleanba.environments.specs import Compilable, Step, parse_options, train_reward
 from cleanba.errors import CannotCompile, Failure, UsageError, closest_names, raised, said
 from cleanba.rollout import Array, Obs, PyTree
 from cleanba.specs import EnvSpec

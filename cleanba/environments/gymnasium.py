@@ -27,8 +27,8 @@ from gymnasium.envs.registration import load_env_creator
 from gymnasium.spaces import Box, Discrete, MultiBinary, MultiDiscrete
 
 from cleanba.config import Experiment
+from cleanba.environments.common import Step, imported, parse_options, stated_limit, train_reward, undrawable
 from cleanba.environments.spaces import action_spec, obs_spec, too_wide
-from cleanba.environments.specs import Step, imported, parse_options, stated_limit, train_reward, undrawable
 from cleanba.environments.worker import (
     GROUP_SIGNALS,
     Arrays,

@@ -30,9 +30,9 @@ from jax import lax
 
 from cleanba.config import Experiment
 from cleanba.environments.boards import draw_board
+from cleanba.environments.common import Compilable, Identity, Step, imported, parse_options, stated_limit, undrawable
 from cleanba.environments.gymnasium import steps_per_second
 from cleanba.environments.spaces import action_spec, obs_spec
-from cleanba.environments.specs import Compilable, Identity, Step, imported, parse_options, stated_limit, undrawable
 from cleanba.environments.worker import named
 from cleanba.errors import UsageError, closest_names, missing, raised
 from cleanba.rollout import Obs, PyTree, step_outcome

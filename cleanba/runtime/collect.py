@@ -18,7 +18,7 @@ from jax.sharding import SingleDeviceSharding
 from cleanba.algorithm import Algorithm, AnyAlgorithm, C, M, P, S
 from cleanba.environments import jax_envs
 from cleanba.environments.backends import Envs
-from cleanba.environments.specs import Compilable
+from cleanba.environments.common import Compilable
 from cleanba.errors import NotFinite, largest_divisor
 from cleanba.rollout import Episode, EpisodeTracker, Obs, PyTree, Rollout, step_outcome
 from cleanba.runtime.channels import Stop

@@ -265,10 +265,10 @@ ELSEWHERE = "running elsewhere"  # the state of a run that another process train
 
 
 @dataclass
-class Job:
+class SweepRun:
     """A run of the sweep and its state."""
 
-    run: Planned
+    planned: Planned
     run_dir: Path
     log: Path
     state: str = "waiting"
@@ -320,19 +320,19 @@ def share_devices(gpus: Sequence[str], per_run: int, workers: int | None) -> lis
     return environments
 
 
-def start(job: Job, worker: int, environment: dict[str, str]) -> None:
+def start(run: SweepRun, worker: int, environment: dict[str, str]) -> None:
     """Start a run on a worker.  If another process is training it already, the worker waits for that process."""
-    job.log.parent.mkdir(parents=True, exist_ok=True)
-    job.worker, job.state, job.started = worker, "running", time.monotonic()
-    if is_locked(job.run_dir):
-        job.state = ELSEWHERE
+    run.log.parent.mkdir(parents=True, exist_ok=True)
+    run.worker, run.state, run.started = worker, "running", time.monotonic()
+    if is_locked(run.run_dir):
+        run.state = ELSEWHERE
         return
-    job.attempts += 1
-    with open(job.log, "a") as log:
-        log.write(f"$ {shlex.join(['cleanba', *job.run.words])}\n")
+    run.attempts += 1
+    with open(run.log, "a") as log:
+        log.write(f"$ {shlex.join(['cleanba', *run.planned.words])}\n")
         log.flush()
-        job.process = subprocess.Popen(
-            [sys.executable, "-m", "cleanba.sweeps.child", str(os.getpid()), *job.run.words],
+        run.process = subprocess.Popen(
+            [sys.executable, "-m", "cleanba.sweeps.child", str(os.getpid()), *run.planned.words],
             env={**os.environ, **environment},
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -341,44 +341,44 @@ def start(job: Job, worker: int, environment: dict[str, str]) -> None:
         )
 
 
-def end_all(jobs: Sequence[Job], heard: Sequence[int], seconds: float) -> None:
+def end_all(runs: Sequence[SweepRun], heard: Sequence[int], seconds: float) -> None:
     """Ask all runs to end.  Kill those that have not ended after so many seconds, or at a second signal."""
-    running = [job for job in jobs if job.process is not None]
-    for job in running:
-        assert job.process is not None
-        job.process.send_signal(heard[0] if heard else signal.SIGTERM)
+    running = [run for run in runs if run.process is not None]
+    for run in running:
+        assert run.process is not None
+        run.process.send_signal(heard[0] if heard else signal.SIGTERM)
     deadline = time.monotonic() + seconds
-    while any(j.process and j.process.poll() is None for j in running):
+    while any(run.process and run.process.poll() is None for run in running):
         if time.monotonic() > deadline or len(heard) > 1:
-            for job in running:
-                assert job.process is not None
-                if job.process.poll() is None:
-                    os.killpg(job.process.pid, signal.SIGKILL)
-                    job.process.wait()
+            for run in running:
+                assert run.process is not None
+                if run.process.poll() is None:
+                    os.killpg(run.process.pid, signal.SIGKILL)
+                    run.process.wait()
         time.sleep(0.05)
-    for job in running:
-        assert job.process is not None
-        code = job.process.wait()
+    for run in running:
+        assert run.process is not None
+        code = run.process.wait()
         failed = 0 < code <= 128  # neither asked to end (128 + the signal) nor killed (negative)
-        job.state = "finished" if is_finished(job.run_dir) else "failed" if failed else "interrupted"
-        job.code, job.process = code, None
+        run.state = "finished" if is_finished(run.run_dir) else "failed" if failed else "interrupted"
+        run.code, run.process = code, None
 
 
-def run_here(recipe: AnyRecipe, runs: Sequence[Planned], folder: Path, argv: Sequence[str], flags: Flags) -> Exit:
+def run_here(recipe: AnyRecipe, planned: Sequence[Planned], folder: Path, argv: Sequence[str], flags: Flags) -> Exit:
     """Run the unfinished runs, several at a time."""
-    configs = [parse(recipe, list(run.words[1:])) for run in runs]
+    configs = [parse(recipe, list(one.words[1:])) for one in planned]
     per_run = 1 + max(max(c.placement.actor_device_ids + c.placement.learner_device_ids) for c in configs)
     grace = max(c.run.grace_period for c in configs) + GRACE_SECONDS
     environments = share_devices(visible_gpus(), per_run, flags.workers)
     held = lock(folder, "--dir")  # two sweeps in one folder would start each run twice
-    write_manifest(folder, runs, argv, {})
-    jobs = [Job(run, folder / run.name, folder / "logs" / f"{run.name}.log") for run in runs]
-    over = done(runs, folder)
-    for job in jobs:
-        if job.run.name in over:
-            job.state = "finished"
+    write_manifest(folder, planned, argv, {})
+    runs = [SweepRun(one, folder / one.name, folder / "logs" / f"{one.name}.log") for one in planned]
+    over = done(planned, folder)
+    for run in runs:
+        if run.planned.name in over:
+            run.state = "finished"
     free = list(range(len(environments)))
-    waiting = [job for job in jobs if job.state == "waiting"]
+    waiting = [run for run in runs if run.state == "waiting"]
     next_look = 0.0
     heard: list[int] = []  # the signals that asked this process to end
     last = 0.0
@@ -390,84 +390,84 @@ def run_here(recipe: AnyRecipe, runs: Sequence[Planned], folder: Path, argv: Seq
             heard.append(signum)
             last = time.monotonic()
 
-    with handle_signals(hear, ending_signals()), Board(folder, jobs, len(environments)) as board:
+    with handle_signals(hear, ending_signals()), Board(folder, runs, len(environments)) as board:
         if over:
-            board.say(f"{len(over)} of {len(jobs)} runs are finished already")
+            board.say(f"{len(over)} of {len(runs)} runs are finished already")
         try:
             while (waiting or len(free) < len(environments)) and not heard:
                 while waiting and free:
-                    job = waiting.pop(0)
-                    start(job, worker := free.pop(0), environments[worker])
-                    board.say(f"{job.run.name}: {begun(job)}")
-                for job in jobs:
-                    if job.process is not None and (code := job.process.poll()) is not None:
-                        assert job.worker is not None
-                        free.append(job.worker)
-                        settle(job, code, flags.retries, waiting, board)
+                    run = waiting.pop(0)
+                    start(run, worker := free.pop(0), environments[worker])
+                    board.say(f"{run.planned.name}: {begun(run)}")
+                for run in runs:
+                    if run.process is not None and (code := run.process.poll()) is not None:
+                        assert run.worker is not None
+                        free.append(run.worker)
+                        settle(run, code, flags.retries, waiting, board)
                 if time.monotonic() >= next_look:
                     next_look = time.monotonic() + LOOK_SECONDS
-                    for job in jobs:
-                        if job.state == ELSEWHERE and not is_locked(job.run_dir):
-                            assert job.worker is not None
-                            free.append(job.worker)
-                            take_back(job, waiting, board)
+                    for run in runs:
+                        if run.state == ELSEWHERE and not is_locked(run.run_dir):
+                            assert run.worker is not None
+                            free.append(run.worker)
+                            take_back(run, waiting, board)
                 board.refresh()
                 time.sleep(POLL_SECONDS)
         finally:
-            end_all(jobs, heard, grace)
+            end_all(runs, heard, grace)
             board.refresh()
     held.close()
-    return report(folder, jobs, heard)
+    return report(folder, runs, heard)
 
 
-def begun(job: Job) -> str:
+def begun(run: SweepRun) -> str:
     """What a worker did with a run that it took, in words."""
-    if job.state == ELSEWHERE:
+    if run.state == ELSEWHERE:
         return "another process is training it; waiting for that to end"
-    return "started" if job.attempts == 1 else "started again"
+    return "started" if run.attempts == 1 else "started again"
 
 
-def take_back(job: Job, waiting: list[Job], board: "Board") -> None:
+def take_back(run: SweepRun, waiting: list[SweepRun], board: "Board") -> None:
     """Handle the end of another process that trained a run: the run is finished, or is resumed here."""
-    job.worker = None
-    if is_finished(job.run_dir):
-        job.state = "finished"
-        board.say(f"{job.run.name}: finished by another process")
+    run.worker = None
+    if is_finished(run.run_dir):
+        run.state = "finished"
+        board.say(f"{run.planned.name}: finished by another process")
     else:
-        job.state = "waiting"
-        waiting.insert(0, job)
+        run.state = "waiting"
+        waiting.insert(0, run)
 
 
-def settle(job: Job, code: int, retries: int, waiting: list[Job], board: "Board") -> None:
+def settle(run: SweepRun, code: int, retries: int, waiting: list[SweepRun], board: "Board") -> None:
     """Handle the end of a run's process: the run is finished, tried again, or failed."""
-    job.process, job.worker, job.code = None, None, code
-    job.seconds += time.monotonic() - job.started
-    if code == 0 and is_finished(job.run_dir):
-        job.state = "finished"
-        board.say(f"{job.run.name}: finished in {job.seconds:.0f} s")
-    elif code == WRONG_USE and is_locked(job.run_dir):  # another process began it at the same moment
-        job.state, job.attempts = "waiting", job.attempts - 1
-        waiting.insert(0, job)
-    elif code != WRONG_USE and job.attempts <= retries:
-        job.state = "waiting"
-        waiting.append(job)
-        board.say(f"{job.run.name}: ended with exit code {code}; retry {job.attempts} of {retries} follows")
+    run.process, run.worker, run.code = None, None, code
+    run.seconds += time.monotonic() - run.started
+    if code == 0 and is_finished(run.run_dir):
+        run.state = "finished"
+        board.say(f"{run.planned.name}: finished in {run.seconds:.0f} s")
+    elif code == WRONG_USE and is_locked(run.run_dir):  # another process began it at the same moment
+        run.state, run.attempts = "waiting", run.attempts - 1
+        waiting.insert(0, run)
+    elif code != WRONG_USE and run.attempts <= retries:
+        run.state = "waiting"
+        waiting.append(run)
+        board.say(f"{run.planned.name}: ended with exit code {code}; retry {run.attempts} of {retries} follows")
     else:
-        job.state = "failed"
-        board.say(f"{job.run.name}: failed with exit code {code}; see {job.log}")
+        run.state = "failed"
+        board.say(f"{run.planned.name}: failed with exit code {code}; see {run.log}")
 
 
-def report(folder: Path, jobs: Sequence[Job], heard: Sequence[int]) -> Exit:
+def report(folder: Path, runs: Sequence[SweepRun], heard: Sequence[int]) -> Exit:
     """Say how the sweep ended."""
-    count = lambda state: sum(job.state == state for job in jobs)
-    failed = [job for job in jobs if job.state == "failed"]
-    left = len(jobs) - count("finished") - len(failed)
-    words = [f"{count('finished')} of {len(jobs)} runs finished"]
+    count = lambda state: sum(run.state == state for run in runs)
+    failed = [run for run in runs if run.state == "failed"]
+    left = len(runs) - count("finished") - len(failed)
+    words = [f"{count('finished')} of {len(runs)} runs finished"]
     words += [f"{len(failed)} failed"] * bool(failed) + [f"{left} left to do"] * bool(left)
     print(f"{folder}: {', '.join(words)}")
-    for job in failed:
-        tries = f" after {job.attempts} tries" if job.attempts > 1 else ""
-        print(f"failed: {job.run.name}, exit code {job.code}{tries}: {last_words(job.log)}\n        {job.log}")
+    for run in failed:
+        tries = f" after {run.attempts} tries" if run.attempts > 1 else ""
+        print(f"failed: {run.planned.name}, exit code {run.code}{tries}: {last_words(run.log)}\n        {run.log}")
     if heard:
         name = signal.Signals(heard[0]).name
         print(f"cleanba: sweep interrupted by {name}; the same command resumes it", file=sys.stderr)
@@ -526,11 +526,11 @@ def progress(run_dir: Path, updates: int) -> Figures:
 class Board:
     """A live table of all runs in a terminal; without one, a line for every change, and one a minute for each run."""
 
-    def __init__(self, folder: Path, jobs: Sequence[Job], workers: int):
+    def __init__(self, folder: Path, runs: Sequence[SweepRun], workers: int):
         from rich.console import Console
         from rich.live import Live
 
-        self._folder, self._jobs, self._workers = folder, jobs, workers
+        self._folder, self._runs, self._workers = folder, runs, workers
         self._console = Console(file=sys.stdout, markup=False, emoji=False)
         drawn = self._console.is_interactive and sys.stdout.isatty()  # not in a file, nor on a dumb terminal
         self._live = Live(console=self._console, auto_refresh=False) if drawn else None
@@ -559,24 +559,24 @@ class Board:
             self._live.update(self._table(), refresh=True)
         else:
             self._next = time.monotonic() + LINE_SECONDS
-            for job in self._jobs:
-                if job.state in ("running", ELSEWHERE):
-                    self.say(f"{job.run.name}: {progress(job.run_dir, job.run.updates).in_words()}")
+            for run in self._runs:
+                if run.state in ("running", ELSEWHERE):
+                    self.say(f"{run.planned.name}: {progress(run.run_dir, run.planned.updates).in_words()}")
 
     def _table(self) -> "Table":
         from rich.table import Table
 
         order = ("running", ELSEWHERE, "interrupted", "failed", "waiting", "finished")
-        jobs = sorted(self._jobs, key=lambda job: order.index(job.state))
+        runs = sorted(self._runs, key=lambda run: order.index(run.state))
         room = max(3, self._console.height - 6)
-        counts = ", ".join(f"{n} {s}" for s in order if (n := sum(job.state == s for job in jobs)))
+        counts = ", ".join(f"{n} {s}" for s in order if (n := sum(run.state == s for run in runs)))
         title = f"{self._folder}: {counts}; {self._workers} at a time"
         table = Table("run", "state", "update", "steps/s", "return", "ETA", "tries", title=title, title_justify="left")
-        for job in jobs[:room]:
-            figures = ("", "", "", "") if job.state == "waiting" else progress(job.run_dir, job.run.updates)
-            table.add_row(job.run.name, job.state, *figures, str(job.attempts or ""), style=STYLES.get(job.state))
-        if len(jobs) > room:
-            table.caption = f"and {len(jobs) - room} more"
+        for run in runs[:room]:
+            figures = ("", "", "", "") if run.state == "waiting" else progress(run.run_dir, run.planned.updates)
+            table.add_row(run.planned.name, run.state, *figures, str(run.attempts or ""), style=STYLES.get(run.state))
+        if len(runs) > room:
+            table.caption = f"and {len(runs) - room} more"
         return table
 
 
