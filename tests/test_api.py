@@ -31,6 +31,7 @@ from cleanba.environments.common import parse_options
 from cleanba.environments.gymnasium import register
 from cleanba.errors import UsageError
 from cleanba.recipes import RECIPES
+from cleanba.runs import progress_line
 from cleanba.runtime.collect import first_carry
 from cleanba.specs import ActionSpec, EnvSpec, ObsSpec, choice
 from cleanba.trust import mark_downloaded
@@ -351,12 +352,16 @@ def test_dictionaries_tuples_and_masks_are_taken_as_environments_show_them():
         as_batch(spec, {"action_mask": [0, 1], "inner": {"00": 1.5}})
 
 
-def test_evaluations_are_those_of_the_command_and_disturb_nothing(run, tmp_path):
+def test_evaluations_are_those_of_the_command_and_disturb_nothing(run, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(progress_line, "PLAIN_SECONDS", 0.001)
     agent = run.agent()
     obs = np.zeros((50, 4), np.float32)
     undisturbed = cleanba.load(run.run_dir)
     undisturbed.act(obs), agent.act(obs)
-    played = cleanba.evaluate(agent, episodes=4, film=tmp_path / "film.mp4")
+    played = cleanba.evaluate(agent, episodes=4, film=tmp_path / "film.mp4", progress=True)
+    assert re.search(
+        r"^playing: [0-3] of 4 episodes have ended, step \d+, \d+ s$", capsys.readouterr().err, re.MULTILINE
+    )
     assert np.array_equal(agent.act(obs), undisturbed.act(obs))
     assert command("eval", run.run_dir, "--episodes", "4").code == 0
     expected = json.loads((run.run_dir / "eval.json").read_text())

@@ -334,7 +334,7 @@ def test_an_episode_that_did_not_end_leaves_no_film(tmp_path):
     steps_left = iter(range(5))
 
     def interrupt(doing):
-        if doing != "playing":
+        if not doing.startswith("playing"):
             return
         if next(steps_left, None) is None:
             raise KeyboardInterrupt

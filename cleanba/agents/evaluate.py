@@ -28,6 +28,7 @@ from cleanba.rollout import Episode, EpisodeTracker, Obs, step_outcome
 from cleanba.runs.curves import Curve, find_runs, group, mean_interval
 from cleanba.runs.log import is_finished
 from cleanba.runs.plot import markdown, with_interval
+from cleanba.runs.progress_line import ProgressLine
 from cleanba.runs.remote import find_run
 from cleanba.runtime.collect import first_carry
 from cleanba.runtime.digests import params_digest
@@ -134,7 +135,7 @@ def play(
             filming = film if not played[0] and not done[0] else None
             if filming is not None:
                 filming.add(envs.render(0), envs.steps_per_second, params, obs, first, carry, action, tracker.ret[0])
-            check("playing")
+            check(f"playing: {sum(map(len, played))} of {episodes} episodes have ended, step {t + 1:,}")
             step = envs.step(action)
             answer = step_outcome(done, step.reward, step.terminated, step.truncated)
             ended = np.flatnonzero(step.over & answer.valid)
@@ -197,23 +198,24 @@ def film_path(run_dir: Path, policy: Policy, seed: int, plays: Play) -> Path:
     return run_dir / "videos" / f"{name_of(policy.update, seed, plays)}.mp4"
 
 
-def film_to(
-    path: Path,
+def play_and_film(
+    path: Path | None,
     policy: Policy,
-    seed: int,
     episodes: int,
+    seed: int,
     device: jax.Device,
     *,
     plays: Play | None = None,
     max_steps: int | None = None,
     check: Callable[[str], None] = lambda doing: None,
 ) -> list[Episode]:
-    """`play`, with the first episode of the first environment filmed to `path`."""
-    film = Film(path, policy)
+    """`play`, with the first episode of the first environment filmed to `path`, unless that is None."""
+    film = Film(path, policy) if path is not None else None
     try:
         return play(policy, episodes, seed, device, plays=plays, max_steps=max_steps, film=film, check=check)
     finally:
-        film.close()
+        if film is not None:
+            film.close()
 
 
 @dataclass(frozen=True)
@@ -266,6 +268,7 @@ def evaluate(
     epsilon: float | None = None,
     max_steps: int | None = None,
     film: str | Path | None = None,
+    progress: bool = False,
 ) -> Evaluation:
     """Play complete episodes in fresh environments.  The agent's own recurrent state stays as it is.
 
@@ -282,6 +285,7 @@ def evaluate(
         max_steps: steps after which an episode is cut off and reported as truncated; None: 27,000, or the environment's
             own limit where that is longer.
         film: an .mp4 file for a film of the first episode.
+        progress: whether standard error shows how many episodes have ended.
 
     Raises:
         UsageError: a number is out of range, or the environment cannot be rendered.
@@ -296,11 +300,8 @@ def evaluate(
     require(path is None or path.suffix == ".mp4", f"film={str(film)!r} must be an .mp4 file; try film.mp4")
     policy, device = agent.policy, agent.device
     plays = policy.recipe.plays.changed(greedy, epsilon)
-    with settings_of(policy.experiment.dtype):
-        if path is None:
-            played = play(policy, episodes, seed, device, plays=plays, max_steps=max_steps)
-        else:
-            played = film_to(path, policy, seed, episodes, device, plays=plays, max_steps=max_steps)
+    with settings_of(policy.experiment.dtype), ProgressLine(shown=progress) as line:
+        played = play_and_film(path, policy, episodes, seed, device, plays=plays, max_steps=max_steps, check=line.show)
     r = summary(policy.spec.env_id, policy.spec.is_atari, played)
     return Evaluation(np.array(r["returns"]), np.array(r["lengths"]), r, path)
 
@@ -402,6 +403,7 @@ def evaluate_run(run_dir: Path, options: Eval) -> Json:
         epsilon=plays.epsilon,
         max_steps=options.max_steps,
         film=film,
+        progress=True,
     )
     result = {
         "env_id": policy.spec.env_id,

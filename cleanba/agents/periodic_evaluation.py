@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from cleanba.agents.evaluate import film_path, film_to, play, summary
+from cleanba.agents.evaluate import film_path, play, play_and_film, summary
 from cleanba.agents.film import require_films
 from cleanba.agents.policy import BEST, Policy, read_best
 from cleanba.config import Run
@@ -133,7 +133,7 @@ class PeriodicEvaluation:
         policy = self._policy._replace(params=params, update=update, global_step=global_step)
         seed, limit = policy.experiment.seed, self._run.eval_max_steps
         path = film_path(self._run_dir, policy, seed, policy.recipe.plays)
-        film_to(path, policy, seed, 1, self._device, max_steps=limit, check=self._move)
+        play_and_film(path, policy, 1, seed, self._device, max_steps=limit, check=self._move)
         return path
 
     def close(self) -> None:

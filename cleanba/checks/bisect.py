@@ -1,9 +1,7 @@
 """`cleanba bisect A B`: where two runs diverge, down to the first number that differs, and what made it."""
 
 import json
-import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +19,7 @@ from cleanba.resolution import Config, read_recipe
 from cleanba.runs.curves import completed_alike
 from cleanba.runs.diff import DIGESTS, read_rows
 from cleanba.runs.directory import differing_machines
+from cleanba.runs.progress_line import ProgressLine
 from cleanba.runs.remote import find_run
 from cleanba.runtime.checkpoint import COUNTERS, updates_kept
 from cleanba.train_flags import parse
@@ -35,7 +34,6 @@ variable of that side.  Exit code 0: the same bits throughout.  1: the two sides
 what its run logged."""
 
 MOST_DEVICES = 4096  # that a CPU may simulate
-REPORT_SECONDS = 15.0  # between lines of progress where there is no terminal
 
 
 @dataclass(frozen=True)
@@ -255,12 +253,11 @@ def search(a: Place, b: Place, span: Span, trust_remote_code: bool) -> tuple[Fin
         UsageError: a side does not fit this machine.
         Failure: a side failed.
     """
-    progress = ProgressLine(span)
     sides: list[RemoteSide] = []
     remarks: dict[str, str] = {}  # by side
     versions: dict[bytes, int] = {}
     finding: Finding | None = None
-    with tempfile.TemporaryDirectory(prefix="cleanba-bisect-") as folder:
+    with ProgressLine() as progress, tempfile.TemporaryDirectory(prefix="cleanba-bisect-") as folder:
         try:
             for name, place in (("A", a), ("B", b)):
                 request = Request(place.run_dir.absolute(), place.placement, span.first, span.last, trust_remote_code)
@@ -277,43 +274,15 @@ def search(a: Place, b: Place, span: Span, trust_remote_code: bool) -> tuple[Fin
                         )
                 if first_print(prints_a, prints_b) is not None:
                     progress.say(f"update {update:,} differs; locating the difference")
+                    progress.show("locating the difference")
                     finding = first_difference(sides[0], sides[1], update, versions)
                     break
                 note_versions(versions, update, prints_a)
-                progress.show(update)
+                done, whole = update - span.first, span.last - span.first
+                progress.show(f"{done:,} of {whole:,} updates computed: the same so far")
                 for side in sides:
                     side.go_on()
         finally:
-            progress.close()
             for side in sides:
                 side.close()
     return finding, [*remarks.values()]
-
-
-class ProgressLine:
-    """Shows how far the computation is: in one line on a terminal, otherwise in a line now and then."""
-
-    def __init__(self, span: Span):
-        self._span, self._began, self._said = span, time.monotonic(), time.monotonic()
-        self._terminal = sys.stdout.isatty()
-
-    def show(self, update: int) -> None:
-        """Both sides have computed this update."""
-        now = time.monotonic()
-        done, whole = update - self._span.first, self._span.last - self._span.first
-        line = f"{done:,} of {whole:,} updates, {now - self._began:.0f} s: the same so far"
-        if self._terminal:
-            print(f"\r\033[K{line}", end="", flush=True)
-        elif now - self._said >= REPORT_SECONDS:
-            self._said = now
-            print(line, flush=True)
-
-    def say(self, line: str) -> None:
-        """Print a line of its own."""
-        self.close()
-        print(line, flush=True)
-
-    def close(self) -> None:
-        """Remove the line of progress."""
-        if self._terminal:
-            print("\r\033[K", end="", flush=True)
