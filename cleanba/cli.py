@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         print("cleanba: interrupted", file=sys.stderr)
         end = Exit(130)
-    except SystemExit as left:  # tyro: --help, wrong flags; rich: the pipe has no reader (`cleanba ppo | head`)
+    except SystemExit as left:  # --help; rich: the pipe has no reader (`cleanba ppo | head`)
         if isinstance(left.code, str):
             print(f"cleanba: {left.code}", file=sys.stderr)
         end = Exit(1 if isinstance(left.code, str) else int(left.code or 0))

@@ -110,12 +110,15 @@ def largest_divisor(of: int, most: int) -> int:
     return max(d for d in range(1, min(of, most) + 1) if of % d == 0)
 
 
-def closest_names(name: str, known: Iterable[str], count: int = 3) -> str:
-    """The `count` known names most like `name`, compared without regard to case, separated by commas."""
+def closest_names(name: str, known: Iterable[str], count: int = 3, alike: float = 0.4) -> str:
+    """The `count` known names most like `name`, compared without regard to case, separated by commas.
+
+    alike: how much like it they must be, from 0 to 1.
+    """
     by_lower: dict[str, str] = {}
     for k in known:
         by_lower.setdefault(k.lower(), k)
-    return ", ".join(by_lower[m] for m in get_close_matches(name.lower(), by_lower, count, cutoff=0.4))
+    return ", ".join(by_lower[m] for m in get_close_matches(name.lower(), by_lower, count, alike))
 
 
 def missing(what: str, error: ImportError, extra: str) -> UsageError:

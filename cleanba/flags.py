@@ -50,5 +50,14 @@ def of_one_word(kind: type[Any], metavar: str, read: Callable[[str], Any]) -> No
         )
 
 
+def number(word: str) -> float:
+    """Parse a number, such as 0.5 or 1e-3.  Raises `ValueError` for another word."""
+    try:
+        return float(word)
+    except ValueError:
+        raise ValueError(f"{word!r} is not a number; write it as 0.001 or 1e-3") from None
+
+
 of_one_word(int, "INT", whole_number)
+of_one_word(float, "FLOAT", number)
 of_one_word(Path, "PATH", expanded)  # shells leave the ~ of --run-dir=~/runs as it is

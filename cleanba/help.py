@@ -3,32 +3,15 @@
 import re
 import shutil
 import textwrap
-from collections.abc import Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import tyro
 
 from cleanba.config import Field, KeptCheckpoints, fields_of, flag
-from cleanba.flags import FLAGS
 
 HELP = ("-h", "--help", "--help-all")
-T = TypeVar("T")
-
-
-def parse_command(form: type[T], argv: Sequence[str], command: str, about: str = "") -> T:
-    """Parse the arguments of a command other than training.  --help prints, and exits with 0.
-
-    form: the dataclass of its flags.
-    about: what --help says first; empty: a usage line and the form's docstring.
-
-    For flags that it cannot read, tyro prints its own message and exits with 2.
-    """
-    if any(word in HELP[:2] for word in argv):
-        print(command_help(form, command, about))
-        raise SystemExit(0)
-    return tyro.cli(form, args=argv, prog=f"cleanba {command}", registry=FLAGS)
 
 
 def command_help(form: Any, command: str, about: str = "") -> str:

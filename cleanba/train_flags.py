@@ -11,6 +11,7 @@ from typing import Any
 
 import tyro
 
+from cleanba.arguments import read_words
 from cleanba.config import (
     Experiment,
     Group,
@@ -21,7 +22,6 @@ from cleanba.config import (
     require,
 )
 from cleanba.errors import Failure, UsageError
-from cleanba.flags import FLAGS
 from cleanba.help import HELP, entry, flag_lines, help_width, paragraphs
 from cleanba.recipes import AnyRecipe
 from cleanba.resolution import DEFAULT, TYPED, Config, Resolved, configure, fit, settle
@@ -35,14 +35,14 @@ PRESET = "--preset"
 def parse(
     recipe: AnyRecipe, argv: Sequence[str], default: Config | None = None, locate: Callable[[str], Path] = Path
 ) -> Config:
-    """Parse a command's arguments.  For flags that it cannot read, tyro prints its own message and exits with 2.
+    """Parse a command's arguments.
 
     --help, --help-all and --show-config print and exit with 0.  `default` is the configuration of a run to resume, and
     `locate` finds the directory of the run that --experiment names.
 
     Raises:
-        UsageError: a value is not allowed, --experiment names no run of this algorithm, or flags would change an
-            experiment that is repeated or resumed.
+        UsageError: a flag is unknown, a value is not allowed, --experiment names no run of this algorithm, or flags
+            would change an experiment that is repeated or resumed.
     """
     words = [word for word in argv if word not in (*HELP, SHOW)]
     asked_for = [word for word in argv if word in (*HELP, SHOW)]
@@ -62,7 +62,6 @@ def read_flags(
     """`parse`, without --help and --show-config."""
     words, left_open = in_one_form(recipe, words)
     named, words = preset_of(recipe, words)
-    refuse_foreign_flags(recipe, words)
     form = make_dataclass(
         "Form",
         [
@@ -73,11 +72,15 @@ def read_flags(
         frozen=True,
     )
     before = form(default.asked, default.placement, default.run) if default else form()
-    parsed: Any = tyro.cli(
+    own = {name for group in (recipe.experiment, Placement, Run) for name in offered_fields(group)}
+    if words and not words[0].startswith("-"):
+        raise UsageError(f"{words[0]} has no flag before it; write --env-id {words[0]}")
+    parsed: Any = read_words(
         form,
-        args=words,
-        prog=f"cleanba {recipe.name}",
-        registry=FLAGS,
+        words,
+        recipe.name,
+        own,
+        lambda unknown: remedy_for(unknown, own),
         default=before,
         config=(tyro.conf.OmitArgPrefixes,),
     )
@@ -184,6 +187,10 @@ FOREIGN_FLAGS = {
     "--full-action-space": "Atari's actions are discrete: leave it out",
     "--episodic-life": "Atari's actions are discrete: leave it out",
     "--env": "set --env-id",
+    "--env-name": "set --env-id",
+    "--policy": "set --network and --core",
+    "--tensorboard-log": "set --run-dir, which holds TensorBoard's files, too",
+    "--verbose": "progress is always shown: leave it out",
     "--batch-size": "a batch has num_envs x num_steps steps: set these, or --num-minibatches",
     "--minibatch-size": "set --num-minibatches",
     "--n-steps": "set --num-steps",
@@ -199,17 +206,6 @@ def remedy_for(flag: str, own: Collection[str]) -> str:
     remedy = FOREIGN_FLAGS.get(flag, "")
     named = {name[2:].replace("-", "_") for name in re.findall(r"--[a-z][a-z-]*", remedy)}
     return remedy if not named or not named.isdisjoint(own) or "leave it out" in remedy else ""
-
-
-def refuse_foreign_flags(recipe: AnyRecipe, argv: Sequence[str]) -> None:
-    """Raise `UsageError` for a flag of another system that has another name here, or does not exist."""
-    own = {name for part in (recipe.experiment, Placement, Run) for name in offered_fields(part)}
-    if argv and not argv[0].startswith("-"):
-        raise UsageError(f"{argv[0]} has no flag before it; write --env-id {argv[0]}")
-    for word in argv:
-        flag = word.partition("=")[0].replace("_", "-").replace("--no-", "--")
-        if flag[2:].replace("-", "_") not in own and (remedy := remedy_for(flag, own)):
-            raise UsageError(f"{recipe.name} has no {flag}; {remedy}")
 
 
 # ------------------------------------------------------------------------------------------------------ what is shown

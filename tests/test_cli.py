@@ -16,16 +16,16 @@ import tyro
 from launch import TINY, command, finish, python, read_result
 
 from cleanba.api import Run as Run_of
+from cleanba.arguments import refuse_unknown_flags
 from cleanba.cli import COMMANDS
 from cleanba.config import Placement, Run, fields_of, flag, to_json
 from cleanba.errors import UsageError
 from cleanba.flags import whole_number
-from cleanba.help import written_flag
+from cleanba.help import WRITTEN, written_flag
 from cleanba.recipes import RECIPES
 from cleanba.resolution import resolve
 from cleanba.runs.directory import lock
 from cleanba.runtime.metrics import Display, Status, Terminal, panel
-from cleanba.train_flags import refuse_foreign_flags
 
 COMPILED: list[str] = []
 jax.monitoring.register_event_duration_secs_listener(
@@ -290,7 +290,33 @@ def test_a_flag_of_another_system_is_refused_with_ours(words, remedy):
 def test_no_algorithm_is_refused_its_own_flags(name):
     groups = (RECIPES[name].experiment, Placement, Run)
     own = [field for group in groups for field, f in fields_of(group).items() if f.offered]
-    refuse_foreign_flags(RECIPES[name], [flag for f in own for flag in (f"--{f}", f"--no-{f}".replace("_", "-"))])
+    words = [word for f in own for word in (f"--{f}", f"--no-{f}".replace("_", "-")) if f not in WRITTEN]
+    refuse_unknown_flags(words, name, own, lambda unknown: "")
+
+
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        ("ppo --total-timesteps 20k", "--total-timesteps: '20k' is not a whole number; write it as 1000000 or 1e6"),
+        ("ppo --learning-rate high", "--learning-rate: 'high' is not a number; write it as 0.001 or 1e-3"),
+        ("ppo --core LSTM", "--core LSTM must be one of 'none', 'lstm'"),
+        ("ppo --hiddens 64,64", "--hiddens: '64,64' cannot be read; put spaces between several values"),
+        ("ppo --num-processes two", "--num-processes: 'two' cannot be read"),
+        ("ppo --seed", "--seed needs a value"),
+        ("ppo --seed 1 2", "2: no flag before it takes this"),
+        ("ppo --policy MlpPolicy", "ppo has no --policy; set --network and --core"),
+        ("eval RUN --deterministic", "eval has no --deterministic; set --greedy"),
+        ("eval", "RUN_DIR is missing"),
+        ("plot --metrics x RUN", "plot has no --metrics; did you mean --metric? `cleanba plot --help` lists its flags"),
+        ("slurm --bogus", "slurm has no --bogus; `cleanba slurm --help` lists its flags"),
+    ],
+)
+@pytest.mark.parametrize("width", ["40", "200"])
+def test_words_that_cannot_be_read_are_told_in_one_sentence(words, says, width, monkeypatch):
+    monkeypatch.setenv("COLUMNS", width)
+    message = refusal(*words.split())
+    assert message.startswith(says)
+    assert f"`cleanba {words.split()[0]} --help` explains the flags" in message or "; set " in says or "lists" in says
 
 
 def test_a_value_of_the_wrong_kind_is_refused():

@@ -152,10 +152,10 @@ class Fits(Exception):
 
 
 def one_clear_message(err: str) -> bool:
-    """Ours in one sentence, or tyro's box; no stack trace."""
+    """One sentence, or the command's usage; no stack trace and no box."""
     ours = re.findall(r"^cleanba: (?!warning).+", err, re.M)
-    boxed = bool(re.search("─{9}|-{9}", err)) or "usage" in err.lower()
-    return "Traceback" not in err and (len(ours) == 1 or (not ours and boxed))
+    boxed = bool(re.search("─{9}|-{9}", err))
+    return "Traceback" not in err and not boxed and (len(ours) == 1 or (not ours and "usage" in err.lower()))
 
 
 def check(words: list[str]) -> str:

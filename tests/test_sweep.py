@@ -61,8 +61,8 @@ def test_sets_of_atari_games_are_environments_that_exist():
 @pytest.mark.parametrize(
     "own, runs, said",
     [
-        ([], ["ppo", "--bogus", "3"], "Unrecognized options: --bogus, 3"),
-        ([], ["ppo", "--network", "foo"], "invalid choice 'foo' for argument '--network'"),
+        ([], ["ppo", "--bogus", "3"], "ppo has no --bogus; `cleanba ppo --help` lists its flags"),
+        ([], ["ppo", "--network", "foo"], "--network foo must be one of 'nature', 'nips'"),
         ([], ["ppo", *SHORT, "--num-minibatches", "3"], "num_minibatches=3 cannot cut"),
         ([], ["ppo", *SHORT, "--network", "nature"], "network=nature needs images"),
         ([], ["ppo", *SHORT, "--seed", "7"], "--seed is given after --"),
@@ -70,8 +70,9 @@ def test_sets_of_atari_games_are_environments_that_exist():
         ([], ["pop"], "a sweep needs to know what to run"),
         ([], [], "a sweep needs to know what to run"),
         (["--set", "learning_rat=1"], ["ppo", *SHORT], "did you mean learning_rate"),
+        (["--set", "lr=1"], ["ppo", *SHORT], "--set lr: ppo has no such flag; set --learning-rate"),
         (["--set", "learning_rate"], ["ppo", *SHORT], "must be name=value,value"),
-        (["--set", "learning_rate=1e-4,x"], ["ppo", *SHORT], "learning_rate=x: after --: Error parsing"),
+        (["--set", "learning_rate=1e-4,x"], ["ppo", *SHORT], "learning_rate=x: --learning-rate: 'x' is not a number"),
         (["--set", "gamma=0.9,1.1"], ["ppo", *SHORT], "gamma=1.1 must lie in [0, 1]"),
         (["--set", "gamma=0.9", "gamma=0.8"], ["ppo", *SHORT], "each flag once"),
         (["--set", "gamma=0.9,0.9"], ["ppo", *SHORT], "would share the folder"),

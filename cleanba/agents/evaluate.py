@@ -14,13 +14,13 @@ import tyro
 from cleanba.agents.agent import Agent, load
 from cleanba.agents.film import Film
 from cleanba.agents.policy import Policy
+from cleanba.arguments import parse_command
 from cleanba.config import read_experiment, require
 from cleanba.environments.atari_scores import human_normalised, reference
 from cleanba.environments.backends import Envs, open_envs, threads_per_actor
 from cleanba.environments.worker import close
 from cleanba.errors import Exit, Failure, UsageError, printable, warn
 from cleanba.files import Json, read_json, write_json
-from cleanba.help import parse_command
 from cleanba.networks.encoder import legal_actions
 from cleanba.recipes import Play
 from cleanba.resolution import completed

@@ -9,8 +9,8 @@ import tyro
 
 from cleanba.agents.agent import load
 from cleanba.agents.portable import FORMATS, NEEDS, Export, check_target, export
+from cleanba.arguments import parse_command
 from cleanba.errors import Exit
-from cleanba.help import parse_command
 from cleanba.runs.remote import find_run
 from cleanba.runtime.process_setup import pin_settings
 

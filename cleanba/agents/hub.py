@@ -14,10 +14,10 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 import tyro
 
 from cleanba.agents.policy import load_policy
+from cleanba.arguments import parse_command
 from cleanba.config import Placement, read_config, read_experiment, require
 from cleanba.errors import Exit, Failure, said
 from cleanba.files import METRICS, Json, read_json, write_json
-from cleanba.help import parse_command
 from cleanba.recipes import Play
 from cleanba.runs import log
 from cleanba.runs.directory import UPLOADED, films_of

@@ -14,9 +14,9 @@ from typing import Annotated
 import tyro
 
 from cleanba.agents.hub import fill_run, kept_parts
+from cleanba.arguments import parse_command
 from cleanba.config import read_experiment, require
 from cleanba.errors import Exit, Failure, UsageError
-from cleanba.help import parse_command
 from cleanba.recipes import RECIPES
 from cleanba.resolution import read_recipe
 from cleanba.runs.directory import films_of, unwritable

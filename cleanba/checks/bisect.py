@@ -9,12 +9,12 @@ from typing import Annotated, NamedTuple
 
 import tyro
 
+from cleanba.arguments import parse_command
 from cleanba.checks.parting import Finding, first_difference, first_print, note_versions
 from cleanba.checks.sides import RemoteSide, Request
 from cleanba.config import Placement, Run, differences, from_json, read_config, read_experiment, require, shortened
 from cleanba.errors import Exit, printable
 from cleanba.files import Json
-from cleanba.help import parse_command
 from cleanba.resolution import Config, read_recipe
 from cleanba.runs.curves import completed_alike
 from cleanba.runs.diff import DIGESTS, read_rows

@@ -16,13 +16,13 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import tyro
 
+from cleanba.arguments import parse_command
 from cleanba.checks.recompute import Rerun, digests_of, open_rerun, read_checkpoint, recompute
 from cleanba.config import Experiment, Placement, Range, check_values, read_experiment, require
 from cleanba.environments import jax_envs
 from cleanba.environments.backends import repeatable, sources
 from cleanba.errors import Exit, Failure, Interrupted, UsageError, exit_code, printable
 from cleanba.files import METRICS, Json
-from cleanba.help import parse_command
 from cleanba.runs import log
 from cleanba.runs.remote import find_run
 from cleanba.runtime import chain, records

@@ -7,11 +7,11 @@ from typing import Annotated
 
 import tyro
 
+from cleanba.arguments import parse_command
 from cleanba.config import Experiment, require
 from cleanba.environments import envpool, gymnasium, jax_envs
 from cleanba.environments.backends import env_spec
 from cleanba.errors import Exit, UsageError, closest_names
-from cleanba.help import parse_command
 from cleanba.specs import ActionSpec, EnvSpec, describe
 
 EXAMPLES = 3  # names of each family, in the list of all families

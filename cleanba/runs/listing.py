@@ -11,10 +11,10 @@ from typing import Annotated, NamedTuple
 
 import tyro
 
+from cleanba.arguments import parse_command
 from cleanba.config import require
 from cleanba.errors import Exit, printable
 from cleanba.files import METRICS, finite
-from cleanba.help import parse_command
 from cleanba.runs.log import newest
 
 DEPTH = 3  # runs may lie in folders of folders

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import numpy as np
 import tyro
 
+from cleanba.arguments import parse_command
 from cleanba.config import require
 from cleanba.environments.atari_scores import human_normalised, publication, reference
 from cleanba.errors import Exit, printable
 from cleanba.files import Json, require_name
-from cleanba.help import parse_command
 from cleanba.runs.aggregates import STATISTICS, Aggregates, aggregates, experiments
 from cleanba.runs.curves import RETURN, Groups, Interval, band, group, load, mean_interval, stopped_early, variants_of
 from cleanba.runs.directory import unwritable

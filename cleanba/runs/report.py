@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 import tyro
 
+from cleanba.arguments import parse_command
 from cleanba.config import read_config, read_experiment
 from cleanba.environments.published import PublishedReturn, published_return
 from cleanba.errors import Exit
 from cleanba.files import METRICS, Json, optional_json, require_name, write_whole
-from cleanba.help import parse_command
 from cleanba.recipes import Play
 from cleanba.runs import log
 from cleanba.runs.curves import column, is_number, read_rows

@@ -12,9 +12,9 @@ from typing import Annotated
 
 import tyro
 
+from cleanba.arguments import parse_command
 from cleanba.config import Experiment, Placement, require
 from cleanba.errors import Exit, Failure, UsageError
-from cleanba.help import parse_command
 from cleanba.recipes import RECIPES, AnyRecipe, find_recipe, names_recipe
 from cleanba.resolution import fit, settle
 from cleanba.runs.directory import default_run_dir

@@ -9,17 +9,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext, redirect_stderr
+from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from hashlib import sha256
-from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from cleanba.arguments import parse_command
 from cleanba.config import Experiment, Placement, Run, require
 from cleanba.environments.atari_scores import table
 from cleanba.errors import Exit, Failure, UsageError, closest_names, printable, warn
-from cleanba.help import parse_command
+from cleanba.help import written_flag
 from cleanba.recipes import RECIPES, AnyRecipe, find_recipe, names_recipe
 from cleanba.resolution import Config, continue_experiment, fit, resolve
 from cleanba.runs.directory import lock
@@ -31,7 +31,7 @@ from cleanba.runtime.supervision import ending_signals, handle_signals
 from cleanba.specs import EnvSpec
 from cleanba.sweeps.manifest import Planned, done, read_manifest, write_manifest
 from cleanba.sweeps.slurm import job_states, submit
-from cleanba.train_flags import parse
+from cleanba.train_flags import parse, remedy_for
 
 if TYPE_CHECKING:  # rich takes a moment to import
     from rich.table import Table
@@ -154,10 +154,8 @@ def variants(recipe: AnyRecipe, settings: Sequence[str]) -> list[tuple[str, list
             "--num-seeds, --first-seed or --dir",
         )
         close = closest_names(name, field_types)
-        require(
-            name in field_types,
-            f"--set {name}: {recipe.name} has no such flag" + (f"; did you mean {close}?" if close else ""),
-        )
+        remedy = remedy_for(written_flag(name), field_types) or (close and f"did you mean {close}?")
+        require(name in field_types, f"--set {name}: {recipe.name} has no such flag" + (remedy and f"; {remedy}"))
         require(all(map(str.strip, values.split(","))), f"--set {setting!r} has an empty value; take the comma out")
         choices.append([(name, value.strip()) for value in values.split(",")])
     names = [pairs[0][0] for pairs in choices]
@@ -228,24 +226,11 @@ def safe(name: str) -> str:
 
 
 def checked_parse(recipe: AnyRecipe, words: list[str]) -> Config:
-    """`train_flags.parse`, with tyro's printed message as a `UsageError`."""
-    printed = StringIO()
+    """`train_flags.parse` for the flags after --, among which --help is an error."""
     try:
-        with redirect_stderr(printed):
-            return parse(recipe, words)
-    except SystemExit as end:
-        require(end.code != 0, f"`cleanba {recipe.name} --help` explains the flags after --")
-        raise UsageError(f"after --: {tyro_sentence(printed.getvalue()) or shlex.join(words)}") from None
-
-
-def tyro_sentence(box: str) -> str:
-    """The sentence in tyro's message, without its frame, its title, and everything after the first rule."""
-    lines = [line.strip("│ ") for line in box.splitlines() if not line.startswith(("╭", "╰"))]
-    blocks = [
-        " ".join(block).strip() for rule, block in itertools.groupby(lines, lambda s: not s.strip("─-")) if not rule
-    ]
-    framed = box.startswith("╭")  # otherwise, as in a plain terminal, the title is a block of its own
-    return "".join(blocks[not framed :][:1]).rstrip(".")
+        return parse(recipe, words)
+    except SystemExit:
+        raise UsageError(f"`cleanba {recipe.name} --help` explains the flags after --") from None
 
 
 def check(recipe: AnyRecipe, words: list[str], run_dir: Path, spec: EnvSpec | None) -> tuple[Experiment, EnvSpec]:
