@@ -94,6 +94,16 @@ def test_short_episodes_count_no_more_than_long_ones():
     assert envs.closed == 1
 
 
+def test_an_evaluation_reports_the_infos_that_the_run_logs():
+    told = lambda *infos: Episode(1.0, 5, infos=infos)
+    episodes = [told(1.0, np.nan), told(0.0, np.nan), Episode(1.0, 9, cut=True)]
+    r = evaluate.summary("odd:Succeeds", False, episodes, ("is_success", "distance"))
+    assert r["infos"] == {"is_success": 0.5, "distance": None}
+    about = {"algorithm": "ppo", "env_id": "odd:Succeeds", "update": None, "seed": 1, "greedy": True, "epsilon": 0.0}
+    words = evaluate.in_words(about | r | {"max_steps": 9})
+    assert "\nis_success: mean 0.5\ndistance: no episode ended with it" in words
+
+
 def test_an_environment_with_episodes_of_both_kinds_plays_them_in_its_order():
     played, _ = play_scripts([[LONG, SHORT, SHORT]], 1)
     assert played == [Episode(10.0, 40)]
