@@ -79,17 +79,40 @@ def printable(text: str, keep: str = "") -> str:
 
 
 # Paths of library code.  All other code is the user's, even in a folder that is called cleanba, too.
-LIBRARIES = ("importlib", "/site-packages/gymnasium/", "/site-packages/jax/", f"{Path(__file__).parent}/")
+CLEANBA = f"{Path(__file__).parent}/"
+LIBRARIES = ("importlib", CLEANBA, *(f"/site-packages/{name}/" for name in ("gymnasium", "jax", "numpy")))
 STANDARD = sysconfig.get_path("stdlib")
+
+
+def is_own(filename: str) -> bool:
+    """Whether a file holds the user's code, rather than that of Cleanba, Python or a library that Cleanba uses."""
+    standard = filename.startswith(STANDARD) and "site-packages" not in filename
+    return not standard and not any(name in filename for name in LIBRARIES)
+
+
+def place_of(error: BaseException) -> str:
+    """Where the user's code raised an error, as ", at file:line"; "" if libraries raised it."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if is_own(f.filename)]
+    return f", at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
 
 
 def raised(error: BaseException) -> str:
     """An error of the user's code, in one line, with its file and line number if it was raised outside libraries."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not any(name in f.filename for name in LIBRARIES)]
-    frames = [f for f in frames if not f.filename.startswith(STANDARD) or "site-packages" in f.filename]
-    if isinstance(error, ImportError | SyntaxError) or not frames:
-        return said(error)
-    return f"{type(error).__name__}: {said(error)}, at {frames[-1].filename}:{frames[-1].lineno}"
+    place = "" if isinstance(error, ImportError | SyntaxError) else place_of(error)
+    return f"{type(error).__name__}: {said(error)}{place}" if place else said(error)
+
+
+def own_trace(error: BaseException) -> str:
+    """The traceback of an error of the user's code, without the frames that led there; all of it for other errors."""
+    trace, start = error.__traceback__, None
+    while trace is not None:
+        filename = trace.tb_frame.f_code.co_filename
+        if filename.startswith(CLEANBA):
+            start = None
+        elif start is None and is_own(filename):
+            start = trace
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(type(error), error, start or error.__traceback__))
 
 
 def nearest(value: int, fits: Callable[[int], bool], limit: int = 100_000) -> str:

@@ -33,9 +33,21 @@ from cleanba.agents.policy import new_policy
 from cleanba.algorithm import AnyAlgorithm
 from cleanba.algorithms.gradient_steps import REPLAY_FILLED
 from cleanba.config import Experiment, Partition, Placement, Retention, Run, from_json, read_config, require, to_json
+from cleanba.environments import worker
 from cleanba.environments.backends import check_workers, repeatable, sources, warnings, with_infos
-from cleanba.environments.gymnasium import LOCAL, PREFIX
-from cleanba.errors import Exit, Failure, Interrupted, NotFinite, UsageError, exit_code, printable, warn
+from cleanba.environments.gymnasium import LOCAL, PREFIX, Trace
+from cleanba.errors import (
+    Exit,
+    Failure,
+    Interrupted,
+    NotFinite,
+    UsageError,
+    exit_code,
+    own_trace,
+    place_of,
+    printable,
+    warn,
+)
 from cleanba.files import Json, write_json
 from cleanba.interrupts import started
 from cleanba.recipes import AnyRecipe
@@ -750,6 +762,18 @@ def exit_of(ended: Ended) -> Exit:
         if not ended.said:
             print(f"cleanba: {error}", file=sys.stderr)
         return Exit(exit_code(error), ended.stuck)
-    traceback.print_exception(error)
-    print(f"cleanba: the run failed: {type(error).__name__}: {error}", file=sys.stderr)
+    trace, place = trace_of(error)
+    print(f"{trace}cleanba: the run failed: {type(error).__name__}: {error}{place}", file=sys.stderr)
     return Exit(1, ended.stuck)
+
+
+def trace_of(error: BaseException) -> tuple[str, str]:
+    """The traceback of an error, and ", at file:line" if an environment raised it in this process.
+
+    Where an environment raised it, the traceback has only the environment's own frames.
+    """
+    if isinstance(error.__cause__, Trace):
+        return error.__cause__.args[0], ""  # the message has the place
+    if any(frame.filename == worker.__file__ for frame in traceback.extract_tb(error.__traceback__)):
+        return own_trace(error), place_of(error)
+    return "".join(traceback.format_exception(error)), ""

@@ -11,6 +11,8 @@ from functools import partial
 from hashlib import sha256
 from pathlib import Path
 
+import faulty
+import gymnasium as farama
 import jax
 import numpy as np
 import pytest
@@ -24,8 +26,9 @@ from cleanba.environments import gymnasium, jax_envs
 from cleanba.environments.backends import Envs, end_waits, env_spec, open_envs, repeatable, sources, warnings
 from cleanba.environments.common import parse_options
 from cleanba.environments.spaces import action_spec, obs_spec
-from cleanba.environments.worker import misfit, number_in
+from cleanba.environments.worker import misfit, number_in, rate_in
 from cleanba.errors import Failure, UsageError
+from cleanba.launch import Ended, exit_of
 from cleanba.recipes import RECIPES
 from cleanba.resolution import preset_name, resolve
 from cleanba.rollout import PyTree
@@ -209,7 +212,7 @@ PATH = os.pathsep.join(map(str, (ROOT, ROOT / "tests", EXAMPLES)))
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_an_error_in_an_environment_comes_with_its_traceback(workers):
+def test_an_error_in_an_environment_comes_with_its_traceback(workers, capsys):
     envs = opened("faulty:Faulty-v0", [1, 2], workers, env_options=("fault=raise",))
     envs.reset()
     with pytest.raises((RuntimeError, ValueError), match="planted") as caught:
@@ -219,6 +222,11 @@ def test_an_error_in_an_environment_comes_with_its_traceback(workers):
     if workers:
         assert "environments 0 to 0 of faulty:Faulty-v0" in str(caught.value)
         assert 'raise ValueError("planted")' in str(caught.value.__cause__)
+    # The command shows the environment's own frames, once, and the last line has the place.
+    assert exit_of(Ended(Path(), caught.value)).code == 1
+    *trace, last = capsys.readouterr().err.splitlines()
+    assert [line.split(", ")[0] for line in trace if line.startswith("  File")] == [f'  File "{faulty.__file__}"']
+    assert re.search(rf"ValueError: planted, at {faulty.__file__}:\d+$", last)
 
 
 def test_a_worker_that_dies_or_hangs_is_reported_and_ended():
@@ -328,6 +336,18 @@ def test_missing_shared_memory_is_reported_before_it_is_used(monkeypatch):
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(Failure, match=r"memory takes .* MB.*/dev/shm.*No space left.*--num-envs"):
         opened("faulty:Faulty-v0", [1, 2], workers=1)
+
+
+@pytest.mark.parametrize("env_id, rate", [(IN_PYTHON, 4), (f"{IN_PYTHON[:-3]}", 4), ("gymnasium:CartPole-v1", 50)])
+def test_films_have_the_speed_that_the_environment_states(env_id, rate):
+    for workers in (0, 1):
+        envs = opened(env_id, [1], workers)
+        assert envs.steps_per_second == rate
+        envs.close()
+
+
+def test_a_speed_that_is_no_speed_is_not_used():
+    assert [rate_in({"render_fps": x}) for x in (4, "fast", None, 0, -1, np.inf)] == [4, *[30] * 5]
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -441,7 +461,7 @@ def test_a_limit_with_craftaxs_name_is_left_to_the_environment():
     ],
 )
 def test_a_step_in_jax_that_does_not_fit_the_reset_is_refused_before_the_run(fault, words):
-    with pytest.raises(UsageError, match=rf"'jax:odd:Boxed' cannot be reset and stepped with .*: {words}") as caught:
+    with pytest.raises(UsageError, match=rf"'jax:odd:Boxed' cannot be reset and stepped.*: {words}") as caught:
         env_spec(Experiment(env_id="jax:odd:Boxed", env_options=(f"fault={fault}",)))
     assert "\n" not in str(caught.value)
 
@@ -623,10 +643,17 @@ def test_an_environment_that_starts_slowly_is_still_tried_out(monkeypatch):
             "['a'] = 2, but its space has -1 to 1;",
         ),
         (Discrete(99), lambda n: np.int64(n), ""),
-        (Box(0, 1, (2,)), lambda n: np.full(2, n, np.float32), ""),  # numbers, which the network sees as they are
+        (Box(0, 1, (2,)), lambda n: np.full(2, n, np.float32), "the observation 2, but its space has 0 to 1."),
+        (Box(np.float32([-9, -np.inf]), np.float32([9, 1])), lambda n: np.array([n, -n]), ""),
+        (Box(-1, 1, (2,)), lambda n: np.array([1.0001, np.nan]), ""),  # rounding; the run itself reports NaN
+        (
+            Dict({"a": Dict({"b": Box(0, 255, (2,), np.int16)}), "c": Discrete(99)}),
+            lambda n: {"a": {"b": np.array([0, 251 + n])}, "c": 5},
+            "the observation 'a.b' = 256, but its space has 0 to 255.",
+        ),
     ],
 )
-def test_an_integer_outside_its_space_is_reported(space, shown, words):
+def test_a_number_outside_its_space_is_reported(space, shown, words):
     class Counts(Odd):
         observation_space, looks = space, 0
 
@@ -698,6 +725,13 @@ def test_several_choices_of_gymnasiums_are_choices_here():
         (dict(env_id="CartPole-v1", env_wrappers=("faulty:Twice",)), ["gymnasium:CartPole-v1"]),
         (dict(env_id="jax:corridor_jax:Corridr"), ["Corridr", "jax:module:Class"]),
         (dict(env_id="craftax:Craftax-v1"), ["craftax:Craftax-Symbolic-v1"]),
+        (dict(env_id="./odd:Odd"), ["is a path", "write odd:Odd,"]),
+        (dict(env_id="odd.py:Odd"), ["is a path", "write odd:Odd,"]),
+        (dict(env_id="jax:./odd.py:Boxed"), ["is a path", "write jax:odd:Boxed,"]),
+        (dict(env_id="odd:Odd", env_wrappers=("./faulty:Twice",)), ["is a path", "write faulty:Twice,"]),
+        (dict(env_id="odd.Odd"), ["write odd:Odd for a class"]),
+        (dict(env_id="odd:Boxed"), ["write jax:odd:Boxed"]),
+        (dict(env_id="jax:odd:Odd"), ["write odd:Odd"]),
     ],
 )
 def test_invalid_environments_are_refused_with_a_remedy(changes, words, tmp_path, monkeypatch):
@@ -710,6 +744,43 @@ def test_invalid_environments_are_refused_with_a_remedy(changes, words, tmp_path
         env_spec(Experiment(**changes))
     message = str(caught.value)
     assert all(word in message for word in words) and "\n" not in message, message
+
+
+@pytest.mark.parametrize(
+    "reset, step, words",
+    [
+        (lambda o: o, None, "cannot be reset: Wrong.reset returned one value of the type ndarray, but must return 2"),
+        (None, lambda o, r, *x: (o, r, *x[1:]), "cannot be stepped: Wrong.step returned 4 values, but must return 5"),
+        (None, lambda o, r, *x: (o, np.ones(2), *x), "stepped: Wrong.step returned the reward array([1., 1.]), which"),
+        (None, lambda o, r, *x: (o, None, *x), "stepped: Wrong.step returned the reward None, which is not one number"),
+        (
+            lambda o: ({"a": 0.5 * o}, {}),
+            None,
+            "the observation 'a' has the type float32, but its space has uint8",
+        ),
+    ],
+)
+def test_what_an_environment_returns_against_the_rules_is_named(reset, step, words):
+    class Wrong(Odd):
+        observation_space = Dict({"a": Box(0, 255, (2,), np.uint8)}) if "uint8" in words else Odd.observation_space
+
+        def reset(self, **how):
+            obs, told = super().reset(**how)
+            return (obs, told) if reset is None else reset(obs)
+
+        def step(self, action):
+            return super().step(action) if step is None else step(*super().step(action))
+
+    with pytest.raises(UsageError) as caught:
+        env_spec(Experiment(env_id=gymnasium.register(Wrong)))
+    assert words in str(caught.value) and "numpy" not in str(caught.value)
+
+
+def test_an_id_that_gymnasium_knows_is_named_with_its_prefix():
+    farama.register("MyRobot-v0", Odd)
+    with pytest.raises(UsageError, match="registered with Gymnasium, not EnvPool; write gymnasium:MyRobot-v0"):
+        env_spec(Experiment(env_id="MyRobot-v0"))
+    assert env_spec(Experiment(env_id="gymnasium:MyRobot-v0")).num_actions == 2
 
 
 def test_a_suite_that_is_not_installed_is_named_with_what_installs_it(monkeypatch):

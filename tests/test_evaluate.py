@@ -35,6 +35,7 @@ from cleanba.runtime.checkpoint import Saved, updates_kept
 from cleanba.runtime.devices import find_devices
 from cleanba.runtime.supervision import Watchdog
 from cleanba.seeds import env_seed, eval_seed
+from cleanba.specs import ObsSpec
 
 pytestmark = pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # imageio starts ffmpeg to read a film
 
@@ -91,6 +92,16 @@ def test_short_episodes_count_no_more_than_long_ones():
         "lengths": [e.length for e in played],
     }
     assert envs.closed == 1
+
+
+def test_an_evaluation_reports_the_infos_that_the_run_logs():
+    told = lambda *infos: Episode(1.0, 5, infos=infos)
+    episodes = [told(1.0, np.nan), told(0.0, np.nan), Episode(1.0, 9, cut=True)]
+    r = evaluate.summary("odd:Succeeds", False, episodes, ("is_success", "distance"))
+    assert r["infos"] == {"is_success": 0.5, "distance": None}
+    about = {"algorithm": "ppo", "env_id": "odd:Succeeds", "update": None, "seed": 1, "greedy": True, "epsilon": 0.0}
+    words = evaluate.in_words(about | r | {"max_steps": 9})
+    assert "\nis_success: mean 0.5\ndistance: no episode ended with it" in words
 
 
 def test_an_environment_with_episodes_of_both_kinds_plays_them_in_its_order():
@@ -355,21 +366,36 @@ def test_an_episode_that_did_not_end_leaves_no_film(tmp_path):
 
 def test_frames_show_stacks_numbers_and_all_actions():
     stack = np.arange(4, dtype=np.uint8)[None, :, None, None] * np.ones((1, 1, 84, 84), np.uint8) * 60
-    sheet = np.asarray(films.see(stack))
+    draw = lambda x, grey=False: np.asarray(films.see({"": x[0]}, grey))
+    sheet = draw(stack)
     assert [sheet[y, x, 0] for y in (80, 250) for x in (80, 250)] == [0, 60, 120, 180]  # oldest first
     colours = np.zeros((2, 6, 84, 84), np.uint8)
     colours[0, 3] = 200  # red of the second picture
-    assert np.asarray(films.see(colours))[80, 250].tolist() == [200, 0, 0]
-    assert np.asarray(films.see(colours, grey=True)).shape[0] > np.asarray(films.see(colours)).shape[0]  # six tiles
+    assert draw(colours)[80, 250].tolist() == [200, 0, 0]
+    assert draw(colours, grey=True).shape[0] > draw(colours).shape[0]  # six tiles
     # Gymnasium's pictures have their colours last.
-    assert np.array_equal(films.see(colours.transpose(0, 2, 3, 1)), films.see(colours))
-    assert films.see(np.zeros((2, 4), np.float32)).height == 4 * films.LINE
-    assert films.see({"a": np.zeros((1, 100)), "b": np.zeros((1, 1))}).height == 17 * films.LINE
+    assert np.array_equal(draw(colours.transpose(0, 2, 3, 1)), draw(colours))
+    assert len(draw(np.zeros((2, 4), np.float32))) == 4 * films.LINE
+    assert films.see({"a": np.zeros(100), "b": np.zeros(1)}).height == (8 + 1 + 1) * films.LINE
     policy = np.asarray(films.draw_policy(ATARI_ACTIONS, np.eye(18)[17], [17]))
     assert policy.shape[0] <= films.PICTURE[1]
     for values in ([np.nan, 0.5], [np.inf, 0.5], [np.nan, np.nan]):  # of a network that has diverged
         assert np.asarray(films.draw_policy(("a", "b"), np.array(values), [0])).any()
     assert (policy[17 * films.LINE + 10, 200] > 100).any() and (policy[10, 200] < 50).all()
+
+
+def test_frames_show_the_pictures_and_numbers_of_a_dictionary_but_no_mask():
+    specs = {"action_mask": ObsSpec("mask", (4,), "int8"), "at": ObsSpec("vector", (2,), "float32")}
+    specs |= {"look": {"front": ObsSpec("image", (40, 40, 3), "uint8")}}
+    front = np.full((1, 40, 40, 3), (200, 0, 0), np.uint8)
+    obs = {"action_mask": np.ones((1, 4), np.int8), "at": np.zeros((1, 2), np.float32), "look": {"front": front}}
+    parts = films.seen(specs, obs)
+    assert list(parts) == ["at", "look.front"] and parts["look.front"].shape == (40, 40, 3)
+    sheet = np.asarray(films.see(parts))
+    assert sheet[80, 80].tolist() == [200, 0, 0]
+    assert len(sheet) == films.LINE + 4 + films.TILE + 4 + 2 * films.LINE  # a name, the picture, two numbers
+    assert sheet[-2 * films.LINE :].max() > 200
+    assert films.see(films.seen(specs["at"], obs["at"])).height == 2 * films.LINE
 
 
 def test_no_bar_is_drawn_over_a_number():

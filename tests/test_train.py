@@ -455,6 +455,7 @@ def test_numbers_of_infos_are_logged_the_same_wherever_environments_are_stepped(
     monkeypatch.syspath_prepend(ROOT / "tests")
     monkeypatch.setattr("cleanba.errors.SAID", set())
     words = ("ppo", "--env-id", "odd:Succeeds", *TINY[2:], "--total-timesteps", "1920", "--checkpoint-frequency", "1")
+    words += ("--eval-frequency", "30", "--eval-episodes", "8")
     runs = {name: tmp_path / name for name in ("threads", "processes", "resumed", "silent")}
     threads = command(*words, *TOLD, "--env-workers", "0", "--keep-checkpoints", "all", "--run-dir", runs["threads"])
     assert threads.code == 0 and "ended with a number called nothing in its info" in threads.err
@@ -468,15 +469,24 @@ def test_numbers_of_infos_are_logged_the_same_wherever_environments_are_stepped(
     assert "resuming after update 12" in command("resume", runs["resumed"]).out
     assert command(*words, "--run-dir", runs["silent"]).code == 0
 
-    told = {name: [[row.get(f"info/{x}") for x in TOLD[1:]] for row in read_rows(run)] for name, run in runs.items()}
+    learnt = {name: [row for row in read_rows(run) if "eval/seconds" not in row] for name, run in runs.items()}
+    told = {name: [[row.get(f"info/{x}") for x in TOLD[1:]] for row in rows] for name, rows in learnt.items()}
     assert told["threads"] == told["processes"] == told["resumed"] and len(told["threads"]) == 30
     success, distance, nothing = zip(*told["threads"], strict=True)
     assert 0.2 < success[-1] < 0.8 and set(nothing) == {None}
     # Odd episodes alone tell their number.
-    episodes = read_rows(runs["threads"])[-1]["charts/episodes"]
+    episodes = learnt["threads"][-1]["charts/episodes"]
     assert distance[-1] == pytest.approx(episodes / 8 - 100 / 16, abs=1.5) and episodes > 200
     assert {x for row in told["silent"] for x in row} == {None}
     assert len({read_result(run)["params_digest"] for run in runs.values()}) == 1
+
+    # Evaluations report them, too.
+    evaluated, silent = (read_rows(runs[name])[-1] for name in ("threads", "silent"))
+    assert 0 <= evaluated["eval/is_success"] <= 1 and evaluated["eval/distance"] >= 1
+    assert "eval/nothing" not in evaluated and "eval/is_success" not in silent
+    ended = command("eval", runs["threads"], "--episodes", "8")
+    means = json.loads((runs["threads"] / "eval.json").read_text())["infos"]
+    assert f"is_success: mean {means['is_success']:.6g}\n" in ended.out and means["nothing"] is None
 
 
 def test_infos_that_cannot_be_logged_are_refused(tmp_path):

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -139,7 +140,8 @@ def play(
             step = envs.step(action)
             answer = step_outcome(done, step.reward, step.terminated, step.truncated)
             ended = np.flatnonzero(step.over & answer.valid)
-            for i, episode in zip(ended, tracker.add(step.raw_reward, answer.valid, step.over), strict=True):
+            complete = tracker.add(step.raw_reward, answer.valid, step.over, step.infos)
+            for i, episode in zip(ended, complete, strict=True):
                 if not out[i]:
                     played[i].append(episode)
             for i in np.flatnonzero((tracker.length >= limit) & ~out):
@@ -228,7 +230,8 @@ class Evaluation:
     """[N] int64: steps of each episode"""
     summary: Json
     """statistics of these, named as in eval.json: mean, std, median, min, max, mean_length, truncated (how many
-    episodes were cut off at `max_steps`), and for Atari human_normalised_score"""
+    episodes were cut off at `max_steps`), for Atari human_normalised_score, and for a run with `log_info` infos: the
+    mean of each of these numbers at the end of the episodes"""
     film: Path | None = None
     """the film of the first episode, if one was asked for"""
 
@@ -302,12 +305,15 @@ def evaluate(
     plays = policy.recipe.plays.changed(greedy, epsilon)
     with settings_of(policy.experiment.dtype), ProgressLine(shown=progress) as line:
         played = play_and_film(path, policy, episodes, seed, device, plays=plays, max_steps=max_steps, check=line.show)
-    r = summary(policy.spec.env_id, policy.spec.is_atari, played)
+    r = summary(policy.spec.env_id, policy.spec.is_atari, played, policy.spec.infos)
     return Evaluation(np.array(r["returns"]), np.array(r["lengths"]), r, path)
 
 
-def summary(env_id: str, is_atari: bool, episodes: Sequence[Episode]) -> Json:
-    """The numbers of an evaluation, by the names that eval.json has."""
+def summary(env_id: str, is_atari: bool, episodes: Sequence[Episode], infos: Sequence[str] = ()) -> Json:
+    """The numbers of an evaluation, by the names that eval.json has.
+
+    infos: the names of the episodes' infos, whose means are under "infos"; None for one that no episode has.
+    """
     returns = np.array([episode.ret for episode in episodes])
     lengths = np.array([episode.length for episode in episodes])
     mean = float(returns.mean())
@@ -321,9 +327,16 @@ def summary(env_id: str, is_atari: bool, episodes: Sequence[Episode]) -> Json:
         "mean_length": float(lengths.mean()),
         "human_normalised_score": human_normalised(env_id, mean) if is_atari else None,
         "truncated": sum(episode.cut for episode in episodes),
+        **({"infos": {name: mean_info(episodes, i) for i, name in enumerate(infos)}} if infos else {}),
         "returns": returns.tolist(),
         "lengths": lengths.tolist(),
     }
+
+
+def mean_info(episodes: Sequence[Episode], i: int) -> float | None:
+    """The mean of the i-th of the episodes' infos over those that have it; None if none has."""
+    told = [episode.infos[i] for episode in episodes if not episode.cut and not math.isnan(episode.infos[i])]
+    return float(np.mean(told)) if told else None
 
 
 def eval_command(argv: Sequence[str]) -> Exit:
@@ -445,6 +458,8 @@ def in_words(r: Json) -> str:
         f"min {r['min']:.6g}, max {r['max']:.6g}",
         f"length: mean {r['mean_length']:.6g} steps",
     ]
+    for name, mean in r.get("infos", {}).items():
+        lines.append(f"{name}: " + ("no episode ended with it" if mean is None else f"mean {mean:.6g}"))
     if r["truncated"]:
         lines.append(
             f"truncated: {r['truncated']} of {r['episodes']} episode{plural} did not end within {r['max_steps']:,} "

@@ -22,7 +22,7 @@ from cleanba.environments.boards import draw_board
 from cleanba.errors import Failure, missing, said
 from cleanba.networks.torsos import channels_first
 from cleanba.rollout import Obs, PyTree
-from cleanba.specs import ActionSpec
+from cleanba.specs import ActionSpec, ObsSpecs
 
 GAP = 12  # pixels between the parts
 PICTURE = (480, 420)  # what the emulator's picture must fit into, width and height
@@ -30,7 +30,7 @@ TILE = 168  # side of one picture that the network sees
 LINE = 22  # height of a line of text
 BAR_LENGTH = 110  # of a probability of one
 MOST_BARS = 40  # drawn at most, for actions of many parts
-MOST_NUMBERS = 16  # of a vector observation that are shown
+MOST_NUMBERS = 16  # of an observation's vectors that are shown
 INK, DIM, PAPER, BAR, CHOSEN = "#e8e8e8", "#9a9a9a", "#15171c", "#4a6fa5", "#e0a030"
 
 
@@ -114,7 +114,7 @@ class Film:
     ) -> None:
         parts = [
             captioned(fit(picture, *PICTURE), f"step {self.frames}   score {score:g}"),
-            captioned(see(obs, self._grey), "what the network sees"),
+            captioned(see(seen(self._policy.spec.obs, obs), self._grey), "what the network sees"),
             captioned(draw_policy(self._names, values, chosen), caption),
         ]
         frame = np.asarray(side_by_side(parts))
@@ -177,19 +177,38 @@ def fit(picture: np.ndarray, width: int, height: int) -> Image.Image:
     return image.resize((round(image.width * scale), round(image.height * scale)), Image.Resampling.LANCZOS)
 
 
-def see(obs: Obs, grey: bool = False) -> Image.Image:
-    """Draw the first of the observations [B, ...]: stacked pictures as tiles, oldest first, a board, or numbers.
+def seen(spec: ObsSpecs, obs: Obs) -> dict[str, np.ndarray]:
+    """The first of the observations [B, ...], as parts [...] by name: all but action masks, which no network sees."""
+    parts = zip(jax.tree_util.tree_leaves_with_path(obs), jax.tree.leaves(spec), strict=True)
+    visible = [(path, x) for (path, x), part in parts if part.kind != "mask"]
+    return {".".join(str(key.key) for key in path): np.asarray(x[0]) for path, x in visible}
+
+
+def see(parts: dict[str, np.ndarray], grey: bool = False) -> Image.Image:
+    """Draw the parts [...] of an observation, one below the other: pictures and boards, then the numbers of the rest.
 
     grey: whether each plane of a stack is a picture, even where their number is a multiple of three.
     """
-    x = obs[0] if isinstance(obs, np.ndarray) else None
-    if x is not None and x.dtype == bool and x.ndim == 3:
+    drawn = {name: draw_part(x, grey) for name, x in parts.items()}
+    images = [captioned(image, name) if name else image for name, image in drawn.items() if image is not None]
+    numbers = {name: x for name, x in parts.items() if drawn[name] is None}
+    images += [draw_numbers(numbers)] if numbers else []
+    sheet = Image.new("RGB", (max(x.width for x in images), sum(x.height + 4 for x in images) - 4), PAPER)
+    top = 0
+    for image in images:
+        sheet.paste(image, (0, top))
+        top += image.height + 4
+    return sheet
+
+
+def draw_part(x: np.ndarray, grey: bool) -> Image.Image | None:
+    """Draw a board, or stacked pictures as tiles, oldest first; None for other arrays."""
+    if x.dtype == bool and x.ndim == 3:
         return fit(draw_board(x), 2 * TILE, 2 * TILE)
-    if x is not None and x.ndim == 3 and not channels_first(x[None]):
+    if x.ndim == 3 and not channels_first(x[None]):
         x = x.transpose(2, 0, 1)
-    if x is None or x.dtype != np.uint8 or x.ndim != 3 or min(x.shape[1:]) < 32:
-        parts = jax.tree_util.tree_leaves_with_path(obs)
-        return draw_numbers({".".join(str(key.key) for key in path): part[0] for path, part in parts})
+    if x.dtype != np.uint8 or x.ndim != 3 or min(x.shape[1:]) < 32:
+        return None
     # EnvPool stacks pictures along the first axis; three planes make one colour picture.
     tiles = [x[i : i + 3].transpose(1, 2, 0) for i in range(0, len(x), 3)] if len(x) % 3 == 0 and not grey else list(x)
     columns = 1 if len(tiles) == 1 else 2
@@ -202,10 +221,11 @@ def see(obs: Obs, grey: bool = False) -> Image.Image:
 
 
 def draw_numbers(parts: dict[str, np.ndarray]) -> Image.Image:
-    """Draw the numbers of an observation's parts [...], one to a line."""
-    lines = [f"{name} {number:9.4g}".strip() for name, x in parts.items() for number in np.ravel(x)]
-    if len(lines) > MOST_NUMBERS:
-        lines = [*lines[:MOST_NUMBERS], f"… and {len(lines) - MOST_NUMBERS} more"]
+    """Draw the numbers of an observation's parts [...], one to a line, of each part as many as of the others."""
+    most, lines = max(1, MOST_NUMBERS // len(parts)), []
+    for name, x in parts.items():
+        lines += [f"{name} {number:9.4g}".strip() for number in np.ravel(x)[:most]]
+        lines += [f"{name} … and {x.size - most} more".strip()] if x.size > most else []
     image = Image.new("RGB", (2 * TILE, LINE * len(lines)), PAPER)
     for i, line in enumerate(lines):
         ImageDraw.Draw(image).text((0, i * LINE), line, INK, ImageFont.load_default(14))

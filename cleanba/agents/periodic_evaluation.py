@@ -218,8 +218,9 @@ class PeriodicEvaluation:
             policy, self._run.eval_episodes, e.seed, self._device,
             epoch=update, max_steps=self._run.eval_max_steps, make_envs=self._quiet_envs, check=self._move,
         )  # fmt: skip
-        r = summary(e.env_id, policy.spec.is_atari, episodes)
+        r = summary(e.env_id, policy.spec.is_atari, episodes, policy.spec.infos)
         values = {
+            **{f"eval/{name}": mean for name, mean in r.get("infos", {}).items()},
             "eval/episodic_return": r["mean"],
             "eval/episodic_return_std": r["std"],
             "eval/episodic_length": r["mean_length"],

@@ -8,8 +8,8 @@ import jax
 import numpy as np
 
 from cleanba.algorithm import AnyAlgorithm
-from cleanba.config import Experiment, require
-from cleanba.environments.backends import env_spec
+from cleanba.config import Experiment, read_config, require
+from cleanba.environments.backends import env_spec, with_infos
 from cleanba.errors import Failure, warn
 from cleanba.files import Json, read_json
 from cleanba.recipes import AnyRecipe
@@ -79,7 +79,7 @@ def load_policy(run_dir: Path, checkpoint: str, platform: str, trust_remote_code
     """
     recipe, e = read_recipe(run_dir, trust_remote_code)
     source = None if trust_remote_code else source_of(run_dir)
-    spec = env_spec(e)
+    spec = with_infos(env_spec(e), infos_logged(run_dir))
     algorithm = recipe.make(e, spec, platform)
     like_state, like_params = algorithm.shapes()
     if source is not None:
@@ -89,6 +89,13 @@ def load_policy(run_dir: Path, checkpoint: str, platform: str, trust_remote_code
         params, update, global_step = read_params(run_dir, checkpoint, algorithm.actor_params, like_state, like_params)
     policy = new_policy(recipe, e, spec, algorithm, platform)
     return policy._replace(params=params, update=update, global_step=global_step, run=run_dir.resolve().name)
+
+
+def infos_logged(run_dir: Path) -> tuple[str, ...]:
+    """The names of --log-info in a run's config.json."""
+    run = read_config(run_dir).get("run")
+    names = run.get("log_info") if isinstance(run, dict) else None
+    return tuple(map(str, names)) if isinstance(names, list) else ()
 
 
 def read_params(

@@ -227,10 +227,7 @@ def warnings(spec: EnvSpec, network: str = "mlp") -> list[str]:
             "step it in processes"
         )
     if outside := tried_out(spec).outside:
-        found.append(
-            f"{spec.env_id} showed the observation {outside}; the network sees zeros instead. Correct the space or "
-            "the observation"
-        )
+        found.append(f"{spec.env_id} showed the observation {outside}. Correct the space or the observation")
     if not repeatable(spec):
         found.append(
             f"{spec.env_id} does not follow its seed: two copies, reset with the same seed, returned different "

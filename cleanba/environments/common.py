@@ -1,9 +1,10 @@
 """What a step of an environment delivers, in any backend, and what the backends share."""
 
 import ast
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import PurePath
 from typing import Any, Generic, NamedTuple
 
 import jax
@@ -63,8 +64,10 @@ def undrawable(env_id: str, error: Exception) -> UsageError:
     )
 
 
-def imported(what: str, remedy: str, module: str, name: str | None = None) -> Any:
+def imported(what: str, remedy: str, module: str, name: str | None = None, asked: str = "") -> Any:
     """Import a user's module, or the object `name` in it.  The current directory is searched, too.
+
+    asked: the text in which the user named the module.
 
     Raises:
         UsageError: `what` cannot be imported, whatever error the module raised; the message ends with `remedy`.
@@ -74,6 +77,10 @@ def imported(what: str, remedy: str, module: str, name: str | None = None) -> An
         found = import_module(module)
         return found if name is None else getattr(found, name)
     except (Exception, SystemExit) as error:  # a module may raise anything
+        if "/" in module or module.endswith(".py"):
+            right = (asked or module).replace(module, PurePath(module).name.removesuffix(".py"))
+            why = f"{module} is a path, not a module"
+            raise UsageError(f"{what} cannot be imported ({why}); write {right}, in the folder of that file") from error
         raise UsageError(f"{what} cannot be imported ({raised(error)}); {remedy}") from error
 
 
@@ -91,6 +98,12 @@ class Identity:
 
 
 WORDS = {"true": True, "false": False}  # accepted beside Python's own True and False
+
+
+def with_these(options: Mapping[str, Any], wrappers: Sequence[str] = ()) -> str:
+    """What an environment was made with, as " with length=3"; "" for nothing."""
+    given = ", ".join([*(f"{name}={value}" for name, value in options.items()), *wrappers])
+    return given and f" with {given}"
 
 
 def parse_options(options: Sequence[str]) -> dict[str, Any]:

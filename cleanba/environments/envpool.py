@@ -21,7 +21,7 @@ import numpy as np
 
 from cleanba import kernels
 from cleanba.config import Experiment, require
-from cleanba.environments.common import Compilable, Step, parse_options, train_reward
+from cleanba.environments.common import Compilable, Step, parse_options, train_reward, with_these
 from cleanba.environments.gymnasium import steps_per_second
 from cleanba.environments.spaces import action_spec, narrowed, obs_spec
 from cleanba.errors import CannotCompile, Failure, UsageError, closest_names, raised, said
@@ -193,6 +193,23 @@ def atari_name(env_id: str) -> str:
     return f"{game[1]}-v5" if game and f"{game[1]}-v5" in _known() else env_id
 
 
+def unknown(env_id: str) -> UsageError:
+    """The error for a name that EnvPool does not have."""
+    if env_id in gymnasium.registry and atari_name(env_id) not in _known():
+        return UsageError(f"env_id={env_id!r} is registered with Gymnasium, not EnvPool; write gymnasium:{env_id}")
+    module, dot, name = env_id.removesuffix(".py").rpartition(".")
+    if dot and name.isidentifier():
+        return UsageError(
+            f"env_id={env_id!r} is not an EnvPool environment; write {module}:{name} for a class of a module"
+        )
+    close = closest_names(atari_name(env_id), sorted(_known()))
+    return UsageError(
+        f"env_id={env_id!r} is not an EnvPool environment; "
+        + (f"the closest names are {close}" if close else "names look like Breakout-v5 or CartPole-v1")
+        + left_out_words()
+    )
+
+
 def env_spec(e: Experiment) -> EnvSpec:
     """The specification of an environment, which is made once to see its spaces.
 
@@ -201,12 +218,7 @@ def env_spec(e: Experiment) -> EnvSpec:
             here can play it.
     """
     if e.env_id not in _known():
-        close = closest_names(atari_name(e.env_id), sorted(_known()))
-        raise UsageError(
-            f"env_id={e.env_id!r} is not an EnvPool environment; "
-            + (f"the closest names are {close}" if close else "names look like Breakout-v5 or CartPole-v1")
-            + left_out_words()
-        )
+        raise unknown(e.env_id)
     require(
         e.env_id not in NETWORKED,
         f"env_id={e.env_id!r} cannot be trained on: it waits for other players to join over a network; try CartPole-v1",
@@ -247,8 +259,7 @@ def env_spec(e: Experiment) -> EnvSpec:
         raise
     except Exception as error:  # EnvPool may raise anything: TypeError, AssertionError, ImportError, KeyError …
         reason = said(error)
-        given = ", ".join(f"{k}={v}" for k, v in options.items()) or "no options"
-        raise UsageError(f"env_id={e.env_id!r} cannot be made with {given}: {reason}") from error
+        raise UsageError(f"env_id={e.env_id!r} cannot be made{with_these(options)}: {reason}") from error
 
     scannable = all(np.dtype(array.dtype).itemsize <= MOST_SCANNED_BYTES for array in arrays)
     options |= {"max_episode_steps": limit} if limit < NO_LIMIT else {}

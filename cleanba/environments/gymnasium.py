@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from itertools import pairwise
 from keyword import iskeyword
 from types import CodeType, FunctionType, MethodType
-from typing import Any, ClassVar, NamedTuple, NoReturn
+from typing import Any, ClassVar, NamedTuple, NoReturn, cast
 
 import gymnasium
 import jax
@@ -27,10 +27,19 @@ from gymnasium.envs.registration import load_env_creator
 from gymnasium.spaces import Box, Discrete, MultiBinary, MultiDiscrete
 
 from cleanba.config import Experiment
-from cleanba.environments.common import Step, imported, parse_options, stated_limit, train_reward, undrawable
+from cleanba.environments.common import (
+    Step,
+    imported,
+    parse_options,
+    stated_limit,
+    train_reward,
+    undrawable,
+    with_these,
+)
 from cleanba.environments.spaces import action_spec, obs_spec, too_wide
 from cleanba.environments.worker import (
     GROUP_SIGNALS,
+    USUAL_RATE,
     Arrays,
     Game,
     Layout,
@@ -41,7 +50,9 @@ from cleanba.environments.worker import (
     carve,
     close,
     leaves,
+    misreturned,
     named,
+    rate_in,
     unregistered,
 )
 from cleanba.errors import Failure, UsageError, closest_names, missing, raised, said
@@ -202,6 +213,8 @@ def env_spec(e: Experiment) -> EnvSpec:
     check_known(e.env_id, made.name)
     check_wrappers(e.env_wrappers)
     doing = "made"
+    probe: Any = None
+    taken: Any = [None]  # the first action of one environment
     try:
         env = made.make()
         action, observation = action_spec(env.action_space), env.observation_space
@@ -217,7 +230,7 @@ def env_spec(e: Experiment) -> EnvSpec:
             raise UsageError(
                 f"env_id={e.env_id!r} cannot be trained on: {why}; --env-wrappers module:function may change it"
             )
-        probe: Any = SilentEnvs([made.make], copy=False)
+        probe = SilentEnvs([made.make], copy=False)
         doing = "reset"
         sample, _ = probe.reset(seed=[0])
         fits = lambda space, x: x.astype(np.float32) if too_wide(space) else x
@@ -226,7 +239,8 @@ def env_spec(e: Experiment) -> EnvSpec:
         first = random_action(action, np.random.default_rng(0), mask_of(obs, sample))
         doing = "stepped"
         # Gymnasium's checker, which is on here, checks the first step too.
-        _, reward, *_ = probe.step(action.for_environment(first))
+        taken = action.for_environment(first)
+        _, reward, *_ = probe.step(taken)
         if np.isnan(reward).any():
             raise ValueError("its first reward is not a number")
         close(probe, e.env_id)
@@ -237,8 +251,10 @@ def env_spec(e: Experiment) -> EnvSpec:
             raise missing(e.env_id, ImportError(name="Box2D"), "box2d") from None
         raise UsageError(f"env_id={e.env_id!r} cannot be made: {said(error)}") from error
     except (Exception, SystemExit) as error:  # an environment may raise anything
-        given = ", ".join([*(f"{k}={v}" for k, v in options.items()), *e.env_wrappers]) or "no options"
-        raise UsageError(f"env_id={e.env_id!r} cannot be {doing} with {given}: {raised(error)}") from error
+        why = (probe is not None and misreturned(probe.envs[0], taken[0])) or raised(error)
+        raise UsageError(
+            f"env_id={e.env_id!r} cannot be {doing}{with_these(options, e.env_wrappers)}: {why}"
+        ) from error
     module, _, name = made.name.rpartition(":")
     registered = gymnasium.registry.get(name)  # None for a class
     own = options.get("max_episode_steps") or (registered and registered.max_episode_steps)  # without wrappers
@@ -266,7 +282,10 @@ def check_known(env_id: str, name: str) -> None:
             "command"
         )
     if colon:
-        found = imported(f"env_id={env_id!r}: module {module!r}", "install it, or change to its directory", module)
+        what, remedy = f"env_id={env_id!r}: module {module!r}", "install it, or change to its directory"
+        found = imported(what, remedy, module, asked=env_id)
+        if hasattr(getattr(found, rest, None), "step_env"):
+            raise UsageError(f"env_id={env_id!r} is an environment in JAX; write jax:{env_id}")
         if unregistered(name) is not None:
             return
     try:
@@ -278,8 +297,8 @@ def check_known(env_id: str, name: str) -> None:
         if rest.startswith("ALE/"):  # EnvPool has Atari's games
             close = f"{rest[4:]}, without gymnasium:"
         raise UsageError(
-            f"env_id={env_id!r} is not a registered Gymnasium environment: {said(error)}"
-            + (f"; the closest names are {close}" if close else "")
+            f"env_id={env_id!r} is not a registered Gymnasium environment"
+            + (f"; the closest names are {close}" if close else f": {said(error)}")
         ) from error
 
 
@@ -289,7 +308,7 @@ def check_wrappers(wrappers: Sequence[str]) -> None:
         module, colon, function = wrapper.partition(":")
         if not colon:
             raise UsageError(f"env_wrappers={wrapper!r} must have the form module:function; try my_package:wrap")
-        if not callable(imported(f"env_wrappers={wrapper!r}", "check the name", module, function)):
+        if not callable(imported(f"env_wrappers={wrapper!r}", "check the name", module, function, wrapper)):
             raise UsageError(f"env_wrappers={wrapper!r} is not a function; name one that takes an environment")
 
 
@@ -303,7 +322,7 @@ class Trial(NamedTuple):
     repeatable: bool = True
     """two of them with the same seed returned the same for the same actions"""
     outside: str = ""
-    """an observation that lies outside its space, in words; "" if there was none"""
+    """an observation that lies outside its space, in words, and what follows; "" if there was none"""
 
 
 def try_out(spec: EnvSpec) -> Trial:
@@ -321,7 +340,7 @@ def try_out(spec: EnvSpec) -> Trial:
             for seeds in ((1, 1), (None, None)):
                 seen: PyTree = (obs := envs.reset(seeds))
                 for _ in range(TRIED_STEPS):
-                    outside = outside or outside_of(spec.obs, obs)
+                    outside = outside or outside_of(spec.obs, obs) or envs.outside()
                     if not all(alike(x) for x in jax.tree.leaves(seen)):
                         return Trial(False, outside)
                     one = random_action(spec.action, actions, mask_of(spec.obs, obs))
@@ -341,8 +360,9 @@ def outside_of(spec: ObsSpecs, obs: Obs) -> str:
             wrong = x[(x < part.low) | (x >= part.low + part.count)]
             if wrong.size:
                 where = jax.tree_util.keystr(path)
+                bounds = f"{part.low} to {part.low + part.count - 1}"
                 return (
-                    f"{where and f'{where} = '}{wrong[0]}, but its space has {part.low} to {part.low + part.count - 1}"
+                    f"{where and f'{where} = '}{wrong[0]}, but its space has {bounds}; the network sees zeros instead"
                 )
     return ""
 
@@ -451,6 +471,12 @@ class Envs:
         infos = a.infos.copy() if self._spec.infos else None
         return Step(obs, train_reward(self._spec, raw), raw, terminated, truncated, terminated | truncated, infos)
 
+    def outside(self) -> str:
+        """The first number of the last observations that lies outside its space, in words; "" if there is none."""
+        for part in self._parts:
+            part.ask("outside")
+        return next(filter(None, [str(part.answer(self.check)) for part in self._parts]), "")
+
     def xla(self) -> NoReturn:
         """Not implemented: XLA cannot step Python code, so `EnvSpec.scannable` is false."""
         raise NotImplementedError
@@ -473,7 +499,9 @@ class Envs:
     @property
     def steps_per_second(self) -> float:
         """The steps per second of a game at the speed at which people play it."""
-        return steps_per_second(game(self._spec).name)
+        part = self._parts[0]
+        part.ask("steps_per_second")
+        return cast(float, part.answer(self.check))
 
     def close(self) -> None:
         """Close the environments and end their worker processes.  May be called twice."""
@@ -503,13 +531,13 @@ GRACE_SECONDS = 2.0  # for environments to release their resources
 
 
 def steps_per_second(env_id: str) -> float:
-    """The steps per second that an environment states to Gymnasium, such as 50 for CartPole; 30 if it states none."""
+    """The steps per second that Gymnasium's environment of this name states, such as 50 for CartPole; or 30."""
     try:
         entry = gymnasium.spec(env_id).entry_point
         made: Any = load_env_creator(entry) if isinstance(entry, str) else entry
-        return float(made.metadata["render_fps"])
-    except (gymnasium.error.Error, ImportError, AttributeError, KeyError, TypeError):
-        return 30.0
+        return rate_in(made.metadata)
+    except (gymnasium.error.Error, ImportError, AttributeError):
+        return USUAL_RATE
 
 
 def layout_of(spec: EnvSpec, num_envs: int) -> Layout:

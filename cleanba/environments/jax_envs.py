@@ -20,7 +20,7 @@ from functools import cache
 from importlib import import_module
 from inspect import signature
 from types import ModuleType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import gymnasium
 import jax
@@ -30,7 +30,16 @@ from jax import lax
 
 from cleanba.config import Experiment
 from cleanba.environments.boards import draw_board
-from cleanba.environments.common import Compilable, Identity, Step, imported, parse_options, stated_limit, undrawable
+from cleanba.environments.common import (
+    Compilable,
+    Identity,
+    Step,
+    imported,
+    parse_options,
+    stated_limit,
+    undrawable,
+    with_these,
+)
 from cleanba.environments.gymnasium import steps_per_second
 from cleanba.environments.spaces import action_spec, obs_spec
 from cleanba.environments.worker import named
@@ -153,7 +162,11 @@ def _craftax(env_id: str, name: str) -> Maker:
 
 def _own(env_id: str, name: str) -> Maker:
     module, _, factory = name.partition(":")
-    return imported(f"env_id={env_id!r}", "write jax:module:Class, and change to its directory", module, factory)
+    remedy = "write jax:module:Class, and change to its directory"
+    maker = imported(f"env_id={env_id!r}", remedy, module, factory, env_id)
+    if isinstance(maker, type) and issubclass(maker, gymnasium.Env):
+        raise UsageError(f"env_id={env_id!r} is Gymnasium's kind of environment, in Python; write {name}")
+    return cast(Maker, maker)
 
 
 MAKERS = {"gymnax": _gymnax, "craftax": _craftax, "jax": _own}
@@ -241,8 +254,7 @@ def env_spec(e: Experiment) -> EnvSpec:
     except UsageError:
         raise
     except Exception as error:  # an environment may raise anything
-        given = ", ".join(f"{k}={v}" for k, v in options.items()) or "no options"
-        raise UsageError(f"env_id={e.env_id!r} cannot be {doing} with {given}: {raised(error)}") from error
+        raise UsageError(f"env_id={e.env_id!r} cannot be {doing}{with_these(options)}: {raised(error)}") from error
     return EnvSpec(
         *(e.env_id, obs, action, False, e.reward_clip, options),
         on_device=True,

@@ -11,7 +11,6 @@ import pickle
 import select
 import signal
 import sys
-import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
@@ -23,7 +22,7 @@ import numpy as np
 from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
-from cleanba.errors import raised, warn_once
+from cleanba.errors import own_trace, place_of, raised, warn_once
 
 Layout = list[tuple[tuple[int, ...], str]]
 """shapes and types of arrays that lie one after the other in memory"""
@@ -120,7 +119,7 @@ def carve(layout: Layout, memory: mmap.mmap | None = None) -> tuple[Arrays, int]
 
 
 def misfit(space: gymnasium.Space[Any], obs: object, name: str = "") -> str:
-    """How the parts and shapes of an observation differ from its space, in words; "" if they do not."""
+    """How the parts, shapes and types of an observation differ from its space, in words; "" if they do not."""
     parts, shown = named(space), named(obs)
     what = f"observation{name and f' {name[1:]!r}'}"
     if isinstance(parts, dict):
@@ -128,8 +127,72 @@ def misfit(space: gymnasium.Space[Any], obs: object, name: str = "") -> str:
             has = f"has the entries {sorted(shown)}" if isinstance(shown, dict) else f"is {type(obs).__name__}"
             return f"the {what} {has}, but its space has {sorted(parts)}"
         return next(filter(None, (misfit(parts[part], shown[part], f"{name}.{part}") for part in parts)), "")
-    shape = np.shape(shown)
-    return "" if shape == space.shape else f"the {what} has the shape {shape}, but its space has {space.shape}: {space}"
+    shape, dtype = np.shape(shown), np.asarray(shown).dtype
+    if shape != space.shape:
+        return f"the {what} has the shape {shape}, but its space has {space.shape}: {space}"
+    if space.dtype is not None and not np.can_cast(dtype, space.dtype, "same_kind"):
+        return f"the {what} has the type {dtype}, but its space has {space.dtype}: {space}"
+    return ""
+
+
+ROUNDING = 1e-3  # how far a real number may exceed its bound, relative to that bound or to 1
+
+
+def outside(space: gymnasium.Space[Any], obs: object, name: str = "") -> str:
+    """The first number of an observation that lies clearly outside its space, in words; "" if there is none."""
+    parts, shown = named(space), named(obs)
+    if isinstance(parts, dict):
+        return next(filter(None, (outside(parts[part], shown[part], f"{name}.{part}") for part in parts)), "")
+    x = np.asarray(shown)
+    low, high = bounds_of(space)
+    if x.dtype.kind not in "biuf":
+        return ""
+    real = np.issubdtype(space.dtype, np.floating)
+    slack = [ROUNDING * np.maximum(1.0, np.abs(bound, dtype=float)) if real else 0 for bound in (low, high)]
+    wrong = np.isfinite(x) & ((x < low - slack[0]) | (x > high + slack[1]))
+    if not wrong.any():
+        return ""
+    first = lambda values: f"{float(np.broadcast_to(values, x.shape)[wrong][0]):.6g}"
+    return f"{name and f'{name[1:]!r} = '}{first(x)}, but its space has {first(low)} to {first(high)}"
+
+
+def bounds_of(space: Any) -> tuple[Any, Any]:
+    """The lowest and the highest numbers of a space, [...] or one for all."""
+    if isinstance(space, gymnasium.spaces.Box):
+        return space.low, space.high
+    if isinstance(space, gymnasium.spaces.MultiBinary):
+        return 0, 1
+    count = space.n if isinstance(space, gymnasium.spaces.Discrete) else space.nvec
+    return space.start, space.start + count - 1
+
+
+def misreturned(env: gymnasium.Env[Any, Any], action: object) -> str:
+    """What `reset` or `step` of an environment, or of a wrapper around it, returns against Gymnasium's rules, in words.
+
+    "" if they return what they should, or raise an error.
+    """
+    inner = misreturned(env.env, action) if isinstance(env, gymnasium.Wrapper) else ""
+    if inner:
+        return inner
+    name = type(env).__name__
+    with suppress(Exception, SystemExit):
+        begun: Any = env.reset(seed=0)
+        if not isinstance(begun, tuple) or len(begun) != 2 or not isinstance(begun[1], dict):
+            return f"{name}.reset returned {kind_of(begun)}, but must return 2 values: (observation, info)"
+        step: Any = env.step(action)
+        if not isinstance(step, tuple) or len(step) != 5:
+            must = "5 values: (observation, reward, terminated, truncated, info)"
+            return f"{name}.step returned {kind_of(step)}, but must return {must}"
+        if np.ndim(step[1]) or np.asarray(step[1]).dtype.kind not in "biuf":
+            return f"{name}.step returned the reward {' '.join(repr(step[1]).split())}, which is not one number"
+    return ""
+
+
+def kind_of(returned: object) -> str:
+    """What a function returned, in a few words."""
+    if isinstance(returned, tuple):
+        return f"{len(returned)} value{'s' * (len(returned) != 1)}"
+    return f"one value of the type {type(returned).__name__}"
 
 
 class SilentEnvs(SyncVectorEnv):
@@ -193,6 +256,18 @@ def number_in(info: dict[str, Any], name: str) -> float:
     return number if abs(number) <= LARGEST else math.nan
 
 
+USUAL_RATE = 30.0  # steps per second, of environments that state none
+
+
+def rate_in(metadata: Any) -> float:
+    """The steps per second that an environment's metadata state; 30 if they state none."""
+    try:
+        rate = float(metadata["render_fps"])
+    except (KeyError, TypeError, ValueError):
+        return USUAL_RATE
+    return rate if 0 < rate < math.inf else USUAL_RATE
+
+
 class Part:
     """Some environments of a block, stepped one after the other."""
 
@@ -222,6 +297,15 @@ class Part:
     def render(self, env: int) -> object:
         """A picture of one of them, as a person would see it."""
         return self._envs.envs[env].render()
+
+    def steps_per_second(self) -> float:
+        """The steps per second at which people play the first of them."""
+        return rate_in(self._envs.envs[0].metadata)
+
+    def outside(self) -> str:
+        """The first number of the last observations that lies outside its space, in words; "" if there is none."""
+        space = self._envs.single_observation_space
+        return next(filter(None, (outside(space, obs) for obs in self._envs._env_obs)), "")
 
     def close(self) -> None:
         """Close the environments.  May be called twice."""
@@ -295,7 +379,8 @@ def main() -> None:
                 continue
             answer = pickle.dumps(getattr(part, command)(*arguments))
         except BaseException as error:  # an environment may raise anything, `sys.exit` included
-            answer = pickle.dumps(Raised(f"{type(error).__name__}: {error}", traceback.format_exc()))
+            words = f"{type(error).__name__}: {error}{place_of(error)}"
+            answer = pickle.dumps(Raised(words, own_trace(error)))
         with suppress(ConnectionError):
             connection.send_bytes(answer)
 

@@ -11,6 +11,7 @@ from typing import ClassVar
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.nn.initializers import Initializer
 from jax.typing import DTypeLike
 
@@ -23,7 +24,7 @@ def orthogonal(scale: float) -> Initializer:
     return nn.initializers.orthogonal(scale)
 
 
-def channels_first(x: jax.Array) -> bool:
+def channels_first(x: jax.Array | np.ndarray) -> bool:
     """Whether images are [N, C, H, W] rather than [N, H, W, C], judged by the shorter side.  EnvPool returns both."""
     return x.shape[1] < x.shape[3]
 
