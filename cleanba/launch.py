@@ -749,7 +749,9 @@ def how_to_go_on(job: Job, result: Json) -> str:
         return f"{SAME_CALL}{place} continues after update {saved_update}{again}"
     command = f"cleanba resume {shlex.quote(str(job.run_dir))}"
     # `cleanba resume` starts one process, and config.json has the process id of only one of several.
-    said = f"`{command} --no-distributed`, in one process," if job.config.placement.distributed else f"`{command}`"
+    said = f"`{command}`"
+    if job.config.placement.distributed:
+        said = f"starting all processes again with the same command, or `{command} --no-distributed` in one process,"
     return f"{said} continues after update {saved_update}{again}"
 
 

@@ -352,6 +352,13 @@ def test_dictionaries_tuples_and_masks_are_taken_as_environments_show_them():
         as_batch(spec, {"action_mask": [0, 1], "inner": {"00": 1.5}})
 
 
+@pytest.mark.parametrize("obs", [np.float32([0, np.nan]), [[0, 1], [np.nan, 1]]])
+def test_an_observation_that_is_not_a_number_is_refused_and_named(obs):
+    spec = EnvSpec("Some-v0", {"inner": {"speed": ObsSpec("vector", (2,), "float32")}}, choice(2), False, False, {})
+    with pytest.raises(cleanba.UsageError, match=r"observation\['inner.speed'\] has a value that is not a number"):
+        as_batch(spec, {"inner": {"speed": obs}})
+
+
 def test_evaluations_are_those_of_the_command_and_disturb_nothing(run, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(progress_line, "PLAIN_SECONDS", 0.001)
     agent = run.agent()

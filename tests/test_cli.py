@@ -568,6 +568,16 @@ def test_names_that_look_like_emoji_or_styles_are_printed_as_they_are(capsys):
     assert "ppo on pic:A: [b]x[/i]" in capsys.readouterr().out
 
 
+def test_a_count_alone_makes_no_line_of_its_own_where_there_is_no_terminal(capsys):
+    status = Status("ppo", 1)
+    display = Display(status)
+    for status.phase in ("compiling", *(f"playing recorded actions: {n} of 30 steps" for n in range(30)), "training"):
+        display.refresh()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(" | ")[1] for line in lines[:2]] == ["compiling", "playing recorded actions: 0 of 30 steps"]
+    assert len(lines) == 3, lines
+
+
 def test_the_defaults_are_those_of_the_original_on_atari():
     expected = dict(
         total_timesteps=50_000_000, learning_rate=2.5e-4, anneal_lr=True, num_steps=128, num_minibatches=4,

@@ -13,11 +13,14 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from launch import CROWD, ROOT, TINY, command, finish, python, read_result, read_rows
 from ports import free_address
 
+from cleanba.config import Placement
+from cleanba.launch import how_to_go_on
 from cleanba.runs.log import rewind
 from cleanba.runtime import train
 from cleanba.runtime.channels import Stop
@@ -122,6 +125,21 @@ def test_a_run_of_several_processes_can_be_continued_by_one(whole, tmp_path):
     (tmp_path / "run/config.json").write_text(json.dumps(config))
     ended = command("resume", tmp_path / "run", "--no-distributed")
     assert ended.code == 0 and "is finished; nothing to do" in ended.out, ended
+
+
+def test_what_continues_a_run_of_several_processes(tmp_path):
+    job = lambda distributed: SimpleNamespace(
+        run_dir=tmp_path,
+        experiment=SimpleNamespace(env_id="Catch-v0"),
+        config=SimpleNamespace(placement=Placement(distributed=distributed)),
+    )
+    alone = f"`cleanba resume {tmp_path}"
+    said = [how_to_go_on(job(distributed), {"update": 0}) for distributed in (False, True)]
+    assert said[0] == f"{alone}` continues after update 0; nothing is repeated"
+    assert said[1] == (
+        f"starting all processes again with the same command, or {alone} --no-distributed` in one process, continues "
+        "after update 0; nothing is repeated"
+    )
 
 
 def test_another_experiment_is_refused_with_what_differs(whole):

@@ -13,6 +13,7 @@ from cluster import Cluster, wait_for, why_not
 from compiled import ENVIRONMENT
 from launch import ROOT, TINY, command, read_result, read_rows
 
+from cleanba import errors
 from cleanba.algorithms.ppo import PPO
 from cleanba.config import Run
 from cleanba.runs.directory import default_run_dir
@@ -168,12 +169,18 @@ def test_a_node_that_cannot_be_reached_fails_the_job_and_is_named(cluster, here)
     assert cluster.wait(job) == "FAILED"
 
 
+def stand_in(here: Path, script: str) -> None:
+    """A program instead of sbatch."""
+    (here / "sbatch").write_text(f"#!/bin/bash\n{script}\n")
+    (here / "sbatch").chmod(0o755)
+
+
 def test_settings_are_asked_for_where_the_template_has_a_line_for_them(here, monkeypatch):
     """What slurm/submit would call, by a stand-in for sbatch that prints its words."""
-    (here / "sbatch").write_text('#!/bin/bash\necho "$@"\n')
-    (here / "sbatch").chmod(0o755)
+    stand_in(here, 'echo "$@"')
     settings = (here / "slurm/settings.sh").read_text()
     filled = {"ACCOUNT": "us", "TIME": "1:00:00", "GPUS": "8", "GPU_TYPE": "a100", "NODES": "3", "MORE": "(--qos=x)"}
+    filled |= {"CLEANBA": "(true)"}  # checks nothing
     for name, value in filled.items():
         settings = "\n".join(f"{name}={value}" if s.startswith(f"{name}=") else s for s in settings.splitlines())
     (here / "slurm/settings.sh").write_text(settings)
@@ -201,8 +208,118 @@ def test_settings_are_asked_for_where_the_template_has_a_line_for_them(here, mon
     before = ["-p", "gpu", "-N", "2"]
     assert asked("cpu", options=before)[-8:] == [*before, "slurm/cpu.sh", "ppo", "--seed", "2"]
     assert "--nodes=1-2" in asked("cpu", options=before, ELASTIC="1")
+    # Another option for GPUs: the template's own line is left out.
+    (here / "slurm/settings.sh").write_text(settings + "\nGPU_OPTION=--gres=gpu:\n")
+    stand_in(here, 'for word; do if [ -p "$word" ]; then cat "$word"; else echo "$word"; fi; done')
+    words = asked("nodes")
+    assert "--gres=gpu:a100:8" in words and words[-3:] == ["ppo", "--seed", "2"]
+    assert "--cpus-per-task=32" in words and not any("gpus-per-node" in word for word in words), words
     wrong = subprocess.run(["slurm/submit", "slurm/cpo.sh"], cwd=here, capture_output=True, text=True)
     assert wrong.returncode == 2 and wrong.stderr.startswith("none of these is a file: slurm/cpo.sh\nusage: ")
+
+
+@pytest.mark.parametrize(
+    "words, shown",
+    [
+        ("slurm/cpu.sh ppo a\\ b", "2 1 ppo --distributed --actor-device-ids 0 --learner-device-ids 0 a\\ b"),
+        ("-N 1-3 slurm/cpu.sh sac", "3 1 sac --distributed --actor-device-ids 0 --learner-device-ids 0"),
+        ("slurm/one-node.sh ppo", "1 1 ppo --actor-device-ids 0 --learner-device-ids 1 2 3"),
+        ("--gpus-per-node=a100:3 slurm/one-node.sh ppo", "1 1 ppo --actor-device-ids 0 --learner-device-ids 1 2"),
+        ("--gpus=8 slurm/one-node.sh ppo", "1 1 ppo --actor-device-ids 0 --learner-device-ids 0"),
+        (
+            "--nodes=2 --ntasks-per-node 4 slurm/tasks-per-node.sh ppo",
+            "2 4 ppo --distributed --actor-device-ids 0 --learner-device-ids 0",
+        ),
+        (
+            "--ntasks=4 slurm/tasks-per-node.sh ppo",
+            "1 4 ppo --distributed --actor-device-ids 0 --learner-device-ids 0",
+        ),
+    ],
+)
+def test_a_template_shows_what_its_tasks_will_run(words, shown, here):
+    done = subprocess.run(
+        ["bash", "-c", f"slurm/submit --show {words}"],
+        cwd=here,
+        env={"PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.stdout.split(), done.stderr) == (shown.split(), "")
+    elastic = subprocess.run(
+        ["bash", "-c", f"slurm/submit --show {words}"],
+        cwd=here,
+        env={"PATH": "/usr/bin:/bin", "ELASTIC": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert ("--elastic" in elastic.stdout) == ("cpu.sh" in words)
+
+
+def test_a_job_that_cannot_be_trained_is_refused_before_it_is_submitted(here, monkeypatch):
+    stand_in(here, "echo submitted")
+    python = f"CLEANBA=({sys.executable} -m cleanba)"
+    settings = (here / "slurm/settings.sh").read_text()
+
+    def submitted(*words: str, cleanba: str = python, **env: str) -> tuple[int, str, str]:
+        (here / "slurm/settings.sh").write_text(settings.replace(python, cleanba))
+        env = {**ENVIRONMENT, "PATH": f"{here}:/usr/bin:/bin", "PYTHONPATH": str(ROOT), **env}
+        done = subprocess.run(["slurm/submit", *words], cwd=here, env=env, capture_output=True, text=True)
+        return done.returncode, done.stdout, done.stderr
+
+    code, out, err = submitted("slurm/cpu.sh", "sac", "--env-id", "Pendulum-v1")
+    assert (code, out) == (2, "") and "num_actors=1 cannot be split over 2 processes" in err
+    assert "--nodes=1 before the template, or NODES=1 in settings.sh" in err and err.count("\n") == 1
+    # A check that cannot be made here does not keep a job from being submitted.
+    for cleanba, said in (("CLEANBA=(/none/cleanba)", "could not be checked here"), ("CLEANBA=(true)", "")):
+        code, out, err = submitted("slurm/cpu.sh", "sac", cleanba=cleanba)
+        assert (code, out) == (0, "submitted\n") and said in err and err.count("\n") <= 2
+
+
+SPLIT = ("--env-id", "Catch-v0", "--num-envs", "24", "--num-actors", "2", "--num-shards", "4", "--distributed")
+
+
+@pytest.mark.parametrize(
+    "words, code, said",
+    [
+        (("2", "1", "ppo", *SPLIT), 0, ""),
+        (("4", "1", "ppo", *SPLIT), 2, "for fewer processes under Slurm: --nodes=2 before the template, or NODES=2"),
+        (("1", "4", "ppo", *SPLIT), 2, "--nodes=1 --ntasks-per-node=2 before the template, or in MORE"),
+        (("4", "1", "ppo", *SPLIT, "--no-distributed"), 0, ""),
+        (
+            ("4", "1", "--elastic", "ppo", *SPLIT),
+            0,
+            "warning: num_actors=2 and num_shards=4 can use at most 2 of 4 nodes; ask for --nodes=2",
+        ),
+        (("2", "1", "ppo", *SPLIT, "--learner-device-ids", "0", "1", "2"), 2, "cannot occupy 3 learner devices"),
+        (("1", "1", "ppo", *SPLIT, "--nonsense", "3"), 2, "--nonsense"),
+        (("1", "1", "ppo", *SPLIT, "--gamma", "2"), 2, "gamma=2"),
+        (("1", "1", "ppo", "--env-id", "Ketch-v0"), 2, "Ketch-v0"),
+        (("1", "1", "ppo", "--env-id", "gymnasium:not_there:A"), 0, "cannot be checked here, where something is not"),
+        (("1", "1", "not_there:RECIPE"), 0, "cannot be checked here, where something is not"),
+        (("1", "1", "resume", "runs/x"), 0, "resume is no training command"),
+        (("1", "x", "ppo"), 2, "usage: cleanba slurm check"),
+        (("1", "1"), 2, "usage: cleanba slurm check"),
+    ],
+)
+def test_the_processes_of_a_job_are_checked(words, code, said, monkeypatch):
+    monkeypatch.setattr(errors, "SAID", set())
+    ended = command("slurm", "check", *words)
+    assert ended.code == code and said in ended.err and bool(said) == bool(ended.err), ended
+
+
+@pytest.mark.parametrize("dry", [True, False])
+def test_a_sweep_whose_jobs_cannot_be_trained_is_refused(dry, here, monkeypatch):
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    sweep = ["sweep", "--env-ids", "Pendulum-v1", "--dir", "s", *["--dry-run"] * dry, "--slurm"]
+    ended = command(*sweep, "slurm/cpu.sh", "--", "sac")
+    assert ended.code == 2 and ended.out == "" and not (here / "s" / "slurm").exists()
+    assert "Pendulum-v1, sac: num_actors=1 cannot be split over 2 processes" in ended.err
+    if dry:
+        assert command(*sweep, "slurm/one-gpu.sh", "--", "sac").code == 0
+        (here / "slurm" / "submit").write_text("#!/bin/bash\nexit 1\n")  # somebody's own, which cannot be asked
+        ended = command(*sweep, "slurm/cpu.sh", "--", "sac")
+        assert ended.code == 0 and "slurm/cpu.sh does not show how many processes it starts" in ended.err
 
 
 def test_a_dry_run_shows_the_job_and_writes_nothing(here, monkeypatch):

@@ -110,8 +110,8 @@ class Agent:
             `spec.action`'s shape and type, and clipped to its bounds.
 
         Raises:
-            UsageError: the observation does not match `spec.obs`, or a recurrent agent is given a different number of
-                observations than at its last step.
+            UsageError: the observation does not match `spec.obs` or has a value that is not a number, or a recurrent
+                agent is given a different number of observations than at its last step.
         """
         require(greedy is None or isinstance(greedy, bool | np.bool_), f"greedy={greedy!r} must be True, False or None")
         policy = self._policy
@@ -190,7 +190,7 @@ def as_batch(spec: EnvSpec, obs: object) -> tuple[PyTree, int | None]:
     """Observations in the policy's form, [B, ...], and B; None for a single one without a batch axis.
 
     Raises:
-        UsageError: they do not match `spec.obs`.
+        UsageError: they do not match `spec.obs`, or a value is not a number.
     """
     sizes: set[int | None] = set()
     wanted = f"{spec.env_id} shows {describe(spec.obs)}"
@@ -205,6 +205,8 @@ def as_batch(spec: EnvSpec, obs: object) -> tuple[PyTree, int | None]:
         assert isinstance(part, ObsSpec)
         try:
             array = np.asarray(x)
+            if array.dtype.kind == "f" and np.isnan(array).any():
+                raise UsageError(f"{what} has a value that is not a number (nan); replace it before the agent sees it")
             if array.dtype.kind == "f" and not np.issubdtype(part.dtype, np.floating):
                 array = np.asarray(as_recorded(spec.env_id, array))
             single = array.shape == part.shape

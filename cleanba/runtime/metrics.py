@@ -219,8 +219,9 @@ class Display:
         if self._cell is not None:
             return self._cell.refresh()
         s, now = self._status, time.monotonic()
-        if s.phase != self._last_phase or now - self._last_line >= PLAIN_LINE_SECONDS:
-            self._last_phase, self._last_line = s.phase, now
+        phase = s.phase.partition(":")[0]  # after a colon, a phase counts what it has done
+        if phase != self._last_phase or now - self._last_line >= PLAIN_LINE_SECONDS:
+            self._last_phase, self._last_line = phase, now
             words = plain_line(s)
             if words != self._last_words:  # the last line printed often shows this state already
                 self._last_words = words

@@ -8,15 +8,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import tyro
 
 from cleanba.arguments import parse_command
 from cleanba.config import Experiment, Placement, require
-from cleanba.errors import Exit, Failure, UsageError
+from cleanba.errors import Exit, Failure, UsageError, warn, warn_once
 from cleanba.recipes import RECIPES, AnyRecipe, find_recipe, names_recipe
-from cleanba.resolution import fit, settle
+from cleanba.resolution import Config, fit, settle
 from cleanba.runs.directory import default_run_dir
 from cleanba.runs.remote import find_run
 from cleanba.sweeps.manifest import Planned, done, read_manifest, write_manifest
@@ -36,6 +36,7 @@ FIT_USAGE = """usage: cleanba slurm fit N ppo FLAGS
 
 Prints the numbers of processes, up to N, that this experiment can be divided among, and the run's directory.
 The templates ask this with ELASTIC=1."""
+CHECK_USAGE = "usage: cleanba slurm check NODES TASKS [--elastic] ppo FLAGS, as `slurm/submit --show` prints them"
 
 
 @dataclass(frozen=True)
@@ -47,9 +48,11 @@ class Templates:
 
 
 def slurm_command(argv: Sequence[str]) -> Exit:
-    """`cleanba slurm [DIR]`, and `cleanba slurm fit N ppo …`."""
+    """`cleanba slurm [DIR]`, and what the templates call: `cleanba slurm fit N ppo …` and `cleanba slurm check …`."""
     if argv[:1] == ["fit"]:
         return fit_command(argv[1:])
+    if argv[:1] == ["check"]:
+        return check_command(argv[1:])
     folder = parse_command(Templates, argv, "slurm").directory
     require(not folder.exists() or folder.is_dir(), f"{folder} is a file; name a directory, new or not")
     try:
@@ -83,8 +86,7 @@ def fit_command(argv: Sequence[str]) -> Exit:
     number, name = [*argv[:2], "", ""][:2]
     require(number.isdecimal() and int(number) > 0, f"fit takes a number of processes, not {number!r}\n{FIT_USAGE}")
     require(names_recipe(name), f"fit takes a training command, one of {', '.join(RECIPES)}, not {name!r}\n{FIT_USAGE}")
-    recipe = find_recipe(name)
-    config = parse(recipe, argv[2:], locate=lambda run: find_run(run, model=False))
+    recipe, config = asked(name, argv[2:])
     run_dir = config.run.run_dir or default_run_dir(config.asked, config.run)
     e = settle(recipe, config, "cpu", run_dir).experiment
     numbers = fitting_processes(recipe, e, config.placement, int(number))
@@ -95,6 +97,16 @@ def fit_command(argv: Sequence[str]) -> Exit:
     return Exit()
 
 
+def asked(algorithm: str, flags: Sequence[str]) -> tuple[AnyRecipe, Config]:
+    """The algorithm and the configuration of a training command.
+
+    Raises:
+        UsageError: there is no such algorithm, or the flags are refused.
+    """
+    recipe = find_recipe(algorithm)
+    return recipe, parse(recipe, flags, locate=lambda run: find_run(run, model=False))
+
+
 def fitting_processes(recipe: AnyRecipe, e: Experiment, placement: Placement, most: int) -> list[int]:
     """The numbers of processes, 1 to `most`, that an experiment with this placement in each can be divided among."""
     found = []
@@ -103,6 +115,127 @@ def fitting_processes(recipe: AnyRecipe, e: Experiment, placement: Placement, mo
             fit(recipe, e, placement, number)
             found.append(number)
     return found
+
+
+class SlurmJob(NamedTuple):
+    """The processes of a job, as `slurm/submit --show` prints them."""
+
+    nodes: int
+    tasks: int
+    """tasks on each node"""
+    elastic: bool
+    """whether it may run on fewer nodes"""
+    command: Sequence[str]
+    """the command of a task, without "cleanba": an algorithm and its flags"""
+
+
+def read_job(words: Sequence[str]) -> SlurmJob:
+    """The job that these words of `slurm/submit --show` describe.
+
+    Raises:
+        UsageError: they have another form.
+    """
+    nodes, tasks = [*words[:2], "", ""][:2]
+    elastic = words[2:3] == ["--elastic"]
+    command = words[2 + elastic :]
+    numbers = nodes.isdecimal() and tasks.isdecimal() and int(nodes) > 0 and int(tasks) > 0
+    require(numbers and bool(command), CHECK_USAGE)
+    return SlurmJob(int(nodes), int(tasks), elastic, command)
+
+
+def check_command(argv: Sequence[str]) -> Exit:
+    """`cleanba slurm check …`, which `slurm/submit` calls before it submits a job.  No device is touched.
+
+    Raises:
+        UsageError: the flags are refused, or the job's processes cannot share the experiment.
+    """
+    job = read_job(argv)
+    name, *flags = job.command
+    if not names_recipe(name):
+        warn(f"{name} is no training command ({', '.join(RECIPES)}), so its flags are not checked")
+        return Exit()
+    try:
+        recipe, config = asked(name, flags)
+        e = settle(recipe, config, "cpu", config.run.run_dir).experiment
+    except UsageError as error:
+        if not import_failed(error):
+            raise
+        warn(f"the job cannot be checked here, where something is not installed ({error})")
+        return Exit()
+    check_job(job, recipe, e, config.placement)
+    return Exit()
+
+
+def import_failed(error: BaseException | None) -> bool:
+    """Whether an error was raised because something could not be imported."""
+    while error is not None and not isinstance(error, ImportError):
+        error = error.__cause__ or error.__context__
+    return error is not None
+
+
+def check_job(job: SlurmJob, recipe: AnyRecipe, e: Experiment, placement: Placement) -> None:
+    """Check that a job's processes can share an experiment, and warn of nodes that an elastic job can never use.
+
+    Raises:
+        UsageError: they cannot.
+    """
+    processes = job.nodes * job.tasks if placement.distributed else 1
+    numbers = fitting_processes(recipe, e, placement, processes)
+    nodes = max((number // job.tasks for number in numbers if number % job.tasks == 0), default=0)
+    if processes in numbers:
+        return
+    if job.elastic and nodes:
+        return warn_once(
+            f"num_actors={e.num_actors} and num_shards={e.num_shards} can use at most {nodes} of {job.nodes} nodes; "
+            f"ask for --nodes={nodes}, or for another experiment choose numbers that {processes} divides"
+        )
+    try:
+        fit(recipe, e, placement, processes)
+    except UsageError as error:
+        if not numbers:
+            raise
+        fewer = f"--nodes={nodes} before the template, or NODES={nodes} in settings.sh"
+        if not nodes:
+            fewer = f"--nodes=1 --ntasks-per-node={numbers[-1]} before the template, or in MORE of settings.sh"
+        raise UsageError(f"{error} (for fewer processes under Slurm: {fewer})") from None
+
+
+def template_job(template: Path, algorithm: str) -> SlurmJob | None:
+    """The job that a template makes of an algorithm; None, with a warning, if the template does not say.
+
+    Raises:
+        UsageError: there is no such template.
+    """
+    read_template(template)
+    own = submitter(template)
+    command = [own] if own else ["bash", str(TEMPLATES / "submit")]
+    try:
+        return read_job(shlex.split(said([*command, "--show", str(template), algorithm]) or ""))
+    except ValueError:
+        warn(f"{template} does not show how many processes it starts, so they are not checked before the job starts")
+        return None
+
+
+def read_template(template: Path) -> str:
+    """The text of the template that --slurm names.
+
+    Raises:
+        UsageError: there is none.
+    """
+    require(template.exists(), f"--slurm {template} does not exist; `cleanba slurm` writes templates to slurm/")
+    require(template.is_file(), f"--slurm {template} is not a file; name a template in it, such as slurm/cpu.sh")
+    try:
+        return template.read_text()
+    except ValueError as error:
+        raise UsageError(f"--slurm {template} is not text ({error}); name a template, such as slurm/cpu.sh") from None
+
+
+def submitter(template: Path) -> str | None:
+    """The executable `submit` beside a template; None if there is none."""
+    found = template.parent / "submit"
+    if not os.access(found, os.X_OK):
+        return None
+    return str(found) if found.parent != Path() else f"./{found}"  # else it is looked for in PATH
 
 
 def job_script(template: str, words_file: Path, name: str, size: int, at_a_time: int | None, log: Path) -> str:
@@ -144,12 +277,7 @@ def submit(
     If there is an executable `submit` beside the template, it is called instead of sbatch, with the job's script as its
     argument.  The one that comes with the templates adds the options in slurm/settings.sh.
     """
-    require(template.exists(), f"--slurm {template} does not exist; `cleanba slurm` writes templates to slurm/")
-    require(template.is_file(), f"--slurm {template} is not a file; name a template in it, such as slurm/cpu.sh")
-    try:
-        template_text = template.read_text()
-    except ValueError as error:
-        raise UsageError(f"--slurm {template} is not text ({error}); name a template, such as slurm/cpu.sh") from None
+    template_text = read_template(template)
     earlier = read_manifest(folder)["runs"] if (folder / "sweep.json").exists() else {}
     jobs = {name: run["job"] for name, run in earlier.items() if "job" in run}
     states = {} if dry_run and not jobs else job_states(jobs.values())
@@ -160,9 +288,7 @@ def submit(
         f"{folder}: {len(to_do)} of {len(runs)} runs to submit, {len([r for r in runs if r.name in busy])} in the "
         f"queue, {len(over)} finished"
     )
-    submitter = template.parent / "submit"
-    named = str(submitter) if submitter.parent != Path() else f"./{submitter}"  # else it is looked for in PATH
-    sbatch = [named] if os.access(submitter, os.X_OK) else ["sbatch"]
+    sbatch = [submitter(template) or "sbatch"]
     scripts = folder / "slurm"
     numbers = [p.stem.removeprefix("array-") for p in scripts.glob("array-*.sh")]
     first = 1 + max((int(number) for number in numbers if number.isdecimal()), default=0)

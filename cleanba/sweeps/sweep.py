@@ -30,7 +30,7 @@ from cleanba.runtime.process_setup import refuse_64_bits
 from cleanba.runtime.supervision import ending_signals, handle_signals
 from cleanba.specs import EnvSpec
 from cleanba.sweeps.manifest import Planned, done, read_manifest, write_manifest
-from cleanba.sweeps.slurm import job_states, submit
+from cleanba.sweeps.slurm import SlurmJob, check_job, job_states, submit, template_job
 from cleanba.train_flags import parse, remedy_for
 
 if TYPE_CHECKING:  # rich takes a moment to import
@@ -98,7 +98,8 @@ def sweep_command(argv: Sequence[str]) -> Exit:
     refuse_64_bits()  # as each run would
     recipe, common = find_recipe(rest[0]), rest[1:]
     folder = flags.dir or Path("sweeps") / default_folder(flags, rest)
-    runs = plan(recipe, common, flags, folder)
+    job = template_job(flags.slurm, rest[0]) if flags.slurm is not None else None
+    runs = plan(recipe, common, flags, folder, job)
     if flags.slurm is not None:
         with nullcontext() if flags.dry_run else lock(folder, "--dir"):
             return submit(runs, folder, flags.slurm, argv, flags.workers, flags.dry_run)
@@ -177,8 +178,10 @@ def variants(recipe: AnyRecipe, settings: Sequence[str]) -> list[tuple[str, list
     return combinations
 
 
-def plan(recipe: AnyRecipe, common: list[str], flags: Flags, folder: Path) -> list[Planned]:
-    """All runs of a sweep, each checked.
+def plan(
+    recipe: AnyRecipe, common: list[str], flags: Flags, folder: Path, job: SlurmJob | None = None
+) -> list[Planned]:
+    """All runs of a sweep, each checked.  `job` is the Slurm job that each will be.
 
     Raises:
         UsageError: a run could not start; the message says which and why.
@@ -211,7 +214,7 @@ def plan(recipe: AnyRecipe, common: list[str], flags: Flags, folder: Path) -> li
             run_dir = folder / name
             all_words = [*common, "--env-id", env_id, *words, "--seed", str(seed), "--run-dir", str(run_dir)]
             try:
-                e, spec = check(recipe, all_words, run_dir, spec)
+                e, spec = check(recipe, all_words, run_dir, spec, job)
             except UsageError as error:
                 raise UsageError(f"{env_id}, {variant}: {error}") from None
             runs.append(Planned(name, env_id, variant, seed, (recipe.name, *all_words), e.num_updates))
@@ -233,11 +236,18 @@ def checked_parse(recipe: AnyRecipe, words: list[str]) -> Config:
         raise UsageError(f"`cleanba {recipe.name} --help` explains the flags after --") from None
 
 
-def check(recipe: AnyRecipe, words: list[str], run_dir: Path, spec: EnvSpec | None) -> tuple[Experiment, EnvSpec]:
-    """Check the experiment of these flags -> the experiment, and its environment's specification, made if not given."""
-    config = checked_parse(recipe, words)
+def check(
+    recipe: AnyRecipe, words: list[str], run_dir: Path, spec: EnvSpec | None, job: SlurmJob | None = None
+) -> tuple[Experiment, EnvSpec]:
+    """Check the experiment of these flags -> the experiment, and its environment's specification, made if not given.
+
+    `job` is the Slurm job that the run will be.
+    """
+    config = checked_parse(recipe, [*(job.command[1:] if job else ()), *words])
     resolved = continue_experiment(recipe, resolve(recipe, config.typed, "cpu", spec), run_dir, "--dir")
     fit(recipe, resolved.experiment, config.placement)
+    if job is not None:
+        check_job(job, recipe, resolved.experiment, config.placement)
     if spec is None:
         recipe.make(resolved.experiment, resolved.spec, "cpu")
     return resolved.experiment, resolved.spec

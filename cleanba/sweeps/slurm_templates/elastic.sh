@@ -115,7 +115,7 @@ start_steps() {
     steps=()
     for node; do
         FIRST_PROCESS=$first srun --overlap --wait=60 --input=none --nodes=1 --ntasks="$tasks_here" \
-            --nodelist="$node" bash -c "$take_share" task "${CLEANBA[@]}" "${words[@]}" --run-dir "$run" \
+            --nodelist="$node" ${SRUN[@]+"${SRUN[@]}"} bash -c "$take_share" task "${CLEANBA[@]}" "${words[@]}" --run-dir "$run" \
             --coordinator-address "$address" --num-processes $(($# * tasks_here)) &
         steps+=($!)
         first=$((first + tasks_here))

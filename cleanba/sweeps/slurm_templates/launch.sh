@@ -37,7 +37,7 @@ launch() {
         elastic "$@" || code=$?
     else
         # After one task has ended, the others have a minute to write a checkpoint, or to notice that it is gone.
-        srun --wait=60 bash -c "$take_share" task "${CLEANBA[@]}" "$@" || code=$?
+        srun --wait=60 ${SRUN[@]+"${SRUN[@]}"} bash -c "$take_share" task "${CLEANBA[@]}" "$@" || code=$?
     fi
     # Where preempted jobs get a grace time, Slurm sends SIGTERM first, and requeues only jobs that outlast it.
     if [ "$code" -eq 143 ] && scontrol show job "$job" 2>/dev/null | grep -q 'PreemptTime=[0-9]'; then code=138; fi
