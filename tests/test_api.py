@@ -25,12 +25,13 @@ from launch import ROOT, TINY, command, finish, python, read_result, read_rows
 import cleanba
 from cleanba import launch
 from cleanba.agents.agent import Agent, as_batch
+from cleanba.algorithms.ppo import PPO
 from cleanba.config import Placement, fields_of
 from cleanba.config import Run as RunFlags
 from cleanba.environments.common import parse_options
 from cleanba.environments.gymnasium import register
 from cleanba.errors import UsageError
-from cleanba.recipes import RECIPES
+from cleanba.recipes import RECIPES, find_recipe
 from cleanba.runs import progress_line
 from cleanba.runtime.collect import first_carry
 from cleanba.specs import ActionSpec, EnvSpec, ObsSpec, choice
@@ -726,6 +727,14 @@ def test_a_custom_network_is_a_class_of_its_own(own_loss):
     assert command("verify", "my_network").code == 0
     ended = command("diff", "my_network", "ppo")
     assert "largest difference" in ended.out or "different shapes" in ended.out
+
+
+def test_a_custom_network_also_takes_real_valued_actions(own_loss):
+    real = ActionSpec("quantities", (2,), "float32", (), (-1.0, -1.0), (1.0, 1.0))
+    spec = EnvSpec("", ObsSpec("vector", (3,), "float32"), real, is_atari=False, clip_reward=False, options={})
+    algorithm = find_recipe("my_network:RECIPE").make(PPO(), spec, "cpu")
+    state, _ = algorithm.shapes()
+    assert state.params["params"]["log_std"].shape == (2,)
 
 
 def test_names_that_are_no_algorithm_are_refused(own_loss):
