@@ -41,6 +41,8 @@ from cleanba.algorithms.sac import SAC
 from cleanba.algorithms.td3 import TD3
 from cleanba.config import (
     Experiment,
+    Field,
+    Group,
     Placement,
     as_typed,
     fields_of,
@@ -159,22 +161,13 @@ def _specify(algorithm: str, form: Callable[P, Experiment]) -> Specify[P]:
             env_id = recipe.experiment.env_id
         return Spec(algorithm, as_given(recipe, ({"env_id": env_id} if env_id else {}) | values), maker=maker)
 
-    defaults = {f.name: f.default for f in fields(recipe.experiment)}
     specify.__name__ = specify.__qualname__ = algorithm
-    parameter = inspect.Parameter
-    specify.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [
-            parameter(
-                name,
-                parameter.POSITIONAL_OR_KEYWORD if name == "env_id" else parameter.KEYWORD_ONLY,
-                default=defaults[name],
-                annotation=get_args(f.annotation)[0] if get_origin(f.annotation) is Annotated else f.annotation,
-            )
-            for name, f in known.items()
-        ]
-        + [parameter("preset", parameter.KEYWORD_ONLY, default=None, annotation=str | None)],
-        return_annotation=Spec,
-    )
+    parameters = [
+        parameter.replace(kind=parameter.POSITIONAL_OR_KEYWORD) if parameter.name == "env_id" else parameter
+        for parameter in _keywords(recipe.experiment, known)
+    ]
+    preset = inspect.Parameter("preset", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=str | None)
+    specify.__signature__ = inspect.Signature([*parameters, preset], return_annotation=Spec)  # type: ignore[attr-defined]
     lines = [f"    {name}: {f.about}" for name, f in known.items()]
     lines.append(
         f"    preset: name of settings to start from instead: {', '.join(recipe.named_presets())}; or a run's directory"
@@ -183,7 +176,8 @@ def _specify(algorithm: str, form: Callable[P, Experiment]) -> Specify[P]:
         [
             f"A specification to {recipe.about}: what `cleanba {algorithm}` trains with the flags of the same names.",
             "",
-            "Values that are left out come from the preset for the environment, or else are the defaults shown here.",
+            "Values that are left out, or None, come from the preset for the environment, or else are the defaults",
+            "shown here.",
             "Instead of a name, `env_id` may be a class or function that makes a Gymnasium environment.",
             "",
             "Args:",
@@ -195,6 +189,20 @@ def _specify(algorithm: str, form: Callable[P, Experiment]) -> Specify[P]:
     )
     found: Any = specify  # whose signature no checker can follow
     return found
+
+
+def _keywords(group: type[Group], known: Mapping[str, Field]) -> list[inspect.Parameter]:
+    """These fields of a group of flags as keywords of a function, with their defaults."""
+    defaults = {f.name: f.default for f in fields(group)}
+    return [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=defaults[name],
+            annotation=get_args(f.annotation)[0] if get_origin(f.annotation) is Annotated else f.annotation,
+        )
+        for name, f in known.items()
+    ]
 
 
 def specify(algorithm: str, /, *env_id: str | Callable[..., gymnasium.Env[Any, Any]], **flags: Any) -> Spec:
@@ -209,15 +217,22 @@ def specify(algorithm: str, /, *env_id: str | Callable[..., gymnasium.Env[Any, A
     Raises:
         UsageError: there is no such algorithm or keyword, or a value has the wrong type.
     """
-    require(isinstance(algorithm, str), f"specify takes the name of an algorithm, such as 'ppo', not {algorithm!r}")
+    require(
+        isinstance(algorithm, str),
+        "specify takes the name of an algorithm, such as 'ppo' or 'my_module:RECIPE', not an object of the type "
+        f"{type(algorithm).__name__}",
+    )
     made: Any = _specify(algorithm, find_recipe(algorithm).experiment)
     return made(*env_id, **flags)
 
 
 def _plain(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert keywords to the values of flags: NumPy's numbers to Python's, a dictionary of options to name=value."""
+    """Convert keywords to the values of flags: NumPy's numbers to Python's, runs to directories, options to text."""
     plain = {name: _without_numpy(value) for name, value in flags.items()}
-    plain |= {name: str(plain[name]) for name in ("init_from", "preset") if isinstance(plain.get(name), Path)}
+    for name in ("init_from", "preset"):
+        place = plain.get(name)
+        if isinstance(place, Path | Run):
+            plain[name] = str(place.run_dir if isinstance(place, Run) else place)
     options = flags.get("env_options")
     if isinstance(options, Mapping):
         plain["env_options"] = tuple(_option(name, value) for name, value in options.items())
@@ -259,7 +274,7 @@ def _refuse(what: str, name: str, known: Collection[str]) -> NoReturn:
         raise UsageError(f"{what} has no keyword {name}, which does not change what is trained; give it to train")
     if what == "train" and any(name in fields_of(recipe.experiment) for recipe in RECIPES.values()):
         raise UsageError(f"train has no keyword {name}, which changes what is trained; give it to ppo(…) or another")
-    if what != "train" and remedy:
+    if remedy:
         raise UsageError(f"{what} has no keyword {name}; {remedy}")
     close = closest_names(name, known)
     raise UsageError(f"{what} has no keyword {name}" + (f"; the closest are {close}" if close else ""))
@@ -420,6 +435,24 @@ def train(spec: Spec, run_dir: str | Path | None = None, *, progress: bool = Tru
     ended = launch(recipe, configure(recipe, spec.flags, placement, run, spec.whole), progress, _give_up)
     _raise(ended, SAME_CALL if run_dir is not None else f"{SAME_CALL} with run_dir={str(ended.run_dir)!r}")
     return Run(ended.run_dir)
+
+
+def _list_keywords_of_train() -> None:
+    """Put the fields of placement and run into the signature and the documentation of `train`."""
+    known = {
+        group: {name: f for name, f in offered_fields(group).items() if name in TrainFlags.__annotations__}
+        for group in (Placement, config.Run)
+    }
+    own = inspect.signature(train)
+    given = [x for x in own.parameters.values() if x.kind is not inspect.Parameter.VAR_KEYWORD]
+    keywords = [keyword for group, its in known.items() for keyword in _keywords(group, its)]
+    train.__signature__ = own.replace(parameters=[*given, *keywords])  # type: ignore[attr-defined]
+    lines = [f"    {name}: {f.about}" for its in known.values() for name, f in its.items()]
+    args, raises, rest = inspect.cleandoc(train.__doc__ or "").partition("\n\nRaises:")
+    train.__doc__ = "\n".join([args, *lines]) + raises + rest
+
+
+_list_keywords_of_train()
 
 
 def _give_up(signum: int) -> None:

@@ -522,8 +522,18 @@ def as_typed(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
         try:
             found[name] = _converted(known[name].annotation, value)
         except TypeError as error:
-            raise UsageError(f"{name}={value!r} must be {error}") from None
+            raise UsageError(f"{name}={value!r} must be {error}{_meant(known[name].annotation, value)}") from None
     return found
+
+
+def _meant(annotation: Any, value: Any) -> str:
+    """How to write a value of the wrong type, such as "1e6" or a number in place of a list; "" if that is unclear."""
+    with suppress(TypeError):
+        return f"; write {list(_converted(annotation, [value]))}"
+    with suppress(TypeError, ValueError):
+        number = _converted(annotation, float(value)) if isinstance(value, str) else None
+        return f"; write {number:_}" if number is not None else ""
+    return ""
 
 
 def _converted(annotation: Any, value: Any) -> Any:
@@ -743,10 +753,10 @@ def read_experiment(run_dir: Path) -> Json:
     return experiment
 
 
-def differences(a: Json, b: Json) -> list[str]:
-    """The fields in which two experiments differ, as "name: value in a, now value in b"."""
+def differences(a: Json, b: Json, *, between: str = ", now ") -> list[str]:
+    """The fields in which two experiments differ, as "name: value in a, now value in b"; `between` joins the values."""
     a, b = (json.loads(json.dumps(x)) for x in (a, b))
-    return [f"{k}: {a.get(k)}, now {b.get(k)}" for k in sorted(set(a) | set(b)) if a.get(k) != b.get(k)]
+    return [f"{k}: {a.get(k)}{between}{b.get(k)}" for k in sorted(set(a) | set(b)) if a.get(k) != b.get(k)]
 
 
 MOST_NAMED = 8  # differing settings in one sentence
@@ -764,8 +774,10 @@ def require_same(run_dir: Path, changed: list[str], flag: str = "--run-dir") -> 
 
     `flag` is the flag that chooses the directory.
     """
+    longer = any(field.startswith("total_timesteps: ") for field in changed)
+    further = f"; to train it further, start a new run with --init-from {run_dir}"
     require(
         not changed,
         f"{run_dir} holds another experiment ({shortened(changed)}); choose another {flag}, or repeat the flags of "
-        "that run",
+        f"that run{further * longer}",
     )

@@ -329,7 +329,7 @@ def prepare(recipe: AnyRecipe, config: Config) -> Job:
     require_same_kernels(e, devices.platform)
     algorithm = recipe.make(e, resolved.spec, devices.platform)
     if initial is not None:
-        require_fit(initial, algorithm.shapes()[0])
+        require_fit(initial, algorithm.shapes()[0], recipe.name)
     job = Job(recipe, config, resolved, partition, devices, algorithm, run_dir, initial)
     shapes, buffer_size = job.training.memory_shapes, getattr(e, "buffer_size", None)
     require_room(shapes, partition.places_per_learner, devices.learners, processes_here(), buffer_size)

@@ -88,9 +88,9 @@ AS_CLEANRL = Play(greedy=True, epsilon=0.05)  # a deterministic policy may run i
 
 def _recipe(name: str, module: ModuleType, experiment: type[Any], about: str, plays: Play = DRAWN) -> AnyRecipe:
     """The recipe of an algorithm here, from what its module calls by the same names as all others."""
-    protocols = getattr(module, "PROTOCOLS", {})
+    presets, protocols = getattr(module, "PRESETS", {}), getattr(module, "PROTOCOLS", {})
     functions = module.check, module.make
-    return Recipe(name, about, experiment, *functions, plays, module.PRESETS, module.LOGGED, protocols)
+    return Recipe(name, about, experiment, *functions, plays, presets, module.LOGGED, protocols)
 
 
 RECIPES: dict[str, AnyRecipe] = {

@@ -198,6 +198,10 @@ FOREIGN_FLAGS = {
     "--n-epochs": "set --update-epochs",
     "--clip-range": "set --clip-coef",
     "--timesteps": "set --total-timesteps",
+    "--norm-reward": "only PPO, IMPALA and PQN have it: scale rewards in the environment, or in a wrapper "
+    "(--env-wrappers)",
+    "--callback": "there are no callbacks: metrics.jsonl grows while a run trains, and --eval-frequency evaluates the "
+    "policy from time to time",
 }
 
 

@@ -25,12 +25,13 @@ from launch import ROOT, TINY, command, finish, python, read_result, read_rows
 import cleanba
 from cleanba import launch
 from cleanba.agents.agent import Agent, as_batch
+from cleanba.algorithms.ppo import PPO
 from cleanba.config import Placement, fields_of
 from cleanba.config import Run as RunFlags
 from cleanba.environments.common import parse_options
 from cleanba.environments.gymnasium import register
 from cleanba.errors import UsageError
-from cleanba.recipes import RECIPES
+from cleanba.recipes import RECIPES, find_recipe
 from cleanba.runs import progress_line
 from cleanba.runtime.collect import first_carry
 from cleanba.specs import ActionSpec, EnvSpec, ObsSpec, choice
@@ -107,6 +108,11 @@ def test_curves_are_arrays_over_steps(run):
     assert str(cleanba.Run(run.run_dir).run_dir) in repr(run)
 
 
+def test_a_run_may_stand_for_its_directory(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"experiment": {"algorithm": "ppo"}}))
+    assert cleanba.ppo("Catch-v0", init_from=cleanba.Run(tmp_path)).flags["init_from"] == str(tmp_path)
+
+
 def test_places_without_a_run_are_refused(tmp_path):
     with pytest.raises(cleanba.UsageError, match="does not exist"):
         cleanba.Run(tmp_path)
@@ -128,7 +134,15 @@ def test_places_without_a_run_are_refused(tmp_path):
         (lambda: cleanba.ppo("CartPole-v1", learning_rate="fast"), "learning_rate='fast' must be a number"),
         (lambda: cleanba.ppo("CartPole-v1", num_envs=2.5), "num_envs=2.5 must be a whole number"),
         (lambda: cleanba.ppo("CartPole-v1", network="big"), "network='big' must be one of"),
-        (lambda: cleanba.ppo("CartPole-v1", hiddens=64), "hiddens=64 must be a list"),
+        (lambda: cleanba.ppo("CartPole-v1", hiddens=64), "hiddens=64 must be a list; write [64]"),
+        (lambda: cleanba.ppo("CartPole-v1", env_wrappers="m:f"), "env_wrappers='m:f' must be a list; write ['m:f']"),
+        (lambda: cleanba.dqn("CartPole-v1", buffer_size="1e6"), "must be a whole number; write 1_000_000"),
+        (lambda: cleanba.ppo("CartPole-v1", learning_rate="3e-4"), "must be a number; write 0.0003"),
+        (lambda: cleanba.sac("Pendulum-v1", norm_reward=True), "norm_reward; only PPO, IMPALA and PQN have it: scale"),
+        (
+            lambda: cleanba.specify(RECIPES["ppo"], "Catch-v0"),
+            "or 'my_module:RECIPE', not an object of the type Recipe",
+        ),
         (lambda: cleanba.ppo(3), "must be a name, or a class"),
         (lambda: cleanba.ppo(None), "must be a name, or a class"),
         (lambda: cleanba.ppo("CartPole-v1", env_id="Catch-v0"), "ppo was given 2 environments; name one"),
@@ -140,6 +154,7 @@ def test_places_without_a_run_are_refused(tmp_path):
         (lambda: cleanba.evaluate("runs/a"), "evaluate takes an agent, such as cleanba.load('runs/a'), not 'runs/a'"),
         (lambda: cleanba.dqn("CartPole-v1", core="lstm"), "dqn"),
         (lambda: cleanba.train(small(), seed=3), "changes what is trained; give it to ppo"),
+        (lambda: cleanba.train(small(), callback=print), "no keyword callback; there are no callbacks: metrics.jsonl"),
         (lambda: cleanba.train(small(), log_frequenzy=3), "the closest are log_frequency"),
         (lambda: cleanba.train(small(), log_frequency="often"), "log_frequency='often' must be a whole number"),
     ],
@@ -180,8 +195,13 @@ def test_signatures_and_documentation_have_every_flag(name):
 def test_train_takes_the_flags_of_placement_and_run():
     from cleanba.api import TrainFlags
 
-    flags = {*fields_of(Placement), *fields_of(RunFlags)} - {"run_dir", "experiment_from"}
+    known = {**fields_of(Placement), **fields_of(RunFlags)}
+    flags = set(known) - {"run_dir", "experiment_from"}
     assert set(TrainFlags.__annotations__) == flags
+    parameters = inspect.signature(cleanba.train).parameters
+    assert set(parameters) == {"spec", "run_dir", "progress", *flags} and parameters["log_frequency"].default == 10
+    assert all(f"    {name}: {known[name].about}" in cleanba.train.__doc__ for name in flags)
+    assert cleanba.train.__doc__.count("\n\nRaises:\n    UsageError: ") == 1
 
 
 def test_values_may_be_numpys_and_options_a_dictionary():
@@ -716,7 +736,7 @@ def test_a_custom_loss_trains_in_sweeps_and_in_python(own_loss):
     assert "cleanba eval mine.tar.gz --trust-remote-code, " in ended.out and "need the modules" in ended.out
     assert command("eval", "mine.tar.gz", "--episodes", "1", "--trust-remote-code").code == 0
     ended = command("diff", mine, "ppo")
-    assert ended.code == 1 and "algorithm: my_ppo:RECIPE, now ppo" in ended.out, ended.out
+    assert ended.code == 1 and "algorithm: my_ppo:RECIPE and ppo" in ended.out, ended.out
 
 
 def test_a_custom_network_is_a_class_of_its_own(own_loss):
@@ -733,6 +753,14 @@ def test_a_custom_network_is_a_class_of_its_own(own_loss):
     assert command("verify", "my_network").code == 0
     ended = command("diff", "my_network", "ppo")
     assert "largest difference" in ended.out or "different shapes" in ended.out
+
+
+def test_a_custom_network_also_takes_real_valued_actions(own_loss):
+    real = ActionSpec("quantities", (2,), "float32", (), (-1.0, -1.0), (1.0, 1.0))
+    spec = EnvSpec("", ObsSpec("vector", (3,), "float32"), real, is_atari=False, clip_reward=False, options={})
+    algorithm = find_recipe("my_network:RECIPE").make(PPO(), spec, "cpu")
+    state, _ = algorithm.shapes()
+    assert state.params["params"]["log_std"].shape == (2,)
 
 
 def test_names_that_are_no_algorithm_are_refused(own_loss):

@@ -50,7 +50,8 @@ def test_two_runs_diverge_where_one_was_computed_differently(tmp_path, monkeypat
     with monkeypatch.context() as patch:
         patch.setenv("CLEANBA_FAULT", "1")
         assert command(*PART, "--run-dir", b).code == 0
-    assert command("bisect", a, a, "--", "--learner-device-ids", "1", "--gamma", "0.5").code == 2
+    refused = command("bisect", a, a, "--", "--learner-device-ids", "1", "--gamma", "0.5")
+    assert refused.code == 2 and "--gamma would change what is trained; after `--`, give only placement" in refused.err
 
     parted = command("bisect", a, b, "--", "CLEANBA_FAULT=1")
     assert parted.code == 1, parted.err

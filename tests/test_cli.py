@@ -342,7 +342,9 @@ def test_a_run_directory_of_another_experiment_is_refused_with_the_fields_that_d
     message = refusal("ppo", *TINY, "--run-dir", done, "--seed", "7", "--gamma", "0.5")
     assert str(done) in message and "--run-dir" in message
     assert "seed: 1, now 7" in message and "gamma: 0.99, now 0.5" in message
-    assert "num_envs" not in message
+    assert "num_envs" not in message and "--init-from" not in message
+    message = refusal("ppo", *TINY, "--run-dir", done, "--total-timesteps", "9600")
+    assert message.endswith(f"to train it further, start a new run with --init-from {done}")
     assert {path.name: path.read_bytes() for path in done.iterdir() if path.is_file()} == before
 
 

@@ -69,7 +69,7 @@ def test_two_algorithms_are_reported_in_a_short_line(runs):
     other = {"algorithm": "sac", **to_json(RECIPES["sac"].experiment())}
     (b / "config.json").write_text(json.dumps({"experiment": other}))
     (line,) = [line for line in command("diff", a, b).out.splitlines() if line.startswith("different experiments")]
-    assert "algorithm: ppo, now sac; " in line and line.endswith(" more") and len(line) < 80
+    assert "algorithm: ppo and sac; " in line and line.endswith(" more") and len(line) < 80
 
 
 def test_state_and_memory_may_differ_before_the_parameters_do(runs):
@@ -109,5 +109,11 @@ def test_other_metrics_and_experiments_are_named(runs):
     params = ("p1", "p2", "p3", "p4")
     a, b = runs("a", params_digest=params), runs("b", seed=2, losses=(0.5, 0.4, 0.35, 0.1), params_digest=params)
     ended = command("diff", a, b)
-    assert ended.code == 1 and "different experiments: seed: 1, now 2" in ended.out
+    assert ended.code == 1 and "different experiments: seed: 1 and 2" in ended.out
     assert "losses/loss: from update 3 on, by up to 0.1" in ended.out and "seconds" not in ended.out
+
+
+def test_the_first_update_with_a_digest_is_not_where_runs_began_to_differ(runs):
+    a, b = (runs(name, params_digest=(None, None, name, name)) for name in "ab")
+    said = command("diff", a, b).out
+    assert "parameters differ from update 3 on, the first at which both runs took a digest\n" in said

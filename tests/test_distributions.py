@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from cleanba.errors import UsageError
 from cleanba.ops.distributions import (
     Categorical,
     Categoricals,
+    Combination,
     DiagonalGaussian,
     SquashedGaussian,
     distribution,
@@ -34,6 +36,9 @@ def of_scipy(policy, action: np.ndarray, t: int, b: int) -> tuple[float, float]:
         normal = stats.multivariate_normal(np.float64(MEAN[t, b]), np.diag(np.exp(2 * np.float64(LOG_STD))))
         return normal.logpdf(np.float64(action[t, b])), normal.entropy()
     logits = policy.logits[t, b]
+    if isinstance(policy, Combination):
+        whole = stats.rv_discrete(values=(range(len(logits)), softmax(logits)))
+        return whole.logpmf(np.ravel_multi_index(action[t, b], policy.counts)), whole.entropy()
     parts = np.split(logits, np.cumsum(getattr(policy, "counts", (len(logits),)))[:-1])
     chosen = np.atleast_1d(action[t, b])
     found = [stats.rv_discrete(values=(range(len(p)), softmax(p))) for p in parts]
@@ -46,6 +51,7 @@ def of_scipy(policy, action: np.ndarray, t: int, b: int) -> tuple[float, float]:
 POLICIES = {
     "categorical": Categorical(LOGITS),
     "categoricals": Categoricals(LOGITS, COUNTS),
+    "combination": Combination(LOGITS, (2, 6)),
     "gaussian": DiagonalGaussian(MEAN, np.broadcast_to(LOG_STD, MEAN.shape)),
 }
 
@@ -60,7 +66,7 @@ def test_log_probabilities_and_entropies_are_scipys(name, compile):
         np.testing.assert_allclose(log_prob, expected[..., 0], rtol=2e-5, atol=2e-5)
         np.testing.assert_allclose(entropy, expected[..., 1], rtol=2e-5, atol=2e-5)
         np.testing.assert_array_equal(policy.log_prob(action), policy.log_prob_and_entropy(action)[0])
-        np.testing.assert_allclose(policy.log_prob_and_entropy(policy.mode())[1], entropy, rtol=1e-6)
+        np.testing.assert_allclose(compile(lambda policy: policy.entropy())(policy), entropy, rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -70,7 +76,7 @@ def test_samples_have_the_stated_entropy(name):
     keys = jax.random.split(jax.random.key(0), 4000)
     log_prob = np.asarray(jax.vmap(lambda key: policy.log_prob(policy.sample(key)))(keys))
     error = 5 * log_prob.std(0) / np.sqrt(len(keys))
-    assert (abs(-log_prob.mean(0) - policy.log_prob_and_entropy(policy.mode())[1]) < error + 1e-3).all()
+    assert (abs(-log_prob.mean(0) - policy.entropy()) < error + 1e-3).all()
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -103,6 +109,8 @@ def test_the_action_space_chooses_the_distribution():
     assert [size(a) for a in (choice(12), several, real)] == [12, 12, 5]
     assert isinstance(distribution(choice(12), LOGITS), Categorical)
     assert distribution(several, LOGITS).counts == COUNTS
+    with pytest.raises(UsageError, match=r"no log_std for actions of 5 real numbers.*pass log_std=self\.param\("):
+        distribution(real, MEAN)
     gaussian = distribution(real, MEAN, LOG_STD)
     assert gaussian.log_std.shape == gaussian.mean.shape
     for policy, shape, dtype in [

@@ -27,6 +27,10 @@ WRITTEN = [page for page in ROOT.glob("docs/**/*.md") if not page.is_symlink()] 
 PAGES = sorted([*WRITTEN, ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
 ALGORITHMS = sorted(ROOT.glob("docs/algorithms/*.md"))
 
+# Pages that moved into folders: links stand at their old addresses.
+MOVED = ["architecture", "clusters", "continuous", "details", "determinism", "dqn", "environments", "evaluation", "gpu"]
+MOVED += ["performance", "plots", "policy-lag", "presets", "python", "recovery", "recurrent", "sac_td3", "trust"]
+
 REFERENCE = re.compile(r"`([\w/]+\.py): ([\w.]+)`")
 FLAG = re.compile(r"(?<![\w-])--(?!xla_)[a-z][a-z0-9_-]*")
 
@@ -59,6 +63,20 @@ def names_in(file: Path) -> frozenset[str]:
 
 def references(page: Path) -> list[tuple[str, str]]:
     return sorted(set(REFERENCE.findall(page.read_text())))
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_the_old_address_of_a_page_still_leads_to_it(name):
+    page = ROOT / "docs" / f"{name}.md"
+    assert page.is_symlink() and page.resolve() in WRITTEN
+
+
+def test_no_link_to_a_page_is_forgotten_here():
+    assert {page.stem for page in ROOT.glob("docs/*.md") if page.is_symlink()} == set(MOVED)
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
 
 def test_the_details_name_many_places():

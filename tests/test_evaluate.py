@@ -27,6 +27,7 @@ from cleanba.config import Experiment, Placement, Run
 from cleanba.environments.action_names import ATARI_ACTIONS, action_names
 from cleanba.environments.atari_scores import human_normalised, reference, table
 from cleanba.environments.backends import env_spec
+from cleanba.errors import Failure
 from cleanba.recipes import RECIPES
 from cleanba.rollout import Episode
 from cleanba.runs import listing
@@ -325,6 +326,15 @@ def test_a_film_has_every_step_of_the_first_episode(tmp_path):
     for cut in (0, 5, len(whole) // 2, len(whole) - 1):  # what a full disk leaves
         film.path.write_bytes(whole[:cut])
         assert not films.is_whole(film.path), cut
+
+
+def test_a_film_that_cannot_be_written_is_refused_in_one_sentence(tmp_path):
+    film = films.Film(tmp_path / f"{'x' * 245}.mp4", agent(inspect=uniform))  # too long with the scratch file's ending
+    with pytest.raises(Failure) as caught:
+        play_scripts([[LONG], [SHORT]], 40, film=film)
+    assert str(caught.value).endswith(
+        "xx.mp4 cannot be written: File name too long; choose another place, or make room"
+    )
 
 
 def test_a_result_that_cannot_be_written_is_still_printed(runs, tmp_path, monkeypatch):

@@ -1,7 +1,10 @@
 """Exports: files that compute what the agent does, at any batch size and without JAX; and what is refused."""
 
 import json
+import runpy
+import shutil
 import sys
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -99,6 +102,25 @@ def test_without_cleanba_it_gets_the_returns_of_an_evaluation(tmp_path):
     returns = [float(line) for line in elsewhere.out.split()]
     played = json.loads((run / "eval.json").read_text())["returns"]
     assert returns == played and len(set(returns)) > 1 and max(returns) == 190  # the run's own limit
+
+
+def test_the_script_finds_an_environment_in_the_current_folder(tmp_path, monkeypatch, capsys):
+    examples = ROOT / "docs" / "examples"
+    shutil.copy(examples / "corridor_gymnasium.py", tmp_path)
+    env_id = "gymnasium:corridor_gymnasium:Corridor-v0"
+    about = dict(env_id=env_id, env_options={}, env_wrappers=[], eval_seeds=[1], observation_dtypes={"obs": "float32"})
+    to_the_right = SimpleNamespace(  # a session of ONNX Runtime
+        get_modelmeta=lambda: SimpleNamespace(custom_metadata_map={"cleanba": json.dumps(about)}),
+        get_inputs=lambda: [SimpleNamespace(name="obs")],
+        get_outputs=lambda: [SimpleNamespace(name="action")],
+        run=lambda _, inputs: [np.array([1])],
+    )
+    monkeypatch.setattr(onnxruntime, "InferenceSession", lambda path: to_the_right)
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    monkeypatch.setattr(sys, "argv", ["play_onnx.py", "agent.onnx", "1"])
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path(str(examples / "play_onnx.py"))
+    assert 0 < float(capsys.readouterr().out) < 1
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import itertools
 import os
 import queue
 import random
+import re
 import signal
 import socket
 import threading
@@ -11,12 +12,13 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from launch import CROWD, TINY, command, finish, python, read_result, read_rows
+from launch import CROWD, ROOT, TINY, command, finish, python, read_result, read_rows
 from ports import free_address
 from scripted import Planted
 
 from cleanba.environments.envpool import Envs
 from cleanba.errors import Failure, Interrupted
+from cleanba.files import write_json
 from cleanba.runtime import processes as joining
 from cleanba.runtime.channels import Stop
 from cleanba.runtime.checkpoint import updates_kept
@@ -25,6 +27,7 @@ from cleanba.runtime.metrics import Status, Writers
 from cleanba.runtime.peers import Peers
 from cleanba.runtime.progress import Progress
 from cleanba.runtime.supervision import Watchdog, end_by_signal, hear_signals
+from cleanba.runtime.train import ended_by
 from cleanba.waited import compiling, in_a_thread
 
 SOON = 20.0 * CROWD  # seconds; what takes longer is considered never to end
@@ -165,6 +168,24 @@ def test_messages_of_a_process_may_come_in_pieces_and_silence_ends_them(monkeypa
             next(messages)
         there.close()
         assert list(peers._messages(1)) == []
+
+
+@pytest.mark.parametrize("how", ["died", "said nothing"])
+def test_elastic_slurm_jobs_recognise_the_loss_of_a_process(how, monkeypatch, tmp_path):
+    monkeypatch.setattr("cleanba.runtime.peers.PING_SECONDS", 0.01)
+    monkeypatch.setattr("cleanba.runtime.peers._state", lambda: SimpleNamespace(process_id=0, num_processes=1))
+    here, there = socket.socketpair()
+    peers = Peers(0.05)
+    peers.on_lost = lambda error: None
+    peers._links[1] = here
+    with here, there:
+        if how == "died":
+            there.close()
+        peers._listen(1)
+    write_json(tmp_path / "result.json", ended_by(peers.error))
+    template = (ROOT / "cleanba" / "sweeps" / "slurm_templates" / "elastic.sh").read_text()
+    (pattern,) = re.findall(r"grep -Eq '(.+)' \"\$run/result\.json\"", template)
+    assert re.search(pattern, (tmp_path / "result.json").read_text()) and how in str(peers.error)
 
 
 class Bomb:

@@ -113,10 +113,15 @@ def test_parameters_that_act_suffice_and_targets_become_copies_of_them(name, fla
     assert set(arrays) == set(expected)
     assert all(np.array_equal(arrays[n], x) for n, x in expected.items())
     assert not any(".updates" in n or "optimiser" in n for n in arrays)
-    require_fit(Initial("", "there", arrays), state)  # statistics of returns start anew
+    fits = lambda arrays: require_fit(Initial("", "there", arrays, "ppo"), state, name)
+    fits(arrays)  # statistics of returns start anew
     scaled = {n: x for n, x in leaves.items() if n.startswith(".statistics.discounted_return")}
     assert bool(scaled) == ("norm_reward" in own)
-    require_fit(Initial("", "there", arrays | scaled | {".statistics.discounted_return.x": np.zeros(2)}), state)
+    fits(arrays | scaled | {".statistics.discounted_return.x": np.zeros(2)})
+    with pytest.raises(UsageError) as caught:
+        fits({})
+    said = f"init_from=there: {f'that run is of ppo, this one is of {name}: ' * (name != 'ppo')}its networks differ"
+    assert str(caught.value).startswith(said)
 
 
 @pytest.mark.parametrize("learnt", [True, False])

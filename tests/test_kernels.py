@@ -385,7 +385,7 @@ def test_the_choice_is_part_of_an_experiment_and_runs_from_before_had_the_defaul
     assert command("ppo", *TINY, "--run-dir", ours).code == 0
     train_plainly("ppo", TINY, plainly)
     found = command("diff", ours, plainly)
-    assert found.code == 1 and "different experiments: cpu_kernels: on, now off" in found.out
+    assert found.code == 1 and "different experiments: cpu_kernels: on and off" in found.out
     refused = command("ppo", *TINY, "--run-dir", plainly)
     assert refused.code == 2 and "cpu_kernels: off, now on" in refused.err
 

@@ -315,6 +315,9 @@ def test_actions_are_uniform_until_learning_starts_and_stay_within_bounds(name):
     learnt, best = act(5), act(5, explore=False)
     assert (learnt >= LOW).all() and (learnt <= HIGH).all() and not same_arrays(learnt, act(4))
     assert same_arrays(best, act(0, explore=False, key=3))  # the same whatever the key
+    loaded = KINDS[name][0].make(replace(e, init_from="runs/a"), SPEC, "cpu")  # acts from the first step
+    first = loaded.act(algorithm.actor_params(state), (), obs, None, jax.random.key(2), True)[0]
+    assert same_arrays(np.asarray(first), learnt)
     np.testing.assert_allclose((learnt - best).mean(0), 0, atol=0.05)
     if name == "td3":
         np.testing.assert_allclose((learnt - best).std(0) / SCALE, 0.1, rtol=0.05)

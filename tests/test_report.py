@@ -363,3 +363,11 @@ def test_the_browser_would_complain(tmp_path):
     text = "<!DOCTYPE html><meta http-equiv='Content-Security-Policy' content=\"default-src 'none'\">"
     page.write_text(text + "<img src='https://example.com/x.png'>")
     assert "Content Security Policy" in browse(page, tmp_path / "page.png")[1]
+
+
+def test_a_folder_of_runs_is_referred_to_plot(tmp_path):
+    write_run(tmp_path / "sweep" / "a")
+    ended = command("report", tmp_path / "sweep")
+    assert (
+        ended.code == 2 and "is a folder of runs; name one of them, or draw all of them with `cleanba plot" in ended.err
+    )

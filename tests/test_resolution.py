@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -17,7 +18,7 @@ from cleanba.config import Experiment, Partition, Placement, Run, fields_of, to_
 from cleanba.environments.backends import env_spec
 from cleanba.errors import UsageError
 from cleanba.files import finite, read_json, write_json
-from cleanba.recipes import RECIPES
+from cleanba.recipes import RECIPES, _recipe
 from cleanba.resolution import (
     EARLIER,
     ENVIRONMENT,
@@ -123,6 +124,11 @@ def test_atari_is_clipped_and_nothing_else():
 def test_policy_and_value_share_a_torso_unless_actions_are_real_numbers():
     assert on("atari").experiment.share_torso and on("minatar").experiment.share_torso
     assert not on("continuous").experiment.share_torso and on("continuous", share_torso=True).experiment.share_torso
+
+
+def test_an_algorithm_needs_no_presets():
+    module = SimpleNamespace(check=None, make=None, LOGGED={})
+    assert _recipe("mine", module, PPO, "train").presets == {}
 
 
 def test_a_limit_of_zero_asks_for_the_environments_own():

@@ -121,6 +121,7 @@ class Film:
         try:
             if self._writer is None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
+                self._scratch.touch()  # fails with one sentence, ffmpeg with many
                 self._writer = self._imageio.get_writer(
                     self._scratch,
                     format="FFMPEG",
@@ -134,7 +135,8 @@ class Film:
                 warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)
                 self._writer.append_data(frame)
         except OSError as error:
-            raise Failure(f"{self.path} cannot be written: {error.strerror or said(error)}") from error
+            reason = error.strerror or said(error)
+            raise Failure(f"{self.path} cannot be written: {reason}; choose another place, or make room") from error
         self.frames += 1
 
     def close(self) -> None:

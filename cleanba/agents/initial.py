@@ -36,6 +36,8 @@ class Initial(NamedTuple):
     """where they were found"""
     arrays: Mapping[str, np.ndarray]
     """by their names in the learner's state"""
+    algorithm: str
+    """of the run that they were found in"""
 
 
 def named_leaves(state: PyTree) -> dict[str, PyTree]:
@@ -83,7 +85,7 @@ def find_initial(place: str, platform: str, trust_remote_code: bool = False) -> 
                     raise damage
                 warn(f"{damage}; trying an older checkpoint")
         arrays = {name: np.asarray(x) for name, x in named_leaves(state).items() if not FRESH.search(name)}
-    return Initial(f"sha256:{tree_digest(arrays).removeprefix('sha256:')}", place, arrays)
+    return Initial(f"sha256:{tree_digest(arrays).removeprefix('sha256:')}", place, arrays, recipe.name)
 
 
 def of_acting(algorithm: AnyAlgorithm, params: PyTree) -> dict[str, np.ndarray]:
@@ -100,8 +102,11 @@ def of_acting(algorithm: AnyAlgorithm, params: PyTree) -> dict[str, np.ndarray]:
     return arrays
 
 
-def require_fit(initial: Initial, state: PyTree) -> None:
-    """Raise `UsageError` unless `initial` and the networks of `state` have arrays of the same names and shapes."""
+def require_fit(initial: Initial, state: PyTree, algorithm: str) -> None:
+    """Raise `UsageError` unless `initial` and the networks of `state` have arrays of the same names and shapes.
+
+    algorithm: the name of the one that `state` is of.
+    """
     mine = named_leaves(state)
     networks = {name for name in mine if not FRESH.search(name) and not name.startswith(OPTIONAL)}
     theirs = {name for name in initial.arrays if name in mine or not name.startswith(OPTIONAL)}
@@ -110,10 +115,11 @@ def require_fit(initial: Initial, state: PyTree) -> None:
         here = mine[name].shape if name in mine else None
         if there != here:
             has = lambda shape: "does not exist" if shape is None else f"has the shape {shape}"
+            other = f"that run is of {initial.algorithm}, this one is of {algorithm}: "
             raise UsageError(
-                f"init_from={initial.place}: its networks differ from this run's: {name} {has(there)} there, and "
-                f"{has(here)} here; use that run's settings (`cleanba ALGORITHM --experiment DIR --show-config`, with "
-                "its directory, lists them)"
+                f"init_from={initial.place}: {other if initial.algorithm != algorithm else ''}its networks differ from "
+                f"this run's: {name} {has(there)} there, and {has(here)} here; use that run's settings (`cleanba "
+                "ALGORITHM --experiment DIR --show-config`, with its directory, lists them)"
             )
 
 

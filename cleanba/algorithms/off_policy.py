@@ -36,17 +36,11 @@ class OffPolicy(Experiment):
 
     @property
     def first_to_learn(self) -> int:
-        """The number of the first update that takes gradient steps, counted from 1; 0 if learning_starts is 0.
-
-        With 0, `learns` holds before the first update too, so SAC and TD3 never act uniformly at random.
-        """
+        """The number of the first update that takes gradient steps, counted from 1; 0 if learning_starts is 0."""
         return -(-self.learning_starts // self.transitions_per_update)
 
     def learns(self, update: jax.Array) -> jax.Array:
-        """Whether this update, counted from 1, takes gradient steps.  [] int32 -> [] bool.
-
-        `act` passes the number of updates done; the result then says whether the last of them took gradient steps.
-        """
+        """Whether this update, counted from 1, takes gradient steps.  [] int32 -> [] bool."""
         return update >= self.first_to_learn
 
     def steps_of(self, update: jax.Array) -> jax.Array:
@@ -83,12 +77,20 @@ class OffPolicyActorCritic(OffPolicy):
     total_timesteps: int = 1_000_000
     """environment steps in all"""
     learning_starts: int = 5_000
-    """steps before the first gradient step; until then actions are drawn uniformly"""
+    """steps before the first gradient step; until then actions are drawn uniformly, or with --init-from by the policy
+    that was loaded"""
     num_envs: int = 4
     num_steps: int = 8
     hiddens: tuple[int, ...] = (256, 256)
     policy_frequency: Count = 2
     """gradient steps of the critics per gradient step of the policy"""
+
+    def policy_acts(self, updates: jax.Array) -> jax.Array:
+        """Whether the policy acts after this many updates; else actions are uniform.  [] int32 -> [] bool.
+
+        It acts once an update took gradient steps, and always with learning_starts 0 or another run's parameters.
+        """
+        return jnp.bool_(True) if self.init_from else self.learns(updates)
 
 
 def stacked_frames(spec: EnvSpec) -> int:

@@ -125,8 +125,7 @@ def make(e: SAC, spec: EnvSpec, platform: str) -> Algorithm[State, replay.Ring, 
             return policy.mode(), carry, {}
         policy_key, uniform_key = jax.random.split(key)
         sampled = policy.sample(policy_key)
-        # Uniform until the update that made these parameters took gradient steps; never with --learning-starts 0.
-        return jnp.where(e.learns(params.updates), sampled, bounds.uniform(uniform_key, sampled)), carry, {}
+        return jnp.where(e.policy_acts(params.updates), sampled, bounds.uniform(uniform_key, sampled)), carry, {}
 
     def critic_loss(
         params: NetworkParams,

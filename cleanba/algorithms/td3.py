@@ -96,9 +96,8 @@ def make(e: TD3, spec: EnvSpec, platform: str) -> Algorithm[State, replay.Ring, 
             return action, carry, {}
         noise_key, uniform_key = jax.random.split(key)
         noise = e.exploration_noise * bounds.scale * jax.random.normal(noise_key, action.shape)
-        # Uniform until the update that made these parameters took gradient steps; never with --learning-starts 0.
         noisy, uniform = bounds.clip(action + noise), bounds.uniform(uniform_key, action)
-        return jnp.where(e.learns(params.updates), noisy, uniform), carry, {}
+        return jnp.where(e.policy_acts(params.updates), noisy, uniform), carry, {}
 
     def critic_loss(
         params: NetworkParams, window: replay.Window, noise: jax.Array, targets: Networks

@@ -27,7 +27,7 @@ class ActingParams(NamedTuple):
 
     policy: NetworkParams
     critics: NetworkParams
-    updates: jax.Array  # [] int32: before learning starts, actions are uniform
+    updates: jax.Array  # [] int32: before learning starts, actions may be uniform
 
 
 def td_loss(e: OffPolicy, t: replay.Transition, values: jax.Array, y: jax.Array) -> tuple[jax.Array, Metrics]:

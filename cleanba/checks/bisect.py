@@ -12,7 +12,18 @@ import tyro
 from cleanba.arguments import parse_command
 from cleanba.checks.parting import Finding, first_difference, first_print, note_versions
 from cleanba.checks.sides import RemoteSide, Request
-from cleanba.config import Placement, Run, differences, from_json, read_config, read_experiment, require, shortened
+from cleanba.config import (
+    Placement,
+    Run,
+    differences,
+    flag,
+    from_json,
+    offered_fields,
+    read_config,
+    read_experiment,
+    require,
+    shortened,
+)
 from cleanba.errors import Exit, printable
 from cleanba.files import Json
 from cleanba.resolution import Config, read_recipe
@@ -22,7 +33,7 @@ from cleanba.runs.directory import differing_machines
 from cleanba.runs.progress_line import ProgressLine
 from cleanba.runs.remote import find_run
 from cleanba.runtime.checkpoint import COUNTERS, updates_kept
-from cleanba.train_flags import parse
+from cleanba.train_flags import parse, typed_names
 
 ABOUT = """usage: cleanba bisect RUN_A RUN_B [FLAGS]
        cleanba bisect RUN [FLAGS] -- [NAME=VALUE ...] [PLACEMENT FLAGS]
@@ -140,6 +151,12 @@ def place_of(run_dir: Path, words: Sequence[str], trust_remote_code: bool) -> Pl
         not {"-h", "--help", "--help-all", "--show-config"} & set(flags),
         f"after `--`, give only environment variables and placement flags\n{ABOUT}",
     )
+    trained = sorted(typed_names(recipe, flags) & set(offered_fields(recipe.experiment)))
+    require(
+        not trained,
+        f"{', '.join(map(flag, trained))} would change what is trained; after `--`, give only placement flags and "
+        "NAME=VALUE",
+    )
     n = placement.num_processes or 1
     require(
         n <= experiment.num_actors and n * len(placement.learner_device_ids) <= experiment.num_shards,
@@ -167,7 +184,7 @@ def place_of(run_dir: Path, words: Sequence[str], trust_remote_code: bool) -> Pl
 
 def require_same_experiment(a: Path, b: Path) -> None:
     """Raise `UsageError` unless two runs train the same."""
-    changed = differences(*completed_alike([read_experiment(a), read_experiment(b)]))
+    changed = differences(*completed_alike([read_experiment(a), read_experiment(b)]), between=" and ")
     require(
         not changed,
         f"{a} and {b} are different experiments ({shortened(changed)}), which need not end in the same bits; compare "

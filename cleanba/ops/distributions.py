@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from cleanba.errors import UsageError
 from cleanba.ops.losses import log_prob_and_entropy
 from cleanba.specs import ActionSpec
 
@@ -37,6 +38,10 @@ class Distribution(Protocol):
         """
         ...
 
+    def entropy(self) -> jax.Array:
+        """The entropy alone.  -> [...]."""
+        ...
+
     def describe(self) -> dict[str, jax.Array]:
         """Values to show in a film, by name, one for each bar.  -> [..., number of bars]."""
         ...
@@ -59,6 +64,9 @@ class Categorical:
 
     def log_prob_and_entropy(self, action: jax.Array) -> tuple[jax.Array, jax.Array]:
         return log_prob_and_entropy(self.logits, action)
+
+    def entropy(self) -> jax.Array:
+        return self.log_prob_and_entropy(self.mode())[1]
 
     def describe(self) -> dict[str, jax.Array]:
         return {"probability": jax.nn.softmax(self.logits)}
@@ -90,6 +98,9 @@ class Categoricals:
         of_parts = [part.log_prob_and_entropy(action[..., d]) for d, part in enumerate(self.parts())]
         log_probs, entropies = zip(*of_parts, strict=True)
         return jnp.stack(log_probs).sum(0), jnp.stack(entropies).sum(0)
+
+    def entropy(self) -> jax.Array:
+        return self.log_prob_and_entropy(self.mode())[1]
 
     def describe(self) -> dict[str, jax.Array]:
         return {"probability": jnp.concatenate([jax.nn.softmax(part.logits) for part in self.parts()], -1)}
@@ -130,6 +141,9 @@ class Combination:
     def log_prob_and_entropy(self, action: jax.Array) -> tuple[jax.Array, jax.Array]:
         return self.whole().log_prob_and_entropy(self.number(action))
 
+    def entropy(self) -> jax.Array:
+        return self.whole().entropy()
+
     def describe(self) -> dict[str, jax.Array]:
         pi = jax.nn.softmax(self.logits).reshape(*self.logits.shape[:-1], *self.counts)
         axes = range(-len(self.counts), 0)
@@ -164,7 +178,10 @@ class DiagonalGaussian:
         return -0.5 * (jnp.square(z) + 2 * self.log_std + LOG_2PI).sum(-1)
 
     def log_prob_and_entropy(self, action: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return self.log_prob(action), (self.log_std + 0.5 * (1 + LOG_2PI)).sum(-1)
+        return self.log_prob(action), self.entropy()
+
+    def entropy(self) -> jax.Array:
+        return (self.log_std + 0.5 * (1 + LOG_2PI)).sum(-1)
 
     def describe(self) -> dict[str, jax.Array]:
         return {"mean": self.mean}
@@ -227,9 +244,17 @@ def distribution(
 
     log_std: [D], for real-valued actions; it does not depend on the observation.
     legal: a mask in one of the shapes of `ActionSpec.masked_by`.  Illegal actions have probability 0.
+
+    Raises:
+        UsageError: actions are real-valued, and log_std is missing.
     """
     chex.assert_axis_dimension(x, -1, size(action))
-    if log_std is not None:
+    if action.kind == "quantities":
+        if log_std is None:
+            raise UsageError(
+                f"distribution was given no log_std for actions of {action.size} real numbers, which have a standard "
+                'deviation each; pass log_std=self.param("log_std", nn.initializers.zeros, (self.action.size,))'
+            )
         return DiagonalGaussian(x, jnp.broadcast_to(log_std, x.shape))
     if action.kind == "choice":
         return Categorical(x if legal is None else masked(x, legal.reshape(x.shape)))

@@ -81,7 +81,8 @@ def compare_digests(name: str, a: dict[int, Json], b: dict[int, Json]) -> Compar
     if not wrong:
         return Compared(True, f"are identical at all {len(both)} digests, the last at update {both[-1]}")
     fine = [update for update in both if update < wrong[0]]
-    return Compared(False, f"differ from update {wrong[0]} on" + (f", the same at update {fine[-1]}" if fine else ""))
+    before = f"the same at update {fine[-1]}" if fine else "the first at which both runs took a digest"
+    return Compared(False, f"differ from update {wrong[0]} on, {before}")
 
 
 def compare_states(a: Path, b: Path) -> str:
@@ -115,7 +116,7 @@ def diff_command(argv: Sequence[str]) -> Exit:
     if len(argv) != 2:
         raise UsageError(f"diff takes two run directories, but was given {len(argv)}\n{USAGE}")
     a, b = (find_run(run, model=False) for run in argv)
-    changed = differences(*completed_alike([read_experiment(a), read_experiment(b)]))
+    changed = differences(*completed_alike([read_experiment(a), read_experiment(b)]), between=" and ")
     print("same experiment" if not changed else f"different experiments: {printable(shortened(changed))}")
     for line in differing_machines(read_config(a), read_config(b)):
         print(printable(line))

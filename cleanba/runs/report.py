@@ -17,7 +17,7 @@ import numpy as np
 import tyro
 
 from cleanba.arguments import parse_command
-from cleanba.config import read_config, read_experiment
+from cleanba.config import read_config, read_experiment, require
 from cleanba.environments.published import PublishedReturn, published_return
 from cleanba.errors import Exit
 from cleanba.files import METRICS, Json, optional_json, require_name, write_whole
@@ -88,6 +88,10 @@ def report_command(argv: Sequence[str]) -> Exit:
     """`cleanba report`."""
     flags = parse_command(Flags, argv, "report")
     run_dir = find_run(flags.run_dir, model=False)
+    require(
+        (run_dir / "config.json").exists() or not any(run_dir.glob("*/config.json")),
+        f"{run_dir} is a folder of runs; name one of them, or draw all of them with `cleanba plot {run_dir}`",
+    )
     out = flags.out or run_dir / "report.html"
     require_name(out, "report.html")
     text = page(run_dir)

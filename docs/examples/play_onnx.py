@@ -5,6 +5,7 @@ python play_onnx.py agent.onnx 10
 
 import importlib
 import json
+import os
 import sys
 
 import gymnasium
@@ -18,6 +19,7 @@ about = json.loads(session.get_modelmeta().custom_metadata_map["cleanba"])
 if about["env_wrappers"] or episodes > len(about["eval_seeds"]):
     sys.exit("this script plays at most 30 episodes, in an environment without wrappers")
 inputs, outputs = session.get_inputs(), [output.name for output in session.get_outputs()]
+sys.path.append(os.getcwd())  # an environment of yours may lie here
 module, _, name = about["env_id"].removeprefix("gymnasium:").rpartition(":")
 own = getattr(importlib.import_module(module), name, None) if module else None  # a class that is not registered
 made = EnvSpec("own-v0", entry_point=own) if own else about["env_id"].removeprefix("gymnasium:")
