@@ -506,7 +506,7 @@ def test_a_signal_ends_a_run_and_the_same_call_goes_on(signum, raised, tmp_path)
     with pytest.raises(raised) as caught:
         cleanba.train(spec, tmp_path / "run", progress=False, log_frequency=10)
     words = " ".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
-    assert f"the same call, or `cleanba resume {tmp_path / 'run'}` continues after update" in words
+    assert f"the same call, or `cleanba resume {tmp_path / 'run'}` goes on after update" in words
     assert [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)] == handlers
     run = cleanba.Run(tmp_path / "run")
     assert run.result["status"] == "interrupted" and run.result["update"] < 4000
@@ -551,7 +551,7 @@ def test_a_failure_is_raised_with_its_cause_and_lets_go_of_the_directory(run, tm
         cleanba.train(run.spec, tmp_path / "run", progress=False)
     assert (
         any("broken" in frame.name for frame in caught.traceback)
-        and "continues after update 0" in caught.value.__notes__[0]
+        and "goes on after update 0" in caught.value.__notes__[0]
     )
     monkeypatch.undo()
     assert cleanba.train(run.spec, tmp_path / "run", progress=False).result["status"] == "finished"

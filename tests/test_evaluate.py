@@ -798,7 +798,7 @@ def test_an_evaluation_at_the_end_that_hangs_ends_the_run(tmp_path, monkeypatch)
     release.set()
     monkeypatch.undo()
     ended = command("ppo", *flags)
-    assert ended.code == 0 and "continues after update 5" not in ended.out, ended
+    assert ended.code == 0 and "goes on after update 5" not in ended.out, ended
     assert [row["update"] for row in read_rows(run) if "eval/episodic_return" in row] == [5]
     assert read_result(run)["status"] == "finished"
 
@@ -816,7 +816,7 @@ def test_a_signal_ends_the_evaluation_at_the_end_and_says_how_the_run_goes_on(tm
     flags = (*TINY, "--eval-frequency", "100", "--eval-episodes", "2", "--run-dir", run)
     ended = command("ppo", *flags)
     assert ended.code == 128 + signal.SIGTERM and "cleanba: interrupted by SIGTERM" in ended.err, ended
-    assert "continues after update 5; nothing is repeated" in ended.out
+    assert "goes on after update 5, nothing to repeat" in ended.out
     assert read_result(run)["status"] == "interrupted"
     monkeypatch.undo()
     assert command("ppo", *flags).code == 0

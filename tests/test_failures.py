@@ -250,7 +250,7 @@ def test_an_error_anywhere_ends_the_run_soon_and_is_reported_once(owner, name, c
     in_an_actor = owner is Envs or name == "send"
     if in_an_actor and result["update"] > 0:  # the current update ended, and was saved
         assert updates_kept(tmp_path / "run")[-1] == result["update"]
-        assert f"continues after update {result['update']}; nothing is repeated" in ended.out
+        assert f"goes on after update {result['update']}, nothing to repeat" in ended.out
     assert result["update"] > 0 or (name, call) not in [("__init__", 4), ("send", 5)]
     assert_nothing_is_left(pools)
 

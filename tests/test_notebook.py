@@ -108,7 +108,7 @@ def test_interrupting_the_kernel_ends_a_run_of_a_class_of_the_notebook_and_leave
 
     reply, shown = answer(client, ENDLESS, press)
     assert pressed and (reply["status"], reply["ename"]) == ("error", "KeyboardInterrupt"), shown
-    assert "the same call continues after update" in reply["evalue"]  # no command knows its class
+    assert "the same call goes on after update" in reply["evalue"]  # no command knows its class
     assert "local/Line-v0 is defined in the running program" in shown
     reply, shown = answer(client, AGAIN)
     assert reply["status"] == "ok" and "('interrupted', 'finished', True)" in shown, shown

@@ -135,10 +135,10 @@ def test_what_continues_a_run_of_several_processes(tmp_path):
     )
     alone = f"`cleanba resume {tmp_path}"
     said = [how_to_go_on(job(distributed), {"update": 0}) for distributed in (False, True)]
-    assert said[0] == f"{alone}` continues after update 0; nothing is repeated"
+    assert said[0] == f"{alone}` goes on after update 0, nothing to repeat"
     assert said[1] == (
         f"starting all processes again with the same command, or {alone} --no-distributed` in one process, continues "
-        "after update 0; nothing is repeated"
+        "after update 0, nothing to repeat"
     )
 
 
@@ -197,7 +197,7 @@ def test_a_run_that_is_asked_to_end_loses_nothing(signum, at, times, saving, who
     assert "ending after this update, with a checkpoint" in ended.out + ended.err
     assert read_result(run)["status"] == "interrupted" and read_result(run)["update"] in (at, at + saving)
     at = read_result(run)["update"]  # the next update's rollouts may have been there already
-    assert f"continues after update {at}; nothing is repeated\n" in ended.out
+    assert f"goes on after update {at}, nothing to repeat\n" in ended.out
     assert updates_kept(run)[-1] == at
     assert command("eval", run, "--episodes", "1").code == 0
     ended = command(*KINDS["ppo"], "--run-dir", run)
@@ -213,7 +213,7 @@ def test_without_a_grace_period_the_run_ends_as_it_is(whole, tmp_path, monkeypat
     assert ended.code == 128 + signal.SIGUSR1
     assert read_result(run)["update"] < 14
     repeated = read_result(run)["update"] - 7
-    assert re.search(rf"continues after update 7 and repeats {repeated} update", ended.out)
+    assert re.search(rf"goes on after update 7 and repeats {repeated} update", ended.out)
     assert command("resume", run).code == 0
     assert_same_run(run, whole("ppo"))
 
@@ -559,7 +559,7 @@ def test_processes_that_are_all_suspended_go_on_and_all_warned_end_after_one_upd
     ended = [finish(process) for process in both]
     assert [e.code for e in ended] == [128 + signal.SIGUSR1] * 2, ended
     assert "ending after this update, with a checkpoint" in ended[0].out
-    assert updates_kept(run) == [read_result(run)["update"]] and "nothing is repeated" in ended[0].out
+    assert updates_kept(run) == [read_result(run)["update"]] and "nothing to repeat" in ended[0].out
 
 
 @pytest.mark.slow

@@ -116,7 +116,7 @@ def test_a_job_that_was_requeued_or_signalled_ends_in_the_same_bits(cluster, her
     # Both tasks received it, and one also from the other: they end after the same update, with a checkpoint.
     said = log(here, signalled)
     assert "ending after this update, with a checkpoint" in said, said
-    assert re.search(r"continues after update \d+; nothing is repeated\n", said), said
+    assert re.search(r"goes on after update \d+, nothing to repeat\n", said), said
     for job, directory in run_dir.items():
         assert cluster.wait(job) == "COMPLETED", log(here, job)
         assert cluster.state(job)["Restarts"] == "1"
