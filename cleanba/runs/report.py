@@ -88,12 +88,12 @@ def report_command(argv: Sequence[str]) -> Exit:
     """`cleanba report`."""
     flags = parse_command(Flags, argv, "report")
     run_dir = find_run(flags.run_dir, model=False)
+    out = flags.out or run_dir / "report.html"
+    require_name(out, "report.html")
     require(
         (run_dir / "config.json").exists() or not any(run_dir.glob("*/config.json")),
         f"{run_dir} is a folder of runs; name one of them, or draw all of them with `cleanba plot {run_dir}`",
     )
-    out = flags.out or run_dir / "report.html"
-    require_name(out, "report.html")
     text = page(run_dir)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
