@@ -35,7 +35,8 @@ REFERENCE = re.compile(r"`([\w/]+\.py): ([\w.]+)`")
 FLAG = re.compile(r"(?<![\w-])--(?!xla_)[a-z][a-z0-9_-]*")
 
 OTHERS = {"--help", "--help-all", "--preset", "--show-config", "--version"}  # of every command
-OTHERS |= {"--logdir", "--nodes", "--no-kill", "--exhaustive", "--gres", "--container-image"}  # TensorBoard's, Slurm's, our tests'
+OTHERS |= {"--logdir", "--exhaustive"}  # TensorBoard's, our tests'
+OTHERS |= {"--nodes", "--no-kill", "--gres", "--container-image"}  # Slurm's
 OTHERS |= {"--local-num-envs", "--num-actor-threads", "--gradient-accumulation-steps"}  # the original Cleanba's
 OTHERS |= {"--clip-vloss", "--cuda", "--target-kl", "--torch-deterministic"}  # CleanRL's
 OTHERS |= {"--env", "--restart_behavior", "--num_workers", "--num_envs_per_worker", "--with_vtrace", "--use_rnn"}
