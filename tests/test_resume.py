@@ -137,7 +137,7 @@ def test_what_continues_a_run_of_several_processes(tmp_path):
     said = [how_to_go_on(job(distributed), {"update": 0}) for distributed in (False, True)]
     assert said[0] == f"{alone}` goes on after update 0, nothing to repeat"
     assert said[1] == (
-        f"starting all processes again with the same command, or {alone} --no-distributed` in one process, continues "
+        f"starting all processes again with the same command, or {alone} --no-distributed` in one process, goes on "
         "after update 0, nothing to repeat"
     )
 
