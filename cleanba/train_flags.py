@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import redirect_stderr, redirect_stdout, suppress
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import field, fields, make_dataclass
 from io import StringIO
 from pathlib import Path
@@ -229,7 +229,7 @@ def help_text(
 ) -> str:
     """What --help prints, with the values that these arguments lead to.  `whole`: with rules and full descriptions."""
     resolved, config, why = None, Config(recipe.experiment()), ""
-    with suppress(SystemExit), redirect_stderr(StringIO()), redirect_stdout(StringIO()):
+    with redirect_stderr(StringIO()), redirect_stdout(StringIO()):
         try:
             config = read_flags(recipe, words, default, locate)
             resolved = settle(recipe, config, default_platform(), None)

@@ -496,7 +496,7 @@ class Envs:
             raise undrawable(self._spec.env_id, error) from None
         return picture[..., :3]  # without transparency
 
-    @property
+    @functools.cached_property
     def steps_per_second(self) -> float:
         """The steps per second of a game at the speed at which people play it."""
         part = self._parts[0]
