@@ -273,6 +273,8 @@ def test_a_job_that_cannot_be_trained_is_refused_before_it_is_submitted(here, mo
     for cleanba, said in (("CLEANBA=(/none/cleanba)", "could not be checked here"), ("CLEANBA=(true)", "")):
         code, out, err = submitted("slurm/cpu.sh", "sac", cleanba=cleanba)
         assert (code, out) == (0, "submitted\n") and said in err and err.count("\n") <= 2
+    code, out, err = submitted("slurm/one-gpu.sh", "ppo", "--help")
+    assert code == 0 and "--env-id" in out and "submitted" not in out and not err
 
 
 SPLIT = ("--env-id", "Catch-v0", "--num-envs", "24", "--num-actors", "2", "--num-shards", "4", "--distributed")
@@ -297,6 +299,7 @@ SPLIT = ("--env-id", "Catch-v0", "--num-envs", "24", "--num-actors", "2", "--num
         (("1", "1", "ppo", "--env-id", "gymnasium:not_there:A"), 0, "cannot be checked here, where something is not"),
         (("1", "1", "not_there:RECIPE"), 0, "cannot be checked here, where something is not"),
         (("1", "1", "resume", "runs/x"), 0, "resume is no training command"),
+        (("1", "1", "pppo", *SPLIT), 2, "there is no command 'pppo'; did you mean ppo?"),
         (("1", "x", "ppo"), 2, "usage: cleanba slurm check"),
         (("1", "1"), 2, "usage: cleanba slurm check"),
     ],

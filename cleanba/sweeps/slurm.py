@@ -14,7 +14,7 @@ import tyro
 
 from cleanba.arguments import parse_command
 from cleanba.config import Experiment, Placement, require
-from cleanba.errors import Exit, Failure, UsageError, warn, warn_once
+from cleanba.errors import Exit, Failure, UsageError, closest_names, warn, warn_once
 from cleanba.recipes import RECIPES, AnyRecipe, find_recipe, names_recipe
 from cleanba.resolution import Config, fit, settle
 from cleanba.runs.directory import default_run_dir
@@ -152,6 +152,8 @@ def check_command(argv: Sequence[str]) -> Exit:
     job = read_job(argv)
     name, *flags = job.command
     if not names_recipe(name):
+        close = closest_names(name, RECIPES, alike=0.65)
+        require(not close, f"there is no command {name!r}; did you mean {close}?")
         warn(f"{name} is no training command ({', '.join(RECIPES)}), so its flags are not checked")
         return Exit()
     try:
