@@ -729,6 +729,8 @@ def closing_words(run_dir: Path, result: Json, film: Path | None) -> str:
         figures.insert(1, f"{result['sps']:,.0f} steps/s after compilation")
     if result["episodic_return"] is not None:
         figures.append(f"mean return of the last episodes {result['episodic_return']:.4g}")
+    if result["target_return_reached"] is not None:
+        figures.append(f"--target-return {result['target_return_reached']:.4g} reached")
     return (
         f"{result['status']}: {', '.join(figures)}\n"
         f"run:     {run_dir}  (result.json, metrics.jsonl, config.json)\n"

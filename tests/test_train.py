@@ -508,7 +508,9 @@ def test_a_run_is_finished_after_the_update_that_follows_the_log_point_where_it_
     target, whole, resumed = (tmp_path / name for name in ("target", "whole", "resumed"))
     ended = command("ppo", *words, "--target-return", "-1", "--save-model", "--run-dir", target)
     assert ended.code == 0 and " of -1 | length " in ended.out and "finished:" in ended.out
+    assert ", --target-return -1 reached" in ended.out
     assert command("ppo", *words, "--keep-checkpoints", "all", "--run-dir", whole).code == 0
+    assert read_result(whole)["target_return_reached"] is None
     digests = {row["update"]: (row["params_digest"], row["learner_digest"]) for row in read_rows(whole)}
     reached = next(row["update"] for row in read_rows(target) if row.get("charts/episodes", 0) >= 100)
     assert reached + 1 < max(digests)
@@ -516,6 +518,7 @@ def test_a_run_is_finished_after_the_update_that_follows_the_log_point_where_it_
     def ends_after_the_next(run_dir):
         result = read_result(run_dir)
         assert result["status"] == "finished" and result["update"] == reached + 1
+        assert result["target_return_reached"] == -1
         assert (result["params_digest"], result["learner_digest"]) == digests[reached + 1]
 
     ends_after_the_next(target)

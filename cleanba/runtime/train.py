@@ -360,7 +360,7 @@ def run_training(
             stop(error)
             raise
     seconds = progress.seconds_before + time.perf_counter() - started
-    result = describe_result(progress, checkpoint_writer, stop.error, seconds)
+    result = describe_result(training, progress, checkpoint_writer, stop.error, seconds)
     stuck = any(t.is_alive() for t in threads)
     if not stuck:
         checkpoint_writer.close()
@@ -509,9 +509,14 @@ def supervise(
 
 
 def describe_result(
-    progress: Progress[S], checkpoint_writer: CheckpointWriter[S, M, P, C], error: BaseException | None, seconds: float
+    training: Training[S, M, P, C],
+    progress: Progress[S],
+    checkpoint_writer: CheckpointWriter[S, M, P, C],
+    error: BaseException | None,
+    seconds: float,
 ) -> Json:
     """The contents of result.json for a run that has ended: with this error, or None if it is finished."""
+    reached = progress.reached or training.until is not None
     result: Json = {
         "status": "finished",
         "update": progress.update,
@@ -520,6 +525,7 @@ def describe_result(
         "episodic_return": progress.statistics.mean_return,
         "episodic_length": progress.statistics.mean_length,
         "episodes": progress.statistics.episodes,
+        "target_return_reached": training.target_return if reached else None,
         "policy_lag": progress.lag,
         "params_digest": None,
         "learner_digest": None,
