@@ -176,7 +176,6 @@ FOREIGN_FLAGS = {
     "--cuda": "set JAX_PLATFORMS=cpu or JAX_PLATFORMS=cuda in the environment",
     "--torch-deterministic": "set --deterministic, which is on by default",
     "--target-kl": "leave it out",
-    "--clip-vloss": "leave it out: values are not clipped",
     "--target-network-frequency": "TD3's targets move each time its policy learns: set --tau or --policy-frequency; "
     "PPO, IMPALA and PQN have no target network: leave it out",
     "--lr": "set --learning-rate, or for SAC --policy-lr and --q-lr",

@@ -38,7 +38,7 @@ OTHERS = {"--help", "--help-all", "--preset", "--show-config", "--version"}  # o
 OTHERS |= {"--logdir", "--exhaustive"}  # TensorBoard's, our tests'
 OTHERS |= {"--nodes", "--no-kill", "--gres", "--container-image"}  # Slurm's
 OTHERS |= {"--local-num-envs", "--num-actor-threads", "--gradient-accumulation-steps"}  # the original Cleanba's
-OTHERS |= {"--clip-vloss", "--cuda", "--target-kl", "--torch-deterministic"}  # CleanRL's
+OTHERS |= {"--cuda", "--target-kl", "--torch-deterministic"}  # CleanRL's
 OTHERS |= {"--env", "--restart_behavior", "--num_workers", "--num_envs_per_worker", "--with_vtrace", "--use_rnn"}
 OTHERS |= {"--rnn_size", "--normalize_input", "--experiment"}  # Sample Factory's, and those of the line before
 

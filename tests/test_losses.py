@@ -9,6 +9,7 @@ from slowly import finite_difference, log_softmax
 from cleanba.ops.losses import (
     by_comparison,
     by_index,
+    clipped_squared_error,
     kl_estimate,
     log_prob_and_entropy,
     ppo_policy_loss,
@@ -151,10 +152,26 @@ def test_squared_error_is_halved():
 
 
 @pytest.mark.parametrize(
+    "value, before, target, expected, gradient",
+    [
+        (1.1, 1.0, 2.0, 0.5 * 0.9**2, -0.9),  # within the bound: the squared error
+        (1.5, 1.0, 2.0, 0.5 * 0.8**2, 0.0),  # moved towards the target by more than 0.2: that is no gain
+        (0.5, 1.0, 2.0, 0.5 * 1.5**2, -1.5),  # moved away: the whole error counts
+        (2.9, 1.0, 2.0, 0.5 * 0.9**2, 0.9),  # beyond the target, and farther from it than the bound
+    ],
+)
+def test_clipped_value_loss_by_hand(value, before, target, expected, gradient):
+    loss = lambda v: clipped_squared_error(v, jnp.float32(before), jnp.float32(target), 0.2)
+    found = jax.value_and_grad(loss)(jnp.float32(value))
+    np.testing.assert_allclose(found, (expected, gradient), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
     "call",
     [
         lambda: ppo_policy_loss(jnp.zeros((3, 1)), jnp.zeros(3), 0.1),
         lambda: squared_error(jnp.zeros((3, 1)), jnp.zeros(3)),
+        lambda: clipped_squared_error(jnp.zeros(3), jnp.zeros((3, 1)), jnp.zeros(3), 0.1),
         lambda: log_prob_and_entropy(jnp.zeros((3, 4)), jnp.zeros(2, int)),
     ],
 )

@@ -152,7 +152,11 @@ def numpy_losses(e, params, r, raw_advantage, target, proximal):
         surrogate = capped * np.minimum(to_acting * advantage, clipped)
     else:
         surrogate = np.minimum(ratio * advantage, clip(ratio) * advantage)
-    policy_loss, value_loss = mean(-surrogate), mean((value - target) ** 2) / 2
+    error = (value - target) ** 2
+    if e.clip_vloss:
+        old = numpy_log_prob(proximal, r)[1]
+        error = np.maximum(error, (np.clip(value, old - e.clip_coef, old + e.clip_coef) - target) ** 2)
+    policy_loss, value_loss = mean(-surrogate), mean(error) / 2
     entropy = mean(-(np.exp(log_pi) * log_pi).sum(-1))
     return {
         "loss": policy_loss - e.ent_coef * entropy + e.vf_coef * value_loss,
@@ -197,12 +201,13 @@ def numpy_update(e, params, r):
 
 
 OTHERWISE = dict(update_epochs=3, norm_adv=False, max_grad_norm=0.1, ent_coef=0.0, anneal_lr=False)
+CLIPPED = dict(update_epochs=3, clip_vloss=True, clip_coef=0.05, learning_rate=0.05)
 CORRECTED = [dict(update_epochs=3, lag_correction=name) for name in ("proximal", "decoupled", "vtrace")]
 CORRECTED += [dict(update_epochs=2, lag_correction="both", lag_weight_cap=1.1, learning_rate=0.05)]
 CORRECTED += [dict(update_epochs=3, lag_correction="vtrace", lag_trace_cap=1.5)]
 
 
-@pytest.mark.parametrize("changes", [dict(), OTHERWISE, *CORRECTED], ids=str)
+@pytest.mark.parametrize("changes", [dict(), OTHERWISE, CLIPPED, *CORRECTED], ids=str)
 def test_update_equals_numpy_with_finite_differences(problem, changes):
     p, rollout = problem(**changes), tiny_rollout()
     state, metrics = p.update(rollout)

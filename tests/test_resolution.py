@@ -20,6 +20,7 @@ from cleanba.errors import UsageError
 from cleanba.files import finite, read_json, write_json
 from cleanba.recipes import RECIPES, _recipe
 from cleanba.resolution import (
+    DEFAULT,
     EARLIER,
     ENVIRONMENT,
     TYPED,
@@ -262,6 +263,25 @@ def test_a_placement_that_needs_more_shards_than_there_are_is_refused(name):
     e = on("classic_control", name).experiment
     with pytest.raises(UsageError, match="num_shards=1 .* 2 learner devices"):
         fit(RECIPES[name], e, Placement(learner_device_ids=(0, 1)))
+
+
+PROTOCOLS = [(n, p) for n, recipe in RECIPES.items() for p in recipe.protocols if n != "impala" and p != "pong"]
+# How it is computed, what the environment is, and what has no effect with the preset's other values.
+LEFT = {"seed", "init_from", "deterministic", "dtype", "cpu_kernels", "collector", "concurrency", "env_options"}
+LEFT |= {"env_epoch", "env_wrappers", "episodic_life", "full_action_space", "repeat_action_probability", "channels"}
+LEFT |= {"forget_bias", "lstm_size", "log_std_init", "lag_correction", "lag_trace_cap", "lag_weight_cap"}
+LEFT |= {"priority_exponent", "importance_exponent", "importance_exponent_end"}
+PLAYED = {"cleanrl-classic-control": "CartPole-v1", "cleanrl-continuous": "HalfCheetah-v5"}
+
+
+@pytest.mark.parametrize("name, preset", PROTOCOLS)
+def test_a_published_preset_fits_and_leaves_no_hyperparameter_to_other_presets_or_defaults(name, preset):
+    recipe, env_id = RECIPES[name], PLAYED.get(preset, "Pong-v5")
+    found = settle(recipe, parse(recipe, ["--env-id", env_id, "--preset", preset]), "cpu", None)
+    e = found.experiment
+    assert {field: getattr(e, field) for field in recipe.protocols[preset]} == recipe.protocols[preset]
+    recipe.check(e, Partition(e.num_envs, e.num_actors, e.num_shards))
+    assert {field for field, where in found.origin.items() if where.startswith(("preset ", DEFAULT))} <= LEFT
 
 
 @pytest.mark.parametrize("words", ["--preset cleanrl-atari --num-envs 16", "--num-envs 16 --preset=cleanrl-atari"])

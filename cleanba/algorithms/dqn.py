@@ -28,7 +28,7 @@ from cleanba.algorithms.gradient_steps import (
 )
 from cleanba.algorithms.off_policy import PrioritisedReplay, check_replay, stacked_frames
 from cleanba.algorithms.optimiser import TrainState, learning_rate, make_adam, sgd_step, sgd_step_with_errors
-from cleanba.config import Fraction, Partition, Positive, Settings, Steps, flag, require
+from cleanba.config import CLEANRL_ATARI, Fraction, Partition, Positive, Settings, Steps, flag, require
 from cleanba.kernels import polyak_update
 from cleanba.networks import make_action_values
 from cleanba.ops import replay
@@ -115,8 +115,56 @@ PRESETS: dict[str, Settings] = {
 }
 
 
+# What CleanRL's scripts share.  They act with the newest policy.
+CLEANRL = Settings(
+    num_envs=1,
+    num_actors=1,
+    num_shards=1,
+    concurrency=False,
+    layer_norm=False,
+    anneal_lr=False,
+    gamma=0.99,
+    tau=1.0,
+    start_e=1.0,
+    double=False,
+    dueling=False,
+    n_step=1,
+    huber=False,
+    prioritised=False,
+)
+
 # By name, for --preset: settings whole, so that no default is used.
 PROTOCOLS: dict[str, Settings] = {
+    # `dqn_atari.py`
+    "cleanrl-atari": Settings(
+        **CLEANRL,
+        **{name: value for name, value in CLEANRL_ATARI.items() if name not in ("core", "share_torso")},
+        num_steps=4,
+        learning_rate=1e-4,
+        buffer_size=1_000_000,
+        learning_starts=80_000,
+        batch_size=32,
+        train_frequency=4,
+        target_network_frequency=1_000,
+        end_e=0.01,
+        exploration_fraction=0.1,
+    ),
+    # `dqn.py`
+    "cleanrl-classic-control": Settings(
+        **CLEANRL,
+        total_timesteps=500_000,
+        num_steps=10,
+        network="mlp",
+        hiddens=(120, 84),
+        learning_rate=2.5e-4,
+        buffer_size=10_000,
+        learning_starts=10_000,
+        batch_size=128,
+        train_frequency=10,
+        target_network_frequency=500,
+        end_e=0.05,
+        exploration_fraction=0.5,
+    ),
     # `make pong`: what wins Pong soonest on a CPU.  A gradient step costs four times less than with the Nature CNN, and
     # three-step targets carry the rare points back sooner.
     "pong": Settings(

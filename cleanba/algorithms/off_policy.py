@@ -7,7 +7,7 @@ from typing import Annotated
 import jax
 import jax.numpy as jnp
 
-from cleanba.config import MOST, Count, Experiment, Fraction, NotOffered, Partition, Range, Steps, require
+from cleanba.config import MOST, Count, Experiment, Fraction, NotOffered, Partition, Range, Settings, Steps, require
 from cleanba.errors import nearest, nearest_divisors
 from cleanba.specs import EnvSpec
 
@@ -91,6 +91,27 @@ class OffPolicyActorCritic(OffPolicy):
         It acts once an update took gradient steps, and always with learning_starts 0 or another run's parameters.
         """
         return jnp.bool_(True) if self.init_from else self.learns(updates)
+
+
+# What CleanRL's scripts for continuous actions share.  They act with the newest policy, one step at a time.
+CLEANRL_CONTINUOUS = Settings(
+    total_timesteps=1_000_000,
+    num_envs=1,
+    num_actors=1,
+    num_shards=1,
+    num_steps=1,
+    concurrency=False,
+    network="mlp",
+    hiddens=(256, 256),
+    layer_norm=False,
+    anneal_lr=False,
+    gamma=0.99,
+    buffer_size=1_000_000,
+    batch_size=256,
+    train_frequency=1,
+    tau=0.005,
+    policy_frequency=2,
+)
 
 
 def stacked_frames(spec: EnvSpec) -> int:

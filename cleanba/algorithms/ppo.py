@@ -28,7 +28,7 @@ from cleanba.algorithms.optimiser import State, learning_rate, make_adam, sgd_st
 from cleanba.config import CLEANRL_ATARI, Count, Fraction, Partition, PolicyGradient, Positive, Range, Settings
 from cleanba.networks import ActorCritic, make_actor_critic
 from cleanba.networks.cores import Carry
-from cleanba.ops.losses import kl_estimate, ppo_policy_loss, squared_error
+from cleanba.ops.losses import clipped_squared_error, kl_estimate, ppo_policy_loss, squared_error
 from cleanba.ops.returns import corrected_gae, gae
 from cleanba.probes import probe
 from cleanba.rollout import NetworkParams, Obs, PyTree, Rollout
@@ -48,6 +48,8 @@ class PPO(PolicyGradient):
     """normalise advantages over each minibatch"""
     clip_coef: Positive = 0.1
     """epsilon of the clipping range [1 - epsilon, 1 + epsilon]"""
+    clip_vloss: bool = False
+    """clip the change of values in an update to epsilon, too, as Baselines does"""
     lag_correction: Literal["none", "proximal", "decoupled", "vtrace", "both"] = "none"
     """correction for rollouts that are one policy version old; proximal: clip around the newest policy; decoupled: also
     weight by newest / behaviour policy; vtrace: correct advantages by V-trace; both: decoupled and vtrace
@@ -114,6 +116,26 @@ PRESETS: dict[str, Settings] = {
 }
 
 
+# What CleanRL's two scripts for vectors share.  They act with the newest policy.
+CLEANRL = Settings(
+    num_actors=1,
+    num_shards=1,
+    concurrency=False,
+    network="mlp",
+    hiddens=(64, 64),
+    core="none",
+    share_torso=False,
+    layer_norm=False,
+    anneal_lr=True,
+    gamma=0.99,
+    gae_lambda=0.95,
+    norm_adv=True,
+    clip_coef=0.2,
+    clip_vloss=True,
+    vf_coef=0.5,
+    max_grad_norm=0.5,
+)
+
 # By name, for --preset: published settings whole, so that no default is used.
 PROTOCOLS: dict[str, Settings] = {
     # `ppo_atari_envpool_xla_jax.py`.  Its batches are small, so one actor and one shard are the fastest.
@@ -129,11 +151,41 @@ PROTOCOLS: dict[str, Settings] = {
         gae_lambda=0.95,
         num_minibatches=4,
         update_epochs=4,
+        norm_obs=False,
+        norm_reward=False,
+        layer_norm=False,
         norm_adv=True,
         clip_coef=0.1,
+        clip_vloss=False,
         ent_coef=0.01,
         vf_coef=0.5,
         max_grad_norm=0.5,
+    ),
+    # `ppo.py`
+    "cleanrl-classic-control": Settings(
+        **CLEANRL,
+        total_timesteps=500_000,
+        num_envs=4,
+        num_steps=128,
+        learning_rate=2.5e-4,
+        num_minibatches=4,
+        update_epochs=4,
+        ent_coef=0.01,
+        norm_obs=False,
+        norm_reward=False,
+    ),
+    # `ppo_continuous_action.py`
+    "cleanrl-continuous": Settings(
+        **CLEANRL,
+        total_timesteps=1_000_000,
+        num_envs=1,
+        num_steps=2048,
+        learning_rate=3e-4,
+        num_minibatches=32,
+        update_epochs=10,
+        ent_coef=0.0,
+        norm_obs=True,
+        norm_reward=True,
     ),
 }
 
@@ -146,7 +198,7 @@ def check(e: PPO, partition: Partition) -> None:
 LOGGED = {
     "losses/loss": "what is minimised: policy loss - ent_coef x entropy + vf_coef x value loss; last epoch",
     "losses/policy_loss": "clipped surrogate objective, negative; last epoch",
-    "losses/value_loss": "half the squared error of the value function; last epoch",
+    "losses/value_loss": "half the squared error of the value function, clipped with --clip-vloss; last epoch",
     "losses/entropy": "entropy of the policy in nats; last epoch",
     "losses/approx_kl": "estimate of the KL divergence between clipping's centre and the new policy; last epoch",
     "losses/clipfrac": "share of the samples whose ratio left the clipping range; last epoch",
@@ -180,6 +232,7 @@ class Minibatch(NamedTuple):
     valid: jax.Array
     center: jax.Array
     weight: PyTree
+    value: PyTree  # before the update; () without --clip-vloss
     advantage: jax.Array
     target: jax.Array
 
@@ -241,6 +294,7 @@ def make(
             valid=at(rollout.valid),
             center=at(targets.center),
             weight=jax.tree.map(at, targets.weight),
+            value=at(targets.value) if e.clip_vloss else (),
             advantage=at(targets.advantage),
             target=at(targets.target),
         )
@@ -254,7 +308,10 @@ def make(
         mean = lambda x: jnp.where(mb.valid, x, 0.0).sum() / scale.valid
         surrogate = ppo_policy_loss(log_ratio, advantage, e.clip_coef)
         policy_loss = mean(mb.weight * surrogate if weighted else surrogate)
-        value_loss = mean(squared_error(out.value, mb.target))
+        if e.clip_vloss:
+            value_loss = mean(clipped_squared_error(out.value, mb.value, mb.target, e.clip_coef))
+        else:
+            value_loss = mean(squared_error(out.value, mb.target))
         entropy = mean(entropy)
         total = policy_loss - e.ent_coef * entropy + e.vf_coef * value_loss
         return total, {

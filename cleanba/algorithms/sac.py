@@ -14,7 +14,7 @@ from jax import lax
 from cleanba.algorithm import Algorithm, Metrics, NoCarry, no_carry
 from cleanba.algorithms.action_bounds import action_bounds
 from cleanba.algorithms.gradient_steps import Minibatch, Noise, every, gradient_steps, repeat
-from cleanba.algorithms.off_policy import OffPolicyActorCritic, check_actor_critic
+from cleanba.algorithms.off_policy import CLEANRL_CONTINUOUS, OffPolicyActorCritic, check_actor_critic
 from cleanba.algorithms.optimiser import TrainState, learning_rate, make_adam, sgd_step
 from cleanba.algorithms.twin_critics import CRITICS_LOGGED, ActingParams, policy_metrics, td_loss
 from cleanba.config import NotNegative, Partition, Positive, Settings, Steps, require
@@ -49,6 +49,21 @@ class SAC(OffPolicyActorCritic):
 
 # By preset name: the defaults above are CleanRL's for continuous control.
 PRESETS: dict[str, Settings] = {"continuous": Settings()}
+
+
+# By name, for --preset: published settings whole, so that no default is used.
+PROTOCOLS: dict[str, Settings] = {
+    # `sac_continuous_action.py`
+    "cleanrl-continuous": Settings(
+        **CLEANRL_CONTINUOUS,
+        learning_starts=5_000,
+        policy_lr=3e-4,
+        q_lr=1e-3,
+        target_network_frequency=1,
+        alpha=0.2,
+        autotune=True,
+    ),
+}
 
 
 MOST_POLICY_STEPS = 1000  # in a row

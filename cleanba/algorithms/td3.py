@@ -13,7 +13,7 @@ from jax import lax
 from cleanba.algorithm import Algorithm, Metrics, NoCarry, no_carry
 from cleanba.algorithms.action_bounds import action_bounds
 from cleanba.algorithms.gradient_steps import Minibatch, Noise, every, gradient_steps, repeat
-from cleanba.algorithms.off_policy import OffPolicyActorCritic, check_actor_critic
+from cleanba.algorithms.off_policy import CLEANRL_CONTINUOUS, OffPolicyActorCritic, check_actor_critic
 from cleanba.algorithms.optimiser import TrainState, learning_rate, make_adam, sgd_step
 from cleanba.algorithms.twin_critics import CRITICS_LOGGED, ActingParams, policy_metrics, td_loss
 from cleanba.config import NotNegative, Partition, Positive, Settings
@@ -42,6 +42,20 @@ class TD3(OffPolicyActorCritic):
 
 # By preset name: the defaults above are CleanRL's for continuous control.
 PRESETS: dict[str, Settings] = {"continuous": Settings()}
+
+
+# By name, for --preset: published settings whole, so that no default is used.
+PROTOCOLS: dict[str, Settings] = {
+    # `td3_continuous_action.py`
+    "cleanrl-continuous": Settings(
+        **CLEANRL_CONTINUOUS,
+        learning_starts=25_000,
+        learning_rate=3e-4,
+        exploration_noise=0.1,
+        policy_noise=0.2,
+        noise_clip=0.5,
+    ),
+}
 
 
 def check(e: TD3, partition: Partition) -> None:

@@ -45,6 +45,17 @@ def squared_error(prediction: jax.Array, target: jax.Array) -> jax.Array:
     return 0.5 * jnp.square(prediction - target)
 
 
+def clipped_squared_error(prediction: jax.Array, before: jax.Array, target: jax.Array, clip_coef: float) -> jax.Array:
+    """max((V - R)^2, (clip(V, V_before - eps, V_before + eps) - R)^2) / 2.  [...], [...], [...] -> [...].
+
+    PPO's value loss in Baselines: no gain from moving a value by more than eps in one update (Huang et al. 2022, "The
+    37 Implementation Details of Proximal Policy Optimization", detail 9).
+    """
+    chex.assert_equal_shape([prediction, before, target])
+    near = before + jnp.clip(prediction - before, -clip_coef, clip_coef)
+    return jnp.maximum(squared_error(prediction, target), squared_error(near, target))
+
+
 def kl_estimate(log_ratio: jax.Array) -> jax.Array:
     """The low-variance estimate (r - 1) - log r of KL(old || new) at old samples (Schulman 2020).  [...] -> [...]."""
     return jnp.expm1(log_ratio) - log_ratio
