@@ -3,7 +3,7 @@
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help train pong test bench verify docs docs-serve lint lock clean
+.PHONY: help install train pong test bench verify docs docs-serve lint lock clean
 MAKEFLAGS += --no-print-directory
 
 # Small enough for a laptop without a GPU. `make train ARGS="--seed 2"` adds flags, which override these.
@@ -17,6 +17,9 @@ FITS := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+
+install: .venv/.run-ready ## set up .venv with the pinned packages; `source .venv/bin/activate` then makes `cleanba` available
+	@echo "source .venv/bin/activate"
 
 train: .venv/.run-ready ## train PPO on Breakout for 100,000 steps; ARGS adds flags, PYTHON names the Python
 	@.venv/bin/python -m cleanba ppo --env-id Breakout-v5 --total-timesteps 100000 $(TRAIN_FLAGS) $(ARGS)

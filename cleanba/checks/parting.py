@@ -23,14 +23,14 @@ SOURCES = {
     "targets": "values, advantages and targets",
     "memory": "the replay memory",
     "priorities": "the priorities of what the replay memory holds",
-    "draw": "the drawing of minibatches",
-    "minibatch": "the making of minibatches",
+    "draw": "the sampling of minibatches",
+    "minibatch": "the assembly of minibatches",
     "gradient": "a shard's gradient",
     "sum": "the sum over shards",
     "optimiser": "the optimiser",
     "target network": "a target network",
     "update": "the update, outside of the stages that are recorded",
-    "chance": "a computation that does not repeat itself",
+    "chance": "a nondeterministic computation",
 }
 """What a difference can come from: its name -> in words."""
 
