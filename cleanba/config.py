@@ -270,7 +270,7 @@ class Experiment:
     channels: Annotated[tuple[int, ...], Sizes()] = (16, 32, 32)
     """channels of the IMPALA ResNet's sections"""
     hiddens: Annotated[tuple[int, ...], Sizes(unit="units")] = (256,)
-    """units of the dense layers after the convolutions, or of the MLP"""
+    """units of the dense layers after the convolutions, or of the MLP (with tanh in PPO and IMPALA, else ReLU)"""
     layer_norm: bool = False
     """layer normalisation after every layer of the torso"""
     deterministic: bool = True
