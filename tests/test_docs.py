@@ -40,7 +40,12 @@ OTHERS |= {"--nodes", "--no-kill", "--gres", "--container-image"}  # Slurm's
 OTHERS |= {"--local-num-envs", "--num-actor-threads", "--gradient-accumulation-steps"}  # the original Cleanba's
 OTHERS |= {"--cuda", "--target-kl", "--torch-deterministic"}  # CleanRL's
 OTHERS |= {"--env", "--restart_behavior", "--num_workers", "--num_envs_per_worker", "--with_vtrace", "--use_rnn"}
-OTHERS |= {"--rnn_size", "--normalize_input", "--experiment"}  # Sample Factory's, and those of the line before
+OTHERS |= {
+    "--rnn_size",
+    "--normalize_input",
+    "--experiment",
+    "--train_for_env_steps",
+}  # Sample Factory's, and those of the line before
 
 
 @cache
