@@ -36,6 +36,10 @@ class NotFinite(Failure):
     """A number is not finite.  Resuming the run from its checkpoint would lead to the same number again."""
 
 
+class Replaced(Failure):
+    """A run's directory is no longer the one that the run began in.  Another run's files may lie there."""
+
+
 class Interrupted(Exception):
     """A signal asked the run to end; the command exits with 128 + its number."""
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple, TextIO
 
 from cleanba.config import Experiment, Placement, Run, differences, read_config, require, require_same, to_json
-from cleanba.errors import Failure, UsageError
+from cleanba.errors import Failure, Replaced, UsageError
 from cleanba.files import Json, read_json, write_json
 from cleanba.recipes import AnyRecipe
 from cleanba.resolution import Resolved, read_recipe
@@ -163,6 +163,25 @@ def unwritable(run_dir: Path, error: OSError, flag: str = "--run-dir") -> UsageE
     return UsageError(f"{what}; choose another {flag}")
 
 
+LOCK = ".lock"  # in a run's directory
+
+
+def require_ours(run_dir: Path, held: TextIO) -> None:
+    """Raise `Replaced` unless a file that was opened as this directory's lock is the one that lies there now.
+
+    A directory that is only missing is not reported: what would be written there fails, and says so.
+    """
+    try:
+        ours = os.path.samestat(os.fstat(held.fileno()), os.stat(run_dir / LOCK))
+    except OSError:
+        ours = not run_dir.exists()
+    if not ours:
+        raise Replaced(
+            f"{run_dir} was removed, or made again by another run, while this run was in it, so nothing more is "
+            "written there; choose another --run-dir"
+        )
+
+
 def lock(run_dir: Path, flag: str = "--run-dir") -> TextIO:
     """Keep other processes out of a directory that a flag names, for as long as the returned file is open.
 
@@ -172,7 +191,7 @@ def lock(run_dir: Path, flag: str = "--run-dir") -> TextIO:
     """
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        file = open(run_dir / ".lock", "w")  # noqa: SIM115  open until the process ends
+        file = open(run_dir / LOCK, "w")  # noqa: SIM115  open until the process ends
     except OSError as error:
         raise unwritable(run_dir, error, flag) from None
     for _ in range(3):  # `cleanba ls` may be trying the lock at just this moment
