@@ -118,6 +118,21 @@ def test_a_finished_run_is_left_alone(whole):
     assert before == {p: p.stat().st_mtime_ns for p in whole("ppo").rglob("*") if p.is_file() and p.name != ".lock"}
 
 
+def test_what_a_killed_run_had_half_written_is_removed_when_it_goes_on(whole, tmp_path):
+    run = Path(shutil.copytree(whole("ppo"), tmp_path / "run"))
+    words = [*KINDS["ppo"], "--run-dir", run]
+    half = ["checkpoints/9.orbax-checkpoint-tmp/data", "memory/00003/9.json.tmp", "best/9.msgpack.tmp"]
+    for path in (run / name for name in half):
+        path.parent.mkdir(parents=True)
+        path.write_bytes(b"half of it")
+    assert command(*words, "--seed", "9").code == 2 and command(*words).code == 0
+    assert all((run / name).exists() for name in half), "nothing is touched where no run goes on"
+    (run / "result.json").unlink()
+    kept = updates_kept(run)
+    assert command(*words).code == 0 and updates_kept(run) == kept
+    assert not any((run / name).exists() for name in half)
+
+
 def test_a_run_of_several_processes_can_be_continued_by_one(whole, tmp_path):
     """Only `--no-distributed` is needed, as the run itself says when it ends early."""
     shutil.copytree(whole("ppo"), tmp_path / "run")

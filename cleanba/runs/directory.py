@@ -5,6 +5,7 @@ import errno
 import fcntl
 import os
 import re
+import shutil
 import time
 from pathlib import Path
 from typing import NamedTuple, TextIO
@@ -116,10 +117,23 @@ def open_run(
         for ended in ("result.json", "model.msgpack", UPLOADED):  # no longer true once the run goes on
             with contextlib.suppress(FileNotFoundError):
                 os.remove(run_dir / ended)
+        remove_half_written(run_dir)
         write_json(path, config)
     except OSError as error:
         raise unwritable(run_dir, error) from None
     return Opened(config, earlier)
+
+
+HALF_WRITTEN = ("checkpoints/*.orbax-checkpoint-tmp*", "memory/*/*.json.tmp", "best/*.tmp")
+
+
+def remove_half_written(run_dir: Path) -> None:
+    """Remove what a killed run was writing when it ended.  The directory must be locked, so that nobody writes now."""
+    for path in [path for pattern in HALF_WRITTEN for path in run_dir.glob(pattern)]:
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def is_over(result: Json, e: Experiment, config: Json, target: float | None) -> bool:
