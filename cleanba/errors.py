@@ -40,6 +40,14 @@ class Replaced(Failure):
     """A run's directory is no longer the one that the run began in.  Another run's files may lie there."""
 
 
+def signal_name(number: int) -> str:
+    """The name of a signal, as "SIGKILL"; "signal 40" for those that have none."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
 class Interrupted(Exception):
     """A signal asked the run to end; the command exits with 128 + its number."""
 
