@@ -31,7 +31,7 @@ import numpy as np
 from cleanba.algorithm import P, S
 from cleanba.config import Retention
 from cleanba.errors import Failure, Replaced
-from cleanba.files import METRICS, Json, write_whole
+from cleanba.files import METRICS, Json, may_pass, write_whole
 from cleanba.interrupts import after_this
 from cleanba.rollout import PyTree
 from cleanba.runtime import memory, records
@@ -352,7 +352,7 @@ class Checkpoints:
         `at_most` are left out.
 
         Raises:
-            Failure: there are checkpoints, but all are damaged.
+            Failure: there are checkpoints, but all are damaged, or one that may be sound cannot be read now.
         """
         warnings: list[str] = []
         self._found = updates_kept(self.run_dir)
@@ -367,6 +367,11 @@ class Checkpoints:
                 self._known = [update]
                 return Restored(saved, warnings)
             except Exception as error:  # whatever is wrong with it, an older one may be undamaged
+                if may_pass(error):
+                    raise Failure(
+                        f"checkpoint {update} in {self._folder} cannot be read now ({_reason(error, 200)}), but may be "
+                        "undamaged; free memory or repair the disk, then run the same command again to resume"
+                    ) from error
                 warnings.append(f"checkpoint {update} is damaged and left out: {_reason(error, 200)}")
         if warnings:  # starting over would overwrite files that may be readable again later
             raise Failure(
