@@ -57,6 +57,7 @@ from cleanba.rollout import PyTree
 from cleanba.runs.directory import (
     LOCK,
     Finished,
+    batch_job,
     default_run_dir,
     differing_machines,
     lock,
@@ -180,6 +181,7 @@ def train(recipe: AnyRecipe, config: Config, peers: Peers | None, shown: bool, g
     started()
     try:
         with time_limit(most):
+            job = in_new_directory(job)
             run_writer = claim(job, shown)
     except Finished as done:
         if shown and job.devices.is_main:
@@ -297,6 +299,8 @@ class Job(NamedTuple):
     run_dir: Path
     initial: Initial | None = None
     """another run's parameters to start from"""
+    now: int = 0
+    """process 0's clock, which names the run's directory if nothing else does"""
 
     @property
     def experiment(self) -> Experiment:
@@ -329,7 +333,10 @@ def prepare(recipe: AnyRecipe, config: Config) -> Job:
         UsageError: the flags do not fit each other, the devices or the environment, or differ between processes.
     """
     devices = find_devices(config.placement)
-    now = int(gather_over_processes(np.array([int(time.time())]))[0, 0])  # process 0's clock names the run
+    now = int(time.time())
+    while named_by_clock(config.run) and os.path.exists(default_run_dir(config.asked, config.run, now)):
+        now += 1
+    now = int(gather_over_processes(np.array([now]))[0, 0])  # process 0's clock names the run
     run_dir = config.run.run_dir or default_run_dir(config.asked, config.run, now)
     require(str(run_dir).isprintable(), f"run_dir={str(run_dir)!r} has characters that cannot be shown; name another")
     try:
@@ -356,7 +363,7 @@ def prepare(recipe: AnyRecipe, config: Config) -> Job:
     algorithm = recipe.make(e, resolved.spec, devices.platform)
     if initial is not None:
         require_fit(initial, algorithm.shapes()[0], recipe.name)
-    job = Job(recipe, config, resolved, partition, devices, algorithm, run_dir, initial)
+    job = Job(recipe, config, resolved, partition, devices, algorithm, run_dir, initial, now)
     shapes, buffer_size = job.training.memory_shapes, getattr(e, "buffer_size", None)
     require_room(shapes, partition.places_per_learner, devices.learners, processes_here(), buffer_size)
     require(
@@ -598,6 +605,32 @@ class RefusedElsewhere(UsageError):
     """Another process of this run refuses it, and prints the reason."""
 
 
+def named_by_clock(run: Run) -> bool:
+    """Whether the time names the run's directory, so that it is a new run."""
+    return run.run_dir is None and batch_job() is None
+
+
+def in_new_directory(job: Job) -> Job:
+    """The job in a directory that no other run has, if the clock names it.  All processes must call this.
+
+    The main process makes the directory.  Of runs that start in the same second, each so gets one of its own.
+    """
+    if not named_by_clock(job.config.run):
+        return job
+    named = lambda number: default_run_dir(job.config.asked, job.config.run, number)
+    number = job.now
+    if job.devices.is_main:
+        for number in range(job.now, job.now + 1000):
+            try:
+                named(number).mkdir(parents=True)
+                break
+            except FileExistsError:
+                continue
+            except OSError:  # `claim` finds out why, and says so
+                break
+    return job._replace(run_dir=named(int(gather_over_processes(np.array([number]))[0, 0])))
+
+
 def claim(job: Job, shown: bool) -> RunWriter | None:
     """Open the run's directory in the main process; the others learn whether that failed.  All must call this.
 
@@ -613,6 +646,9 @@ def claim(job: Job, shown: bool) -> RunWriter | None:
             run_writer = RunWriter(job, shown)
         except (UsageError, Failure, Finished) as why:
             refusal = why
+            if named_by_clock(job.config.run):
+                with suppress(OSError):  # something lies in it
+                    job.run_dir.rmdir()
     said = 0 if refusal is None else 1 if isinstance(refusal, Finished) else 2
     try:
         refused = int(gather_over_processes(np.array([said])).max())
