@@ -36,6 +36,18 @@ class NotFinite(Failure):
     """A number is not finite.  Resuming the run from its checkpoint would lead to the same number again."""
 
 
+class Replaced(Failure):
+    """A run's directory is no longer the one that the run began in.  Another run's files may lie there."""
+
+
+def signal_name(number: int) -> str:
+    """The name of a signal, as "SIGKILL"; "signal 40" for those that have none."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
 class Interrupted(Exception):
     """A signal asked the run to end; the command exits with 128 + its number."""
 

@@ -1,6 +1,7 @@
 """Atomic file writes, and JSON."""
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -116,14 +117,25 @@ def read_json(path: Path) -> Json:
     return values
 
 
+# What the system says of a file that is missing or damaged.  Libraries give errors of their own without a number.
+OF_THE_FILE = (None, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL)
+
+
+def may_pass(error: Exception) -> bool:
+    """Whether a file that could not be read may be sound: memory ran out, say, or the disk did not answer."""
+    return isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno not in OF_THE_FILE)
+
+
 @contextlib.contextmanager
 def in_a_checkpoint(where: str) -> Iterator[None]:
-    """Raise `ValueError` for a checkpoint's file that is missing or cannot be read; `where` names it in messages."""
+    """Raise `ValueError` for a checkpoint's file that is missing or damaged; `where` names it in messages."""
     try:
         yield
     except FileNotFoundError:
         raise ValueError(f"{where} is missing") from None
     except OSError as error:
+        if may_pass(error):
+            raise
         raise ValueError(f"{where} cannot be read ({error.strerror})") from None
 
 

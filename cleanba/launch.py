@@ -9,7 +9,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -41,6 +41,7 @@ from cleanba.errors import (
     Failure,
     Interrupted,
     NotFinite,
+    Replaced,
     UsageError,
     exit_code,
     own_trace,
@@ -54,11 +55,14 @@ from cleanba.recipes import AnyRecipe
 from cleanba.resolution import RECORD, Config, Resolved, fit, read_recipe, recorded, settle
 from cleanba.rollout import PyTree
 from cleanba.runs.directory import (
+    LOCK,
     Finished,
+    batch_job,
     default_run_dir,
     differing_machines,
     lock,
     open_run,
+    require_ours,
     unwritable,
     was_uploaded,
 )
@@ -177,6 +181,7 @@ def train(recipe: AnyRecipe, config: Config, peers: Peers | None, shown: bool, g
     started()
     try:
         with time_limit(most):
+            job = in_new_directory(job)
             run_writer = claim(job, shown)
     except Finished as done:
         if shown and job.devices.is_main:
@@ -185,7 +190,8 @@ def train(recipe: AnyRecipe, config: Config, peers: Peers | None, shown: bool, g
     except RefusedElsewhere as why:
         return Ended(job.run_dir, why, said=True)
     try:
-        ended = train_claimed(job, run_writer, peers, shown, give_up)
+        with directory_check(job.run_dir, run_writer) as still_ours:
+            ended = train_claimed(job, run_writer, still_ours, peers, shown, give_up)
     finally:
         if run_writer is not None:
             run_writer.unlock()
@@ -194,12 +200,33 @@ def train(recipe: AnyRecipe, config: Config, peers: Peers | None, shown: bool, g
     return ended._replace(shared=share(job.run_dir, config.run, shown))
 
 
+@contextmanager
+def directory_check(run_dir: Path, run_writer: "RunWriter | None") -> Iterator[Callable[[], None]]:
+    """A function that raises `Replaced` once this directory is another run's.
+
+    The main process has locked it; the others open the lock that lies there now.
+    """
+    with ExitStack() as opened:
+        check: Callable[[], None] = lambda: None
+        if run_writer is not None:
+            check = run_writer.require_ours
+        else:
+            with suppress(OSError):  # a file system of its own, where this process writes nothing that counts
+                check = partial(require_ours, run_dir, opened.enter_context(open(run_dir / LOCK)))
+        yield check
+
+
 def train_claimed(
-    job: "Job", run_writer: "RunWriter | None", peers: Peers | None, shown: bool, give_up: Callable[[int], None]
+    job: "Job",
+    run_writer: "RunWriter | None",
+    still_ours: Callable[[], None],
+    peers: Peers | None,
+    shown: bool,
+    give_up: Callable[[int], None],
 ) -> Ended:
     """Train a job in the directory that was opened for it, and write how it ended.  Nothing is uploaded."""
     with usable(job.run_dir):
-        checkpoints, saved = open_checkpoints(job)
+        checkpoints, saved = open_checkpoints(job, still_ours)
     title = f"{job.recipe.name} on {job.experiment.env_id}, seed {job.experiment.seed}"
     status = Status(title, job.experiment.num_updates, job.config.run.target_return)
     display = Display(status, enabled=job.devices.is_main and shown, warns=job.devices.is_main)
@@ -225,7 +252,8 @@ def train_claimed(
             ends.callback(display.close)
     error = run_writer.write_result(outcome) if run_writer is not None else outcome.error
     said = error is not None and peers is not None and error is peers.error
-    in_vain = error is None or isinstance(error, NotFinite)  # continuing would lead to the same numbers
+    # Continuing would lead to the same numbers, or into another run's directory.
+    in_vain = error is None or isinstance(error, NotFinite | Replaced)
     remedy = "" if in_vain else how_to_go_on(job, outcome.result)
     if remedy and shown and run_writer is not None:
         print(remedy)
@@ -271,6 +299,8 @@ class Job(NamedTuple):
     run_dir: Path
     initial: Initial | None = None
     """another run's parameters to start from"""
+    now: int = 0
+    """process 0's clock, which names the run's directory if nothing else does"""
 
     @property
     def experiment(self) -> Experiment:
@@ -303,7 +333,10 @@ def prepare(recipe: AnyRecipe, config: Config) -> Job:
         UsageError: the flags do not fit each other, the devices or the environment, or differ between processes.
     """
     devices = find_devices(config.placement)
-    now = int(gather_over_processes(np.array([int(time.time())]))[0, 0])  # process 0's clock names the run
+    now = int(time.time())
+    while named_by_clock(config.run) and os.path.exists(default_run_dir(config.asked, config.run, now)):
+        now += 1
+    now = int(gather_over_processes(np.array([now]))[0, 0])  # process 0's clock names the run
     run_dir = config.run.run_dir or default_run_dir(config.asked, config.run, now)
     require(str(run_dir).isprintable(), f"run_dir={str(run_dir)!r} has characters that cannot be shown; name another")
     try:
@@ -330,7 +363,7 @@ def prepare(recipe: AnyRecipe, config: Config) -> Job:
     algorithm = recipe.make(e, resolved.spec, devices.platform)
     if initial is not None:
         require_fit(initial, algorithm.shapes()[0], recipe.name)
-    job = Job(recipe, config, resolved, partition, devices, algorithm, run_dir, initial)
+    job = Job(recipe, config, resolved, partition, devices, algorithm, run_dir, initial, now)
     shapes, buffer_size = job.training.memory_shapes, getattr(e, "buffer_size", None)
     require_room(shapes, partition.places_per_learner, devices.learners, processes_here(), buffer_size)
     require(
@@ -431,10 +464,11 @@ class RunWriter:
         self._display = display
         history = rewind(self._job.run_dir, *((saved.update, saved.counters["seconds"]) if saved else (0,)))
         names = (run.wandb_project_name, run.wandb_entity)
-        self._writers = Writers(self._job.run_dir, run.track, *names, config, history)
+        self._writers = Writers(self._job.run_dir, run.track, *names, config, history, self.require_ours)
         if earlier is None and self._job.config.whole is not None:
             earlier = read_config(self._job.config.whole)
-        for warning in [*differing_machines(earlier, config), *self.evaluations.begin(saved, history)]:
+        repeated = self.evaluations.begin(saved, history, self.require_ours)
+        for warning in [*differing_machines(earlier, config), *repeated]:
             display.say(printable(f"warning: {warning}"))
 
     def log(self, update: int, global_step: int, seconds: float, values: Json) -> None:
@@ -522,8 +556,15 @@ class RunWriter:
             self._writers.close()
 
     def write_result(self, outcome: RunOutcome[Any]) -> BaseException | None:
-        """Write the last files, and print how the run ended.  Returns the error that it failed with."""
+        """Write the last files, and print how the run ended.  Returns the error that it failed with.
+
+        If the directory has become another run's, nothing is written.
+        """
         run_dir, result, error = self._job.run_dir, outcome.result, outcome.error
+        try:
+            self.require_ours()
+        except Replaced as replaced:
+            return replaced if error is None or isinstance(error, Failure | Interrupted) else error
         last = run_dir / "result.json"
         try:
             if (self._run.save_model or self._run.upload_model) and result["status"] == "finished":
@@ -536,6 +577,10 @@ class RunWriter:
         if self._shown:
             print(closing_words(run_dir, result, self._film))
         return error
+
+    def require_ours(self) -> None:
+        """Raise `Replaced` if the run's directory has become another run's."""
+        require_ours(self._job.run_dir, self._lock)
 
     def unlock(self) -> None:
         """Unlock the run's directory.  May be called twice."""
@@ -560,6 +605,32 @@ class RefusedElsewhere(UsageError):
     """Another process of this run refuses it, and prints the reason."""
 
 
+def named_by_clock(run: Run) -> bool:
+    """Whether the time names the run's directory, so that it is a new run."""
+    return run.run_dir is None and batch_job() is None
+
+
+def in_new_directory(job: Job) -> Job:
+    """The job in a directory that no other run has, if the clock names it.  All processes must call this.
+
+    The main process makes the directory.  Of runs that start in the same second, each so gets one of its own.
+    """
+    if not named_by_clock(job.config.run):
+        return job
+    named = lambda number: default_run_dir(job.config.asked, job.config.run, number)
+    number = job.now
+    if job.devices.is_main:
+        for number in range(job.now, job.now + 1000):
+            try:
+                named(number).mkdir(parents=True)
+                break
+            except FileExistsError:
+                continue
+            except OSError:  # `claim` finds out why, and says so
+                break
+    return job._replace(run_dir=named(int(gather_over_processes(np.array([number]))[0, 0])))
+
+
 def claim(job: Job, shown: bool) -> RunWriter | None:
     """Open the run's directory in the main process; the others learn whether that failed.  All must call this.
 
@@ -575,6 +646,9 @@ def claim(job: Job, shown: bool) -> RunWriter | None:
             run_writer = RunWriter(job, shown)
         except (UsageError, Failure, Finished) as why:
             refusal = why
+            if named_by_clock(job.config.run):
+                with suppress(OSError):  # something lies in it
+                    job.run_dir.rmdir()
     said = 0 if refusal is None else 1 if isinstance(refusal, Finished) else 2
     try:
         refused = int(gather_over_processes(np.array([said])).max())
@@ -668,8 +742,11 @@ def require_same_kernels(e: Experiment, platform: str) -> None:
     )
 
 
-def open_checkpoints(job: Job) -> tuple[Checkpoints, Saved[Any, Any] | None]:
-    """The run's checkpoints, and the newest undamaged one, if there is one.  All processes must call this."""
+def open_checkpoints(job: Job, still_ours: Callable[[], None]) -> tuple[Checkpoints, Saved[Any, Any] | None]:
+    """The run's checkpoints, and the newest undamaged one, if there is one.  All processes must call this.
+
+    still_ours: raises `Replaced` if the directory has become another run's.
+    """
     training = job.training
     keep = job.config.run.keep_checkpoints
     checkpoints = Checkpoints(
@@ -679,6 +756,7 @@ def open_checkpoints(job: Job) -> tuple[Checkpoints, Saved[Any, Any] | None]:
         training.local_shards,
         training.local_actors,
         training.schedule.ends_epoch,
+        still_ours,
     )
     try:
         return checkpoints, newest_of_all(job, checkpoints)

@@ -1,9 +1,11 @@
 """One protocol, three kinds of environments: what holds for each, what workers survive, and one's own environments."""
 
 import errno
+import multiprocessing
 import os
 import re
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -240,6 +242,21 @@ def test_a_worker_that_dies_or_hangs_is_reported_and_ended():
                 envs.step(np.zeros(3, np.int32))
         envs.close()
         assert process.poll() is not None
+
+
+@pytest.mark.parametrize("signum, words", [(40, "died by signal 40;"), (0, "did not end;")])  # a real-time signal; none
+def test_a_worker_that_closed_its_connection_is_reported_whatever_it_does_then(signum, words, monkeypatch):
+    monkeypatch.setattr(gymnasium, "GRACE_SECONDS", 0.2 if signum == 0 else 60.0)
+    worker = object.__new__(gymnasium.Worker)
+    worker._who, worker._patience, worker._slow = "environments 0 to 2", None, False
+    worker._connection, theirs = multiprocessing.Pipe()
+    worker._process = subprocess.Popen(["sleep", "60"], stdin=subprocess.PIPE)
+    theirs.close()
+    worker._process.send_signal(signum)
+    with pytest.raises(Failure, match=words):
+        worker.answer(lambda: None)
+    worker.end(time.monotonic() + 10)
+    assert worker._process.returncode == -(signum or signal.SIGKILL)
 
 
 def test_the_wait_for_a_worker_that_hangs_ends_with_the_run():

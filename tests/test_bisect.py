@@ -1,13 +1,26 @@
 """`cleanba bisect`: planted faults are found and named; recording changes no bit; the command and what it refuses."""
 
 import json
+import multiprocessing
 import os
 import re
 import shutil
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 from launch import ROOT, command
 from planted import FAULTS, look_for, sound, train, verdict
+
+from cleanba.checks import recompute
+from cleanba.checks.sides import GO_ON, Request, serve
+from cleanba.config import Placement
+from cleanba.waited import is_compiling
 
 
 @pytest.fixture(scope="module")
@@ -22,6 +35,39 @@ def runs(tmp_path_factory):
         return made[name]
 
     return get
+
+
+@dataclass(frozen=True)
+class Limited:
+    """What a side changes of its training."""
+
+    watch: Callable[[object], None] | None = None
+    stall_timeout: float = 600.0
+
+
+class Opened(NamedTuple):
+    training: Limited
+
+
+def test_a_side_has_a_time_limit_which_does_not_run_while_it_waits_for_a_question(monkeypatch):
+    seen = []
+
+    def computing(rerun, first, last, display):
+        seen.append(rerun.training.stall_timeout)
+        rerun.training.watch(SimpleNamespace(number=1, prints=lambda: "prints"))
+        seen.append(is_compiling())
+
+    monkeypatch.setattr(recompute, "open_rerun", lambda *_: nullcontext(Opened(Limited())))
+    monkeypatch.setattr(recompute, "recompute", computing)
+    ours, theirs = multiprocessing.Pipe()
+    side = threading.Thread(target=serve, args=(theirs,), daemon=True)
+    side.start()
+    ours.send(Request(Path("run"), Placement(), 0, 1))
+    assert ours.poll(60) and ours.recv() == ("update", 1, "prints")
+    assert is_compiling()
+    ours.send(GO_ON)
+    side.join(60)
+    assert seen == [600.0, False]
 
 
 @pytest.mark.slow

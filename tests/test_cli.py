@@ -8,6 +8,8 @@ import re
 import shutil
 import signal
 import subprocess
+from pathlib import Path
+from types import SimpleNamespace
 from typing import get_type_hints
 
 import jax
@@ -22,10 +24,12 @@ from cleanba.config import Placement, Run, fields_of, flag, to_json
 from cleanba.errors import UsageError
 from cleanba.flags import whole_number
 from cleanba.help import WRITTEN, written_flag
-from cleanba.recipes import RECIPES
+from cleanba.launch import Job, in_new_directory
+from cleanba.recipes import RECIPES, find_recipe
 from cleanba.resolution import resolve
 from cleanba.runs.directory import lock
 from cleanba.runtime.metrics import Display, Status, Terminal, panel
+from cleanba.train_flags import parse
 
 COMPILED: list[str] = []
 jax.monitoring.register_event_duration_secs_listener(
@@ -449,6 +453,34 @@ def test_the_default_run_directory_names_environment_and_seed(tmp_path, monkeypa
     (run_dir,) = (tmp_path / "runs").iterdir()
     assert re.fullmatch(r"Catch-v0__mine__5__\d+", run_dir.name)
     assert read_result(run_dir)["status"] == "finished"
+
+
+def test_runs_that_start_in_the_same_second_get_directories_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    config = parse(find_recipe("ppo"), ["--env-id", "Catch-v0", "--seed", "5", "--exp-name", "mine"])
+    names = []
+    for _ in range(3):  # none has seen the others' directories when it was prepared
+        job = Job(None, config, None, None, SimpleNamespace(is_main=True), None, Path(), now=1000)
+        names.append(in_new_directory(job).run_dir.name)
+    assert names == [f"Catch-v0__mine__5__{number}" for number in (1000, 1001, 1002)]
+    (tmp_path / "runs" / names[0] / "config.json").write_text("{}")  # another experiment's
+    monkeypatch.setattr("cleanba.launch.time", SimpleNamespace(time=lambda: 1000.7))
+    flags = (*TINY, "--total-timesteps", "64", "--seed", "5", "--exp-name", "mine")
+    assert command("ppo", *flags, "--show-config").code == 0
+    with monkeypatch.context() as patch:
+        patch.setattr("cleanba.launch.lock", refusing)
+        assert command("ppo", *flags).err == "cleanba: refused\n"
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == names
+    assert command("ppo", *flags).code == 0
+    assert read_result(tmp_path / "runs" / "Catch-v0__mine__5__1003")["status"] == "finished"
+    monkeypatch.setenv("ENVIRONMENT", "BATCH")
+    monkeypatch.setenv("SLURM_JOB_ID", "17")  # the same after a requeue
+    assert in_new_directory(job) is job and len(list((tmp_path / "runs").iterdir())) == 4
+
+
+def refusing(run_dir):
+    raise UsageError("refused")
 
 
 # --------------------------------------------------------------------------------------------------------- --experiment

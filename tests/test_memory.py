@@ -23,7 +23,7 @@ from ports import free_address
 from remembering import Memory, Remembering
 
 from cleanba.errors import Failure, UsageError
-from cleanba.files import write_whole
+from cleanba.files import in_a_checkpoint, write_whole
 from cleanba.ops import replay
 from cleanba.rollout import Rollout
 from cleanba.runtime import learner, memory, processes
@@ -439,6 +439,37 @@ def test_a_full_disk_is_reported(tmp_path, monkeypatch):
     with pytest.raises(Failure, match="could not be written to .*No space left on device"):
         checkpoint_writer.snapshot(1, (), step(jax.tree.map(lambda x: jnp.stack([x, x]), empty()), 1))
     checkpoints.close()
+
+
+EIO = OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+@pytest.mark.parametrize("error", [EIO, MemoryError("no room for 8 GB")], ids=["disk", "memory"])
+def test_a_checkpoint_that_cannot_be_read_just_now_is_not_taken_for_a_damaged_one(error, tmp_path, monkeypatch):
+    checkpoints = Checkpoints(tmp_path, 2)
+    for update in ("5", "9"):
+        (tmp_path / "checkpoints" / update).mkdir()
+    read = []
+
+    def failing(run_dir, update, *_):
+        read.append(update)
+        raise error
+
+    monkeypatch.setattr("cleanba.runtime.checkpoint.read_whole", failing)
+    with pytest.raises(Failure, match=rf"checkpoint 9 .* cannot be read now \({re.escape(str(error))}\), but may be"):
+        checkpoints.restore((), ())
+    assert read == [9]
+    checkpoints.close()
+
+
+def test_a_file_of_a_checkpoint_is_damaged_or_missing_but_not_where_the_disk_fails():
+    for number, kind, words in (
+        (errno.EIO, OSError, "Input/output error"),
+        (errno.ENOENT, ValueError, "the file is missing"),
+        (errno.EISDIR, ValueError, r"the file cannot be read \(Is a directory\)"),
+    ):
+        with pytest.raises(kind, match=words), in_a_checkpoint("the file"):
+            raise OSError(number, os.strerror(number))
 
 
 def test_rows_that_are_listed_as_zero_but_are_not_count_as_damage(tmp_path):

@@ -20,7 +20,9 @@ from launch import CROWD, ROOT, TINY, command, finish, python, read_result, read
 from ports import free_address
 
 from cleanba.config import Placement
-from cleanba.launch import how_to_go_on
+from cleanba.errors import Replaced
+from cleanba.launch import directory_check, how_to_go_on
+from cleanba.runs.directory import lock
 from cleanba.runs.log import rewind
 from cleanba.runtime import train
 from cleanba.runtime.channels import Stop
@@ -114,6 +116,21 @@ def test_a_finished_run_is_left_alone(whole):
         ended = command(*words)
         assert ended.code == 0 and "is finished; nothing to do" in ended.out
     assert before == {p: p.stat().st_mtime_ns for p in whole("ppo").rglob("*") if p.is_file() and p.name != ".lock"}
+
+
+def test_what_a_killed_run_had_half_written_is_removed_when_it_goes_on(whole, tmp_path):
+    run = Path(shutil.copytree(whole("ppo"), tmp_path / "run"))
+    words = [*KINDS["ppo"], "--run-dir", run]
+    half = ["checkpoints/9.orbax-checkpoint-tmp/data", "memory/00003/9.json.tmp", "best/9.msgpack.tmp"]
+    for path in (run / name for name in half):
+        path.parent.mkdir(parents=True)
+        path.write_bytes(b"half of it")
+    assert command(*words, "--seed", "9").code == 2 and command(*words).code == 0
+    assert all((run / name).exists() for name in half), "nothing is touched where no run goes on"
+    (run / "result.json").unlink()
+    kept = updates_kept(run)
+    assert command(*words).code == 0 and updates_kept(run) == kept
+    assert not any((run / name).exists() for name in half)
 
 
 def test_a_run_of_several_processes_can_be_continued_by_one(whole, tmp_path):
@@ -444,6 +461,42 @@ def test_a_directory_that_goes_away_ends_the_run(at, more, words, tmp_path, monk
     ended = command(*KINDS["ppo"], *more, "--run-dir", run)
     assert ended.code == 1 and "Traceback" not in ended.err
     assert words in ended.err and not run.exists()
+
+
+@pytest.mark.parametrize("more", [[], ["--log-frequency", "1000"]], ids=["log", "checkpoint"])  # what it writes next
+def test_nothing_is_written_into_a_directory_that_another_run_has_made_again(more, tmp_path, monkeypatch):
+    run, update, there = tmp_path / "run", Learner.update, {}
+
+    def replacing(self, state, memory, blocks, number):
+        if number == 3:
+            run.rename(tmp_path / "elsewhere")
+            (run / "checkpoints" / "50").mkdir(parents=True)
+            for name in (".lock", "config.json", "metrics.jsonl"):
+                (run / name).write_text("another run's")
+            there.update({path: path.stat().st_mtime_ns for path in run.rglob("*")})
+        return update(self, state, memory, blocks, number)
+
+    monkeypatch.setattr(Learner, "update", replacing)
+    ended = command(*KINDS["ppo"], *more, "--save-model", "--run-dir", run)
+    assert ended.code == 1 and ended.err.startswith(f"cleanba: {run} was removed, or made again by another run")
+    assert ended.err.count("\n") == 1 and "goes on after" not in ended.out
+    assert there and there == {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+
+
+def test_other_processes_notice_too_that_the_directory_is_another_runs(tmp_path):
+    run = tmp_path / "run"
+    with lock(run), directory_check(run, None) as check:
+        check()
+        run.rename(tmp_path / "elsewhere")
+        check()  # what only went away is noticed by what is written next
+        run.mkdir()
+        with pytest.raises(Replaced, match="made again by another run"):
+            check()
+        (run / ".lock").touch()
+        with pytest.raises(Replaced):
+            check()
+    with directory_check(tmp_path, None) as check:
+        check()  # on a file system of its own there is no lock
 
 
 # ------------------------------------------------------------------------------------------- numbers and stalls

@@ -12,6 +12,7 @@ import pytest
 from fake_hub import fake_hub, log_in
 from launch import ROOT, command, read_result, read_rows
 
+from cleanba.checks import verify
 from cleanba.checks.recompute import open_rerun, read_checkpoint, recompute
 from cleanba.checks.verify import goes_on_otherwise
 from cleanba.config import Placement
@@ -181,6 +182,25 @@ def test_a_result_that_is_not_the_logs_is_found(forged, other):
     ended = command("verify", forged)
     assert ended.code == 1
     assert ended.out == f"{forged}: result.json has other digests than the log has after its last update, 20\n", ended
+
+
+def test_a_checkpoint_that_a_run_takes_while_it_is_verified_is_not_held_against_it(forged, monkeypatch):
+    (forged / "result.json").unlink()
+    rewrite(forged, [row for row in read_rows(forged) if row["update"] < 20])
+    part = ("verify", forged, "--from", "16", "--to", "18")
+    ended = command(*part)
+    assert ended.code == 1 and ended.out == f"{forged}: checkpoint 20 has no digests in the log\n"
+    newest, elsewhere, read = forged / "checkpoints" / "20", forged / "20", verify.read_rows
+    newest.rename(elsewhere)
+
+    def reading(run_dir):
+        rows = read(run_dir)
+        elsewhere.rename(newest)
+        return rows
+
+    monkeypatch.setattr(verify, "read_rows", reading)
+    ended = command(*part)
+    assert ended.code == 0 and newest.exists(), ended
 
 
 @pytest.mark.parametrize("update, words", [(20, ()), (4, ("--from", "4", "--to", "6"))])

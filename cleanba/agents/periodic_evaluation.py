@@ -67,6 +67,7 @@ class PeriodicEvaluation:
             require_films()
             check_can_be_filmed(policy.spec)
         self._run_dir, self._run, self._policy = run_dir, run, policy
+        self._require_ours: Callable[[], None] = lambda: None
         self._best: Json | None = None
         self.moves = 0
         """steps of all evaluations and films so far"""
@@ -83,17 +84,21 @@ class PeriodicEvaluation:
         """Called after every update with its number, the steps so far and the parameters; None without evaluations."""
         return self._consider if self._run.eval_frequency else None
 
-    def begin(self, saved: Saved[Any, Any] | None, history: Sequence[Json]) -> list[str]:
+    def begin(
+        self, saved: Saved[Any, Any] | None, history: Sequence[Json], require_ours: Callable[[], None] = lambda: None
+    ) -> list[str]:
         """Begin, in a new run or in one that continues from a checkpoint.  Returns warnings.
 
         Evaluations that were cut short are started again.
 
         saved: the checkpoint that the run continues from.
         history: the rows of the run's log.
+        require_ours: raises `Replaced` if the directory has become another run's.
 
         Raises:
             Failure: the run's directory cannot be written.
         """
+        self._require_ours = require_ours
         if (self._run_dir / BEST / "best.json").exists():
             self._best = read_best(self._run_dir)
         if not self._run.eval_frequency:
@@ -132,6 +137,7 @@ class PeriodicEvaluation:
             return None
         policy = self._policy._replace(params=params, update=update, global_step=global_step)
         seed, limit = policy.experiment.seed, self._run.eval_max_steps
+        self._require_ours()
         path = film_path(self._run_dir, policy, seed, policy.recipe.plays)
         play_and_film(path, policy, 1, seed, self._device, max_steps=limit, check=self._move)
         return path
@@ -171,6 +177,7 @@ class PeriodicEvaluation:
         return self._run_dir / EVALUATING / f"{update}-{global_step}.msgpack"
 
     def _remember(self, version: Version) -> None:
+        self._require_ours()
         path = self._path(version.update, version.global_step)
         try:
             path.parent.mkdir(exist_ok=True)
@@ -259,6 +266,7 @@ class PeriodicEvaluation:
 
     def _keep(self, update: int, global_step: int, mean: float, params: PyTree) -> None:
         """Replace the best parameters.  best.json names a complete file at all times."""
+        self._require_ours()
         folder = self._run_dir / BEST
         best = {
             "update": update,

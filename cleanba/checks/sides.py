@@ -8,7 +8,6 @@ told to go on.
 """
 
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -21,8 +20,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cleanba.config import Placement
-from cleanba.errors import Failure, UsageError, said
+from cleanba.errors import Failure, UsageError, said, signal_name
 from cleanba.runtime.watched import Event, Events, Named, Prints
+from cleanba.waited import compiling
 
 GO_ON = "go on"
 
@@ -96,7 +96,7 @@ class RemoteSide:
 
     def _lost(self) -> Failure:
         code = self._process.wait()
-        how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+        how = f"by {signal_name(-code)}" if code < 0 else f"with exit code {code}"
         lines = [line for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
         return Failure(f"{self.name} ended {how}" + (f": {lines[-1]}" if lines else ""))
 
@@ -143,14 +143,15 @@ def serve(connection: Connection) -> None:
     request: Request = connection.recv()
 
     def watch(update: WatchedUpdate[Any, Any, Any, Any]) -> None:
-        connection.send(("update", update.number, update.prints()))
-        while (question := connection.recv()) != GO_ON:
-            method, args = question
-            connection.send(getattr(update, method)(*args))
+        with compiling():  # for the time limit on an update: questions may take any time, and so may the other side
+            connection.send(("update", update.number, update.prints()))
+            while (question := connection.recv()) != GO_ON:
+                method, args = question
+                connection.send(getattr(update, method)(*args))
 
     try:
         with open_rerun(request.run_dir, request.placement, request.trust_remote_code) as rerun:
-            rerun = rerun._replace(training=replace(rerun.training, watch=watch, stall_timeout=float("inf")))
+            rerun = rerun._replace(training=replace(rerun.training, watch=watch))
             recompute(rerun, request.first, request.last, display=False)
     except UsageError as error:
         connection.send(("refused", str(error)))

@@ -103,6 +103,7 @@ def verify(run_dir: Path, flags: Verify) -> bool:
         Failure: a checkpoint is damaged, or something outside the code failed.
     """
     experiment = read_experiment(run_dir)
+    kept = updates_kept(run_dir)  # listed before the log is read: a run that still trains logs first, then saves
     rows = read_rows(run_dir)
     checked = chain.check(rows, experiment)
     linked = {row.update: row for row in checked.rows}
@@ -115,7 +116,7 @@ def verify(run_dir: Path, flags: Verify) -> bool:
         )
     placement = Placement(flags.actor_device_ids, flags.learner_device_ids)
     with open_rerun(run_dir, placement, flags.trust_remote_code) as rerun:
-        wrong = contradictions(rerun, linked)
+        wrong = contradictions(rerun, linked, kept)
         if wrong:
             print("\n".join(printable(f"{flags.run}: {what}") for what in wrong))
             return False
@@ -160,8 +161,11 @@ def introduction(name: str, rerun: Rerun, checked: chain.Checked) -> str:
 # ------------------------------------------------------------------------------------- what the run says of itself
 
 
-def contradictions(rerun: Rerun, linked: Mapping[int, Linked]) -> list[str]:
-    """How a run's files contradict its log, one sentence each: its result, its model, its newest checkpoint."""
+def contradictions(rerun: Rerun, linked: Mapping[int, Linked], kept: Iterable[int]) -> list[str]:
+    """How a run's files contradict its log, one sentence each: its result, its model, its newest checkpoint.
+
+    kept: the updates that had checkpoints before the log was read.
+    """
     last = linked[max(linked)]
     found = []
     result = log.read_result(rerun.run_dir)
@@ -178,11 +182,7 @@ def contradictions(rerun: Rerun, linked: Mapping[int, Linked]) -> list[str]:
         logged = [row.update for row in linked.values() if row.params_digest == digest]
         if not logged or (finished and logged[-1] != last.update):
             found.append(f"model.msgpack holds parameters with the digest {digest}, which is not in the log")
-    found += [
-        f"checkpoint {update} has no digests in the log"
-        for update in updates_kept(rerun.run_dir)
-        if update > last.update
-    ]
+    found += [f"checkpoint {update} has no digests in the log" for update in kept if update > last.update]
     newest = [update for update in updates_kept(rerun.run_dir) if update in linked][-1:]
     for update in newest:
         found += checkpoint_differs(linked[update], digests_of(rerun, read_checkpoint(rerun, update)))

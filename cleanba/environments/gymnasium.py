@@ -55,7 +55,7 @@ from cleanba.environments.worker import (
     rate_in,
     unregistered,
 )
-from cleanba.errors import Failure, UsageError, closest_names, missing, raised, said
+from cleanba.errors import Failure, UsageError, closest_names, missing, raised, said, signal_name
 from cleanba.files import staying_here
 from cleanba.rollout import Obs, PyTree
 from cleanba.specs import ActionSpec, EnvSpec, ObsSpecs
@@ -674,8 +674,14 @@ class Worker:
                     raise Failure(f"the process that steps {self._who} has not answered for {patience} s")
             answer = self._connection.recv()
         except (EOFError, ConnectionError):
-            code = self._process.wait()
-            how = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+            try:
+                code = self._process.wait(GRACE_SECONDS)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                raise Failure(
+                    f"the process that steps {self._who} closed its connection, but did not end; see its output above"
+                ) from None
+            how = f"by {signal_name(-code)}" if code < 0 else f"with exit code {code}"
             raise Failure(f"the process that steps {self._who} died {how}; see its output above") from None
         if isinstance(answer, Raised):
             raise RuntimeError(f"in the process that steps {self._who}: {answer.error}") from Trace(answer.trace)

@@ -5,12 +5,13 @@ import errno
 import fcntl
 import os
 import re
+import shutil
 import time
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
 from cleanba.config import Experiment, Placement, Run, differences, read_config, require, require_same, to_json
-from cleanba.errors import Failure, UsageError
+from cleanba.errors import Failure, Replaced, UsageError
 from cleanba.files import Json, read_json, write_json
 from cleanba.recipes import AnyRecipe
 from cleanba.resolution import Resolved, read_recipe
@@ -116,10 +117,23 @@ def open_run(
         for ended in ("result.json", "model.msgpack", UPLOADED):  # no longer true once the run goes on
             with contextlib.suppress(FileNotFoundError):
                 os.remove(run_dir / ended)
+        remove_half_written(run_dir)
         write_json(path, config)
     except OSError as error:
         raise unwritable(run_dir, error) from None
     return Opened(config, earlier)
+
+
+HALF_WRITTEN = ("checkpoints/*.orbax-checkpoint-tmp*", "memory/*/*.json.tmp", "best/*.tmp")
+
+
+def remove_half_written(run_dir: Path) -> None:
+    """Remove what a killed run was writing when it ended.  The directory must be locked, so that nobody writes now."""
+    for path in [path for pattern in HALF_WRITTEN for path in run_dir.glob(pattern)]:
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def is_over(result: Json, e: Experiment, config: Json, target: float | None) -> bool:
@@ -163,6 +177,25 @@ def unwritable(run_dir: Path, error: OSError, flag: str = "--run-dir") -> UsageE
     return UsageError(f"{what}; choose another {flag}")
 
 
+LOCK = ".lock"  # in a run's directory
+
+
+def require_ours(run_dir: Path, held: TextIO) -> None:
+    """Raise `Replaced` unless a file that was opened as this directory's lock is the one that lies there now.
+
+    A directory that is only missing is not reported: what would be written there fails, and says so.
+    """
+    try:
+        ours = os.path.samestat(os.fstat(held.fileno()), os.stat(run_dir / LOCK))
+    except OSError:
+        ours = not run_dir.exists()
+    if not ours:
+        raise Replaced(
+            f"{run_dir} was removed, or made again by another run, while this run was in it, so nothing more is "
+            "written there; choose another --run-dir"
+        )
+
+
 def lock(run_dir: Path, flag: str = "--run-dir") -> TextIO:
     """Keep other processes out of a directory that a flag names, for as long as the returned file is open.
 
@@ -172,7 +205,7 @@ def lock(run_dir: Path, flag: str = "--run-dir") -> TextIO:
     """
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        file = open(run_dir / ".lock", "w")  # noqa: SIM115  open until the process ends
+        file = open(run_dir / LOCK, "w")  # noqa: SIM115  open until the process ends
     except OSError as error:
         raise unwritable(run_dir, error, flag) from None
     for _ in range(3):  # `cleanba ls` may be trying the lock at just this moment

@@ -15,6 +15,7 @@ from cleanba.arguments import parse_command
 from cleanba.config import require
 from cleanba.errors import Exit, printable
 from cleanba.files import METRICS, finite
+from cleanba.runs.directory import LOCK
 from cleanba.runs.log import newest
 
 DEPTH = 3  # runs may lie in folders of folders
@@ -95,7 +96,7 @@ def _number(x: float | None) -> float | None:
 def is_locked(run_dir: Path) -> bool:
     """Whether a process is training there, and so holds the lock (`runs/directory.py`)."""
     try:
-        with (run_dir / ".lock").open() as file:
+        with (run_dir / LOCK).open() as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True

@@ -30,8 +30,8 @@ import numpy as np
 
 from cleanba.algorithm import P, S
 from cleanba.config import Retention
-from cleanba.errors import Failure
-from cleanba.files import METRICS, Json, write_whole
+from cleanba.errors import Failure, Replaced
+from cleanba.files import METRICS, Json, may_pass, write_whole
 from cleanba.interrupts import after_this
 from cleanba.rollout import PyTree
 from cleanba.runtime import memory, records
@@ -141,12 +141,15 @@ class Checkpoints:
         shards: range = range(0),
         actors: range = range(0),
         fresh_after: Callable[[int], bool] = lambda update: True,
+        require_ours: Callable[[], None] = lambda: None,
     ):
         """`like_memory` has the shapes of one shard's memory; `shards` and `actors` are this process's.
 
         keep: which checkpoints stay, as --keep-checkpoints says.
 
         fresh_after: update -> whether environments start afresh after it, so that actors are not saved.
+
+        require_ours: raises `Replaced` if the directory has become another run's.
         """
         self._opened = contextlib.ExitStack()
         self._opened.enter_context(_quiet("absl"))  # Orbax logs every step; damage is reported here
@@ -156,7 +159,7 @@ class Checkpoints:
         self._folder = (run_dir / "checkpoints").absolute()
         self._like_memory = like_memory
         self._shards = shards if jax.tree.leaves(like_memory) else range(0)
-        self._actors, self._fresh_after = actors, fresh_after
+        self._actors, self._fresh_after, self._require_ours = actors, fresh_after, require_ours
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[None] | None = None
         self._newest: Future[None] | None = None  # the same, but still set after `wait`
@@ -211,6 +214,7 @@ class Checkpoints:
 
         def write() -> None:
             began = time.perf_counter()
+            self._require_ours()
             for actor, home in homes.items():
                 records.prune(home, keep, old[actor], actors.get(actor))
             for actor, snapshot in actors.items():
@@ -239,8 +243,9 @@ class Checkpoints:
         """Wait until everything that this process writes is on disk.  Call it before writing more.
 
         Raises:
-            Failure: the previous checkpoint could not be written, or the run's directory has gone.
+            Failure: the previous checkpoint could not be written, or the run's directory has gone, or is another run's.
         """
+        self._require_ours()
         if not self._folder.is_dir():
             raise Failure(f"{self._folder.parent} no longer exists; restore it, then repeat the command to resume")
         self.wait()
@@ -254,6 +259,7 @@ class Checkpoints:
 
     def _commit(self, saved: Saved[Any, Any], digests: Sequence[str]) -> None:
         """Write the learner's state, the last part: once it is there, the checkpoint is whole."""
+        self._require_ours()
         with contextlib.suppress(FileNotFoundError), open(self.run_dir / METRICS, "rb+") as log:
             os.fsync(log.fileno())  # else a power failure may leave a checkpoint without its digests in the log
         arrays = {"state": saved.state, "older_params": saved.older_params}
@@ -294,6 +300,7 @@ class Checkpoints:
             self._guarded(lambda: self._prune(keep))
 
     def _prune(self, keep: Sequence[int]) -> None:
+        self._require_ours()
         memory.prune(self.run_dir, self._shards, keep)
         for home in (actor_folder(self.run_dir, actor) for actor in self._actors):
             records.prune(home, keep, records.action_files(home))
@@ -301,6 +308,8 @@ class Checkpoints:
     def _guarded(self, do: Callable[[], object]) -> None:
         try:
             do()
+        except Replaced:
+            raise
         except Exception as error:
             raise self.unwritten(error) from error
 
@@ -343,7 +352,7 @@ class Checkpoints:
         `at_most` are left out.
 
         Raises:
-            Failure: there are checkpoints, but all are damaged.
+            Failure: there are checkpoints, but all are damaged, or one that may be sound cannot be read now.
         """
         warnings: list[str] = []
         self._found = updates_kept(self.run_dir)
@@ -358,6 +367,11 @@ class Checkpoints:
                 self._known = [update]
                 return Restored(saved, warnings)
             except Exception as error:  # whatever is wrong with it, an older one may be undamaged
+                if may_pass(error):
+                    raise Failure(
+                        f"checkpoint {update} in {self._folder} cannot be read now ({_reason(error, 200)}), but may be "
+                        "undamaged; free memory or repair the disk, then run the same command again to resume"
+                    ) from error
                 warnings.append(f"checkpoint {update} is damaged and left out: {_reason(error, 200)}")
         if warnings:  # starting over would overwrite files that may be readable again later
             raise Failure(

@@ -394,15 +394,15 @@ def read(folder: Path, update: int, shards: range, like: PyTree, digests: list[s
 def _read_shard(home: Path, update: int, leaves: list[Leaf], digest: str) -> SavedShard:
     path = home / f"{update}.json"
     where = f"{FOLDER}/{home.name}/{path.name}"
+    with in_a_checkpoint(where):
+        text = path.read_bytes()
     try:
-        listing = json.loads(path.read_text())
+        listing = json.loads(text)
         chunks = [[Chunk(*chunk) for chunk in cut] for cut in listing["chunks"]]
         fits = [len(cut) for cut in chunks] == [len(list(leaf.chunks())) for leaf in leaves]
         if not fits or _digest(leaves, chunks) != digest:
             raise ValueError("its checksum does not match")
-    except FileNotFoundError:
-        raise ValueError(f"{where} is missing") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{where} is damaged ({error})") from None
     arrays = []
     for leaf, cut in zip(leaves, chunks, strict=True):

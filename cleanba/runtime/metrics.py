@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -268,12 +268,16 @@ class Writers:
         entity: str | None,
         config: Json,
         history: Sequence[Json] = (),
+        require_ours: Callable[[], None] = lambda: None,
     ):
-        """`history` has the rows that metrics.jsonl already holds, if the run continues."""
+        """`history` has the rows that metrics.jsonl already holds, if the run continues.
+
+        require_ours: raises `Replaced` if the directory has become another run's.
+        """
         with _without_torch():
             from tensorboardX.record_writer import RecordWriter
 
-        self._path = run_dir / METRICS
+        self._path, self._require_ours = run_dir / METRICS, require_ours
         self._lines = open(self._path, "a", buffering=1)  # noqa: SIM115  closed by close()
         # Not SummaryWriter: a full disk kills its thread, for which it then waits for ever.
         self._events = RecordWriter(str(run_dir / f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}"))
@@ -289,8 +293,9 @@ class Writers:
         """Write a log point: numbers everywhere, text (digests) only to the JSON lines.
 
         Raises:
-            Failure: the disk is full, or the run's directory has gone.
+            Failure: the disk is full, or the run's directory has gone, or is another run's by now.
         """
+        self._require_ours()
         row = {"update": update, "global_step": global_step, "seconds": round(seconds, 3), **values}
         try:
             os.stat(self._path)  # an open file can be written even after it was removed
