@@ -25,7 +25,7 @@ from cleanba.help import WRITTEN, written_flag
 from cleanba.recipes import RECIPES
 from cleanba.resolution import resolve
 from cleanba.runs.directory import lock
-from cleanba.runtime.metrics import Display, Status, Terminal, panel
+from cleanba.runtime.metrics import Display, Status, Terminal, panel, plain_line
 
 COMPILED: list[str] = []
 jax.monitoring.register_event_duration_secs_listener(
@@ -568,6 +568,18 @@ def test_names_that_look_like_emoji_or_styles_are_printed_as_they_are(capsys):
     console = Terminal(width=100, markup=False, emoji=False)
     console.print(panel(Status("ppo on pic:A: [b]x[/i]", 1)))
     assert "ppo on pic:A: [b]x[/i]" in capsys.readouterr().out
+
+
+def test_a_computation_of_earlier_updates_shows_no_returns(capsys):
+    """Its returns are those of a few updates, not the run's."""
+    for recomputes in (False, True):
+        status = Status("updates 5 to 10", 10, update=6, global_step=6_000, episodes=7, recomputes=recomputes)
+        assert "updates 5 to 10 | starting" == plain_line(status)
+        status.phase = "training"
+        Terminal(width=100).print(panel(status))
+        for shown in (plain_line(status), capsys.readouterr().out):
+            assert "6,000" in shown and "update 6/10" in shown
+            assert [word in shown for word in ("return", "length", "episodes")] == [not recomputes] * 3, shown
 
 
 def test_a_count_alone_makes_no_line_of_its_own_where_there_is_no_terminal(capsys):
