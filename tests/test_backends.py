@@ -382,6 +382,8 @@ def test_a_class_need_not_be_registered():
         envs.close()
     with pytest.raises(UsageError, match="not a registered Gymnasium environment.*the closest names are Odd"):
         env_spec(Experiment(env_id="odd:Od"))
+    with pytest.raises(UsageError, match="NoSuch-v0' is not a registered Gymnasium environment; `cleanba envs`"):
+        env_spec(Experiment(env_id="gymnasium:NoSuch-v0"))
 
 
 def test_integers_of_eight_bytes_are_not_cut_off():

@@ -574,7 +574,7 @@ def test_a_computation_of_earlier_updates_shows_no_returns(capsys):
     """Its returns are those of a few updates, not the run's."""
     for recomputes in (False, True):
         status = Status("updates 5 to 10", 10, update=6, global_step=6_000, episodes=7, recomputes=recomputes)
-        assert "updates 5 to 10 | starting" == plain_line(status)
+        assert plain_line(status) == "updates 5 to 10 | starting"
         status.phase = "training"
         Terminal(width=100).print(panel(status))
         for shown in (plain_line(status), capsys.readouterr().out):
@@ -758,10 +758,11 @@ def test_a_symbolic_link_to_itself_is_no_run_directory(tmp_path):
     [
         (["CartPole-v1"], "CartPole-v1 has no flag before it; write --env-id CartPole-v1"),
         (["--batch-size", "64"], "ppo has no --batch-size; a batch has num_envs x num_steps steps"),
-        (["--env-id", "PongNoFrameskip-v4"], "the closest names are Pong-v5, "),
-        (["--env-id", "SpaceInvadersDeterministic-v4"], "the closest names are SpaceInvaders-v5, "),
-        (["--env-id", "ALE/Breakout-v5"], "the closest names are Breakout-v5, "),
-        (["--env-id", "gymnasium:ALE/Pong-v5"], "the closest names are Pong-v5, without gymnasium:"),
+        (["--env-id", "PongNoFrameskip-v4"], "; it is Pong-v5 here"),
+        (["--env-id", "SpaceInvadersDeterministic-v4"], "; it is SpaceInvaders-v5 here"),
+        (["--env-id", "ALE/Breakout-v5"], "; it is Breakout-v5 here"),
+        (["--env-id", "gymnasium:ALE/Pong-v5"], "; it is Pong-v5 here"),
+        (["--env-id", "gymnasium:PongDeterministic-v4"], "; it is Pong-v5 here"),
     ],
 )
 def test_flags_and_environments_of_other_systems_lead_to_ours(words, says):

@@ -29,6 +29,7 @@ from gymnasium.spaces import Box, Discrete, MultiBinary, MultiDiscrete
 from cleanba.config import Experiment
 from cleanba.environments.common import (
     Step,
+    atari_name,
     imported,
     parse_options,
     stated_limit,
@@ -293,13 +294,11 @@ def check_known(env_id: str, name: str) -> None:
     except gymnasium.error.Error as error:
         is_env = lambda x: isinstance(x, type) and issubclass(x, gymnasium.Env)
         classes = [n for n, x in getattr(found, "__dict__", {}).items() if is_env(x)]
-        close = closest_names(rest, [*classes, *gymnasium.registry])
-        if rest.startswith("ALE/"):  # EnvPool has Atari's games
-            close = f"{rest[4:]}, without gymnasium:"
-        raise UsageError(
-            f"env_id={env_id!r} is not a registered Gymnasium environment"
-            + (f"; the closest names are {close}" if close else f": {said(error)}")
-        ) from error
+        close = closest_names(rest, [*classes, *gymnasium.registry], alike=0.65)
+        why = f"; the closest names are {close}" if close else "; `cleanba envs` lists what there is"
+        if re.search("ALE/|NoFrameskip|Deterministic", rest) and (atari := atari_name(rest)):
+            why = f"; it is {atari} here"  # EnvPool has Atari's games
+        raise UsageError(f"env_id={env_id!r} is not a registered Gymnasium environment{why}") from error
 
 
 def check_wrappers(wrappers: Sequence[str]) -> None:

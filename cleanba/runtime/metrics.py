@@ -117,7 +117,8 @@ def panel(s: Status) -> Panel:
         figures.add_column(justify="left")
     figures.add_row("steps", f"{s.global_step:,}", "steps/s", _number(s.sps_recent), "overall", _number(s.sps))
     if not s.recomputes:
-        figures.add_row("return", return_in_words(s), "length", _number(s.episodic_length), "episodes", f"{s.episodes:,}")
+        length, episodes = _number(s.episodic_length), f"{s.episodes:,}"
+        figures.add_row("return", return_in_words(s), "length", length, "episodes", episodes)
     losses = list(s.losses.items())
     for i in range(0, len(losses), 3):
         figures.add_row(*[cell for name, value in losses[i : i + 3] for cell in (name, _number(value))])
