@@ -17,7 +17,7 @@ from launch import TINY, command, finish, python, read_result
 
 from cleanba.api import Run as Run_of
 from cleanba.arguments import refuse_unknown_flags
-from cleanba.cli import COMMANDS
+from cleanba.cli import ALIKE, COMMANDS
 from cleanba.config import Placement, Run, fields_of, flag, to_json
 from cleanba.errors import UsageError
 from cleanba.flags import whole_number
@@ -169,7 +169,7 @@ def test_scripts_for_the_other_shells_have_every_command():
         ("--num-shards 2 --learner-device-ids 0 1 2", ["num_shards=2 ", "3 learner devices", "name 2 of them at most"]),
         # values out of range
         ("--total-timesteps 63", ["total_timesteps=63", "64", "--total-timesteps 64"]),
-        ("--num-envs 0", ["num_envs=0", "--num-envs"]),
+        ("--num-envs 0", ["num_envs=0", "try --num-envs 1"]),
         ("--num-steps -1", ["num_steps=-1", "--num-steps"]),
         ("--learning-rate 0", ["learning_rate=0", "--learning-rate"]),
         ("--learning-rate nan", ["learning_rate=nan", "--learning-rate"]),
@@ -179,7 +179,7 @@ def test_scripts_for_the_other_shells_have_every_command():
         ("--lag-weight-cap 0.5", ["lag_weight_cap=0.5", "at least 1"]),
         ("--lag-trace-cap 0", ["lag_trace_cap=0", "at least 1"]),
         ("--update-epochs 0", ["update_epochs=0", "--update-epochs"]),
-        ("--seed -3", ["seed=-3", "--seed 3"]),
+        ("--seed -3", ["seed=-3", "--seed 0"]),
         ("--anneal-lr yes", ["--anneal-lr yes", "true or false", "--no-anneal-lr"]),
         ("--seed 2147483648", ["seed=2147483648 is too large; it can be 2147483647 at most"]),
         ("--hiddens 0", ["hiddens=(0,)", "--hiddens"]),
@@ -256,6 +256,11 @@ def test_the_version_is_there_at_once():
 def test_an_unknown_command_is_refused_with_the_closest_one():
     message = refusal("pppo", "--env-id", "Catch-v0")
     assert "'pppo'" in message and "did you mean ppo" in message
+
+
+def test_an_algorithm_that_is_not_here_is_refused_with_the_nearest():
+    assert refusal("A2C", "--env-id", "Catch-v0") == "there is no A2C here; the nearest algorithm is ppo"
+    assert set(ALIKE.values()) <= set(RECIPES) and not set(ALIKE) & {*RECIPES, *COMMANDS}
 
 
 def test_an_unknown_flag_is_refused_with_the_closest_one():
@@ -757,6 +762,11 @@ def test_a_symbolic_link_to_itself_is_no_run_directory(tmp_path):
     "words, says",
     [
         (["CartPole-v1"], "CartPole-v1 has no flag before it; write --env-id CartPole-v1"),
+        (["--algo", "PPO"], "the algorithm is the command, as in `cleanba ppo`"),
+        (["--with-wandb", "True"], "ppo has no --with-wandb; set --track"),
+        (["--num_workers=4"], "ppo has no --num-workers; set --num-actors, and --num-envs"),
+        (["system.rollout_length=64", "env=atari"], "system.rollout_length=64: flags are written --name value"),
+        (["--seed", "3", "env=atari"], "env=atari: flags are written --name value, such as --num-steps 64;"),
         (["--batch-size", "64"], "ppo has no --batch-size; a batch has num_envs x num_steps steps"),
         (["--env-id", "PongNoFrameskip-v4"], "; it is Pong-v5 here"),
         (["--env-id", "SpaceInvadersDeterministic-v4"], "; it is SpaceInvaders-v5 here"),
