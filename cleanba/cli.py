@@ -51,6 +51,9 @@ COMMANDS = {
     ),
 }
 
+ALIKE = {"a2c": "ppo", "a3c": "ppo", "trpo": "ppo", "ddpg": "td3", "rainbow": "dqn"}
+"""algorithms that are not here -> the nearest one that is"""
+
 NOT_USABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP)
 LINES = "\n\t"  # messages may have several lines
 
@@ -141,6 +144,8 @@ def dispatch(argv: Sequence[str]) -> Exit:
         from cleanba.launch import train_command
 
         return train_command(recipes.find_recipe(name), flags)
+    if name.lower() in ALIKE:
+        raise UsageError(f"there is no {name} here; the nearest algorithm is {ALIKE[name.lower()]}")
     close = "cleanba eval RUN --video" if name == "film" else closest_names(name, names)
     raise UsageError(
         f"there is no command {name!r}; " + (f"did you mean {close}?" if close else f"try {', '.join(names)}")

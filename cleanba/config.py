@@ -85,12 +85,14 @@ class Range(NamedTuple):
         largest = self.high - 1 if self.open_high else self.high  # of whole numbers
         if isinstance(number, int) and number > largest:
             return f"is too large; it can be {_short(largest)} at most"
-        if isinstance(number, int) and number < 0 and self.holds(-number):
-            remedy = f"try {flag} {-number}"
-        elif self.high not in (INF, MOST):
-            remedy = f"set {flag} accordingly"
+        if not math.isfinite(number):
+            remedy = f"set {flag} to a finite number"
+        elif number > self.low:
+            remedy = f"set {flag} below {_short(self.high)}" if self.open_high else f"try {flag} {_short(self.high)}"
+        elif self.open_low:
+            remedy = f"set {flag} above {low}"
         else:
-            remedy = f"set {flag} above {low}" if self.open_low else f"set {flag} to {low} or more"
+            remedy = f"set {flag} to {low} or more" if self.high in (INF, MOST) else f"try {flag} {low}"
         if self.high not in (INF, MOST):
             return f"must lie in {self.bounds}; {remedy}"
         if self.low == 0:

@@ -73,7 +73,7 @@ def read_flags(
     )
     before = form(default.asked, default.placement, default.run) if default else form()
     own = {name for group in (recipe.experiment, Placement, Run) for name in offered_fields(group)}
-    if words and not words[0].startswith("-"):
+    if words and not words[0].startswith("-") and "=" not in words[0]:
         raise UsageError(f"{words[0]} has no flag before it; write --env-id {words[0]}")
     parsed: Any = read_words(
         form,
@@ -199,6 +199,16 @@ FOREIGN_FLAGS = {
     "--timesteps": "set --total-timesteps",
     "--norm-reward": "only PPO, IMPALA and PQN have it: scale rewards in the environment, or in a wrapper "
     "(--env-wrappers)",
+    "--algo": "the algorithm is the command, as in `cleanba ppo`",
+    "--algorithm": "the algorithm is the command, as in `cleanba ppo`",
+    "--wandb": "set --track",
+    "--use-wandb": "set --track",
+    "--with-wandb": "set --track",
+    "--train-for-env-steps": "set --total-timesteps",
+    "--rollout": "set --num-steps",
+    "--rollout-length": "set --num-steps",
+    "--num-workers": "set --num-actors, and --num-envs, which counts over all of them",
+    "--num-envs-per-worker": "set --num-envs, which counts over all actors",
     "--callback": "there are no callbacks: metrics.jsonl grows while a run trains, and --eval-frequency evaluates the "
     "policy from time to time",
 }

@@ -399,6 +399,8 @@ def test_a_class_need_not_be_registered():
         envs.close()
     with pytest.raises(UsageError, match="not a registered Gymnasium environment.*the closest names are Odd"):
         env_spec(Experiment(env_id="odd:Od"))
+    with pytest.raises(UsageError, match="NoSuch-v0' is not a registered Gymnasium environment; `cleanba envs`"):
+        env_spec(Experiment(env_id="gymnasium:NoSuch-v0"))
 
 
 def test_integers_of_eight_bytes_are_not_cut_off():
@@ -735,7 +737,10 @@ def test_several_choices_of_gymnasiums_are_choices_here():
         (dict(env_id="faulty:Faulty-v0", env_options=("disable_env_checker=True",)), ["is set by Cleanba"]),
         (dict(env_id="faulty:Faulti-v0"), ["faulty:Faulti-v0", "Faulty-v0"]),
         (dict(env_id="faulty:Texts-v0"), ["Text(", "--env-wrappers"]),
-        (dict(env_id="faulty:Faulty-v0", env_options=("falt=1",)), ["falt=1", "unexpected keyword"]),
+        (dict(env_id="faulty:Faulty-v0", env_options=("falt=1",)), ["faulty:Faulty-v0 takes no option 'falt'; its"]),
+        (dict(env_id="odd:Odd", env_options=("goal=1",)), ["odd:Odd takes no option 'goal'", "takes none"]),
+        (dict(env_id="odd:Grid", env_options=("goal=1", "size=2")), ["option 'goal'; its constructor takes size"]),
+        (dict(env_id="odd:Grid", env_options=("size=0",)), ["exactly one argument"]),  # an error within it
         (dict(env_id="faulty:Faulty-v0", env_options=("render_mode=human",)), ["render_mode is set by Cleanba"]),
         (dict(env_id="faulty:Faulty-v0", env_wrappers=("Twice",)), ["env_wrappers='Twice'", "module:function"]),
         (dict(env_id="faulty:Faulty-v0", env_wrappers=("faulty:Thrice",)), ["faulty:Thrice", "cannot be imported"]),

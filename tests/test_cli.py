@@ -19,16 +19,16 @@ from launch import TINY, command, finish, python, read_result
 
 from cleanba.api import Run as Run_of
 from cleanba.arguments import refuse_unknown_flags
-from cleanba.cli import COMMANDS
+from cleanba.cli import ALIKE, COMMANDS
 from cleanba.config import Placement, Run, fields_of, flag, to_json
 from cleanba.errors import UsageError
 from cleanba.flags import whole_number
 from cleanba.help import WRITTEN, written_flag
-from cleanba.launch import Job, in_new_directory
+from cleanba.launch import Job, closing_words, in_new_directory
 from cleanba.recipes import RECIPES, find_recipe
 from cleanba.resolution import resolve
 from cleanba.runs.directory import lock
-from cleanba.runtime.metrics import Display, Status, Terminal, panel
+from cleanba.runtime.metrics import Display, Status, Terminal, panel, plain_line
 from cleanba.train_flags import parse
 
 COMPILED: list[str] = []
@@ -173,7 +173,7 @@ def test_scripts_for_the_other_shells_have_every_command():
         ("--num-shards 2 --learner-device-ids 0 1 2", ["num_shards=2 ", "3 learner devices", "name 2 of them at most"]),
         # values out of range
         ("--total-timesteps 63", ["total_timesteps=63", "64", "--total-timesteps 64"]),
-        ("--num-envs 0", ["num_envs=0", "--num-envs"]),
+        ("--num-envs 0", ["num_envs=0", "try --num-envs 1"]),
         ("--num-steps -1", ["num_steps=-1", "--num-steps"]),
         ("--learning-rate 0", ["learning_rate=0", "--learning-rate"]),
         ("--learning-rate nan", ["learning_rate=nan", "--learning-rate"]),
@@ -183,7 +183,7 @@ def test_scripts_for_the_other_shells_have_every_command():
         ("--lag-weight-cap 0.5", ["lag_weight_cap=0.5", "at least 1"]),
         ("--lag-trace-cap 0", ["lag_trace_cap=0", "at least 1"]),
         ("--update-epochs 0", ["update_epochs=0", "--update-epochs"]),
-        ("--seed -3", ["seed=-3", "--seed 3"]),
+        ("--seed -3", ["seed=-3", "--seed 0"]),
         ("--anneal-lr yes", ["--anneal-lr yes", "true or false", "--no-anneal-lr"]),
         ("--seed 2147483648", ["seed=2147483648 is too large; it can be 2147483647 at most"]),
         ("--hiddens 0", ["hiddens=(0,)", "--hiddens"]),
@@ -260,6 +260,11 @@ def test_the_version_is_there_at_once():
 def test_an_unknown_command_is_refused_with_the_closest_one():
     message = refusal("pppo", "--env-id", "Catch-v0")
     assert "'pppo'" in message and "did you mean ppo" in message
+
+
+def test_an_algorithm_that_is_not_here_is_refused_with_the_nearest():
+    assert refusal("A2C", "--env-id", "Catch-v0") == "there is no A2C here; the nearest algorithm is ppo"
+    assert set(ALIKE.values()) <= set(RECIPES) and not set(ALIKE) & {*RECIPES, *COMMANDS}
 
 
 def test_an_unknown_flag_is_refused_with_the_closest_one():
@@ -602,6 +607,28 @@ def test_names_that_look_like_emoji_or_styles_are_printed_as_they_are(capsys):
     assert "ppo on pic:A: [b]x[/i]" in capsys.readouterr().out
 
 
+def test_a_run_that_ended_before_its_first_log_point_names_no_curves(tmp_path):
+    result = {"status": "interrupted", "global_step": 64, "seconds": 2.0, "sps": None}
+    result |= {"episodic_return": None, "target_return_reached": None}
+    row = {"update": 1, "params_digest": "sha256:0"}
+    for more, names in (({}, False), ({"charts/SPS": 1.0}, True)):
+        (tmp_path / "metrics.jsonl").write_text(json.dumps(row | more) + "\n")
+        words = closing_words(tmp_path, result, tmp_path / "a.mp4")
+        assert ("\ncurves:  cleanba report" in words) == names and words.endswith(f"\nfilm:    {tmp_path / 'a.mp4'}")
+
+
+def test_a_computation_of_earlier_updates_shows_no_returns(capsys):
+    """Its returns are those of a few updates, not the run's."""
+    for recomputes in (False, True):
+        status = Status("updates 5 to 10", 10, update=6, global_step=6_000, episodes=7, recomputes=recomputes)
+        assert plain_line(status) == "updates 5 to 10 | starting"
+        status.phase = "training"
+        Terminal(width=100).print(panel(status))
+        for shown in (plain_line(status), capsys.readouterr().out):
+            assert "6,000" in shown and "update 6/10" in shown
+            assert [word in shown for word in ("return", "length", "episodes")] == [not recomputes] * 3, shown
+
+
 def test_a_count_alone_makes_no_line_of_its_own_where_there_is_no_terminal(capsys):
     status = Status("ppo", 1)
     display = Display(status)
@@ -777,11 +804,17 @@ def test_a_symbolic_link_to_itself_is_no_run_directory(tmp_path):
     "words, says",
     [
         (["CartPole-v1"], "CartPole-v1 has no flag before it; write --env-id CartPole-v1"),
+        (["--algo", "PPO"], "the algorithm is the command, as in `cleanba ppo`"),
+        (["--with-wandb", "True"], "ppo has no --with-wandb; set --track"),
+        (["--num_workers=4"], "ppo has no --num-workers; set --num-actors, and --num-envs"),
+        (["system.rollout_length=64", "env=atari"], "system.rollout_length=64: flags are written --name value"),
+        (["--seed", "3", "env=atari"], "env=atari: flags are written --name value, such as --num-steps 64;"),
         (["--batch-size", "64"], "ppo has no --batch-size; a batch has num_envs x num_steps steps"),
-        (["--env-id", "PongNoFrameskip-v4"], "the closest names are Pong-v5, "),
-        (["--env-id", "SpaceInvadersDeterministic-v4"], "the closest names are SpaceInvaders-v5, "),
-        (["--env-id", "ALE/Breakout-v5"], "the closest names are Breakout-v5, "),
-        (["--env-id", "gymnasium:ALE/Pong-v5"], "the closest names are Pong-v5, without gymnasium:"),
+        (["--env-id", "PongNoFrameskip-v4"], "; it is Pong-v5 here"),
+        (["--env-id", "SpaceInvadersDeterministic-v4"], "; it is SpaceInvaders-v5 here"),
+        (["--env-id", "ALE/Breakout-v5"], "; it is Breakout-v5 here"),
+        (["--env-id", "gymnasium:ALE/Pong-v5"], "; it is Pong-v5 here"),
+        (["--env-id", "gymnasium:PongDeterministic-v4"], "; it is Pong-v5 here"),
     ],
 )
 def test_flags_and_environments_of_other_systems_lead_to_ours(words, says):

@@ -235,6 +235,25 @@ def test_numbers_out_of_range_are_refused_by_name(name, value):
 
 
 @pytest.mark.parametrize(
+    "name, value, remedy",
+    [
+        ("num_envs", 0, "must lie in [1, 1e6]; try --num-envs 1"),
+        ("num_envs", -8, "must lie in [1, 1e6]; try --num-envs 1"),
+        ("seed", -3, "must lie in [0, 2147483648); try --seed 0"),
+        ("total_timesteps", -500, "must be at least 1; set --total-timesteps to 1 or more"),
+        ("gamma", 1.1, "must lie in [0, 1]; try --gamma 1"),
+        ("gamma", NAN, "must lie in [0, 1]; set --gamma to a finite number"),
+        ("learning_rate", INF, "must be positive; set --learning-rate to a finite number"),
+        ("learning_rate", -1.0, "must be positive; set --learning-rate above 0"),
+    ],
+)
+def test_a_number_out_of_range_is_refused_with_the_nearest_that_is_allowed(name, value, remedy):
+    with pytest.raises(UsageError) as caught:
+        check_values(PPO(**{name: value}))
+    assert str(caught.value) == f"{name}={value} {remedy}"
+
+
+@pytest.mark.parametrize(
     "name, value",
     [("gamma", 0.0), ("gamma", 1.0), ("ent_coef", 0.0), ("env_epoch", 0), ("seed", 2**31 - 1), ("seed", 0)],
 )

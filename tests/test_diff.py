@@ -52,6 +52,14 @@ def test_other_code_is_reported(runs):
     assert told in command("diff", a, b).out and "other" not in command("diff", a, a).out
 
 
+def test_without_a_log_nothing_is_compared(runs):
+    a, b = runs("a"), runs("b")
+    (b / "metrics.jsonl").unlink()
+    ended = command("diff", a, b)
+    assert (ended.code, ended.out) == (2, "")
+    assert f"{b} has no metrics.jsonl, so there are no digests to compare" in ended.err
+
+
 def test_checkpoints_of_a_stranger_are_not_read_and_numbers_of_any_size_are_compared(runs, monkeypatch):
     a = runs("a", params_digest=("1", "2", "3", "4"), losses=(10**400, 1, 1, 1))
     b = runs("b", params_digest=("1", "2", "3", "5"))

@@ -292,7 +292,7 @@ def test_defaults_are_those_of_the_kind_of_environment():
     [
         ({"train_frequency": 7}, "try --train-frequency 6 or 9"),
         ({"batch_size": 15, "num_shards": 2, "num_envs": 4}, "try --batch-size 14 or 16"),
-        ({"tau": 0.0}, "--tau accordingly"),
+        ({"tau": 0.0}, "set --tau above 0"),
         ({"buffer_size": 39}, "try --buffer-size 42 or more"),
         ({"end_e": 1.5}, "--end-e"),
         ({"train_frequency": 50}, "try --train-frequency 18 or 36, or --num-steps 50 or"),

@@ -37,6 +37,7 @@ from cleanba.runtime.devices import find_devices
 from cleanba.runtime.supervision import Watchdog
 from cleanba.seeds import env_seed, eval_seed
 from cleanba.specs import ObsSpec
+from cleanba.trust import mark_downloaded
 
 pytestmark = pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # imageio starts ffmpeg to read a film
 
@@ -480,6 +481,26 @@ def test_ls_shows_every_run_whatever_its_files_hold(runs, tmp_path):
         fcntl.flock(file, fcntl.LOCK_EX)
         assert listing.read_run(tmp_path / "killed").status == "running"
     assert listing.read_run(tmp_path / "killed").status == "unfinished"
+
+
+def test_ls_shows_runs_that_lost_a_file(tmp_path):
+    config = {"env_id": "X", "algorithm": "ppo", "seed": 1, "total_timesteps": 8, "num_envs": 1, "num_steps": 1}
+    given = {"config.json": json.dumps({"experiment": config}), "result.json": "{}", "metrics.jsonl": ""}
+    holds = {
+        "unknown": "metrics.jsonl", "ended": "result.json", "unlogged": "config.json result.json",
+        "theirs": "config.json result.json", "begun": "config.json", "unknown/inside": "config.json", "none": "",
+    }  # fmt: skip
+    for name, files in holds.items():
+        (tmp_path / name).mkdir()
+        for file in files.split():
+            (tmp_path / name / file).write_text(given[file])
+    mark_downloaded(tmp_path / "theirs", "hf://somebody/run")
+    for name in ("saved", "someone's"):
+        (tmp_path / name / "checkpoints" / ("4" if name == "saved" else "best")).mkdir(parents=True)
+    assert {str(path.relative_to(tmp_path)): listing.read_run(path).status for path in listing.find_runs(tmp_path)} == {
+        "unknown": "damaged", "ended": "damaged", "unlogged": "damaged", "saved": "damaged",
+        "theirs": "unfinished", "begun": "unfinished", "unknown/inside": "unfinished",
+    }  # fmt: skip
 
 
 def test_all_runs_of_a_folder_are_evaluated(runs, tmp_path):

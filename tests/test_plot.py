@@ -175,6 +175,17 @@ def test_runs_are_found_at_any_depth_and_once(tmp_path):
     assert find_runs([tmp_path, deep]) == [deep, other]
 
 
+def test_a_run_that_lost_a_file_is_told_what_it_lacks(tmp_path):
+    unlogged, unknown = write_run(tmp_path / "unlogged"), write_run(tmp_path / "unknown")
+    (unlogged / "metrics.jsonl").unlink()
+    (unknown / "config.json").unlink()
+    told = f"{unlogged} has no metrics.jsonl, so it cannot be drawn; `cleanba eval {unlogged}` still plays it"
+    assert told in command("plot", unlogged).err
+    for name in ("plot", "eval"):
+        ended = command(name, unknown)
+        assert ended.code == 2 and f"{unknown} has no config.json, so what it trained is unknown; " in ended.err, ended
+
+
 def test_a_run_from_elsewhere_is_drawn_only_if_it_is_named(tmp_path, capsys):
     mine, theirs = write_run(tmp_path / "mine"), write_run(tmp_path / "hub/theirs", seed=7)
     (theirs / "downloaded.json").write_text('{"from": "hf://somebody/run"}')

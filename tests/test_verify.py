@@ -220,6 +220,7 @@ def test_an_archive_of_a_run_is_verified_and_what_there_is_not_is_refused(run_of
         archive.add(run_of("ppo"), "run")
     ended = command("verify", path, "--from", "2", "--to", "4")
     assert ended.code == 0 and "updates 2 to 4 recomputed, 10.0% of the run: the same bits" in ended.out, ended
+    assert "steps/s" in ended.out and "return" not in ended.out, ended
     assert [*tmp_path.iterdir()] == [path]
     for words, says in (
         (("--from", "3"), "--from 3: no checkpoint of that update is kept; the closest are 2, 4, 0"),

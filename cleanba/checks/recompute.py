@@ -166,7 +166,7 @@ def recompute(
         if "params_digest" in values:
             found[update] = {name: values[name] for name in ("params_digest", "learner_digest")}
 
-    status = Status(title or f"updates {first} to {last} of {rerun.run_dir}", last)
+    status = Status(title or f"updates {first} to {last} of {rerun.run_dir}", last, recomputes=True)
     shown = Display(status, enabled=display)
     try:
         outcome = run_training(training, shown, status, log)

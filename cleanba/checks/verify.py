@@ -22,7 +22,7 @@ from cleanba.config import Experiment, Placement, Range, check_values, read_expe
 from cleanba.environments import jax_envs
 from cleanba.environments.backends import repeatable, sources
 from cleanba.errors import Exit, Failure, Interrupted, UsageError, exit_code, printable
-from cleanba.files import METRICS, Json
+from cleanba.files import Json
 from cleanba.runs import log
 from cleanba.runs.remote import find_run
 from cleanba.runtime import chain, records
@@ -137,9 +137,7 @@ def read_rows(run_dir: Path) -> list[Json]:
     try:
         return [row for _, row in log.read(run_dir) if row is not None]
     except OSError as error:
-        raise UsageError(
-            f"{run_dir}/{METRICS} cannot be read ({error.strerror}); name the directory of a run"
-        ) from None
+        raise log.unreadable(run_dir, error) from None
 
 
 def introduction(name: str, rerun: Rerun, checked: chain.Checked) -> str:

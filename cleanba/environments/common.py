@@ -1,6 +1,7 @@
 """What a step of an environment delivers, in any backend, and what the backends share."""
 
 import ast
+import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -54,6 +55,12 @@ def stated_limit(steps: float | None) -> int | None:
 def train_reward(spec: EnvSpec, raw: Array) -> Array:
     """The reward for training: the raw reward, clipped to [-1, 1] if the experiment clips.  [...] -> [...]."""
     return raw.clip(-1.0, 1.0) if spec.clip_reward else raw
+
+
+def atari_name(env_id: str) -> str:
+    """The name that EnvPool has for a game of this form: "PongNoFrameskip-v4", "ALE/Pong-v5" -> "Pong-v5"; or ""."""
+    game = re.fullmatch(r"(?:ALE/)?([A-Za-z]+?)(?:NoFrameskip|Deterministic|-ram)*-v\d", env_id)
+    return f"{game[1]}-v5" if game else ""
 
 
 def undrawable(env_id: str, error: Exception) -> UsageError:

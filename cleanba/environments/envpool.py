@@ -2,7 +2,6 @@
 
 import ctypes
 import os
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ import numpy as np
 
 from cleanba import kernels
 from cleanba.config import Experiment, require
-from cleanba.environments.common import Compilable, Step, parse_options, train_reward, with_these
+from cleanba.environments.common import Compilable, Step, atari_name, parse_options, train_reward, with_these
 from cleanba.environments.gymnasium import steps_per_second
 from cleanba.environments.spaces import action_spec, narrowed, obs_spec
 from cleanba.errors import CannotCompile, Failure, UsageError, closest_names, raised, said
@@ -187,22 +186,19 @@ def left_out_words() -> str:
 NETWORKED = ("Cig-v1", "MultiDuel-v1")  # games of ViZDoom; making one ends the process if no player joins
 
 
-def atari_name(env_id: str) -> str:
-    """The name of an Atari game as EnvPool has it: "PongNoFrameskip-v4", "ALE/Pong-v5" -> "Pong-v5"."""
-    game = re.fullmatch(r"(?:ALE/)?([A-Za-z]+?)(?:NoFrameskip|Deterministic|-ram|-ramNoFrameskip)*-v\d", env_id)
-    return f"{game[1]}-v5" if game and f"{game[1]}-v5" in _known() else env_id
-
-
 def unknown(env_id: str) -> UsageError:
     """The error for a name that EnvPool does not have."""
-    if env_id in gymnasium.registry and atari_name(env_id) not in _known():
+    game = atari_name(env_id)
+    if game in _known() and "atari" in family(game):
+        return UsageError(f"env_id={env_id!r} is not an EnvPool environment; it is {game} here")
+    if env_id in gymnasium.registry:
         return UsageError(f"env_id={env_id!r} is registered with Gymnasium, not EnvPool; write gymnasium:{env_id}")
     module, dot, name = env_id.removesuffix(".py").rpartition(".")
     if dot and name.isidentifier():
         return UsageError(
             f"env_id={env_id!r} is not an EnvPool environment; write {module}:{name} for a class of a module"
         )
-    close = closest_names(atari_name(env_id), sorted(_known()))
+    close = closest_names(env_id, sorted(_known()))
     return UsageError(
         f"env_id={env_id!r} is not an EnvPool environment; "
         + (f"the closest names are {close}" if close else "names look like Breakout-v5 or CartPole-v1")

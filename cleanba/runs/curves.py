@@ -78,9 +78,18 @@ def find_runs(places: Iterable[Path]) -> list[Path]:
             seen.update(real.values())
         if foreign:
             warn(f"{foreign[0]}{' and others come' if foreign[1:] else ' comes'} from elsewhere; left out unless named")
-        require(bool(here), f"{place} holds no run; name a directory with config.json and metrics.jsonl in it")
+        require(bool(here), what_is_missing(place))
         found |= {path.resolve(): path for path in here}
     return list(found.values())
+
+
+def what_is_missing(place: Path) -> str:
+    """Why a folder holds no run that can be drawn, and what to do, in one sentence."""
+    if log.lacks_config(place):
+        return f"{place} has no config.json, so what it trained is unknown; restore that file, or name another run"
+    if os.path.isfile(place / "config.json"):
+        return f"{place} has no {METRICS}, so it cannot be drawn; `cleanba eval {place}` still plays it"
+    return f"{place} holds no run; name a directory with config.json and {METRICS} in it"
 
 
 def read_rows(run_dir: Path) -> list[Json]:

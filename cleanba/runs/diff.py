@@ -42,7 +42,7 @@ def read_rows(run_dir: Path) -> dict[int, Json]:
                 kept = {k: v for k, v in row.items() if not NOT_TRAINED.fullmatch(k)}
                 rows[row["update"]] = kept | rows.get(row["update"], {})  # digests may have a row of their own
     except OSError as error:
-        raise UsageError(f"{run_dir}/metrics.jsonl cannot be read ({error}); name the directory of a run") from None
+        raise log.unreadable(run_dir, error) from None
     return rows
 
 
@@ -117,11 +117,11 @@ def diff_command(argv: Sequence[str]) -> Exit:
         raise UsageError(f"diff takes two run directories, but was given {len(argv)}\n{USAGE}")
     a, b = (find_run(run, model=False) for run in argv)
     changed = differences(*completed_alike([read_experiment(a), read_experiment(b)]), between=" and ")
+    rows_a, rows_b = read_rows(a), read_rows(b)
     print("same experiment" if not changed else f"different experiments: {printable(shortened(changed))}")
     for line in differing_machines(read_config(a), read_config(b)):
         print(printable(line))
 
-    rows_a, rows_b = read_rows(a), read_rows(b)
     compared = {name: compare_digests(name, rows_a, rows_b) for name in DIGESTS}
     for name, what in DIGESTS.items():
         print(printable(f"{what} {compared[name].words}"))

@@ -15,6 +15,7 @@ from cleanba.arguments import parse_command
 from cleanba.config import require
 from cleanba.errors import Exit, printable
 from cleanba.files import METRICS, finite
+from cleanba.runs import log
 from cleanba.runs.directory import LOCK
 from cleanba.runs.log import newest
 
@@ -38,7 +39,8 @@ class Row(NamedTuple):
 
     path: Path
     status: str
-    """running, finished, interrupted, failed; unfinished: it ended without a result; damaged: its files are invalid"""
+    """running, finished, interrupted, failed; unfinished: it ended without a result; damaged: its files are invalid or
+    missing"""
     env_id: str = ""
     algorithm: str = ""
     seed: int | None = None
@@ -52,10 +54,14 @@ class Row(NamedTuple):
 
 
 def find_runs(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
-    """Directories with a config.json, at most `depth` levels down.  Runs inside other runs are left out."""
-    if os.path.isfile(folder / "config.json"):  # which raises no error where access is denied
+    """Directories with a config.json, or other files of a run, at most `depth` levels down.
+
+    Runs inside other runs are left out, unless these have no config.json: another program may have written their files.
+    """
+    known = os.path.isfile(folder / "config.json")  # which raises no error where access is denied
+    if known or log.lacks_config(folder):
         yield folder
-    elif depth > 0:
+    if depth > 0 and not known:
         try:
             inside = sorted(entry.path for entry in os.scandir(folder) if os.path.isdir(entry.path))
         except OSError:  # not readable
@@ -72,6 +78,11 @@ def read_run(run_dir: Path) -> Row:
         result = json.loads(path.read_text()) if path.exists() else {}
         logged = newest(run_dir)
         running = is_locked(run_dir)
+        if not running and not (run_dir / METRICS).exists() and log.has_trained(run_dir):
+            from cleanba.trust import source_of  # seconds to import, and seldom needed
+
+            if source_of(run_dir) is None:  # a run from elsewhere may come without its log
+                return Row(run_dir, "damaged")
         update = (logged if running else result or logged).get("update") or 0
         done = [run_dir / name for name in ("config.json", METRICS, "result.json")]
         return Row(

@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from cleanba.errors import UsageError
 from cleanba.files import METRICS, Json, optional_json, write_whole
 
 TAIL = 1 << 16  # bytes at the end of `METRICS` that certainly hold a whole row
@@ -46,6 +47,13 @@ def read(run_dir: Path) -> Iterator[tuple[int, Row | None]]:
         OSError: the file cannot be read.
     """
     return parse((run_dir / METRICS).read_bytes())
+
+
+def unreadable(run_dir: Path, error: OSError) -> UsageError:
+    """The error of a command that compares digests, for a run whose log cannot be read."""
+    if isinstance(error, FileNotFoundError):
+        return UsageError(f"{run_dir} has no {METRICS}, so there are no digests to compare")
+    return UsageError(f"{run_dir}/{METRICS} cannot be read ({error.strerror}); restore it, or name another run")
 
 
 def tail(run_dir: Path) -> list[Row]:
@@ -123,3 +131,21 @@ def read_result(run_dir: Path) -> Row:
 def is_finished(run_dir: Path) -> bool:
     """Whether a run has finished."""
     return read_result(run_dir).get("status") == "finished"
+
+
+def has_trained(folder: Path) -> bool:
+    """Whether a folder holds a result or checkpoints, which a run writes only after it began to log."""
+    return os.path.isfile(folder / "result.json") or any(map(str.isdecimal, _names(folder / "checkpoints")))
+
+
+def lacks_config(folder: Path) -> bool:
+    """Whether a folder holds what a run writes, but not its config.json."""
+    written = os.path.isfile(folder / METRICS) or has_trained(folder)
+    return written and not os.path.isfile(folder / "config.json")
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError:  # there is none, or it is not readable
+        return []

@@ -53,6 +53,7 @@ class Status:
     actor_times: dict[str, float] = field(default_factory=dict)  # share of the actors' time, by activity
     learner_times: dict[str, float] = field(default_factory=dict)
     bottleneck: str = ""
+    recomputes: bool = False  # a part of an earlier run: the returns of these updates alone are not those of the run
 
     @property
     def eta(self) -> float:
@@ -84,13 +85,16 @@ def plain_line(s: Status) -> str:
     """The state of the run in one line, for logs and pipes."""
     if s.phase != "training":
         return f"{s.title} | {s.phase}"
+    played = [
+        f"return {return_in_words(s)}",
+        f"length {_number(s.episodic_length)}",
+        f"episodes {s.episodes}",
+    ]
     parts = [
         f"update {s.update}/{s.num_updates}",
         f"step {s.global_step:,}",
         f"{_number(s.sps_recent)} steps/s (overall {_number(s.sps)})",
-        f"return {return_in_words(s)}",
-        f"length {_number(s.episodic_length)}",
-        f"episodes {s.episodes}",
+        *(() if s.recomputes else played),
         f"ETA {duration(s.eta)}",
     ]
     if s.bottleneck:
@@ -112,7 +116,9 @@ def panel(s: Status) -> Panel:
     for _ in range(6):
         figures.add_column(justify="left")
     figures.add_row("steps", f"{s.global_step:,}", "steps/s", _number(s.sps_recent), "overall", _number(s.sps))
-    figures.add_row("return", return_in_words(s), "length", _number(s.episodic_length), "episodes", f"{s.episodes:,}")
+    if not s.recomputes:
+        length, episodes = _number(s.episodic_length), f"{s.episodes:,}"
+        figures.add_row("return", return_in_words(s), "length", length, "episodes", episodes)
     losses = list(s.losses.items())
     for i in range(0, len(losses), 3):
         figures.add_row(*[cell for name, value in losses[i : i + 3] for cell in (name, _number(value))])
