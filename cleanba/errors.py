@@ -80,7 +80,7 @@ def printable(text: str, keep: str = "") -> str:
 
 # Paths of library code.  All other code is the user's, even in a folder that is called cleanba, too.
 CLEANBA = f"{Path(__file__).parent}/"
-LIBRARIES = ("importlib", CLEANBA, *(f"/site-packages/{name}/" for name in ("gymnasium", "jax", "numpy")))
+LIBRARIES = ("importlib", CLEANBA, *(f"/site-packages/{name}/" for name in ("flax", "gymnasium", "jax", "numpy")))
 STANDARD = sysconfig.get_path("stdlib")
 
 

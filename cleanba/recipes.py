@@ -9,9 +9,9 @@ from cleanba.algorithm import Algorithm, AnyAlgorithm
 from cleanba.algorithms import dqn, impala, ppo, pqn, r2d2, sac, td3
 from cleanba.config import E, Partition, Settings
 from cleanba.environments.common import imported
-from cleanba.errors import UsageError
+from cleanba.errors import Failure, Interrupted, UsageError, place_of, raised
 from cleanba.kernels import compiled_for
-from cleanba.specs import EnvSpec
+from cleanba.specs import EnvSpec, describe
 
 
 class Play(NamedTuple):
@@ -74,8 +74,27 @@ class Recipe(NamedTuple, Generic[E]):
         Raises:
             UsageError: the environment does not suit the algorithm, or its network.
         """
-        algorithm = self.functions(e, spec, platform)
-        return Algorithm._make(compiled_for(platform, e.cpu_kernels, function) for function in algorithm)
+        functions = self.functions(e, spec, platform)
+        algorithm: AnyAlgorithm = Algorithm._make(
+            compiled_for(platform, e.cpu_kernels, function) for function in functions
+        )
+        if self.name not in RECIPES:
+            self._try_network(algorithm, spec)
+        return algorithm
+
+    def _try_network(self, algorithm: AnyAlgorithm, spec: EnvSpec) -> None:
+        """Raise `UsageError` if the user's code cannot make parameters for these observations."""
+        try:
+            algorithm.shapes()
+        except (UsageError, Failure, Interrupted):
+            raise
+        except Exception as error:
+            if not place_of(error):  # it lies here, not in the user's code
+                raise
+            raise UsageError(
+                f"{self.name}: the network failed on this environment's observations ({describe(spec.obs)}): "
+                f"{raised(error)}"
+            ) from error
 
 
 AnyRecipe: TypeAlias = Recipe[Any]

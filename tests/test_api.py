@@ -763,6 +763,22 @@ def test_a_custom_network_also_takes_real_valued_actions(own_loss):
     assert state.params["params"]["log_std"].shape == (2,)
 
 
+def test_a_custom_network_that_does_not_fit_the_observations_is_refused_with_its_line(own_loss, monkeypatch):
+    parts = {"x": ObsSpec("vector", (3,), "float32"), "y": ObsSpec("discrete", (), "int32", 4)}
+    spec = EnvSpec("", parts, choice(2), is_atari=False, clip_reward=False, options={})
+    with pytest.raises(UsageError) as caught:
+        find_recipe("my_network:RECIPE").make(PPO(), spec, "cpu")
+    said, shown = str(caught.value), "{x: vector 3 float32, y: one of 4}"
+    assert said.startswith(f"my_network:RECIPE: the network failed on this environment's observations ({shown}): ")
+    lines = Path("my_network.py").read_text().splitlines()
+    (line,) = (number for number, text in enumerate(lines, 1) if "Dense(64, 1.4)(obs)" in text)
+    assert said.endswith(f", at {Path('my_network.py').resolve()}:{line}"), said
+    # An error of Cleanba's own network remains a traceback.
+    monkeypatch.setattr("cleanba.networks.actor_critic.apply_heads", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        find_recipe("ppo").make(PPO(), spec, "cpu").shapes()
+
+
 def test_names_that_are_no_algorithm_are_refused(own_loss):
     for name, why in (
         ("my_ppo:PPO", "my_ppo:PPO is not a recipe but type"),
