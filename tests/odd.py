@@ -36,6 +36,14 @@ class Odd(gymnasium.Env):
         return self.look(), 1.0, self.steps == self.length, False, self.tell()
 
 
+class Grid(Odd):
+    """Has an option."""
+
+    def __init__(self, size=3, render_mode=None):
+        if size == 0:
+            super().__init__(goal=1)
+
+
 class Tells(Odd):
     """Its infos have another form at each step."""
 

@@ -720,7 +720,10 @@ def test_several_choices_of_gymnasiums_are_choices_here():
         (dict(env_id="faulty:Faulty-v0", env_options=("disable_env_checker=True",)), ["is set by Cleanba"]),
         (dict(env_id="faulty:Faulti-v0"), ["faulty:Faulti-v0", "Faulty-v0"]),
         (dict(env_id="faulty:Texts-v0"), ["Text(", "--env-wrappers"]),
-        (dict(env_id="faulty:Faulty-v0", env_options=("falt=1",)), ["falt=1", "unexpected keyword"]),
+        (dict(env_id="faulty:Faulty-v0", env_options=("falt=1",)), ["faulty:Faulty-v0 takes no option 'falt'; its"]),
+        (dict(env_id="odd:Odd", env_options=("goal=1",)), ["odd:Odd takes no option 'goal'", "takes none"]),
+        (dict(env_id="odd:Grid", env_options=("goal=1", "size=2")), ["option 'goal'; its constructor takes size"]),
+        (dict(env_id="odd:Grid", env_options=("size=0",)), ["exactly one argument"]),  # an error within it
         (dict(env_id="faulty:Faulty-v0", env_options=("render_mode=human",)), ["render_mode is set by Cleanba"]),
         (dict(env_id="faulty:Faulty-v0", env_wrappers=("Twice",)), ["env_wrappers='Twice'", "module:function"]),
         (dict(env_id="faulty:Faulty-v0", env_wrappers=("faulty:Thrice",)), ["faulty:Thrice", "cannot be imported"]),

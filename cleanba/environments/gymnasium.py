@@ -1,6 +1,7 @@
 """Gymnasium's environments: looks them up, and steps a block of them in worker processes."""
 
 import functools
+import inspect
 import mmap
 import multiprocessing
 import os
@@ -252,6 +253,8 @@ def env_spec(e: Experiment) -> EnvSpec:
             raise missing(e.env_id, ImportError(name="Box2D"), "box2d") from None
         raise UsageError(f"env_id={e.env_id!r} cannot be made: {said(error)}") from error
     except (Exception, SystemExit) as error:  # an environment may raise anything
+        if probe is None and isinstance(error, TypeError) and (words := unknown_option(made)):
+            raise UsageError(f"{e.env_id} {words}") from error
         why = (probe is not None and misreturned(probe.envs[0], taken[0])) or raised(error)
         raise UsageError(
             f"env_id={e.env_id!r} cannot be {doing}{with_these(options, e.env_wrappers)}: {why}"
@@ -265,6 +268,21 @@ def env_spec(e: Experiment) -> EnvSpec:
         family=made_by(registered.entry_point) if registered else module,
         time_limit=stated_limit(limit),
     )
+
+
+def unknown_option(made: Game) -> str:
+    """That an environment's constructor does not take one of its options, in words; "" if it takes them all."""
+    registered = unregistered(made.name) or gymnasium.spec(made.name.rpartition(":")[2])
+    entry: Any = registered.entry_point
+    try:
+        taken = inspect.signature(load_env_creator(entry) if isinstance(entry, str) else entry).parameters
+    except (TypeError, ValueError):  # it has no signature
+        return ""
+    unknown = [name for name in made.options if name not in (*taken, "max_episode_steps")]
+    if not unknown or any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values()):
+        return ""
+    others = ", ".join(name for name in taken if name != "render_mode")  # which Cleanba sets
+    return f"takes no option {unknown[0]!r}; its constructor takes {others or 'none'}"
 
 
 def made_by(entry: object) -> str:
