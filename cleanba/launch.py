@@ -62,7 +62,7 @@ from cleanba.runs.directory import (
     unwritable,
     was_uploaded,
 )
-from cleanba.runs.log import rewind
+from cleanba.runs.log import newest, rewind
 from cleanba.runs.remote import find_run
 from cleanba.runtime.chain import Chain, made_by
 from cleanba.runtime.checkpoint import Checkpoints, Saved, save_model, updates_kept
@@ -731,10 +731,12 @@ def closing_words(run_dir: Path, result: Json, film: Path | None) -> str:
         figures.append(f"mean return of the last episodes {result['episodic_return']:.4g}")
     if result["target_return_reached"] is not None:
         figures.append(f"--target-return {result['target_return_reached']:.4g} reached")
+    drawable = any("/" in name for name in newest(run_dir))  # not if it ended before its first log point
     return (
         f"{result['status']}: {', '.join(figures)}\n"
-        f"run:     {run_dir}  (result.json, metrics.jsonl, config.json)\n"
-        f"curves:  {how_to_draw(run_dir)}" + (f"\nfilm:    {film}" if film else "")
+        f"run:     {run_dir}  (result.json, metrics.jsonl, config.json)"
+        + (f"\ncurves:  {how_to_draw(run_dir)}" if drawable else "")
+        + (f"\nfilm:    {film}" if film else "")
     )
 
 

@@ -22,6 +22,7 @@ from cleanba.config import Placement, Run, fields_of, flag, to_json
 from cleanba.errors import UsageError
 from cleanba.flags import whole_number
 from cleanba.help import WRITTEN, written_flag
+from cleanba.launch import closing_words
 from cleanba.recipes import RECIPES
 from cleanba.resolution import resolve
 from cleanba.runs.directory import lock
@@ -573,6 +574,16 @@ def test_names_that_look_like_emoji_or_styles_are_printed_as_they_are(capsys):
     console = Terminal(width=100, markup=False, emoji=False)
     console.print(panel(Status("ppo on pic:A: [b]x[/i]", 1)))
     assert "ppo on pic:A: [b]x[/i]" in capsys.readouterr().out
+
+
+def test_a_run_that_ended_before_its_first_log_point_names_no_curves(tmp_path):
+    result = {"status": "interrupted", "global_step": 64, "seconds": 2.0, "sps": None}
+    result |= {"episodic_return": None, "target_return_reached": None}
+    row = {"update": 1, "params_digest": "sha256:0"}
+    for more, names in (({}, False), ({"charts/SPS": 1.0}, True)):
+        (tmp_path / "metrics.jsonl").write_text(json.dumps(row | more) + "\n")
+        words = closing_words(tmp_path, result, tmp_path / "a.mp4")
+        assert ("\ncurves:  cleanba report" in words) == names and words.endswith(f"\nfilm:    {tmp_path / 'a.mp4'}")
 
 
 def test_a_computation_of_earlier_updates_shows_no_returns(capsys):
