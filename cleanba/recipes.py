@@ -75,7 +75,9 @@ class Recipe(NamedTuple, Generic[E]):
             UsageError: the environment does not suit the algorithm, or its network.
         """
         functions = self.functions(e, spec, platform)
-        algorithm = Algorithm._make(compiled_for(platform, e.cpu_kernels, function) for function in functions)
+        algorithm: AnyAlgorithm = Algorithm._make(
+            compiled_for(platform, e.cpu_kernels, function) for function in functions
+        )
         if self.name not in RECIPES:
             self._try_network(algorithm, spec)
         return algorithm
