@@ -26,7 +26,7 @@ from cleanba.errors import Failure, UsageError
 from cleanba.files import in_a_checkpoint, write_whole
 from cleanba.ops import replay
 from cleanba.rollout import Rollout
-from cleanba.runtime import learner, memory, processes
+from cleanba.runtime import learner, memory, processes, records
 from cleanba.runtime.checkpoint import Checkpoints, updates_kept
 from cleanba.runtime.checkpoint_writer import CheckpointWriter
 
@@ -460,6 +460,30 @@ def test_a_checkpoint_that_cannot_be_read_just_now_is_not_taken_for_a_damaged_on
         checkpoints.restore((), ())
     assert read == [9]
     checkpoints.close()
+
+
+def test_nothing_is_removed_while_the_disk_does_not_say_what_is_needed(tmp_path, monkeypatch):
+    home = memory.shard_folder(tmp_path, 0)
+    home.mkdir(parents=True)
+    (home / "5.json").write_text('{"chunks": [[[0, "5-a.pack", 0]]]}')
+    (home / "5-a.pack").touch()
+    actions, standing = tmp_path / "0-b.actions", tmp_path / "5.standing"
+    actions.touch()
+    standing.write_text('\n\n{"files": [["0-b.actions", 0, ""]]}\n')
+
+    def fails(*_args, **_more):
+        raise EIO
+
+    with monkeypatch.context() as broken:
+        broken.setattr("pathlib.Path.read_text", fails)
+        broken.setattr("cleanba.runtime.records.open", fails, raising=False)
+        with pytest.raises(OSError, match="Input/output"):
+            memory.prune(tmp_path, range(1), [5])
+        with pytest.raises(OSError, match="Input/output"):
+            records.prune(tmp_path, [5], [actions])
+    memory.prune(tmp_path, range(1), [5])
+    records.prune(tmp_path, [5], [actions])
+    assert (home / "5-a.pack").exists() and actions.exists()
 
 
 def test_a_file_of_a_checkpoint_is_damaged_or_missing_but_not_where_the_disk_fails():

@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cleanba.files import Json, in_a_checkpoint, make_folders, write_whole
+from cleanba.files import Json, in_a_checkpoint, make_folders, may_pass, write_whole
 from cleanba.rollout import Obs, PyTree
 from cleanba.specs import ActionSpec
 
@@ -347,7 +347,9 @@ def _referred(path: Path) -> set[str]:
         with open(path, "rb") as file:
             file.readline(), file.readline()
             return {name for name, _, _ in json.loads(file.readline())["files"]}
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        if may_pass(error):  # what it needs would be removed
+            raise
         return set()
 
 
