@@ -203,8 +203,6 @@ def as_batch(spec: EnvSpec, obs: object) -> tuple[PyTree, int | None]:
             if not isinstance(x, Mapping) or not set(part) <= set(x):
                 given = f"has {', '.join(map(str, x))}" if isinstance(x, Mapping) else f"is a {type(x).__name__}"
                 raise UsageError(f"{what} must have the parts {', '.join(part)}, but {given}; {wanted}")
-            if unknown := [key for key in x if key not in part]:
-                raise UsageError(f"{what} has the unknown part {unknown[0]!r}; leave it out; {wanted}")
             return {key: fit(below, x[key], f"{name}.{key}" if name else key) for key, below in part.items()}
         assert isinstance(part, ObsSpec)
         try:
