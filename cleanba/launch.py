@@ -613,7 +613,7 @@ def named_by_clock(run: Run) -> bool:
 def in_new_directory(job: Job) -> Job:
     """The job in a directory that no other run has, if the clock names it.  All processes must call this.
 
-    The main process makes the directory.  Of runs that start in the same second, each so gets one of its own.
+    The main process makes the directory, so runs that start in the same second get different ones.
     """
     if not named_by_clock(job.config.run):
         return job
