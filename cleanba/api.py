@@ -5,12 +5,11 @@ an experiment's flags, those of `train` are the flags of placement and run.
 """
 
 import inspect
-import re
 import signal
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
-from functools import cached_property, wraps
+from functools import cached_property
 from pathlib import Path
 from typing import (
     Annotated,
@@ -20,7 +19,6 @@ from typing import (
     ParamSpec,
     Protocol,
     TypedDict,
-    TypeVar,
     Unpack,
     get_args,
     get_origin,
@@ -31,10 +29,8 @@ import gymnasium
 import numpy as np
 
 from cleanba import config
-from cleanba.agents.agent import Agent
-from cleanba.agents.agent import load as _load
-from cleanba.agents.evaluate import Evaluation
-from cleanba.agents.evaluate import evaluate as _evaluate
+from cleanba.agents.agent import Agent, load
+from cleanba.agents.evaluate import Evaluation, evaluate
 from cleanba.agents.portable import Export
 from cleanba.algorithms.dqn import DQN
 from cleanba.algorithms.impala import IMPALA
@@ -89,49 +85,6 @@ __all__ = [
     "train",
 ]
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def _in_keywords(function: Callable[P, R]) -> Callable[P, R]:
-    """The function with errors that name keywords, where the command's name flags: "try --seed 1" -> "try seed=1"."""
-
-    @wraps(function)
-    def called(*args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            return function(*args, **kwargs)
-        except (UsageError, Failure) as error:
-            error.args = (_with_keywords(str(error)),)
-            raise
-
-    return called
-
-
-FLAG = re.compile(r"`[^`]*`|--(?P<name>[a-z][a-z-]*[a-z])\b( (?P<number>\d+(\.\d+)?(e-?\d+)?)(?![\w.]*\w))?")
-
-
-def _with_keywords(words: str) -> str:
-    """A message with keywords in place of flags.  Commands, which stand in `backticks`, keep their flags."""
-    known: dict[str, Any] = {"preset": str}
-    for function in (_evaluate, _load):
-        known |= {name: x.annotation for name, x in inspect.signature(function).parameters.items()}
-    for group in (Placement, config.Run, *(recipe.experiment for recipe in RECIPES.values())):
-        known |= {name: x.annotation for name, x in fields_of(group).items()}
-
-    def keyword(found: re.Match[str]) -> str:
-        name = (found["name"] or "").replace("-", "_")
-        name = "film" if name == "video" else name
-        if name not in known:
-            positive = name.removeprefix("no_")
-            return f"{positive}=False" if positive != name and positive in known else found[0]
-        value = found["number"] or ("True" if known[name] is bool else "")
-        return f"{name}={value}" if value else name
-
-    return FLAG.sub(keyword, words)
-
-
-evaluate, load = _in_keywords(_evaluate), _in_keywords(_load)
-
 # ------------------------------------------------------------------------------------------------------ what is trained
 
 
@@ -153,7 +106,6 @@ class Spec:
             return f"<{self.algorithm}, the whole experiment of {self.whole}>"
         return f"{self.algorithm}({', '.join(f'{name}={value!r}' for name, value in self.flags.items())})"
 
-    @_in_keywords
     def resolve(self) -> Experiment:
         """The whole experiment as it would be trained here, with presets and defaults filled in; nothing is trained.
 
@@ -174,6 +126,9 @@ class Spec:
         """In this process, register the given class or function."""
         if self.maker is not None:
             register(self.maker)
+
+
+P = ParamSpec("P")
 
 
 class Specify(Protocol[P]):
@@ -449,7 +404,6 @@ class TrainFlags(TypedDict, total=False):
     trust_remote_code: bool
 
 
-@_in_keywords
 def train(spec: Spec, run_dir: str | Path | None = None, *, progress: bool = True, **flags: Unpack[TrainFlags]) -> Run:
     """Train to the end of the experiment, and return the run.
 

@@ -186,15 +186,16 @@ with lapack.one_thread():
     alone = weights()
     np.savez(sys.argv[1], alone, of_numpy())
 assert threads() == before and min(before) > 1 and "OPENBLAS_NUM_THREADS" not in os.environ
-assert (alone != weights()).any(), "threads make no difference here any more"
+if (alone == weights()).all():
+    sys.exit("one result with any number of threads")  # of OpenBLAS on some processors
 """
 
 
 @pytest.mark.slow
 def test_initial_weights_and_environments_have_one_thread_also_where_scipy_was_loaded_before(tmp_path):
     ended = finish(python("-c", AFTER_SCIPY, tmp_path / "after.npz"))
-    if "one core" in ended.err:
-        pytest.skip("needs two cores")
+    if "one core" in ended.err or "one result" in ended.err:
+        pytest.skip(f"needs two cores that change LAPACK's bits, not {ended.err.strip()}")
     assert ended.code == 0, ended.err
     code = AFTER_SCIPY.replace("os.sched_getaffinity(0)) == 1", "[]) == 1").replace("import os, sys", ONE_CORE)
     code = code.partition("assert threads() == before")[0].replace("threads() == {1} and", "")

@@ -16,7 +16,7 @@ from cleanba.agents.agent import Agent, load
 from cleanba.agents.film import Film
 from cleanba.agents.policy import Policy
 from cleanba.arguments import parse_command
-from cleanba.config import Range, read_experiment, require
+from cleanba.config import read_experiment, require
 from cleanba.environments.atari_scores import human_normalised, reference
 from cleanba.environments.backends import Envs, open_envs, threads_per_actor
 from cleanba.environments.worker import close
@@ -256,9 +256,9 @@ def check_games(episodes: int, seed: int, epsilon: float | None) -> None:
     """Raise `UsageError` for numbers that no evaluation can have."""
     for name, number in (("episodes", episodes), ("seed", seed)):
         require(isinstance(number, int | np.integer), f"{name}={number!r} must be a whole number")
-    require(episodes >= 1, f"episodes={episodes} must be at least 1; try --episodes 30")
+    require(episodes >= 1, f"episodes={episodes} must be at least 1; set --episodes")
     require(epsilon is None or isinstance(epsilon, NUMBERS), f"epsilon={epsilon!r} must be a number")
-    Range(0, 1).require("epsilon", epsilon)
+    require(epsilon is None or 0 <= epsilon <= 1, f"epsilon={epsilon} must lie in [0, 1]; set --epsilon accordingly")
     require(0 <= seed < 2**31, f"seed={seed} must lie in [0, 2^31); try --seed 1")
 
 
