@@ -172,7 +172,7 @@ class KeptCheckpoints(NamedTuple):
 Settings = dict[str, Any]
 """Values for some fields of an experiment, by name."""
 
-CLEANRL_ATARI = Settings(
+CLEANRL_GAMES = Settings(
     total_timesteps=10_000_000,
     repeat_action_probability=0.0,
     full_action_space=False,
@@ -182,9 +182,8 @@ CLEANRL_ATARI = Settings(
     env_options=("noop_max=30",),
     network="nature",
     hiddens=(512,),
-    core="none",
-    share_torso=True,
 )
+CLEANRL_ATARI = CLEANRL_GAMES | Settings(core="none", share_torso=True)  # of policy gradients
 """CleanRL's games (`ppo_atari_envpool.py`): EnvPool's defaults with episodes that end when a life is lost,
 10 million steps, and the Nature CNN.  Its results on 57 games are published."""
 

@@ -28,7 +28,7 @@ from cleanba.algorithms.gradient_steps import (
 )
 from cleanba.algorithms.off_policy import PrioritisedReplay, check_replay, stacked_frames
 from cleanba.algorithms.optimiser import TrainState, learning_rate, make_adam, sgd_step, sgd_step_with_errors
-from cleanba.config import CLEANRL_ATARI, Fraction, Partition, Positive, Settings, Steps, flag, require
+from cleanba.config import CLEANRL_GAMES, Fraction, Partition, Positive, Settings, Steps, flag, require
 from cleanba.kernels import polyak_update
 from cleanba.networks import make_action_values
 from cleanba.ops import replay
@@ -138,7 +138,7 @@ PROTOCOLS: dict[str, Settings] = {
     # `dqn_atari.py`
     "cleanrl-atari": Settings(
         **CLEANRL,
-        **{name: value for name, value in CLEANRL_ATARI.items() if name not in ("core", "share_torso")},
+        **CLEANRL_GAMES,
         num_steps=4,
         learning_rate=1e-4,
         buffer_size=1_000_000,

@@ -26,7 +26,7 @@ from cleanba.algorithms.batches import (
 from cleanba.algorithms.epsilon_greedy import epsilon_greedy, falling_epsilon, greedy, legal_values
 from cleanba.algorithms.normalisation import ReturnsSoFar, make_normaliser
 from cleanba.algorithms.optimiser import State, learning_rate, make_adam, sgd_step
-from cleanba.config import CLEANRL_ATARI, Count, Fraction, FromRollouts, Partition, Settings
+from cleanba.config import CLEANRL_GAMES, Count, Fraction, FromRollouts, Partition, Settings
 from cleanba.networks import make_action_values
 from cleanba.networks.cores import Carry
 from cleanba.ops.losses import by_comparison, squared_error
@@ -110,7 +110,7 @@ CLEANRL = Settings(
     norm_obs=False,
     norm_reward=False,
 )
-GAMES = Settings({name: value for name, value in CLEANRL_ATARI.items() if name != "share_torso"})
+GAMES = CLEANRL_GAMES | Settings(core="none")
 PROTOCOLS: dict[str, Settings] = {
     # `pqn_atari_envpool.py`
     "cleanrl-atari": Settings(**CLEANRL, **GAMES, num_envs=8, end_e=0.01, exploration_fraction=0.1),

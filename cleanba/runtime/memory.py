@@ -28,7 +28,7 @@ import numpy as np
 from jax import lax
 
 from cleanba.config import require
-from cleanba.files import in_a_checkpoint, make_folders, may_pass, write_whole
+from cleanba.files import in_a_checkpoint, make_folders, write_whole
 from cleanba.ops import replay
 from cleanba.rollout import PyTree
 
@@ -461,10 +461,10 @@ def prune(folder: Path, shards: range, keep: Iterable[int], soon: Mapping[int, S
 
 def _packs(path: Path) -> set[str]:
     try:
-        return {chunk[1] for cut in json.loads(path.read_text())["chunks"] for chunk in cut if chunk[1] is not None}
-    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
-        if may_pass(error):  # what it needs would be removed
-            raise
+        with in_a_checkpoint(path.name):  # an error of the disk is raised: what is needed would be removed
+            listing = path.read_text()
+        return {chunk[1] for cut in json.loads(listing)["chunks"] for chunk in cut if chunk[1] is not None}
+    except (ValueError, KeyError, TypeError, IndexError):
         return set()
 
 

@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cleanba.files import Json, in_a_checkpoint, make_folders, may_pass, write_whole
+from cleanba.files import Json, in_a_checkpoint, make_folders, write_whole
 from cleanba.rollout import Obs, PyTree
 from cleanba.specs import ActionSpec
 
@@ -344,12 +344,10 @@ def prune(home: Path, keep: Iterable[int], old: Iterable[Path], soon: Snapshot |
 
 def _referred(path: Path) -> set[str]:
     try:
-        with open(path, "rb") as file:
+        with in_a_checkpoint(path.name), open(path, "rb") as file:  # an error of the disk is raised, as in memory.py
             file.readline(), file.readline()
             return {name for name, _, _ in json.loads(file.readline())["files"]}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        if may_pass(error):  # what it needs would be removed
-            raise
+    except (ValueError, KeyError, TypeError):
         return set()
 
 
