@@ -416,7 +416,10 @@ def test_a_full_disk_ends_the_run_and_keeps_the_checkpoint_before(small_disk, wh
     kept = updates_kept(run)
     assert kept in ([7], [7, 14])
     ended = command("resume", run)
-    assert ended.code == 1 and re.search("run directory .* No space left on device; free disk space", ended.err), ended
+    # The start removes half-written files, so the run may get as far as its next checkpoint.
+    assert ended.code == 1 and re.search(r"No space left on device\)?; free disk space", ended.err), ended
+    assert "Traceback" not in ended.err
+    kept = updates_kept(run)
     filler.unlink()
     ended = command("resume", run)
     assert ended.code == 0 and f"resuming after update {kept[-1]}" in ended.out
