@@ -4,7 +4,7 @@ With concurrency the policy that acts is one version behind, which costs score a
 lag.md).  What counts is the score after a given time, so a study needs both numbers: the steps that lag costs, and the
 time that it saves, which is measured here.
 
-    python benchmarks/concurrency.py                       # all tasks: 20 minutes on two cores
+    python benchmarks/concurrency.py                       # all tasks: 30 minutes on two cores
     python benchmarks/concurrency.py --tasks ppo_atari     # one of them; the others keep their results
 
 Trains each experiment with and without `--concurrency`, in turns, on one device, and compares the time per environment
