@@ -1,12 +1,11 @@
-"""What one version of lag costs in score, beside PPO: IMPALA, PQN and DQN on MinAtar, SAC and TD3 on MuJoCo.
+"""What one version of lag costs IMPALA, PQN and DQN in score, on MinAtar.
 
-    python benchmarks/turns.py                     # three hours of one core; can be interrupted
-    python benchmarks/turns.py --studies minatar   # some of it
-    python benchmarks/turns.py --seeds             # trains nothing: table and figures of what is kept
+    python benchmarks/turns.py             # an hour of one core; can be interrupted
+    python benchmarks/turns.py --seeds     # trains nothing: table and figure of what is kept
 
 Each algorithm trains with its preset, once one version behind and once taking turns (--no-concurrency).  Curves are
 kept in benchmarks/results/curves_turns.jsonl and drawn to static/turns_<study>.png (studies.py).  How much time lag
-saves is measured by concurrency.py; PPO has a study of its own (lag.py).
+saves is measured by concurrency.py; PPO has a study of its own (lag.py), and sac_td3.py has SAC and TD3 on Pendulum.
 """
 
 import tyro
@@ -31,7 +30,6 @@ STUDIES = Studies(
             ("gymnax:Breakout-MinAtar", "gymnax:Asterix-MinAtar"),
             variants({"impala": 2_000_000, "pqn": 2_000_000, "dqn": 300_000}),
         ),
-        "mujoco": Study(("HalfCheetah-v5", "Hopper-v5"), variants({"sac": 60_000, "td3": 60_000})),
     },
 )
 

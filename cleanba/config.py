@@ -294,6 +294,11 @@ class Experiment:
         """Updates in the run."""
         return self.total_timesteps // self.transitions_per_update
 
+    @property
+    def schedules(self) -> tuple[str, ...]:
+        """The settings whose schedules span the run.  Without any, a longer run begins with the same bits."""
+        return ("anneal_lr",) if self.anneal_lr else ()
+
 
 @dataclass(frozen=True)
 class Recurrent(Experiment):
@@ -775,10 +780,8 @@ def require_same(run_dir: Path, changed: list[str], flag: str = "--run-dir") -> 
 
     `flag` is the flag that chooses the directory.
     """
-    longer = any(field.startswith("total_timesteps: ") for field in changed)
-    further = f"; to train it further, start a new run with --init-from {run_dir}"
     require(
         not changed,
         f"{run_dir} holds another experiment ({shortened(changed)}); choose another {flag}, or repeat the flags of "
-        f"that run{further * longer}",
+        "that run",
     )

@@ -68,7 +68,7 @@ from cleanba.runs.directory import (
 )
 from cleanba.runs.log import newest, rewind
 from cleanba.runs.remote import find_run
-from cleanba.runtime.chain import Chain, made_by
+from cleanba.runtime.chain import Chain, first_experiment, made_by
 from cleanba.runtime.checkpoint import Checkpoints, Saved, save_model, updates_kept
 from cleanba.runtime.devices import Devices, find_devices
 from cleanba.runtime.memory import require_room
@@ -95,7 +95,12 @@ def train_command(recipe: AnyRecipe, argv: Sequence[str], default: Config | None
 def resume_command(argv: Sequence[str]) -> Exit:
     """`cleanba resume RUN_DIR …`: continue a run with its own flags; those of placement and run can be changed."""
     if not argv or argv[0].startswith("-"):
-        words = "usage: cleanba resume RUN_DIR [FLAGS]\n\nContinues a run; flags of placement and run can be changed."
+        words = (
+            "usage: cleanba resume RUN_DIR [FLAGS]\n\nContinue an unfinished run.  Flags of placement and run can be "
+            "changed:\n`cleanba resume RUN_DIR --help` lists them, with the run's values.  --total-timesteps N makes a "
+            "run\nlonger, even a finished one, if no setting depends on its length: SAC and TD3, and others with\n"
+            "--no-anneal-lr."
+        )
         require(bool(argv) and argv[0] in ("-h", "--help"), f"resume needs the directory of a run\n{words}")
         print(words)
         return Exit()
@@ -494,7 +499,7 @@ class RunWriter:
     def chain(self, saved: Saved[Any, Any] | None) -> Chain:
         """What links the digests of this run, from the checkpoint that it continues from."""
         config = self._opened.config
-        chain = Chain(config["experiment"], made_by(config))
+        chain = Chain(first_experiment(config), made_by(config))
         if saved is not None:
             chain.go_on(saved.counters.get("chain", {}))
         return chain

@@ -379,6 +379,24 @@ def recorded(run_dir: Path | None) -> dict[str, str]:
     return read_json(path) if path is not None and path.exists() else {}
 
 
+def longer(e: Experiment, wanted: Experiment, run_dir: Path) -> Experiment:
+    """The experiment that is `wanted` if it only makes the run in `run_dir` longer; else that run's own, `e`.
+
+    Raises:
+        UsageError: a setting follows the length of the run, so a longer one has other bits from the beginning.
+    """
+    steps = e.total_timesteps
+    if wanted.total_timesteps <= steps or replace(wanted, total_timesteps=steps) != e:
+        return e
+    depends = "depends" if len(e.schedules) == 1 else "depend"
+    require(
+        not e.schedules,
+        f"{run_dir} cannot be made longer than its {steps:,} steps, which {' and '.join(map(flag, e.schedules))} "
+        f"{depends} on; to train it further, start a new run with --init-from {run_dir}",
+    )
+    return wanted
+
+
 def continue_experiment(recipe: AnyRecipe, now: Resolved, run_dir: Path, flag: str = "--run-dir") -> Resolved:
     """The experiment in a run's directory, if the one resolved `now` continues it; `now` if it holds no run.
 
@@ -406,6 +424,8 @@ def continue_experiment(recipe: AnyRecipe, now: Resolved, run_dir: Path, flag: s
         if where == TYPED or str(where).startswith((NAMED, "run "))
     }
     only = lambda values: {name: value for name, value in values.items() if name in was_typed}
+    if now.origin["total_timesteps"] == TYPED:
+        e = longer(e, replace(e, **{name: getattr(now.experiment, name) for name in was_typed}), run_dir)
     require_same(run_dir, differences(only(to_json(e)), only(to_json(now.experiment))), flag)
     same = e == now.experiment
     spec = now.spec if same else env_spec(e)
@@ -461,7 +481,10 @@ def configure(
         require(not own, f"env_options names {name}, which has a flag of its own; give {flag(name)} instead")
     if whole is not None:
         asked = read_whole(recipe, whole, run.trust_remote_code)
-        changed = differences(to_json(asked), to_json(replace(asked, **typed)))
+        wanted = replace(asked, **typed)
+        if whole == run.run_dir:
+            asked = longer(asked, wanted, whole)
+        changed = differences(to_json(asked), to_json(wanted))
         require(
             not changed,
             f"the whole experiment is taken from {whole}, but flags change it ({'; '.join(changed)}); leave these "
@@ -478,6 +501,7 @@ def settle(recipe: AnyRecipe, config: Config, platform: str, run_dir: Path | Non
     """
     if config.whole is not None:
         resolved = taken_whole(recipe, config.asked, config.whole, platform)
+        resolved = resolved._replace(origin={**resolved.origin, **dict.fromkeys(config.typed, TYPED)})
     else:
         resolved = resolve(recipe, config.typed, platform)
     return resolved if run_dir is None else continue_experiment(recipe, resolved, run_dir)

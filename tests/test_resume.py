@@ -22,6 +22,7 @@ from ports import free_address
 from cleanba.config import Placement
 from cleanba.errors import Replaced
 from cleanba.launch import directory_check, how_to_go_on
+from cleanba.recipes import RECIPES
 from cleanba.runs.directory import lock
 from cleanba.runs.log import rewind
 from cleanba.runtime import train
@@ -105,6 +106,81 @@ def test_killed_again_and_again_it_ends_in_the_same_bits(kind, whole, tmp_path):
     assert ended.code == 0, ended.err
     assert "resuming after update" in ended.out
     assert_same_run(run, whole(kind))
+
+
+# ------------------------------------------------------------------------------------------------ made longer
+
+
+LONGER = {
+    "ppo": [*KINDS["ppo"], "--no-anneal-lr", "--norm-reward"],
+    "td3": [
+        *("td3", "--env-id", "Pendulum-v1", "--num-envs", "4", "--num-steps", "16", "--num-shards", "2"),
+        *("--hiddens", "8", "8", "--buffer-size", "400", "--learning-starts", "128", "--batch-size", "16"),
+        *("--env-epoch", "14", "--checkpoint-frequency", "7"),
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", LONGER)
+def test_a_finished_run_made_longer_ends_in_the_bits_of_a_run_of_that_length(kind, tmp_path):
+    run, reference = tmp_path / "run", tmp_path / "reference"
+    flags = [*LONGER[kind], "--keep-checkpoints", "all", "--total-timesteps"]
+    words = lambda steps, where: [*flags, str(steps), "--run-dir", where]
+    assert command(*words(2560, reference)).code == 0
+    assert command(*words(640, run)).code == 0
+    ended = command(*words(1280, run))
+    assert ended.code == 0 and "resuming after update 10" in ended.out and "damaged" not in ended.err, ended
+    assert command(*words(1280, run)).out.endswith("is finished; nothing to do\n")
+    ended = command("resume", run, "--total-timesteps", "2560")
+    assert ended.code == 0 and "resuming after update 20" in ended.out, ended
+    assert_same_run(run, reference)
+    config = json.loads((run / "config.json").read_text())
+    assert config["experiment"]["total_timesteps"] == 2560 and config["first_total_timesteps"] == 640
+    ended = command("verify", run, "--from", "10", "--to", "20")
+    assert ended.code == 0 and "the chain holds" in ended.out, ended
+    for words_now in (words(1280, run), ["resume", run, "--total-timesteps", "1280"]):
+        ended = command(*words_now)
+        assert ended.code == 2 and "total_timesteps: 2560" in ended.err, ended
+    assert read_result(run)["update"] == 40
+
+
+def test_an_interrupted_run_can_be_made_longer(whole, tmp_path):
+    words = [*KINDS["ppo"], "--no-anneal-lr", "--run-dir", tmp_path / "run"]
+    ended = finish(python(ROOT / "tests" / "killed.py", "save", "2", *words))
+    assert ended.code == -signal.SIGKILL
+    ended = command("resume", tmp_path / "run", "--total-timesteps", "2624")
+    assert ended.code == 0 and read_result(tmp_path / "run")["update"] == 41
+
+
+@pytest.mark.parametrize("kind, settings", [("ppo", "--anneal-lr"), ("r2d2", "--importance-exponent-end")])
+def test_a_run_whose_settings_follow_its_length_is_not_made_longer(kind, settings, whole, tmp_path):
+    run = whole(kind)
+    before = {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()}
+    for words in ([*KINDS[kind], "--run-dir", run], ["resume", run]):
+        ended = command(*words, "--total-timesteps", "9600")
+        assert ended.code == 2 and f"longer than its 2,560 steps, which {settings} depends on" in ended.err, ended
+        assert f"--init-from {run}" in ended.err
+    assert {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()} == before
+
+
+def test_settings_that_follow_the_length_of_a_run_by_algorithm():
+    explores, importance = "exploration_fraction", "importance_exponent_end"
+    found = {name: recipe.experiment().schedules for name, recipe in RECIPES.items()}
+    assert found == {
+        **{"ppo": ("anneal_lr",), "impala": ("anneal_lr",), "pqn": (explores,), "dqn": (explores,)},
+        **{"r2d2": (importance,), "sac": (), "td3": ()},
+    }
+    assert RECIPES["dqn"].experiment(prioritised=True).schedules == (explores, importance)
+
+
+def test_a_finished_run_without_checkpoints_is_not_made_longer(tmp_path):
+    run = tmp_path / "run"
+    words = [*KINDS["ppo"], "--no-anneal-lr", "--checkpoint-frequency", "0", "--run-dir", run, "--total-timesteps"]
+    assert command(*words, "640").code == 0
+    shutil.rmtree(run / "checkpoints", ignore_errors=True)
+    ended = command(*words, "1280")
+    assert ended.code == 2 and "no checkpoint from which it could go on" in ended.err, ended
+    assert read_result(run)["update"] == 10
 
 
 # ------------------------------------------------------------------------------------------- the same command

@@ -73,6 +73,11 @@ class DQN(PrioritisedReplay):
     prioritised: bool = False
     """draw transitions by priority, abs(last temporal-difference error)^priority_exponent, not uniformly"""
 
+    @property
+    def schedules(self) -> tuple[str, ...]:
+        """See `Experiment`."""
+        return (*super().schedules, "exploration_fraction") + ("importance_exponent_end",) * self.prioritised
+
 
 # For vectors and codes: three-step targets learn several times as fast as one-step targets.  A falling learning rate, a
 # softly updated target and a replay memory of the whole run keep what was learnt: with a smaller memory, CartPole was

@@ -63,6 +63,11 @@ class PQN(FromRollouts):
     exploration_fraction: Fraction = 0.1
     """fraction of the run over which that probability falls linearly"""
 
+    @property
+    def schedules(self) -> tuple[str, ...]:
+        """See `Experiment`."""
+        return (*super().schedules, "exploration_fraction")
+
 
 # For vectors and codes: the authors' settings for CartPole and Acrobot.
 SMALL = Settings(

@@ -107,6 +107,11 @@ class R2D2(PrioritisedReplay, Recurrent):
     """exponent of this formula; the larger, the less later environments explore"""
 
     @property
+    def schedules(self) -> tuple[str, ...]:
+        """See `Experiment`."""
+        return (*super().schedules, "importance_exponent_end")
+
+    @property
     def norm_reward(self) -> bool:
         """Rewards are not scaled: targets are rescaled instead."""
         return False

@@ -18,7 +18,7 @@ import tyro
 
 from cleanba.arguments import parse_command
 from cleanba.checks.recompute import Rerun, digests_of, open_rerun, read_checkpoint, recompute
-from cleanba.config import Experiment, Placement, Range, check_values, read_experiment, require
+from cleanba.config import Experiment, Placement, Range, check_values, read_config, read_experiment, require
 from cleanba.environments import jax_envs
 from cleanba.environments.backends import repeatable, sources
 from cleanba.errors import Exit, Failure, Interrupted, UsageError, exit_code, printable
@@ -102,10 +102,10 @@ def verify(run_dir: Path, flags: Verify) -> bool:
         CannotCompare: its bits need not agree with those that would be computed here.
         Failure: a checkpoint is damaged, or something outside the code failed.
     """
-    experiment = read_experiment(run_dir)
+    read_experiment(run_dir)  # which refuses what is no run
     kept = updates_kept(run_dir)  # listed before the log is read: a run that still trains logs first, then saves
     rows = read_rows(run_dir)
-    checked = chain.check(rows, experiment)
+    checked = chain.check(rows, chain.first_experiment(read_config(run_dir)))
     linked = {row.update: row for row in checked.rows}
     if checked.broken:
         print(printable(f"{flags.run}: {checked.broken}"))

@@ -14,7 +14,8 @@ from cleanba.config import Experiment, Placement, Run, differences, read_config,
 from cleanba.errors import Failure, Replaced, UsageError
 from cleanba.files import Json, read_json, write_json
 from cleanba.recipes import AnyRecipe
-from cleanba.resolution import Resolved, read_recipe
+from cleanba.resolution import Resolved, longer, read_recipe
+from cleanba.runtime.chain import FIRST_STEPS
 from cleanba.runtime.checkpoint import updates_kept
 from cleanba.runtime.hardware import describe_devices
 
@@ -102,11 +103,21 @@ def open_run(
     path = run_dir / "config.json"
     earlier = read_config(run_dir) if path.exists() else None
     if earlier is not None:
-        there, e = read_recipe(run_dir)
+        there, began = read_recipe(run_dir)
+        e = longer(began, resolved.experiment, run_dir)
         require_same(run_dir, differences({"algorithm": there.name, **to_json(e)}, config["experiment"]))
+        if e != began:
+            config[FIRST_STEPS] = began.total_timesteps
+        if FIRST_STEPS in earlier:
+            config[FIRST_STEPS] = earlier[FIRST_STEPS]
         result = run_dir / "result.json"
-        if result.exists() and is_over(read_json(result), e, earlier, run.target_return):
+        if result.exists() and is_over(read_json(result), began, e, earlier, run.target_return):
             raise Finished(f"{run_dir} is finished; nothing to do")
+        require(
+            e == began or bool(updates_kept(run_dir)),
+            f"{run_dir} has no checkpoint from which it could go on; start a new run from its parameters with "
+            f"--init-from {run_dir}",
+        )
     require(
         earlier is not None or not updates_kept(run_dir),
         f"{run_dir} holds checkpoints, but no config.json, so their experiment is unknown; restore that file, or "
@@ -136,13 +147,18 @@ def remove_half_written(run_dir: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def is_over(result: Json, e: Experiment, config: Json, target: float | None) -> bool:
-    """Whether a run has finished for this --target-return, too: a run that ended at a lower one may have steps left."""
+def is_over(result: Json, began: Experiment, e: Experiment, config: Json, target: float | None) -> bool:
+    """Whether a run has finished for this --target-return, too: a run that ended at a lower one may have steps left.
+
+    began, config: its experiment and config.json so far; the experiment is now `e`, which may be longer.
+    """
     if result.get("status") != "finished":
         return False
+    update = result.get("update", began.num_updates)
+    if update == began.num_updates:
+        return e.num_updates == update
     earlier = config.get("run", {}).get("target_return")
-    higher = earlier is not None and (target is None or target > earlier)
-    return not (higher and result.get("update", e.num_updates) < e.num_updates)
+    return earlier is None or (target is not None and target <= earlier)
 
 
 UPLOADED = "uploaded.json"  # in a run's directory, once it is on the Hub

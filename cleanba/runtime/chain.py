@@ -6,7 +6,8 @@ without spaces, of
     before                          the link before it; "" for the first
     update                          the row's
     params_digest, learner_digest   the row's
-    experiment                      in the first link: the experiment of config.json
+    experiment                      in the first link: the experiment of config.json; if the run was made longer since
+                                    (`first_total_timesteps` there), with the total_timesteps of its beginning
     made_by                         if the row has it: what computed its digest and those after it
 
 `made_by` stands in the first row, and in the first one after a resume on another machine or by another version.
@@ -22,6 +23,7 @@ from cleanba.files import Json
 MADE_BY = ("revision", "code", "packages", "device_kind", "processor", "cpu", "cpu_products", "cpu_threads")
 """What is recorded of code and machine, by its names in config.json; `sources`, too, where there are any."""
 DIGESTS = ("params_digest", "learner_digest")
+FIRST_STEPS = "first_total_timesteps"  # in config.json, if the run was made longer
 
 
 def link(
@@ -33,6 +35,12 @@ def link(
     parts |= {"made_by": made_by} if made_by is not None else {}
     text = json.dumps(parts, sort_keys=True, separators=(",", ":"))
     return f"sha256:{sha256(text.encode()).hexdigest()}"
+
+
+def first_experiment(config: Json) -> Json:
+    """The experiment that the first link holds, from config.json."""
+    first = {"total_timesteps": config[FIRST_STEPS]} if FIRST_STEPS in config else {}
+    return {**config["experiment"], **first}
 
 
 def made_by(config: Json) -> Json:
@@ -90,7 +98,7 @@ class Checked(NamedTuple):
 
 
 def check(rows: Iterable[Json], experiment: Json) -> Checked:
-    """Check the chain in the rows of a log, given the experiment of config.json."""
+    """Check the chain in the rows of a log, given its `first_experiment`."""
     found: list[Linked] = []
     unlinked: list[int] = []
     before, last = "", 0

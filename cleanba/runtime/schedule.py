@@ -36,10 +36,13 @@ class Schedule(NamedTuple):
         """The epoch of environments that this rollout belongs to, from 0."""
         return (rollout - 1) // self.env_epoch if self.env_epoch else 0
 
+    def starts_afresh(self, update: int) -> bool:
+        """Whether environments start afresh after this update, if the run goes on."""
+        return self.env_epoch > 0 and update % self.env_epoch == 0
+
     def ends_epoch(self, update: int) -> bool:
         """Whether environments stop after this update: at the end of an epoch, and of the run."""
-        f = self.env_epoch
-        return update == self.last or (f > 0 and update % f == 0)
+        return update == self.last or self.starts_afresh(update)
 
     def logs_digests(self, update: int) -> bool:
         """Whether digests are logged after this update: at ends of epochs, and every `checkpoint_frequency` updates."""

@@ -101,10 +101,10 @@ class Publisher(Generic[P]):
         self._learner, self._channels = learner, channels
         self._last_two: list[Params[P]] = []
 
-    def __call__(self, version: int, params: P) -> None:
-        """Send this version to every actor, on its device."""
+    def __call__(self, version: int, params: P, send: bool = True) -> None:
+        """Send this version to every actor, on its device, or only keep it for a checkpoint."""
         published = self._learner.publish(params)
-        for device, channel in self._channels:
+        for device, channel in self._channels if send else ():
             channel.put(Params(version, published[device]))
         self._last_two = [*self._last_two[-1:], Params(version, published[self._channels[0][0]])]
 
@@ -168,7 +168,9 @@ class Saver(Generic[S, M, P, C]):
         self.log.write_digests(update, counters, self.writer.snapshot(update, state, memory))
         counters |= {"chain": training.chain.state} if training.chain is not None else {}
         counters |= {"reached": training.target_return} if finished else {}
-        older, with_actors = self.publish.params_of(update), not training.schedule.ends_epoch(update)
+        # Also at the run's end: it may be made longer.
+        with_actors = training.repeatable and not training.schedule.starts_afresh(update)
+        older = self.publish.params_of(update)
         self.writer.save(update, state, older, counters, with_actors)
         self.progress.saved_update = update
         self.schedule.note_saved(self.writer.seconds + time.perf_counter() - before)
@@ -221,9 +223,9 @@ def learn(
         # `state` is version `update`: the state before this update.  With concurrency it collects rollout update + 1
         # (version 1 also rollout 1); without, it collects this rollout.
         collects_this = schedule.policy_version(update) == update
-        collects_next = schedule.policy_version(update + 1) == update and update < schedule.last
+        collects_next = schedule.policy_version(update + 1) == update
         if collects_this or collects_next:
-            publish(update, learner.local(params_of(state)))
+            publish(update, learner.local(params_of(state)), send=collects_this or update < schedule.last)
 
         with log.timing_wait():
             ends_now = lambda: save_schedule.ends_now(progress.update) is not None
