@@ -103,6 +103,14 @@ def test_a_folder_with_other_experiments_is_refused(tmp_path):
     assert ended.code == 2 and "gamma: 0.99, now 0.5" in ended.err
 
 
+def test_a_sweep_with_more_steps_makes_its_finished_runs_longer(tmp_path):
+    sweep = ["sweep", "--env-ids", "Catch-v0", "--num-seeds", "1", "--dir", tmp_path, "--", "ppo", *SHORT]
+    for steps, said in (("128", "finished in"), ("128", "1 of 1 runs are finished already"), ("192", "finished in")):
+        ended = command(*sweep, "--no-anneal-lr", "--total-timesteps", steps)
+        assert ended.code == 0 and said in ended.out, ended
+    assert read_result(tmp_path / "Catch-v0__ppo__s1")["update"] == 3
+
+
 def test_workers_take_different_gpus_as_long_as_there_are_enough(monkeypatch):
     devices = lambda *args: [e["CUDA_VISIBLE_DEVICES"] for e in share_devices(*args)]
     assert share_devices([], 1, 3) == [{}, {}, {}]

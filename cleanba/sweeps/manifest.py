@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from cleanba.config import read_experiment
 from cleanba.errors import UsageError
 from cleanba.files import Json, write_json
 from cleanba.recipes import find_recipe
@@ -29,8 +30,14 @@ def done(runs: Sequence[Planned], folder: Path) -> set[str]:
     """The names of the runs that have finished, and have been uploaded if their flags ask for that."""
     name, *words = runs[0].words
     upload = parse(find_recipe(name), words).run.upload_model  # the same for all runs of a sweep
-    finished = {run.name for run in runs if is_finished(folder / run.name)}
+    finished = {run.name for run in runs if is_finished(folder / run.name) and not is_longer(run, folder / run.name)}
     return {name for name in finished if was_uploaded(folder / name)} if upload else finished
+
+
+def is_longer(run: Planned, run_dir: Path) -> bool:
+    """Whether a run is planned with more updates than the one in its directory was."""
+    e = read_experiment(run_dir)
+    return run.updates > e["total_timesteps"] // (e["num_envs"] * e["num_steps"])
 
 
 def read_manifest(folder: Path) -> Json:
