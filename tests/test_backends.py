@@ -525,7 +525,7 @@ def test_nothing_is_left_behind_however_a_run_ends(fault, ended_by, code, tmp_pa
     ended = finish(run)
     assert ended.code == code, ended.err
     assert fault != "hang" or ("thread 'actor 0'" in ended.err and "no update" in ended.err)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60  # what is left behind would stay for hours
     while processes_with(mark) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert processes_with(mark) == []
@@ -686,10 +686,10 @@ def test_a_number_outside_its_space_is_reported(space, shown, words):
 
 def test_a_start_that_takes_too_long_shows_where_it_hangs_and_ends(tmp_path, monkeypatch):
     monkeypatch.setattr("cleanba.launch.START_SECONDS", 0.0)
-    slow = ("--env-id", "faulty:Faulty-v0", "--env-options", "starts=30", "--stall-timeout", "5")
+    slow = ("--env-id", "faulty:Faulty-v0", "--env-options", "starts=300", "--stall-timeout", "5")
     start = time.monotonic()
     ended = command("ppo", *slow, "--run-dir", tmp_path / "run")
-    assert ended.code == 1 and time.monotonic() - start < 20 and not (tmp_path / "run").exists()
+    assert ended.code == 1 and time.monotonic() - start < 100 and not (tmp_path / "run").exists()
     assert "the run has not started after 5 s" in ended.err and "time.sleep(starts)" in ended.err, ended.err
 
 

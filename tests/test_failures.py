@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 from launch import CROWD, ROOT, TINY, command, finish, python, read_result, read_rows
-from ports import free_address
+from ports import free_address, free_port
 from scripted import Planted
 
 from cleanba.environments.envpool import Envs
@@ -142,8 +142,8 @@ def test_ctrl_c_ends_a_process_that_waits_for_others():
 
 
 def test_a_taken_port_and_a_missing_process_0_are_reported_in_a_sentence(monkeypatch, capsys):
-    with socket.create_server(("", 0)) as taken:
-        port = taken.getsockname()[1]
+    port = free_port()  # the kernel gives it to nobody else once it is free again
+    with socket.create_server(("", port)):
         with pytest.raises(Failure, match=f"process 0 cannot open port {port} .*choose another"):
             joining.require_free(port)
         joining.wait_for_process_0(f"localhost:{port}", 1)

@@ -10,6 +10,8 @@ from cleanba.runs.progress_line import ProgressLine
 
 @pytest.fixture
 def often(monkeypatch):
+    """Lines come at once, and the seconds stand still, however late a busy machine draws the first line."""
+    monkeypatch.setattr(progress_line, "time", SimpleNamespace(monotonic=lambda: 100.0))
     for name in ("TERMINAL_SECONDS", "PLAIN_SECONDS"):
         monkeypatch.setattr(progress_line, name, 0.01)
 

@@ -1,12 +1,14 @@
 """The templates of slurm/ and `cleanba sweep --slurm`, on a real Slurm with two nodes (tests/cluster.py)."""
 
 import json
+import os
 import re
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from cluster import Cluster, wait_for, why_not
@@ -23,9 +25,9 @@ from cleanba.sweeps.slurm import bash_word, job_script
 TEMPLATES = ("one-gpu", "one-node", "tasks-per-node", "nodes", "cpu")
 # Fits 1 to 6 learners in one or two processes.
 SHORT = (*TINY, "--num-envs", "24", "--num-shards", "6", "--num-minibatches", "1", "--total-timesteps", "1920")
-# Seconds of training, with many checkpoints on the way.
-LONG = (*SHORT, "--num-shards", "2", "--total-timesteps", "38400", "--checkpoint-frequency", "50",
-        "--log-frequency", "50")  # fmt: skip
+# A minute of training until CLEANBA_GATE exists, then a moment, with many checkpoints on the way.
+LONG = (*TINY, "--env-id", "gated:Gated-v0", "--env-workers", "0", "--num-shards", "2", "--num-minibatches", "1",
+        "--total-timesteps", "12800", "--checkpoint-frequency", "10", "--log-frequency", "10")  # fmt: skip
 SWEPT = [w for flag, w in zip(SHORT[::2], SHORT[1::2], strict=True) if flag != "--env-id" for w in (flag, w)]
 
 
@@ -46,7 +48,7 @@ def cluster(tmp_path_factory):
     if reason:
         pytest.skip(reason)
     with Cluster(tmp_path_factory.mktemp("cluster")) as running:
-        running.env |= {"PYTHONPATH": str(ROOT), "CLEANBA_CPU": "1"}
+        running.env |= {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "CLEANBA_CPU": "1"}
         yield running
 
 
@@ -70,8 +72,9 @@ def log(here: Path, job: str) -> str:
 def undisturbed(tmp_path_factory):
     """The digests of the short and the long experiment, computed in one process on one device."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    for name, flags in (("short", SHORT), ("long", LONG)):
-        assert command("ppo", *flags, "--run-dir", folder / name).code == 0
+    with mock.patch.dict(os.environ, CLEANBA_GATE=str(folder)):
+        for name, flags in (("short", SHORT), ("long", LONG)):
+            assert command("ppo", *flags, "--run-dir", folder / name).code == 0
     return {name: read_result(folder / name)["params_digest"] for name in ("short", "long")}
 
 
@@ -96,8 +99,10 @@ def saved(run_dir: Path) -> bool:
 
 
 @pytest.mark.slow
-def test_a_job_that_was_requeued_or_signalled_ends_in_the_same_bits(cluster, here, undisturbed):
+def test_a_job_that_was_requeued_or_signalled_ends_in_the_same_bits(cluster, here, undisturbed, monkeypatch):
     """One is requeued by hand; the other, on two nodes, receives SIGUSR1, as before a time limit, and is requeued."""
+    gate = here / "gate"
+    monkeypatch.setitem(cluster.env, "CLEANBA_GATE", str(gate))
 
     def disturb(job: str, run_dir: Path, *cut: str) -> None:
         wait_for(lambda: saved(run_dir), 240, "checkpoint")
@@ -107,11 +112,12 @@ def test_a_job_that_was_requeued_or_signalled_ends_in_the_same_bits(cluster, her
         cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")  # Slurm would wait for two minutes
 
     by_hand = submit(cluster, here, "one-gpu", "ppo", *LONG)  # in its default directory
-    run_dir = {by_hand: here / "runs" / f"Catch-v0__ppo__1__job{by_hand}"}
+    run_dir = {by_hand: here / "runs" / f"gated-Gated-v0__ppo__1__job{by_hand}"}
     disturb(by_hand, run_dir[by_hand], "scontrol", "requeue")
-    signalled = submit(cluster, here, "cpu", "ppo", *LONG, "--run-dir", "signalled")  # neither may end meanwhile
+    signalled = submit(cluster, here, "cpu", "ppo", *LONG, "--run-dir", "signalled")
     run_dir[signalled] = here / "signalled"
     disturb(signalled, run_dir[signalled], "scancel", "--signal=USR1")
+    gate.touch()
     assert "goes back into the queue" in log(here, signalled)
     # Both tasks received it, and one also from the other: they end after the same update, with a checkpoint.
     said = log(here, signalled)

@@ -184,7 +184,7 @@ def test_what_a_killed_sweep_started_ends_too(how):
     (child,) = children(sweep.pid)
     sweep.kill()
     sweep.wait()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while lives(child):
         assert time.monotonic() < deadline, "it lives on"
         time.sleep(0.02)
@@ -313,7 +313,7 @@ def test_a_sweep_is_interrupted_continued_and_reports_its_failure(tmp_path):
         os.kill(pid, signal.SIGSTOP)  # it cannot end by itself meanwhile
     killed.kill()
     finish(killed)
-    gone = time.monotonic() + 20
+    gone = time.monotonic() + 60
     while any(lives(pid) for pid in started):
         assert time.monotonic() < gone, "a run outlived its sweep, which was killed"
         time.sleep(0.02)
