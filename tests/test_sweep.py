@@ -16,6 +16,7 @@ from rich.console import Console
 from cleanba.errors import Failure
 from cleanba.recipes import RECIPES
 from cleanba.runs.directory import lock
+from cleanba.sweeps.manifest import done
 from cleanba.sweeps.slurm import QUEUED, job_states
 from cleanba.sweeps.sweep import Board, Flags, Planned, SweepRun, expand_sets, plan, share_devices, start, visible_gpus
 from cleanba.train_flags import parse
@@ -237,6 +238,20 @@ def trains(pid: int, runs: Iterable[Path]) -> bool:
     except OSError:
         return False
     return not locks.isdisjoint(held)
+
+
+def test_a_run_that_ended_at_a_lower_target_is_not_done(tmp_path):
+    (run := tmp_path / "a").mkdir()
+    planned = lambda *target: [Planned("a", "Catch-v0", "ppo", 1, ("ppo", *SHORT, *target), updates=10)]
+    over = lambda *target: done(planned(*target), tmp_path) == {"a"}
+    (run / "config.json").write_text(json.dumps({"run": {"target_return": 20.0}}))
+    (run / "result.json").write_text(json.dumps({"status": "finished", "update": 3}))
+    assert over("--target-return", "20") and over("--target-return", "10")
+    assert not over("--target-return", "30") and not over()
+    (run / "result.json").write_text(json.dumps({"status": "finished", "update": 10}))
+    assert over("--target-return", "30") and over()
+    (run / "result.json").write_text(json.dumps({"status": "interrupted", "update": 3}))
+    assert not over("--target-return", "20")
 
 
 def test_a_run_that_another_process_trains_is_waited_for(tmp_path, monkeypatch):

@@ -105,7 +105,7 @@ def open_run(
         there, e = read_recipe(run_dir)
         require_same(run_dir, differences({"algorithm": there.name, **to_json(e)}, config["experiment"]))
         result = run_dir / "result.json"
-        if result.exists() and is_over(read_json(result), e, earlier, run.target_return):
+        if result.exists() and is_over(read_json(result), e.num_updates, earlier, run.target_return):
             raise Finished(f"{run_dir} is finished; nothing to do")
     require(
         earlier is not None or not updates_kept(run_dir),
@@ -136,13 +136,16 @@ def remove_half_written(run_dir: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def is_over(result: Json, e: Experiment, config: Json, target: float | None) -> bool:
-    """Whether a run has finished for this --target-return, too: a run that ended at a lower one may have steps left."""
+def is_over(result: Json, updates: int, config: Json, target: float | None) -> bool:
+    """Whether a run of `updates` updates has finished for this --target-return, too.
+
+    A run that ended at a lower one may have steps left.
+    """
     if result.get("status") != "finished":
         return False
     earlier = config.get("run", {}).get("target_return")
     higher = earlier is not None and (target is None or target > earlier)
-    return not (higher and result.get("update", e.num_updates) < e.num_updates)
+    return not (higher and result.get("update", updates) < updates)
 
 
 UPLOADED = "uploaded.json"  # in a run's directory, once it is on the Hub
