@@ -77,6 +77,8 @@ def test_sets_of_atari_games_are_environments_that_exist():
         (["--set", "gamma=0.9,1.1"], ["ppo", *SHORT], "gamma=1.1 must lie in [0, 1]"),
         (["--set", "gamma=0.9", "gamma=0.8"], ["ppo", *SHORT], "each flag once"),
         (["--set", "gamma=0.9,0.9"], ["ppo", *SHORT], "would share the folder"),
+        (["--set", "learning_rate=1e-3,0.001"], ["ppo", *SHORT], "names 0.001 twice, as 1e-3"),
+        (["--set", "hiddens=8 16,8  16.0"], ["ppo", *SHORT], "names 8  16.0 twice, as 8 16"),
         (["--set", "anneal_lr=maybe"], ["ppo", *SHORT], "anneal_lr=maybe must be true or false"),
         (["--set", "seed=1,2"], ["ppo", *SHORT], "use --env-ids, --num-seeds, --first-seed or --dir"),
         (["--env-ids", "Catch-v0", "Brekout-v5"], ["ppo", *SHORT], "the closest names are Breakout-v5"),
