@@ -759,6 +759,11 @@ def read_experiment(run_dir: Path) -> Json:
     return experiment
 
 
+def updates_of(experiment: Json) -> int:
+    """The number of updates of a recorded experiment."""
+    return int(experiment["total_timesteps"] // (experiment["num_envs"] * experiment["num_steps"]))
+
+
 def differences(a: Json, b: Json, *, between: str = ", now ") -> list[str]:
     """The fields in which two experiments differ, as "name: value in a, now value in b"; `between` joins the values."""
     a, b = (json.loads(json.dumps(x)) for x in (a, b))

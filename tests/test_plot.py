@@ -71,6 +71,17 @@ def test_wall_time_ends_with_the_fastest_of_the_complete_runs():
     assert b.x[-1] == 20 and np.isclose(b.mean[-1], (1 + 2 / 3) / 2)
 
 
+def test_a_cross_is_drawn_only_where_its_line_is():
+    fast, stopped = curve([0, 100], [0, 1], [0, 20]), curve([0, 50], [0, 1], [0, 50], seed=2)
+
+    def crosses(axis):
+        panel = plot.draw_curves({"Breakout-v5": {"ppo": [fast, stopped]}}, axis).axes[0]
+        return [x for line in panel.lines if line.get_marker() == "x" for x in line.get_xdata()]
+
+    assert crosses("steps") == [50]
+    assert crosses("seconds") == [], "the line ends after 20 s"
+
+
 def test_the_interval_is_that_of_a_bootstrap_by_hand():
     values = np.random.default_rng(3).normal(size=(5, 2)) * [1, 100]
     low, high = interval(values)

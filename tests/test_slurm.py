@@ -224,6 +224,19 @@ def test_settings_are_asked_for_where_the_template_has_a_line_for_them(here, mon
     assert wrong.returncode == 2 and wrong.stderr.startswith("none of these is a file: slurm/cpo.sh\nusage: ")
 
 
+@pytest.mark.parametrize("gpu_type, asked", [("", "a100:4"), ("h100", "h100:4")])
+def test_a_template_may_name_the_type_of_its_gpus(here, gpu_type, asked):
+    (here / "slurm/settings.sh").open("a").write(f"GPU_TYPE={gpu_type}\n")
+    template = here / "slurm/one-node.sh"
+    template.write_text(template.read_text().replace("--gpus-per-node=4", "--gpus-per-node=a100:4"))
+    stand_in(here, 'echo "$@"')
+    env = {"PATH": f"{here}:/usr/bin:/bin"}
+    submit = lambda *words: subprocess.run(["slurm/submit", *words], cwd=here, env=env, capture_output=True, text=True)
+    shown, submitted = submit("--show", "slurm/one-node.sh", "ppo"), submit("slurm/one-node.sh")
+    assert (shown.stdout.split()[-3:], shown.stderr) == (["1", "2", "3"], "")
+    assert f"--gpus-per-node={asked}" in submitted.stdout.split() and not submitted.stderr
+
+
 @pytest.mark.parametrize(
     "words, shown",
     [

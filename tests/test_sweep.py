@@ -16,6 +16,7 @@ from rich.console import Console
 from cleanba.errors import Failure
 from cleanba.recipes import RECIPES
 from cleanba.runs.directory import lock
+from cleanba.sweeps.manifest import done
 from cleanba.sweeps.slurm import QUEUED, job_states
 from cleanba.sweeps.sweep import Board, Flags, Planned, SweepRun, expand_sets, plan, share_devices, start, visible_gpus
 from cleanba.train_flags import parse
@@ -76,6 +77,8 @@ def test_sets_of_atari_games_are_environments_that_exist():
         (["--set", "gamma=0.9,1.1"], ["ppo", *SHORT], "gamma=1.1 must lie in [0, 1]"),
         (["--set", "gamma=0.9", "gamma=0.8"], ["ppo", *SHORT], "each flag once"),
         (["--set", "gamma=0.9,0.9"], ["ppo", *SHORT], "would share the folder"),
+        (["--set", "learning_rate=1e-3,0.001"], ["ppo", *SHORT], "names 0.001 twice, as 1e-3"),
+        (["--set", "hiddens=8 16,8  16.0"], ["ppo", *SHORT], "names 8  16.0 twice, as 8 16"),
         (["--set", "anneal_lr=maybe"], ["ppo", *SHORT], "anneal_lr=maybe must be true or false"),
         (["--set", "seed=1,2"], ["ppo", *SHORT], "use --env-ids, --num-seeds, --first-seed or --dir"),
         (["--env-ids", "Catch-v0", "Brekout-v5"], ["ppo", *SHORT], "the closest names are Breakout-v5"),
@@ -245,6 +248,20 @@ def trains(pid: int, runs: Iterable[Path]) -> bool:
     except OSError:
         return False
     return not locks.isdisjoint(held)
+
+
+def test_a_run_that_ended_at_a_lower_target_is_not_done(tmp_path):
+    (run := tmp_path / "a").mkdir()
+    planned = lambda *target: [Planned("a", "Catch-v0", "ppo", 1, ("ppo", *SHORT, *target), updates=10)]
+    over = lambda *target: done(planned(*target), tmp_path) == {"a"}
+    (run / "config.json").write_text(json.dumps({"run": {"target_return": 20.0}}))
+    (run / "result.json").write_text(json.dumps({"status": "finished", "update": 3}))
+    assert over("--target-return", "20") and over("--target-return", "10")
+    assert not over("--target-return", "30") and not over()
+    (run / "result.json").write_text(json.dumps({"status": "finished", "update": 10}))
+    assert over("--target-return", "30") and over()
+    (run / "result.json").write_text(json.dumps({"status": "interrupted", "update": 3}))
+    assert not over("--target-return", "20")
 
 
 def test_a_run_that_another_process_trains_is_waited_for(tmp_path, monkeypatch):

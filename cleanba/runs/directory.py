@@ -10,7 +10,17 @@ import time
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
-from cleanba.config import Experiment, Placement, Run, differences, read_config, require, require_same, to_json
+from cleanba.config import (
+    Experiment,
+    Placement,
+    Run,
+    differences,
+    read_config,
+    require,
+    require_same,
+    to_json,
+    updates_of,
+)
 from cleanba.errors import Failure, Replaced, UsageError
 from cleanba.files import Json, read_json, write_json
 from cleanba.recipes import AnyRecipe
@@ -111,7 +121,7 @@ def open_run(
         if FIRST_STEPS in earlier:
             config[FIRST_STEPS] = earlier[FIRST_STEPS]
         result = run_dir / "result.json"
-        if result.exists() and is_over(read_json(result), began, e, earlier, run.target_return):
+        if result.exists() and is_over(read_json(result), e.num_updates, earlier, run.target_return):
             raise Finished(f"{run_dir} is finished; nothing to do")
         require(
             e == began or bool(updates_kept(run_dir)),
@@ -147,16 +157,16 @@ def remove_half_written(run_dir: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def is_over(result: Json, began: Experiment, e: Experiment, config: Json, target: float | None) -> bool:
-    """Whether a run has finished for this --target-return, too: a run that ended at a lower one may have steps left.
+def is_over(result: Json, updates: int, config: Json, target: float | None) -> bool:
+    """Whether a run has finished with this many updates and this --target-return.
 
-    began, config: its experiment and config.json so far; the experiment is now `e`, which may be longer.
+    config: its config.json so far.  The run may have been shorter, or have ended at a lower return with steps left.
     """
     if result.get("status") != "finished":
         return False
-    update = result.get("update", began.num_updates)
-    if update == began.num_updates:
-        return e.num_updates == update
+    planned = updates_of(config["experiment"])
+    if result.get("update", planned) == planned:
+        return updates <= planned
     earlier = config.get("run", {}).get("target_return")
     return earlier is None or (target is not None and target <= earlier)
 

@@ -12,7 +12,7 @@ from typing import Annotated, NamedTuple
 import tyro
 
 from cleanba.arguments import parse_command
-from cleanba.config import require
+from cleanba.config import require, updates_of
 from cleanba.errors import Exit, printable
 from cleanba.files import METRICS, finite
 from cleanba.runs import log
@@ -91,7 +91,7 @@ def read_run(run_dir: Path) -> Row:
             str(e["env_id"]),
             str(e["algorithm"]),
             int(e["seed"]),
-            update / max(1, e["total_timesteps"] // (e["num_envs"] * e["num_steps"])),
+            update / max(1, updates_of(e)),
             _number(result.get("episodic_return", logged.get("charts/episodic_return"))),
             _number(result.get("sps", logged.get("charts/SPS_recent"))),
             max(path.stat().st_mtime for path in done if path.exists()),

@@ -316,6 +316,7 @@ def draw_curves(groups: Groups, axis: Literal["steps", "seconds"], metric: str =
             panel.plot(x, b.mean, linewidth=line, markersize=marker, markevery=(10 + 11 * i % 50, 61), **look(i))
             panel.fill_between(x, b.low, b.high, color=look(i)["color"], alpha=faint, linewidth=0)
             ends = np.array([getattr(c, axis)[-1] for c in curves if stopped_early(c, curves)])
+            ends = ends[ends <= b.x[-1]]  # over wall time a slow run may end after the line does
             panel.plot(ends / unit, np.interp(ends, b.x, b.mean), "x", color=look(i)["color"], markersize=1.5 * marker)
             early |= ends.size > 0
         panel.set_title(env_id, fontsize=text + 0.5)

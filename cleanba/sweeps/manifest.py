@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from cleanba.config import read_experiment
+from cleanba.config import read_config
 from cleanba.errors import UsageError
 from cleanba.files import Json, write_json
 from cleanba.recipes import find_recipe
-from cleanba.runs.directory import was_uploaded
-from cleanba.runs.log import is_finished
+from cleanba.runs.directory import is_over, was_uploaded
+from cleanba.runs.log import is_finished, read_result
 from cleanba.train_flags import parse
 
 
@@ -27,17 +27,16 @@ class Planned(NamedTuple):
 
 
 def done(runs: Sequence[Planned], folder: Path) -> set[str]:
-    """The names of the runs that have finished, and have been uploaded if their flags ask for that."""
-    name, *words = runs[0].words
-    upload = parse(find_recipe(name), words).run.upload_model  # the same for all runs of a sweep
-    finished = {run.name for run in runs if is_finished(folder / run.name) and not is_longer(run, folder / run.name)}
-    return {name for name in finished if was_uploaded(folder / name)} if upload else finished
+    """The names of the runs that have finished as their flags ask, and have been uploaded if these ask for that."""
+    return {run.name for run in runs if is_finished(folder / run.name) and nothing_is_left(run, folder / run.name)}
 
 
-def is_longer(run: Planned, run_dir: Path) -> bool:
-    """Whether a run is planned with more updates than the one in its directory was."""
-    e = read_experiment(run_dir)
-    return run.updates > e["total_timesteps"] // (e["num_envs"] * e["num_steps"])
+def nothing_is_left(run: Planned, run_dir: Path) -> bool:
+    """Whether a run that has finished would do nothing with its present flags, such as more steps."""
+    name, *words = run.words
+    asked = parse(find_recipe(name), words).run
+    over = is_over(read_result(run_dir), run.updates, read_config(run_dir), asked.target_return)
+    return over and (not asked.upload_model or was_uploaded(run_dir))
 
 
 def read_manifest(folder: Path) -> Json:

@@ -159,6 +159,10 @@ def variants(recipe: AnyRecipe, settings: Sequence[str]) -> list[tuple[str, list
         require(name in field_types, f"--set {name}: {recipe.name} has no such flag" + (remedy and f"; {remedy}"))
         require(all(map(str.strip, values.split(","))), f"--set {setting!r} has an empty value; take the comma out")
         choices.append([(name, value.strip()) for value in values.split(",")])
+        seen: dict[str | tuple[float, ...], str] = {}
+        for _, value in choices[-1]:
+            first = seen.setdefault(meaning(value), value)
+            require(first == value, f"--set {setting!r} names {value} twice, as {first}; take one of them out")
     names = [pairs[0][0] for pairs in choices]
     require(
         len(set(names)) == len(names),
@@ -176,6 +180,14 @@ def variants(recipe: AnyRecipe, settings: Sequence[str]) -> list[tuple[str, list
                 words += [f"--{flag}", *value.split()]
         combinations.append(("+".join(f"{name}={value}" for name, value in pairs) or recipe.name, words))
     return combinations
+
+
+def meaning(value: str) -> str | tuple[float, ...]:
+    """A value of --set as its numbers, so that 1e-3 and 0.001 are equal; as it is if it is not made of numbers."""
+    try:
+        return tuple(map(float, value.split()))
+    except ValueError:
+        return value
 
 
 def plan(
