@@ -428,3 +428,18 @@ class Bankrupt(Nested):
     def step_env(self, key, state, action, params):
         obs, state, _, *rest = super().step_env(key, state, action, params)
         return obs, state, jnp.where(state == 5, jnp.inf, 1.0), *rest
+
+
+class Unspaced(Nested):
+    """What it shows does not fit its space: `fault` says where."""
+
+    def __init__(self, fault):
+        super().__init__(2)
+        self.fault = fault
+
+    def observation_space(self, params):
+        return Discrete(3) if self.fault == "dictionary" else super().observation_space(params)
+
+    def look(self, t):
+        seen = super().look(t)
+        return {"pair": list(seen["pair"])} if self.fault == "list" else seen | {"more": t}

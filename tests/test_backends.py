@@ -775,6 +775,8 @@ def test_invalid_environments_are_refused_with_a_remedy(changes, words, tmp_path
         (None, lambda o, r, *x: (o, r, *x[1:]), "cannot be stepped: Wrong.step returned 4 values, but must return 5"),
         (None, lambda o, r, *x: (o, np.ones(2), *x), "stepped: Wrong.step returned the reward array([1., 1.]), which"),
         (None, lambda o, r, *x: (o, None, *x), "stepped: Wrong.step returned the reward None, which is not one number"),
+        (None, lambda o, r, t, u, i: (o, r, t, [u], i), "step returned truncated = [False], which is not one boolean"),
+        (None, lambda o, r, t, u, i: (o, r, (t,), u, i), "returned terminated = (False,), which is not one boolean"),
         (
             lambda o: ({"a": 0.5 * o}, {}),
             None,
@@ -916,6 +918,56 @@ def test_an_observation_that_does_not_fit_its_space_is_reported_with_both_shapes
     assert "observation 'a.b' has the shape (3,), but its space has (2,)" in misfit(nested, {"a": {"b": np.zeros(3)}})
     assert "has the entries ['c'], but its space has ['b']" in misfit(nested, {"a": {"c": 0}})
     assert "is float, but its space has ['a']" in misfit(nested, 0.5)
+
+
+def test_an_environments_own_error_is_not_taken_for_a_misfit():
+    class Adds(Odd):
+        observation_space = Dict({"a": Odd.observation_space})
+
+        def look(self):
+            seen = {"a": super().look()}
+            return seen if self.steps < 2 else seen | {"b": 0}  # an entry too many, which nobody reads
+
+        def step(self, action):
+            if self.steps == 4:
+                raise LookupError("its own")
+            return super().step(action)
+
+    envs = opened(gymnasium.register(Adds), [1, 2])
+    envs.reset()
+    with pytest.raises(LookupError, match="its own"):
+        for _ in range(5):
+            envs.step(np.zeros(2, np.int32))
+    envs.close()
+
+
+def test_an_environment_with_another_shape_than_the_first_is_refused():
+    class Differs(Odd):
+        sizes = iter((3, 3, 1))  # twice for the specification
+
+        def __init__(self):
+            self.observation_space = Box(-1, 1, (next(self.sizes),), np.float32)
+
+        def look(self):
+            return np.ones(self.observation_space.shape, np.float32)
+
+    spec = env_spec(Experiment(env_id=gymnasium.register(Differs)))
+    with pytest.raises(ValueError, match=r"the shape \(1,\) in one environment and \(3,\) in another"):
+        open_envs(spec, [1], 1)  # NumPy would repeat the one number three times
+
+
+@pytest.mark.parametrize(
+    "fault, words",
+    [
+        ("list", "its observation 'pair' is list, but must be an array, or a dictionary or tuple"),
+        ("entry", "its observation has the entries ['more', 'pair'], but its space has ['pair']"),
+        ("dictionary", "its observation has the entries ['more', 'pair'], but its space has Discrete(3)"),
+    ],
+)
+def test_an_observation_in_jax_without_a_space_is_named(fault, words):
+    with pytest.raises(UsageError) as caught:
+        env_spec(Experiment(env_id="jax:odd:Unspaced", env_options=(f"fault={fault}",)))
+    assert words in str(caught.value)
 
 
 def test_single_numbers_and_booleans_are_read_from_infos():

@@ -329,6 +329,17 @@ def test_a_film_has_every_step_of_the_first_episode(tmp_path):
         assert not films.is_whole(film.path), cut
 
 
+def test_the_frames_of_a_film_have_one_size_whatever_the_environment_draws(tmp_path, monkeypatch):
+    drawn = [(30, 20), (33, 21), (1, 2000), (2000, 1), (600, 600)]
+    render = lambda envs, env: np.full((*drawn[envs._step[env] % len(drawn)], 3), 200, np.uint8)
+    monkeypatch.setattr(DrawnEnvs, "render", render)
+    film = films.Film(tmp_path / "film.mp4", agent(inspect=uniform))
+    play_scripts([[LONG]], 1, film=film)
+    film.close()
+    assert film.frames == 41 and films.is_whole(film.path)
+    assert films.fit(np.zeros((1, 2000, 3), np.uint8), *films.PICTURE).size == (480, 1)
+
+
 def test_a_film_that_cannot_be_written_is_refused_in_one_sentence(tmp_path):
     film = films.Film(tmp_path / f"{'x' * 245}.mp4", agent(inspect=uniform))  # too long with the scratch file's ending
     with pytest.raises(Failure) as caught:

@@ -71,6 +71,7 @@ class Film:
                     left.unlink()
         self._writer: Any = None
         self._ended = False
+        self._room: tuple[int, int] | None = None  # width and height of the first picture, as drawn
         self._names = action_names(policy.spec)
         self._grey = policy.spec.is_atari and bool(policy.spec.options.get("gray_scale", True))
 
@@ -112,8 +113,13 @@ class Film:
         values: np.ndarray,
         chosen: Collection[int],
     ) -> None:
+        image = fit(picture, *PICTURE)
+        self._room = self._room or image.size
+        if image.size != self._room:  # the frames of a film must all have one size
+            image, smaller = Image.new("RGB", self._room, PAPER), fit(np.asarray(image), *self._room)
+            image.paste(smaller)
         parts = [
-            captioned(fit(picture, *PICTURE), f"step {self.frames}   score {score:g}"),
+            captioned(image, f"step {self.frames}   score {score:g}"),
             captioned(see(seen(self._policy.spec.obs, obs), self._grey), "what the network sees"),
             captioned(draw_policy(self._names, values, chosen), caption),
         ]
@@ -176,7 +182,8 @@ def fit(picture: np.ndarray, width: int, height: int) -> Image.Image:
     scale = min(width / image.width, height / image.height)
     if scale >= 1:
         return image.resize((image.width * int(scale), image.height * int(scale)), Image.Resampling.NEAREST)
-    return image.resize((round(image.width * scale), round(image.height * scale)), Image.Resampling.LANCZOS)
+    size = max(1, round(image.width * scale)), max(1, round(image.height * scale))
+    return image.resize(size, Image.Resampling.LANCZOS)
 
 
 def seen(spec: ObsSpecs, obs: Obs) -> dict[str, np.ndarray]:

@@ -45,6 +45,7 @@ from cleanba.environments.worker import (
     Arrays,
     Game,
     Layout,
+    Noted,
     Part,
     Raised,
     SilentEnvs,
@@ -52,6 +53,7 @@ from cleanba.environments.worker import (
     carve,
     close,
     leaves,
+    misflagged,
     misreturned,
     named,
     rate_in,
@@ -232,7 +234,7 @@ def env_spec(e: Experiment) -> EnvSpec:
             raise UsageError(
                 f"env_id={e.env_id!r} cannot be trained on: {why}; --env-wrappers module:function may change it"
             )
-        probe = SilentEnvs([made.make], copy=False)
+        probe = SilentEnvs([lambda: Noted(made.make())], copy=False)
         doing = "reset"
         sample, _ = probe.reset(seed=[0])
         fits = lambda space, x: x.astype(np.float32) if too_wide(space) else x
@@ -245,6 +247,8 @@ def env_spec(e: Experiment) -> EnvSpec:
         _, reward, *_ = probe.step(taken)
         if np.isnan(reward).any():
             raise ValueError("its first reward is not a number")
+        if why := misflagged(probe.envs[0].returned):
+            raise ValueError(why)
         close(probe, e.env_id)
     except UsageError:
         raise
@@ -255,7 +259,7 @@ def env_spec(e: Experiment) -> EnvSpec:
     except (Exception, SystemExit) as error:  # an environment may raise anything
         if probe is None and isinstance(error, TypeError) and (words := unknown_option(made)):
             raise UsageError(f"{e.env_id} {words}") from error
-        why = (probe is not None and misreturned(probe.envs[0], taken[0])) or raised(error)
+        why = (probe is not None and misreturned(probe.envs[0].env, taken[0])) or raised(error)
         raise UsageError(
             f"env_id={e.env_id!r} cannot be {doing}{with_these(options, e.env_wrappers)}: {why}"
         ) from error
@@ -508,7 +512,8 @@ class Envs:
         try:
             part.ask("render", env)
             picture = np.asarray(part.answer(self.check), np.uint8)
-            assert picture.ndim == 3 and picture.shape[-1] in (3, 4), f"it returned {picture.shape}, not [H, W, 3]"
+            fits = picture.ndim == 3 and picture.shape[-1] in (3, 4) and picture.size
+            assert fits, f"it returned {picture.shape}, not [H, W, 3]"
         except Exception as error:
             raise undrawable(self._spec.env_id, error) from None
         return picture[..., :3]  # without transparency

@@ -249,8 +249,10 @@ def env_spec(e: Experiment) -> EnvSpec:
         options |= {"max_episode_steps": most} if most else {}
         functions = functions_of(e.env_id, options, action, e.reward_clip)
         doing = "reset and stepped"
-        sample = first_step(functions, action)
-        obs = as_planes(e.env_id, obs_spec(named(space_of(environment, "observation_space")), sample, action))
+        sample, space = first_step(functions, action), named(space_of(environment, "observation_space"))
+        if why := without_space(space, sample):
+            raise TypeError(why)
+        obs = as_planes(e.env_id, obs_spec(space, sample, action))
     except UsageError:
         raise
     except Exception as error:  # an environment may raise anything
@@ -397,6 +399,23 @@ def first_step(functions: Functions, takes: ActionSpec) -> PyTree:
         if difference := differs(before, after):
             raise TypeError(f"its {name} must have the same form after a reset and after a step, but {difference}")
     return fresh[1]
+
+
+def without_space(space: Any, sample: PyTree, name: str = "") -> str:
+    """Which part of an observation has no space, or is not an array, in words; "" if there is none.
+
+    space, sample: as `named` returns them.
+    """
+    what = f"observation{name and f' {name[1:]!r}'}"
+    if isinstance(sample, dict):
+        if not isinstance(space, dict) or not set(sample) <= set(space):
+            has = sorted(space) if isinstance(space, dict) else space
+            return f"its {what} has the entries {sorted(sample)}, but its space has {has}"
+        parts = (without_space(space[part], shown, f"{name}.{part}") for part, shown in sample.items())
+        return next(filter(None, parts), "")
+    if not hasattr(sample, "shape"):
+        return f"its {what} is {type(sample).__name__}, but must be an array, or a dictionary or tuple of arrays"
+    return ""
 
 
 def differs(before: PyTree, after: PyTree) -> str:

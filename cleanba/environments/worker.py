@@ -188,6 +188,30 @@ def misreturned(env: gymnasium.Env[Any, Any], action: object) -> str:
     return ""
 
 
+class Noted:
+    """An environment, and what its last step returned.  It need not be one of Gymnasium's classes."""
+
+    def __init__(self, env: Any):
+        self.env = env
+        self.returned: Any = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.env, name)
+
+    def step(self, action: Any) -> Any:
+        """As the environment's."""
+        self.returned = self.env.step(action)
+        return self.returned
+
+
+def misflagged(returned: Sequence[object]) -> str:
+    """Which flag among the results of `step` is no boolean, in words; "" if both are.  NumPy takes [False] for True."""
+    for name, flag in zip(("terminated", "truncated"), returned[2:4], strict=True):
+        if isinstance(flag, list | tuple | dict | set | str):
+            return f"step returned {name} = {flag!r}, which is not one boolean"
+    return ""
+
+
 def kind_of(returned: object) -> str:
     """What a function returned, in a few words."""
     if isinstance(returned, tuple):
@@ -220,6 +244,8 @@ class SilentEnvs(SyncVectorEnv):
         try:
             yield
         except Exception as error:
+            if place_of(error):  # raised by the environment, not by NumPy for what it returned
+                raise
             for obs in self._env_obs:
                 if obs is not None and (why := misfit(self.single_observation_space, obs)):
                     raise ValueError(why) from error
@@ -277,6 +303,11 @@ class Part:
         count = len(arrays.reward)
         self._envs: Any = SilentEnvs([make] * count, copy=False, autoreset_mode=AutoresetMode.NEXT_STEP)
         self._envs.infos, self._envs.noted = game.infos, arrays.infos
+        for space, mine in zip(leaves(named(self._envs.single_observation_space)), arrays.obs, strict=True):
+            if space.shape != mine.shape[1:]:
+                raise ValueError(
+                    f"its observations have the shape {space.shape} in one environment and {mine.shape[1:]} in another"
+                )
 
     def reset(self, seeds: Sequence[int | None]) -> None:
         """Restart all of them, each with its seed; None continues an environment's own random numbers."""
