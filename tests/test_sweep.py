@@ -254,7 +254,8 @@ def test_a_run_that_ended_at_a_lower_target_is_not_done(tmp_path):
     (run := tmp_path / "a").mkdir()
     planned = lambda *target: [Planned("a", "Catch-v0", "ppo", 1, ("ppo", *SHORT, *target), updates=10)]
     over = lambda *target: done(planned(*target), tmp_path) == {"a"}
-    (run / "config.json").write_text(json.dumps({"run": {"target_return": 20.0}}))
+    experiment = {"total_timesteps": 100, "num_envs": 2, "num_steps": 5}  # 10 updates
+    (run / "config.json").write_text(json.dumps({"experiment": experiment, "run": {"target_return": 20.0}}))
     (run / "result.json").write_text(json.dumps({"status": "finished", "update": 3}))
     assert over("--target-return", "20") and over("--target-return", "10")
     assert not over("--target-return", "30") and not over()

@@ -234,7 +234,7 @@ def env_spec(e: Experiment) -> EnvSpec:
             raise UsageError(
                 f"env_id={e.env_id!r} cannot be trained on: {why}; --env-wrappers module:function may change it"
             )
-        probe = SilentEnvs([lambda: Noted(made.make())], copy=False)
+        probe = SilentEnvs([lambda: cast(gymnasium.Env[Any, Any], Noted(made.make()))], copy=False)
         doing = "reset"
         sample, _ = probe.reset(seed=[0])
         fits = lambda space, x: x.astype(np.float32) if too_wide(space) else x
