@@ -71,6 +71,7 @@ def test_sets_of_atari_games_are_environments_that_exist():
         ([], ["pop"], "a sweep needs to know what to run"),
         ([], [], "a sweep needs to know what to run"),
         (["--set", "learning_rat=1"], ["ppo", *SHORT], "did you mean learning_rate"),
+        (["--set", "preset=mujoco"], ["ppo", *SHORT], "--set preset=mujoco: one preset serves all runs; give --preset"),
         (["--set", "lr=1"], ["ppo", *SHORT], "--set lr: ppo has no such flag; set --learning-rate"),
         (["--set", "learning_rate"], ["ppo", *SHORT], "must be name=value,value"),
         (["--set", "learning_rate=1e-4,x"], ["ppo", *SHORT], "learning_rate=x: --learning-rate: 'x' is not a number"),
@@ -95,6 +96,11 @@ def test_what_would_not_run_is_refused_before_anything_starts(own, runs, said, t
     assert ended.code == 2
     assert said in ended.err and len(ended.err.splitlines()) == 1
     assert not list(tmp_path.iterdir())
+
+
+def test_the_help_of_status_is_no_wrong_use():
+    ended = command("sweep", "status", "--help")
+    assert ended.code == 0 and ended.out.startswith("usage: cleanba sweep status DIR\n\nShow each run")
 
 
 def test_a_folder_with_other_experiments_is_refused(tmp_path):

@@ -19,7 +19,7 @@ from cleanba.arguments import parse_command
 from cleanba.config import Experiment, Placement, Run, require
 from cleanba.environments.atari_scores import table
 from cleanba.errors import Exit, Failure, UsageError, closest_names, printable, warn
-from cleanba.help import written_flag
+from cleanba.help import HELP, written_flag
 from cleanba.recipes import RECIPES, AnyRecipe, find_recipe, names_recipe
 from cleanba.resolution import Config, continue_experiment, fit, resolve
 from cleanba.runs.directory import lock
@@ -154,6 +154,7 @@ def variants(recipe: AnyRecipe, settings: Sequence[str]) -> list[tuple[str, list
             f"--set {name}: each run of a sweep has its own environment, seed and directory; use --env-ids, "
             "--num-seeds, --first-seed or --dir",
         )
+        require(name != "preset", f"--set {setting}: one preset serves all runs; give --preset after --")
         close = closest_names(name, field_types)
         remedy = remedy_for(written_flag(name), field_types) or (close and f"did you mean {close}?")
         require(name in field_types, f"--set {name}: {recipe.name} has no such flag" + (remedy and f"; {remedy}"))
@@ -592,7 +593,11 @@ STATES = ("finished", "running", "interrupted", "failed", "unfinished", "not beg
 
 def status_command(argv: Sequence[str]) -> Exit:
     """`cleanba sweep status DIR`: every run's state, from Slurm and from its folder."""
-    require(len(argv) == 1 and not argv[0].startswith("-"), "usage: cleanba sweep status DIR")
+    usage = "usage: cleanba sweep status DIR"
+    if argv and argv[0] in HELP:
+        print(f"{usage}\n\nShow each run of a sweep: its state, how far it is, its return, and why it failed.")
+        return Exit()
+    require(len(argv) == 1 and not argv[0].startswith("-"), usage)
     from rich.console import Console
     from rich.table import Table
 
