@@ -183,6 +183,19 @@ def test_a_finished_run_without_checkpoints_is_not_made_longer(tmp_path):
     assert read_result(run)["update"] == 10
 
 
+def test_a_run_with_a_preset_or_with_a_setting_that_is_gone_is_made_longer(tmp_path):
+    run = tmp_path / "run"
+    words = [*KINDS["ppo"], "--no-anneal-lr", "--run-dir", run, "--total-timesteps"]
+    assert command(*words, "320").code == 0
+    config = json.loads((run / "config.json").read_text())
+    config["origin"]["gone"] = "typed"
+    (run / "config.json").write_text(json.dumps(config))
+    assert command(*words, "384").code == 0 and read_result(run)["update"] == 6
+    ended = command("resume", run, "--preset", run, "--total-timesteps", "448")
+    assert ended.code == 0 and read_result(run)["update"] == 7, ended
+    assert "preset" not in json.loads((run / "config.json").read_text())["origin"]
+
+
 # ------------------------------------------------------------------------------------------- the same command
 
 

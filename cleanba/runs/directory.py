@@ -104,7 +104,7 @@ def open_run(
     earlier = read_config(run_dir) if path.exists() else None
     if earlier is not None:
         there, began = read_recipe(run_dir)
-        e = longer(began, resolved.experiment, run_dir)
+        e = longer(recipe, began, resolved.experiment, run_dir)
         require_same(run_dir, differences({"algorithm": there.name, **to_json(e)}, config["experiment"]))
         if e != began:
             config[FIRST_STEPS] = began.total_timesteps
