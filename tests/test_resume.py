@@ -173,14 +173,32 @@ def test_settings_that_follow_the_length_of_a_run_by_algorithm():
     assert RECIPES["dqn"].experiment(prioritised=True).schedules == (explores, importance)
 
 
-def test_a_finished_run_without_checkpoints_is_not_made_longer(tmp_path):
+def test_a_finished_run_without_a_checkpoint_to_go_on_from_is_left_as_it_is(tmp_path, monkeypatch):
     run = tmp_path / "run"
     words = [*KINDS["ppo"], "--no-anneal-lr", "--checkpoint-frequency", "0", "--run-dir", run, "--total-timesteps"]
-    assert command(*words, "640").code == 0
-    shutil.rmtree(run / "checkpoints", ignore_errors=True)
-    ended = command(*words, "1280")
-    assert ended.code == 2 and "no checkpoint from which it could go on" in ended.err, ended
-    assert read_result(run)["update"] == 10
+
+    def refused() -> None:
+        files = lambda: {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+        before = files()
+        ended = command(*words, "1280")
+        assert ended.code == 2 and "no checkpoint from which a longer run could go on" in ended.err, ended
+        assert files() == before
+
+    with monkeypatch.context() as patch:
+        patch.setattr("cleanba.launch.repeatable", lambda spec: False)
+        assert command(*words, "640").code == 0
+        refused()
+    counters = run / "checkpoints" / "10" / "counters" / "metadata"
+    assert json.loads(counters.read_text())["goes_on"] is False
+    kept = counters.read_text()
+    counters.write_text(kept.replace('"goes_on": false', '"unknown": 0'))  # as an earlier version's
+    refused()
+    shutil.rmtree(run / "checkpoints")
+    refused()
+    (run / "result.json").unlink()  # killed before its first checkpoint: it begins again
+    assert command(*words, "704").code == 0 and read_result(run)["update"] == 11
+    assert "first_total_timesteps" not in json.loads((run / "config.json").read_text())
+    assert command("verify", run).code == 0
 
 
 def test_a_run_with_a_preset_or_with_a_setting_that_is_gone_is_made_longer(tmp_path):
