@@ -138,6 +138,10 @@ def test_a_finished_run_made_longer_ends_in_the_bits_of_a_run_of_that_length(kin
     assert config["experiment"]["total_timesteps"] == 2560 and config["first_total_timesteps"] == 640
     ended = command("verify", run, "--from", "10", "--to", "20")
     assert ended.code == 0 and "the chain holds" in ended.out, ended
+    packed = tmp_path / "run.tar.gz"
+    assert command("pack", run, "--out", packed).code == 0
+    ended = command("verify", packed, "--to", "10")
+    assert ended.code == 0 and "the chain holds" in ended.out, ended
     for words_now in (words(1280, run), ["resume", run, "--total-timesteps", "1280"]):
         ended = command(*words_now)
         assert ended.code == 2 and "total_timesteps: 2560" in ended.err, ended
