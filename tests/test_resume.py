@@ -142,6 +142,12 @@ def test_a_finished_run_made_longer_ends_in_the_bits_of_a_run_of_that_length(kin
     assert command("pack", run, "--out", packed).code == 0
     ended = command("verify", packed, "--to", "10")
     assert ended.code == 0 and "the chain holds" in ended.out, ended
+    for steps in (2624, 640):
+        edited = {**config, "experiment": {**config["experiment"], "total_timesteps": steps}}
+        (run / "config.json").write_text(json.dumps(edited))
+        ended = command("verify", run)
+        assert ended.code == 1 and f"ends at update 40, but the run has finished with {steps // 64}" in ended.out, ended
+    (run / "config.json").write_text(json.dumps(config))
     for words_now in (words(1280, run), ["resume", run, "--total-timesteps", "1280"]):
         ended = command(*words_now)
         assert ended.code == 2 and "total_timesteps: 2560" in ended.err, ended
