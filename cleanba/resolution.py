@@ -379,15 +379,22 @@ def recorded(run_dir: Path | None) -> dict[str, str]:
     return read_json(path) if path is not None and path.exists() else {}
 
 
-def longer(e: Experiment, wanted: Experiment, run_dir: Path) -> Experiment:
+def longer(recipe: AnyRecipe, e: Experiment, wanted: Experiment, run_dir: Path) -> Experiment:
     """The experiment that is `wanted` if it only makes the run in `run_dir` longer; else that run's own, `e`.
 
     Raises:
-        UsageError: a setting follows the length of the run, so a longer one has other bits from the beginning.
+        UsageError: a setting follows the length of the run, so a longer one has other bits from the beginning; or a
+            user's algorithm does not say so of its settings.
     """
     steps = e.total_timesteps
     if wanted.total_timesteps <= steps or replace(wanted, total_timesteps=steps) != e:
         return e
+    require(
+        recipe.name in RECIPES or "schedules" in vars(type(e)),
+        f"{run_dir} cannot be made longer, because {recipe.name} does not say which settings depend on a run's length; "
+        f"define `schedules` in its {type(e).__name__} (docs/guides/own-loss.md), or start a new run with --init-from "
+        f"{run_dir}",
+    )
     depends = "depends" if len(e.schedules) == 1 else "depend"
     require(
         not e.schedules,
@@ -425,7 +432,8 @@ def continue_experiment(recipe: AnyRecipe, now: Resolved, run_dir: Path, flag: s
     }
     only = lambda values: {name: value for name, value in values.items() if name in was_typed}
     if now.origin["total_timesteps"] == TYPED:
-        e = longer(e, replace(e, **{name: getattr(now.experiment, name) for name in was_typed}), run_dir)
+        typed = {name: getattr(now.experiment, name) for name in was_typed & now.origin.keys()}
+        e = longer(recipe, e, replace(e, **typed), run_dir)
     require_same(run_dir, differences(only(to_json(e)), only(to_json(now.experiment))), flag)
     same = e == now.experiment
     spec = now.spec if same else env_spec(e)
@@ -483,7 +491,7 @@ def configure(
         asked = read_whole(recipe, whole, run.trust_remote_code)
         wanted = replace(asked, **typed)
         if whole == run.run_dir:
-            asked = longer(asked, wanted, whole)
+            asked = longer(recipe, asked, wanted, whole)
         changed = differences(to_json(asked), to_json(wanted))
         require(
             not changed,
@@ -501,7 +509,8 @@ def settle(recipe: AnyRecipe, config: Config, platform: str, run_dir: Path | Non
     """
     if config.whole is not None:
         resolved = taken_whole(recipe, config.asked, config.whole, platform)
-        resolved = resolved._replace(origin={**resolved.origin, **dict.fromkeys(config.typed, TYPED)})
+        typed = dict.fromkeys(config.typed.keys() & resolved.origin.keys(), TYPED)  # without "preset"
+        resolved = resolved._replace(origin={**resolved.origin, **typed})
     else:
         resolved = resolve(recipe, config.typed, platform)
     return resolved if run_dir is None else continue_experiment(recipe, resolved, run_dir)

@@ -726,6 +726,18 @@ def test_a_custom_loss_trains_in_sweeps_and_in_python(own_loss):
     assert ended.code == 1 and "algorithm: my_ppo:RECIPE and ppo" in ended.out, ended.out
 
 
+def test_a_run_of_a_custom_loss_is_made_longer_only_if_it_says_that_it_can_be(own_loss):
+    words = ["my_ppo:RECIPE", "--env-id", "Catch-v0", *words_of({**SMALL, "anneal_lr": False}), "--run-dir", "run"]
+    assert command(*words, "--total-timesteps", "256").code == 0
+    ended = command(*words, "--total-timesteps", "384")
+    assert ended.code == 2 and "my_ppo:RECIPE does not say which settings depend on a run's length" in ended.err, ended
+    flag = '    square_coef: float = 0.1\n    """weight"""\n'
+    says = "    schedules = ()\n"
+    own_loss.write_text(own_loss.read_text().replace(flag, flag + says))
+    sys.modules.pop("my_ppo")
+    assert command(*words, "--total-timesteps", "384").code == 0 and read_result(Path("run"))["update"] == 3
+
+
 def test_a_custom_network_is_a_class_of_its_own(own_loss):
     words = words_of({**SMALL, "total_timesteps": 1280})
     for recipe in ("my_network:RECIPE", "ppo"):

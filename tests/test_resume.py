@@ -138,6 +138,16 @@ def test_a_finished_run_made_longer_ends_in_the_bits_of_a_run_of_that_length(kin
     assert config["experiment"]["total_timesteps"] == 2560 and config["first_total_timesteps"] == 640
     ended = command("verify", run, "--from", "10", "--to", "20")
     assert ended.code == 0 and "the chain holds" in ended.out, ended
+    packed = tmp_path / "run.tar.gz"
+    assert command("pack", run, "--out", packed).code == 0
+    ended = command("verify", packed, "--to", "10")
+    assert ended.code == 0 and "the chain holds" in ended.out, ended
+    for steps in (2624, 640):
+        edited = {**config, "experiment": {**config["experiment"], "total_timesteps": steps}}
+        (run / "config.json").write_text(json.dumps(edited))
+        ended = command("verify", run)
+        assert ended.code == 1 and f"ends at update 40, but the run has finished with {steps // 64}" in ended.out, ended
+    (run / "config.json").write_text(json.dumps(config))
     for words_now in (words(1280, run), ["resume", run, "--total-timesteps", "1280"]):
         ended = command(*words_now)
         assert ended.code == 2 and "total_timesteps: 2560" in ended.err, ended
@@ -173,14 +183,45 @@ def test_settings_that_follow_the_length_of_a_run_by_algorithm():
     assert RECIPES["dqn"].experiment(prioritised=True).schedules == (explores, importance)
 
 
-def test_a_finished_run_without_checkpoints_is_not_made_longer(tmp_path):
+def test_a_finished_run_without_a_checkpoint_to_go_on_from_is_left_as_it_is(tmp_path, monkeypatch):
     run = tmp_path / "run"
     words = [*KINDS["ppo"], "--no-anneal-lr", "--checkpoint-frequency", "0", "--run-dir", run, "--total-timesteps"]
-    assert command(*words, "640").code == 0
-    shutil.rmtree(run / "checkpoints", ignore_errors=True)
-    ended = command(*words, "1280")
-    assert ended.code == 2 and "no checkpoint from which it could go on" in ended.err, ended
-    assert read_result(run)["update"] == 10
+
+    def refused() -> None:
+        files = lambda: {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+        before = files()
+        ended = command(*words, "1280")
+        assert ended.code == 2 and "no checkpoint from which a longer run could go on" in ended.err, ended
+        assert files() == before
+
+    with monkeypatch.context() as patch:
+        patch.setattr("cleanba.launch.repeatable", lambda spec: False)
+        assert command(*words, "640").code == 0
+        refused()
+    counters = run / "checkpoints" / "10" / "counters" / "metadata"
+    assert json.loads(counters.read_text())["goes_on"] is False
+    kept = counters.read_text()
+    counters.write_text(kept.replace('"goes_on": false', '"unknown": 0'))  # as an earlier version's
+    refused()
+    shutil.rmtree(run / "checkpoints")
+    refused()
+    (run / "result.json").unlink()  # killed before its first checkpoint: it begins again
+    assert command(*words, "704").code == 0 and read_result(run)["update"] == 11
+    assert "first_total_timesteps" not in json.loads((run / "config.json").read_text())
+    assert command("verify", run).code == 0
+
+
+def test_a_run_with_a_preset_or_with_a_setting_that_is_gone_is_made_longer(tmp_path):
+    run = tmp_path / "run"
+    words = [*KINDS["ppo"], "--no-anneal-lr", "--run-dir", run, "--total-timesteps"]
+    assert command(*words, "320").code == 0
+    config = json.loads((run / "config.json").read_text())
+    config["origin"]["gone"] = "typed"
+    (run / "config.json").write_text(json.dumps(config))
+    assert command(*words, "384").code == 0 and read_result(run)["update"] == 6
+    ended = command("resume", run, "--preset", run, "--total-timesteps", "448")
+    assert ended.code == 0 and read_result(run)["update"] == 7, ended
+    assert "preset" not in json.loads((run / "config.json").read_text())["origin"]
 
 
 # ------------------------------------------------------------------------------------------- the same command

@@ -25,8 +25,9 @@ from cleanba.errors import Failure, Replaced, UsageError
 from cleanba.files import Json, read_json, write_json
 from cleanba.recipes import AnyRecipe
 from cleanba.resolution import Resolved, longer, read_recipe
+from cleanba.runs.log import is_finished
 from cleanba.runtime.chain import FIRST_STEPS
-from cleanba.runtime.checkpoint import updates_kept
+from cleanba.runtime.checkpoint import can_be_made_longer, updates_kept
 from cleanba.runtime.hardware import describe_devices
 
 
@@ -114,19 +115,22 @@ def open_run(
     earlier = read_config(run_dir) if path.exists() else None
     if earlier is not None:
         there, began = read_recipe(run_dir)
-        e = longer(began, resolved.experiment, run_dir)
+        e = longer(recipe, began, resolved.experiment, run_dir)
         require_same(run_dir, differences({"algorithm": there.name, **to_json(e)}, config["experiment"]))
-        if e != began:
-            config[FIRST_STEPS] = began.total_timesteps
+        newest = max(updates_kept(run_dir), default=0)
         if FIRST_STEPS in earlier:
             config[FIRST_STEPS] = earlier[FIRST_STEPS]
+        elif e != began and newest:
+            config[FIRST_STEPS] = began.total_timesteps
         result = run_dir / "result.json"
         if result.exists() and is_over(read_json(result), e.num_updates, earlier, run.target_return):
             raise Finished(f"{run_dir} is finished; nothing to do")
+        at_end = newest == began.num_updates or (not newest and is_finished(run_dir))
         require(
-            e == began or bool(updates_kept(run_dir)),
-            f"{run_dir} has no checkpoint from which it could go on; start a new run from its parameters with "
-            f"--init-from {run_dir}",
+            e == began or not at_end or can_be_made_longer(run_dir, newest),
+            f"{run_dir} has no checkpoint from which a longer run could go on (earlier versions kept none at the end; "
+            "nor does an environment that ignores its seed); start a new run from its parameters with --init-from "
+            f"{run_dir}",
         )
     require(
         earlier is not None or not updates_kept(run_dir),

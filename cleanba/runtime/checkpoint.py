@@ -31,7 +31,7 @@ import numpy as np
 from cleanba.algorithm import P, S
 from cleanba.config import Retention
 from cleanba.errors import Failure, Replaced
-from cleanba.files import METRICS, Json, may_pass, write_whole
+from cleanba.files import METRICS, Json, may_pass, optional_json, write_whole
 from cleanba.interrupts import after_this
 from cleanba.rollout import PyTree
 from cleanba.runtime import memory, records
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     import orbax.checkpoint as ocp
 
 COUNTERS = "counters"
+GOES_ON = "goes_on"  # in the counters: whether a longer run could continue from here; earlier versions wrote none
 ARRAYS = "arrays"
 LATE_SECONDS = 60.0  # how long a shared file system may take to show what another process wrote
 
@@ -411,6 +412,15 @@ def updates_kept(run_dir: Path) -> list[int]:
     """The updates that a run has checkpoints of, in order."""
     folder = run_dir / "checkpoints"
     return sorted(int(p.name) for p in folder.iterdir() if p.name.isdecimal()) if folder.is_dir() else []
+
+
+def can_be_made_longer(run_dir: Path, update: int) -> bool:
+    """Whether a run that was to end with this checkpoint can go on from it.
+
+    Earlier versions left out the last version of the parameters and the actors there.  Actors are also left out where
+    environments do not repeat themselves.
+    """
+    return optional_json(run_dir / "checkpoints" / str(update) / COUNTERS / "metadata").get(GOES_ON) is True
 
 
 def _alone(use: str) -> "ocp.options.MultiprocessingOptions":

@@ -19,6 +19,7 @@ from cleanba.files import Json
 from cleanba.rollout import PyTree
 from cleanba.runtime.actor import ActorRollout, Params, run_actor
 from cleanba.runtime.channels import Channel, Closed, Stop
+from cleanba.runtime.checkpoint import GOES_ON
 from cleanba.runtime.checkpoint_schedule import CheckpointSchedule
 from cleanba.runtime.checkpoint_writer import CheckpointWriter
 from cleanba.runtime.collect import Collector, FiniteCheck, ScanCache, ScannedCollector, SteppedCollector, make_steppers
@@ -168,10 +169,10 @@ class Saver(Generic[S, M, P, C]):
         self.log.write_digests(update, counters, self.writer.snapshot(update, state, memory))
         counters |= {"chain": training.chain.state} if training.chain is not None else {}
         counters |= {"reached": training.target_return} if finished else {}
-        # Also at the run's end: it may be made longer.
-        with_actors = training.repeatable and not training.schedule.starts_afresh(update)
+        fresh = training.schedule.starts_afresh(update)  # also asked at the run's end, as it may be made longer
+        counters |= {GOES_ON: fresh or training.repeatable}
         older = self.publish.params_of(update)
-        self.writer.save(update, state, older, counters, with_actors)
+        self.writer.save(update, state, older, counters, training.repeatable and not fresh)
         self.progress.saved_update = update
         self.schedule.note_saved(self.writer.seconds + time.perf_counter() - before)
 
