@@ -265,6 +265,10 @@ def test_a_run_that_came_to_its_target_is_whole_and_one_that_says_so_falsely_is_
     verified = command("verify", tmp_path / "run")
     assert verified.code == 0 and "the same bits" in verified.out, verified
     result = tmp_path / "run" / "result.json"
+    known = json.loads(result.read_text())
+    del known["target_return_reached"]  # as in an earlier version
+    result.write_text(json.dumps(known))
+    assert command("verify", tmp_path / "run", "--segments", "1").code == 0
     result.write_text(result.read_text().replace(f'"update": {updates}', '"update": 20'))
     refused = command("verify", tmp_path / "run")
     assert refused.code == 1
