@@ -98,8 +98,8 @@ def resume_command(argv: Sequence[str]) -> Exit:
         words = (
             "usage: cleanba resume RUN_DIR [FLAGS]\n\nContinue an unfinished run.  Flags of placement and run can be "
             "changed:\n`cleanba resume RUN_DIR --help` lists them, with the run's values.  --total-timesteps N makes a "
-            "run\nlonger, even a finished one, if no setting depends on its length: SAC and TD3, and others with\n"
-            "--no-anneal-lr."
+            "run\nlonger, even a finished one, if no setting depends on its length: SAC and TD3, and PPO and\n"
+            "IMPALA with --no-anneal-lr."
         )
         require(bool(argv) and argv[0] in ("-h", "--help"), f"resume needs the directory of a run\n{words}")
         print(words)

@@ -169,7 +169,8 @@ def contradictions(rerun: Rerun, linked: Mapping[int, Linked], kept: Iterable[in
     result = log.read_result(rerun.run_dir)
     finished = result.get("status") == "finished"
     early = result.get("target_return_reached", True) is not None  # of earlier versions' runs it is unknown
-    whole = result.get("update") if early else rerun.experiment.num_updates
+    planned = rerun.experiment.num_updates
+    whole = result.get("update", planned) if early else planned
     if finished and last.update != whole:
         found.append(f"the chain ends at update {last.update}, but the run has finished with {whole}")
     elif finished and any(result.get(name) != getattr(last, name) for name in DIGESTS):
