@@ -47,7 +47,7 @@ COMMANDS = {
     "sweep": Command("train environments x seeds x flags, here or under Slurm", "cleanba.sweeps.sweep:sweep_command"),
     "slurm": Command("write out the templates for Slurm", "cleanba.sweeps.slurm:slurm_command", "Templates"),
     "completion": Command(
-        "print a script with which a shell completes these words", "cleanba.completion:completion_command", ""
+        "print a script with which a shell completes commands and flags", "cleanba.completion:completion_command", ""
     ),
 }
 

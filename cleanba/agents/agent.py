@@ -133,8 +133,8 @@ class Agent:
         Returns:
             Name -> array.  For a batch: "value" [B] and, depending on the algorithm, "probability" or "action value" of
             each choice [B, A], "mean" of real-valued actions [B, D], or TD3's "action".  Without B for one observation.
-            Values are in the rewards that the learner saw: with norm_reward, which presets may set, divided by their
-            running deviation; with reward_clip clipped.
+            Values are in units of the rewards that the learner saw: with norm_reward, which presets may set, divided by
+            the running standard deviation of their discounted return; with reward_clip clipped.
 
         Raises:
             UsageError: as `act`.

@@ -38,8 +38,8 @@ from cleanba.train_flags import parse, typed_names
 ABOUT = """usage: cleanba bisect RUN_A RUN_B [FLAGS]
        cleanba bisect RUN [FLAGS] -- [NAME=VALUE ...] [PLACEMENT FLAGS]
 
-Computes two runs of one experiment again, or one run on two placements, update by update and side by side, and names
-the first number that differs and what made it: an environment, acting, a shard's gradient, the sum, the optimiser …
+Compute two runs of one experiment again, or one run on two placements, update by update and side by side, and name the
+first number that differs and what made it: an environment, acting, a shard's gradient, the sum, the optimiser …
 Flags after `--` set B's placement; flags after a second `--` set A's.  NAME=VALUE sets an environment
 variable of that side.  Exit code 0: the same bits throughout.  1: the two sides differ, or one of them differs from
 what its run logged."""

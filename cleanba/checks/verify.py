@@ -38,7 +38,7 @@ Reason = Literal["processor", "packages", "revision"]
 
 @dataclass(frozen=True)
 class Verify:
-    """Compute parts of a run again, on the devices that are here, and compare them with the digests that it recorded.
+    """Compute parts of a run again, on this machine's devices, and compare them with the digests that it recorded.
 
     Exit code 0: the same bits.  1: they differ, or the run's records contradict each other.  3: nothing was computed,
     because the bits need not agree here (another processor, package or revision, --no-deterministic, an environment

@@ -39,7 +39,7 @@ if TYPE_CHECKING:  # rich takes a moment to import
 USAGE = """usage: cleanba sweep --env-ids ENV ... [FLAGS] -- ppo [FLAGS OF EVERY RUN]
        cleanba sweep status DIR
 
-Trains every combination of environments, seeds and --set values.  The same command again skips finished runs and
+Train every combination of environments, seeds and --set values.  The same command again skips finished runs and
 resumes the rest.
 
 examples:
