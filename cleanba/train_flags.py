@@ -74,7 +74,8 @@ def read_flags(
     before = form(default.asked, default.placement, default.run) if default else form()
     own = {name for group in (recipe.experiment, Placement, Run) for name in offered_fields(group)}
     if words and not words[0].startswith("-") and "=" not in words[0]:
-        raise UsageError(f"{words[0]} has no flag before it; write --env-id {words[0]}")
+        remedy = "leave it out" if default else f"write --env-id {words[0]}"  # a run's experiment stays as it is
+        raise UsageError(f"{words[0]} has no flag before it; {remedy}")
     parsed: Any = read_words(
         form,
         words,

@@ -66,6 +66,11 @@ def source_of(run_dir: Path) -> str | None:
     return None
 
 
+def name_of(run_dir: Path) -> str:
+    """What messages call a run: where it was downloaded or unpacked from, or its folder."""
+    return source_of(run_dir) or str(run_dir)
+
+
 def require_trusted(run_dir: Path, what: str) -> None:
     """Raise `UsageError` if a run is from elsewhere; `what` is the part of the message that says what is refused."""
     source = source_of(run_dir)

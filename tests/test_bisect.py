@@ -125,6 +125,20 @@ def test_two_runs_diverge_where_one_was_computed_differently(tmp_path, monkeypat
     assert both.code == 1 and re.search("update 2 than A has .*update 2 than B has", both.out, re.DOTALL), both
 
 
+def test_a_placement_that_does_not_fit_and_a_stray_word_are_refused_before_anything_is_computed(tmp_path):
+    run = tmp_path / "run"
+    assert command(*PART[:-4], "--log-frequency", "8", "--env-id", "Catch-v0", "--run-dir", run).code == 0
+    shards = json.loads((run / "config.json").read_text())["experiment"]["num_shards"]
+    for words, says in (
+        (["--learner-device-ids", *map(str, range(shards + 1))], f"num_shards={shards} cannot"),
+        (["nonsense"], "nonsense has no flag before it; leave it out"),
+    ):
+        ended = command("bisect", run, "--to", "2", "--", *words)
+        assert ended.code == 2 and says in ended.err and "computing" not in ended.out, ended
+    ended = command("bisect", run, "--to", "99", "--", "--learner-device-ids", "0")
+    assert ended.code == 2 and "--to 99 was not reached by the run; choose" in ended.err, ended
+
+
 def test_a_strangers_config_cannot_ask_for_a_million_devices(tmp_path):
     run = tmp_path / "run"
     assert command(*PART[:-4], "--log-frequency", "8", "--env-id", "Catch-v0", "--run-dir", run).code == 0

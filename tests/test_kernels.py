@@ -174,6 +174,8 @@ def test_without_llvmlite_or_with_a_broken_one_plain_jax_computes(fresh, monkeyp
 
 
 HEADER = Path(jax.ffi.include_dir(), "xla/ffi/api/c_api.h").read_text()
+MINOR = "#define XLA_FFI_API_MINOR "
+HEADERS_MINOR = int(HEADER.split(MINOR)[1].split()[0])
 
 
 @pytest.mark.parametrize(
@@ -188,7 +190,7 @@ HEADER = Path(jax.ffi.include_dir(), "xla/ffi/api/c_api.h").read_text()
         ("  XLA_FFI_DataType dtype;\n  void* data;", "  void* data;\n  XLA_FFI_DataType dtype;"),
         ("  _XLA_FFI_API_STRUCT_FIELD(XLA_FFI_Stream_Get);\n", ""),
         ("#define XLA_FFI_API_MAJOR 0", "#define XLA_FFI_API_MAJOR 1"),
-        ("#define XLA_FFI_API_MINOR 3", "#define XLA_FFI_API_MINOR 2"),
+        (f"{MINOR}{HEADERS_MINOR}", f"{MINOR}{machine.VERSION[1] - 1}"),
         ("  XLA_FFI_Task* task;\n  void* data;", "  void* data;\n  XLA_FFI_Task* task;"),
         ("XLA_FFI_Future* future;  // out\n};", "XLA_FFI_Promise promise;\n  XLA_FFI_Future* future;\n};"),
         (HEADER, "// moved elsewhere"),
@@ -197,7 +199,7 @@ HEADER = Path(jax.ffi.include_dir(), "xla/ffi/api/c_api.h").read_text()
 )
 def test_a_jax_whose_call_frame_is_another_has_no_kernels(fresh, monkeypatch, capsys, tmp_path, old, new):
     assert machine.declares(HEADER) and old in HEADER
-    assert machine.declares(HEADER.replace("#define XLA_FFI_API_MINOR 3", "#define XLA_FFI_API_MINOR 4"))
+    assert machine.declares(HEADER.replace(f"{MINOR}{HEADERS_MINOR}", f"{MINOR}{HEADERS_MINOR + 1}"))
     (tmp_path / "xla/ffi/api").mkdir(parents=True)
     (tmp_path / "xla/ffi/api/c_api.h").write_text(HEADER.replace(old, new))
     monkeypatch.setattr(jax.ffi, "include_dir", lambda: str(tmp_path))

@@ -354,6 +354,9 @@ def test_an_archive_that_lies_about_its_sizes_fills_no_disk(tmp_path, monkeypatc
     with pytest.raises(UsageError, match="the limit is"):
         remote._copy("here", member, tmp_path / "model.msgpack")
     assert not list(tmp_path.iterdir())
+    (tmp_path / "text.tar.gz").write_text("no archive")
+    with pytest.raises(UsageError, match=r"text.tar.gz cannot be unpacked \(it is no such archive, or damaged\)"):
+        remote.unpack(tmp_path / "text.tar.gz")
     (tmp_path / "broken.zip").write_bytes(b"PK\x03\x04 nothing")
     with pytest.raises(UsageError, match="cannot be unpacked"):
         remote.unpack(tmp_path / "broken.zip")

@@ -78,6 +78,10 @@ def test_a_packed_run_can_be_evaluated_drawn_compared_and_verified(run_of, tmp_p
     for words, said in (
         ((next((tmp_path / "runs").glob("unpacked/*")),), "comes from elsewhere, and only the original directory"),
         ((run_dir, "--out", "packed.zip"), "must be a file that ends in .tar.gz"),
+        (
+            (run_dir, "--out", "/proc/packed.tar.gz"),
+            "/proc/packed.tar.gz cannot be written: No such file or directory; choose another --out",
+        ),
         ((tmp_path / "nowhere",), "nowhere"),
     ):
         ended = command("pack", *words)
@@ -129,6 +133,20 @@ def forged(run_of, tmp_path) -> Path:
     return Path(shutil.copytree(run_of("ppo"), tmp_path / "forged"))
 
 
+def test_a_finished_run_is_packed_only_with_its_last_parameters(forged, tmp_path):
+    result = {name: value for name, value in read_result(forged).items() if name != "global_step"}
+    (forged / "result.json").write_text(json.dumps(result))
+    packed = tmp_path / "packed.tar.gz"
+    ended = command("pack", forged, "--out", packed)
+    assert ended.code == 0 and packed.exists(), ended
+    packed.unlink()
+    shutil.rmtree(forged / "checkpoints/20/arrays")
+    (forged / "model.msgpack").unlink(missing_ok=True)
+    ended = command("pack", forged, "--out", packed)
+    assert ended.code == 1 and not packed.exists(), ended
+    assert f"{forged} has finished with update 20, but its last parameters cannot be read; restore" in ended.err, ended
+
+
 def test_actors_that_were_put_in_place_of_others_are_found(forged, other):
     assert command("verify", forged, "--from", "2", "--to", "4").code == 0
     for file in (other / "actors/00001").glob("*.actions"):
@@ -176,12 +194,63 @@ def test_a_log_that_was_linked_again_with_other_digests_is_found_where_it_is_com
     assert ended.code == 1 and f"updates 4 to 8: {says}\n" in ended.out, ended
 
 
-def test_a_result_that_is_not_the_logs_is_found(forged, other):
-    digests = {name: value for name, value in read_result(other).items() if name.endswith("_digest")}
-    (forged / "result.json").write_text(json.dumps(read_result(forged) | digests))
+@pytest.mark.parametrize(
+    "changes, says",
+    [
+        (..., "result.json has other digests than the log has after its last update, 20"),
+        (
+            {"status": "interrupted", "params_digest": "sha256:0"},
+            "result.json has other digests than the log has after ",
+        ),
+        ({"update": 4, "status": "failed"}, "result.json has other digests than the log has after update 4"),
+        ({"update": 18}, "result.json names update 18 as the last, but the log ends with 20"),
+        ({"params_digest": None}, "result.json has other digests than the log has after its last update, 20"),
+        ({"status": "done"}, "result.json is damaged: its status is not one of finished, interrupted, failed"),
+        (None, "result.json is damaged: its status is not one of finished, interrupted, failed"),
+    ],
+    ids=["another run's", "interrupted", "failed", "update", "no digest", "status", "cut off"],
+)
+def test_a_result_that_is_not_the_logs_is_found(changes, says, forged, other):
+    result = forged / "result.json"
+    if changes is ...:
+        changes = {name: value for name, value in read_result(other).items() if name.endswith("_digest")}
+    result.write_text(result.read_text()[:40] if changes is None else json.dumps(read_result(forged) | changes))
     ended = command("verify", forged)
+    assert ended.code == 1 and ended.out.startswith(f"{forged}: {says}") and ended.out.count("\n") == 1, ended
+
+
+def test_an_unfinished_runs_result_may_lack_digests_and_its_share_is_of_what_is_logged(forged):
+    result = forged / "result.json"
+    was = read_result(forged)
+    for changes, says in (
+        ({"learner_digest": None}, ""),
+        ({"update": 21}, "result.json has digests of update 21, which the log does not have, so nothing confirms them"),
+    ):
+        result.write_text(json.dumps(was | {"status": "interrupted"} | changes))
+        ended = command("verify", forged, "--from", "2", "--to", "4")
+        assert ended.code == 0 and says in ended.out and ("nothing confirms" in ended.out) == bool(says), ended
+        assert "updates 2 to 4 recomputed, 10.0% of the 20 updates logged so far: the same bits" in ended.out, ended
+
+
+def test_a_damaged_checkpoint_is_not_counted_as_computed_and_one_that_the_run_removed_is_left_out(forged, monkeypatch):
+    shutil.rmtree(forged / "checkpoints/8/arrays")
+    shutil.rmtree(forged / "checkpoints/12")
+    ended = command("verify", forged, "--segments", "9")
     assert ended.code == 1
-    assert ended.out == f"{forged}: result.json has other digests than the log has after its last update, 20\n", ended
+    assert "9 of 9 segments" not in ended.out and "differ" not in ended.out, ended
+    counted = "8 of 9 segments recomputed, 90.0% of the run: the same bits; checkpoints that cannot be read: 1\n"
+    assert f"{counted}  checkpoint 8 of {forged} cannot be read: " in ended.out, ended
+    listed = verify.choose
+
+    def choosing(*args):
+        found = listed(*args)
+        shutil.rmtree(forged / "checkpoints/16")
+        return found
+
+    monkeypatch.setattr(verify, "choose", choosing)
+    ended = command("verify", forged, "--from", "16", "--to", "18")
+    assert ended.code == 3 and "has removed the checkpoints meanwhile; try again" in ended.err, ended
+    assert "updates 16 to 18: left out, as the run has removed checkpoint 16 meanwhile" in ended.out, ended
 
 
 def test_a_checkpoint_that_a_run_takes_while_it_is_verified_is_not_held_against_it(forged, monkeypatch):

@@ -230,14 +230,24 @@ def fill_run(folder: Path, run_dir: Path) -> Model:
 
 
 def write_model(path: Path, run_dir: Path) -> Model:
-    """Write the parameters: those that --save-model kept of a finished run, or those of the newest checkpoint."""
+    """Write the parameters: those that --save-model kept of a finished run, or those of the newest checkpoint.
+
+    Raises:
+        UsageError: the run has no parameters yet.
+        Failure: it has finished, but its last parameters cannot be read.
+    """
     result = log.read_result(run_dir)
-    kept = run_dir / "model.msgpack"
-    if kept.exists() and result.get("status") == "finished":
+    kept, finished = run_dir / "model.msgpack", result.get("status") == "finished"
+    if kept.exists() and finished:
         shutil.copyfile(kept, path)
-        return Model(result["update"], result["global_step"], result["params_digest"])
+        return Model(result.get("update"), result.get("global_step"), result.get("params_digest"))
 
     policy = load_policy(run_dir, "last", find_devices(Placement()).platform)
+    if finished and policy.update != (last := result.get("update", policy.update)):
+        raise Failure(
+            f"{run_dir} has finished with update {last}, but its last parameters cannot be read; restore "
+            f"{run_dir}/checkpoints/{last} or {kept}"
+        )
     save_model(path, policy.params)
     return Model(policy.update, policy.global_step, params_digest(policy.params))
 
@@ -295,7 +305,11 @@ def card(run_dir: Path, repo_id: str, model: Model, film: bool) -> str:
         ]
         or None,
     )
-    after = "" if model.update is None else f", after update {model.update} and {model.global_step:,} environment steps"
+    after = (
+        ""
+        if None in (model.update, model.global_step)
+        else f", after update {model.update} and {model.global_step:,} environment steps"
+    )
     unfinished = result.get("status") != "finished"
     results = [f"| {metric.replace('_', ' ')} | {value} |" for metric, value in metrics]
     cut = evaluation.get("truncated") or 0

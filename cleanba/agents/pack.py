@@ -51,7 +51,7 @@ def pack_command(argv: Sequence[str]) -> Exit:
     require(out.name.endswith(".tar.gz") and not out.is_dir(), f"--out {out} must be a file that ends in .tar.gz")
     trust = " --trust-remote-code" if needs_trust(run_dir) else ""
     pack(run_dir, out, flags.checkpoints)
-    print(f"wrote {out} ({out.stat().st_size / 1e6:,.1f} MB)")
+    print(f"wrote {out} ({out.stat().st_size / 1e6:,.2f} MB)")
     name = shlex.quote(out.name)
     print(f"others can run: cleanba eval {name}{trust}, cleanba verify {name}{trust}, cleanba diff {name} RUN")
     if trust:
@@ -97,6 +97,7 @@ def pack(run_dir: Path, out: Path, checkpoints: bool = False) -> None:
         unfinished = out.with_name(f".{out.name}.{os.getpid()}.tmp")
         try:
             out.parent.mkdir(parents=True, exist_ok=True)
+            unfinished.touch()
         except OSError as error:
             raise unwritable(out, error, "--out") from None
         try:

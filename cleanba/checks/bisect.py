@@ -26,7 +26,7 @@ from cleanba.config import (
 )
 from cleanba.errors import Exit, printable
 from cleanba.files import Json
-from cleanba.resolution import Config, read_recipe
+from cleanba.resolution import Config, fit, read_recipe
 from cleanba.runs.curves import completed_alike
 from cleanba.runs.diff import DIGESTS, read_rows
 from cleanba.runs.directory import differing_machines
@@ -34,6 +34,7 @@ from cleanba.runs.progress_line import ProgressLine
 from cleanba.runs.remote import find_run
 from cleanba.runtime.checkpoint import COUNTERS, updates_kept
 from cleanba.train_flags import parse, typed_names
+from cleanba.trust import name_of
 
 ABOUT = """usage: cleanba bisect RUN_A RUN_B [FLAGS]
        cleanba bisect RUN [FLAGS] -- [NAME=VALUE ...] [PLACEMENT FLAGS]
@@ -72,7 +73,7 @@ class Place(NamedTuple):
     def in_words(self) -> str:
         """Where it computes, in a few words."""
         devices = ", ".join(map(str, self.placement.learner_device_ids))
-        words = f"{self.run_dir}, actors on {list(self.placement.actor_device_ids)}, learners on [{devices}]"
+        words = f"{name_of(self.run_dir)}, actors on {list(self.placement.actor_device_ids)}, learners on [{devices}]"
         return words + "".join(f", {name}={value}" for name, value in self.variables.items() if name not in OWN)
 
 
@@ -174,6 +175,7 @@ def place_of(run_dir: Path, words: Sequence[str], trust_remote_code: bool) -> Pl
         experiment, placement=placement.in_one_process(), run=Run(trust_remote_code=trust_remote_code), whole=run_dir
     )
     placement = parse(recipe, flags, default).placement
+    fit(recipe, experiment, placement)
     require(not placement.distributed, "bisect computes each side in one process; leave out --distributed")
     devices = 1 + max((*placement.learner_device_ids, *placement.actor_device_ids, 0))
     require(devices <= MOST_DEVICES, f"{run_dir}: there is no device {devices - 1}; choose some below {MOST_DEVICES}")
@@ -187,8 +189,8 @@ def require_same_experiment(a: Path, b: Path) -> None:
     changed = differences(*completed_alike([read_experiment(a), read_experiment(b)]), between=" and ")
     require(
         not changed,
-        f"{a} and {b} are different experiments ({shortened(changed)}), which need not end in the same bits; compare "
-        "two runs of one experiment",
+        f"{name_of(a)} and {name_of(b)} are different experiments ({shortened(changed)}), which need not end in the "
+        "same bits; compare two runs of one experiment",
     )
 
 
@@ -216,7 +218,7 @@ def find_span(a: Path, b: Path, flags: Flags, elsewhere: bool = False) -> Span:
     """
     rows_a, rows_b = read_rows(a), read_rows(b)
     reached = min(max(rows_a, default=0), max(rows_b, default=0))
-    require(reached > 0, f"{a if not rows_a else b} has logged no update yet; wait, or name another run")
+    require(reached > 0, f"{name_of(a if not rows_a else b)} has logged no update yet; wait, or name another run")
     taken = {
         update: [(rows_a[update][name], rows_b[update][name]) for name in DIGESTS if name in both]
         for update in sorted(set(rows_a) & set(rows_b))
@@ -236,7 +238,8 @@ def find_span(a: Path, b: Path, flags: Flags, elsewhere: bool = False) -> Span:
             return Span(0, max(taken), ({}, {}), [words], settled=True)
         said.append(words)
     last = last if flags.to_update is None else flags.to_update
-    require(0 < last <= reached, f"--to {last} was not reached by both runs; choose an update from 1 to {reached}")
+    which = "both runs" if a != b else "the run"
+    require(0 < last <= reached, f"--to {last} was not reached by {which}; choose an update from 1 to {reached}")
     limit = min(last - 1, flags.from_update if flags.from_update is not None else last - 1)
     require(
         flags.from_update is None or 0 <= flags.from_update < last,
@@ -284,10 +287,10 @@ def search(a: Place, b: Place, span: Span, trust_remote_code: bool) -> tuple[Fin
                 for place, name, logged, prints in zip((a, b), "AB", span.digests, (prints_a, prints_b), strict=True):
                     if logged.get(update, prints.params_digest) != prints.params_digest and name not in remarks:
                         remarks[name] = (
-                            f"note: {place.run_dir} has logged another digest of the parameters after update "
+                            f"note: {name_of(place.run_dir)} has logged another digest of the parameters after update "
                             f"{update:,} than {name} has here: what was computed then cannot be reproduced here, "
-                            "because hardware, packages or flags differ, or because the computation is not "
-                            "deterministic"
+                            "because hardware, packages or flags differ, because the computation is not "
+                            "deterministic, or because the log was changed, which `cleanba verify` would find"
                         )
                 if first_print(prints_a, prints_b) is not None:
                     progress.say(f"update {update:,} differs; locating the difference")

@@ -30,6 +30,7 @@ from cleanba.runtime.process_setup import prepared
 from cleanba.runtime.records import Snapshot
 from cleanba.runtime.train import run_training
 from cleanba.runtime.training import Training, make_training
+from cleanba.trust import name_of
 
 Digests = dict[str, str]
 """params_digest and learner_digest."""
@@ -96,7 +97,7 @@ def read_checkpoint(rerun: Rerun, update: int, with_memory: bool = True) -> Save
     try:
         return checkpoint.read_whole(rerun.run_dir, update, like_state, like_params, *parts)
     except Exception as error:  # Orbax raises many kinds
-        raise Failure(f"checkpoint {update} of {rerun.run_dir} cannot be read: {said(error)[:200]}") from error
+        raise Failure(f"checkpoint {update} of {name_of(rerun.run_dir)} cannot be read: {said(error)[:200]}") from error
 
 
 def digests_of(rerun: Rerun, saved: Saved[Any, Any]) -> Digests:

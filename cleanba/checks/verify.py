@@ -27,12 +27,13 @@ from cleanba.runs import log
 from cleanba.runs.remote import find_run
 from cleanba.runtime import chain, records
 from cleanba.runtime.chain import DIGESTS, Linked
-from cleanba.runtime.checkpoint import read_model, updates_kept
+from cleanba.runtime.checkpoint import Saved, read_model, updates_kept
 from cleanba.runtime.digests import params_digest
 from cleanba.runtime.hardware import describe_devices
 from cleanba.runtime.records import Snapshot
 
 SEGMENTS = 3  # drawn if no flag says how many
+STATUSES = ("finished", "interrupted", "failed")  # with which a run ends
 Reason = Literal["processor", "packages", "revision"]
 
 
@@ -165,28 +166,51 @@ def contradictions(rerun: Rerun, linked: Mapping[int, Linked], kept: Iterable[in
     kept: the updates that had checkpoints before the log was read.
     """
     last = linked[max(linked)]
-    found = []
-    result = log.read_result(rerun.run_dir)
-    finished = result.get("status") == "finished"
-    early = result.get("target_return_reached", True) is not None  # of earlier versions' runs it is unknown
-    planned = rerun.experiment.num_updates
-    whole = result.get("update", planned) if early else planned
-    if finished and last.update != whole:
-        found.append(f"the chain ends at update {last.update}, but the run has finished with {whole}")
-    elif finished and any(result.get(name) != getattr(last, name) for name in DIGESTS):
-        found.append(f"result.json has other digests than the log has after its last update, {last.update}")
+    found = result_contradicts(rerun, linked)
     model = rerun.run_dir / "model.msgpack"
     if model.exists():
         _, like = rerun.algorithm.shapes()
         digest = params_digest(read_model(model, like))
         logged = [row.update for row in linked.values() if row.params_digest == digest]
-        if not logged or (finished and logged[-1] != last.update):
+        if not logged:
             found.append(f"model.msgpack holds parameters with the digest {digest}, which is not in the log")
+        elif log.is_finished(rerun.run_dir) and logged[-1] != last.update:
+            found.append(
+                f"model.msgpack holds the parameters after update {logged[-1]}, but the run has finished with "
+                f"{last.update}"
+            )
     found += [f"checkpoint {update} has no digests in the log" for update in kept if update > last.update]
     newest = [update for update in updates_kept(rerun.run_dir) if update in linked][-1:]
     for update in newest:
         found += checkpoint_differs(linked[update], digests_of(rerun, read_checkpoint(rerun, update)))
     return found
+
+
+def result_contradicts(rerun: Rerun, linked: Mapping[int, Linked]) -> list[str]:
+    """How a run's result.json contradicts its log, in one sentence; none if it does not, or there is no such file."""
+    if not (rerun.run_dir / "result.json").exists():  # the run goes on
+        return []
+    result, last = log.read_result(rerun.run_dir), linked[max(linked)]
+    status, update = result.get("status"), result.get("update", last.update)
+    if status not in STATUSES:
+        return [f"result.json is damaged: its status is not one of {', '.join(STATUSES)}"]
+    if status == "finished":
+        early = result.get("target_return_reached", True) is not None  # of earlier versions' runs it is unknown
+        planned = rerun.experiment.num_updates
+        whole = result.get("update", planned) if early else planned
+        if last.update != whole:
+            return [f"the chain ends at update {last.update}, but the run has finished with {whole}"]
+        if update != last.update:
+            return [f"result.json names update {update} as the last, but the log ends with {last.update}"]
+    digests = {name: result.get(name) for name in DIGESTS}
+    row = linked.get(update) if isinstance(update, int) else None
+    if row is None:
+        if any(digests.values()):  # a failed run may end between two rows that have digests
+            print(f"result.json has digests of update {update}, which the log does not have, so nothing confirms them")
+        return []
+    other = [name for name in DIGESTS if digests[name] not in (getattr(row, name), *[None] * (status != "finished"))]
+    which = "its last update, " if row is last else "update "
+    return [f"result.json has other digests than the log has after {which}{row.update}"] if other else []
 
 
 def checkpoint_differs(row: Linked, digests: Mapping[str, str]) -> list[str]:
@@ -393,43 +417,69 @@ def named(there: Sequence[Segment], linked: Mapping[int, Linked], first: int | N
 def compute(
     rerun: Rerun, chosen: Sequence[Segment], all_segments: int, linked: Mapping[int, Linked], flags: Verify
 ) -> bool:
-    """Compute these segments again, and print what came out.  Returns whether all digests are the same."""
-    wrong = []
+    """Compute these segments again, and print what came out.  Returns whether all digests are the same.
+
+    Raises:
+        CannotCompare: none could be computed, since the run, which goes on, has removed their checkpoints meanwhile.
+    """
+    computed: list[Segment] = []
+    wrong: list[str] = []
+    damaged: dict[int, str] = {}  # by the checkpoint's update
     for number, one in enumerate(chosen, 1):
         title = f"{one}" + (f" ({number} of {len(chosen)})" if len(chosen) > 1 else "")
+        try:
+            saved = read_checkpoint(rerun, one.first) if one.first else None
+        except Failure as damage:
+            if one.first not in updates_kept(rerun.run_dir):
+                print(f"{title}: left out, as the run has removed checkpoint {one.first:,} meanwhile", flush=True)
+                continue
+            damaged[one.first] = printable(str(damage))
+            print(f"{title}: {damaged[one.first]}", flush=True)
+            continue
         print(f"computing {title}: {len(one.digests)} digest{'s' * (len(one.digests) > 1)} to compare", flush=True)
-        found = differs(rerun, one, linked, title)
-        found = printable(found)
+        found, unread = map(printable, differs(rerun, one, linked, title, saved))
+        damaged |= {one.last: unread} if unread else {}
+        computed.append(one)
         wrong += [f"{one}: {found}"] if found else []
         print(f"{one}: {found or 'the same bits'}", flush=True)
-    share = sum(one.updates for one in chosen) / max(linked)  # a run may end early, by --target-return
+    if not computed and not damaged:
+        raise CannotCompare(f"{flags.run} has removed the checkpoints meanwhile; try again")
     ranged = flags.from_update is not None or flags.to_update is not None
-    what = f"{chosen[0]} recomputed" if ranged else f"{len(chosen)} of {all_segments} segments recomputed"
-    if not wrong:
-        print(f"{what}, {share:.1%} of the run: the same bits")
-        return True
-    print(f"{what}, {share:.1%} of the run: {len(wrong)} of {len(chosen)} differ")
-    print("\n".join(f"  {line}" for line in wrong))
-    return False
+    if ranged:
+        what = f"{chosen[0]} recomputed" if computed else "nothing recomputed"
+    else:
+        what = f"{len(computed)} of {all_segments} segments recomputed"
+    share = sum(one.updates for one in computed) / max(linked)  # a run may end early, by --target-return
+    whole = "the run" if log.is_finished(rerun.run_dir) else f"the {max(linked):,} updates logged so far"
+    found = f"{len(wrong)} of {len(computed)} differ" if wrong else "the same bits" * bool(computed)
+    if damaged:
+        found += f"{'; ' * bool(found)}checkpoints that cannot be read: {len(damaged)}"
+    print(f"{what}, {share:.1%} of {whole}: {found}")
+    if wrong or damaged:
+        print("\n".join(f"  {line}" for line in [*wrong, *damaged.values()]))
+    return not wrong and not damaged
 
 
-def differs(rerun: Rerun, one: Segment, linked: Mapping[int, Linked], title: str) -> str:
-    """Compute a segment again: what differs from the log, as words; "" if nothing does."""
-    saved = None
-    if one.first:
-        try:
-            saved = read_checkpoint(rerun, one.first)
-        except Failure as damage:
-            return str(damage)
-        if found := checkpoint_differs(linked[one.first], digests_of(rerun, saved)):
-            return found[0]
+def differs(
+    rerun: Rerun, one: Segment, linked: Mapping[int, Linked], title: str, saved: Saved[Any, Any] | None
+) -> tuple[str, str]:
+    """Compute a segment again, from `saved`, the checkpoint at its start.
+
+    Returns what differs from the log, and why the checkpoint at its end cannot be read; "" for nothing.
+    """
+    if saved is not None and (found := checkpoint_differs(linked[one.first], digests_of(rerun, saved))):
+        return found[0], ""
     starts_another = one.last in checkpoints_of(rerun, linked)
     ends: list[tuple[Any, dict[int, Snapshot]]] = []
     ended = (lambda params, actors: ends.append((params, actors))) if starts_another else None
     with tempfile.TemporaryDirectory(prefix="cleanba-verify-") as scratch:
         folder = Path(scratch) if starts_another else None
         found_digests = recompute(rerun, one.first, one.last, one.digests, saved, title, True, ended, folder)
-        going_on = goes_on_otherwise(rerun, one.last, *ends[0], Path(scratch)) if ends else ""
+        going_on = unread = ""
+        try:
+            going_on = goes_on_otherwise(rerun, one.last, *ends[0], Path(scratch)) if ends else ""
+        except Failure as damage:
+            unread = str(damage) if one.last in updates_kept(rerun.run_dir) else ""  # the run may have removed it
     same_until = one.first
     for update in one.digests:
         row = linked[update]
@@ -438,9 +488,9 @@ def differs(rerun: Rerun, one: Segment, linked: Mapping[int, Linked], title: str
                 return (
                     f"the bits differ after update {update:,}, and are the same up to update {same_until:,}: {name} is "
                     f"{found_digests[update][name]} here, and {getattr(row, name)} in the log"
-                )
+                ), unread
         same_until = update
-    return going_on
+    return going_on, unread
 
 
 def goes_on_otherwise(rerun: Rerun, update: int, params: Any, actors: Mapping[int, Snapshot], folder: Path) -> str:
@@ -448,11 +498,11 @@ def goes_on_otherwise(rerun: Rerun, update: int, params: Any, actors: Mapping[in
 
     params, actors: what was computed for it here.
     folder: where the actors' actions were recorded.
+
+    Raises:
+        Failure: the checkpoint cannot be read.
     """
-    try:
-        saved = read_checkpoint(rerun, update, with_memory=False)
-    except Failure as damage:
-        return str(damage)
+    saved = read_checkpoint(rerun, update, with_memory=False)
     where = f"checkpoint {update} is not what was computed here"
     if rerun.experiment.concurrency and params_digest(saved.older_params) != params_digest(params):
         return f"{where}: the next rollout would be collected with other parameters"

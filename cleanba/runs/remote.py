@@ -227,7 +227,8 @@ def unpack(archive: Path, whole: Path | None = None, model: bool = True) -> Path
             raise
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise Failure(f"{source} cannot be unpacked: {error.strerror}; free disk space") from error
-        raise UsageError(f"{source} cannot be unpacked ({error}); choose another archive") from error
+        why = "it is no such archive, or damaged" if isinstance(error, tarfile.ReadError) else error
+        raise UsageError(f"{source} cannot be unpacked ({why}); choose another archive") from error
     return folder
 
 
