@@ -57,7 +57,7 @@ from cleanba.errors import Failure, Interrupted, UsageError, closest_names
 from cleanba.files import Json, expanded, read_json
 from cleanba.launch import SAME_CALL, Ended, launch
 from cleanba.recipes import RECIPES, AnyRecipe, find_recipe
-from cleanba.resolution import as_given, configure, named_settings, settle
+from cleanba.resolution import as_given, configure, fit, named_settings, settle
 from cleanba.runs.curves import column, read_rows
 from cleanba.runtime.devices import default_platform
 from cleanba.train_flags import remedy_for
@@ -110,12 +110,17 @@ class Spec:
         """The whole experiment as it would be trained here, with presets and defaults filled in; nothing is trained.
 
         Raises:
-            UsageError: a value is not allowed, or there is no such environment.
+            UsageError: a value is not allowed, values do not fit together, there is no such environment, or the
+                algorithm does not take its actions.
         """
         recipe = self.recipe
         self.register()
         asked = configure(recipe, self.flags, Placement(), config.Run(), self.whole)
-        return settle(recipe, asked, default_platform(), None).experiment
+        platform = default_platform()
+        e, spec = (resolved := settle(recipe, asked, platform, None)).experiment, resolved.spec
+        fit(recipe, e, asked.placement)
+        recipe.make(e, spec, platform)  # which refuses actions and observations that the algorithm does not take
+        return e
 
     @property
     def recipe(self) -> AnyRecipe:
@@ -312,6 +317,10 @@ class Run:
     def __repr__(self) -> str:
         return f"<cleanba run {self.run_dir}>"
 
+    def __fspath__(self) -> str:
+        """The directory, so that `load` and whatever else takes a path takes the run."""
+        return str(self.run_dir)
+
     @property
     def config(self) -> Json:
         """config.json as a dictionary, with every value of the experiment, the placement, the machine."""
@@ -346,8 +355,9 @@ class Run:
         there = np.isfinite(values)
         if not there.any():
             known = self.metrics
-            close = closest_names(name, known) or ", ".join(known)
-            raise UsageError(f"{self.run_dir} has logged no number named {name!r}; it has {close or 'none yet'}")
+            close = closest_names(name, known)
+            there = f"the closest are {close}" if close else f"it has {', '.join(known) or 'none yet'}"
+            raise UsageError(f"{self.run_dir} has logged no number named {name!r}; {there}")
         return Curve(column(rows, "global_step")[there].astype(np.int64), values[there])
 
     def agent(self, checkpoint: str | int = "last", *, seed: int = 1) -> Agent:

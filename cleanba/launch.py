@@ -831,15 +831,16 @@ def how_to_go_on(job: Job, result: Json) -> str:
     saved_update = max(updates_kept(job.run_dir), default=0)
     repeated = result["update"] - saved_update
     again = f" and repeats {counted(repeated, 'update')}" if repeated else ", nothing to repeat"
+    goes_on = f"goes on after update {saved_update}{again}" if saved_update else "starts again from the beginning"
     if job.experiment.env_id.startswith(f"{PREFIX}{LOCAL}"):  # no other process knows its environment
         place = "" if job.config.run.run_dir is not None else f" with run_dir={str(job.run_dir)!r}"
-        return f"{SAME_CALL}{place} goes on after update {saved_update}{again}"
+        return f"{SAME_CALL}{place} {goes_on}"
     command = f"cleanba resume {shlex.quote(str(job.run_dir))}"
     # `cleanba resume` starts one process, and config.json has the process id of only one of several.
     said = f"`{command}`"
     if job.config.placement.distributed:
         said = f"starting all processes again with the same command, or `{command} --no-distributed` in one process,"
-    return f"{said} goes on after update {saved_update}{again}"
+    return f"{said} {goes_on}"
 
 
 def exit_of(ended: Ended) -> Exit:

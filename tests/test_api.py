@@ -103,9 +103,12 @@ def test_curves_are_arrays_over_steps(run):
     assert steps.dtype == np.int64 and values.dtype == np.float64 and len(steps) == len(values) == 6
     assert steps[-1] == run.result["global_step"] and values[-1] == run.result["episodic_return"]
     assert "losses/loss" in run.metrics and "params_digest" not in run.metrics
-    with pytest.raises(cleanba.UsageError, match=r"no number named 'charts/episode_return'; it has .*episodic_return"):
+    with pytest.raises(
+        cleanba.UsageError, match=r"no number named 'charts/episode_return'; the closest are .*episodic_return"
+    ):
         run.curve("charts/episode_return")
     assert str(cleanba.Run(run.run_dir).run_dir) in repr(run)
+    assert cleanba.load(run).spec == run.agent().spec
 
 
 def test_a_run_may_stand_for_its_directory(tmp_path):
@@ -154,6 +157,11 @@ def test_places_without_a_run_are_refused(tmp_path):
         (lambda: cleanba.evaluate("runs/a"), "evaluate takes an agent, such as cleanba.load('runs/a'), not 'runs/a'"),
         (lambda: cleanba.dqn("CartPole-v1", core="lstm"), "dqn"),
         (lambda: cleanba.ppo("CartPole-v1", num_envs=0).resolve(), "num_envs=0 must lie in [1, 1e6]; try --num-envs 1"),
+        (lambda: cleanba.ppo("CartPole-v1", num_minibatches=3).resolve(), "num_minibatches=3 cannot cut"),
+        (lambda: cleanba.ppo("CartPole-v1", num_actors=3).resolve(), "cannot be split over 3 actors"),
+        (lambda: small(total_timesteps=1).resolve(), "total_timesteps=1 is less than one update's"),
+        (lambda: cleanba.sac("CartPole-v1").resolve(), "but SAC chooses real numbers"),
+        (lambda: cleanba.dqn("Pendulum-v1").resolve(), "but DQN values each of a few actions"),
         (lambda: cleanba.train(small(), "/dev/null/x"), "cannot be written: Not a directory; choose another --run-dir"),
         (lambda: cleanba.train(small(), seed=3), "changes what is trained; give it to ppo"),
         (lambda: cleanba.train(small(), callback=print), "no keyword callback; there are no callbacks: metrics.jsonl"),
@@ -338,6 +346,16 @@ def test_observations_in_jax_are_taken_as_their_environments_show_them(env_id, k
     spec = EnvSpec(env_id, ObsSpec(kind, (2, 2), dtype), choice(2), False, False, {})
     obs, count = as_batch(spec, np.float32([[0, 1], [1, 0]]))
     assert count is None and obs.dtype == dtype and obs.tolist() == [[[0, most], [most, 0]]]
+
+
+@pytest.mark.parametrize("value, bounds", [(300, "uint8 has 0 to 255"), (-1, "uint8 has 0 to 255"), (255, "")])
+def test_a_number_that_the_observations_type_cannot_hold_is_refused_not_wrapped(value, bounds):
+    spec = EnvSpec("Any-v0", ObsSpec("bytes", (2,), "uint8"), choice(2), False, False, {})
+    if bounds:
+        with pytest.raises(UsageError, match=rf"the observation has the value {value}, but {bounds}; Any-v0 shows"):
+            as_batch(spec, np.array([0, value]))
+    else:
+        assert as_batch(spec, np.array([0, value]))[0].tolist() == [[0, value]]
 
 
 def test_actions_are_the_environments_own_and_within_its_bounds(tmp_path):
@@ -538,7 +556,7 @@ def test_a_failure_is_raised_with_its_cause_and_lets_go_of_the_directory(run, tm
         cleanba.train(run.spec, tmp_path / "run", progress=False)
     assert (
         any("broken" in frame.name for frame in caught.traceback)
-        and "goes on after update 0" in caught.value.__notes__[0]
+        and "starts again from the beginning" in caught.value.__notes__[0]
     )
     monkeypatch.undo()
     assert cleanba.train(run.spec, tmp_path / "run", progress=False).result["status"] == "finished"

@@ -269,10 +269,10 @@ def test_what_continues_a_run_of_several_processes(tmp_path):
     )
     alone = f"`cleanba resume {tmp_path}"
     said = [how_to_go_on(job(distributed), {"update": 0}) for distributed in (False, True)]
-    assert said[0] == f"{alone}` goes on after update 0, nothing to repeat"
+    assert said[0] == f"{alone}` starts again from the beginning"
     assert said[1] == (
-        f"starting all processes again with the same command, or {alone} --no-distributed` in one process, goes on "
-        "after update 0, nothing to repeat"
+        f"starting all processes again with the same command, or {alone} --no-distributed` in one process, starts "
+        "again from the beginning"
     )
 
 

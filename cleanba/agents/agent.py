@@ -1,5 +1,6 @@
 """A trained agent: a policy that plays step by step, loaded by the name of a run, here or on the Hugging Face Hub."""
 
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -219,6 +220,13 @@ def as_batch(spec: EnvSpec, obs: object) -> tuple[PyTree, int | None]:
             )
             kinds = "biuf" if np.issubdtype(part.dtype, np.floating) else "biu"
             require(array.dtype.kind in kinds, f"{what} is of type {array.dtype}; expected {part.dtype}; {wanted}")
+            if array.dtype.kind in "iu" and np.issubdtype(part.dtype, np.integer):
+                least, most = np.iinfo(part.dtype).min, np.iinfo(part.dtype).max
+                outside = array[(array < least) | (array > most)]
+                require(
+                    outside.size == 0,
+                    f"{what} has the value {outside[:1].sum()}, but {part.dtype} has {least} to {most}; {wanted}",
+                )
         except ValueError as error:
             if isinstance(error, UsageError):
                 raise
@@ -232,11 +240,13 @@ def as_batch(spec: EnvSpec, obs: object) -> tuple[PyTree, int | None]:
     return batch, sizes.pop()
 
 
-def load(run: str | Path, checkpoint: str | int = "last", *, seed: int = 1, trust_remote_code: bool = False) -> Agent:
+def load(
+    run: str | os.PathLike[str], checkpoint: str | int = "last", *, seed: int = 1, trust_remote_code: bool = False
+) -> Agent:
     """The trained agent of a run, which may still be training, or one from the Hugging Face Hub.
 
     Args:
-        run: directory of the run, hf://user/repository, or an archive of a run (.zip, .tar.gz …).
+        run: directory of the run, the `Run` itself, hf://user/repository, or an archive of a run (.zip, .tar.gz …).
         checkpoint: which parameters: "last"; "best", in the run's periodic evaluations; or the number of an update.
         seed: seed that its actions are drawn with.
         trust_remote_code: for a run that is downloaded or unpacked, import and call what its config.json names, which

@@ -278,7 +278,9 @@ def write_onnx(path: Path, agent: Exported) -> Runs:
         entry.key, entry.value = name, value if isinstance(value, str) else json.dumps(value)
     content = model.SerializeToString()
     write_whole(path, content)
-    session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3  # errors: it warns of shapes that it cannot infer, where nothing is wrong
+    session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
 
     def run(inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         return dict(zip([o.name for o in session.get_outputs()], session.run(None, inputs), strict=True))
@@ -406,7 +408,7 @@ def format_of(path: Path) -> str:
     for name, ending in FORMATS.items():
         if path.suffix == ending:
             return name
-    raise UsageError(f"path={str(path)!r} must end in {' or '.join(FORMATS.values())}; try agent.onnx")
+    raise UsageError(f"{str(path)!r} must end in {' or '.join(FORMATS.values())}; try agent.onnx")
 
 
 def check_target(path: Path, format: str, seed: int) -> None:
@@ -414,9 +416,9 @@ def check_target(path: Path, format: str, seed: int) -> None:
     close = closest_names(format, FORMATS, 1) or "onnx"
     require(format in FORMATS, f"format={format!r} must be {' or '.join(FORMATS)}; try --format {close}")
     ending = FORMATS[format]
-    require(path.suffix == ending, f"out={str(path)!r} must end in {ending} for {format}; try agent{ending}")
-    require(path.parent.is_dir(), f"out={str(path)!r}: there is no folder {path.parent}; create it, or name another")
-    require(not path.is_dir(), f"out={str(path)!r} is a folder; name a file in it")
+    require(path.suffix == ending, f"{str(path)!r} must end in {ending} for {format}; try agent{ending}")
+    require(path.parent.is_dir(), f"{str(path)!r}: there is no folder {path.parent}; create it, or name another")
+    require(not path.is_dir(), f"{str(path)!r} is a folder; name a file in it")
     require(isinstance(seed, int | np.integer), f"seed={seed!r} must be a whole number")
     require(0 <= seed < 2**31, f"seed={seed} must lie in [0, 2^31); try 1")
 

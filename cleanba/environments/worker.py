@@ -318,7 +318,8 @@ class Part:
         """Take the actions.  An environment whose episode has ended ignores its action and resets."""
         a = self._arrays
         action = a.action.copy()  # an environment may keep it
-        obs, a.reward[:], a.terminated[:], a.truncated[:], _ = self._envs.step(action)
+        with np.errstate(over="ignore"):  # a reward too large for 32 bits becomes infinite, which ends the run
+            obs, a.reward[:], a.terminated[:], a.truncated[:], _ = self._envs.step(action)
         self._show(obs)
 
     def _show(self, obs: object) -> None:

@@ -44,7 +44,7 @@ REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 ARCHIVES = (".zip", ".tar", ".tar.gz", ".tgz", ".tar.xz", ".tar.bz2")
 
 
-def find_run(run: str | Path, model: bool = True, scratch: Path | None = None) -> Path:
+def find_run(run: str | os.PathLike[str], model: bool = True, scratch: Path | None = None) -> Path:
     """The directory of a run that is given as a directory, as hf://user/repository, or as an archive.
 
     For a run from elsewhere it holds config.json and model.msgpack, and is marked as such (`trust.source_of`).
@@ -58,9 +58,10 @@ def find_run(run: str | Path, model: bool = True, scratch: Path | None = None) -
         UsageError: there is no such run.
         Failure: the Hub could not be reached.
     """
-    require(isinstance(run, str | Path), f"a run is named by its directory, not by {run!r}")
-    if str(run).startswith("hf://"):
-        return download(str(run), whole=scratch is not None)
+    require(isinstance(run, str | os.PathLike), f"a run is named by its directory, not by {run!r}")
+    run = os.fspath(run)
+    if run.startswith("hf://"):
+        return download(run, whole=scratch is not None)
     path = expanded(run)
     return unpack(path, scratch, model) if path.is_file() and path.name.lower().endswith(ARCHIVES) else path
 
