@@ -406,8 +406,8 @@ class Run:
     """seconds without progress after which the run ends and prints the stack of each thread; time spent compiling does
     not count; progress is the end of the start, an update or, after the last update, a step of an evaluation or film"""
     peer_timeout: Annotated[float, Range(3, 1e6, unit="seconds")] = 20.0
-    """seconds of silence after which another process of the run is taken for dead, as it was stopped or its host is
-    gone; a process that exits is noticed at once"""
+    """seconds of silence after which another process of the run is presumed dead: it was stopped, or its host is gone;
+    a process that exits is noticed at once"""
     on_nonfinite: Literal["stop", "ignore"] = "stop"
     """what to do when a loss, a gradient, an observation or a reward is not a finite number"""
     target_return: Annotated[float | None, Range(-INF, INF, open_low=True, open_high=True)] = None
