@@ -25,7 +25,6 @@ from cleanba.errors import Failure, Replaced, UsageError
 from cleanba.files import Json, read_json, write_json
 from cleanba.recipes import AnyRecipe
 from cleanba.resolution import Resolved, longer, read_recipe
-from cleanba.runs.log import is_finished
 from cleanba.runtime.chain import FIRST_STEPS
 from cleanba.runtime.checkpoint import can_be_made_longer, updates_kept
 from cleanba.runtime.hardware import describe_devices
@@ -75,7 +74,7 @@ def differing_machines(earlier: Json | None, now: Json) -> list[str]:
         if now.get("cpu_products") == "xla":
             name = "XLA threads (PJRT_NPROC, or one for each device)"
             a[name], b[name] = earlier.get("cpu_threads"), now.get("cpu_threads")
-    if {"code"} <= earlier.keys() & now.keys() and earlier["code"] != now["code"]:
+    if "code" in earlier and "code" in now and earlier["code"] != now["code"]:
         a["Cleanba's code"], b["Cleanba's code"] = (
             f"{c.get('revision')} ({short(c.get('code'))})" for c in (earlier, now)
         )
@@ -114,7 +113,7 @@ def open_run(
     path = run_dir / "config.json"
     earlier = read_config(run_dir) if path.exists() else None
     if earlier is not None:
-        there, began = read_recipe(run_dir)
+        there, began = read_recipe(run_dir)  # again: until the lock was taken, another run could begin here
         e = longer(recipe, began, resolved.experiment, run_dir)
         require_same(run_dir, differences({"algorithm": there.name, **to_json(e)}, config["experiment"]))
         newest = max(updates_kept(run_dir), default=0)
@@ -122,10 +121,11 @@ def open_run(
             config[FIRST_STEPS] = earlier[FIRST_STEPS]
         elif e != began and newest:
             config[FIRST_STEPS] = began.total_timesteps
-        result = run_dir / "result.json"
-        if result.exists() and is_over(read_json(result), e.num_updates, earlier, run.target_return):
+        ended = run_dir / "result.json"
+        result = read_json(ended) if ended.exists() else {}
+        if is_over(result, e.num_updates, earlier, run.target_return):
             raise Finished(f"{run_dir} is finished; nothing to do")
-        at_end = newest == began.num_updates or (not newest and is_finished(run_dir))
+        at_end = newest == began.num_updates or (not newest and result.get("status") == "finished")
         require(
             e == began or not at_end or can_be_made_longer(run_dir, newest),
             f"{run_dir} has no checkpoint from which a longer run could go on (earlier versions kept none at the end; "
@@ -139,9 +139,9 @@ def open_run(
     )
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        for ended in ("result.json", "model.msgpack", UPLOADED):  # no longer true once the run goes on
+        for name in ("result.json", "model.msgpack", UPLOADED):  # no longer true once the run goes on
             with contextlib.suppress(FileNotFoundError):
-                os.remove(run_dir / ended)
+                os.remove(run_dir / name)
         remove_half_written(run_dir)
         write_json(path, config)
     except OSError as error:

@@ -11,7 +11,7 @@ from cleanba.errors import UsageError
 from cleanba.files import Json, write_json
 from cleanba.recipes import find_recipe
 from cleanba.runs.directory import is_over, was_uploaded
-from cleanba.runs.log import is_finished, read_result
+from cleanba.runs.log import read_result
 from cleanba.train_flags import parse
 
 
@@ -28,14 +28,17 @@ class Planned(NamedTuple):
 
 def done(runs: Sequence[Planned], folder: Path) -> set[str]:
     """The names of the runs that have finished as their flags ask, and have been uploaded if these ask for that."""
-    return {run.name for run in runs if is_finished(folder / run.name) and nothing_is_left(run, folder / run.name)}
+    return {run.name for run in runs if nothing_is_left(run, folder / run.name)}
 
 
 def nothing_is_left(run: Planned, run_dir: Path) -> bool:
-    """Whether a run that has finished would do nothing with its present flags, such as more steps."""
+    """Whether a run has finished, and would do nothing with its present flags, such as more steps."""
+    result = read_result(run_dir)
+    if result.get("status") != "finished":
+        return False
     name, *words = run.words
     asked = parse(find_recipe(name), words).run
-    over = is_over(read_result(run_dir), run.updates, read_config(run_dir), asked.target_return)
+    over = is_over(result, run.updates, read_config(run_dir), asked.target_return)
     return over and (not asked.upload_model or was_uploaded(run_dir))
 
 
