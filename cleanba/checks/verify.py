@@ -23,7 +23,7 @@ from cleanba.environments import jax_envs
 from cleanba.environments.backends import repeatable, sources
 from cleanba.errors import Exit, Failure, Interrupted, UsageError, exit_code, printable
 from cleanba.files import Json
-from cleanba.runs import log
+from cleanba.runs.log import is_finished, read_result, read_rows
 from cleanba.runs.remote import find_run
 from cleanba.runtime import chain, records
 from cleanba.runtime.chain import DIGESTS, Linked
@@ -129,18 +129,6 @@ def verify(run_dir: Path, flags: Verify) -> bool:
         return compute(rerun, chosen, len(there), linked, flags)
 
 
-def read_rows(run_dir: Path) -> list[Json]:
-    """The rows of a run's log.
-
-    Raises:
-        UsageError: it cannot be read.
-    """
-    try:
-        return [row for _, row in log.read(run_dir) if row is not None]
-    except OSError as error:
-        raise log.unreadable(run_dir, error) from None
-
-
 def introduction(name: str, rerun: Rerun, checked: chain.Checked) -> str:
     """What the run is, and that its chain holds."""
     last, e = checked.rows[-1], rerun.experiment
@@ -174,7 +162,7 @@ def contradictions(rerun: Rerun, linked: Mapping[int, Linked], kept: Iterable[in
         logged = [row.update for row in linked.values() if row.params_digest == digest]
         if not logged:
             found.append(f"model.msgpack holds parameters with the digest {digest}, which is not in the log")
-        elif log.is_finished(rerun.run_dir) and logged[-1] != last.update:
+        elif is_finished(rerun.run_dir) and logged[-1] != last.update:
             found.append(
                 f"model.msgpack holds the parameters after update {logged[-1]}, but the run has finished with "
                 f"{last.update}"
@@ -190,7 +178,7 @@ def result_contradicts(rerun: Rerun, linked: Mapping[int, Linked]) -> list[str]:
     """How a run's result.json contradicts its log, in one sentence; none if it does not, or there is no such file."""
     if not (rerun.run_dir / "result.json").exists():  # the run goes on
         return []
-    result, last = log.read_result(rerun.run_dir), linked[max(linked)]
+    result, last = read_result(rerun.run_dir), linked[max(linked)]
     status, update = result.get("status"), result.get("update", last.update)
     if status not in STATUSES:
         return [f"result.json is damaged: its status is not one of {', '.join(STATUSES)}"]
@@ -450,7 +438,7 @@ def compute(
     else:
         what = f"{len(computed)} of {all_segments} segments recomputed"
     share = sum(one.updates for one in computed) / max(linked)  # a run may end early, by --target-return
-    whole = "the run" if log.is_finished(rerun.run_dir) else f"the {max(linked):,} updates logged so far"
+    whole = "the run" if is_finished(rerun.run_dir) else f"the {max(linked):,} updates logged so far"
     found = f"{len(wrong)} of {len(computed)} differ" if wrong else "the same bits" * bool(computed)
     if damaged:
         found += f"{'; ' * bool(found)}checkpoints that cannot be read: {len(damaged)}"

@@ -36,13 +36,10 @@ def read_rows(run_dir: Path) -> dict[int, Json]:
         UsageError: the file cannot be read.
     """
     rows: dict[int, Json] = {}
-    try:
-        for _, row in log.read(run_dir):
-            if row is not None and not log.is_evaluation(row):
-                kept = {k: v for k, v in row.items() if not NOT_TRAINED.fullmatch(k)}
-                rows[row["update"]] = kept | rows.get(row["update"], {})  # digests may have a row of their own
-    except OSError as error:
-        raise log.unreadable(run_dir, error) from None
+    for row in log.read_rows(run_dir):
+        if not log.is_evaluation(row):
+            kept = {k: v for k, v in row.items() if not NOT_TRAINED.fullmatch(k)}
+            rows[row["update"]] = kept | rows.get(row["update"], {})  # digests may have a row of their own
     return rows
 
 

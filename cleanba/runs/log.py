@@ -49,11 +49,20 @@ def read(run_dir: Path) -> Iterator[tuple[int, Row | None]]:
     return parse((run_dir / METRICS).read_bytes())
 
 
-def unreadable(run_dir: Path, error: OSError) -> UsageError:
-    """The error of a command that compares digests, for a run whose log cannot be read."""
-    if isinstance(error, FileNotFoundError):
-        return UsageError(f"{run_dir} has no {METRICS}, so there are no digests to compare")
-    return UsageError(f"{run_dir}/{METRICS} cannot be read ({error.strerror}); restore it, or name another run")
+def read_rows(run_dir: Path) -> list[Row]:
+    """The rows of a run's log, for a command that compares its digests.
+
+    Raises:
+        UsageError: the log cannot be read.
+    """
+    try:
+        return [row for _, row in read(run_dir) if row is not None]
+    except FileNotFoundError:
+        raise UsageError(f"{run_dir} has no {METRICS}, so there are no digests to compare") from None
+    except OSError as error:
+        raise UsageError(
+            f"{run_dir}/{METRICS} cannot be read ({error.strerror}); restore it, or name another run"
+        ) from None
 
 
 def tail(run_dir: Path) -> list[Row]:
