@@ -32,7 +32,7 @@ from cleanba.runs.diff import DIGESTS, read_rows
 from cleanba.runs.directory import differing_machines
 from cleanba.runs.progress_line import ProgressLine
 from cleanba.runs.remote import find_run
-from cleanba.runtime.checkpoint import COUNTERS, updates_kept
+from cleanba.runtime.checkpoint import counters_file, updates_kept
 from cleanba.train_flags import parse, typed_names
 from cleanba.trust import name_of
 
@@ -260,7 +260,7 @@ def common_checkpoints(a: Path, b: Path) -> list[int]:
 
 def _checksums(run_dir: Path, update: int) -> tuple[str, list[str]] | None:
     try:
-        counters: Json = json.loads((run_dir / "checkpoints" / str(update) / COUNTERS / "metadata").read_text())
+        counters: Json = json.loads(counters_file(run_dir, update).read_text())
         return counters["digest"], counters["memory"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None

@@ -44,6 +44,7 @@ from cleanba.waited import in_a_thread
 if TYPE_CHECKING:
     import orbax.checkpoint as ocp
 
+FOLDER = "checkpoints"
 COUNTERS = "counters"
 GOES_ON = "goes_on"  # in the counters: whether a longer run could continue from here; earlier versions wrote none
 ARRAYS = "arrays"
@@ -157,7 +158,7 @@ class Checkpoints:
         _hush_asyncio()
         self._ocp = ocp = orbax()
         self.run_dir, self._retention = run_dir, Retention.parse(keep)
-        self._folder = (run_dir / "checkpoints").absolute()
+        self._folder = (run_dir / FOLDER).absolute()
         self._like_memory = like_memory
         self._shards = shards if jax.tree.leaves(like_memory) else range(0)
         self._actors, self._fresh_after, self._require_ours = actors, fresh_after, require_ours
@@ -410,8 +411,13 @@ def updates_to_read(run_dir: Path) -> list[int]:
 
 def updates_kept(run_dir: Path) -> list[int]:
     """The updates that a run has checkpoints of, in order."""
-    folder = run_dir / "checkpoints"
+    folder = run_dir / FOLDER
     return sorted(int(p.name) for p in folder.iterdir() if p.name.isdecimal()) if folder.is_dir() else []
+
+
+def counters_file(run_dir: Path, update: int) -> Path:
+    """The file of a checkpoint's counters and digests, as Orbax names it: JSON."""
+    return run_dir / FOLDER / str(update) / COUNTERS / "metadata"
 
 
 def can_be_made_longer(run_dir: Path, update: int) -> bool:
@@ -420,7 +426,7 @@ def can_be_made_longer(run_dir: Path, update: int) -> bool:
     Earlier versions left out the last version of the parameters and the actors there.  Actors are also left out where
     environments do not repeat themselves.
     """
-    return optional_json(run_dir / "checkpoints" / str(update) / COUNTERS / "metadata").get(GOES_ON) is True
+    return optional_json(counters_file(run_dir, update)).get(GOES_ON) is True
 
 
 def _alone(use: str) -> "ocp.options.MultiprocessingOptions":
@@ -444,9 +450,9 @@ def read_arrays(run_dir: Path, update: int, shapes: Sequence[tuple[int, ...]] | 
 
 def _read_arrays(run_dir: Path, update: int, shapes: Sequence[tuple[int, ...]] | None) -> list[np.ndarray]:
     """`read_arrays`, in this thread."""
-    ocp = orbax()
+    ocp, folder = orbax(), (run_dir / FOLDER / str(update) / ARRAYS).absolute()
     with _quiet("absl"), ocp.StandardCheckpointer(multiprocessing_options=_alone("read")) as checkpointer:
-        metadata = checkpointer.metadata((run_dir / "checkpoints" / str(update) / ARRAYS).absolute())
+        metadata = checkpointer.metadata(folder)
         tree = getattr(metadata, "item_metadata", metadata)
         if tree is None:
             raise ValueError("its list of arrays is damaged")
@@ -454,7 +460,7 @@ def _read_arrays(run_dir: Path, update: int, shapes: Sequence[tuple[int, ...]] |
         if shapes is not None and [tuple(known[k].shape) for k in sorted(known)] != [*shapes]:
             raise ValueError("its arrays are not those of this network")
         like = {k: np.zeros(v.shape, v.dtype) for k, v in known.items()}
-        restored = checkpointer.restore((run_dir / "checkpoints" / str(update) / ARRAYS).absolute(), like)
+        restored = checkpointer.restore(folder, like)
     return [np.asarray(restored[k]) for k in sorted(restored)]
 
 
@@ -474,7 +480,7 @@ def read(run_dir: Path, update: int, like_state: S, like_params: P) -> Saved[S, 
 def _read(run_dir: Path, update: int, like_state: S, like_params: P) -> Saved[S, P]:
     """One checkpoint without its memory.  Raises whatever Orbax raises, and `ValueError`, if it is damaged."""
     leaves_like, structure = jax.tree.flatten({"state": like_state, "older_params": like_params})
-    counters = json.loads((run_dir / "checkpoints" / str(update) / COUNTERS / "metadata").read_text())
+    counters = json.loads(counters_file(run_dir, update).read_text())
     digest = counters.pop("counters_digest", None)  # earlier versions wrote none
     if digest not in (None, json_digest(counters)):
         raise ValueError("the checksum of its counters does not match")
