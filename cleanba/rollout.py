@@ -101,3 +101,8 @@ class EpisodeTracker:
         self.ret[ended] = 0.0
         self.length[ended] = 0
         return episodes
+
+
+def named_leaves(tree: PyTree) -> dict[str, Any]:
+    """The leaves of a tree by their paths, such as .params['params']['Dense_0']['bias'], in the tree's order."""
+    return {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}

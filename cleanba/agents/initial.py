@@ -15,7 +15,7 @@ from cleanba.environments.backends import env_spec
 from cleanba.errors import Failure, UsageError, warn
 from cleanba.files import expanded
 from cleanba.resolution import read_recipe, recorded
-from cleanba.rollout import PyTree
+from cleanba.rollout import PyTree, named_leaves
 from cleanba.runs.remote import find_run
 from cleanba.runtime import checkpoint as ckpt
 from cleanba.runtime.digests import tree_digest
@@ -38,11 +38,6 @@ class Initial(NamedTuple):
     """by their names in the learner's state"""
     algorithm: str
     """of the run that they were found in"""
-
-
-def named_leaves(state: PyTree) -> dict[str, PyTree]:
-    """The leaves of a learner's state by their names, such as .params['params']['Dense_0']['bias']."""
-    return {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(state)}
 
 
 def find_initial(place: str, platform: str, trust_remote_code: bool = False) -> Initial:

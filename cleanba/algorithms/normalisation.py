@@ -23,7 +23,7 @@ from cleanba.networks.encoder import as_vector
 from cleanba.ops.moments import Moments, add_batch, no_moments
 from cleanba.ops.returns import returns_so_far
 from cleanba.probes import probe
-from cleanba.rollout import NetworkParams, Obs, PyTree, Rollout
+from cleanba.rollout import NetworkParams, Obs, PyTree, Rollout, named_leaves
 from cleanba.shards import ShardAxis
 from cleanba.specs import EnvSpec, ObsSpec
 
@@ -110,7 +110,7 @@ class Normaliser:
 
         Each observation counts once, terminal ones too; rewards count where their action was executed.
         """
-        by_path = {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(rollout.obs)}
+        by_path = named_leaves(rollout.obs)
         # All true, but not a constant: XLA could remove a constant mask on some placements only, and round differently.
         all_valid = jnp.broadcast_to(shards.always, rollout.valid.shape)
         moments = {
@@ -174,8 +174,8 @@ class Normalises(Protocol):
 def make_normaliser(e: Normalises, spec: EnvSpec) -> Normaliser:
     """The normaliser of an experiment: of all observations except images, boards, masks and booleans."""
     parts = [
-        (jax.tree_util.keystr(path), o)
-        for path, o in jax.tree_util.tree_leaves_with_path(spec.obs)
+        (path, o)
+        for path, o in named_leaves(spec.obs).items()
         if o.kind in CATEGORICAL or (o.kind == "vector" and o.dtype != "bool")
     ]
     return Normaliser(tuple(parts) if e.norm_obs else (), e.norm_reward, e.gamma)

@@ -10,7 +10,7 @@ import numpy as np
 
 from cleanba.algorithm import ActorParams, C, M, P, S
 from cleanba.probes import CAPACITY, Finder, Site, Tape, fingerprint, watching
-from cleanba.rollout import PyTree, Rollout
+from cleanba.rollout import PyTree, Rollout, named_leaves
 from cleanba.runtime.actor import ActorRollout
 from cleanba.runtime.digests import params_digest
 from cleanba.runtime.learner import CUT, SAME, Learner
@@ -150,7 +150,7 @@ class WatchedUpdate(Generic[S, M, P, C]):
 
     def memory_paths(self) -> list[str]:
         """The arrays of the memory, in the order of their fingerprints."""
-        return list(by_path(self._after[1]))
+        return list(named_leaves(self._after[1]))
 
     def memory_rows(self, path: str, shard: int, after: bool) -> np.ndarray:
         """Fingerprints of the rows of one array of a shard's memory.  [C, 2]."""
@@ -161,7 +161,7 @@ class WatchedUpdate(Generic[S, M, P, C]):
         return np.asarray(self._memory_leaf(path, shard, after)[row])
 
     def _memory_leaf(self, path: str, shard: int, after: bool) -> jax.Array:
-        x = by_path((self._after if after else self._before)[1])[path][self._learner.places[shard]]
+        x = named_leaves((self._after if after else self._before)[1])[path][self._learner.places[shard]]
         return x if x.ndim else x[None]
 
     # ------------------------------------------------------------------------------------------- computed a second time
@@ -201,13 +201,8 @@ class WatchedUpdate(Generic[S, M, P, C]):
         return sites, ((state, memory), jax.device_get(written))
 
 
-def by_path(tree: PyTree) -> dict[str, Any]:
-    """The leaves of a tree, by their paths."""
-    return {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
-
-
 def _named(tree: PyTree) -> Named:
-    return {path: np.asarray(x) for path, x in by_path(tree).items()}
+    return {path: np.asarray(x) for path, x in named_leaves(tree).items()}
 
 
 @partial(jax.jit, static_argnums=1)
