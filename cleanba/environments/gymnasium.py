@@ -454,14 +454,16 @@ class Envs:
         """Restart all environments, with their own seeds or with other ones -> obs [B, ...]."""
         for part in self._parts:
             part.ask("reset", (seeds or self._seeds)[part.mine])
-        return self._answers().obs
+        self._wait()
+        return self._shown()
 
     def step(self, action: np.ndarray) -> Step[np.ndarray]:
         """Actions [B] or [B, D] -> `Step`.  An environment whose episode has ended ignores its action and resets."""
-        self._arrays.action[:] = self._spec.action.for_environment(action)
-        for part in self._parts:
-            part.ask("step")
-        return self._answers()
+        self._take(action)
+        a, obs = self._arrays, self._shown()
+        terminated, truncated, raw = a.terminated.copy(), a.truncated.copy(), a.reward.copy()
+        infos = a.infos.copy() if self._spec.infos else None
+        return Step(obs, train_reward(self._spec, raw), raw, terminated, truncated, terminated | truncated, infos)
 
     def play(self, actions: np.ndarray) -> tuple[PyTree, np.ndarray, np.ndarray]:
         """Take N steps, after `reset`, and return only the last observations.
@@ -472,25 +474,25 @@ class Envs:
         ended = np.empty(actions.shape[:2], bool)
         a = self._arrays
         for n, action in enumerate(actions):
-            a.action[:] = self._spec.action.for_environment(action)
-            for part in self._parts:
-                part.ask("step")
-            for part in self._parts:
-                part.answer(self.check)
+            self._take(action)
             rewards[n] = a.reward
             np.logical_or(a.terminated, a.truncated, out=ended[n])
         return self._shown(), rewards, ended
 
-    def _shown(self) -> PyTree:
-        return jax.tree.unflatten(jax.tree.structure(self._spec.obs), [x.copy() for x in self._arrays.obs])
+    def _take(self, action: np.ndarray) -> None:
+        """Step all environments; the results are in the arrays."""
+        self._arrays.action[:] = self._spec.action.for_environment(action)
+        for part in self._parts:
+            part.ask("step")
+        self._wait()
 
-    def _answers(self) -> Step[np.ndarray]:
+    def _wait(self) -> None:
         for part in self._parts:
             part.answer(self.check)
-        a, obs = self._arrays, self._shown()
-        terminated, truncated, raw = a.terminated.copy(), a.truncated.copy(), a.reward.copy()
-        infos = a.infos.copy() if self._spec.infos else None
-        return Step(obs, train_reward(self._spec, raw), raw, terminated, truncated, terminated | truncated, infos)
+
+    def _shown(self) -> PyTree:
+        """A copy of the last observations."""
+        return jax.tree.unflatten(jax.tree.structure(self._spec.obs), [x.copy() for x in self._arrays.obs])
 
     def outside(self) -> str:
         """The first number of the last observations that lies outside its space, in words; "" if there is none."""
