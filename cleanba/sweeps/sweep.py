@@ -303,6 +303,9 @@ def visible_gpus() -> list[str]:
     return [str(i) for i in range(count)]
 
 
+MEMORY_SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # XLA's variable: the share of a GPU's memory that a process takes
+
+
 def share_devices(gpus: Sequence[str], per_run: int, workers: int | None) -> list[dict[str, str]]:
     """Environment variables for each worker, so that workers use different GPUs as long as there are enough.
 
@@ -322,9 +325,7 @@ def share_devices(gpus: Sequence[str], per_run: int, workers: int | None) -> lis
     for worker in range(workers):
         environments.append({"CUDA_VISIBLE_DEVICES": groups[worker % len(groups)]})
         if shared_by > 1:  # by default XLA gives most of a GPU's memory to the first process
-            environments[-1] |= {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{0.9 / shared_by:.2f}"} | {
-                k: v for k, v in os.environ.items() if k == "XLA_PYTHON_CLIENT_MEM_FRACTION"
-            }
+            environments[-1][MEMORY_SHARE] = os.environ.get(MEMORY_SHARE, f"{0.9 / shared_by:.2f}")
     return environments
 
 
@@ -351,22 +352,19 @@ def start(run: SweepRun, worker: int, environment: dict[str, str]) -> None:
 
 def end_all(runs: Sequence[SweepRun], heard: Sequence[int], seconds: float) -> None:
     """Ask all runs to end.  Kill those that have not ended after so many seconds, or at a second signal."""
-    running = [run for run in runs if run.process is not None]
-    for run in running:
-        assert run.process is not None
-        run.process.send_signal(heard[0] if heard else signal.SIGTERM)
+    running = [(run, run.process) for run in runs if run.process is not None]
+    for _, process in running:
+        process.send_signal(heard[0] if heard else signal.SIGTERM)
     deadline = time.monotonic() + seconds
-    while any(run.process and run.process.poll() is None for run in running):
+    while any(process.poll() is None for _, process in running):
         if time.monotonic() > deadline or len(heard) > 1:
-            for run in running:
-                assert run.process is not None
-                if run.process.poll() is None:
-                    os.killpg(run.process.pid, signal.SIGKILL)
-                    run.process.wait()
+            for _, process in running:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
         time.sleep(0.05)
-    for run in running:
-        assert run.process is not None
-        code = run.process.wait()
+    for run, process in running:
+        code = process.wait()
         failed = 0 < code <= 128  # neither asked to end (128 + the signal) nor killed (negative)
         run.state = "finished" if is_finished(run.run_dir) else "failed" if failed else "interrupted"
         run.code, run.process = code, None
