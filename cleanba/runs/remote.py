@@ -190,29 +190,22 @@ def unpack(archive: Path, whole: Path | None = None, model: bool = True) -> Path
             found = files[home]
             if whole is not None:
                 require(METRICS in found, f"{source} has no {METRICS}; choose another run")
-                mark_downloaded(whole, source)
-                for name, member in found.items():
-                    require_size(source, name, member.size)
-                    _copy(source, member, whole / name)
-                _copy_parts(source, home, others, whole)
-                return whole
-            require(
-                "model.msgpack" in found or not model,
-                f"{source} has no model.msgpack, and checkpoints are not read from an archive; write the archive with "
-                "`cleanba pack RUN_DIR`, or unpack it if it is your own",
-            )
-            digest = hashlib.sha256(os.fsencode(archive.absolute())).hexdigest()[:8]
-            folder = UNPACKED / f"{archive.name.partition('.')[0] or 'run'}-{digest}"
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise unwritable(folder, error, "current directory") from None
+            else:
+                require(
+                    "model.msgpack" in found or not model,
+                    f"{source} has no model.msgpack, and checkpoints are not read from an archive; write the archive "
+                    "with `cleanba pack RUN_DIR`, or unpack it if it is your own",
+                )
+            folder = whole or _unpacked_folder(archive)
             mark_downloaded(folder, source)
             for name, member in found.items():
                 require_size(source, name, member.size)
                 _copy(source, member, folder / name)
-            for name in MOST_BYTES.keys() - found.keys():  # of what the archive held before
-                (folder / name).unlink(missing_ok=True)
+            if whole is not None:
+                _copy_parts(source, home, others, whole)
+            else:
+                for name in MOST_BYTES.keys() - found.keys():  # of what the archive held before
+                    (folder / name).unlink(missing_ok=True)
     except (
         OSError,
         EOFError,
@@ -230,6 +223,17 @@ def unpack(archive: Path, whole: Path | None = None, model: bool = True) -> Path
             raise Failure(f"{source} cannot be unpacked: {error.strerror}; free disk space") from error
         why = "it is no such archive, or damaged" if isinstance(error, tarfile.ReadError) else error
         raise UsageError(f"{source} cannot be unpacked ({why}); choose another archive") from error
+    return folder
+
+
+def _unpacked_folder(archive: Path) -> Path:
+    """Make the folder in `runs/unpacked/` that an archive is unpacked to, the same each time."""
+    digest = hashlib.sha256(os.fsencode(archive.absolute())).hexdigest()[:8]
+    folder = UNPACKED / f"{archive.name.partition('.')[0] or 'run'}-{digest}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise unwritable(folder, error, "current directory") from None
     return folder
 
 
