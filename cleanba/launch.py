@@ -241,12 +241,12 @@ def train_claimed(
             with usable(job.run_dir):
                 run_writer.begin(saved, display)
         announce(job, saved, display)
-        training = whole_training(job, checkpoints, saved, run_writer, display)
+        training = whole_training(job, checkpoints, saved, run_writer)
         log = run_writer.log if run_writer else lambda update, global_step, seconds, values: None
         outcome = run_training(training, display, status, log, peers, give_up)
         stuck = outcome.stuck
         if run_writer is not None and outcome.error is None:
-            outcome = run_writer.finish(outcome, status, display, give_up)
+            outcome = run_writer.finish(outcome, status, give_up)
             if peers and outcome.error is not None:  # the other processes wait for this one to end
                 peers.tell(outcome.error)
     finally:
@@ -270,7 +270,6 @@ def whole_training(
     checkpoints: Checkpoints,
     saved: Saved[Any, Any] | None,
     run_writer: "RunWriter | None",
-    display: Display,
 ) -> Training[Any, Any, Any, Any]:
     """`Job.training` with all that is known once the run's directory is open.  All processes must call this."""
     run = job.config.run
@@ -288,7 +287,7 @@ def whole_training(
         stall_timeout=run.stall_timeout,
         grace_period=run.grace_period,
         stop_on_nonfinite=run.on_nonfinite == "stop",
-        after_update=run_writer.after_update(display) if run_writer else None,
+        after_update=run_writer.after_update if run_writer else None,
     )
 
 
@@ -459,7 +458,7 @@ class RunWriter:
             raise
         self._writers: Writers | None = None
         self._film: Path | None = None
-        self._display: Display | None = None
+        self._display: Display  # after `begin`
         self._sparse = False  # whether the user has been warned of sparse replay batches
         self._profile = Profile(job.run_dir / "profile", self._run.profile)
 
@@ -478,7 +477,7 @@ class RunWriter:
 
     def log(self, update: int, global_step: int, seconds: float, values: Json) -> None:
         """Write a log point, and the evaluations that have ended since the last one."""
-        assert self._writers is not None and self._display is not None
+        assert self._writers is not None
         self.evaluations.log(self._writers, seconds)
         self._writers.write(update, global_step, seconds, values)
         e, share = self._job.experiment, values.get(REPLAY_FILLED, 1.0)
@@ -504,7 +503,8 @@ class RunWriter:
             chain.go_on(saved.counters.get("chain", {}))
         return chain
 
-    def after_update(self, display: Display) -> Callable[[int, int, PyTree], None] | None:
+    @property
+    def after_update(self) -> Callable[[int, int, PyTree], None] | None:
         """The function to call after every update; None if there is none."""
         consider = self.evaluations.after_update
         if not self._run.profile:
@@ -514,13 +514,11 @@ class RunWriter:
             if consider is not None:
                 consider(update, global_step, params)
             if where := self._profile.after_update():
-                display.say(where)
+                self._display.say(where)
 
         return both
 
-    def finish(
-        self, outcome: RunOutcome[Any], status: Status, display: Display, give_up: Callable[[int], None]
-    ) -> RunOutcome[Any]:
+    def finish(self, outcome: RunOutcome[Any], status: Status, give_up: Callable[[int], None]) -> RunOutcome[Any]:
         """Evaluate and film the last version, as the flags say.
 
         Returns the outcome, with status "failed" if this raised an error, and "interrupted" if a signal ended it.
@@ -537,7 +535,7 @@ class RunWriter:
 
         if self._run.eval_frequency:
             status.phase = "evaluating the last version"
-            display.refresh()
+            self._display.refresh()
         watchdog = Watchdog(self._run.stall_timeout, "step of evaluations")
         try:
             with hear_signals(lambda signum: asked.append(Interrupted(signum)), give_up):
