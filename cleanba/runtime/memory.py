@@ -256,9 +256,8 @@ class MemoryStore:
         self._leaves = leaves_of(like)
         self.shards = shards if self._leaves else range(0)
         nodes, _ = jax.tree.flatten(like, is_leaf=lambda x: isinstance(x, RINGS))
-        self._rings: list[
-            tuple[range, int]
-        ] = []  # for each ring in the memory: the leaves of its rows, and its capacity
+        # For each ring in the memory: the leaves of its rows, and its capacity.
+        self._rings: list[tuple[range, int]] = []
         at = 0
         for node in nodes:
             count = len(jax.tree.leaves(node))

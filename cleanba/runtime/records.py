@@ -153,11 +153,8 @@ class Record:
         self._epoch, self._steps, self._outcomes_digest = -1, 0, ""
         self._files: list[list[Any]] = []  # name, bytes that count, their SHA-256
         if saved_actor is not None:
-            self._epoch, self._steps, self._outcomes_digest = (
-                saved_actor.epoch,
-                saved_actor.steps,
-                saved_actor.outcomes_digest,
-            )
+            self._epoch, self._steps = saved_actor.epoch, saved_actor.steps
+            self._outcomes_digest = saved_actor.outcomes_digest
             self._files = [list(file) for file in saved_actor.files]
 
     def add(self, epoch: int, recorded: RecordedRollout, actor_state: ActorState) -> None:

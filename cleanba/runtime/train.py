@@ -372,14 +372,11 @@ def run_training(
 
 def begin_progress(training: Training[S, M, P, C], status: Status) -> Progress[S]:
     """The progress of a run that begins, or that continues from `training.saved`."""
-    progress: Progress[S] = Progress(status)
-    saved = training.saved
-    progress.statistics.infos = training.spec.infos
+    saved, devices, infos = training.saved, training.devices, training.spec.infos
     if saved is None:
-        return progress
-    devices = training.devices
-    statistics = Statistics.from_counters(saved.counters, devices.process, devices.num_processes, training.spec.infos)
-    progress.statistics = statistics
+        return Progress(status, Statistics(infos))
+    statistics = Statistics.from_counters(saved.counters, devices.process, devices.num_processes, infos)
+    progress: Progress[S] = Progress(status, statistics)
     progress.update = progress.saved_update = status.update = saved.update
     progress.lag = training.schedule.lag(saved.update)
     progress.seconds_before = saved.counters["seconds"]

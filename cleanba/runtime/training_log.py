@@ -72,10 +72,8 @@ class TrainingLog:
         """
         self._chain, self._linked = chain, progress.saved_update
         self._schedule, self._log_frequency, self._devices = schedule, log_frequency, devices
-        self._first_to_learn, self._last_update = (
-            first_to_learn,
-            schedule.first - 1,
-        )  # the latter: the update of the last log point
+        self._first_to_learn = first_to_learn
+        self._last_update = schedule.first - 1  # of the last log point
         self._progress, self._write_log_point = progress, write_log_point
         self._began = time.perf_counter() - progress.seconds_before
         self._unchecked: tuple[int, Metrics] = (0, {})
@@ -140,7 +138,7 @@ class TrainingLog:
 
     def is_log_point(self, update: int) -> bool:
         """Whether all processes log after this update."""
-        return update == 1 or update % self._log_frequency == 0 or self._schedule.logs_digests(update)
+        return self._compares(update) or self._schedule.logs_digests(update)
 
     def _compares(self, update: int) -> bool:
         """Whether the return is compared with the target: not at log points that exist only because of a checkpoint."""

@@ -22,9 +22,8 @@ class PrioritisedRing(NamedTuple):
     """The memory of one shard.  A device's holds those of K' shards: every leaf gains a leading axis [K', ...]."""
 
     ring: Ring
-    priorities: (
-        Priorities  # of the transition that begins in row r, counted as it lies, at environment b: place r B + b
-    )
+    priorities: Priorities
+    """of the transition that begins in row r, counted as it lies, at environment b: place r B + b"""
 
 
 def init_prioritised(rollout: Rollout, capacity: int, stack: int = 1) -> PrioritisedRing:
