@@ -432,9 +432,8 @@ def test_a_full_disk_is_reported(tmp_path, monkeypatch):
     like = jax.eval_shape(empty)
     checkpoints = Checkpoints(tmp_path, 2, like, range(2))
     memory_store = memory.MemoryStore(like, range(2), folder=tmp_path)
-    checkpoint_writer = CheckpointWriter(
-        None, None, None, memory_store, checkpoints
-    )  # what it has of the learner it does not come to use
+    # What it has of the learner and of actors it does not come to use.
+    checkpoint_writer = CheckpointWriter(None, None, None, memory_store, checkpoints, None)
     monkeypatch.setattr(memory.Pack, "add", full)
     with pytest.raises(Failure, match="could not be written to .*No space left on device"):
         checkpoint_writer.snapshot(1, (), step(jax.tree.map(lambda x: jnp.stack([x, x]), empty()), 1))

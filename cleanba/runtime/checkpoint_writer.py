@@ -27,11 +27,10 @@ class CheckpointWriter(Generic[S, M, P, C]):
         devices: Devices,
         memory_store: MemoryStore,
         checkpoints: Checkpoints | None,
-        records: Records | None = None,
+        records: Records,
     ):
         self._learner, self._actor_params, self._devices = learner, actor_params, devices
-        self._memory_store, self._checkpoints = memory_store, checkpoints
-        self._records = records or Records(None, range(0), {})
+        self._memory_store, self._checkpoints, self._records = memory_store, checkpoints, records
         self._shards: dict[int, ShardSnapshot] = {}
         self._shard_digests: list[str] = []  # of all shards, in order
         self._seen: tuple[int, dict[str, str]] = (-1, {})
