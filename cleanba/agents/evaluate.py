@@ -189,12 +189,6 @@ def step_limit(spec: EnvSpec, asked: int | None) -> int:
     return max(MAX_STEPS, spec.time_limit or 0) if asked is None else asked
 
 
-def require_steps(max_steps: int | None, flag: str) -> None:
-    """Raise `UsageError` unless a limit on episodes is a positive number."""
-    name = flag.removeprefix("--").replace("-", "_")
-    require(max_steps is None or max_steps >= 1, f"{name}={max_steps} must be at least 1; set {flag}, or leave it out")
-
-
 def film_path(run_dir: Path, policy: Policy, seed: int, plays: Play) -> Path:
     """The path of a policy's film in its run (see `name_of`)."""
     return run_dir / "videos" / f"{name_of(policy.update, seed, plays)}.mp4"
@@ -252,7 +246,7 @@ class Evaluation:
 NUMBERS = (int, float, np.integer, np.floating)
 
 
-def check_games(episodes: int, seed: int, epsilon: float | None) -> None:
+def check_games(episodes: int, seed: int, epsilon: float | None, max_steps: int | None) -> None:
     """Raise `UsageError` for numbers that no evaluation can have."""
     for name, number in (("episodes", episodes), ("seed", seed)):
         require(isinstance(number, int | np.integer), f"{name}={number!r} must be a whole number")
@@ -260,6 +254,10 @@ def check_games(episodes: int, seed: int, epsilon: float | None) -> None:
     require(epsilon is None or isinstance(epsilon, NUMBERS), f"epsilon={epsilon!r} must be a number")
     require(epsilon is None or 0 <= epsilon <= 1, f"epsilon={epsilon} must lie in [0, 1]; set --epsilon accordingly")
     require(0 <= seed < 2**31, f"seed={seed} must lie in [0, 2^31); try --seed 1")
+    require(
+        max_steps is None or max_steps >= 1,
+        f"max_steps={max_steps} must be at least 1; set --max-steps, or leave it out",
+    )
 
 
 def evaluate(
@@ -296,8 +294,7 @@ def evaluate(
     """
     require(isinstance(agent, Agent), f"evaluate takes an agent, such as cleanba.load('runs/a'), not {agent!r}")
     require(max_steps is None or isinstance(max_steps, int | np.integer), f"max_steps={max_steps!r} must be whole")
-    check_games(episodes, seed, epsilon)
-    require_steps(max_steps, "--max-steps")
+    check_games(episodes, seed, epsilon, max_steps)
     require(film is None or isinstance(film, str | Path), f"film={film!r} must be the path of an .mp4 file")
     path = None if film is None else Path(film)
     require(path is None or path.suffix == ".mp4", f"film={str(film)!r} must be an .mp4 file; try film.mp4")
@@ -342,8 +339,7 @@ def mean_info(episodes: Sequence[Episode], i: int) -> float | None:
 def eval_command(argv: Sequence[str]) -> Exit:
     """`cleanba eval RUN_DIR …`"""
     options = parse_command(Eval, argv, "eval")
-    check_games(options.episodes, options.seed, options.epsilon)
-    require_steps(options.max_steps, "--max-steps")
+    check_games(options.episodes, options.seed, options.epsilon, options.max_steps)
     require(bool(options.run_dir), "eval needs a run's directory, but was given an empty name")
     run_dir = find_run(options.run_dir)
     pin_settings()
