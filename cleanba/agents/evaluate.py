@@ -27,6 +27,7 @@ from cleanba.recipes import Play
 from cleanba.resolution import completed
 from cleanba.rollout import Episode, EpisodeTracker, Obs, step_outcome
 from cleanba.runs.curves import Curve, find_runs, group, mean_interval
+from cleanba.runs.directory import EVALUATIONS
 from cleanba.runs.log import is_finished
 from cleanba.runs.plot import markdown, with_interval
 from cleanba.runs.progress_line import ProgressLine
@@ -37,7 +38,6 @@ from cleanba.runtime.process_setup import pin_settings, settings_of
 from cleanba.seeds import eval_seed, evaluation_key
 from cleanba.specs import EnvSpec
 
-EVALUATIONS = "evaluations"  # the folder of a run that keeps each evaluation; the newest is also in eval.json
 MAX_ENVS = 16  # more would mostly wait for those with the longest episodes
 MAX_STEPS = 27_000  # Atari's limit, also for environments without one: a greedy policy may never end an episode
 

@@ -20,7 +20,7 @@ from cleanba.errors import Exit, Failure, said
 from cleanba.files import METRICS, Json, read_json, write_json
 from cleanba.recipes import Play
 from cleanba.runs import log
-from cleanba.runs.directory import UPLOADED, films_of
+from cleanba.runs.directory import EVALUATIONS, UPLOADED, films_of
 from cleanba.runs.log import parse
 from cleanba.runs.remote import PARTS, REPO, require_hub
 from cleanba.runtime.chain import FIRST_STEPS
@@ -267,7 +267,7 @@ def public_config(run_dir: Path) -> Json:
 
 def evaluation_of(run_dir: Path, digest: str | None) -> Path | None:
     """The newest result of `cleanba eval` for the parameters with this digest; None if they were never evaluated."""
-    kept = sorted((run_dir / "evaluations").glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
+    kept = sorted((run_dir / EVALUATIONS).glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
     newest = run_dir / "eval.json"
     for path in [newest] * newest.exists() + kept:
         if read_json(path).get("params_digest") == digest:

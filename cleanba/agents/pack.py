@@ -19,7 +19,7 @@ from cleanba.config import read_experiment, require
 from cleanba.errors import Exit, Failure, UsageError
 from cleanba.recipes import RECIPES
 from cleanba.resolution import read_recipe
-from cleanba.runs.directory import films_of, unwritable
+from cleanba.runs.directory import EVALUATIONS, films_of, unwritable
 from cleanba.runtime.checkpoint import updates_kept
 from cleanba.trust import REMEDY, check_environment, require_trusted
 
@@ -82,9 +82,9 @@ def pack(run_dir: Path, out: Path, checkpoints: bool = False) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         model = fill_run(folder, run_dir)
-        for kept in sorted((run_dir / "evaluations").glob("*.json")):
-            (folder / "evaluations").mkdir(exist_ok=True)
-            shutil.copyfile(kept, folder / "evaluations" / kept.name)
+        for kept in sorted((run_dir / EVALUATIONS).glob("*.json")):
+            (folder / EVALUATIONS).mkdir(exist_ok=True)
+            shutil.copyfile(kept, folder / EVALUATIONS / kept.name)
         for film in films_of(run_dir, model.update)[-1:]:
             (folder / "videos").mkdir(exist_ok=True)
             shutil.copyfile(film, folder / "videos" / film.name)

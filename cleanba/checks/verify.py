@@ -68,6 +68,11 @@ class Verify:
     trust_remote_code: bool = False
     """for a downloaded or unpacked run: import and call what its config.json names (docs/guides/trust.md)"""
 
+    @property
+    def names_updates(self) -> bool:
+        """Whether the flags name the updates to compute; otherwise segments are drawn."""
+        return self.from_update is not None or self.to_update is not None
+
 
 class CannotCompare(Exception):
     """The bits need not agree, so nothing is computed.  Exit code 3."""
@@ -77,9 +82,8 @@ def verify_command(argv: Sequence[str]) -> Exit:
     """`cleanba verify`."""
     flags = parse_command(Verify, argv, "verify")
     check_values(flags)
-    ranged = flags.from_update is not None or flags.to_update is not None
     require(
-        not ranged or flags.segments is flags.fraction is flags.seed is None,
+        not flags.names_updates or flags.segments is flags.fraction is flags.seed is None,
         "--from and --to name the updates to compute, and --segments, --fraction and --seed draw them; use either "
         "--from/--to or --segments/--fraction/--seed",
     )
@@ -339,7 +343,7 @@ def choose(there: Sequence[Segment], linked: Mapping[int, Linked], flags: Verify
     Raises:
         UsageError: there is no such update.
     """
-    if flags.from_update is not None or flags.to_update is not None:
+    if flags.names_updates:
         return [named(there, linked, flags.from_update, flags.to_update)]
     seed = secrets.randbelow(2**31) if flags.seed is None else flags.seed
     order = random.Random(seed).sample(there, len(there))
@@ -432,8 +436,7 @@ def compute(
         print(f"{one}: {found or 'the same bits'}", flush=True)
     if not computed and not damaged:
         raise CannotCompare(f"{flags.run} has removed the checkpoints meanwhile; try again")
-    ranged = flags.from_update is not None or flags.to_update is not None
-    if ranged:
+    if flags.names_updates:
         what = f"{chosen[0]} recomputed" if computed else "nothing recomputed"
     else:
         what = f"{len(computed)} of {all_segments} segments recomputed"

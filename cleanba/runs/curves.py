@@ -300,9 +300,8 @@ def band(curves: Sequence[Curve], axis: Literal["steps", "seconds"]) -> Band:
         start = min(x[0] for x in xs)
     x = np.linspace(start, end, GRID)
     after = lambda c: c.returns[-1] if c.finished else np.nan
-    y = np.stack(
-        [np.interp(x, xs[i], c.returns, left=np.nan, right=after(c)) for i, c in enumerate(curves)]
-    )  # [R, GRID]
+    lines = [np.interp(x, xs[i], c.returns, left=np.nan, right=after(c)) for i, c in enumerate(curves)]
+    y = np.stack(lines)  # [R, GRID]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # a gap between the ends of two runs
         mean = np.nanmean(y, axis=0)

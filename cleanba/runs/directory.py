@@ -176,6 +176,7 @@ def is_over(result: Json, updates: int, config: Json, target: float | None) -> b
 
 
 UPLOADED = "uploaded.json"  # in a run's directory, once it is on the Hub
+EVALUATIONS = "evaluations"  # the folder of a run that keeps each evaluation; the newest is also in eval.json
 
 
 def was_uploaded(run_dir: Path) -> bool:

@@ -171,7 +171,7 @@ def restore_envs(
 
 def on_host(tree: PyTree) -> PyTree:
     """Copies in host memory, which no donated buffer can overwrite.  [...] -> [...]."""
-    return jax.tree.map(lambda x: np.array(x), tree)
+    return jax.tree.map(np.array, tree)
 
 
 @dataclass
