@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import gymnasium
 import jax
@@ -25,7 +26,7 @@ DETERMINISTIC_CPU_THREADS = "8"
 
 # The JAX settings that random numbers and types depend on, by their names in `jax.config`.  Users can set each of them
 # in the environment too.
-PINNED = {
+PINNED: dict[str, Any] = {
     "jax_default_prng_impl": "threefry2x32",
     "jax_threefry_partitionable": True,
     "jax_random_seed_offset": 0,
@@ -159,10 +160,10 @@ def settings_of(dtype: str) -> Iterator[None]:
     try:
         with (
             jax.default_matmul_precision(precision(dtype)),
-            jax.default_prng_impl("threefry2x32"),
-            jax.threefry_partitionable(True),
-            jax.numpy_rank_promotion("allow"),
-            jax.numpy_dtype_promotion("standard"),
+            jax.default_prng_impl(PINNED["jax_default_prng_impl"]),
+            jax.threefry_partitionable(PINNED["jax_threefry_partitionable"]),
+            jax.numpy_rank_promotion(PINNED["jax_numpy_rank_promotion"]),
+            jax.numpy_dtype_promotion(PINNED["jax_numpy_dtype_promotion"]),
         ):
             yield
     finally:
