@@ -707,9 +707,18 @@ def from_json(cls: type[T], values: Json) -> T:
     Raises:
         UsageError: a value does not have its field's type.
     """
+    return cls(**values_from_json(cls, values))
+
+
+def values_from_json(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values from a config.json for fields that `cls` has, in the fields' own types.
+
+    Raises:
+        UsageError: a value does not have its field's type.
+    """
     known = fields_of(cls)
     try:
-        return cls(**as_typed(cls, {name: value for name, value in values.items() if name in known}))
+        return as_typed(cls, {name: value for name, value in values.items() if name in known})
     except UsageError as error:
         raise UsageError(f"config.json is invalid: {error}; restore it, or choose another run") from None
 

@@ -48,6 +48,7 @@ from cleanba.config import (
     require,
     require_same,
     to_json,
+    values_from_json,
 )
 from cleanba.environments.backends import env_spec, why_unscannable
 from cleanba.environments.common import stated_limit
@@ -294,10 +295,7 @@ def known_of(recipe: AnyRecipe, values: Json) -> dict[str, Any]:
         "the experiment was written by another version of Cleanba, with settings that this one does not know "
         f"({', '.join(unknown)}); repeat the flags instead",
     )
-    try:
-        return as_typed(recipe.experiment, {name: x for name, x in without_open(values).items() if name in fields})
-    except UsageError as error:
-        raise UsageError(f"config.json is invalid: {error}; restore it, or choose another run") from None
+    return values_from_json(recipe.experiment, without_open(values))
 
 
 def earlier_experiment(recipe: AnyRecipe, values: Json, source: str | None = None) -> Experiment:
