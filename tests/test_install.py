@@ -21,7 +21,7 @@ import pytest
 from launch import ROOT, command, finish, python
 
 from cleanba.errors import UsageError
-from cleanba.runs.aggregates import statistics
+from cleanba.runs.aggregates import by_games
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
@@ -123,7 +123,7 @@ def test_aggregates_are_rliables_without_it():
     for shape in ((1, 1), (3, 5), (2, 7), (10, 26), (5, 1)):
         scores = np.random.default_rng(shape).normal(1, 1, shape)
         wanted = [getattr(metrics, f"aggregate_{name}")(scores) for name in names]
-        np.testing.assert_allclose(statistics(scores), wanted, rtol=1e-12)
+        np.testing.assert_allclose(by_games(list(scores.T)), wanted, rtol=1e-12)
 
 
 # --------------------------------------------------------------------------------------------- whole installs

@@ -13,7 +13,7 @@ from cleanba.environments.atari_scores import LONG, SHORT, human_normalised, pub
 from cleanba.recipes import RECIPES
 from cleanba.resolution import resolve
 from cleanba.runs import plot
-from cleanba.runs.aggregates import aggregates, bootstrap, by_games, statistics
+from cleanba.runs.aggregates import aggregates, bootstrap, by_games
 from cleanba.runs.curves import GRID, Curve, band, find_runs, group, interval, load, read_rows, resample_means
 
 EXPERIMENT = {
@@ -108,7 +108,7 @@ def test_aggregates_are_their_definitions():
     per_game = matrix.mean(0)
     ordered = np.sort(matrix.ravel())
     gap = np.mean([1 - min(score, 1.0) for score in matrix.ravel()])
-    assert np.allclose(statistics(matrix), [np.median(per_game), ordered[10:30].mean(), per_game.mean(), gap])
+    assert np.allclose(by_games(list(matrix.T)), [np.median(per_game), ordered[10:30].mean(), per_game.mean(), gap])
 
 
 def square(scores):
@@ -120,14 +120,14 @@ def square(scores):
 def test_games_with_fewer_seeds_weigh_the_same():
     scores = [np.array([1.0, 3.0]), np.array([10.0, 20.0, 30.0])]
     assert square(scores).shape == (6, 2)
-    assert np.allclose(by_games(scores), statistics(square(scores)))
+    assert np.allclose(by_games(scores), by_games(list(square(scores).T)))
     rng = np.random.default_rng(2)
     uneven = [rng.gamma(1.0, 2.0, n) for n in (3, 4, 5, 6, 2)]
     ordered, gap = np.sort(square(uneven), axis=None), 1 - np.minimum(square(uneven), 1).mean()
     per_game = square(uneven).mean(0)
     wanted = [np.median(per_game), ordered[75:-75].mean(), per_game.mean(), gap]  # of 300, a quarter at either end
     assert np.allclose(by_games(uneven), wanted)
-    median, _, mean, _ = statistics(square(scores))
+    median, _, mean, _ = by_games(list(square(scores).T))
     assert median == mean == (2 + 20) / 2
 
 

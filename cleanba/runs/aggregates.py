@@ -68,7 +68,7 @@ def aggregates(groups: Groups) -> Aggregates | None:
         returned = {env_id: beside.returned(env_id, prefix) for env_id in games}
         by_game = [human_normalised(env_id, value) for env_id, value in returned.items() if value is not None]
         if len(by_game) == len(games):
-            systems[system] = statistics(np.array([by_game], float))
+            systems[system] = by_games([np.array([score]) for score in by_game])
     return Aggregates(games, taus, {name: summarise(scores[name], taus) for name in names}, beside, systems)
 
 
@@ -84,11 +84,6 @@ def summarise(scores: Sequence[np.ndarray], taus: np.ndarray) -> Summary:
     s = len(STATISTICS)
     parts = (Estimate(value[i], low[i], high[i]) for i in (slice(None, s), slice(s, None)))
     return Summary([len(seeds) for seeds in scores], *parts)
-
-
-def statistics(matrix: np.ndarray) -> np.ndarray:
-    """The numbers that STATISTICS names.  [seeds, games] -> [4]."""
-    return by_games(list(matrix.T))
 
 
 def by_games(scores: Sequence[np.ndarray]) -> np.ndarray:

@@ -107,11 +107,6 @@ class WatchedUpdate(Generic[S, M, P, C]):
         self._after = state, memory
         return self
 
-    def kept(self) -> "WatchedUpdate[S, M, P, C]":
-        """This update with copies of its results, which stay valid."""
-        self._after = jax.tree.map(jnp.copy, self._after)
-        return self
-
     def prints(self) -> Prints:
         """Fingerprints of all of it."""
         (before, memory_before), (after, memory_after) = self._before, self._after
