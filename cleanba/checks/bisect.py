@@ -240,14 +240,14 @@ def find_span(a: Path, b: Path, flags: Flags, elsewhere: bool = False) -> Span:
     last = last if flags.to_update is None else flags.to_update
     which = "both runs" if a != b else "the run"
     require(0 < last <= reached, f"--to {last} was not reached by {which}; choose an update from 1 to {reached}")
-    limit = min(last - 1, flags.from_update if flags.from_update is not None else last - 1)
     require(
         flags.from_update is None or 0 <= flags.from_update < last,
         f"--from {flags.from_update} is not before update {last}, the last to compute; choose a smaller one",
     )
+    most = last - 1 if flags.from_update is None else flags.from_update
     first = 0
     if a != b or flags.from_update is not None:
-        first = max((u for u in common_checkpoints(a, b) if u <= limit), default=0)
+        first = max((update for update in common_checkpoints(a, b) if update <= most), default=0)
     logged = lambda rows: {u: row["params_digest"] for u, row in rows.items() if "params_digest" in row}
     return Span(first, last, (logged(rows_a), logged(rows_b)), said, apart=apart[0] if a != b and apart else 0)
 
