@@ -28,7 +28,7 @@ from cleanba.errors import Exit, printable
 from cleanba.files import Json
 from cleanba.resolution import Config, fit, read_recipe
 from cleanba.runs.curves import completed_alike
-from cleanba.runs.diff import DIGESTS, read_rows
+from cleanba.runs.diff import DIGESTS, rows_by_update
 from cleanba.runs.directory import differing_machines
 from cleanba.runs.progress_line import ProgressLine
 from cleanba.runs.remote import find_run
@@ -216,7 +216,7 @@ def find_span(a: Path, b: Path, flags: Flags, elsewhere: bool = False) -> Span:
     Raises:
         UsageError: there are no such updates.
     """
-    rows_a, rows_b = read_rows(a), read_rows(b)
+    rows_a, rows_b = rows_by_update(a), rows_by_update(b)
     reached = min(max(rows_a, default=0), max(rows_b, default=0))
     require(reached > 0, f"{name_of(a if not rows_a else b)} has logged no update yet; wait, or name another run")
     taken = {

@@ -29,7 +29,7 @@ DIGESTS = {"params_digest": "parameters", "learner_digest": "state and memory"}
 NOT_TRAINED = re.compile(r"stats/\w+_time|stats/bottleneck|charts/SPS.*|seconds.*|chain|made_by")
 
 
-def read_rows(run_dir: Path) -> dict[int, Json]:
+def rows_by_update(run_dir: Path) -> dict[int, Json]:
     """The rows of metrics.jsonl by update, without evaluations and without metrics that depend on the placement.
 
     Raises:
@@ -114,7 +114,7 @@ def diff_command(argv: Sequence[str]) -> Exit:
         raise UsageError(f"diff takes two run directories, but was given {len(argv)}\n{USAGE}")
     a, b = (find_run(run, model=False) for run in argv)
     changed = differences(*completed_alike([read_experiment(a), read_experiment(b)]), between=" and ")
-    rows_a, rows_b = read_rows(a), read_rows(b)
+    rows_a, rows_b = rows_by_update(a), rows_by_update(b)
     print("same experiment" if not changed else f"different experiments: {printable(shortened(changed))}")
     for line in differing_machines(read_config(a), read_config(b)):
         print(printable(line))
