@@ -237,7 +237,7 @@ def require_comparable(flags: Verify, rerun: Rerun, chosen: Sequence["Segment"],
     found: dict[Reason, str] = {}
     for segment in chosen:
         for update in segment.digests:
-            found |= differences(linked[update].made_by, here, rerun.experiment)
+            found |= reasons_to_differ(linked[update].made_by, here, rerun.experiment)
     words = "; ".join(found.values())
     missing = [reason for reason in found if reason not in flags.despite]
     if missing:
@@ -249,7 +249,7 @@ def require_comparable(flags: Verify, rerun: Rerun, chosen: Sequence["Segment"],
         print(printable(f"warning: {flags.run} was computed with other {words}; its bits may differ here"))
 
 
-def differences(there: Json, here: Json, e: Experiment) -> dict[Reason, str]:
+def reasons_to_differ(there: Json, here: Json, e: Experiment) -> dict[Reason, str]:
     """What differs between two records of code and machine, and may change bits: reason -> words."""
     found: dict[Reason, str] = {}
     if there.get("code") != here["code"]:
@@ -354,7 +354,7 @@ def choose(there: Sequence[Segment], linked: Mapping[int, Linked], flags: Verify
         count = min(flags.segments or SEGMENTS, len(order))
     drawn = sorted(order[:count])
     if flags.segments is not None and flags.fraction is not None:
-        drawn = [shortened(one, total / count) for one in drawn]
+        drawn = [cut_short(one, total / count) for one in drawn]
     if count < len(there):
         print(f"drawn: {count} of {len(there)} segments (--seed {seed} draws them again)")
     return drawn
@@ -377,7 +377,7 @@ def with_beginning(rerun: Rerun, chosen: list[Segment]) -> list[Segment]:
     return chosen
 
 
-def shortened(whole: Segment, most: float) -> Segment:
+def cut_short(whole: Segment, most: float) -> Segment:
     """A segment cut after its last digest within `most` updates, or after its first digest if there is none within."""
     within = [update for update in whole.digests if update - whole.first <= most] or whole.digests[:1]
     return Segment(whole.first, within[-1], tuple(within))
