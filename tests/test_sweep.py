@@ -87,6 +87,7 @@ def test_sets_of_atari_games_are_environments_that_exist():
         (["--num-seeds", "0"], ["ppo", *SHORT], "num_seeds=0 must lie in [1, 10000]"),
         (["--first-seed", "2147483646"], ["ppo", *SHORT], "first_seed=2147483646: seeds must lie in [0, 2^31)"),
         (["--workers", "0"], ["ppo", *SHORT], "workers=0 must be at least 1"),
+        ([], ["ppo", *SHORT, "--show-config"], "a sweep has several configurations; leave out --show-config"),
     ],
 )
 def test_what_would_not_run_is_refused_before_anything_starts(own, runs, said, tmp_path, monkeypatch):
@@ -101,6 +102,11 @@ def test_what_would_not_run_is_refused_before_anything_starts(own, runs, said, t
 def test_the_help_of_status_is_no_wrong_use():
     ended = command("sweep", "status", "--help")
     assert ended.code == 0 and ended.out.startswith("usage: cleanba sweep status DIR\n\nShow each run")
+
+
+def test_the_help_of_the_runs_flags_is_no_wrong_use_either():
+    ended = command("sweep", "--env-ids", "Catch-v0", "--", "ppo", "--help")
+    assert ended.code == 0 and "--learning-rate" in ended.out and not ended.err, ended
 
 
 def test_a_folder_with_other_experiments_is_refused(tmp_path):

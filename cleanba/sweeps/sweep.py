@@ -21,7 +21,7 @@ from cleanba.environments.atari_scores import table
 from cleanba.errors import Exit, Failure, UsageError, closest_names, printable, warn
 from cleanba.help import HELP, written_flag
 from cleanba.recipes import RECIPES, AnyRecipe, find_recipe, names_recipe
-from cleanba.resolution import Config, continue_experiment, fit, resolve
+from cleanba.resolution import continue_experiment, fit, resolve
 from cleanba.runs.directory import lock
 from cleanba.runs.listing import is_locked
 from cleanba.runs.log import is_finished, read_result, seconds_left, tail, together
@@ -97,6 +97,9 @@ def sweep_command(argv: Sequence[str]) -> Exit:
     require(flags.retries >= 0, f"retries={flags.retries} must not be negative; 0 means never")
     refuse_64_bits()  # as each run would
     recipe, common = find_recipe(rest[0]), rest[1:]
+    require("--show-config" not in common, "a sweep has several configurations; leave out --show-config")
+    if not set(HELP).isdisjoint(common):
+        parse(recipe, common)  # prints the help, and ends the command
     folder = flags.dir or Path("sweeps") / default_folder(flags, rest)
     job = template_job(flags.slurm, rest[0]) if flags.slurm is not None else None
     runs = plan(recipe, common, flags, folder, job)
@@ -215,7 +218,7 @@ def plan(
         f"first_seed={flags.first_seed}: seeds must lie in [0, 2^31), including the last of {flags.num_seeds}; set "
         "--first-seed",
     )
-    run = checked_parse(recipe, common).run  # an error in all runs is reported without the name of one
+    run = parse(recipe, common).run  # an error in all runs is reported without the name of one
     runs = []
     for env_id, (variant, words) in itertools.product(expand_sets(flags.env_ids), variants(recipe, flags.set)):
         if run.upload_model and flags.set:  # a repository is named after it
@@ -241,14 +244,6 @@ def safe(name: str) -> str:
     return "".join(c if c.isalnum() or c in "._=+-" else "-" for c in name)
 
 
-def checked_parse(recipe: AnyRecipe, words: list[str]) -> Config:
-    """`train_flags.parse` for the flags after --, among which --help is an error."""
-    try:
-        return parse(recipe, words)
-    except SystemExit:
-        raise UsageError(f"`cleanba {recipe.name} --help` explains the flags after --") from None
-
-
 def check(
     recipe: AnyRecipe, words: list[str], run_dir: Path, spec: EnvSpec | None, job: SlurmJob | None = None
 ) -> tuple[Experiment, EnvSpec]:
@@ -256,7 +251,7 @@ def check(
 
     `job` is the Slurm job that the run will be.
     """
-    config = checked_parse(recipe, [*(job.command[1:] if job else ()), *words])
+    config = parse(recipe, [*(job.command[1:] if job else ()), *words])
     resolved = continue_experiment(recipe, resolve(recipe, config.typed, "cpu", spec), run_dir, "--dir")
     fit(recipe, resolved.experiment, config.placement)
     if job is not None:
