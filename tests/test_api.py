@@ -358,6 +358,13 @@ def test_a_number_that_the_observations_type_cannot_hold_is_refused_not_wrapped(
         assert as_batch(spec, np.array([0, value]))[0].tolist() == [[0, value]]
 
 
+@pytest.mark.parametrize("dtype", ["bool", "int64", "float32"])
+def test_a_mask_marks_legal_actions_by_values_other_than_0_of_any_type(dtype):
+    spec = EnvSpec("Any-v0", ObsSpec("mask", (3,), "int8"), choice(3), False, False, {})
+    obs, count = as_batch(spec, np.array([0, 1, 2]).astype(dtype))
+    assert count is None and obs.dtype == np.int8 and obs.tolist() == [[0, 1, 1]]
+
+
 def test_actions_are_the_environments_own_and_within_its_bounds(tmp_path):
     spec = cleanba.sac("Pendulum-v1", num_envs=4, num_steps=4, num_actors=1, num_shards=1, hiddens=[8],
                        total_timesteps=64, learning_starts=16, batch_size=8, buffer_size=64)  # fmt: skip

@@ -210,6 +210,8 @@ def as_batch(spec: EnvSpec, obs: object) -> tuple[PyTree, int | None]:
             array = np.asarray(x)
             if array.dtype.kind == "f" and np.isnan(array).any():
                 raise UsageError(f"{what} has a value that is not a number (nan); replace it before the agent sees it")
+            if part.kind == "mask" and array.dtype.kind in "biuf":
+                array = array != 0
             if array.dtype.kind == "f" and not np.issubdtype(part.dtype, np.floating):
                 array = np.asarray(as_recorded(spec.env_id, array))
             single = array.shape == part.shape
