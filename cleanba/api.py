@@ -117,10 +117,10 @@ class Spec:
         self.register()
         asked = configure(recipe, self.flags, Placement(), config.Run(), self.whole)
         platform = default_platform()
-        e, spec = (resolved := settle(recipe, asked, platform, None)).experiment, resolved.spec
-        fit(recipe, e, asked.placement)
-        recipe.make(e, spec, platform)  # which refuses actions and observations that the algorithm does not take
-        return e
+        resolved = settle(recipe, asked, platform, None)
+        fit(recipe, resolved.experiment, asked.placement)
+        recipe.make(resolved.experiment, resolved.spec, platform)  # refuses actions that the algorithm does not take
+        return resolved.experiment
 
     @property
     def recipe(self) -> AnyRecipe:
@@ -356,8 +356,8 @@ class Run:
         if not there.any():
             known = self.metrics
             close = closest_names(name, known)
-            there = f"the closest are {close}" if close else f"it has {', '.join(known) or 'none yet'}"
-            raise UsageError(f"{self.run_dir} has logged no number named {name!r}; {there}")
+            others = f"the closest are {close}" if close else f"it has {', '.join(known) or 'none yet'}"
+            raise UsageError(f"{self.run_dir} has logged no number named {name!r}; {others}")
         return Curve(column(rows, "global_step")[there].astype(np.int64), values[there])
 
     def agent(self, checkpoint: str | int = "last", *, seed: int = 1) -> Agent:

@@ -225,10 +225,10 @@ def as_batch(spec: EnvSpec, obs: object) -> tuple[PyTree, int | None]:
             if array.dtype.kind in "iu" and np.issubdtype(part.dtype, np.integer):
                 least, most = np.iinfo(part.dtype).min, np.iinfo(part.dtype).max
                 outside = array[(array < least) | (array > most)]
-                require(
-                    outside.size == 0,
-                    f"{what} has the value {outside[:1].sum()}, but {part.dtype} has {least} to {most}; {wanted}",
-                )
+                if outside.size:
+                    raise UsageError(
+                        f"{what} has the value {outside[0]}, but {part.dtype} has {least} to {most}; {wanted}"
+                    )
         except ValueError as error:
             if isinstance(error, UsageError):
                 raise
