@@ -563,6 +563,7 @@ def test_a_model_that_cannot_be_written_fails_the_run_in_one_sentence(tmp_path, 
     assert command("resume", run).code == 0 and (run / "model.msgpack").exists()
 
 
+@pytest.mark.parametrize("made_again", [False, True])  # by TensorStore, which was writing a checkpoint there
 @pytest.mark.parametrize(
     "at, more, words",
     [
@@ -570,12 +571,14 @@ def test_a_model_that_cannot_be_written_fails_the_run_in_one_sentence(tmp_path, 
         (3, ["--log-frequency", "1000"], "no longer exists; restore it"),  # before anything is recorded in it
     ],
 )
-def test_a_directory_that_goes_away_ends_the_run(at, more, words, tmp_path, monkeypatch):
+def test_a_directory_that_goes_away_ends_the_run(at, more, words, made_again, tmp_path, monkeypatch):
     run, update = tmp_path / "run", Learner.update
 
     def removing(self, state, memory, blocks, number):
         if number == at:
             run.rename(tmp_path / "elsewhere")  # in one step: a checkpoint is being written in it
+            if made_again:
+                (run / "checkpoints" / "10.orbax-checkpoint-tmp").mkdir(parents=True)
         return update(self, state, memory, blocks, number)
 
     monkeypatch.setattr(Learner, "update", removing)

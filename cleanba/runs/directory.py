@@ -26,7 +26,7 @@ from cleanba.files import Json, read_json, write_json
 from cleanba.recipes import AnyRecipe
 from cleanba.resolution import Resolved, longer, read_recipe
 from cleanba.runtime.chain import FIRST_STEPS
-from cleanba.runtime.checkpoint import can_be_made_longer, updates_kept
+from cleanba.runtime.checkpoint import FOLDER, can_be_made_longer, updates_kept
 from cleanba.runtime.hardware import describe_devices
 
 
@@ -211,6 +211,14 @@ def unwritable(run_dir: Path, error: OSError, flag: str = "--run-dir") -> UsageE
 LOCK = ".lock"  # in a run's directory
 
 
+def _is_gone(run_dir: Path) -> bool:
+    """Whether a run's directory is missing, or has only the folder that TensorStore makes again while it writes."""
+    try:
+        return os.listdir(run_dir) == [FOLDER]
+    except OSError:
+        return not run_dir.exists()
+
+
 def require_ours(run_dir: Path, held: TextIO) -> None:
     """Raise `Replaced` unless a file that was opened as this directory's lock is the one that lies there now.
 
@@ -219,7 +227,7 @@ def require_ours(run_dir: Path, held: TextIO) -> None:
     try:
         ours = os.path.samestat(os.fstat(held.fileno()), os.stat(run_dir / LOCK))
     except OSError:
-        ours = not run_dir.exists()
+        ours = _is_gone(run_dir)
     if not ours:
         raise Replaced(
             f"{run_dir} was removed, or made again by another run, while this run was in it, so nothing more is "

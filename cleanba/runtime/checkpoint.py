@@ -248,7 +248,7 @@ class Checkpoints:
             Failure: the previous checkpoint could not be written, or the run's directory has gone, or is another run's.
         """
         self._require_ours()
-        if not self._folder.is_dir():
+        if self._is_gone():
             raise Failure(f"{self._folder.parent} no longer exists; restore it, then repeat the command to resume")
         self.wait()
 
@@ -340,10 +340,17 @@ class Checkpoints:
         self._opened.close()
         self._remove_if_made_anew()
 
+    def _is_gone(self) -> bool:
+        """Whether the folder was removed.  TensorStore may have made another one in its place."""
+        try:
+            return self._folder.stat().st_ino != self._inode
+        except OSError:
+            return True
+
     def _remove_if_made_anew(self) -> None:
         """Remove what TensorStore recreates if the run's directory is deleted while a checkpoint is written."""
         with contextlib.suppress(OSError):
-            if self._folder.stat().st_ino != self._inode and not (self.run_dir / "config.json").exists():
+            if self._is_gone() and not (self.run_dir / "config.json").exists():
                 shutil.rmtree(self._folder)
                 self.run_dir.rmdir()
 
