@@ -111,7 +111,7 @@ TYRO = (  # what tyro says, and how it is said here
     (r"Missing value for argument '(\S+)'.*", r"\1 is missing"),
     (r"Missing from cleanba .*?: (\S+) .*", r"\1 is missing"),
     (r"Unrecognized options: ([\w.+]+=[^\s,]*).*", r"\1: flags are written --name value, such as --num-steps 64"),
-    (r"Unrecognized options: (.*)", r"\1: no flag before it takes this"),
+    (r"Unrecognized options: (.*)", r"\1: no argument and no flag before it takes this; leave it out"),
 )
 
 

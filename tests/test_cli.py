@@ -312,7 +312,7 @@ def test_no_algorithm_is_refused_its_own_flags(name):
         ("ppo --hiddens 64,64", "--hiddens: '64,64' cannot be read; put spaces between several values"),
         ("ppo --num-processes two", "--num-processes: 'two' cannot be read"),
         ("ppo --seed", "--seed needs a value"),
-        ("ppo --seed 1 2", "2: no flag before it takes this"),
+        ("ppo --seed 1 2", "2: no argument and no flag before it takes this; leave it out"),
         ("ppo --policy MlpPolicy", "ppo has no --policy; set --network and --core"),
         ("eval RUN --deterministic", "eval has no --deterministic; set --greedy"),
         ("eval", "RUN_DIR is missing"),

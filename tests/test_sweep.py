@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from unittest import mock
 
+import jax
 import pytest
 from launch import TINY, command, finish, python, read_result, read_rows
 from rich.console import Console
@@ -16,9 +17,22 @@ from rich.console import Console
 from cleanba.errors import Failure
 from cleanba.recipes import RECIPES
 from cleanba.runs.directory import lock
-from cleanba.sweeps.manifest import done
+from cleanba.sweeps.manifest import done, write_manifest
 from cleanba.sweeps.slurm import QUEUED, job_states
-from cleanba.sweeps.sweep import Board, Flags, Planned, SweepRun, expand_sets, plan, share_devices, start, visible_gpus
+from cleanba.sweeps.sweep import (
+    ELSEWHERE,
+    Board,
+    Flags,
+    Planned,
+    SweepRun,
+    devices_of,
+    expand_sets,
+    plan,
+    share_devices,
+    start,
+    take_back,
+    visible_gpus,
+)
 from cleanba.train_flags import parse
 
 SHORT = [w for flag, w in zip(TINY[::2], TINY[1::2], strict=True) if flag != "--env-id" for w in (flag, w)]
@@ -131,6 +145,9 @@ def test_workers_take_different_gpus_as_long_as_there_are_enough(monkeypatch):
     assert share_devices([], 1, 3) == [{}, {}, {}]
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    monkeypatch.setattr("cleanba.sweeps.sweep.has_cuda", lambda: False)
+    assert visible_gpus() == [], "this JAX cannot use them"
+    monkeypatch.setattr("cleanba.sweeps.sweep.has_cuda", lambda: True)
     assert visible_gpus() == ["2", "3"]
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     assert visible_gpus() == [], "JAX uses none of them"
@@ -141,6 +158,24 @@ def test_workers_take_different_gpus_as_long_as_there_are_enough(monkeypatch):
     assert {e["XLA_PYTHON_CLIENT_MEM_FRACTION"] for e in share_devices(["0", "1"], 1, 3)} == {"0.45"}
     with pytest.raises(ValueError, match="each run names 4 devices, but there are 2 GPUs here"):
         share_devices(["0", "1"], 4, None)
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.3")  # JAX refuses both variables together
+    assert all("XLA_PYTHON_CLIENT_MEM_FRACTION" not in e for e in share_devices(["0", "1"], 1, 3))
+
+
+def test_a_run_sees_the_device_of_its_evaluations():
+    of = lambda *words: devices_of(parse(RECIPES["ppo"], [*SHORT, *words]))
+    assert of() == 1 and of("--eval-frequency", "10", "--eval-device-id", "2") == 3
+    assert of("--actor-device-ids", "0", "1", "--learner-device-ids", "0") == 2
+
+
+def test_a_sweep_itself_takes_no_memory_of_a_gpu():
+    before = jax.config.jax_platforms
+    jax.config.update("jax_platforms", "cuda")
+    try:
+        names(*ENVS)
+        assert jax.config.jax_platforms == "cpu"
+    finally:
+        jax.config.update("jax_platforms", before)
 
 
 def test_the_live_table_shows_every_run_that_there_is_room_for(tmp_path):
@@ -275,6 +310,20 @@ def test_a_run_that_ended_at_a_lower_target_is_not_done(tmp_path):
     assert over("--target-return", "30") and over()
     (run / "result.json").write_text(json.dumps({"status": "interrupted", "update": 3}))
     assert not over("--target-return", "20")
+
+
+def test_a_run_that_ended_elsewhere_with_fewer_steps_is_resumed(tmp_path):
+    planned = Planned("a", "Catch-v0", "ppo", 1, ("ppo", *SHORT), updates=10)
+    write_manifest(tmp_path, [planned], [], {})
+    (tmp_path / "a").mkdir()
+    run = SweepRun(planned, tmp_path / "a", tmp_path / "log", state=ELSEWHERE)
+    for updates, state, shown in [(4, "waiting", "1 unfinished"), (10, "finished", "1 finished")]:
+        experiment = {"total_timesteps": 10 * updates, "num_envs": 2, "num_steps": 5}
+        (tmp_path / "a" / "config.json").write_text(json.dumps({"experiment": experiment, "run": {}}))
+        (tmp_path / "a" / "result.json").write_text(json.dumps({"status": "finished", "update": updates}))
+        take_back(run, waiting := [], mock.Mock())
+        assert run.state == state and waiting == [run] * (state == "waiting")
+        assert command("sweep", "status", tmp_path).out.endswith(f"\n{shown}\n")
 
 
 def test_a_run_that_another_process_trains_is_waited_for(tmp_path, monkeypatch):

@@ -50,6 +50,11 @@ def describe_devices() -> dict[str, object]:
     }
 
 
+def has_cuda() -> bool:
+    """Whether JAX is installed for GPUs.  Asking JAX for its devices would take the GPUs' memory."""
+    return any(_installed(name) for name in PACKAGES if name.startswith("jax-cuda"))
+
+
 def cpu_threads(asked: str | None, devices: int) -> str | None:
     """XLA's number of CPU threads: PJRT_NPROC, but at least one per device; None where XLA chooses."""
     return str(max(int(asked), devices)) if asked and asked.isdigit() else asked

@@ -15,21 +15,25 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+import jax
+
 from cleanba.arguments import parse_command
 from cleanba.config import Experiment, Placement, Run, require
 from cleanba.environments.atari_scores import table
 from cleanba.errors import Exit, Failure, UsageError, closest_names, printable, warn
+from cleanba.files import Json
 from cleanba.help import HELP, written_flag
 from cleanba.recipes import RECIPES, AnyRecipe, find_recipe, names_recipe
-from cleanba.resolution import continue_experiment, fit, resolve
+from cleanba.resolution import Config, continue_experiment, fit, resolve
 from cleanba.runs.directory import lock
 from cleanba.runs.listing import is_locked
 from cleanba.runs.log import is_finished, read_result, seconds_left, tail, together
+from cleanba.runtime.hardware import has_cuda
 from cleanba.runtime.metrics import duration
 from cleanba.runtime.process_setup import refuse_64_bits
 from cleanba.runtime.supervision import ending_signals, handle_signals
 from cleanba.specs import EnvSpec
-from cleanba.sweeps.manifest import Planned, done, read_manifest, write_manifest
+from cleanba.sweeps.manifest import Planned, done, nothing_is_left, read_manifest, write_manifest
 from cleanba.sweeps.slurm import SlurmJob, check_job, job_states, submit, template_job
 from cleanba.train_flags import parse, remedy_for
 
@@ -96,6 +100,7 @@ def sweep_command(argv: Sequence[str]) -> Exit:
     require(flags.workers is None or flags.workers >= 1, f"workers={flags.workers} must be at least 1; set --workers")
     require(flags.retries >= 0, f"retries={flags.retries} must not be negative; 0 means never")
     refuse_64_bits()  # as each run would
+    jax.config.update("jax_platforms", "cpu")  # checking makes JAX environments; the memory of GPUs is for the runs
     recipe, common = find_recipe(rest[0]), rest[1:]
     require("--show-config" not in common, "a sweep has several configurations; leave out --show-config")
     if not set(HELP).isdisjoint(common):
@@ -285,7 +290,7 @@ class SweepRun:
 
 def visible_gpus() -> list[str]:
     """The GPUs that a run of ours may use, as CUDA_VISIBLE_DEVICES names them."""
-    if os.environ.get("JAX_PLATFORMS", "").startswith("cpu"):
+    if os.environ.get("JAX_PLATFORMS", "").startswith("cpu") or not has_cuda():
         return []
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     if given is not None:
@@ -298,7 +303,11 @@ def visible_gpus() -> list[str]:
     return [str(i) for i in range(count)]
 
 
-MEMORY_SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # XLA's variable: the share of a GPU's memory that a process takes
+# JAX's variables for the share of a GPU's memory that a process takes; it refuses both together.
+MEMORY_SHARE, MEMORY_SHARES = (
+    "XLA_PYTHON_CLIENT_MEM_FRACTION",
+    ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"),
+)
 
 
 def share_devices(gpus: Sequence[str], per_run: int, workers: int | None) -> list[dict[str, str]]:
@@ -316,11 +325,12 @@ def share_devices(gpus: Sequence[str], per_run: int, workers: int | None) -> lis
     groups = [",".join(gpus[i : i + per_run]) for i in range(0, len(gpus) - per_run + 1, per_run)]
     workers = workers or len(groups)
     shared_by = -(-workers // len(groups))
+    divided = shared_by > 1 and os.environ.keys().isdisjoint(MEMORY_SHARES)
     environments = []
     for worker in range(workers):
         environments.append({"CUDA_VISIBLE_DEVICES": groups[worker % len(groups)]})
-        if shared_by > 1:  # by default XLA gives most of a GPU's memory to the first process
-            environments[-1][MEMORY_SHARE] = os.environ.get(MEMORY_SHARE, f"{0.9 / shared_by:.2f}")
+        if divided:  # by default XLA gives most of a GPU's memory to the first process
+            environments[-1][MEMORY_SHARE] = f"{0.9 / shared_by:.2f}"
     return environments
 
 
@@ -361,14 +371,20 @@ def end_all(runs: Sequence[SweepRun], heard: Sequence[int], seconds: float) -> N
     for run, process in running:
         code = process.wait()
         failed = 0 < code <= 128  # neither asked to end (128 + the signal) nor killed (negative)
-        run.state = "finished" if is_finished(run.run_dir) else "failed" if failed else "interrupted"
+        run.state = "finished" if nothing_is_left(run.planned, run.run_dir) else "failed" if failed else "interrupted"
         run.code, run.process = code, None
+
+
+def devices_of(config: Config) -> int:
+    """How many devices a run must see for those that its flags name."""
+    placed = config.placement
+    return 1 + max(*placed.actor_device_ids, *placed.learner_device_ids, config.run.eval_device_id or 0)
 
 
 def run_here(recipe: AnyRecipe, planned: Sequence[Planned], folder: Path, argv: Sequence[str], flags: Flags) -> Exit:
     """Run the unfinished runs, several at a time."""
     configs = [parse(recipe, list(one.words[1:])) for one in planned]
-    per_run = 1 + max(max(c.placement.actor_device_ids + c.placement.learner_device_ids) for c in configs)
+    per_run = max(map(devices_of, configs))
     grace = max(c.run.grace_period for c in configs) + GRACE_SECONDS
     environments = share_devices(visible_gpus(), per_run, flags.workers)
     held = lock(folder, "--dir")  # two sweeps in one folder would start each run twice
@@ -431,7 +447,7 @@ def begun(run: SweepRun) -> str:
 def take_back(run: SweepRun, waiting: list[SweepRun], board: "Board") -> None:
     """Handle the end of another process that trained a run: the run is finished, or is resumed here."""
     run.worker = None
-    if is_finished(run.run_dir):
+    if nothing_is_left(run.planned, run.run_dir):
         run.state = "finished"
         board.say(f"{run.planned.name}: finished by another process")
     else:
@@ -581,6 +597,11 @@ class Board:
         return table
 
 
+def is_shorter(result: Json, run: Json) -> bool:
+    """Whether a run finished with fewer updates than its sweep has asked for since.  `run` is the sweep's entry."""
+    return "--target-return" not in run["words"] and result.get("update", run["updates"]) < run["updates"]
+
+
 STATES = ("finished", "running", "interrupted", "failed", "unfinished", "not begun")
 
 
@@ -608,6 +629,8 @@ def status_command(argv: Sequence[str]) -> Exit:
         result = read_result(run_dir)
         begun = "unfinished" if (run_dir / "config.json").exists() else "not begun"
         state = "running" if is_locked(run_dir) else result.get("status") or begun
+        if state == "finished" and is_shorter(result, run):
+            state = "unfinished"
         found.append(state)
         if state == "failed" and "error" in result:
             errors.append(f"{name}: {result['error']}")

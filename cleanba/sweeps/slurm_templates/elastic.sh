@@ -16,7 +16,7 @@ RETRIES=5         # failures in a row without a new checkpoint between them
 # elastic ppo FLAGS …  Returns 0 once the run is finished, 138 when the job is to be requeued, else the run's exit code.
 elastic() {
     local words=("$@") most=${CLEANBA_NODES:-$SLURM_JOB_NUM_NODES} fits run nodes used
-    local code newest retries=0 attempt=0 more began said
+    local code newest earlier retries=0 attempt=0 more began said
     # The numbers of processes that fit the experiment, and the run's directory, which must be the same for all steps.
     said=$(JAX_PLATFORMS=cpu "${CLEANBA[@]}" slurm fit $((most * tasks_here)) "${words[@]}") ||
         return 2 # the reason has been printed
@@ -35,7 +35,7 @@ elastic() {
             say "the job's time is nearly over" # Slurm's warning may have come while no step was running
             return 138
         fi
-        newest=$(newest_checkpoint) attempt=$((attempt + 1)) more="" began=$SECONDS
+        newest=$(newest_checkpoint) earlier=$(which_result) attempt=$((attempt + 1)) more="" began=$SECONDS
         say "start $attempt, on $used of $most nodes (${nodes[*]:0:used}), from checkpoint ${newest:-none}"
         wait_for_lock
         start_steps "${nodes[@]:0:used}"
@@ -160,9 +160,13 @@ note_ended() {
 # The exit code for all steps together: 2 if one is 2, else the highest.
 exit_code() { printf '%s\n' "${codes[@]}" | sort -n | awk '{ seen[$1]; last = $1 } END { print 2 in seen ? 2 : last }'; }
 
+# What tells the run's result.json from an earlier one; empty if there is none.
+which_result() { stat --format=%i:%Y "$run/result.json" 2>/dev/null; }
+
 # Whether an error in the run itself ended it, which would happen again, rather than the loss of a process.
 failed_by_itself() {
-    grep -q '"status": "failed"' "$run/result.json" &&
+    [ "$(which_result)" != "$earlier" ] &&
+        grep -q '"status": "failed"' "$run/result.json" &&
         ! grep -Eq '"error": "Failure: process [0-9]+ of [0-9]+ (died|said nothing)' "$run/result.json"
 } 2>/dev/null
 
