@@ -83,14 +83,18 @@ class EpisodeTracker:
     def __init__(self, num_envs: int):
         self.ret = np.zeros(num_envs, np.float64)
         self.length = np.zeros(num_envs, np.int64)
+        self.ended = np.zeros(0, np.intp)
 
     def add(
         self, raw_reward: np.ndarray, valid: np.ndarray, over: np.ndarray, infos: np.ndarray | None = None
     ) -> list[Episode]:
-        """Add a step: raw rewards [B], valid [B], `Step.over` [B], `Step.infos` [B, K] -> the episodes that ended."""
+        """Add a step: raw rewards [B], valid [B], `Step.over` [B], `Step.infos` [B, K] -> the episodes that ended.
+
+        `ended` has their environments.
+        """
         self.ret += np.where(valid, raw_reward, 0.0)
         self.length += valid
-        ended = np.flatnonzero(over & valid)
+        self.ended = ended = np.flatnonzero(over & (self.length > 0))
         if not ended.size:
             return []
         told = [()] * len(ended) if infos is None else map(tuple, infos[ended].tolist())

@@ -7,6 +7,7 @@ import re
 import shutil
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +19,10 @@ from launch import ROOT, command
 from planted import FAULTS, look_for, sound, train, verdict
 
 from cleanba.checks import recompute
-from cleanba.checks.sides import GO_ON, Request, serve
+from cleanba.checks.bisect import place_of
+from cleanba.checks.sides import GO_ON, RemoteSide, Request, serve
 from cleanba.config import Placement
+from cleanba.errors import Failure
 from cleanba.waited import is_compiling
 
 
@@ -63,11 +66,40 @@ def test_a_side_has_a_time_limit_which_does_not_run_while_it_waits_for_a_questio
     side = threading.Thread(target=serve, args=(theirs,), daemon=True)
     side.start()
     ours.send(Request(Path("run"), Placement(), 0, 1))
-    assert ours.poll(60) and ours.recv() == ("update", 1, "prints")
+    assert ours.poll(60) and ours.recv() == ("update", (1, "prints"))
     assert is_compiling()
     ours.send(GO_ON)
     side.join(60)
     assert seen == [600.0, False]
+
+
+def test_a_side_that_fails_at_a_question_says_why(monkeypatch):
+    def raising(*args):
+        raise MemoryError("no room for the update with probes")
+
+    update = SimpleNamespace(number=1, prints=lambda: "prints", event_values=raising)
+    monkeypatch.setattr(recompute, "open_rerun", lambda *_: nullcontext(Opened(Limited())))
+    monkeypatch.setattr(recompute, "recompute", lambda rerun, *_, **__: rerun.training.watch(update))
+    side = RemoteSide.__new__(RemoteSide)
+    side.name, (side._connection, theirs) = "A", multiprocessing.Pipe()
+    with ThreadPoolExecutor(1) as pool:
+        served = pool.submit(serve, theirs)
+        side._send(Request(Path("run"), Placement(), 0, 1))
+        assert side.next() == (1, "prints")
+        with pytest.raises(Failure, match="A failed: MemoryError: no room for the update with probes"):
+            side.event_values("path")
+        assert isinstance(served.exception(60), MemoryError)
+
+
+@pytest.mark.parametrize(("typed", "devices"), [(2, "[0, 1]"), (None, "[0, 1]")])
+def test_processes_that_no_flag_counted_are_placed_on_as_many_devices(typed, devices, tmp_path):
+    """Under Slurm only --distributed is typed."""
+    assert command(*PART[:-4], "--log-frequency", "8", "--env-id", "Catch-v0", "--run-dir", tmp_path).code == 0
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["experiment"] |= {"num_actors": 2, "num_shards": 2}
+    config |= {"num_processes": 2, "placement": config["placement"] | {"distributed": True, "num_processes": typed}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert place_of(tmp_path, [], False).in_words().endswith(f", actors on {devices}, learners on {devices}")
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from cleanba.environments.envpool import Envs, env_spec, known
 from cleanba.errors import UsageError
 from cleanba.recipes import RECIPES
 from cleanba.resolution import preset_name, resolve
+from cleanba.rollout import EpisodeTracker
 from cleanba.seeds import action_key, env_seed
 from cleanba.specs import ActionSpec, EnvSpec, ObsSpec, choice
 
@@ -419,9 +420,11 @@ def test_max_episode_steps_truncates_and_does_not_terminate(env_id):
     assert ends[first + 1 : 12] == (([False] * (first + 1) + [True]) * 2)[: 11 - first]
 
 
-def limited(env_id: str, limit: int, steps: int = 300, scanned: bool = False) -> list[Step]:
+def limited(
+    env_id: str, limit: int, steps: int = 300, scanned: bool = False, options: tuple[str, ...] = ()
+) -> list[Step]:
     """Steps of 8 environments that do something at random, with a limit to the length of episodes."""
-    spec = env_spec(Experiment(env_id=env_id, max_episode_steps=limit, full_action_space=False))
+    spec = env_spec(Experiment(env_id=env_id, max_episode_steps=limit, full_action_space=False, env_options=options))
     envs = Envs(spec, list(range(8)))
     envs.reset()
     chosen = np.random.default_rng(0).integers(spec.num_actions, size=(steps, 8)).astype(np.int32)
@@ -462,22 +465,24 @@ def test_without_kernels_a_program_belongs_to_one_pool():
 
 
 LAKE = "SFFF FHFH FFFH HFFG".replace(" ", "")
+LARGE_LAKE = "SFFFFFFF FFFFFFFF FFFHFFFF FFFFFHFF FFFHFFFF FHHFFFHF FHFFHFHF FFFHFFFG".replace(" ", "")
 
 
 @pytest.mark.parametrize("scanned", [False, True])
-def test_falling_into_the_water_at_the_time_limit_is_termination(scanned):
-    steps = limited("FrozenLake-v1", 6, scanned=scanned)
+@pytest.mark.parametrize("lake, limit, options", [(LAKE, 6, ()), (LARGE_LAKE, 8, ("size=8",))], ids=["4x4", "8x8"])
+def test_falling_into_the_water_at_the_time_limit_is_termination(lake, limit, options, scanned):
+    steps = limited("FrozenLake-v1", limit, scanned=scanned, options=options)
     at_limit = 0
     length = np.zeros(8, int)
     done = np.zeros(8, bool)
     for step in steps:
         length = np.where(done, 0, length + 1)
-        ended = np.array([LAKE[cell] in "HG" for cell in step.obs]) & ~done
+        ended = np.array([lake[cell] in "HG" for cell in step.obs]) & ~done
         assert (step.terminated == ended).all()
-        assert (step.truncated == ((length == 6) & ~ended)).all() and (step.over == (ended | step.truncated)).all()
-        at_limit += (ended & (length == 6)).sum()
+        assert (step.truncated == ((length == limit) & ~ended)).all() and (step.over == (ended | step.truncated)).all()
+        at_limit += (ended & (length == limit)).sum()
         done = step.terminated | step.truncated
-    assert at_limit > 10
+    assert at_limit > 5
 
 
 @pytest.mark.parametrize(
@@ -489,7 +494,8 @@ def test_falling_into_the_water_at_the_time_limit_is_termination(scanned):
     ],
 )
 def test_other_environments_tell_a_death_from_the_time_limit_too(env_id, limit, script):
-    spec = env_spec(Experiment(env_id=env_id, max_episode_steps=limit))
+    spec = env_spec(Experiment(env_id=env_id))
+    spec.options["max_episode_steps"] = limit  # which Highway ignores, but ends that come later count as truncations
     envs = Envs(spec, list(range(16)))
     envs.reset()
     pool_step, flags, died = envs._pool.step, [], 0
@@ -526,6 +532,58 @@ def test_game_over_at_the_limit_is_the_end_of_an_atari_game():
         envs.close()
         ends.append((len(steps), bool(steps[-1].terminated[0]), bool(steps[-1].truncated[0])))
     assert ends[0][1:] == (True, False) and (ends[0][0], True, False) in ends[1:]
+
+
+@pytest.mark.parametrize("env_id, own", [("Catch-v0", None), ("HighwayFast-v0", 30), ("Snake-v1", 4000)])
+def test_a_limit_that_envpool_ignores_is_refused(env_id, own):
+    with pytest.raises(UsageError, match=f"max_episode_steps=5 would change nothing: {env_id}"):
+        env_spec(Experiment(env_id=env_id, max_episode_steps=5))
+    with pytest.raises(UsageError, match="would change nothing"):
+        env_spec(Experiment(env_id=env_id, env_options=("max_episode_steps=5",)))
+    assert env_spec(Experiment(env_id=env_id)).time_limit == own
+    if own:  # as a finished run has recorded it
+        assert env_spec(Experiment(env_id=env_id, max_episode_steps=own)).time_limit == own
+
+
+@pytest.mark.parametrize("env_id", ["CartPole-v1", "Pendulum-v1", "MiniGrid-DoorKey-5x5-v0", "Taxi-v3", "Breakout-v5"])
+def test_a_limit_that_envpool_keeps_to_is_taken(env_id):
+    assert env_spec(Experiment(env_id=env_id, max_episode_steps=5)).time_limit == 5
+
+
+@pytest.mark.parametrize("how", ["stepped", "scanned", "resumed"])
+def test_no_episode_has_the_lives_of_two_games(how):
+    """RoadRunner's last life may be lost among the random no-ops that follow the one before it."""
+    options = dict(full_action_space=False, repeat_action_probability=0.0, env_options=("noop_max=30",))
+    spec = env_spec(Experiment(env_id="RoadRunner-v5", episodic_life=True, **options))
+    chosen = np.random.default_rng(0).integers(spec.num_actions, size=(390, 8)).astype(np.int32)
+    envs, begin = Envs(spec, list(range(8))), 0
+    envs.reset()
+    done, tracker = np.zeros(8, bool), EpisodeTracker(8)
+    if how == "scanned":
+        pool = envs.xla()
+        _, stacked = jax.jit(lambda handle: jax.lax.scan(pool.step, handle, chosen))(pool.handle)
+        found = [jax.tree.map(lambda x, t=t: np.asarray(x)[t], stacked) for t in range(len(chosen))]
+    else:
+        found = [envs.step(action) for action in chosen]
+    lost, lives = np.zeros(8, int), np.zeros(8, int)  # games that ended among no-ops; lives lost so far
+    for t, step in enumerate(found):
+        tracker.add(step.raw_reward, ~done, step.over)
+        lives += step.terminated & ~done
+        assert (lives <= 3).all() and (lives[step.over & ~done] == 3).all()
+        lives[tracker.ended] = 0
+        lost += step.over & done
+        if how == "resumed" and (step.over & done).any():
+            begin = t
+            break
+        done = step.terminated | step.truncated
+    envs.close()
+    assert lost.any()
+    if how == "resumed":  # right before the step that resets
+        again = Envs(spec, list(range(8)))
+        again.reset()
+        again.play(chosen[:begin])
+        assert (again.step(chosen[begin]).over == found[begin].over).all()
+        again.close()
 
 
 def test_envpool_calls_it_truncation_alone_if_an_episode_terminates_at_its_last_permitted_step():

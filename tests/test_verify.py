@@ -12,6 +12,7 @@ import pytest
 from fake_hub import fake_hub, log_in
 from launch import ROOT, command, read_result, read_rows
 
+from cleanba.agents import hub
 from cleanba.checks import verify
 from cleanba.checks.recompute import open_rerun, read_checkpoint, recompute
 from cleanba.checks.verify import goes_on_otherwise
@@ -270,6 +271,58 @@ def test_a_checkpoint_that_a_run_takes_while_it_is_verified_is_not_held_against_
     monkeypatch.setattr(verify, "read_rows", reading)
     ended = command(*part)
     assert ended.code == 0 and newest.exists(), ended
+
+
+@pytest.fixture
+def ending(forged):
+    """Take the end of a run away, and return a function that puts it back."""
+    late, log = forged.with_name("late"), (forged / "metrics.jsonl").read_bytes()
+    assert command("pack", forged, "--out", forged.with_name("whole.tar.gz")).code == 0
+    with tarfile.open(forged.with_name("whole.tar.gz")) as archive:
+        archive.extract("whole/model.msgpack", forged.parent, filter="data")
+    late.mkdir()
+    (forged.parent / "whole/model.msgpack").rename(late / "model.msgpack")
+    (forged / "result.json").rename(late / "result.json")
+    (forged / "checkpoints/20").rename(late / "20")
+    rewrite(forged, [row for row in read_rows(forged) if row["update"] < 20])
+
+    def end() -> None:
+        (forged / "metrics.jsonl").write_bytes(log)
+        (late / "20").rename(forged / "checkpoints/20")
+        shutil.rmtree(forged / "checkpoints/18")  # as if it kept two
+        for name in ("model.msgpack", "result.json"):
+            (late / name).rename(forged / name)
+
+    return end
+
+
+def test_a_run_that_ends_while_it_is_verified_is_not_accused(forged, ending, monkeypatch):
+    opened = verify.open_rerun
+
+    def opening(*args):
+        ending()
+        return opened(*args)
+
+    monkeypatch.setattr(verify, "open_rerun", opening)
+    ended = command("verify", forged, "--from", "2", "--to", "4")
+    assert ended.code == 0 and (forged / "result.json").exists(), ended
+
+
+def test_the_archive_of_a_run_that_ends_meanwhile_does_not_contradict_itself(forged, ending, monkeypatch):
+    loaded = hub.load_policy
+
+    def loading(*args):
+        policy = loaded(*args)
+        ending()
+        return policy
+
+    monkeypatch.setattr(hub, "load_policy", loading)
+    path = forged.with_name("packed.tar.gz")
+    assert command("pack", forged, "--out", path).code == 0 and (forged / "result.json").exists()
+    ended = command("verify", path, "--from", "0", "--to", "2")
+    assert ended.code == 0, ended
+    with tarfile.open(path) as archive:
+        assert "packed/result.json" not in archive.getnames()
 
 
 @pytest.mark.parametrize("update, words", [(20, ()), (4, ("--from", "4", "--to", "6"))])

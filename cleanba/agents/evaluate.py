@@ -136,12 +136,12 @@ def play(
             filming = film if not played[0] and not done[0] else None
             if filming is not None:
                 filming.add(envs.render(0), envs.steps_per_second, params, obs, first, carry, action, tracker.ret[0])
-            check(f"playing: {sum(map(len, played))} of {episodes} episodes have ended, step {t + 1:,}")
+            counted = sum(min(len(mine), most) for mine, most in zip(played, quota, strict=True))
+            check(f"playing: {counted} of {episodes} episodes have ended, step {t + 1:,}")
             step = envs.step(action)
             answer = step_outcome(done, step.reward, step.terminated, step.truncated)
-            ended = np.flatnonzero(step.over & answer.valid)
             complete = tracker.add(step.raw_reward, answer.valid, step.over, step.infos)
-            for i, episode in zip(ended, complete, strict=True):
+            for i, episode in zip(tracker.ended, complete, strict=True):
                 if not out[i]:
                     played[i].append(episode)
             for i in np.flatnonzero((tracker.length >= limit) & ~out):
@@ -149,6 +149,8 @@ def play(
                 out[i] = True
             if filming is not None and played[0]:
                 filming.end(envs.render(0), envs.steps_per_second, step.obs, played[0][0].ret)
+            elif film is not None and played[0]:
+                film.end_unseen()
             obs, carry, first, done = step.obs, next_carry, done, answer.done
             t += 1
 

@@ -103,6 +103,10 @@ class Film:
         self._write(picture, fps, obs, score, "the end", np.zeros(len(self._names)), [])
         self._ended = True
 
+    def end_unseen(self) -> None:
+        """The episode has ended without a last frame: among the random no-ops after a life."""
+        self._ended = True
+
     def _write(
         self,
         picture: np.ndarray,

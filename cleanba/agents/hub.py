@@ -28,7 +28,6 @@ from cleanba.runtime.checkpoint import save_model, updates_kept
 from cleanba.runtime.devices import find_devices
 from cleanba.runtime.digests import params_digest
 
-COPIED = ("result.json", METRICS)
 MACHINE = (
     "packages",
     "revision",
@@ -71,6 +70,8 @@ class Model(NamedTuple):
     update: int | None
     global_step: int | None
     digest: str | None
+    result: Json
+    """the run's result.json when they were read; empty if there was none"""
 
 
 def push_command(argv: Sequence[str]) -> Exit:
@@ -216,31 +217,30 @@ def fill(folder: Path, run_dir: Path, repo_id: str) -> None:
 
 def fill_run(folder: Path, run_dir: Path) -> Model:
     """Fill a folder with a run's parameters, configuration, log, result and evaluation -> the parameters."""
-    model = write_model(folder / "model.msgpack", run_dir)
+    result = log.read_result(run_dir)  # first: a run that ends meanwhile is taken as it was before
+    model = write_model(folder / "model.msgpack", run_dir, result)
     (folder / "config.json").write_text(json.dumps(public_config(run_dir), indent=2) + "\n", encoding="utf-8")
-    for name in COPIED:
-        if (run_dir / name).exists():
-            shutil.copyfile(run_dir / name, folder / name)
-    result = log.read_result(run_dir)
-    if "error" in result:  # it may name folders and hosts
-        write_json(folder / "result.json", {name: value for name, value in result.items() if name != "error"})
+    if (run_dir / METRICS).exists():
+        shutil.copyfile(run_dir / METRICS, folder / METRICS)
+    if result:
+        public = {name: value for name, value in result.items() if name != "error"}  # which may name folders and hosts
+        write_json(folder / "result.json", public)
     if kept := evaluation_of(run_dir, model.digest):
         shutil.copyfile(kept, folder / "eval.json")
     return model
 
 
-def write_model(path: Path, run_dir: Path) -> Model:
+def write_model(path: Path, run_dir: Path, result: Json) -> Model:
     """Write the parameters: those that --save-model kept of a finished run, or those of the newest checkpoint.
 
     Raises:
         UsageError: the run has no parameters yet.
         Failure: it has finished, but its last parameters cannot be read.
     """
-    result = log.read_result(run_dir)
     kept, finished = run_dir / "model.msgpack", result.get("status") == "finished"
     if kept.exists() and finished:
         shutil.copyfile(kept, path)
-        return Model(result.get("update"), result.get("global_step"), result.get("params_digest"))
+        return Model(result.get("update"), result.get("global_step"), result.get("params_digest"), result)
 
     policy = load_policy(run_dir, "last", find_devices(Placement()).platform)
     if finished and policy.update != (last := result.get("update", policy.update)):
@@ -249,7 +249,7 @@ def write_model(path: Path, run_dir: Path) -> Model:
             f"{run_dir}/checkpoints/{last} or {kept}"
         )
     save_model(path, policy.params)
-    return Model(policy.update, policy.global_step, params_digest(policy.params))
+    return Model(policy.update, policy.global_step, params_digest(policy.params), result)
 
 
 def public_config(run_dir: Path) -> Json:
@@ -279,7 +279,7 @@ def card(run_dir: Path, repo_id: str, model: Model, film: bool) -> str:
     """The model card: metadata that the Hub reads, then results, usage and configuration."""
     hub = require_hub()
     e = read_experiment(run_dir)
-    result = log.read_result(run_dir)
+    result = model.result
     kept = evaluation_of(run_dir, model.digest)
     evaluation = read_json(kept) if kept else {}
     if evaluation.get("mean") is None:  # it is not finite

@@ -158,7 +158,7 @@ def place_of(run_dir: Path, words: Sequence[str], trust_remote_code: bool) -> Pl
         f"{', '.join(map(flag, trained))} would change what is trained; after `--`, give only placement flags and "
         "NAME=VALUE",
     )
-    n = placement.num_processes or 1
+    n = processes_of(run_dir, placement)
     require(
         n <= experiment.num_actors and n * len(placement.learner_device_ids) <= experiment.num_shards,
         f"{run_dir}/config.json places the run on {n} processes with {len(placement.learner_device_ids)} learner "
@@ -182,6 +182,14 @@ def place_of(run_dir: Path, words: Sequence[str], trust_remote_code: bool) -> Pl
     if devices > 1:
         variables = {"JAX_NUM_CPU_DEVICES": str(devices), **variables}
     return Place(run_dir, placement, variables)
+
+
+def processes_of(run_dir: Path, placement: Placement) -> int:
+    """How many processes trained a run, which it has recorded if no flag gave their number, as under Slurm."""
+    if placement.num_processes is not None or not placement.distributed:
+        return placement.num_processes or 1
+    recorded = read_config(run_dir).get("num_processes")
+    return recorded if isinstance(recorded, int) and recorded >= 1 else 1
 
 
 def require_same_experiment(a: Path, b: Path) -> None:

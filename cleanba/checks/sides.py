@@ -21,6 +21,7 @@ import numpy as np
 
 from cleanba.config import Placement
 from cleanba.errors import Failure, UsageError, said, signal_name
+from cleanba.runtime.process_setup import memory_share
 from cleanba.runtime.watched import Event, Events, Named, Prints
 from cleanba.waited import compiling
 
@@ -45,11 +46,12 @@ class RemoteSide:
         """Start the process, with these environment variables besides our own.  What it prints goes to `log`."""
         self.name, self._log = name, log
         ours, theirs = socket.socketpair()
+        given = {**os.environ, **variables}
         command = [sys.executable, "-m", "cleanba.checks.sides", str(theirs.fileno()), str(os.getpid())]
         with log.open("w") as file, theirs:
             self._process = subprocess.Popen(
                 command,
-                env={**os.environ, **variables},
+                env={**given, **memory_share(2, given)},
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=file,
@@ -69,12 +71,8 @@ class RemoteSide:
             UsageError: it cannot be computed as asked.
             Failure: it failed.
         """
-        kind, *content = self._receive()
-        if kind == "refused":
-            raise UsageError(f"{self.name}: {content[0]}")
-        if kind == "failed":
-            raise Failure(f"{self.name} failed: {content[0]}")
-        return content[0], content[1]
+        number, prints = self._receive()
+        return number, prints
 
     def close(self) -> None:
         """End the process."""
@@ -90,9 +88,14 @@ class RemoteSide:
 
     def _receive(self) -> Any:
         try:
-            return self._connection.recv()
+            kind, content = self._connection.recv()
         except (EOFError, OSError) as error:
             raise self._lost() from error
+        if kind == "refused":
+            raise UsageError(f"{self.name}: {content}")
+        if kind == "failed":
+            raise Failure(f"{self.name} failed: {content}")
+        return content
 
     def _lost(self) -> Failure:
         code = self._process.wait()
@@ -144,10 +147,10 @@ def serve(connection: Connection) -> None:
 
     def watch(update: WatchedUpdate[Any, Any, Any, Any]) -> None:
         with compiling():  # for the time limit on an update: questions may take any time, and so may the other side
-            connection.send(("update", update.number, update.prints()))
+            connection.send(("update", (update.number, update.prints())))
             while (question := connection.recv()) != GO_ON:
                 method, args = question
-                connection.send(getattr(update, method)(*args))
+                connection.send(("answer", getattr(update, method)(*args)))
 
     try:
         with open_rerun(request.run_dir, request.placement, request.trust_remote_code) as rerun:

@@ -108,7 +108,7 @@ def verify(run_dir: Path, flags: Verify) -> bool:
         Failure: a checkpoint is damaged, or something outside the code failed.
     """
     read_experiment(run_dir)  # which refuses what is no run
-    kept = updates_kept(run_dir)  # listed before the log is read: a run that still trains logs first, then saves
+    said = Said.of(run_dir)  # before the log is read: a run that still trains logs first, then writes the rest
     rows = read_rows(run_dir)
     checked = chain.check(rows, chain.first_experiment(read_config(run_dir)))
     linked = {row.update: row for row in checked.rows}
@@ -121,7 +121,7 @@ def verify(run_dir: Path, flags: Verify) -> bool:
         )
     placement = Placement(flags.actor_device_ids, flags.learner_device_ids)
     with open_rerun(run_dir, placement, flags.trust_remote_code) as rerun:
-        wrong = contradictions(rerun, linked, kept)
+        wrong = contradictions(rerun, linked, checked.unlinked, said)
         if wrong:
             print("\n".join(printable(f"{flags.run}: {what}") for what in wrong))
             return False
@@ -152,37 +152,61 @@ def introduction(name: str, rerun: Rerun, checked: chain.Checked) -> str:
 # ------------------------------------------------------------------------------------- what the run says of itself
 
 
-def contradictions(rerun: Rerun, linked: Mapping[int, Linked], kept: Iterable[int]) -> list[str]:
+class Said(NamedTuple):
+    """What a run's files besides its log say of it.  A run that still trains may write more of them at any moment."""
+
+    kept: list[int]
+    """the updates that have checkpoints"""
+    result: Json | None
+    """result.json, {} if it is damaged; None if there is none"""
+    has_model: bool
+    """whether there is a model.msgpack"""
+
+    @classmethod
+    def of(cls, run_dir: Path) -> "Said":
+        result = read_result(run_dir) if (run_dir / "result.json").exists() else None
+        return cls(updates_kept(run_dir), result, (run_dir / "model.msgpack").exists())
+
+
+def contradictions(rerun: Rerun, linked: Mapping[int, Linked], unlinked: Sequence[int], said: Said) -> list[str]:
     """How a run's files contradict its log, one sentence each: its result, its model, its newest checkpoint.
 
-    kept: the updates that had checkpoints before the log was read.
+    unlinked: updates whose digests the log has without a link (`chain.Checked`).
+    said: what these files said before the log was read.
     """
     last = linked[max(linked)]
-    found = result_contradicts(rerun, linked)
-    model = rerun.run_dir / "model.msgpack"
-    if model.exists():
+    found = result_contradicts(rerun, linked, said.result)
+    if said.has_model:
+        model = rerun.run_dir / "model.msgpack"
         _, like = rerun.algorithm.shapes()
         digest = params_digest(read_model(model, like))
         logged = [row.update for row in linked.values() if row.params_digest == digest]
         if not logged:
             found.append(f"model.msgpack holds parameters with the digest {digest}, which is not in the log")
-        elif is_finished(rerun.run_dir) and logged[-1] != last.update:
+        elif (said.result or {}).get("status") == "finished" and logged[-1] != last.update:
             found.append(
                 f"model.msgpack holds the parameters after update {logged[-1]}, but the run has finished with "
                 f"{last.update}"
             )
-    found += [f"checkpoint {update} has no digests in the log" for update in kept if update > last.update]
-    newest = [update for update in updates_kept(rerun.run_dir) if update in linked][-1:]
-    for update in newest:
-        found += checkpoint_differs(linked[update], digests_of(rerun, read_checkpoint(rerun, update)))
+    logged_anyhow = {*linked, *unlinked}
+    found += [f"checkpoint {update} has no digests in the log" for update in said.kept if update not in logged_anyhow]
+    for update in reversed([update for update in said.kept if update in linked]):
+        try:
+            newest = read_checkpoint(rerun, update)
+        except Failure:
+            if update in updates_kept(rerun.run_dir):
+                raise
+            continue  # a run that still trains has removed it meanwhile
+        found += checkpoint_differs(linked[update], digests_of(rerun, newest))
+        break
     return found
 
 
-def result_contradicts(rerun: Rerun, linked: Mapping[int, Linked]) -> list[str]:
+def result_contradicts(rerun: Rerun, linked: Mapping[int, Linked], result: Json | None) -> list[str]:
     """How a run's result.json contradicts its log, in one sentence; none if it does not, or there is no such file."""
-    if not (rerun.run_dir / "result.json").exists():  # the run goes on
+    if result is None:  # the run goes on
         return []
-    result, last = read_result(rerun.run_dir), linked[max(linked)]
+    last = linked[max(linked)]
     status, update = result.get("status"), result.get("update", last.update)
     if status not in STATUSES:
         return [f"result.json is damaged: its status is not one of {', '.join(STATUSES)}"]

@@ -26,7 +26,8 @@ class Step(NamedTuple, Generic[Array]):
     raw_reward: Array  # [B]  float32, as the environment gave it
     terminated: Array  # [B]  bool
     truncated: Array  # [B]  bool
-    over: Array  # [B]  bool: the game is over; differs from the two above under --episodic-life
+    over: Array  # [B]  bool: the game is over; differs from the two above under --episodic-life, where a game may also
+    # end in a step that ignores its action: among the random no-ops after a life
     infos: np.ndarray | None = None  # [B, K]  float32: the numbers of `EnvSpec.infos`, NaN where there is none
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import gymnasium
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from cleanba import kernels
@@ -25,7 +26,7 @@ from cleanba.environments.gymnasium import steps_per_second
 from cleanba.environments.spaces import action_spec, narrowed, obs_spec
 from cleanba.errors import CannotCompile, Failure, UsageError, closest_names, raised, said
 from cleanba.rollout import Array, Obs, PyTree
-from cleanba.specs import EnvSpec
+from cleanba.specs import ActionSpec, EnvSpec, ObsSpec
 
 
 def known() -> dict[str, str]:
@@ -251,6 +252,11 @@ def env_spec(e: Experiment) -> EnvSpec:
         obs = obs_spec(probe.observation_space, sample, action, is_minigrid="minigrid" in family(e.env_id))
         arrays = [*probe.spec.state_array_spec.values(), *probe.spec.action_array_spec.values()]
         probe.close()
+        if not is_atari and "max_episode_steps" in options and ignores_limit(e.env_id, options, action):
+            raise UsageError(
+                f"max_episode_steps={options['max_episode_steps']} would change nothing: {e.env_id} ends episodes by "
+                "itself, and EnvPool does not cut them off; leave --max-episode-steps out"
+            )
     except UsageError:
         raise
     except Exception as error:  # EnvPool may raise anything: TypeError, AssertionError, ImportError, KeyError …
@@ -264,6 +270,27 @@ def env_spec(e: Experiment) -> EnvSpec:
         family=family(e.env_id),
         time_limit=limit if limit < NO_LIMIT else None,
     )
+
+
+def ignores_limit(env_id: str, options: dict[str, Any], action: ActionSpec) -> bool:
+    """Whether the environment plays on beyond this limit, which is not the one that it has anyway.
+
+    Many families of EnvPool do so, and then report every later end as a truncation.
+    """
+    opened = partial(_envpool().make, env_id, env_type="gymnasium", num_envs=1, seed=[0])
+    others = {name: value for name, value in options.items() if name != "max_episode_steps"}
+    envs = opened(**others)
+    its_own = envs.config.get("max_episode_steps")
+    envs.close()
+    if options["max_episode_steps"] == its_own:
+        return False
+    envs = opened(**others, max_episode_steps=1)
+    nothing = np.zeros((1, action.size), np.float32 if action.kind == "quantities" else np.int32)
+    envs.reset()
+    taken = action.for_environment(nothing[:, 0] if action.kind == "choice" else nothing)
+    ended = [envs.step(taken)[2:4] for _ in range(2)]  # gfootball ends a step late
+    envs.close()
+    return not np.any(ended)
 
 
 NO_LIMIT = 2**31 - 1  # EnvPool's max_episode_steps for "no limit"
@@ -300,6 +327,26 @@ def to_step(
     return Step(obs, train_reward(spec, raw_reward), raw_reward, terminated, truncated, over | truncated)
 
 
+MORE_LIVES = 2**30  # than a game has
+
+
+def lives_at_end(step: Step[Array], info: dict[str, Array]) -> Array:
+    """The lives left where this step ended a life, but not the game; `MORE_LIVES` elsewhere.  [B] int32."""
+    xp: Any = np if isinstance(step.over, np.ndarray) else jnp
+    return xp.where((step.terminated | step.truncated) & ~step.over, info["lives"], MORE_LIVES).astype("int32")
+
+
+def with_lost_games(step: Step[Array], info: dict[str, Array], lives: Array) -> Step[Array]:
+    """The step, also `over` where it reset after a life, and the game ended before this step returned.
+
+    EnvPool's random no-ops after each life may lose the last one.  It then starts a new game, and reports only that
+    there are more lives than before.
+
+    lives: `lives_at_end` of the step before.
+    """
+    return step._replace(over=step.over | (info["lives"] > lives))
+
+
 def game_over(spec: EnvSpec, obs: Obs, raw_reward: Array, info: dict[str, Array]) -> Array | np.ndarray:
     """Whether the game has ended by itself, as far as rewards, observations or infos show it.  [B, ...] -> [B] bool.
 
@@ -310,8 +357,9 @@ def game_over(spec: EnvSpec, obs: Obs, raw_reward: Array, info: dict[str, Array]
     if "crashed" in info:  # Highway; its parking environments report success, too
         crashed = info["crashed"].astype(bool)
         return crashed | info["is_success"].astype(bool) if "is_success" in info else crashed
-    if spec.env_id in ICE_ENDS:
-        return (obs[:, None] == np.array(ICE_ENDS[spec.env_id], np.int32)).any(-1)
+    if spec.env_id.startswith("FrozenLake"):
+        assert isinstance(spec.obs, ObsSpec)
+        return (obs[:, None] == np.array(ICE_ENDS.get(spec.obs.count, ()), np.int32)).any(-1)
     if "minigrid" in family(spec.env_id):  # the only reward is for what ends the game
         return raw_reward != 0
     if spec.env_id.startswith("CartPole-"):
@@ -321,11 +369,8 @@ def game_over(spec: EnvSpec, obs: Obs, raw_reward: Array, info: dict[str, Array]
     return np.zeros(raw_reward.shape, bool)
 
 
-# The holes and the goal of the frozen lakes, row by row.
-ICE_ENDS = {
-    "FrozenLake-v1": (5, 7, 11, 12, 15),
-    "FrozenLake8x8-v1": (19, 29, 35, 41, 42, 46, 49, 52, 54, 59, 63),
-}
+# Number of fields -> the holes and the goal of that frozen lake, row by row.
+ICE_ENDS = {16: (5, 7, 11, 12, 15), 64: (19, 29, 35, 41, 42, 46, 49, 52, 54, 59, 63)}
 
 
 class Envs:
@@ -340,6 +385,8 @@ class Envs:
                 f"{spec.env_id} is drawn by OpenGL, which needs the system library libEGL.so.1; install it (Debian and "
                 "Ubuntu: apt install libegl1 libegl-mesa0), or leave --video and --capture-video out",
             )
+        self._by_lives = spec.is_atari and bool(spec.options.get("episodic_life"))
+        self._lives = np.full(self.num_envs, MORE_LIVES, np.int32)  # `lives_at_end` of the last step
         drawn = {"render_mode": "rgb_array"} if render else {}
         self._pool: Any = _envpool().make(
             spec.env_id,
@@ -354,13 +401,18 @@ class Envs:
     def reset(self) -> PyTree:
         """Restart all environments with their seeds -> obs [B, ...]."""
         obs, _ = self._pool.reset()
+        self._lives = np.full(self.num_envs, MORE_LIVES, np.int32)
         return _narrowed(obs)
 
     def step(self, action: np.ndarray) -> Step[np.ndarray]:
         """Actions [B] or [B, D] -> `Step`.  An environment whose episode has ended ignores its action and resets."""
         obs, reward, terminated, truncated, info = self._pool.step(self._spec.action.for_environment(action))
         raw = np.asarray(info.get("reward", reward), np.float32)
-        return to_step(self._spec, _narrowed(obs), raw, terminated, truncated, info)
+        step = to_step(self._spec, _narrowed(obs), raw, terminated, truncated, info)
+        if self._by_lives:
+            step = with_lost_games(step, info, self._lives)
+            self._lives = lives_at_end(step, info)
+        return step
 
     def play(self, actions: np.ndarray) -> tuple[PyTree, np.ndarray, np.ndarray]:
         """Take N steps, after `reset`, and return only the last observations.
@@ -376,22 +428,31 @@ class Envs:
             obs, reward, terminated, truncated, info = step(action)
             rewards[n] = info.get("reward", reward)
             np.logical_or(terminated, truncated, out=ended[n])
+        if self._by_lives and len(taken):
+            self._lives = lives_at_end(to_step(self._spec, obs, rewards[-1], terminated, truncated, info), info)
         return _narrowed(obs), rewards, ended
 
     def xla(self) -> Compilable:
-        """EnvPool's XLA interface.  The handle is the pool's address."""
+        """EnvPool's XLA interface.  The handle is the pool's address; under --episodic-life with `lives_at_end`."""
         assert self._spec.scannable, f"{self._spec.env_id} would write beyond its buffers"
-        spec = self._spec
+        spec, by_lives = self._spec, self._by_lives
         functions = _functions(self._pool)
         handle, _, _, pool_step = self._pool.xla() if functions is None else _xla_by(self._pool, functions)
 
         def step(handle: PyTree, action: jax.Array) -> tuple[PyTree, Step[jax.Array]]:
+            if by_lives:
+                handle, lives = handle
             handle, (obs, reward, terminated, truncated, info) = pool_step(handle, spec.action.for_environment(action))
             raw = info.get("reward", reward).astype("float32")
-            return handle, to_step(spec, obs, raw, terminated, truncated, info)
+            step = to_step(spec, obs, raw, terminated, truncated, info)
+            if not by_lives:
+                return handle, step
+            step = with_lost_games(step, info, lives)
+            return (handle, lives_at_end(step, info)), step
 
         of_one_pool = functions is None
-        return Compilable(handle, step, bytes(handle) if of_one_pool else b"", of_one_pool)
+        key = bytes(handle) if of_one_pool else b""
+        return Compilable((handle, self._lives) if by_lives else handle, step, key, of_one_pool)
 
     def render(self, env: int) -> np.ndarray:
         """A picture of one environment as a person would see it, after `reset`.  [H, W, 3] uint8.

@@ -23,6 +23,7 @@ PACKAGES = (
 """whose versions are recorded, where they are installed"""
 # Folders and modules of the package that decide nothing about what is trained.
 NOT_TRAINING = ("agents", "checks", "runs", "sweeps", "api.py", "cli.py", "completion.py", "trust.py")
+ALSO_TRAINING = ("agents/initial.py",)  # --init-from
 # What a processor's instruction sets begin with in /proc/cpuinfo: on x86-64, and on ARM.
 INSTRUCTIONS = (
     *("sse", "ssse", "pni", "avx", "fma", "f16c", "bmi", "abm", "popcnt", "amx", "vaes", "vpclmul", "gfni"),
@@ -92,7 +93,8 @@ def _git(*words: str) -> str:
 def code_digest() -> str:
     """SHA-256 of the source files that take part in training: equal digests are equal code, whatever git says."""
     digest = sha256()
-    files = [path for path in ROOT.rglob("*.py") if path.relative_to(ROOT).parts[0] not in NOT_TRAINING]
+    trains = lambda path: path.parts[0] not in NOT_TRAINING or path.as_posix() in ALSO_TRAINING
+    files = [path for path in ROOT.rglob("*.py") if trains(path.relative_to(ROOT))]
     for path in sorted(files, key=lambda path: path.relative_to(ROOT).as_posix()):
         content = path.read_bytes()
         digest.update(f"{path.relative_to(ROOT).as_posix()} {len(content)}\n".encode() + content)

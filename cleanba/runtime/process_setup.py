@@ -1,7 +1,7 @@
 """How a process is set up for an experiment: determinism, precision, random numbers, scheduling, compiled programs."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -33,6 +33,20 @@ PINNED: dict[str, Any] = {
     "jax_numpy_rank_promotion": "allow",
     "jax_numpy_dtype_promotion": "standard",
 }
+
+
+# JAX's variables for the share of a GPU's memory that a process takes.  It refuses both together.
+MEMORY_SHARES = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION")
+
+
+def memory_share(processes: int, variables: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Environment variables with which so many processes fit on one GPU, of which XLA gives most to the first.
+
+    None for a single process, or if `variables` already set the share.
+    """
+    if processes == 1 or not variables.keys().isdisjoint(MEMORY_SHARES):
+        return {}
+    return {MEMORY_SHARES[0]: f"{0.9 / processes:.2f}"}
 
 
 def prepare_process(e: Experiment) -> None:

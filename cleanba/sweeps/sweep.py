@@ -30,7 +30,7 @@ from cleanba.runs.listing import is_locked
 from cleanba.runs.log import is_finished, read_result, seconds_left, tail, together
 from cleanba.runtime.hardware import has_cuda
 from cleanba.runtime.metrics import duration
-from cleanba.runtime.process_setup import refuse_64_bits
+from cleanba.runtime.process_setup import memory_share, refuse_64_bits
 from cleanba.runtime.supervision import ending_signals, handle_signals
 from cleanba.specs import EnvSpec
 from cleanba.sweeps.manifest import Planned, done, nothing_is_left, read_manifest, write_manifest
@@ -303,13 +303,6 @@ def visible_gpus() -> list[str]:
     return [str(i) for i in range(count)]
 
 
-# JAX's variables for the share of a GPU's memory that a process takes; it refuses both together.
-MEMORY_SHARE, MEMORY_SHARES = (
-    "XLA_PYTHON_CLIENT_MEM_FRACTION",
-    ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"),
-)
-
-
 def share_devices(gpus: Sequence[str], per_run: int, workers: int | None) -> list[dict[str, str]]:
     """Environment variables for each worker, so that workers use different GPUs as long as there are enough.
 
@@ -325,13 +318,8 @@ def share_devices(gpus: Sequence[str], per_run: int, workers: int | None) -> lis
     groups = [",".join(gpus[i : i + per_run]) for i in range(0, len(gpus) - per_run + 1, per_run)]
     workers = workers or len(groups)
     shared_by = -(-workers // len(groups))
-    divided = shared_by > 1 and os.environ.keys().isdisjoint(MEMORY_SHARES)
-    environments = []
-    for worker in range(workers):
-        environments.append({"CUDA_VISIBLE_DEVICES": groups[worker % len(groups)]})
-        if divided:  # by default XLA gives most of a GPU's memory to the first process
-            environments[-1][MEMORY_SHARE] = f"{0.9 / shared_by:.2f}"
-    return environments
+    share = memory_share(shared_by)
+    return [{"CUDA_VISIBLE_DEVICES": groups[worker % len(groups)], **share} for worker in range(workers)]
 
 
 def start(run: SweepRun, worker: int, environment: dict[str, str]) -> None:
