@@ -87,6 +87,17 @@ def write_whole(path: Path, content: str | bytes, shared: bool = False) -> None:
             os.close(folder)
 
 
+def sync_folder(folder: Path) -> None:
+    """Have the disk keep a folder and all that it holds, which may otherwise be empty after a power failure."""
+    for path in [*folder.rglob("*"), folder, folder.parent]:
+        with contextlib.suppress(OSError) if path.is_dir() else contextlib.nullcontext():  # as in `write_whole`
+            here = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(here)
+            finally:
+                os.close(here)
+
+
 def require_name(out: Path, example: str) -> None:
     """Raise `UsageError` unless --out ends with the name of a file."""
     if out.name in ("", ".."):

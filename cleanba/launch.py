@@ -361,7 +361,7 @@ def prepare(recipe: AnyRecipe, config: Config) -> Job:
         name: getattr(config.run, name)
         for name in ("log_frequency", "checkpoint_frequency", "target_return", "log_info")
     }
-    together["checkpoint_every"] = Retention.parse(config.run.keep_checkpoints).every
+    together["keep_checkpoints"] = Retention.parse(config.run.keep_checkpoints)._asdict()
     require_same_flags({"algorithm": recipe.name, **to_json(e), **together})
     require_same_kernels(e, devices.platform)
     algorithm = recipe.make(e, resolved.spec, devices.platform)

@@ -1,6 +1,7 @@
 """Whatever breaks, the process ends soon, says why once, and leaves nothing running."""
 
 import itertools
+import json
 import os
 import queue
 import random
@@ -17,7 +18,7 @@ from ports import free_address, free_port
 from scripted import Planted
 
 from cleanba.environments.envpool import Envs
-from cleanba.errors import Failure, Interrupted
+from cleanba.errors import Failure, Interrupted, NotFinite, UsageError
 from cleanba.files import write_json
 from cleanba.runtime import processes as joining
 from cleanba.runtime.channels import Stop
@@ -168,6 +169,21 @@ def test_messages_of_a_process_may_come_in_pieces_and_silence_ends_them(monkeypa
             next(messages)
         there.close()
         assert list(peers._messages(1)) == []
+
+
+@pytest.mark.parametrize("error_type", [Failure, NotFinite, UsageError])
+def test_what_another_process_ended_with_is_known_as_what_it_is(error_type, monkeypatch):
+    """After a number that is not finite, nobody is told to go on from the checkpoint."""
+    monkeypatch.setattr("cleanba.runtime.peers._state", lambda: SimpleNamespace(process_id=0, num_processes=1))
+    here, there = socket.socketpair()
+    with here, there:
+        ending, other = Peers(5.0), Peers(5.0)
+        ending._links[1] = there
+        ending.tell(error_type("the reward is nan"))
+        (sent,) = here.recv(10_000).splitlines()
+    other.on_lost = lambda error: None
+    other._lose(json.loads(sent), 0)
+    assert type(other.error) is error_type and str(other.error) == "process 0 of 1 failed: the reward is nan"
 
 
 @pytest.mark.parametrize("how", ["died", "said nothing"])

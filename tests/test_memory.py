@@ -27,7 +27,7 @@ from cleanba.files import in_a_checkpoint, write_whole
 from cleanba.ops import replay
 from cleanba.rollout import Rollout
 from cleanba.runtime import learner, memory, processes, records
-from cleanba.runtime.checkpoint import Checkpoints, updates_kept
+from cleanba.runtime.checkpoint import Checkpoints, Saved, counters_file, updates_kept
 from cleanba.runtime.checkpoint_writer import CheckpointWriter
 
 # Ten rollouts of eight steps into rings of 25 rows, which wrap three times; episodes end both ways.
@@ -514,6 +514,33 @@ def test_a_file_and_its_name_outlast_a_power_failure(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda fd: synced.append((os.fstat(fd).st_ino, (tmp_path / "file").exists())))
     write_whole(tmp_path / "file", "content")
     assert synced == [((tmp_path / "file").stat().st_ino, False), (tmp_path.stat().st_ino, True)]
+
+
+def test_a_checkpoint_is_on_disk_before_the_one_that_it_replaces_is_removed(tmp_path, monkeypatch):
+    synced, checkpoints = {}, Checkpoints(tmp_path, 1)
+    path_of = lambda fd: Path(os.readlink(f"/proc/self/fd/{fd}"))
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.setdefault(path_of(fd), updates_kept(tmp_path)))
+    arrays = {"w": np.zeros(3000, np.float32)}
+    for update in (1, 2):
+        synced.clear()
+        checkpoints.save(update, {}, Saved(update, arrays, arrays, {"global_step": 1}))
+        checkpoints.wait()
+        here = tmp_path / "checkpoints" / str(update)
+        files = [path for path in here.rglob("*") if path.is_file()]
+        assert {*files, here, here.parent} <= {*synced} and counters_file(tmp_path, update) in files
+        assert synced[here.parent] == [1, 2][:update] and updates_kept(tmp_path) == [update]
+    checkpoints.close()
+
+
+def test_a_listing_of_a_later_checkpoint_stays_with_all_that_it_names(tmp_path):
+    """As when a process wakes up that was suspended while the run went on."""
+    home = memory.shard_folder(tmp_path, 0)
+    home.mkdir(parents=True)
+    for update, pack in ((10, "10-a.pack"), (30, "30-a.pack"), (40, "40-a.pack")):
+        (home / pack).write_bytes(b"data")
+        (home / f"{update}.json").write_text(json.dumps({"digest": "", "chunks": [[["sha", pack, 0, 4]]]}))
+    memory.prune(tmp_path, range(1), [20], whole=lambda update: update == 40)
+    assert sorted(path.name for path in home.iterdir()) == ["40-a.pack", "40.json"]
 
 
 # ---------------------------------------------------------------------------------------------------------- capacity

@@ -2,6 +2,7 @@
 
 import io
 import re
+import threading
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from cleanba.environments.backends import env_spec, open_envs
 from cleanba.errors import Failure
 from cleanba.runtime import playback, records
 from cleanba.runtime.channels import Closed, Stop
-from cleanba.runtime.checkpoint import updates_kept
+from cleanba.runtime.checkpoint import Checkpoints, Saved, updates_kept
 from cleanba.runtime.collect import (
     Collected,
     Collector,
@@ -240,6 +241,56 @@ def test_files_that_nothing_refers_to_are_removed_and_others_stay(cartpole, tmp_
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted(["2.standing", kept, "3-00000000.actions"])
     records.prune(tmp_path, [3], records.action_files(tmp_path))
     assert list(tmp_path.iterdir()) == []
+
+
+def standing_still() -> ActorState:
+    return ActorState(np.zeros(2), np.zeros(2, bool), np.ones(2, bool), (), np.zeros(2), np.zeros(2, int), None)
+
+
+@pytest.mark.parametrize("stalls", ["before it removes files", "before it writes files"])
+def test_a_process_that_wakes_up_late_harms_no_checkpoint_of_the_start_that_went_on(stalls, tmp_path, monkeypatch):
+    rollout = RecordedRollout(np.zeros((4, 2), np.uint8), np.zeros((4, 2), np.float32), np.zeros((4, 2), bool))
+    arrays, home = {"w": np.zeros(3, np.float32)}, actor_folder(tmp_path, 0)
+    opened = lambda: Checkpoints(tmp_path, 2, actors=range(1), fresh_after=lambda update: False)
+
+    def collect(record: Record) -> dict[int, records.Snapshot]:
+        record.add(0, rollout, standing_still())
+        return {0: record.snapshot()}
+
+    def save(checkpoints: Checkpoints, record: Record, *updates: int) -> None:
+        for update in updates:
+            saved = Saved(update, arrays, arrays, {"global_step": 8 * update})
+            checkpoints.save(update, {}, saved, actors=collect(record))
+            checkpoints.wait()
+
+    old, record = opened(), Record(home, None)
+    save(old, record, 10, 20)
+    reached, go_on, prune = threading.Event(), threading.Event(), records.prune
+
+    def pruning(*args):
+        if reached.is_set():  # the other start's
+            return prune(*args)
+        if stalls == "before it writes files":
+            prune(*args)
+        reached.set()
+        go_on.wait(60)
+        return prune(*args)
+
+    monkeypatch.setattr(records, "prune", pruning)
+    old.save(30, {}, None, actors=collect(record))  # not the main process
+    assert reached.wait(60)
+    new = opened()
+    again = new.restore(arrays, arrays).saved
+    assert again.update == 20
+    save(new, Record(home, again.actors[0]), 30, 45, 60)
+    there = {path.name: path.read_bytes() for path in home.glob("*.standing")}
+    go_on.set()
+    with pytest.raises(
+        Failure, match="has a checkpoint of update 60 already: the run has gone on without"
+    ):
+        old.wait()
+    assert {path.name: path.read_bytes() for path in home.glob("*.standing")} == there
+    assert opened().restore(arrays, arrays).saved.update == 60
 
 
 @pytest.mark.parametrize(

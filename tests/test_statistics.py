@@ -53,6 +53,18 @@ def test_steps_from_before_a_resume_do_not_count_for_the_speed_after_it():
     assert rows[0]["charts/SPS_recent"] == rows[0]["charts/SPS"] == 0.0
 
 
+def test_steps_between_log_points_are_those_of_all_processes_however_many_took_the_checkpoint():
+    counters = {"global_step": 19_000, "episodes": 0, "recent": [], "seconds": 1.0, "news": [[9_000, 0, []]]}
+    progress = Progress(Status("test", 100), Statistics.from_counters(counters, 0, 4))
+    progress.global_step = counters["global_step"]
+    devices = find_devices(Placement())._replace(num_processes=4)
+    log = TrainingLog(Schedule(20, 100, True, 0), 10, devices, progress, lambda *row: None)
+    assert log.steps_so_far == 19_000
+    progress.statistics.new_steps += 250  # of each of the four
+    log.note_update(20)
+    assert log.steps_so_far == 20_000
+
+
 def test_no_remaining_time_is_shown_before_an_interval_of_learning():
     known = lambda found: [update for update, eta in found.items() if not math.isnan(eta)]
     assert known(remaining(0)) == [10, 20, 30, 40]

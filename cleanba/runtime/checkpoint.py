@@ -30,8 +30,8 @@ import numpy as np
 
 from cleanba.algorithm import P, S
 from cleanba.config import Retention
-from cleanba.errors import Failure, Replaced
-from cleanba.files import METRICS, Json, may_pass, optional_json, write_whole
+from cleanba.errors import Failure
+from cleanba.files import METRICS, Json, may_pass, optional_json, sync_folder, write_whole
 from cleanba.interrupts import after_this
 from cleanba.rollout import PyTree
 from cleanba.runtime import memory, records
@@ -117,7 +117,9 @@ class _Policy(NamedTuple):
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: object) -> list[bool]:
         """For each checkpoint, by its `step`, whether it stays."""
-        kept = set(self.retention.kept(one.step for one in checkpoints))
+        updates = sorted(one.step for one in checkpoints)
+        # The newest one is not on disk yet (`Checkpoints._commit`), so those that it replaces stay until it is.
+        kept = {*self.retention.kept(updates), *self.retention.kept(updates[:-1])}
         return [one.step in kept for one in checkpoints]
 
 
@@ -218,11 +220,13 @@ class Checkpoints:
             began = time.perf_counter()
             self._require_ours()
             for actor, home in homes.items():
-                records.prune(home, keep, old[actor], actors.get(actor))
+                records.prune(home, keep, old[actor], actors.get(actor), self._is_whole)
+            if self._shards:
+                memory.prune(self.run_dir, self._shards, keep, shards, self._is_whole)
+            self._require_newest(update)
             for actor, snapshot in actors.items():
                 records.write(homes[actor], update, snapshot)
             if self._shards:
-                memory.prune(self.run_dir, self._shards, keep, shards)
                 memory.write(self.run_dir, update, shards, packs)
             reach_milestone(f"checkpoint/{update}")
             if saved is not None and self._parts_are_written(update):
@@ -230,6 +234,22 @@ class Checkpoints:
             self.seconds = time.perf_counter() - began
 
         self._writing = self._newest = self._writer.submit(write)
+
+    def _is_whole(self, update: int) -> bool:
+        """Whether there is a checkpoint of this update."""
+        return (self._folder / str(update)).is_dir()
+
+    def _require_newest(self, update: int) -> None:
+        """Raise `Failure` if this or a later update has a checkpoint.
+
+        Then this process was suspended for so long that the run has gone on without it.
+        """
+        later = [kept for kept in updates_kept(self.run_dir) if kept >= update]
+        if later:
+            raise Failure(
+                f"{self._folder} has a checkpoint of update {later[-1]} already: the run has gone on without this "
+                "process, which therefore ends and writes nothing more"
+            )
 
     def _kept(self) -> list[int]:
         # The main process's newest checkpoint may not be visible here yet, so also keep the newest that is known.
@@ -239,7 +259,7 @@ class Checkpoints:
         """Remove chunks that no checkpoint needs, except those of `shards`, which the next one will need."""
         if shards:
             self.make_ready()
-            self._guarded(lambda: memory.prune(self.run_dir, self._shards, self._kept(), shards))
+            self._guarded(lambda: memory.prune(self.run_dir, self._shards, self._kept(), shards, self._is_whole))
 
     def make_ready(self) -> None:
         """Wait until everything that this process writes is on disk.  Call it before writing more.
@@ -274,6 +294,10 @@ class Checkpoints:
                 **{ARRAYS: self._ocp.args.StandardSave(leaves), COUNTERS: self._ocp.args.JsonSave(counters)}
             ),
         )
+        sync_folder(self._folder / str(saved.update))  # Orbax syncs only the arrays
+        there = updates_kept(self.run_dir)
+        for update in sorted({*there} - {*self._retention.kept(there)}):
+            self._manager.delete(update)
 
     def wait(self) -> None:
         """Wait until everything that this process writes is on disk.
@@ -298,19 +322,19 @@ class Checkpoints:
         if self.keeps_parts and self._known:
             last = self._known[-1]
             self.wait_for_all(last, LATE_SECONDS)
-            keep = self._retention.kept({*updates_kept(self.run_dir), last})  # the main process may not be done
+            keep = [*self._retention.kept(updates_kept(self.run_dir)), last]  # the main process may not be done
             self._guarded(lambda: self._prune(keep))
 
     def _prune(self, keep: Sequence[int]) -> None:
         self._require_ours()
-        memory.prune(self.run_dir, self._shards, keep)
+        memory.prune(self.run_dir, self._shards, keep, whole=self._is_whole)
         for home in (actor_folder(self.run_dir, actor) for actor in self._actors):
-            records.prune(home, keep, records.action_files(home))
+            records.prune(home, keep, records.action_files(home), whole=self._is_whole)
 
     def _guarded(self, do: Callable[[], object]) -> None:
         try:
             do()
-        except Replaced:
+        except Failure:  # a sentence already
             raise
         except Exception as error:
             raise self.unwritten(error) from error

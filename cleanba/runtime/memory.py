@@ -435,10 +435,17 @@ def _read_chunk(home: Path, chunk: Chunk) -> bytes:
     return data
 
 
-def prune(folder: Path, shards: range, keep: Iterable[int], soon: Mapping[int, ShardSnapshot] | None = None) -> None:
+def prune(
+    folder: Path,
+    shards: range,
+    keep: Iterable[int],
+    soon: Mapping[int, ShardSnapshot] | None = None,
+    whole: Callable[[int], bool] = lambda update: False,
+) -> None:
     """Remove these shards' listings of updates not in `keep`, and the packs that nothing refers to.
 
     soon: snapshots that will be listed next, whose packs are needed.
+    whole: whether an update after those in `keep` has a checkpoint: the run went on while this process was suspended.
     Where a checkpoint was found damaged, packs up to that one stay, so that it can be examined.
     """
     kept = set(keep)
@@ -449,7 +456,8 @@ def prune(folder: Path, shards: range, keep: Iterable[int], soon: Mapping[int, S
         referred = {chunk.pack for cut in soon[shard].chunks for chunk in cut} if soon else set()
         damaged = max((int(path.stem.removeprefix(DAMAGED)) for path in home.glob(f"{DAMAGED}*.json")), default=0)
         for path in home.glob("[0-9]*.json"):
-            if int(path.stem) in kept:
+            update = int(path.stem)
+            if update in kept or (update > max(kept, default=0) and whole(update)):
                 referred |= _packs(path)
             else:
                 path.unlink(missing_ok=True)

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from cleanba.errors import Failure, Interrupted, UsageError, exit_code
+from cleanba.errors import Failure, Interrupted, NotFinite, UsageError, exit_code
 from cleanba.files import Json
 from cleanba.waited import Waited
 
@@ -24,6 +24,7 @@ PING_SECONDS = 1.0
 JOIN_SECONDS = 30.0  # to connect at the start
 GREETING_SECONDS = 5.0  # for a new connection to identify itself
 LEAVE_SECONDS = 10.0  # how long process 0 waits for the others to end after a failure
+KINDS = {"usage": UsageError, "not finite": NotFinite}  # errors that another process raises as what they are
 KEY = "cleanba/peers"  # of process 0's port in JAX's key-value store
 
 
@@ -152,7 +153,7 @@ class Peers:
                 return
             words = f"process {message['lost']} of {self._count} {message['why']}"
             signum = message.get("signal")
-            error_type = UsageError if message.get("usage") else Failure
+            error_type = KINDS.get(message.get("kind", ""), Failure)
             self.error = Interrupted(signum, f" in process {message['lost']}") if signum else error_type(words)
             self._lost.set()
         # Print it now: when process 0 dies, JAX ends the others within a moment, without naming it.
@@ -166,9 +167,10 @@ class Peers:
             if self._lost.is_set() or self._over.is_set():
                 return
             self._lost.set()
-        known, usage = isinstance(error, Failure | UsageError), isinstance(error, UsageError)
+        known = isinstance(error, Failure | UsageError)
         why = f"failed: {error}" if known else f"failed: {type(error).__name__}: {error}"
-        message = {"lost": self._me, "why": why.splitlines()[0][:500], "usage": usage}
+        kind = next((kind for kind, error_type in KINDS.items() if isinstance(error, error_type)), "")
+        message = {"lost": self._me, "why": why.splitlines()[0][:500], "kind": kind}
         self._say(message | {"signal": getattr(error, "signum", None)})
 
     def explain(self, error: BaseException, seconds: float = 3.0) -> BaseException:

@@ -17,7 +17,7 @@ import itertools
 import json
 import os
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from hashlib import blake2b, sha256
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -323,15 +323,24 @@ def action_files(home: Path) -> list[Path]:
     return [*home.glob("*.actions")]
 
 
-def prune(home: Path, keep: Iterable[int], old: Iterable[Path], soon: Snapshot | None = None) -> None:
+def prune(
+    home: Path,
+    keep: Iterable[int],
+    old: Iterable[Path],
+    soon: Snapshot | None = None,
+    whole: Callable[[int], bool] = lambda update: False,
+) -> None:
     """Remove an actor's files of updates not in `keep`, and those of its `old` files of actions that are not needed.
 
     `soon` is written next, in this thread, and needs its files.  Files that are not in `old` may still be written to.
+    whole: as for `memory.prune`.
     """
     kept = set(keep)
     referred = {file[0] for file in soon.header["files"]} if soon else set()
     for path in home.glob("*.standing"):
-        if path.stem.isdecimal() and int(path.stem) not in kept:
+        update = int(path.stem) if path.stem.isdecimal() else None
+        later = update is not None and update > max(kept, default=0) and whole(update)
+        if update is not None and update not in kept and not later:
             path.unlink(missing_ok=True)
         else:
             referred |= _referred(path)

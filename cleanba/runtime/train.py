@@ -166,6 +166,7 @@ class Saver(Generic[S, M, P, C]):
         """
         training, before = self.training, time.perf_counter()
         counters = self.log.counters()
+        self.progress.global_step = self.progress.status.global_step = counters["global_step"]  # of all processes
         self.log.write_digests(update, counters, self.writer.snapshot(update, state, memory))
         counters |= {"chain": training.chain.state} if training.chain is not None else {}
         counters |= {"reached": training.target_return} if finished else {}

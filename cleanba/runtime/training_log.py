@@ -91,8 +91,8 @@ class TrainingLog:
     @property
     def steps_so_far(self) -> int:
         """Environment steps of all processes; between log points an estimate, from the steps of this one."""
-        statistics = self._progress.statistics
-        return statistics.global_step + statistics.new_steps * self._devices.num_processes
+        new = self._progress.statistics.new_steps - self._new_before
+        return self._steps_at_last_log + new * self._devices.num_processes
 
     @contextmanager
     def timing_wait(self) -> Iterator[None]:
@@ -116,9 +116,7 @@ class TrainingLog:
             progress.global_step = progress.status.global_step = self.steps_so_far
         progress.status.phase, progress.status.update = "training", update
         if update == self._schedule.first:  # its time was mostly compilation, so the clock starts after it
-            new = self._progress.statistics.new_steps - self._new_before
-            self._timed_from = time.perf_counter()
-            self._timed_steps = self._steps_at_last_log + new * self._devices.num_processes
+            self._timed_from, self._timed_steps = time.perf_counter(), self.steps_so_far
         else:
             progress.update_seconds = (time.perf_counter() - self._timed_from) / (update - self._schedule.first)
 
@@ -148,6 +146,7 @@ class TrainingLog:
         """Make a log point.  All processes must call this after the same updates."""
         progress, statistics, now = self._progress, self._progress.statistics, time.perf_counter()
         statistics.gather()
+        self._new_before = 0
         progress.global_step = statistics.global_step
         progress.reached = progress.reached or (self._compares(update) and statistics.reaches(self._target_return))
         interval = now - self._last_log
