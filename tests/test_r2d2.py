@@ -247,6 +247,8 @@ def test_every_placement_ends_in_the_same_bits():
     [
         ({"buffer_size": 16}, "sequences of 8 steps .* need 24; try --buffer-size 24"),
         ({"learning_starts": 4}, "comes before the first whole sequence, which ends after 8 steps"),
+        ({"total_timesteps": 4}, "total_timesteps=4 ends before the first whole sequence .*--total-timesteps 40, or"),
+        ({"total_timesteps": 20, "learning_starts": 96}, "try --learning-starts 8, or --total-timesteps 480"),
         ({"priority_max_weight": 1.5}, "--priority-max-weight"),
         ({"burn_in": -1}, "--burn-in"),
     ],
@@ -257,6 +259,11 @@ def test_what_does_not_fit_is_refused(changes, words):
     with pytest.raises(UsageError, match=words):
         check_values(e)
         r2d2.check(e, Partition(e.num_envs, 1, e.num_shards))
+
+
+def test_a_run_may_begin_to_learn_as_early_as_the_message_says():
+    e = tiny(total_timesteps=20, learning_starts=8)
+    r2d2.check(e, Partition(e.num_envs, 1, e.num_shards))
 
 
 def test_steps_that_no_sequence_learns_from_are_reported():

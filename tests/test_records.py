@@ -285,9 +285,7 @@ def test_a_process_that_wakes_up_late_harms_no_checkpoint_of_the_start_that_went
     save(new, Record(home, again.actors[0]), 30, 45, 60)
     there = {path.name: path.read_bytes() for path in home.glob("*.standing")}
     go_on.set()
-    with pytest.raises(
-        Failure, match="has a checkpoint of update 60 already: the run has gone on without"
-    ):
+    with pytest.raises(Failure, match="has a checkpoint of update 60 already: the run has gone on without"):
         old.wait()
     assert {path.name: path.read_bytes() for path in home.glob("*.standing")} == there
     assert opened().restore(arrays, arrays).saved.update == 60

@@ -141,7 +141,7 @@ def test_lambda_returns_follow_their_definition_wherever_episodes_end(gamma, lam
     assert_equal_where_valid(d, [our_lambda_returns(d, gamma, lam, follow)], [expected])
 
 
-@pytest.mark.parametrize("n", [1, 2, 4, 9])
+@pytest.mark.parametrize("n", [1, 2, 4, 9, 1_000_000])
 def test_n_step_targets_follow_their_definition_wherever_episodes_end(n):
     """r_t + ... + gamma^{m-1} r_{t+m-1} + gamma^m V(s_{t+m}): m is n, or what is left of the episode or sequence."""
     d, gamma = random_data(layouts(5), seed=15), 0.9

@@ -119,10 +119,10 @@ def stacked_frames(spec: EnvSpec) -> int:
     return int(spec.options.get("stack_num", 4)) if spec.is_atari else 1
 
 
-def check_replay(e: OffPolicy, partition: Partition, n_step: int = 1) -> None:
+def check_replay(e: OffPolicy, partition: Partition, n_step: int = 1, earliest: int = 0) -> None:
     """Raise `UsageError` unless the settings fit the replay memory, the rollouts and the length of the run.
 
-    `n_step` is the number of rewards in a target.
+    `n_step` is the number of rewards in a target, and `earliest` the least that learning_starts can be.
     """
     shards, steps = partition.num_shards, e.transitions_per_update
     for field in ("buffer_size", "batch_size"):
@@ -153,7 +153,7 @@ def check_replay(e: OffPolicy, partition: Partition, n_step: int = 1) -> None:
     require(
         e.first_to_learn <= e.num_updates,
         f"learning_starts={e.learning_starts} lies beyond the run's {e.num_updates * steps} steps, so nothing would be "
-        f"learnt; try --learning-starts {e.num_updates * steps // 5}, or --total-timesteps "
+        f"learnt; try --learning-starts {max(e.num_updates * steps // 5, earliest)}, or --total-timesteps "
         f"{5 * e.first_to_learn * steps}",
     )
 

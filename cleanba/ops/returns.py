@@ -79,7 +79,7 @@ def n_step_targets(
     chex.assert_equal_shape([value[1:], reward, terminated, stops])
     after = value[1:]
     target = after
-    for _ in range(n):
+    for _ in range(min(n, len(reward))):  # more rewards than the sequence has change nothing
         target = reward + gamma * jnp.where(terminated, 0.0, after)
         after = jnp.where(stops, value[1:], jnp.concatenate([target[1:], value[-1:]]))
     return target
