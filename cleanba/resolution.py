@@ -50,7 +50,7 @@ from cleanba.config import (
     to_json,
     values_from_json,
 )
-from cleanba.environments.backends import env_spec, why_unscannable
+from cleanba.environments.backends import check_limit, env_spec, why_unscannable
 from cleanba.environments.common import stated_limit
 from cleanba.errors import UsageError, largest_divisor
 from cleanba.files import Json, expanded, read_json
@@ -105,6 +105,7 @@ def resolve(recipe: AnyRecipe, typed: Mapping[str, Any], platform: str, spec: En
     check_values(plain)
     if spec is None:
         spec = env_spec(plain)
+        check_limit(plain, spec)
     name = preset_name(spec)
     preset = recipe.presets.get(name)
     origin = dict.fromkeys(fields_of(recipe.experiment), DEFAULT)

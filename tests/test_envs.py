@@ -536,18 +536,18 @@ def test_game_over_at_the_limit_is_the_end_of_an_atari_game():
 
 @pytest.mark.parametrize("env_id, own", [("Catch-v0", None), ("HighwayFast-v0", 30), ("Snake-v1", 4000)])
 def test_a_limit_that_envpool_ignores_is_refused(env_id, own):
+    asked = lambda **flags: resolve(RECIPES["ppo"], {"env_id": env_id, **flags}, "cpu").spec.time_limit
     with pytest.raises(UsageError, match=f"max_episode_steps=5 would change nothing: {env_id}"):
-        env_spec(Experiment(env_id=env_id, max_episode_steps=5))
+        asked(max_episode_steps=5)
     with pytest.raises(UsageError, match="would change nothing"):
-        env_spec(Experiment(env_id=env_id, env_options=("max_episode_steps=5",)))
-    assert env_spec(Experiment(env_id=env_id)).time_limit == own
-    if own:  # as a finished run has recorded it
-        assert env_spec(Experiment(env_id=env_id, max_episode_steps=own)).time_limit == own
+        asked(env_options=("max_episode_steps=5",))
+    assert asked() == own and asked(max_episode_steps=own) == own
+    assert env_spec(Experiment(env_id=env_id, max_episode_steps=5)).time_limit == 5  # as an earlier run has recorded it
 
 
 @pytest.mark.parametrize("env_id", ["CartPole-v1", "Pendulum-v1", "MiniGrid-DoorKey-5x5-v0", "Taxi-v3", "Breakout-v5"])
 def test_a_limit_that_envpool_keeps_to_is_taken(env_id):
-    assert env_spec(Experiment(env_id=env_id, max_episode_steps=5)).time_limit == 5
+    assert resolve(RECIPES["ppo"], dict(env_id=env_id, max_episode_steps=5), "cpu").spec.time_limit == 5
 
 
 @pytest.mark.parametrize("how", ["stepped", "scanned", "resumed"])

@@ -247,11 +247,26 @@ def standing_still() -> ActorState:
     return ActorState(np.zeros(2), np.zeros(2, bool), np.ones(2, bool), (), np.zeros(2), np.zeros(2, int), None)
 
 
-@pytest.mark.parametrize("stalls", ["before it removes files", "before it writes files"])
+@pytest.mark.parametrize("stalls", ["before it begins", "before it removes files", "before it writes files"])
 def test_a_process_that_wakes_up_late_harms_no_checkpoint_of_the_start_that_went_on(stalls, tmp_path, monkeypatch):
     rollout = RecordedRollout(np.zeros((4, 2), np.uint8), np.zeros((4, 2), np.float32), np.zeros((4, 2), bool))
     arrays, home = {"w": np.zeros(3, np.float32)}, actor_folder(tmp_path, 0)
-    opened = lambda: Checkpoints(tmp_path, 2, actors=range(1), fresh_after=lambda update: False)
+    opened = lambda: Checkpoints(
+        tmp_path, 2, actors=range(1), fresh_after=lambda update: False, require_ours=lambda: at("before it begins")
+    )
+    armed, reached, go_on, prune = threading.Event(), threading.Event(), threading.Event(), records.prune
+
+    def at(point: str) -> None:
+        """Stall there once, in the thread that writes a checkpoint."""
+        writes = threading.current_thread() is not threading.main_thread()
+        if point == stalls and writes and armed.is_set() and not reached.is_set():
+            reached.set()
+            go_on.wait(60)
+
+    def pruning(*args) -> None:
+        at("before it removes files")
+        prune(*args)
+        at("before it writes files")
 
     def collect(record: Record) -> dict[int, records.Snapshot]:
         record.add(0, rollout, standing_still())
@@ -263,26 +278,18 @@ def test_a_process_that_wakes_up_late_harms_no_checkpoint_of_the_start_that_went
             checkpoints.save(update, {}, saved, actors=collect(record))
             checkpoints.wait()
 
+    monkeypatch.setattr(records, "prune", pruning)
     old, record = opened(), Record(home, None)
     save(old, record, 10, 20)
-    reached, go_on, prune = threading.Event(), threading.Event(), records.prune
-
-    def pruning(*args):
-        if reached.is_set():  # the other start's
-            return prune(*args)
-        if stalls == "before it writes files":
-            prune(*args)
-        reached.set()
-        go_on.wait(60)
-        return prune(*args)
-
-    monkeypatch.setattr(records, "prune", pruning)
+    armed.set()
     old.save(30, {}, None, actors=collect(record))  # not the main process
     assert reached.wait(60)
     new = opened()
     again = new.restore(arrays, arrays).saved
     assert again.update == 20
     save(new, Record(home, again.actors[0]), 30, 45, 60)
+    if stalls == "before it begins":
+        (home / "75.standing").write_bytes(b"a part of the next checkpoint, which is not whole yet")
     there = {path.name: path.read_bytes() for path in home.glob("*.standing")}
     go_on.set()
     with pytest.raises(Failure, match="has a checkpoint of update 60 already: the run has gone on without"):

@@ -92,6 +92,12 @@ def env_spec(e: Experiment) -> EnvSpec:
     return spec
 
 
+def check_limit(e: Experiment, spec: EnvSpec) -> None:
+    """Raise `UsageError` if a limit to the length of episodes that was asked for would change nothing."""
+    if module_of(e.env_id) is envpool:  # the other modules' `env_spec` refuses it
+        envpool.check_limit(e, spec)
+
+
 def with_infos(spec: EnvSpec, names: Sequence[str]) -> EnvSpec:
     """The specification with the numbers in `info` that --log-info names.
 

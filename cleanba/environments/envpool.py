@@ -26,7 +26,7 @@ from cleanba.environments.gymnasium import steps_per_second
 from cleanba.environments.spaces import action_spec, narrowed, obs_spec
 from cleanba.errors import CannotCompile, Failure, UsageError, closest_names, raised, said
 from cleanba.rollout import Array, Obs, PyTree
-from cleanba.specs import ActionSpec, EnvSpec, ObsSpec
+from cleanba.specs import EnvSpec, ObsSpec
 
 
 def known() -> dict[str, str]:
@@ -252,11 +252,6 @@ def env_spec(e: Experiment) -> EnvSpec:
         obs = obs_spec(probe.observation_space, sample, action, is_minigrid="minigrid" in family(e.env_id))
         arrays = [*probe.spec.state_array_spec.values(), *probe.spec.action_array_spec.values()]
         probe.close()
-        if not is_atari and "max_episode_steps" in options and ignores_limit(e.env_id, options, action):
-            raise UsageError(
-                f"max_episode_steps={options['max_episode_steps']} would change nothing: {e.env_id} ends episodes by "
-                "itself, and EnvPool does not cut them off; leave --max-episode-steps out"
-            )
     except UsageError:
         raise
     except Exception as error:  # EnvPool may raise anything: TypeError, AssertionError, ImportError, KeyError …
@@ -272,17 +267,28 @@ def env_spec(e: Experiment) -> EnvSpec:
     )
 
 
-def ignores_limit(env_id: str, options: dict[str, Any], action: ActionSpec) -> bool:
-    """Whether the environment plays on beyond this limit, which is not the one that it has anyway.
+def check_limit(e: Experiment, spec: EnvSpec) -> None:
+    """Raise `UsageError` if the environment would play on beyond the limit that was asked for.
 
-    Many families of EnvPool do so, and then report every later end as a truncation.
+    Many families of EnvPool do so, and then report every later end as a truncation.  Runs that were begun with such a
+    limit go on, so `env_spec` takes it.
     """
-    opened = partial(_envpool().make, env_id, env_type="gymnasium", num_envs=1, seed=[0])
-    others = {name: value for name, value in options.items() if name != "max_episode_steps"}
-    envs = opened(**others)
+    asked = e.max_episode_steps or "max_episode_steps" in parse_options(e.env_options)
+    if asked and spec.time_limit is not None and not spec.is_atari and ignores_limit(spec):
+        raise UsageError(
+            f"max_episode_steps={spec.time_limit} would change nothing: {e.env_id} ends episodes by itself, and "
+            "EnvPool does not cut them off; leave --max-episode-steps out"
+        )
+
+
+def ignores_limit(spec: EnvSpec) -> bool:
+    """Whether the environment plays on beyond its limit, unless that is the limit that it has anyway."""
+    opened = partial(_envpool().make, spec.env_id, env_type="gymnasium", num_envs=1, seed=[0])
+    others = {name: value for name, value in spec.options.items() if name != "max_episode_steps"}
+    envs, action = opened(**others), spec.action
     its_own = envs.config.get("max_episode_steps")
     envs.close()
-    if options["max_episode_steps"] == its_own:
+    if spec.time_limit == its_own:
         return False
     envs = opened(**others, max_episode_steps=1)
     nothing = np.zeros((1, action.size), np.float32 if action.kind == "quantities" else np.int32)

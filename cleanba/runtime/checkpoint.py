@@ -172,7 +172,8 @@ class Checkpoints:
         self.seconds = 0.0  # how long the last checkpoint took to be written
         self._found: list[int] = []  # the updates that had checkpoints when `restore` was called
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._inode = self._folder.stat().st_ino
+        self._opened_folder = os.open(self._folder, os.O_RDONLY)  # so that no other folder gets its inode number
+        self._opened.callback(os.close, self._opened_folder)
         self._manager = ocp.CheckpointManager(
             self._folder,
             item_names=(ARRAYS, COUNTERS),
@@ -219,11 +220,12 @@ class Checkpoints:
         def write() -> None:
             began = time.perf_counter()
             self._require_ours()
+            self._require_newest(update)
             for actor, home in homes.items():
                 records.prune(home, keep, old[actor], actors.get(actor), self._is_whole)
             if self._shards:
                 memory.prune(self.run_dir, self._shards, keep, shards, self._is_whole)
-            self._require_newest(update)
+            self._require_newest(update)  # again: the process may have been suspended meanwhile
             for actor, snapshot in actors.items():
                 records.write(homes[actor], update, snapshot)
             if self._shards:
@@ -244,7 +246,7 @@ class Checkpoints:
 
         Then this process was suspended for so long that the run has gone on without it.
         """
-        later = [kept for kept in updates_kept(self.run_dir) if kept >= update]
+        later = [kept for kept in updates_kept(self.run_dir) if kept >= update and kept not in self._found]
         if later:
             raise Failure(
                 f"{self._folder} has a checkpoint of update {later[-1]} already: the run has gone on without this "
@@ -361,15 +363,17 @@ class Checkpoints:
         self._writer.shutdown()
         with contextlib.suppress(Exception):
             self._manager.close()
-        self._opened.close()
         self._remove_if_made_anew()
+        self._opened.close()
+        self._opened_folder = -1  # its number may be another file's from now on
 
     def _is_gone(self) -> bool:
         """Whether the folder was removed.  TensorStore may have made another one in its place."""
         try:
-            return self._folder.stat().st_ino != self._inode
+            there = os.stat(self._folder)
         except OSError:
             return True
+        return not os.path.samestat(os.fstat(self._opened_folder), there)
 
     def _remove_if_made_anew(self) -> None:
         """Remove what TensorStore recreates if the run's directory is deleted while a checkpoint is written."""

@@ -587,7 +587,8 @@ class Board:
 
 def is_shorter(result: Json, run: Json) -> bool:
     """Whether a run finished with fewer updates than its sweep has asked for since.  `run` is the sweep's entry."""
-    return "--target-return" not in run["words"] and result.get("update", run["updates"]) < run["updates"]
+    has_target = any(word.replace("_", "-").startswith("--target-return") for word in run["words"])
+    return not has_target and result.get("update", run["updates"]) < run["updates"]
 
 
 STATES = ("finished", "running", "interrupted", "failed", "unfinished", "not begun")
