@@ -563,15 +563,15 @@ def test_a_model_that_cannot_be_written_fails_the_run_in_one_sentence(tmp_path, 
     assert command("resume", run).code == 0 and (run / "model.msgpack").exists()
 
 
-@pytest.mark.parametrize("made_again", [False, True])  # by TensorStore, which was writing a checkpoint there
 @pytest.mark.parametrize(
-    "at, more, words",
+    "at, more, made_again, words",  # made again by TensorStore, which was writing a checkpoint there
     [
-        (10, [], "restore the directory"),
-        (3, ["--log-frequency", "1000"], "no longer exists; restore it"),  # before anything is recorded in it
+        (10, [], False, "restore the directory"),
+        (10, [], True, "restore the directory"),
+        (3, ["--log-frequency", "1000"], True, "no longer exists; restore it"),  # before anything is recorded in it
     ],
 )
-def test_a_directory_that_goes_away_ends_the_run(at, more, words, made_again, tmp_path, monkeypatch):
+def test_a_directory_that_goes_away_ends_the_run(at, more, made_again, words, tmp_path, monkeypatch):
     run, update = tmp_path / "run", Learner.update
 
     def removing(self, state, memory, blocks, number):
