@@ -217,14 +217,15 @@ def fill(folder: Path, run_dir: Path, repo_id: str) -> None:
 
 def fill_run(folder: Path, run_dir: Path) -> Model:
     """Fill a folder with a run's parameters, configuration, log, result and evaluation -> the parameters."""
-    result = log.read_result(run_dir)  # first: a run that ends meanwhile is taken as it was before
+    if (run_dir / "result.json").exists():  # first: a run that ends meanwhile is taken as it was before
+        shutil.copyfile(run_dir / "result.json", folder / "result.json")
+    result = log.read_result(folder)
     model = write_model(folder / "model.msgpack", run_dir, result)
     (folder / "config.json").write_text(json.dumps(public_config(run_dir), indent=2) + "\n", encoding="utf-8")
     if (run_dir / METRICS).exists():
         shutil.copyfile(run_dir / METRICS, folder / METRICS)
-    if result:
-        public = {name: value for name, value in result.items() if name != "error"}  # which may name folders and hosts
-        write_json(folder / "result.json", public)
+    if "error" in result:  # it may name folders and hosts
+        write_json(folder / "result.json", {name: value for name, value in result.items() if name != "error"})
     if kept := evaluation_of(run_dir, model.digest):
         shutil.copyfile(kept, folder / "eval.json")
     return model
