@@ -5,7 +5,8 @@
 
 Each algorithm trains with its preset, once one version behind and once taking turns (--no-concurrency).  Curves are
 kept in benchmarks/results/curves_turns.jsonl and drawn to static/turns_<study>.png (studies.py).  How much time lag
-saves is measured by concurrency.py; PPO has a study of its own (lag.py), and sac_td3.py has SAC and TD3 on Pendulum.
+saves is measured by concurrency.py; PPO has a study of its own (lag.py), and curves_sac_td3.jsonl has SAC and TD3 on
+Pendulum.
 """
 
 import tyro
