@@ -60,6 +60,7 @@ from cleanba.recipes import RECIPES, AnyRecipe, find_recipe
 from cleanba.resolution import as_given, configure, fit, named_settings, settle
 from cleanba.runs.curves import column, read_rows
 from cleanba.runtime.devices import default_platform
+from cleanba.runtime.process_setup import prepared
 from cleanba.train_flags import remedy_for
 
 __all__ = [
@@ -116,10 +117,11 @@ class Spec:
         recipe = self.recipe
         self.register()
         asked = configure(recipe, self.flags, Placement(), config.Run(), self.whole)
-        platform = default_platform()
-        resolved = settle(recipe, asked, platform, None)
-        fit(recipe, resolved.experiment, asked.placement)
-        recipe.make(resolved.experiment, resolved.spec, platform)  # refuses actions that the algorithm does not take
+        with prepared(asked.asked):  # JAX reads its flags at the first use of a device, which is here
+            platform = default_platform()
+            resolved = settle(recipe, asked, platform, None)
+            fit(recipe, resolved.experiment, asked.placement)
+            recipe.make(resolved.experiment, resolved.spec, platform)  # refuses actions that it does not take
         return resolved.experiment
 
     @property
@@ -234,7 +236,7 @@ def specify(algorithm: str, /, *env_id: str | Callable[..., gymnasium.Env[Any, A
 def _plain(flags: Mapping[str, Any]) -> dict[str, Any]:
     """Convert keywords to the values of flags: NumPy's numbers to Python's, runs to directories, options to text."""
     plain = {name: _without_numpy(value) for name, value in flags.items()}
-    for name in ("init_from", "preset"):
+    for name in ("init_from", "preset", "run_dir"):
         place = plain.get(name)
         if isinstance(place, Path | Run):
             plain[name] = str(place.run_dir if isinstance(place, Run) else place)
@@ -275,6 +277,8 @@ def _refuse(what: str, name: str, known: Collection[str]) -> NoReturn:
     """Raise `UsageError` for an unknown keyword, and say what to do instead."""
     here = {*fields_of(Placement), *fields_of(config.Run)} - {"experiment_from"}
     remedy = remedy_for(config.flag(name), known).replace("--", "").replace("-", "_")
+    if what == "train" and name == "verbose":
+        raise UsageError("train has no keyword verbose; set progress=False to show no progress")
     if what != "train" and name in here:
         raise UsageError(f"{what} has no keyword {name}, which does not change what is trained; give it to train")
     if what == "train" and any(name in fields_of(recipe.experiment) for recipe in RECIPES.values()):
@@ -429,7 +433,8 @@ def train(spec: Spec, run_dir: str | Path | None = None, *, progress: bool = Tru
 
     Raises:
         UsageError: what was asked for cannot be done as written, or `run_dir` holds another experiment.
-        Failure: something outside the code failed: a full disk, a dead process, numbers that are not finite.
+        Failure: something outside the code failed: a full disk, a dead process, numbers that are not finite; or the run
+            has finished, but its upload failed.
         KeyboardInterrupt: Ctrl-C, or a notebook's "interrupt kernel".  The same call resumes the run.
         Interrupted: another signal asked the run to end.  The same call resumes it.
     """
@@ -483,3 +488,5 @@ def _raise(ended: Ended, call: str) -> None:
         if ended.remedy:
             error.add_note(remedy)
         raise error
+    if ended.unshared is not None:
+        raise ended.unshared

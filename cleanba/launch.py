@@ -118,7 +118,8 @@ def resume_command(argv: Sequence[str]) -> Exit:
     default = Config(
         experiment,
         placement=from_json(Placement, saved.get("placement", {})),
-        run=replace(from_json(Run, saved.get("run", {})), run_dir=run_dir),
+        # Trust holds for the command that was given it.
+        run=replace(from_json(Run, saved.get("run", {})), run_dir=run_dir, trust_remote_code=False),
         whole=run_dir,
     )
     if "--no-distributed" in in_one_form(recipe, argv[1:])[0]:
@@ -135,8 +136,8 @@ class Ended(NamedTuple):
     """whether a thread is still inside a long computation"""
     said: bool = False
     """whether the error has been printed already"""
-    shared: bool = True
-    """whether the upload succeeded, or none was asked for"""
+    unshared: UsageError | Failure | None = None
+    """why the upload that was asked for failed; the user has been told"""
     remedy: str = ""
     """how an unfinished run can be continued"""
 
@@ -191,7 +192,7 @@ def train(recipe: AnyRecipe, config: Config, peers: Peers | None, shown: bool, g
     except Finished as done:
         if shown and job.devices.is_main:
             print(f"cleanba: {done}")
-        return Ended(job.run_dir, shared=not job.devices.is_main or share(job.run_dir, config.run, shown))
+        return Ended(job.run_dir, unshared=share(job.run_dir, config.run, shown) if job.devices.is_main else None)
     except RefusedElsewhere as why:
         return Ended(job.run_dir, why, said=True)
     try:
@@ -202,7 +203,7 @@ def train(recipe: AnyRecipe, config: Config, peers: Peers | None, shown: bool, g
             run_writer.unlock()
     if run_writer is None or ended.error is not None:
         return ended
-    return ended._replace(shared=share(job.run_dir, config.run, shown))
+    return ended._replace(unshared=share(job.run_dir, config.run, shown))
 
 
 @contextmanager
@@ -590,18 +591,18 @@ class RunWriter:
         self._lock.close()
 
 
-def share(run_dir: Path, run: Run, shown: bool) -> bool:
-    """Upload a finished run if the flags say so and it has not been.  Returns False if that failed."""
+def share(run_dir: Path, run: Run, shown: bool) -> UsageError | Failure | None:
+    """Upload a finished run if the flags say so and it has not been.  Returns why that failed, after a warning."""
     if not run.upload_model or was_uploaded(run_dir):
-        return True
+        return None
     try:
         address = push(run_dir, run.hf_entity)
     except (UsageError, Failure) as why:
         warn(str(why))
-        return False
+        return why
     if shown:
         print(f"uploaded: {address}")
-    return True
+    return None
 
 
 class RefusedElsewhere(UsageError):
@@ -845,7 +846,7 @@ def exit_of(ended: Ended) -> Exit:
     """The exit code of a training.  Its error is printed unless it has been already."""
     error = ended.error
     if error is None:
-        return Exit(0 if ended.shared else 1, ended.stuck)
+        return Exit(1 if ended.unshared else 0, ended.stuck)
     if isinstance(error, Interrupted | Failure | UsageError):
         if not ended.said:
             print(f"cleanba: {error}", file=sys.stderr)

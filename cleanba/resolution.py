@@ -173,9 +173,15 @@ def named_settings(recipe: AnyRecipe, name: str | None) -> Settings:
     known = recipe.named_presets()
     run_dir = expanded(name) if isinstance(name, str) and name not in known else None
     if run_dir is not None and os.path.isfile(run_dir / "config.json"):
-        earlier, e = read_recipe(run_dir)
+        try:
+            earlier, e = read_recipe(run_dir)
+        except UsageError as refused:  # --trust-remote-code does not hold for presets
+            text = str(refused).removesuffix(trust.REMEDY)
+            raise UsageError(text if text == str(refused) else f"{text}repeat its flags instead") from None
         require(earlier.name == recipe.name, f"preset={name} is a run of {earlier.name}; name a run of {recipe.name}")
-        return Settings({field: value for field, value in offered(e).items() if field not in OF_ONE_RUN})
+        origin = read_config(run_dir).get("origin", {})
+        left = {field for field in fields_of(type(e)) if field in OF_ONE_RUN or origin.get(field) in IMPLIED}
+        return Settings({field: value for field, value in offered(e).items() if field not in left})
     require(
         isinstance(name, str) and name in known,
         f"preset={str(name)[:40]!r} is not a preset of {recipe.name}; use {', '.join(known)}, or the "
@@ -185,6 +191,7 @@ def named_settings(recipe: AnyRecipe, name: str | None) -> Settings:
 
 
 OF_ONE_RUN = ("seed", "init_from")  # fields that --preset RUN does not take from that run
+IMPLIED = (ENVIRONMENT, DEVICE, FITTED)  # nor those that follow from others, which flags may change
 
 
 def without_open(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -495,7 +502,7 @@ def configure(
         require(
             not changed,
             f"the whole experiment is taken from {whole}, but flags change it ({'; '.join(changed)}); leave these "
-            f"flags out, or start a new experiment from that run's parameters with --init-from {whole}",
+            f"flags out, or take that run's settings with --preset {whole}, which flags may change",
         )
     return Config(asked, given, placement, replace(run, exp_name=run.exp_name or recipe.name.replace(":", "-")), whole)
 

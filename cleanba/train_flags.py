@@ -24,7 +24,7 @@ from cleanba.config import (
 from cleanba.errors import Failure, UsageError
 from cleanba.help import HELP, entry, flag_lines, help_width, paragraphs
 from cleanba.recipes import AnyRecipe
-from cleanba.resolution import DEFAULT, TYPED, Config, Resolved, configure, fit, settle
+from cleanba.resolution import DEFAULT, EARLIER, TYPED, Config, Resolved, configure, fit, settle
 from cleanba.runtime.devices import default_platform
 from cleanba.runtime.training_log import LOGGED
 
@@ -276,6 +276,9 @@ LINK = re.compile(r" ?\(\[[^]]*\]\([^)]*\)\)")  # to a page, in brackets
 
 def preset_words(recipe: AnyRecipe, resolved: Resolved | None, e: Experiment) -> str:
     """Where the settings come from, such as "ppo's preset atari, for Pong-v5"."""
+    origins = set(resolved.origin.values()) if resolved else set()
+    if len(origins) == 1 and (of_run := min(origins)).startswith("run "):
+        return f"the experiment of {of_run}"
     if resolved is None or not resolved.preset:
         return f"the defaults of {recipe.name}"
     return f"{recipe.name}'s preset {resolved.preset}, for {e.env_id}"
@@ -305,7 +308,13 @@ def config_text(recipe: AnyRecipe, config: Config, typed: set[str]) -> str:
     e = resolved.experiment
     fit(recipe, e, config.placement, config.placement.num_processes or 1)
     lines = [f"{recipe.name} on {e.env_id}: {preset_words(recipe, resolved, e)}"]
-    other = lambda group: {name: TYPED if name in typed else DEFAULT for name in fields_of(type(group))}
+
+    def other(group: Group) -> dict[str, str]:
+        """Where the values of placement or run come from."""
+        default, resumed = type(group)(), config.whole is not None and config.whole == config.run.run_dir
+        of = lambda name: EARLIER if resumed and getattr(group, name) != getattr(default, name) else DEFAULT
+        return {name: TYPED if name in typed else of(name) for name in fields_of(type(group))}
+
     groups: tuple[tuple[str, Group, Mapping[str, str]], ...] = (
         ("experiment", e, resolved.origin),
         ("placement", config.placement, other(config.placement)),

@@ -76,6 +76,13 @@ def test_the_package_alone_imports_nothing():
     assert ended.code == 0, ended.err
 
 
+def test_an_experiment_may_be_resolved_before_it_is_trained():
+    spec = "cleanba.ppo('CartPole-v1', cpu_kernels='off')"  # XLA's threads are then part of the bits
+    code = f"import os, cleanba; {spec}.resolve(); print(os.environ['PJRT_NPROC'])"
+    ended = finish(python("-c", code))
+    assert (ended.code, ended.out) == (0, "8\n"), ended.err
+
+
 def test_python_and_the_command_train_the_same_bits_and_know_each_others_runs(run, tmp_path):
     words = ["ppo", "--env-id", "CartPole-v1", *WORDS, "--total-timesteps", "1280", "--log-frequency", "2"]
     ended = command(*words, "--run-dir", tmp_path / "typed")
@@ -114,6 +121,8 @@ def test_curves_are_arrays_over_steps(run):
 def test_a_run_may_stand_for_its_directory(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"experiment": {"algorithm": "ppo"}}))
     assert cleanba.ppo("Catch-v0", init_from=cleanba.Run(tmp_path)).flags["init_from"] == str(tmp_path)
+    with pytest.raises(cleanba.UsageError, match="holds another experiment|config.json"):
+        cleanba.train(small(), cleanba.Run(tmp_path), progress=False)
 
 
 def test_places_without_a_run_are_refused(tmp_path):
@@ -164,6 +173,7 @@ def test_places_without_a_run_are_refused(tmp_path):
         (lambda: cleanba.dqn("Pendulum-v1").resolve(), "but DQN values each of a few actions"),
         (lambda: cleanba.train(small(), "/dev/null/x"), "cannot be written: Not a directory; choose another --run-dir"),
         (lambda: cleanba.train(small(), seed=3), "changes what is trained; give it to ppo"),
+        (lambda: cleanba.train(small(), verbose=0), "no keyword verbose; set progress=False"),
         (lambda: cleanba.train(small(), callback=print), "no keyword callback; there are no callbacks: metrics.jsonl"),
         (lambda: cleanba.train(small(), log_frequenzy=3), "the closest are log_frequency"),
         (lambda: cleanba.train(small(), log_frequency="often"), "log_frequency='often' must be a whole number"),

@@ -23,11 +23,12 @@ from cleanba import launch
 from cleanba.agents import evaluate, periodic_evaluation
 from cleanba.agents import film as films
 from cleanba.agents.policy import Policy, load_policy, read_best
+from cleanba.arguments import parse_command
 from cleanba.config import Experiment, Placement, Run
 from cleanba.environments.action_names import ATARI_ACTIONS, action_names
 from cleanba.environments.atari_scores import human_normalised, reference, table
 from cleanba.environments.backends import env_spec
-from cleanba.errors import Failure
+from cleanba.errors import Failure, UsageError
 from cleanba.recipes import RECIPES
 from cleanba.rollout import Episode
 from cleanba.runs import listing
@@ -220,6 +221,12 @@ def test_the_same_seed_plays_the_same_games(runs, name):
     assert played(*flags, "--seed", "5") == first
     assert played(*flags, "--seed", "6") != first
     assert played(*flags, "--seed", "5", "--greedy") == played(*flags, "--seed", "5", "--greedy")
+
+
+def test_a_flag_that_would_change_nothing_is_refused():
+    with pytest.raises(UsageError, match="--no-greedy"):
+        parse_command(evaluate.Eval, ["runs/a", "--no-greedy"], "eval")
+    assert parse_command(evaluate.Eval, ["runs/a", "--greedy"], "eval").greedy
 
 
 def test_greedy_takes_no_random_action_unless_epsilon_is_given():

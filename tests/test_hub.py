@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -12,6 +14,8 @@ import yaml
 from fake_hub import fake_hub, log_in
 from launch import TINY, command, read_result
 
+import cleanba
+from cleanba.agents.hub import Model, card, repository_name
 from cleanba.runs.remote import DOWNLOADS, download
 
 EXPERIMENT = {"algorithm": "ppo", "env_id": "Catch-v0", "seed": 7, "num_envs": 8, "env_options": []}
@@ -149,6 +153,27 @@ def test_a_second_upload_replaces_the_first(server, tmp_path):
     assert "checkpoints/5/data" not in there, "checkpoints of another run under the same name"
 
 
+def test_long_names_keep_their_seed_and_what_tells_them_apart(tmp_path):
+    run, names = write_run(tmp_path / "run"), set()
+    for exp_name in ("ppo" * 40 + "a", "ppo" * 40 + "b", "ppo"):
+        (run / "config.json").write_text(json.dumps({"experiment": EXPERIMENT, "run": {"exp_name": exp_name}}))
+        names |= {repository_name(run, EXPERIMENT | {"seed": seed}) for seed in (1, 2, 30)}
+    assert len(names) == 9 and max(map(len, names)) <= 96 and "Catch-v0-ppo-seed30" in names
+    assert all(re.search(r"-seed(1|2|30)$", name) for name in names)
+
+
+def test_the_card_of_a_run_with_code_of_its_own_says_what_it_needs(tmp_path):
+    run = write_run(tmp_path / "run")
+    model = Model(None, None, None, {})
+    text = card(run, "a/b", model, film=False)
+    assert "--trust" not in text and "--experiment" in text
+    own = EXPERIMENT | {"algorithm": "mine:RECIPE", "init_from": DIGEST}
+    (run / "config.json").write_text(json.dumps({"experiment": own}))
+    text = card(run, "a/b", model, film=False)
+    assert "hf://a/b --episodes 30 --video --trust-remote-code\n" in text and "You need the modules" in text
+    assert "--experiment" not in text  # the parameters that it began with are not uploaded
+
+
 def test_a_failed_upload_says_how_to_repeat_it(server, tmp_path):
     run = write_run(tmp_path / "a run")
     server.broken = True
@@ -208,6 +233,9 @@ def test_a_run_uploads_itself_and_is_played_from_there(server, tmp_path):
     ended = command(*words)
     assert ended.code == 1 and f"cleanba push {tmp_path / 'run'} --hf-entity team`" in ended.err
     assert read_result(tmp_path / "run")["status"] == "finished"
+    spec = cleanba.Run(tmp_path / "run").spec
+    with pytest.raises(cleanba.Failure, match="cleanba push .* --hf-entity team"):
+        cleanba.train(spec, tmp_path / "run", progress=False, upload_model=True, hf_entity="team")
     again = command(*words)  # the upload is still wanted
     assert again.code == 1 and "nothing to do" in again.out and "disk of the hub" in again.err
 
@@ -229,6 +257,10 @@ def test_a_run_uploads_itself_and_is_played_from_there(server, tmp_path):
         played["returns"] == mine["returns"]
         and played["params_digest"] == read_result(tmp_path / "run")["params_digest"]
     )
+    # `cleanba verify` downloads checkpoints, which may be older than the model.
+    shutil.copytree(tmp_path / "run/checkpoints", DOWNLOADS / "team/catch/checkpoints")
+    trusted = command("eval", "hf://team/catch", "--episodes", "1", "--trust-remote-code")
+    assert trusted.code == 0 and json.loads((DOWNLOADS / "team/catch/eval.json").read_text())["update"] is None
 
 
 def test_a_missing_login_is_reported_before_training(tmp_path, monkeypatch):

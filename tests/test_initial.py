@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from launch import TINY, command
 
+from cleanba.agents import initial
 from cleanba.agents.initial import (
     FRESH,
     OPTIONAL,
@@ -136,8 +137,14 @@ def test_a_fixed_temperature_is_not_replaced(learnt):
     assert named_leaves(taken)[name] == (np.float32(-3.0) if learnt else own) and own != np.float32(-3.0)
 
 
-def test_a_run_may_be_called_best(tmp_path):
+def test_a_run_may_be_called_best(tmp_path, monkeypatch):
     (tmp_path / "best").mkdir()
     (tmp_path / "best/config.json").write_text("{}")
     with pytest.raises(UsageError, match="best/config.json holds no experiment"):  # it is this one that is read
         find_initial(str(tmp_path / "best"), "cpu")
+    asked = []
+    monkeypatch.setattr(initial, "find_run", lambda place: asked.append(place) or tmp_path)
+    for place in ("hf://alice/best", "hf://alice/pong/best", "hf://alice/pong/checkpoints/100"):
+        with pytest.raises(UsageError):
+            find_initial(place, "cpu")
+    assert asked == ["hf://alice/best", "hf://alice/pong", "hf://alice/pong"]

@@ -354,6 +354,15 @@ def test_profiles_are_shares_and_games_not_played_by_all_are_left_out(capsys):
     assert {0.0, 0.5, 1.0} == set(profile)
 
 
+def test_runs_with_fewer_steps_are_named_though_they_have_finished(capsys):
+    long, short = ([curve([n], [1.0], env_id=e, algorithm=a) for e in ("Pong-v5", "Alien-v5")]
+                   for n, a in ((100, "ppo"), (10, "dqn")))  # fmt: skip
+    finished = lambda curves: [c._replace(finished=True) for c in curves]
+    assert aggregates(group(finished(long))) is not None and capsys.readouterr().err == ""
+    aggregates(group(finished(long + short)))
+    assert "run and others have made fewer steps than others on the same game" in capsys.readouterr().err
+
+
 def test_published_medians_over_all_games_are_those_of_the_paper():
     games = group([curve([1], [0.0], env_id=env_id) for env_id in table()])
     found = aggregates(games)
@@ -412,6 +421,16 @@ def test_if_there_are_too_many_variants_the_best_are_named(tmp_path):
     figure = plot.draw_curves(groups, "steps")
     assert "the other 28 variants" in " ".join(text.get_text().replace("\n", " ") for text in figure.texts)
     assert len(figure.axes[0].get_lines()) == 28 + 2 * 12  # each of the named has its crosses, if any
+
+
+def test_aggregates_name_the_best_on_their_own_games(tmp_path):
+    for i in range(15):
+        write_run(tmp_path / f"runs/c{i}", [0.0, 500.0 - i], env_id="CartPole-v1", learning_rate=1e-3 + i)
+    for rate, (pong, alien) in ((50.0, (20.0, 1.0)), (60.0, (1.0, 500.0))):
+        write_run(tmp_path / f"runs/p{rate}", [0.0, pong], env_id="Pong-v5", learning_rate=rate)
+        write_run(tmp_path / f"runs/a{rate}", [0.0, alien], env_id="Alien-v5", learning_rate=rate)
+    ended = command("plot", tmp_path / "runs", "--out", tmp_path / "curves")
+    assert ended.code == 0 and (tmp_path / "curves_aggregates.png").exists(), ended.err
 
 
 @pytest.mark.parametrize(

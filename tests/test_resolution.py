@@ -35,6 +35,7 @@ from cleanba.resolution import (
 )
 from cleanba.specs import ActionSpec, EnvSpec, ObsSpec, choice
 from cleanba.train_flags import parse
+from cleanba.trust import mark_downloaded
 
 ENVS = {
     "atari": "Breakout-v5",
@@ -345,6 +346,28 @@ def test_a_runs_settings_can_be_taken_and_changed(tmp_path):
         parse(RECIPES["impala"], ["--preset", str(tmp_path)])
 
 
+def test_what_a_runs_environment_implied_is_implied_anew(tmp_path):
+    recipe = RECIPES["ppo"]
+    words = ["--env-id", "CartPole-v1", "--env-options", "max_episode_steps=300"]
+    found = settle(recipe, parse(recipe, words), "cpu", None)
+    assert found.experiment.max_episode_steps == 300
+    config = {"experiment": {"algorithm": "ppo", **to_json(found.experiment)}, "origin": found.origin}
+    write_json(tmp_path / "config.json", config)
+    taken = ["--preset", str(tmp_path)]
+    assert settle(recipe, parse(recipe, taken), "cpu", None).experiment == found.experiment
+    for words, limit, collector in (
+        (["--env-id", "MountainCar-v0", "--env-options"], 200, "scanned"),
+        (["--env-id", "gymnasium:MountainCar-v0", "--env-options"], 200, "stepped"),
+    ):
+        other = settle(recipe, parse(recipe, [*taken, *words]), "cpu", None).experiment
+        assert (other.max_episode_steps, other.collector) == (limit, collector)
+    mark_downloaded(tmp_path, "x.tar.gz")
+    config["experiment"]["env_id"] = "os:getcwd"
+    write_json(tmp_path / "config.json", config)
+    with pytest.raises(UsageError, match="comes from elsewhere.*; repeat its flags instead"):
+        parse(recipe, taken)
+
+
 # ------------------------------------------------------------------------------------------------ which preset it is
 
 
@@ -544,6 +567,9 @@ def test_a_runs_config_has_every_value_and_where_it_came_from(tmp_path):
     assert config["origin"]["num_envs"] == "typed" and config["origin"]["gamma"] == "default"
     shown = command("ppo", "--experiment", tmp_path, "--show-config").out
     assert f"run {tmp_path}" in shown and "typed" in shown.split("placement")[1]
+    assert f"the experiment of run {tmp_path}" in shown.splitlines()[0]
+    again = command("resume", tmp_path, "--show-config").out
+    assert re.search(r"log_frequency +\d+ +earlier run", again) and re.search(r"grace_period .* default", again)
 
 
 def test_help_has_the_values_of_the_environment_that_is_asked_for():

@@ -15,6 +15,7 @@ from cleanba.config import Experiment, Placement, require
 from cleanba.environments.backends import as_recorded
 from cleanba.environments.worker import named
 from cleanba.errors import UsageError
+from cleanba.files import expanded
 from cleanba.resolution import read_recipe
 from cleanba.rollout import PyTree
 from cleanba.runs.remote import find_run
@@ -185,7 +186,7 @@ class Agent:
             Failure: the file cannot be written, or does not compute what the agent does.
         """
         require(isinstance(path, str | Path), f"path={path!r} must name a file, such as agent.onnx")
-        path = Path(path)
+        path = expanded(path)
         return export(self._policy, path, format_of(path), seed)
 
 

@@ -21,7 +21,7 @@ from cleanba.environments.atari_scores import human_normalised, reference
 from cleanba.environments.backends import Envs, open_envs, threads_per_actor
 from cleanba.environments.worker import close
 from cleanba.errors import Exit, Failure, UsageError, printable, warn
-from cleanba.files import Json, read_json, write_json
+from cleanba.files import Json, expanded, read_json, write_json
 from cleanba.networks.encoder import legal_actions
 from cleanba.recipes import Play
 from cleanba.resolution import completed
@@ -69,7 +69,7 @@ class Eval:
     max_steps: int | None = None
     """steps after which an episode is cut off and reported as truncated (None: 27,000, or the environment's own limit
     where that is longer)"""
-    greedy: bool = False
+    greedy: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """always take the best action; otherwise PPO and IMPALA draw one from the policy, and DQN, PQN and R2D2 sometimes
     take a random one"""
     epsilon: float | None = None
@@ -298,7 +298,7 @@ def evaluate(
     require(max_steps is None or isinstance(max_steps, int | np.integer), f"max_steps={max_steps!r} must be whole")
     check_games(episodes, seed, epsilon, max_steps)
     require(film is None or isinstance(film, str | Path), f"film={film!r} must be the path of an .mp4 file")
-    path = None if film is None else Path(film)
+    path = None if film is None else expanded(film)
     require(path is None or path.suffix == ".mp4", f"film={str(film)!r} must be an .mp4 file; try film.mp4")
     policy, device = agent.policy, agent.device
     plays = policy.recipe.plays.changed(greedy, epsilon)

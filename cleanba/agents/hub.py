@@ -1,5 +1,6 @@
 """`cleanba push RUN_DIR`: uploads a trained agent to the Hugging Face Hub, with a model card."""
 
+import hashlib
 import json
 import re
 import shlex
@@ -16,9 +17,10 @@ import tyro
 from cleanba.agents.policy import load_policy
 from cleanba.arguments import parse_command
 from cleanba.config import Placement, read_config, read_experiment, require
-from cleanba.errors import Exit, Failure, said
+from cleanba.errors import Exit, Failure, UsageError, said
 from cleanba.files import METRICS, Json, read_json, write_json
-from cleanba.recipes import Play
+from cleanba.recipes import RECIPES, Play
+from cleanba.resolution import read_recipe
 from cleanba.runs import log
 from cleanba.runs.directory import EVALUATIONS, UPLOADED, films_of
 from cleanba.runs.log import parse
@@ -27,6 +29,7 @@ from cleanba.runtime.chain import FIRST_STEPS
 from cleanba.runtime.checkpoint import save_model, updates_kept
 from cleanba.runtime.devices import find_devices
 from cleanba.runtime.digests import params_digest
+from cleanba.trust import REMEDY, check_environment
 
 MACHINE = (
     "packages",
@@ -196,11 +199,18 @@ def _attempt(otherwise: str, do: Callable[[], T]) -> T:
         raise Failure(f"{otherwise} ({said(error)[:300]})") from error
 
 
+LONGEST_NAME = 96  # which the Hub allows for a repository
+
+
 def repository_name(run_dir: Path, experiment: Json) -> str:
     """A repository's name in CleanRL's form, such as CartPole-v1-ppo-seed1."""
     run = read_config(run_dir).get("run") or {}
-    name = f"{experiment['env_id']}-{run.get('exp_name') or experiment['algorithm']}-seed{experiment['seed']}"
-    return re.sub(r"[-.]{2,}", "-", re.sub(r"[^\w.-]+", "-", name, flags=re.ASCII)).strip("-.")[:96]
+    name = f"{experiment['env_id']}-{run.get('exp_name') or experiment['algorithm']}"
+    seed = f"-seed{experiment['seed']}"
+    if len(name + seed) > LONGEST_NAME:  # cut, and told apart by a hash of the whole
+        mark = f"-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+        name = name[: LONGEST_NAME - len(mark + seed)] + mark
+    return re.sub(r"[-.]{2,}", "-", re.sub(r"[^\w.-]+", "-", name + seed, flags=re.ASCII)).strip("-.")
 
 
 # What is uploaded
@@ -213,6 +223,17 @@ def fill(folder: Path, run_dir: Path, repo_id: str) -> None:
     if films:
         shutil.copyfile(films[-1], folder / "replay.mp4")  # the name that the Hub shows beside the card
     (folder / "README.md").write_text(card(run_dir, repo_id, model, film=bool(films)), encoding="utf-8")
+
+
+def needs_trust(run_dir: Path) -> bool:
+    """Whether a run names modules of its author, so that others must say that they trust these."""
+    if read_experiment(run_dir)["algorithm"] not in RECIPES:
+        return True
+    try:
+        check_environment(read_recipe(run_dir)[1], "")
+    except UsageError as refused:  # perhaps an environment that is not installed here, where trust does not help
+        return str(refused).endswith(REMEDY)
+    return False
 
 
 def fill_run(folder: Path, run_dir: Path) -> Model:
@@ -323,6 +344,13 @@ def card(run_dir: Path, repo_id: str, model: Model, film: bool) -> str:
         if evaluation
         else "Not evaluated apart from training."
     )
+    trust = needs_trust(run_dir)
+    again = (
+        f"`cleanba {e['algorithm']} --experiment FOLDER`, where FOLDER holds that file, trains it again, bit for bit "
+        "on hardware and packages of the same kind. "
+    )
+    if e.get("init_from"):  # the parameters that it began with are not uploaded
+        again = ""
     show = lambda value: json.dumps(value).replace("|", "\\|").replace("`", "'")
     parts = [
         f"# {e['algorithm'].upper()} on {e['env_id']}\n",
@@ -336,10 +364,10 @@ def card(run_dir: Path, repo_id: str, model: Model, film: bool) -> str:
         "A film of it is in `replay.mp4`.\n" if film else "",
         "## Usage\n",
         "With Cleanba and its extra `hub` installed:\n",
-        f"```bash\ncleanba eval hf://{repo_id} --episodes 30 --video\n```\n",
-        f"`config.json` holds the whole experiment. `cleanba {e['algorithm']} --experiment FOLDER`, where FOLDER holds "
-        "that file, trains it again, bit for bit on hardware and packages of the same kind. `model.msgpack` holds the "
-        "parameters in Flax's format, `metrics.jsonl` the log.\n",
+        f"```bash\ncleanba eval hf://{repo_id} --episodes 30 --video{' --trust-remote-code' * trust}\n```\n",
+        "You need the modules of its environment and algorithm, which are not uploaded.\n" * trust,
+        f"`config.json` holds the whole experiment. {again}`model.msgpack` holds the parameters in Flax's format, "
+        "`metrics.jsonl` the log.\n",
         "## Configuration\n",
         "\n".join(["| field | value |", "|---|---|", *(f"| `{k}` | `{show(v)}` |" for k, v in e.items())]) + "\n",
     ]

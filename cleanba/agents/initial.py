@@ -55,6 +55,8 @@ def find_initial(place: str, platform: str, trust_remote_code: bool = False) -> 
         pass  # a run, even if its name ends like RUN:best or RUN:UPDATE
     elif (found := re.fullmatch(r"(.+):(best|last|\d+)", place)) is not None:
         run, checkpoint = found[1], found[2]
+    elif re.fullmatch(r"hf://[^/]+/best", place):
+        pass  # a repository of that name
     elif (found := re.fullmatch(r"(.+)/(?:checkpoints/(\d+)|(best))/?", place)) is not None:
         run, checkpoint = found[1], found[2] or found[3]
     run_dir = find_run(run)

@@ -13,15 +13,13 @@ from typing import Annotated
 
 import tyro
 
-from cleanba.agents.hub import fill_run, kept_parts
+from cleanba.agents.hub import fill_run, kept_parts, needs_trust
 from cleanba.arguments import parse_command
 from cleanba.config import read_experiment, require
-from cleanba.errors import Exit, Failure, UsageError
-from cleanba.recipes import RECIPES
-from cleanba.resolution import read_recipe
+from cleanba.errors import Exit, Failure
 from cleanba.runs.directory import EVALUATIONS, films_of, unwritable
 from cleanba.runtime.checkpoint import updates_kept
-from cleanba.trust import REMEDY, check_environment, require_trusted
+from cleanba.trust import require_trusted
 
 
 @dataclass(frozen=True)
@@ -57,17 +55,6 @@ def pack_command(argv: Sequence[str]) -> Exit:
     if trust:
         print("they need the modules of its environment and algorithm, which are not in the file")
     return Exit()
-
-
-def needs_trust(run_dir: Path) -> bool:
-    """Whether a run names modules of its author, so that others must say that they trust these."""
-    if read_experiment(run_dir)["algorithm"] not in RECIPES:
-        return True
-    try:
-        check_environment(read_recipe(run_dir)[1], "")
-    except UsageError as refused:  # perhaps an environment that is not installed here, where trust does not help
-        return str(refused).endswith(REMEDY)
-    return False
 
 
 def pack(run_dir: Path, out: Path, checkpoints: bool = False) -> None:

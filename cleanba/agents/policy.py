@@ -71,22 +71,24 @@ def new_policy(recipe: AnyRecipe, e: Experiment, spec: EnvSpec, algorithm: AnyAl
 def load_policy(run_dir: Path, checkpoint: str, platform: str, trust_remote_code: bool = False) -> Policy:
     """The policy of a run: network, environment and parameters, from its config.json and checkpoints.
 
-    Of a run from elsewhere (`trust.py`), only the model in Flax's msgpack format is read, unless `trust_remote_code`.
+    Of a run from elsewhere (`trust.py`) "last" is the model in Flax's msgpack format, because checkpoints beside it may
+    be of an earlier download.  Without `trust_remote_code` nothing else of it is read.
 
     Raises:
         UsageError: there is no such run or checkpoint, or a run from elsewhere asks for something that is not allowed.
         Failure: the checkpoint is damaged.
     """
     recipe, e = read_recipe(run_dir, trust_remote_code)
-    source = None if trust_remote_code else source_of(run_dir)
+    source = source_of(run_dir)
     spec = with_infos(env_spec(e), infos_logged(run_dir))
     algorithm = recipe.make(e, spec, platform)
     like_state, like_params = algorithm.shapes()
-    if source is not None:
-        check_size(like_params, source)
-        params, update, global_step = read_uploaded(run_dir, checkpoint, source, like_params)
-    else:
+    if source is None or (trust_remote_code and checkpoint != "last"):
         params, update, global_step = read_params(run_dir, checkpoint, algorithm.actor_params, like_state, like_params)
+    else:
+        if not trust_remote_code:
+            check_size(like_params, source)
+        params, update, global_step = read_uploaded(run_dir, checkpoint, source, like_params)
     policy = new_policy(recipe, e, spec, algorithm, platform)
     return policy._replace(params=params, update=update, global_step=global_step, run=run_dir.resolve().name)
 

@@ -9,7 +9,7 @@ import numpy as np
 from cleanba.environments.atari_scores import Publication, human_normalised, publication, reference
 from cleanba.errors import warn
 from cleanba.files import Json
-from cleanba.runs.curves import RESAMPLES, Groups, stopped_early, variants_of
+from cleanba.runs.curves import RESAMPLES, Groups, ends_early, variants_of
 
 STATISTICS = ("median", "IQM", "mean", "optimality gap")
 
@@ -52,7 +52,7 @@ def aggregates(groups: Groups) -> Aggregates | None:
     if len(games) < 2:
         return None
     runs = {env_id: [c for them in played[env_id].values() for c in them] for env_id in games}
-    early = [c for them in runs.values() for c in them if stopped_early(c, them)]
+    early = [c for them in runs.values() for c in them if ends_early(c, them)]
     if early:
         warn(
             f"{early[0].run_dir}{' and others have' if early[1:] else ' has'} made fewer steps than others on the same "

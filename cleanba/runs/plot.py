@@ -36,7 +36,7 @@ CAPTION = (
 )
 RETURNS = "A point is the mean return of the last 100 training episodes; no other smoothing."
 MOST_NAMED = 12  # variants with a colour and a name of their own; more could not be told apart
-OTHERS = " Grey: the other {} variants, which rank lower; the table has them all."
+OTHERS = " Grey: the other {} variants, whose last values are lower; the table has them all."
 GREY = {"color": "0.72", "linestyle": "-", "marker": ""}
 EARLY = " ✕: a run ended early there, and the others continue without it."
 
@@ -85,7 +85,8 @@ def plot_command(argv: Sequence[str]) -> Exit:
             written += save(draw_curves(groups, "steps", flags.metric), out)
             written += save(draw_curves(groups, "seconds", flags.metric), named("_time"))
             if over_games is not None:
-                written += save(draw_aggregates(over_games, best_variants(groups)), named("_aggregates"))
+                names = best_variants({env_id: groups[env_id] for env_id in over_games.games})
+                written += save(draw_aggregates(over_games, names), named("_aggregates"))
     except OSError as error:
         raise unwritable(out, error, "--out") from None
     print("\n".join(f"wrote {path}" for path in written))

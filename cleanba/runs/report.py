@@ -291,7 +291,8 @@ def evaluation(run_dir: Path, result: Json) -> str:
     foreign = source_of(run_dir) is not None
     if films := films_of(run_dir) if result or not foreign else []:
         parts.append(film(films[-1]))
-    return "".join(parts) or "<p>Not evaluated yet: <code>cleanba eval</code> does it; --video adds a film.</p>"
+    here = " here" if foreign else ""
+    return "".join(parts) or f"<p>Not evaluated{here} yet: <code>cleanba eval</code> does it; --video adds a film.</p>"
 
 
 def film(path: Path) -> str:
