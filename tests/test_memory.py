@@ -286,9 +286,12 @@ def empty() -> Memory:
     return Memory(replay.init(one, ROWS * ENVS), jnp.zeros(ENVS), jnp.int32(0))
 
 
+write = jax.jit(replay.write)
+
+
 def step(m: Memory, number: int) -> Memory:
     """The memory of a device after one more rollout."""
-    ring = replay.write(m.ring, rollout_of(number * STEPS))
+    ring = write(m.ring, rollout_of(number * STEPS))
     return Memory(ring, m.returns + number, m.rollouts + 1)
 
 

@@ -360,7 +360,7 @@ def test_variants_that_are_uploaded_have_repositories_of_their_own(tmp_path):
 @pytest.mark.slow
 def test_a_sweep_is_interrupted_continued_and_reports_its_failure(tmp_path):
     """Three seeds, two at a time: Ctrl-C in the middle, then one run fails, then its fault is removed."""
-    longer = [*SHORT, "--total-timesteps", "48000", "--checkpoint-frequency", "25", "--log-frequency", "25"]
+    longer = [*SHORT, "--total-timesteps", "24000", "--checkpoint-frequency", "25", "--log-frequency", "25"]
     seeds = {f"Catch-v0__ppo__s{seed}": seed for seed in (1, 2, 3)}
     words = ["sweep", *ENVS[:2], "--num-seeds", "3", "--workers", "2", "--dir", tmp_path / "s", "--", "ppo", *longer]
     folder = {name: tmp_path / "s" / name for name in seeds}

@@ -451,10 +451,11 @@ def test_a_run_keeps_no_model_unless_asked(tmp_path):
 TOLD = ("--log-info", "is_success", "distance", "nothing")
 
 
+@pytest.mark.slow
 def test_numbers_of_infos_are_logged_the_same_wherever_environments_are_stepped(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "tests")
     monkeypatch.setattr("cleanba.errors.SAID", set())
-    words = ("ppo", "--env-id", "odd:Succeeds", *TINY[2:], "--total-timesteps", "1920", "--checkpoint-frequency", "1")
+    words = ("ppo", "--env-id", "odd:Succeeds", *TINY[2:], "--total-timesteps", "1920", "--checkpoint-frequency", "12")
     evaluating = ("--eval-frequency", "30", "--eval-episodes", "4")
     runs = {name: tmp_path / name for name in ("threads", "processes", "resumed", "silent")}
     threads = command(*words, *TOLD, "--env-workers", "0", "--keep-checkpoints", "all", "--run-dir", runs["threads"])
@@ -502,9 +503,10 @@ def test_infos_that_cannot_be_logged_are_refused(tmp_path):
 # -------------------------------------------------------------------------------------------------- the target return
 
 
+@pytest.mark.slow
 def test_a_run_is_finished_after_the_update_that_follows_the_log_point_where_it_reaches_the_target(tmp_path):
     """Catch returns -1 at least, so 100 episodes are all it takes; the numbers are those of a run without a target."""
-    words = (*TINY, "--total-timesteps", "3200", "--checkpoint-frequency", "1")
+    words = (*TINY, "--total-timesteps", "1920", "--checkpoint-frequency", "1")
     target, whole, resumed = (tmp_path / name for name in ("target", "whole", "resumed"))
     ended = command("ppo", *words, "--target-return", "-1", "--save-model", "--run-dir", target)
     assert ended.code == 0 and " of -1 | length " in ended.out and "finished:" in ended.out
@@ -538,7 +540,7 @@ def test_a_run_is_finished_after_the_update_that_follows_the_log_point_where_it_
     # A log point that exists only because of a checkpoint does not count.
     for name, frequency in (("few", "0"), ("many", "1")):
         flags = ("--log-frequency", "7", "--checkpoint-frequency", frequency, "--run-dir", tmp_path / name)
-        assert command("ppo", *TINY, "--total-timesteps", "3200", "--target-return", "-1", *flags).code == 0
+        assert command("ppo", *TINY, "--total-timesteps", "1920", "--target-return", "-1", *flags).code == 0
     assert read_result(tmp_path / "few")["params_digest"] == read_result(tmp_path / "many")["params_digest"]
     # A lower target, or the same, is reached already.  A higher one, or none, is not.
     assert "nothing to do" in command("ppo", *words, "--target-return", "-2", "--run-dir", resumed).out
