@@ -179,8 +179,7 @@ def named_settings(recipe: AnyRecipe, name: str | None) -> Settings:
             text = str(refused).removesuffix(trust.REMEDY)
             raise UsageError(text if text == str(refused) else f"{text}repeat its flags instead") from None
         require(earlier.name == recipe.name, f"preset={name} is a run of {earlier.name}; name a run of {recipe.name}")
-        origin = read_config(run_dir).get("origin")
-        origin = origin if isinstance(origin, dict) else {}  # of a run from elsewhere it may be anything
+        origin = read_config(run_dir).get("origin", {})
         left = {field for field in fields_of(type(e)) if field in OF_ONE_RUN or origin.get(field) in IMPLIED}
         return Settings({field: value for field, value in offered(e).items() if field not in left})
     require(
