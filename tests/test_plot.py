@@ -424,7 +424,7 @@ def test_if_there_are_too_many_variants_the_best_are_named(tmp_path):
 
 
 def test_aggregates_name_the_best_on_their_own_games(tmp_path):
-    for i in range(15):
+    for i in range(50):
         write_run(tmp_path / f"runs/c{i}", [0.0, 500.0 - i], env_id="CartPole-v1", learning_rate=1e-3 + i)
     for rate, (pong, alien) in ((50.0, (20.0, 1.0)), (60.0, (1.0, 500.0))):
         write_run(tmp_path / f"runs/p{rate}", [0.0, pong], env_id="Pong-v5", learning_rate=rate)
