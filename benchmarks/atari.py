@@ -22,7 +22,7 @@ STUDIES = Studies(
     "atari_10m",
     {
         "ppo": Study(GAMES, {"CleanRL's": f"ppo {RULES}"}),
-        "ppo-sync": Study(GAMES[:3], {"CleanRL's, without lag": f"ppo {RULES} --no-concurrency"}),
+        "ppo-sync": Study(GAMES, {"CleanRL's, without lag": f"ppo {RULES} --no-concurrency"}),
         "ppo-gpu": Study(GAMES[:3], {"32 x 32": f"ppo {RULES} --num-envs 32 --num-steps 32 {GPU}"}),
         "impala": Study(
             GAMES[:2], {"preset": f"impala {RULES}", "entropy coefficient 0.001": f"impala {RULES} --ent-coef 0.001"}

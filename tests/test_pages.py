@@ -146,8 +146,9 @@ def run_commands(page: Path, trained: Path, earlier: dict[tuple[str, ...], Path]
     for block in runs(page, "bash"):
         for _, *words in lines(block.text, known):
             if words[0] not in RECIPES:
-                for named in [word for word in words if re.match(r"runs/", word) and not Path(word).exists()]:
-                    shutil.copytree(trained, Path(named) / "a" if named == "runs/" else named)
+                folder = r"runs/$" if words[0] == "sweep" else r"runs/$|sweeps/"
+                for named in [word for word in words if re.match(rf"runs/|{folder}", word) and not Path(word).exists()]:
+                    shutil.copytree(trained, Path(named) / "a" if re.match(folder, named) else named)
             perform(small(words), earlier, exhaustive)
 
 
