@@ -155,7 +155,7 @@ def thousands(x: float, _: object = None) -> str:
 
 def speeds() -> list[tuple[str, float, float, float]]:
     """Training: steps per second of Cleanba, of a plain PyTorch loop, and how many times as fast Cleanba is."""
-    peers, replay = machine.saved("peers_cpu")["parts"], machine.saved("sac_td3_cpu_zen3")["figures"]
+    peers, replay = machine.saved("peers_cpu_zen3")["parts"], machine.saved("sac_td3_cpu_zen3")["figures"]
     ladder = machine.saved("dqn_ladder_cpu")["steps_per_second"]
 
     def on_policy(name: str) -> tuple[float, float, float]:

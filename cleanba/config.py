@@ -11,14 +11,14 @@ import inspect
 import json
 import math
 import re
-import textwrap
+import sys
 import types
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import astuple, dataclass, replace
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -487,16 +487,34 @@ def offered_fields(cls: type) -> dict[str, Field]:
     return {name: f for name, f in fields_of(cls).items() if f.offered}
 
 
+@cache
+def _classes(source: str) -> dict[str, ast.ClassDef]:
+    """The classes of a module, by their `__qualname__`.  (`inspect.getsource` would parse it anew for each class.)"""
+    found: dict[str, ast.ClassDef] = {}
+
+    def walk(node: ast.AST, prefix: str) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.ClassDef):
+                found.setdefault(prefix + child.name, child)
+                walk(child, f"{prefix}{child.name}.")
+            elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+                walk(child, f"{prefix}{child.name}.<locals>.")
+            elif not isinstance(child, ast.expr):
+                walk(child, prefix)
+
+    walk(ast.parse(source), "")
+    return found
+
+
 def _abouts(cls: type) -> dict[str, str]:
     """The strings below the fields of a dataclass and of its bases, each on one line."""
     found: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         try:
-            body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
-        except (OSError, TypeError):  # built in, or defined interactively, without a source file
+            body = _classes(inspect.getsource(sys.modules[base.__module__]))[base.__qualname__].body
+        except (OSError, TypeError, KeyError):  # built in, or defined interactively, without a source file
             continue
-        assert isinstance(body, ast.ClassDef)
-        for node, after in zip(body.body, body.body[1:], strict=False):
+        for node, after in pairwise(body):
             name = node.target.id if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) else None
             about = after.value.value if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) else None
             if name is not None and isinstance(about, str):

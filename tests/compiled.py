@@ -12,6 +12,7 @@ Imported before JAX, which reads these variables once.
 import atexit
 import os
 import shutil
+import sys
 import tempfile
 
 FOLDER = "JAX_COMPILATION_CACHE_DIR"
@@ -25,11 +26,10 @@ ENVIRONMENT = {
     # While another process is writing an entry, it is incomplete: JAX warns, and compiles the program itself.
     "PYTHONWARNINGS": "ignore:Error reading persistent compilation cache",
 }
-ABOUT = "backends batches bisect continuous convolution dqn elastic impala learning moments off_policy placement ppo"
-ABOUT += " pqn product r2d2 recurrent shards slurm uneven verify"
+ABOUT = "backends batches bisect continuous convolution dqn impala learning moments off_policy placement ppo"
+ABOUT += " pqn product r2d2 recurrent shards uneven verify"
 OPTIMISED = {f"test_{name}.py" for name in ABOUT.split()}
-UNOPTIMISED = "--xla_cpu_use_fusion_emitters=false --xla_backend_optimization_level=0"
-
+UNOPTIMISED = {"xla_cpu_use_fusion_emitters": False, "xla_backend_optimization_level": 0}
 
 EVERY = "CLEANBA_TESTS_EVERY_PROCESS_OPTIMISES"  # set by conftest.py, before it starts the others
 
@@ -39,7 +39,10 @@ def optimises(worker: str) -> bool:
     return EVERY in os.environ or not worker.startswith("gw") or int(worker[2:]) % 2 == 0
 
 
-flags = os.environ.get("XLA_FLAGS", "")
-if not optimises(os.environ.get("PYTEST_XDIST_WORKER", "")) and UNOPTIMISED not in flags:
-    ENVIRONMENT["XLA_FLAGS"] = f"{flags} {UNOPTIMISED}".strip()
+flags, unoptimised = os.environ.get("XLA_FLAGS", ""), " ".join(f"--{n}={v}".lower() for n, v in UNOPTIMISED.items())
+if not optimises(os.environ.get("PYTEST_XDIST_WORKER", "")) and unoptimised not in flags:
+    ENVIRONMENT["XLA_FLAGS"] = f"{flags} {unoptimised}".strip()
 os.environ.update(ENVIRONMENT)
+# Python keeps the modules that it has compiled, for the hundreds of processes that tests start.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False

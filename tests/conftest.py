@@ -83,6 +83,8 @@ def pytest_collection_modifyitems(config, items):
 def on_devices():
     """on_devices(fn, num_shards, num_devices) -> jitted (replicated, *sharded) -> fn(shards, replicated, *sharded).
 
+    With `optimise=False` it is compiled sooner, for tests that compare numbers with NumPy's and not bits.
+
     Leaves of `sharded` are [num_shards, ...]; `fn` sees those of its device, and returns what is equal everywhere.
     Where the devices do not divide the shards, empty places hold NaN or the greatest number, which no result may show.
     Its `trace` and `lower` are `jax.jit`'s.
@@ -95,7 +97,7 @@ def on_devices():
     from cleanba.config import Partition
     from cleanba.shards import ShardAxis, compiler_options
 
-    def spread(fn, num_shards, num_devices):
+    def spread(fn, num_shards, num_devices, optimise=True):
         partition = Partition(num_shards, 1, num_shards, 1, num_devices)
         everywhere, cut = PartitionSpec(), PartitionSpec("learner")
 
@@ -119,7 +121,7 @@ def on_devices():
             jax.shard_map(
                 body, mesh=mesh, in_specs=(everywhere, everywhere, cut), out_specs=everywhere, check_vma=False
             ),
-            compiler_options=compiler_options("cpu"),
+            compiler_options=compiler_options("cpu") | ({} if optimise else compiled.UNOPTIMISED),
         )
 
         def call(replicated, *sharded):

@@ -64,7 +64,7 @@ class Problem:
         grow = lambda p: p + 0.5 * jax.random.normal(jax.random.key(p.size), p.shape)
         self.state = state._replace(params=jax.tree.map(grow, state.params))
         run = lambda shards, state, rollout: self.algorithm.update(state, (), rollout, shards, jax.random.key(0))[::2]
-        self.on_mesh = on_devices(run, num_shards, num_devices)
+        self.on_mesh = on_devices(run, num_shards, num_devices, optimise=num_shards > 1)
 
     def update(self, rollout: Rollout, state=None):
         """One update -> state, metrics."""

@@ -143,7 +143,7 @@ def test_losses_gradients_and_targets_are_the_papers(name, on_devices):
     memory = jax.tree.map(lambda x: x[None], algorithm.init_memory(rollout))
     one, key = jax.tree.map(lambda x: x[None], rollout), jax.random.key(7)
     run = lambda shards, state, memory, rollout: algorithm.update(state, memory, rollout, shards, key)[::2]
-    after, metrics = on_devices(run, 1, 1)(state, memory, one)
+    after, metrics = on_devices(run, 1, 1, optimise=False)(state, memory, one)
 
     # The same draws.
     sample_key, later = jax.random.split(jax.random.fold_in(jax.random.fold_in(key, 0), 0))
@@ -200,7 +200,7 @@ def test_two_gradient_steps_on_two_shards_are_those_of_one_batch(name, on_device
     state, memory = algorithm.init(jax.random.key(0)), algorithm.init_memory(rollout)
     memory = jax.tree.map(lambda x: jnp.stack([x, x]), memory)
     run = lambda shards, state, memory, rollout: algorithm.update(state, memory, rollout, shards, key)[::2]
-    after, metrics = on_devices(run, 2, 1)(state, memory, both)
+    after, metrics = on_devices(run, 2, 1, optimise=False)(state, memory, both)
 
     ring, adam = replay.write(memory, both), optax.scale_by_adam(eps=1e-8)
     plainly = lambda function: compiled_for("cpu", "off", function)

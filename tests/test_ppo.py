@@ -89,7 +89,7 @@ class Problem:
         self.state = zeros._replace(params=jax.tree.map(draw, zeros.params))
 
         update = lambda shards, start, rollout: self.algorithm.update(start[0], (), rollout, shards, start[1])[::2]
-        self.on_mesh = on_devices(update, num_shards, num_devices)
+        self.on_mesh = on_devices(update, num_shards, num_devices, optimise=num_shards > 1)
 
     def update(self, rollout: Rollout, key: int = 0, updates: int = 0):
         """One update, after `updates` others -> state, metrics."""

@@ -62,7 +62,7 @@ def updated(on_devices):
         zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), state)
         state = zeros._replace(params=jax.tree.map(lambda x: rng.normal(size=x.shape).astype(x.dtype), zeros.params))
         update = lambda shards, state, rollout: algorithm.update(state, (), rollout, shards, jax.random.key(3))[::2]
-        return state, *on_devices(update, 1, 1)(state, jax.tree.map(lambda x: x[None], rollout))
+        return state, *on_devices(update, 1, 1, optimise=False)(state, jax.tree.map(lambda x: x[None], rollout))
 
     return run
 

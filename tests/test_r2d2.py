@@ -119,7 +119,7 @@ def updated(on_devices):
         state, memory, metrics = algorithm.update(state, memory, second, shards, jax.random.key(2))
         return state, metrics, memory.priorities.values
 
-    compiled = on_devices(both, 1, 1)
+    compiled = on_devices(both, 1, 1, optimise=False)
     return lambda rollouts: (state, *compiled(state, *(r._replace(carry=carry) for r in rollouts)))
 
 

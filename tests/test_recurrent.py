@@ -242,7 +242,7 @@ def test_minibatches_go_over_environments_never_over_time(on_devices, monkeypatc
         obs, first, zeros.astype(jnp.int32), zeros, flags, flags, ~flags, {"log_prob": zeros - 0.7}, carry
     )
     update = lambda shards, s, rollout: algorithm.update(s, (), rollout, shards, jax.random.key(1))[::2]
-    jax.block_until_ready(on_devices(update, shards, 1)(state, rollout))
+    jax.block_until_ready(on_devices(update, shards, 1, optimise=False)(state, rollout))
     jax.effects_barrier()
 
     steps = t if name == "ppo" else t + 1
