@@ -37,8 +37,13 @@ def env_seed(seed: int, env: int, epoch: int, num_envs: int) -> int:
 
 
 def eval_seed(seed: int, env: int, epoch: int, num_envs: int) -> int:
-    """The seed of an environment in an evaluation.  Training's seeds lie below 2^30, these do not."""
-    return 2**30 + env_seed(seed, env, epoch, num_envs)
+    """The seed of an environment in an evaluation.  Training's seeds lie below 2^30, these do not.
+
+    `epoch` is the number of the update, or 0 for `cleanba eval`.  If so many updates are evaluated that seeds are used
+    up (2^26, with 16 environments), those of the first updates come again.
+    """
+    used_up = SEEDS // num_envs - 1
+    return SEEDS + env_seed(seed, env, epoch and 1 + (epoch - 1) % used_up, num_envs)
 
 
 def init_key(seed: int) -> jax.Array:

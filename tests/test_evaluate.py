@@ -162,6 +162,7 @@ def test_evaluation_and_training_have_no_seed_in_common():
     assert max(training) < 2**30 <= min(evaluation)
     assert max(evaluation) < 2**31  # EnvPool takes no more
     assert len(set(evaluation)) == len(evaluation)
+    assert eval_seed(1, 3, 2**26, 16) == eval_seed(1, 3, 1, 16)  # update 67,108,864 of a very long run
 
 
 def test_no_two_evaluations_play_the_same_games_however_many_episodes_they_have():
