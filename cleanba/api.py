@@ -26,6 +26,7 @@ from typing import (
 )
 
 import gymnasium
+import jax
 import numpy as np
 
 from cleanba import config
@@ -144,7 +145,7 @@ class Specify(Protocol[P]):
     @overload
     def __call__(self, *args: P.args, **flags: P.kwargs) -> Spec: ...
     @overload
-    def __call__(self, env_id: Callable[..., gymnasium.Env[Any, Any]], /, **flags: Any) -> Spec: ...
+    def __call__(self, env_id: str | Callable[..., gymnasium.Env[Any, Any]] = ..., /, **flags: Any) -> Spec: ...
 
 
 def _specify(algorithm: str, form: Callable[P, Experiment]) -> Specify[P]:
@@ -247,8 +248,8 @@ def _plain(flags: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _without_numpy(value: Any) -> Any:
-    """A value with Python's numbers and lists in place of NumPy's, and a list in place of a range."""
-    if isinstance(value, np.ndarray | np.generic):
+    """A value with Python's numbers and lists in place of NumPy's and JAX's, and a list in place of a range."""
+    if isinstance(value, np.ndarray | np.generic | jax.Array):
         return value.tolist()
     if isinstance(value, list | range):
         return [_without_numpy(x) for x in value]
@@ -286,6 +287,11 @@ def _refuse(what: str, name: str, known: Collection[str]) -> NoReturn:
     if remedy:
         raise UsageError(f"{what} has no keyword {name}; {remedy}")
     close = closest_names(name, known)
+    trained: set[str] = set()
+    if what == "train":
+        trained = {n for recipe in RECIPES.values() for n in offered_fields(recipe.experiment)}
+    if close and (meant := closest_names(name, {*known, *trained}, 1)) in trained:
+        raise UsageError(f"train has no keyword {name}; if you mean {meant}, give it to ppo(…) or another")
     raise UsageError(f"{what} has no keyword {name}" + (f"; the closest are {close}" if close else ""))
 
 
@@ -315,7 +321,7 @@ class Run:
     def __init__(self, run_dir: str | Path):
         """Raises `UsageError` if there is no run."""
         require(isinstance(run_dir, str | Path), f"Run takes the directory of a run, not {run_dir!r}")
-        self.run_dir = expanded(run_dir)
+        self.run_dir = expanded(run_dir).absolute()
         read_experiment(self.run_dir)
 
     def __repr__(self) -> str:
@@ -439,6 +445,7 @@ def train(spec: Spec, run_dir: str | Path | None = None, *, progress: bool = Tru
         Interrupted: another signal asked the run to end.  The same call resumes it.
     """
     require(isinstance(spec, Spec), f"train takes a specification, such as cleanba.ppo('CartPole-v1'), not {spec!r}")
+    require(isinstance(progress, bool | np.bool_), f"progress={progress!r} must be True or False")
     recipe = spec.recipe
     given = _plain({"run_dir": run_dir, **flags})
     place, keep = set(fields_of(Placement)), set(fields_of(config.Run)) - {"experiment_from"}

@@ -8,13 +8,16 @@ import logging
 import os
 import random
 import re
+import shutil
 import signal
 import sys
+import textwrap
 import threading
 from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
 
+import absl.logging
 import gymnasium
 import jax
 import numpy as np
@@ -34,6 +37,7 @@ from cleanba.errors import UsageError
 from cleanba.recipes import RECIPES, find_recipe
 from cleanba.runs import progress_line
 from cleanba.runtime.collect import first_carry
+from cleanba.runtime.process_setup import root_logger_left_alone
 from cleanba.specs import ActionSpec, EnvSpec, ObsSpec, choice
 from cleanba.trust import mark_downloaded
 
@@ -125,6 +129,20 @@ def test_a_run_may_stand_for_its_directory(tmp_path):
         cleanba.train(small(), cleanba.Run(tmp_path), progress=False)
 
 
+def test_a_run_is_found_from_another_directory(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(run.run_dir.parent)
+    here = cleanba.Run(run.run_dir.name)
+    monkeypatch.chdir(tmp_path)
+    assert here.result == run.result and here.spec.resolve() == run.spec.resolve()
+
+
+def test_a_run_that_ended_before_its_first_checkpoint_has_no_agent_yet(run, tmp_path):
+    shutil.copy(run.run_dir / "config.json", tmp_path)
+    (tmp_path / "result.json").write_text(json.dumps({"status": "interrupted", "update": 0}))
+    with pytest.raises(UsageError, match=f"it ended before the first; `cleanba resume {tmp_path}` starts it again"):
+        cleanba.load(tmp_path)
+
+
 def test_places_without_a_run_are_refused(tmp_path):
     with pytest.raises(cleanba.UsageError, match="does not exist"):
         cleanba.Run(tmp_path)
@@ -176,6 +194,8 @@ def test_places_without_a_run_are_refused(tmp_path):
         (lambda: cleanba.train(small(), verbose=0), "no keyword verbose; set progress=False"),
         (lambda: cleanba.train(small(), callback=print), "no keyword callback; there are no callbacks: metrics.jsonl"),
         (lambda: cleanba.train(small(), log_frequenzy=3), "the closest are log_frequency"),
+        (lambda: cleanba.train(small(), total_timestep=3), "if you mean total_timesteps, give it to ppo"),
+        (lambda: cleanba.train(small(), progress="no"), "progress='no' must be True or False"),
         (lambda: cleanba.train(small(), log_frequency="often"), "log_frequency='often' must be a whole number"),
     ],
 )
@@ -231,6 +251,8 @@ def test_values_may_be_numpys_and_options_a_dictionary():
         env_id="Breakout-v5", num_envs=8, gamma=0.5, hiddens=(8, 8), total_timesteps=10**6,
         env_options=("frame_skip=2",),
     )  # fmt: skip
+    scalars = cleanba.ppo("Catch-v0", seed=jax.numpy.int32(2), learning_rate=jax.numpy.float32(0.5)).flags
+    assert scalars["seed"] == 2 and scalars["learning_rate"] == 0.5
     assert repr(cleanba.ppo("Catch-v0", seed=2)) == "ppo(env_id='Catch-v0', seed=2)"
     options = {"level": "3", "mode": "None", "name": "true", "flag": True, "sizes": (np.int64(3), 4), "word": "a b"}
     read = parse_options(cleanba.ppo("Catch-v0", env_options=options).flags["env_options"])
@@ -368,6 +390,14 @@ def test_a_number_that_the_observations_type_cannot_hold_is_refused_not_wrapped(
         assert as_batch(spec, np.array([0, value]))[0].tolist() == [[0, value]]
 
 
+def test_a_number_outside_its_space_is_reported(capsys):
+    spec = EnvSpec("Any-v0", {"k": ObsSpec("discrete", (), "int32", 4, -1)}, choice(2), False, False, {})
+    as_batch(spec, {"k": 2})
+    assert capsys.readouterr().err == ""
+    as_batch(spec, {"k": 9})
+    assert "the agent was given the observation ['k'] = 9, but its space has -1 to 2" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("dtype", ["bool", "int64", "float32"])
 def test_a_mask_marks_legal_actions_by_values_other_than_0_of_any_type(dtype):
     spec = EnvSpec("Any-v0", ObsSpec("mask", (3,), "int8"), choice(3), False, False, {})
@@ -436,6 +466,10 @@ def test_evaluations_are_those_of_the_command_and_disturb_nothing(run, tmp_path,
         cleanba.evaluate(agent, episodes=0)
     with pytest.raises(cleanba.UsageError, match="must be an .mp4 file"):
         cleanba.evaluate(agent, episodes=1, film="film.gif")
+    with pytest.raises(cleanba.UsageError, match="greedy='no' must be True, False or None"):
+        cleanba.evaluate(agent, greedy="no")
+    with pytest.raises(cleanba.UsageError, match="episodes=True must be a whole number"):
+        cleanba.evaluate(agent, True)
 
 
 @pytest.mark.parametrize(
@@ -493,6 +527,51 @@ def test_a_program_keeps_its_event_loop_its_logs_and_its_scheduling(run, tmp_pat
         asyncio.set_event_loop(None)
         loop.close()
         os.sched_setscheduler(0, policy, os.sched_param(0))
+
+
+def test_a_program_can_configure_its_own_log_later(monkeypatch):
+    monkeypatch.setattr(logging.root, "handlers", [])
+    with root_logger_left_alone():
+        absl.logging.vlog(1, "as Orbax does")
+        assert logging.root.handlers
+    assert logging.root.handlers == []
+    logging.basicConfig(format="the program's: %(message)s")
+    with root_logger_left_alone():
+        absl.logging.vlog(1, "as Orbax does")
+    assert len(logging.root.handlers) == 1
+
+
+def test_a_process_that_was_forked_after_jax_began_is_refused(run):
+    child = os.fork()
+    if not child:
+        try:
+            small().resolve()
+        except UsageError as error:
+            os._exit(3 if "multiprocessing.get_context('spawn')" in str(error) else 4)
+        except BaseException:
+            os._exit(5)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+
+
+def test_a_program_that_ends_during_a_compilation_waits_for_it(tmp_path):
+    """Otherwise C++ code would find that Python has ended, and abort."""
+    program = f"""
+    import os, signal, sys, time
+    import cleanba
+    from cleanba.runtime.learner import Learner
+
+    def compile(*given):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(8)
+        print("compiled", flush=True)
+
+    Learner.compile = compile
+    cleanba.train(cleanba.ppo("Catch-v0", **{SMALL}), sys.argv[1], progress=False)
+    """
+    ended = finish(python("-c", textwrap.dedent(program), tmp_path / "run"))
+    assert ended.code == -signal.SIGINT and "KeyboardInterrupt: the run ended early" in ended.err, ended
+    assert "compiled" in ended.out
 
 
 def test_training_is_not_affected_by_promotions_that_a_program_forbids(run, tmp_path):
@@ -654,25 +733,77 @@ def test_a_class_of_a_module_is_stepped_by_processes_too(tmp_path):
     assert "is finished; nothing to do" in command("resume", tmp_path / "0").out
 
 
-def test_a_function_that_is_defined_again_replaces_the_earlier_one():
+def as_a_cell(source: str, **values) -> dict:
+    """What a notebook's cell of this source defines."""
+    values |= {"__name__": "__main__", "Line": Line, "gymnasium": gymnasium}
+    exec(textwrap.dedent(source), values)
+    return values
+
+
+def test_functions_and_local_classes_have_the_names_of_their_code():
+    id_of = lambda maker: cleanba.ppo(maker).flags["env_id"]
+
     def limited(steps):
         def once():
             return gymnasium.wrappers.TimeLimit(Line(), steps)
 
         return once
 
-    makers = [limited(5), limited(7)]
-    specs = [cleanba.ppo(maker) for maker in makers]
-    assert [spec.flags["env_id"] for spec in specs] == ["gymnasium:local/once-v0"] * 2
-    now = lambda: gymnasium.spec("local/once-v0").entry_point
-    assert now() is makers[1]
-    specs[0].register()  # as its training does
-    assert now() is makers[0]
-    assert cleanba.ppo(lambda: Line()).flags["env_id"] == "gymnasium:local/lambda-v0"
-    of_parts = [cleanba.ppo(functools.partial(limited, steps=n)).flags["env_id"] for n in (5, 7)]
-    assert of_parts == ["gymnasium:local/limited-steps-5-v0", "gymnasium:local/limited-steps-7-v0"]
-    alike = [cleanba.ppo(functools.partial(limited, steps=n)).flags["env_id"] for n in ([1, 2], [12], "x" * 200)]
-    assert len(set(alike)) == 3 and all(len(name) < 130 for name in alike)
+    def paid(reward):
+        class Paid(Line):
+            def step(self, action):
+                obs, _, *rest = super().step(action)
+                return obs, reward, *rest
+
+        return Paid
+
+    makers = [limited(5), limited(7), lambda: Line(), lambda: paid(1)(), paid(1), paid(2)]
+    makers += [functools.partial(limited, steps=n) for n in (5, 7, [1, 2], [12], "x" * 200)]
+    makers += [functools.partial(paid(n), 1) for n in (1, 2)]
+    reads = "def make(): return gymnasium.wrappers.TimeLimit(Line(), size)"
+    calls = "def size(): return {}\ndef make(): return gymnasium.wrappers.TimeLimit(Line(), size())"
+    makers += [as_a_cell(reads, size=n)["make"] for n in (5, 7)] + [as_a_cell(calls.format(n))["make"] for n in (5, 7)]
+    names = [id_of(maker) for maker in makers]
+    assert len(set(names)) == len(names) and all(len(name) < 130 for name in names), names
+    assert all(re.fullmatch(r"gymnasium:local/.*-[0-9a-f]{8}-v0", name) for name in names)
+    alike = [limited(5), lambda: Line(), paid(2), as_a_cell(reads, size=7)["make"]]
+    assert [id_of(maker) for maker in alike] == [names[i] for i in (0, 2, 5, 14)]
+    counting = as_a_cell("made = 0\ndef make():\n    global made\n    made += 1\n    return Line()")
+    before = id_of(counting["make"])
+    counting["make"]()
+    assert id_of(counting["make"]) == before, "what it changes itself is not its code"
+
+
+def test_an_agent_plays_its_own_function_whatever_is_defined_later(tmp_path):
+    def paid(reward):
+        return lambda: gymnasium.wrappers.TransformReward(gymnasium.wrappers.TimeLimit(Line(), 3), lambda r: reward)
+
+    agent = cleanba.train(small(paid(1.0), total_timesteps=128), tmp_path / "a", progress=False).agent()
+    before = cleanba.evaluate(agent, 2, seed=3)
+    with pytest.raises(UsageError, match="holds another experiment"):
+        cleanba.train(small(paid(9.0), total_timesteps=128), tmp_path / "a", progress=False)
+    assert cleanba.evaluate(agent, 2, seed=3).returns.tolist() == before.returns.tolist()
+
+
+def test_a_finished_run_of_a_class_that_was_changed_says_so(tmp_path, capsys):
+    cell = """
+    class Cell(Line):
+        bonus = {bonus}
+        def step(self, action):
+            obs, reward, *rest = super().step(action)
+            return obs, reward + self.bonus, *rest
+    """
+    runs = lambda bonus: cleanba.train(
+        small(as_a_cell(cell.format(bonus=bonus))["Cell"], total_timesteps=128), tmp_path / "run", progress=False
+    )
+    assert runs(1).config["experiment"]["env_id"] == "gymnasium:local/Cell-v0"
+    assert "was changed" not in capsys.readouterr().err
+    runs(1)
+    assert "was changed" not in capsys.readouterr().err
+    assert runs(2).result["status"] == "finished"
+    assert f"{tmp_path / 'run'} was trained before the code of local/Cell-v0 was changed; to train with the new" in (
+        capsys.readouterr().err
+    )
 
 
 class Shaping:

@@ -13,8 +13,9 @@ from cleanba.agents.policy import Policy, load_policy
 from cleanba.agents.portable import Export, export, format_of, remembered
 from cleanba.config import Experiment, Placement, require
 from cleanba.environments.backends import as_recorded
+from cleanba.environments.gymnasium import outside_of
 from cleanba.environments.worker import named
-from cleanba.errors import UsageError
+from cleanba.errors import UsageError, warn_once
 from cleanba.files import expanded
 from cleanba.resolution import read_recipe
 from cleanba.rollout import PyTree
@@ -115,7 +116,7 @@ class Agent:
             UsageError: the observation does not match `spec.obs` or has a value that is not a number, or a recurrent
                 agent is given a different number of observations than at its last step.
         """
-        require(greedy is None or isinstance(greedy, bool | np.bool_), f"greedy={greedy!r} must be True, False or None")
+        require_greedy(greedy)
         policy = self._policy
         with jax.default_device(self._device), settings_of(policy.experiment.dtype):
             seen, flags, carry, batch = self._prepare(obs, first)
@@ -190,6 +191,11 @@ class Agent:
         return export(self._policy, path, format_of(path), seed)
 
 
+def require_greedy(greedy: object) -> None:
+    """Raise `UsageError` unless it says whether to take the best action, or leaves that to the algorithm."""
+    require(greedy is None or isinstance(greedy, bool | np.bool_), f"greedy={greedy!r} must be True, False or None")
+
+
 def as_batch(spec: EnvSpec, obs: object) -> tuple[PyTree, int | None]:
     """Observations in the policy's form, [B, ...], and B; None for a single one without a batch axis.
 
@@ -240,6 +246,8 @@ def as_batch(spec: EnvSpec, obs: object) -> tuple[PyTree, int | None]:
 
     batch = fit(spec.obs, named(obs), "")
     require(len(sizes) == 1, f"parts of the observation are batches of different sizes; {wanted}")
+    if outside := outside_of(spec.obs, batch):
+        warn_once(f"the agent was given the observation {outside}")
     return batch, sizes.pop()
 
 

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import tyro
 
-from cleanba.agents.agent import Agent, load
+from cleanba.agents.agent import Agent, load, require_greedy
 from cleanba.agents.film import Film
 from cleanba.agents.policy import Policy
 from cleanba.arguments import parse_command
@@ -251,7 +251,8 @@ NUMBERS = (int, float, np.integer, np.floating)
 def check_games(episodes: int, seed: int, epsilon: float | None, max_steps: int | None) -> None:
     """Raise `UsageError` for numbers that no evaluation can have."""
     for name, number in (("episodes", episodes), ("seed", seed)):
-        require(isinstance(number, int | np.integer), f"{name}={number!r} must be a whole number")
+        whole = isinstance(number, int | np.integer) and not isinstance(number, bool)
+        require(whole, f"{name}={number!r} must be a whole number")
     require(episodes >= 1, f"episodes={episodes} must be at least 1; set --episodes")
     require(epsilon is None or isinstance(epsilon, NUMBERS), f"epsilon={epsilon!r} must be a number")
     require(epsilon is None or 0 <= epsilon <= 1, f"epsilon={epsilon} must lie in [0, 1]; set --epsilon accordingly")
@@ -296,6 +297,8 @@ def evaluate(
     """
     require(isinstance(agent, Agent), f"evaluate takes an agent, such as cleanba.load('runs/a'), not {agent!r}")
     require(max_steps is None or isinstance(max_steps, int | np.integer), f"max_steps={max_steps!r} must be whole")
+    require_greedy(greedy)
+    require(isinstance(progress, bool | np.bool_), f"progress={progress!r} must be True or False")
     check_games(episodes, seed, epsilon, max_steps)
     require(film is None or isinstance(film, str | Path), f"film={film!r} must be the path of an .mp4 file")
     path = None if film is None else expanded(film)

@@ -137,13 +137,16 @@ def read_params(
         return actor_params(saved.state), saved.update, saved.counters["global_step"]
     if damage is not None:
         raise damage
-    model = run_dir / "model.msgpack"
+    model, result = run_dir / "model.msgpack", run_dir / "result.json"
+    ended = read_json(result) if result.exists() else {}
     require(
         model.exists(),
         f"{run_dir} has no checkpoint"
         + (
             "; its checkpoints have been removed, so choose another run"
-            if (run_dir / "result.json").exists()
+            if ended.get("update")
+            else f": it ended before the first; `cleanba resume {run_dir}` starts it again"
+            if ended
             else " yet: a run without --checkpoint-frequency writes its first after ten seconds, or after the first "
             "epoch of environments that do not follow their seed"
         ),

@@ -119,12 +119,13 @@ def with_infos(spec: EnvSpec, names: Sequence[str]) -> EnvSpec:
 def sources(spec: EnvSpec, *others: str) -> dict[str, str]:
     """The modules that define an environment of the user's own and its wrappers -> SHA-256 of their files.
 
-    What these modules import is not looked at, and a notebook has no file.
+    For one that is defined in a script or notebook, its name -> SHA-256 of its code.  What modules import is not looked
+    at.
 
     others: names of modules to look at, too, unless they are Cleanba's: that of the algorithm.
     """
     backend = module_of(spec.env_id)
-    found = {}
+    found = gymnasium.code_of(spec) if backend is gymnasium else {}
     names = [*([] if backend is envpool else backend.modules_of(spec)), *others]
     for name in sorted({name for name in names if not name.startswith("cleanba.")}):
         if file := getattr(sys.modules.get(name), "__file__", None):

@@ -1,5 +1,6 @@
 """Gymnasium's environments: looks them up, and steps a block of them in worker processes."""
 
+import dis
 import functools
 import inspect
 import mmap
@@ -101,39 +102,56 @@ def register(maker: Callable[..., gymnasium.Env[Any, Any]]) -> str:
     """Register a class, or a function that makes an environment, in this process, and return its id.
 
     The id is module:Name if a module holds it; the command knows it, too.  If only the running program holds it, the id
-    is local/Name-v0.  It replaces an earlier one, such as the class of a notebook's cell that was run again.
+    is local/Name-v0, and replaces an earlier one, such as the class of a notebook's cell that was run again.  A name
+    within a function, or that of a function, says too little: the id ends with a digest of the code.
     """
-    name, module = getattr(maker, "__name__", type(maker).__name__), getattr(maker, "__module__", None)
+    called = maker.func if isinstance(maker, functools.partial) else maker
+    name, module = getattr(called, "__name__", type(called).__name__), getattr(called, "__module__", None)
+    held = is_module(module) and getattr(sys.modules.get(str(module)), name, None) is called
+    if held and called is maker:
+        return f"{module}:{name}"
+    exact = held or (isinstance(called, type) and "<locals>" not in called.__qualname__)
+    told: Any = maker
     if isinstance(maker, functools.partial):  # one of Corridor with length=10 is local/Corridor-length-10-v0
         is_word = lambda x: isinstance(x, str) and x.isidentifier() and not iskeyword(x)  # no number, None or True
         is_number = lambda x: x is None or isinstance(x, int | float)
         word = lambda x: x if is_word(x) else repr(x) if is_number(x) else type(x).__name__
         words = [*map(word, maker.args), *(f"{key}-{word(value)}" for key, value in maker.keywords.items())]
-        name = "-".join([getattr(maker.func, "__name__", name), *words])
-        plain = re.sub(r"[^\w.-]+", "", name)[:MOST_NAME]
-        digest = sha256(fingerprint((maker.args, maker.keywords)).encode()).hexdigest()[:8]
+        name = "-".join([name, *words])
         given = (*maker.args, *maker.keywords.values())
-        exact = len(maker.args) < 2 and all(is_word(x) or is_number(x) for x in given)
-        name = plain if exact and plain == name else f"{plain}-{digest}"
-    if is_module(module) and getattr(sys.modules.get(str(module)), name, None) is maker:
-        return f"{module}:{name}"
-    name = re.sub(r"[^\w.-]+", "", name)
-    gymnasium.registry.pop(f"{LOCAL}{name}-v0", None)
-    gymnasium.register(f"{LOCAL}{name}-v0", entry_point=maker)
-    return f"{PREFIX}{LOCAL}{name}-v0"
+        if exact:
+            told = (maker.args, maker.keywords)
+        exact = exact and len(maker.args) < 2 and all(is_word(x) or is_number(x) for x in given)
+    plain = re.sub(r"[^\w.-]+", "", name)[:MOST_NAME]
+    if not exact or plain != name:
+        plain += f"-{sha256(fingerprint(told).encode()).hexdigest()[:8]}"
+    gymnasium.registry.pop(f"{LOCAL}{plain}-v0", None)
+    gymnasium.register(f"{LOCAL}{plain}-v0", entry_point=maker)
+    return f"{PREFIX}{LOCAL}{plain}-v0"
+
+
+def code_of(spec: EnvSpec) -> dict[str, str]:
+    """The name of an environment that is defined in the running program only -> SHA-256 of its code."""
+    name = game(spec).name
+    entry = gymnasium.registry[name].entry_point if name.startswith(LOCAL) and name in gymnasium.registry else None
+    return {name: f"sha256:{sha256(fingerprint(entry).encode()).hexdigest()}"} if callable(entry) else {}
 
 
 ADDRESS = r" at 0x[0-9a-f]+"  # an object's address, which differs from start to start
 
 
-def fingerprint(value: Any, within: tuple[int, ...] = ()) -> str:
-    """A text that tells the arguments of two makers apart, functions by their code, and is the same at each start.
+def fingerprint(value: Any, within: tuple[int, ...] = (), seen: dict[int, int] | None = None) -> str:
+    """A text that tells makers and their arguments apart, functions and the program's own classes by their code.
+
+    It is the same at each start with the same version of Python.
 
     within: ids of the objects that hold this one.
+    seen: ids of the functions and classes so far -> their numbers.
     """
     if id(value) in within:
         return "itself"
-    of = functools.partial(fingerprint, within=(*within, id(value)))
+    seen = {} if seen is None else seen
+    of = functools.partial(fingerprint, within=(*within, id(value)), seen=seen)
     many = lambda values: f"({', '.join(map(of, values))})"
     if isinstance(value, tuple | list):
         return type(value).__name__ + many(value)
@@ -145,14 +163,26 @@ def fingerprint(value: Any, within: tuple[int, ...] = ()) -> str:
         return f"{value.dtype}{value.shape}{sha256(np.asarray(value).tobytes()).hexdigest()}"
     if isinstance(value, CodeType):
         return f"{value.co_code.hex()}{value.co_names}{many(value.co_consts)}"
+    if isinstance(value, FunctionType | type):
+        if id(value) in seen:
+            return f"number {seen[id(value)]}"
+        seen[id(value)] = len(seen)
     if isinstance(value, FunctionType):
         cells = []
         for cell in value.__closure__ or ():
             with suppress(ValueError):  # an enclosing variable that has no value yet
                 cells.append(cell.cell_contents)
-        return f"{value.__qualname__}{many([value.__code__, value.__defaults__, value.__kwdefaults__, cells])}"
+        parts = [value.__code__, value.__defaults__, value.__kwdefaults__, cells, *_globals_of(value)]
+        return f"{value.__qualname__}{many(parts)}"
+    if isinstance(value, type) and not _is_held(value):
+        attributes = {name: x for name, x in sorted(vars(value).items()) if name not in UNTOLD}
+        return f"{value.__qualname__}{many([*attributes.items(), *value.__bases__])}"
     if isinstance(value, MethodType):
         return many([value.__func__, value.__self__])
+    if isinstance(value, staticmethod | classmethod):
+        return type(value).__name__ + of(value.__func__)
+    if isinstance(value, property):
+        return many([value.fget, value.fset, value.fdel])
     if isinstance(value, functools.partial):
         return many([value.func, value.args, value.keywords])
     text = repr(value)
@@ -161,6 +191,27 @@ def fingerprint(value: Any, within: tuple[int, ...] = ()) -> str:
     # An object whose `repr` does not show what it holds.
     slots = {name: getattr(value, name, None) for name in getattr(type(value), "__slots__", ())}
     return re.sub(ADDRESS, "", text) + of(getattr(value, "__dict__", slots))
+
+
+# Attributes of classes that say nothing about what they do, or change with their place in the file.
+UNTOLD = {"__dict__", "__weakref__", "__doc__", "__module__", "__firstlineno__", "__static_attributes__", "_abc_impl"}
+
+
+def _globals_of(function: FunctionType) -> list[tuple[str, Any]]:
+    """What a function reads of its module: numbers and words that it does not change, its program's own code."""
+    found = []
+    changed = {step.argval for step in dis.get_instructions(function) if step.opname == "STORE_GLOBAL"}
+    for name in sorted({*function.__code__.co_names} - changed):
+        x = function.__globals__.get(name)
+        if isinstance(x, bool | int | float | str) or (isinstance(x, FunctionType | type) and not _is_held(x)):
+            found.append((name, x))
+    return found
+
+
+def _is_held(x: Any) -> bool:
+    """Whether a function or class is an attribute of a module that another process could import."""
+    module, name = x.__module__, x.__qualname__
+    return is_module(module) and getattr(sys.modules.get(module), name, None) is x
 
 
 def is_module(name: str | None) -> bool:
@@ -197,7 +248,8 @@ def modules_of(spec: EnvSpec) -> list[str]:
     if registered is not None:
         entry = registered.entry_point
         named_by.append(made_by(entry.func if isinstance(entry, functools.partial) else entry))
-    return sorted({name for name in named_by if name and name.partition(".")[0] != "gymnasium"})
+    left_out = ("gymnasium", "__main__") if made.name.startswith(LOCAL) else ("gymnasium",)  # `code_of` tells more
+    return sorted({name for name in named_by if name and name.partition(".")[0] not in left_out})
 
 
 def env_spec(e: Experiment) -> EnvSpec:

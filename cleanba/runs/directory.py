@@ -21,7 +21,7 @@ from cleanba.config import (
     to_json,
     updates_of,
 )
-from cleanba.errors import Failure, Replaced, UsageError
+from cleanba.errors import Failure, Replaced, UsageError, warn
 from cleanba.files import Json, read_json, write_json
 from cleanba.recipes import AnyRecipe
 from cleanba.resolution import Resolved, longer, read_recipe
@@ -124,6 +124,13 @@ def open_run(
         ended = run_dir / "result.json"
         result = read_json(ended) if ended.exists() else {}
         if is_over(result, e.num_updates, earlier, run.target_return):
+            before = earlier.get("sources", {})
+            changed = [name for name, digest in sources.items() if before.get(name, digest) != digest]
+            if changed:
+                warn(
+                    f"{run_dir} was trained before the code of {' and '.join(changed)} was changed; to train with the "
+                    "new code, choose another --run-dir"
+                )
             raise Finished(f"{run_dir} is finished; nothing to do")
         at_end = newest == began.num_updates or (not newest and result.get("status") == "finished")
         require(

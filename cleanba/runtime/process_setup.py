@@ -1,5 +1,6 @@
 """How a process is set up for an experiment: determinism, precision, random numbers, scheduling, compiled programs."""
 
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -49,13 +50,32 @@ def memory_share(processes: int, variables: Mapping[str, str] = os.environ) -> d
     return {MEMORY_SHARES[0]: f"{0.9 / processes:.2f}"}
 
 
+class Forked:
+    """Whether this process was forked from one in which JAX had started: its threads are missing here."""
+
+    too_late = False
+
+    @classmethod
+    def look(cls) -> None:
+        """In a process that was just forked, look at what it has taken over."""
+        cls.too_late = cls.too_late or xla_bridge.backends_are_initialized()
+
+
+os.register_at_fork(after_in_child=Forked.look)
+
+
 def prepare_process(e: Experiment) -> None:
     """Set this process and XLA up for an experiment.  Call it before anything touches a device.
 
     Raises:
-        UsageError: JAX_ENABLE_X64 is set.
+        UsageError: JAX_ENABLE_X64 is set, or the process cannot use JAX.
     """
     refuse_64_bits()
+    require(
+        not Forked.too_late,
+        "this process was forked from one in which JAX was in use, and would hang; start processes afresh, for example "
+        "with ProcessPoolExecutor(mp_context=multiprocessing.get_context('spawn'))",
+    )
     require(
         not jax.config.jax_disable_jit,  # type: ignore[attr-defined]
         "JAX_DISABLE_JIT is set, but training needs compiled programs; unset it",
@@ -78,7 +98,7 @@ def prepared(e: Experiment) -> Iterator[None]:
     choice, warned_of = kernels.chosen(), gymnasium.logger.min_level
     prepare_process(e)
     try:
-        with lapack.one_thread():
+        with lapack.one_thread(), root_logger_left_alone():
             yield
     finally:
         kernels.choose(choice)
@@ -88,6 +108,22 @@ def prepared(e: Experiment) -> Iterator[None]:
         if scheduled != scheduling():
             with suppress(OSError, AttributeError):
                 os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+
+
+@contextmanager
+def root_logger_left_alone() -> Iterator[None]:
+    """On leaving, remove the handler that absl, by which Orbax logs, gives to Python's root logger if it has none.
+
+    With it, a later `logging.basicConfig` of the user's program would do nothing.
+    """
+    had = bool(logging.root.handlers)
+    try:
+        yield
+    finally:
+        for handler in [] if had else logging.root.handlers[:]:
+            plain = handler.formatter is not None and handler.formatter._fmt == logging.BASIC_FORMAT
+            if type(handler) is logging.StreamHandler and plain:
+                logging.root.removeHandler(handler)
 
 
 def make_deterministic() -> None:
@@ -190,5 +226,5 @@ def refuse_64_bits() -> None:
     require(
         not jax.config.jax_enable_x64,  # type: ignore[attr-defined]
         "JAX_ENABLE_X64 is set, but networks, optimisers and replay here compute with 32-bit numbers; "
-        "set JAX_ENABLE_X64=0",
+        "set JAX_ENABLE_X64=0, or in Python call jax.config.update('jax_enable_x64', False)",
     )

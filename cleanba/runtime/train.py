@@ -4,6 +4,7 @@ A run has three kinds of threads.  Actors collect rollouts, the learner thread r
 `run_training`: it starts the others, shows progress, handles signals, and ends the run soon after anything fails.
 """
 
+import atexit
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -365,10 +366,22 @@ def run_training(
             raise
     seconds = progress.seconds_before + time.perf_counter() - started
     result = describe_result(training, progress, checkpoint_writer, stop.error, seconds)
-    stuck = any(t.is_alive() for t in threads)
-    if not stuck:
+    stuck = [t for t in threads if t.is_alive()]
+    if stuck:
+        atexit.register(wait_for, stuck)
+    else:
         checkpoint_writer.close()
-    return RunOutcome(result, progress.state, stop.error, stuck, progress.interrupt)
+    return RunOutcome(result, progress.state, stop.error, bool(stuck), progress.interrupt)
+
+
+EXIT_SECONDS = 120.0
+
+
+def wait_for(threads: Sequence[threading.Thread]) -> None:
+    """At the end of a Python program, wait for threads in a long compilation, within which Python would abort."""
+    deadline = time.monotonic() + EXIT_SECONDS
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def begin_progress(training: Training[S, M, P, C], status: Status) -> Progress[S]:
