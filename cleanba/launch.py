@@ -66,9 +66,9 @@ from cleanba.runs.directory import (
     unwritable,
     was_uploaded,
 )
-from cleanba.runs.log import newest, rewind
+from cleanba.runs.log import keep_copy, newest, rewind, unrepeatable
 from cleanba.runs.remote import find_run
-from cleanba.runtime.chain import Chain, first_experiment, made_by
+from cleanba.runtime.chain import Chain, check, first_experiment, made_by
 from cleanba.runtime.checkpoint import Checkpoints, Saved, save_model, updates_kept
 from cleanba.runtime.devices import Devices, find_devices
 from cleanba.runtime.memory import require_room
@@ -441,14 +441,10 @@ class RunWriter:
         self._job, self._run, self._shown = job, job.config.run, shown
         policy = new_policy(job.recipe, job.experiment, job.spec, job.algorithm, job.devices.platform)
         self.evaluations = PeriodicEvaluation(job.run_dir, self._run, policy, job.devices)
-        if self._run.upload_model:
-            require_login()
-        if self._run.track:
-            require_tracking()
         self._lock = lock(job.run_dir)
         try:
             placement, code = job.config.placement, sources(job.spec, *job.recipe.modules)
-            self._opened = open_run(job.run_dir, job.recipe, job.resolved, placement, self._run, code)
+            self._opened = open_run(job.run_dir, job.recipe, job.resolved, placement, self._run, code, self._require)
             if job.initial is not None:
                 write_json(job.run_dir / RECORD, {"digest": job.initial.digest, "from": job.initial.place})
         except OSError as error:
@@ -463,11 +459,23 @@ class RunWriter:
         self._sparse = False  # whether the user has been warned of sparse replay batches
         self._profile = Profile(job.run_dir / "profile", self._run.profile)
 
+    def _require(self) -> None:
+        """Raise `UsageError` if an account is needed and there is none."""
+        if self._run.upload_model:
+            require_login()
+        if self._run.track:
+            require_tracking()
+
     def begin(self, saved: Saved[Any, Any] | None, display: Display) -> None:
         """Open the logs of a run that begins, or that continues from a checkpoint."""
         run, config, earlier = self._run, self._opened.config, self._opened.earlier
         self._display = display
+        if why := unrepeatable(self._job.run_dir, saved is not None):
+            kept = keep_copy(self._job.run_dir)
+            display.say(printable(f"warning: {why}; the log as it was is kept in {kept}"))
         history = rewind(self._job.run_dir, *((saved.update, saved.counters["seconds"]) if saved else (0,)))
+        if saved is not None and (why := self._changed_since(saved, history)):
+            display.say(printable(f"warning: {why}"))
         names = (run.wandb_project_name, run.wandb_entity)
         self._writers = Writers(self._job.run_dir, run.track, *names, config, history, self.require_ours)
         if earlier is None and self._job.config.whole is not None:
@@ -503,6 +511,17 @@ class RunWriter:
         if saved is not None:
             chain.go_on(saved.counters.get("chain", {}))
         return chain
+
+    def _changed_since(self, saved: Saved[Any, Any], history: Sequence[Json]) -> str:
+        """Whether config.json or the log are not what the run wrote before this checkpoint, as a sentence."""
+        state = saved.counters.get("chain", {})
+        checked = check(history, first_experiment(self._opened.config))
+        linked = checked.rows[-1].update if checked.rows else 0
+        why = checked.broken
+        if not why and state and linked != state["update"]:
+            why = f"the log has no digests of update {state['update']}: a part of it is missing"
+        remedy = "restore config.json and metrics.jsonl as the run wrote them, and resume again, or `cleanba verify` "
+        return why and f"{why}; {remedy}will not accept the run"
 
     @property
     def after_update(self) -> Callable[[int, int, PyTree], None] | None:
@@ -827,6 +846,8 @@ SAME_CALL = "the same call"  # of `train`
 
 def how_to_go_on(job: Job, result: Json) -> str:
     """How an unfinished run continues, and what it repeats."""
+    if not (job.run_dir / "config.json").exists():
+        return f"{job.run_dir} is gone; if it was moved, `cleanba resume` with its new place goes on"
     saved_update = max(updates_kept(job.run_dir), default=0)
     repeated = result["update"] - saved_update
     again = f" and repeats {counted(repeated, 'update')}" if repeated else ", nothing to repeat"

@@ -532,7 +532,9 @@ def test_all_runs_of_a_folder_are_evaluated(runs, tmp_path):
     (tmp_path / "cut" / "result.json").unlink()
     shutil.copytree(tmp_path / "s1", tmp_path / "twice")
     ended = command("eval", tmp_path, "--episodes", "3")
-    assert ended.code == 0 and "unfinished and left out: 1" in ended.err, ended.err
+    assert ended.code == 0 and f"left out, as they have not finished: {tmp_path / 'cut'} (unfinished)" in ended.err, (
+        ended.err
+    )
     assert f"{tmp_path / 'twice'} is the same experiment and seed as {tmp_path / 's1'}; left out" in ended.err
     means = [json.loads((tmp_path / f"s{seed}" / "eval.json").read_text())["mean"] for seed in (1, 2)]
     (line,) = [line for line in ended.out.splitlines() if line.startswith("| Catch-v0")]

@@ -164,7 +164,7 @@ def test_damaged_lines_are_left_out_with_a_warning(tmp_path, capsys):
     lines = path.read_text().splitlines()
     path.write_bytes("\n".join([lines[0], lines[1], "\x00\x01{", "[1]", lines[3], lines[3][:20]]).encode() + b"\xff")
     assert [row["update"] for row in read_rows(run)] == [0, 1, 3]
-    assert "damaged lines left out: 3, 4, 6" in capsys.readouterr().err
+    assert "damaged lines are left out: number 3, 4, 6" in capsys.readouterr().err
 
 
 def test_an_evaluation_belongs_to_the_row_of_its_update(tmp_path):

@@ -229,7 +229,7 @@ def test_a_run_without_metrics_and_with_damaged_ones(tmp_path):
     path.write_text(path.read_text() + '{"update": 41, "glo')
     (run / "result.json").write_text('{"status": "fini')
     ended = command("report", run, "--out", tmp_path / "deep/er/page.html")
-    assert ended.code == 0 and "damaged lines left out: 41" in ended.err
+    assert ended.code == 0 and "damaged line is left out: number 41" in ended.err
     assert "unfinished" in (tmp_path / "deep/er/page.html").read_text()
     path.unlink()
     assert "Nothing is logged yet" in page_of(run)[0]

@@ -457,6 +457,75 @@ def test_time_does_not_run_backwards_after_an_evaluation_that_was_logged_late(tm
     assert [row["seconds"] for row in read_rows(tmp_path)] == [10.0, 12.5]
 
 
+def begun_again(whole, folder: Path) -> tuple[Path, list[str]]:
+    """A copy of a run that was killed at its end, and the lines of its log."""
+    run = Path(shutil.copytree(whole("ppo"), folder / "run"))
+    (run / "result.json").unlink()
+    return run, (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+
+
+def test_a_log_that_is_not_written_again_is_kept(whole, tmp_path):
+    run, lines = begun_again(whole, tmp_path)
+    shutil.rmtree(run / "checkpoints" / "40")
+    damaged = "".join([lines[0], "garbage", *lines[1:], '{"update": 41, "gl'])
+    (run / "metrics.jsonl").write_text(damaged)
+    ended = command("resume", run)
+    assert ended.code == 0 and "metrics.jsonl has damaged lines, which are removed: 2; the log as it was" in ended.out
+    assert (run / "metrics.jsonl.1").read_text() == damaged
+    (run / "result.json").unlink()
+    before = (run / "metrics.jsonl").read_text()
+    shutil.rmtree(run / "checkpoints")
+    ended = command("resume", run)
+    assert ended.code == 0, ended.err
+    assert f"{run} has no checkpoint, so the run begins anew, although it had logged 40 updates; the log" in ended.out
+    assert f"is kept in {run / 'metrics.jsonl.2'}" in ended.out and (run / "metrics.jsonl.2").read_text() == before
+    assert_same_run(run, whole("ppo"))
+
+
+@pytest.mark.parametrize(
+    "what, words",
+    [
+        ("nothing", ""),
+        ("an incomplete last line", ""),
+        ("cut", "the log has no digests of update 40: a part of it is missing"),
+        ("gone", "the log has no digests of update 40: a part of it is missing"),
+        ("a hole", "the chain does not hold at update 40, after update 28: "),
+        ("settings", "the chain does not hold at update 7, its first link: "),
+    ],
+)
+def test_a_run_whose_files_were_changed_says_so_when_it_goes_on(what, words, whole, tmp_path):
+    run, lines = begun_again(whole, tmp_path)
+    if what == "an incomplete last line":
+        lines.append('{"update": 41, "gl')
+    elif what in ("cut", "gone"):
+        lines = lines[:10] if what == "cut" else []
+    elif what == "a hole":
+        lines = [line for line in lines if json.loads(line)["update"] != 35]
+    elif what == "settings":
+        config = json.loads((run / "config.json").read_text())
+        config["experiment"]["learning_rate"] *= 2
+        (run / "config.json").write_text(json.dumps(config))
+    (run / "metrics.jsonl").write_text("".join(lines))
+    ended = command("resume", run)
+    assert ended.code == 0 and not (run / "metrics.jsonl.1").exists(), ended
+    assert ("`cleanba verify` will not accept the run" in ended.out) == bool(words) and words in ended.out, ended.out
+    assert (command("verify", run).code != 0) == bool(words)
+
+
+def test_a_finished_run_needs_no_account(whole):
+    for flag in ("--track", "--upload-model"):
+        ended = command(*KINDS["ppo"], "--run-dir", whole("ppo"), flag)
+        assert "is finished; nothing to do" in ended.out, ended
+        assert ended.code == (1 if flag == "--upload-model" else 0)
+
+
+def test_a_run_that_was_moved_is_looked_for_in_its_new_place(tmp_path):
+    job = SimpleNamespace(run_dir=tmp_path / "moved")
+    assert how_to_go_on(job, {"update": 3}) == (
+        f"{tmp_path / 'moved'} is gone; if it was moved, `cleanba resume` with its new place goes on"
+    )
+
+
 def test_a_counter_that_has_changed_is_damage_too(whole, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(whole("ppo"), run)

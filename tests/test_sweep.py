@@ -113,6 +113,13 @@ def test_what_would_not_run_is_refused_before_anything_starts(own, runs, said, t
     assert not list(tmp_path.iterdir())
 
 
+def test_a_sweep_whose_command_is_not_set_apart_is_told_where(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    ended = command("sweep", "--env-ids", "Catch-v0", "ppo", *SHORT)
+    assert ended.code == 2 and ended.err.endswith("then what it runs: write -- before ppo\n"), ended
+    assert command("sweep", "--help").code == 0
+
+
 def test_the_help_of_status_is_no_wrong_use():
     ended = command("sweep", "status", "--help")
     assert ended.code == 0 and ended.out.startswith("usage: cleanba sweep status DIR\n\nShow each run")

@@ -109,8 +109,8 @@ def read_rows(run_dir: Path) -> list[Json]:
     except OSError as error:
         raise UsageError(f"{run_dir}/metrics.jsonl cannot be read: {error.strerror}; name a run") from None
     if damaged:
-        which = ", ".join(map(str, damaged[:5])) + (" …" if len(damaged) > 5 else "")
-        warn(f"{run_dir}/metrics.jsonl: damaged lines left out: {which}")
+        lines = "line is" if len(damaged) == 1 else "lines are"
+        warn(f"{run_dir}/metrics.jsonl: damaged {lines} left out: number {log.some(damaged)}")
     return [rows[update] for update in sorted(rows)]
 
 

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
@@ -91,11 +92,18 @@ def short(digest: object) -> str:
 
 
 def open_run(
-    run_dir: Path, recipe: AnyRecipe, resolved: Resolved, placement: Placement, run: Run, sources: Json
+    run_dir: Path,
+    recipe: AnyRecipe,
+    resolved: Resolved,
+    placement: Placement,
+    run: Run,
+    sources: Json,
+    check: Callable[[], None],
 ) -> Opened:
     """Make the directory and write config.json; if a run is there already, check that it is the same experiment.
 
     sources: the environment's own modules -> SHA-256 of their files.
+    check: called before anything is written, unless the run has finished.
 
     Raises:
         Finished: the same experiment has finished there.
@@ -144,6 +152,7 @@ def open_run(
         f"{run_dir} holds checkpoints, but no config.json, so their experiment is unknown; restore that file, or "
         "choose another --run-dir",
     )
+    check()
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         for name in ("result.json", "model.msgpack", UPLOADED):  # no longer true once the run goes on

@@ -4,6 +4,7 @@ The last line of a run that is training, or was killed, may be incomplete, so da
 periodic evaluation has a row of its own, at the update whose parameters it played, and may follow later updates' rows.
 """
 
+import itertools
 import json
 import math
 import os
@@ -130,6 +131,37 @@ def rewind(run_dir: Path, update: int, seconds: float = math.inf) -> list[Row]:
     for events in run_dir.glob("events.out.tfevents.*"):
         events.unlink()
     return rows
+
+
+def unrepeatable(run_dir: Path, resumes: bool) -> str:
+    """What `rewind` would remove although the run will not log it again, in words; "" if there is nothing.
+
+    resumes: whether the run goes on from a checkpoint; if not, it begins anew.
+    """
+    path = run_dir / METRICS
+    lines = path.read_bytes() if path.exists() else b""
+    rows = list(parse(lines))
+    if rows and not lines.endswith(b"\n"):  # the run was killed while it wrote the last one
+        rows.pop()
+    if damaged := [number for number, row in rows if row is None]:
+        return f"{path} has damaged lines, which are removed: {some(damaged)}"
+    if not resumes and (digested := [row["update"] for _, row in rows if row is not None and "params_digest" in row]):
+        return f"{run_dir} has no checkpoint, so the run begins anew, although it had logged {max(digested)} updates"
+    return ""
+
+
+def some(numbers: list[int]) -> str:
+    """The first five of these numbers, as a list in words."""
+    return ", ".join(map(str, numbers[:5])) + (" …" if len(numbers) > 5 else "")
+
+
+def keep_copy(run_dir: Path) -> Path:
+    """Copy metrics.jsonl to metrics.jsonl.1, or to the first number that is free.  Returns the copy."""
+    path = run_dir / METRICS
+    copies = (path.with_name(f"{METRICS}.{number}") for number in itertools.count(1))
+    copy = next(path for path in copies if not path.exists())
+    write_whole(copy, path.read_text(errors="surrogateescape"))
+    return copy
 
 
 def read_result(run_dir: Path) -> Row:

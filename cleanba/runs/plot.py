@@ -150,10 +150,11 @@ def final_rows(groups: Groups) -> Iterator[list[str]]:
         for name, curves in variants.items():
             result = mean_interval([c.returns[-1] for c in curves])
             score = human_normalised(env_id, result.value)
+            unfinished = sum(not c.finished for c in curves)
             yield [
                 env_id,
                 name,
-                str(len(curves)),
+                f"{len(curves)}" + (f" ({unfinished} unfinished)" if unfinished else ""),
                 span(c.steps[-1] for c in curves),
                 span((c.seconds[-1] for c in curves), 60),
                 with_interval(result),

@@ -90,6 +90,11 @@ def sweep_command(argv: Sequence[str]) -> Exit:
         return Exit(2)
     if argv[0] == "status":
         return status_command(argv[1:])
+    named = next((word for word in argv if word in RECIPES), None)
+    require(
+        "--" in argv or named is None or not {"-h", "--help"}.isdisjoint(argv),
+        f"a sweep's own flags come first, then what it runs: write -- before {named}",
+    )
     cut = argv.index("--") if "--" in argv else len(argv)
     own, rest = argv[:cut], list(argv[cut + 1 :])
     flags = parse_command(Flags, own, "sweep", USAGE)
