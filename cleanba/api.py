@@ -5,6 +5,7 @@ an experiment's flags, those of `train` are the flags of placement and run.
 """
 
 import inspect
+import os
 import signal
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -145,7 +146,16 @@ class Specify(Protocol[P]):
     @overload
     def __call__(self, *args: P.args, **flags: P.kwargs) -> Spec: ...
     @overload
-    def __call__(self, env_id: str | Callable[..., gymnasium.Env[Any, Any]] = ..., /, **flags: Any) -> Spec: ...
+    def __call__(self, env_id: Callable[..., gymnasium.Env[Any, Any]], /, **flags: Any) -> Spec: ...
+    # What Python takes besides the types of the fields.  Checkers know no keywords that are added to a `ParamSpec`.
+    @overload
+    def __call__(self, env_id: str = ..., /, *, preset: str | os.PathLike[str], **flags: Any) -> Spec: ...
+    @overload
+    def __call__(self, env_id: str = ..., /, *, env_options: Mapping[str, Any], **flags: Any) -> Spec: ...
+    @overload
+    def __call__(self, env_id: str = ..., /, *, hiddens: Sequence[int], **flags: Any) -> Spec: ...
+    @overload
+    def __call__(self, env_id: str = ..., /, *, init_from: os.PathLike[str], **flags: Any) -> Spec: ...
 
 
 def _specify(algorithm: str, form: Callable[P, Experiment]) -> Specify[P]:
@@ -488,7 +498,8 @@ def _raise(ended: Ended, call: str) -> None:
     call: the call that resumes the run, in words.
     """
     error = ended.error
-    remedy = ended.remedy if ended.remedy.startswith(SAME_CALL) else f"{call}, or {ended.remedy}"
+    moved = not (ended.run_dir / "config.json").exists()  # and the remedy says so
+    remedy = ended.remedy if moved or ended.remedy.startswith(SAME_CALL) else f"{call}, or {ended.remedy}"
     if isinstance(error, Interrupted) and error.signum == signal.SIGINT:
         raise KeyboardInterrupt(f"the run ended early; {remedy}") from None
     if error is not None:

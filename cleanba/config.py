@@ -812,8 +812,12 @@ def require_same(run_dir: Path, changed: list[str], flag: str = "--run-dir") -> 
 
     `flag` is the flag that chooses the directory.
     """
+    local = r"env_id: (gymnasium:local/.*)-[0-9a-f]{8}-v0, now \1-[0-9a-f]{8}-v0"
+    why = (
+        "the function that makes its environments has other code now: " if re.fullmatch(local, "".join(changed)) else ""
+    )
     require(
         not changed,
-        f"{run_dir} holds another experiment ({shortened(changed)}); choose another {flag}, or repeat the flags of "
-        "that run",
+        f"{run_dir} holds another experiment ({why}{shortened(changed)}); choose another {flag}, or repeat the flags "
+        "of that run",
     )

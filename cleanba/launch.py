@@ -66,7 +66,7 @@ from cleanba.runs.directory import (
     unwritable,
     was_uploaded,
 )
-from cleanba.runs.log import keep_copy, newest, rewind, unrepeatable
+from cleanba.runs.log import is_finished, keep_copy, newest, rewind, unrepeatable
 from cleanba.runs.remote import find_run
 from cleanba.runtime.chain import Chain, check, first_experiment, made_by
 from cleanba.runtime.checkpoint import Checkpoints, Saved, save_model, updates_kept
@@ -441,6 +441,8 @@ class RunWriter:
         self._job, self._run, self._shown = job, job.config.run, shown
         policy = new_policy(job.recipe, job.experiment, job.spec, job.algorithm, job.devices.platform)
         self.evaluations = PeriodicEvaluation(job.run_dir, self._run, policy, job.devices)
+        if not is_finished(job.run_dir):
+            self._require()
         self._lock = lock(job.run_dir)
         try:
             placement, code = job.config.placement, sources(job.spec, *job.recipe.modules)
@@ -515,7 +517,10 @@ class RunWriter:
     def _changed_since(self, saved: Saved[Any, Any], history: Sequence[Json]) -> str:
         """Whether config.json or the log are not what the run wrote before this checkpoint, as a sentence."""
         state = saved.counters.get("chain", {})
-        checked = check(history, first_experiment(self._opened.config))
+        config = self._opened.config
+        known = (self._opened.earlier or config)["experiment"]  # without the settings that this version has added
+        began = {**config, "experiment": {name: x for name, x in config["experiment"].items() if name in known}}
+        checked = check(history, first_experiment(began))
         linked = checked.rows[-1].update if checked.rows else 0
         why = checked.broken
         if not why and state and linked != state["update"]:

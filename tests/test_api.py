@@ -32,7 +32,7 @@ from cleanba.algorithms.ppo import PPO
 from cleanba.config import Placement, fields_of
 from cleanba.config import Run as RunFlags
 from cleanba.environments.common import parse_options
-from cleanba.environments.gymnasium import register
+from cleanba.environments.gymnasium import code_text, fingerprint, register
 from cleanba.errors import UsageError
 from cleanba.recipes import RECIPES, find_recipe
 from cleanba.runs import progress_line
@@ -763,15 +763,42 @@ def test_functions_and_local_classes_have_the_names_of_their_code():
     reads = "def make(): return gymnasium.wrappers.TimeLimit(Line(), size)"
     calls = "def size(): return {}\ndef make(): return gymnasium.wrappers.TimeLimit(Line(), size())"
     makers += [as_a_cell(reads, size=n)["make"] for n in (5, 7)] + [as_a_cell(calls.format(n))["make"] for n in (5, 7)]
+    inner = "def make(): return (lambda: gymnasium.wrappers.TimeLimit(Line(), sizes[0]))()"
+    makers += [as_a_cell(inner, sizes=[n])["make"] for n in (5, 7)]
     names = [id_of(maker) for maker in makers]
     assert len(set(names)) == len(names) and all(len(name) < 130 for name in names), names
     assert all(re.fullmatch(r"gymnasium:local/.*-[0-9a-f]{8}-v0", name) for name in names)
     alike = [limited(5), lambda: Line(), paid(2), as_a_cell(reads, size=7)["make"]]
     assert [id_of(maker) for maker in alike] == [names[i] for i in (0, 2, 5, 14)]
-    counting = as_a_cell("made = 0\ndef make():\n    global made\n    made += 1\n    return Line()")
-    before = id_of(counting["make"])
-    counting["make"]()
-    assert id_of(counting["make"]) == before, "what it changes itself is not its code"
+    ordinary = """
+    class Counted(Line):
+        made, rng = 0, np.random.default_rng(0)
+        def __init__(self):
+            super().__init__()
+            Counted.made += 1
+            self.at = self.rng.integers(3)
+    made, kept = 0, []
+    kept.append(kept)
+    def maker():
+        count, grid = 0, [Shaping(n) for n in range(30)]
+        for one in grid:
+            one.near = grid
+        def make(rng=np.random.default_rng(0)):
+            global made
+            nonlocal count
+            made, count = made + 1, count + 1
+            return Counted() if kept and grid else None
+        return make
+    """
+    cell = as_a_cell(ordinary, np=np, Shaping=Shaping)
+    make = cell["maker"]()
+    before = id_of(make)
+    make()
+    assert id_of(make) == before == id_of(cell["maker"]()), "what it changes itself is not its code"
+    cell["at"] = cell["integers"] = 3  # also names of attributes
+    assert id_of(make) == before
+    again = as_a_cell("\n\n" + ordinary, np=np, Shaping=Shaping)
+    assert id_of(again["maker"]()) == before
 
 
 def test_an_agent_plays_its_own_function_whatever_is_defined_later(tmp_path):
@@ -780,9 +807,24 @@ def test_an_agent_plays_its_own_function_whatever_is_defined_later(tmp_path):
 
     agent = cleanba.train(small(paid(1.0), total_timesteps=128), tmp_path / "a", progress=False).agent()
     before = cleanba.evaluate(agent, 2, seed=3)
-    with pytest.raises(UsageError, match="holds another experiment"):
+    with pytest.raises(
+        UsageError, match="holds another experiment .the function that makes its environments has other"
+    ):
         cleanba.train(small(paid(9.0), total_timesteps=128), tmp_path / "a", progress=False)
     assert cleanba.evaluate(agent, 2, seed=3).returns.tolist() == before.returns.tolist()
+
+
+def test_what_cannot_be_described_has_a_fingerprint_too():
+    class Silent:
+        def __repr__(self):
+            raise RuntimeError
+
+    nodes = [Shaping(n) for n in range(30)]
+    for node in nodes:
+        node.near = nodes
+    for x in (Silent(), nodes, len, functools.lru_cache(len), type(nodes), jax.random.key(0), np.random.default_rng(0)):
+        assert fingerprint(x) == fingerprint(x) and code_text(x) == code_text(x)
+        assert len(fingerprint(x)) < 10_000 and "at 0x7" not in fingerprint(x).lower()
 
 
 def test_a_finished_run_of_a_class_that_was_changed_says_so(tmp_path, capsys):

@@ -467,11 +467,13 @@ def begun_again(whole, folder: Path) -> tuple[Path, list[str]]:
 def test_a_log_that_is_not_written_again_is_kept(whole, tmp_path):
     run, lines = begun_again(whole, tmp_path)
     shutil.rmtree(run / "checkpoints" / "40")
-    damaged = "".join([lines[0], "garbage", *lines[1:], '{"update": 41, "gl'])
-    (run / "metrics.jsonl").write_text(damaged)
+    late = lambda row: {**row, "seconds": row["seconds"] + 60}
+    lines = [json.dumps(late(json.loads(line))) + "\n" for line in lines]
+    damaged = "".join([lines[0], "\xff", *lines[1:], '{"update": 41, "gl']).encode("latin-1")
+    (run / "metrics.jsonl").write_bytes(damaged)
     ended = command("resume", run)
     assert ended.code == 0 and "metrics.jsonl has damaged lines, which are removed: 2; the log as it was" in ended.out
-    assert (run / "metrics.jsonl.1").read_text() == damaged
+    assert (run / "metrics.jsonl.1").read_bytes() == damaged
     (run / "result.json").unlink()
     before = (run / "metrics.jsonl").read_text()
     shutil.rmtree(run / "checkpoints")

@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from enum import Enum
 from hashlib import sha256
 from importlib.util import find_spec
 from itertools import pairwise
@@ -111,7 +112,7 @@ def register(maker: Callable[..., gymnasium.Env[Any, Any]]) -> str:
     if held and called is maker:
         return f"{module}:{name}"
     exact = held or (isinstance(called, type) and "<locals>" not in called.__qualname__)
-    told: Any = maker
+    told = code_text(maker)
     if isinstance(maker, functools.partial):  # one of Corridor with length=10 is local/Corridor-length-10-v0
         is_word = lambda x: isinstance(x, str) and x.isidentifier() and not iskeyword(x)  # no number, None or True
         is_number = lambda x: x is None or isinstance(x, int | float)
@@ -120,11 +121,11 @@ def register(maker: Callable[..., gymnasium.Env[Any, Any]]) -> str:
         name = "-".join([name, *words])
         given = (*maker.args, *maker.keywords.values())
         if exact:
-            told = (maker.args, maker.keywords)
+            told = fingerprint((maker.args, maker.keywords))
         exact = exact and len(maker.args) < 2 and all(is_word(x) or is_number(x) for x in given)
     plain = re.sub(r"[^\w.-]+", "", name)[:MOST_NAME]
     if not exact or plain != name:
-        plain += f"-{sha256(fingerprint(told).encode()).hexdigest()[:8]}"
+        plain += f"-{sha256(told.encode()).hexdigest()[:8]}"
     gymnasium.registry.pop(f"{LOCAL}{plain}-v0", None)
     gymnasium.register(f"{LOCAL}{plain}-v0", entry_point=maker)
     return f"{PREFIX}{LOCAL}{plain}-v0"
@@ -134,78 +135,152 @@ def code_of(spec: EnvSpec) -> dict[str, str]:
     """The name of an environment that is defined in the running program only -> SHA-256 of its code."""
     name = game(spec).name
     entry = gymnasium.registry[name].entry_point if name.startswith(LOCAL) and name in gymnasium.registry else None
-    return {name: f"sha256:{sha256(fingerprint(entry).encode()).hexdigest()}"} if callable(entry) else {}
+    return {name: f"sha256:{sha256(code_text(entry).encode()).hexdigest()}"} if callable(entry) else {}
 
 
-ADDRESS = r" at 0x[0-9a-f]+"  # an object's address, which differs from start to start
+ADDRESS = r" at 0x[0-9a-fA-F]+"  # an object's address, which differs from start to start
 
 
-def fingerprint(value: Any, within: tuple[int, ...] = (), seen: dict[int, int] | None = None) -> str:
-    """A text that tells makers and their arguments apart, functions and the program's own classes by their code.
+class Seen:
+    """Numbers the functions, classes and objects that a text has described, so that it describes each once."""
 
-    It is the same at each start with the same version of Python.
+    def __init__(self, earlier: Sequence[Any] = ()):
+        self._objects = [*earlier]  # kept, so that no other object gets the same id
+
+    def again(self, x: Any) -> str:
+        """Which one it is, if it has been described; else "", and it is noted."""
+        for number, other in enumerate(self._objects):
+            if other is x:
+                return f"number {number}"
+        self._objects.append(x)
+        return ""
+
+    def copy(self) -> "Seen":
+        """The same, for one of several members that have no order."""
+        return Seen(self._objects)
+
+
+def fingerprint(value: Any, within: tuple[int, ...] = (), seen: Seen | None = None) -> str:
+    """A text that tells the arguments of two makers apart, functions by their code, and is the same at each start.
 
     within: ids of the objects that hold this one.
-    seen: ids of the functions and classes so far -> their numbers.
     """
     if id(value) in within:
         return "itself"
-    seen = {} if seen is None else seen
+    seen = seen or Seen()
     of = functools.partial(fingerprint, within=(*within, id(value)), seen=seen)
     many = lambda values: f"({', '.join(map(of, values))})"
     if isinstance(value, tuple | list):
         return type(value).__name__ + many(value)
     if isinstance(value, set | frozenset):
-        return type(value).__name__ + f"({', '.join(sorted(map(of, value)))})"
+        return type(value).__name__ + f"({', '.join(sorted(of(x, seen=seen.copy()) for x in value))})"
     if isinstance(value, dict):
         return many(value.items())
+    if isinstance(value, jax.Array) and jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key):
+        value = jax.random.key_data(value)
     if isinstance(value, np.ndarray | jax.Array) and value.dtype != object:
         return f"{value.dtype}{value.shape}{sha256(np.asarray(value).tobytes()).hexdigest()}"
-    if isinstance(value, CodeType):
-        return f"{value.co_code.hex()}{value.co_names}{many(value.co_consts)}"
-    if isinstance(value, FunctionType | type):
-        if id(value) in seen:
-            return f"number {seen[id(value)]}"
-        seen[id(value)] = len(seen)
-    if isinstance(value, FunctionType):
-        cells = []
-        for cell in value.__closure__ or ():
-            with suppress(ValueError):  # an enclosing variable that has no value yet
-                cells.append(cell.cell_contents)
-        parts = [value.__code__, value.__defaults__, value.__kwdefaults__, cells, *_globals_of(value)]
-        return f"{value.__qualname__}{many(parts)}"
-    if isinstance(value, type) and not _is_held(value):
-        attributes = {name: x for name, x in sorted(vars(value).items()) if name not in UNTOLD}
-        return f"{value.__qualname__}{many([*attributes.items(), *value.__bases__])}"
-    if isinstance(value, MethodType):
-        return many([value.__func__, value.__self__])
-    if isinstance(value, staticmethod | classmethod):
-        return type(value).__name__ + of(value.__func__)
-    if isinstance(value, property):
-        return many([value.fget, value.fset, value.fdel])
+    if isinstance(value, FunctionType | MethodType | type):
+        return code_text(value, seen)
     if isinstance(value, functools.partial):
         return many([value.func, value.args, value.keywords])
-    text = repr(value)
-    if isinstance(value, type) or not re.search(ADDRESS, text):
-        return re.sub(ADDRESS, "", text)
+    try:
+        text = repr(value)
+    except Exception:
+        text = f"<{type(value).__qualname__} at 0x0>"
+    if not re.search(ADDRESS, text):
+        return text
     # An object whose `repr` does not show what it holds.
+    if again := seen.again(value):
+        return again
     slots = {name: getattr(value, name, None) for name in getattr(type(value), "__slots__", ())}
     return re.sub(ADDRESS, "", text) + of(getattr(value, "__dict__", slots))
+
+
+def code_text(x: Any, seen: Seen | None = None) -> str:
+    """A text that tells functions and classes of the running program apart by their code and the constants it reads.
+
+    It leaves out what the code itself changes, and is the same at each start of the same version of Python.
+    """
+    seen = seen or Seen()
+    of = functools.partial(code_text, seen=seen)
+    many = lambda values: f"({', '.join(map(of, values))})"
+    if isinstance(x, CodeType):
+        return f"{x.co_code.hex()}{x.co_names}{many(x.co_consts)}"
+    if isinstance(x, tuple | list):
+        return type(x).__name__ + many(x)
+    if isinstance(x, set | frozenset):
+        return type(x).__name__ + f"({', '.join(sorted(of(y, seen=seen.copy()) for y in x))})"
+    if isinstance(x, dict):
+        return many(x.items())
+    if isinstance(x, MethodType):
+        return many([x.__func__, x.__self__])
+    if isinstance(x, staticmethod | classmethod):
+        return type(x).__name__ + of(x.__func__)
+    if isinstance(x, property):
+        return many([x.fget, x.fset, x.fdel])
+    if isinstance(x, functools.partial):
+        return of(x.func) + fingerprint((x.args, x.keywords), seen=seen)
+    if isinstance(x, FunctionType):
+        return seen.again(x) or f"{x.__qualname__}{many([x.__code__, x.__defaults__, x.__kwdefaults__, *_read_by(x)])}"
+    if isinstance(x, type):
+        if again := seen.again(x):
+            return again
+        if _is_held(x):
+            return repr(x)
+        changed = {name for function in vars(x).values() for name in _names(function, "STORE_ATTR", "DELETE_ATTR")}
+        told = [(name, y) for name, y in sorted(vars(x).items()) if name not in UNTOLD | changed and _is_told(y)]
+        return f"{x.__qualname__}{many([*told, *x.__bases__])}"
+    if isinstance(x, np.ndarray):
+        return fingerprint(x)
+    if isinstance(x, CONSTANTS):
+        return repr(x)
+    held = vars(x) if hasattr(x, "__dict__") else {}
+    methods = [method for name, method in vars(type(x)).items() if name != "__init__"]
+    changed = {name for method in methods for name in _names(method, "STORE_ATTR", "DELETE_ATTR")}
+    told = [(name, y) for name, y in sorted(held.items()) if name not in changed and _is_told(y)]
+    return seen.again(x) or of(type(x)) + many(told)
 
 
 # Attributes of classes that say nothing about what they do, or change with their place in the file.
 UNTOLD = {"__dict__", "__weakref__", "__doc__", "__module__", "__firstlineno__", "__static_attributes__", "_abc_impl"}
 
 
-def _globals_of(function: FunctionType) -> list[tuple[str, Any]]:
-    """What a function reads of its module: numbers and words that it does not change, its program's own code."""
-    found = []
-    changed = {step.argval for step in dis.get_instructions(function) if step.opname == "STORE_GLOBAL"}
-    for name in sorted({*function.__code__.co_names} - changed):
-        x = function.__globals__.get(name)
-        if isinstance(x, bool | int | float | str) or (isinstance(x, FunctionType | type) and not _is_held(x)):
-            found.append((name, x))
-    return found
+def _read_by(function: FunctionType) -> list[tuple[str, Any]]:
+    """The variables around a function that it, or a function within it, reads and does not change."""
+    changed = _names(function, "STORE_GLOBAL", "DELETE_GLOBAL", "STORE_DEREF")
+    around = {name: function.__globals__.get(name) for name in _names(function, "LOAD_GLOBAL", "LOAD_NAME")}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with suppress(ValueError):  # it has no value yet
+            around[name] = cell.cell_contents
+    return [(name, x) for name, x in sorted(around.items()) if name not in changed and _is_told(x)]
+
+
+def _names(x: Any, *operations: str) -> set[str]:
+    """The names on which the code of a function or method, and of functions within it, does this."""
+    x = x.__func__ if isinstance(x, staticmethod | classmethod) else x.fget if isinstance(x, property) else x
+    code = x if isinstance(x, CodeType) else getattr(x, "__code__", None)
+    if not isinstance(code, CodeType):
+        return set()
+    found = {step.argval for step in dis.get_instructions(code) if step.opname in operations}
+    return found.union(*(_names(inner, *operations) for inner in code.co_consts if isinstance(inner, CodeType)))
+
+
+CONSTANTS = (int, float, complex, str, bytes, type(None), range, Enum, np.generic, gymnasium.Space)
+MOST_TOLD = 10_000  # members of a container
+DEPTH = 5  # of containers within containers
+
+
+def _is_told(x: Any, depth: int = DEPTH) -> bool:
+    """Whether a value is a part of a program's code: a constant, or a function or class that no module holds."""
+    if isinstance(x, FunctionType | type):
+        return not _is_held(x)
+    if isinstance(x, tuple | list | set | frozenset | dict):
+        members = [y for pair in x.items() for y in pair] if isinstance(x, dict) else x
+        return len(members) <= MOST_TOLD and depth > 0 and all(_is_told(y, depth - 1) for y in members)
+    if isinstance(x, np.ndarray):
+        return x.dtype != object
+    return isinstance(x, (*CONSTANTS, staticmethod, classmethod, property, MethodType, functools.partial))
 
 
 def _is_held(x: Any) -> bool:
@@ -248,8 +323,7 @@ def modules_of(spec: EnvSpec) -> list[str]:
     if registered is not None:
         entry = registered.entry_point
         named_by.append(made_by(entry.func if isinstance(entry, functools.partial) else entry))
-    left_out = ("gymnasium", "__main__") if made.name.startswith(LOCAL) else ("gymnasium",)  # `code_of` tells more
-    return sorted({name for name in named_by if name and name.partition(".")[0] not in left_out})
+    return sorted({name for name in named_by if name and name.partition(".")[0] != "gymnasium"})
 
 
 def env_spec(e: Experiment) -> EnvSpec:

@@ -134,6 +134,8 @@ def open_run(
         if is_over(result, e.num_updates, earlier, run.target_return):
             before = earlier.get("sources", {})
             changed = [name for name, digest in sources.items() if before.get(name, digest) != digest]
+            if any(name.startswith("local/") for name in sources):  # of a script, only the environment counts here
+                changed = [name for name in changed if name != "__main__"]
             if changed:
                 warn(
                     f"{run_dir} was trained before the code of {' and '.join(changed)} was changed; to train with the "

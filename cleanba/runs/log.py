@@ -15,6 +15,7 @@ from cleanba.errors import UsageError
 from cleanba.files import METRICS, Json, optional_json, write_whole
 
 TAIL = 1 << 16  # bytes at the end of `METRICS` that certainly hold a whole row
+LONG_SECONDS = 60.0  # of training, by when a run has usually taken a checkpoint
 TIMED_ROWS = 20  # the last rows, from which the remaining time is estimated
 
 Row = Json
@@ -134,7 +135,7 @@ def rewind(run_dir: Path, update: int, seconds: float = math.inf) -> list[Row]:
 
 
 def unrepeatable(run_dir: Path, resumes: bool) -> str:
-    """What `rewind` would remove although the run will not log it again, in words; "" if there is nothing.
+    """What `rewind` would remove although it may not be logged again, or took long, in words; "" if there is nothing.
 
     resumes: whether the run goes on from a checkpoint; if not, it begins anew.
     """
@@ -145,8 +146,9 @@ def unrepeatable(run_dir: Path, resumes: bool) -> str:
         rows.pop()
     if damaged := [number for number, row in rows if row is None]:
         return f"{path} has damaged lines, which are removed: {some(damaged)}"
-    if not resumes and (digested := [row["update"] for _, row in rows if row is not None and "params_digest" in row]):
-        return f"{run_dir} has no checkpoint, so the run begins anew, although it had logged {max(digested)} updates"
+    last = rows[-1][1] if rows else None
+    if not resumes and last is not None and last.get("seconds", 0.0) >= LONG_SECONDS:
+        return f"{run_dir} has no checkpoint, so the run begins anew, although it had logged {last['update']} updates"
     return ""
 
 
@@ -160,7 +162,7 @@ def keep_copy(run_dir: Path) -> Path:
     path = run_dir / METRICS
     copies = (path.with_name(f"{METRICS}.{number}") for number in itertools.count(1))
     copy = next(path for path in copies if not path.exists())
-    write_whole(copy, path.read_text(errors="surrogateescape"))
+    write_whole(copy, path.read_bytes())
     return copy
 
 

@@ -15,7 +15,7 @@ from typing import Any, Generic, NamedTuple, NoReturn
 import jax
 
 from cleanba.algorithm import C, M, Metrics, P, S
-from cleanba.errors import Failure, Interrupted
+from cleanba.errors import Failure, Interrupted, warn_once
 from cleanba.files import Json
 from cleanba.rollout import PyTree
 from cleanba.runtime.actor import ActorRollout, Params, run_actor
@@ -374,14 +374,17 @@ def run_training(
     return RunOutcome(result, progress.state, stop.error, bool(stuck), progress.interrupt)
 
 
-EXIT_SECONDS = 120.0
+EXIT_SECONDS = 60.0
 
 
 def wait_for(threads: Sequence[threading.Thread]) -> None:
     """At the end of a Python program, wait for threads in a long compilation, within which Python would abort."""
     deadline = time.monotonic() + EXIT_SECONDS
     for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
+        thread.join(1.0)
+        if thread.is_alive():
+            warn_once(f"waiting up to {EXIT_SECONDS:.0f} s for a computation that began before the run ended")
+            thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def begin_progress(training: Training[S, M, P, C], status: Status) -> Progress[S]:
