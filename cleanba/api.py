@@ -61,6 +61,7 @@ from cleanba.launch import SAME_CALL, Ended, launch
 from cleanba.recipes import RECIPES, AnyRecipe, find_recipe
 from cleanba.resolution import as_given, configure, fit, named_settings, settle
 from cleanba.runs.curves import column, read_rows
+from cleanba.runs.directory import is_gone
 from cleanba.runtime.devices import default_platform
 from cleanba.runtime.process_setup import prepared
 from cleanba.train_flags import remedy_for
@@ -498,8 +499,9 @@ def _raise(ended: Ended, call: str) -> None:
     call: the call that resumes the run, in words.
     """
     error = ended.error
-    moved = not (ended.run_dir / "config.json").exists()  # and the remedy says so
-    remedy = ended.remedy if moved or ended.remedy.startswith(SAME_CALL) else f"{call}, or {ended.remedy}"
+    remedy = (
+        ended.remedy if is_gone(ended.run_dir) or ended.remedy.startswith(SAME_CALL) else f"{call}, or {ended.remedy}"
+    )
     if isinstance(error, Interrupted) and error.signum == signal.SIGINT:
         raise KeyboardInterrupt(f"the run ended early; {remedy}") from None
     if error is not None:

@@ -60,6 +60,7 @@ from cleanba.runs.directory import (
     batch_job,
     default_run_dir,
     differing_machines,
+    is_gone,
     lock,
     open_run,
     require_ours,
@@ -851,7 +852,7 @@ SAME_CALL = "the same call"  # of `train`
 
 def how_to_go_on(job: Job, result: Json) -> str:
     """How an unfinished run continues, and what it repeats."""
-    if not (job.run_dir / "config.json").exists():
+    if is_gone(job.run_dir):
         return f"{job.run_dir} is gone; if it was moved, `cleanba resume` with its new place goes on"
     saved_update = max(updates_kept(job.run_dir), default=0)
     repeated = result["update"] - saved_update

@@ -132,10 +132,13 @@ def register(maker: Callable[..., gymnasium.Env[Any, Any]]) -> str:
 
 
 def code_of(spec: EnvSpec) -> dict[str, str]:
-    """The name of an environment that is defined in the running program only -> SHA-256 of its code."""
+    """The name of an environment whose code only the running program has -> SHA-256 of this code."""
     name = game(spec).name
     entry = gymnasium.registry[name].entry_point if name.startswith(LOCAL) and name in gymnasium.registry else None
-    return {name: f"sha256:{sha256(code_text(entry).encode()).hexdigest()}"} if callable(entry) else {}
+    code = entry.func if isinstance(entry, functools.partial) else entry
+    if not isinstance(code, FunctionType | MethodType | type) or _is_held(code):
+        return {}
+    return {name: f"sha256:{sha256(code_text(code).encode()).hexdigest()}"}
 
 
 ADDRESS = r" at 0x[0-9a-fA-F]+"  # an object's address, which differs from start to start

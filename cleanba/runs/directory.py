@@ -229,7 +229,7 @@ def unwritable(run_dir: Path, error: OSError, flag: str = "--run-dir") -> UsageE
 LOCK = ".lock"  # in a run's directory
 
 
-def _is_gone(run_dir: Path) -> bool:
+def is_gone(run_dir: Path) -> bool:
     """Whether a run's directory is missing, or has only the folder that TensorStore makes again while it writes."""
     try:
         return os.listdir(run_dir) == [FOLDER]
@@ -245,7 +245,7 @@ def require_ours(run_dir: Path, held: TextIO) -> None:
     try:
         ours = os.path.samestat(os.fstat(held.fileno()), os.stat(run_dir / LOCK))
     except OSError:
-        ours = _is_gone(run_dir)
+        ours = is_gone(run_dir)
     if not ours:
         raise Replaced(
             f"{run_dir} was removed, or made again by another run, while this run was in it, so nothing more is "

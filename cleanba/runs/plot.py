@@ -150,11 +150,11 @@ def final_rows(groups: Groups) -> Iterator[list[str]]:
         for name, curves in variants.items():
             result = mean_interval([c.returns[-1] for c in curves])
             score = human_normalised(env_id, result.value)
-            unfinished = sum(not c.finished for c in curves)
+            early = sum(stopped_early(c, [c for them in variants.values() for c in them]) for c in curves)
             yield [
                 env_id,
                 name,
-                f"{len(curves)}" + (f" ({unfinished} unfinished)" if unfinished else ""),
+                f"{len(curves)}" + (f" ({early} ended early)" if early else ""),
                 span(c.steps[-1] for c in curves),
                 span((c.seconds[-1] for c in curves), 60),
                 with_interval(result),
