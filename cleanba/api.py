@@ -499,9 +499,8 @@ def _raise(ended: Ended, call: str) -> None:
     call: the call that resumes the run, in words.
     """
     error = ended.error
-    remedy = (
-        ended.remedy if is_gone(ended.run_dir) or ended.remedy.startswith(SAME_CALL) else f"{call}, or {ended.remedy}"
-    )
+    whole = ended.remedy.startswith(SAME_CALL) or is_gone(ended.run_dir)
+    remedy = ended.remedy if whole else f"{call}, or {ended.remedy}"
     if isinstance(error, Interrupted) and error.signum == signal.SIGINT:
         raise KeyboardInterrupt(f"the run ended early; {remedy}") from None
     if error is not None:

@@ -82,6 +82,14 @@ def test_a_cross_is_drawn_only_where_its_line_is():
     assert crosses("seconds") == [], "the line ends after 20 s"
 
 
+def test_the_table_marks_what_ended_early():
+    whole, failed = curve([0, 100], [0, 1]), curve([0, 50], [0, 1], seed=2)
+    seeds = lambda **variants: [row[2] for row in plot.final_rows({"Breakout-v5": variants})]
+    assert seeds(a=[whole], b=[failed]) == ["1", "1 (1 ended early)"]
+    assert seeds(a=[whole], b=[failed._replace(finished=True)]) == ["1", "1"]
+    assert seeds(a=[failed, failed]) == ["2"]
+
+
 def test_the_interval_is_that_of_a_bootstrap_by_hand():
     values = np.random.default_rng(3).normal(size=(5, 2)) * [1, 100]
     low, high = interval(values)

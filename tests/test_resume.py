@@ -522,6 +522,7 @@ def test_a_finished_run_needs_no_account(whole):
 
 def test_a_run_that_was_moved_is_looked_for_in_its_new_place(tmp_path):
     job = SimpleNamespace(run_dir=tmp_path / "moved")
+    (tmp_path / "moved" / "checkpoints").mkdir(parents=True)  # which TensorStore makes again
     assert how_to_go_on(job, {"update": 3}) == (
         f"{tmp_path / 'moved'} is gone; if it was moved, `cleanba resume` with its new place goes on"
     )
