@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import jax
@@ -28,6 +29,7 @@ from cleanba.sweeps.sweep import (
     devices_of,
     expand_sets,
     plan,
+    settle,
     share_devices,
     start,
     take_back,
@@ -118,6 +120,15 @@ def test_a_sweep_whose_command_is_not_set_apart_is_told_where(tmp_path, monkeypa
     ended = command("sweep", "--env-ids", "Catch-v0", "ppo", *SHORT)
     assert ended.code == 2 and ended.err.endswith("then what it runs: write -- before ppo\n"), ended
     assert command("sweep", "--help").code == 0
+
+
+@pytest.mark.parametrize("error, state", [("NotFinite: losses/loss", "failed"), ("OSError: lost", "waiting")])
+def test_a_number_that_is_not_finite_is_not_tried_again(error, state, tmp_path):
+    (tmp_path / "result.json").write_text(json.dumps({"status": "failed", "error": error}))
+    planned = SimpleNamespace(name="a")
+    run = SimpleNamespace(run_dir=tmp_path, seconds=0.0, started=0.0, attempts=1, planned=planned, log="a.log")
+    settle(run, 1, 1, waiting := [], SimpleNamespace(say=print))
+    assert run.state == state and waiting == [run] * (state == "waiting")
 
 
 def test_the_help_of_status_is_no_wrong_use():

@@ -20,7 +20,7 @@ import jax
 from cleanba.arguments import parse_command
 from cleanba.config import Experiment, Placement, Run, require
 from cleanba.environments.atari_scores import table
-from cleanba.errors import Exit, Failure, UsageError, closest_names, printable, warn
+from cleanba.errors import Exit, Failure, NotFinite, UsageError, closest_names, printable, warn
 from cleanba.files import Json
 from cleanba.help import HELP, written_flag
 from cleanba.recipes import RECIPES, AnyRecipe, find_recipe, names_recipe
@@ -76,7 +76,8 @@ class Flags:
     workers: int | None = None
     """runs at a time (None: as many as the GPUs here allow, one without GPUs; with --slurm as many as Slurm allows)"""
     retries: int = 1
-    """times that a failed run is tried again, from its last checkpoint (not with --slurm)"""
+    """times that a failed run is tried again, from its last checkpoint, unless a number was not finite (not with
+    --slurm)"""
     slurm: Path | None = None
     """template to submit job arrays with, such as slurm/one-gpu.sh"""
     dry_run: bool = False
@@ -458,13 +459,18 @@ def settle(run: SweepRun, code: int, retries: int, waiting: list[SweepRun], boar
     elif code == WRONG_USE and is_locked(run.run_dir):  # another process began it at the same moment
         run.state, run.attempts = "waiting", run.attempts - 1
         waiting.insert(0, run)
-    elif code != WRONG_USE and run.attempts <= retries:
+    elif code != WRONG_USE and run.attempts <= retries and not ended_in_vain(run.run_dir):
         run.state = "waiting"
         waiting.append(run)
         board.say(f"{run.planned.name}: ended with exit code {code}; retry {run.attempts} of {retries} follows")
     else:
         run.state = "failed"
         board.say(f"{run.planned.name}: failed with exit code {code}; see {run.log}")
+
+
+def ended_in_vain(run_dir: Path) -> bool:
+    """Whether a run failed because of a number that is not finite, which it would reach again."""
+    return str(read_result(run_dir).get("error", "")).startswith(f"{NotFinite.__name__}:")
 
 
 def report(folder: Path, runs: Sequence[SweepRun], heard: Sequence[int]) -> Exit:
