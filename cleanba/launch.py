@@ -442,12 +442,14 @@ class RunWriter:
         self._job, self._run, self._shown = job, job.config.run, shown
         policy = new_policy(job.recipe, job.experiment, job.spec, job.algorithm, job.devices.platform)
         self.evaluations = PeriodicEvaluation(job.run_dir, self._run, policy, job.devices)
-        if not is_finished(job.run_dir):
+        finished = is_finished(job.run_dir)  # if it has, and is not made longer, it needs no account
+        if not finished:
             self._require()
         self._lock = lock(job.run_dir)
         try:
             placement, code = job.config.placement, sources(job.spec, *job.recipe.modules)
-            self._opened = open_run(job.run_dir, job.recipe, job.resolved, placement, self._run, code, self._require)
+            check = self._require if finished else None
+            self._opened = open_run(job.run_dir, job.recipe, job.resolved, placement, self._run, code, check)
             if job.initial is not None:
                 write_json(job.run_dir / RECORD, {"digest": job.initial.digest, "from": job.initial.place})
         except OSError as error:

@@ -28,7 +28,7 @@ from cleanba.resolution import completed
 from cleanba.rollout import Episode, EpisodeTracker, Obs, step_outcome
 from cleanba.runs.curves import Curve, find_runs, group, mean_interval
 from cleanba.runs.directory import EVALUATIONS
-from cleanba.runs.log import is_finished, read_result
+from cleanba.runs.log import read_result
 from cleanba.runs.plot import markdown, with_interval
 from cleanba.runs.progress_line import ProgressLine
 from cleanba.runs.remote import find_run
@@ -363,11 +363,11 @@ def evaluate_folder(folder: Path, options: Eval) -> bool:
         UsageError: it holds no finished run.
     """
     found = find_runs([folder])
-    finished = [run_dir for run_dir in found if is_finished(run_dir)]
+    states = {run_dir: read_result(run_dir).get("status", "unfinished") for run_dir in found}
+    finished = [run_dir for run_dir in found if states[run_dir] == "finished"]
     require(bool(finished), f"{folder} holds no finished run; `cleanba eval RUN_DIR` plays an unfinished one")
     if len(finished) < len(found):
-        states = {run_dir: read_result(run_dir).get("status", "unfinished") for run_dir in found}
-        others = [f"{run_dir} ({states[run_dir]})" for run_dir in found if run_dir not in finished]
+        others = [f"{run_dir} ({state})" for run_dir, state in states.items() if state != "finished"]
         more = f" and {len(others) - 5} more" if len(others) > 5 else ""
         warn(f"left out, as they have not finished: {', '.join(others[:5])}{more}")
     curves: list[Curve] = []

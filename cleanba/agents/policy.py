@@ -15,6 +15,7 @@ from cleanba.files import Json, read_json
 from cleanba.recipes import AnyRecipe
 from cleanba.resolution import read_recipe
 from cleanba.rollout import Obs, PyTree
+from cleanba.runs.log import read_result
 from cleanba.runtime import checkpoint as ckpt
 from cleanba.shards import network_options
 from cleanba.specs import EnvSpec
@@ -137,8 +138,7 @@ def read_params(
         return actor_params(saved.state), saved.update, saved.counters["global_step"]
     if damage is not None:
         raise damage
-    model, result = run_dir / "model.msgpack", run_dir / "result.json"
-    ended = read_json(result) if result.exists() else {}
+    model, ended = run_dir / "model.msgpack", read_result(run_dir)
     require(
         model.exists(),
         f"{run_dir} has no checkpoint"

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from enum import Enum
 from hashlib import sha256
@@ -107,12 +107,11 @@ def register(maker: Callable[..., gymnasium.Env[Any, Any]]) -> str:
     within a function, or that of a function, says too little: the id ends with a digest of the code.
     """
     called = maker.func if isinstance(maker, functools.partial) else maker
-    name, module = getattr(called, "__name__", type(called).__name__), getattr(called, "__module__", None)
-    held = is_module(module) and getattr(sys.modules.get(str(module)), name, None) is called
-    if held and called is maker:
-        return f"{module}:{name}"
-    exact = held or (isinstance(called, type) and "<locals>" not in called.__qualname__)
-    told = code_text(maker)
+    name = _name(called)
+    if called is maker and _is_held(maker):
+        return f"{maker.__module__}:{name}"
+    exact = _is_held(called) or (isinstance(called, type) and "<locals>" not in called.__qualname__)
+    told = lambda: code_text(maker)
     if isinstance(maker, functools.partial):  # one of Corridor with length=10 is local/Corridor-length-10-v0
         is_word = lambda x: isinstance(x, str) and x.isidentifier() and not iskeyword(x)  # no number, None or True
         is_number = lambda x: x is None or isinstance(x, int | float)
@@ -121,11 +120,11 @@ def register(maker: Callable[..., gymnasium.Env[Any, Any]]) -> str:
         name = "-".join([name, *words])
         given = (*maker.args, *maker.keywords.values())
         if exact:
-            told = fingerprint((maker.args, maker.keywords))
+            told = lambda: fingerprint((maker.args, maker.keywords))
         exact = exact and len(maker.args) < 2 and all(is_word(x) or is_number(x) for x in given)
     plain = re.sub(r"[^\w.-]+", "", name)[:MOST_NAME]
     if not exact or plain != name:
-        plain += f"-{sha256(told.encode()).hexdigest()[:8]}"
+        plain += f"-{sha256(told().encode()).hexdigest()[:8]}"
     gymnasium.registry.pop(f"{LOCAL}{plain}-v0", None)
     gymnasium.register(f"{LOCAL}{plain}-v0", entry_point=maker)
     return f"{PREFIX}{LOCAL}{plain}-v0"
@@ -163,6 +162,18 @@ class Seen:
         return Seen(self._objects)
 
 
+CONTAINERS = (tuple, list, set, frozenset, dict)
+
+
+def _members(x: Any, of: Callable[..., str], seen: Seen) -> str:
+    """The text of a container, by that `of` each member."""
+    if isinstance(x, dict):
+        return f"({', '.join(map(of, x.items()))})"
+    # A set has no order, so no member's text may depend on another's.
+    texts = sorted(of(y, seen=seen.copy()) for y in x) if isinstance(x, set | frozenset) else map(of, x)
+    return f"{type(x).__name__}({', '.join(texts)})"
+
+
 def fingerprint(value: Any, within: tuple[int, ...] = (), seen: Seen | None = None) -> str:
     """A text that tells the arguments of two makers apart, functions by their code, and is the same at each start.
 
@@ -173,12 +184,8 @@ def fingerprint(value: Any, within: tuple[int, ...] = (), seen: Seen | None = No
     seen = seen or Seen()
     of = functools.partial(fingerprint, within=(*within, id(value)), seen=seen)
     many = lambda values: f"({', '.join(map(of, values))})"
-    if isinstance(value, tuple | list):
-        return type(value).__name__ + many(value)
-    if isinstance(value, set | frozenset):
-        return type(value).__name__ + f"({', '.join(sorted(of(x, seen=seen.copy()) for x in value))})"
-    if isinstance(value, dict):
-        return many(value.items())
+    if isinstance(value, CONTAINERS):
+        return _members(value, of, seen)
     if isinstance(value, jax.Array) and jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key):
         value = jax.random.key_data(value)
     if isinstance(value, np.ndarray | jax.Array) and value.dtype != object:
@@ -210,12 +217,8 @@ def code_text(x: Any, seen: Seen | None = None) -> str:
     many = lambda values: f"({', '.join(map(of, values))})"
     if isinstance(x, CodeType):
         return f"{x.co_code.hex()}{x.co_names}{many(x.co_consts)}"
-    if isinstance(x, tuple | list):
-        return type(x).__name__ + many(x)
-    if isinstance(x, set | frozenset):
-        return type(x).__name__ + f"({', '.join(sorted(of(y, seen=seen.copy()) for y in x))})"
-    if isinstance(x, dict):
-        return many(x.items())
+    if isinstance(x, CONTAINERS):
+        return _members(x, of, seen)
     if isinstance(x, MethodType):
         return many([x.__func__, x.__self__])
     if isinstance(x, staticmethod | classmethod):
@@ -231,22 +234,23 @@ def code_text(x: Any, seen: Seen | None = None) -> str:
             return again
         if _is_held(x):
             return repr(x)
-        changed = {name for function in vars(x).values() for name in _names(function, "STORE_ATTR", "DELETE_ATTR")}
-        told = [(name, y) for name, y in sorted(vars(x).items()) if name not in UNTOLD | changed and _is_told(y)]
-        return f"{x.__qualname__}{many([*told, *x.__bases__])}"
+        return f"{x.__qualname__}{many([*_attributes(vars(x), vars(x).values()), *x.__bases__])}"
     if isinstance(x, np.ndarray):
         return fingerprint(x)
     if isinstance(x, CONSTANTS):
         return repr(x)
-    held = vars(x) if hasattr(x, "__dict__") else {}
     methods = [method for name, method in vars(type(x)).items() if name != "__init__"]
-    changed = {name for method in methods for name in _names(method, "STORE_ATTR", "DELETE_ATTR")}
-    told = [(name, y) for name, y in sorted(held.items()) if name not in changed and _is_told(y)]
-    return seen.again(x) or of(type(x)) + many(told)
+    return seen.again(x) or of(type(x)) + many(_attributes(getattr(x, "__dict__", {}), methods))
 
 
 # Attributes of classes that say nothing about what they do, or change with their place in the file.
 UNTOLD = {"__dict__", "__weakref__", "__doc__", "__module__", "__firstlineno__", "__static_attributes__", "_abc_impl"}
+
+
+def _attributes(held: Mapping[str, Any], methods: Iterable[Any]) -> list[tuple[str, Any]]:
+    """The attributes that say what an object does, except those that these methods change."""
+    changed = {name for method in methods for name in _names(method, "STORE_ATTR", "DELETE_ATTR")}
+    return [(name, x) for name, x in sorted(held.items()) if name not in UNTOLD | changed and _is_told(x)]
 
 
 def _read_by(function: FunctionType) -> list[tuple[str, Any]]:
@@ -278,7 +282,7 @@ def _is_told(x: Any, depth: int = DEPTH) -> bool:
     """Whether a value is a part of a program's code: a constant, or a function or class that no module holds."""
     if isinstance(x, FunctionType | type):
         return not _is_held(x)
-    if isinstance(x, tuple | list | set | frozenset | dict):
+    if isinstance(x, CONTAINERS):
         members = [y for pair in x.items() for y in pair] if isinstance(x, dict) else x
         return len(members) <= MOST_TOLD and depth > 0 and all(_is_told(y, depth - 1) for y in members)
     if isinstance(x, np.ndarray):
@@ -288,8 +292,13 @@ def _is_told(x: Any, depth: int = DEPTH) -> bool:
 
 def _is_held(x: Any) -> bool:
     """Whether a function or class is an attribute of a module that another process could import."""
-    module, name = x.__module__, x.__qualname__
-    return is_module(module) and getattr(sys.modules.get(module), name, None) is x
+    module = getattr(x, "__module__", None)
+    return is_module(module) and getattr(sys.modules.get(str(module)), _name(x), None) is x
+
+
+def _name(maker: Any) -> str:
+    """The name of a function or class, or that of an object's class."""
+    return str(getattr(maker, "__name__", type(maker).__name__))
 
 
 def is_module(name: str | None) -> bool:

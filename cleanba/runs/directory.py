@@ -98,7 +98,7 @@ def open_run(
     placement: Placement,
     run: Run,
     sources: Json,
-    check: Callable[[], None],
+    check: Callable[[], None] | None = None,
 ) -> Opened:
     """Make the directory and write config.json; if a run is there already, check that it is the same experiment.
 
@@ -154,7 +154,8 @@ def open_run(
         f"{run_dir} holds checkpoints, but no config.json, so their experiment is unknown; restore that file, or "
         "choose another --run-dir",
     )
-    check()
+    if check is not None:
+        check()
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         for name in ("result.json", "model.msgpack", UPLOADED):  # no longer true once the run goes on
