@@ -82,16 +82,16 @@ class EpisodeTracker:
 
     def __init__(self, num_envs: int):
         self.ret = np.zeros(num_envs, np.float64)
+        """[B], the sum of raw rewards of each environment's episode so far"""
         self.length = np.zeros(num_envs, np.int64)
+        """[B], its steps so far"""
         self.ended = np.zeros(0, np.intp)
+        """the environments whose episodes ended with the last step"""
 
     def add(
         self, raw_reward: np.ndarray, valid: np.ndarray, over: np.ndarray, infos: np.ndarray | None = None
     ) -> list[Episode]:
-        """Add a step: raw rewards [B], valid [B], `Step.over` [B], `Step.infos` [B, K] -> the episodes that ended.
-
-        `ended` has their environments.
-        """
+        """Add a step: raw rewards [B], valid [B], `Step.over` [B], `Step.infos` [B, K] -> the episodes that ended."""
         self.ret += np.where(valid, raw_reward, 0.0)
         self.length += valid
         self.ended = ended = np.flatnonzero(over & (self.length > 0))

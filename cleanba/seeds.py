@@ -18,6 +18,7 @@ USES = {
 
 
 SEEDS = 2**30  # of environments in training
+MAX_EVAL_ENVS = 16  # in an evaluation; more would mostly wait for those with the longest episodes
 
 
 def env_seed(seed: int, env: int, epoch: int, num_envs: int) -> int:

@@ -36,7 +36,7 @@ from cleanba.runs.log import newest
 from cleanba.runtime.checkpoint import Saved, updates_kept
 from cleanba.runtime.devices import find_devices
 from cleanba.runtime.supervision import Watchdog
-from cleanba.seeds import env_seed, eval_seed
+from cleanba.seeds import MAX_EVAL_ENVS, env_seed, eval_seed
 from cleanba.specs import ObsSpec
 from cleanba.trust import mark_downloaded
 
@@ -76,7 +76,7 @@ def play_scripts(scripts, episodes, film=None, algorithm=None, inspect=None, max
 def test_short_episodes_count_no_more_than_long_ones():
     """Half of the environments play episodes of one step that return 1, the others of 40 steps that return 10."""
     played, envs = play_scripts([[SHORT], [LONG]], 40)
-    assert envs.num_envs == evaluate.MAX_ENVS == 16
+    assert envs.num_envs == MAX_EVAL_ENVS == 16
     # 40 over 16 environments: three each for the first eight, two for the rest; even ones play the short game.
     assert [e.ret for e in played] == [1.0] * 3 + [10.0] * 3 + ([1.0] * 3 + [10.0] * 3) * 3 + (
         [1.0] * 2 + [10.0] * 2
@@ -475,6 +475,8 @@ def test_ls_shows_every_run_whatever_its_files_hold(runs, tmp_path):
         shutil.copytree(tmp_path / "killed", tmp_path / name)
         text = (tmp_path / name / "config.json").read_text()
         (tmp_path / name / "config.json").write_text(re.sub(r'"seed": \d+', f'"seed": {seed}', text))
+    for name, to in (("a link", "killed"), ("z link", "killed"), ("folder", "sweep")):
+        (tmp_path / name).symlink_to(tmp_path / to)  # each run is listed once
 
     ended = command("ls", tmp_path)
     assert ended.code == 0, ended.err

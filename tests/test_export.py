@@ -18,6 +18,7 @@ from cleanba.agents.policy import new_policy
 from cleanba.environments.backends import env_spec
 from cleanba.errors import Failure
 from cleanba.recipes import RECIPES
+from cleanba.seeds import eval_seed
 
 onnxruntime = pytest.importorskip("onnxruntime")
 
@@ -102,6 +103,11 @@ def test_without_cleanba_it_gets_the_returns_of_an_evaluation(tmp_path):
     returns = [float(line) for line in elsewhere.out.split()]
     played = json.loads((run / "eval.json").read_text())["returns"]
     assert returns == played and len(set(returns)) > 1 and max(returns) == 190  # the run's own limit
+
+    session = onnxruntime.InferenceSession(run / "agent.onnx")
+    seeds = set(json.loads(session.get_modelmeta().custom_metadata_map["cleanba"])["eval_seeds"])
+    while_training = {eval_seed(1, env, update, 16) for env in range(16) for update in range(1, 17)}
+    assert len(seeds) == 30 and not seeds & while_training  # no game was used to select the best parameters
 
 
 def test_the_script_finds_an_environment_in_the_current_folder(tmp_path, monkeypatch, capsys):

@@ -225,6 +225,20 @@ def test_every_environment_explores_by_its_number_wherever_it_is():
     assert (after.env == many.env).all()
 
 
+@pytest.mark.parametrize("scaled", [True, False])
+def test_inspected_values_are_in_units_of_rewards(scaled):
+    algorithm = r2d2.make(tiny(rescale=scaled), SPEC, "cpu")
+    params = jax.tree.map(lambda x: 2 * x, algorithm.init(jax.random.key(0)).target)
+    params["params"]["value"]["Dense_0"]["bias"] += 20  # returns of hundreds
+    obs = np.array([[0.3, -2.0]], np.float32)
+    shown = algorithm.inspect(params, algorithm.initial_carry(1), obs, np.array([True]))
+    values, _ = numpy_outputs(params, obs, [True], (np.zeros(2), np.zeros(2)))
+    values = h_inverse(values) if scaled else values
+    assert values.min() > (300 if scaled else 10)
+    np.testing.assert_allclose(shown["action value"], values, rtol=1e-4)
+    np.testing.assert_allclose(shown["value"], values.max(-1), rtol=1e-4)
+
+
 # ----------------------------------------------------------------------------------------------------- placements
 
 

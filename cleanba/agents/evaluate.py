@@ -35,10 +35,9 @@ from cleanba.runs.remote import find_run
 from cleanba.runtime.collect import first_carry
 from cleanba.runtime.digests import params_digest
 from cleanba.runtime.process_setup import pin_settings, settings_of
-from cleanba.seeds import eval_seed, evaluation_key
+from cleanba.seeds import MAX_EVAL_ENVS, eval_seed, evaluation_key
 from cleanba.specs import EnvSpec
 
-MAX_ENVS = 16  # more would mostly wait for those with the longest episodes
 MAX_STEPS = 27_000  # Atari's limit, also for environments without one: a greedy policy may never end an episode
 
 
@@ -111,7 +110,7 @@ def play(
     )
     limit = step_limit(policy.spec, max_steps)
     chance = np.random.default_rng((seed, epoch))
-    n = min(episodes, MAX_ENVS)
+    n = min(episodes, MAX_EVAL_ENVS)
     quota = [episodes // n + (i < episodes % n) for i in range(n)]
     opened = lambda seeds: open_envs(policy.spec, seeds, threads_per_actor(1), render=film is not None)
     with jax.default_device(device):  # JAX's first device may be busy learning
@@ -157,7 +156,7 @@ def play(
     for again in itertools.count():
         check("opening environments")
         with jax.default_device(device):
-            envs = (make_envs or opened)([eval_seed(seed + again * 2**31, i, epoch, MAX_ENVS) for i in range(n)])
+            envs = (make_envs or opened)([eval_seed(seed + again * 2**31, i, epoch, MAX_EVAL_ENVS) for i in range(n)])
         try:
             play_on(envs)
         finally:

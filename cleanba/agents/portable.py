@@ -38,7 +38,7 @@ from cleanba.files import Json, write_whole
 from cleanba.rollout import PyTree, step_outcome
 from cleanba.runtime.digests import params_digest
 from cleanba.runtime.process_setup import settings_of
-from cleanba.seeds import eval_seed, evaluation_key
+from cleanba.seeds import MAX_EVAL_ENVS, eval_seed, evaluation_key
 
 FORMATS = {"onnx": ".onnx", "stablehlo": ".stablehlo"}
 """name -> the suffix of its files"""
@@ -175,7 +175,10 @@ def exported(policy: Policy) -> Exported:
         "update": policy.update,
         "global_step": policy.global_step,
         "params_digest": params_digest(policy.params),
-        "eval_seeds": [eval_seed(1, i, 0, SEEDS) for i in range(SEEDS)],  # of environments in `cleanba eval`
+        # First those of `cleanba eval`, then those that it takes where the first do not suffice.
+        "eval_seeds": [
+            eval_seed(1 + i // MAX_EVAL_ENVS * 2**31, i % MAX_EVAL_ENVS, 0, MAX_EVAL_ENVS) for i in range(SEEDS)
+        ],
     }
     outputs = ports(out_names, [like[name] for name in out_names])
 

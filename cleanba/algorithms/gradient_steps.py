@@ -57,7 +57,8 @@ class Minibatch(NamedTuple):
     window: Callable[[jax.Array], replay.Window]
     """i -> the transitions of this device's i-th shard.  Leaves [N, ...]"""
     noises: jax.Array
-    """[K', U, N, D] standard normal numbers, which a loss reads by `noise`"""
+    """[K', U, N, D] standard normal numbers, which a loss reads by `noise`; where U is 0, random keys [K'], which
+    nothing uses"""
 
     def noise(self, i: jax.Array, use: jax.Array | int) -> jax.Array:
         """Standard normal numbers for the transitions of this device's i-th shard.  [N, D]."""

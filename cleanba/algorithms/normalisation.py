@@ -1,4 +1,4 @@
-"""Scales observations and rewards by running statistics, for algorithms that learn from rollouts.
+"""Scales observations and rewards by running statistics.
 
     obs -> clip((obs - mean) / sqrt(variance + 1e-8), -10, 10)
     reward -> clip(reward / sqrt(variance of the discounted returns under way + 1e-8), -10, 10)
@@ -7,6 +7,7 @@
 grid's codes or text, are normalised after they have been encoded as zeros and ones.  The statistics are part of the
 learner's state: an update first adds its rollout to them, then learns from the rollout normalised by them.  Actors get
 them with the parameters, so both are of one version.  The returns under way, one for each environment, are memory.
+R2D2's memory holds observations as they were; it normalises those that it draws by the newest statistics.
 """
 
 from collections.abc import Callable

@@ -336,7 +336,7 @@ def make(e: R2D2, spec: EnvSpec, platform: str) -> Algorithm[State, replay.Seque
         return normaliser.with_statistics(state.online.params, state.statistics)
 
     def inspect(params: PyTree, carry: ActingCarry, obs: Obs, first: jax.Array) -> dict[str, jax.Array]:
-        values = one_step(params, carry.core, obs, first).values
+        values = h_inverse(one_step(params, carry.core, obs, first).values)
         return {"value": legal_values(spec, values, obs).max(-1), "action value": values}
 
     def init_memory(rollout: Rollout) -> replay.SequenceMemory:

@@ -121,7 +121,9 @@ def ls_command(argv: Sequence[str]) -> Exit:
     flags = parse_command(Ls, argv, "ls")
     folder = flags.directory
     require(folder.is_dir(), f"{folder} is not a directory; name one that holds runs (`cleanba ppo` makes runs/)")
-    rows = sorted((read_run(path) for path in find_runs(folder)), key=lambda row: (row.when, str(row.path)))
+    places = sorted(find_runs(folder), key=lambda path: path.resolve() == path.absolute())
+    runs = {path.resolve(): path for path in places}.values()  # links to a run that is there, too, are left out
+    rows = sorted((read_run(path) for path in runs), key=lambda row: (row.when, str(row.path)))
     if flags.json:
         for row in rows:
             print(json.dumps(finite(row._asdict() | {"path": str(row.path)})))
