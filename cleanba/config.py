@@ -751,7 +751,7 @@ def read_config(run_dir: Path) -> Json:
         UsageError: there is no such run, or Cleanba did not write the file.
     """
     config = read_json(run_dir / "config.json")
-    for part in ("origin", "placement", "run", "packages", "sources"):
+    for part in ("origin", "placement", "run", "packages", "sources", "first_experiment"):
         require(
             isinstance(config.get(part, {}), dict),
             f"{part!r} in {run_dir}/config.json is not a JSON object; restore the file, or choose another run",

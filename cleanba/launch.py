@@ -520,10 +520,7 @@ class RunWriter:
     def _changed_since(self, saved: Saved[Any, Any], history: Sequence[Json]) -> str:
         """Whether config.json or the log are not what the run wrote before this checkpoint, as a sentence."""
         state = saved.counters.get("chain", {})
-        config = self._opened.config
-        known = (self._opened.earlier or config)["experiment"]  # without the settings that this version has added
-        began = {**config, "experiment": {name: x for name, x in config["experiment"].items() if name in known}}
-        checked = check(history, first_experiment(began))
+        checked = check(history, first_experiment(self._opened.config))
         linked = checked.rows[-1].update if checked.rows else 0
         why = checked.broken
         if not why and state and linked != state["update"]:

@@ -25,7 +25,7 @@ from cleanba.runs import log
 from cleanba.runs.directory import EVALUATIONS, UPLOADED, films_of
 from cleanba.runs.log import parse
 from cleanba.runs.remote import PARTS, REPO, require_hub
-from cleanba.runtime.chain import FIRST_STEPS
+from cleanba.runtime.chain import FIRST, FIRST_STEPS
 from cleanba.runtime.checkpoint import save_model, updates_kept
 from cleanba.runtime.devices import find_devices
 from cleanba.runtime.digests import params_digest
@@ -283,7 +283,7 @@ def public_config(run_dir: Path) -> Json:
         "experiment": config["experiment"],
         "placement": placement | ({"coordinator_address": None} if "coordinator_address" in placement else {}),
         "run": {name: None if name in private else value for name, value in run.items()},
-        **{name: config[name] for name in (*MACHINE, FIRST_STEPS) if name in config},
+        **{name: config[name] for name in (*MACHINE, FIRST_STEPS, FIRST) if name in config},
     }
 
 

@@ -10,7 +10,7 @@ import secrets
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -18,11 +18,23 @@ import tyro
 
 from cleanba.arguments import parse_command
 from cleanba.checks.recompute import Rerun, digests_of, open_rerun, read_checkpoint, recompute
-from cleanba.config import Experiment, Placement, Range, check_values, read_config, read_experiment, require
+from cleanba.config import (
+    Experiment,
+    Placement,
+    Range,
+    check_values,
+    differences,
+    read_config,
+    read_experiment,
+    require,
+    shortened,
+    to_json,
+)
 from cleanba.environments import jax_envs
 from cleanba.environments.backends import repeatable, sources
 from cleanba.errors import Exit, Failure, Interrupted, UsageError, exit_code, printable
 from cleanba.files import Json
+from cleanba.resolution import earlier_experiment
 from cleanba.runs.log import is_finished, read_result, read_rows
 from cleanba.runs.remote import find_run
 from cleanba.runtime import chain, records
@@ -31,6 +43,7 @@ from cleanba.runtime.checkpoint import Saved, read_model, updates_kept
 from cleanba.runtime.digests import params_digest
 from cleanba.runtime.hardware import describe_devices
 from cleanba.runtime.records import Snapshot
+from cleanba.trust import source_of
 
 SEGMENTS = 3  # drawn if no flag says how many
 STATUSES = ("finished", "interrupted", "failed")  # with which a run ends
@@ -175,7 +188,7 @@ def contradictions(rerun: Rerun, linked: Mapping[int, Linked], unlinked: Sequenc
     said: what these files said before the log was read.
     """
     last = linked[max(linked)]
-    found = result_contradicts(rerun, linked, said.result)
+    found = experiment_contradicts(rerun) + result_contradicts(rerun, linked, said.result)
     if said.has_model:
         model = rerun.run_dir / "model.msgpack"
         _, like = rerun.algorithm.shapes()
@@ -200,6 +213,26 @@ def contradictions(rerun: Rerun, linked: Mapping[int, Linked], unlinked: Sequenc
         found += checkpoint_differs(linked[update], digests_of(rerun, newest))
         break
     return found
+
+
+def experiment_contradicts(rerun: Rerun) -> list[str]:
+    """How the experiment in config.json contradicts the one that the run began with, which its first link covers.
+
+    The run may have been made longer.  Versions of Cleanba that resumed it may have added settings, which then have the
+    algorithm's defaults, or removed some that had no effect.
+    """
+    first = chain.first_experiment(read_config(rerun.run_dir))
+    source = None if rerun.trust_remote_code else source_of(rerun.run_dir)
+    try:
+        began = earlier_experiment(rerun.recipe, {k: x for k, x in first.items() if k != "algorithm"}, source)
+    except UsageError as error:
+        return [f"the experiment that the run began with, first_experiment in config.json, is invalid: {error}"]
+    began = replace(began, total_timesteps=rerun.experiment.total_timesteps)
+    changed = differences(
+        {"algorithm": first.get("algorithm"), **to_json(began)},
+        {"algorithm": rerun.recipe.name, **to_json(rerun.experiment)},
+    )
+    return [f"config.json has another experiment than the run began with ({shortened(changed)})"] if changed else []
 
 
 def result_contradicts(rerun: Rerun, linked: Mapping[int, Linked], result: Json | None) -> list[str]:

@@ -26,7 +26,7 @@ from cleanba.errors import Failure, Replaced, UsageError, warn
 from cleanba.files import Json, read_json, write_json
 from cleanba.recipes import AnyRecipe
 from cleanba.resolution import Resolved, longer, read_recipe
-from cleanba.runtime.chain import FIRST_STEPS
+from cleanba.runtime.chain import FIRST_STEPS, kept_of_first
 from cleanba.runtime.checkpoint import FOLDER, can_be_made_longer, updates_kept
 from cleanba.runtime.hardware import describe_devices
 
@@ -125,6 +125,7 @@ def open_run(
         e = longer(recipe, began, resolved.experiment, run_dir)
         require_same(run_dir, differences({"algorithm": there.name, **to_json(e)}, config["experiment"]))
         newest = max(updates_kept(run_dir), default=0)
+        config |= kept_of_first(earlier, config["experiment"]) if newest else {}
         if FIRST_STEPS in earlier:
             config[FIRST_STEPS] = earlier[FIRST_STEPS]
         elif e != began and newest:

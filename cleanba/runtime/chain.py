@@ -6,8 +6,8 @@ without spaces, of
     before                          the link before it; "" for the first
     update                          the row's
     params_digest, learner_digest   the row's
-    experiment                      in the first link: the experiment of config.json; if the run was made longer since
-                                    (`first_total_timesteps` there), with the total_timesteps of its beginning
+    experiment                      in the first link: the experiment of config.json as it was when the run began
+                                    (`first_experiment`)
     made_by                         if the row has it: what computed its digest and those after it
 
 `made_by` stands in the first row, and in the first one after a resume on another machine or by another version.
@@ -24,6 +24,7 @@ MADE_BY = ("revision", "code", "packages", "device_kind", "processor", "cpu", "c
 """What is recorded of code and machine, by its names in config.json; `sources`, too, where there are any."""
 DIGESTS = ("params_digest", "learner_digest")
 FIRST_STEPS = "first_total_timesteps"  # in config.json, if the run was made longer
+FIRST = "first_experiment"  # in config.json, if a version with other settings has resumed the run
 
 
 def link(
@@ -38,9 +39,19 @@ def link(
 
 
 def first_experiment(config: Json) -> Json:
-    """The experiment that the first link holds, from config.json."""
+    """The experiment that the first link holds, from config.json: as it was when the run began."""
     first = {"total_timesteps": config[FIRST_STEPS]} if FIRST_STEPS in config else {}
-    return {**config["experiment"], **first}
+    return {**config.get(FIRST, config["experiment"]), **first}
+
+
+def kept_of_first(earlier: Json, experiment: Json) -> Json:
+    """What config.json must keep of the experiment as it was when the run began, if it will have `experiment`.
+
+    earlier: config.json so far.
+    """
+    first = first_experiment(earlier)
+    text = lambda e: json.dumps({**e, "total_timesteps": 0}, sort_keys=True)
+    return {FIRST: first} if text(first) != text(experiment) else {}
 
 
 def made_by(config: Json) -> Json:
