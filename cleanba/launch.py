@@ -219,7 +219,7 @@ def directory_check(run_dir: Path, run_writer: "RunWriter | None") -> Iterator[C
             check = run_writer.require_ours
         else:
             with suppress(OSError):  # a file system of its own, where this process writes nothing that counts
-                check = partial(require_ours, run_dir, opened.enter_context(open(run_dir / LOCK)))
+                check = partial(require_ours, run_dir.absolute(), opened.enter_context(open(run_dir / LOCK)))
         yield check
 
 
@@ -445,7 +445,7 @@ class RunWriter:
         finished = is_finished(job.run_dir)  # if it has, and is not made longer, it needs no account
         if not finished:
             self._require()
-        self._lock = lock(job.run_dir)
+        self._lock, self._home = lock(job.run_dir), job.run_dir.absolute()
         try:
             placement, code = job.config.placement, sources(job.spec, *job.recipe.modules)
             check = self._require if finished else None
@@ -608,7 +608,7 @@ class RunWriter:
 
     def require_ours(self) -> None:
         """Raise `Replaced` if the run's directory has become another run's."""
-        require_ours(self._job.run_dir, self._lock)
+        require_ours(self._home, self._lock)
 
     def unlock(self) -> None:
         """Unlock the run's directory.  May be called twice."""

@@ -151,6 +151,7 @@ class Moves(Odd):
 
     def look(self):
         os.chdir("/")
+        time.sleep(0.005)  # in which other threads of the process are elsewhere, too
         return super().look()
 
     def close(self):

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 import pytest
 from gymnasium.spaces import Box, Dict, Discrete, MultiDiscrete
-from launch import ROOT, command, digests, finish, python, read_result
+from launch import ROOT, TINY, command, digests, finish, python, read_result, read_rows
 from odd import Odd
 
 from cleanba.algorithms import ppo
@@ -35,6 +35,7 @@ from cleanba.recipes import RECIPES
 from cleanba.resolution import preset_name, resolve
 from cleanba.rollout import PyTree
 from cleanba.runtime.channels import Closed, Stop
+from cleanba.runtime.checkpoint import updates_kept
 from cleanba.runtime.collect import ScanCache, ScannedCollector, SteppedCollector, Times, make_steppers
 from cleanba.seeds import action_numbers, env_seed
 from cleanba.specs import ActionSpec, ObsSpec, choice
@@ -568,6 +569,11 @@ def test_an_environment_that_changes_the_directory_does_not_move_the_run(tmp_pat
     for do in (envs.reset, lambda: envs.step(np.zeros(2, np.int32)), envs.close):
         do()
         assert Path.cwd() == tmp_path
+    words = ["--env-id", "odd:Moves", "--env-workers", "0", *TINY[2:], "--checkpoint-frequency", "1"]
+    ended = command("ppo", *words, "--keep-checkpoints", "all", "--run-dir", "run")
+    assert ended.code == 0, ended
+    assert updates_kept(tmp_path / "run") == [1, 2, 3, 4, 5]
+    assert [row["update"] for row in read_rows(tmp_path / "run") if "params_digest" in row] == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize(

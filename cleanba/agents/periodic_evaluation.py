@@ -66,7 +66,8 @@ class PeriodicEvaluation:
         if run.capture_video:
             require_films()
             check_can_be_filmed(policy.spec)
-        self._run_dir, self._run, self._policy = run_dir, run, policy
+        self._run_dir, self._run, self._policy = run_dir.absolute(), run, policy
+        self._named = run_dir  # as messages name it
         self._require_ours: Callable[[], None] = lambda: None
         self._best: Json | None = None
         self.moves = 0
@@ -138,7 +139,7 @@ class PeriodicEvaluation:
         policy = self._policy._replace(params=params, update=update, global_step=global_step)
         seed, limit = policy.experiment.seed, self._run.eval_max_steps
         self._require_ours()
-        path = film_path(self._run_dir, policy, seed, policy.recipe.plays)
+        path = film_path(self._named, policy, seed, policy.recipe.plays)
         play_and_film(path, policy, 1, seed, self._device, max_steps=limit, check=self._move)
         return path
 

@@ -159,8 +159,9 @@ class Checkpoints:
         self._opened.enter_context(_quiet("absl"))  # Orbax logs every step; damage is reported here
         _hush_asyncio()
         self._ocp = ocp = orbax()
-        self.run_dir, self._retention = run_dir, Retention.parse(keep)
-        self._folder = (run_dir / FOLDER).absolute()
+        # Environments that are stepped in this process may change the current directory.
+        self.run_dir, self._retention = run_dir.absolute(), Retention.parse(keep)
+        self._folder = self.run_dir / FOLDER
         self._like_memory = like_memory
         self._shards = shards if jax.tree.leaves(like_memory) else range(0)
         self._actors, self._fresh_after, self._require_ours = actors, fresh_after, require_ours

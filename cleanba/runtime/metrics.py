@@ -283,7 +283,7 @@ class Writers:
         with _without_torch():
             from tensorboardX.record_writer import RecordWriter
 
-        self._path, self._require_ours = run_dir / METRICS, require_ours
+        self._path, self._require_ours = run_dir.absolute() / METRICS, require_ours
         self._lines = open(self._path, "a", buffering=1)  # noqa: SIM115  closed by close()
         # Not SummaryWriter: a full disk kills its thread, for which it then waits for ever.
         self._events = RecordWriter(str(run_dir / f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}"))
