@@ -411,8 +411,8 @@ class Run:
     on_nonfinite: Literal["stop", "ignore"] = "stop"
     """what to do when a loss, a gradient, an observation or a reward is not a finite number"""
     target_return: Annotated[float | None, Range(-INF, INF, open_low=True, open_high=True)] = None
-    """finish the run at the first log point where the mean return of the last 100 training episodes has reached this
-    (None: train for all of --total-timesteps)"""
+    """finish the run once the mean return of the last 100 training episodes has reached this: one update after the log
+    point that shows it (None: train for all of --total-timesteps)"""
     log_frequency: Annotated[int, Range(1, MOST, unit="updates")] = 10
     """updates between entries in the logs"""
     log_info: tuple[str, ...] = ()

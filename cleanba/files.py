@@ -36,8 +36,10 @@ def make_folders(folder: Path) -> None:
     Raises:
         OSError: it cannot be made, or the run's directory is not there.
     """
-    folder.parent.mkdir(exist_ok=True)
-    folder.mkdir(exist_ok=True)
+    for path in (folder.parent, folder):
+        if not path.is_dir():
+            path.mkdir(exist_ok=True)
+            sync(path.parent)
 
 
 def current_directory() -> str | None:
@@ -79,23 +81,23 @@ def write_whole(path: Path, content: str | bytes, shared: bool = False) -> None:
         with contextlib.suppress(OSError):
             scratch.unlink(missing_ok=True)
         raise
-    with contextlib.suppress(OSError):  # not every file system can sync a folder
-        folder = os.open(path.parent, os.O_RDONLY)
+    sync(path.parent)  # else the file may still have its old name after a power failure
+
+
+def sync(path: Path) -> None:
+    """Have the disk keep what a file holds, or which files a folder has, even if the power fails."""
+    with contextlib.suppress(OSError) if path.is_dir() else contextlib.nullcontext():  # some systems sync no folders
+        opened = os.open(path, os.O_RDONLY)
         try:
-            os.fsync(folder)  # else the file may still have its old name after a power failure
+            os.fsync(opened)
         finally:
-            os.close(folder)
+            os.close(opened)
 
 
 def sync_folder(folder: Path) -> None:
-    """Have the disk keep a folder and all that it holds, which may otherwise be empty after a power failure."""
+    """`sync` a folder and all that it holds."""
     for path in [*folder.rglob("*"), folder, folder.parent]:
-        with contextlib.suppress(OSError) if path.is_dir() else contextlib.nullcontext():  # as in `write_whole`
-            here = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(here)
-            finally:
-                os.close(here)
+        sync(path)
 
 
 def require_name(out: Path, example: str) -> None:

@@ -9,7 +9,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -180,14 +180,13 @@ START_SECONDS = 60.0  # how long a start may take, even if --stall-timeout is le
 
 def train(recipe: AnyRecipe, config: Config, peers: Peers | None, shown: bool, give_up: Callable[[int], None]) -> Ended:
     """`launch`, after the processes have joined."""
-    most = max(config.run.stall_timeout, START_SECONDS)
-    with time_limit(most):
+    with time_to_start(config):
         job = prepare(recipe, config)
         check_workers(job.spec, config.placement.env_workers)
         repeatable(job.spec)  # first called here, where a step that hangs is noticed; the result is cached
     started()
     try:
-        with time_limit(most):
+        with time_to_start(config):
             job = in_new_directory(job)
             run_writer = claim(job, shown)
     except Finished as done:
@@ -205,6 +204,11 @@ def train(recipe: AnyRecipe, config: Config, peers: Peers | None, shown: bool, g
     if run_writer is None or ended.error is not None:
         return ended
     return ended._replace(unshared=share(job.run_dir, config.run, shown))
+
+
+def time_to_start(config: Config) -> AbstractContextManager[None]:
+    """The time that one part of a start may take."""
+    return time_limit(max(config.run.stall_timeout, START_SECONDS))
 
 
 @contextmanager
@@ -232,18 +236,18 @@ def train_claimed(
     give_up: Callable[[int], None],
 ) -> Ended:
     """Train a job in the directory that was opened for it, and write how it ended.  Nothing is uploaded."""
-    with usable(job.run_dir):
+    with time_to_start(job.config), usable(job.run_dir):
         checkpoints, saved = open_checkpoints(job, still_ours)
     title = f"{job.recipe.name} on {job.experiment.env_id}, seed {job.experiment.seed}"
     status = Status(title, job.experiment.num_updates, job.config.run.target_return)
     display = Display(status, enabled=job.devices.is_main and shown, warns=job.devices.is_main)
-    stuck = False
+    stuck = True  # unless it ends without an error
     try:
-        if run_writer is not None:
-            with usable(job.run_dir):
+        with time_to_start(job.config), usable(job.run_dir):
+            if run_writer is not None:
                 run_writer.begin(saved, display)
-        announce(job, saved, display)
-        training = whole_training(job, checkpoints, saved, run_writer)
+            announce(job, saved, display)
+            training = whole_training(job, checkpoints, saved, run_writer)
         log = run_writer.log if run_writer else lambda update, global_step, seconds, values: None
         outcome = run_training(training, display, status, log, peers, give_up)
         stuck = outcome.stuck

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -33,6 +34,20 @@ def in_a_thread(body: Callable[[], T], name: str, meanwhile: Callable[[], None] 
     if raised:
         raise raised[0]
     return returned[0]
+
+
+def in_background(body: Callable[[], T], name: str) -> Future[T]:
+    """Begin `body()` in a thread of its own, which does not keep the process from ending."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(body())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
 
 
 class Waited:

@@ -6,7 +6,7 @@ import signal
 import time
 
 import pytest
-from launch import TINY, finish, python
+from launch import TINY, command, finish, python
 
 from cleanba.errors import Failure, Interrupted
 from cleanba.interrupts import after_this, leave_at_once, raise_interrupt, started
@@ -147,3 +147,22 @@ def test_the_time_limit_does_not_interrupt_the_cleanup_of_a_start_again(capsys):
 def test_an_interruption_can_be_sent_between_processes():
     error = pickle.loads(pickle.dumps(Interrupted(signal.SIGTERM, ", in process 1")))
     assert (error.signum, str(error)) == (signal.SIGTERM, "interrupted by SIGTERM, in process 1")
+
+
+def test_reading_checkpoints_has_the_time_limit_of_a_start(tmp_path, monkeypatch):
+    def a_disk_that_hangs(*_):
+        time.sleep(300)
+
+    monkeypatch.setattr("cleanba.launch.START_SECONDS", 0.0)
+    monkeypatch.setattr("cleanba.launch.newest_of_all", a_disk_that_hangs)
+    start = time.monotonic()
+    ended = command("ppo", *TINY, "--stall-timeout", "8", "--run-dir", tmp_path / "run")
+    assert ended.code == 1 and time.monotonic() - start < 100
+    assert "the run has not started after 8 s" in ended.err and "in a_disk_that_hangs" in ended.err, ended.err
+
+
+def test_a_process_ends_although_the_disk_hangs_that_a_checkpoint_is_written_to():
+    waits = (
+        "import time; from cleanba.waited import in_background; in_background(lambda: time.sleep(300), 'checkpoint')"
+    )
+    assert finish(python("-c", waits), 100) == (0, "", "")

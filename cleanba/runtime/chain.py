@@ -41,7 +41,7 @@ def link(
 def first_experiment(config: Json) -> Json:
     """The experiment that the first link holds, from config.json: as it was when the run began."""
     first = {"total_timesteps": config[FIRST_STEPS]} if FIRST_STEPS in config else {}
-    return {**config.get(FIRST, config["experiment"]), **first}
+    return {**config[FIRST if FIRST in config else "experiment"], **first}
 
 
 def kept_of_first(earlier: Json, experiment: Json) -> Json:

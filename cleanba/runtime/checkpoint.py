@@ -17,7 +17,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from functools import cache
 from importlib import import_module
@@ -39,7 +39,7 @@ from cleanba.runtime.digests import json_digest, tree_digest
 from cleanba.runtime.memory import SavedShard, ShardSnapshot
 from cleanba.runtime.peers import all_reached_milestone, reach_milestone
 from cleanba.runtime.records import SavedActor, Snapshot, actor_folder
-from cleanba.waited import in_a_thread
+from cleanba.waited import in_a_thread, in_background
 
 if TYPE_CHECKING:
     import orbax.checkpoint as ocp
@@ -165,7 +165,6 @@ class Checkpoints:
         self._like_memory = like_memory
         self._shards = shards if jax.tree.leaves(like_memory) else range(0)
         self._actors, self._fresh_after, self._require_ours = actors, fresh_after, require_ours
-        self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[None] | None = None
         self._newest: Future[None] | None = None  # the same, but still set after `wait`
         self._closing = threading.Event()
@@ -202,7 +201,8 @@ class Checkpoints:
     ) -> None:
         """Begin to write this process's shards and actors and, in the main process, the learner's state.
 
-        All processes have called this or `make_ready` since the previous checkpoint, which is therefore whole.
+        Where processes have parts of their own, all have called this or `make_ready` since the previous checkpoint,
+        which is therefore whole.
 
         saved: the learner's state, in the main process; its arrays must not change any more.
         digests: of the memory of all shards, in order.
@@ -236,7 +236,7 @@ class Checkpoints:
                 self._commit(saved, digests)
             self.seconds = time.perf_counter() - began
 
-        self._writing = self._newest = self._writer.submit(write)
+        self._writing = self._newest = in_background(write, "checkpoint")
 
     def _is_whole(self, update: int) -> bool:
         """Whether there is a checkpoint of this update."""
@@ -357,24 +357,19 @@ class Checkpoints:
         seconds: how long to wait for a checkpoint that is being written, as a disk may hang; None: as long as it takes.
         """
         self._closing.set()
-        if seconds is not None and self._newest is not None and not wait_for([self._newest], seconds).done:
-            self._writer.shutdown(wait=False)
-            self._opened.close()
-            return
-        self._writer.shutdown()
-        with contextlib.suppress(Exception):
-            self._manager.close()
-        self._remove_if_made_anew()
+        if self._newest is None or wait_for([self._newest], seconds).done:
+            with contextlib.suppress(Exception):
+                self._manager.close()
+            self._remove_if_made_anew()
         self._opened.close()
         self._opened_folder = -1  # its number may be another file's from now on
 
     def _is_gone(self) -> bool:
         """Whether the folder was removed.  TensorStore may have made another one in its place."""
         try:
-            there = os.stat(self._folder)
+            return not os.path.samestat(os.fstat(self._opened_folder), os.stat(self._folder))
         except OSError:
             return True
-        return not os.path.samestat(os.fstat(self._opened_folder), there)
 
     def _remove_if_made_anew(self) -> None:
         """Remove what TensorStore recreates if the run's directory is deleted while a checkpoint is written."""

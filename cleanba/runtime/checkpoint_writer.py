@@ -131,6 +131,6 @@ class CheckpointWriter(Generic[S, M, P, C]):
         self._records.close()
 
     def discard_snapshot(self) -> None:
-        """Make no checkpoint of the last `snapshot`; chunks that it wrote and nothing else needs are removed."""
+        """Make no checkpoint of the last `snapshot`; chunks that neither it nor a checkpoint needs are removed."""
         if self._checkpoints is not None:
             self._checkpoints.prune_memory(self._shards)

@@ -16,6 +16,7 @@ class Progress(Generic[S]):
     status: Status
     statistics: Statistics = field(default_factory=Statistics)
     state: S | None = None  # None while it is donated to an update
+    begun: bool = False  # the rollouts of this start's first update have arrived
     update: int = 0
     global_step: int = 0
     lag: int | None = None

@@ -235,6 +235,7 @@ def learn(
             rollouts = receive(rollout_channels, update, schedule, ends_now)
         if rollouts is None:  # the run ends now: no rollouts are waited for
             saver.end_now(update - 1, state, memory, metrics, stop)
+        progress.begun = True
         progress.statistics.add(rollouts)
         writer.record_rollouts(schedule.epoch(update), [(r.recorded, r.actor_state) for r in rollouts])
         blocks = [block for rollout in rollouts for block in rollout.blocks]
@@ -314,7 +315,7 @@ def run_training(
     checkpoint_writer = make_checkpoint_writer(training, learner)
 
     def handle_signal(signum: int) -> None:
-        can_save = training.checkpoints is not None and progress.update >= training.schedule.first
+        can_save = training.checkpoints is not None and progress.begun
         next_end = None if training.repeatable else training.schedule.next_end
         alone = training.devices.num_processes == 1
         end_by_signal(signum, training.grace_period, can_save, next_end, alone, progress, stop, display.say)
@@ -329,7 +330,7 @@ def run_training(
                 return
             # Among several processes the others may be in the next update already, whose state this process lacks.
             can_save = training.checkpoints is not None and training.repeatable and training.devices.num_processes == 1
-            can_save = can_save and progress.update >= training.schedule.first
+            can_save = can_save and progress.begun
             end_by_failure(error, training.grace_period, can_save, actor.params, progress, stop, display.say)
             raise
 
