@@ -178,7 +178,9 @@ def _specify(algorithm: str, form: Callable[P, Experiment]) -> Specify[P]:
         values = _plain(flags)
         if env_id is None and "env_id" not in named_settings(recipe, values.get("preset")):
             env_id = recipe.experiment.env_id
-        return Spec(algorithm, as_given(recipe, ({"env_id": env_id} if env_id else {}) | values), maker=maker)
+        return Spec(
+            algorithm, as_given(recipe, ({"env_id": env_id} if env_id is not None else {}) | values), maker=maker
+        )
 
     specify.__name__ = specify.__qualname__ = algorithm
     parameters = [
@@ -189,7 +191,8 @@ def _specify(algorithm: str, form: Callable[P, Experiment]) -> Specify[P]:
     specify.__signature__ = inspect.Signature([*parameters, preset], return_annotation=Spec)  # type: ignore[attr-defined]
     lines = [f"    {name}: {f.about}" for name, f in known.items()]
     lines.append(
-        f"    preset: name of settings to start from instead: {', '.join(recipe.named_presets())}; or a run's directory"
+        "    preset: name of settings to take as if they were written here; what it leaves open comes from the preset "
+        f"for the environment: {', '.join(recipe.named_presets())}; or a run's directory"
     )
     specify.__doc__ = "\n".join(
         [

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 import shlex
 import sys
@@ -32,7 +33,18 @@ from cleanba.agents.periodic_evaluation import PeriodicEvaluation
 from cleanba.agents.policy import new_policy
 from cleanba.algorithm import AnyAlgorithm
 from cleanba.algorithms.gradient_steps import REPLAY_FILLED
-from cleanba.config import Experiment, Partition, Placement, Retention, Run, from_json, read_config, require, to_json
+from cleanba.config import (
+    Experiment,
+    Partition,
+    Placement,
+    PolicyGradient,
+    Retention,
+    Run,
+    from_json,
+    read_config,
+    require,
+    to_json,
+)
 from cleanba.environments import worker
 from cleanba.environments.backends import check_workers, repeatable, sources, warnings, with_infos
 from cleanba.environments.gymnasium import LOCAL, PREFIX, Trace
@@ -82,7 +94,7 @@ from cleanba.runtime.supervision import Watchdog, hear_signals, leave_process, t
 from cleanba.runtime.tracking import require_tracking
 from cleanba.runtime.train import RunOutcome, ended_by, run_training
 from cleanba.runtime.training import Training, make_training
-from cleanba.specs import EnvSpec
+from cleanba.specs import ActionSpec, EnvSpec
 from cleanba.train_flags import in_one_form, parse
 from cleanba.trust import require_own, require_trusted
 from cleanba.waited import in_a_thread
@@ -716,7 +728,7 @@ def announce(job: Job, saved: Saved[Any, Any] | None, display: Display) -> None:
     )
     for warning in warnings(job.spec, job.experiment.network) if job.devices.is_main else ():
         display.say(f"warning: {warning}")
-    if words := gap_words(e):
+    for words in filter(None, (gap_words(e), bounds_words(e, job.spec.action))):
         display.say(f"warning: {words}")
     if (idle := len(place.actor_device_ids) - e.num_actors // processes) > 0:
         display.say(
@@ -737,6 +749,22 @@ def gap_words(e: Experiment) -> str:
         f"each rollout has {e.num_steps} steps, but its sequence learns from only {learnt}, so "
         f"{1 - learnt / e.num_steps:.0%} of all steps are never learnt from; use --num-steps {learnt} or less"
     )
+
+
+def bounds_words(e: Experiment, action: ActionSpec) -> str:
+    """A warning if few actions of a new Gaussian policy lie within the bounds, or fill little of them; else ""."""
+    if not isinstance(e, PolicyGradient) or action.kind != "quantities":
+        return ""
+    scale = math.exp(e.log_std_init)
+    below = lambda x: (1 + math.erf(x / scale / math.sqrt(2))) / 2
+    for low, high in zip(action.low, action.high, strict=True):
+        if below(high) - below(low) < 0.2 or 2 * scale < 0.02 * (high - low) < math.inf:
+            return (
+                f"an action has the bounds {low:g} to {high:g}, but a new policy draws actions around 0 with the "
+                f"standard deviation {scale:g}, and most are clipped or fill little of this range; rescale actions in "
+                "the environment (RescaleAction), or set --log-std-init"
+            )
+    return ""
 
 
 def size_in_words(e: Experiment) -> str:

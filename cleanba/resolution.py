@@ -88,7 +88,8 @@ class Resolved(NamedTuple):
         if TYPED not in self.origin.values() and DEFAULT not in self.origin.values():
             return f"those of the {min(self.origin.values())}"
         base = f"preset {self.preset}" if self.preset else f"the defaults of {recipe.name}"
-        return base + (f", and {count} typed" if count else "")
+        others = {where for where in self.origin.values() if where.startswith("preset ")} - {base}
+        return base + "".join(f", then {other}" for other in others) + (f", and {count} typed" if count else "")
 
 
 def resolve(recipe: AnyRecipe, typed: Mapping[str, Any], platform: str, spec: EnvSpec | None = None) -> Resolved:

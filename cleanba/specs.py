@@ -37,7 +37,9 @@ def describe(obs: ObsSpecs) -> str:
         return f"one of {obs.count}"
     if obs.kind == "mask":
         return "mask"
-    return f"{obs.kind} {'x'.join(map(str, obs.shape)) or '1'} {obs.dtype}"
+    if not obs.shape:
+        return f"number {obs.dtype}"
+    return f"{obs.kind} {'x'.join(map(str, obs.shape))} {obs.dtype}"
 
 
 @dataclass(frozen=True)

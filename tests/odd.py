@@ -423,6 +423,12 @@ class Boxed(Nested):
         return (obs, state, reward, ended, told)[: 4 if self.fault == "few" else 5]
 
 
+class Held(Nested):
+    """Holds a space where a method should be, as Gymnasium's environments do."""
+
+    action_space = Discrete(2)
+
+
 class Bankrupt(Nested):
     """In JAX: pays a reward that is not finite at its fifth step."""
 

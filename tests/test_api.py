@@ -163,6 +163,7 @@ def test_places_without_a_run_are_refused(tmp_path):
         (lambda: cleanba.ppo("CartPole-v1", run_dir="runs/a"), "does not change what is trained; give it to train"),
         (lambda: cleanba.ppo("CartPole-v1", learning_rate="fast"), "learning_rate='fast' must be a number"),
         (lambda: cleanba.ppo("CartPole-v1", num_envs=2.5), "num_envs=2.5 must be a whole number"),
+        (lambda: cleanba.ppo("").resolve(), "env_id='' is not an EnvPool environment"),
         (lambda: cleanba.ppo("CartPole-v1", network="big"), "network='big' must be one of"),
         (lambda: cleanba.ppo("CartPole-v1", hiddens=64), "hiddens=64 must be a list; write [64]"),
         (lambda: cleanba.ppo("CartPole-v1", env_wrappers="m:f"), "env_wrappers='m:f' must be a list; write ['m:f']"),
@@ -439,10 +440,11 @@ def test_dictionaries_tuples_and_masks_are_taken_as_environments_show_them():
         as_batch(spec, {"action_mask": [0, 1], "inner": {"00": 1.5}})
 
 
-@pytest.mark.parametrize("obs", [np.float32([0, np.nan]), [[0, 1], [np.nan, 1]]])
-def test_an_observation_that_is_not_a_number_is_refused_and_named(obs):
+@pytest.mark.parametrize("obs", [np.float32([0, np.nan]), [[0, 1], [np.nan, 1]], [0, -np.inf]])
+def test_an_observation_that_is_not_finite_is_refused_and_named(obs):
     spec = EnvSpec("Some-v0", {"inner": {"speed": ObsSpec("vector", (2,), "float32")}}, choice(2), False, False, {})
-    with pytest.raises(cleanba.UsageError, match=r"observation\['inner.speed'\] has a value that is not a number"):
+    words = r"observation\['inner.speed'\] has a value that is not finite \((nan|-inf)\)"
+    with pytest.raises(cleanba.UsageError, match=words):
         as_batch(spec, {"inner": {"speed": obs}})
 
 
@@ -470,6 +472,8 @@ def test_evaluations_are_those_of_the_command_and_disturb_nothing(run, tmp_path,
         cleanba.evaluate(agent, greedy="no")
     with pytest.raises(cleanba.UsageError, match="episodes=True must be a whole number"):
         cleanba.evaluate(agent, True)
+    with pytest.raises(cleanba.UsageError, match="max_steps=True must be a whole number"):
+        cleanba.evaluate(agent, max_steps=True)
 
 
 @pytest.mark.parametrize(

@@ -477,7 +477,7 @@ def test_a_limit_with_craftaxs_name_is_left_to_the_environment():
         ("state", r"its state must .* after a step, but it changes from int32 \[\] to float32 \[\]"),
         ("parts", "its observation must .*'more'"),
         ("shape", r"its observation must .*\['pair'\]\['01'\] changes from float32 \[2\] to float32 \[1\]"),
-        ("few", "not enough values to unpack"),
+        ("few", "step_env returned 4 values, but must return 5: obs, state, reward, terminated, info"),
     ],
 )
 def test_a_step_in_jax_that_does_not_fit_the_reset_is_refused_before_the_run(fault, words):
@@ -539,6 +539,16 @@ def test_an_environment_that_does_not_follow_its_seed_is_named():
     assert "faulty:Faulty-v0 does not follow its seed" in warning
     assert warnings(env_spec(Experiment(env_id="odd:Forgets-v0"))) != []  # after its first episode
     assert warnings(spec("fault=die")) == warnings(spec("fault=raise")) == []  # that is for the run to say
+
+
+def test_a_wrapper_that_normalises_by_its_own_statistics_comes_with_a_warning():
+    def told(*names):
+        wrappers = tuple(f"gymnasium.wrappers:{name}" for name in names)
+        return warnings(env_spec(Experiment(env_id="gymnasium:CartPole-v1", env_wrappers=wrappers)))
+
+    assert told() == told("FlattenObservation") == []
+    (warning,) = told("FlattenObservation", "NormalizeReward", "NormalizeObservation")
+    assert "is normalised by NormalizeObservation and NormalizeReward, whose" in warning and "returns are" in warning
 
 
 def test_an_environment_that_was_corrected_is_tried_again():
@@ -759,6 +769,11 @@ def test_several_choices_of_gymnasiums_are_choices_here():
         (dict(env_id="odd:Odd", env_wrappers=("./faulty:Twice",)), ["is a path", "write faulty:Twice,"]),
         (dict(env_id="odd.Odd"), ["write odd:Odd for a class"]),
         (dict(env_id="odd:Boxed"), ["write jax:odd:Boxed"]),
+        (
+            dict(env_id="jax:odd:Held", env_options=("size=1",)),
+            ["action_space must be a method that takes the parameters"],
+        ),
+        (dict(env_id="odd:Odd", env_wrappers=("builtins:print",)), ["builtins:print returned None; it must return"]),
         (dict(env_id="jax:odd:Odd"), ["write odd:Odd"]),
     ],
 )

@@ -25,6 +25,7 @@ from cleanba.algorithms import dqn, impala, ppo
 from cleanba.algorithms.normalisation import LIMIT, Normaliser, make_normaliser
 from cleanba.config import Placement
 from cleanba.errors import UsageError
+from cleanba.launch import bounds_words
 from cleanba.ops.moments import Moments
 from cleanba.recipes import RECIPES
 from cleanba.resolution import fit, resolve
@@ -395,3 +396,24 @@ def test_actors_normalise_with_the_statistics_of_their_version():
 
 def test_a_choice_is_still_one_number():
     assert choice(3).size == 1 and EnvSpec("x", None, choice(3), False, False, {}).action == choice(3)
+
+
+@pytest.mark.parametrize(
+    "low, high, log_std, warned",
+    [
+        (-1, 1, 0.0, False),
+        (-0.4, 0.4, 0.0, False),  # Humanoid
+        (-50, 50, 0.0, False),
+        (-100, 400, 0.0, True),
+        (-100, 400, 4.0, False),
+        (2, 3, 0.0, True),
+        (-float("inf"), float("inf"), 0.0, False),
+        (-float("inf"), -1, 0.0, True),
+    ],
+)
+def test_bounds_that_do_not_suit_a_new_policy_come_with_a_warning(low, high, log_std, warned):
+    infinite = float("inf")
+    action = ActionSpec("quantities", (2,), "float32", low=(-infinite, low), high=(infinite, high))
+    words = bounds_words(ppo.PPO(log_std_init=log_std), action)
+    assert (f"has the bounds {low:g} to {high:g}, but a new policy" in words) == warned == bool(words)
+    assert bounds_words(RECIPES["sac"].experiment(), action) == bounds_words(ppo.PPO(), choice(2)) == ""

@@ -200,7 +200,7 @@ def as_batch(spec: EnvSpec, obs: object) -> tuple[PyTree, int | None]:
     """Observations in the policy's form, [B, ...], and B; None for a single one without a batch axis.
 
     Raises:
-        UsageError: they do not match `spec.obs`, or a value is not a number.
+        UsageError: they do not match `spec.obs`, or a value is not finite.
     """
     sizes: set[int | None] = set()
     wanted = f"{spec.env_id} shows {describe(spec.obs)}"
@@ -215,8 +215,9 @@ def as_batch(spec: EnvSpec, obs: object) -> tuple[PyTree, int | None]:
         assert isinstance(part, ObsSpec)
         try:
             array = np.asarray(x)
-            if array.dtype.kind == "f" and np.isnan(array).any():
-                raise UsageError(f"{what} has a value that is not a number (nan); replace it before the agent sees it")
+            if array.dtype.kind == "f" and not np.isfinite(array).all():
+                bad = array[~np.isfinite(array)][0]
+                raise UsageError(f"{what} has a value that is not finite ({bad}); replace it before the agent sees it")
             if part.kind == "mask" and array.dtype.kind in "biuf":
                 array = array != 0
             if array.dtype.kind == "f" and not np.issubdtype(part.dtype, np.floating):

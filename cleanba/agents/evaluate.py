@@ -249,7 +249,8 @@ NUMBERS = (int, float, np.integer, np.floating)
 
 def check_games(episodes: int, seed: int, epsilon: float | None, max_steps: int | None) -> None:
     """Raise `UsageError` for numbers that no evaluation can have."""
-    for name, number in (("episodes", episodes), ("seed", seed)):
+    limit = [] if max_steps is None else [("max_steps", max_steps)]
+    for name, number in (("episodes", episodes), ("seed", seed), *limit):
         whole = isinstance(number, int | np.integer) and not isinstance(number, bool)
         require(whole, f"{name}={number!r} must be a whole number")
     require(episodes >= 1, f"episodes={episodes} must be at least 1; set --episodes")

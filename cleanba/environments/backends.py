@@ -233,6 +233,13 @@ def warnings(spec: EnvSpec, network: str = "mlp") -> list[str]:
             f"{spec.env_id} {UNSENDABLE}, so its actors' threads step it, all on one core; put it into a module to "
             "step it in processes"
         )
+    if normalising := tried_out(spec).running_statistics:
+        summed = ", and returns are sums of normalised rewards" if "Reward" in normalising else ""
+        found.append(
+            f"{spec.env_id} is normalised by {normalising}, whose statistics are not saved with the agent: evaluations "
+            f"begin without them{summed}; use --norm-obs and --norm-reward where the algorithm has them, or a wrapper "
+            "with fixed numbers (RescaleObservation, TransformReward)"
+        )
     if outside := tried_out(spec).outside:
         found.append(f"{spec.env_id} showed the observation {outside}. Correct the space or the observation")
     if not repeatable(spec):

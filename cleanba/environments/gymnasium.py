@@ -482,6 +482,8 @@ class Trial(NamedTuple):
     """two of them with the same seed returned the same for the same actions"""
     outside: str = ""
     """an observation that lies outside its space, in words, and what follows; "" if there was none"""
+    running_statistics: str = ""
+    """its wrappers that normalise by statistics of their own, in words"""
 
 
 def try_out(spec: EnvSpec) -> Trial:
@@ -491,17 +493,18 @@ def try_out(spec: EnvSpec) -> Trial:
     They then begin another episode without a new seed.  An environment that raises an error, dies or hangs counts as
     repeatable, as the run itself will report that.
     """
-    actions, outside = np.random.default_rng(0), ""
+    actions, outside, normalising = np.random.default_rng(0), "", ""
     alike = lambda x: np.array_equal(x[0], x[1], equal_nan=x.dtype.kind == "f")
     try:
         envs = Envs(spec, (1, 1), workers=1, patience=PATIENCE_SECONDS)
         try:
+            normalising = envs.running_statistics()
             for seeds in ((1, 1), (None, None)):
                 seen: PyTree = (obs := envs.reset(seeds))
                 for _ in range(TRIED_STEPS):
                     outside = outside or outside_of(spec.obs, obs) or envs.outside()
                     if not all(alike(x) for x in jax.tree.leaves(seen)):
-                        return Trial(False, outside)
+                        return Trial(False, outside, normalising)
                     one = random_action(spec.action, actions, mask_of(spec.obs, obs))
                     seen = envs.step(np.repeat(one, 2, axis=0))
                     obs = seen.obs
@@ -509,7 +512,7 @@ def try_out(spec: EnvSpec) -> Trial:
             close(envs, spec.env_id)
     except (Exception, SystemExit):  # environments stepped in this thread may raise anything
         pass
-    return Trial(True, outside)
+    return Trial(True, outside, normalising)
 
 
 def outside_of(spec: ObsSpecs, obs: Obs) -> str:
@@ -637,6 +640,11 @@ class Envs:
         for part in self._parts:
             part.ask("outside")
         return next(filter(None, [str(part.answer(self.check)) for part in self._parts]), "")
+
+    def running_statistics(self) -> str:
+        """The wrappers that normalise by statistics of their own, in words; "" if there are none."""
+        self._parts[0].ask("running_statistics")
+        return str(self._parts[0].answer(self.check))
 
     def xla(self) -> NoReturn:
         """Not implemented: XLA cannot step Python code, so `EnvSpec.scannable` is false."""

@@ -201,7 +201,10 @@ def unknown(env_id: str, known: Sequence[str]) -> UsageError:
 
 def space_of(environment: JaxEnvironment, name: str) -> gymnasium.Space[Any]:
     """A space of an environment, as one of Gymnasium's."""
-    return as_gymnasium(getattr(environment.env, name)(environment.params))
+    method = getattr(environment.env, name)
+    if not callable(method):
+        raise TypeError(f"{name} must be a method that takes the parameters and returns a space")
+    return as_gymnasium(method(environment.params))
 
 
 def as_gymnasium(space: Any) -> gymnasium.Space[Any]:
@@ -346,7 +349,12 @@ def _functions(env_id: str, own: Identity, options: Options, takes: ActionSpec, 
         return strong(state), strong(shown(env_id, obs))
 
     def advance(key: jax.Array, state: PyTree, action: jax.Array) -> tuple[PyTree, ...]:
-        obs, state, reward, terminated, _ = env.step_env(key, state, action, endless)
+        result = env.step_env(key, state, action, endless)
+        if len(result) != 5:
+            raise TypeError(
+                f"step_env returned {len(result)} values, but must return 5: obs, state, reward, terminated, info"
+            )
+        obs, state, reward, terminated, _ = result
         truncated = truncates(state, params) if truncates else False
         flags = (jnp.asarray(flag).astype(bool) for flag in (terminated, truncated))
         return strong(state), strong(shown(env_id, obs)), jnp.asarray(reward, jnp.float32), *flags

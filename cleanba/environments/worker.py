@@ -50,6 +50,8 @@ class Game(NamedTuple):
         for wrapper in self.wrappers:
             module, _, function = wrapper.partition(":")
             env = getattr(import_module(module), function)(env)
+            if env is None:
+                raise TypeError(f"{wrapper} returned None; it must return an environment")
         return env
 
 
@@ -333,6 +335,16 @@ class Part:
     def steps_per_second(self) -> float:
         """The steps per second at which people play the first of them."""
         return rate_in(self._envs.envs[0].metadata)
+
+    def running_statistics(self) -> str:
+        """The wrappers that normalise by statistics of their own, in words; "" if there are none."""
+        env: Any = self._envs.envs[0]
+        found: list[str] = []
+        while isinstance(env, gymnasium.Wrapper):
+            own = [c.__name__ for c in type(env).__mro__ if c.__module__.startswith("gymnasium.wrappers")]
+            found += [name for name in own if name in ("NormalizeObservation", "NormalizeReward")]
+            env = env.env
+        return " and ".join(found)
 
     def outside(self) -> str:
         """The first number of the last observations that lies outside its space, in words; "" if there is none."""
