@@ -4,6 +4,7 @@ import errno
 import json
 import math
 import os
+import secrets
 import shlex
 import sys
 import threading
@@ -70,10 +71,12 @@ from cleanba.runs.directory import (
     LOCK,
     Finished,
     batch_job,
+    check_name,
     default_run_dir,
     differing_machines,
     is_gone,
     lock,
+    marked,
     open_run,
     require_ours,
     unwritable,
@@ -187,6 +190,7 @@ TRAINING = threading.Lock()  # held while this process trains: precision and thr
 
 
 STUCK_SECONDS = 20.0  # how long the end of a run waits for a checkpoint being written, if a thread does not end
+SHARED_SECONDS = 10.0  # how long a file that process 0 writes may take to be seen by the others
 START_SECONDS = 60.0  # how long a start may take, even if --stall-timeout is less
 
 
@@ -360,7 +364,7 @@ def prepare(recipe: AnyRecipe, config: Config) -> Job:
         now += 1
     now = int(gather_over_processes(np.array([now]))[0, 0])  # process 0's clock names the run
     run_dir = config.run.run_dir or default_run_dir(config.asked, config.run, now)
-    require(str(run_dir).isprintable(), f"run_dir={str(run_dir)!r} has characters that cannot be shown; name another")
+    check_name(run_dir)
     try:
         run_dir.resolve().exists()
     except OSError as error:  # its name is too long, or a folder above it cannot be read
@@ -461,11 +465,14 @@ class RunWriter:
         finished = is_finished(job.run_dir)  # if it has, and is not made longer, it needs no account
         if not finished:
             self._require()
+        placement, code = job.config.placement, sources(job.spec, *job.recipe.modules)
+        check = self._require if finished else None
+        opened = partial(open_run, job.run_dir, job.recipe, job.resolved, placement, self._run, code, check)
+        if finished and not os.access(job.run_dir, os.W_OK):
+            opened()  # which raises `Finished` before it writes anything, if nothing is left to do
         self._lock, self._home = lock(job.run_dir), job.run_dir.absolute()
         try:
-            placement, code = job.config.placement, sources(job.spec, *job.recipe.modules)
-            check = self._require if finished else None
-            self._opened = open_run(job.run_dir, job.recipe, job.resolved, placement, self._run, code, check)
+            self._opened = opened()
             if job.initial is not None:
                 write_json(job.run_dir / RECORD, {"digest": job.initial.digest, "from": job.initial.place})
         except OSError as error:
@@ -626,6 +633,12 @@ class RunWriter:
         """Raise `Replaced` if the run's directory has become another run's."""
         require_ours(self._home, self._lock)
 
+    def mark(self, number: int) -> None:
+        """Write a number into the lock, by which other processes recognise the directory."""
+        self._lock.write(str(number))
+        self._lock.flush()
+        os.fsync(self._lock.fileno())
+
     def unlock(self) -> None:
         """Unlock the run's directory.  May be called twice."""
         self._lock.close()
@@ -706,7 +719,34 @@ def claim(job: Job, shown: bool) -> RunWriter | None:
         raise Finished(f"{job.run_dir} is finished; nothing to do")
     if refused:
         raise RefusedElsewhere("process 0 refused this run; see its message")
+    try:
+        if job.devices.num_processes > 1:
+            require_shared(job.run_dir, run_writer)
+    except BaseException:
+        if run_writer is not None:
+            run_writer.unlock()
+        raise
     return run_writer
+
+
+def require_shared(run_dir: Path, run_writer: RunWriter | None) -> None:
+    """Raise `UsageError` unless all processes see the main process's directory.  All processes must call this.
+
+    Each writes its own actors and memory there; a checkpoint needs them all.
+    """
+    number = secrets.randbits(62)
+    if run_writer is not None:
+        run_writer.mark(number)
+    number = int(gather_over_processes(np.array([number if run_writer is not None else 0])).max())
+    deadline = time.monotonic() + SHARED_SECONDS
+    while not (sees := marked(run_dir) == number) and time.monotonic() < deadline:
+        time.sleep(0.2)  # a network file system may show it late
+    others = [str(i) for i in np.flatnonzero(~gather_over_processes(np.array([sees]))[:, 0])]
+    require(
+        not others,
+        f"process {', '.join(others)} does not see the {run_dir} of process 0, where each process keeps its part of a "
+        "checkpoint; give all processes the same --run-dir, on a file system that they share",
+    )
 
 
 def counted(number: int, what: str) -> str:

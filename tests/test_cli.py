@@ -1,6 +1,7 @@
 """The command: what it refuses and how, what it offers, and what it does with a run that is already there."""
 
 import dataclasses
+import errno
 import importlib
 import json
 import os
@@ -777,6 +778,19 @@ def test_a_closed_pipe_ends_the_command_quietly(words, tmp_path):
     assert read_result(tmp_path / "run")["status"] == "interrupted"
 
 
+def test_output_that_a_full_disk_does_not_take_is_dropped(monkeypatch, tmp_path, capsys):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("rich.console.Console.print", full)
+        patch.setattr("cleanba.runtime.metrics.send_nowhere", lambda descriptor: None)
+        ended = command("ppo", *TINY, "--run-dir", tmp_path / "run")
+    said = "cleanba: output cannot be written (No space left on device) and is dropped; the run goes on"
+    assert ended.code == 0 and ended.err.splitlines() == [said], ended
+    assert read_result(tmp_path / "run")["status"] == "finished"
+
+
 @pytest.mark.parametrize("name", ["gamma", "log_frequency", "checkpoint_frequency"])
 def test_processes_must_agree_on_what_all_of_them_do_together(name, monkeypatch, tmp_path):
     """Otherwise each would wait for the others after different updates."""
@@ -793,6 +807,11 @@ def test_processes_must_agree_on_what_all_of_them_do_together(name, monkeypatch,
     for value in ("0.5", "0.6") if name == "gamma" else ("5", "6"):
         assert command("ppo", *TINY, flag(name), value, "--run-dir", tmp_path / "run").code == 2
     assert {key for key in noted[0] if noted[0][key] != noted[1][key]} == {name}
+
+
+def test_a_name_below_which_orbax_loses_checkpoints_is_refused(tmp_path):
+    said = refusal("ppo", *TINY, "--run-dir", tmp_path / "a[1]" / "run")
+    assert "a[1]/run has a [, and Orbax writes no whole checkpoints below such a name; name another" in said
 
 
 def test_a_symbolic_link_to_itself_is_no_run_directory(tmp_path):

@@ -33,7 +33,7 @@ from cleanba.recipes import RECIPES
 from cleanba.rollout import Episode
 from cleanba.runs import listing
 from cleanba.runs.log import newest
-from cleanba.runtime.checkpoint import Saved, updates_kept
+from cleanba.runtime.checkpoint import Saved, save_model, updates_kept
 from cleanba.runtime.devices import find_devices
 from cleanba.runtime.supervision import Watchdog
 from cleanba.seeds import MAX_EVAL_ENVS, env_seed, eval_seed
@@ -259,17 +259,29 @@ def test_checkpoints_are_found_or_named(runs):
     assert command("eval", runs["lstm"], "--episodes", "0").code == 2
 
 
-def test_a_damaged_checkpoint_is_skipped(runs, tmp_path):
+def test_a_damaged_checkpoint_of_an_unfinished_run_is_skipped(runs, tmp_path):
     run_dir = tmp_path / "damaged"
     shutil.copytree(runs["lstm"], run_dir)
     older, newest = updates_kept(run_dir)
+    save_model(run_dir / "kept.msgpack", load_policy(run_dir, "last", "cpu").params)
     for path in (run_dir / "checkpoints" / str(newest) / "arrays").rglob("*"):
         if path.is_file() and path.parent.name == "d":
             path.write_bytes(path.read_bytes()[:-20])
+    ended = command("eval", run_dir, "--episodes", "2")  # an earlier policy is not what a finished run ended with
+    assert ended.code == 1 and f"checkpoint {newest}" in ended.err and "cannot be read" in ended.err, ended
+
+    (run_dir / "kept.msgpack").rename(run_dir / "model.msgpack")
+    ended = command("eval", run_dir, "--episodes", "2")
+    assert ended.code == 0 and read_eval(run_dir)["update"] == newest and not ended.err, ended
+    assert read_eval(run_dir)["params_digest"] == read_result(run_dir)["params_digest"]
+    save_model(run_dir / "model.msgpack", load_policy(run_dir, str(older), "cpu").params)
+    assert command("eval", run_dir, "--episodes", "2").code == 1
+
+    (run_dir / "result.json").unlink()
     ended = command("eval", run_dir, "--episodes", "2")
     assert ended.code == 0 and read_eval(run_dir)["update"] == older
     assert f"warning: checkpoint {newest}" in ended.err and ended.err.count("\n") == 1
-    assert f"taking the checkpoint of update {older} instead" in ended.err
+    assert "try another" not in ended.err and f"taking the checkpoint of update {older} instead" in ended.err
     ended = command("eval", run_dir, "--episodes", "2", "--checkpoint", newest)
     assert ended.code == 1 and "cannot be read" in ended.err
 

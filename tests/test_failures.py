@@ -13,7 +13,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from launch import CROWD, ROOT, TINY, command, finish, python, read_result, read_rows
+from launch import CROWD, ROOT, TINY, command, finish, in_pairs, python, read_result, read_rows
 from ports import free_address, free_port
 from scripted import Planted
 
@@ -313,6 +313,15 @@ def test_a_signal_ends_the_run_soon_and_cleanly(signum, code, moment, tmp_path, 
     if method == "update":
         assert result["update"] in ((1,) if moment == "first update" else (2, 3))
         assert len(pools) == 2
+
+
+def test_processes_that_do_not_share_the_runs_directory_are_refused(tmp_path):
+    words = in_pairs(["ppo", *TINY, "--num-shards", "2"])
+    both = [python("-m", "cleanba", *one, "--run-dir", tmp_path / str(i)) for i, one in enumerate(words)]
+    ended = [finish(process) for process in both]
+    said = f"process 1 does not see the {tmp_path / '0'} of process 0"
+    assert [one.code for one in ended] == [2, 2] and said in ended[0].err, ended
+    assert all("on a file system that they share" in one.err.splitlines()[-1] for one in ended), ended
 
 
 def test_ctrl_c_before_training_ends_without_a_traceback(tmp_path, monkeypatch):

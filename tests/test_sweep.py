@@ -84,6 +84,13 @@ def test_sets_of_atari_games_are_environments_that_exist():
         ([], ["ppo", *SHORT, "--network", "nature"], "network=nature needs images"),
         ([], ["ppo", *SHORT, "--seed", "7"], "--seed is given after --"),
         ([], ["ppo", *SHORT, "--run_dir=x"], "--run_dir=x is given after --"),
+        (
+            [],
+            ["ppo", *SHORT, "--num-processes", "2"],
+            "a sweep gives each run one process; leave it out, or add --slurm",
+        ),
+        (["--dir", "x[1]"], ["ppo", *SHORT], "x[1] has a [, and Orbax writes no whole checkpoints below such a name"),
+        (["--dir", "/dev/null", "--dry-run"], ["ppo", *SHORT], "--dir /dev/null is a file; name a folder"),
         ([], ["pop"], "a sweep needs to know what to run"),
         ([], [], "a sweep needs to know what to run"),
         (["--set", "learning_rat=1"], ["ppo", *SHORT], "did you mean learning_rate"),

@@ -15,8 +15,9 @@ from cleanba.files import Json, read_json
 from cleanba.recipes import AnyRecipe
 from cleanba.resolution import read_recipe
 from cleanba.rollout import Obs, PyTree
-from cleanba.runs.log import read_result
+from cleanba.runs.log import is_finished, read_result
 from cleanba.runtime import checkpoint as ckpt
+from cleanba.runtime.digests import params_digest
 from cleanba.shards import network_options
 from cleanba.specs import EnvSpec
 from cleanba.trust import check_size, source_of
@@ -110,7 +111,8 @@ def read_params(
 ) -> tuple[PyTree, int | None, int | None]:
     """The parameters that `--checkpoint` names, their update and their global step.
 
-    "last" is the newest sound checkpoint or, if there is none, the model that --save-model kept.
+    "last" is the newest sound checkpoint; of a finished run only its last one.  Where that is missing or damaged, it is
+    the model that --save-model kept.
     """
     there = ckpt.updates_to_read(run_dir)
     listed = f"it has {', '.join(map(str, there))}" if there else "it has none yet"
@@ -134,11 +136,17 @@ def read_params(
             damage = damage or error
             continue
         if damage is not None and there[-1] in ckpt.updates_kept(run_dir):
-            warn(f"{damage}; taking the checkpoint of update {update} instead")
+            if is_finished(run_dir):
+                break  # an earlier version of its policy is not what it ended with
+            why = str(damage).removesuffix("; try another --checkpoint")
+            warn(f"{why}; taking the checkpoint of update {update} instead")
         return actor_params(saved.state), saved.update, saved.counters["global_step"]
-    if damage is not None:
-        raise damage
     model, ended = run_dir / "model.msgpack", read_result(run_dir)
+    if damage is not None:
+        params = ckpt.read_model(model, like_params) if model.exists() else None
+        if params is None or params_digest(params) != ended.get("params_digest"):
+            raise damage
+        return params, ended["update"], ended["global_step"]
     require(
         model.exists(),
         f"{run_dir} has no checkpoint"

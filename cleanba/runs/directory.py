@@ -55,6 +55,20 @@ def batch_job() -> str | None:
     return f"job{job}" + (f".{step}" if step != "0" else "")
 
 
+def check_name(run_dir: Path, flag: str = "--run-dir") -> None:
+    """Raise `UsageError` for a path that cannot be shown, or in which Orbax writes no whole checkpoint.
+
+    flag: the flag that names the path.
+    """
+    require(str(run_dir).isprintable(), f"{flag} {str(run_dir)!r} has characters that cannot be shown; name another")
+    brackets = [x for x in "[]" if x in str(run_dir.absolute())]
+    require(
+        not brackets,
+        f"{flag}: {run_dir.absolute()} has a {brackets[0] if brackets else ''}, and Orbax writes no whole checkpoints "
+        "below such a name; name another",
+    )
+
+
 class Opened(NamedTuple):
     config: Json
     """what config.json says now"""
@@ -253,6 +267,14 @@ def require_ours(run_dir: Path, held: TextIO) -> None:
             f"{run_dir} was removed, or made again by another run, while this run was in it, so nothing more is "
             "written there; choose another --run-dir"
         )
+
+
+def marked(run_dir: Path) -> int | None:
+    """The number that the process which holds a directory's lock has written there; None if there is none."""
+    try:
+        return int((run_dir / LOCK).read_text())
+    except (OSError, ValueError):
+        return None
 
 
 def lock(run_dir: Path, flag: str = "--run-dir") -> TextIO:

@@ -20,7 +20,7 @@ from cleanba.arguments import parse_command
 from cleanba.config import require
 from cleanba.environments.atari_scores import human_normalised, publication, reference
 from cleanba.errors import Exit, printable
-from cleanba.files import Json, require_name
+from cleanba.files import Json, require_name, write_whole
 from cleanba.runs.aggregates import STATISTICS, Aggregates, aggregates, experiments
 from cleanba.runs.curves import RETURN, Groups, Interval, band, group, load, mean_interval, stopped_early, variants_of
 from cleanba.runs.directory import unwritable
@@ -78,8 +78,8 @@ def plot_command(argv: Sequence[str]) -> Exit:
     named = lambda ending: out.with_name(out.name + ending)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        named(".md").write_text(text, encoding="utf-8")
-        named(".csv").write_text(points(groups), encoding="utf-8")
+        write_whole(named(".md"), text)
+        write_whole(named(".csv"), points(groups))
         written = [named(".md"), named(".csv")]
         with matplotlib.rc_context({"text.parse_math": False}):  # names may hold a $
             written += save(draw_curves(groups, "steps", flags.metric), out)

@@ -208,12 +208,17 @@ class Display:
                 self._lose(error)
 
     def _lose(self, error: OSError) -> None:
-        """Stop printing: what could not be written is dropped, and so is what follows."""
-        self._enabled, self._lost = False, True
+        """Stop printing: what could not be written is dropped, and so is what follows.
+
+        If nobody reads the output any more, the run ends, too.  If a disk is full, it goes on.
+        """
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        self._enabled, self._lost = False, not full
         with contextlib.suppress(OSError, ValueError):
             send_nowhere(sys.stdout.fileno())  # for others' output, and the final flush
         leave_closed_terminal()
-        print(f"cleanba: output cannot be written ({error.strerror}), so the run ends", file=sys.stderr)
+        so = " and is dropped; the run goes on" if full else ", so the run ends"
+        print(f"cleanba: output cannot be written ({error.strerror}){so}", file=sys.stderr)
 
     def refresh(self) -> None:
         """Show the status, if it is time to."""

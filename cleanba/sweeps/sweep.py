@@ -25,7 +25,7 @@ from cleanba.files import Json
 from cleanba.help import HELP, written_flag
 from cleanba.recipes import RECIPES, AnyRecipe, find_recipe, names_recipe
 from cleanba.resolution import Config, continue_experiment, fit, resolve
-from cleanba.runs.directory import lock
+from cleanba.runs.directory import check_name, lock
 from cleanba.runs.listing import is_locked
 from cleanba.runs.log import is_finished, read_result, seconds_left, tail, together
 from cleanba.runtime.hardware import has_cuda
@@ -55,6 +55,7 @@ GRACE_SECONDS = 30.0  # beyond --grace-period, for ending runs to write their la
 POLL_SECONDS = 0.2
 LOOK_SECONDS = 1.0  # between looks at the live table, and at runs that other processes train
 LINE_SECONDS = 60.0  # between lines about each run, if there is no terminal
+OF_SEVERAL_PROCESSES = ("distributed", "coordinator_address", "num_processes", "process_id")
 GIVEN_BY_SWEEP = ("env_id", "seed", "run_dir", "experiment")
 WRONG_USE = 2  # the exit code of a run whose flags are refused: trying again would not help
 
@@ -216,8 +217,14 @@ def plan(
     require(bool(flags.env_ids), "--env-ids names no environment; give one or more, such as --env-ids CartPole-v1")
     require(not (folder / "config.json").exists(), f"--dir {folder} is a run of its own; choose another folder")
     require(1 <= flags.num_seeds <= 10_000, f"num_seeds={flags.num_seeds} must lie in [1, 10000]; set --num-seeds")
+    require(not folder.exists() or folder.is_dir(), f"--dir {folder} is a file; name a folder")
+    check_name(folder, "--dir")
     for word in common:
         name = word.partition("=")[0].lstrip("-").replace("-", "_")
+        require(
+            job is not None or not word.startswith("--") or name not in OF_SEVERAL_PROCESSES,
+            f"{word} is given after --, but here a sweep gives each run one process; leave it out, or add --slurm",
+        )
         require(
             not word.startswith("--") or name not in GIVEN_BY_SWEEP,
             f"{word} is given after --, but each run of a sweep has its own environment, seed and directory; use "
@@ -636,7 +643,9 @@ def status_command(argv: Sequence[str]) -> Exit:
             errors.append(f"{name}: {result['error']}")
         job = run.get("job", "")
         slurm = (job, states.get(job, "")) if states else ()
-        table.add_row(name, state, *progress(run_dir, run["updates"]), *slurm, style=STYLES.get(state))
+        figures = progress(run_dir, run["updates"])
+        figures = figures if state == "running" else figures._replace(eta="")
+        table.add_row(name, state, *figures, *slurm, style=STYLES.get(state))
     console = Console(file=sys.stdout, markup=False, emoji=False)
     if not console.is_terminal:
         console.width = 200  # so that names are not cut in a pipe
