@@ -65,7 +65,8 @@ def read_words(
     except SystemExit:
         what = in_one_sentence(printed.getvalue()) or "these words cannot be read"
         raise UsageError(f"{what}; `cleanba {command} --help` explains the flags") from None
-    sys.stderr.write(printed.getvalue())
+    if printed.getvalue():
+        sys.stderr.write(printed.getvalue())
     return parsed
 
 

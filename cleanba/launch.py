@@ -4,7 +4,6 @@ import errno
 import json
 import math
 import os
-import secrets
 import shlex
 import sys
 import threading
@@ -238,7 +237,7 @@ def directory_check(run_dir: Path, run_writer: "RunWriter | None") -> Iterator[C
         if run_writer is not None:
             check = run_writer.require_ours
         else:
-            with suppress(OSError):  # a file system of its own, where this process writes nothing that counts
+            with suppress(OSError):  # it has just been removed
                 check = partial(require_ours, run_dir.absolute(), opened.enter_context(open(run_dir / LOCK)))
         yield check
 
@@ -259,9 +258,10 @@ def train_claimed(
     display = Display(status, enabled=job.devices.is_main and shown, warns=job.devices.is_main)
     stuck = True  # unless it ends without an error
     try:
-        with time_to_start(job.config), usable(job.run_dir):
+        with time_to_start(job.config):
             if run_writer is not None:
-                run_writer.begin(saved, display)
+                with usable(job.run_dir):
+                    run_writer.begin(saved, display)
             announce(job, saved, display)
             training = whole_training(job, checkpoints, saved, run_writer)
         log = run_writer.log if run_writer else lambda update, global_step, seconds, values: None
@@ -485,7 +485,7 @@ class RunWriter:
         self._film: Path | None = None
         self._display: Display  # after `begin`
         self._sparse = False  # whether the user has been warned of sparse replay batches
-        self._profile = Profile(job.run_dir / "profile", self._run.profile)
+        self._profile = Profile(self._home / "profile", self._run.profile)
 
     def _require(self) -> None:
         """Raise `UsageError` if an account is needed and there is none."""
@@ -633,12 +633,6 @@ class RunWriter:
         """Raise `Replaced` if the run's directory has become another run's."""
         require_ours(self._home, self._lock)
 
-    def mark(self, number: int) -> None:
-        """Write a number into the lock, by which other processes recognise the directory."""
-        self._lock.write(str(number))
-        self._lock.flush()
-        os.fsync(self._lock.fileno())
-
     def unlock(self) -> None:
         """Unlock the run's directory.  May be called twice."""
         self._lock.close()
@@ -734,18 +728,21 @@ def require_shared(run_dir: Path, run_writer: RunWriter | None) -> None:
 
     Each writes its own actors and memory there; a checkpoint needs them all.
     """
-    number = secrets.randbits(62)
-    if run_writer is not None:
-        run_writer.mark(number)
-    number = int(gather_over_processes(np.array([number if run_writer is not None else 0])).max())
-    deadline = time.monotonic() + SHARED_SECONDS
-    while not (sees := marked(run_dir) == number) and time.monotonic() < deadline:
-        time.sleep(0.2)  # a network file system may show it late
+    drawn = (marked(run_dir) or 0) if run_writer is not None else 0
+    drawn = int(gather_over_processes(np.array([drawn])).max())
+    deadline, ours = time.monotonic() + SHARED_SECONDS, not run_dir.exists()
+    while not (sees := marked(run_dir) == drawn) and time.monotonic() < deadline:
+        with suppress(OSError):  # a network file system remembers for a while that a folder is missing, but not now
+            run_dir.mkdir(parents=True, exist_ok=True)
+        time.sleep(0.2)
+    if not sees and ours:
+        with suppress(OSError):
+            run_dir.rmdir()
     others = [str(i) for i in np.flatnonzero(~gather_over_processes(np.array([sees]))[:, 0])]
     require(
         not others,
-        f"process {', '.join(others)} does not see the {run_dir} of process 0, where each process keeps its part of a "
-        "checkpoint; give all processes the same --run-dir, on a file system that they share",
+        f"process {', '.join(others)} cannot see process 0's run directory, {run_dir}, where each process keeps its "
+        "part of a checkpoint; give all processes the same --run-dir, on a file system that they share",
     )
 
 
@@ -768,7 +765,8 @@ def announce(job: Job, saved: Saved[Any, Any] | None, display: Display) -> None:
     )
     for warning in warnings(job.spec, job.experiment.network) if job.devices.is_main else ():
         display.say(f"warning: {warning}")
-    for words in filter(None, (gap_words(e), bounds_words(e, job.spec.action))):
+    begins = saved is None and job.initial is None
+    for words in filter(None, (gap_words(e), bounds_words(e, job.spec.action) if begins else "")):
         display.say(f"warning: {words}")
     if (idle := len(place.actor_device_ids) - e.num_actors // processes) > 0:
         display.say(
@@ -798,7 +796,9 @@ def bounds_words(e: Experiment, action: ActionSpec) -> str:
     scale = math.exp(e.log_std_init)
     below = lambda x: (1 + math.erf(x / scale / math.sqrt(2))) / 2
     for low, high in zip(action.low, action.high, strict=True):
-        if below(high) - below(low) < 0.2 or 2 * scale < 0.02 * (high - low) < math.inf:
+        # Some environments write "no bound" as the largest float32.
+        filled = 1.0 if high - low > 1e30 else 2 * scale / (high - low) if high > low else 1.0
+        if low < high and (below(high) - below(low) < 0.2 or filled < 0.02):
             return (
                 f"an action has the bounds {low:g} to {high:g}, but a new policy draws actions around 0 with the "
                 f"standard deviation {scale:g}, and most are clipped or fill little of this range; rescale actions in "

@@ -1,7 +1,6 @@
 """The command: what it refuses and how, what it offers, and what it does with a run that is already there."""
 
 import dataclasses
-import errno
 import importlib
 import json
 import os
@@ -9,6 +8,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import get_type_hints
@@ -16,7 +16,7 @@ from typing import get_type_hints
 import jax
 import pytest
 import tyro
-from launch import TINY, command, finish, python, read_result
+from launch import ROOT, TINY, command, finish, python, read_result
 
 from cleanba.api import Run as Run_of
 from cleanba.arguments import refuse_unknown_flags
@@ -778,17 +778,17 @@ def test_a_closed_pipe_ends_the_command_quietly(words, tmp_path):
     assert read_result(tmp_path / "run")["status"] == "interrupted"
 
 
-def test_output_that_a_full_disk_does_not_take_is_dropped(monkeypatch, tmp_path, capsys):
-    def full(*_, **__):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with monkeypatch.context() as patch:
-        patch.setattr("rich.console.Console.print", full)
-        patch.setattr("cleanba.runtime.metrics.send_nowhere", lambda descriptor: None)
-        ended = command("ppo", *TINY, "--run-dir", tmp_path / "run")
-    said = "cleanba: output cannot be written (No space left on device) and is dropped; the run goes on"
-    assert ended.code == 0 and ended.err.splitlines() == [said], ended
-    assert read_result(tmp_path / "run")["status"] == "finished"
+def test_output_that_a_full_disk_does_not_take_is_dropped(tmp_path):
+    """As in `cleanba ppo > log 2>&1`, and with a terminal beside it."""
+    for name, both in (("one", False), ("both", True)):
+        with open("/dev/full", "w") as full:
+            env = {**os.environ, "PYTHONPATH": str(ROOT)}
+            words = [sys.executable, "-m", "cleanba", "ppo", *TINY, "--run-dir", str(tmp_path / name)]
+            error = full if both else subprocess.PIPE
+            ended = subprocess.run(words, stdout=full, stderr=error, env=env, text=True, timeout=300, check=False)
+        said = "cleanba: output cannot be written (No space left on device) and is dropped; the run goes on"
+        assert ended.returncode == 0 and (ended.stderr is None if both else ended.stderr.splitlines() == [said]), ended
+        assert read_result(tmp_path / name)["status"] == "finished"
 
 
 @pytest.mark.parametrize("name", ["gamma", "log_frequency", "checkpoint_frequency"])
@@ -811,7 +811,7 @@ def test_processes_must_agree_on_what_all_of_them_do_together(name, monkeypatch,
 
 def test_a_name_below_which_orbax_loses_checkpoints_is_refused(tmp_path):
     said = refusal("ppo", *TINY, "--run-dir", tmp_path / "a[1]" / "run")
-    assert "a[1]/run has a [, and Orbax writes no whole checkpoints below such a name; name another" in said
+    assert "a[1]/run has a [, and Orbax writes no whole checkpoints below such a name; choose another --run-dir" in said
 
 
 def test_a_symbolic_link_to_itself_is_no_run_directory(tmp_path):

@@ -408,6 +408,8 @@ def test_a_choice_is_still_one_number():
         (-100, 400, 4.0, False),
         (2, 3, 0.0, True),
         (-float("inf"), float("inf"), 0.0, False),
+        (-3.4e38, 3.4e38, 0.0, False),
+        (2, 2, 0.0, False),
         (-float("inf"), -1, 0.0, True),
     ],
 )

@@ -139,9 +139,9 @@ class PeriodicEvaluation:
         policy = self._policy._replace(params=params, update=update, global_step=global_step)
         seed, limit = policy.experiment.seed, self._run.eval_max_steps
         self._require_ours()
-        path = film_path(self._named, policy, seed, policy.recipe.plays)
+        path = film_path(self._run_dir, policy, seed, policy.recipe.plays)
         play_and_film(path, policy, 1, seed, self._device, max_steps=limit, check=self._move)
-        return path
+        return self._named / path.relative_to(self._run_dir)
 
     def close(self) -> None:
         """Stop the current evaluation.  May be called twice."""

@@ -129,6 +129,9 @@ def read_params(
         return ckpt.read_model(model, like_params), best["update"], best["global_step"]
     require(checkpoint == "last", f"checkpoint={checkpoint!r} must be the number of an update, best, or last; {listed}")
     damage: Failure | None = None
+    model, ended = run_dir / "model.msgpack", read_result(run_dir)
+    if is_finished(run_dir) and there[-1:] != [ended.get("update")] and is_last_model(model, like_params, ended):
+        there = []  # an earlier version of its policy is not what it ended with
     for update in reversed(there):
         try:
             saved = ckpt.read(run_dir, update, like_state, like_params)
@@ -137,16 +140,12 @@ def read_params(
             continue
         if damage is not None and there[-1] in ckpt.updates_kept(run_dir):
             if is_finished(run_dir):
-                break  # an earlier version of its policy is not what it ended with
+                break
             why = str(damage).removesuffix("; try another --checkpoint")
             warn(f"{why}; taking the checkpoint of update {update} instead")
         return actor_params(saved.state), saved.update, saved.counters["global_step"]
-    model, ended = run_dir / "model.msgpack", read_result(run_dir)
-    if damage is not None:
-        params = ckpt.read_model(model, like_params) if model.exists() else None
-        if params is None or params_digest(params) != ended.get("params_digest"):
-            raise damage
-        return params, ended["update"], ended["global_step"]
+    if damage is not None and not is_last_model(model, like_params, ended):
+        raise damage
     require(
         model.exists(),
         f"{run_dir} has no checkpoint"
@@ -159,7 +158,19 @@ def read_params(
             "epoch of environments that do not follow their seed"
         ),
     )
-    return ckpt.read_model(model, like_params), None, None
+    known = is_last_model(model, like_params, ended)
+    return ckpt.read_model(model, like_params), *((ended["update"], ended["global_step"]) if known else (None, None))
+
+
+def is_last_model(model: Path, like_params: PyTree, ended: Json) -> bool:
+    """Whether a model holds the parameters that a run ended with.
+
+    ended: its result.json; {} if it has none.
+    """
+    try:
+        return model.exists() and params_digest(ckpt.read_model(model, like_params)) == ended.get("params_digest")
+    except Failure:  # it is damaged
+        return False
 
 
 def read_uploaded(

@@ -5,6 +5,7 @@ import errno
 import fcntl
 import os
 import re
+import secrets
 import shutil
 import time
 from collections.abc import Callable
@@ -23,7 +24,7 @@ from cleanba.config import (
     updates_of,
 )
 from cleanba.errors import Failure, Replaced, UsageError, warn
-from cleanba.files import Json, read_json, write_json
+from cleanba.files import Json, current_directory, read_json, write_json
 from cleanba.recipes import AnyRecipe
 from cleanba.resolution import Resolved, longer, read_recipe
 from cleanba.runtime.chain import FIRST_STEPS, kept_of_first
@@ -56,16 +57,17 @@ def batch_job() -> str | None:
 
 
 def check_name(run_dir: Path, flag: str = "--run-dir") -> None:
-    """Raise `UsageError` for a path that cannot be shown, or in which Orbax writes no whole checkpoint.
+    """Raise `UsageError` for a path that cannot be shown, or below which Orbax writes no whole checkpoint.
 
     flag: the flag that names the path.
     """
-    require(str(run_dir).isprintable(), f"{flag} {str(run_dir)!r} has characters that cannot be shown; name another")
-    brackets = [x for x in "[]" if x in str(run_dir.absolute())]
+    require(str(run_dir).isprintable(), f"{str(run_dir)!r} has characters that cannot be shown; choose another {flag}")
+    path = os.path.join(current_directory() or "", run_dir)
+    brackets = [x for x in "[]" if x in path]
     require(
         not brackets,
-        f"{flag}: {run_dir.absolute()} has a {brackets[0] if brackets else ''}, and Orbax writes no whole checkpoints "
-        "below such a name; name another",
+        f"{path} has a {''.join(brackets[:1])}, and Orbax writes no whole checkpoints below such a name; choose "
+        f"another {flag}",
     )
 
 
@@ -270,7 +272,7 @@ def require_ours(run_dir: Path, held: TextIO) -> None:
 
 
 def marked(run_dir: Path) -> int | None:
-    """The number that the process which holds a directory's lock has written there; None if there is none."""
+    """The number that the last process to lock a directory has drawn; None if there is none."""
     try:
         return int((run_dir / LOCK).read_text())
     except (OSError, ValueError):
@@ -286,13 +288,13 @@ def lock(run_dir: Path, flag: str = "--run-dir") -> TextIO:
     """
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        file = open(run_dir / LOCK, "w")  # noqa: SIM115  open until the process ends
+        file = open(run_dir / LOCK, "a")  # noqa: SIM115  open until the process ends
     except OSError as error:
         raise unwritable(run_dir, error, flag) from None
     for _ in range(3):  # `cleanba ls` may be trying the lock at just this moment
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return file
+            break
         except BlockingIOError:
             time.sleep(0.02)
         except OSError as error:
@@ -302,5 +304,15 @@ def lock(run_dir: Path, flag: str = "--run-dir") -> TextIO:
                 f"{run_dir} lies on a file system that cannot lock files ({why}), so two runs there would not notice "
                 f"each other; choose a {flag} elsewhere"
             ) from None
-    file.close()
-    raise UsageError(f"another process is running in {run_dir}; wait for it to end, or choose another {flag}")
+    else:
+        file.close()
+        raise UsageError(f"another process is running in {run_dir}; wait for it to end, or choose another {flag}")
+    try:
+        file.truncate(0)
+        file.write(str(secrets.randbits(62)))
+        file.flush()
+        os.fsync(file.fileno())
+    except OSError as error:
+        file.close()
+        raise unwritable(run_dir, error, flag) from None
+    return file

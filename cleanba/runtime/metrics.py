@@ -176,8 +176,8 @@ class Display:
     """Shows progress: a live panel in a terminal, one line in a notebook, elsewhere a plain line every few seconds.
 
     If not `enabled`, it shows nothing, except warnings on standard error if it `warns`.  If its output cannot be
-    written, since the pipe has no reader any more or the disk is full, it shows nothing from then on, and sends SIGTERM
-    to its own process once that handles signals, so that the run ends with a checkpoint.
+    written, it shows nothing from then on.  If that is because the pipe has no reader any more, it sends SIGTERM to its
+    own process once that handles signals, so that the run ends with a checkpoint; if the disk is full, the run goes on.
     """
 
     def __init__(self, status: Status, enabled: bool = True, warns: bool = False):
@@ -218,7 +218,11 @@ class Display:
             send_nowhere(sys.stdout.fileno())  # for others' output, and the final flush
         leave_closed_terminal()
         so = " and is dropped; the run goes on" if full else ", so the run ends"
-        print(f"cleanba: output cannot be written ({error.strerror}){so}", file=sys.stderr)
+        try:
+            print(f"cleanba: output cannot be written ({error.strerror}){so}", file=sys.stderr, flush=True)
+        except (OSError, ValueError):  # it goes to the same file
+            with contextlib.suppress(OSError, ValueError):
+                send_nowhere(sys.stderr.fileno())
 
     def refresh(self) -> None:
         """Show the status, if it is time to."""
