@@ -470,7 +470,8 @@ class RunWriter:
         opened = partial(open_run, job.run_dir, job.recipe, job.resolved, placement, self._run, code, check)
         if finished and not os.access(job.run_dir, os.W_OK):
             opened()  # which raises `Finished` before it writes anything, if nothing is left to do
-        self._lock, self._home = lock(job.run_dir), job.run_dir.absolute()
+        self._lock = lock(job.run_dir, mark=job.devices.num_processes > 1)
+        self._home = job.run_dir.absolute()
         try:
             self._opened = opened()
             if job.initial is not None:
@@ -741,8 +742,8 @@ def require_shared(run_dir: Path, run_writer: RunWriter | None) -> None:
     others = [str(i) for i in np.flatnonzero(~gather_over_processes(np.array([sees]))[:, 0])]
     require(
         not others,
-        f"process {', '.join(others)} cannot see process 0's run directory, {run_dir}, where each process keeps its "
-        "part of a checkpoint; give all processes the same --run-dir, on a file system that they share",
+        f"process {', '.join(others)} has another run directory than process 0 (this process's is {run_dir}), but each "
+        "keeps its part of a checkpoint there; give all the same --run-dir, on a file system that they share",
     )
 
 

@@ -279,8 +279,10 @@ def marked(run_dir: Path) -> int | None:
         return None
 
 
-def lock(run_dir: Path, flag: str = "--run-dir") -> TextIO:
+def lock(run_dir: Path, flag: str = "--run-dir", mark: bool = False) -> TextIO:
     """Keep other processes out of a directory that a flag names, for as long as the returned file is open.
+
+    mark: draw a number and write it there, so that a run's other processes recognise the directory (`marked`).
 
     Raises:
         UsageError: another process is in it, or the directory cannot be written.
@@ -308,10 +310,11 @@ def lock(run_dir: Path, flag: str = "--run-dir") -> TextIO:
         file.close()
         raise UsageError(f"another process is running in {run_dir}; wait for it to end, or choose another {flag}")
     try:
-        file.truncate(0)
-        file.write(str(secrets.randbits(62)))
-        file.flush()
-        os.fsync(file.fileno())
+        if mark:
+            file.truncate(0)
+            file.write(str(secrets.randbits(62)))
+            file.flush()
+            os.fsync(file.fileno())
     except OSError as error:
         file.close()
         raise unwritable(run_dir, error, flag) from None
