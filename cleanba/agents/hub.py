@@ -264,12 +264,17 @@ def write_model(path: Path, run_dir: Path, result: Json) -> Model:
         shutil.copyfile(kept, path)
         return Model(result.get("update"), result.get("global_step"), result.get("params_digest"), result)
 
-    policy = load_policy(run_dir, "last", find_devices(Placement()).platform)
-    if finished and policy.update != (last := result.get("update", policy.update)):
-        raise Failure(
-            f"{run_dir} has finished with update {last}, but its last parameters cannot be read; restore "
-            f"{run_dir}/checkpoints/{last} or {kept}"
-        )
+    last = result.get("update")
+    gone = Failure(
+        f"{run_dir} has finished with update {last}, but its last parameters cannot be read; restore "
+        f"{run_dir}/checkpoints/{last} or {kept}"
+    )
+    try:
+        policy = load_policy(run_dir, "last", find_devices(Placement()).platform)
+    except Failure as error:
+        raise (gone if finished else error) from None
+    if finished and last not in (None, policy.update):
+        raise gone
     save_model(path, policy.params)
     return Model(policy.update, policy.global_step, params_digest(policy.params), result)
 

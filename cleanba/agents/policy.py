@@ -159,7 +159,7 @@ def read_params(
         ),
     )
     known = is_last_model(model, like_params, ended)
-    return ckpt.read_model(model, like_params), *((ended["update"], ended["global_step"]) if known else (None, None))
+    return ckpt.read_model(model, like_params), *((ended.get("update"), ended.get("global_step")) if known else (None, None))
 
 
 def is_last_model(model: Path, like_params: PyTree, ended: Json) -> bool:
