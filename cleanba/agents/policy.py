@@ -158,8 +158,8 @@ def read_params(
             "epoch of environments that do not follow their seed"
         ),
     )
-    known = is_last_model(model, like_params, ended)
-    return ckpt.read_model(model, like_params), *((ended.get("update"), ended.get("global_step")) if known else (None, None))
+    known = ended if is_last_model(model, like_params, ended) else {}
+    return ckpt.read_model(model, like_params), known.get("update"), known.get("global_step")
 
 
 def is_last_model(model: Path, like_params: PyTree, ended: Json) -> bool:
