@@ -15,7 +15,7 @@ from cleanba.files import Json, read_json
 from cleanba.recipes import AnyRecipe
 from cleanba.resolution import read_recipe
 from cleanba.rollout import Obs, PyTree
-from cleanba.runs.log import is_finished, read_result
+from cleanba.runs.log import read_result
 from cleanba.runtime import checkpoint as ckpt
 from cleanba.runtime.digests import params_digest
 from cleanba.shards import network_options
@@ -130,22 +130,27 @@ def read_params(
     require(checkpoint == "last", f"checkpoint={checkpoint!r} must be the number of an update, best, or last; {listed}")
     damage: Failure | None = None
     model, ended = run_dir / "model.msgpack", read_result(run_dir)
-    if is_finished(run_dir) and there[-1:] != [ended.get("update")] and is_last_model(model, like_params, ended):
-        there = []  # an earlier version of its policy is not what it ended with
-    for update in reversed(there):
+    finished, kept = ended.get("status") == "finished", None
+    if not there or (finished and there[-1] != ended.get("update")):
+        kept = last_model(model, like_params, ended)  # earlier checkpoints are not what it ended with
+    for update in reversed(there if kept is None else []):
         try:
             saved = ckpt.read(run_dir, update, like_state, like_params)
         except Failure as error:  # damaged, or removed by the run since we looked
             damage = damage or error
             continue
         if damage is not None and there[-1] in ckpt.updates_kept(run_dir):
-            if is_finished(run_dir):
+            if finished:
                 break
             why = str(damage).removesuffix("; try another --checkpoint")
             warn(f"{why}; taking the checkpoint of update {update} instead")
         return actor_params(saved.state), saved.update, saved.counters["global_step"]
-    if damage is not None and not is_last_model(model, like_params, ended):
-        raise damage
+    if damage is not None:
+        kept = last_model(model, like_params, ended)
+        if kept is None:
+            raise damage
+    if kept is not None:
+        return kept, ended.get("update"), ended.get("global_step")
     require(
         model.exists(),
         f"{run_dir} has no checkpoint"
@@ -158,19 +163,19 @@ def read_params(
             "epoch of environments that do not follow their seed"
         ),
     )
-    known = ended if is_last_model(model, like_params, ended) else {}
-    return ckpt.read_model(model, like_params), known.get("update"), known.get("global_step")
+    return ckpt.read_model(model, like_params), None, None
 
 
-def is_last_model(model: Path, like_params: PyTree, ended: Json) -> bool:
-    """Whether a model holds the parameters that a run ended with.
+def last_model(model: Path, like_params: PyTree, ended: Json) -> PyTree | None:
+    """The parameters of a model, if they are those that its run ended with; else None.
 
-    ended: its result.json; {} if it has none.
+    ended: the run's result.json; {} if it has none.
     """
     try:
-        return model.exists() and params_digest(ckpt.read_model(model, like_params)) == ended.get("params_digest")
-    except Failure:  # it is damaged
-        return False
+        params = ckpt.read_model(model, like_params)
+    except Failure:  # it is damaged or missing
+        return None
+    return params if params_digest(params) == ended.get("params_digest") else None
 
 
 def read_uploaded(

@@ -63,11 +63,10 @@ def check_name(run_dir: Path, flag: str = "--run-dir") -> None:
     """
     require(str(run_dir).isprintable(), f"{str(run_dir)!r} has characters that cannot be shown; choose another {flag}")
     path = os.path.join(current_directory() or "", run_dir)
-    brackets = [x for x in "[]" if x in path]
+    bracket = next((x for x in "[]" if x in path), "")
     require(
-        not brackets,
-        f"{path} has a {''.join(brackets[:1])}, and Orbax writes no whole checkpoints below such a name; choose "
-        f"another {flag}",
+        not bracket,
+        f"{path} has a {bracket}, and Orbax writes no whole checkpoints below such a name; choose another {flag}",
     )
 
 
