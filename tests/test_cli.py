@@ -485,7 +485,7 @@ def test_runs_that_start_in_the_same_second_get_directories_of_their_own(tmp_pat
     assert in_new_directory(job) is job and len(list((tmp_path / "runs").iterdir())) == 4
 
 
-def refusing(run_dir):
+def refusing(run_dir, *, mark):
     raise UsageError("refused")
 
 
