@@ -38,6 +38,14 @@ jax.monitoring.register_event_duration_secs_listener(
 )
 
 
+@pytest.fixture(scope="module", autouse=True)
+def prepared(tmp_path_factory):
+    """A process's first command compiles small programs before it opens a directory: `refusal` does not count them."""
+    used = tmp_path_factory.mktemp("used")
+    (used / "checkpoints/1").mkdir(parents=True)
+    assert command("ppo", *TINY, "--run-dir", used).code == 2
+
+
 class Accepted(Exception):
     """The command has nothing against its flags and would train now."""
 
