@@ -40,6 +40,12 @@ def write_run(folder: Path, returns=(0.0, 5.0, 10.0), steps=None, speed=10.0, **
     return folder
 
 
+def without_rows(run: Path) -> Path:
+    """The run, as it is before its first row."""
+    (run / "metrics.jsonl").write_text("")
+    return run
+
+
 def curve(steps, returns, seconds=None, **experiment) -> Curve:
     values = [np.asarray(x, float) for x in (steps, steps if seconds is None else seconds, returns)]
     return Curve(Path("run"), EXPERIMENT | experiment, *values)
@@ -236,6 +242,7 @@ def test_the_same_run_twice_is_one_sample_and_no_episode_is_none(tmp_path, capsy
         (lambda path: path / "absent", "is not a directory"),
         (lambda path: path, "holds no run"),
         (lambda path: write_run(path / "new", returns=()), "has finished an episode yet"),
+        (lambda path: without_rows(write_run(path / "new")), "has logged anything yet"),
     ],
 )
 def test_wrong_use_is_one_sentence(tmp_path, make, message):

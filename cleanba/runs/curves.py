@@ -143,6 +143,7 @@ def load(places: Iterable[Path], metric: str = RETURN) -> list[Curve]:
     places = list(places)
     found: list[Curve] = []
     unread = 0
+    logged = False
     for run_dir in find_runs(places):
         try:
             experiment, rows = read_experiment(run_dir), read_rows(run_dir)
@@ -152,13 +153,14 @@ def load(places: Iterable[Path], metric: str = RETURN) -> list[Curve]:
             warn(f"{error}; left out")
             unread += 1
             continue
+        logged = logged or bool(rows)
         returns = column(rows, metric)
         there = np.isfinite(returns)
         if not there.any():
             names = sorted({name for row in rows for name in row if "/" in name})
             close = closest_names(metric, names) if metric not in names else ""
             words = f"has logged no number as {metric}" if metric in names else f"has logged no {metric}"
-            why = "has finished no episode yet" if metric == RETURN else words
+            why = "has logged nothing yet" if not rows else "has finished no episode yet" if metric == RETURN else words
             warn(f"{run_dir} {why}; " + (f"did you mean {close}?" if close else "left out"))
             continue
         steps, seconds = column(rows, "global_step")[there], column(rows, "seconds")[there]
@@ -173,13 +175,15 @@ def load(places: Iterable[Path], metric: str = RETURN) -> list[Curve]:
             warn(f"{shorter.run_dir} is the same experiment and seed as {curve.run_dir}; left out")
         curves[key] = curve
     require(bool(curves) or not unread, "there is nothing to draw; the warnings above say why")
+    names = ", ".join(map(str, places))
+    require(logged, f"no run of {names} has logged anything yet; train longer, or log more often (--log-frequency)")
     require(
         bool(curves) or metric == RETURN,
-        f"no run of {', '.join(map(str, places))} has logged {metric}; docs/reference/metrics.md lists what is logged",
+        f"no run of {names} has logged {metric}; docs/reference/metrics.md lists what is logged",
     )
     require(
         bool(curves),
-        f"no run of {', '.join(map(str, places))} has finished an episode yet; train them longer, or with a larger "
+        f"no run of {names} has finished an episode yet; train them longer, or with a larger "
         "--env-epoch, as no episode outlives an epoch of environments",
     )
     return list(curves.values())

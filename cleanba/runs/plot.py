@@ -411,6 +411,9 @@ def save(figure: "Figure", path: Path) -> list[Path]:
         figure.draw_without_rendering()
         figure.set_layout_engine("none")  # laid out once for both
         for suffix in (".png", ".svg"):
+            picture = io.BytesIO()
+            metadata = {"Date": None} if suffix == ".svg" else None
+            figure.savefig(picture, format=suffix[1:], dpi=150, metadata=metadata)
             written.append(path.with_name(path.name + suffix))
-            figure.savefig(written[-1], dpi=150, metadata={"Date": None} if suffix == ".svg" else None)
+            write_whole(written[-1], picture.getvalue())
     return written
