@@ -240,7 +240,8 @@ def unwritable(run_dir: Path, error: OSError, flag: str = "--run-dir") -> UsageE
     what = f"{'run directory ' * (flag == '--run-dir')}{run_dir} cannot be written: {reason}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return Failure(f"{what}; free disk space, then run the same command again")
-    return UsageError(f"{what}; choose another {flag}")
+    allow = "make it writable, or " * (error.errno in (errno.EACCES, errno.EPERM, errno.EROFS))
+    return UsageError(f"{what}; {allow}choose another {flag}")
 
 
 LOCK = ".lock"  # in a run's directory
