@@ -25,7 +25,13 @@ STUDIES = Studies(
         "ppo-sync": Study(GAMES, {"CleanRL's, without lag": f"ppo {RULES} --no-concurrency"}),
         "ppo-gpu": Study(GAMES[:3], {"32 x 32": f"ppo {RULES} --num-envs 32 --num-steps 32 {GPU}"}),
         "impala": Study(
-            GAMES[:2], {"preset": f"impala {RULES}", "entropy coefficient 0.001": f"impala {RULES} --ent-coef 0.001"}
+            GAMES[:2],
+            {
+                "preset": f"impala {RULES}",
+                "entropy coefficient 0.001": f"impala {RULES} --ent-coef 0.001",
+                "10 minibatches": f"impala {RULES} --num-minibatches 10",
+                "20 minibatches": f"impala {RULES} --num-minibatches 20",
+            },
         ),
         "pqn": Study(GAMES[:3], {"CleanRL's": f"pqn {RULES}"}),
         "pqn-gpu": Study(GAMES[:3], {"the authors'": f"pqn {RULES} {AUTHORS} {GPU}"}),

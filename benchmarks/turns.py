@@ -4,8 +4,7 @@
     python benchmarks/turns.py --studies pong       # half an hour of two cores for each seed
     python benchmarks/turns.py --seeds     # trains nothing: table and figure of what is kept
 
-Each algorithm trains with its preset, once one version behind and once taking turns (--no-concurrency).  On Pong it
-only takes turns: `make pong` is one version behind, and curves_pong.jsonl has six of its runs.  Curves are
+Each algorithm trains with its preset, once one version behind and once taking turns (--no-concurrency).  Curves are
 kept in benchmarks/results/curves_turns.jsonl and drawn to static/turns_<study>.png (studies.py).  How much time lag
 saves is measured by concurrency.py; PPO has a study of its own (lag.py), and curves_sac_td3.jsonl has SAC and TD3 on
 Pendulum.
@@ -33,7 +32,10 @@ STUDIES = Studies(
             ("gymnax:Breakout-MinAtar", "gymnax:Asterix-MinAtar"),
             variants({"impala": 2_000_000, "pqn": 2_000_000, "dqn": 300_000}),
         ),
-        "pong": Study(("Pong-v5",), {"DQN, taking turns": "dqn --preset pong --target-return 18 --no-concurrency"}),
+        "pong": Study(
+            ("Pong-v5",),
+            {f"DQN, {kind}": f"dqn --preset pong --target-return 18 {flag}" for kind, flag in LAGGED.items()},
+        ),
     },
 )
 

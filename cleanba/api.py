@@ -59,7 +59,7 @@ from cleanba.errors import Failure, Interrupted, UsageError, closest_names
 from cleanba.files import Json, expanded, read_json
 from cleanba.launch import SAME_CALL, Ended, launch
 from cleanba.recipes import RECIPES, AnyRecipe, find_recipe
-from cleanba.resolution import as_given, configure, fit, named_settings, settle
+from cleanba.resolution import as_given, configure, fit, named_settings, read_recipe, settle
 from cleanba.runs.curves import column, read_rows
 from cleanba.runs.directory import is_gone
 from cleanba.runtime.devices import default_platform
@@ -117,7 +117,7 @@ class Spec:
             UsageError: a value is not allowed, values do not fit together, there is no such environment, or the
                 algorithm does not take its actions.
         """
-        recipe = self.recipe
+        recipe = self.recipe()
         self.register()
         asked = configure(recipe, self.flags, Placement(), config.Run(), self.whole)
         with prepared(asked.asked):  # JAX reads its flags at the first use of a device, which is here
@@ -127,9 +127,14 @@ class Spec:
             recipe.make(resolved.experiment, resolved.spec, platform)  # refuses actions that it does not take
         return resolved.experiment
 
-    @property
-    def recipe(self) -> AnyRecipe:
-        """The algorithm.  Raises `UsageError` if there is none of this name."""
+    def recipe(self, trust_remote_code: bool = False) -> AnyRecipe:
+        """The algorithm.
+
+        Raises:
+            UsageError: there is none of this name, or a run from elsewhere names one that would have to be imported.
+        """
+        if self.whole is not None:
+            return read_recipe(self.whole, trust_remote_code)[0]
         return find_recipe(self.algorithm)
 
     def register(self) -> None:
@@ -169,7 +174,7 @@ def _specify(algorithm: str, form: Callable[P, Experiment]) -> Specify[P]:
         require(len(given) < 2, f"{algorithm} was given {len(given)} environments; name one")
         env_id: Any = given[0] if given else None
         maker = None
-        if given and not isinstance(env_id, str):
+        if env_id is not None and not isinstance(env_id, str):
             maker = env_id
             require(callable(maker), f"env_id={maker!r} must be a name, or a class or function that makes environments")
             env_id = register(maker)
@@ -460,13 +465,13 @@ def train(spec: Spec, run_dir: str | Path | None = None, *, progress: bool = Tru
     """
     require(isinstance(spec, Spec), f"train takes a specification, such as cleanba.ppo('CartPole-v1'), not {spec!r}")
     require(isinstance(progress, bool | np.bool_), f"progress={progress!r} must be True or False")
-    recipe = spec.recipe
     given = _plain({"run_dir": run_dir, **flags})
     place, keep = set(fields_of(Placement)), set(fields_of(config.Run)) - {"experiment_from"}
     if unknown := [name for name in given if name not in place | keep]:
         _refuse("train", unknown[0], place | keep)
     placement = Placement(**as_typed(Placement, {name: x for name, x in given.items() if name in place}))
     run = config.Run(**as_typed(config.Run, {name: x for name, x in given.items() if name in keep}))
+    recipe = spec.recipe(run.trust_remote_code)
     spec.register()
     ended = launch(recipe, configure(recipe, spec.flags, placement, run, spec.whole), progress, _give_up)
     _raise(ended, SAME_CALL if run_dir is not None else f"{SAME_CALL} with run_dir={str(ended.run_dir)!r}")

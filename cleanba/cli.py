@@ -5,8 +5,11 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 from io import TextIOWrapper
+from pathlib import Path
+from traceback import extract_tb
 from types import ModuleType
 from typing import NamedTuple
 
@@ -67,18 +70,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             stream.reconfigure(errors="backslashreplace")  # for a terminal that cannot show ü
     handle_by(leave_at_once, signal.default_int_handler)
     try:
-        end = dispatch(argv)
-        sys.stdout.flush()  # here, where a pipe without a reader is handled
-    except (UsageError, Failure) as error:
-        print(f"cleanba: {printable(str(error), keep=LINES)}", file=sys.stderr)
-        end = Exit(exit_code(error))
-    except KeyboardInterrupt:
-        print("cleanba: interrupted", file=sys.stderr)
-        end = Exit(130)
-    except SystemExit as left:  # --help; rich: the pipe has no reader (`cleanba ppo | head`)
-        if isinstance(left.code, str):
-            print(f"cleanba: {left.code}", file=sys.stderr)
-        end = Exit(1 if isinstance(left.code, str) else int(left.code or 0))
+        end = attempt(argv)
+        sys.stdout.flush()  # here, where a pipe without a reader and a full disk are handled
+        sys.stderr.flush()
     except BrokenPipeError:
         os._exit(128 + signal.SIGPIPE)
     except OSError as error:
@@ -88,16 +82,31 @@ def main(arguments: Sequence[str] | None = None) -> None:
             os._exit(2)
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        print(f"cleanba: output cannot be written ({error}); free disk space", file=sys.stderr)
+        with suppress(OSError):  # it may go to the same disk
+            print(f"cleanba: output cannot be written ({error}); free disk space", file=sys.stderr, flush=True)
         os._exit(1)
     finally:
         started()
         handle_by(signal.default_int_handler, raise_interrupt)
-    sys.stdout.flush()
-    sys.stderr.flush()
     if end.stuck or end.code:
         os._exit(end.code)  # a thread may be in a long computation, or JAX's runtime may wait for peers that are gone
     sys.exit(end.code)
+
+
+def attempt(argv: Sequence[str]) -> Exit:
+    """Run the command; its errors, Ctrl-C and exits become one sentence and an exit code."""
+    try:
+        return dispatch(argv)
+    except (UsageError, Failure) as error:
+        print(f"cleanba: {printable(str(error), keep=LINES)}", file=sys.stderr)
+        return Exit(exit_code(error))
+    except KeyboardInterrupt:
+        print("cleanba: interrupted", file=sys.stderr)
+        return Exit(130)
+    except SystemExit as left:  # --help; rich: the pipe has no reader (`cleanba ppo | head`)
+        if isinstance(left.code, str):
+            print(f"cleanba: {left.code}", file=sys.stderr)
+        return Exit(1 if isinstance(left.code, str) else int(left.code or 0))
 
 
 def check_environment() -> None:
@@ -112,11 +121,14 @@ def load(module: str) -> ModuleType:
 
     Raises:
         UsageError: JAX refuses one of them.
+        Failure: packages do not fit together.
     """
     try:
         return import_module(module)
     except ValueError as error:
-        raise UsageError(f"JAX refuses an environment variable: {said(error)}; correct or unset it") from error
+        if any(Path(frame.filename).match("jax/_src/config.py") for frame in extract_tb(error.__traceback__)):
+            raise UsageError(f"JAX refuses an environment variable: {said(error)}; correct or unset it") from error
+        raise Failure(f"{module} cannot be imported ({said(error)}); install Cleanba's packages anew") from error
 
 
 def dispatch(argv: Sequence[str]) -> Exit:

@@ -5,6 +5,7 @@ import errno
 import json
 import math
 import os
+import secrets
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,7 @@ def write_whole(path: Path, content: str | bytes, shared: bool = False) -> None:
 
     shared: whether other processes may write it at the same time.
     """
-    scratch = path.with_name(path.name + (f".{os.getpid()}.tmp" if shared else ".tmp"))
+    scratch = path.with_name(path.name + (f".{secrets.token_hex(4)}.tmp" if shared else ".tmp"))
     try:
         with open(scratch, "wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)

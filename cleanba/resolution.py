@@ -60,6 +60,7 @@ from cleanba.seeds import SEEDS
 from cleanba.specs import EnvSpec
 
 NAMED = "--preset "  # and its name
+WHOLE = "run "  # and the run that the whole experiment comes from
 TYPED, DEFAULT, ENVIRONMENT, DEVICE, FITTED, EARLIER = (
     "typed",
     "default",
@@ -352,8 +353,10 @@ def read_recipe(run_dir: Path, trust_remote_code: bool = False) -> tuple[AnyReci
 
 def taken_whole(recipe: AnyRecipe, e: Experiment, source: Path, platform: str) -> Resolved:
     """The whole experiment of an earlier run, as `read_whole` has read it from `source`."""
-    resolved = resolve(recipe, offered(e), platform)
-    return resolved._replace(experiment=e, origin=dict.fromkeys(resolved.origin, f"run {source}"))
+    resolved = resolve(recipe, offered(e), platform, env_spec(e))
+    earlier = read_config(source).get("origin", {})
+    whence = {name: earlier[name] if earlier.get(name) in IMPLIED else f"{WHOLE}{source}" for name in resolved.origin}
+    return resolved._replace(experiment=e, origin=whence)
 
 
 def read_whole(recipe: AnyRecipe, source: Path, trust_remote_code: bool = False) -> Experiment:
@@ -396,11 +399,12 @@ def longer(recipe: AnyRecipe, e: Experiment, wanted: Experiment, run_dir: Path) 
     steps = e.total_timesteps
     if wanted.total_timesteps <= steps or replace(wanted, total_timesteps=steps) != e:
         return e
+    own = type(e) not in [known.experiment for known in RECIPES.values()]
     require(
-        recipe.name in RECIPES or "schedules" in vars(type(e)),
+        recipe.name in RECIPES or (own and "schedules" in vars(type(e))),
         f"{run_dir} cannot be made longer, because {recipe.name} does not say which settings depend on a run's length; "
-        f"define `schedules` in its {type(e).__name__} (docs/guides/own-loss.md), or start a new run with --init-from "
-        f"{run_dir}",
+        f"define `schedules` in {'its' if own else 'a subclass of'} {type(e).__name__} (docs/guides/own-loss.md), or "
+        f"start a new run with --init-from {run_dir}",
     )
     depends = "depends" if len(e.schedules) == 1 else "depend"
     require(
@@ -431,12 +435,10 @@ def continue_experiment(recipe: AnyRecipe, now: Resolved, run_dir: Path, flag: s
         now = now._replace(experiment=replace(now.experiment, init_from=began["digest"]))
     e = earlier_experiment(recipe, values, trust.source_of(run_dir))
     origin = read_config(run_dir).get("origin", {})
-    # Values that came from --preset or --experiment count as typed.
-    was_typed = {
-        name
-        for name, where in (*now.origin.items(), *origin.items())
-        if where == TYPED or str(where).startswith((NAMED, "run "))
-    }
+    # Values that came from --preset count as typed, and so do all of an experiment that was taken whole.
+    wheres = [(name, str(where)) for name, where in (*now.origin.items(), *origin.items())]
+    whole = any(where.startswith(WHOLE) for _, where in wheres)
+    was_typed = {name for name, where in wheres if whole or where == TYPED or where.startswith(NAMED)}
     only = lambda values: {name: value for name, value in values.items() if name in was_typed}
     if now.origin["total_timesteps"] == TYPED:
         typed = {name: getattr(now.experiment, name) for name in was_typed & now.origin.keys()}
@@ -519,7 +521,9 @@ def settle(recipe: AnyRecipe, config: Config, platform: str, run_dir: Path | Non
         typed = dict.fromkeys(config.typed.keys() & resolved.origin.keys(), TYPED)  # without "preset"
         resolved = resolved._replace(origin={**resolved.origin, **typed})
     else:
-        resolved = resolve(recipe, config.typed, platform)
+        # A run that has begun keeps a limit that would be refused today.
+        begun = run_dir is not None and (run_dir / "config.json").exists()
+        resolved = resolve(recipe, config.typed, platform, env_spec(config.asked) if begun else None)
     return resolved if run_dir is None else continue_experiment(recipe, resolved, run_dir)
 
 

@@ -22,7 +22,6 @@ Five things could still make the bits depend on the placement, and each has its 
 * randomness: a key that a shard uses is derived from the shard's number, never from the device's
 """
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar, TypeVarTuple
@@ -56,11 +55,6 @@ def network_options(platform: str) -> CompilerOptions:
     fast for products, and twice as fast for convolutions (docs/inside/performance.md).
     """
     return {"xla_cpu_experimental_ynn_fusion_type": ""} if platform == "cpu" else {}
-
-
-def usable_cores() -> int:
-    """The cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @dataclass(frozen=True)

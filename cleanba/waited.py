@@ -74,11 +74,14 @@ _compiling: set[int] = set()  # threads, by their identifiers
 @contextmanager
 def compiling() -> Iterator[None]:
     """Within the context this thread compiles, which may take any time."""
-    _compiling.add(threading.get_ident())
+    thread = threading.get_ident()
+    already = thread in _compiling
+    _compiling.add(thread)
     try:
         yield
     finally:
-        _compiling.discard(threading.get_ident())
+        if not already:
+            _compiling.discard(thread)
 
 
 def is_compiling() -> bool:

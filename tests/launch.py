@@ -24,13 +24,13 @@ from cleanba.algorithms import ppo
 from cleanba.config import Experiment, Partition, Placement
 from cleanba.environments.backends import env_spec
 from cleanba.launch import prepare
+from cleanba.limits import usable_cores
 from cleanba.recipes import RECIPES
 from cleanba.runtime.devices import find_devices
 from cleanba.runtime.metrics import Display, Status
 from cleanba.runtime.process_setup import make_deterministic
 from cleanba.runtime.train import run_training
 from cleanba.runtime.training import Training, make_training
-from cleanba.shards import usable_cores
 from cleanba.specs import EnvSpec
 from cleanba.train_flags import parse
 

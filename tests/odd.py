@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass, replace
 
 import gymnasium
+import jax
 import jax.numpy as jnp
 import numpy as np
 from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Tuple
@@ -371,6 +372,14 @@ class Tireless(Nested):
     """Has a parameter for its time limit that it never reads."""
 
     is_truncated = property()  # as if it had none
+
+
+class Idle(Tireless):
+    """Passes the limit to compiled code, which does not read it."""
+
+    def step_env(self, key, state, action, params):
+        state = jax.jit(lambda limit, x: x)(params.max_episode_steps, state)
+        return super().step_env(key, state, action, params)
 
 
 class Tired(Tireless):

@@ -275,6 +275,30 @@ def test_values_may_be_numpys_and_options_a_dictionary():
         cleanba.train(cleanba.Spec("pp"))
 
 
+def test_an_environment_of_none_is_the_default_one():
+    assert cleanba.ppo(None) == cleanba.ppo(env_id=None) == cleanba.ppo()
+    with pytest.raises(UsageError, match="env_id=3 must be a name"):
+        cleanba.ppo(3)
+
+
+def test_one_process_of_several_may_load_an_agent_alone(run, monkeypatch):
+    def waiting(*_):
+        raise AssertionError("it waits for the other processes")
+
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr("cleanba.runtime.devices.gather_over_processes", waiting)
+    assert run.agent().update == run.result["update"]
+
+
+def test_seeds_may_be_numbers_of_numpy(run):
+    """Episodes that are cut off are followed by others with further seeds."""
+    cut = [
+        cleanba.evaluate(run.agent(), episodes, seed=seed, max_steps=3).returns
+        for episodes, seed in ((40, 1), (np.int32(40), np.int32(1)))
+    ]
+    assert np.array_equal(*cut) and len(cut[0]) == 40
+
+
 def test_presets_are_those_of_the_command():
     e = cleanba.ppo("Pendulum-v1").resolve()
     assert e.norm_obs and e.network == "mlp" and not e.share_torso
@@ -290,7 +314,7 @@ def test_one_observation_or_a_batch(run):
     batch = np.random.default_rng(0).normal(size=(5, 4))
     together = agent.act(batch, greedy=True)
     assert together.shape == (5,) and together.dtype == np.int32
-    alone = [agent.act(obs.tolist(), greedy=True) for obs in batch]
+    alone = [agent.act(kind(obs.tolist()), greedy=True) for obs, kind in zip(batch, [list, tuple] * 3, strict=False)]
     assert all(a.shape == () and int(a) in (0, 1) for a in alone) and np.array_equal(alone, together)
 
 
@@ -318,6 +342,7 @@ def test_actions_are_drawn_with_a_seed_and_never_with_the_same_numbers_twice(run
         ([[1.0], [1.0, 2.0]], "is not an array"),
         (["a"] * 4, "expected float32"),
         ({"obs": np.zeros(4)}, "has the shape ()"),
+        ((0.0, 1.0, 2.0), "has the shape (3,); expected (4,)"),
     ],
 )
 def test_an_observation_of_another_form_is_refused(run, obs, words):
@@ -803,6 +828,10 @@ def test_functions_and_local_classes_have_the_names_of_their_code():
     assert id_of(make) == before
     again = as_a_cell("\n\n" + ordinary, np=np, Shaping=Shaping)
     assert id_of(again["maker"]()) == before
+    # Since Python 3.13 the body of a class sets the number of its line.
+    body = lambda line: compile("__firstlineno__ = 70000; size = 3", "", "exec").replace(co_firstlineno=line)
+    assert code_text(body(70000)) == code_text(body(70000).replace(co_consts=(80000, 3, None), co_firstlineno=80000))
+    assert code_text(body(70000)) != code_text(body(70000).replace(co_consts=(70000, 4, None)))
 
 
 def test_an_agent_plays_its_own_function_whatever_is_defined_later(tmp_path):
@@ -1012,6 +1041,10 @@ def test_a_custom_algorithm_of_a_run_from_elsewhere_is_not_imported(own_loss):
     sys.modules.pop("my_ppo")
     ended = command("eval", run, "--episodes", "1")
     assert ended.code == 2 and "names the algorithm 'my_ppo:RECIPE': loading it would import" in ended.err, ended
+    spec = cleanba.Run(run).spec
+    for use in (spec.resolve, lambda: cleanba.train(spec, "runs/b", progress=False)):
+        with pytest.raises(UsageError, match="names the algorithm 'my_ppo:RECIPE': loading it would import"):
+            use()
     ended = command("eval", run, "--episodes", "1", "--trust-remote-code")
     assert ended.code == 2 and "it was imported" in ended.err, ended
 

@@ -39,6 +39,7 @@ from cleanba.runtime.checkpoint import updates_kept
 from cleanba.runtime.collect import ScanCache, ScannedCollector, SteppedCollector, Times, make_steppers
 from cleanba.seeds import action_numbers, env_seed
 from cleanba.specs import ActionSpec, ObsSpec, choice
+from cleanba.waited import compiling, is_compiling
 
 EXAMPLES = ROOT / "docs" / "examples"
 sys.path.append(str(EXAMPLES))  # processes that tests start inherit it, as workers do
@@ -356,6 +357,42 @@ def test_missing_shared_memory_is_reported_before_it_is_used(monkeypatch):
         opened("faulty:Faulty-v0", [1, 2], workers=1)
 
 
+def test_processes_that_cannot_be_started_are_reported(monkeypatch):
+    def full(*_, **__):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(subprocess, "Popen", full)
+    with pytest.raises(Failure, match=r"1 processes cannot be started .* \(Too many open files\); lower --env-workers"):
+        opened("faulty:Faulty-v0", [1, 2], workers=1)
+
+
+def test_a_worker_finds_a_module_after_the_program_has_changed_its_directory(tmp_path, monkeypatch):
+    """A notebook's `sys.path` has "", the current directory."""
+    (tmp_path / "left_behind.py").write_text("from corridor_gymnasium import Corridor\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    monkeypatch.setitem(sys.modules, "left_behind", __import__("left_behind"))
+    monkeypatch.chdir("/")
+    envs = opened("left_behind:Corridor", [1], workers=1)
+    assert envs.reset().shape == (1, 2)
+    envs.close()
+
+
+def test_compiling_an_environment_counts_for_no_time_limit():
+    envs = opened(IN_JAX, [1])
+    functions, seen = envs._functions, []
+    watched = lambda f: lambda *args: (seen.append(is_compiling()), f(*args))[1]
+    envs._functions = functions._replace(reset=watched(functions.reset), step_alone=watched(functions.step_alone))
+    envs.reset()
+    for _ in range(3):
+        envs.step(np.int32([0]))
+    assert seen == [True, True, False, False] and not is_compiling()
+    with compiling():
+        with compiling():
+            pass
+        assert is_compiling()
+
+
 @pytest.mark.parametrize("env_id, rate", [(IN_PYTHON, 4), (f"{IN_PYTHON[:-3]}", 4), ("gymnasium:CartPole-v1", 50)])
 def test_films_have_the_speed_that_the_environment_states(env_id, rate):
     for workers in (0, 1):
@@ -454,10 +491,11 @@ def test_a_time_limit_that_the_environment_does_not_read_cannot_be_set():
     named = lambda name, **limit: Experiment(env_id=f"jax:odd:{name}", env_options=("size=2",), **limit)
     assert env_spec(named("Tireless")).time_limit is None
     assert env_spec(named("Tireless", max_episode_steps=9)).time_limit is None  # as earlier versions have recorded it
-    with pytest.raises(
-        UsageError, match="max_episode_steps=3 would change nothing.*step_env of jax:odd:Tireless reads"
-    ):
-        env_spec(named("Tireless", max_episode_steps=3))
+    for name in ("Tireless", "Idle"):
+        with pytest.raises(
+            UsageError, match=f"max_episode_steps=3 would change nothing.*step_env of jax:odd:{name} reads"
+        ):
+            env_spec(named(name, max_episode_steps=3))
     for name in ("Nested", "Tired", "Roomy", "Clocked"):
         assert env_spec(named(name, max_episode_steps=3)).time_limit == 3
 
@@ -912,6 +950,13 @@ def test_environments_are_listed_with_what_they_show_and_take(tmp_path, monkeypa
     assert f"{IN_JAX}  vector 2 float32" in command("envs", IN_JAX).out
     (tmp_path / "unregistered.py").write_text("from corridor_gymnasium import Corridor as Mine\n")
     monkeypatch.syspath_prepend(tmp_path)
+    for name, entry in (("Known-v0", "'corridor_gymnasium:Corridor'"), ("Partial-v0", "functools.partial(Mine)")):
+        register = f"import functools, gymnasium\ngymnasium.register('{name}', entry_point={entry})\n"
+        with open(tmp_path / "unregistered.py", "a") as file:
+            file.write(register)
+        sys.modules.pop("unregistered", None)
+        said = command("envs", f"unregistered:{name}")
+        assert said.out == f"unregistered:{name}  vector 2 float32 -> one of 2 actions\n", said
     assert command("envs", "unregistered:Mine").out == "unregistered:Mine  vector 2 float32 -> one of 2 actions\n"
     ended = command("envs", "unregistered:Mein")
     assert ended.code == 2 and "Mein" in ended.err

@@ -131,6 +131,9 @@ def test_two_runs_diverge_where_one_was_computed_differently(tmp_path, monkeypat
     refused = command("bisect", a, a, "--", "--learner-device-ids", "1", "--gamma", "0.5")
     assert refused.code == 2 and "--gamma would change what is trained; after `--`, give only placement" in refused.err
 
+    refused = command("bisect", a, a, "--", "--experiment", b)
+    assert refused.code == 2 and "--experiment would change nothing here; after `--`, give only" in refused.err, refused
+
     parted = command("bisect", a, b, "--", "CLEANBA_FAULT=1")
     assert parted.code == 1, parted.err
     assert re.search(r"update 1: observations? of environments? .* at step 3 differs? \(float32\)", parted.out), parted

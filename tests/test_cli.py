@@ -1,6 +1,7 @@
 """The command: what it refuses and how, what it offers, and what it does with a run that is already there."""
 
 import dataclasses
+import functools
 import importlib
 import json
 import os
@@ -500,6 +501,20 @@ def refusing(run_dir, *, mark):
 # --------------------------------------------------------------------------------------------------------- --experiment
 
 
+def test_a_run_that_began_with_a_limit_that_is_refused_today_goes_on(tmp_path, monkeypatch):
+    words = ("ppo", *TINY, "--max-episode-steps", "5", "--run-dir", tmp_path / "run")
+    with monkeypatch.context() as patch:
+        patch.setattr("cleanba.resolution.check_limit", lambda e, spec: None)  # as an earlier version
+        assert command(*words).code == 0
+    for again in (words, ("resume", tmp_path / "run")):
+        ended = command(*again)
+        assert ended.code == 0 and "is finished" in ended.out, ended
+    ended = command("ppo", "--experiment", tmp_path / "run", "--run-dir", tmp_path / "again", "--show-config")
+    assert ended.code == 0, ended
+    assert command("verify", tmp_path / "run").code == 0
+    assert command(*words[:-1], tmp_path / "new").code == 2
+
+
 def test_experiment_takes_everything_from_an_earlier_run(done, tmp_path):
     placement = ["--actor-device-ids", "1", "2", "--learner-device-ids", "3"]
     ended = command("ppo", "--experiment", done, "--run-dir", tmp_path / "again", *placement)
@@ -508,6 +523,30 @@ def test_experiment_takes_everything_from_an_earlier_run(done, tmp_path):
     assert one["experiment"] == two["experiment"]
     assert two["placement"]["actor_device_ids"] == [1, 2]
     assert read_result(tmp_path / "again")["params_digest"] == read_result(done)["params_digest"]
+
+
+def test_a_run_of_a_whole_experiment_keeps_what_followed_from_the_environment(tmp_path):
+    """`--preset` takes it from neither run."""
+    words = ("--env-id", "gymnasium:CartPole-v1", *TINY[2:])
+    assert command("ppo", *words, "--total-timesteps", "64", "--run-dir", tmp_path / "a").code == 0
+    assert command("ppo", "--experiment", tmp_path / "a", "--run-dir", tmp_path / "b").code == 0
+    origins = [json.loads((tmp_path / name / "config.json").read_text())["origin"] for name in "ab"]
+    assert origins[0]["max_episode_steps"] == origins[1]["max_episode_steps"] == "environment"
+    assert origins[1]["seed"].startswith("run ") and origins[1]["env_id"].startswith("run ")
+    shown = [
+        command("ppo", "--preset", tmp_path / name, "--env-id", "gymnasium:MountainCar-v0", "--show-config").out
+        for name in "ab"
+    ]
+    limits = [re.search(r"max_episode_steps +(\d+)", text) for text in shown]
+    assert [found and found[1] for found in limits] == ["200", "200"], shown
+    # All of it counts as typed: a run of another collector, say, is another experiment.
+    ended = command("resume", tmp_path / "b")
+    assert ended.code == 0 and "is finished" in ended.out
+    config = json.loads((tmp_path / "a/config.json").read_text())
+    config["experiment"]["max_episode_steps"] = 100
+    (tmp_path / "a/config.json").write_text(json.dumps(config))
+    message = refusal("ppo", "--experiment", tmp_path / "a", "--run-dir", tmp_path / "b")
+    assert "holds another experiment (max_episode_steps: 500, now 100)" in message
 
 
 def test_experiment_with_a_flag_that_changes_it_is_refused(done, tmp_path, accept):
@@ -784,6 +823,21 @@ def test_a_closed_pipe_ends_the_command_quietly(words, tmp_path):
     said = "cleanba: output cannot be written (Broken pipe), so the run ends"
     assert ended.err.splitlines() == [said, "cleanba: interrupted by SIGTERM"]
     assert read_result(tmp_path / "run")["status"] == "interrupted"
+
+
+@pytest.mark.parametrize("words", [["ls", "--help"], ["ppo", *TINY, "--show-config"], ["ls", "nowhere"]])
+def test_short_output_that_cannot_be_written_is_no_traceback(words, tmp_path):
+    with open("/dev/full", "w") as full:
+        env = {**os.environ, "PYTHONPATH": str(ROOT)}
+        run = functools.partial(
+            subprocess.run, [sys.executable, "-m", "cleanba", *words], env=env, text=True, timeout=300
+        )
+        told = run(stdout=full, stderr=subprocess.PIPE, check=False)
+        silent = run(stdout=full, stderr=full, check=False)
+    wrong = "nowhere" in words
+    assert told.returncode == (2 if wrong else 1) and "Traceback" not in told.stderr and told.stderr.count("\n") == 1
+    assert silent.returncode == (1 if wrong else told.returncode)
+    assert wrong or "output cannot be written" in told.stderr
 
 
 def test_output_that_a_full_disk_does_not_take_is_dropped(tmp_path):

@@ -544,6 +544,14 @@ def test_a_limit_that_envpool_ignores_is_refused(env_id, own):
     assert env_spec(Experiment(env_id=env_id, max_episode_steps=5)).time_limit == 5  # as an earlier run has recorded it
 
 
+def test_a_film_may_be_made_though_an_option_asks_for_pictures():
+    spec = env_spec(Experiment(env_id="CartPole-v1", env_options=("render_mode=rgb_array",)))
+    envs = Envs(spec, [1], render=True)
+    envs.reset()
+    assert envs.render(0).ndim == 3
+    envs.close()
+
+
 @pytest.mark.parametrize("env_id", ["CartPole-v1", "Pendulum-v1", "MiniGrid-DoorKey-5x5-v0", "Taxi-v3", "Breakout-v5"])
 def test_a_limit_that_envpool_keeps_to_is_taken(env_id):
     assert resolve(RECIPES["ppo"], dict(env_id=env_id, max_episode_steps=5), "cpu").spec.time_limit == 5

@@ -22,6 +22,7 @@ from scripted import Play, ScriptedEnvs, mirror, spec
 from cleanba import launch
 from cleanba.agents import evaluate, periodic_evaluation
 from cleanba.agents import film as films
+from cleanba.agents.initial import find_initial
 from cleanba.agents.policy import Policy, load_policy, read_best
 from cleanba.arguments import parse_command
 from cleanba.config import Experiment, Placement, Run
@@ -269,6 +270,12 @@ def test_a_damaged_checkpoint_of_an_unfinished_run_is_skipped(runs, tmp_path):
             path.write_bytes(path.read_bytes()[:-20])
     ended = command("eval", run_dir, "--episodes", "2")  # an earlier policy is not what a finished run ended with
     assert ended.code == 1 and f"checkpoint {newest}" in ended.err and "cannot be read" in ended.err, ended
+    moved = (run_dir / "checkpoints" / str(newest)).rename(tmp_path / "moved")
+    ended = command("eval", run_dir, "--episodes", "2")
+    assert ended.code == 1 and f"finished with update {newest}, but its last parameters cannot be read" in ended.err
+    moved.rename(run_dir / "checkpoints" / str(newest))
+    with pytest.raises(Failure, match=f"checkpoint {newest}.*cannot be read"):  # as in eval
+        find_initial(str(run_dir), "cpu")
 
     (run_dir / "kept.msgpack").rename(run_dir / "model.msgpack")
     ended = command("eval", run_dir, "--episodes", "2")

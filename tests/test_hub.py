@@ -40,6 +40,7 @@ def write_run(folder: Path, **result) -> Path:
         "placement": {"actor_device_ids": [0], "coordinator_address": "secret-host:1234"},
         "run": {"exp_name": "my ppo", "run_dir": "/home/me/secret", "wandb_entity": "secret-team"},
         "packages": {"jax": "0.10.2"},
+        "origin": {"network": "environment", "gamma": "run /home/me/secret", "seed": "typed"},
         "slurm": {"nodes": "secret-node"},
     }
     (folder / "config.json").write_text(json.dumps(config))
@@ -89,6 +90,7 @@ def test_no_names_of_folders_hosts_and_accounts_are_uploaded(server, tmp_path):
     files = server.repos["tester/name"]
     assert json.loads(files["config.json"])["experiment"] == EXPERIMENT
     assert json.loads(files["config.json"])["packages"] == {"jax": "0.10.2"}
+    assert json.loads(files["config.json"])["origin"] == {"network": "environment"}
     assert not [name for name, content in files.items() if b"secret" in content]
 
 

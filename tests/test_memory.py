@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 import random
 import re
@@ -22,6 +23,7 @@ from launch import ROOT, Ended, build, digests, finish, in_pairs, python, read_r
 from ports import free_address
 from remembering import Memory, Remembering
 
+from cleanba import limits
 from cleanba.errors import Failure, UsageError
 from cleanba.files import in_a_checkpoint, write_whole
 from cleanba.ops import replay
@@ -464,6 +466,30 @@ def test_a_checkpoint_that_cannot_be_read_just_now_is_not_taken_for_a_damaged_on
     checkpoints.close()
 
 
+@pytest.mark.parametrize(
+    "code, remedy", [(errno.EIO, "free memory or repair the disk"), (errno.EACCES, "make it readable")]
+)
+def test_an_error_of_the_disk_is_known_even_if_the_reader_hides_it(code, remedy, tmp_path, monkeypatch):
+    """TensorStore's errors have no number."""
+    checkpoints = Checkpoints(tmp_path, 2)
+    (tmp_path / "checkpoints/5").mkdir()
+    (tmp_path / "checkpoints/5/d").write_text("")
+
+    def hiding(*_):
+        raise ValueError("Error reading: something")
+
+    def failing(path):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr("cleanba.runtime.checkpoint.read_whole", hiding)
+    with pytest.raises(Failure, match="checkpoint 5 is damaged and left out"):
+        checkpoints.restore((), ())
+    monkeypatch.setattr(type(tmp_path), "read_bytes", failing)
+    with pytest.raises(Failure, match=f"checkpoint 5 .* cannot be read now .*{os.strerror(code)}.*; {remedy}, then"):
+        checkpoints.restore((), ())
+    checkpoints.close()
+
+
 def test_nothing_is_removed_while_the_disk_does_not_say_what_is_needed(tmp_path, monkeypatch):
     home = memory.shard_folder(tmp_path, 0)
     home.mkdir(parents=True)
@@ -582,14 +608,41 @@ def test_the_hosts_memory_is_known(tmp_path):
     assert 2**28 < memory.host_room() < 2**50
     # A job's own group has the limit, not the root of all.
     (tmp_path / "own").write_text("4:memory:/slurm/job_1\n0::/system.slice/job_1/step_0\n")
-    found = memory.memory_limits(tmp_path / "own", tmp_path)
-    assert {
-        tmp_path / "memory.max",
-        tmp_path / "system.slice/memory.max",
-        tmp_path / "system.slice/job_1/step_0/memory.max",
-        tmp_path / "memory/slurm/job_1/memory.limit_in_bytes",
-    } <= set(found)
+    for place, limit in (
+        ("memory.max", "max"),
+        ("system.slice/job_1/memory.max", "9000"),
+        ("memory/slurm/job_1/memory.limit_in_bytes", "8000"),
+        ("memory/slurm/job_2/memory.limit_in_bytes", "1"),  # another's
+        ("system.slice/job_1/step_0/memory.max", "7000"),
+    ):
+        (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
+        before = limits.memory_limit(tmp_path / "own", tmp_path)
+        (tmp_path / place).write_text(limit)
+        found = limits.memory_limit(tmp_path / "own", tmp_path)
+        assert found == (before if limit in ("max", "1") else int(limit)), place
     assert memory.device_room(jax.local_devices()) is None, "simulated ones have none of their own"
+
+
+def test_the_cores_that_a_container_may_use_are_known(tmp_path, monkeypatch):
+    """Affinity does not show a limit such as that of `docker run --cpus 1.5`."""
+    (tmp_path / "own").write_text("3:cpu,cpuacct:/job\n0::/pod/step\n")
+    limit = lambda: limits.core_limit(tmp_path / "own", tmp_path)
+    assert limit() == math.inf
+    for place, text, cores in (
+        ("cpu.max", "max 100000", math.inf),
+        ("pod/cpu.max", "400000 100000", 4.0),
+        ("pod/step/cpu.max", "150000 100000", 1.5),
+        ("cpu/job/cpu.cfs_quota_us", "-1\n", 1.5),
+        ("cpu/job/cpu.cfs_period_us", "100000\n", 1.5),
+        ("cpu/job/cpu.cfs_quota_us", "50000\n", 0.5),
+    ):
+        (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / place).write_text(text)
+        assert limit() == cores, place
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
+    for told, cores in ((math.inf, 64), (1.5, 2), (0.5, 1), (100.0, 64)):
+        monkeypatch.setattr(limits, "_core_limit", lambda told=told: told)
+        assert limits.usable_cores() == cores
 
 
 def test_processes_of_one_host_are_counted(monkeypatch):

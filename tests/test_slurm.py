@@ -210,6 +210,8 @@ def test_settings_are_asked_for_where_the_template_has_a_line_for_them(here, mon
         "--no-kill",
     ]
     assert "--no-kill" not in asked("one-gpu", ELASTIC="1")
+    # The job reads its tasks per node, which --ntasks alone does not set.
+    assert "--ntasks-per-node=3" in asked("nodes", options=["--nodes=2", "--ntasks=6"])
     # Options may have their values as words of their own.
     before = ["-p", "gpu", "-N", "2"]
     assert asked("cpu", options=before)[-8:] == [*before, "slurm/cpu.sh", "ppo", "--seed", "2"]
@@ -317,7 +319,8 @@ SPLIT = ("--env-id", "Catch-v0", "--num-envs", "24", "--num-actors", "2", "--num
         (("1", "1", "ppo", "--env-id", "Ketch-v0"), 2, "Ketch-v0"),
         (("1", "1", "ppo", "--env-id", "gymnasium:not_there:A"), 0, "cannot be checked here, where something is not"),
         (("1", "1", "not_there:RECIPE"), 0, "cannot be checked here, where something is not"),
-        (("1", "1", "resume", "runs/x"), 0, "resume is no training command"),
+        (("1", "1", "eval", "runs/x"), 0, "eval is no training command"),
+        (("1", "1", "resume", "--learner-device-ids", "0", "runs/x"), 2, "submit the run's own command with --run-dir"),
         (("1", "1", "pppo", *SPLIT), 2, "there is no command 'pppo'; did you mean ppo?"),
         (("1", "x", "ppo"), 2, "usage: cleanba slurm check"),
         (("1", "1"), 2, "usage: cleanba slurm check"),

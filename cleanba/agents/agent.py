@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike
 
 from cleanba.agents.policy import Policy, load_policy
 from cleanba.agents.portable import Export, export, format_of, remembered
-from cleanba.config import Experiment, Placement, require
+from cleanba.config import Experiment, require
 from cleanba.environments.backends import as_recorded
 from cleanba.environments.gymnasium import outside_of
 from cleanba.environments.worker import named
@@ -21,7 +21,7 @@ from cleanba.resolution import read_recipe
 from cleanba.rollout import PyTree
 from cleanba.runs.remote import find_run
 from cleanba.runtime.collect import first_carry
-from cleanba.runtime.devices import find_devices
+from cleanba.runtime.devices import local_devices
 from cleanba.runtime.process_setup import prepared, settings_of
 from cleanba.seeds import evaluation_key
 from cleanba.specs import EnvSpec, ObsSpec, ObsSpecs, describe
@@ -208,6 +208,7 @@ def as_batch(spec: EnvSpec, obs: object) -> tuple[PyTree, int | None]:
     def fit(part: ObsSpecs, x: object, name: str) -> PyTree:
         what = f"observation[{name!r}]" if name else "the observation"
         if isinstance(part, Mapping):
+            x = named(x)
             if not isinstance(x, Mapping) or not set(part) <= set(x):
                 given = f"has {', '.join(map(str, x))}" if isinstance(x, Mapping) else f"is a {type(x).__name__}"
                 raise UsageError(f"{what} must have the parts {', '.join(part)}, but {given}; {wanted}")
@@ -245,7 +246,7 @@ def as_batch(spec: EnvSpec, obs: object) -> tuple[PyTree, int | None]:
         array = array.astype(part.dtype)
         return array[None] if single else array
 
-    batch = fit(spec.obs, named(obs), "")
+    batch = fit(spec.obs, obs, "")
     require(len(sizes) == 1, f"parts of the observation are batches of different sizes; {wanted}")
     if outside := outside_of(spec.obs, batch):
         warn_once(f"the agent was given the observation {outside}")
@@ -272,7 +273,5 @@ def load(
     run_dir = find_run(run)
     _, e = read_recipe(run_dir, trust_remote_code)
     with prepared(e):
-        devices = find_devices(Placement())
-        return Agent(
-            load_policy(run_dir, str(checkpoint), devices.platform, trust_remote_code), devices.actors[0], seed
-        )
+        device = local_devices()[0]  # so that one process of several may load it alone
+        return Agent(load_policy(run_dir, str(checkpoint), device.platform, trust_remote_code), device, seed)

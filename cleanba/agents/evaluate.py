@@ -21,7 +21,7 @@ from cleanba.environments.atari_scores import human_normalised, reference
 from cleanba.environments.backends import Envs, open_envs, threads_per_actor
 from cleanba.environments.worker import close
 from cleanba.errors import Exit, Failure, UsageError, printable, warn
-from cleanba.files import Json, expanded, read_json, write_json
+from cleanba.files import Json, expanded, optional_json, write_json
 from cleanba.networks.encoder import legal_actions
 from cleanba.recipes import Play
 from cleanba.resolution import completed
@@ -109,6 +109,7 @@ def play(
         f"epsilon={epsilon} needs a single discrete action, but {policy.spec.env_id} has none; leave --epsilon out",
     )
     limit = step_limit(policy.spec, max_steps)
+    episodes, seed = int(episodes), int(seed)  # sums of NumPy's integers may overflow
     chance = np.random.default_rng((seed, epoch))
     n = min(episodes, MAX_EVAL_ENVS)
     quota = [episodes // n + (i < episodes % n) for i in range(n)]
@@ -439,7 +440,7 @@ def evaluate_run(run_dir: Path, options: Eval) -> Json:
     print(in_words(result), flush=True)
     try:
         kept.parent.mkdir(exist_ok=True)
-        if kept.exists() and any(read_json(kept).get(name) != result[name] for name in ("episodes", "max_steps")):
+        if kept.exists() and any(optional_json(kept).get(name) != result[name] for name in ("episodes", "max_steps")):
             kept = kept.with_stem(f"{kept.stem}-episodes-{result['episodes']}-steps-{result['max_steps']}")
         write_json(kept, result, shared=True)
         write_json(run_dir / "eval.json", result, shared=True)

@@ -14,20 +14,20 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 
 import tyro
 
-from cleanba.agents.policy import load_policy
+from cleanba.agents.policy import load_policy, lost_words
 from cleanba.arguments import parse_command
-from cleanba.config import Placement, read_config, read_experiment, require
+from cleanba.config import read_config, read_experiment, require
 from cleanba.errors import Exit, Failure, UsageError, said
 from cleanba.files import METRICS, Json, read_json, write_json
 from cleanba.recipes import RECIPES, Play
-from cleanba.resolution import read_recipe
+from cleanba.resolution import IMPLIED, read_recipe
 from cleanba.runs import log
 from cleanba.runs.directory import EVALUATIONS, UPLOADED, films_of
 from cleanba.runs.log import parse
 from cleanba.runs.remote import PARTS, REPO, require_hub
 from cleanba.runtime.chain import FIRST, FIRST_STEPS
 from cleanba.runtime.checkpoint import save_model, updates_kept
-from cleanba.runtime.devices import find_devices
+from cleanba.runtime.devices import default_platform
 from cleanba.runtime.digests import params_digest
 from cleanba.trust import REMEDY, check_environment
 
@@ -264,17 +264,12 @@ def write_model(path: Path, run_dir: Path, result: Json) -> Model:
         shutil.copyfile(kept, path)
         return Model(result.get("update"), result.get("global_step"), result.get("params_digest"), result)
 
-    last = result.get("update")
-    gone = Failure(
-        f"{run_dir} has finished with update {last}, but its last parameters cannot be read; restore "
-        f"{run_dir}/checkpoints/{last} or {kept}"
-    )
     try:
-        policy = load_policy(run_dir, "last", find_devices(Placement()).platform)
-    except Failure as error:
-        raise (gone if finished else error) from None
-    if finished and last not in (None, policy.update):
-        raise gone
+        policy = load_policy(run_dir, "last", default_platform())
+    except Failure:
+        if finished:
+            raise Failure(lost_words(run_dir, result["update"])) from None
+        raise
     save_model(path, policy.params)
     return Model(policy.update, policy.global_step, params_digest(policy.params), result)
 
@@ -288,6 +283,8 @@ def public_config(run_dir: Path) -> Json:
         "experiment": config["experiment"],
         "placement": placement | ({"coordinator_address": None} if "coordinator_address" in placement else {}),
         "run": {name: None if name in private else value for name, value in run.items()},
+        # What followed from environment, device or other settings: `--preset` leaves it out.
+        "origin": {name: where for name, where in config.get("origin", {}).items() if where in IMPLIED},
         **{name: config[name] for name in (*MACHINE, FIRST_STEPS, FIRST) if name in config},
     }
 

@@ -16,6 +16,7 @@ from cleanba.errors import Failure, UsageError, warn
 from cleanba.files import expanded
 from cleanba.resolution import read_recipe, recorded
 from cleanba.rollout import PyTree, named_leaves
+from cleanba.runs.log import is_finished, read_result
 from cleanba.runs.remote import find_run
 from cleanba.runtime import checkpoint as ckpt
 from cleanba.runtime.digests import tree_digest
@@ -62,27 +63,46 @@ def find_initial(place: str, platform: str, trust_remote_code: bool = False) -> 
     run_dir = find_run(run)
     recipe, e = read_recipe(run_dir, trust_remote_code)
     there = ckpt.updates_to_read(run_dir)
-    if checkpoint == "best" or source_of(run_dir) is not None or not there:
-        policy = load_policy(run_dir, checkpoint, platform, trust_remote_code)
-        arrays = of_acting(policy.algorithm, policy.params)
-    else:
-        algorithm = recipe.make(e, env_spec(e), platform)
-        like_state, like_params = algorithm.shapes()
+    state = None
+    if checkpoint != "best" and source_of(run_dir) is None and there:
         require(
             checkpoint == "last" or int(checkpoint) in there,
             f"{run_dir} keeps no checkpoint of update {checkpoint}; it has {', '.join(map(str, there))}",
         )
-        state = None
-        for update in reversed(there) if checkpoint == "last" else [int(checkpoint)]:
-            try:
-                state = ckpt.read(run_dir, update, like_state, like_params).state
-                break
-            except Failure as damage:
-                if update == there[0] or checkpoint != "last":
-                    raise damage
-                warn(f"{damage}; trying an older checkpoint")
+        state = read_state(run_dir, checkpoint, there, recipe.make(e, env_spec(e), platform))
+    if state is None:
+        policy = load_policy(run_dir, checkpoint, platform, trust_remote_code)
+        arrays = of_acting(policy.algorithm, policy.params)
+    else:
         arrays = {name: np.asarray(x) for name, x in named_leaves(state).items() if not FRESH.search(name)}
     return Initial(f"sha256:{tree_digest(arrays).removeprefix('sha256:')}", place, arrays, recipe.name)
+
+
+def read_state(run_dir: Path, checkpoint: str, there: list[int], algorithm: AnyAlgorithm) -> PyTree | None:
+    """The learner's state from the checkpoint of this update, or from the newest sound one for "last".
+
+    None for a finished run whose last checkpoint is missing or damaged: earlier ones are not what it ended with.
+
+    there: the updates of its checkpoints, in order.
+
+    Raises:
+        Failure: the checkpoint is damaged; for "last", all are.
+    """
+    like_state, like_params = algorithm.shapes()
+    ended = read_result(run_dir) if checkpoint == "last" and is_finished(run_dir) else {}
+    if ended.get("update", there[-1]) != there[-1]:
+        return None
+    for update in reversed(there) if checkpoint == "last" else [int(checkpoint)]:
+        try:
+            return ckpt.read(run_dir, update, like_state, like_params).state
+        except Failure as damage:
+            if ended:
+                return None
+            why = str(damage).removesuffix("; try another --checkpoint")
+            if update == there[0] or checkpoint != "last":
+                raise Failure(f"{why}; name another run, or one of its updates as RUN:UPDATE") from None
+            warn(f"{why}; trying an older checkpoint")
+    return None
 
 
 def of_acting(algorithm: AnyAlgorithm, params: PyTree) -> dict[str, np.ndarray]:

@@ -131,8 +131,11 @@ def read_params(
     damage: Failure | None = None
     model, ended = run_dir / "model.msgpack", read_result(run_dir)
     finished, kept = ended.get("status") == "finished", None
-    if not there or (finished and there[-1] != ended.get("update")):
+    last = ended.get("update")
+    if not there or (finished and there[-1] != last):
         kept = last_model(model, like_params, ended)  # earlier checkpoints are not what it ended with
+    if kept is None and finished and last is not None and there and there[-1] != last:
+        raise Failure(lost_words(run_dir, last))
     for update in reversed(there if kept is None else []):
         try:
             saved = ckpt.read(run_dir, update, like_state, like_params)
@@ -164,6 +167,14 @@ def read_params(
         ),
     )
     return ckpt.read_model(model, like_params), None, None
+
+
+def lost_words(run_dir: Path, last: int) -> str:
+    """The sentence for a finished run that has lost its last parameters; `last` is its last update."""
+    return (
+        f"{run_dir} has finished with update {last}, but its last parameters cannot be read; restore "
+        f"{run_dir}/checkpoints/{last} or {run_dir}/model.msgpack"
+    )
 
 
 def last_model(model: Path, like_params: PyTree, ended: Json) -> PyTree | None:

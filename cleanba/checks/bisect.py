@@ -13,9 +13,13 @@ from cleanba.arguments import parse_command
 from cleanba.checks.parting import Finding, first_difference, first_print, note_versions
 from cleanba.checks.sides import RemoteSide, Request
 from cleanba.config import (
+    INF,
     Placement,
+    Range,
     Run,
+    check_values,
     differences,
+    fields_of,
     flag,
     from_json,
     offered_fields,
@@ -58,6 +62,8 @@ class Flags:
     """begin from a checkpoint after this update, or the last one before it (0: from the beginning)"""
     to_update: Annotated[int | None, tyro.conf.arg(name="to", metavar="UPDATE")] = None
     """the last update to compute"""
+    stall_timeout: Annotated[float | None, Range(1, INF, unit="seconds")] = None
+    """seconds that one update may take (None: as many as the run allowed, but at least 600)"""
     trust_remote_code: bool = False
     """let a run from elsewhere choose what is imported and executed"""
 
@@ -84,6 +90,7 @@ def bisect_command(argv: Sequence[str]) -> Exit:
     """`cleanba bisect`."""
     words, *sides = split(argv)
     flags = parse_command(Flags, words, "bisect", ABOUT)
+    check_values(flags)
     require(len(flags.runs) in (1, 2), f"bisect takes one run or two, but was given {len(flags.runs)}\n{ABOUT}")
     require(len(sides) <= 2, f"bisect takes at most two `--`, but was given {len(sides)}\n{ABOUT}")
     with tempfile.TemporaryDirectory(prefix="cleanba-bisect-") as scratch:
@@ -113,7 +120,7 @@ def bisect(a: Path, b: Path, sides: Sequence[Sequence[str]], flags: Flags) -> Ex
         print(printable(f"{name}: {place.in_words()}"))
     from_where = f"the checkpoint after update {span.first:,}" if span.first else "the beginning"
     print(f"computing updates {span.first + 1:,} to {span.last:,} again, from {from_where}", flush=True)
-    finding, remarks = search(place_a, place_b, span, trust)
+    finding, remarks = search(place_a, place_b, span, flags)
     if span.first < span.apart <= span.last and not finding and not remarks:
         remarks = [
             f"note: the logs differ at update {span.apart:,}, although both sides agree here; see "
@@ -152,7 +159,13 @@ def place_of(run_dir: Path, words: Sequence[str], trust_remote_code: bool) -> Pl
         not {"-h", "--help", "--help-all", "--show-config"} & set(flags),
         f"after `--`, give only environment variables and placement flags\n{ABOUT}",
     )
-    trained = sorted(typed_names(recipe, flags) & set(offered_fields(recipe.experiment)))
+    named = typed_names(recipe, flags)
+    trained, of_run = (sorted(named & set(names)) for names in (offered_fields(recipe.experiment), fields_of(Run)))
+    require(
+        not of_run,
+        f"{', '.join(map(flag, of_run))} would change nothing here; after `--`, give only placement flags and "
+        "NAME=VALUE",
+    )
     require(
         not trained,
         f"{', '.join(map(flag, trained))} would change what is trained; after `--`, give only placement flags and "
@@ -274,7 +287,7 @@ def _checksums(run_dir: Path, update: int) -> tuple[str, list[str]] | None:
         return None
 
 
-def search(a: Place, b: Place, span: Span, trust_remote_code: bool) -> tuple[Finding | None, list[str]]:
+def search(a: Place, b: Place, span: Span, flags: Flags) -> tuple[Finding | None, list[str]]:
     """Compute both sides until they diverge.  Returns the finding, and remarks on the runs' logs.
 
     Raises:
@@ -288,7 +301,8 @@ def search(a: Place, b: Place, span: Span, trust_remote_code: bool) -> tuple[Fin
     with ProgressLine() as progress, tempfile.TemporaryDirectory(prefix="cleanba-bisect-") as folder:
         try:
             for name, place in (("A", a), ("B", b)):
-                request = Request(place.run_dir.absolute(), place.placement, span.first, span.last, trust_remote_code)
+                also = flags.trust_remote_code, flags.stall_timeout
+                request = Request(place.run_dir.absolute(), place.placement, span.first, span.last, *also)
                 sides.append(RemoteSide(name, request, place.variables, Path(folder) / name))
             for update in range(span.first + 1, span.last + 1):
                 (_, prints_a), (_, prints_b) = [side.next() for side in sides]

@@ -14,7 +14,7 @@ import numpy as np
 
 from cleanba.agents.initial import find_again, started_from
 from cleanba.algorithm import AnyAlgorithm
-from cleanba.config import Experiment, Placement, require
+from cleanba.config import Experiment, Placement, read_config, require
 from cleanba.environments.backends import check_workers
 from cleanba.errors import Failure, said
 from cleanba.files import Json
@@ -61,8 +61,12 @@ class Rerun(NamedTuple):
 
 
 @contextmanager
-def open_rerun(run_dir: Path, placement: Placement, trust_remote_code: bool = False) -> Iterator[Rerun]:
+def open_rerun(
+    run_dir: Path, placement: Placement, trust_remote_code: bool = False, stall_timeout: float | None = None
+) -> Iterator[Rerun]:
     """Open a run to compute parts of it again where `placement` says.  Within the context JAX is set up for the run.
+
+    stall_timeout: seconds that an update may take; None: as many as the run allowed, but at least 600.
 
     Raises:
         UsageError: there is no such run, it is from elsewhere and may not be opened (`trust.py`), or it does not fit
@@ -80,8 +84,14 @@ def open_rerun(run_dir: Path, placement: Placement, trust_remote_code: bool = Fa
         buffer_size = getattr(e, "buffer_size", None)
         require_room(training.memory_shapes, partition.places_per_learner, devices.learners, 1, buffer_size)
         # A number that is not finite is compared like any other.
-        training = replace(training, stop_on_nonfinite=False, stall_timeout=600.0)
+        training = replace(training, stop_on_nonfinite=False, stall_timeout=stall_timeout or own_timeout(run_dir))
         yield Rerun(run_dir, recipe, e, devices, algorithm, training, trust_remote_code)
+
+
+def own_timeout(run_dir: Path) -> float:
+    """The run's --stall-timeout, but at least 600 s."""
+    given = read_config(run_dir).get("run", {}).get("stall_timeout")
+    return max(600.0, float(given)) if isinstance(given, int | float) or given == "inf" else 600.0
 
 
 def read_checkpoint(rerun: Rerun, update: int, with_memory: bool = True) -> Saved[Any, Any]:

@@ -37,6 +37,8 @@ class Request(NamedTuple):
     """the update whose checkpoint it begins from; 0: the beginning"""
     last: int
     trust_remote_code: bool = False
+    stall_timeout: float | None = None
+    """seconds that an update may take; None: see `recompute.open_rerun`"""
 
 
 class RemoteSide:
@@ -153,7 +155,8 @@ def serve(connection: Connection) -> None:
                 connection.send(("answer", getattr(update, method)(*args)))
 
     try:
-        with open_rerun(request.run_dir, request.placement, request.trust_remote_code) as rerun:
+        trusted, limit = request.trust_remote_code, request.stall_timeout
+        with open_rerun(request.run_dir, request.placement, trusted, limit) as rerun:
             rerun = rerun._replace(training=replace(rerun.training, watch=watch))
             recompute(rerun, request.first, request.last, display=False)
     except UsageError as error:

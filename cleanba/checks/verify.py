@@ -19,6 +19,7 @@ import tyro
 from cleanba.arguments import parse_command
 from cleanba.checks.recompute import Rerun, digests_of, open_rerun, read_checkpoint, recompute
 from cleanba.config import (
+    INF,
     Experiment,
     Placement,
     Range,
@@ -76,6 +77,8 @@ class Verify:
     """devices that act, by local index"""
     learner_device_ids: tuple[int, ...] = (0,)
     """devices that learn, by local index"""
+    stall_timeout: Annotated[float | None, Range(1, INF, unit="seconds")] = None
+    """seconds that one update may take (None: as many as the run allowed, but at least 600)"""
     despite: tuple[Reason, ...] = ()
     """compute even if the processor, the packages or the revision of the code are not those of the run"""
     trust_remote_code: bool = False
@@ -133,7 +136,7 @@ def verify(run_dir: Path, flags: Verify) -> bool:
             f"{flags.run} has no chain of digests: it was trained by an earlier version, or took no checkpoint"
         )
     placement = Placement(flags.actor_device_ids, flags.learner_device_ids)
-    with open_rerun(run_dir, placement, flags.trust_remote_code) as rerun:
+    with open_rerun(run_dir, placement, flags.trust_remote_code, flags.stall_timeout) as rerun:
         wrong = contradictions(rerun, linked, checked.unlinked, said)
         if wrong:
             print("\n".join(printable(f"{flags.run}: {what}") for what in wrong))

@@ -20,8 +20,8 @@ from cleanba.config import Experiment, require
 from cleanba.environments import envpool, gymnasium, jax_envs
 from cleanba.environments.common import Compilable, Identity, Step
 from cleanba.files import current_directory, staying_here
+from cleanba.limits import usable_cores
 from cleanba.rollout import Obs, PyTree
-from cleanba.shards import usable_cores
 from cleanba.specs import EnvSpec, ObsSpec
 
 
@@ -76,10 +76,11 @@ def env_spec(e: Experiment) -> EnvSpec:
         UsageError: there is no such environment, it lacks a library, an option is unknown, or no policy here can
             play it.
     """
+    same = gymnasium.PREFIX + e.env_id.rpartition(":")[2]
     require(
         not e.env_wrappers or module_of(e.env_id) is gymnasium,
         f"env_wrappers={' '.join(e.env_wrappers)} needs an environment in Python, which {e.env_id} is not; leave it "
-        f"out, or try --env-id gymnasium:{e.env_id.rpartition(':')[2]}",
+        "out" + (f", or try --env-id {same}" if same in gymnasium.known() else ""),
     )
     gymnasium.Here.directory = current_directory()
     with staying_here():

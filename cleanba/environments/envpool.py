@@ -400,8 +400,7 @@ class Envs:
             num_envs=self.num_envs,
             seed=list(seeds),
             num_threads=min(num_threads, self.num_envs),
-            **drawn,
-            **spec.options,
+            **(spec.options | drawn),
         )
 
     def reset(self) -> PyTree:

@@ -216,7 +216,9 @@ def code_text(x: Any, seen: Seen | None = None) -> str:
     of = functools.partial(code_text, seen=seen)
     many = lambda values: f"({', '.join(map(of, values))})"
     if isinstance(x, CodeType):
-        return f"{x.co_code.hex()}{x.co_names}{many(x.co_consts)}"
+        # The body of a class within a function holds the number of its line, since Python 3.13.
+        line = x.co_firstlineno if "__firstlineno__" in x.co_names else None
+        return f"{x.co_code.hex()}{x.co_names}{many(y for y in x.co_consts if type(y) is not int or y != line)}"
     if isinstance(x, CONTAINERS):
         return _members(x, of, seen)
     if isinstance(x, MethodType):
@@ -314,6 +316,17 @@ def named_modules(made: Game) -> list[str]:
     return [made.name.rpartition(":")[0], *(wrapper.partition(":")[0] for wrapper in made.wrappers)]
 
 
+def folders_of(made: Game) -> list[str]:
+    """The folders that the modules of an environment and of its wrappers were loaded from.
+
+    Python finds them there even if `sys.path` has "", the current directory, and the program has left that.
+    """
+    entry = None if made.registered is None else made.registered.entry_point
+    loaded = [sys.modules.get(name.partition(".")[0]) for name in (*named_modules(made), made_by(entry)) if name]
+    places = [place for x in loaded for place in getattr(x, "__path__", [getattr(x, "__file__", None) or ""])]
+    return sorted({os.path.dirname(place) for place in places if os.path.isabs(place)})
+
+
 def can_be_sent(spec: EnvSpec) -> bool:
     """Whether a worker process can make these environments.  It cannot import what the main program defines."""
     made = game(spec)
@@ -333,8 +346,7 @@ def modules_of(spec: EnvSpec) -> list[str]:
     named_by = named_modules(made)
     registered = gymnasium.registry.get(made.name.rpartition(":")[2])
     if registered is not None:
-        entry = registered.entry_point
-        named_by.append(made_by(entry.func if isinstance(entry, functools.partial) else entry))
+        named_by.append(made_by(registered.entry_point))
     return sorted({name for name in named_by if name and name.partition(".")[0] != "gymnasium"})
 
 
@@ -429,6 +441,8 @@ def unknown_option(made: Game) -> str:
 
 def made_by(entry: object) -> str:
     """The module that an entry point lies in."""
+    if isinstance(entry, functools.partial):
+        return made_by(entry.func)
     return entry.partition(":")[0] if isinstance(entry, str) else getattr(entry, "__module__", "")
 
 
@@ -583,13 +597,20 @@ class Envs:
                 check_drawable(spec)
             self._parts.append(Here(made, self._arrays, **more))
             return
-        shared = "/dev/shm" if os.path.isdir("/dev/shm") else None
-        with tempfile.TemporaryFile(dir=shared) as file:  # without a name, so no file can be left behind
-            make_room(file.fileno(), carve(layout)[1])
-            self._arrays, _ = carve(layout, mmap.mmap(file.fileno(), 0))
-            bounds = [i * self.num_envs // count for i in range(count + 1)]
-            for start, end in pairwise(bounds):
-                self._parts.append(Worker(spec.env_id, Task(made, layout, start, end, file.fileno()), patience))
+        shared = "/dev/shm" if os.path.isdir("/dev/shm") and os.access("/dev/shm", os.W_OK) else None
+        try:
+            with tempfile.TemporaryFile(dir=shared) as file:  # without a name, so no file can be left behind
+                make_room(file.fileno(), carve(layout)[1])
+                self._arrays, _ = carve(layout, mmap.mmap(file.fileno(), 0))
+                bounds = [i * self.num_envs // count for i in range(count + 1)]
+                for start, end in pairwise(bounds):
+                    self._parts.append(Worker(spec.env_id, Task(made, layout, start, end, file.fileno()), patience))
+        except OSError as error:
+            self.close()
+            raise Failure(
+                f"{count} processes cannot be started to step {spec.env_id} ({os.strerror(error.errno or 0)}); lower "
+                "--env-workers (0: none), or raise the limits of open files and processes (ulimit -n, ulimit -u)"
+            ) from error
 
     def reset(self, seeds: Sequence[int | None] | None = None) -> PyTree:
         """Restart all environments, with their own seeds or with other ones -> obs [B, ...]."""
@@ -806,7 +827,9 @@ class Worker:
         self._who = f"environments {task.start} to {task.end - 1} of {env_id}"
         self._patience = patience
         self._connection, theirs = multiprocessing.Pipe()
-        places = [place for place in sys.path if isinstance(place, str)]  # Python ignores others
+        places = [place for place in sys.path if isinstance(place, str)] + folders_of(
+            task.game
+        )  # Python ignores others
         start = f"import sys; sys.path[:] = {places!r}; from cleanba.environments.worker import main; main()"
         with signals_blocked():
             self._process = subprocess.Popen(

@@ -6,6 +6,7 @@ from fnmatch import fnmatch
 from typing import Annotated
 
 import tyro
+from gymnasium import registry
 
 from cleanba.arguments import parse_command
 from cleanba.config import Experiment, require
@@ -52,7 +53,8 @@ def envs_command(argv: Sequence[str]) -> Exit:
         return Exit()
     found = {family: [name for name in ids if matches(name, wanted)] for family, ids in families.items()}
     count = sum(map(len, found.values()))
-    if not count and own and rest.isidentifier():  # a class, which need not be registered
+    # A class need not be registered, and what a package registers may be made by another one.
+    if not count and own and (rest.isidentifier() or rest in registry):
         print(f"{flags.pattern}  {in_words(env_spec(Experiment(env_id=flags.pattern)))}")
         return Exit()
     if not count:

@@ -32,7 +32,7 @@ from cleanba.kernels.product import (
     tasks_of,
     write_columns,
 )
-from cleanba.shards import usable_cores
+from cleanba.limits import usable_cores
 
 Layer = tuple[jax.Array, jax.Array]  # weights [D, F] and bias [F]
 FEWEST = 16  # rows in a group

@@ -29,7 +29,7 @@ from llvmlite import ir
 
 from cleanba.errors import CannotCompile, said, warn_once
 from cleanba.kernels.machine import API, BUFFER, EXTENSION_KIND, FRAME, MAJOR, METADATA, MINOR, VERSION
-from cleanba.shards import usable_cores
+from cleanba.limits import usable_cores
 
 INT, HALF, BYTE, FLOAT, NOTHING = ir.IntType(64), ir.IntType(32), ir.IntType(8), ir.FloatType(), ir.VoidType()
 POINTER = ir.PointerType(BYTE)

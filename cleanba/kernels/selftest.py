@@ -15,8 +15,9 @@ import optax
 from cleanba.errors import CannotCompile
 from cleanba.kernels import convolution, dense, descent, normalisation, plain, product, threefry
 from cleanba.kernels.llvm import SOURCES, keep, kept_at, read_kept
+from cleanba.limits import usable_cores
 from cleanba.rollout import PyTree
-from cleanba.shards import R, ShardAxis, Ts, compiler_options, usable_cores
+from cleanba.shards import R, ShardAxis, Ts, compiler_options
 
 PASSED = "passed"
 PACKAGES = tuple(version(name) for name in ("jax", "jaxlib", "llvmlite"))

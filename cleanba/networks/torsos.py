@@ -25,8 +25,12 @@ def orthogonal(scale: float) -> Initializer:
 
 
 def channels_first(x: jax.Array | np.ndarray) -> bool:
-    """Whether images are [N, C, H, W] rather than [N, H, W, C], judged by the shorter side.  EnvPool returns both."""
-    return x.shape[1] < x.shape[3]
+    """Whether images are [N, C, H, W] rather than [N, H, W, C].  EnvPool returns both.
+
+    Two equal sides are height and width; else the shorter of the first and the last is the channels.
+    """
+    first, middle, last = x.shape[1:]
+    return first != middle and (middle == last or first < last)
 
 
 class Dense(nn.Module):

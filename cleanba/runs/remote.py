@@ -11,9 +11,9 @@ import itertools
 import lzma
 import os
 import re
+import secrets
 import stat
 import tarfile
-import tempfile
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -221,6 +221,12 @@ def unpack(archive: Path, whole: Path | None = None, model: bool = True) -> Path
             raise
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise Failure(f"{source} cannot be unpacked: {error.strerror}; free disk space") from error
+        if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            place = Path(os.fsdecode(error.filename)).parent if error.filename else archive
+            raise UsageError(
+                f"{source} cannot be unpacked: {place} is not readable and writable ({error.strerror}); make it so, or "
+                "choose another current directory"
+            ) from error
         why = "it is no such archive, or damaged" if isinstance(error, tarfile.ReadError) else error
         raise UsageError(f"{source} cannot be unpacked ({why}); choose another archive") from error
     return folder
@@ -255,7 +261,8 @@ def _copy_parts(source: str, home: PurePosixPath, members: Iterable[Member], fol
 def _copy(source: str, member: Member, to: Path) -> None:
     """Copy one file, up to its largest allowed size, as the sizes that an archive states may be false."""
     most = MOST_BYTES[to.name]
-    with tempfile.NamedTemporaryFile(dir=to.parent, delete=False) as scratch:
+    path = to.with_name(f"{to.name}.{secrets.token_hex(4)}.tmp")  # several commands may unpack one archive
+    with open(path, "xb") as scratch:
         try:
             stream = member.open()
             require(stream is not None, f"{source} has a {to.name} that is not a regular file; choose another run")
@@ -265,9 +272,9 @@ def _copy(source: str, member: Member, to: Path) -> None:
                     scratch.write(part)
                     if scratch.tell() > most:
                         require_size(source, to.name, scratch.tell())
-            os.replace(scratch.name, to)
+            os.replace(path, to)
         except BaseException:
-            Path(scratch.name).unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
             raise
 
 

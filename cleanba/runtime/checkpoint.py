@@ -399,11 +399,19 @@ class Checkpoints:
                 )
                 self._known = [update]
                 return Restored(saved, warnings)
+            except OtherNetwork as error:
+                raise Failure(
+                    f"checkpoint {update} in {self._folder} is of another network: {error}; undo the change of the "
+                    "network's code, or choose another --run-dir"
+                ) from error
             except Exception as error:  # whatever is wrong with it, an older one may be undamaged
-                if may_pass(error):
+                system = error if may_pass(error) else unreadable(self._folder / str(update))
+                if system is not None:
+                    denied = isinstance(system, PermissionError)
                     raise Failure(
-                        f"checkpoint {update} in {self._folder} cannot be read now ({_reason(error, 200)}), but may be "
-                        "undamaged; free memory or repair the disk, then run the same command again to resume"
+                        f"checkpoint {update} in {self._folder} cannot be read now ({_reason(system, 200)}), but may "
+                        f"be undamaged; {'make it readable' if denied else 'free memory or repair the disk'}, then run "
+                        "the same command again to resume"
                     ) from error
                 warnings.append(f"checkpoint {update} is damaged and left out: {_reason(error, 200)}")
         if warnings:  # starting over would overwrite files that may be readable again later
@@ -468,11 +476,29 @@ def _alone(use: str) -> "ocp.options.MultiprocessingOptions":
     )
 
 
+class OtherNetwork(ValueError):
+    """A checkpoint's arrays have other shapes than those of the network that would read them."""
+
+
+def unreadable(folder: Path) -> Exception | None:
+    """The system's error where a file of a checkpoint may be sound, but cannot be read now; None if all can be read.
+
+    TensorStore's own errors do not tell this from damage.
+    """
+    try:
+        for path in sorted(folder.rglob("*")):
+            if path.is_file():
+                path.read_bytes()
+    except Exception as error:
+        return error if may_pass(error) else None
+    return None
+
+
 def read_arrays(run_dir: Path, update: int, shapes: Sequence[tuple[int, ...]] | None = None) -> list[np.ndarray]:
     """All arrays of one checkpoint, in order, without their structure.
 
     Raises:
-        ValueError: they have other shapes than these, if any are given.  They are not read then.
+        OtherNetwork: they have other shapes than these, if any are given.  They are not read then.
     """
     _hush_tensorstore()
     # In a thread of its own: Orbax leaves a thread that calls it without its event loop.
@@ -489,7 +515,7 @@ def _read_arrays(run_dir: Path, update: int, shapes: Sequence[tuple[int, ...]] |
             raise ValueError("its list of arrays is damaged")
         known = dict(tree)
         if shapes is not None and [tuple(known[k].shape) for k in sorted(known)] != [*shapes]:
-            raise ValueError("its arrays are not those of this network")
+            raise OtherNetwork("its arrays are not those of this network")
         like = {k: np.zeros(v.shape, v.dtype) for k, v in known.items()}
         restored = checkpointer.restore(folder, like)
     return [np.asarray(restored[k]) for k in sorted(restored)]

@@ -11,8 +11,8 @@ from pathlib import Path
 import jax
 
 from cleanba.errors import said, warn_once
+from cleanba.limits import usable_cores
 from cleanba.runtime.hardware import cpu_model
-from cleanba.shards import usable_cores
 
 UNUSED_DAYS = 30  # after which a program is removed
 OF_ONE_PROCESS = "scan_of_one_process"

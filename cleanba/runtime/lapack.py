@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from cleanba.shards import usable_cores
+from cleanba.limits import usable_cores
 
 THREADS = "OPENBLAS_NUM_THREADS"  # OpenBLAS reads it once, when it is loaded
 NAMES = ("scipy_openblas_{}_num_threads", "scipy_openblas_{}_num_threads64_", "openblas_{}_num_threads")

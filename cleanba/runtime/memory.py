@@ -29,6 +29,7 @@ from jax import lax
 
 from cleanba.config import require
 from cleanba.files import in_a_checkpoint, make_folders, write_whole
+from cleanba.limits import memory_limit
 from cleanba.ops import replay
 from cleanba.rollout import PyTree
 
@@ -131,27 +132,7 @@ def device_room(devices: Sequence[jax.Device]) -> int | None:
 
 def host_room() -> int:
     """The bytes of memory of this host, or of the container that this process is in."""
-    room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for limit in memory_limits():
-        with contextlib.suppress(OSError, ValueError):
-            room = min(room, int(limit.read_text()))
-    return room
-
-
-def memory_limits(own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> list[Path]:
-    """The files that may limit this process's memory: of its control group, those above it, and the container's.
-
-    `own` has a line of number:controllers:path for each hierarchy; Slurm gives each job step a group of its own.
-    """
-    found = [root / "memory.max", root / "memory/memory.limit_in_bytes"]
-    with contextlib.suppress(OSError):
-        for line in own.read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            home, name = (root, "memory.max") if not controllers else (root / "memory", "memory.limit_in_bytes")
-            if controllers in ("", "memory"):
-                group = Path(path.lstrip("/"))
-                found += [home / part / name for part in (group, *group.parents)]
-    return found
+    return int(min(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), memory_limit()))
 
 
 def require_room(

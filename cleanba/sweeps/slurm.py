@@ -151,6 +151,11 @@ def check_command(argv: Sequence[str]) -> Exit:
     """
     job = read_job(argv)
     name, *flags = job.command
+    require(
+        name != "resume" or not "".join(flags[:1]).startswith("-"),
+        "a job cannot call `cleanba resume`, because the template adds flags of its own; submit the run's own command "
+        "with --run-dir and the run's directory, which goes on with it",
+    )
     if not names_recipe(name):
         close = closest_names(name, RECIPES, alike=0.65)
         require(not close, f"there is no command {name!r}; did you mean {close}?")

@@ -23,6 +23,7 @@ from cleanba.environments.atari_scores import table
 from cleanba.errors import Exit, Failure, NotFinite, UsageError, closest_names, printable, warn
 from cleanba.files import Json
 from cleanba.help import HELP, written_flag
+from cleanba.interrupts import leave_closed_terminal
 from cleanba.recipes import RECIPES, AnyRecipe, find_recipe, names_recipe
 from cleanba.resolution import Config, continue_experiment, fit, resolve
 from cleanba.runs.directory import check_name, lock
@@ -404,6 +405,8 @@ def run_here(recipe: AnyRecipe, planned: Sequence[Planned], folder: Path, argv: 
     def hear(signum: int) -> None:
         """Note a signal.  A closing terminal may send SIGHUP twice, and `timeout` signals a group and its leader."""
         nonlocal last
+        if signum == signal.SIGHUP:
+            leave_closed_terminal()
         if not heard or (signum != signal.SIGHUP and time.monotonic() - last > 0.2):
             heard.append(signum)
             last = time.monotonic()

@@ -50,7 +50,7 @@ launch() {
         echo "cut short, and not requeued after ${SLURM_RESTART_COUNT:-0} restarts" >&2
     elif [ "$code" -ne 0 ]; then
         echo "failed with exit code $code after $((SECONDS - begun)) s on $SLURM_JOB_NODELIST; see the reason above." \
-            "The same command submitted again resumes from the last checkpoint" >&2
+            "To resume from its last checkpoint, submit the same command with --run-dir and the run's directory" >&2
     fi
     exit "$code"
 }
