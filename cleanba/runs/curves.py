@@ -175,17 +175,17 @@ def load(places: Iterable[Path], metric: str = RETURN) -> list[Curve]:
             warn(f"{shorter.run_dir} is the same experiment and seed as {curve.run_dir}; left out")
         curves[key] = curve
     require(bool(curves) or not unread, "there is nothing to draw; the warnings above say why")
-    all_places = ", ".join(map(str, places))
+    everywhere = ", ".join(map(str, places))
     require(
-        logged, f"no run of {all_places} has logged anything yet; train longer, or log more often (--log-frequency)"
+        logged, f"no run of {everywhere} has logged anything yet; train longer, or log more often (--log-frequency)"
     )
     require(
         bool(curves) or metric == RETURN,
-        f"no run of {all_places} has logged {metric}; docs/reference/metrics.md lists what is logged",
+        f"no run of {everywhere} has logged {metric}; docs/reference/metrics.md lists what is logged",
     )
     require(
         bool(curves),
-        f"no run of {all_places} has finished an episode yet; train them longer, or with a larger "
+        f"no run of {everywhere} has finished an episode yet; train them longer, or with a larger "
         "--env-epoch, as no episode outlives an epoch of environments",
     )
     return list(curves.values())
