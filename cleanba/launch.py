@@ -98,7 +98,7 @@ from cleanba.runtime.train import RunOutcome, ended_by, run_training
 from cleanba.runtime.training import Training, make_training
 from cleanba.specs import ActionSpec, EnvSpec
 from cleanba.train_flags import in_one_form, parse
-from cleanba.trust import require_own, require_trusted
+from cleanba.trust import check_size_of, require_own, require_trusted
 from cleanba.waited import in_a_thread
 
 
@@ -387,6 +387,8 @@ def prepare(recipe: AnyRecipe, config: Config) -> Job:
     require_same_flags({"algorithm": recipe.name, **to_json(e), **together})
     require_same_kernels(e, devices.platform)
     algorithm = recipe.make(e, resolved.spec, devices.platform)
+    if config.whole is not None:
+        check_size_of(config.whole, algorithm.shapes, config.run.trust_remote_code)
     if initial is not None:
         require_fit(initial, algorithm.shapes()[0], recipe.name)
     job = Job(recipe, config, resolved, partition, devices, algorithm, run_dir, initial, now)

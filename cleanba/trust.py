@@ -8,6 +8,7 @@ imported, called or allocated.
 
 import math
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
@@ -228,6 +229,16 @@ def _check_options(e: Experiment, source: str, ours: bool) -> None:
                 refuse(source, f"gives its environment the option {_shown(option)}, beyond {MOST_OPTION_NUMBER:,}")
     if product > 10 * MOST_OPTION_NUMBER:
         refuse(source, f"gives its environment options that multiply to {product:.1e}: {_with(e.env_options)}")
+
+
+def check_size_of(run_dir: Path, shapes: Callable[[], tuple[PyTree, PyTree]], trust_remote_code: bool) -> None:
+    """`check_size` of the networks of a run, if it is from elsewhere and not trusted.
+
+    shapes: the algorithm's, of the learner's state and of the parameters that act.
+    """
+    source = None if trust_remote_code else source_of(run_dir)
+    if source is not None:
+        check_size(shapes()[1], source)
 
 
 def check_size(like_params: PyTree, source: str) -> None:

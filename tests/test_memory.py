@@ -490,6 +490,21 @@ def test_an_error_of_the_disk_is_known_even_if_the_reader_hides_it(code, remedy,
     checkpoints.close()
 
 
+def test_a_checkpoint_of_another_network_is_not_taken_for_a_damaged_one(tmp_path):
+    """As after a change of a network of one's own."""
+    checkpoints = Checkpoints(tmp_path, 2)
+    params = {"w": jnp.ones((2, 3))}
+    for update in (5, 9):
+        checkpoints.save(update, {}, Saved(update, params, params, {"global_step": 1}))
+    checkpoints.close()
+    checkpoints = Checkpoints(tmp_path, 2)
+    assert checkpoints.restore(params, params).saved.update == 9
+    other = {"w": jnp.ones((2, 4))}
+    with pytest.raises(Failure, match="checkpoint 9 in .* is of another network: .*; undo the change of the network's"):
+        checkpoints.restore(other, other)
+    checkpoints.close()
+
+
 def test_nothing_is_removed_while_the_disk_does_not_say_what_is_needed(tmp_path, monkeypatch):
     home = memory.shard_folder(tmp_path, 0)
     home.mkdir(parents=True)

@@ -15,10 +15,10 @@ from fake_hub import fake_hub, log_in
 from launch import command
 
 from cleanba.agents.agent import load
-from cleanba.agents.policy import load_policy
 from cleanba.algorithms.dqn import DQN
 from cleanba.algorithms.ppo import PPO
-from cleanba.config import to_json
+from cleanba.checks.recompute import open_rerun
+from cleanba.config import Placement, to_json
 from cleanba.environments.backends import env_spec
 from cleanba.errors import Failure, UsageError
 from cleanba.resolution import read_recipe
@@ -207,11 +207,14 @@ def test_a_config_of_a_thousand_brackets_is_no_traceback(tmp_path):
         read_recipe(folder)
 
 
-def test_a_network_of_terabytes_is_refused_before_it_is_made(tmp_path):
-    wide = foreign(tmp_path, hiddens=[8192] * 16)
-    (wide / "model.msgpack").write_bytes(b"small")
-    with pytest.raises(UsageError, match="asks for a network of .* GB"):
-        load_policy(wide, "last", "cpu")
+def test_a_network_of_gigabytes_is_refused_before_it_is_made(tmp_path):
+    folder = foreign(tmp_path / "run", hiddens=[8192] * 16)
+    (folder / "model.msgpack").write_bytes(b"small")
+    for words in (("ppo", "--experiment", folder, "--run-dir", tmp_path / "again"), ("eval", folder)):
+        ended = command(*words)
+        assert ended.code == 2 and "asks for a network of 4.0 GB" in ended.err and not (tmp_path / "again").exists()
+    with pytest.raises(UsageError, match="asks for a network of 4.0 GB"), open_rerun(folder, Placement()):
+        pass  # as in verify and bisect
     check_size({"w": jax.ShapeDtypeStruct((1000, 1000), "float32")}, "here")
 
 

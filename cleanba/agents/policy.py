@@ -20,7 +20,7 @@ from cleanba.runtime import checkpoint as ckpt
 from cleanba.runtime.digests import params_digest
 from cleanba.shards import network_options
 from cleanba.specs import EnvSpec
-from cleanba.trust import check_size, source_of
+from cleanba.trust import check_size_of, source_of
 
 BEST = "best"  # the folder of a run with the parameters that scored best in periodic evaluations
 
@@ -88,8 +88,7 @@ def load_policy(run_dir: Path, checkpoint: str, platform: str, trust_remote_code
     if source is None or (trust_remote_code and checkpoint != "last"):
         params, update, global_step = read_params(run_dir, checkpoint, algorithm.actor_params, like_state, like_params)
     else:
-        if not trust_remote_code:
-            check_size(like_params, source)
+        check_size_of(run_dir, algorithm.shapes, trust_remote_code)
         params, update, global_step = read_uploaded(run_dir, checkpoint, source, like_params)
     policy = new_policy(recipe, e, spec, algorithm, platform)
     return policy._replace(params=params, update=update, global_step=global_step, run=run_dir.resolve().name)

@@ -30,7 +30,7 @@ from cleanba.runtime.process_setup import prepared
 from cleanba.runtime.records import Snapshot
 from cleanba.runtime.train import run_training
 from cleanba.runtime.training import Training, make_training
-from cleanba.trust import name_of
+from cleanba.trust import check_size_of, name_of
 
 Digests = dict[str, str]
 """params_digest and learner_digest."""
@@ -79,6 +79,7 @@ def open_rerun(
         check_workers(spec, placement.env_workers)
         partition = fit(recipe, e, placement)
         algorithm = recipe.make(e, spec, devices.platform)
+        check_size_of(run_dir, algorithm.shapes, trust_remote_code)
         never = e.num_updates + 1
         training = make_training(algorithm, e, partition, devices, spec, never, env_workers=placement.env_workers)
         buffer_size = getattr(e, "buffer_size", None)
