@@ -1,19 +1,17 @@
 """A value for each action, over one torso and perhaps a core."""
 
-from collections.abc import Sequence
 from typing import NamedTuple, cast
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
-from cleanba.config import Experiment, Recurrent
+from cleanba.config import Experiment
 from cleanba.networks import cores, torsos
-from cleanba.networks.cores import Carry, apply_heads, core_fields
+from cleanba.networks.cores import Carry, EncodingAndCore, apply_heads, core_fields
 from cleanba.networks.encoder import encoder_fields
 from cleanba.rollout import NetworkParams, Obs
-from cleanba.specs import EnvSpec, ObsSpecs
+from cleanba.specs import EnvSpec
 
 
 class Valued(NamedTuple):
@@ -23,23 +21,14 @@ class Valued(NamedTuple):
     carry: Carry  # [B, ...]  after the last step
 
 
-class ActionValues(nn.Module):
+class ActionValues(EncodingAndCore):
     """Torso -> core -> Q(s, a) for every action (Mnih et al. 2015), with ReLUs throughout, as CleanRL's.
 
     `dueling` makes it V(s) + A(s, a) - mean_a A(s, a) (Wang et al. 2016, eq. 9).
     """
 
-    obs_spec: ObsSpecs
     num_actions: int
-    network: str
-    channels: Sequence[int]
-    hiddens: Sequence[int]
-    layer_norm: bool
     dueling: bool
-    dtype: DTypeLike
-    core: str = "none"
-    lstm_size: int = 0
-    forget_bias: float = 0.0
 
     @nn.compact
     def __call__(self, obs: Obs, first: jax.Array, carry: Carry) -> Valued:
@@ -82,5 +71,4 @@ def make_action_values(spec: EnvSpec, e: Experiment, dueling: bool = False) -> A
     Raises:
         UsageError: the torso does not fit the observations.
     """
-    core = core_fields(e) if isinstance(e, Recurrent) else {}
-    return ActionValues(**encoder_fields(spec, e), **core, num_actions=spec.num_actions, dueling=dueling)
+    return ActionValues(**encoder_fields(spec, e), **core_fields(e), num_actions=spec.num_actions, dueling=dueling)

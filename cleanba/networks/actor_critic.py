@@ -1,20 +1,18 @@
 """A policy and a value function, with one torso and core or one for each."""
 
-from collections.abc import Sequence
 from typing import NamedTuple, cast
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
 from cleanba.config import PolicyGradient
 from cleanba.networks import cores, torsos
-from cleanba.networks.cores import Carry, apply_heads, core_fields
+from cleanba.networks.cores import Carry, EncodingAndCore, apply_heads, core_fields
 from cleanba.networks.encoder import encoder_fields, legal_actions
 from cleanba.ops.distributions import Distribution, distribution, size
 from cleanba.rollout import NetworkParams, Obs, PyTree
-from cleanba.specs import ActionSpec, EnvSpec, ObsSpecs
+from cleanba.specs import ActionSpec, EnvSpec
 
 
 class Output(NamedTuple):
@@ -25,7 +23,7 @@ class Output(NamedTuple):
     carry: Carry  # [B, ...]  after the last step
 
 
-class ActorCritic(nn.Module):
+class ActorCritic(EncodingAndCore):
     """Torso -> core -> a policy and a value.  Heads are initialised orthogonally, with scales 0.01 and 1.
 
     If policy and value do not share a torso, each has a torso and a core of its own.  The standard deviations of
@@ -33,18 +31,9 @@ class ActorCritic(nn.Module):
     exp(log_std_init).
     """
 
-    obs_spec: ObsSpecs
     action: ActionSpec
-    network: str
-    channels: Sequence[int]
-    hiddens: Sequence[int]
-    layer_norm: bool
     share_torso: bool
-    core: str
-    lstm_size: int
-    forget_bias: float
     log_std_init: float
-    dtype: DTypeLike
 
     @nn.compact
     def __call__(self, obs: Obs, first: jax.Array, carry: Carry) -> Output:

@@ -1,30 +1,21 @@
 """Policies and critics for real-valued actions, each with a torso of its own and ReLUs throughout."""
 
-from collections.abc import Sequence
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
 from cleanba.config import Experiment
 from cleanba.networks import torsos
-from cleanba.networks.encoder import encode, encoder_fields
+from cleanba.networks.encoder import Encoding, encode, encoder_fields
 from cleanba.rollout import NetworkParams, Obs, PyTree
 from cleanba.specs import EnvSpec, ObsSpecs
 
 
-class Policy(nn.Module):
+class Policy(Encoding):
     """Torso -> `heads` numbers for each part of an action, near zero at the start."""
 
-    obs_spec: ObsSpecs
     size: int
     heads: int
-    network: str
-    channels: Sequence[int]
-    hiddens: Sequence[int]
-    layer_norm: bool
-    dtype: DTypeLike
 
     @nn.compact
     def __call__(self, obs: Obs) -> jax.Array:
@@ -42,15 +33,8 @@ class Policy(nn.Module):
         return out
 
 
-class Critic(nn.Module):
+class Critic(Encoding):
     """Q(s, a).  The action is concatenated to an MLP's input or, after a convolutional torso, to its features."""
-
-    obs_spec: ObsSpecs
-    network: str
-    channels: Sequence[int]
-    hiddens: Sequence[int]
-    layer_norm: bool
-    dtype: DTypeLike
 
     @nn.compact
     def __call__(self, obs: Obs, action: jax.Array) -> jax.Array:
@@ -59,17 +43,11 @@ class Critic(nn.Module):
         return value[:, 0]
 
 
-class Critics(nn.Module):
+class Critics(Encoding):
     """Several critics that differ only in their parameters."""
 
-    obs_spec: ObsSpecs
     size: int
     count: int
-    network: str
-    channels: Sequence[int]
-    hiddens: Sequence[int]
-    layer_norm: bool
-    dtype: DTypeLike
 
     @nn.compact
     def __call__(self, obs: Obs, action: jax.Array, first: int | None = None) -> jax.Array:

@@ -1,7 +1,7 @@
 """Recurrent cores: [T, B, D] features and a carry -> [T, B, D'] features and the next carry."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import flax.linen as nn
 import jax
@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from cleanba.config import Recurrent
+from cleanba.config import Experiment, Recurrent
 from cleanba.kernels import Activation, affine, multiply
-from cleanba.networks.encoder import HasEncoder, encode
+from cleanba.networks.encoder import Encoding, encode
 from cleanba.networks.torsos import Dense, orthogonal
 from cleanba.rollout import Obs
 
@@ -113,21 +113,28 @@ class LSTM(nn.Module):
         return h, carry
 
 
-class HasCore(HasEncoder, Protocol):
-    """The fields of a network module with an encoder and perhaps a core."""
+class EncodingAndCore(Encoding):
+    """A network with an encoder and perhaps a core."""
 
     core: str
     lstm_size: int
     forget_bias: float
 
 
-def core_fields(e: Recurrent) -> dict[str, Any]:
-    """The fields that `HasCore` adds to `HasEncoder`."""
+def core_fields(e: Experiment) -> dict[str, Any]:
+    """The fields that `EncodingAndCore` adds to `Encoding`."""
+    if not isinstance(e, Recurrent):
+        return {"core": "none", "lstm_size": 0, "forget_bias": 0.0}
     return {"core": e.core, "lstm_size": e.lstm_size, "forget_bias": e.forget_bias}
 
 
 def apply_heads(
-    module: HasCore, heads: Sequence[Dense], obs: Obs, first: jax.Array, carry: Carry, activation: Activation = "tanh"
+    module: EncodingAndCore,
+    heads: Sequence[Dense],
+    obs: Obs,
+    first: jax.Array,
+    carry: Carry,
+    activation: Activation = "tanh",
 ) -> tuple[list[jax.Array], Carry]:
     """A new torso and core, as a module's fields say -> the outputs of these heads, [T, B, ...] float32, and the carry.
 

@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -16,8 +17,8 @@ from cleanba.rollout import Obs
 from cleanba.specs import EnvSpec, ObsSpec, ObsSpecs, describe
 
 
-class HasEncoder(Protocol):
-    """The fields of a network module with an encoder."""
+class Encoding(nn.Module):
+    """A network with an encoder."""
 
     obs_spec: ObsSpecs
     network: str
@@ -32,7 +33,7 @@ NEEDED = {"nature": "image", "nips": "image", "impala": "image", "minatar": "pla
 
 
 def encoder_fields(spec: EnvSpec, e: Experiment) -> dict[str, Any]:
-    """The fields of `HasEncoder` for an environment that looks like `spec`.
+    """The fields of `Encoding` for an environment that looks like `spec`.
 
     Raises:
         UsageError: the torso does not fit the observations.
@@ -76,7 +77,7 @@ def suitable_network(obs: ObsSpecs) -> str:
 
 
 def encode(
-    module: HasEncoder, obs: Obs, heads: Sequence[torsos.Dense] = (), activation: Activation = "tanh",
+    module: Encoding, obs: Obs, heads: Sequence[torsos.Dense] = (), activation: Activation = "tanh",
     action: jax.Array | None = None,
 ) -> list[jax.Array]:  # fmt: skip
     """Encode observations [N, ...] by the torso that a module's fields name.  Call it in the module's compact method.
