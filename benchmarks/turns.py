@@ -1,7 +1,7 @@
 """What one version of lag costs IMPALA, PQN and DQN in score, on MinAtar; and DQN in time to win Atari's Pong.
 
     python benchmarks/turns.py --studies minatar    # an hour of one core; can be interrupted
-    python benchmarks/turns.py --studies pong       # half an hour of two cores for each seed
+    python benchmarks/turns.py --studies pong       # 20 to 40 minutes of two cores for each run
     python benchmarks/turns.py --seeds     # trains nothing: table and figure of what is kept
 
 Each algorithm trains with its preset, once one version behind and once taking turns (--no-concurrency).  Curves are
