@@ -73,6 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         end = attempt(argv)
         sys.stdout.flush()  # here, where a pipe without a reader and a full disk are handled
         sys.stderr.flush()
+    except KeyboardInterrupt:  # while nobody reads what is flushed
+        os._exit(130)
     except BrokenPipeError:
         os._exit(128 + signal.SIGPIPE)
     except OSError as error:

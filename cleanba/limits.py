@@ -56,7 +56,12 @@ def _core_limit() -> float:
     return core_limit()
 
 
+def affine_cores() -> int:
+    """The cores that this process may run on, by which XLA counts its threads."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def usable_cores() -> int:
-    """The cores that this process may use: those of its affinity, or fewer if its control group gets less time."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """The cores that this process may run on, or fewer if its control group gets less time."""
+    cores = affine_cores()
     return min(cores, math.ceil(max(_core_limit(), 1))) if math.isfinite(_core_limit()) else cores

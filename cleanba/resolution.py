@@ -86,6 +86,9 @@ class Resolved(NamedTuple):
     def in_words(self, recipe: AnyRecipe) -> str:
         """Where the settings come from, in a few words."""
         count = sum(where == TYPED for where in self.origin.values())
+        whole = [where for where in self.origin.values() if where.startswith(WHOLE)]
+        if whole and not count:
+            return f"those of the {whole[0]}"
         if TYPED not in self.origin.values() and DEFAULT not in self.origin.values():
             return f"those of the {min(self.origin.values())}"
         base = f"preset {self.preset}" if self.preset else f"the defaults of {recipe.name}"
@@ -510,6 +513,15 @@ def configure(
     return Config(asked, given, placement, replace(run, exp_name=run.exp_name or recipe.name.replace(":", "-")), whole)
 
 
+def resolve_in(
+    recipe: AnyRecipe, config: Config, platform: str, run_dir: Path | None, spec: EnvSpec | None = None
+) -> Resolved:
+    """`resolve` what was typed.  A run that has begun in `run_dir` keeps a limit that would be refused today."""
+    if spec is None and run_dir is not None and (run_dir / "config.json").exists():
+        spec = env_spec(config.asked)
+    return resolve(recipe, config.typed, platform, spec)
+
+
 def settle(recipe: AnyRecipe, config: Config, platform: str, run_dir: Path | None) -> Resolved:
     """The experiment that a command asks for, on this platform, in a directory that may hold a run already.
 
@@ -521,9 +533,7 @@ def settle(recipe: AnyRecipe, config: Config, platform: str, run_dir: Path | Non
         typed = dict.fromkeys(config.typed.keys() & resolved.origin.keys(), TYPED)  # without "preset"
         resolved = resolved._replace(origin={**resolved.origin, **typed})
     else:
-        # A run that has begun keeps a limit that would be refused today.
-        begun = run_dir is not None and (run_dir / "config.json").exists()
-        resolved = resolve(recipe, config.typed, platform, env_spec(config.asked) if begun else None)
+        resolved = resolve_in(recipe, config, platform, run_dir)
     return resolved if run_dir is None else continue_experiment(recipe, resolved, run_dir)
 
 

@@ -275,6 +275,19 @@ def test_values_may_be_numpys_and_options_a_dictionary():
         cleanba.train(cleanba.Spec("pp"))
 
 
+def test_tuples_within_an_observation_may_be_vectors():
+    spec = EnvSpec(
+        "Two-v0",
+        {"00": ObsSpec("vector", (2,), "float32"), "01": ObsSpec("vector", (1,), "float32")},
+        choice(2),
+        False,
+        False,
+        {},
+    )
+    batch, size = as_batch(spec, ((0.0, 1.0), [2.0]))
+    assert size is None and {name: x.tolist() for name, x in batch.items()} == {"00": [[0.0, 1.0]], "01": [[2.0]]}
+
+
 def test_an_environment_of_none_is_the_default_one():
     assert cleanba.ppo(None) == cleanba.ppo(env_id=None) == cleanba.ppo()
     with pytest.raises(UsageError, match="env_id=3 must be a name"):

@@ -529,7 +529,8 @@ def test_a_run_of_a_whole_experiment_keeps_what_followed_from_the_environment(tm
     """`--preset` takes it from neither run."""
     words = ("--env-id", "gymnasium:CartPole-v1", *TINY[2:])
     assert command("ppo", *words, "--total-timesteps", "64", "--run-dir", tmp_path / "a").code == 0
-    assert command("ppo", "--experiment", tmp_path / "a", "--run-dir", tmp_path / "b").code == 0
+    ended = command("ppo", "--experiment", tmp_path / "a", "--run-dir", tmp_path / "b")
+    assert ended.code == 0 and f"those of the run {tmp_path / 'a'}" in " ".join(ended.out.split()), ended
     origins = [json.loads((tmp_path / name / "config.json").read_text())["origin"] for name in "ab"]
     assert origins[0]["max_episode_steps"] == origins[1]["max_episode_steps"] == "environment"
     assert origins[1]["seed"].startswith("run ") and origins[1]["env_id"].startswith("run ")

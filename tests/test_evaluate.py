@@ -274,7 +274,7 @@ def test_a_damaged_checkpoint_of_an_unfinished_run_is_skipped(runs, tmp_path):
     ended = command("eval", run_dir, "--episodes", "2")
     assert ended.code == 1 and f"finished with update {newest}, but its last parameters cannot be read" in ended.err
     moved.rename(run_dir / "checkpoints" / str(newest))
-    with pytest.raises(Failure, match=f"checkpoint {newest}.*cannot be read"):  # as in eval
+    with pytest.raises(Failure, match=f"checkpoint {newest}.*cannot be read.*; name another run, or"):  # as in eval
         find_initial(str(run_dir), "cpu")
 
     (run_dir / "kept.msgpack").rename(run_dir / "model.msgpack")

@@ -268,7 +268,7 @@ def write_model(path: Path, run_dir: Path, result: Json) -> Model:
         policy = load_policy(run_dir, "last", default_platform())
     except Failure:
         if finished:
-            raise Failure(lost_words(run_dir, result["update"])) from None
+            raise Failure(lost_words(run_dir, result.get("update"))) from None
         raise
     save_model(path, policy.params)
     return Model(policy.update, policy.global_step, params_digest(policy.params), result)

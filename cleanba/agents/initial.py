@@ -1,7 +1,8 @@
 """Parameters of another run to start from (`--init-from`): found, named by their digest, and put into a new state."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -71,11 +72,27 @@ def find_initial(place: str, platform: str, trust_remote_code: bool = False) -> 
         )
         state = read_state(run_dir, checkpoint, there, recipe.make(e, env_spec(e), platform))
     if state is None:
-        policy = load_policy(run_dir, checkpoint, platform, trust_remote_code)
+        with naming_a_run():
+            policy = load_policy(run_dir, checkpoint, platform, trust_remote_code)
         arrays = of_acting(policy.algorithm, policy.params)
     else:
         arrays = {name: np.asarray(x) for name, x in named_leaves(state).items() if not FRESH.search(name)}
     return Initial(f"sha256:{tree_digest(arrays).removeprefix('sha256:')}", place, arrays, recipe.name)
+
+
+FLAG = "; try another --checkpoint"  # a remedy of errors, which training cannot follow
+
+
+@contextmanager
+def naming_a_run() -> Iterator[None]:
+    """Errors that name --checkpoint name what --init-from takes instead."""
+    try:
+        yield
+    except Failure as error:
+        if not str(error).endswith(FLAG):
+            raise
+        why = str(error).removesuffix(FLAG)
+        raise Failure(f"{why}; name another run, or one of its updates as RUN:UPDATE") from error
 
 
 def read_state(run_dir: Path, checkpoint: str, there: list[int], algorithm: AnyAlgorithm) -> PyTree | None:
@@ -98,10 +115,10 @@ def read_state(run_dir: Path, checkpoint: str, there: list[int], algorithm: AnyA
         except Failure as damage:
             if ended:
                 return None
-            why = str(damage).removesuffix("; try another --checkpoint")
             if update == there[0] or checkpoint != "last":
-                raise Failure(f"{why}; name another run, or one of its updates as RUN:UPDATE") from None
-            warn(f"{why}; trying an older checkpoint")
+                with naming_a_run():
+                    raise
+            warn(f"{str(damage).removesuffix(FLAG)}; trying an older checkpoint")
     return None
 
 

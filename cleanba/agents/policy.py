@@ -168,7 +168,7 @@ def read_params(
     return ckpt.read_model(model, like_params), None, None
 
 
-def lost_words(run_dir: Path, last: int) -> str:
+def lost_words(run_dir: Path, last: int | None) -> str:
     """The sentence for a finished run that has lost its last parameters; `last` is its last update."""
     return (
         f"{run_dir} has finished with update {last}, but its last parameters cannot be read; restore "

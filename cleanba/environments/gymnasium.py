@@ -598,19 +598,20 @@ class Envs:
             self._parts.append(Here(made, self._arrays, **more))
             return
         shared = "/dev/shm" if os.path.isdir("/dev/shm") and os.access("/dev/shm", os.W_OK) else None
-        try:
-            with tempfile.TemporaryFile(dir=shared) as file:  # without a name, so no file can be left behind
-                make_room(file.fileno(), carve(layout)[1])
-                self._arrays, _ = carve(layout, mmap.mmap(file.fileno(), 0))
-                bounds = [i * self.num_envs // count for i in range(count + 1)]
+        with tempfile.TemporaryFile(dir=shared) as file:  # without a name, so no file can be left behind
+            make_room(file.fileno(), carve(layout)[1], shared or tempfile.gettempdir())
+            self._arrays, _ = carve(layout, mmap.mmap(file.fileno(), 0))
+            bounds = [i * self.num_envs // count for i in range(count + 1)]
+            try:
                 for start, end in pairwise(bounds):
                     self._parts.append(Worker(spec.env_id, Task(made, layout, start, end, file.fileno()), patience))
-        except OSError as error:
-            self.close()
-            raise Failure(
-                f"{count} processes cannot be started to step {spec.env_id} ({os.strerror(error.errno or 0)}); lower "
-                "--env-workers (0: none), or raise the limits of open files and processes (ulimit -n, ulimit -u)"
-            ) from error
+            except OSError as error:
+                self.close()
+                raise Failure(
+                    f"{count} processes cannot be started to step {spec.env_id} ({os.strerror(error.errno or 0)}); "
+                    "lower --env-workers (0: none), or raise the limits of open files and processes (ulimit -n, ulimit "
+                    "-u)"
+                ) from error
 
     def reset(self, seeds: Sequence[int | None] | None = None) -> PyTree:
         """Restart all environments, with their own seeds or with other ones -> obs [B, ...]."""
@@ -704,17 +705,21 @@ class Envs:
             part.end(deadline)
 
 
-def make_room(file: int, size: int) -> None:
-    """Allocate `size` bytes for a file.  Raises `Failure` if they are not available, rather than crash at first use."""
+def make_room(file: int, size: int, folder: str) -> None:
+    """Allocate `size` bytes for a file in this folder, rather than crash at first use.
+
+    Raises:
+        Failure: they are not available.
+    """
     try:
         os.truncate(file, size)
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(file, 0, size)
     except OSError as error:
+        enlarge = "enlarge it (docker run --shm-size 1g)" if folder == "/dev/shm" else "free space there"
         raise Failure(
-            f"the environments' shared memory takes {size / 1e6:.0f} MB, but /dev/shm has no room for it "
-            f"({os.strerror(error.errno or 0)}); enlarge /dev/shm (docker run --shm-size 1g), lower --num-envs, or add "
-            "--env-workers 0"
+            f"the environments' shared memory takes {size / 1e6:.0f} MB, but {folder} has no room for it "
+            f"({os.strerror(error.errno or 0)}); {enlarge}, lower --num-envs, or add --env-workers 0"
         ) from error
 
 

@@ -222,11 +222,10 @@ def unpack(archive: Path, whole: Path | None = None, model: bool = True) -> Path
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise Failure(f"{source} cannot be unpacked: {error.strerror}; free disk space") from error
         if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            place = Path(os.fsdecode(error.filename)).parent if error.filename else archive
-            raise UsageError(
-                f"{source} cannot be unpacked: {place} is not readable and writable ({error.strerror}); make it so, or "
-                "choose another current directory"
-            ) from error
+            place = Path(os.fsdecode(error.filename)) if error.filename else archive
+            if place == archive:
+                raise UsageError(f"{source} cannot be read: {error.strerror}; make it readable") from error
+            raise unwritable(place.parent, error, "current directory") from error
         why = "it is no such archive, or damaged" if isinstance(error, tarfile.ReadError) else error
         raise UsageError(f"{source} cannot be unpacked ({why}); choose another archive") from error
     return folder

@@ -402,7 +402,7 @@ class Checkpoints:
             except OtherNetwork as error:
                 raise Failure(
                     f"checkpoint {update} in {self._folder} is of another network: {error}; undo the change of the "
-                    "network's code, or choose another --run-dir"
+                    "network's code, go on with the version of Cleanba that began the run, or choose another --run-dir"
                 ) from error
             except Exception as error:  # whatever is wrong with it, an older one may be undamaged
                 system = error if may_pass(error) else unreadable(self._folder / str(update))

@@ -11,7 +11,7 @@ from pathlib import Path
 import jax
 
 from cleanba.errors import said, warn_once
-from cleanba.limits import usable_cores
+from cleanba.limits import affine_cores
 from cleanba.runtime.hardware import cpu_model
 
 UNUSED_DAYS = 30  # after which a program is removed
@@ -54,7 +54,7 @@ def cache_folder() -> Path:
     directory, so each gets a folder of its own.
     """
     root = os.environ.get("XDG_CACHE_HOME", "")
-    what = [platform.machine(), cpu_model(), instructions(), str(usable_cores())]
+    what = [platform.machine(), cpu_model(), instructions(), str(affine_cores())]
     what += [os.environ.get(name, "") for name in ("PJRT_NPROC", "JAX_NUM_CPU_DEVICES", "XLA_FLAGS")]
     machine = sha256("\n".join(what).encode()).hexdigest()[:16]
     return (Path(root) if os.path.isabs(root) else Path.home() / ".cache") / "cleanba" / "xla" / machine

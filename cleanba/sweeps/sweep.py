@@ -25,7 +25,7 @@ from cleanba.files import Json
 from cleanba.help import HELP, written_flag
 from cleanba.interrupts import leave_closed_terminal
 from cleanba.recipes import RECIPES, AnyRecipe, find_recipe, names_recipe
-from cleanba.resolution import Config, continue_experiment, fit, resolve
+from cleanba.resolution import Config, continue_experiment, fit, resolve_in
 from cleanba.runs.directory import check_name, lock
 from cleanba.runs.listing import is_locked
 from cleanba.runs.log import is_finished, read_result, seconds_left, tail, together
@@ -271,7 +271,7 @@ def check(
     `job` is the Slurm job that the run will be.
     """
     config = parse(recipe, [*(job.command[1:] if job else ()), *words])
-    resolved = continue_experiment(recipe, resolve(recipe, config.typed, "cpu", spec), run_dir, "--dir")
+    resolved = continue_experiment(recipe, resolve_in(recipe, config, "cpu", run_dir, spec), run_dir, "--dir")
     fit(recipe, resolved.experiment, config.placement)
     if job is not None:
         check_job(job, recipe, resolved.experiment, config.placement)
