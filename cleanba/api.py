@@ -203,8 +203,9 @@ def _specify(algorithm: str, form: Callable[P, Experiment]) -> Specify[P]:
         [
             f"A specification to {recipe.about}: what `cleanba {algorithm}` trains with the flags of the same names.",
             "",
-            "Values that are left out, or None, come from the preset for the environment, or else are the defaults",
-            "shown here.",
+            "Values that are left out, or None, come from the preset for the environment, then from the environment",
+            "itself, such as its network and time limit, or else are the defaults shown here.  Numbers of actors, shards",
+            "and minibatches are lowered to what fits.  `Spec.resolve` returns all values.",
             "Instead of a name, `env_id` may be a class or function that makes a Gymnasium environment.",
             "",
             "Args:",
