@@ -77,6 +77,7 @@ from cleanba.runs.directory import (
     lock,
     marked,
     open_run,
+    record,
     require_ours,
     unwritable,
     was_uploaded,
@@ -501,6 +502,8 @@ class RunWriter:
         """Open the logs of a run that begins, or that continues from a checkpoint."""
         run, config, earlier = self._run, self._opened.config, self._opened.earlier
         self._display = display
+        if earlier is not None:
+            record(self._job.run_dir, config)
         if why := unrepeatable(self._job.run_dir, saved is not None):
             kept = keep_copy(self._job.run_dir)
             display.say(printable(f"warning: {why}; the log as it was is kept in {kept}"))
@@ -596,7 +599,7 @@ class RunWriter:
                     lambda: watchdog.check(*progress()),
                 )
             evaluations.log(self._writers, result["seconds"])
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # an environment may raise anything
             return outcome._replace(result=result | ended_by(error), error=error)
         finally:
             status.phase = "training"

@@ -45,6 +45,21 @@ def test_where_checkpoints_need_the_end_of_an_epoch_the_first_end_after_the_due_
     assert saved(7, 0, whole_epochs=True) == saved(0, 5, whole_epochs=True) == [40]
 
 
+def test_processes_meet_soon_after_updates_have_become_slow(monkeypatch):
+    """As when DQN's gradient steps begin: before them a meeting every two seconds is one in hundreds of updates."""
+    now, met = 0.0, []
+    monkeypatch.setattr(checkpoint_schedule.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(checkpoint_schedule, "gather_over_processes", lambda row: (met.append(now), np.stack([row]))[1])
+    devices = SimpleNamespace(num_processes=2)
+    made = CheckpointSchedule(
+        Schedule(1, 600, True, 0), None, False, devices, Progress(Status("", 1)), first_to_learn=400
+    )
+    for update in range(1, 501):
+        now += 0.01 if update < 400 else 1.0
+        made.decide(update)
+    assert max(np.diff([0.0, *met])) < 3.5 and len(met) < 80
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_processes_agree_on_checkpoints_and_on_the_end(seed, monkeypatch):
     """One of three receives a signal, between any two of its updates; clocks differ, and checkpoints are due often."""

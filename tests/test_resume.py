@@ -138,6 +138,14 @@ def test_a_finished_run_made_longer_ends_in_the_bits_of_a_run_of_that_length(kin
     with monkeypatch.context() as patch:
         patch.setattr("cleanba.runs.directory.to_json", earlier)
         assert command(*words(640, run)).code == 0
+    if kind == "td3":  # an attempt that fails leaves the run finished
+        results = [(run / name).read_bytes() for name in ("config.json", "result.json")]
+        (run / "memory").rename(tmp_path / "aside")
+        ended = command(*words(1280, run))
+        assert ended.code == 1 and "can be read" in ended.err, ended
+        assert [(run / name).read_bytes() for name in ("config.json", "result.json")] == results
+        assert command(*words(640, run)).out.endswith("is finished; nothing to do\n")
+        (tmp_path / "aside").rename(run / "memory")
     ended = command(*words(1280, run))
     assert ended.code == 0 and "resuming after update 10" in ended.out, ended
     assert "damaged" not in ended.err and "warning: the chain" not in ended.err, ended

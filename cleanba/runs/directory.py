@@ -174,14 +174,23 @@ def open_run(
         check()
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        for name in ("result.json", "model.msgpack", UPLOADED):  # no longer true once the run goes on
-            with contextlib.suppress(FileNotFoundError):
-                os.remove(run_dir / name)
         remove_half_written(run_dir)
-        write_json(path, config)
+        if earlier is None:
+            record(run_dir, config)
     except OSError as error:
         raise unwritable(run_dir, error) from None
     return Opened(config, earlier)
+
+
+def record(run_dir: Path, config: Json) -> None:
+    """Write config.json, and remove what is no longer true once the run goes on.
+
+    A run that is resumed does so after its checkpoint has been read: if none can be read, its result is still there.
+    """
+    for name in ("result.json", "model.msgpack", UPLOADED):
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(run_dir / name)
+    write_json(run_dir / "config.json", config)
 
 
 HALF_WRITTEN = ("checkpoints/*.orbax-checkpoint-tmp*", "memory/*/*.json.tmp", "best/*.tmp")

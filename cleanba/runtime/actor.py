@@ -78,6 +78,7 @@ def run_actor(
                 end_waits(envs, stop.check)
                 if rollout == schedule.first and saved_actor is not None:
                     collector.resume(envs, saved_actor, f"the environments of actor {actor}", played)
+                    start = time.perf_counter()
                 else:
                     collector.restart(envs)
                 del envs  # only the collector may hold them, so that it can free them

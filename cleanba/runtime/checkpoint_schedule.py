@@ -45,12 +45,15 @@ class CheckpointSchedule:
         devices: Devices,
         progress: Progress[Any],
         every: int = 0,
+        first_to_learn: int = 0,
     ):
         """`frequency` is in updates; 0 means never, None by time.  With `whole_epochs`, only at ends of epochs.
 
         every: whatever `frequency` says, a checkpoint is taken at each multiple of this many updates; 0: at none.
+        first_to_learn: the first update with gradient steps, from which on updates are slower.
         """
         self._every = every
+        self._slower = first_to_learn, first_to_learn + 1  # the second shows how long an update takes from now on
         self._schedule, self._frequency, self._whole_epochs = schedule, frequency, whole_epochs
         self._devices, self._progress = devices, progress
         self._next = time.perf_counter() + FIRST_SECONDS
@@ -99,7 +102,7 @@ class CheckpointSchedule:
         heard = self._progress.interrupt
         rows = gather_over_processes(np.array([heard.signum if heard else 0, timed, gap], np.int64))
         self._gap = int(rows[0, 2])
-        self._meeting = update + self._gap
+        self._meeting = min([update + self._gap, *(n for n in self._slower if n > update)])
         signalled = [process for process, row in enumerate(rows) if row[0]]
         if signalled:
             self._agreed = heard or Interrupted(int(rows[signalled[0], 0]), f" in process {signalled[0]}")

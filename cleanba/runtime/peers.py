@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import secrets
+import signal
 import socket
 import sys
 import threading
@@ -167,6 +168,8 @@ class Peers:
             if self._lost.is_set() or self._over.is_set():
                 return
             self._lost.set()
+        if isinstance(error, KeyboardInterrupt):
+            error = Interrupted(signal.SIGINT)
         known = isinstance(error, Failure | UsageError)
         why = f"failed: {error}" if known else f"failed: {type(error).__name__}: {error}"
         kind = next((kind for kind, error_type in KINDS.items() if isinstance(error, error_type)), "")

@@ -124,6 +124,7 @@ def make_save_schedule(training: Training[S, M, P, C], progress: Progress[S]) ->
         training.devices,
         progress,
         training.checkpoint_every,
+        getattr(training.experiment, "first_to_learn", 0),
     )
 
 
@@ -236,6 +237,9 @@ def learn(
         if rollouts is None:  # the run ends now: no rollouts are waited for
             saver.end_now(update - 1, state, memory, metrics, stop)
         progress.begun = True
+        if saved and update == schedule.first:  # bringing environments back to where they were is no training
+            log.start_clock()
+            progress.statistics.learner_wait = 0.0
         progress.statistics.add(rollouts)
         writer.record_rollouts(schedule.epoch(update), [(r.recorded, r.actor_state) for r in rollouts])
         blocks = [block for rollout in rollouts for block in rollout.blocks]
