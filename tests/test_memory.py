@@ -1,6 +1,7 @@
 """A memory is a part of the learner: same bits on any placement and through any interruption; cheap checkpoints."""
 
 import errno
+import itertools
 import json
 import math
 import os
@@ -658,6 +659,32 @@ def test_the_cores_that_a_container_may_use_are_known(tmp_path, monkeypatch):
     for told, cores in ((math.inf, 64), (1.5, 2), (0.5, 1), (100.0, 64)):
         monkeypatch.setattr(limits, "_core_limit", lambda told=told: told)
         assert limits.usable_cores() == cores
+
+
+def test_a_process_waits_for_the_others_as_long_as_they_take(monkeypatch):
+    store, looks = {}, []
+
+    def get(key):
+        if key not in store:
+            raise jax.errors.JaxRuntimeError("NOT_FOUND")
+
+    def check():
+        looks.append(sorted(store))
+        if len(looks) == 3:
+            store[f"{place}/1"] = "here"
+
+    client = SimpleNamespace(key_value_set=store.__setitem__, key_value_try_get=get)
+    monkeypatch.setattr(processes, "distributed_state", lambda: SimpleNamespace(client=client))
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(processes, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(processes, "_waits", itertools.count(7))
+    place = "cleanba/here/7"
+    processes.wait_for_others(check)
+    assert looks == [[f"{place}/0"]] * 3
+    with pytest.raises(ZeroDivisionError):  # the end of the run
+        processes.wait_for_others(lambda: 1 / 0)
+    monkeypatch.setattr(processes, "distributed_state", lambda: SimpleNamespace(client=None))
+    processes.wait_for_others(lambda: 1 / 0)  # a single process
 
 
 def test_processes_of_one_host_are_counted(monkeypatch):

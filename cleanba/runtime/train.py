@@ -30,7 +30,7 @@ from cleanba.runtime.memory import MemoryStore
 from cleanba.runtime.metrics import Display, Status
 from cleanba.runtime.peers import Peers
 from cleanba.runtime.playback import Playback
-from cleanba.runtime.processes import unlike_process_0
+from cleanba.runtime.processes import unlike_process_0, wait_for_others
 from cleanba.runtime.progress import Progress
 from cleanba.runtime.records import Records
 from cleanba.runtime.schedule import Schedule
@@ -46,6 +46,7 @@ from cleanba.runtime.supervision import (
 from cleanba.runtime.training import Training
 from cleanba.runtime.training_log import TrainingLog, WriteLogPoint
 from cleanba.runtime.watched import Watcher
+from cleanba.waited import compiling
 
 
 def receive(
@@ -237,8 +238,10 @@ def learn(
         if rollouts is None:  # the run ends now: no rollouts are waited for
             saver.end_now(update - 1, state, memory, metrics, stop)
         progress.begun = True
-        if saved and update == schedule.first:  # bringing environments back to where they were is no training
-            log.start_clock()
+        if saved and update == schedule.first:
+            with compiling():  # others may play their environments back for much longer, which is no stall
+                wait_for_others(stop.check)
+            log.start_clock()  # bringing environments back to where they were is no training
             progress.statistics.learner_wait = 0.0
         progress.statistics.add(rollouts)
         writer.record_rollouts(schedule.epoch(update), [(r.recorded, r.actor_state) for r in rollouts])
