@@ -175,7 +175,6 @@ def test_places_without_a_run_are_refused(tmp_path):
             "or 'my_module:RECIPE', not an object of the type Recipe",
         ),
         (lambda: cleanba.ppo(3), "must be a name, or a class"),
-        (lambda: cleanba.ppo(None), "must be a name, or a class"),
         (lambda: cleanba.ppo("CartPole-v1", env_id="Catch-v0"), "ppo was given 2 environments; name one"),
         (lambda: small(total_timesteps=10**310), "total_timesteps"),
         (lambda: small(gamma=10**310), "gamma"),
