@@ -503,7 +503,10 @@ class RunWriter:
         run, config, earlier = self._run, self._opened.config, self._opened.earlier
         self._display = display
         if earlier is not None:
-            record(self._job.run_dir, config)
+            try:
+                record(self._job.run_dir, config)
+            except OSError as error:
+                raise unwritable(self._job.run_dir, error) from None
         if why := unrepeatable(self._job.run_dir, saved is not None):
             kept = keep_copy(self._job.run_dir)
             display.say(printable(f"warning: {why}; the log as it was is kept in {kept}"))

@@ -30,6 +30,7 @@ from cleanba.config import (
 )
 from cleanba.errors import Exit, printable
 from cleanba.files import Json
+from cleanba.help import written_flag
 from cleanba.resolution import Config, fit, read_recipe
 from cleanba.runs.curves import completed_alike
 from cleanba.runs.diff import DIGESTS, rows_by_update
@@ -163,7 +164,7 @@ def place_of(run_dir: Path, words: Sequence[str], trust_remote_code: bool) -> Pl
     trained, of_run = (sorted(named & set(names)) for names in (offered_fields(recipe.experiment), fields_of(Run)))
     require(
         not of_run,
-        f"{', '.join(map(flag, of_run))} would change nothing here; after `--`, give only placement flags and "
+        f"{', '.join(map(written_flag, of_run))} would change nothing here; after `--`, give only placement flags and "
         "NAME=VALUE",
     )
     require(

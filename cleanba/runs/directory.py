@@ -24,7 +24,7 @@ from cleanba.config import (
     updates_of,
 )
 from cleanba.errors import Failure, Replaced, UsageError, warn
-from cleanba.files import Json, current_directory, read_json, write_json
+from cleanba.files import Json, current_directory, read_json, sync, write_json
 from cleanba.recipes import AnyRecipe
 from cleanba.resolution import Resolved, longer, read_recipe
 from cleanba.runtime.chain import FIRST_STEPS, kept_of_first
@@ -187,10 +187,13 @@ def record(run_dir: Path, config: Json) -> None:
 
     A run that is resumed does so after its checkpoint has been read: if none can be read, its result is still there.
     """
+    new = run_dir / "config.json.new"
+    write_json(new, config)  # first, as the disk may be full
     for name in ("result.json", "model.msgpack", UPLOADED):
         with contextlib.suppress(FileNotFoundError):
             os.remove(run_dir / name)
-    write_json(run_dir / "config.json", config)
+    os.replace(new, run_dir / "config.json")
+    sync(run_dir)
 
 
 HALF_WRITTEN = ("checkpoints/*.orbax-checkpoint-tmp*", "memory/*/*.json.tmp", "best/*.tmp")
