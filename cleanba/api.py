@@ -512,6 +512,8 @@ def _raise(ended: Ended, call: str) -> None:
     remedy = ended.remedy if whole else f"{call}, or {ended.remedy}"
     if isinstance(error, Interrupted) and error.signum == signal.SIGINT:
         raise KeyboardInterrupt(f"the run ended early; {remedy}") from None
+    if isinstance(error, SystemExit):  # it would end the program, perhaps with exit code 0
+        error = RuntimeError(f"the environment called sys.exit({error.code!r})").with_traceback(error.__traceback__)
     if error is not None:
         if ended.remedy:
             error.add_note(remedy)

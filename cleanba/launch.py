@@ -502,6 +502,7 @@ class RunWriter:
         """Open the logs of a run that begins, or that continues from a checkpoint."""
         run, config, earlier = self._run, self._opened.config, self._opened.earlier
         self._display = display
+        self.require_ours()
         if earlier is not None:
             try:
                 record(self._job.run_dir, config)

@@ -196,7 +196,7 @@ def record(run_dir: Path, config: Json) -> None:
     sync(run_dir)
 
 
-HALF_WRITTEN = ("checkpoints/*.orbax-checkpoint-tmp*", "memory/*/*.json.tmp", "best/*.tmp")
+HALF_WRITTEN = ("config.json.new*", "checkpoints/*.orbax-checkpoint-tmp*", "memory/*/*.json.tmp", "best/*.tmp")
 
 
 def remove_half_written(run_dir: Path) -> None:

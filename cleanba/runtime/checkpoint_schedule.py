@@ -58,6 +58,7 @@ class CheckpointSchedule:
         self._devices, self._progress = devices, progress
         self._next = time.perf_counter() + FIRST_SECONDS
         self._meeting, self._gap, self._met = schedule.first, 1, time.perf_counter()
+        self._met_after = schedule.first - 1  # the update after which they last met
         self._agreed: Interrupted | None = None  # among several processes
 
     def can_save(self, update: int) -> bool:
@@ -97,7 +98,8 @@ class CheckpointSchedule:
 
     def _meet(self, update: int, timed: bool, now: float) -> bool:
         """Whether a checkpoint is due by the main process's clock.  Afterwards all processes know of a signal."""
-        seconds, self._met = (now - self._met) / self._gap, now
+        seconds = (now - self._met) / (update - self._met_after)
+        self._met, self._met_after = now, update
         gap = min(max(1, int(MEET_SECONDS / max(seconds, 1e-9))), 2 * self._gap, MEET_UPDATES)
         heard = self._progress.interrupt
         rows = gather_over_processes(np.array([heard.signum if heard else 0, timed, gap], np.int64))

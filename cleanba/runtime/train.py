@@ -237,12 +237,13 @@ def learn(
             rollouts = receive(rollout_channels, update, schedule, ends_now)
         if rollouts is None:  # the run ends now: no rollouts are waited for
             saver.end_now(update - 1, state, memory, metrics, stop)
-        progress.begun = True
         if saved and update == schedule.first:
             with compiling():  # others may play their environments back for much longer, which is no stall
                 wait_for_others(stop.check)
-            log.start_clock()  # bringing environments back to where they were is no training
-            progress.statistics.learner_wait = 0.0
+            # Bringing environments back to where they were is no training.
+            progress.statistics.learner_wait = since = max(r.times.rollout for r in rollouts)
+            log.start_clock(since)
+        progress.begun = True
         progress.statistics.add(rollouts)
         writer.record_rollouts(schedule.epoch(update), [(r.recorded, r.actor_state) for r in rollouts])
         blocks = [block for rollout in rollouts for block in rollout.blocks]

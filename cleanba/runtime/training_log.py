@@ -82,10 +82,10 @@ class TrainingLog:
         progress.reached = self._compares(progress.update) and progress.statistics.reaches(target_return)
         self.start_clock()
 
-    def start_clock(self) -> None:
-        """Start timing, once everything is compiled."""
-        self._timed_from, self._timed_steps = time.perf_counter(), 0
-        self._last_log, self._steps_at_last_log = time.perf_counter(), self._progress.global_step
+    def start_clock(self, ago: float = 0.0) -> None:
+        """Start timing, as if that many seconds ago, once everything is compiled."""
+        self._timed_from, self._timed_steps = time.perf_counter() - ago, 0
+        self._last_log, self._steps_at_last_log = self._timed_from, self._progress.global_step
         self._new_before = self._progress.statistics.new_steps  # counted by the checkpoint that the run continues from
 
     @property
