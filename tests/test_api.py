@@ -287,6 +287,19 @@ def test_tuples_within_an_observation_may_be_vectors():
     assert size is None and {name: x.tolist() for name, x in batch.items()} == {"00": [[0.0, 1.0]], "01": [[2.0]]}
 
 
+def test_an_environment_that_leaves_the_program_fails_its_run(tmp_path):
+    class Leaving(Line):
+        taken = 0
+
+        def step(self, action):
+            self.taken += 1
+            return super().step(action) if self.taken < 60 else sys.exit(0)
+
+    with pytest.raises(RuntimeError, match=r"the environment called sys.exit\(0\)"):
+        cleanba.train(small(Leaving, total_timesteps=1024), tmp_path / "run", progress=False)
+    assert read_result(tmp_path / "run")["status"] == "failed"
+
+
 def test_an_environment_of_none_is_the_default_one():
     assert cleanba.ppo(None) == cleanba.ppo(env_id=None) == cleanba.ppo()
     with pytest.raises(UsageError, match="env_id=3 must be a name"):
