@@ -63,5 +63,4 @@ def affine_cores() -> int:
 
 def usable_cores() -> int:
     """The cores that this process may run on, or fewer if its control group gets less time."""
-    cores = affine_cores()
-    return min(cores, math.ceil(max(_core_limit(), 1))) if math.isfinite(_core_limit()) else cores
+    return max(1, math.ceil(min(affine_cores(), _core_limit())))

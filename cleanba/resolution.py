@@ -83,12 +83,16 @@ class Resolved(NamedTuple):
     origin: Mapping[str, str]
     """field -> where its value comes from: "typed", "--preset NAME", "preset NAME", "default", …"""
 
+    @property
+    def whole(self) -> str:
+        """The run that the whole experiment was taken from, such as "run runs/a"; "" if from none."""
+        return next((where for where in self.origin.values() if where.startswith(WHOLE)), "")
+
     def in_words(self, recipe: AnyRecipe) -> str:
         """Where the settings come from, in a few words."""
         count = sum(where == TYPED for where in self.origin.values())
-        whole = [where for where in self.origin.values() if where.startswith(WHOLE)]
-        if whole and not count:
-            return f"those of the {whole[0]}"
+        if self.whole and not count:
+            return f"those of the {self.whole}"
         if TYPED not in self.origin.values() and DEFAULT not in self.origin.values():
             return f"those of the {min(self.origin.values())}"
         base = f"preset {self.preset}" if self.preset else f"the defaults of {recipe.name}"

@@ -24,7 +24,7 @@ from cleanba.config import (
 from cleanba.errors import Failure, UsageError
 from cleanba.help import HELP, entry, flag_lines, help_width, paragraphs
 from cleanba.recipes import AnyRecipe
-from cleanba.resolution import DEFAULT, EARLIER, TYPED, WHOLE, Config, Resolved, configure, fit, settle
+from cleanba.resolution import DEFAULT, EARLIER, TYPED, Config, Resolved, configure, fit, settle
 from cleanba.runtime.devices import default_platform
 from cleanba.runtime.training_log import LOGGED
 
@@ -276,9 +276,8 @@ LINK = re.compile(r" ?\(\[[^]]*\]\([^)]*\)\)")  # to a page, in brackets
 
 def preset_words(recipe: AnyRecipe, resolved: Resolved | None, e: Experiment) -> str:
     """Where the settings come from, such as "ppo's preset atari, for Pong-v5"."""
-    whole = {where for where in resolved.origin.values() if where.startswith(WHOLE)} if resolved else set()
-    if whole:
-        return f"the experiment of {min(whole)}"
+    if resolved is not None and resolved.whole:
+        return f"the experiment of {resolved.whole}"
     if resolved is None or not resolved.preset:
         return f"the defaults of {recipe.name}"
     return f"{recipe.name}'s preset {resolved.preset}, for {e.env_id}"

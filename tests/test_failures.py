@@ -157,9 +157,7 @@ def test_a_taken_port_and_a_missing_process_0_are_reported_in_a_sentence(monkeyp
 
 def test_messages_of_a_process_may_come_in_pieces_and_silence_ends_them(monkeypatch):
     monkeypatch.setattr("cleanba.runtime.peers.PING_SECONDS", 0.01)
-    monkeypatch.setattr(
-        "cleanba.runtime.peers.distributed_state", lambda: SimpleNamespace(process_id=0, num_processes=1)
-    )
+    monkeypatch.setattr("cleanba.runtime.peers._state", lambda: SimpleNamespace(process_id=0, num_processes=1))
     here, there = socket.socketpair()
     with here, there, Peers(0.2) as peers:
         peers._links[1] = here
@@ -176,9 +174,7 @@ def test_messages_of_a_process_may_come_in_pieces_and_silence_ends_them(monkeypa
 @pytest.mark.parametrize("error_type", [Failure, NotFinite, UsageError])
 def test_what_another_process_ended_with_is_known_as_what_it_is(error_type, monkeypatch):
     """After a number that is not finite, nobody is told to go on from the checkpoint."""
-    monkeypatch.setattr(
-        "cleanba.runtime.peers.distributed_state", lambda: SimpleNamespace(process_id=0, num_processes=1)
-    )
+    monkeypatch.setattr("cleanba.runtime.peers._state", lambda: SimpleNamespace(process_id=0, num_processes=1))
     here, there = socket.socketpair()
     with here, there:
         ending, other = Peers(5.0), Peers(5.0)
@@ -193,9 +189,7 @@ def test_what_another_process_ended_with_is_known_as_what_it_is(error_type, monk
 @pytest.mark.parametrize("how", ["died", "said nothing"])
 def test_elastic_slurm_jobs_recognise_the_loss_of_a_process(how, monkeypatch, tmp_path):
     monkeypatch.setattr("cleanba.runtime.peers.PING_SECONDS", 0.01)
-    monkeypatch.setattr(
-        "cleanba.runtime.peers.distributed_state", lambda: SimpleNamespace(process_id=0, num_processes=1)
-    )
+    monkeypatch.setattr("cleanba.runtime.peers._state", lambda: SimpleNamespace(process_id=0, num_processes=1))
     here, there = socket.socketpair()
     peers = Peers(0.05)
     peers.on_lost = lambda error: None

@@ -1,7 +1,6 @@
 """A memory is a part of the learner: same bits on any placement and through any interruption; cheap checkpoints."""
 
 import errno
-import itertools
 import json
 import math
 import os
@@ -12,6 +11,7 @@ import signal
 import socket
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -29,7 +29,7 @@ from cleanba.errors import Failure, UsageError
 from cleanba.files import in_a_checkpoint, write_whole
 from cleanba.ops import replay
 from cleanba.rollout import Rollout
-from cleanba.runtime import learner, memory, processes, records
+from cleanba.runtime import learner, memory, peers, processes, records
 from cleanba.runtime.checkpoint import Checkpoints, Saved, counters_file, updates_kept
 from cleanba.runtime.checkpoint_writer import CheckpointWriter
 
@@ -662,29 +662,24 @@ def test_the_cores_that_a_container_may_use_are_known(tmp_path, monkeypatch):
 
 
 def test_a_process_waits_for_the_others_as_long_as_they_take(monkeypatch):
-    store, looks = {}, []
-
-    def get(key):
-        if key not in store:
-            raise jax.errors.JaxRuntimeError("NOT_FOUND")
+    reached, looks = Counter(), []
 
     def check():
-        looks.append(sorted(store))
+        looks.append(dict(reached))
         if len(looks) == 3:
-            store[f"{place}/1"] = "here"
+            reached["cleanba/here"] += 1  # by the other process
 
-    client = SimpleNamespace(key_value_set=store.__setitem__, key_value_try_get=get)
-    monkeypatch.setattr(processes, "distributed_state", lambda: SimpleNamespace(client=client))
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(processes, "LOOK_SECONDS", 0.01)
-    monkeypatch.setattr(processes, "_waits", itertools.count(7))
-    place = "cleanba/here/7"
-    processes.wait_for_others(check)
-    assert looks == [[f"{place}/0"]] * 3
+    client = SimpleNamespace(
+        key_value_increment=lambda key, by: reached.update({key: by}), key_value_try_get=lambda key: str(reached[key])
+    )
+    monkeypatch.setattr(peers, "_state", lambda: SimpleNamespace(client=client, num_processes=2))
+    monkeypatch.setattr(peers, "LOOK_SECONDS", 0.01)
+    peers.wait_for_milestone("here", check)
+    assert looks == [{"cleanba/here": 1}] * 3
     with pytest.raises(ZeroDivisionError):  # the end of the run
-        processes.wait_for_others(lambda: 1 / 0)
-    monkeypatch.setattr(processes, "distributed_state", lambda: SimpleNamespace(client=None))
-    processes.wait_for_others(lambda: 1 / 0)  # a single process
+        peers.wait_for_milestone("there", lambda: 1 / 0)
+    monkeypatch.setattr(peers, "_state", lambda: SimpleNamespace(client=None, num_processes=1))
+    peers.wait_for_milestone("there", lambda: 1 / 0)  # a single process
 
 
 def test_processes_of_one_host_are_counted(monkeypatch):

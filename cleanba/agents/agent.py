@@ -14,6 +14,7 @@ from cleanba.agents.portable import Export, export, format_of, remembered
 from cleanba.config import Experiment, require
 from cleanba.environments.backends import as_recorded
 from cleanba.environments.gymnasium import outside_of
+from cleanba.environments.worker import numbered
 from cleanba.errors import UsageError, warn_once
 from cleanba.files import expanded
 from cleanba.resolution import read_recipe
@@ -207,7 +208,7 @@ def as_batch(spec: EnvSpec, obs: object) -> tuple[PyTree, int | None]:
     def fit(part: ObsSpecs, x: object, name: str) -> PyTree:
         what = f"observation[{name!r}]" if name else "the observation"
         if isinstance(part, Mapping):
-            x = {f"{i:02}": y for i, y in enumerate(x)} if isinstance(x, tuple) else x
+            x = numbered(x) if isinstance(x, tuple) else x
             if not isinstance(x, Mapping) or not set(part) <= set(x):
                 given = f"has {', '.join(map(str, x))}" if isinstance(x, Mapping) else f"is a {type(x).__name__}"
                 raise UsageError(f"{what} must have the parts {', '.join(part)}, but {given}; {wanted}")

@@ -17,7 +17,7 @@ from cleanba.errors import Failure, UsageError, warn
 from cleanba.files import expanded
 from cleanba.resolution import read_recipe, recorded
 from cleanba.rollout import PyTree, named_leaves
-from cleanba.runs.log import is_finished, read_result
+from cleanba.runs.log import read_result
 from cleanba.runs.remote import find_run
 from cleanba.runtime import checkpoint as ckpt
 from cleanba.runtime.digests import tree_digest
@@ -65,15 +65,15 @@ def find_initial(place: str, platform: str, trust_remote_code: bool = False) -> 
     recipe, e = read_recipe(run_dir, trust_remote_code)
     there = ckpt.updates_to_read(run_dir)
     state = None
-    if checkpoint != "best" and source_of(run_dir) is None and there:
-        require(
-            checkpoint == "last" or int(checkpoint) in there,
-            f"{run_dir} keeps no checkpoint of update {checkpoint}; it has {', '.join(map(str, there))}",
-        )
-        state = read_state(run_dir, checkpoint, there, recipe.make(e, env_spec(e), platform))
-    if state is None:
-        with naming_a_run():
-            policy = load_policy(run_dir, checkpoint, platform, trust_remote_code)
+    with naming_a_run():
+        if checkpoint != "best" and source_of(run_dir) is None and there:
+            require(
+                checkpoint == "last" or int(checkpoint) in there,
+                f"{run_dir} keeps no checkpoint of update {checkpoint}; it has {', '.join(map(str, there))}",
+            )
+            state = read_state(run_dir, checkpoint, there, recipe.make(e, env_spec(e), platform))
+        policy = load_policy(run_dir, checkpoint, platform, trust_remote_code) if state is None else None
+    if policy is not None:
         arrays = of_acting(policy.algorithm, policy.params)
     else:
         arrays = {name: np.asarray(x) for name, x in named_leaves(state).items() if not FRESH.search(name)}
@@ -106,18 +106,18 @@ def read_state(run_dir: Path, checkpoint: str, there: list[int], algorithm: AnyA
         Failure: the checkpoint is damaged; for "last", all are.
     """
     like_state, like_params = algorithm.shapes()
-    ended = read_result(run_dir) if checkpoint == "last" and is_finished(run_dir) else {}
-    if ended.get("update", there[-1]) != there[-1]:
+    ended = read_result(run_dir) if checkpoint == "last" else {}
+    finished = ended.get("status") == "finished"
+    if finished and ended.get("update", there[-1]) != there[-1]:
         return None
     for update in reversed(there) if checkpoint == "last" else [int(checkpoint)]:
         try:
             return ckpt.read(run_dir, update, like_state, like_params).state
         except Failure as damage:
-            if ended:
+            if finished:
                 return None
             if update == there[0] or checkpoint != "last":
-                with naming_a_run():
-                    raise
+                raise
             warn(f"{str(damage).removesuffix(FLAG)}; trying an older checkpoint")
     return None
 

@@ -20,7 +20,7 @@ from cleanba.runtime import checkpoint as ckpt
 from cleanba.runtime.digests import params_digest
 from cleanba.shards import network_options
 from cleanba.specs import EnvSpec
-from cleanba.trust import check_size_of, source_of
+from cleanba.trust import check_size, source_of
 
 BEST = "best"  # the folder of a run with the parameters that scored best in periodic evaluations
 
@@ -88,7 +88,8 @@ def load_policy(run_dir: Path, checkpoint: str, platform: str, trust_remote_code
     if source is None or (trust_remote_code and checkpoint != "last"):
         params, update, global_step = read_params(run_dir, checkpoint, algorithm.actor_params, like_state, like_params)
     else:
-        check_size_of(run_dir, algorithm.shapes, trust_remote_code)
+        if not trust_remote_code:
+            check_size(like_params, source)
         params, update, global_step = read_uploaded(run_dir, checkpoint, source, like_params)
     policy = new_policy(recipe, e, spec, algorithm, platform)
     return policy._replace(params=params, update=update, global_step=global_step, run=run_dir.resolve().name)
@@ -131,9 +132,10 @@ def read_params(
     model, ended = run_dir / "model.msgpack", read_result(run_dir)
     finished, kept = ended.get("status") == "finished", None
     last = ended.get("update")
-    if not there or (finished and there[-1] != last):
+    lost = finished and bool(there) and there[-1] != last
+    if lost or not there:
         kept = last_model(model, like_params, ended)  # earlier checkpoints are not what it ended with
-    if kept is None and finished and last is not None and there and there[-1] != last:
+    if lost and kept is None and last is not None:
         raise Failure(lost_words(run_dir, last))
     for update in reversed(there if kept is None else []):
         try:

@@ -832,9 +832,8 @@ class Worker:
         self._who = f"environments {task.start} to {task.end - 1} of {env_id}"
         self._patience = patience
         self._connection, theirs = multiprocessing.Pipe()
-        places = [place for place in sys.path if isinstance(place, str)] + folders_of(
-            task.game
-        )  # Python ignores others
+        places = [place for place in sys.path if isinstance(place, str)]  # Python ignores others
+        places += folders_of(task.game)
         start = f"import sys; sys.path[:] = {places!r}; from cleanba.environments.worker import main; main()"
         with signals_blocked():
             self._process = subprocess.Popen(

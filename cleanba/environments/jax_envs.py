@@ -14,7 +14,7 @@ Their `step` is not used, as it resets within the step that ends an episode and 
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields, is_dataclass, replace
 from functools import cache, cached_property
 from importlib import import_module
@@ -506,12 +506,12 @@ class Envs:
     def _drawn(self) -> JaxEnvironment:
         return make(self._spec.env_id, self._spec.options)
 
-    @contextmanager
-    def _perhaps_compiling(self, doing: str) -> Iterator[None]:
+    def _perhaps_compiling(self, doing: str) -> AbstractContextManager[None]:
         """Time limits do not count the first time, which compiles."""
-        with nullcontext() if doing in self._done else compiling():
-            yield
+        if doing in self._done:
+            return nullcontext()
         self._done.add(doing)
+        return compiling()
 
     @property
     def steps_per_second(self) -> float:

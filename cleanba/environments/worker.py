@@ -11,7 +11,7 @@ import pickle
 import select
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from multiprocessing.connection import Connection
@@ -74,10 +74,15 @@ def find_modules_here() -> None:
             sys.path.append(os.getcwd())
 
 
+def numbered(parts: Iterable[Any]) -> dict[str, Any]:
+    """The parts of a tuple by their names: (a, b) -> {"00": a, "01": b}."""
+    return {f"{i:02}": part for i, part in enumerate(parts)}
+
+
 def named(x: object) -> Any:
     """Replace tuples in observations or spaces by dictionaries: (a, b) -> {"00": a, "01": b}."""
     if isinstance(x, gymnasium.spaces.Tuple | tuple):
-        x = {f"{i:02}": part for i, part in enumerate(x)}
+        x = numbered(x)
     if isinstance(x, gymnasium.spaces.Dict):
         x = x.spaces
     return {name: named(part) for name, part in x.items()} if isinstance(x, dict) else x

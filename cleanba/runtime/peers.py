@@ -15,15 +15,16 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from cleanba.errors import Failure, Interrupted, NotFinite, UsageError, exit_code
 from cleanba.files import Json
-from cleanba.runtime.processes import distributed_state
 from cleanba.waited import Waited
 
 PING_SECONDS = 1.0
 JOIN_SECONDS = 30.0  # to connect at the start
 GREETING_SECONDS = 5.0  # for a new connection to identify itself
+LOOK_SECONDS = 0.2  # between looks at a milestone
 LEAVE_SECONDS = 10.0  # how long process 0 waits for the others to end after a failure
 KINDS = {"usage": UsageError, "not finite": NotFinite}  # errors that another process raises as what they are
 KEY = "cleanba/peers"  # of process 0's port in JAX's key-value store
@@ -45,7 +46,7 @@ class Peers:
         self.on_lost: Callable[[BaseException], None] = self._leave
         self.error: BaseException | None = None
         self._timeout = timeout
-        self._me, self._count = distributed_state().process_id, distributed_state().num_processes
+        self._me, self._count = _state().process_id, _state().num_processes
         self._lock = threading.Lock()
         self._lost = threading.Event()
         self._over = threading.Event()
@@ -62,10 +63,10 @@ class Peers:
 
     def _connect(self) -> None:
         if self._me != 0:
-            host = distributed_state().coordinator_address.rsplit(":", 1)[0].strip("[]")  # process 0 runs there
+            host = _state().coordinator_address.rsplit(":", 1)[0].strip("[]")  # process 0 runs there
             port = "unknown"
             try:
-                port, token = distributed_state().client.blocking_key_value_get(KEY, int(1000 * JOIN_SECONDS)).split()
+                port, token = _state().client.blocking_key_value_get(KEY, int(1000 * JOIN_SECONDS)).split()
                 link = socket.create_connection((host, int(port)), timeout=JOIN_SECONDS)
                 link.sendall(f"{token} {self._me}\n".encode())
             except (OSError, RuntimeError) as error:
@@ -78,7 +79,7 @@ class Peers:
         family = socket.AF_INET6 if both else socket.AF_INET
         with socket.create_server(("", 0), family=family, backlog=self._count, dualstack_ipv6=both) as server:
             port = server.getsockname()[1]
-            distributed_state().client.key_value_set(KEY, f"{port} {token}")
+            _state().client.key_value_set(KEY, f"{port} {token}")
             server.settimeout(JOIN_SECONDS)
             while len(self._links) < self._count - 1:
                 try:
@@ -218,11 +219,29 @@ class Peers:
 
 def reach_milestone(milestone: str) -> None:
     """Tell the others that this process has reached a milestone."""
-    if distributed_state().num_processes > 1:
-        distributed_state().client.key_value_increment(f"cleanba/{milestone}", 1)
+    if _state().num_processes > 1:
+        _state().client.key_value_increment(f"cleanba/{milestone}", 1)
 
 
 def all_reached_milestone(milestone: str) -> bool:
     """Whether every process has reached a milestone; this one has."""
-    count = distributed_state().num_processes
-    return count == 1 or int(distributed_state().client.key_value_try_get(f"cleanba/{milestone}")) == count
+    count = _state().num_processes
+    return count == 1 or int(_state().client.key_value_try_get(f"cleanba/{milestone}")) == count
+
+
+def wait_for_milestone(milestone: str, check: Callable[[], None]) -> None:
+    """Reach a milestone, and wait until every process has, however long that takes.
+
+    check: called every `LOOK_SECONDS`; an error that it raises ends the wait.
+    """
+    reach_milestone(milestone)
+    while not all_reached_milestone(milestone):
+        check()
+        time.sleep(LOOK_SECONDS)
+
+
+def _state() -> Any:
+    """JAX's state of the processes, which it has without initialising devices."""
+    from jax._src import distributed
+
+    return distributed.global_state

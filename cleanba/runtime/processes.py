@@ -1,17 +1,15 @@
 """The processes of a distributed run: how they join (`jax.distributed`), and the one collective of the host code."""
 
-import itertools
 import os
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from hashlib import sha256
-from typing import Any
 
 import jax
 import numpy as np
@@ -20,7 +18,6 @@ from cleanba.config import Placement, require
 from cleanba.errors import Failure, UsageError, said
 from cleanba.waited import in_a_thread
 
-LOOK_SECONDS = 0.2
 SUSPENDED_SECONDS = 7 * 24 * 3600  # how long a job of several processes may be suspended as a whole
 
 
@@ -169,39 +166,6 @@ def unlike_process_0(content: bytes) -> list[str]:
     """The numbers of the processes that have other content than process 0.  All processes must call this."""
     rows = gather_over_processes(np.frombuffer(sha256(content).digest(), np.uint8))
     return [str(i) for i, row in enumerate(rows) if (row != rows[0]).any()]
-
-
-def distributed_state() -> Any:
-    """JAX's state of the processes, which it has without initialising devices."""
-    from jax._src import distributed
-
-    return distributed.global_state
-
-
-_waits = itertools.count()  # the same in all processes, as each of them waits equally often
-
-
-def wait_for_others(check: Callable[[], None]) -> None:
-    """Wait until all processes have come here, however long that takes.
-
-    check: called every `LOOK_SECONDS`; an error that it raises ends the wait.
-    """
-    client, place = distributed_state().client, f"cleanba/here/{next(_waits)}"
-    if client is None:  # a single process
-        return
-    client.key_value_set(f"{place}/{jax.process_index()}", "here")
-    for process in range(jax.process_count()):
-        while not _is_set(client, f"{place}/{process}"):
-            check()
-            time.sleep(LOOK_SECONDS)
-
-
-def _is_set(client: Any, key: str) -> bool:
-    try:
-        client.key_value_try_get(key)
-    except jax.errors.JaxRuntimeError:  # it is not, or process 0 is gone, which `Peers` notices
-        return False
-    return True
 
 
 def gather_over_processes(x: np.ndarray) -> np.ndarray:

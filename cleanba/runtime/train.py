@@ -28,9 +28,9 @@ from cleanba.runtime.digests import tree_digest
 from cleanba.runtime.learner import Learner
 from cleanba.runtime.memory import MemoryStore
 from cleanba.runtime.metrics import Display, Status
-from cleanba.runtime.peers import Peers
+from cleanba.runtime.peers import Peers, wait_for_milestone
 from cleanba.runtime.playback import Playback
-from cleanba.runtime.processes import unlike_process_0, wait_for_others
+from cleanba.runtime.processes import unlike_process_0
 from cleanba.runtime.progress import Progress
 from cleanba.runtime.records import Records
 from cleanba.runtime.schedule import Schedule
@@ -239,7 +239,7 @@ def learn(
             saver.end_now(update - 1, state, memory, metrics, stop)
         if saved and update == schedule.first:
             with compiling():  # others may play their environments back for much longer, which is no stall
-                wait_for_others(stop.check)
+                wait_for_milestone("first rollouts", stop.check)
             # Bringing environments back to where they were is no training.
             progress.statistics.learner_wait = since = max(r.times.rollout for r in rollouts)
             log.start_clock(since)
