@@ -7,7 +7,7 @@
 MAKEFLAGS += --no-print-directory
 
 # Small enough for a laptop without a GPU. `make train ARGS="--seed 2"` adds flags, which override these.
-TRAIN_FLAGS ?= --num-envs 32 --num-steps 64 --network nature --learning-rate 5e-4 --log-frequency 1 --env-epoch 12
+TRAIN_FLAGS ?= --num-envs 32 --num-steps 64 --network nature --learning-rate 5e-4 --log-frequency 1
 ARGS ?=
 PORT ?= 8000
 

@@ -5,8 +5,8 @@ python benchmarks/elastic.py --losses 4   # fewer
 
 A cluster of four nodes is started on this machine (tests/cluster.py); the job is `slurm/cpu.sh` with ELASTIC=1.  At
 each loss one, two or three nodes other than the first die (SIGKILL to all that runs there) or hang (SIGSTOP), and come
-back once the run has gone on without them.  The first node holds the job's own script: a job that loses it is requeued
-by Slurm, which is not tried here.
+back once the run has gone on without them.  The first node holds the job's own script: the run ends if it is lost,
+which is not tried here.
 """
 
 import os

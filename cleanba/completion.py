@@ -13,7 +13,7 @@ from cleanba.cli import COMMANDS
 from cleanba.config import Placement, Run, offered_fields
 from cleanba.environments import envpool
 from cleanba.errors import Exit, UsageError
-from cleanba.help import HELP, choices_of, first_clause, written_flag
+from cleanba.help import HELP, choices_of, first_clause, switches, written_flag
 from cleanba.recipes import RECIPES
 from cleanba.train_flags import PRESET, SHOW
 
@@ -72,12 +72,12 @@ def flags_of(cls: type) -> list[Word]:
     for name, f in offered_fields(cls).items():
         if tyro.conf.Positional in getattr(hints[name], "__metadata__", ()):
             continue
-        written, about = written_flag(name), first_clause(f.about)
-        if f.annotation is bool:
-            words += [Word(written, about, False), Word(f"--no-{written[2:]}", f"not: {about}", False)]
+        about = first_clause(f.about)
+        if on_off := switches(name, f):
+            words += [Word(form, prefix + about, False) for form, prefix in zip(on_off, ("", "not: "), strict=False)]
         else:
             values = tuple(envpool.known()) if name == "env_id" else tuple(choices_of(f.annotation))
-            words.append(Word(written, about, True, values))
+            words.append(Word(written_flag(name), about, True, values))
     return words
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import tyro
 
-from cleanba.config import Field, KeptCheckpoints, fields_of, flag
+from cleanba.config import Field, fields_of, flag
 
 HELP = ("-h", "--help", "--help-all")
 
@@ -22,16 +22,15 @@ def command_help(form: Any, command: str, about: str = "") -> str:
     first, rest = [], []
     for f in fields(form):
         known = fields_of(form)[f.name]
-        asked = next((mark.metavar for mark in marks[f.name] if getattr(mark, "metavar", None)), "")
         told, meaning = without_default(known.about)
         default = "" if f.default in (MISSING, None, (), "") else in_words(f.default)
         if meaning or default:
             told += f" [default {meaning}]" if meaning else f" {whole_line(f'[default {default}]')}"
         if tyro.conf.Positional in marks[f.name]:
-            first.append((asked, told))
+            first.append((metavar(known), told))
         else:
             told += " (required)" if f.default is MISSING else ""
-            rest.append((f"{written_flag(f.name)} {asked}" if asked else typed_form(f.name, known), told))
+            rest.append((typed_form(f.name, known), told))
     usage = " ".join(["usage: cleanba", command, *(name for name, _ in first), "[FLAGS]"])
     lines = [about.strip() or f"{usage}\n\n{paragraphs(form.__doc__ or '', width)}", ""]
     for name, told in first:
@@ -79,10 +78,16 @@ def meaning_of(value: Any, about: str) -> str:
 
 def typed_form(name: str, f: Field) -> str:
     """A flag with what it takes: "--seed N"."""
-    written = written_flag(name)
-    if f.annotation is bool:
-        return f"{written}, --no-{written[2:]}"
-    return f"{written} {'|'.join(choices_of(f.annotation)) or metavar(f)}"
+    return ", ".join(switches(name, f)) or f"{written_flag(name)} {'|'.join(choices_of(f.annotation)) or metavar(f)}"
+
+
+def switches(name: str, f: Field) -> list[str]:
+    """The forms of a flag that takes no value: "--video" and "--no-video"; none for a flag that takes one."""
+    marks = getattr(f.annotation, "__metadata__", ())
+    if (get_args(f.annotation)[0] if marks else f.annotation) is not bool:
+        return []
+    on = written_flag(name)
+    return [on] if tyro.conf.FlagCreatePairsOff in marks else [on, f"--no-{on[2:]}"]
 
 
 WRITTEN = {"experiment_from": "experiment", "from_update": "from", "to_update": "to"}
@@ -124,8 +129,9 @@ def choices_of(annotation: Any) -> list[str]:
 
 def metavar(f: Field) -> str:
     """The placeholder for a flag's value, such as N."""
-    if isinstance(f.rule, KeptCheckpoints):
-        return f.rule.metavar
+    for mark in (f.rule, *getattr(f.annotation, "__metadata__", ())):
+        if given := getattr(mark, "metavar", None):
+            return str(given)
     inner = f.annotation
     while get_origin(inner) is not None and get_args(inner):
         several, inner = get_origin(inner) is tuple, get_args(inner)[0]

@@ -426,15 +426,16 @@ def with_digest(config: Config, run_dir: Path, platform: str) -> tuple[Config, I
     if not (digest and updates_kept(run_dir)):  # else it no longer needs them, and they may have changed
         try:
             initial = find_initial(place, platform, config.run.trust_remote_code)
+        except (UsageError, Failure):
+            if not digest:
+                raise
+        else:
             require(
                 digest in ("", initial.digest),
                 f"{place} has other parameters now than when {run_dir} began from it, and {run_dir} has no checkpoint "
                 "yet; choose another --run-dir",
             )
             digest = initial.digest
-        except (UsageError, Failure):
-            if not digest:
-                raise
     typed = {**config.typed, "init_from": digest}
     return replace(config, asked=replace(config.asked, init_from=digest), typed=typed), initial
 

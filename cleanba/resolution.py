@@ -241,7 +241,7 @@ def inferred_values(e: Experiment, spec: EnvSpec, platform: str, given: Collecti
     if "env_epoch" not in given:
         collector = found.get("collector", e.collector)
         # An episode longer than an epoch of environments would never end.
-        longest = max(found.get("max_episode_steps", e.max_episode_steps), 8_000)
+        longest = max(found.get("max_episode_steps", e.max_episode_steps), spec.time_limit or 0, 8_000)
         epoch = max(type(e).env_epoch, -(-2 * longest // e.num_steps))
         if collector == "scanned" and not spec.shows_images and isinstance(e, FromRollouts):
             epoch = max(epoch, 4_000_000 // e.transitions_per_update)  # updates are short
@@ -493,6 +493,8 @@ def configure(
     """
     if whole is None and run.experiment_from is not None:
         whole = locate(run.experiment_from)
+    if whole is None and began_with(run.run_dir, typed.get("preset")) and lost_preset(recipe, typed["preset"]):
+        whole, typed = run.run_dir, {name: x for name, x in typed.items() if name != "preset"}
     given, typed = as_given(recipe, typed), typed_values(recipe, typed)
     asked = recipe.experiment(**typed)
     for group in (asked, placement, run):
@@ -515,6 +517,18 @@ def configure(
             f"flags out, or take that run's settings with --preset {whole}, which flags may change",
         )
     return Config(asked, given, placement, replace(run, exp_name=run.exp_name or recipe.name.replace(":", "-")), whole)
+
+
+def began_with(run_dir: Path | None, preset: str | None) -> bool:
+    """Whether a run has begun in that directory with settings of this preset, or of this run."""
+    if run_dir is None or preset is None or not (run_dir / "config.json").exists():
+        return False
+    return f"{NAMED}{preset}" in read_config(run_dir).get("origin", {}).values()
+
+
+def lost_preset(recipe: AnyRecipe, name: str) -> bool:
+    """Whether --preset names a run that is no longer there."""
+    return name not in recipe.named_presets() and not os.path.isfile(expanded(name) / "config.json")
 
 
 def resolve_in(

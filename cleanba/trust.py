@@ -42,7 +42,9 @@ MOST_LAYERS = 16
 MOST_NUMBER: float = 1e12  # the largest real number
 MOST_BYTES = 2**31  # of all parameters together
 MOST_OPTIONS, MOST_OPTION = 32, 100  # number of options, and characters of one
-MOST_OPTION_NUMBER = 10**6  # the largest number in an option; the product of all whole numbers may be 10 times that
+MOST_OPTION_NUMBER = 10**6  # the largest real number in an option, and number of steps
+MOST_OPTION_SIZE = 4096  # the largest other whole number, as it may be a length or a width
+MOST_OPTION_PRODUCT = 10**7  # the largest product of such numbers
 # An option whose name contains one of these may take a file or code, so its value may not be a word.
 NAMES_OF_FILES_AND_CODE = (
     *("path", "file", "dir", "url", "host", "rom", "wad", "cfg", "config", "xml", "asset", "model"),
@@ -202,7 +204,7 @@ def _gymnasiums_own(name: str) -> bool:
 
 def _check_options(e: Experiment, source: str, ours: bool) -> None:
     """Options may be numbers, booleans and, for environments of the libraries themselves (`ours`), plain words."""
-    product = 1
+    product: float = 1
     for option in e.env_options:
         if len(option) > MOST_OPTION:
             refuse(source, f"has an env_options entry of {len(option)} characters ({_shown(option)})")
@@ -222,12 +224,15 @@ def _check_options(e: Experiment, source: str, ours: bool) -> None:
                     )
             elif number is None or isinstance(number, bool):
                 continue
-            elif isinstance(number, int | float) and abs(number) <= MOST_OPTION_NUMBER:  # false for NaN
-                if isinstance(number, int) and "step" not in name:
-                    product *= max(1, abs(number))
+            elif isinstance(number, int | float):
+                size = isinstance(number, int) and "step" not in name
+                most = MOST_OPTION_SIZE if size else MOST_OPTION_NUMBER
+                if not abs(number) <= most:  # so for NaN, too
+                    refuse(source, f"gives its environment the option {_shown(option)}, beyond {most:,}")
+                product *= max(1, abs(number)) if size else 1
             else:
-                refuse(source, f"gives its environment the option {_shown(option)}, beyond {MOST_OPTION_NUMBER:,}")
-    if product > 10 * MOST_OPTION_NUMBER:
+                refuse(source, f"gives its environment the option {_shown(option)}, which is no number")
+    if product > MOST_OPTION_PRODUCT:
         refuse(source, f"gives its environment options that multiply to {product:.1e}: {_with(e.env_options)}")
 
 

@@ -17,6 +17,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import tyro
 from docutils import nodes
 from docutils.utils.math import MathError
 from docutils.utils.math.latex2mathml import tex2mathml
@@ -32,7 +33,7 @@ from sphinx.util.docutils import SphinxDirective
 from cleanba.agents import evaluate
 from cleanba.cli import COMMANDS
 from cleanba.config import Experiment, Field, FromRollouts, Placement, PolicyGradient, Run, fields_of, flag
-from cleanba.help import choices_of, in_words, metavar, written_flag
+from cleanba.help import in_words, typed_form
 from cleanba.recipes import RECIPES
 from cleanba.runtime import training_log
 from cleanba.train_flags import ESSENTIAL, HEADINGS
@@ -40,7 +41,6 @@ from cleanba.train_flags import ESSENTIAL, HEADINGS
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted([*ROOT.glob("cleanba/**/*.py"), *ROOT.glob("benchmarks/*.py"), *ROOT.glob("docs/examples/*.py")])
 PLACE = re.compile(r"([\w/]+\.py)(?:: ([\w.]+))?")
-NAMES = {"ppo": "PPO", "impala": "IMPALA", "dqn": "DQN", "pqn": "PQN", "r2d2": "R2D2", "sac": "SAC", "td3": "TD3"}
 
 log = logging.getLogger(__name__)
 
@@ -147,14 +147,6 @@ def code(text: str) -> str:
     return f"`{text}`" if text else ""
 
 
-def written(name: str, f: Field) -> str:
-    """A flag with what it takes."""
-    head = written_flag(name)
-    if f.annotation is bool:
-        return f"{head}, --no-{head[2:]}"
-    return f"{head} {'|'.join(choices_of(f.annotation)) or metavar(f)}"
-
-
 def flags_as_code(text: str) -> str:
     """`--flags` in a sentence as code, where they are not yet, and pages that it names as links."""
     text = re.sub(r"(?<![`\w-])--[a-z][\w-]*", lambda found: code(found[0]), text)
@@ -178,7 +170,7 @@ def experiment_defaults(name: str) -> str:
         f = fields_of(recipe.experiment).get(name)
         if f is not None and f.offered:
             default = next(x.default for x in dataclasses.fields(recipe.experiment) if x.name == name)
-            by_value.setdefault(in_words(default), []).append(NAMES[recipe.name])
+            by_value.setdefault(in_words(default), []).append(recipe.name.upper())
     if len(by_value) == 1:
         return code(next(iter(by_value)))
     return "; ".join(f"{code(value)} ({', '.join(names)})" for value, names in by_value.items())
@@ -197,7 +189,7 @@ def about_field(name: str) -> str:
     have: dict[str, list[str]] = {}
     for recipe in RECIPES.values():
         if (f := fields_of(recipe.experiment).get(name)) and f.offered:
-            have.setdefault(f.about, []).append(NAMES[recipe.name])
+            have.setdefault(f.about, []).append(recipe.name.upper())
     everywhere = len(have) == 1 and len(next(iter(have.values()))) == len(RECIPES)
     return "; ".join(about if everywhere else f"{about} ({', '.join(names)})" for about, names in have.items())
 
@@ -213,7 +205,7 @@ def training_flags(only: str = "") -> list[str]:
     for title, names in groups.items():
         lines += [f"### {sentence(title)[:-1]}", ""]
         for name in names:
-            lines += option(written(name, known[name]), about_field(name), known[name], experiment_defaults(name))
+            lines += option(typed_form(name, known[name]), about_field(name), known[name], experiment_defaults(name))
     return lines
 
 
@@ -222,11 +214,10 @@ def dataclass_flags(cls: type) -> list[str]:
     lines = []
     for f in dataclasses.fields(cls):
         known = fields_of(cls)[f.name]
-        positional = "RUN" in str(known.annotation) and "Positional" in str(known.annotation)
-        head = written(f.name, known)
+        head = typed_form(f.name, known)
         missing = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
         default = "none: it must be given" if missing else code(in_words(None if missing else f.default))
-        if positional or "_PositionalCall" in repr(known.annotation) or "Positional" in repr(known.annotation):
+        if tyro.conf.Positional in getattr(known.annotation, "__metadata__", ()):
             head = f.name.upper()
         lines += option(head, known.about, known, default)
     return lines

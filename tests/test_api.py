@@ -496,6 +496,8 @@ def test_an_observation_that_is_not_finite_is_refused_and_named(obs):
     words = r"observation\['inner.speed'\] has a value that is not finite \((nan|-inf)\)"
     with pytest.raises(cleanba.UsageError, match=words):
         as_batch(spec, {"inner": {"speed": obs}})
+    with pytest.raises(cleanba.UsageError, match=r"not finite \(1e\+39 as float32\)"):
+        as_batch(spec, {"inner": {"speed": [0, 1e39]}})
 
 
 def test_evaluations_are_those_of_the_command_and_disturb_nothing(run, tmp_path, monkeypatch, capsys):

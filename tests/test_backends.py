@@ -599,6 +599,14 @@ def test_an_environment_that_was_corrected_is_tried_again():
         assert repeatable(env_spec(Experiment(env_id=gymnasium.register(Again)))) is follows
 
 
+def test_infos_that_differ_each_time_do_not_count():
+    class Timed(Odd):
+        def step(self, action):
+            return (*super().step(action)[:-1], {"seconds": time.monotonic()})
+
+    assert repeatable(env_spec(Experiment(env_id=gymnasium.register(Timed)))._replace(infos=("seconds",)))
+
+
 def test_an_environment_can_end_its_own_processes():
     envs = opened("odd:Children", [1, 2], 1)
     began = time.monotonic()

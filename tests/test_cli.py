@@ -138,6 +138,7 @@ def test_scripts_for_the_other_shells_have_every_command():
     for shell, start in (("zsh", "autoload -U +X bashcompinit"), ("fish", "complete -c cleanba")):
         text = command("completion", shell).out
         assert start in text and all(name in text for name in (*RECIPES, *COMMANDS))
+    assert "from eval' -l greedy -d 'always" in text and "-l no-greedy" not in text  # it takes no value
     assert "bash, zsh, fish, but was given tcsh" in refusal("completion", "tcsh")
     assert "but was given nothing" in refusal("completion")
 
@@ -159,7 +160,8 @@ def test_scripts_for_the_other_shells_have_every_command():
         ("--env-options nonsense", ["'nonsense'", "name=value"]),
         ("--env-options num_envs=3", ["num_envs"]),
         ("--env-options height=3 height=4", ["names height twice"]),
-        ("--env-id Pong-v5 --env-options stack_num=0", ["stack_num=0 must be at least 1"]),
+        ("--env-id Pong-v5 --env-options stack_num=0", ["stack_num=0 must be at least 1", "try 4"]),
+        ("--env-id Pong-v5 --env-options noop_max=0", ["noop_max=0 must be at least 1", "try 1"]),
         (
             "--env-id Pong-v5 --max-episode-steps 100 --env-options max_episode_steps=50",
             ["env_options names max_episode_steps, which --max-episode-steps gives, too"],
@@ -643,6 +645,7 @@ def test_help_of_other_commands_explains_every_flag(name):
     for field, known in fields_of(form).items():
         placed = tyro.conf.Positional in getattr(hints[field], "__metadata__", ())
         assert placed or f" {written_flag(field)} " in text.replace(", --no-", " --no-"), field
+        assert (f" {written_flag(field)} WORD" in text) <= ("str" in str(hints[field])), f"{field} takes no word"
         assert known.about.partition(" (")[0] in text, field
     assert "None" not in text and command(name, "-h").out == ended.out
 

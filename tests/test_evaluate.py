@@ -38,7 +38,7 @@ from cleanba.runtime.checkpoint import Saved, save_model, updates_kept
 from cleanba.runtime.devices import find_devices
 from cleanba.runtime.supervision import Watchdog
 from cleanba.seeds import MAX_EVAL_ENVS, env_seed, eval_seed
-from cleanba.specs import ObsSpec
+from cleanba.specs import ActionSpec, ObsSpec
 from cleanba.trust import mark_downloaded
 
 pytestmark = pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # imageio starts ffmpeg to read a film
@@ -470,6 +470,14 @@ def test_actions_are_called_by_their_names(env_id, names):
     spec = env_spec(Experiment(env_id=env_id))
     assert action_names(spec)[:2] == names
     assert len(action_names(spec)) == (spec.num_actions or spec.action.size)
+
+
+def test_actions_without_names_are_called_as_the_environment_counts_them():
+    spec = env_spec(Experiment(env_id="odd:Odd"))
+    five = ActionSpec("choice", counts=(3,), low=(5,), high=(7,))
+    assert action_names(spec._replace(action=five)) == ("action 5", "action 6", "action 7")
+    both = ActionSpec("choices", (2,), "int8", (2, 3), (-1, 0), (0, 2))
+    assert action_names(spec._replace(action=both))[:3] == ("action[0] = -1", "action[0] = 0", "action[1] = 0")
 
 
 def test_environments_that_cannot_be_drawn_are_named(runs):

@@ -1,5 +1,6 @@
 """Exports: files that compute what the agent does, at any batch size and without JAX; and what is refused."""
 
+import ast
 import json
 import runpy
 import shutil
@@ -15,6 +16,7 @@ import cleanba
 from cleanba.agents import portable
 from cleanba.agents.agent import Agent
 from cleanba.agents.policy import new_policy
+from cleanba.environments import worker
 from cleanba.environments.backends import env_spec
 from cleanba.errors import Failure
 from cleanba.recipes import RECIPES
@@ -108,6 +110,17 @@ def test_without_cleanba_it_gets_the_returns_of_an_evaluation(tmp_path):
     seeds = set(json.loads(session.get_modelmeta().custom_metadata_map["cleanba"])["eval_seeds"])
     while_training = {eval_seed(1, env, update, 16) for env in range(16) for update in range(1, 17)}
     assert len(seeds) == 30 and not seeds & while_training  # no game was used to select the best parameters
+
+
+def test_the_script_names_the_parts_of_an_observation_as_the_network_does():
+    source = ast.parse((ROOT / "docs/examples/play_onnx.py").read_text())
+    (definition,) = [node for node in source.body if isinstance(node, ast.FunctionDef)]
+    script: dict = {}
+    exec(ast.unparse(definition), script)
+    for seen in ({"look": {"front": 1}, "both": (2, {"a": 3})}, (4, 5), 6):
+        obs = worker.named(seen)
+        expected = dict(zip(portable.names_of("obs", obs), jax.tree.leaves(obs), strict=True))
+        assert script["parts"](seen) == expected
 
 
 def test_the_script_finds_an_environment_in_the_current_folder(tmp_path, monkeypatch, capsys):

@@ -131,6 +131,20 @@ def test_a_process_waiting_for_others_that_never_join_says_so_and_ends():
     assert "all 2 processes should have joined within 2 s, but some have not; start all of them" in ended.err
 
 
+def test_what_a_scheduler_starts_is_told_to_look_at_the_network():
+    code = """if True:
+        import time
+        from cleanba.config import Placement
+        from cleanba.runtime import processes
+        processes.REACH_SECONDS, processes.TELL_SECONDS = 0.4, 0.2
+        with processes.watching_for_others(Placement(distributed=True)):
+            time.sleep(60)
+    """
+    ended = finish(python("-c", code))
+    assert ended.code == 1 and "that no firewall blocks ports 61440 to 65535" in ended.err, ended
+    assert "--process-id" not in ended.err
+
+
 def test_ctrl_c_ends_a_process_that_waits_for_others():
     words = ["ppo", *TINY, "--distributed", "--coordinator-address", free_address(), "--num-processes", "2"]
     code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"

@@ -17,6 +17,7 @@ from launch import TINY, command, read_result
 import cleanba
 from cleanba.agents.hub import Model, card, repository_name
 from cleanba.runs.remote import DOWNLOADS, download
+from cleanba.trust import mark_downloaded
 
 EXPERIMENT = {"algorithm": "ppo", "env_id": "Catch-v0", "seed": 7, "num_envs": 8, "env_options": []}
 EXPERIMENT |= {"cpu_kernels": "on"}
@@ -120,12 +121,14 @@ def test_the_model_card_describes_the_run(server, tmp_path):
 def test_an_evaluation_of_other_parameters_is_not_shown(server, tmp_path):
     run = write_run(tmp_path / "run")
     evaluate(run, digest="sha256:other")
+    (run / "evaluations").mkdir()
+    (run / "evaluations/update-5-seed-2.json").write_text('{"mean": 0.')  # a damaged one
     command("push", run, "--repo", "name")
     head, text = metadata(server.repos["tester/name"]["README.md"])
     (metric,) = head["model-index"][0]["results"][0]["metrics"]
     assert metric["type"].startswith("training_return") and metric["value"] == "0.50"
     assert "Not evaluated apart from training" in text and "eval.json" not in server.repos["tester/name"]
-    (run / "evaluations").mkdir()  # an earlier one, which the last did not overwrite
+    # An earlier one, which the last did not overwrite.
     (run / "evaluations/update-5-seed-1.json").write_text(
         json.dumps(json.loads((run / "eval.json").read_text()) | {"params_digest": DIGEST})
     )
@@ -187,6 +190,9 @@ def test_a_failed_upload_says_how_to_repeat_it(server, tmp_path):
 def test_wrong_use_is_one_sentence(server, tmp_path, monkeypatch):
     run = write_run(tmp_path / "run")
     assert command("push", tmp_path).code == 2
+    mark_downloaded(write_run(tmp_path / "another"), "hf://someone/pong")
+    refused = command("push", tmp_path / "another")
+    assert refused.code == 2 and "only the original directory of a run can be uploaded" in refused.err
     bad = command("push", run, "--repo", "a/b c")
     assert bad.code == 2 and "is not a valid repository name" in bad.err
     monkeypatch.delenv("HF_TOKEN")

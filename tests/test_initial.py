@@ -84,6 +84,10 @@ def test_a_run_starts_from_anothers_parameters(tmp_path):
     ended = command("verify", second)
     assert ended.code == 3 and f"{second} starts from the parameters {recorded[:19]}" in ended.err, ended
     (second / "result.json").unlink()
+    shutil.copytree(changed, first)
+    ended = command(*words(first))
+    assert ended.code == 2 and f"{first} has other parameters now than when {second} began from it" in ended.err
+    shutil.rmtree(first)
     ended = command("resume", second)
     assert ended.code == 2 and f"{second} starts from the parameters {recorded[:19]}" in ended.err
     assert "--init-from" in ended.err and "Traceback" not in ended.err

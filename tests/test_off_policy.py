@@ -364,6 +364,8 @@ def test_pictures_and_dictionaries_are_seen(name, what, on_devices):
     for part in ("critics", "policy"):  # every layer learns
         assert all(not same_arrays(x, y) for x, y in pairs(getattr(after, part), getattr(state, part)))
     assert name != "sac" or metrics["losses/alpha"] == pytest.approx(0.3)  # which is not tuned
+    losses = {name for name in metrics if name.startswith("losses/")}
+    assert all(f"count/{name}" in metrics for name in losses), "a loss would be logged before learning starts"
 
 
 # --------------------------------------------------------------------------------------------------------- randomness

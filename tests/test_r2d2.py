@@ -259,6 +259,8 @@ def test_every_placement_ends_in_the_same_bits():
 @pytest.mark.parametrize(
     "changes, words",
     [
+        ({"total_timesteps": 4, "learning_starts": 96}, "before the first whole sequence .*--total-timesteps 480, or"),
+        ({"buffer_size": 2}, "sequences of 8 steps .* need 24; try --buffer-size 24"),
         ({"buffer_size": 16}, "sequences of 8 steps .* need 24; try --buffer-size 24"),
         ({"learning_starts": 4}, "comes before the first whole sequence, which ends after 8 steps"),
         ({"total_timesteps": 4}, "total_timesteps=4 ends before the first whole sequence .*--total-timesteps 40, or"),

@@ -252,6 +252,20 @@ def test_an_evaluation_of_another_run_and_numbers_of_any_kind_are_left_out(tmp_p
     assert shown()
 
 
+def test_a_film_of_another_run_is_left_out(tmp_path):
+    """An archive or a repository whose model has changed leaves the films of the model before in its folder."""
+    run = write_run(tmp_path / "run", params_digest="sha256:a")
+    (run / "videos").mkdir(exist_ok=True)
+    (run / "videos/model-seed-1.mp4").write_bytes(b"film")
+    films = lambda: page_of(run)[0].count("<video ")
+    assert films() == 1
+    mark_downloaded(run, "x.tar.gz")
+    result = {"mean": 434.0, "params_digest": "sha256:a"}
+    for video, shown in ((None, 0), ("videos/model-seed-2.mp4", 0), ("videos/model-seed-1.mp4", 1)):
+        (run / "eval.json").write_text(json.dumps(result | {"video": video}))
+        assert films() == shown
+
+
 def test_no_run_is_one_sentence(tmp_path):
     ended = command("report", tmp_path)
     assert ended.code == 2 and "name the directory of an earlier run" in ended.err and "Traceback" not in ended.err
@@ -301,6 +315,10 @@ def test_a_published_return_is_a_line_where_it_does_not_flatten_the_curve(tmp_pa
         and published_return(published | {"repeat_action_probability": 0.25}) is None
     )
     assert published_return(published | {"env_options": ["noop_max=30"]}) == published_return(published)
+    pole = {"algorithm": "pqn", "env_id": "CartPole-v1"}
+    assert published_return(pole).value == published_return(pole | {"max_episode_steps": 500}).value == 495.13
+    for shorter in (pole | {"max_episode_steps": 100}, pole | {"env_id": "CartPole-v0", "max_episode_steps": 200}):
+        assert published_return(shorter) is None
     assert ">CleanRL, 1M steps</text>" in shown("sac", "Hopper-v5", 50)  # from 50 to 2,000; published are 2,310
     assert "return (CleanRL, 1M steps: 2,310)" in shown("sac", "Hopper-v5", 5)  # up to 200
     assert ">gymnax, 10M steps</text>" in shown("ppo", "gymnax:Breakout-MinAtar")

@@ -67,6 +67,14 @@ def written(e: Experiment) -> dict:
     return json.loads(json.dumps(finite(to_json(e)), allow_nan=False))
 
 
+def test_an_epoch_has_room_for_two_of_the_longest_episodes_wherever_their_limit_comes_from():
+    spec = looks("classic_control")
+    epoch = lambda spec: resolve(RECIPES["dqn"], {"env_id": spec.env_id, "num_steps": 32}, "cpu", spec)
+    assert epoch(spec).experiment.env_epoch == 500
+    longer = epoch(spec._replace(options={}, time_limit=20_000)).experiment  # as a wrapper sets it
+    assert longer.env_epoch == 1250 and longer.max_episode_steps == 0
+
+
 # ------------------------------------------------------------------------------------------------------- every preset
 
 PRESETS = [(name, preset) for name, recipe in RECIPES.items() for preset in recipe.presets]

@@ -249,6 +249,23 @@ def test_a_run_with_a_preset_or_with_a_setting_that_is_gone_is_made_longer(tmp_p
     assert "preset" not in json.loads((run / "config.json").read_text())["origin"]
 
 
+def test_a_run_goes_on_when_the_run_that_it_took_its_settings_from_is_gone(tmp_path):
+    best, run = tmp_path / "best", tmp_path / "run"
+    assert command(*KINDS["ppo"], "--gamma", "0.9", "--total-timesteps", "64", "--run-dir", best).code == 0
+    words = ["ppo", "--preset", best, "--seed", "2", "--run-dir", run]
+    assert command(*words).code == 0
+    shutil.rmtree(best)
+    (run / "result.json").unlink()
+    ended = command(*words)
+    assert ended.code == 0 and "resuming after update" in ended.out, ended
+    assert json.loads((run / "config.json").read_text())["origin"]["gamma"] == f"--preset {best}"
+    assert "is finished; nothing to do" in command(*words).out
+    ended = command(*words, "--gamma", "0.8")
+    assert ended.code == 2 and "gamma" in ended.err, ended
+    ended = command(*words[:-1], tmp_path / "other")
+    assert ended.code == 2 and "is not a preset of ppo" in ended.err, ended
+
+
 # ------------------------------------------------------------------------------------------- the same command
 
 

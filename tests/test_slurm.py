@@ -307,7 +307,9 @@ SPLIT = ("--env-id", "Catch-v0", "--num-envs", "24", "--num-actors", "2", "--num
         (("2", "1", "ppo", *SPLIT), 0, ""),
         (("4", "1", "ppo", *SPLIT), 2, "for fewer processes under Slurm: --nodes=2 before the template, or NODES=2"),
         (("1", "4", "ppo", *SPLIT), 2, "--nodes=1 --ntasks-per-node=2 before the template, or in MORE"),
-        (("4", "1", "ppo", *SPLIT, "--no-distributed"), 0, ""),
+        (("1", "1", "ppo", *SPLIT, "--no-distributed"), 0, ""),
+        (("4", "1", "ppo", *SPLIT, "--no-distributed"), 2, "4 tasks without --distributed would each train the same"),
+        (("1", "2", "ppo", *SPLIT, "--no-distributed"), 2, "ask for --nodes=1 --ntasks-per-node=1"),
         (
             ("4", "1", "--elastic", "ppo", *SPLIT),
             0,
@@ -407,6 +409,14 @@ def test_only_what_was_cut_short_is_requeued_and_of_an_array_only_the_element(
     name = "12_3" if array else "12"
     assert [words for words in asked if words.startswith("requeue")] == ([f"requeue {name}"] if requeued else [])
     assert ("not requeued after 100 restarts" in done.stderr) == (restarts == 100)
+    assert ("Slurm has not requeued it" in done.stderr) == requeued  # as this one does not
+    assert "To resume from its last checkpoint, submit the same command with --run-dir" in done.stderr
+
+
+@pytest.mark.parametrize("codes, all_told", [("143", True), ("143 143", True), ("143 137", False), ("0 143", False)])
+def test_sigterm_ends_an_elastic_job_only_if_all_its_steps_got_it(codes, all_told):
+    words = ["bash", "-c", f"source {ROOT}/slurm/elastic.sh; codes=({codes}); all_were_told"]
+    assert (subprocess.run(words).returncode == 0) is all_told
 
 
 @pytest.mark.parametrize(

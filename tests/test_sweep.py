@@ -18,6 +18,7 @@ from rich.console import Console
 from cleanba.errors import Failure
 from cleanba.recipes import RECIPES
 from cleanba.runs.directory import lock
+from cleanba.runs.log import seconds_left
 from cleanba.sweeps.manifest import done, write_manifest
 from cleanba.sweeps.slurm import QUEUED, job_states
 from cleanba.sweeps.sweep import (
@@ -236,6 +237,11 @@ def test_without_a_terminal_each_run_says_once_a_minute_how_far_it_is(tmp_path, 
         board.refresh()
     # Ten updates took 20 s, and 80 are left.
     assert capsys.readouterr().out == "run0: update 20/100, return 0.25, ETA 0:02:40\n" * 2
+
+
+def test_what_a_resume_takes_does_not_count_as_training():
+    rows = [{"update": update, "seconds": 2.0 * update + 1800 * (update > 60), "losses/x": 0.1} for update in range(99)]
+    assert seconds_left(rows[:72], 171) == pytest.approx(200)
 
 
 PACT = """if True:

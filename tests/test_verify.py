@@ -15,8 +15,8 @@ from launch import ROOT, command, read_result, read_rows
 from cleanba.agents import hub
 from cleanba.checks import verify
 from cleanba.checks.recompute import open_rerun, read_checkpoint, recompute
-from cleanba.checks.verify import goes_on_otherwise
-from cleanba.config import Placement
+from cleanba.checks.verify import goes_on_otherwise, reasons_to_differ
+from cleanba.config import Experiment, Placement
 from cleanba.runtime import chain
 
 sys.path.append(str(ROOT / "benchmarks"))
@@ -368,6 +368,22 @@ def test_where_bits_need_not_agree_nothing_is_computed_unless_that_is_wanted(for
     rewrite(forged, [{k: v for k, v in row.items() if k not in ("chain", "made_by")} for row in read_rows(forged)])
     ended = command("verify", forged, *words)
     assert ended.code == 3 and "has no chain of digests" in ended.err, ended
+
+
+def test_packages_that_compute_nothing_here_do_not_count():
+    cpu = {"code": "a", "device_kind": "cpu", "processor": {}, "cpu_products": "cleanba", "packages": {"jax": "1"}}
+    cuda = {"jax-cuda12-plugin": "1", "nvidia-cudnn-cu12": "9", "nvidia-cublas": "13.1"}
+    differ = lambda there, here: reasons_to_differ(there, here, Experiment())
+    with_cuda = cpu | {"packages": {"jax": "1"} | cuda}
+    assert differ(cpu, with_cuda) == differ(with_cuda, cpu) == {}
+    assert "jax 2 there" in differ(cpu | {"packages": {"jax": "2"} | cuda}, cpu)["packages"]
+    gpu = with_cuda | {"device_kind": "H200"}
+    assert set(differ(gpu, with_cuda)) == {"processor"}
+    for name in cuda:
+        changed = gpu | {"packages": gpu["packages"] | {name: "0"}}
+        assert f"{name} 0 there" in differ(changed, gpu)["packages"]
+    before = gpu | {"packages": {name: x for name, x in gpu["packages"].items() if name != "nvidia-cublas"}}
+    assert differ(before, gpu) == {}  # it was not recorded
 
 
 def test_a_run_that_was_uploaded_with_its_checkpoints_is_verified_from_there(forged, tmp_path, monkeypatch):

@@ -216,9 +216,14 @@ def as_batch(spec: EnvSpec, obs: object) -> tuple[PyTree, int | None]:
         assert isinstance(part, ObsSpec)
         try:
             array = np.asarray(x)
-            if array.dtype.kind == "f" and not np.isfinite(array).all():
-                bad = array[~np.isfinite(array)][0]
-                raise UsageError(f"{what} has a value that is not finite ({bad}); replace it before the agent sees it")
+            if array.dtype.kind == "f":
+                with np.errstate(over="ignore"):
+                    seen = array.astype(part.dtype) if np.issubdtype(part.dtype, np.floating) else array
+                if (bad := array[~np.isfinite(seen)]).size:
+                    number = bad[0] if seen is array else f"{bad[0]} as {part.dtype}"
+                    raise UsageError(
+                        f"{what} has a value that is not finite ({number}); replace it before the agent sees it"
+                    )
             if part.kind == "mask" and array.dtype.kind in "biuf":
                 array = array != 0
             if array.dtype.kind == "f" and not np.issubdtype(part.dtype, np.floating):

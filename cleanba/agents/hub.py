@@ -18,7 +18,7 @@ from cleanba.agents.policy import load_policy, lost_words
 from cleanba.arguments import parse_command
 from cleanba.config import read_config, read_experiment, require
 from cleanba.errors import Exit, Failure, UsageError, said
-from cleanba.files import METRICS, Json, read_json, write_json
+from cleanba.files import METRICS, Json, optional_json, write_json
 from cleanba.recipes import RECIPES, Play
 from cleanba.resolution import IMPLIED, read_recipe
 from cleanba.runs import log
@@ -29,7 +29,7 @@ from cleanba.runtime.chain import FIRST, FIRST_STEPS
 from cleanba.runtime.checkpoint import save_model, updates_kept
 from cleanba.runtime.devices import default_platform
 from cleanba.runtime.digests import params_digest
-from cleanba.trust import REMEDY, check_environment
+from cleanba.trust import REMEDY, check_environment, require_trusted
 
 MACHINE = (
     "packages",
@@ -112,6 +112,7 @@ def push(
         Failure: the Hub could not be reached, or refused; the message has the command that repeats the upload.
     """
     experiment = read_experiment(run_dir)
+    require_trusted(run_dir, "only the original directory of a run can be uploaded")
     require_login()
     hub = require_hub()
     hub.utils.disable_progress_bars()
@@ -294,7 +295,7 @@ def evaluation_of(run_dir: Path, digest: str | None) -> Path | None:
     kept = sorted((run_dir / EVALUATIONS).glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
     newest = run_dir / "eval.json"
     for path in [newest] * newest.exists() + kept:
-        if read_json(path).get("params_digest") == digest:
+        if optional_json(path).get("params_digest") == digest:
             return path
     return None
 
@@ -305,7 +306,7 @@ def card(run_dir: Path, repo_id: str, model: Model, film: bool) -> str:
     e = read_experiment(run_dir)
     result = model.result
     kept = evaluation_of(run_dir, model.digest)
-    evaluation = read_json(kept) if kept else {}
+    evaluation = optional_json(kept) if kept else {}
     if evaluation.get("mean") is None:  # it is not finite
         evaluation = {}
     name = f"{e['algorithm']}-{e['env_id']}"

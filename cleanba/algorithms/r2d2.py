@@ -167,14 +167,15 @@ PRESETS: dict[str, Settings] = {
 def check(e: R2D2, partition: Partition) -> None:
     """Raise `UsageError` for hyperparameters that do not fit."""
     length, steps = e.burn_in + e.sequence_length, e.num_steps
-    whole, run = -(-length // steps) * steps * e.num_envs, e.num_updates * steps * e.num_envs
+    update = steps * e.num_envs
+    whole, run = -(-length // steps) * update, e.num_updates * update
+    longer = 5 * max(whole, e.first_to_learn * update)
     require(
         whole <= run,
         f"total_timesteps={e.total_timesteps} ends before the first whole sequence (burn_in={e.burn_in} + "
-        f"sequence_length={e.sequence_length}), which takes {whole} steps; try --total-timesteps {5 * whole}, or "
+        f"sequence_length={e.sequence_length}), which takes {whole} steps; try --total-timesteps {longer}, or "
         "shorter sequences",
     )
-    check_replay(e, partition, earliest=whole)
     rows, needed = e.buffer_size // e.num_envs, length + 2 * steps + 8
     require(
         rows >= needed,
@@ -182,6 +183,7 @@ def check(e: R2D2, partition: Partition) -> None:
         f"{e.burn_in} + sequence_length={e.sequence_length}) and rollouts of {steps} need {needed}; try --buffer-size "
         f"{needed * e.num_envs} or more, or shorter sequences",
     )
+    check_replay(e, partition, earliest=whole)
     require(
         e.learning_starts >= whole,
         f"learning_starts={e.learning_starts} comes before the first whole sequence, which ends after {whole} steps; "

@@ -13,7 +13,7 @@ from jax import lax
 
 from cleanba.algorithm import Algorithm, Metrics, NoCarry, no_carry
 from cleanba.algorithms.action_bounds import action_bounds
-from cleanba.algorithms.gradient_steps import Minibatch, Noise, every, gradient_steps, repeat
+from cleanba.algorithms.gradient_steps import Minibatch, Noise, every, gradient_steps, repeat, with_count
 from cleanba.algorithms.off_policy import CLEANRL_CONTINUOUS, OffPolicyActorCritic, check_actor_critic
 from cleanba.algorithms.optimiser import TrainState, learning_rate, make_adam, sgd_step
 from cleanba.algorithms.twin_critics import CRITICS_LOGGED, ActingParams, policy_metrics, td_loss
@@ -214,8 +214,8 @@ def make(e: SAC, spec: EnvSpec, platform: str) -> Algorithm[State, replay.Ring, 
 
         steps = e.steps_of(state.updates + 1)
         state, metrics = gradient_steps(e, shards, memory, key, steps, gradient_step, state, noise=noise, reused=True)
+        metrics |= with_count({"losses/alpha": jnp.exp(state.log_alpha.params)}, steps)  # logged once it learns
         metrics |= {
-            "losses/alpha": jnp.exp(state.log_alpha.params),
             "charts/q_lr": q_rate,
             "charts/policy_lr": policy_rate,
         }

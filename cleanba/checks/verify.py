@@ -320,9 +320,10 @@ def reasons_to_differ(there: Json, here: Json, e: Experiment) -> dict[Reason, st
     if isinstance(theirs, dict) and (others := [name for name in mine if theirs.get(name, mine[name]) != mine[name]]):
         words = f"code of {', '.join(others)}"
         found["revision"] = f"{found['revision']} and {words}" if "revision" in found else words
-    a, b = (_packages(side.get("packages"), e) for side in (there, here))
-    if "scipy" not in a:  # earlier versions did not record it
-        b.pop("scipy", None)
+    a, b = (_packages(side.get("packages"), e, here["device_kind"]) for side in (there, here))
+    for name in ("scipy", "nvidia-cublas"):
+        if name not in a:  # earlier versions did not record it
+            b.pop(name, None)
     others = [
         f"{name} {a.get(name)} there, {b.get(name)} here" for name in sorted({*a, *b}) if a.get(name) != b.get(name)
     ]
@@ -338,14 +339,16 @@ def reasons_to_differ(there: Json, here: Json, e: Experiment) -> dict[Reason, st
     return found
 
 
-def _packages(versions: Any, e: Experiment) -> dict[str, str]:
-    """The versions of the packages that the bits of this experiment depend on."""
+def _packages(versions: Any, e: Experiment, device_kind: str) -> dict[str, str]:
+    """The versions of the packages that the bits of this experiment depend on, computed on such a device."""
     suite, colon, _ = e.env_id.partition(":")
     unused = {"cleanba", "orbax-checkpoint"}  # the code has a digest of its own; Orbax only writes files
     unused |= set(jax_envs.SUITES) - {suite, "jax"}
     unused |= {"envpool"} if colon else set()
     unused |= {"gymnasium"} if not colon or suite in jax_envs.SUITES or suite == "jax" else set()
     known = versions if isinstance(versions, dict) else {}
+    if device_kind == "cpu":
+        unused |= {name for name in known if name.startswith(("jax-cuda", "nvidia-"))}
     return {name: str(version) for name, version in known.items() if name not in unused}
 
 

@@ -62,7 +62,8 @@ def action_names(spec: EnvSpec) -> tuple[str, ...]:
     """
     action = spec.action
     if action.kind == "choices":
-        return tuple(f"action[{d}] = {i}" for d, count in enumerate(action.counts) for i in range(count))
+        parts = zip(action.low, action.counts, strict=True)
+        return tuple(f"action[{d}] = {int(low) + i}" for d, (low, count) in enumerate(parts) for i in range(count))
     count = action.counts[0] if action.kind == "choice" else action.size
     if spec.is_atari and count == len(ATARI_ACTIONS):
         return ATARI_ACTIONS
@@ -71,4 +72,5 @@ def action_names(spec: EnvSpec) -> tuple[str, ...]:
     for name, names in NAMES:
         if name == base and len(names) == count:
             return names
-    return tuple((f"action {i}" if action.kind == "choice" else f"action[{i}]") for i in range(count))
+    first = int(action.low[0])
+    return tuple((f"action {first + i}" if action.kind == "choice" else f"action[{i}]") for i in range(count))

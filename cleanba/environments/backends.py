@@ -200,6 +200,7 @@ def tried_out(spec: EnvSpec) -> gymnasium.Trial:
     """What a short test of an environment in Python shows.  The result is cached."""
     if module_of(spec.env_id) is not gymnasium:
         return gymnasium.Trial()
+    spec = spec._replace(infos=())  # no training reads them
     registered = gymnasium.game(spec).registered  # a notebook's cell that is run again registers a new class
     key = (repr(spec), Identity(registered and registered.entry_point))
     if key not in _TRIED:

@@ -233,10 +233,11 @@ def env_spec(e: Experiment) -> EnvSpec:
     if e.max_episode_steps:
         options["max_episode_steps"] = e.max_episode_steps
     options |= parse_options(e.env_options)
-    for name in ("frame_skip", "stack_num", "img_height", "img_width"):  # EnvPool crashes on 0
+    for name, remedy in AT_LEAST_ONE.items():
         least = options.get(name, 1)
         require(
-            not isinstance(least, int | float) or least >= 1, f"env_options: {name}={least} must be at least 1; try 4"
+            not isinstance(least, int | float) or least >= 1,
+            f"env_options: {name}={least} must be at least 1; try {remedy}",
         )
     for reserved in ("num_envs", "batch_size", "seed", "num_threads", "env_type", "reward_clip"):
         if reserved in options:
@@ -299,6 +300,9 @@ def ignores_limit(spec: EnvSpec) -> bool:
     return not np.any(ended)
 
 
+# On 0, EnvPool crashes, or plays no-ops for ever.
+AT_LEAST_ONE = dict.fromkeys(("frame_skip", "stack_num", "img_height", "img_width"), "4")
+AT_LEAST_ONE["noop_max"] = "1, which plays no no-ops"
 NO_LIMIT = 2**31 - 1  # EnvPool's max_episode_steps for "no limit"
 
 # EnvPool's XLA interface makes its buffers for JAX's own numbers, of 4 bytes at most.  It copies into them what the

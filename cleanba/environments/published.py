@@ -19,6 +19,8 @@ class PublishedReturn(NamedTuple):
     """mean return"""
     steps: int
     """environment steps of its training"""
+    time_limit: int = 0
+    """steps of its longest episodes (0: not stated)"""
 
     def in_words(self) -> str:
         """As "CleanRL, 1M steps"."""
@@ -31,7 +33,7 @@ def table() -> dict[tuple[str, str], PublishedReturn]:
     text = files("cleanba.environments").joinpath("data/published.csv").read_text()
     return {
         (row["algorithm"], row["environment"]): PublishedReturn(
-            row["system"], float(row["return_mean"]), int(row["steps"])
+            row["system"], float(row["return_mean"]), int(row["steps"]), int(row["time_limit"] or 0)
         )
         for row in csv.DictReader(text.splitlines())
     }
@@ -71,4 +73,6 @@ def published_return(experiment: Json) -> PublishedReturn | None:
     changed = experiment.get("env_wrappers") or (experiment.get("env_options") and reference(env_id) is None)
     if (colon and package not in OURS) or changed:
         return None  # somebody's own environment, or another form of a known one
-    return table().get((algorithm, re.sub(r"-v\d+$", "", env_id.rpartition(":")[2])))
+    found = table().get((algorithm, re.sub(r"-v\d+$", "", env_id.rpartition(":")[2])))
+    limit = experiment.get("max_episode_steps") or 0  # 0: the environment's own
+    return None if found and limit and found.time_limit and limit != found.time_limit else found

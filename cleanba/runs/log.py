@@ -9,7 +9,9 @@ import json
 import math
 import os
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 
 from cleanba.errors import UsageError
 from cleanba.files import METRICS, Json, optional_json, write_whole
@@ -95,17 +97,16 @@ def seconds_left(rows: list[Row], updates: int) -> float | None:
     """Estimate the seconds until a run of `updates` updates ends, at the speed of its last rows; None if unknown.
 
     Only updates that learn count, as those that only fill a replay memory are much faster.  The first update does not
-    count, as it includes compilation.
+    count, as it includes compilation.  The speed is a median, so that a resume, which compiles and plays the
+    environments back, does not count either.
     """
     timed = [
         (row["update"], row["seconds"])
         for row in rows
         if row["update"] > 1 and "seconds" in row and any(name.startswith("losses/") for name in row)
     ][-TIMED_ROWS:]
-    if len(timed) < 2 or timed[-1][0] <= timed[0][0]:
-        return None
-    (first, began), (last, now) = timed[0], timed[-1]
-    return max(0.0, now - began) / (last - first) * max(0, updates - last)
+    paces = [(now - before) / (update - last) for (last, before), (update, now) in pairwise(timed) if update > last]
+    return max(0.0, median(paces)) * max(0, updates - timed[-1][0]) if paces else None
 
 
 def rewind(run_dir: Path, update: int, seconds: float = math.inf) -> list[Row]:

@@ -289,7 +289,10 @@ def evaluation(run_dir: Path, result: Json) -> str:
         update = f"after update {shown(result['update'])}, " if result.get("update") is not None else ""
         parts.append(f"<p>{escape(update)}{by}, seed {escape(shown(result.get('seed')))}</p>")
     foreign = source_of(run_dir) is not None
-    if films := films_of(run_dir) if result or not foreign else []:
+    films = films_of(run_dir)
+    if foreign:  # its folder may hold films of a run that was unpacked or downloaded there before
+        films = [path for path in films if path.relative_to(run_dir).as_posix() == result.get("video")]
+    if films:
         parts.append(film(films[-1]))
     here = " here" if foreign else ""
     return "".join(parts) or f"<p>Not evaluated{here} yet: <code>cleanba eval</code> does it; --video adds a film.</p>"

@@ -18,7 +18,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = (
     *("cleanba", "jax", "jaxlib", "flax", "optax", "envpool", "numpy", "scipy", "orbax-checkpoint"),
     *("llvmlite", "gymnasium", "gymnax", "craftax"),
-    *("jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13", "nvidia-cublas-cu12"),
+    *("jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13"),
+    *("nvidia-cublas-cu12", "nvidia-cublas"),
 )
 """whose versions are recorded, where they are installed"""
 # Folders and modules of the package that decide nothing about what is trained.

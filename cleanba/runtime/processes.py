@@ -135,6 +135,9 @@ def watching_for_others(p: Placement) -> Iterator[None]:
     joined = threading.Event()
     here = "cleanba: " if p.process_id is None else f"cleanba: process {p.process_id}: "
     everyone = "all processes" if p.num_processes is None else f"all {p.num_processes} processes"
+    remedy = "start all of them, each with the same coordinator and its own --process-id"
+    if p.process_id is None:  # a scheduler has started them all
+        remedy = "see that their hosts reach each other by name, and that no firewall blocks ports 61440 to 65535"
 
     def watch() -> None:
         if joined.wait(TELL_SECONDS):
@@ -142,8 +145,7 @@ def watching_for_others(p: Placement) -> Iterator[None]:
         print(f"{here}waiting until {everyone} have joined", file=sys.stderr, flush=True)
         if not joined.wait(REACH_SECONDS - TELL_SECONDS):
             print(
-                f"{here}{everyone} should have joined within {REACH_SECONDS:.0f} s, but some have not; start all of "
-                "them, each with the same coordinator and its own --process-id",
+                f"{here}{everyone} should have joined within {REACH_SECONDS:.0f} s, but some have not; {remedy}",
                 file=sys.stderr,
                 flush=True,
             )

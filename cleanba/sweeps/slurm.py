@@ -186,7 +186,12 @@ def check_job(job: SlurmJob, recipe: AnyRecipe, e: Experiment, placement: Placem
     Raises:
         UsageError: they cannot.
     """
-    processes = job.nodes * job.tasks if placement.distributed else 1
+    processes = job.nodes * job.tasks
+    require(
+        placement.distributed or processes == 1,
+        f"{processes} tasks without --distributed would each train the same run; add --distributed, or ask for "
+        "--nodes=1 --ntasks-per-node=1 before the template",
+    )
     numbers = fitting_processes(recipe, e, placement, processes)
     nodes = max((number // job.tasks for number in numbers if number % job.tasks == 0), default=0)
     if processes in numbers:

@@ -13,6 +13,15 @@ import numpy as np
 import onnxruntime
 from gymnasium.envs.registration import EnvSpec
 
+
+def parts(obs, name="obs"):
+    """The inputs of the network for an observation: a dictionary or a tuple has one for each of its parts."""
+    if not isinstance(obs, dict | tuple):
+        return {name: obs}
+    below = obs if isinstance(obs, dict) else {f"{i:02}": part for i, part in enumerate(obs)}
+    return {path: x for key, part in below.items() for path, x in parts(part, f"{name}.{key}").items()}
+
+
 path, episodes = sys.argv[1], int(sys.argv[2])
 session = onnxruntime.InferenceSession(path)
 about = json.loads(session.get_modelmeta().custom_metadata_map["cleanba"])
@@ -28,8 +37,7 @@ for seed in about["eval_seeds"][:episodes]:
     obs, first, total, over = env.reset(seed=seed)[0], True, 0.0, False
     carry = {i.name: np.zeros((1, *i.shape[1:]), np.float32) for i in inputs if i.name.startswith("carry.")}
     while not over:
-        seen = {f"obs.{k}": v for k, v in obs.items()} if isinstance(obs, dict) else {"obs": obs}
-        seen = {name: np.asarray(x, about["observation_dtypes"][name])[None] for name, x in seen.items()}
+        seen = {name: np.asarray(x, about["observation_dtypes"][name])[None] for name, x in parts(obs).items()}
         memory = {**carry, "first": np.array([first])} if carry else {}
         out = dict(zip(outputs, session.run(None, {**seen, **memory}), strict=True))
         carry = {name: out[name.replace("carry.", "carry_out.")] for name in carry}

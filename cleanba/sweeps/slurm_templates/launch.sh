@@ -25,7 +25,7 @@ export JAX_LOCAL_DEVICE_IDS; exec "$@" ${FIRST_PROCESS:+--process-id $((FIRST_PR
 
 # launch ppo FLAGS …
 launch() {
-    local code=0 begun=$SECONDS
+    local code=0 begun=$SECONDS why
     prepare
     export DEVICES
     if [ -n "${SLURM_CPUS_PER_TASK:-}" ]; then
@@ -42,15 +42,18 @@ launch() {
     # Where preempted jobs get a grace time, Slurm sends SIGTERM first, and requeues only jobs that outlast it.
     if [ "$code" -eq 143 ] && scontrol show job "$job" 2>/dev/null | grep -q 'PreemptTime=[0-9]'; then code=138; fi
     if [ "$code" -eq 138 ]; then # 128 + SIGUSR1: out of time, or preempted
+        why="cut short, and not requeued after ${SLURM_RESTART_COUNT:-0} restarts."
         if [ "${SLURM_RESTART_COUNT:-0}" -lt "$MAX_RESTARTS" ]; then
             echo "cut short; job $job goes back into the queue and will resume from its last checkpoint"
             # Slurm ends this script.  If it ended by itself first, the job could still be taken for failed.
             scontrol requeue "$job" && sleep 300
+            why="cut short, and Slurm has not requeued it."
         fi
-        echo "cut short, and not requeued after ${SLURM_RESTART_COUNT:-0} restarts" >&2
-    elif [ "$code" -ne 0 ]; then
-        echo "failed with exit code $code after $((SECONDS - begun)) s on $SLURM_JOB_NODELIST; see the reason above." \
-            "To resume from its last checkpoint, submit the same command with --run-dir and the run's directory" >&2
+    else
+        why="failed with exit code $code after $((SECONDS - begun)) s on $SLURM_JOB_NODELIST; see the reason above."
+    fi
+    if [ "$code" -ne 0 ]; then
+        echo "$why To resume from its last checkpoint, submit the same command with --run-dir and the run's directory" >&2
     fi
     exit "$code"
 }
