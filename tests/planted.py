@@ -155,9 +155,9 @@ def stale_version() -> Any:
     sound = Publisher.__call__
     last: list[Any] = []
 
-    def publish(self, version, params, **how):
+    def publish(self, version, params, *how):
         last.append(jax.tree.map(jnp.copy, params))
-        sound(self, version, last[0] if version == 2 else params, **how)
+        return sound(self, version, last[0] if version == 2 else params, *how)
 
     return patch.object(Publisher, "__call__", publish)
 

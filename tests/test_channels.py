@@ -93,6 +93,23 @@ def test_get_waits_for_an_item(stop):
     assert getter.join().result[0] == "item"
 
 
+def test_what_waits_for_room_can_be_given_up(stop):
+    channel, over = Channel("full", stop), threading.Event()
+    assert channel.put_unless("first", lambda: True)  # there is room
+    putter = Waiter(lambda: channel.put_unless("second", over.is_set))
+    assert putter.waits
+    stop.wake()
+    assert putter.waits
+    over.set()
+    stop.wake()
+    assert putter.join().result is False and channel.get()[0] == "first"
+    over.clear()
+    channel.put("third")
+    putter = Waiter(lambda: channel.put_unless("fourth", over.is_set))
+    assert putter.waits and channel.get()[0] == "third"
+    assert putter.join().result is True and channel.get()[0] == "fourth"
+
+
 def test_waiting_is_measured(stop):
     channel, started = Channel("timed", stop), threading.Event()
     assert 0 <= channel.put("item") < SOON

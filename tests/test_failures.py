@@ -329,6 +329,38 @@ def test_a_signal_ends_the_run_soon_and_cleanly(signum, code, moment, tmp_path, 
         assert len(pools) == 2
 
 
+def test_a_signal_while_environments_are_made_anew_ends_the_run_with_a_checkpoint(tmp_path, monkeypatch, pools):
+    """The actors have not yet taken the newest parameters, so the learner waits to send the next ones."""
+    make, update, learnt = Envs.__init__, Learner.update, threading.Event()
+    sent, release = [], threading.Event()
+
+    def slow(self, *args, **kwargs):
+        if len(pools) == 2:  # those of the first epoch
+            learnt.wait(SOON)
+            time.sleep(1)  # the learner comes to the next parameters
+            if not sent:
+                sent.append(time.perf_counter())
+                os.kill(os.getpid(), signal.SIGINT)
+            release.wait(60)
+        make(self, *args, **kwargs)
+
+    def last_of_the_epoch(self, state, memory, blocks, number):
+        try:
+            return update(self, state, memory, blocks, number)
+        finally:
+            if number == 3:
+                learnt.set()
+
+    monkeypatch.setattr(Envs, "__init__", slow)
+    monkeypatch.setattr(Learner, "update", last_of_the_epoch)
+    threading.Timer(40, release.set).start()
+    words = ("--checkpoint-frequency", "100", "--env-epoch", "3", "--grace-period", "20")
+    ended = command("ppo", *ENDLESS, *words, "--run-dir", tmp_path / "run")
+    assert ended.code == 130 and "Traceback" not in ended.err, ended
+    assert updates_kept(tmp_path / "run") == [3] and read_result(tmp_path / "run")["update"] == 3
+    release.set()
+
+
 def test_processes_that_do_not_share_the_runs_directory_are_refused(tmp_path):
     words = in_pairs(["ppo", *TINY, "--num-shards", "2"])
     both = [python("-m", "cleanba", *one, "--run-dir", tmp_path / str(i)) for i, one in enumerate(words)]

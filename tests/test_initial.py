@@ -19,6 +19,7 @@ from cleanba.agents.initial import (
     require_fit,
     started_from,
 )
+from cleanba.agents.policy import read_uploaded
 from cleanba.algorithms.sac import SAC
 from cleanba.config import fields_of, read_experiment
 from cleanba.errors import UsageError
@@ -149,6 +150,9 @@ def test_a_run_may_be_called_best(tmp_path, monkeypatch):
         find_initial(str(tmp_path / "best"), "cpu")
     asked = []
     monkeypatch.setattr(initial, "find_run", lambda place: asked.append(place) or tmp_path)
+    uploaded = initial.naming_a_run()
+    with pytest.raises(UsageError, match="has one model; name the run alone$"), uploaded:
+        read_uploaded(tmp_path, "best", "hf://alice/pong", ())
     for place in ("hf://alice/best", "hf://alice/pong/best", "hf://alice/pong/checkpoints/100"):
         with pytest.raises(UsageError):
             find_initial(place, "cpu")

@@ -28,7 +28,7 @@ from cleanba.runs.directory import lock
 from cleanba.runs.log import rewind
 from cleanba.runtime import train
 from cleanba.runtime.channels import Stop
-from cleanba.runtime.checkpoint import updates_kept
+from cleanba.runtime.checkpoint import newest_first, updates_kept
 from cleanba.runtime.checkpoint_writer import CheckpointWriter
 from cleanba.runtime.collect import SteppedCollector
 from cleanba.runtime.learner import Learner
@@ -582,6 +582,33 @@ def test_a_counter_that_has_changed_is_damage_too(whole, tmp_path):
     ended = command("resume", run)
     assert ended.code == 0 and "checkpoint 40 is damaged and left out: the checksum of its counters" in ended.err
     assert_same_run(run, whole("ppo"))
+
+
+def test_a_damaged_list_of_arrays_is_damage_too(whole, tmp_path):
+    """Two arrays with the same name look like another network's."""
+    run = tmp_path / "run"
+    shutil.copytree(whole("ppo"), run)
+    (run / "result.json").unlink()
+    listed = run / "checkpoints" / "40" / "arrays" / "_METADATA"
+    text = listed.read_text()
+    listed.write_text(text.replace("00002", "00003"))
+    assert listed.read_text() != text
+    ended = command("resume", run)
+    assert ended.code == 0 and "checkpoint 40 is damaged and left out: its arrays are not those of" in ended.err, ended
+    assert_same_run(run, whole("ppo"))
+
+
+def test_a_run_that_replaces_its_checkpoints_while_they_are_read_is_looked_at_again(tmp_path):
+    kept = tmp_path / "checkpoints"
+    for update in (3, 4):
+        (kept / str(update)).mkdir(parents=True)
+    seen = []
+    for update in newest_first(tmp_path, updates_kept(tmp_path)):
+        seen.append(update)
+        if update in (4, 6):  # meanwhile the run goes on
+            (kept / str(update)).rmdir()
+            (kept / str(update + 2)).mkdir()
+    assert seen == [4, 3, 6, 8]
 
 
 @pytest.mark.parametrize("damage", DAMAGE)

@@ -220,7 +220,7 @@ def as_batch(spec: EnvSpec, obs: object) -> tuple[PyTree, int | None]:
                 with np.errstate(over="ignore"):
                     seen = array.astype(part.dtype) if np.issubdtype(part.dtype, np.floating) else array
                 if (bad := array[~np.isfinite(seen)]).size:
-                    number = bad[0] if seen is array else f"{bad[0]} as {part.dtype}"
+                    number = f"{bad[0]} as {part.dtype}" if np.isfinite(bad[0]) else bad[0]
                     raise UsageError(
                         f"{what} has a value that is not finite ({number}); replace it before the agent sees it"
                     )

@@ -93,6 +93,8 @@ def naming_a_run() -> Iterator[None]:
             raise
         why = str(error).removesuffix(FLAG)
         raise Failure(f"{why}; name another run, or one of its updates as RUN:UPDATE") from error
+    except UsageError as error:
+        raise UsageError(str(error).replace("leave --checkpoint out", "name the run alone")) from error
 
 
 def read_state(run_dir: Path, checkpoint: str, there: list[int], algorithm: AnyAlgorithm) -> PyTree | None:
@@ -110,16 +112,18 @@ def read_state(run_dir: Path, checkpoint: str, there: list[int], algorithm: AnyA
     finished = ended.get("status") == "finished"
     if finished and ended.get("update", there[-1]) != there[-1]:
         return None
-    for update in reversed(there) if checkpoint == "last" else [int(checkpoint)]:
+    damage: Failure | None = None
+    for update in ckpt.newest_first(run_dir, there) if checkpoint == "last" else [int(checkpoint)]:
+        if damage is not None:
+            warn(f"{str(damage).removesuffix(FLAG)}; trying the one of update {update}")
         try:
             return ckpt.read(run_dir, update, like_state, like_params).state
-        except Failure as damage:
+        except Failure as error:
             if finished:
                 return None
-            if update == there[0] or checkpoint != "last":
-                raise
-            warn(f"{str(damage).removesuffix(FLAG)}; trying an older checkpoint")
-    return None
+            damage = error
+    assert damage is not None  # a run has at least one checkpoint here
+    raise damage
 
 
 def of_acting(algorithm: AnyAlgorithm, params: PyTree) -> dict[str, np.ndarray]:

@@ -137,7 +137,7 @@ def read_params(
         kept = last_model(model, like_params, ended)  # earlier checkpoints are not what it ended with
     if lost and kept is None and last is not None:
         raise Failure(lost_words(run_dir, last))
-    for update in reversed(there if kept is None else []):
+    for update in ckpt.newest_first(run_dir, there) if kept is None else ():
         try:
             saved = ckpt.read(run_dir, update, like_state, like_params)
         except Failure as error:  # damaged, or removed by the run since we looked
@@ -164,7 +164,8 @@ def read_params(
             else f": it ended before the first; `cleanba resume {run_dir}` starts it again"
             if ended
             else " yet: a run without --checkpoint-frequency writes its first after ten seconds, or after the first "
-            "epoch of environments that do not follow their seed"
+            "epoch of environments that do not follow their seed; with --checkpoint-frequency 0 it writes one when it "
+            "ends"
         ),
     )
     return ckpt.read_model(model, like_params), None, None

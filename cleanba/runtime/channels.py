@@ -78,6 +78,21 @@ class Channel(Generic[T]):
         """
         return self._exchange(lambda: not self._items, lambda: self._items.append(item))[1]
 
+    def put_unless(self, item: T, given_up: Callable[[], bool]) -> bool:
+        """Wait for room and put the item; False once `given_up()` is true, which is checked again at each `Stop.wake`.
+
+        Raises:
+            Closed: the run is ending.
+        """
+
+        def put_if_there_is_room() -> bool:
+            room = not self._items
+            if room:
+                self._items.append(item)
+            return room
+
+        return self._exchange(lambda: not self._items or given_up(), put_if_there_is_room)[0]
+
     def get(self) -> tuple[T, float]:
         """Wait for an item, then take it.  Returns it and the seconds waited.
 

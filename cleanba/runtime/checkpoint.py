@@ -312,6 +312,11 @@ class Checkpoints:
         if writing is not None:
             self._guarded(writing.result)
 
+    def check(self) -> None:
+        """Raise `Failure` if the checkpoint that was being written could not be."""
+        if self._writing is not None and self._writing.done():
+            self.wait()
+
     def wait_for_all(self, update: int, seconds: float) -> None:
         """`wait`; then wait for the main process to write the last part, for at most this many seconds."""
         self.wait()
@@ -388,6 +393,7 @@ class Checkpoints:
             Failure: there are checkpoints, but all are damaged, or one that may be sound cannot be read now.
         """
         warnings: list[str] = []
+        other: Failure | None = None
         self._found = updates_kept(self.run_dir)
         for update in reversed(self._found):
             if at_most is not None and update > at_most:
@@ -399,11 +405,12 @@ class Checkpoints:
                 )
                 self._known = [update]
                 return Restored(saved, warnings)
-            except OtherNetwork as error:
-                raise Failure(
+            except OtherNetwork as error:  # or its list of arrays is damaged: then an older one may be undamaged
+                warnings.append(f"checkpoint {update} is damaged and left out: {error}")
+                other = other or Failure(
                     f"checkpoint {update} in {self._folder} is of another network: {error}; undo the change of the "
                     "network's code, go on with the version of Cleanba that began the run, or choose another --run-dir"
-                ) from error
+                )
             except Exception as error:  # whatever is wrong with it, an older one may be undamaged
                 system = error if may_pass(error) else unreadable(self._folder / str(update))
                 if system is not None:
@@ -414,6 +421,8 @@ class Checkpoints:
                         "the same command again to resume"
                     ) from error
                 warnings.append(f"checkpoint {update} is damaged and left out: {_reason(error, 200)}")
+        if other is not None:
+            raise other
         if warnings:  # starting over would overwrite files that may be readable again later
             raise Failure(
                 f"no checkpoint in {self._folder} can be read ({'; '.join(warnings)}); restore undamaged ones, or "
@@ -446,6 +455,24 @@ def updates_to_read(run_dir: Path) -> list[int]:
     """`updates_kept`, for reading at once.  Orbax is imported first: in these seconds a run may replace checkpoints."""
     orbax()
     return updates_kept(run_dir)
+
+
+def newest_first(run_dir: Path, there: Sequence[int]) -> Iterator[int]:
+    """The updates of these checkpoints, the newest first; then those that the run has written meanwhile, as long as
+    there are any.
+
+    A run that trains keeps few checkpoints, and may replace all that were found before the first of them is read.
+    """
+    tried: set[int] = set()
+    deadline = time.monotonic() + LOOK_SECONDS
+    while (left := sorted({*there} - tried, reverse=True)) and (not tried or time.monotonic() < deadline):
+        for update in left:
+            tried.add(update)
+            yield update
+        there = updates_kept(run_dir)
+
+
+LOOK_SECONDS = 60.0
 
 
 def updates_kept(run_dir: Path) -> list[int]:

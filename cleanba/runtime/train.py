@@ -104,12 +104,15 @@ class Publisher(Generic[P]):
         self._learner, self._channels = learner, channels
         self._last_two: list[Params[P]] = []
 
-    def __call__(self, version: int, params: P, send: bool = True) -> None:
-        """Send this version to every actor, on its device, or only keep it for a checkpoint."""
+    def __call__(self, version: int, params: P, send: bool = True, give_up: Callable[[], bool] = lambda: False) -> bool:
+        """Send this version to every actor, on its device, or only keep it for a checkpoint.
+
+        Returns False once `give_up()` is true while an actor has not taken the version before.
+        """
         published = self._learner.publish(params)
-        for device, channel in self._channels if send else ():
-            channel.put(Params(version, published[device]))
         self._last_two = [*self._last_two[-1:], Params(version, published[self._channels[0][0]])]
+        to = self._channels if send else ()
+        return all(channel.put_unless(Params(version, published[device]), give_up) for device, channel in to)
 
     def params_of(self, version: int) -> P:
         """The parameters of this version, or of the last version sent if this one was not."""
@@ -229,12 +232,14 @@ def learn(
         # (version 1 also rollout 1); without, it collects this rollout.
         collects_this = schedule.policy_version(update) == update
         collects_next = schedule.policy_version(update + 1) == update
+        ends_now = lambda: save_schedule.ends_now(progress.update) is not None
+        sent = True
         if collects_this or collects_next:
-            publish(update, learner.local(params_of(state)), send=collects_this or update < schedule.last)
+            send = collects_this or update < schedule.last
+            sent = publish(update, learner.local(params_of(state)), send, ends_now)
 
         with log.timing_wait():
-            ends_now = lambda: save_schedule.ends_now(progress.update) is not None
-            rollouts = receive(rollout_channels, update, schedule, ends_now)
+            rollouts = receive(rollout_channels, update, schedule, ends_now) if sent else None
         if rollouts is None:  # the run ends now: no rollouts are waited for
             saver.end_now(update - 1, state, memory, metrics, stop)
         if saved and update == schedule.first:
@@ -261,6 +266,8 @@ def learn(
             training.watch(watched.ended_in(state, memory))
             del watched
         stop.check()  # the run may have ended meanwhile, by an error elsewhere
+        if training.checkpoints is not None:
+            training.checkpoints.check()
         decision = save_schedule.decide(update)
         saving = training.checkpoints is not None and decision.save
         digested = saving or schedule.logs_digests(update)
