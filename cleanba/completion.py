@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, get_type_hints
 import tyro
 
 from cleanba.cli import COMMANDS
-from cleanba.config import Placement, Run, offered_fields
+from cleanba.config import Experiment, Placement, Run, offered_fields
 from cleanba.environments import envpool
 from cleanba.errors import Exit, UsageError
 from cleanba.help import HELP, choices_of, first_clause, switches, written_flag
@@ -61,7 +61,7 @@ def known_flags() -> dict[str, list[Word]]:
         found[name] = [Word("--help", "", False)]
         if command.flags:
             found[name] += flags_of(getattr(import_module(command.where.partition(":")[0]), command.flags))
-    found["resume"] += places
+    found["resume"] += [*places, *(word for word in flags_of(Experiment) if word.name == "--total-timesteps")]
     return found
 
 

@@ -18,6 +18,7 @@ import dataclasses
 import itertools
 import json
 import os
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -223,12 +224,13 @@ def preset_name(spec: EnvSpec) -> str:
         return "images"
     if "planes" in shown:
         return "minatar"
-    if "codes" in shown or "minigrid" in spec.family:
+    family = re.split("[.:]", spec.family)
+    if "codes" in shown or "minigrid" in family:
         return "minigrid"
-    if "box2d" in spec.family:
+    if "box2d" in family:
         return "box2d"
     whole = all(np.issubdtype(part.dtype, np.integer) for part in jax.tree.leaves(spec.obs))
-    if shown <= {"discrete"} or ("toy_text" in spec.family and whole):  # not Catch, which shows a board of real numbers
+    if shown <= {"discrete"} or ("toy_text" in family and whole):  # not Catch, which shows a board of real numbers
         return "toy_text"
     return "classic_control"
 

@@ -19,7 +19,7 @@ from cleanba.config import Experiment, require
 from cleanba.environments import envpool, gymnasium, jax_envs
 from cleanba.environments.common import parse_options
 from cleanba.errors import UsageError
-from cleanba.files import Json, read_json, write_json
+from cleanba.files import Json, optional_json, read_json, write_json
 from cleanba.rollout import PyTree
 
 MARK = "downloaded.json"  # in a run directory that came from elsewhere: {"from": where}
@@ -64,7 +64,7 @@ def source_of(run_dir: Path) -> str | None:
         if (folder / MARK).exists():
             return str(read_json(folder / MARK).get("from"))
         # In a folder that is no run, such as one's home, it is the cache of the Hub's library.
-        if (folder / HUBS_OWN).is_dir() and (folder == place or (folder / "config.json").exists()):
+        if (folder / HUBS_OWN).is_dir() and (folder == place or "experiment" in optional_json(folder / "config.json")):
             return str(run_dir)
     return None
 

@@ -122,6 +122,7 @@ def test_bash_completes_commands_flags_and_values(tmp_path):
     assert tab("cleanba ppo --env-id HalfCheetah-v") == {"HalfCheetah-v3", "HalfCheetah-v4", "HalfCheetah-v5"}
     assert tab("cleanba dqn --seed 1 --collector s") == {"stepped", "scanned"}
     assert tab("cleanba eval runs/a --ep") == {"--episodes", "--epsilon"}
+    assert tab("cleanba resume --tot") == {"--total-timesteps"} and tab("cleanba resume --gam") == set()
     assert tab("cleanba sweep --num-seeds 3 -- im") == {"impala"}
     assert tab("cleanba sweep --num-seeds 3 -- impala --rho") == {"--rho-clip"}
     assert tab("cleanba completion ") == {"bash", "zsh", "fish"}

@@ -464,6 +464,7 @@ def test_defaults_are_cleanrls():
         ("sac", {"target_network_frequency": 0}, "--target-network-frequency to 1 or more"),
         ("td3", {"policy_frequency": 0}, "--policy-frequency to 1 or more"),
         ("sac", {"policy_frequency": 1001, "total_timesteps": 10**6}, "policy_frequency=1001 must be at most 1000"),
+        ("sac", {"policy_frequency": 1001}, "policy_frequency=1001 must be at most 1000"),
         ("td3", {"policy_frequency": 101}, "the run's 100 gradient steps, .* try --policy-frequency 100 or less"),
         ("td3", {"policy_noise": float("nan")}, "--policy-noise to a finite number"),
         ("td3", {"noise_clip": -0.5}, "--noise-clip to 0 or more"),

@@ -414,6 +414,9 @@ def test_an_environment_without_a_preset_has_the_defaults():
     assert preset_name(two) == "images"
     real = two._replace(action=ActionSpec("quantities", (2,), "float32", (), (-1.0,) * 2, (1.0,) * 2))
     assert preset_name(real) == "continuous"
+    vector = EnvSpec("x", ObsSpec("vector", (3,), "float32"), choice(2), False, False, {})
+    for family, preset in (("my_minigrid.toy_box2d:Maze", "classic_control"), ("minigrid.envs.empty:A", "minigrid")):
+        assert preset_name(vector._replace(family=family)) == preset
 
 
 # ------------------------------------------------------------------------------------------------- what was run before

@@ -351,6 +351,8 @@ def test_a_folder_within_a_run_from_elsewhere_is_from_there_too(tmp_path):
     assert source_of(inside) == "hf://somebody/something"
     (tmp_path / ".cache/huggingface").mkdir(parents=True)  # as in a home
     assert source_of(tmp_path / "mine") is None
+    (tmp_path / "config.json").write_text('{"theme": "dark"}')  # of another program
+    assert source_of(tmp_path / "mine") is None
 
 
 def test_an_archive_that_lies_about_its_sizes_fills_no_disk(tmp_path, monkeypatch):

@@ -71,12 +71,12 @@ MOST_POLICY_STEPS = 1000  # in a row
 
 def check(e: SAC, partition: Partition) -> None:
     """Raise `UsageError` for hyperparameters that do not fit."""
-    check_actor_critic(e, partition)
     require(
         e.policy_frequency <= MOST_POLICY_STEPS,
         f"policy_frequency={e.policy_frequency} must be at most {MOST_POLICY_STEPS}, because noise is drawn for that "
         "many steps at once; try --policy-frequency 2",
     )
+    check_actor_critic(e, partition)
     require(
         e.alpha == SAC.alpha or not e.autotune,
         f"alpha={e.alpha} has no effect while the coefficient is learnt; add --no-autotune, or leave --alpha out",

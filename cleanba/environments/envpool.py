@@ -300,7 +300,7 @@ def ignores_limit(spec: EnvSpec) -> bool:
     return not np.any(ended)
 
 
-# On 0, EnvPool crashes, or plays no-ops for ever.
+# EnvPool crashes on 0.
 AT_LEAST_ONE = dict.fromkeys(("frame_skip", "stack_num", "img_height", "img_width"), "4")
 AT_LEAST_ONE["noop_max"] = "1, which plays no no-ops"
 NO_LIMIT = 2**31 - 1  # EnvPool's max_episode_steps for "no limit"
