@@ -364,7 +364,7 @@ class Placement:
     learner_device_ids: tuple[int, ...] = (0,)
     """this process's devices that learn, by local index"""
     distributed: bool = False
-    """join other processes in one run, found through Slurm, Open MPI or Kubernetes, or by the next three flags"""
+    """join other processes in one run, found through Slurm or Open MPI, or by the next three flags"""
     coordinator_address: str | None = None
     """host:port of process 0, unless the cluster provides it"""
     num_processes: Annotated[int | None, Range(1, MOST)] = None

@@ -423,7 +423,7 @@ def with_digest(config: Config, run_dir: Path, platform: str) -> tuple[Config, I
         return config, None
     digest = record["digest"] if record.get("from") == place else ""  # of a run that began from these parameters
     initial: Initial | None = None
-    if not (digest and updates_kept(run_dir)):  # else it no longer needs them, and they may have changed
+    if not (digest and (updates_kept(run_dir) or is_finished(run_dir))):  # else it needs them no more; they may change
         try:
             initial = find_initial(place, platform, config.run.trust_remote_code)
         except (UsageError, Failure):

@@ -19,11 +19,11 @@ from cleanba.config import Experiment, require
 from cleanba.environments import envpool, gymnasium, jax_envs
 from cleanba.environments.common import parse_options
 from cleanba.errors import UsageError
-from cleanba.files import Json, optional_json, read_json, write_json
+from cleanba.files import Json, read_json, write_json
 from cleanba.rollout import PyTree
 
 MARK = "downloaded.json"  # in a run directory that came from elsewhere: {"from": where}
-HUBS_OWN = Path(".cache/huggingface")  # every version of the Hub's library leaves it in a folder that it downloads to
+HUBS_OWN = Path(".cache/huggingface/download")  # the Hub's library leaves it in a folder that it downloads to
 REMEDY = "read its config.json, then add --trust-remote-code if you trust whoever made it"
 ANOTHER = "choose another run"
 
@@ -42,7 +42,8 @@ MOST_LAYERS = 16
 MOST_NUMBER: float = 1e12  # the largest real number
 MOST_BYTES = 2**31  # of all parameters together
 MOST_OPTIONS, MOST_OPTION = 32, 100  # number of options, and characters of one
-MOST_OPTION_NUMBER = 10**6  # the largest real number in an option, and number of steps
+MOST_OPTION_NUMBER = 10**6  # the largest real number in an option, and the largest whole number that is no size
+NO_SIZES = ("step", "level", "seed")  # one of these is in the name of an option that is no size
 MOST_OPTION_SIZE = 4096  # the largest other whole number, as it may be a length or a width
 MOST_OPTION_PRODUCT = 10**7  # the largest product of such numbers
 # An option whose name contains one of these may take a file or code, so its value may not be a word.
@@ -63,8 +64,7 @@ def source_of(run_dir: Path) -> str | None:
     for folder in (place, *place.parents):
         if (folder / MARK).exists():
             return str(read_json(folder / MARK).get("from"))
-        # In a folder that is no run, such as one's home, it is the cache of the Hub's library.
-        if (folder / HUBS_OWN).is_dir() and (folder == place or "experiment" in optional_json(folder / "config.json")):
+        if (folder / HUBS_OWN).is_dir():
             return str(run_dir)
     return None
 
@@ -225,7 +225,7 @@ def _check_options(e: Experiment, source: str, ours: bool) -> None:
             elif number is None or isinstance(number, bool):
                 continue
             elif isinstance(number, int | float):
-                size = isinstance(number, int) and "step" not in name
+                size = isinstance(number, int) and not any(word in name for word in NO_SIZES)
                 most = MOST_OPTION_SIZE if size else MOST_OPTION_NUMBER
                 if not abs(number) <= most:  # so for NaN, too
                     refuse(source, f"gives its environment the option {_shown(option)}, beyond {most:,}")

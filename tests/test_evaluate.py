@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import json
+import math
 import os
 import re
 import shutil
@@ -478,6 +479,8 @@ def test_actions_without_names_are_called_as_the_environment_counts_them():
     assert action_names(spec._replace(action=five)) == ("action 5", "action 6", "action 7")
     both = ActionSpec("choices", (2,), "int8", (2, 3), (-1, 0), (0, 2))
     assert action_names(spec._replace(action=both))[:3] == ("action[0] = -1", "action[0] = 0", "action[1] = 0")
+    unbounded = ActionSpec("quantities", (2,), "float32", (), (-math.inf, -math.inf), (math.inf, math.inf))
+    assert action_names(spec._replace(action=unbounded)) == ("action[0]", "action[1]")
 
 
 def test_environments_that_cannot_be_drawn_are_named(runs):

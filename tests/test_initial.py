@@ -19,7 +19,7 @@ from cleanba.agents.initial import (
     require_fit,
     started_from,
 )
-from cleanba.agents.policy import read_uploaded
+from cleanba.agents.policy import read_best, read_uploaded
 from cleanba.algorithms.sac import SAC
 from cleanba.config import fields_of, read_experiment
 from cleanba.errors import UsageError
@@ -153,6 +153,8 @@ def test_a_run_may_be_called_best(tmp_path, monkeypatch):
     uploaded = initial.naming_a_run()
     with pytest.raises(UsageError, match="has one model; name the run alone$"), uploaded:
         read_uploaded(tmp_path, "best", "hf://alice/pong", ())
+    with pytest.raises(UsageError, match="--eval-frequency, or name the run alone$"), initial.naming_a_run():
+        read_best(tmp_path)
     for place in ("hf://alice/best", "hf://alice/pong/best", "hf://alice/pong/checkpoints/100"):
         with pytest.raises(UsageError):
             find_initial(place, "cpu")

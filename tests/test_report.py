@@ -16,7 +16,9 @@ from launch import TINY, command
 from matplotlib.figure import Figure
 from PIL import Image
 
-from cleanba.environments.published import published_return
+from cleanba.config import Experiment
+from cleanba.environments.backends import env_spec
+from cleanba.environments.published import published_return, table
 from cleanba.runs import report
 from cleanba.trust import mark_downloaded
 
@@ -292,6 +294,15 @@ def test_legends_are_never_cut_off(words):
     assert whole.x0 <= box.x0 and box.x1 <= whole.x1 and whole.y0 <= box.y0 and box.y1 <= whole.y1 + 1
 
 
+def test_published_returns_have_the_time_limits_of_the_environments():
+    prefix = lambda name: "gymnax:" if name.endswith("MinAtar") else ""
+    version = lambda name: {"CartPole": "-v1", "Acrobot": "-v1", "MountainCar": "-v0"}.get(name, "-v5")
+    for (_, name), found in table().items():
+        if found.time_limit:
+            env_id = f"{prefix(name)}{name}{'' if prefix(name) else version(name)}"
+            assert env_spec(Experiment(env_id=env_id)).time_limit == found.time_limit, name
+
+
 def test_a_published_return_is_a_line_where_it_does_not_flatten_the_curve(tmp_path):
     run_dir = write_run(tmp_path / "run", rows=40)
     config = json.loads((run_dir / "config.json").read_text())
@@ -317,8 +328,8 @@ def test_a_published_return_is_a_line_where_it_does_not_flatten_the_curve(tmp_pa
     assert published_return(published | {"env_options": ["noop_max=30"]}) == published_return(published)
     pole = {"algorithm": "pqn", "env_id": "CartPole-v1"}
     assert published_return(pole).value == published_return(pole | {"max_episode_steps": 500}).value == 495.13
-    for shorter in (pole | {"max_episode_steps": 100}, pole | {"env_id": "CartPole-v0", "max_episode_steps": 200}):
-        assert published_return(shorter) is None
+    changes = ({"max_episode_steps": 100}, {"env_id": "CartPole-v0", "max_episode_steps": 200}, {"core": "lstm"})
+    assert [published_return(pole | change) for change in changes] == [None] * 3
     assert ">CleanRL, 1M steps</text>" in shown("sac", "Hopper-v5", 50)  # from 50 to 2,000; published are 2,310
     assert "return (CleanRL, 1M steps: 2,310)" in shown("sac", "Hopper-v5", 5)  # up to 200
     assert ">gymnax, 10M steps</text>" in shown("ppo", "gymnax:Breakout-MinAtar")

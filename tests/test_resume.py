@@ -19,16 +19,18 @@ import pytest
 from launch import CROWD, ROOT, TINY, command, finish, python, read_result, read_rows
 from ports import free_address
 
+import cleanba
+from cleanba.agents.initial import find_initial
 from cleanba.config import Placement, to_json
-from cleanba.errors import Replaced
+from cleanba.errors import Failure, Replaced
 from cleanba.files import Json
 from cleanba.launch import directory_check, how_to_go_on
 from cleanba.recipes import RECIPES
 from cleanba.runs.directory import lock
 from cleanba.runs.log import rewind
-from cleanba.runtime import train
+from cleanba.runtime import checkpoint, train
 from cleanba.runtime.channels import Stop
-from cleanba.runtime.checkpoint import newest_first, updates_kept
+from cleanba.runtime.checkpoint import Checkpoints, newest_first, updates_kept
 from cleanba.runtime.checkpoint_writer import CheckpointWriter
 from cleanba.runtime.collect import SteppedCollector
 from cleanba.runtime.learner import Learner
@@ -264,6 +266,17 @@ def test_a_run_goes_on_when_the_run_that_it_took_its_settings_from_is_gone(tmp_p
     assert ended.code == 2 and "gamma" in ended.err, ended
     ended = command(*words[:-1], tmp_path / "other")
     assert ended.code == 2 and "is not a preset of ppo" in ended.err, ended
+
+
+def test_a_run_goes_on_when_the_run_of_its_settings_and_parameters_is_gone(tmp_path):
+    best, run = tmp_path / "best", tmp_path / "run"
+    assert command(*KINDS["ppo"], "--total-timesteps", "64", "--run-dir", best).code == 0
+    words = ["ppo", "--preset", best, "--init-from", best, "--total-timesteps", "128", "--run-dir", run]
+    assert command(*words).code == 0
+    shutil.rmtree(best)
+    (run / "result.json").unlink()
+    ended = command(*words)
+    assert ended.code == 0 and "resuming after update" in ended.out, ended
 
 
 # ------------------------------------------------------------------------------------------- the same command
@@ -682,6 +695,50 @@ def test_a_full_disk_ends_the_run_and_keeps_the_checkpoint_before(small_disk, wh
     ended = command("resume", run)
     assert ended.code == 0 and f"resuming after update {kept[-1]}" in ended.out
     assert read_result(run)["params_digest"] == read_result(whole("ppo"))["params_digest"]
+
+
+def test_a_checkpoint_that_cannot_be_written_ends_the_run_after_the_update_under_way(tmp_path, monkeypatch):
+    update, commit, failed = Learner.update, Checkpoints._commit, threading.Event()
+
+    def failing(self, saved, digests):
+        if saved.update == 7:
+            failed.set()
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        commit(self, saved, digests)
+
+    def later(self, state, memory, blocks, number):
+        if number == 9:
+            assert failed.wait(60)
+            time.sleep(0.5)  # until the thread that writes has ended
+        return update(self, state, memory, blocks, number)
+
+    monkeypatch.setattr(Checkpoints, "_commit", failing)
+    monkeypatch.setattr(Learner, "update", later)
+    ended = command(*KINDS["ppo"], "--checkpoint-frequency", "7", "--run-dir", tmp_path / "run")
+    assert ended.code == 1 and "No space left on device" in ended.err and "Traceback" not in ended.err, ended
+    result = read_result(tmp_path / "run")
+    assert result["update"] == 9 and result["params_digest"] is not None, "it waited for the next checkpoint"
+
+
+def test_checkpoints_that_are_replaced_while_they_are_read_are_looked_for_again(whole, tmp_path, monkeypatch):
+    """As by a run that takes one after each update."""
+    read, asked = checkpoint.read, []
+
+    def replaced(run_dir, update, *like):
+        asked.append(update)
+        if update == 50:
+            return read(whole("ppo"), 40, *like)
+        shutil.rmtree(run_dir / "checkpoints" / str(update))
+        (run_dir / "checkpoints" / "50").mkdir(exist_ok=True)
+        raise Failure(f"checkpoint {update} is gone; try another --checkpoint")
+
+    monkeypatch.setattr(checkpoint, "read", replaced)
+    for name, use in {"load": cleanba.load, "init": lambda run: find_initial(str(run), "cpu")}.items():
+        run = tmp_path / name
+        shutil.copytree(whole("ppo"), run)
+        (run / "result.json").unlink()
+        use(run)
+    assert asked == [40, 35, 50] * 2
 
 
 def test_a_disk_that_cannot_be_written_is_refused(small_disk):

@@ -413,10 +413,37 @@ def test_only_what_was_cut_short_is_requeued_and_of_an_array_only_the_element(
     assert "To resume from its last checkpoint, submit the same command with --run-dir" in done.stderr
 
 
-@pytest.mark.parametrize("codes, all_told", [("143", True), ("143 143", True), ("143 137", False), ("0 143", False)])
-def test_sigterm_ends_an_elastic_job_only_if_all_its_steps_got_it(codes, all_told):
-    words = ["bash", "-c", f"source {ROOT}/slurm/elastic.sh; codes=({codes}); all_were_told"]
-    assert (subprocess.run(words).returncode == 0) is all_told
+# The loop without Slurm: the first start of the only step ends with the given code, the second with 0.
+LOOP = """
+source elastic.sh
+CLEANBA=(fits) tasks_here=1 SLURM_JOB_NUM_NODES=1 starts=0
+fits() { printf '1\\nthe_run\\n'; }
+job_nodes() { echo node; }
+those_that_answer() { cat; }
+seconds_left() { echo 9999; }
+failed_by_itself() { false; }
+preempted() { PREEMPTED; }
+start_steps() {
+    starts=$((starts + 1))
+    if [ "$starts" -eq 1 ]; then (exit CODE) & else (exit 0) & fi
+    steps=($!)
+}
+elastic ppo >&2
+echo "$? after $starts"
+"""
+
+
+@pytest.mark.parametrize(
+    "code, preempted, ends",
+    [
+        *((143, "true", "143 after 1"), (143, "false", "0 after 2")),  # else one node was told to end, and so all ended
+        *((137, "true", "0 after 2"), (2, "false", "2 after 1"), (0, "false", "0 after 1")),
+    ],
+)
+def test_sigterm_ends_an_elastic_job_if_it_is_preempted(code, preempted, ends):
+    script = LOOP.replace("PREEMPTED", preempted).replace("CODE", str(code))
+    done = subprocess.run(["bash", "-c", script], cwd=ROOT / "slurm", capture_output=True, text=True)
+    assert done.stdout == f"{ends}\n", done
 
 
 @pytest.mark.parametrize(

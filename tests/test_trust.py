@@ -151,6 +151,7 @@ def test_what_a_run_from_elsewhere_may_not_name(tmp_path, changed, says):
         {"env_id": "gymnasium:FrozenLake-v1", "env_options": ["map_name=8x8", "is_slippery=false"]},
         {"env_id": "gymnasium:LunarLander-v3", "env_options": ["gravity=-9.5"]},
         {"env_id": "gymnasium:HalfCheetah-v5", "env_options": ["ctrl_cost_weight=5000.5"]},
+        {"env_id": "CoinrunHard-v0", "env_options": ["num_levels=10000", "start_level=100000"]},
         {"env_id": "gymnax:Breakout-MinAtar"},
         {"algorithm": "dqn", "max_episode_steps": 10_000},
     ],
@@ -349,10 +350,11 @@ def test_a_folder_within_a_run_from_elsewhere_is_from_there_too(tmp_path):
     inside = foreign(run / "checkpoints/best")
     (inside / "downloaded.json").unlink()
     assert source_of(inside) == "hf://somebody/something"
-    (tmp_path / ".cache/huggingface").mkdir(parents=True)  # as in a home
+    (tmp_path / ".cache/huggingface/hub").mkdir(parents=True)  # as in a home
+    (tmp_path / "config.json").write_text('{"theme": "dark"}')
     assert source_of(tmp_path / "mine") is None
-    (tmp_path / "config.json").write_text('{"theme": "dark"}')  # of another program
-    assert source_of(tmp_path / "mine") is None
+    (tmp_path / ".cache/huggingface/download").mkdir()  # as in a folder that `hf download` made
+    assert source_of(tmp_path / "mine") == str(tmp_path / "mine")
 
 
 def test_an_archive_that_lies_about_its_sizes_fills_no_disk(tmp_path, monkeypatch):
@@ -374,7 +376,7 @@ def test_a_run_of_ones_own_is_as_free_as_before(tmp_path):
     folder = foreign(tmp_path, env_id="my_package:MyEnv-v0")
     (folder / "downloaded.json").unlink()
     assert read_recipe(folder)[1].env_id == "my_package:MyEnv-v0"
-    (folder / ".cache/huggingface").mkdir(parents=True)  # what older versions downloaded has no mark
+    (folder / ".cache/huggingface/download").mkdir(parents=True)  # what older versions downloaded has no mark
     with pytest.raises(UsageError, match="my_package"):
         read_recipe(folder)
     assert read_recipe(folder, trust_remote_code=True)[1].env_id == "my_package:MyEnv-v0"

@@ -17,6 +17,7 @@ from cleanba.checks import verify
 from cleanba.checks.recompute import open_rerun, read_checkpoint, recompute
 from cleanba.checks.verify import goes_on_otherwise, reasons_to_differ
 from cleanba.config import Experiment, Placement
+from cleanba.runs.directory import differing_machines
 from cleanba.runtime import chain
 
 sys.path.append(str(ROOT / "benchmarks"))
@@ -384,6 +385,8 @@ def test_packages_that_compute_nothing_here_do_not_count():
         assert f"{name} 0 there" in differ(changed, gpu)["packages"]
     before = gpu | {"packages": {name: x for name, x in gpu["packages"].items() if name != "nvidia-cublas"}}
     assert differ(before, gpu) == {}  # it was not recorded
+    assert differing_machines(cpu, with_cuda) == differing_machines(with_cuda, cpu) == []
+    assert "nvidia-cublas" in differing_machines(gpu | {"packages": gpu["packages"] | {"nvidia-cublas": "0"}}, gpu)[0]
 
 
 def test_a_run_that_was_uploaded_with_its_checkpoints_is_verified_from_there(forged, tmp_path, monkeypatch):

@@ -295,7 +295,7 @@ def evaluation_of(run_dir: Path, digest: str | None) -> Path | None:
     kept = sorted((run_dir / EVALUATIONS).glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
     newest = run_dir / "eval.json"
     for path in [newest] * newest.exists() + kept:
-        if optional_json(path).get("params_digest") == digest:
+        if (found := optional_json(path)) and found.get("params_digest") == digest:
             return path
     return None
 

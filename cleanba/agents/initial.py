@@ -94,7 +94,8 @@ def naming_a_run() -> Iterator[None]:
         why = str(error).removesuffix(FLAG)
         raise Failure(f"{why}; name another run, or one of its updates as RUN:UPDATE") from error
     except UsageError as error:
-        raise UsageError(str(error).replace("leave --checkpoint out", "name the run alone")) from error
+        words = re.sub("leave --checkpoint out$|try --checkpoint last$", "name the run alone", str(error))
+        raise UsageError(words) from error
 
 
 def read_state(run_dir: Path, checkpoint: str, there: list[int], algorithm: AnyAlgorithm) -> PyTree | None:

@@ -42,7 +42,7 @@ from cleanba.runtime import chain, records
 from cleanba.runtime.chain import DIGESTS, Linked
 from cleanba.runtime.checkpoint import Saved, read_model, updates_kept
 from cleanba.runtime.digests import params_digest
-from cleanba.runtime.hardware import describe_devices
+from cleanba.runtime.hardware import describe_devices, for_gpus
 from cleanba.runtime.records import Snapshot
 from cleanba.trust import source_of
 
@@ -348,7 +348,7 @@ def _packages(versions: Any, e: Experiment, device_kind: str) -> dict[str, str]:
     unused |= {"gymnasium"} if not colon or suite in jax_envs.SUITES or suite == "jax" else set()
     known = versions if isinstance(versions, dict) else {}
     if device_kind == "cpu":
-        unused |= {name for name in known if name.startswith(("jax-cuda", "nvidia-"))}
+        unused |= {name for name in known if for_gpus(name)}
     return {name: str(version) for name, version in known.items() if name not in unused}
 
 

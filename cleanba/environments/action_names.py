@@ -72,5 +72,6 @@ def action_names(spec: EnvSpec) -> tuple[str, ...]:
     for name, names in NAMES:
         if name == base and len(names) == count:
             return names
-    first = int(action.low[0])
-    return tuple((f"action {first + i}" if action.kind == "choice" else f"action[{i}]") for i in range(count))
+    if action.kind == "choice":
+        return tuple(f"action {int(action.low[0]) + i}" for i in range(count))
+    return tuple(f"action[{i}]" for i in range(count))

@@ -71,8 +71,8 @@ def published_return(experiment: Json) -> PublishedReturn | None:
         return None
     package, colon, _ = env_id.rpartition(":")
     changed = experiment.get("env_wrappers") or (experiment.get("env_options") and reference(env_id) is None)
-    if (colon and package not in OURS) or changed:
-        return None  # somebody's own environment, or another form of a known one
+    if (colon and package not in OURS) or changed or experiment.get("core", "none") != "none":
+        return None  # somebody's own environment, another form of a known one, or with an LSTM
     found = table().get((algorithm, re.sub(r"-v\d+$", "", env_id.rpartition(":")[2])))
     limit = experiment.get("max_episode_steps") or 0  # 0: the environment's own
     return None if found and limit and found.time_limit and limit != found.time_limit else found

@@ -29,7 +29,7 @@ from cleanba.recipes import AnyRecipe
 from cleanba.resolution import Resolved, longer, read_recipe
 from cleanba.runtime.chain import FIRST_STEPS, kept_of_first
 from cleanba.runtime.checkpoint import FOLDER, can_be_made_longer, updates_kept
-from cleanba.runtime.hardware import describe_devices
+from cleanba.runtime.hardware import describe_devices, for_gpus
 
 
 class Finished(Exception):
@@ -85,6 +85,9 @@ def differing_machines(earlier: Json | None, now: Json) -> list[str]:
     for name in set(b) - set(a):  # an earlier version did not record it
         del b[name]
     if b["device kind"] == "cpu":
+        for side in (a, b):
+            for name in [name for name in side if for_gpus(name)]:
+                del side[name]
         a["CPU"], b["CPU"] = earlier.get("cpu"), now.get("cpu")
         a["matrix products"], b["matrix products"] = earlier.get("cpu_products"), now.get("cpu_products")
         if now.get("cpu_products") == "xla":

@@ -52,6 +52,11 @@ def describe_devices() -> dict[str, object]:
     }
 
 
+def for_gpus(package: str) -> bool:
+    """Whether CPUs compute the same bits without this package."""
+    return package.startswith(("jax-cuda", "nvidia-"))
+
+
 def has_cuda() -> bool:
     """Whether JAX is installed for GPUs.  Asking JAX for its devices would take the GPUs' memory."""
     return any(_installed(name) for name in PACKAGES if name.startswith("jax-cuda"))

@@ -76,7 +76,7 @@ def initialise(p: Placement) -> None:
             jax.config.update("jax_rocm_visible_devices", "all")
     except ValueError as error:
         raise UsageError(
-            "--distributed found no cluster (Slurm, Open MPI or Kubernetes) to join; "
+            "--distributed found no cluster (Slurm or Open MPI) to join; "
             f"add --coordinator-address, --num-processes and --process-id ({error})"
         ) from error
 
@@ -137,7 +137,7 @@ def watching_for_others(p: Placement) -> Iterator[None]:
     everyone = "all processes" if p.num_processes is None else f"all {p.num_processes} processes"
     remedy = "start all of them, each with the same coordinator and its own --process-id"
     if p.process_id is None:  # a scheduler has started them all
-        remedy = "see that their hosts reach each other by name, and that no firewall blocks ports 61440 to 65535"
+        remedy = "see that their hosts reach each other by name, and that no firewall blocks any port between them"
 
     def watch() -> None:
         if joined.wait(TELL_SECONDS):

@@ -266,8 +266,6 @@ def learn(
             training.watch(watched.ended_in(state, memory))
             del watched
         stop.check()  # the run may have ended meanwhile, by an error elsewhere
-        if training.checkpoints is not None:
-            training.checkpoints.check()
         decision = save_schedule.decide(update)
         saving = training.checkpoints is not None and decision.save
         digested = saving or schedule.logs_digests(update)
@@ -275,6 +273,8 @@ def learn(
             log.check_finite(update, metrics, digested)
         progress.state = state
         log.note_update(update)
+        if training.checkpoints is not None:
+            training.checkpoints.check()
 
         if training.after_update is not None:
             training.after_update(update, log.steps_so_far, learner.local(params_of(state)))

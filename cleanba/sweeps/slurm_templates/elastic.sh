@@ -50,7 +50,7 @@ elastic() {
         code=$(exit_code)
         case $code in
             0 | 2 | 130) return "$code" ;;
-            143) if all_were_told; then return 143; fi ;;&
+            143) if preempted; then return 143; fi ;;& # else a process or its node was told to end
             138) [ "$more" = "in this allocation" ] || return 138 ;; # else out of time, or requeued for more nodes
             *)
                 if failed_by_itself; then return "$code"; fi
@@ -160,9 +160,6 @@ note_ended() {
 
 # The exit code for all steps together: 2 if one is 2, else the highest.
 exit_code() { printf '%s\n' "${codes[@]}" | sort -n | awk '{ seen[$1]; last = $1 } END { print 2 in seen ? 2 : last }'; }
-
-# Whether SIGTERM ended every step.  If it ended only some, their nodes may be lost.
-all_were_told() { [ -z "$(printf '%s\n' "${codes[@]}" | grep -vx 143)" ]; }
 
 # What tells the run's result.json from an earlier one; empty if there is none.
 which_result() { stat --format=%i:%Y "$run/result.json" 2>/dev/null; }

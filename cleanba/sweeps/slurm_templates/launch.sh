@@ -23,6 +23,10 @@ if [ "$DEVICES" -gt 1 ]; then LEARNERS=($(seq 1 $((DEVICES - 1)))); else LEARNER
 take_share='first=$((SLURM_LOCALID * DEVICES)); JAX_LOCAL_DEVICE_IDS=$(seq -s , $first $((first + DEVICES - 1)))
 export JAX_LOCAL_DEVICE_IDS; exec "$@" ${FIRST_PROCESS:+--process-id $((FIRST_PROCESS + SLURM_PROCID))}'
 
+# Whether the job is being preempted.  Where it gets a grace time for that, Slurm sends SIGTERM first, and requeues only
+# jobs that outlast it.
+preempted() { scontrol show job "$job" 2>/dev/null | grep -q 'PreemptTime=[0-9]'; }
+
 # launch ppo FLAGS …
 launch() {
     local code=0 begun=$SECONDS why
@@ -39,8 +43,7 @@ launch() {
         # After one task has ended, the others have a minute to write a checkpoint, or to notice that it is gone.
         srun --wait=60 ${SRUN[@]+"${SRUN[@]}"} bash -c "$take_share" task "${CLEANBA[@]}" "$@" || code=$?
     fi
-    # Where preempted jobs get a grace time, Slurm sends SIGTERM first, and requeues only jobs that outlast it.
-    if [ "$code" -eq 143 ] && scontrol show job "$job" 2>/dev/null | grep -q 'PreemptTime=[0-9]'; then code=138; fi
+    if [ "$code" -eq 143 ] && preempted; then code=138; fi
     if [ "$code" -eq 138 ]; then # 128 + SIGUSR1: out of time, or preempted
         why="cut short, and not requeued after ${SLURM_RESTART_COUNT:-0} restarts."
         if [ "${SLURM_RESTART_COUNT:-0}" -lt "$MAX_RESTARTS" ]; then
