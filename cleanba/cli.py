@@ -131,6 +131,11 @@ def load(module: str) -> ModuleType:
         if any(Path(frame.filename).match("jax/_src/config.py") for frame in extract_tb(error.__traceback__)):
             raise UsageError(f"JAX refuses an environment variable: {said(error)}; correct or unset it") from error
         raise Failure(f"{module} cannot be imported ({said(error)}); install Cleanba's packages anew") from error
+    except (ImportError, AttributeError, RuntimeError) as error:  # one lacks what another one uses
+        raise Failure(
+            f"{module} cannot be imported ({said(error)}): packages are missing, or do not fit together; install "
+            "Cleanba's packages anew, such as those in requirements/run.txt"
+        ) from error
 
 
 def dispatch(argv: Sequence[str]) -> Exit:
@@ -155,9 +160,7 @@ def dispatch(argv: Sequence[str]) -> Exit:
         return Exit(0 if argv else 2)
     name, *flags = argv
     if recipes.names_recipe(name):
-        from cleanba.launch import train_command
-
-        return train_command(recipes.find_recipe(name), flags)
+        return load("cleanba.launch").train_command(recipes.find_recipe(name), flags)
     if name.lower() in ALIKE:
         raise UsageError(f"there is no {name} here; the nearest algorithm is {ALIKE[name.lower()]}")
     close = "cleanba eval RUN --video" if name == "film" else closest_names(name, names)

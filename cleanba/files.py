@@ -7,6 +7,7 @@ import math
 import os
 import secrets
 from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ def write_whole(path: Path, content: str | bytes, shared: bool = False) -> None:
     scratch = path.with_name(path.name + (f".{secrets.token_hex(4)}.tmp" if shared else ".tmp"))
     try:
         with open(scratch, "wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
+            file.write(content.encode(errors="backslashreplace") if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())  # else a power failure may leave an empty file
         os.replace(scratch, path)
@@ -93,6 +94,28 @@ def sync(path: Path) -> None:
             os.fsync(opened)
         finally:
             os.close(opened)
+
+
+def listed(folder: Path, pattern: str) -> list[Path]:
+    """The entries of a folder whose names match the pattern, by name; none if there is no such folder.
+
+    Any other error of the system is raised.  `Path.glob` hides them, from Python 3.12 on all.
+    """
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        return []
+    return [folder / name for name in sorted(names) if fnmatchcase(name, pattern)]
+
+
+def files_below(folder: Path) -> list[Path]:
+    """All files below a folder, by name; none if there is no such folder.  Errors are raised, as by `listed`."""
+
+    def fail(error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError):
+            raise error
+
+    return sorted(Path(root, name) for root, _, names in os.walk(folder, onerror=fail) for name in names)
 
 
 def sync_folder(folder: Path) -> None:

@@ -278,14 +278,17 @@ def train_claimed(
             if run_writer is not None:
                 ends.callback(run_writer.close_logs)
             ends.callback(display.close)
-    error = run_writer.write_result(outcome) if run_writer is not None else outcome.error
+    error, stuck = outcome.error, outcome.stuck
+    if run_writer is not None:
+        error = run_writer.write_result(outcome)
+        stuck |= not run_writer.finish_tracking(error)
     said = error is not None and peers is not None and error is peers.error
     # Continuing would lead to the same numbers, or into another run's directory.
     in_vain = error is None or isinstance(error, NotFinite | Replaced)
     remedy = "" if in_vain else how_to_go_on(job, outcome.result)
     if remedy and shown and run_writer is not None:
         print(remedy)
-    return Ended(job.run_dir, error, outcome.stuck, said, remedy=remedy)
+    return Ended(job.run_dir, error, stuck, said, remedy=remedy)
 
 
 def whole_training(
@@ -449,6 +452,7 @@ def usable(run_dir: Path) -> Iterator[None]:
         raise Failure(f"{run_dir} cannot be used ({error}); fix that, then repeat the command to resume") from None
 
 
+SENDING_SECONDS = 600.0  # for the last rows to come to Weights & Biases
 SPARSE = 0.9  # the user is warned if replay fills less than this share of a batch on average
 
 
@@ -497,7 +501,7 @@ class RunWriter:
         if self._run.upload_model:
             require_login()
         if self._run.track:
-            require_tracking()
+            require_tracking(self._run.wandb_project_name)
 
     def begin(self, saved: Saved[Any, Any] | None, display: Display) -> None:
         """Open the logs of a run that begins, or that continues from a checkpoint."""
@@ -611,11 +615,16 @@ class RunWriter:
         return outcome
 
     def close_logs(self) -> None:
-        """Stop evaluations and profiling, and close the logs."""
+        """Stop evaluations and profiling, and close the files of the log."""
         self.evaluations.close()
         self._profile.close()
         if self._writers is not None:
             self._writers.close()
+
+    def finish_tracking(self, error: BaseException | None) -> bool:
+        """Wait until Weights & Biases has all rows.  Returns False if that takes too long."""
+        seconds = self._run.grace_period if isinstance(error, Interrupted) else SENDING_SECONDS
+        return self._writers is None or self._writers.finish_tracking(error is not None, seconds)
 
     def write_result(self, outcome: RunOutcome[Any]) -> BaseException | None:
         """Write the last files, and print how the run ended.  Returns the error that it failed with.

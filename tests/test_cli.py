@@ -135,6 +135,18 @@ def test_bash_completes_commands_flags_and_values(tmp_path):
         assert {"--experiment", "--no-concurrency", "--help-all", "--show-config"} <= tab(f"cleanba {name} --")
 
 
+@pytest.mark.parametrize("error", [AttributeError("module 'jax' has no attribute 'x'"), RuntimeError("too old")])
+def test_packages_that_do_not_fit_together_are_told_in_one_sentence(error, monkeypatch):
+    def fails(module):
+        raise error
+
+    monkeypatch.setattr("cleanba.cli.import_module", fails)
+    for words in (["ls"], ["ppo"]):
+        ended = command(*words)
+        assert ended.code == 1 and ended.err.count("\n") == 1, ended
+        assert f"cannot be imported ({error}): packages are missing, or do not fit together" in ended.err
+
+
 def test_scripts_for_the_other_shells_have_every_command():
     for shell, start in (("zsh", "autoload -U +X bashcompinit"), ("fish", "complete -c cleanba")):
         text = command("completion", shell).out

@@ -26,7 +26,7 @@ from remembering import Memory, Remembering
 
 from cleanba import limits
 from cleanba.errors import Failure, UsageError
-from cleanba.files import in_a_checkpoint, write_whole
+from cleanba.files import files_below, in_a_checkpoint, listed, write_whole
 from cleanba.ops import replay
 from cleanba.rollout import Rollout
 from cleanba.runtime import learner, memory, peers, processes, records
@@ -525,6 +525,17 @@ def test_nothing_is_removed_while_the_disk_does_not_say_what_is_needed(tmp_path,
             memory.prune(tmp_path, range(1), [5])
         with pytest.raises(OSError, match="Input/output"):
             records.prune(tmp_path, [5], [actions])
+    with monkeypatch.context() as broken:
+        broken.setattr("os.listdir", fails)
+        broken.setattr("os.scandir", fails)
+        for look in (
+            lambda: memory.prune(tmp_path, range(1), [5]),
+            lambda: records.prune(tmp_path, [5], [actions]),
+            lambda: files_below(tmp_path),
+        ):
+            with pytest.raises(OSError, match="Input/output"):
+                look()
+    assert files_below(tmp_path / "nowhere") == listed(tmp_path / "nowhere", "*") == []
     memory.prune(tmp_path, range(1), [5])
     records.prune(tmp_path, [5], [actions])
     assert (home / "5-a.pack").exists() and actions.exists()

@@ -83,7 +83,7 @@ def test_an_evaluation_is_drawn_over_the_steps_of_its_version(tmp_path, monkeypa
     for update in range(1, 6):
         tracking.write(update, 8 * update, row(update))
     tracking.write(2, 16, {f"eval/{name}": 7.0 for name in ("episodic_return", "episodic_length", "seconds")})
-    tracking.close()
+    assert tracking.close(failed=False, seconds=60)
     (path,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     read = read_when(path, lambda read: any(record.HasField("exit") for record in read))
     metrics = [record.metric for record in read if record.HasField("metric")]
@@ -122,8 +122,12 @@ class Service:
         self.sent.append(step)
         self.rows.setdefault(step, {}).update(values)
 
-    def finish(self):
-        pass
+    def Settings(self, project):
+        if "/" in project:
+            raise ConnectionError("no slashes")
+
+    def finish(self, exit_code=0):
+        self.ended = exit_code
 
 
 @pytest.fixture
@@ -163,6 +167,47 @@ def test_an_evaluation_that_is_played_again_is_sent_before_training_has_passed_w
     sent = service.rows[6]
     assert (sent["eval/episodic_return"], sent["eval/global_step"], sent["global_step"]) == (7.0, 16, 48)
     assert 2 not in service.sent[5:]
+
+
+def test_an_evaluation_that_is_played_again_takes_no_place_of_a_row(service, tmp_path):
+    rows = [row(update) for update in range(1, 8)]
+    tracking = Tracking(tmp_path, *PLACE)
+    for r in rows[:5]:
+        tracking.write(r["update"], r["global_step"], r)
+    tracking = Tracking(tmp_path, *PLACE, history=rows[:3])  # on from a checkpoint
+    tracking.write(4, 32, {"eval/episodic_return": 7.0})  # and interrupted again
+    tracking = Tracking(tmp_path, *PLACE, history=rows[:4])
+    for r in rows[4:]:
+        tracking.write(r["update"], r["global_step"], r)
+    assert sorted(service.rows) == list(range(1, 8)) and all("charts/SPS" in sent for sent in service.rows.values())
+
+
+def test_a_service_that_ends_costs_its_rows_and_not_the_run(service, tmp_path, monkeypatch, capfd):
+    tracking = Tracking(tmp_path, *PLACE)
+    assert service.calls[0]["reinit"] == "create_new"  # the program's own run stays as it is
+    monkeypatch.setattr(service, "log", lambda *_, **__: (_ for _ in ()).throw(BrokenPipeError("it is gone")))
+    for update in (1, 2):
+        tracking.write(update, 8 * update, row(update))
+    said = capfd.readouterr().err
+    assert said.count("takes no more rows (it is gone); metrics.jsonl has them all") == 1
+    assert tracking.close(failed=True, seconds=5) and service.ended == 1
+    monkeypatch.setattr(service, "finish", lambda exit_code: time.sleep(60))
+    began = time.monotonic()
+    assert not tracking.close(failed=False, seconds=0.1) and time.monotonic() - began < 30
+    assert "has not taken all rows within 0.1 s; `wandb sync`" in capfd.readouterr().err
+
+
+def test_a_run_has_its_result_before_the_last_rows_are_sent(service, tmp_path, monkeypatch):
+    there = []
+    run = tmp_path / "run"
+    monkeypatch.setattr(service, "finish", lambda exit_code: there.append((run / "result.json").exists()))
+    ended = command("ppo", *TINY, "--track", "--run-dir", run)
+    assert ended.code == 0 and there == [True], ended
+
+
+def test_a_project_that_cannot_be_is_refused(service, tmp_path):
+    ended = command("ppo", *TINY, "--track", "--wandb-project-name", "a/b", "--run-dir", tmp_path / "run")
+    assert ended.code == 2 and "W&B refuses its settings (no slashes); correct --wandb-project-name" in ended.err
 
 
 def test_what_the_server_lacks_of_a_log_is_sent(service, tmp_path):
@@ -206,13 +251,13 @@ def test_keys_are_looked_for_where_they_are_kept(service, where, found, tmp_path
             value = str(tmp_path / "netrc")
         monkeypatch.setenv(name, value)
     if found:
-        require_tracking()
+        require_tracking("project")
     else:
         with pytest.raises(UsageError, match="needs a key"):
-            require_tracking()
+            require_tracking("project")
 
 
 def test_without_the_package_tracking_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(UsageError, match="--track needs the module wandb, .* extra `track`"):
-        require_tracking()
+        require_tracking("project")

@@ -19,7 +19,7 @@ from PIL import Image, ImageDraw, ImageFont
 from cleanba.agents.policy import Policy
 from cleanba.environments.action_names import action_names
 from cleanba.environments.boards import draw_board
-from cleanba.errors import Failure, missing, said
+from cleanba.errors import Failure, UsageError, missing, said
 from cleanba.networks.torsos import channels_first
 from cleanba.rollout import Obs, PyTree
 from cleanba.specs import ActionSpec, ObsSpecs
@@ -42,9 +42,13 @@ def require_films() -> ModuleType:
     """
     try:
         import imageio.v2
-        import imageio_ffmpeg  # noqa: F401  imageio needs it, but would only fail at the first frame
+        import imageio_ffmpeg
+
+        imageio_ffmpeg.get_ffmpeg_exe()  # else imageio would only fail at the first frame
     except ImportError as error:
         raise missing("a film (--video, --capture-video)", error, "video") from None
+    except RuntimeError as error:  # there is no binary for this system
+        raise UsageError(f"films need ffmpeg ({said(error)}); install it, or leave out the film") from None
     return imageio.v2
 
 

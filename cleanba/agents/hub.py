@@ -18,7 +18,7 @@ from cleanba.agents.policy import load_policy, lost_words
 from cleanba.arguments import parse_command
 from cleanba.config import read_config, read_experiment, require
 from cleanba.errors import Exit, Failure, UsageError, said
-from cleanba.files import METRICS, Json, optional_json, write_json
+from cleanba.files import METRICS, Json, files_below, optional_json, write_json
 from cleanba.recipes import RECIPES, Play
 from cleanba.resolution import IMPLIED, read_recipe
 from cleanba.runs import log
@@ -170,7 +170,7 @@ NAMES_ITS_FOLDER = "commit_success.txt"  # a file of Orbax's that names the run'
 
 def kept_parts(run_dir: Path) -> list[Path]:
     """The files of a run's checkpoints, replay memory and actors, without those that name the run's folder."""
-    files = [path for part in PARTS for path in sorted((run_dir / part).rglob("*")) if path.is_file()]
+    files = [path for part in PARTS for path in files_below(run_dir / part)]
     return [path for path in files if path.name != NAMES_ITS_FOLDER]
 
 

@@ -273,7 +273,7 @@ def throughput(rows: Rows) -> str:
 
 def of_this_run(run_dir: Path, evaluated: Json, result: Json, rows: Rows) -> Json:
     """An evaluation, unless it is of another run that was unpacked or downloaded to the same folder before."""
-    digests = {result.get("params_digest"), *(row.get("params_digest") for row in rows)}
+    digests = [row.get("params_digest") for row in (result, *rows)]
     foreign = source_of(run_dir) is not None
     return {} if foreign and evaluated.get("params_digest") not in digests else evaluated
 

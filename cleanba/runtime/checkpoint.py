@@ -31,7 +31,7 @@ import numpy as np
 from cleanba.algorithm import P, S
 from cleanba.config import Retention
 from cleanba.errors import Failure
-from cleanba.files import METRICS, Json, may_pass, optional_json, sync_folder, write_whole
+from cleanba.files import METRICS, Json, files_below, may_pass, optional_json, sync_folder, write_whole
 from cleanba.interrupts import after_this
 from cleanba.rollout import PyTree
 from cleanba.runtime import memory, records
@@ -513,9 +513,8 @@ def unreadable(folder: Path) -> Exception | None:
     TensorStore's own errors do not tell this from damage.
     """
     try:
-        for path in sorted(folder.rglob("*")):
-            if path.is_file():
-                path.read_bytes()
+        for path in files_below(folder):
+            path.read_bytes()
     except Exception as error:
         return error if may_pass(error) else None
     return None

@@ -28,7 +28,7 @@ import numpy as np
 from jax import lax
 
 from cleanba.config import require
-from cleanba.files import in_a_checkpoint, make_folders, write_whole
+from cleanba.files import in_a_checkpoint, listed, make_folders, write_whole
 from cleanba.limits import memory_limit
 from cleanba.ops import replay
 from cleanba.rollout import PyTree
@@ -435,14 +435,14 @@ def prune(
         if not home.is_dir():
             continue
         referred = {chunk.pack for cut in soon[shard].chunks for chunk in cut} if soon else set()
-        damaged = max((int(path.stem.removeprefix(DAMAGED)) for path in home.glob(f"{DAMAGED}*.json")), default=0)
-        for path in home.glob("[0-9]*.json"):
+        damaged = max((int(path.stem.removeprefix(DAMAGED)) for path in listed(home, f"{DAMAGED}*.json")), default=0)
+        for path in listed(home, "[0-9]*.json"):
             update = int(path.stem)
             if update in kept or (update > max(kept, default=0) and whole(update)):
                 referred |= _packs(path)
             else:
                 path.unlink(missing_ok=True)
-        for path in home.glob("*.pack"):
+        for path in listed(home, "*.pack"):
             if path.name not in referred and int(path.name.partition("-")[0]) > damaged:
                 path.unlink(missing_ok=True)
 

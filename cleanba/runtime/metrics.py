@@ -347,9 +347,11 @@ class Writers:
             self._flushed = time.monotonic()
 
     def close(self) -> None:
-        """Flush and close everything.  On a full disk, what was not written is lost."""
+        """Flush and close the files.  On a full disk, what was not written is lost."""
         for file in (self._lines, self._events):
             with contextlib.suppress(OSError):
                 file.close()
-        if self._tracking is not None:
-            self._tracking.close()
+
+    def finish_tracking(self, failed: bool, seconds: float) -> bool:
+        """`Tracking.close`, if rows were sent to Weights & Biases."""
+        return self._tracking is None or self._tracking.close(failed, seconds)

@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cleanba.files import Json, in_a_checkpoint, make_folders, write_whole
+from cleanba.files import Json, in_a_checkpoint, listed, make_folders, write_whole
 from cleanba.rollout import Obs, PyTree
 from cleanba.specs import ActionSpec
 
@@ -320,7 +320,7 @@ def _sha256(files: Iterable[tuple[Any, int]]) -> str:
 
 def action_files(home: Path) -> list[Path]:
     """An actor's files of actions."""
-    return [*home.glob("*.actions")]
+    return listed(home, "*.actions")
 
 
 def prune(
@@ -337,14 +337,14 @@ def prune(
     """
     kept = set(keep)
     referred = {file[0] for file in soon.header["files"]} if soon else set()
-    for path in home.glob("*.standing"):
+    for path in listed(home, "*.standing"):
         update = int(path.stem) if path.stem.isdecimal() else None
         later = update is not None and update > max(kept, default=0) and whole(update)
         if update is not None and update not in kept and not later:
             path.unlink(missing_ok=True)
         else:
             referred |= _referred(path)
-    for path in [*(path for path in old if path.name not in referred), *home.glob("*.standing.tmp")]:
+    for path in [*(path for path in old if path.name not in referred), *listed(home, "*.standing.tmp")]:
         path.unlink(missing_ok=True)  # .tmp: left by a run that was killed while writing
 
 

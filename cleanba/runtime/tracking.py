@@ -21,20 +21,26 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from cleanba.config import require
-from cleanba.errors import Failure, UsageError, missing, said
+from cleanba.errors import Failure, UsageError, missing, said, warn
 from cleanba.files import Json, optional_json, write_json
+from cleanba.waited import in_background
 
 KEPT = "wandb.json"  # a run's file with its W&B id, project and entity
 LOCAL = ("offline", "dryrun", "disabled")  # modes that need no key
 WITHOUT_IT = "set WANDB_MODE=offline to log to the run's directory, or leave --track out"
 
 
-def require_tracking() -> None:
+def require_tracking(project: str) -> None:
     """Raise `UsageError` where --track cannot be obeyed, before the run begins."""
+    wandb = _wandb()
     try:
-        settings = _wandb().setup().settings
-    except ValueError as error:
-        raise UsageError(f"--track: W&B refuses its settings ({said(error)}); correct or unset WANDB_*") from None
+        settings = wandb.setup().settings
+        wandb.Settings(project=project)
+    except (ValueError, wandb.errors.Error) as error:
+        raise UsageError(
+            f"--track: W&B refuses its settings ({said(error)}); correct --wandb-project-name, or correct or unset "
+            "WANDB_*"
+        ) from None
     if settings.mode in LOCAL or settings.api_key or settings.identity_token_file:
         return
     variables = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
@@ -90,6 +96,7 @@ class Tracking:
             self._run: Any = wandb.init(
                 **place, id=kept["id"], resume=resume, name=run_dir.name, dir=str(run_dir), config=config,
                 save_code=False,
+                reinit="create_new",  # a run of the program's own stays as it is
             )  # fmt: skip
         except wandb.errors.Error as error:
             raise Failure(
@@ -104,21 +111,39 @@ class Tracking:
         self._of_evaluations: set[str] = set()
         self._newest = 0
         self._from = self._run.starting_step
+        self._held: list[tuple[int, int, Mapping[str, object]]] = []  # evaluations before that step
+        self._lost = False  # whether W&B takes no more rows
         for row in history:
             self._send(row["update"], row["global_step"], row)
 
     def write(self, update: int, global_step: int, values: Mapping[str, object]) -> None:
         """Send the numbers of a row, unless W&B has them already.
 
-        An evaluation is always sent, as it may be one that the run played again after it was interrupted.
-        """
-        self._send(update, global_step, values, is_new=True)
+        An evaluation is always sent, as it may be one that the run played again after it was interrupted.  It is held
+        until training has come to the first step that W&B lacks: sent before, it would count as that step.
 
-    def _send(self, update: int, global_step: int, values: Mapping[str, object], is_new: bool = False) -> None:
+        If W&B's own process has ended, a warning says so, and nothing more is sent.
+        """
+        if self._lost:
+            return
+        try:
+            self._newest = max(self._newest, update)
+            if self._newest < self._from and _is_evaluation(values):
+                self._held.append((update, global_step, values))
+            elif self._newest >= self._from:
+                for held in self._held:
+                    self._send(*held)
+                self._held.clear()
+            self._send(update, global_step, values)
+        except Exception as error:  # whatever its library raises
+            self._lost = True
+            warn(f"Weights & Biases takes no more rows ({said(error)}); metrics.jsonl has them all")
+
+    def _send(self, update: int, global_step: int, values: Mapping[str, object]) -> None:
         # W&B drops rows with a lower step than the last one; an evaluation comes later than its update.
         self._newest = max(self._newest, update)
-        is_evaluation = any(name.startswith("eval/") for name in values)
-        if self._newest >= self._from or (is_evaluation and is_new):
+        is_evaluation = _is_evaluation(values)
+        if self._newest >= self._from:
             numbers = {name: x for name, x in values.items() if "/" in name and isinstance(x, int | float)}
             before = "eval/" if is_evaluation else ""
             if is_evaluation:  # each by its own name: of two patterns that fit, W&B may take either
@@ -126,8 +151,19 @@ class Tracking:
                     self._run.define_metric(name, step_metric="eval/global_step")
                 self._of_evaluations |= numbers.keys()
             place = {f"{before}global_step": global_step, f"{before}update": update}
-            self._run.log({**numbers, **place}, step=max(self._newest, self._from))
+            self._run.log({**numbers, **place}, step=self._newest)
 
-    def close(self) -> None:
-        """Wait until all rows are sent, or written."""
-        self._run.finish()
+    def close(self, failed: bool, seconds: float) -> bool:
+        """Wait until all rows are sent, or written.  Returns False, after a warning, if that takes longer than this."""
+        try:
+            in_background(lambda: self._run.finish(exit_code=int(failed)), "W&B").result(seconds)
+        except TimeoutError:
+            warn(f"Weights & Biases has not taken all rows within {seconds:g} s; `wandb sync` sends what is in wandb/")
+            return False
+        except Exception as error:  # whatever its library raises
+            warn(f"Weights & Biases has not taken all rows ({said(error)}); metrics.jsonl has them")
+        return True
+
+
+def _is_evaluation(values: Mapping[str, object]) -> bool:
+    return any(name.startswith("eval/") for name in values)
