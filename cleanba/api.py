@@ -5,6 +5,7 @@ an experiment's flags, those of `train` are the flags of placement and run.
 """
 
 import inspect
+import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -54,8 +55,8 @@ from cleanba.config import (
     require,
 )
 from cleanba.environments.common import parse_options
-from cleanba.environments.gymnasium import register
-from cleanba.errors import Failure, Interrupted, UsageError, closest_names
+from cleanba.environments.gymnasium import register, register_as
+from cleanba.errors import Failure, Interrupted, UsageError, closest_names, warn
 from cleanba.files import Json, expanded, read_json
 from cleanba.launch import SAME_CALL, Ended, launch
 from cleanba.recipes import RECIPES, AnyRecipe, find_recipe
@@ -138,9 +139,16 @@ class Spec:
         return find_recipe(self.algorithm)
 
     def register(self) -> None:
-        """In this process, register the given class or function."""
+        """In this process, register the given class or function under the name that it had when this was made."""
         if self.maker is not None:
-            register(self.maker)
+            env_id = self.flags["env_id"]
+            if register(self.maker) != env_id:
+                if multiprocessing.parent_process() is None:
+                    warn(
+                        f"the function that makes {env_id}, or what it reads, has changed since the specification was "
+                        "made; what it makes now is trained under that name"
+                    )
+                register_as(self.maker, env_id)
 
 
 P = ParamSpec("P")
@@ -298,8 +306,11 @@ def _refuse(what: str, name: str, known: Collection[str]) -> NoReturn:
     """Raise `UsageError` for an unknown keyword, and say what to do instead."""
     here = {*fields_of(Placement), *fields_of(config.Run)} - {"experiment_from"}
     remedy = remedy_for(config.flag(name), known).replace("--", "").replace("-", "_")
-    if what == "train" and name == "verbose":
-        raise UsageError("train has no keyword verbose; set progress=False to show no progress")
+    if name == "verbose":
+        to = "" if what == "train" else " in train(…)"
+        raise UsageError(f"{what} has no keyword verbose; set progress=False{to} to show no progress")
+    if name == "tensorboard_log" and what != "train":
+        raise UsageError(f"{what} has no keyword {name}; give run_dir to train, which holds TensorBoard's files, too")
     if what != "train" and name in here:
         raise UsageError(f"{what} has no keyword {name}, which does not change what is trained; give it to train")
     if what == "train" and any(name in fields_of(recipe.experiment) for recipe in RECIPES.values()):

@@ -403,7 +403,15 @@ def prepare(recipe: AnyRecipe, config: Config) -> Job:
         f"run_dir={str(config.run.run_dir)!r} is the current directory or one above it, which holds other files; name "
         "one for the run",
     )
+    require(not holds_runs(run_dir), f"run_dir={str(run_dir)!r} holds other runs; name a folder in it for this one")
     return job
+
+
+def holds_runs(folder: Path) -> bool:
+    """Whether a folder that is no run has runs in it."""
+    if (folder / "config.json").exists() or not folder.is_dir():
+        return False
+    return any((below / "config.json").exists() for below in folder.iterdir())
 
 
 def holds_us(folder: Path) -> bool:

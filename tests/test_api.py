@@ -490,6 +490,40 @@ def test_dictionaries_tuples_and_masks_are_taken_as_environments_show_them():
         as_batch(spec, {"action_mask": [0, 1], "inner": {"00": 1.5}})
 
 
+def test_a_seed_is_needed_and_warnings_of_gymnasium_stay(run, monkeypatch):
+    with pytest.raises(cleanba.UsageError, match="seed=None must be a whole number"):
+        cleanba.load(run.run_dir, seed=None)
+    monkeypatch.setattr("gymnasium.logger.min_level", 30)
+    cleanba.evaluate(run.agent(), 1)
+    assert gymnasium.logger.min_level == 30
+
+
+def test_an_evaluation_leaves_the_current_directory_where_the_program_put_it(tmp_path, monkeypatch):
+    made = small(Line)
+    run = cleanba.train(made, tmp_path / "run", progress=False)
+    agent = run.agent()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    cleanba.evaluate(agent, 2)
+    assert Path.cwd() == tmp_path / "elsewhere"
+    with pytest.raises(cleanba.UsageError, match="is a folder; name a file"):
+        (tmp_path / "film.mp4").mkdir()
+        cleanba.evaluate(agent, 2, film=tmp_path / "film.mp4")
+    monkeypatch.chdir("/")
+    with pytest.raises(cleanba.UsageError, match="holds other runs; name a folder in it"):
+        cleanba.train(made, tmp_path)
+
+
+def test_a_function_that_changes_before_training_is_named(tmp_path, capfd):
+    length = [3]
+    spec = small(lambda: Line(length[0]))
+    spec.register()
+    assert "has changed since" not in capfd.readouterr().err
+    length[0] = 4
+    spec.register()
+    assert "or what it reads, has changed since the specification was made" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("obs", [np.float32([0, np.nan]), [[0, 1], [np.nan, 1]], [0, -np.inf]])
 def test_an_observation_that_is_not_finite_is_refused_and_named(obs):
     spec = EnvSpec("Some-v0", {"inner": {"speed": ObsSpec("vector", (2,), "float32")}}, choice(2), False, False, {})

@@ -603,10 +603,9 @@ def test_ls_of_nothing(tmp_path):
 
 
 def test_ls_reads_only_the_end_of_a_log(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text(
-        '{"update": 1, "old": 1}\n' * 100_000 + '{"update": 2, "charts/episodic_return": 3}\n{"update": 4}\n'
-    )
+    rows = ['{"update": 0, "first": 1}', *['{"update": 1, "old": 1}'] * 100_000]
+    rows += ['{"update": 2, "charts/episodic_return": 3}', '{"update": 4}\n']
+    (tmp_path / "metrics.jsonl").write_text("\n".join(rows))
     assert newest(tmp_path) == {"update": 4, "old": 1, "charts/episodic_return": 3}
     assert newest(tmp_path / "none") == {}
 
@@ -624,6 +623,28 @@ def watched_run(tmp_path_factory) -> Path:
     ended = command("ppo", *FORTY, "--eval-frequency", "10", "--eval-episodes", "7", "--run-dir", run_dir)
     assert ended.code == 0, ended.err
     return run_dir
+
+
+def test_init_from_takes_the_version_that_it_names(watched_run, tmp_path):
+    digests = {row["update"]: row["params_digest"] for row in read_rows(watched_run) if "params_digest" in row}
+    best = json.loads((watched_run / "best/best.json").read_text())["update"]
+    assert command("pack", watched_run, "--out", tmp_path / "run.tar.gz").code == 0
+    named = {f"{watched_run}:10": 10, f"{watched_run}/checkpoints/20": 20, f"{watched_run}:best": best}
+    named |= {f"{watched_run}/best": best, str(watched_run): 40, str(tmp_path / "run.tar.gz"): 40}
+    policy = load_policy(watched_run, "last", "cpu")
+    for place, update in named.items():
+        found = find_initial(place, "cpu")
+        params = {name: x for name, x in found.arrays.items() if name.startswith(".params")}
+        expected = load_policy(watched_run, "best" if place.endswith("best") else str(update), "cpu").params
+        expected = getattr(expected, "params", expected)  # without the statistics of observations
+        assert all(np.array_equal(a, b) for a, b in zip(params.values(), jax.tree.leaves(expected), strict=True)), place
+    assert len({digests[update] for update in (10, 20, 40)}) == 3 and policy.update == 40
+
+
+def test_keep_checkpoints_every_takes_and_keeps_them(tmp_path):
+    words = ("--keep-checkpoints", "every:2", "--checkpoint-frequency", "0", "--run-dir", tmp_path / "run")
+    assert command("ppo", *TINY, *words).code == 0
+    assert updates_kept(tmp_path / "run") == [2, 4, 5]
 
 
 def test_evaluation_beside_the_training_changes_no_bit_and_keeps_the_best(watched_run, tmp_path):

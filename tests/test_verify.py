@@ -15,7 +15,7 @@ from launch import ROOT, command, read_result, read_rows
 from cleanba.agents import hub
 from cleanba.checks import verify
 from cleanba.checks.recompute import open_rerun, read_checkpoint, recompute
-from cleanba.checks.verify import goes_on_otherwise, reasons_to_differ
+from cleanba.checks.verify import Segment, Verify, choose, goes_on_otherwise, reasons_to_differ
 from cleanba.config import Experiment, Placement
 from cleanba.runs.directory import differing_machines
 from cleanba.runtime import chain
@@ -369,6 +369,31 @@ def test_where_bits_need_not_agree_nothing_is_computed_unless_that_is_wanted(for
     rewrite(forged, [{k: v for k, v in row.items() if k not in ("chain", "made_by")} for row in read_rows(forged)])
     ended = command("verify", forged, *words)
     assert ended.code == 3 and "has no chain of digests" in ended.err, ended
+
+
+def test_as_many_segments_are_chosen_as_the_flags_say():
+    there = [Segment(10 * i, 10 * i + 10, (10 * i + 3, 10 * i + 10)) for i in range(10)]
+    linked = dict.fromkeys(range(101))
+    chosen = lambda **flags: choose(there, linked, Verify("run", seed=1, **flags))
+    assert len(chosen()) == 3 and len(chosen(segments=7)) == 7 and len(chosen(segments=99)) == 10
+    assert len(chosen(fraction=0.35)) == 4 and len(chosen(fraction=0.01)) == 1 and chosen(fraction=1.0) == there
+    cut = chosen(segments=4, fraction=0.12)  # three updates each: up to the first digest
+    assert [one.updates for one in cut] == [3] * 4 and all(one.digests == (one.last,) for one in cut)
+
+
+@pytest.mark.parametrize("how", ["flag", "environment"])
+def test_a_run_that_need_not_repeat_itself_is_not_computed(how, forged, monkeypatch):
+    if how == "flag":
+        config = json.loads((forged / "config.json").read_text())
+        config["experiment"]["deterministic"] = False
+        (forged / "config.json").write_text(json.dumps(config))
+        (made_by,) = [row["made_by"] for row in read_rows(forged) if "made_by" in row]
+        link_again(forged, packages=made_by["packages"])
+    else:
+        monkeypatch.setattr(verify, "repeatable", lambda spec: False)
+    ended = command("verify", forged, "--from", "2", "--to", "4")
+    why = "trained with --no-deterministic" if how == "flag" else "does not follow its seed"
+    assert ended.code == 3 and why in ended.err and "computing" not in ended.out, ended
 
 
 def test_packages_that_compute_nothing_here_do_not_count():

@@ -39,6 +39,7 @@ class Agent:
         self._device = device
         self._params = jax.device_put(policy.params, device)
         self._inspect: Callable[..., dict[str, jax.Array]] | None = None  # compiled once it is needed
+        require(seed is not None, "seed=None must be a whole number; try 1")
         self.reset(seed)
 
     @property

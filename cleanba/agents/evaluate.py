@@ -18,7 +18,7 @@ from cleanba.agents.policy import Policy
 from cleanba.arguments import parse_command
 from cleanba.config import read_experiment, require
 from cleanba.environments.atari_scores import human_normalised, reference
-from cleanba.environments.backends import Envs, open_envs, threads_per_actor
+from cleanba.environments.backends import Envs, open_envs, stay_here, threads_per_actor
 from cleanba.environments.worker import close
 from cleanba.errors import Exit, Failure, UsageError, printable, warn
 from cleanba.files import Json, expanded, optional_json, write_json
@@ -304,6 +304,8 @@ def evaluate(
     require(film is None or isinstance(film, str | Path), f"film={film!r} must be the path of an .mp4 file")
     path = None if film is None else expanded(film)
     require(path is None or path.suffix == ".mp4", f"film={str(film)!r} must be an .mp4 file; try film.mp4")
+    require(path is None or not path.is_dir(), f"film={str(film)!r} is a folder; name a file")
+    stay_here()
     policy, device = agent.policy, agent.device
     plays = policy.recipe.plays.changed(greedy, epsilon)
     with settings_of(policy.experiment.dtype), ProgressLine(shown=progress) as line:

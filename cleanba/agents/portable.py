@@ -31,7 +31,7 @@ from cleanba.agents.policy import Policy
 from cleanba.algorithm import AnyAlgorithm
 from cleanba.algorithms.normalisation import CATEGORICAL
 from cleanba.config import require
-from cleanba.environments.backends import open_envs
+from cleanba.environments.backends import open_envs, stay_here
 from cleanba.environments.worker import close
 from cleanba.errors import Failure, UsageError, closest_names, missing, said
 from cleanba.files import Json, write_whole
@@ -349,6 +349,7 @@ def compare(policy: Policy, agent: Exported, runs: Runs, seed: int) -> tuple[dic
     mine = theirs = carries
     playing, same = policy.algorithm.initial_carry(n), 0
     worst, wrong, where = dict.fromkeys(names_out, 0.0), dict.fromkeys(names_out, 0), dict.fromkeys(names_out, "")
+    stay_here()
     envs = open_envs(policy.spec, [eval_seed(seed, i, 1, n) for i in range(n)], 1, workers=0)
     try:
         obs, done, first = envs.reset(), np.zeros(n, bool), np.ones(n, bool)

@@ -82,7 +82,7 @@ def env_spec(e: Experiment) -> EnvSpec:
         f"env_wrappers={' '.join(e.env_wrappers)} needs an environment in Python, which {e.env_id} is not; leave it "
         "out" + (f", or try --env-id {same}" if same in gymnasium.known() else ""),
     )
-    gymnasium.Here.directory = current_directory()
+    stay_here()
     with staying_here():
         spec = module_of(e.env_id).env_spec(e)
     require(
@@ -189,6 +189,11 @@ def check_workers(spec: EnvSpec, workers: int | None) -> None:
 
 
 UNSENDABLE = "is defined in the running program, from which no other process can import it"
+
+
+def stay_here() -> None:
+    """Have threads that step environments, whose code may change the current directory, return to the one of now."""
+    gymnasium.Here.directory = current_directory()
 
 
 def repeatable(spec: EnvSpec) -> bool:

@@ -130,6 +130,14 @@ def register(maker: Callable[..., gymnasium.Env[Any, Any]]) -> str:
     return f"{PREFIX}{LOCAL}{plain}-v0"
 
 
+def register_as(maker: Callable[..., gymnasium.Env[Any, Any]], env_id: str) -> None:
+    """Register a class or function under an id that `register` gave it earlier, or in another process."""
+    name = env_id.removeprefix(PREFIX)
+    if name.startswith(LOCAL):
+        gymnasium.registry.pop(name, None)
+        gymnasium.register(name, entry_point=maker)
+
+
 def code_of(spec: EnvSpec) -> dict[str, str]:
     """The name of an environment whose code only the running program has -> SHA-256 of this code."""
     name = game(spec).name
@@ -303,10 +311,13 @@ def _name(maker: Any) -> str:
     return str(getattr(maker, "__name__", type(maker).__name__))
 
 
+RUNNING = ("__main__", "__mp_main__")  # the running program, and what a process that it has spawned calls that
+
+
 def is_module(name: str | None) -> bool:
     """Whether another process could import a module of that name."""
     try:
-        return name is not None and name != "__main__" and find_spec(name) is not None
+        return name is not None and name not in RUNNING and find_spec(name) is not None
     except (ValueError, ImportError):  # the module was created by code, not imported
         return False
 
@@ -335,7 +346,8 @@ def can_be_sent(spec: EnvSpec) -> bool:
     if callable(entry):
         named_by.append(getattr(entry, "__module__", ""))
     try:
-        return all(is_module(name) for name in named_by if name) and b"__main__" not in pickle.dumps(made)
+        data = pickle.dumps(made)
+        return all(is_module(name) for name in named_by if name) and not any(x.encode() in data for x in RUNNING)
     except Exception:  # a function without a name, or options that are bound to this process
         return False
 

@@ -71,11 +71,7 @@ def prepare_process(e: Experiment) -> None:
         UsageError: JAX_ENABLE_X64 is set, or the process cannot use JAX.
     """
     refuse_64_bits()
-    require(
-        not Forked.too_late,
-        "this process was forked from one in which JAX was in use, and would hang; start processes afresh, for example "
-        "with ProcessPoolExecutor(mp_context=multiprocessing.get_context('spawn'))",
-    )
+    refuse_forked()
     require(
         not jax.config.jax_disable_jit,  # type: ignore[attr-defined]
         "JAX_DISABLE_JIT is set, but training needs compiled programs; unset it",
@@ -202,8 +198,14 @@ def pin_settings() -> None:
 def settings_of(dtype: str) -> Iterator[None]:
     """Within the context JAX multiplies with the precision of --dtype, and draws random numbers as in training.
 
-    This holds in this thread alone, except for JAX_RANDOM_SEED_OFFSET, which JAX has once per process.
+    This holds in this thread alone, except for JAX_RANDOM_SEED_OFFSET, which JAX has once per process.  On leaving,
+    Gymnasium warns again of what it warned of before.
+
+    Raises:
+        UsageError: the process cannot use JAX.
     """
+    refuse_forked()
+    warned_of = gymnasium.logger.min_level
     offset = jax.config.values["jax_random_seed_offset"]
     if offset:
         jax.config.update("jax_random_seed_offset", 0)
@@ -217,8 +219,18 @@ def settings_of(dtype: str) -> Iterator[None]:
         ):
             yield
     finally:
+        gymnasium.logger.min_level = warned_of
         if offset:
             jax.config.update("jax_random_seed_offset", offset)
+
+
+def refuse_forked() -> None:
+    """Raise `UsageError` in a process that cannot use JAX."""
+    require(
+        not Forked.too_late,
+        "this process was forked from one in which JAX was in use, and would hang; start processes afresh, for example "
+        "with ProcessPoolExecutor(mp_context=multiprocessing.get_context('spawn'))",
+    )
 
 
 def refuse_64_bits() -> None:
