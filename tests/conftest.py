@@ -5,6 +5,7 @@ import os
 import shutil
 import tempfile
 from collections import Counter
+from datetime import date
 from pathlib import Path
 
 # No test uses the Hub or W&B account of the person who runs it, or mistakes the cluster job it runs in for its own.
@@ -16,6 +17,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
         os.environ.pop(name, None)
     os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="cleanba-tests-hub-")
     atexit.register(shutil.rmtree, os.environ["HF_HOME"], ignore_errors=True)
+    os.environ["CLEANBA_TESTS_DAY"] = str(date.today().toordinal())  # the same for all processes, also at midnight
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")  # both are read when JAX is first imported

@@ -313,9 +313,9 @@ class Checkpoints:
             self._guarded(writing.result)
 
     def check(self) -> None:
-        """Raise `Failure` if the checkpoint that was being written could not be."""
+        """`make_ready`, if the checkpoint that was being written is done: so that an error is told soon."""
         if self._writing is not None and self._writing.done():
-            self.wait()
+            self.make_ready()
 
     def wait_for_all(self, update: int, seconds: float) -> None:
         """`wait`; then wait for the main process to write the last part, for at most this many seconds."""
