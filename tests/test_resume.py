@@ -583,31 +583,25 @@ def test_a_run_that_was_moved_is_looked_for_in_its_new_place(tmp_path):
     )
 
 
-def test_a_counter_that_has_changed_is_damage_too(whole, tmp_path):
+@pytest.mark.parametrize(
+    "name, pattern, changed, says",
+    [
+        ("counters/metadata", r'("global_step": )\d', r"\g<1>9", "the checksum of its counters"),
+        # Two arrays with the same name look like another network's.
+        ("arrays/_METADATA", "00002", "00003", "its arrays are not those of"),
+    ],
+    ids=["counter", "list of arrays"],
+)
+def test_a_text_that_has_changed_is_damage_too(name, pattern, changed, says, whole, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(whole("ppo"), run)
     (run / "result.json").unlink()
-    counters = run / "checkpoints" / "40" / "counters" / "metadata"
-    text = counters.read_text()
-    changed = re.sub(r'("global_step": )\d', r"\g<1>9", text)
-    assert changed != text
-    counters.write_text(changed)
+    path = run / "checkpoints" / "40" / name
+    text = path.read_text()
+    path.write_text(re.sub(pattern, changed, text))
+    assert path.read_text() != text
     ended = command("resume", run)
-    assert ended.code == 0 and "checkpoint 40 is damaged and left out: the checksum of its counters" in ended.err
-    assert_same_run(run, whole("ppo"))
-
-
-def test_a_damaged_list_of_arrays_is_damage_too(whole, tmp_path):
-    """Two arrays with the same name look like another network's."""
-    run = tmp_path / "run"
-    shutil.copytree(whole("ppo"), run)
-    (run / "result.json").unlink()
-    listed = run / "checkpoints" / "40" / "arrays" / "_METADATA"
-    text = listed.read_text()
-    listed.write_text(text.replace("00002", "00003"))
-    assert listed.read_text() != text
-    ended = command("resume", run)
-    assert ended.code == 0 and "checkpoint 40 is damaged and left out: its arrays are not those of" in ended.err, ended
+    assert ended.code == 0 and f"checkpoint 40 is damaged and left out: {says}" in ended.err, ended
     assert_same_run(run, whole("ppo"))
 
 

@@ -125,9 +125,9 @@ def register(maker: Callable[..., gymnasium.Env[Any, Any]]) -> str:
     plain = re.sub(r"[^\w.-]+", "", name)[:MOST_NAME]
     if not exact or plain != name:
         plain += f"-{sha256(told().encode()).hexdigest()[:8]}"
-    gymnasium.registry.pop(f"{LOCAL}{plain}-v0", None)
-    gymnasium.register(f"{LOCAL}{plain}-v0", entry_point=maker)
-    return f"{PREFIX}{LOCAL}{plain}-v0"
+    env_id = f"{PREFIX}{LOCAL}{plain}-v0"
+    register_as(maker, env_id)
+    return env_id
 
 
 def register_as(maker: Callable[..., gymnasium.Env[Any, Any]], env_id: str) -> None:
