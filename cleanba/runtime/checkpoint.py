@@ -272,7 +272,9 @@ class Checkpoints:
         """
         self._require_ours()
         if self._is_gone():
-            raise Failure(f"{self._folder.parent} no longer exists; restore it, then repeat the command to resume")
+            raise Failure(
+                f"{self._folder.parent} no longer exists; restore the directory, then repeat the command to resume"
+            )
         self.wait()
 
     def _parts_are_written(self, update: int) -> bool:
