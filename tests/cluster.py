@@ -40,7 +40,8 @@ SelectTypeParameters=CR_CPU
 SlurmdParameters=config_overrides
 SchedulerParameters=sched_min_interval=0,batch_sched_delay=0
 ReturnToService=2
-SlurmdTimeout=300
+SlurmdTimeout=3000
+MessageTimeout=100
 MinJobAge=86400
 KillWait=2
 PlugStackConfig={folder}/plugstack.conf
@@ -166,7 +167,7 @@ class Cluster:
     def run(self, *words: object, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess:
         """Run a Slurm command, or one that calls Slurm commands."""
         return subprocess.run(
-            [*map(str, words)], env={**self.env, **env}, cwd=cwd, capture_output=True, text=True, timeout=120
+            [*map(str, words)], env={**self.env, **env}, cwd=cwd, capture_output=True, text=True, timeout=600
         )
 
     def said(self, *words: object) -> str:
@@ -177,7 +178,7 @@ class Cluster:
         words = self.said("scontrol", "show", "job", job).split()
         return dict(word.partition("=")[::2] for word in words if "=" in word)
 
-    def wait(self, job: str, seconds: float = 240) -> str:
+    def wait(self, job: str, seconds: float = 1200) -> str:
         """Wait for a job's end -> its state."""
         over = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
         wait_for(lambda: self.state(job).get("JobState") in over, seconds, f"end of job {job}: {self.state(job)}")

@@ -57,6 +57,7 @@ KEPT = {
         *("1025-32-avx512", "1025-32-neon", "40-84-avx", "300-513-neon"),
     ),
     "test_off_policy.py::test_killed_it_goes_on_to_the_same_bits": ("sac",),
+    "test_off_policy.py::test_the_same_bits_on_any_devices": ("sac",),
     "test_off_policy.py::test_two_gradient_steps_on_two_shards_are_those_of_one_batch": ("td3",),
     "test_placement.py::test_a_sum_in_an_order_of_its_own_is_seen": (),  # test_shards.py plants the same fault
     "test_placement.py::test_another_experiment_gives_other_bits": ("num_shards", "num_actors", "env_epoch"),

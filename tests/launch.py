@@ -182,7 +182,7 @@ def python(*words: str | Path, **env: str) -> subprocess.Popen:
     )
 
 
-def finish(process: subprocess.Popen, seconds: float = 300) -> Ended:
+def finish(process: subprocess.Popen, seconds: float = 900) -> Ended:
     """Wait for a process, and say how it ended; if it is still running then, it is killed, and its code is None."""
     try:
         out, err = process.communicate(timeout=seconds)

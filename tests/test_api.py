@@ -512,6 +512,8 @@ def test_an_evaluation_leaves_the_current_directory_where_the_program_put_it(tmp
     monkeypatch.chdir("/")
     with pytest.raises(cleanba.UsageError, match="holds other runs; name a folder in it"):
         cleanba.train(made, tmp_path)
+    (run.run_dir / "config.json").write_text('{"model_type": "bert"}')  # another program's
+    assert not launch.holds_runs(tmp_path)
 
 
 def test_a_function_that_changes_before_training_is_named(tmp_path, capfd):

@@ -550,7 +550,9 @@ def test_nothing_is_left_behind_however_a_run_ends(fault, ended_by, code, tmp_pa
     # After the 64 steps that look whether seeds are followed.
     options = ("--env-options", f"fault={fault}", "at=70") if fault else ()
     mark = f"CLEANBA_TEST={tmp_path}"
-    run = python("-m", "cleanba", "ppo", *flags, *options, "--run-dir", tmp_path / "run", CLEANBA_TEST=str(tmp_path))
+    patient = "import sys; from cleanba import cli, launch; launch.START_SECONDS = 600; cli.main(sys.argv[1:])"
+    words = ("ppo", *flags, *options, "--run-dir", tmp_path / "run")
+    run = python("-c", patient, *words, CLEANBA_TEST=str(tmp_path))
     deadline = time.monotonic() + 300
     while len(processes_with(mark)) < 5 and time.monotonic() < deadline:  # it, and two workers of each actor
         time.sleep(0.2)
@@ -613,12 +615,12 @@ def test_infos_that_differ_each_time_do_not_count():
 
 def test_an_environment_can_end_its_own_processes():
     envs = opened("odd:Children", [1, 2], 1)
-    began = time.monotonic()
     envs.reset()
+    began = time.monotonic()
     for _ in range(3 * Odd.length):
         envs.step(np.zeros(2, np.int32))
     envs.close()
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 50, "a signal that is lost costs a minute"
 
 
 def test_an_environment_that_changes_the_directory_does_not_move_the_run(tmp_path, monkeypatch):

@@ -91,15 +91,27 @@ def test_a_side_that_fails_at_a_question_says_why(monkeypatch):
         assert isinstance(served.exception(60), MemoryError)
 
 
-@pytest.mark.parametrize(("typed", "devices"), [(2, "[0, 1]"), (None, "[0, 1]")])
-def test_processes_that_no_flag_counted_are_placed_on_as_many_devices(typed, devices, tmp_path):
+@pytest.fixture(scope="module")
+def trained_part(tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("part") / "run"
+    assert command(*PART[:-4], "--log-frequency", "8", "--env-id", "Catch-v0", "--run-dir", run_dir).code == 0
+    return run_dir
+
+
+@pytest.fixture
+def part(trained_part, tmp_path):
+    """A copy of a short run, to be changed."""
+    return shutil.copytree(trained_part, tmp_path / "run")
+
+
+@pytest.mark.parametrize("typed", [2, None])
+def test_processes_that_no_flag_counted_are_placed_on_as_many_devices(typed, part):
     """Under Slurm only --distributed is typed."""
-    assert command(*PART[:-4], "--log-frequency", "8", "--env-id", "Catch-v0", "--run-dir", tmp_path).code == 0
-    config = json.loads((tmp_path / "config.json").read_text())
+    config = json.loads((part / "config.json").read_text())
     config["experiment"] |= {"num_actors": 2, "num_shards": 2}
     config |= {"num_processes": 2, "placement": config["placement"] | {"distributed": True, "num_processes": typed}}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert place_of(tmp_path, [], False).in_words().endswith(f", actors on {devices}, learners on {devices}")
+    (part / "config.json").write_text(json.dumps(config))
+    assert place_of(part, [], False).in_words().endswith(", actors on [0, 1], learners on [0, 1]")
 
 
 @pytest.mark.slow
@@ -160,29 +172,25 @@ def test_two_runs_diverge_where_one_was_computed_differently(tmp_path, monkeypat
     assert both.code == 1 and re.search("update 2 than A has .*update 2 than B has", both.out, re.DOTALL), both
 
 
-def test_a_placement_that_does_not_fit_and_a_stray_word_are_refused_before_anything_is_computed(tmp_path):
-    run = tmp_path / "run"
-    assert command(*PART[:-4], "--log-frequency", "8", "--env-id", "Catch-v0", "--run-dir", run).code == 0
-    shards = json.loads((run / "config.json").read_text())["experiment"]["num_shards"]
+def test_a_placement_that_does_not_fit_and_a_stray_word_are_refused_before_anything_is_computed(part):
+    shards = json.loads((part / "config.json").read_text())["experiment"]["num_shards"]
     for words, says in (
         (["--learner-device-ids", *map(str, range(shards + 1))], f"num_shards={shards} cannot"),
         (["nonsense"], "nonsense has no flag before it; leave it out"),
     ):
-        ended = command("bisect", run, "--to", "2", "--", *words)
+        ended = command("bisect", part, "--to", "2", "--", *words)
         assert ended.code == 2 and says in ended.err and "computing" not in ended.out, ended
-    ended = command("bisect", run, "--to", "99", "--", "--learner-device-ids", "0")
+    ended = command("bisect", part, "--to", "99", "--", "--learner-device-ids", "0")
     assert ended.code == 2 and "--to 99 was not reached by the run; choose" in ended.err, ended
 
 
-def test_a_strangers_config_cannot_ask_for_a_million_devices(tmp_path):
-    run = tmp_path / "run"
-    assert command(*PART[:-4], "--log-frequency", "8", "--env-id", "Catch-v0", "--run-dir", run).code == 0
-    config = json.loads((run / "config.json").read_text())
+def test_a_strangers_config_cannot_ask_for_a_million_devices(part):
+    config = json.loads((part / "config.json").read_text())
     for placement in (
         {"num_processes": 10**6, "learner_device_ids": [0, 1]},
         {"learner_device_ids": [10**6]},
     ):
-        (run / "config.json").write_text(json.dumps({**config, "placement": {**config["placement"], **placement}}))
-        ended = command("bisect", run, "--", "--actor-device-ids", "0")
+        (part / "config.json").write_text(json.dumps({**config, "placement": {**config["placement"], **placement}}))
+        ended = command("bisect", part, "--", "--actor-device-ids", "0")
         assert ended.code == 2 and "Traceback" not in ended.err, ended
         assert "more than it has actors or shards" in ended.err or "there is no device 1000000" in ended.err

@@ -450,12 +450,11 @@ def test_64_bit_numbers_are_refused(done, tmp_path, jax_settings):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", ["cuda", "nonsense"])
-def test_devices_that_are_not_there_are_refused(name, tmp_path):
-    ended = finish(python("-m", "cleanba", "ppo", *TINY, "--run-dir", tmp_path / "run", JAX_PLATFORMS=name))
+def test_devices_that_are_not_there_are_refused(tmp_path):
+    ended = finish(python("-m", "cleanba", "ppo", *TINY, "--run-dir", tmp_path / "run", JAX_PLATFORMS="cuda"))
     assert ended.code == 2 and not (tmp_path / "run").exists()
     (said,) = [line for line in ended.err.splitlines() if line.startswith("cleanba: ")]
-    assert f"JAX_PLATFORMS={name}" in said and "set JAX_PLATFORMS=cpu" in said and "Traceback" not in ended.err
+    assert "JAX_PLATFORMS=cuda" in said and "set JAX_PLATFORMS=cpu" in said and "Traceback" not in ended.err
 
 
 @pytest.mark.parametrize(
@@ -732,15 +731,13 @@ def test_the_bare_command_lists_its_commands():
 
 
 def test_python_m_cleanba_is_the_command(tmp_path):
-    """Three processes; in the last, JAX must not have touched a device before it is told that it is one of several."""
+    """Two processes; in the second, JAX must not have touched a device before it is told that it is one of several."""
     run_dir = tmp_path / "run"
     good = python("-m", "cleanba", "--help")
-    bad = python("-m", "cleanba", "ppo", *TINY, "--num-minibatches", "5", "--run-dir", run_dir)
     alone = python("-m", "cleanba", "ppo", *TINY, "--distributed", "--run-dir", run_dir)
-    good, bad, alone = finish(good), finish(bad), finish(alone)
+    good, alone = finish(good), finish(alone)
     assert good.code == 0 and good.out == command("--help").out
-    assert bad.code == alone.code == 2
-    assert bad.err.startswith("cleanba: num_minibatches=5") and bad.err.count("\n") == 1
+    assert alone.code == 2 and alone.err.startswith("cleanba: ")
     assert "found no cluster" in alone.err and "--coordinator-address" in alone.err and alone.err.count("\n") == 1
     assert not run_dir.exists()
 
@@ -782,7 +779,8 @@ def test_invalid_names_are_refused_in_one_sentence(words, said, tmp_path, monkey
     (tmp_path / "run").mkdir()
     (tmp_path / "run/config.json").write_text("{}")
     monkeypatch.chdir(tmp_path)
-    ended = finish(python("-m", "cleanba", *words))
+    # Only a process has arguments and an stderr with this character.
+    ended = finish(python("-m", "cleanba", *words)) if "a\udcff" in words else command(*words)
     assert ended.code == 2 and said in ended.err and ended.err.count("\n") == 1, ended
 
 
@@ -842,7 +840,7 @@ def test_a_closed_pipe_ends_the_command_quietly(words, tmp_path):
     assert read_result(tmp_path / "run")["status"] == "interrupted"
 
 
-@pytest.mark.parametrize("words", [["ls", "--help"], ["ppo", *TINY, "--show-config"], ["ls", "nowhere"]])
+@pytest.mark.parametrize("words", [["ls", "--help"], ["ls", "nowhere"]])
 def test_short_output_that_cannot_be_written_is_no_traceback(words, tmp_path):
     with open("/dev/full", "w") as full:
         env = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -870,7 +868,7 @@ def test_output_that_a_full_disk_does_not_take_is_dropped(tmp_path):
         assert read_result(tmp_path / name)["status"] == "finished"
 
 
-@pytest.mark.parametrize("name", ["gamma", "log_frequency", "checkpoint_frequency"])
+@pytest.mark.parametrize("name", ["gamma", "log_frequency", "checkpoint_frequency", "keep_checkpoints"])
 def test_processes_must_agree_on_what_all_of_them_do_together(name, monkeypatch, tmp_path):
     """Otherwise each would wait for the others after different updates."""
 

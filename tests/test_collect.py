@@ -257,7 +257,7 @@ def test_several_threads_on_several_devices_record_what_one_thread_does(label, n
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(120)
+        thread.join(900)
     assert not errors and len(together) == len(placed), errors
     for actor, collected in together.items():
         assert_same(collected, once("stepped", case, actor))

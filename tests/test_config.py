@@ -201,14 +201,14 @@ def test_refusals_say_the_value_the_rule_and_the_remedy(split, words):
 
 @pytest.mark.parametrize("name", ["num_envs", "num_actors", "num_shards", "num_steps", "update_epochs", "lstm_size"])
 def test_absurd_numbers_are_refused_at_once(name):
-    start = time.monotonic()
+    start = time.process_time()
     with pytest.raises(UsageError, match=f"{name}=.* is too large"):
         check_values(PPO(**{name: 10**20}))
     with pytest.raises(UsageError, match="hiddens=.* is too large"):
         check_values(PPO(hiddens=(8, 10**20)))
     with pytest.raises(UsageError):  # as large as can be: still refused for not fitting, and soon
         Partition(num_envs=8, num_actors=1, num_shards=10**4)
-    assert time.monotonic() - start < 5
+    assert time.process_time() - start < 5
 
 
 INF, NAN = float("inf"), float("nan")

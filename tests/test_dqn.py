@@ -247,7 +247,9 @@ def test_of_two_processes_one_is_killed_and_one_alone_goes_on_to_the_same_bits(a
     first, second = in_pairs([*words.split(), run])
     # It dies while the checkpoint of update 15 is written; that of update 10 is complete by then on any disk.
     both = [python("-m", "cleanba", *first), python(ROOT / "tests" / "killed.py", "memory", "3", *second)]
-    assert [finish(p, 200).code for p in both][1] == -signal.SIGKILL
+    assert finish(both[1]).code == -signal.SIGKILL
+    ended = finish(both[0])
+    assert ended.code == 1 and "process 1 of 2 died" in ended.err, ended
     ended = command(*words.split(), run)
     assert ended.code == 0 and "resuming after update 10" in ended.out, ended
     for key in ("params_digest", "learner_digest"):

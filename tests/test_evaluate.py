@@ -17,7 +17,7 @@ import imageio.v2 as imageio
 import jax
 import numpy as np
 import pytest
-from launch import CROWD, ROOT, TINY, command, finish, in_pairs, python, read_result, read_rows
+from launch import ROOT, TINY, command, finish, in_pairs, python, read_result, read_rows
 from scripted import Play, ScriptedEnvs, mirror, spec
 
 from cleanba import launch
@@ -212,11 +212,10 @@ def test_a_trained_agent_plays_as_well_as_it_trained(runs):
     assert f"mean {evaluation['mean']:g}" in ended.out
 
 
-@pytest.mark.parametrize("name", ["ff", "lstm"])
-def test_the_same_seed_plays_the_same_games(runs, name):
+def test_the_same_seed_plays_the_same_games(runs):
     def played(*words):
-        assert command("eval", runs[name], *words).code == 0
-        evaluation = read_eval(runs[name])
+        assert command("eval", runs["lstm"], *words).code == 0
+        evaluation = read_eval(runs["lstm"])
         return evaluation["returns"], evaluation["lengths"]
 
     flags = ("--episodes", "40", "--epsilon", "0.5")  # it loses often enough for other games to show
@@ -848,7 +847,7 @@ def test_an_evaluation_ends_with_the_run(evaluations):
     made.after_update(1, 0, watched.params)
     assert made._thread.is_alive()
     made.close()
-    made._thread.join(60)  # it may be compiling
+    made._thread.join(300)  # it may be compiling, with what other threads leave of the cores
     assert not made._thread.is_alive()
 
 
@@ -880,8 +879,13 @@ def test_an_evaluation_at_the_end_that_hangs_ends_the_run(tmp_path, monkeypatch)
         check("playing")
 
     monkeypatch.setattr(periodic_evaluation, "play", hangs)
-    # Training, which has to compile on a busy machine, has a minute, its end five seconds.
-    monkeypatch.setattr(launch, "Watchdog", lambda timeout, counted: Watchdog(timeout / 12, counted))
+
+    class Soon(Watchdog):  # a minute before it plays, as the disk may be busy; then five seconds
+        def check(self, count, phase, *more):
+            self.timeout = 5.0 if phase == "playing" else 60.0
+            super().check(count, phase, *more)
+
+    monkeypatch.setattr(launch, "Watchdog", Soon)
     run = tmp_path / "run"
     flags = (*TINY, "--eval-frequency", "100", "--eval-episodes", "2", "--run-dir", run)
     ended = command("ppo", *flags, "--stall-timeout", "60")
@@ -933,7 +937,7 @@ cli.main(sys.argv[1:])
 def test_no_process_waits_for_one_whose_last_evaluation_hangs(tmp_path):
     flags = ("ppo", *TINY, "--num-shards", "2", "--eval-frequency", "100", "--run-dir", tmp_path / "run")
     both = [python("-c", HANGS_AT_ITS_END, *words) for words in in_pairs([*flags, "--stall-timeout", "120"])]
-    first, second = [finish(process, 120 * CROWD) for process in both]
+    first, second = [finish(process) for process in both]
     assert first.code == 1 and "no step of evaluations for " in first.err, first
     assert second.code == 1 and "process 0 of 2 failed: no step of evaluations for " in second.err, second
 

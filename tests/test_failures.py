@@ -163,7 +163,7 @@ def test_a_taken_port_and_a_missing_process_0_are_reported_in_a_sentence(monkeyp
             joining.require_free(port)
         joining.wait_for_process_0(f"localhost:{port}", 1)
     monkeypatch.setattr(joining, "REACH_SECONDS", 2.0)
-    monkeypatch.setattr(joining, "TELL_SECONDS", 1.0)
+    monkeypatch.setattr(joining, "TELL_SECONDS", 0.0)
     with pytest.raises(Failure, match=f"process 1 cannot reach process 0 at localhost:{port} .*refused"):
         joining.wait_for_process_0(f"localhost:{port}", 1)
     assert capsys.readouterr().err.count(f"process 1 waits for process 0 at localhost:{port}") == 1
@@ -270,7 +270,7 @@ def test_an_error_anywhere_ends_the_run_soon_and_is_reported_once(owner, name, c
     ended = command("ppo", *ENDLESS, "--run-dir", tmp_path / "run", "--checkpoint-frequency", "3", "--env-epoch", "3")
     assert time.perf_counter() - bomb.exploded_at < SOON
 
-    assert ended.code == 1
+    assert ended.code == 1 and ended.err.endswith("cleanba: the run failed: Planted: the bomb went off\n")
     assert ended.err.count("Traceback (most recent call last)") == 1
     assert ended.err.count('raise Planted("the bomb went off")') == 1, "the traceback must lead to the culprit"
     assert ended.err.count("in explode") == 1
@@ -421,7 +421,7 @@ Envs.step = hang
 cli.main(sys.argv[2:])
 """
 
-FAILS = HANGS.replace("time.sleep(600)", "raise RuntimeError('planted')")
+PATIENT = "from cleanba.runtime import train\ntrain.GRACE_SECONDS = 600.0\n"  # its threads are waited for that long
 
 
 @pytest.fixture(scope="module")
@@ -429,7 +429,7 @@ def processes(tmp_path_factory):
     """Runs as processes, started together as starting takes longest: name -> process, directory, file that it makes."""
     root = tmp_path_factory.mktemp("processes")
     started = {}
-    for name, script in {"plain 1": None, "plain 2": None, "hangs 1": HANGS, "hangs 2": HANGS, "fails": FAILS}.items():
+    for name, script in {"plain": None, "hangs 1": HANGS, "hangs 2": PATIENT + HANGS}.items():
         run_dir, marker = root / name, root / f"{name} marker"
         words = ["ppo", *ENDLESS, "--run-dir", run_dir]
         process = python("-m", "cleanba", *words) if script is None else python("-c", script, marker, *words)
@@ -444,7 +444,7 @@ def once_running(processes, name: str):
     """The process and its directory, once it trains or has come as far as its script allows."""
     process, run_dir, sign = processes[name]
     alive = lambda: sign.exists() and (sign.suffix != ".jsonl" or sign.stat().st_size > 0)
-    wait_for(lambda: alive() or process.poll() is not None, 300)
+    wait_for(lambda: alive() or process.poll() is not None, 900)
     assert alive(), finish(process)
     return process, run_dir
 
@@ -456,14 +456,12 @@ def wait_for(condition, seconds: float) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("name, signum, code", [("plain 1", signal.SIGINT, 130), ("plain 2", signal.SIGTERM, 143)])
-def test_a_signal_ends_the_process(processes, name, signum, code):
-    process, run_dir = once_running(processes, name)
+def test_a_signal_ends_the_process(processes):
+    process, run_dir = once_running(processes, "plain")
     assert process.poll() is None
-    process.send_signal(signum)
-    ended = finish(process, SOON)
-    assert ended.code == code
-    assert ended.err.strip() == f"cleanba: interrupted by {signum.name}"
+    process.send_signal(signal.SIGINT)
+    ended = finish(process)
+    assert ended.code == 130 and ended.err == "cleanba: interrupted by SIGINT\n"
     assert read_result(run_dir)["status"] == "interrupted"
     assert read_rows(run_dir), "lines of metrics.jsonl are whole"
 
@@ -471,9 +469,8 @@ def test_a_signal_ends_the_process(processes, name, signum, code):
 def test_a_signal_ends_a_process_whose_environment_hangs(processes):
     process, run_dir = once_running(processes, "hangs 1")
     process.send_signal(signal.SIGTERM)
-    ended = finish(process, SOON)
-    assert ended.code == 143
-    assert "Traceback" not in ended.err
+    ended = finish(process)
+    assert ended.code == 143 and ended.err == "cleanba: interrupted by SIGTERM\n"
     assert read_result(run_dir)["status"] == "interrupted"
 
 
@@ -487,17 +484,8 @@ def test_a_second_ctrl_c_ends_the_process_at_once(processes):
         process.send_signal(signal.SIGINT)
         return process.poll() is not None
 
-    wait_for(pressed, SOON)
+    wait_for(pressed, 300)
     ended = finish(process)
     assert ended.code == 130
     assert "Traceback" not in ended.err
     assert not (run_dir / "result.json").exists()
-
-
-def test_an_error_in_an_actor_ends_the_process(processes):
-    process, run_dir = once_running(processes, "fails")
-    ended = finish(process, SOON)
-    assert ended.code == 1
-    assert ended.err.count("Traceback (most recent call last)") == ended.err.count("in hang") == 1
-    assert ended.err.endswith("cleanba: the run failed: RuntimeError: planted\n")
-    assert read_result(run_dir)["status"] == "failed"

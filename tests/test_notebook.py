@@ -5,11 +5,14 @@ import time
 
 import nbformat
 import pytest
-from jupyter_client import KernelManager
+from jupyter_client import AsyncKernelManager, KernelManager
 from launch import ROOT
 from nbclient import NotebookClient
+from ports import free_port
 
 QUICKSTART = ROOT / "docs" / "examples" / "quickstart.ipynb"
+CHANNELS = ("shell", "iopub", "stdin", "hb", "control")
+PORTS = lambda: {"cache_ports": False, **{f"{name}_port": free_port() for name in CHANNELS}}  # nobody else takes them
 
 
 @pytest.mark.slow
@@ -18,7 +21,10 @@ def test_the_quickstart_runs_from_its_first_cell_to_its_last(tmp_path, monkeypat
     monkeypatch.delenv("MPLBACKEND", raising=False)  # EnvPool's Jumanji sets it where it draws, as other tests ask
     notebook = nbformat.read(QUICKSTART, as_version=4)
     assert all(not cell.get("outputs") for cell in notebook.cells), "is kept without what it printed"
-    NotebookClient(notebook, timeout=500, kernel_name="python3", resources={"metadata": {"path": tmp_path}}).execute()
+    where = {"metadata": {"path": tmp_path}}
+    manager = AsyncKernelManager(kernel_name="python3", **PORTS())
+    client = NotebookClient(notebook, km=manager, timeout=900, startup_timeout=300, resources=where)
+    client.execute(cleanup_kc=True)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     outputs = lambda words: next(cell.outputs for cell in code if words in cell.source)
     progress = [x for x in outputs('run_dir="runs/quickstart"') if x.output_type == "display_data"]
@@ -37,11 +43,11 @@ def test_the_quickstart_runs_from_its_first_cell_to_its_last(tmp_path, monkeypat
 def kernel(tmp_path, monkeypatch):
     """A notebook's kernel, and what waits for its answers."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    manager = KernelManager(kernel_name="python3")
+    manager = KernelManager(kernel_name="python3", **PORTS())
     manager.start_kernel(cwd=str(tmp_path))
     client = manager.blocking_client()
     client.start_channels()
-    client.wait_for_ready(timeout=120)
+    client.wait_for_ready(timeout=600)
     yield manager, client
     client.stop_channels()
     manager.shutdown_kernel(now=True)

@@ -252,7 +252,7 @@ def test_a_process_that_wakes_up_late_harms_no_checkpoint_of_the_start_that_went
     rollout = RecordedRollout(np.zeros((4, 2), np.uint8), np.zeros((4, 2), np.float32), np.zeros((4, 2), bool))
     arrays, home = {"w": np.zeros(3, np.float32)}, actor_folder(tmp_path, 0)
     opened = lambda: Checkpoints(
-        tmp_path, 2, actors=range(1), fresh_after=lambda update: False, require_ours=lambda: at("before it begins")
+        tmp_path, 2, actors=range(1), ends_epoch=lambda update: False, require_ours=lambda: at("before it begins")
     )
     armed, reached, go_on, prune = threading.Event(), threading.Event(), threading.Event(), records.prune
 
@@ -261,7 +261,7 @@ def test_a_process_that_wakes_up_late_harms_no_checkpoint_of_the_start_that_went
         writes = threading.current_thread() is not threading.main_thread()
         if point == stalls and writes and armed.is_set() and not reached.is_set():
             reached.set()
-            go_on.wait(60)
+            go_on.wait(600)
 
     def pruning(*args) -> None:
         at("before it removes files")

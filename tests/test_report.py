@@ -360,7 +360,7 @@ def browse(page: Path, out: Path, *flags: str) -> tuple[np.ndarray, str]:
         ],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=500,
     )
     assert ended.returncode == 0, ended.stderr
     console = "\n".join(line for line in ended.stderr.splitlines() if "CONSOLE" in line)

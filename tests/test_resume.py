@@ -1,5 +1,6 @@
 """Nothing is lost: a run that was killed, interrupted or damaged ends in the same bits as an undisturbed one."""
 
+import concurrent.futures
 import errno
 import json
 import os
@@ -15,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from launch import CROWD, ROOT, TINY, command, finish, python, read_result, read_rows
 from ports import free_address
@@ -35,7 +37,7 @@ from cleanba.runtime.checkpoint_writer import CheckpointWriter
 from cleanba.runtime.collect import SteppedCollector
 from cleanba.runtime.learner import Learner
 from cleanba.runtime.schedule import Schedule
-from cleanba.runtime.supervision import hear_signals
+from cleanba.runtime.supervision import Watchdog, hear_signals
 
 # 40 updates of 64 steps, and a checkpoint after every seventh: where environments start afresh, and in their midst.
 FLAGS = [*TINY, "--total-timesteps", "2560", "--env-epoch", "14", "--checkpoint-frequency", "7"]
@@ -105,7 +107,7 @@ def test_killed_again_and_again_it_ends_in_the_same_bits(kind, whole, tmp_path):
         ended = finish(python(ROOT / "tests" / "killed.py", moment, str(n), *words))
         assert ended.code == -signal.SIGKILL, f"{moment}: {ended}"
         assert not (run / "result.json").exists()
-    ended = finish(python("-m", "cleanba", "resume", run, "--actor-device-ids", "2", "--learner-device-ids", "0"))
+    ended = command("resume", run, "--actor-device-ids", "2", "--learner-device-ids", "0")
     assert ended.code == 0, ended.err
     assert "resuming after update" in ended.out
     assert_same_run(run, whole(kind))
@@ -692,18 +694,23 @@ def test_a_full_disk_ends_the_run_and_keeps_the_checkpoint_before(small_disk, wh
 
 
 def test_a_checkpoint_that_cannot_be_written_ends_the_run_after_the_update_under_way(tmp_path, monkeypatch):
-    update, commit, failed = Learner.update, Checkpoints._commit, threading.Event()
+    update, commit = Learner.update, Checkpoints._commit
+    writing: list[Checkpoints] = []
+    begun, reached = threading.Event(), threading.Event()
 
     def failing(self, saved, digests):
         if saved.update == 7:
-            failed.set()
+            writing.append(self)
+            begun.set()
+            assert reached.wait(600)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         commit(self, saved, digests)
 
     def later(self, state, memory, blocks, number):
         if number == 9:
-            assert failed.wait(60)
-            time.sleep(0.5)  # until the thread that writes has ended
+            assert begun.wait(600)
+            reached.set()
+            concurrent.futures.wait([writing[0]._writing], 600)
         return update(self, state, memory, blocks, number)
 
     monkeypatch.setattr(Checkpoints, "_commit", failing)
@@ -773,6 +780,8 @@ def test_a_directory_that_goes_away_ends_the_run(at, more, made_again, words, tm
 
     def removing(self, state, memory, blocks, number):
         if number == at:
+            while made_again and at == 10 and updates_kept(run) != [7]:  # else the rest of 7 would be made anew, too
+                time.sleep(0.01)
             run.rename(tmp_path / "elsewhere")  # in one step: a checkpoint is being written in it
             if made_again:
                 (run / "checkpoints" / "10.orbax-checkpoint-tmp").mkdir(parents=True)
@@ -843,6 +852,8 @@ def test_a_stall_shows_where_each_thread_stands_and_ends_the_run(tmp_path, monke
             release.wait(60)
         return collect(self, *args)
 
+    check = Watchdog.check  # it looks once the actor hangs: before, a slow start may take as long
+    monkeypatch.setattr(Watchdog, "check", lambda self, *now: len(calls) >= 9 and check(self, *now))
     monkeypatch.setattr(SteppedCollector, "__call__", hanging)
     ended = command(*KINDS["ppo"], "--stall-timeout", str(2 * CROWD), "--run-dir", tmp_path / "run")
     release.set()
@@ -858,8 +869,6 @@ def test_a_stall_shows_where_each_thread_stands_and_ends_the_run(tmp_path, monke
 
 SILENCE = 8
 PEER_FLAGS = [
-    "--peer-timeout",
-    str(SILENCE),
     *TINY,
     "--num-shards",
     "2",
@@ -895,7 +904,7 @@ FATES = {
 def pairs(tmp_path_factory):
     """Name -> two processes of one run; all started together, because starting takes longest."""
     started = {}
-    for name in (*FATES, "warned", "differ"):
+    for name in (*FATES, "warned"):
         run = tmp_path_factory.mktemp(name) / "run"
         address = free_address()
         both = []
@@ -903,7 +912,7 @@ def pairs(tmp_path_factory):
             words = ["ppo", *PEER_FLAGS, "--coordinator-address", address, "--num-processes", "2", "--process-id", i]
             words += ["--collector", "stepped", "--run-dir", str(run)]
             words += ["--checkpoint-frequency", "0"] if name == "warned" else ["--grace-period", "0"]
-            words += ["--keep-checkpoints", ("2", "all")[i == "1"]] if name == "differ" else []
+            words += ["--peer-timeout", str(SILENCE if name in ("stopped", "warned") else 120)]
             both.append(python("-c", UNHURRIED, "20" if name == "raises" and i == "1" else "0", *words))
         started[name] = both, run
     yield started
@@ -914,7 +923,7 @@ def pairs(tmp_path_factory):
 
 
 def wait_for_rows(run, count, is_well) -> None:
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + 900
     while not (run / "metrics.jsonl").exists() or len(read_rows(run)) < count:
         assert time.monotonic() < deadline and is_well()
         time.sleep(0.1)
@@ -936,12 +945,11 @@ def test_processes_that_are_all_suspended_go_on_and_all_warned_end_after_one_upd
     assert updates_kept(run) == [read_result(run)["update"]] and "nothing to repeat" in ended[0].out
 
 
-@pytest.mark.slow
-def test_processes_with_different_flags_are_refused(pairs):
-    (first, second), run = pairs["differ"]
-    ended = finish(first)
+def test_processes_with_different_flags_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("cleanba.runtime.processes.gather_over_processes", lambda x: np.stack([x, x[::-1]]))
+    ended = command("ppo", *TINY, "--run-dir", tmp_path / "run")
     assert ended.code == 2 and "process 1 was given a different experiment from process 0" in ended.err
-    assert finish(second).code == 2 and not run.exists()
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow

@@ -428,7 +428,7 @@ def test_a_sweep_is_interrupted_continued_and_reports_its_failure(tmp_path):
         assert time.monotonic() < gone, "a run outlived its sweep, which was killed"
         time.sleep(0.02)
 
-    ended = finish(python("-m", "cleanba", *words), 300)
+    ended = command(*words)
     assert ended.code == 1, ended
     assert "2 of 3 runs finished, 1 failed" in ended.out
     assert f"failed: {broken.name}, exit code 1 after 2 tries" in ended.out
@@ -441,7 +441,7 @@ def test_a_sweep_is_interrupted_continued_and_reports_its_failure(tmp_path):
     assert resumed
 
     (broken / "actors").unlink()
-    ended = finish(python("-m", "cleanba", *words))
+    ended = command(*words)
     assert ended.code == 0 and "2 of 3 runs are finished already" in ended.out, ended
     assert "3 of 3 runs finished" in ended.out
     manifest = json.loads((tmp_path / "s" / "sweep.json").read_text())

@@ -14,6 +14,7 @@ import pytest
 from launch import TINY, command, finish, python, read_rows
 
 from cleanba.errors import Failure, UsageError
+from cleanba.runtime.learner import Learner
 from cleanba.runtime.tracking import Tracking, require_tracking
 
 PLACE = ("project", "team", {"num_envs": 8})
@@ -182,6 +183,18 @@ def test_an_evaluation_that_is_played_again_takes_no_place_of_a_row(service, tmp
     assert sorted(service.rows) == list(range(1, 8)) and all("charts/SPS" in sent for sent in service.rows.values())
 
 
+@pytest.mark.parametrize("failed, steps", [(False, [1, 2, 3, 4]), (True, [1, 2, 3])])
+def test_an_evaluation_after_the_last_row_is_sent_when_the_run_ends(service, failed, steps, tmp_path):
+    rows = [row(update) for update in range(1, 4)]
+    tracking = Tracking(tmp_path, *PLACE)
+    for r in rows:
+        tracking.write(r["update"], r["global_step"], r)
+    tracking = Tracking(tmp_path, *PLACE, history=rows)  # interrupted in the evaluation of the last version
+    tracking.write(3, 24, {"eval/episodic_return": 7.0})
+    assert tracking.close(failed, seconds=60) and sorted(service.rows) == steps
+    assert failed or service.rows[4] == {"eval/episodic_return": 7.0, "eval/global_step": 24, "eval/update": 3}
+
+
 def test_a_service_that_ends_costs_its_rows_and_not_the_run(service, tmp_path, monkeypatch, capfd):
     tracking = Tracking(tmp_path, *PLACE)
     assert service.calls[0]["reinit"] == "create_new"  # the program's own run stays as it is
@@ -203,6 +216,23 @@ def test_a_run_has_its_result_before_the_last_rows_are_sent(service, tmp_path, m
     monkeypatch.setattr(service, "finish", lambda exit_code: there.append((run / "result.json").exists()))
     ended = command("ppo", *TINY, "--track", "--run-dir", run)
     assert ended.code == 0 and there == [True], ended
+
+
+def test_a_run_that_an_exception_leaves_is_ended_there(service, tmp_path, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt  # as the second Ctrl-C in a notebook does
+
+    monkeypatch.setattr("cleanba.launch.run_training", interrupted)
+    assert command("ppo", *TINY, "--track", "--run-dir", tmp_path / "run").code == 130
+    assert service.ended == 1
+
+
+def test_how_to_go_on_is_said_before_the_last_rows_are_sent(service, tmp_path, monkeypatch):
+    printed = []
+    monkeypatch.setattr(service, "finish", lambda exit_code: printed.append(sys.stdout.getvalue()))
+    monkeypatch.setattr(Learner, "update", lambda *_: (_ for _ in ()).throw(Failure("it failed")))
+    ended = command("ppo", *TINY, "--track", "--run-dir", tmp_path / "run")
+    assert ended.code == 1 and "starts again from the beginning" in printed[0], ended
 
 
 def test_a_project_that_cannot_be_is_refused(service, tmp_path):

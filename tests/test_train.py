@@ -337,6 +337,7 @@ def run_dir(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WANDB_MODE", "offline")
         patch.setenv("WANDB_SILENT", "true")
+        patch.setenv("WANDB__SERVICE_WAIT", "300")  # seconds that its own process may take to start
         words = ("--env-epoch", "2", "--checkpoint-frequency", "2", "--track", "--save-model")
         plain = ("--no-norm-obs", "--no-norm-reward", "--share-torso")  # without these, lag 0 is a distance of 0
         ended = command("ppo", *TINY, *plain, "--run-dir", directory, *words)
@@ -482,7 +483,7 @@ def test_numbers_of_infos_are_logged_the_same_wherever_environments_are_stepped(
     assert len({read_result(run)["params_digest"] for run in runs.values()}) == 1
 
     # Evaluations report them, too.
-    evaluated = read_rows(runs["processes"])[-1]
+    (evaluated,) = [row for row in read_rows(runs["processes"]) if "eval/seconds" in row]
     assert 0 <= evaluated["eval/is_success"] <= 1 and evaluated["eval/distance"] >= 1
     assert "eval/nothing" not in evaluated
     ended = command("eval", runs["threads"], "--episodes", "4")

@@ -352,9 +352,9 @@ def test_a_folder_within_a_run_from_elsewhere_is_from_there_too(tmp_path):
     assert source_of(inside) == "hf://somebody/something"
     (tmp_path / ".cache/huggingface/hub").mkdir(parents=True)  # as in a home
     (tmp_path / "config.json").write_text('{"theme": "dark"}')
+    (tmp_path / ".cache/huggingface/download/theirs").mkdir(parents=True)  # as `hf download` leaves it
+    assert source_of(tmp_path / "theirs") == str(tmp_path / "theirs")
     assert source_of(tmp_path / "mine") is None
-    (tmp_path / ".cache/huggingface/download").mkdir()  # as in a folder that `hf download` made
-    assert source_of(tmp_path / "mine") == str(tmp_path / "mine")
 
 
 def test_an_archive_that_lies_about_its_sizes_fills_no_disk(tmp_path, monkeypatch):
