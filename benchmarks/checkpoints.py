@@ -34,7 +34,7 @@ from cleanba.recipes import RECIPES
 from cleanba.resolution import resolve
 from cleanba.runtime.channels import Stop
 from cleanba.runtime.playback import play_back
-from cleanba.runtime.records import RecordedRollout, SavedActor, action_dtype, chain, digests_of
+from cleanba.runtime.records import RecordedRollout, SavedActor, action_dtype, digests_of, extend_outcomes_digest
 
 PARTS = ("checkpoints", "going_on", "playing")
 
@@ -262,7 +262,7 @@ def playing(env_id: str, envs: int, steps: int, rounds: int, folder: Path) -> di
     for now in ended:
         done[:] = np.greater(now, done, out=now)
     for t in range(0, steps, length):
-        answers = chain(answers, RecordedRollout(None, reward[t : t + length], ended[t : t + length]))
+        answers = extend_outcomes_digest(answers, RecordedRollout(None, reward[t : t + length], ended[t : t + length]))
     standing = SavedActor(0, steps, [(path, path.stat().st_size)], answers, digests_of(obs), {}, [])
 
     def alone() -> float:

@@ -59,7 +59,7 @@ def job(task: str, flag: str, share: float) -> tuple[Job, int]:
     recipe = RECIPES[name]
     found = prepare(recipe, parse(recipe, [*flags, flag]))
     e = found.experiment
-    uncounted = max(UNCOUNTED, getattr(e, "first_to_learn", 0) + 1)
+    uncounted = max(UNCOUNTED, e.first_to_learn + 1)
     updates = uncounted + max(2, int(share * steps / e.transitions_per_update)) + 1
     e = replace(e, total_timesteps=updates * e.transitions_per_update)
     return found._replace(resolved=found.resolved._replace(experiment=e)), uncounted

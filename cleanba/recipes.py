@@ -51,7 +51,7 @@ class Recipe(NamedTuple, Generic[E]):
     logs: Mapping[str, str] = {}
     """metrics that its updates log: name -> meaning"""
     protocols: Mapping[str, Settings] = {}
-    """name for --preset -> published settings, those of the environment included"""
+    """other names for --preset -> settings, those of the environment included; most of them are published"""
 
     @property
     def modules(self) -> list[str]:

@@ -28,7 +28,7 @@ Array = TypeVar("Array", np.ndarray, jax.Array)  # on the host, or on a device
 
 
 class Rollout(NamedTuple):
-    """`T` consecutive steps of a block of `B` environments, and the observation after them.
+    """`T` consecutive steps of `B` environments (an actor's, a block's or a shard's), and the observation after them.
 
     Each algorithm cuts its own minibatches from it.
     """
@@ -41,7 +41,9 @@ class Rollout(NamedTuple):
     truncated: jax.Array  # [T, B]  bool: the episode was cut off, its last state still has a value
     valid: jax.Array  # [T, B]  bool: the action was executed
     extras: PyTree  # [T, B, ...]  what the update needs from acting (log-probabilities)
-    carry: PyTree  # [B, ...]  recurrent state before obs[0]; () for a feed-forward policy
+    carry: (
+        PyTree  # [B, ...]  what acting carries from step to step, before obs[0], such as an LSTM's state; () for none
+    )
 
 
 class StepOutcome(NamedTuple, Generic[Array]):

@@ -119,6 +119,21 @@ def draw_minibatches(e: FromRollouts, key: jax.Array, steps: int, envs: int) -> 
     return index // envs, index % envs
 
 
+def draw_epoch(
+    e: FromRollouts, shards: ShardAxis, key: jax.Array, number: jax.Array, valid: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Time and environment indices [K', M, T', B'] of the minibatches of epoch `number`, drawn for each shard.
+
+    valid [K', T, B] has the shape.  The key depends on the numbers of epoch and shard, never on the device.
+    """
+
+    def of_shard(valid: jax.Array, shard: jax.Array) -> tuple[jax.Array, jax.Array]:
+        shard_key = jax.random.fold_in(jax.random.fold_in(key, number), shard)
+        return draw_minibatches(e, shard_key, *valid.shape)
+
+    return shards.map(of_shard, valid, shards.index)
+
+
 def sequences(steps: int, env: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Minibatches of all T steps of some environments.  env [M, B'] -> time and environment indices [M, T, B']."""
     m, b = env.shape

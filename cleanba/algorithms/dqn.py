@@ -27,7 +27,13 @@ from cleanba.algorithms.gradient_steps import (
     prioritised_steps,
 )
 from cleanba.algorithms.off_policy import PrioritisedReplay, check_replay, stacked_frames
-from cleanba.algorithms.optimiser import TrainState, learning_rate, make_adam, sgd_step, sgd_step_with_errors
+from cleanba.algorithms.optimiser import (
+    TrainState,
+    learning_rate,
+    make_adam,
+    optimiser_step,
+    optimiser_step_with_errors,
+)
 from cleanba.config import CLEANRL_GAMES, Fraction, Partition, Positive, Settings, Steps, flag, require
 from cleanba.kernels import polyak_update
 from cleanba.networks import make_action_values
@@ -319,7 +325,7 @@ def make(e: DQN, spec: EnvSpec, platform: str) -> Algorithm[State, Memory, Actin
 
         def gradient_step(batch: Minibatch, state: State) -> tuple[State, Metrics]:
             inputs = lambda i: (batch.window(i), state.target)
-            online, metrics = sgd_step(shards, optimiser, rate, state.online, loss, inputs)
+            online, metrics = optimiser_step(shards, optimiser, rate, state.online, loss, inputs)
             return after(online, state), metrics
 
         if isinstance(memory, replay.PrioritisedRing):
@@ -332,7 +338,7 @@ def make(e: DQN, spec: EnvSpec, platform: str) -> Algorithm[State, Memory, Actin
                     indices = replay.transitions_at(written, i, drawn)
                     return replay.take(written.ring, i, indices, e.n_step, stack), batch.weight[i], state.target
 
-                online, metrics, errors = sgd_step_with_errors(
+                online, metrics, errors = optimiser_step_with_errors(
                     shards, optimiser, rate, state.online, weighted_loss, inputs
                 )
                 return after(online, state), metrics, errors

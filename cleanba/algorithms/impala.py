@@ -17,7 +17,7 @@ from jax import lax
 from cleanba.algorithm import Algorithm, Metrics
 from cleanba.algorithms.batches import count_pieces, count_valid, in_pieces, sequences
 from cleanba.algorithms.normalisation import ReturnsSoFar, make_normaliser
-from cleanba.algorithms.optimiser import State, by_rule, learning_rate, sgd_step
+from cleanba.algorithms.optimiser import State, by_rule, learning_rate, optimiser_step
 from cleanba.config import (
     CLEANRL_ATARI,
     Count,
@@ -235,7 +235,7 @@ def make(
         def minibatch(state: State, inputs: tuple[jax.Array, jax.Array]) -> tuple[State, Metrics]:
             m, valid_m = inputs
             part = lambda i: in_pieces(partial(take, rollout, i), t[i, m], b[i, m], pieces)
-            return sgd_step(shards, optimiser, rate, state, loss, lambda i: (part(i), valid_m), pieces)
+            return optimiser_step(shards, optimiser, rate, state, loss, lambda i: (part(i), valid_m), pieces)
 
         in_turn = jnp.tile(jnp.arange(e.num_minibatches), e.update_epochs)
         state, metrics = lax.scan(minibatch, state, (in_turn, valid[in_turn]))

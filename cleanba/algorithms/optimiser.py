@@ -77,7 +77,7 @@ def learning_rate(e: Experiment, start: float, updates: jax.Array) -> jax.Array:
     return start * left
 
 
-def sgd_step(
+def optimiser_step(
     shards: ShardAxis,
     optimiser: Optimiser,
     rate: jax.Array,
@@ -86,7 +86,7 @@ def sgd_step(
     load: Callable[[jax.Array], tuple[Any, ...]],
     pieces: int | None = None,
 ) -> tuple[T, Metrics]:
-    """One step of the optimiser (any, not only plain SGD) on the sum over all shards of `loss(params, *load(i))`.
+    """One step of the optimiser on the sum over all shards of `loss(params, *load(i))`.
 
     loss: one shard's share of the minibatch's loss [] and metrics.  Shares are added up, so for a mean each divides by
         the size of the whole minibatch.
@@ -112,7 +112,7 @@ def sgd_step(
     return trained, metrics
 
 
-def sgd_step_with_errors(
+def optimiser_step_with_errors(
     shards: ShardAxis,
     optimiser: Optimiser,
     rate: jax.Array,
@@ -120,7 +120,7 @@ def sgd_step_with_errors(
     loss: Callable[..., tuple[jax.Array, tuple[Metrics, jax.Array]]],
     load: Callable[[jax.Array], tuple[Any, ...]],
 ) -> tuple[T, Metrics, jax.Array]:
-    """`sgd_step`, where the loss also returns errors of its elements, [N, ...], which are not summed over the shards.
+    """`optimiser_step`, where the loss also returns its elements' errors, [N, ...], which are not summed over shards.
 
     Returns the parameters and optimiser state after the step, the metrics, and the errors of the K' shards of this
     device, [K', N, ...].
@@ -144,10 +144,15 @@ def _step(
 ) -> tuple[T, Metrics, PyTree]:
     """One step on the sum over all shards of `of_shard(*load(i))`: a shard's gradient, metrics and errors of `loss`.
 
-    Returns what `sgd_step_with_errors` returns.
+    Returns what `optimiser_step_with_errors` returns.
     """
-    named = lambda i: dict(zip([*inspect.signature(loss).parameters][1:], load(i), strict=True))
-    probe("minibatch", lambda: shards.each(named), loss.__name__, per_shard=True)
+
+    def minibatch() -> PyTree:
+        """The loss's arguments after the parameters, by the names that `cleanba bisect` shows."""
+        names = [*inspect.signature(loss).parameters][1:]
+        return shards.each(lambda i: dict(zip(names, load(i), strict=True)))
+
+    probe("minibatch", minibatch, loss.__name__, per_shard=True)
     of_shards = shards.map_from(load, of_shard)
     probe("gradient", of_shards, loss.__name__, per_shard=True)
     *summands, errors = of_shards

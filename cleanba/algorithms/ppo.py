@@ -17,14 +17,14 @@ from cleanba.algorithms.batches import (
     LAG_LOGGED,
     count_pieces,
     count_valid,
-    draw_minibatches,
+    draw_epoch,
     explained_variance,
     in_pieces,
     outputs_over_time,
     version_distance,
 )
 from cleanba.algorithms.normalisation import ReturnsSoFar, make_normaliser
-from cleanba.algorithms.optimiser import State, learning_rate, make_adam, sgd_step
+from cleanba.algorithms.optimiser import State, learning_rate, make_adam, optimiser_step
 from cleanba.config import CLEANRL_ATARI, Count, Fraction, Partition, PolicyGradient, Positive, Range, Settings
 from cleanba.networks import ActorCritic, make_actor_critic
 from cleanba.networks.cores import Carry
@@ -271,13 +271,13 @@ def make(
         value, behaviour = out.value, rollout.extras["log_prob"]
         proximal = jax.tree.map(lambda x: x[:-1], out.policy).log_prob(rollout.action)
         log_ratio = jnp.where(rollout.valid, proximal - behaviour, 0.0)
+        reward, terminated, truncated = rollout.reward, rollout.terminated, rollout.truncated
         if correction in ("vtrace", "both"):
             target, advantage = corrected_gae(
-                *(value, log_ratio, rollout.reward, rollout.terminated, rollout.truncated),
-                *(e.gamma, e.gae_lambda, e.lag_trace_cap),
+                value, log_ratio, reward, terminated, truncated, e.gamma, e.gae_lambda, e.lag_trace_cap
             )
         else:
-            advantage = gae(value, rollout.reward, rollout.terminated, rollout.truncated, e.gamma, e.gae_lambda)
+            advantage = gae(value, reward, terminated, truncated, e.gamma, e.gae_lambda)
             target = advantage + value[:-1]
         center = behaviour if correction in ("none", "vtrace") else proximal
         weight = jnp.minimum(jnp.exp(log_ratio), e.lag_weight_cap) if weighted else ()
@@ -334,16 +334,14 @@ def make(
         rate = learning_rate(e, e.learning_rate, state.updates)
 
         def epoch(state: State, number: jax.Array) -> tuple[State, Metrics]:
-            shard_key = lambda shard: jax.random.fold_in(jax.random.fold_in(key, number), shard)
-            draw = lambda valid, shard: draw_minibatches(e, shard_key(shard), *valid.shape)
-            t, b = shards.map(draw, rollout.valid, shards.index)
+            t, b = draw_epoch(e, shards, key, number, rollout.valid)
             scale = advantage_scale(shards, targets.advantage, rollout.valid, t, b)  # [M]
             pieces = count_pieces(e, spec, platform, t)
 
             def minibatch(state: State, inputs: tuple[jax.Array, Scale]) -> tuple[State, Metrics]:
                 m, scale_m = inputs
                 part = lambda i: in_pieces(partial(take, rollout, targets, i), t[i, m], b[i, m], pieces)
-                return sgd_step(shards, optimiser, rate, state, loss, lambda i: (part(i), scale_m), pieces)
+                return optimiser_step(shards, optimiser, rate, state, loss, lambda i: (part(i), scale_m), pieces)
 
             return lax.scan(minibatch, state, (jnp.arange(e.num_minibatches), scale))
 

@@ -18,14 +18,14 @@ from cleanba.algorithms.batches import (
     count_pieces,
     count_steps,
     count_valid,
-    draw_minibatches,
+    draw_epoch,
     explained_variance,
     in_pieces,
     outputs_over_time,
 )
 from cleanba.algorithms.epsilon_greedy import epsilon_greedy, falling_epsilon, greedy, legal_values
 from cleanba.algorithms.normalisation import ReturnsSoFar, make_normaliser
-from cleanba.algorithms.optimiser import State, learning_rate, make_adam, sgd_step
+from cleanba.algorithms.optimiser import State, learning_rate, make_adam, optimiser_step
 from cleanba.config import CLEANRL_GAMES, Count, Fraction, FromRollouts, Partition, Settings
 from cleanba.networks import make_action_values
 from cleanba.networks.cores import Carry
@@ -254,16 +254,14 @@ def make(e: PQN, spec: EnvSpec, platform: str) -> Algorithm[State, ReturnsSoFar,
         rate = learning_rate(e, e.learning_rate, state.updates)
 
         def epoch(state: State, number: jax.Array) -> tuple[State, Metrics]:
-            shard_key = lambda shard: jax.random.fold_in(jax.random.fold_in(key, number), shard)
-            draw = lambda valid, shard: draw_minibatches(e, shard_key(shard), *valid.shape)
-            t, b = shards.map(draw, rollout.valid, shards.index)
+            t, b = draw_epoch(e, shards, key, number, rollout.valid)
             count = count_valid(shards, rollout.valid, t, b)  # [M]
             pieces = count_pieces(e, spec, platform, t)
 
             def minibatch(state: State, inputs: tuple[jax.Array, jax.Array]) -> tuple[State, Metrics]:
                 m, count_m = inputs
                 part = lambda i: in_pieces(partial(take, rollout, targets, i), t[i, m], b[i, m], pieces)
-                return sgd_step(shards, optimiser, rate, state, loss, lambda i: (part(i), count_m), pieces)
+                return optimiser_step(shards, optimiser, rate, state, loss, lambda i: (part(i), count_m), pieces)
 
             return lax.scan(minibatch, state, (jnp.arange(e.num_minibatches), count))
 

@@ -27,7 +27,7 @@ from cleanba.algorithms.gradient_steps import (
 )
 from cleanba.algorithms.normalisation import Statistics, make_normaliser
 from cleanba.algorithms.off_policy import PrioritisedReplay, check_replay, stacked_frames
-from cleanba.algorithms.optimiser import TrainState, learning_rate, make_adam, sgd_step_with_errors
+from cleanba.algorithms.optimiser import TrainState, learning_rate, make_adam, optimiser_step_with_errors
 from cleanba.config import (
     Count,
     Fraction,
@@ -323,7 +323,7 @@ def make(e: R2D2, spec: EnvSpec, platform: str) -> Algorithm[State, replay.Seque
                 sequences = replay.take_sequences(written, i, drawn, length, stack)
                 return sequences, batch.weight[i], state.target, state.statistics
 
-            online, metrics, errors = sgd_step_with_errors(shards, optimiser, rate, state.online, loss, inputs)
+            online, metrics, errors = optimiser_step_with_errors(shards, optimiser, rate, state.online, loss, inputs)
             moves, since = every(e.target_network_frequency, state.since_target + 1)
             target = polyak_update(shards, e.tau, moves, online.params, state.target)
             return state._replace(online=online, target=target, since_target=since), metrics, errors

@@ -15,7 +15,7 @@ from cleanba.algorithm import Algorithm, Metrics, NoCarry, no_carry
 from cleanba.algorithms.action_bounds import action_bounds
 from cleanba.algorithms.gradient_steps import Minibatch, Noise, every, gradient_steps, repeat, with_count
 from cleanba.algorithms.off_policy import CLEANRL_CONTINUOUS, OffPolicyActorCritic, check_actor_critic
-from cleanba.algorithms.optimiser import TrainState, learning_rate, make_adam, sgd_step
+from cleanba.algorithms.optimiser import TrainState, learning_rate, make_adam, optimiser_step
 from cleanba.algorithms.twin_critics import CRITICS_LOGGED, ActingParams, policy_metrics, td_loss
 from cleanba.config import NotNegative, Partition, Positive, Settings, Steps, require
 from cleanba.kernels import polyak_update
@@ -188,14 +188,16 @@ def make(e: SAC, spec: EnvSpec, platform: str) -> Algorithm[State, replay.Ring, 
         def gradient_step(batch: Minibatch, state: State) -> tuple[State, Metrics]:
             networks = state.policy.params, state.targets, state.log_alpha.params
             critic_inputs = lambda i: (batch.window(i), batch.noise(i, 0), *networks)
-            critics, critic_metrics = sgd_step(shards, optimiser, q_rate, state.critics, critic_loss, critic_inputs)
+            critics, critic_metrics = optimiser_step(
+                shards, optimiser, q_rate, state.critics, critic_loss, critic_inputs
+            )
 
             def policy_step(
                 k: jax.Array, trained: tuple[TrainState, TrainState]
             ) -> tuple[tuple[TrainState, TrainState], Metrics]:
                 policy, log_alpha = trained
                 policy_inputs = lambda i: (batch.window(i), batch.noise(i, k + 1), critics.params, log_alpha.params)
-                policy, metrics = sgd_step(shards, optimiser, policy_rate, policy, policy_loss, policy_inputs)
+                policy, metrics = optimiser_step(shards, optimiser, policy_rate, policy, policy_loss, policy_inputs)
                 if e.autotune:
                     log_alpha = shards.isolate(tune, q_rate, log_alpha, metrics["losses/entropy"])
                     probe("optimiser", log_alpha, "the entropy coefficient")

@@ -14,7 +14,7 @@ from cleanba.algorithm import Algorithm, Metrics, NoCarry, no_carry
 from cleanba.algorithms.action_bounds import action_bounds
 from cleanba.algorithms.gradient_steps import Minibatch, Noise, every, gradient_steps, repeat
 from cleanba.algorithms.off_policy import CLEANRL_CONTINUOUS, OffPolicyActorCritic, check_actor_critic
-from cleanba.algorithms.optimiser import TrainState, learning_rate, make_adam, sgd_step
+from cleanba.algorithms.optimiser import TrainState, learning_rate, make_adam, optimiser_step
 from cleanba.algorithms.twin_critics import CRITICS_LOGGED, ActingParams, policy_metrics, td_loss
 from cleanba.config import NotNegative, Partition, Positive, Settings
 from cleanba.kernels import polyak_update
@@ -142,11 +142,11 @@ def make(e: TD3, spec: EnvSpec, platform: str) -> Algorithm[State, replay.Ring, 
 
         def gradient_step(batch: Minibatch, state: State) -> tuple[State, Metrics]:
             critic_inputs = lambda i: (batch.window(i), batch.noise(i, 0), state.targets)
-            critics, critic_metrics = sgd_step(shards, optimiser, rate, state.critics, critic_loss, critic_inputs)
+            critics, critic_metrics = optimiser_step(shards, optimiser, rate, state.critics, critic_loss, critic_inputs)
 
             def policy_step(_: jax.Array, policy: TrainState) -> tuple[TrainState, Metrics]:
                 policy_inputs = lambda i: (batch.window(i), critics.params)
-                return sgd_step(shards, optimiser, rate, policy, policy_loss, policy_inputs)
+                return optimiser_step(shards, optimiser, rate, policy, policy_loss, policy_inputs)
 
             # Delayed: policy and targets change at every `policy_frequency`-th step of the critics.
             policy_learns, since_policy = every(e.policy_frequency, state.since_policy + 1)

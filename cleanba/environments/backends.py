@@ -26,7 +26,7 @@ from cleanba.specs import EnvSpec, ObsSpec
 
 
 class Envs(Protocol):
-    """A block of B environments, each with its own seed, that are stepped together."""
+    """B environments, each with its own seed, that are stepped together."""
 
     num_envs: int
 

@@ -43,6 +43,7 @@ class Dense(nn.Module):
     @nn.compact
     def weights(self, inputs: int) -> tuple[jax.Array, jax.Array]:
         """W [inputs, features] and b [features]."""
+        # The name is part of the parameters' path, from which Flax derives their keys, and checkpoints their names.
         return Weights(self.features, orthogonal(self.scale), self.dtype, name="Dense_0")(inputs)
 
     def __call__(self, x: jax.Array) -> jax.Array:

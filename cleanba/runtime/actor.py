@@ -93,10 +93,10 @@ def run_actor(
             times.transfer = time.perf_counter() - before_send
             times.rollout = time.perf_counter() - start
             stop.check()
-            counts = collected.steps, collected.episodes
-            acted_with = params.params if watched else ()
             sent = ActorRollout(
-                rollout, params.version, blocks, *counts, times, collected.recorded, collected.actor_state, acted_with
+                *(rollout, params.version, blocks, collected.steps, collected.episodes, times),
+                *(collected.recorded, collected.actor_state),
+                params=params.params if watched else (),
             )
             del blocks, collected  # the learner holds them alone, and frees them once it has learnt from them
             rollout_channel.put(sent)

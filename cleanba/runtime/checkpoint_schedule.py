@@ -53,7 +53,10 @@ class CheckpointSchedule:
         first_to_learn: the first update with gradient steps, from which on updates are slower.
         """
         self._every = every
-        self._slower = first_to_learn, first_to_learn + 1  # the second shows how long an update takes from now on
+        self._slower = (
+            first_to_learn,
+            first_to_learn + 1,
+        )  # they also meet after these, as updates are slower from now on
         self._schedule, self._frequency, self._whole_epochs = schedule, frequency, whole_epochs
         self._devices, self._progress = devices, progress
         self._next = time.perf_counter() + FIRST_SECONDS
@@ -84,8 +87,8 @@ class CheckpointSchedule:
     def decide(self, update: int) -> Decision:
         """What follows this update.  All processes must call this after every update."""
         f, before = self._frequency, self._saveable_before(update)
-        due = update == self._schedule.last
-        due |= any(n > 0 and update // n > before // n for n in (f or 0, self._every))
+        passed = lambda n: n > 0 and update // n > before // n  # a multiple of n since the last that could be saved
+        due = update == self._schedule.last or passed(f or 0) or passed(self._every)
         if f is None and self._whole_epochs:
             due |= self._schedule.ends_epoch(update)
         now = time.perf_counter()

@@ -63,8 +63,8 @@ def _all_finite(obs: Obs) -> jax.Array:
 class FiniteCheck(NamedTuple):
     """Checks, after each rollout, that an actor's environments returned finite numbers only.
 
-    The check is a program of its own, so it cannot change the collector's bits.  It fetches one number from the device;
-    only if that reports something are observations fetched, to find the place.
+    The check is a program of its own, so it cannot change the collector's bits.  It fetches one number from the device.
+    Observations are fetched only where that says that one is not finite, to find the place.
     """
 
     env_id: str
@@ -77,12 +77,12 @@ class FiniteCheck(NamedTuple):
         Raises:
             NotFinite: naming environment, step and field.
         """
-        obs_are = _all_finite(obs)
+        obs_are_finite = _all_finite(obs)
         wrong = ~np.isfinite(raw_reward) & valid
         if wrong.any():
             t, env = np.argwhere(wrong)[0].tolist()
             raise self._found(env, f"the reward of step {t + 1} of rollout {rollout}", raw_reward[t, env])
-        if obs_are:
+        if obs_are_finite:
             return
         places = []
         for path, x in jax.tree_util.tree_leaves_with_path(jax.device_get(obs)):
@@ -131,44 +131,6 @@ def first_carry(algorithm: Algorithm[S, M, P, C], num_envs: int, device: jax.Dev
         return jax.device_put(algorithm.initial_carry(num_envs, first_env), device)
 
 
-class Resumed(NamedTuple, Generic[C]):
-    """What a collector continues from after a resume, on the host: observations, flags and carry are [B, ...]."""
-
-    obs: Obs
-    done: np.ndarray
-    first: np.ndarray
-    carry: C
-    tracker: EpisodeTracker
-
-
-def restore_envs(
-    envs: Envs,
-    saved_actor: SavedActor,
-    recorded_action: ActionSpec | None,
-    like_carry: C,
-    num_steps: int,
-    who: str,
-    stop: Stop,
-    played: Callable[[int], None],
-) -> Resumed[C]:
-    """Bring fresh environments back to where an actor's were, by its recorded actions or, for JAX ones, their state.
-
-    Raises:
-        Failure: the environments do not reproduce what was recorded.
-    """
-    saved = saved_actor.arrays
-    if recorded_action is None:
-        assert isinstance(envs, jax_envs.Envs), "only environments in JAX are saved as they are"
-        like = envs.reset()
-        obs = restored(like, saved["obs"])
-        envs.restore(restored(envs.state, saved["state"]), obs)
-    else:
-        obs = play_back(envs, saved_actor, recorded_action, num_steps, who, stop, played)
-    tracker = EpisodeTracker(envs.num_envs)
-    (tracker.ret,), (tracker.length,), (done,), (first,) = (saved[name] for name in ("ret", "length", "done", "first"))
-    return Resumed(obs, done, first, restored(like_carry, saved["carry"]), tracker)
-
-
 def on_host(tree: PyTree) -> PyTree:
     """Copies in host memory, which no donated buffer can overwrite.  [...] -> [...]."""
     return jax.tree.map(np.array, tree)
@@ -210,7 +172,9 @@ class Collector(Generic[P, C]):
         self._tracker = EpisodeTracker(n)
 
     def resume(self, envs: Envs, saved_actor: SavedActor, who: str, played: Callable[[int], None]) -> None:
-        """Continue from a checkpoint, with fresh environments, which are brought back to where they were.
+        """Continue from a checkpoint with fresh environments, brought back to where the actor's were.
+
+        Recorded actions are played in them; environments in JAX get their saved state.
 
         who: the environments, as messages name them.
         played: called with the number of recorded steps, each time that some were played.
@@ -219,12 +183,18 @@ class Collector(Generic[P, C]):
             Failure: the environments do not reproduce what was recorded.
         """
         self.close()
-        self._envs = envs
-        carry = first_carry(self.algorithm, envs.num_envs, self.device)
-        *there, self._tracker = restore_envs(
-            envs, saved_actor, self.recorded_action, carry, self.num_steps, who, self.stop, played
-        )
-        self._begin(*there)
+        self._envs, saved = envs, saved_actor.arrays
+        like_carry = first_carry(self.algorithm, envs.num_envs, self.device)  # only its structure is used
+        if self.recorded_action is None:
+            assert isinstance(envs, jax_envs.Envs), "only environments in JAX are saved as they are"
+            obs = restored(envs.reset(), saved["obs"])
+            envs.restore(restored(envs.state, saved["state"]), obs)
+        else:
+            obs = play_back(envs, saved_actor, self.recorded_action, self.num_steps, who, self.stop, played)
+        self._tracker = tracker = EpisodeTracker(envs.num_envs)
+        names = ("ret", "length", "done", "first")
+        (tracker.ret,), (tracker.length,), (done,), (first,) = (saved[name] for name in names)
+        self._begin(obs, done, first, restored(like_carry, saved["carry"]))
 
     def _actor_state(self, obs: Obs, done: Any, first: Any, carry: PyTree, state: PyTree) -> ActorState:
         """What the next rollout begins from, for a checkpoint; `state` is kept of JAX environments alone."""

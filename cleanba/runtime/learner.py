@@ -1,6 +1,7 @@
 """The update over the learner mesh (jit and shard_map), and how rollouts reach it and parameters leave it."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import jax
@@ -28,32 +29,26 @@ def split_rollout(rollout: Rollout, blocks: int) -> list[Rollout]:
     The leading axis is the one that is sharded over the learner devices.
     """
 
-    def cut(i: int) -> Rollout:
-        def along(axis: int) -> Callable[[jax.Array], jax.Array]:
-            def part(x: jax.Array) -> jax.Array:
-                n = x.shape[axis] // blocks
-                return jax.lax.slice_in_dim(x, i * n, (i + 1) * n, axis=axis)[None]
+    def part(x: jax.Array, axis: int, i: int) -> jax.Array:
+        n = x.shape[axis] // blocks
+        return jax.lax.slice_in_dim(x, i * n, (i + 1) * n, axis=axis)[None]
 
-            return part
+    def block(i: int) -> Rollout:
+        steps = jax.tree.map(lambda x: part(x, 1, i), rollout._replace(carry=()))
+        return steps._replace(carry=jax.tree.map(lambda x: part(x, 0, i), rollout.carry))  # which has no time axis
 
-        body = jax.tree.map(along(1), rollout._replace(carry=()))
-        return body._replace(carry=jax.tree.map(along(0), rollout.carry))
-
-    return [cut(i) for i in range(blocks)]
+    return [block(i) for i in range(blocks)]
 
 
 def join_blocks(blocks: Sequence[Rollout], per_shard: int) -> Rollout:
     """The inverse, on a learner device: consecutive blocks [1, T, B', ...] -> its K' shards, leaves [K', T, B, ...]."""
 
-    def join(axis: int) -> Callable[..., jax.Array]:
-        def parts(*xs: jax.Array) -> jax.Array:
-            shards = [jnp.concatenate(xs[i : i + per_shard], axis) for i in range(0, len(xs), per_shard)]
-            return jnp.concatenate(shards, 0)
+    def join(axis: int, *parts: jax.Array) -> jax.Array:
+        shards = [jnp.concatenate(parts[i : i + per_shard], axis) for i in range(0, len(parts), per_shard)]
+        return jnp.concatenate(shards, 0)
 
-        return parts
-
-    body = jax.tree.map(join(2), *[b._replace(carry=()) for b in blocks])
-    return body._replace(carry=jax.tree.map(join(1), *[b.carry for b in blocks]))
+    steps = jax.tree.map(partial(join, 2), *[b._replace(carry=()) for b in blocks])
+    return steps._replace(carry=jax.tree.map(partial(join, 1), *[b.carry for b in blocks]))  # which has no time axis
 
 
 def shard_shapes(block: Rollout, blocks_per_shard: int) -> Rollout:
@@ -70,7 +65,7 @@ def memory_shapes(algorithm: Algorithm[S, M, P, C], block: Rollout, partition: P
 
 def abstract_block(algorithm: Algorithm[S, M, P, C], spec: EnvSpec, num_steps: int, envs: int) -> Rollout:
     """The shapes of one block of a rollout, [1, T(+1), B, ...], without collecting one."""
-    step: Any = Rollout  # filled with shapes in place of arrays
+    rollout_of: Any = Rollout  # its fields have the types of arrays; here they are shapes
     shape = lambda o, lead: jax.ShapeDtypeStruct((*lead, *o.shape), jax.dtypes.canonicalize_dtype(o.dtype))
     obs = jax.tree.map(lambda o: shape(o, (envs,)), spec.obs)
     first = jax.ShapeDtypeStruct((envs,), jnp.bool)
@@ -83,7 +78,7 @@ def abstract_block(algorithm: Algorithm[S, M, P, C], spec: EnvSpec, num_steps: i
     action, extras, carry = jax.eval_shape(one_step, jax.random.key(0), obs, first)
     over_time = lambda n: lambda x: jax.ShapeDtypeStruct((1, n, *x.shape), x.dtype)
     flag = jax.ShapeDtypeStruct((1, num_steps, envs), jnp.bool)
-    return step(
+    return rollout_of(
         obs=jax.tree.map(over_time(num_steps + 1), obs),
         first=over_time(num_steps + 1)(first),
         action=over_time(num_steps)(action),
@@ -123,11 +118,11 @@ class Learner(Generic[S, M, P, C]):
 
         Leaves [D K', ...]: K' places on each of all D learner devices, whether or not each place holds a shard.
         """
-        shape, held = shard_shapes(block, self._partition.blocks_per_shard), self._partition.places_per_learner
+        shape, places = shard_shapes(block, self._partition.blocks_per_shard), self._partition.places_per_learner
 
         def of_device() -> PyTree:
             one = self._algorithm.init_memory(shape)
-            return jax.tree.map(lambda x: jnp.broadcast_to(x, (held, *jnp.shape(x))), one)
+            return jax.tree.map(lambda x: jnp.broadcast_to(x, (places, *jnp.shape(x))), one)
 
         return jax.jit(jax.shard_map(of_device, mesh=self._devices.mesh, in_specs=(), out_specs=CUT))()
 

@@ -11,7 +11,7 @@ from cleanba.errors import Failure
 from cleanba.rollout import PyTree
 from cleanba.runtime.channels import Stop
 from cleanba.runtime.metrics import Status
-from cleanba.runtime.records import RecordedRollout, SavedActor, action_dtype, chain, digests_of
+from cleanba.runtime.records import RecordedRollout, SavedActor, action_dtype, digests_of, extend_outcomes_digest
 from cleanba.specs import ActionSpec
 
 STEPS_READ = 256  # steps read from disk at once, in whole rollouts
@@ -106,7 +106,7 @@ def play_back(
             done = np.greater(now, done, out=now)
         done = done.copy()
         for t in range(0, len(actions), num_steps):
-            outcomes_digest = chain(
+            outcomes_digest = extend_outcomes_digest(
                 outcomes_digest, RecordedRollout(None, raw_reward[t : t + num_steps], ended[t : t + num_steps])
             )
     others = [i for i, (a, b) in enumerate(zip(digests_of(obs), saved_actor.obs_digests, strict=True)) if a != b]

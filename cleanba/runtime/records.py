@@ -74,7 +74,7 @@ class SavedActor(NamedTuple):
     actions: list[tuple[Path, int]]
     """the files that hold the actions, in order, and how many bytes of each count"""
     outcomes_digest: str
-    """of all rewards and ends of episodes, see `chain`"""
+    """of all rewards and ends of episodes, see `extend_outcomes_digest`"""
     obs_digests: list[str]
     """of each environment's last observation, see `digests_of`"""
     arrays: dict[str, list[np.ndarray]]
@@ -90,7 +90,7 @@ def action_dtype(action: ActionSpec) -> np.dtype:
     return np.dtype(np.min_scalar_type(max(action.counts) - 1))
 
 
-def chain(before: str, recorded: RecordedRollout) -> str:
+def extend_outcomes_digest(before: str, recorded: RecordedRollout) -> str:
     """Extend the digest of rewards and ends of episodes since the epoch began ("" for none) by this rollout."""
     digest = sha256(before.encode())
     digest.update(np.ascontiguousarray(recorded.raw_reward, np.float32).tobytes())
@@ -167,7 +167,7 @@ class Record:
             self.close()
             self._epoch, self._steps, self._outcomes_digest, self._files = epoch, 0, "", []
         self._steps += len(recorded.raw_reward)
-        self._outcomes_digest = chain(self._outcomes_digest, recorded)
+        self._outcomes_digest = extend_outcomes_digest(self._outcomes_digest, recorded)
         self._state = actor_state
         if recorded.action is not None:
             self._held.append(recorded.action.tobytes())

@@ -63,7 +63,7 @@ class Statistics:
         each = 3 + len(self.infos)  # numbers of an episode
         row = np.zeros(2 + each * EPISODES_SHOWN, np.float64)
         row[0], row[1] = self.new_steps, self.new_episodes
-        newest = [(update, e.ret, e.length, *self.told(e)) for update, e in self.newest]
+        newest = [(update, e.ret, e.length, *self.infos_of(e)) for update, e in self.newest]
         row[2 : 2 + each * len(newest)] = np.array(newest, np.float64).ravel()
 
         def read(r: np.ndarray) -> NewCounts:
@@ -92,15 +92,16 @@ class Statistics:
         return {
             "global_step": self.global_step + sum(n.steps for n in news),
             "episodes": self.episodes + sum(n.episodes for n in news),
-            "recent": [[e.ret, e.length, *known(e)] for e in self.recent],
+            "recent": [[e.ret, e.length, *infos_as_json(e)] for e in self.recent],
             "seconds": seconds,
             "news": [
-                [n.steps, n.episodes, [[e.ret, e.length, update, *known(e)] for update, e in n.newest]] for n in news
+                [n.steps, n.episodes, [[e.ret, e.length, update, *infos_as_json(e)] for update, e in n.newest]]
+                for n in news
             ],
             **({"infos": list(self.infos)} if self.infos else {}),
         }
 
-    def told(self, e: Episode) -> tuple[float, ...]:
+    def infos_of(self, e: Episode) -> tuple[float, ...]:
         """The episode's numbers of `infos`; all NaN if it ended in an earlier start of the run, with other `infos`."""
         return e.infos if len(e.infos) == len(self.infos) else (math.nan,) * len(self.infos)
 
@@ -142,7 +143,7 @@ class Statistics:
     @property
     def mean_infos(self) -> dict[str, float]:
         """For each of `infos` that any of the last episodes has: its mean over those that have it."""
-        columns = zip(self.infos, np.array([self.told(e) for e in self.recent]).T, strict=False)
+        columns = zip(self.infos, np.array([self.infos_of(e) for e in self.recent]).T, strict=False)
         return {name: float(np.nanmean(told)) for name, told in columns if not np.isnan(told).all()}
 
     @property
@@ -150,7 +151,7 @@ class Statistics:
         return float(np.mean([e.length for e in self.recent])) if self.recent else None
 
 
-def known(e: Episode) -> list[float | None]:
+def infos_as_json(e: Episode) -> list[float | None]:
     """An episode's numbers of `EnvSpec.infos` for JSON, which has no NaN."""
     return [None if math.isnan(x) else x for x in e.infos]
 

@@ -119,16 +119,16 @@ class Publisher(Generic[P]):
         return next((params for sent, params in self._last_two if sent == version), self._last_two[-1].params)
 
 
-def make_save_schedule(training: Training[S, M, P, C], progress: Progress[S]) -> CheckpointSchedule:
+def make_checkpoint_schedule(training: Training[S, M, P, C], progress: Progress[S]) -> CheckpointSchedule:
     """When this run takes checkpoints."""
     return CheckpointSchedule(
         training.schedule,
         training.checkpoint_frequency,
-        not training.repeatable,
-        training.devices,
-        progress,
-        training.checkpoint_every,
-        getattr(training.experiment, "first_to_learn", 0),
+        whole_epochs=not training.repeatable,
+        devices=training.devices,
+        progress=progress,
+        every=training.checkpoint_every,
+        first_to_learn=training.experiment.first_to_learn,
     )
 
 
@@ -140,9 +140,9 @@ def make_log(training: Training[S, M, P, C], progress: Progress[S], write_log_po
         training.devices,
         progress,
         write_log_point,
-        getattr(training.experiment, "first_to_learn", 0),
-        training.chain,
-        training.target_return,
+        first_to_learn=training.experiment.first_to_learn,
+        chain=training.chain,
+        target_return=training.target_return,
     )
 
 
@@ -161,7 +161,7 @@ class Saver(Generic[S, M, P, C]):
     training: Training[S, M, P, C]
     writer: CheckpointWriter[S, M, P, C]
     publish: Publisher[P]
-    schedule: CheckpointSchedule
+    checkpoint_schedule: CheckpointSchedule
     log: TrainingLog
     progress: Progress[S]
 
@@ -176,20 +176,21 @@ class Saver(Generic[S, M, P, C]):
         self.log.write_digests(update, counters, self.writer.snapshot(update, state, memory))
         counters |= {"chain": training.chain.state} if training.chain is not None else {}
         counters |= {"reached": training.target_return} if finished else {}
-        fresh = training.schedule.starts_afresh(update)  # also asked at the run's end, as it may be made longer
+        # Not `ends_epoch`: actors are saved at the end of the run, too, as it may be made longer.
+        fresh = training.schedule.starts_afresh(update)
         counters |= {GOES_ON: fresh or training.repeatable}
         older = self.publish.params_of(update)
         self.writer.save(update, state, older, counters, training.repeatable and not fresh)
         self.progress.saved_update = update
-        self.schedule.note_saved(self.writer.seconds + time.perf_counter() - before)
+        self.checkpoint_schedule.note_saved(self.writer.seconds + time.perf_counter() - before)
 
     def end_now(self, update: int, state: S, memory: M, metrics: Metrics, stop: Stop) -> NoReturn:
         """End a run that was told to end, with a checkpoint of its last update.  `metrics` are that update's."""
         if self.training.stop_on_nonfinite:
-            self.log.check_finite(update, metrics, saving=True)
+            self.log.check_finite(update, metrics, at_once=True)
         if self.progress.saved_update != update:
             self.save(update, state, memory)
-        reason = self.schedule.ends_now(update)
+        reason = self.checkpoint_schedule.ends_now(update)
         assert reason is not None
         end(self.training, update, reason, stop)
 
@@ -212,8 +213,10 @@ def learn(
     schedule, saved, status = training.schedule, training.saved, progress.status
     params_of = training.algorithm.actor_params
     publish, watcher = Publisher(learner, params_channels), Watcher(learner, params_of)
-    save_schedule, log = make_save_schedule(training, progress), make_log(training, progress, write_log_point)
-    saver = Saver(training, writer, publish, save_schedule, log, progress)
+    log = make_log(training, progress, write_log_point)
+    checkpoint_schedule = make_checkpoint_schedule(training, progress)
+    saver = Saver(training, writer, publish, checkpoint_schedule, log, progress)
+    ends_now = lambda: checkpoint_schedule.ends_now(progress.update) is not None
     status.phase = "compiling the update"
     block_shapes = training.block_shapes
     progress.state = state = first_state(training, learner)
@@ -223,23 +226,18 @@ def learn(
     log.start_clock()
 
     if saved and schedule.first > schedule.last:  # the run ended with this checkpoint; only its result is missing
-        writer.snapshot(saved.update, state, memory)
+        writer.snapshot(saved.update, state, memory)  # its digests are in result.json
     elif saved and schedule.policy_version(schedule.first) == saved.update:
         publish(saved.update, saved.older_params)  # for the rollout that was under way while update `saved.update` ran
     metrics: Metrics = {}
     for update in range(schedule.first, schedule.last + 1):
-        # `state` is version `update`: the state before this update.  With concurrency it collects rollout update + 1
-        # (version 1 also rollout 1); without, it collects this rollout.
-        collects_this = schedule.policy_version(update) == update
-        collects_next = schedule.policy_version(update + 1) == update
-        ends_now = lambda: save_schedule.ends_now(progress.update) is not None
-        sent = True
-        if collects_this or collects_next:
-            send = collects_this or update < schedule.last
-            sent = publish(update, learner.local(params_of(state)), send, ends_now)
+        # `state` is version `update`: the state before this update.  Without concurrency it collects this rollout; with
+        # concurrency it collects the next one, and version 1 also this one.  The last version then collects none.
+        collects = schedule.policy_version(update) == update or update < schedule.last
+        published = publish(update, learner.local(params_of(state)), collects, ends_now)
 
         with log.timing_wait():
-            rollouts = receive(rollout_channels, update, schedule, ends_now) if sent else None
+            rollouts = receive(rollout_channels, update, schedule, ends_now) if published else None
         if rollouts is None:  # the run ends now: no rollouts are waited for
             saver.end_now(update - 1, state, memory, metrics, stop)
         if saved and update == schedule.first:
@@ -266,7 +264,7 @@ def learn(
             training.watch(watched.ended_in(state, memory))
             del watched
         stop.check()  # the run may have ended meanwhile, by an error elsewhere
-        decision = save_schedule.decide(update)
+        decision = checkpoint_schedule.decide(update)
         saving = training.checkpoints is not None and decision.save
         digested = saving or schedule.logs_digests(update)
         if training.stop_on_nonfinite:
@@ -476,19 +474,12 @@ def make_actors(
         params: Channel[Params[P]] = Channel(f"parameters for actor {actor}", stop)
         rollouts: Channel[ActorRollout] = Channel(f"rollouts of actor {actor}", stop)
         collector, make_envs = make_collector(actor, device), training.envs_of(actor, device)
-        body = lambda: run_actor(
-            actor,
-            e.seed,
-            training.schedule,
-            collector,
-            make_envs,
-            params,
-            rollouts,
-            learner.send,
-            stop,
-            saved_actors.get(actor),
-            playback.add,
-            training.watch is not None,
+        body = partial(
+            run_actor,
+            *(actor, e.seed, training.schedule, collector, make_envs, params, rollouts, learner.send, stop),
+            saved_actor=saved_actors.get(actor),
+            played=playback.add,
+            watched=training.watch is not None,
         )
         return ActorThread(f"actor {actor}", device, params, rollouts, body)
 

@@ -79,7 +79,7 @@ class TrainingLog:
         self._unchecked: tuple[int, Metrics] = (0, {})
         self._target_return = target_return
         # True if the checkpoint was taken right after a log point at which the target return was reached.
-        progress.reached = self._compares(progress.update) and progress.statistics.reaches(target_return)
+        progress.reached = self._is_periodic(progress.update) and progress.statistics.reaches(target_return)
         self.start_clock()
 
     def start_clock(self, ago: float = 0.0) -> None:
@@ -120,26 +120,24 @@ class TrainingLog:
         else:
             progress.update_seconds = (time.perf_counter() - self._timed_from) / (update - self._schedule.first)
 
-    def check_finite(self, update: int, metrics: Metrics, saving: bool) -> None:
-        """Check that losses and gradients are finite.
-
-        They are checked one update later, when they have arrived on the host; at once where digests are taken.
+    def check_finite(self, update: int, metrics: Metrics, at_once: bool) -> None:
+        """Check that losses and gradients are finite: one update later, when they have arrived on the host, or at once.
 
         Raises:
             NotFinite: one is not finite.
         """
         jax.tree.map(lambda x: x.copy_to_host_async(), metrics)
-        check_finite(*self._unchecked, self._progress.saved_update)
-        if saving:
-            check_finite(update, metrics, self._progress.saved_update)
+        require_finite(*self._unchecked, self._progress.saved_update)
+        if at_once:
+            require_finite(update, metrics, self._progress.saved_update)
         self._unchecked = update, metrics
 
     def is_log_point(self, update: int) -> bool:
         """Whether all processes log after this update."""
-        return self._compares(update) or self._schedule.logs_digests(update)
+        return self._is_periodic(update) or self._schedule.logs_digests(update)
 
-    def _compares(self, update: int) -> bool:
-        """Whether the return is compared with the target: not at log points that exist only because of a checkpoint."""
+    def _is_periodic(self, update: int) -> bool:
+        """Whether --log-frequency asks for a log point here.  Only there the return is compared with the target."""
         return update == 1 or update % self._log_frequency == 0
 
     def write(self, update: int, metrics: Metrics, digests: dict[str, str]) -> None:
@@ -148,7 +146,7 @@ class TrainingLog:
         statistics.gather()
         self._new_before = 0
         progress.global_step = statistics.global_step
-        progress.reached = progress.reached or (self._compares(update) and statistics.reaches(self._target_return))
+        progress.reached = progress.reached or (self._is_periodic(update) and statistics.reaches(self._target_return))
         interval = now - self._last_log
         recent = (statistics.global_step - self._steps_at_last_log) / interval
         if update > self._schedule.first:
@@ -232,7 +230,7 @@ def fill_status(
     status.bottleneck = bottleneck
 
 
-def check_finite(update: int, metrics: Json, saved_update: int) -> None:
+def require_finite(update: int, metrics: Json, saved_update: int) -> None:
     """Check that losses and gradients are finite.
 
     Raises:
