@@ -172,6 +172,8 @@ class KeptCheckpoints(NamedTuple):
 Settings = dict[str, Any]
 """Values for some fields of an experiment, by name."""
 
+# CleanRL's games (`ppo_atari_envpool.py`): EnvPool's defaults with episodes that end when a life is lost, 10 million
+# steps, and the Nature CNN.  Its results on 57 games are published.
 CLEANRL_GAMES = Settings(
     total_timesteps=10_000_000,
     repeat_action_probability=0.0,
@@ -184,8 +186,6 @@ CLEANRL_GAMES = Settings(
     hiddens=(512,),
 )
 CLEANRL_ATARI = CLEANRL_GAMES | Settings(core="none", share_torso=True)  # of policy gradients
-"""CleanRL's games (`ppo_atari_envpool.py`): EnvPool's defaults with episodes that end when a life is lost,
-10 million steps, and the Nature CNN.  Its results on 57 games are published."""
 
 
 class _NotOffered(NamedTuple):
@@ -293,6 +293,11 @@ class Experiment:
     def num_updates(self) -> int:
         """Updates in the run."""
         return self.total_timesteps // self.transitions_per_update
+
+    @property
+    def first_to_learn(self) -> int:
+        """The number of the first update that takes gradient steps, counted from 1; 0: all do."""
+        return 0
 
     @property
     def schedules(self) -> tuple[str, ...]:

@@ -61,7 +61,7 @@ from cleanba.errors import (
     printable,
     warn,
 )
-from cleanba.files import Json, write_json
+from cleanba.files import Json, optional_json, write_json
 from cleanba.interrupts import started
 from cleanba.recipes import AnyRecipe
 from cleanba.resolution import RECORD, Config, Resolved, fit, read_recipe, recorded, settle
@@ -258,6 +258,7 @@ def train_claimed(
     status = Status(title, job.experiment.num_updates, job.config.run.target_return)
     display = Display(status, enabled=job.devices.is_main and shown, warns=job.devices.is_main)
     stuck = True  # unless it ends without an error
+    outcome = None
     try:
         with time_to_start(job.config):
             if run_writer is not None:
@@ -276,18 +277,21 @@ def train_claimed(
         with ExitStack() as ends:  # they run in reverse order, each even if another one fails
             ends.callback(checkpoints.close, STUCK_SECONDS if stuck else None)
             if run_writer is not None:
+                if outcome is None:
+                    ends.callback(run_writer.finish_tracking, failed=True)
                 ends.callback(run_writer.close_logs)
             ends.callback(display.close)
     error, stuck = outcome.error, outcome.stuck
     if run_writer is not None:
         error = run_writer.write_result(outcome)
-        stuck |= not run_writer.finish_tracking(error)
     said = error is not None and peers is not None and error is peers.error
     # Continuing would lead to the same numbers, or into another run's directory.
     in_vain = error is None or isinstance(error, NotFinite | Replaced)
     remedy = "" if in_vain else how_to_go_on(job, outcome.result)
     if remedy and shown and run_writer is not None:
         print(remedy)
+    if run_writer is not None:
+        stuck |= not run_writer.finish_tracking(failed=error is not None)
     return Ended(job.run_dir, error, stuck, said, remedy=remedy)
 
 
@@ -411,7 +415,7 @@ def holds_runs(folder: Path) -> bool:
     """Whether a folder that is no run has runs in it."""
     if (folder / "config.json").exists() or not folder.is_dir():
         return False
-    return any((below / "config.json").exists() for below in folder.iterdir())
+    return any("experiment" in optional_json(path) for path in folder.glob("*/config.json"))  # not lost+found
 
 
 def holds_us(folder: Path) -> bool:
@@ -461,6 +465,7 @@ def usable(run_dir: Path) -> Iterator[None]:
 
 
 SENDING_SECONDS = 600.0  # for the last rows to come to Weights & Biases
+SENDING_SECONDS_OF_FAILED = 10.0  # the same, of a run that failed or was interrupted: its job may soon be killed
 SPARSE = 0.9  # the user is warned if replay fills less than this share of a batch on average
 
 
@@ -629,10 +634,10 @@ class RunWriter:
         if self._writers is not None:
             self._writers.close()
 
-    def finish_tracking(self, error: BaseException | None) -> bool:
+    def finish_tracking(self, failed: bool) -> bool:
         """Wait until Weights & Biases has all rows.  Returns False if that takes too long."""
-        seconds = self._run.grace_period if isinstance(error, Interrupted) else SENDING_SECONDS
-        return self._writers is None or self._writers.finish_tracking(error is not None, seconds)
+        seconds = SENDING_SECONDS_OF_FAILED if failed else SENDING_SECONDS
+        return self._writers is None or self._writers.finish_tracking(failed, seconds)
 
     def write_result(self, outcome: RunOutcome[Any]) -> BaseException | None:
         """Write the last files, and print how the run ended.  Returns the error that it failed with.

@@ -23,7 +23,7 @@ from cleanba.files import Json, read_json, write_json
 from cleanba.rollout import PyTree
 
 MARK = "downloaded.json"  # in a run directory that came from elsewhere: {"from": where}
-HUBS_OWN = Path(".cache/huggingface/download")  # the Hub's library leaves it in a folder that it downloads to
+HUBS_OWN = Path(".cache/huggingface/download")  # in a folder that the Hub's library downloads to: its files, by name
 REMEDY = "read its config.json, then add --trust-remote-code if you trust whoever made it"
 ANOTHER = "choose another run"
 
@@ -64,7 +64,7 @@ def source_of(run_dir: Path) -> str | None:
     for folder in (place, *place.parents):
         if (folder / MARK).exists():
             return str(read_json(folder / MARK).get("from"))
-        if (folder / HUBS_OWN).is_dir():
+        if (folder / HUBS_OWN / place.relative_to(folder)).is_dir():  # it lists the files that it downloaded
             return str(run_dir)
     return None
 

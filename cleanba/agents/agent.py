@@ -39,7 +39,6 @@ class Agent:
         self._device = device
         self._params = jax.device_put(policy.params, device)
         self._inspect: Callable[..., dict[str, jax.Array]] | None = None  # compiled once it is needed
-        require(seed is not None, "seed=None must be a whole number; try 1")
         self.reset(seed)
 
     @property
@@ -276,6 +275,7 @@ def load(
             asks for something that is not allowed.
         Failure: the checkpoint is damaged, or cannot be downloaded.
     """
+    require(seed is not None, "seed=None must be a whole number; try 1")
     run_dir = find_run(run)
     _, e = read_recipe(run_dir, trust_remote_code)
     with prepared(e):

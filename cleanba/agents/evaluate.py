@@ -34,7 +34,7 @@ from cleanba.runs.progress_line import ProgressLine
 from cleanba.runs.remote import find_run
 from cleanba.runtime.collect import first_carry
 from cleanba.runtime.digests import params_digest
-from cleanba.runtime.process_setup import pin_settings, settings_of
+from cleanba.runtime.process_setup import pin_settings, settings_of, warnings_of_gymnasium_kept
 from cleanba.seeds import MAX_EVAL_ENVS, eval_seed, evaluation_key
 from cleanba.specs import EnvSpec
 
@@ -308,7 +308,7 @@ def evaluate(
     stay_here()
     policy, device = agent.policy, agent.device
     plays = policy.recipe.plays.changed(greedy, epsilon)
-    with settings_of(policy.experiment.dtype), ProgressLine(shown=progress) as line:
+    with settings_of(policy.experiment.dtype), warnings_of_gymnasium_kept(), ProgressLine(shown=progress) as line:
         played = play_and_film(path, policy, episodes, seed, device, plays=plays, max_steps=max_steps, check=line.show)
     r = summary(policy.spec.env_id, policy.spec.is_atari, played, policy.spec.infos)
     return Evaluation(np.array(r["returns"]), np.array(r["lengths"]), r, path)

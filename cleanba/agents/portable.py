@@ -37,7 +37,7 @@ from cleanba.errors import Failure, UsageError, closest_names, missing, said
 from cleanba.files import Json, write_whole
 from cleanba.rollout import PyTree, step_outcome
 from cleanba.runtime.digests import params_digest
-from cleanba.runtime.process_setup import settings_of
+from cleanba.runtime.process_setup import settings_of, warnings_of_gymnasium_kept
 from cleanba.seeds import MAX_EVAL_ENVS, eval_seed, evaluation_key
 
 FORMATS = {"onnx": ".onnx", "stablehlo": ".stablehlo"}
@@ -436,7 +436,7 @@ def export(policy: Policy, path: Path, format: str, seed: int = 1) -> Export:
     """
     check_target(path, format, seed)
     NEEDS[format]()
-    with settings_of("float32"):
+    with settings_of("float32"), warnings_of_gymnasium_kept():
         agent = exported(policy)
         try:
             runs = WRITERS[format](path, agent)

@@ -23,10 +23,12 @@ from cleanba.config import (
     to_json,
     updates_of,
 )
+from cleanba.environments.gymnasium import RUNNING
 from cleanba.errors import Failure, Replaced, UsageError, warn
 from cleanba.files import Json, current_directory, read_json, sync, write_json
 from cleanba.recipes import AnyRecipe
 from cleanba.resolution import Resolved, longer, read_recipe
+from cleanba.runtime import memory, records
 from cleanba.runtime.chain import FIRST_STEPS, kept_of_first
 from cleanba.runtime.checkpoint import FOLDER, can_be_made_longer, updates_kept
 from cleanba.runtime.hardware import describe_devices, for_gpus
@@ -154,7 +156,7 @@ def open_run(
             before = earlier.get("sources", {})
             changed = [name for name, digest in sources.items() if before.get(name, digest) != digest]
             if any(name.startswith("local/") for name in sources):  # of a script, only the environment counts here
-                changed = [name for name in changed if name != "__main__"]
+                changed = [name for name in changed if name not in RUNNING]
             if changed:
                 warn(
                     f"{run_dir} was trained before the code of {' and '.join(changed)} was changed; to train with the "
@@ -263,9 +265,10 @@ LOCK = ".lock"  # in a run's directory
 
 
 def is_gone(run_dir: Path) -> bool:
-    """Whether a run's directory is missing, or has only the folder that TensorStore makes again while it writes."""
+    """Whether a run's directory is missing, or has only folders that were made again while a checkpoint is written."""
     try:
-        return os.listdir(run_dir) == [FOLDER]
+        there = os.listdir(run_dir)
+        return bool(there) and {*there} <= {FOLDER, memory.FOLDER, records.FOLDER}
     except OSError:
         return not run_dir.exists()
 

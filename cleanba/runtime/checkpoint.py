@@ -23,7 +23,7 @@ from functools import cache
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -49,6 +49,8 @@ COUNTERS = "counters"
 GOES_ON = "goes_on"  # in the counters: whether a longer run could continue from here; earlier versions wrote none
 ARRAYS = "arrays"
 LATE_SECONDS = 60.0  # how long a shared file system may take to show what another process wrote
+
+T = TypeVar("T")
 
 
 @contextlib.contextmanager
@@ -144,14 +146,15 @@ class Checkpoints:
         like_memory: PyTree = (),
         shards: range = range(0),
         actors: range = range(0),
-        fresh_after: Callable[[int], bool] = lambda update: True,
+        ends_epoch: Callable[[int], bool] = lambda update: True,
         require_ours: Callable[[], None] = lambda: None,
     ):
         """`like_memory` has the shapes of one shard's memory; `shards` and `actors` are this process's.
 
         keep: which checkpoints stay, as --keep-checkpoints says.
 
-        fresh_after: update -> whether environments start afresh after it, so that actors are not saved.
+        ends_epoch: update -> whether an epoch of environments, or the run, ends with it: no actor goes on from there,
+            so none is read.
 
         require_ours: raises `Replaced` if the directory has become another run's.
         """
@@ -164,7 +167,7 @@ class Checkpoints:
         self._folder = self.run_dir / FOLDER
         self._like_memory = like_memory
         self._shards = shards if jax.tree.leaves(like_memory) else range(0)
-        self._actors, self._fresh_after, self._require_ours = actors, fresh_after, require_ours
+        self._actors, self._ends_epoch, self._require_ours = actors, ends_epoch, require_ours
         self._writing: Future[None] | None = None
         self._newest: Future[None] | None = None  # the same, but still set after `wait`
         self._closing = threading.Event()
@@ -216,7 +219,7 @@ class Checkpoints:
         keep = [*self._kept(), update]
         self._known.append(update)
         homes = {actor: actor_folder(self.run_dir, actor) for actor in self._actors}
-        old = {actor: records.action_files(home) for actor, home in homes.items()}
+        old = self._guarded(lambda: {actor: records.action_files(home) for actor, home in homes.items()})
 
         def write() -> None:
             began = time.perf_counter()
@@ -341,9 +344,9 @@ class Checkpoints:
         for home in (actor_folder(self.run_dir, actor) for actor in self._actors):
             records.prune(home, keep, records.action_files(home), whole=self._is_whole)
 
-    def _guarded(self, do: Callable[[], object]) -> None:
+    def _guarded(self, do: Callable[[], T]) -> T:
         try:
-            do()
+            return do()
         except Failure:  # a sentence already
             raise
         except Exception as error:
@@ -401,7 +404,7 @@ class Checkpoints:
             if at_most is not None and update > at_most:
                 continue
             try:
-                actors = range(0) if self._fresh_after(update) else self._actors
+                actors = range(0) if self._ends_epoch(update) else self._actors
                 saved = read_whole(
                     self.run_dir, update, like_state, like_params, self._like_memory, self._shards, actors
                 )

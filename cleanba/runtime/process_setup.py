@@ -91,14 +91,13 @@ def prepared(e: Experiment) -> Iterator[None]:
     """Call `prepare_process`; on leaving, restore the settings that other code in this process would notice."""
     before = {name: jax.config.values[name] for name in ("jax_default_matmul_precision", *PINNED)}
     scheduled = scheduling()
-    choice, warned_of = kernels.chosen(), gymnasium.logger.min_level
+    choice = kernels.chosen()
     prepare_process(e)
     try:
-        with lapack.one_thread(), root_logger_left_alone():
+        with lapack.one_thread(), root_logger_left_alone(), warnings_of_gymnasium_kept():
             yield
     finally:
         kernels.choose(choice)
-        gymnasium.logger.min_level = warned_of
         for name, value in before.items():
             jax.config.update(name, value)
         if scheduled != scheduling():
@@ -195,17 +194,25 @@ def pin_settings() -> None:
 
 
 @contextmanager
+def warnings_of_gymnasium_kept() -> Iterator[None]:
+    """On leaving, Gymnasium warns again of what it warned of before: making environments makes it silent."""
+    before = gymnasium.logger.min_level
+    try:
+        yield
+    finally:
+        gymnasium.logger.min_level = before
+
+
+@contextmanager
 def settings_of(dtype: str) -> Iterator[None]:
     """Within the context JAX multiplies with the precision of --dtype, and draws random numbers as in training.
 
-    This holds in this thread alone, except for JAX_RANDOM_SEED_OFFSET, which JAX has once per process.  On leaving,
-    Gymnasium warns again of what it warned of before.
+    This holds in this thread alone, except for JAX_RANDOM_SEED_OFFSET, which JAX has once per process.
 
     Raises:
         UsageError: the process cannot use JAX.
     """
     refuse_forked()
-    warned_of = gymnasium.logger.min_level
     offset = jax.config.values["jax_random_seed_offset"]
     if offset:
         jax.config.update("jax_random_seed_offset", 0)
@@ -219,7 +226,6 @@ def settings_of(dtype: str) -> Iterator[None]:
         ):
             yield
     finally:
-        gymnasium.logger.min_level = warned_of
         if offset:
             jax.config.update("jax_random_seed_offset", offset)
 

@@ -14,7 +14,7 @@ import netrc
 import os
 import secrets
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -72,6 +72,9 @@ def _in_netrc(base_url: str) -> bool:
     return False
 
 
+Row = tuple[int, int, Mapping[str, object]]  # its update, its global step and its values
+
+
 class Tracking:
     """Sends rows to Weights & Biases."""
 
@@ -111,10 +114,9 @@ class Tracking:
         self._of_evaluations: set[str] = set()
         self._newest = 0
         self._from = self._run.starting_step
-        self._held: list[tuple[int, int, Mapping[str, object]]] = []  # evaluations before that step
+        self._held: list[Row] = []  # evaluations before that step
         self._lost = False  # whether W&B takes no more rows
-        for row in history:
-            self._send(row["update"], row["global_step"], row)
+        self._send_all([(row["update"], row["global_step"], row) for row in history])
 
     def write(self, update: int, global_step: int, values: Mapping[str, object]) -> None:
         """Send the numbers of a row, unless W&B has them already.
@@ -124,17 +126,25 @@ class Tracking:
 
         If W&B's own process has ended, a warning says so, and nothing more is sent.
         """
+        self._newest = max(self._newest, update)
+        if self._newest < self._from and _is_evaluation(values):
+            self._held.append((update, global_step, values))
+            return
+        if self._newest >= self._from:
+            self._send_held()
+        self._send_all([(update, global_step, values)])
+
+    def _send_held(self) -> None:
+        held, self._held = self._held, []
+        self._send_all(held)
+
+    def _send_all(self, rows: Iterable[Row]) -> None:
+        """Send these unless W&B takes no more rows; a warning says so once."""
         if self._lost:
             return
         try:
-            self._newest = max(self._newest, update)
-            if self._newest < self._from and _is_evaluation(values):
-                self._held.append((update, global_step, values))
-            elif self._newest >= self._from:
-                for held in self._held:
-                    self._send(*held)
-                self._held.clear()
-            self._send(update, global_step, values)
+            for row in rows:
+                self._send(*row)
         except Exception as error:  # whatever its library raises
             self._lost = True
             warn(f"Weights & Biases takes no more rows ({said(error)}); metrics.jsonl has them all")
@@ -154,14 +164,21 @@ class Tracking:
             self._run.log({**numbers, **place}, step=self._newest)
 
     def close(self, failed: bool, seconds: float) -> bool:
-        """Wait until all rows are sent, or written.  Returns False, after a warning, if that takes longer than this."""
+        """Wait until all rows are sent, or written.  Returns False, after a warning, if that takes longer than this.
+
+        Evaluations that are still held are sent, too, at W&B's next step, unless the run failed and will go on.
+        """
+        if not failed:
+            self._newest = max(self._newest, self._from)
+            self._send_held()
         try:
             in_background(lambda: self._run.finish(exit_code=int(failed)), "W&B").result(seconds)
         except TimeoutError:
             warn(f"Weights & Biases has not taken all rows within {seconds:g} s; `wandb sync` sends what is in wandb/")
             return False
         except Exception as error:  # whatever its library raises
-            warn(f"Weights & Biases has not taken all rows ({said(error)}); metrics.jsonl has them")
+            if not self._lost:
+                warn(f"Weights & Biases has not taken all rows ({said(error)}); metrics.jsonl has them")
         return True
 
 
