@@ -524,6 +524,10 @@ def test_a_function_that_changes_before_training_is_named(tmp_path, capfd):
     length[0] = 4
     spec.register()
     assert "or what it reads, has changed since the specification was made" in capfd.readouterr().err
+    name = spec.flags["env_id"].removeprefix("gymnasium:")
+    del gymnasium.registry[name]  # as in a process that was spawned
+    spec.register()
+    assert gymnasium.registry[name].entry_point is spec.maker
 
 
 @pytest.mark.parametrize("obs", [np.float32([0, np.nan]), [[0, 1], [np.nan, 1]], [0, -np.inf]])
@@ -634,16 +638,18 @@ def test_a_program_can_configure_its_own_log_later(monkeypatch):
 
 
 def test_a_process_that_was_forked_after_jax_began_is_refused(run):
-    child = os.fork()
-    if not child:
-        try:
-            small().resolve()
-        except UsageError as error:
-            os._exit(3 if "multiprocessing.get_context('spawn')" in str(error) else 4)
-        except BaseException:
-            os._exit(5)
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+    agent = run.agent()
+    for use in (lambda: small().resolve(), lambda: agent.act(np.zeros(4))):
+        child = os.fork()
+        if not child:
+            try:
+                use()
+            except UsageError as error:
+                os._exit(3 if "multiprocessing.get_context('spawn')" in str(error) else 4)
+            except BaseException:
+                os._exit(5)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
 
 
 def test_a_program_that_ends_during_a_compilation_waits_for_it(tmp_path):
@@ -1113,7 +1119,8 @@ def test_a_custom_algorithm_of_a_run_from_elsewhere_is_not_imported(own_loss):
 
 
 SCRIPT = f"""
-import sys
+import multiprocessing, sys
+from concurrent.futures import ProcessPoolExecutor
 import gymnasium, numpy as np
 import cleanba
 
@@ -1121,6 +1128,9 @@ import cleanba
 
 class Main(Line):
     pass
+
+def train(spec, run_dir):
+    return cleanba.train(spec, run_dir, progress=False).result["status"]
 
 if __name__ == "__main__":
     gymnasium.register("Registered-v0", entry_point="test_api:Line")
@@ -1133,6 +1143,8 @@ if __name__ == "__main__":
         cleanba.train(cleanba.ppo(Main, **small), sys.argv[1] + "/workers", env_workers=2)
     except cleanba.UsageError as error:
         print("refused:", error)
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        print("spawned:", pool.submit(train, cleanba.ppo(Main, **small), sys.argv[1] + "/spawned").result())
 """
 
 
@@ -1147,6 +1159,7 @@ def test_a_script_may_define_its_environment_and_use_workers(tmp_path):
     assert (
         json.loads((tmp_path / "main" / "config.json").read_text())["experiment"]["env_id"] == "gymnasium:local/Main-v0"
     )
+    assert "spawned: finished" in ended.out
     for word in ("resume", "eval"):
         ended = command(word, tmp_path / "main")
         assert ended.code == 2 and ended.err.count("\n") == 1, ended

@@ -69,6 +69,8 @@ def test_a_run_starts_from_anothers_parameters(tmp_path):
     assert command("ppo", *TINY, "--seed", "2", "--run-dir", changed).code == 0
     shutil.copytree(changed, first)
     assert "is finished; nothing to do" in command(*words(first)).out
+    ended = command("ppo", "--experiment", second, "--init-from", first, "--run-dir", tmp_path / "again")
+    assert ended.code == 2 and "the whole experiment is taken from" in ended.err and "init_from" in ended.err, ended
     # Other commands also find the place.
     assert command(*words(first), "--show-config").code == 0
     assert command("slurm", "fit", "1", *words(first)).out.splitlines()[0] == "1"
