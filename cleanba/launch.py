@@ -257,8 +257,7 @@ def train_claimed(
     title = f"{job.recipe.name} on {job.experiment.env_id}, seed {job.experiment.seed}"
     status = Status(title, job.experiment.num_updates, job.config.run.target_return)
     display = Display(status, enabled=job.devices.is_main and shown, warns=job.devices.is_main)
-    stuck = True  # unless it ends without an error
-    outcome = None
+    stuck = left = True  # unless it ends without an error
     try:
         with time_to_start(job.config):
             if run_writer is not None:
@@ -273,11 +272,12 @@ def train_claimed(
             outcome = run_writer.finish(outcome, status, give_up)
             if peers and outcome.error is not None:  # the other processes wait for this one to end
                 peers.tell(outcome.error)
+        left = False
     finally:
         with ExitStack() as ends:  # they run in reverse order, each even if another one fails
             ends.callback(checkpoints.close, STUCK_SECONDS if stuck else None)
             if run_writer is not None:
-                if outcome is None:
+                if left:
                     ends.callback(run_writer.finish_tracking, failed=True)
                 ends.callback(run_writer.close_logs)
             ends.callback(display.close)
@@ -311,7 +311,7 @@ def whole_training(
         checkpoint_frequency=run.checkpoint_frequency,
         checkpoint_every=Retention.parse(run.keep_checkpoints).every,
         chain=run_writer.chain(saved) if run_writer else None,
-        repeatable=bool(gather_over_processes(np.array([repeatable(job.spec)])).all()),
+        repeatable=bool(of_all_processes(repeatable(job.spec)).all()),
         target_return=run.target_return,
         until=saved.update if saved and has_reached(saved, run.target_return) else None,
         stall_timeout=run.stall_timeout,
@@ -370,7 +370,7 @@ def prepare(recipe: AnyRecipe, config: Config) -> Job:
     now = int(time.time())
     while named_by_clock(config.run) and os.path.exists(default_run_dir(config.asked, config.run, now)):
         now += 1
-    now = int(gather_over_processes(np.array([now]))[0, 0])  # process 0's clock names the run
+    now = int(of_all_processes(now)[0])  # process 0's clock names the run
     run_dir = config.run.run_dir or default_run_dir(config.asked, config.run, now)
     check_name(run_dir)
     try:
@@ -451,6 +451,11 @@ def with_digest(config: Config, run_dir: Path, platform: str) -> tuple[Config, I
                 "yet; choose another --run-dir",
             )
             digest = initial.digest
+            require(
+                config.whole is None or digest == config.asked.init_from,
+                f"{place} has other parameters now than when {config.whole} began from it; leave --init-from out, or "
+                f"leave --experiment out and take that run's settings with --preset {config.whole}",
+            )
     typed = {**config.typed, "init_from": digest}
     return replace(config, asked=replace(config.asked, init_from=digest), typed=typed), initial
 
@@ -712,7 +717,7 @@ def in_new_directory(job: Job) -> Job:
                 continue
             except OSError:  # `claim` finds out why, and says so
                 break
-    return job._replace(run_dir=named(int(gather_over_processes(np.array([number]))[0, 0])))
+    return job._replace(run_dir=named(int(of_all_processes(number)[0])))
 
 
 def claim(job: Job, shown: bool) -> RunWriter | None:
@@ -733,27 +738,29 @@ def claim(job: Job, shown: bool) -> RunWriter | None:
             if named_by_clock(job.config.run):
                 with suppress(OSError):  # something lies in it
                     job.run_dir.rmdir()
-    said = 0 if refusal is None else 1 if isinstance(refusal, Finished) else 2
-    try:
-        refused = int(gather_over_processes(np.array([said])).max())
-    except BaseException:  # the time for the start is up, or another process died
+    answer = ACCEPTED if refusal is None else FINISHED if isinstance(refusal, Finished) else REFUSED
+    with ExitStack() as otherwise:
         if run_writer is not None:
-            run_writer.unlock()
-        raise
-    if refusal is not None:
-        raise refusal
-    if refused == 1:
-        raise Finished(f"{job.run_dir} is finished; nothing to do")
-    if refused:
-        raise RefusedElsewhere("process 0 refused this run; see its message")
-    try:
+            otherwise.callback(run_writer.unlock)
+        answer = int(of_all_processes(answer).max())  # fails if the time for the start is up, or a process has died
+        if refusal is not None:
+            raise refusal
+        if answer == FINISHED:
+            raise Finished(f"{job.run_dir} is finished; nothing to do")
+        if answer == REFUSED:
+            raise RefusedElsewhere("process 0 refused this run; see its message")
         if job.devices.num_processes > 1:
             require_shared(job.run_dir, run_writer)
-    except BaseException:
-        if run_writer is not None:
-            run_writer.unlock()
-        raise
+        otherwise.pop_all()  # it stays locked
     return run_writer
+
+
+ACCEPTED, FINISHED, REFUSED = range(3)  # what the main process tells the others
+
+
+def of_all_processes(value: int | bool) -> np.ndarray:
+    """The number or flag that each process has, [P].  All processes must call this."""
+    return gather_over_processes(np.array([value]))[:, 0]
 
 
 def require_shared(run_dir: Path, run_writer: RunWriter | None) -> None:
@@ -762,7 +769,7 @@ def require_shared(run_dir: Path, run_writer: RunWriter | None) -> None:
     Each writes its own actors and memory there; a checkpoint needs them all.
     """
     drawn = (marked(run_dir) or 0) if run_writer is not None else 0
-    drawn = int(gather_over_processes(np.array([drawn])).max())
+    drawn = int(of_all_processes(drawn).max())
     deadline, ours = time.monotonic() + SHARED_SECONDS, not run_dir.exists()
     while not (sees := marked(run_dir) == drawn) and time.monotonic() < deadline:
         with suppress(OSError):  # a network file system remembers for a while that a folder is missing, but not now
@@ -771,7 +778,7 @@ def require_shared(run_dir: Path, run_writer: RunWriter | None) -> None:
     if not sees and ours:
         with suppress(OSError):
             run_dir.rmdir()
-    others = [str(i) for i in np.flatnonzero(~gather_over_processes(np.array([sees]))[:, 0])]
+    others = [str(i) for i in np.flatnonzero(~of_all_processes(sees))]
     require(
         not others,
         f"process {', '.join(others)} has another run directory than process 0 (this process's is {run_dir}), but each "
@@ -866,7 +873,7 @@ def require_same_flags(flags: Json) -> None:
 def require_same_kernels(e: Experiment, platform: str) -> None:
     """Raise `UsageError` unless all processes use the kernels for CPUs, or none does.  All processes must call this."""
     with kernels.compiling_for(platform, e.cpu_kernels):
-        able = gather_over_processes(np.array([kernels.in_use()]))[:, 0]
+        able = of_all_processes(kernels.in_use())
     unable = [str(i) for i in np.flatnonzero(~able)]
     require(
         len(unable) in (0, len(able)),
@@ -906,7 +913,7 @@ def newest_of_all(job: Job, checkpoints: Checkpoints) -> Saved[Any, Any] | None:
         saved, warnings = checkpoints.restore(like_state, like_params, at_most)
         for warning in warnings:
             print(f"cleanba: {warning}", file=sys.stderr)
-        updates = gather_over_processes(np.array([saved.update if saved else 0]))[:, 0]
+        updates = of_all_processes(saved.update if saved else 0)
         at_most = int(updates.min())
         if at_most == updates.max():
             break

@@ -509,7 +509,7 @@ def configure(
         require(not own, f"env_options names {name}, which has a flag of its own; give {flag(name)} instead")
     if whole is not None:
         asked = read_whole(recipe, whole, run.trust_remote_code)
-        if whole == run.run_dir and typed.get("init_from") and recorded(whole).get("from") == typed["init_from"]:
+        if typed.get("init_from") and recorded(whole).get("from") == typed["init_from"]:
             typed = {**typed, "init_from": asked.init_from}  # the digest of the parameters at that place
         wanted = replace(asked, **typed)
         if whole == run.run_dir:

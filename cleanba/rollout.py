@@ -41,9 +41,7 @@ class Rollout(NamedTuple):
     truncated: jax.Array  # [T, B]  bool: the episode was cut off, its last state still has a value
     valid: jax.Array  # [T, B]  bool: the action was executed
     extras: PyTree  # [T, B, ...]  what the update needs from acting (log-probabilities)
-    carry: (
-        PyTree  # [B, ...]  what acting carries from step to step, before obs[0], such as an LSTM's state; () for none
-    )
+    carry: PyTree  # [B, ...]  what acting carries from step to step, such as an LSTM's state, before obs[0]; or ()
 
 
 class StepOutcome(NamedTuple, Generic[Array]):

@@ -37,14 +37,16 @@ def env_seed(seed: int, env: int, epoch: int, num_envs: int) -> int:
     return left << 15 | right
 
 
-def eval_seed(seed: int, env: int, epoch: int, num_envs: int) -> int:
+def eval_seed(seed: int, env: int, epoch: int, num_envs: int, again: int = 0) -> int:
     """The seed of an environment in an evaluation.  Training's seeds lie below 2^30, these do not.
 
     `epoch` is the number of the update, or 0 for `cleanba eval`.  If so many updates are evaluated that seeds are used
     up (2^26, with 16 environments), those of the first updates come again.
+
+    again: how often the environments were made anew in this evaluation.
     """
     used_up = SEEDS // num_envs - 1
-    return SEEDS + env_seed(seed, env, epoch and 1 + (epoch - 1) % used_up, num_envs)
+    return SEEDS + env_seed(seed + again * 2**31, env, epoch and 1 + (epoch - 1) % used_up, num_envs)
 
 
 def init_key(seed: int) -> jax.Array:

@@ -68,6 +68,16 @@ class ActionSpec:
         """D, the number of parts."""
         return len(self.low)
 
+    @property
+    def drawn_shape(self) -> tuple[int, ...]:
+        """Shape of one action as a policy draws it: () for a single choice, else (D,)."""
+        return () if self.kind == "choice" else (self.size,)
+
+    @property
+    def drawn_dtype(self) -> np.dtype:
+        """Its type: float32 for quantities, else int32."""
+        return np.dtype(np.float32 if self.kind == "quantities" else np.int32)
+
     def masked_by(self, shape: tuple[int, ...]) -> bool:
         """Whether an array of this shape can be a mask of legal choices.
 

@@ -31,8 +31,9 @@ from cleanba.agents.agent import Agent, as_batch
 from cleanba.algorithms.ppo import PPO
 from cleanba.config import Placement, fields_of
 from cleanba.config import Run as RunFlags
+from cleanba.environments.code_text import argument_text, code_text
 from cleanba.environments.common import parse_options
-from cleanba.environments.gymnasium import code_text, fingerprint, register
+from cleanba.environments.gymnasium import register
 from cleanba.errors import UsageError
 from cleanba.recipes import RECIPES, find_recipe
 from cleanba.runs import progress_line
@@ -925,8 +926,8 @@ def test_what_cannot_be_described_has_a_fingerprint_too():
     for node in nodes:
         node.near = nodes
     for x in (Silent(), nodes, len, functools.lru_cache(len), type(nodes), jax.random.key(0), np.random.default_rng(0)):
-        assert fingerprint(x) == fingerprint(x) and code_text(x) == code_text(x)
-        assert len(fingerprint(x)) < 10_000 and "at 0x7" not in fingerprint(x).lower()
+        assert argument_text(x) == argument_text(x) and code_text(x) == code_text(x)
+        assert len(argument_text(x)) < 10_000 and "at 0x7" not in argument_text(x).lower()
 
 
 def test_a_finished_run_of_a_class_that_was_changed_says_so(tmp_path, capsys):

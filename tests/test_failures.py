@@ -469,7 +469,7 @@ def test_a_signal_ends_the_process(processes):
 def test_a_signal_ends_a_process_whose_environment_hangs(processes):
     process, run_dir = once_running(processes, "hangs 1")
     process.send_signal(signal.SIGTERM)
-    ended = finish(process)
+    ended = finish(process, 300)
     assert ended.code == 143 and ended.err == "cleanba: interrupted by SIGTERM\n"
     assert read_result(run_dir)["status"] == "interrupted"
 

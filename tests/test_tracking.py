@@ -218,11 +218,12 @@ def test_a_run_has_its_result_before_the_last_rows_are_sent(service, tmp_path, m
     assert ended.code == 0 and there == [True], ended
 
 
-def test_a_run_that_an_exception_leaves_is_ended_there(service, tmp_path, monkeypatch):
+@pytest.mark.parametrize("place", ["cleanba.launch.run_training", "cleanba.launch.RunWriter.finish"])
+def test_a_run_that_an_exception_leaves_is_ended_there(service, place, tmp_path, monkeypatch):
     def interrupted(*_, **__):
         raise KeyboardInterrupt  # as the second Ctrl-C in a notebook does
 
-    monkeypatch.setattr("cleanba.launch.run_training", interrupted)
+    monkeypatch.setattr(place, interrupted)
     assert command("ppo", *TINY, "--track", "--run-dir", tmp_path / "run").code == 130
     assert service.ended == 1
 

@@ -16,7 +16,7 @@ from cleanba.runtime.metrics import Display, Status
 from cleanba.runtime.train import run_training
 
 ALL = (8, 3, 5, 1, 7, 2, 6, 4)  # devices, one after the other: from even to uneven, from many to few, and back
-FEW = (8, 3)  # the shards are laid out by what all algorithms share, so one of them is tried on all
+FEW = (8, 1, 3)  # the shards are laid out by what all algorithms share, so one of them is tried on all
 EPOCH = 2  # updates on each number of devices
 
 SIZES = dict(

@@ -15,7 +15,7 @@ from launch import ROOT, command, read_result, read_rows
 from cleanba.agents import hub
 from cleanba.checks import verify
 from cleanba.checks.recompute import open_rerun, read_checkpoint, recompute
-from cleanba.checks.verify import Segment, Verify, choose, goes_on_otherwise, reasons_to_differ
+from cleanba.checks.verify import Segment, Verify, choose, next_segment_differs, reasons_to_differ
 from cleanba.config import Experiment, Placement
 from cleanba.runs.directory import differing_machines
 from cleanba.runtime import chain
@@ -113,12 +113,12 @@ def test_what_the_next_segment_begins_with_is_computed_too(kind, first, last, ru
         recompute(rerun, first, last, display=False, ended=lambda *end: ends.append(end), actors_in=tmp_path)
         params, actors = ends[0]
         assert set(actors) == {0, 1}
-        assert goes_on_otherwise(rerun, last, params, actors, tmp_path) == ""
+        assert next_segment_differs(rerun, last, params, actors, tmp_path) == ""
         older = read_checkpoint(rerun, last - 2, with_memory=False).older_params
-        assert "would be collected with other parameters" in goes_on_otherwise(rerun, last, older, actors, tmp_path)
+        assert "would be collected with other parameters" in next_segment_differs(rerun, last, older, actors, tmp_path)
         if last % 8:  # environments do not start afresh there
             swapped = {0: actors[1], 1: actors[0]}
-            assert "actor 0 would continue differently" in goes_on_otherwise(rerun, last, params, swapped, tmp_path)
+            assert "actor 0 would continue differently" in next_segment_differs(rerun, last, params, swapped, tmp_path)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from cleanba.agents.policy import Policy, load_policy
-from cleanba.agents.portable import Export, export, format_of, remembered
+from cleanba.agents.portable import Export, export, format_of, remembered, require_seed
 from cleanba.config import Experiment, require
 from cleanba.environments.backends import as_recorded
 from cleanba.environments.gymnasium import outside_of
@@ -89,8 +89,7 @@ class Agent:
             UsageError: the seed is out of range.
         """
         if seed is not None:
-            require(isinstance(seed, int | np.integer), f"seed={seed!r} must be a whole number")
-            require(0 <= seed < 2**31, f"seed={seed} must lie in [0, 2^31); try 1")
+            require_seed(seed)
             with jax.default_device(self._device), settings_of(self._policy.experiment.dtype):
                 self._key = evaluation_key(seed, 0)
             self._step = 0

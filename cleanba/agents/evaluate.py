@@ -117,6 +117,7 @@ def play(
     with jax.default_device(device):  # JAX's first device may be busy learning
         key, params = jax.device_put((evaluation_key(seed, epoch), policy.params), device)
     played: list[list[Episode]] = [[] for _ in range(n)]
+    left = lambda i: quota[i] - len(played[i])  # episodes that environment i still has to play
     t = 0
 
     def play_on(envs: Envs) -> None:
@@ -124,8 +125,8 @@ def play(
         nonlocal t
         carry = first_carry(policy.algorithm, n, device)
         obs, done, first = envs.reset(), np.zeros(n, bool), np.ones(n, bool)
-        tracker, out = EpisodeTracker(n), np.zeros(n, bool)
-        while any(len(mine) < most and not out[i] for i, (mine, most) in enumerate(zip(played, quota, strict=True))):
+        tracker, cut = EpisodeTracker(n), np.zeros(n, bool)
+        while any(left(i) > 0 and not cut[i] for i in range(n)):
             if t == 0:
                 check("compiling the policy")
             chosen, next_carry = policy.act(params, carry, obs, first, key, np.int32(t), not greedy)
@@ -136,17 +137,17 @@ def play(
             filming = film if not played[0] and not done[0] else None
             if filming is not None:
                 filming.add(envs.render(0), envs.steps_per_second, params, obs, first, carry, action, tracker.ret[0])
-            counted = sum(min(len(mine), most) for mine, most in zip(played, quota, strict=True))
+            counted = episodes - sum(max(left(i), 0) for i in range(n))
             check(f"playing: {counted} of {episodes} episodes have ended, step {t + 1:,}")
             step = envs.step(action)
             answer = step_outcome(done, step.reward, step.terminated, step.truncated)
             complete = tracker.add(step.raw_reward, answer.valid, step.over, step.infos)
             for i, episode in zip(tracker.ended, complete, strict=True):
-                if not out[i]:
+                if not cut[i]:
                     played[i].append(episode)
-            for i in np.flatnonzero((tracker.length >= limit) & ~out):
+            for i in np.flatnonzero((tracker.length >= limit) & ~cut):
                 played[i].append(Episode(float(tracker.ret[i]), int(tracker.length[i]), cut=True))
-                out[i] = True
+                cut[i] = True
             if filming is not None and played[0]:
                 filming.end(envs.render(0), envs.steps_per_second, step.obs, played[0][0].ret)
             elif film is not None and played[0]:
@@ -157,12 +158,12 @@ def play(
     for again in itertools.count():
         check("opening environments")
         with jax.default_device(device):
-            envs = (make_envs or opened)([eval_seed(seed + again * 2**31, i, epoch, MAX_EVAL_ENVS) for i in range(n)])
+            envs = (make_envs or opened)([eval_seed(seed, i, epoch, MAX_EVAL_ENVS, again) for i in range(n)])
         try:
             play_on(envs)
         finally:
             close(envs, "an evaluation")
-        if all(len(mine) >= most for mine, most in zip(played, quota, strict=True)):
+        if all(left(i) <= 0 for i in range(n)):
             break
     return [episode for mine, most in zip(played, quota, strict=True) for episode in mine[:most]]
 
@@ -297,7 +298,6 @@ def evaluate(
         Failure: the film cannot be written.
     """
     require(isinstance(agent, Agent), f"evaluate takes an agent, such as cleanba.load('runs/a'), not {agent!r}")
-    require(max_steps is None or isinstance(max_steps, int | np.integer), f"max_steps={max_steps!r} must be whole")
     require_greedy(greedy)
     require(isinstance(progress, bool | np.bool_), f"progress={progress!r} must be True or False")
     check_games(episodes, seed, epsilon, max_steps)

@@ -6,11 +6,11 @@ import re
 import shlex
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple
 
 import tyro
 
@@ -46,8 +46,6 @@ MACHINE = (
     "cpu_threads",
     "sources",
 )
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -121,9 +119,19 @@ def push(
     again = shlex.join(
         [*words, *(["--repo", repo] if repo else []), *["--private"] * private, *["--checkpoints"] * checkpoints]
     )
-    attempt = lambda what, do: _attempt(f"{what}; try again with `{again}`", do)
-    name = repo or repository_name(run_dir, experiment)
-    owner = entity or attempt("the Hub could not tell who is logged in", api.whoami)["name"]
+
+    @contextmanager
+    def attempt(what: str) -> Iterator[None]:
+        """Turn any error of the Hub's library into a `Failure`."""
+        try:
+            yield
+        except Exception as error:
+            raise Failure(f"{what}; try again with `{again}` ({said(error)[:300]})") from error
+
+    name, owner = repo or repository_name(run_dir, experiment), entity
+    if not owner:
+        with attempt("the Hub could not tell who is logged in"):
+            owner = api.whoami()["name"]
     repo_id = f"{owner}/{name}"
     require(
         REPO.fullmatch(repo_id) is not None, f"{repo_id} is not a valid repository name; use letters, digits, . _ and -"
@@ -136,29 +144,22 @@ def push(
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         fill(folder, run_dir, repo_id)
-        attempt(
-            f"repository {repo_id} could not be created",
-            lambda: api.create_repo(repo_id, private=private or None, exist_ok=True),
-        )
+        with attempt(f"repository {repo_id} could not be created"):
+            api.create_repo(repo_id, private=private or None, exist_ok=True)
         message = f"Upload {experiment['algorithm']} on {experiment['env_id']}, seed {experiment['seed']}"
         stale = checkpoints or not holds_this_run(api, repo_id, folder)
         gone = [*ABOUT, *(f"{part}/**" for part in PARTS if stale)]
-        upload = lambda: api.upload_folder(
-            repo_id=repo_id, folder_path=folder, commit_message=message, delete_patterns=gone
-        )
-        attempt(f"{run_dir} could not be uploaded to {repo_id}", upload)
+        with attempt(f"{run_dir} could not be uploaded to {repo_id}"):
+            api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message=message, delete_patterns=gone)
     if checkpoints:
         there = set(updates_kept(run_dir))  # a run that is still training may have removed some
         kept, files = [update for update in kept if update in there], [path for path in files if path.exists()]
         size = sum(path.stat().st_size for path in files)
         say(f"uploading {len(kept)} checkpoints and what they need: {len(files):,} files, {size / 1e6:,.1f} MB")
-        upload_parts = lambda: api.upload_folder(
-            repo_id=repo_id,
-            folder_path=run_dir,
-            allow_patterns=[path.relative_to(run_dir).as_posix() for path in files],
-            commit_message=f"Upload {len(kept)} checkpoints",
-        )
-        attempt(f"the checkpoints of {run_dir} could not be uploaded to {repo_id}", upload_parts)
+        names = [path.relative_to(run_dir).as_posix() for path in files]
+        message = f"Upload {len(kept)} checkpoints"
+        with attempt(f"the checkpoints of {run_dir} could not be uploaded to {repo_id}"):
+            api.upload_folder(repo_id=repo_id, folder_path=run_dir, allow_patterns=names, commit_message=message)
     address = f"{api.endpoint}/{repo_id}"
     with suppress(OSError):  # it is uploaded, whether or not that can be noted
         write_json(run_dir / UPLOADED, {"address": address, "finished": finished})
@@ -190,14 +191,6 @@ def holds_this_run(api: Any, repo_id: str, folder: Path) -> bool:
         return bool(theirs) and theirs <= links(folder / METRICS)
     except Exception:  # there is no log, or it cannot be downloaded
         return False
-
-
-def _attempt(otherwise: str, do: Callable[[], T]) -> T:
-    """Return `do()`; turn any error of the Hub's library into a `Failure` that begins with `otherwise`."""
-    try:
-        return do()
-    except Exception as error:
-        raise Failure(f"{otherwise} ({said(error)[:300]})") from error
 
 
 LONGEST_NAME = 96  # which the Hub allows for a repository

@@ -177,7 +177,7 @@ def exported(policy: Policy) -> Exported:
         "params_digest": params_digest(policy.params),
         # First those of `cleanba eval`, then those that it takes where the first do not suffice.
         "eval_seeds": [
-            eval_seed(1 + i // MAX_EVAL_ENVS * 2**31, i % MAX_EVAL_ENVS, 0, MAX_EVAL_ENVS) for i in range(SEEDS)
+            eval_seed(1, i % MAX_EVAL_ENVS, 0, MAX_EVAL_ENVS, again=i // MAX_EVAL_ENVS) for i in range(SEEDS)
         ],
     }
     outputs = ports(out_names, [like[name] for name in out_names])
@@ -423,11 +423,16 @@ def check_target(path: Path, format: str, seed: int) -> None:
     require(path.suffix == ending, f"{str(path)!r} must end in {ending} for {format}; try agent{ending}")
     require(path.parent.is_dir(), f"{str(path)!r}: there is no folder {path.parent}; create it, or name another")
     require(not path.is_dir(), f"{str(path)!r} is a folder; name a file in it")
+    require_seed(seed)
+
+
+def require_seed(seed: object) -> None:
+    """Raise `UsageError` unless this can be a seed."""
     require(isinstance(seed, int | np.integer), f"seed={seed!r} must be a whole number")
-    require(0 <= seed < 2**31, f"seed={seed} must lie in [0, 2^31); try 1")
+    require(0 <= seed < 2**31, f"seed={seed} must lie in [0, 2^31); try 1")  # type: ignore[operator]
 
 
-def export(policy: Policy, path: Path, format: str, seed: int = 1) -> Export:
+def export(policy: Policy, path: Path, format: str, seed: int) -> Export:
     """Write a policy as a file of this format, and compare the two on observations from the environment.
 
     Raises:

@@ -113,18 +113,18 @@ def bisect(a: Path, b: Path, sides: Sequence[Sequence[str]], flags: Flags) -> Ex
     place_b = place_of(b, sides[0] if sides else [], trust)
     require_same_experiment(a, b)
     span = find_span(a, b, flags, elsewhere=bool(sides))
-    for line in span.said:
+    for line in span.lines:
         print(printable(line))
-    if span.settled:
+    if span.same_by_logs:
         return Exit(0)
     for name, place in (("A", place_a), ("B", place_b)):
         print(printable(f"{name}: {place.in_words()}"))
     from_where = f"the checkpoint after update {span.first:,}" if span.first else "the beginning"
     print(f"computing updates {span.first + 1:,} to {span.last:,} again, from {from_where}", flush=True)
     finding, remarks = search(place_a, place_b, span, flags)
-    if span.first < span.apart <= span.last and not finding and not remarks:
+    if span.first < span.first_divergence <= span.last and not finding and not remarks:
         remarks = [
-            f"note: the logs differ at update {span.apart:,}, although both sides agree here; see "
+            f"note: the logs differ at update {span.first_divergence:,}, although both sides agree here; see "
             "`cleanba diff`, and `cleanba verify` each of them"
         ]
     same = f"the same bits throughout: updates {span.first + 1:,} to {span.last:,}"
@@ -224,15 +224,15 @@ class Span(NamedTuple):
     last: int
     digests: tuple[dict[int, str], dict[int, str]]
     """what each run has logged: update -> digest of the parameters"""
-    said: list[str]
-    """what the logs show, in lines"""
-    settled: bool = False
+    lines: list[str]
+    """what the logs show"""
+    same_by_logs: bool = False
     """whether the logs alone show that both are the same"""
-    apart: int = 0
+    first_divergence: int = 0
     """the first update at which the two logs differ; 0: they do not"""
 
 
-def find_span(a: Path, b: Path, flags: Flags, elsewhere: bool = False) -> Span:
+def find_span(a: Path, b: Path, flags: Flags, elsewhere: bool) -> Span:
     """Choose the updates to compute: from the last common checkpoint to the first digest that differs.
 
     Raises:
@@ -241,26 +241,28 @@ def find_span(a: Path, b: Path, flags: Flags, elsewhere: bool = False) -> Span:
     rows_a, rows_b = rows_by_update(a), rows_by_update(b)
     reached = min(max(rows_a, default=0), max(rows_b, default=0))
     require(reached > 0, f"{name_of(a if not rows_a else b)} has logged no update yet; wait, or name another run")
-    taken = {
-        update: [(rows_a[update][name], rows_b[update][name]) for name in DIGESTS if name in both]
-        for update in sorted(set(rows_a) & set(rows_b))
-        if "params_digest" in (both := set(rows_a[update]) & set(rows_b[update]))
-    }
-    apart = [update for update, pairs in taken.items() if any(x != y for x, y in pairs)]
-    said: list[str] = []
+    digests: dict[int, list[tuple[str, str]]] = {}  # by the updates after which both runs took them
+    for update in sorted(rows_a.keys() & rows_b.keys()):
+        row_a, row_b = rows_a[update], rows_b[update]
+        if "params_digest" in row_a and "params_digest" in row_b:
+            digests[update] = [(row_a[name], row_b[name]) for name in DIGESTS if name in row_a and name in row_b]
+    diverged = [update for update, pairs in digests.items() if any(x != y for x, y in pairs)]
+    two_runs = a != b
+    lines: list[str] = []
     last = reached
-    if a != b and apart:
-        same = max((update for update in taken if update < apart[0]), default=0)
-        said.append(f"the logs diverge between update {same:,} and update {apart[0]:,}")
-        said += differing_machines(read_config(a), read_config(b))
-        last = apart[0]
-    elif a != b and taken:
-        words = f"the same bits throughout: all {len(taken)} digests in both logs, the last after update {max(taken):,}"
+    if two_runs and diverged:
+        same = max((update for update in digests if update < diverged[0]), default=0)
+        lines.append(f"the logs diverge between update {same:,} and update {diverged[0]:,}")
+        lines += differing_machines(read_config(a), read_config(b))
+        last = diverged[0]
+    elif two_runs and digests:
+        newest = max(digests)
+        words = f"the same bits throughout: all {len(digests)} digests in both logs, the last after update {newest:,}"
         if flags.from_update is None and flags.to_update is None and not elsewhere:
-            return Span(0, max(taken), ({}, {}), [words], settled=True)
-        said.append(words)
+            return Span(0, newest, ({}, {}), [words], same_by_logs=True)
+        lines.append(words)
     last = last if flags.to_update is None else flags.to_update
-    which = "both runs" if a != b else "the run"
+    which = "both runs" if two_runs else "the run"
     require(0 < last <= reached, f"--to {last} was not reached by {which}; choose an update from 1 to {reached}")
     require(
         flags.from_update is None or 0 <= flags.from_update < last,
@@ -268,10 +270,11 @@ def find_span(a: Path, b: Path, flags: Flags, elsewhere: bool = False) -> Span:
     )
     most = last - 1 if flags.from_update is None else flags.from_update
     first = 0
-    if a != b or flags.from_update is not None:
+    if two_runs or flags.from_update is not None:
         first = max((update for update in common_checkpoints(a, b) if update <= most), default=0)
     logged = lambda rows: {u: row["params_digest"] for u, row in rows.items() if "params_digest" in row}
-    return Span(first, last, (logged(rows_a), logged(rows_b)), said, apart=apart[0] if a != b and apart else 0)
+    first_divergence = diverged[0] if two_runs and diverged else 0
+    return Span(first, last, (logged(rows_a), logged(rows_b)), lines, first_divergence=first_divergence)
 
 
 def common_checkpoints(a: Path, b: Path) -> list[int]:
@@ -302,8 +305,11 @@ def search(a: Place, b: Place, span: Span, flags: Flags) -> tuple[Finding | None
     with ProgressLine() as progress, tempfile.TemporaryDirectory(prefix="cleanba-bisect-") as folder:
         try:
             for name, place in (("A", a), ("B", b)):
-                also = flags.trust_remote_code, flags.stall_timeout
-                request = Request(place.run_dir.absolute(), place.placement, span.first, span.last, *also)
+                request = Request(
+                    *(place.run_dir.absolute(), place.placement, span.first, span.last),
+                    trust_remote_code=flags.trust_remote_code,
+                    stall_timeout=flags.stall_timeout,
+                )
                 sides.append(RemoteSide(name, request, place.variables, Path(folder) / name))
             for update in range(span.first + 1, span.last + 1):
                 (_, prints_a), (_, prints_b) = [side.next() for side in sides]

@@ -402,16 +402,16 @@ def segments_of(rerun: Rerun, linked: Mapping[int, Linked]) -> list[Segment]:
     return [segment(a, b, linked) for a, b in zip(starts, [*starts[1:], max(linked)], strict=True)]
 
 
-def choose(there: Sequence[Segment], linked: Mapping[int, Linked], flags: Verify) -> list[Segment]:
+def choose(segments: Sequence[Segment], linked: Mapping[int, Linked], flags: Verify) -> list[Segment]:
     """The segments to compute: those that the flags name, or some that are drawn.
 
     Raises:
         UsageError: there is no such update.
     """
     if flags.names_updates:
-        return [named(there, linked, flags.from_update, flags.to_update)]
+        return [named_segment(segments, linked, flags.from_update, flags.to_update)]
     seed = secrets.randbelow(2**31) if flags.seed is None else flags.seed
-    order = random.Random(seed).sample(there, len(there))
+    order = random.Random(seed).sample(segments, len(segments))
     total = (flags.fraction or 1.0) * max(linked)
     if flags.segments is None and flags.fraction is not None:
         count = next((n for n in range(1, len(order)) if sum(s.updates for s in order[:n]) >= total), len(order))
@@ -420,8 +420,8 @@ def choose(there: Sequence[Segment], linked: Mapping[int, Linked], flags: Verify
     drawn = sorted(order[:count])
     if flags.segments is not None and flags.fraction is not None:
         drawn = [cut_short(one, total / count) for one in drawn]
-    if count < len(there):
-        print(f"drawn: {count} of {len(there)} segments (--seed {seed} draws them again)")
+    if count < len(segments):
+        print(f"drawn: {count} of {len(segments)} segments (--seed {seed} draws them again)")
     return drawn
 
 
@@ -448,20 +448,22 @@ def cut_short(whole: Segment, most: float) -> Segment:
     return Segment(whole.first, within[-1], tuple(within))
 
 
-def named(there: Sequence[Segment], linked: Mapping[int, Linked], first: int | None, last: int | None) -> Segment:
+def named_segment(
+    segments: Sequence[Segment], linked: Mapping[int, Linked], first: int | None, last: int | None
+) -> Segment:
     """The part of a run that --from and --to name.
 
     Raises:
         UsageError: there is no checkpoint, or no digest, of such an update.
     """
-    starts = [one.first for one in there]
+    starts = [one.first for one in segments]
     if first is None:
         first = max((start for start in starts if last is not None and start < last), default=starts[0])
     close = ", ".join(map(str, sorted(starts, key=lambda start: abs(start - first))[:3]))
     require(first != max(linked), f"--from {first}: that is the run's last update, and nothing was computed after it")
     require(first in starts, f"--from {first}: no checkpoint of that update is kept; the closest are {close}")
     if last is None:
-        last = next(one.last for one in there if one.first == first)
+        last = next(one.last for one in segments if one.first == first)
     close = ", ".join(map(str, sorted((u for u in linked if u > first), key=lambda update: abs(update - last))[:3]))
     require(
         last in linked and last > first,
@@ -494,11 +496,13 @@ def compute(
             print(f"{title}: {damaged[one.first]}", flush=True)
             continue
         print(f"computing {title}: {len(one.digests)} digest{'s' * (len(one.digests) > 1)} to compare", flush=True)
-        found, unread = map(printable, differs(rerun, one, linked, title, saved))
-        damaged |= {one.last: unread} if unread else {}
+        difference, unreadable = map(printable, recompute_segment(rerun, one, linked, title, saved))
+        if unreadable:
+            damaged[one.last] = unreadable
+        if difference:
+            wrong.append(f"{one}: {difference}")
         computed.append(one)
-        wrong += [f"{one}: {found}"] if found else []
-        print(f"{one}: {found or 'the same bits'}", flush=True)
+        print(f"{one}: {difference or 'the same bits'}", flush=True)
     if not computed and not damaged:
         raise CannotCompare(f"{flags.run} has removed the checkpoints meanwhile; try again")
     if flags.names_updates:
@@ -507,49 +511,64 @@ def compute(
         what = f"{len(computed)} of {all_segments} segments recomputed"
     share = sum(one.updates for one in computed) / max(linked)  # a run may end early, by --target-return
     whole = "the run" if is_finished(rerun.run_dir) else f"the {max(linked):,} updates logged so far"
-    found = f"{len(wrong)} of {len(computed)} differ" if wrong else "the same bits" * bool(computed)
+    results = []
+    if wrong:
+        results.append(f"{len(wrong)} of {len(computed)} differ")
+    elif computed:
+        results.append("the same bits")
     if damaged:
-        found += f"{'; ' * bool(found)}checkpoints that cannot be read: {len(damaged)}"
-    print(f"{what}, {share:.1%} of {whole}: {found}")
+        results.append(f"checkpoints that cannot be read: {len(damaged)}")
+    print(f"{what}, {share:.1%} of {whole}: {'; '.join(results)}")
     if wrong or damaged:
         print("\n".join(f"  {line}" for line in [*wrong, *damaged.values()]))
     return not wrong and not damaged
 
 
-def differs(
-    rerun: Rerun, one: Segment, linked: Mapping[int, Linked], title: str, saved: Saved[Any, Any] | None
-) -> tuple[str, str]:
-    """Compute a segment again, from `saved`, the checkpoint at its start.
+class Outcome(NamedTuple):
+    """What computing a segment again has shown; "" for nothing."""
 
-    Returns what differs from the log, and why the checkpoint at its end cannot be read; "" for nothing.
-    """
+    difference: str = ""
+    """what differs from the log"""
+    unreadable: str = ""
+    """why the checkpoint at its end cannot be read"""
+
+
+def recompute_segment(
+    rerun: Rerun, one: Segment, linked: Mapping[int, Linked], title: str, saved: Saved[Any, Any] | None
+) -> Outcome:
+    """Compute a segment again, from `saved`, the checkpoint at its start, and compare it with the log."""
     if saved is not None and (found := checkpoint_differs(linked[one.first], digests_of(rerun, saved))):
-        return found[0], ""
+        return Outcome(found[0])
     starts_another = one.last in checkpoints_of(rerun, linked)
     ends: list[tuple[Any, dict[int, Snapshot]]] = []
-    ended = (lambda params, actors: ends.append((params, actors))) if starts_another else None
+    note_end = lambda params, actors: ends.append((params, actors))
     with tempfile.TemporaryDirectory(prefix="cleanba-verify-") as scratch:
         folder = Path(scratch) if starts_another else None
-        found_digests = recompute(rerun, one.first, one.last, one.digests, saved, title, True, ended, folder)
-        going_on = unread = ""
+        digests = recompute(
+            *(rerun, one.first, one.last, one.digests, saved, title),
+            ended=note_end if starts_another else None,
+            actors_in=folder,
+        )
+        next_differs = unreadable = ""
         try:
-            going_on = goes_on_otherwise(rerun, one.last, *ends[0], Path(scratch)) if ends else ""
+            next_differs = next_segment_differs(rerun, one.last, *ends[0], Path(scratch)) if ends else ""
         except Failure as damage:
-            unread = str(damage) if one.last in updates_kept(rerun.run_dir) else ""  # the run may have removed it
+            unreadable = str(damage) if one.last in updates_kept(rerun.run_dir) else ""  # the run may have removed it
     same_until = one.first
     for update in one.digests:
         row = linked[update]
         for name in DIGESTS:
-            if found_digests[update][name] != getattr(row, name):
-                return (
+            if digests[update][name] != getattr(row, name):
+                return Outcome(
                     f"the bits differ after update {update:,}, and are the same up to update {same_until:,}: {name} is "
-                    f"{found_digests[update][name]} here, and {getattr(row, name)} in the log"
-                ), unread
+                    f"{digests[update][name]} here, and {getattr(row, name)} in the log",
+                    unreadable,
+                )
         same_until = update
-    return going_on, unread
+    return Outcome(next_differs, unreadable)
 
 
-def goes_on_otherwise(rerun: Rerun, update: int, params: Any, actors: Mapping[int, Snapshot], folder: Path) -> str:
+def next_segment_differs(rerun: Rerun, update: int, params: Any, actors: Mapping[int, Snapshot], folder: Path) -> str:
     """How a kept checkpoint differs in the parts that no digest covers but the next segment begins with; "" if not.
 
     params, actors: what was computed for it here.

@@ -262,7 +262,13 @@ def env_spec(e: Experiment) -> EnvSpec:
     scannable = all(np.dtype(array.dtype).itemsize <= MOST_SCANNED_BYTES for array in arrays)
     options |= {"max_episode_steps": limit} if limit < NO_LIMIT else {}
     return EnvSpec(
-        *(e.env_id, obs, action, is_atari, e.reward_clip, options, scannable),
+        env_id=e.env_id,
+        obs=obs,
+        action=action,
+        is_atari=is_atari,
+        clip_reward=e.reward_clip,
+        options=options,
+        scannable=scannable,
         family=family(e.env_id),
         time_limit=limit if limit < NO_LIMIT else None,
     )
@@ -292,9 +298,8 @@ def ignores_limit(spec: EnvSpec) -> bool:
     if spec.time_limit == its_own:
         return False
     envs = opened(**others, max_episode_steps=1)
-    nothing = np.zeros((1, action.size), np.float32 if action.kind == "quantities" else np.int32)
     envs.reset()
-    taken = action.for_environment(nothing[:, 0] if action.kind == "choice" else nothing)
+    taken = action.for_environment(np.zeros((1, *action.drawn_shape), action.drawn_dtype))
     ended = [envs.step(taken)[2:4] for _ in range(2)]  # gfootball ends a step late
     envs.close()
     return not np.any(ended)

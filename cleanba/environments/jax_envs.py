@@ -43,7 +43,7 @@ from cleanba.environments.common import (
 )
 from cleanba.environments.gymnasium import steps_per_second
 from cleanba.environments.spaces import action_spec, obs_spec
-from cleanba.environments.worker import named
+from cleanba.environments.worker import named, numbered
 from cleanba.errors import UsageError, closest_names, missing, raised
 from cleanba.rollout import Obs, PyTree, step_outcome
 from cleanba.seeds import environment_key
@@ -94,7 +94,7 @@ def make(env_id: str, options: dict[str, Any]) -> JaxEnvironment:
     }
     env = maker(**{name: value for name, value in options.items() if name in needed})
     params: PyTree = getattr(env, "default_params", None)
-    known = {field.name for field in fields(params)} if is_dataclass(params) else set()
+    known = parameter_names(params)
     arguments = {name: value for name, value in options.items() if name not in {*known, "max_episode_steps"} - needed}
     if arguments:
         try:
@@ -119,10 +119,14 @@ def make(env_id: str, options: dict[str, Any]) -> JaxEnvironment:
     return JaxEnvironment(env, replace(params, **numbers) if numbers else params)
 
 
+def parameter_names(params: PyTree) -> set[str]:
+    """The names of an environment's parameters."""
+    return {field.name for field in fields(params)} if is_dataclass(params) else set()
+
+
 def limit_name(params: PyTree) -> str | None:
     """The name of the time limit among an environment's parameters; None if there is none."""
-    known = {field.name for field in fields(params)} if is_dataclass(params) else set()
-    return next((name for name in LIMITS if name in known), None)
+    return next((name for name in LIMITS if name in parameter_names(params)), None)
 
 
 def heeds_limit(env: Environment, params: PyTree, limit: str) -> bool:
@@ -225,13 +229,9 @@ def as_gymnasium(space: Any) -> gymnasium.Space[Any]:
         low, high = (np.broadcast_to(np.asarray(x, dtype), space.shape) for x in (space.low, space.high))
         return gymnasium.spaces.Box(low, high, space.shape, dtype.type)
     if hasattr(space, "spaces"):
-        return gymnasium.spaces.Dict({name: as_gymnasium(part) for name, part in named_parts(space.spaces).items()})
+        parts = space.spaces if isinstance(space.spaces, Mapping) else numbered(space.spaces)
+        return gymnasium.spaces.Dict({name: as_gymnasium(part) for name, part in parts.items()})
     raise TypeError(f"{space} is a space of unknown kind")
-
-
-def named_parts(parts: Mapping[str, object] | Sequence[object]) -> dict[str, object]:
-    """The parts of a dictionary or tuple of spaces, with the names that `named` gives to those of observations."""
-    return dict(parts) if isinstance(parts, Mapping) else {f"{i:02}": part for i, part in enumerate(parts)}
 
 
 def env_spec(e: Experiment) -> EnvSpec:
@@ -264,7 +264,12 @@ def env_spec(e: Experiment) -> EnvSpec:
     except Exception as error:  # an environment may raise anything
         raise UsageError(f"env_id={e.env_id!r} cannot be {doing}{with_these(options)}: {raised(error)}") from error
     return EnvSpec(
-        *(e.env_id, obs, action, False, e.reward_clip, options),
+        env_id=e.env_id,
+        obs=obs,
+        action=action,
+        is_atari=False,
+        clip_reward=e.reward_clip,
+        options=options,
         on_device=True,
         family=type(environment.env).__module__,
         time_limit=most,
@@ -394,8 +399,7 @@ def first_step(functions: Functions, takes: ActionSpec) -> PyTree:
     Raises:
         TypeError: a reward or a flag is not a single number, or a state or an observation differs from that of a reset.
     """
-    size = (1,) if takes.kind == "choice" else (1, takes.size)
-    action = np.zeros(size, np.float32 if takes.kind == "quantities" else np.int32)
+    action = np.zeros((1, *takes.drawn_shape), takes.drawn_dtype)
 
     def once(seeds: jax.Array, action: jax.Array) -> tuple[PyTree, PyTree]:
         keys = jax.vmap(environment_key)(seeds)

@@ -23,7 +23,7 @@ from cleanba.config import (
     to_json,
     updates_of,
 )
-from cleanba.environments.gymnasium import RUNNING
+from cleanba.environments.code_text import RUNNING
 from cleanba.errors import Failure, Replaced, UsageError, warn
 from cleanba.files import Json, current_directory, read_json, sync, write_json
 from cleanba.recipes import AnyRecipe

@@ -382,10 +382,12 @@ class Checkpoints:
             return True
 
     def _remove_if_made_anew(self) -> None:
-        """Remove what TensorStore recreates if the run's directory is deleted while a checkpoint is written."""
+        """Remove folders that were made again if the run's directory is deleted while a checkpoint is written."""
         with contextlib.suppress(OSError):
             if self._is_gone() and not (self.run_dir / "config.json").exists():
-                shutil.rmtree(self._folder)
+                shutil.rmtree(self._folder, ignore_errors=True)
+                for folder in sorted(self.run_dir.rglob("*"), reverse=True):
+                    folder.rmdir()  # which fails for files
                 self.run_dir.rmdir()
 
     def restore(self, like_state: S, like_params: P, at_most: int | None = None) -> Restored[S, P]:

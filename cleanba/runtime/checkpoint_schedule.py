@@ -53,10 +53,8 @@ class CheckpointSchedule:
         first_to_learn: the first update with gradient steps, from which on updates are slower.
         """
         self._every = every
-        self._slower = (
-            first_to_learn,
-            first_to_learn + 1,
-        )  # they also meet after these, as updates are slower from now on
+        # They also meet after these: the second one's time shows how slow updates are from then on.
+        self._slower = first_to_learn, first_to_learn + 1
         self._schedule, self._frequency, self._whole_epochs = schedule, frequency, whole_epochs
         self._devices, self._progress = devices, progress
         self._next = time.perf_counter() + FIRST_SECONDS

@@ -53,7 +53,7 @@ def read_actions(
     Raises:
         ValueError: there are fewer or more than the checkpoint says.
     """
-    shape = (num_envs,) if recorded_action.kind == "choice" else (num_envs, recorded_action.size)
+    shape = (num_envs, *recorded_action.drawn_shape)
     dtype = action_dtype(recorded_action)
     size = dtype.itemsize * int(np.prod(shape))
     steps, left = saved_actor.steps, b""
@@ -91,7 +91,6 @@ def play_back(
         Failure: rewards, ends of episodes or the last observations differ from those recorded.
     """
     obs = envs.reset()
-    drawn = np.int32 if recorded_action.kind != "quantities" else np.float32
     outcomes_digest, done = "", np.zeros(envs.num_envs, bool)
     for actions in read_actions(
         saved_actor, recorded_action, envs.num_envs, num_steps * max(1, STEPS_READ // num_steps)
@@ -100,7 +99,7 @@ def play_back(
         for start in range(0, len(actions), STEPS_AT_ONCE):
             stop.check()
             part = slice(start, start + STEPS_AT_ONCE)
-            obs, raw_reward[part], ended[part] = envs.play(actions[part].astype(drawn))
+            obs, raw_reward[part], ended[part] = envs.play(actions[part].astype(recorded_action.drawn_dtype))
             played(ended[part].size)
         for now in ended:  # as in `rollout.step_outcome`: a step whose action was ignored ends no episode
             done = np.greater(now, done, out=now)
