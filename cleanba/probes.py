@@ -46,7 +46,7 @@ class Written(NamedTuple):
 
     seen: jax.Array  # [] int32: events since `skip`, of which the first `CAPACITY` are kept
     events: jax.Array  # [CAPACITY + 1] int32: their numbers, counted over all sites; the last row is not used
-    prints: jax.Array  # [CAPACITY + 1, K' or 1, 2] uint32: fingerprints of all leaves together
+    fingerprints: jax.Array  # [CAPACITY + 1, K' or 1, 2] uint32: fingerprints of all leaves together
     values: list[jax.Array]  # the leaves at the event that was chosen; zeros if that was another site's
 
 
@@ -79,7 +79,7 @@ class Tape:
         row = jnp.where(counts, jnp.minimum(count, CAPACITY), CAPACITY)
         refs.seen[...] = count + counts
         refs.events[row] = number
-        refs.prints[row] = fingerprint(leaves, 1 if site.per_shard else 0).reshape(-1, 2)
+        refs.fingerprints[row] = fingerprint(leaves, 1 if site.per_shard else 0).reshape(-1, 2)
         for ref, x in zip(refs.values, leaves, strict=True):
             ref[...] = jnp.where(number == self._chosen, x, ref[...])
 
@@ -90,9 +90,9 @@ class Tape:
 
 def _blank(site: Site) -> Written:
     rows, shards = CAPACITY + 1, site.shapes[0][0][0] if site.per_shard else 1
-    prints = jnp.zeros((rows, shards, 2), jnp.uint32)
+    fingerprints = jnp.zeros((rows, shards, 2), jnp.uint32)
     values = [jnp.zeros(shape, dtype) for shape, dtype in site.shapes]
-    return Written(jnp.int32(0), jnp.full(rows, -1, jnp.int32), prints, values)
+    return Written(jnp.int32(0), jnp.full(rows, -1, jnp.int32), fingerprints, values)
 
 
 # A context of JAX's: each thread has its own value, which is part of the key of JAX's caches of traces and programs.

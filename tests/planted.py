@@ -20,7 +20,7 @@ from jax import lax
 from launch import command
 
 from cleanba import shards as shards_module
-from cleanba.checks.parting import Finding, first_difference, first_print, note_versions
+from cleanba.checks.parting import Finding, first_difference, first_differing_field, note_versions
 from cleanba.checks.recompute import open_rerun, recompute
 from cleanba.config import Placement
 from cleanba.kernels import plain
@@ -526,11 +526,11 @@ def look_for(fault: Fault, run_dir: Path, kept: list[WatchedUpdate]) -> Finding 
 
     def watch(update: WatchedUpdate) -> None:
         good = kept[update.number - 1]
-        prints = good.prints()
-        if first_print(prints, update.prints()) is not None:
+        fingerprints = good.fingerprints()
+        if first_differing_field(fingerprints, update.fingerprints()) is not None:
             found.append(first_difference(good, update, update.number, versions))
             raise Found
-        note_versions(versions, update.number, prints)
+        note_versions(versions, update.number, fingerprints)
 
     with fault.plant(), suppress(Found):
         compute(run_dir, fault.learners, watch, UPDATES[fault.run])

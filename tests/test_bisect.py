@@ -57,7 +57,7 @@ def test_a_side_has_a_time_limit_which_does_not_run_while_it_waits_for_a_questio
 
     def computing(rerun, first, last, display):
         seen.append(rerun.training.stall_timeout)
-        rerun.training.watch(SimpleNamespace(number=1, prints=lambda: "prints"))
+        rerun.training.watch(SimpleNamespace(number=1, fingerprints=lambda: "fingerprints"))
         seen.append(is_compiling())
 
     monkeypatch.setattr(recompute, "open_rerun", lambda *_: nullcontext(Opened(Limited())))
@@ -66,7 +66,7 @@ def test_a_side_has_a_time_limit_which_does_not_run_while_it_waits_for_a_questio
     side = threading.Thread(target=serve, args=(theirs,), daemon=True)
     side.start()
     ours.send(Request(Path("run"), Placement(), 0, 1))
-    assert ours.poll(60) and ours.recv() == ("update", (1, "prints"))
+    assert ours.poll(60) and ours.recv() == ("update", (1, "fingerprints"))
     assert is_compiling()
     ours.send(GO_ON)
     side.join(60)
@@ -77,7 +77,7 @@ def test_a_side_that_fails_at_a_question_says_why(monkeypatch):
     def raising(*args):
         raise MemoryError("no room for the update with probes")
 
-    update = SimpleNamespace(number=1, prints=lambda: "prints", event_values=raising)
+    update = SimpleNamespace(number=1, fingerprints=lambda: "fingerprints", event_values=raising)
     monkeypatch.setattr(recompute, "open_rerun", lambda *_: nullcontext(Opened(Limited())))
     monkeypatch.setattr(recompute, "recompute", lambda rerun, *_, **__: rerun.training.watch(update))
     side = RemoteSide.__new__(RemoteSide)
@@ -85,7 +85,7 @@ def test_a_side_that_fails_at_a_question_says_why(monkeypatch):
     with ThreadPoolExecutor(1) as pool:
         served = pool.submit(serve, theirs)
         side._send(Request(Path("run"), Placement(), 0, 1))
-        assert side.next() == (1, "prints")
+        assert side.next() == (1, "fingerprints")
         with pytest.raises(Failure, match="A failed: MemoryError: no room for the update with probes"):
             side.event_values("path")
         assert isinstance(served.exception(60), MemoryError)

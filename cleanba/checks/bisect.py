@@ -10,7 +10,7 @@ from typing import Annotated, NamedTuple
 import tyro
 
 from cleanba.arguments import parse_command
-from cleanba.checks.parting import Finding, first_difference, first_print, note_versions
+from cleanba.checks.parting import Finding, first_difference, first_differing_field, note_versions
 from cleanba.checks.sides import RemoteSide, Request
 from cleanba.config import (
     INF,
@@ -312,21 +312,26 @@ def search(a: Place, b: Place, span: Span, flags: Flags) -> tuple[Finding | None
                 )
                 sides.append(RemoteSide(name, request, place.variables, Path(folder) / name))
             for update in range(span.first + 1, span.last + 1):
-                (_, prints_a), (_, prints_b) = [side.next() for side in sides]
-                for place, name, logged, prints in zip((a, b), "AB", span.digests, (prints_a, prints_b), strict=True):
-                    if logged.get(update, prints.params_digest) != prints.params_digest and name not in remarks:
+                (_, fingerprints_a), (_, fingerprints_b) = [side.next() for side in sides]
+                for place, name, logged, fingerprints in zip(
+                    (a, b), "AB", span.digests, (fingerprints_a, fingerprints_b), strict=True
+                ):
+                    if (
+                        logged.get(update, fingerprints.params_digest) != fingerprints.params_digest
+                        and name not in remarks
+                    ):
                         remarks[name] = (
                             f"note: {name_of(place.run_dir)} has logged another digest of the parameters after update "
                             f"{update:,} than {name} has here: what was computed then cannot be reproduced here, "
                             "because hardware, packages or flags differ, because the computation is not "
                             "deterministic, or because the log was changed, which `cleanba verify` would find"
                         )
-                if first_print(prints_a, prints_b) is not None:
+                if first_differing_field(fingerprints_a, fingerprints_b) is not None:
                     progress.say(f"update {update:,} differs; locating the difference")
                     progress.show("locating the difference")
                     finding = first_difference(sides[0], sides[1], update, versions)
                     break
-                note_versions(versions, update, prints_a)
+                note_versions(versions, update, fingerprints_a)
                 done, whole = update - span.first, span.last - span.first
                 progress.show(f"{done:,} of {whole:,} updates computed: the same so far")
                 for side in sides:

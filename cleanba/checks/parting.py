@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from cleanba.runtime.watched import Event, Events, Named, Prints
+from cleanba.runtime.watched import Event, Events, Fingerprints, Named
 
 SOURCES = {
     "start": "the state that the learner began with",
@@ -38,7 +38,7 @@ SOURCES = {
 class Side(Protocol):
     """One of two computations of an update: `runtime.watched.WatchedUpdate`, here or in another process."""
 
-    def prints(self) -> Prints: ...
+    def fingerprints(self) -> Fingerprints: ...
     def rollout(self) -> Named: ...
     def acted_with(self) -> list[Named]: ...
     def state(self, after: bool) -> Named: ...
@@ -47,7 +47,7 @@ class Side(Protocol):
     def memory_paths(self) -> list[str]: ...
     def events(self, skip: int = 0) -> Events: ...
     def event_values(self, event: Event, device: int = 0) -> Named: ...
-    def prints_again(self) -> tuple[np.ndarray, np.ndarray]: ...
+    def recomputed_fingerprints(self) -> tuple[np.ndarray, np.ndarray]: ...
 
 
 class Difference(NamedTuple):
@@ -98,45 +98,45 @@ class Finding(NamedTuple):
         return lines
 
 
-def first_print(a: Prints, b: Prints) -> str | None:
-    """The first field of `Prints` in which the two sides, or the devices of one side, differ; None if there is none."""
-    for name in Prints._fields[:-1]:
+def first_differing_field(a: Fingerprints, b: Fingerprints) -> str | None:
+    """The first field in which the two sides, or the devices of one side, differ; None if there is none."""
+    for name in Fingerprints._fields[:-1]:
         x, y = getattr(a, name), getattr(b, name)
         on_devices = name in ("state_before", "state")
-        if not (_all_as(x[0], x, y) if on_devices else np.array_equal(x, y)):
+        if not (_all_equal_to(x[0], x, y) if on_devices else np.array_equal(x, y)):
             return name
     return None
 
 
-def note_versions(versions: dict[bytes, int], update: int, prints: Prints) -> None:
+def note_versions(versions: dict[bytes, int], update: int, fingerprints: Fingerprints) -> None:
     """Remember the actors' parameters before and after an update on which both sides agree."""
     if update == 1:
-        versions[prints.acted_with[0].tobytes()] = 1
-    versions[prints.actor_params.tobytes()] = update + 1
+        versions[fingerprints.acted_with[0].tobytes()] = 1
+    versions[fingerprints.actor_params.tobytes()] = update + 1
 
 
-def _all_as(first: np.ndarray, *copies: np.ndarray) -> bool:
+def _all_equal_to(first: np.ndarray, *copies: np.ndarray) -> bool:
     return all(bool((copy == first).all()) for copy in copies)
 
 
-def first_difference(a: Side, b: Side, update: int, versions: Mapping[bytes, int] | None = None) -> Finding | None:
+def first_difference(a: Side, b: Side, update: int, versions: Mapping[bytes, int]) -> Finding | None:
     """The first difference between two computations of an update; None if there is none.
 
     versions: the fingerprints of earlier versions' actor parameters, which were the same on both sides -> version.
     """
-    prints_a, prints_b = a.prints(), b.prints()
-    field = first_print(prints_a, prints_b)
+    fingerprints_a, fingerprints_b = a.fingerprints(), b.fingerprints()
+    field = first_differing_field(fingerprints_a, fingerprints_b)
     if field is None:
         return None
     if field == "state_before":
-        return _in_state(a, b, update, prints_a.state_before, prints_b.state_before, after=False)
+        return _in_state(a, b, update, fingerprints_a.state_before, fingerprints_b.state_before, after=False)
     if field == "memory_before":
-        return _in_memory(a, b, update, prints_a.memory_before, prints_b.memory_before, after=False)
+        return _in_memory(a, b, update, fingerprints_a.memory_before, fingerprints_b.memory_before, after=False)
     if field == "acted_with":
-        return _in_acting_params(a, b, update, prints_a.acted_with, prints_b.acted_with, versions or {})
+        return _in_acting_params(a, b, update, fingerprints_a.acted_with, fingerprints_b.acted_with, versions)
     if field == "rollout":
         return _in_rollout(a.rollout(), b.rollout(), update)
-    return _in_update(a, b, update, prints_a, prints_b)
+    return _in_update(a, b, update, fingerprints_a, fingerprints_b)
 
 
 # ---------------------------------------------------------------------------------------------------- before the update
@@ -145,11 +145,11 @@ def first_difference(a: Side, b: Side, update: int, versions: Mapping[bytes, int
 def _in_state(a: Side, b: Side, update: int, x: np.ndarray, y: np.ndarray, after: bool) -> Finding:
     when, source = ("after the update", "update") if after else ("before the update", "start")
     for side, copies in (("A", x), ("B", y)):
-        if not _all_as(copies[0], copies):
+        if not _all_equal_to(copies[0], copies):
             device = int(np.argmax((copies != copies[0]).any((1, 2))))
             what = f"the learner's state {when} differs between learner devices 0 and {device} of {side}"
             return Finding(update, source, what, note="all learner devices should hold the same")
-    d = first_of(a.state(after), b.state(after))
+    d = first_difference_in(a.state(after), b.state(after))
     source = "target network" if after and d is not None and "target" in d.path else source
     return Finding(update, source, f"the learner's state {when} differs", d)
 
@@ -160,7 +160,9 @@ def _in_memory(a: Side, b: Side, update: int, x: np.ndarray, y: np.ndarray, afte
     path = paths[leaf]
     rows = (a.memory_rows(path, shard, after) != b.memory_rows(path, shard, after)).any(-1)
     row = int(np.argmax(rows))
-    d = first_of({path: a.memory_row(path, shard, after, row)}, {path: b.memory_row(path, shard, after, row)})
+    d = first_difference_in(
+        {path: a.memory_row(path, shard, after, row)}, {path: b.memory_row(path, shard, after, row)}
+    )
     if d is not None:
         d = d._replace(at=(row, *d.at))
     when = "after" if after else "before"
@@ -178,11 +180,11 @@ def _in_acting_params(
     a: Side, b: Side, update: int, x: np.ndarray, y: np.ndarray, versions: Mapping[bytes, int]
 ) -> Finding:
     actor = int(np.argmax((x != y).any((1, 2))))
-    d = first_of(a.acted_with()[actor], b.acted_with()[actor])
+    d = first_difference_in(a.acted_with()[actor], b.acted_with()[actor])
     note = "the learner's own parameters were the same on both sides"
-    for side, prints in (("A", x), ("B", y)):
-        others = {version for version in (versions.get(row.tobytes()) for row in prints) if version is not None}
-        if others and versions.get(prints[actor].tobytes()) is None:
+    for side, fingerprints in (("A", x), ("B", y)):
+        others = {version for version in (versions.get(row.tobytes()) for row in fingerprints) if version is not None}
+        if others and versions.get(fingerprints[actor].tobytes()) is None:
             note += f"; those of actor {actor} of {side} match no version that the learner made"
     known = [versions.get(p[actor].tobytes()) for p in (x, y)]
     if None not in known:
@@ -208,7 +210,7 @@ def _in_rollout(a: Named, b: Named, update: int) -> Finding:
     order = list(WORDS)
     field = lambda path: path[1:].partition("[")[0].partition(".")[0]
     carries = {path: x for path, x in a.items() if field(path) == "carry"}
-    if d := first_of(carries, b):
+    if d := first_difference_in(carries, b):
         envs = np.flatnonzero(differs(a[d.path], b[d.path]).reshape(len(a[d.path]), -1).any(1))
         return Finding(update, "acting", f"the recurrent state before step 0 of {listed(envs)} differs", d)
     found: list[tuple[int, int, str]] = []
@@ -223,7 +225,7 @@ def _in_rollout(a: Named, b: Named, update: int) -> Finding:
     mask = differs(a[path], b[path])[step]
     envs = np.flatnonzero(mask.reshape(len(mask), -1).any(1))
     chosen = {path: a[path][step][envs]}, {path: b[path][step][envs]}
-    d = first_of(*chosen)
+    d = first_difference_in(*chosen)
     assert d is not None
     env = int(envs[d.at[0]])
     d = d._replace(at=(step, env, *d.at[1:]))
@@ -240,7 +242,7 @@ def _in_rollout(a: Named, b: Named, update: int) -> Finding:
 # ---------------------------------------------------------------------------------------------------- within the update
 
 
-def _in_update(a: Side, b: Side, update: int, prints_a: Prints, prints_b: Prints) -> Finding:
+def _in_update(a: Side, b: Side, update: int, fingerprints_a: Fingerprints, fingerprints_b: Fingerprints) -> Finding:
     skip: int | None = 0
     seen: Counter[tuple[str, str]] = Counter()
     while skip is not None:
@@ -251,15 +253,15 @@ def _in_update(a: Side, b: Side, update: int, prints_a: Prints, prints_b: Prints
             seen[x.site.stage, x.site.detail] += 1
             if _event_differs(x, y):
                 stored = [not _of_priorities(path) for path in a.memory_paths()]
-                c, d = prints_a.memory[:, stored], prints_b.memory[:, stored]
+                c, d = fingerprints_a.memory[:, stored], fingerprints_b.memory[:, stored]
                 if x.site.stage in ("priorities", "draw", "minibatch") and not np.array_equal(c, d):
-                    return _in_memory(a, b, update, prints_a.memory, prints_b.memory, after=True)
+                    return _in_memory(a, b, update, fingerprints_a.memory, fingerprints_b.memory, after=True)
                 return _in_event(a, b, update, x, y, seen[x.site.stage, x.site.detail])
         if (events_a.number_after, len(events_a.found)) != (events_b.number_after, len(events_b.found)):
             what = "the two sides take different numbers of gradient steps"
             return Finding(update, "update", what)
         skip = events_a.number_after
-    return _after_update(a, b, update, prints_a, prints_b)
+    return _after_update(a, b, update, fingerprints_a, fingerprints_b)
 
 
 def _without_shapes(event: Event) -> tuple[object, ...]:
@@ -269,8 +271,8 @@ def _without_shapes(event: Event) -> tuple[object, ...]:
 
 def _event_differs(x: Event, y: Event) -> bool:
     if x.site.per_shard:
-        return not np.array_equal(x.prints, y.prints)
-    return not _all_as(x.prints[0], x.prints, y.prints)
+        return not np.array_equal(x.fingerprints, y.fingerprints)
+    return not _all_equal_to(x.fingerprints[0], x.fingerprints, y.fingerprints)
 
 
 def _in_order(update: int, x: Event, y: Event) -> Finding:
@@ -300,16 +302,16 @@ def _in_event(a: Side, b: Side, update: int, x: Event, y: Event, number: int) ->
     site, stage = x.site, x.site.stage
     of = note = ""
     if site.per_shard:
-        shards = np.flatnonzero((x.prints != y.prints).any(-1))
+        shards = np.flatnonzero((x.fingerprints != y.fingerprints).any(-1))
         of = f" of {listed(shards, 'shard')}"
         cut = lambda named: {path: leaf[shards[0]] for path, leaf in named.items()}
-        d = first_of(cut(a.event_values(x)), cut(b.event_values(y)))
+        d = first_difference_in(cut(a.event_values(x)), cut(b.event_values(y)))
     else:
-        device = next((i for i, row in enumerate(y.prints) if (row != x.prints[0]).any()), 0)
-        d = first_of(a.event_values(x), b.event_values(y, device))
-        for side, prints in (("A", x.prints), ("B", y.prints)):
-            if not _all_as(prints[0], prints):
-                other = int(np.argmax((prints != prints[0]).any(-1)))
+        device = next((i for i, row in enumerate(y.fingerprints) if (row != x.fingerprints[0]).any()), 0)
+        d = first_difference_in(a.event_values(x), b.event_values(y, device))
+        for side, fingerprints in (("A", x.fingerprints), ("B", y.fingerprints)):
+            if not _all_equal_to(fingerprints[0], fingerprints):
+                other = int(np.argmax((fingerprints != fingerprints[0]).any(-1)))
                 note = f"; learner device {other} of {side} differs from device 0"
     what = STAGES[stage].format(of=of)
     if stage not in ONCE:
@@ -337,19 +339,19 @@ BEFORE = {
 }
 
 
-def _after_update(a: Side, b: Side, update: int, prints_a: Prints, prints_b: Prints) -> Finding:
+def _after_update(a: Side, b: Side, update: int, fingerprints_a: Fingerprints, fingerprints_b: Fingerprints) -> Finding:
     """What differs after an update whose recorded stages were all the same."""
-    for side, part, prints in (("A", a, prints_a), ("B", b, prints_b)):
-        state, memory = part.prints_again()
-        if not (np.array_equal(state, prints.state) and np.array_equal(memory, prints.memory)):
+    for side, part, fingerprints in (("A", a, fingerprints_a), ("B", b, fingerprints_b)):
+        state, memory = part.recomputed_fingerprints()
+        if not (np.array_equal(state, fingerprints.state) and np.array_equal(memory, fingerprints.memory)):
             what = f"{side}'s update gave other bits when it was computed again, from the same rollouts and state"
             return Finding(update, "chance", what)
-    if not np.array_equal(prints_a.memory, prints_b.memory):
-        return _in_memory(a, b, update, prints_a.memory, prints_b.memory, after=True)
-    if _all_as(prints_a.state[0], prints_a.state, prints_b.state):
+    if not np.array_equal(fingerprints_a.memory, fingerprints_b.memory):
+        return _in_memory(a, b, update, fingerprints_a.memory, fingerprints_b.memory, after=True)
+    if _all_equal_to(fingerprints_a.state[0], fingerprints_a.state, fingerprints_b.state):
         what = "the parameters that acting needs differ, though the learner's state does not"
         return Finding(update, "publishing", what)
-    return _in_state(a, b, update, prints_a.state, prints_b.state, after=True)
+    return _in_state(a, b, update, fingerprints_a.state, fingerprints_b.state, after=True)
 
 
 # --------------------------------------------------------------------------------------------------------------- arrays
@@ -365,7 +367,7 @@ def differs(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     return bits(x) != bits(y)
 
 
-def first_of(a: Named, b: Named) -> Difference | None:
+def first_difference_in(a: Named, b: Named) -> Difference | None:
     """The first difference among arrays of the same names and shapes, and how many numbers of that array differ."""
     for path, x in a.items():
         y = b[path]

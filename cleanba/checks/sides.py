@@ -22,7 +22,7 @@ import numpy as np
 from cleanba.config import Placement
 from cleanba.errors import Failure, UsageError, said, signal_name
 from cleanba.runtime.process_setup import memory_share
-from cleanba.runtime.watched import Event, Events, Named, Prints
+from cleanba.runtime.watched import Event, Events, Fingerprints, Named
 from cleanba.waited import compiling
 
 GO_ON = "go on"
@@ -66,15 +66,15 @@ class RemoteSide:
         """Let it compute the next update."""
         self._send(GO_ON)
 
-    def next(self) -> tuple[int, Prints]:
+    def next(self) -> tuple[int, Fingerprints]:
         """Wait for the next update: its number and fingerprints.
 
         Raises:
             UsageError: it cannot be computed as asked.
             Failure: it failed.
         """
-        number, prints = self._receive()
-        return number, prints
+        number, fingerprints = self._receive()
+        return number, fingerprints
 
     def close(self) -> None:
         """End the process."""
@@ -109,8 +109,8 @@ class RemoteSide:
         self._send((method, args))
         return self._receive()
 
-    def prints(self) -> Prints:
-        return self._ask("prints")
+    def fingerprints(self) -> Fingerprints:
+        return self._ask("fingerprints")
 
     def rollout(self) -> Named:
         return self._ask("rollout")
@@ -136,8 +136,8 @@ class RemoteSide:
     def event_values(self, event: Event, device: int = 0) -> Named:
         return self._ask("event_values", event, device)
 
-    def prints_again(self) -> tuple[np.ndarray, np.ndarray]:
-        return self._ask("prints_again")
+    def recomputed_fingerprints(self) -> tuple[np.ndarray, np.ndarray]:
+        return self._ask("recomputed_fingerprints")
 
 
 def serve(connection: Connection) -> None:
@@ -149,7 +149,7 @@ def serve(connection: Connection) -> None:
 
     def watch(update: WatchedUpdate[Any, Any, Any, Any]) -> None:
         with compiling():  # for the time limit on an update: questions may take any time, and so may the other side
-            connection.send(("update", (update.number, update.prints())))
+            connection.send(("update", (update.number, update.fingerprints())))
             while (question := connection.recv()) != GO_ON:
                 method, args = question
                 connection.send(("answer", getattr(update, method)(*args)))

@@ -19,7 +19,7 @@ Named = dict[str, np.ndarray]
 """The leaves of a tree on the host, by their paths."""
 
 
-class Prints(NamedTuple):
+class Fingerprints(NamedTuple):
     """Fingerprints of an update's inputs and results, [..., L, 2] uint32 for L arrays.  Equal ones: equal bits."""
 
     state_before: np.ndarray  # [D, L, 2]: on each learner device
@@ -38,7 +38,7 @@ class Event(NamedTuple):
     number: int
     """in the update, from 0"""
     site: Site
-    prints: np.ndarray
+    fingerprints: np.ndarray
     """[K, 2] uint32 for each shard; or [D, 2] for each learner device, where all should have the same"""
 
 
@@ -107,26 +107,32 @@ class WatchedUpdate(Generic[S, M, P, C]):
         self._after = state, memory
         return self
 
-    def prints(self) -> Prints:
+    def fingerprints(self) -> Fingerprints:
         """Fingerprints of all of it."""
         (before, memory_before), (after, memory_after) = self._before, self._after
         params = self._watcher.params_of(self._learner.local(after))
-        return Prints(
+        return Fingerprints(
             self._of_state(before),
             self._of_memory(memory_before),
-            np.stack([_prints(tree) for tree in self._acted_with]),
-            np.stack([_prints(block) for block in self._blocks]),
+            np.stack([_fingerprints(tree) for tree in self._acted_with]),
+            np.stack([_fingerprints(block) for block in self._blocks]),
             self._of_state(after),
             self._of_memory(memory_after),
-            _prints(params),
+            _fingerprints(params),
             params_digest(params),
         )
 
     def _of_state(self, state: PyTree) -> np.ndarray:
-        return np.stack([_prints(self._learner.copy(state, device)) for device in range(self._learner.num_copies)])
+        return np.stack(
+            [_fingerprints(self._learner.copy(state, device)) for device in range(self._learner.num_copies)]
+        )
 
     def _of_memory(self, memory: PyTree) -> np.ndarray:
-        return _prints(memory, 1)[self._learner.places] if jax.tree.leaves(memory) else np.zeros((0, 0, 2), np.uint32)
+        return (
+            _fingerprints(memory, 1)[self._learner.places]
+            if jax.tree.leaves(memory)
+            else np.zeros((0, 0, 2), np.uint32)
+        )
 
     def rollout(self) -> Named:
         """The rollout of all environments, in order: leaves [T(+1), E, ...]; of the carry [E, ...]."""
@@ -149,7 +155,7 @@ class WatchedUpdate(Generic[S, M, P, C]):
 
     def memory_rows(self, path: str, shard: int, after: bool) -> np.ndarray:
         """Fingerprints of the rows of one array of a shard's memory.  [C, 2]."""
-        return _prints(self._memory_leaf(path, shard, after), 1)[:, 0]
+        return _fingerprints(self._memory_leaf(path, shard, after), 1)[:, 0]
 
     def memory_row(self, path: str, shard: int, after: bool, row: int) -> np.ndarray:
         """One row of an array of a shard's memory, [...]."""
@@ -168,9 +174,9 @@ class WatchedUpdate(Generic[S, M, P, C]):
         for site, w in zip(sites, written, strict=True):
             count = int(w.seen[0])
             for occurrence in range(min(count, CAPACITY)):
-                prints = w.prints[:, occurrence].reshape(-1, 2)  # of [D, K' or 1, 2]
-                prints = prints[self._learner.places] if site.per_shard else prints
-                found.append(Event(int(w.events[0, occurrence]), site, prints))
+                fingerprints = w.fingerprints[:, occurrence].reshape(-1, 2)  # of [D, K' or 1, 2]
+                fingerprints = fingerprints[self._learner.places] if site.per_shard else fingerprints
+                found.append(Event(int(w.events[0, occurrence]), site, fingerprints))
             if count > CAPACITY:
                 known = min(known, int(w.events[0, CAPACITY - 1]) + 1)
         found = sorted((event for event in found if event.number < known), key=lambda event: event.number)
@@ -183,7 +189,7 @@ class WatchedUpdate(Generic[S, M, P, C]):
         leaf = lambda x: x.reshape(-1, *x.shape[2:])[self._learner.places] if event.site.per_shard else x[device]
         return {path: leaf(x) for path, x in zip(event.site.paths, w.values, strict=True)}
 
-    def prints_again(self) -> tuple[np.ndarray, np.ndarray]:
+    def recomputed_fingerprints(self) -> tuple[np.ndarray, np.ndarray]:
         """Fingerprints of state and memory after the update, computed a second time with probes."""
         _, ((state, memory), _) = self._run(0, -1)
         return self._of_state(state), self._of_memory(memory)
@@ -201,10 +207,10 @@ def _named(tree: PyTree) -> Named:
 
 
 @partial(jax.jit, static_argnums=1)
-def _fingerprints(tree: PyTree, lead: int) -> jax.Array:
+def _fingerprints_on_device(tree: PyTree, lead: int) -> jax.Array:
     return jnp.stack([fingerprint([x], lead) for x in jax.tree.leaves(tree)], lead)
 
 
-def _prints(tree: PyTree, lead: int = 0) -> np.ndarray:
+def _fingerprints(tree: PyTree, lead: int = 0) -> np.ndarray:
     """Fingerprints of all L arrays of a tree.  Leaves [*lead, ...] -> [*lead, L, 2]."""
-    return np.asarray(_fingerprints(tree, lead))
+    return np.asarray(_fingerprints_on_device(tree, lead))
