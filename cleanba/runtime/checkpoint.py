@@ -112,19 +112,6 @@ class Saved(NamedTuple, Generic[S, P]):
     """this process's actors, by number; empty where environments start afresh after this update"""
 
 
-class _Policy(NamedTuple):
-    """`Retention` in the form that Orbax expects."""
-
-    retention: Retention
-
-    def should_preserve(self, checkpoints: Sequence[Any], *, context: object) -> list[bool]:
-        """For each checkpoint, by its `step`, whether it stays."""
-        updates = sorted(one.step for one in checkpoints)
-        # The newest one is not on disk yet (`Checkpoints._commit`), so those that it replaces stay until it is.
-        kept = {*self.retention.kept(updates), *self.retention.kept(updates[:-1])}
-        return [one.step in kept for one in checkpoints]
-
-
 class Restored(NamedTuple, Generic[S, P]):
     """The checkpoint to continue from, if there is one."""
 
@@ -181,7 +168,6 @@ class Checkpoints:
             self._folder,
             item_names=(ARRAYS, COUNTERS),
             options=ocp.CheckpointManagerOptions(
-                preservation_policy=_Policy(self._retention),
                 create=False,
                 enable_async_checkpointing=False,  # `save` has a thread for it
                 multiprocessing_options=_alone("save"),
@@ -303,7 +289,7 @@ class Checkpoints:
             ),
         )
         sync_folder(self._folder / str(saved.update))  # Orbax syncs only the arrays
-        there = updates_kept(self.run_dir)
+        there = updates_kept(self.run_dir)  # the new one is on disk before those that it replaces are removed
         for update in sorted({*there} - {*self._retention.kept(there)}):
             self._manager.delete(update)
 
