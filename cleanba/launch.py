@@ -61,7 +61,7 @@ from cleanba.errors import (
     printable,
     warn,
 )
-from cleanba.files import Json, optional_json, write_json
+from cleanba.files import Json, write_json
 from cleanba.interrupts import started
 from cleanba.recipes import AnyRecipe
 from cleanba.resolution import RECORD, Config, Resolved, fit, read_recipe, recorded, settle
@@ -73,6 +73,7 @@ from cleanba.runs.directory import (
     check_name,
     default_run_dir,
     differing_machines,
+    holds_runs,
     is_gone,
     lock,
     marked,
@@ -409,13 +410,6 @@ def prepare(recipe: AnyRecipe, config: Config) -> Job:
     )
     require(not holds_runs(run_dir), f"run_dir={str(run_dir)!r} holds other runs; name a folder in it for this one")
     return job
-
-
-def holds_runs(folder: Path) -> bool:
-    """Whether a folder that is no run has runs in it."""
-    if (folder / "config.json").exists() or not folder.is_dir():
-        return False
-    return any("experiment" in optional_json(path) for path in folder.glob("*/config.json"))  # not lost+found
 
 
 def holds_us(folder: Path) -> bool:

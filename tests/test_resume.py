@@ -766,7 +766,8 @@ def test_a_model_that_cannot_be_written_fails_the_run_in_one_sentence(tmp_path, 
     [
         (10, [], False, "restore the directory"),
         (10, [], True, "restore the directory"),
-        (3, ["--log-frequency", "1000"], True, "no longer exists; restore the"),  # before anything is recorded in it
+        # Before anything is recorded in it.
+        (3, ["--log-frequency", "1000"], True, "no longer exists; restore the directory"),
     ],
 )
 def test_a_directory_that_goes_away_ends_the_run(at, more, made_again, words, tmp_path, monkeypatch):

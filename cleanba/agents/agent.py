@@ -274,7 +274,7 @@ def load(
             asks for something that is not allowed.
         Failure: the checkpoint is damaged, or cannot be downloaded.
     """
-    require(seed is not None, "seed=None must be a whole number; try 1")
+    require_seed(seed)  # before the checkpoint is read
     run_dir = find_run(run)
     _, e = read_recipe(run_dir, trust_remote_code)
     with prepared(e):

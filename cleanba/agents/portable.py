@@ -428,7 +428,7 @@ def check_target(path: Path, format: str, seed: int) -> None:
 
 def require_seed(seed: object) -> None:
     """Raise `UsageError` unless this can be a seed."""
-    require(isinstance(seed, int | np.integer), f"seed={seed!r} must be a whole number")
+    require(isinstance(seed, int | np.integer), f"seed={seed!r} must be a whole number; try 1")
     require(0 <= seed < 2**31, f"seed={seed} must lie in [0, 2^31); try 1")  # type: ignore[operator]
 
 

@@ -126,7 +126,8 @@ def parameter_names(params: PyTree) -> set[str]:
 
 def limit_name(params: PyTree) -> str | None:
     """The name of the time limit among an environment's parameters; None if there is none."""
-    return next((name for name in LIMITS if name in parameter_names(params)), None)
+    known = parameter_names(params)
+    return next((name for name in LIMITS if name in known), None)
 
 
 def heeds_limit(env: Environment, params: PyTree, limit: str) -> bool:

@@ -25,7 +25,7 @@ from cleanba.config import (
 )
 from cleanba.environments.code_text import RUNNING
 from cleanba.errors import Failure, Replaced, UsageError, warn
-from cleanba.files import Json, current_directory, read_json, sync, write_json
+from cleanba.files import Json, current_directory, optional_json, read_json, sync, write_json
 from cleanba.recipes import AnyRecipe
 from cleanba.resolution import Resolved, longer, read_recipe
 from cleanba.runtime import memory, records
@@ -262,6 +262,13 @@ def unwritable(run_dir: Path, error: OSError, flag: str = "--run-dir") -> UsageE
 
 
 LOCK = ".lock"  # in a run's directory
+
+
+def holds_runs(folder: Path) -> bool:
+    """Whether a folder that is no run has runs in it."""
+    if (folder / "config.json").exists() or not folder.is_dir():
+        return False
+    return any("experiment" in optional_json(path) for path in folder.glob("*/config.json"))  # not lost+found
 
 
 def is_gone(run_dir: Path) -> bool:

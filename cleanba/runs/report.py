@@ -24,7 +24,7 @@ from cleanba.files import METRICS, Json, optional_json, require_name, write_whol
 from cleanba.recipes import Play
 from cleanba.runs import log
 from cleanba.runs.curves import column, is_number, read_rows
-from cleanba.runs.directory import films_of, unwritable
+from cleanba.runs.directory import films_of, holds_runs, unwritable
 from cleanba.runs.remote import find_run
 from cleanba.runtime.metrics import duration
 from cleanba.trust import source_of
@@ -91,7 +91,7 @@ def report_command(argv: Sequence[str]) -> Exit:
     out = flags.out or run_dir / "report.html"
     require_name(out, "report.html")
     require(
-        (run_dir / "config.json").exists() or not any(run_dir.glob("*/config.json")),
+        not holds_runs(run_dir),
         f"{run_dir} is a folder of runs; name one of them, or draw all of them with `cleanba plot {run_dir}`",
     )
     text = page(run_dir)
